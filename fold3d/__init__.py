@@ -1,0 +1,29 @@
+"""fold3d: train HuggingFace models with data and pipeline parallelism on ordinary networks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from fold3d.config import ParallelConfig
+
+if TYPE_CHECKING:
+    from fold3d.runtime.engine import Engine
+    from fold3d.trainer import Trainer, TrainingArguments
+
+__version__ = "0.1.0"
+__all__ = ["Engine", "ParallelConfig", "Trainer", "TrainingArguments"]
+
+_LAZY = {
+    "Engine": "fold3d.runtime.engine",
+    "Trainer": "fold3d.trainer",
+    "TrainingArguments": "fold3d.trainer",
+}
+
+
+def __getattr__(name: str) -> Any:
+    # transformers takes seconds to import; `fold3d draw` and the Engine do not need it.
+    if name not in _LAZY:
+        raise AttributeError(f"module 'fold3d' has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(_LAZY[name]), name)

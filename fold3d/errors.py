@@ -1,0 +1,23 @@
+"""The exceptions fold3d raises on purpose; everything else is a bug or the user's own error."""
+
+from __future__ import annotations
+
+
+class Fold3dError(Exception):
+    """Base class of every error fold3d raises on purpose."""
+
+
+class ConfigError(Fold3dError, ValueError):
+    """A setting has a value that cannot work; the message names the value, the reason and what to change."""
+
+
+class TraceError(Fold3dError, ValueError):
+    """The model cannot be cut into chunks; the message says what was found and which setting helps."""
+
+
+class CheckpointError(Fold3dError, RuntimeError):
+    """A checkpoint is missing, cut short or belongs to another model."""
+
+
+class RankError(Fold3dError, RuntimeError):
+    """A rank failed in a step: names the rank, the action it was in and the cause. Raised on every rank."""
