@@ -1,0 +1,1 @@
+"""The test suite of fold3d; its folders mirror the package."""

@@ -1,0 +1,69 @@
+"""Fixtures of the whole suite: rank pools, seeds, and the markers' rules."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: the ranks of a test share few cores
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing in the suite is fetched
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import random
+from collections.abc import Iterator
+
+import hypothesis
+import pytest
+
+from tests.helpers.ranks import RankPool
+
+hypothesis.settings.register_profile("fold3d", derandomize=True, deadline=None, print_blob=True)
+hypothesis.settings.load_profile("fold3d")
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[RankPool]:
+    """Four worker processes, started on first use."""
+    pool = RankPool(4)
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="session")
+def ranks8() -> Iterator[RankPool]:
+    """Eight worker processes, for the handful of tests that need more than four."""
+    pool = RankPool(8)
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> Iterator[None]:
+    """Same random numbers for every test, whatever ran before; torch's state and default dtype are put back."""
+    import torch
+
+    random.seed(0)
+    torch.manual_seed(0)
+    dtype = torch.get_default_dtype()
+    yield
+    torch.set_default_dtype(dtype)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks tests that start processes, and skips `cuda` tests without a device.
+
+    With FOLD3D_REQUIRE_CUDA=1 (a machine that should have a GPU) a missing device is a failure, not a skip.
+    """
+    for item in items:
+        if {"ranks", "ranks8"} & set(getattr(item, "fixturenames", ())):
+            item.add_marker(pytest.mark.dist)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("cuda") is None:
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        if os.environ.get("FOLD3D_REQUIRE_CUDA") == "1":
+            pytest.fail("FOLD3D_REQUIRE_CUDA=1, but torch finds no CUDA device", pytrace=False)
+        pytest.skip("no CUDA device")

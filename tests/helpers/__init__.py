@@ -1,0 +1,1 @@
+"""What the tests share: process pools, tiny models, tiny data."""

@@ -1,0 +1,119 @@
+"""One call on one rank: the environment torchrun would give it, a gloo process group, and a clean slate afterwards."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import datetime
+import gc
+import importlib
+import os
+import random
+import signal
+import socket
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def reference(target: str | Callable[..., Any]) -> str:
+    """Returns "module:function" for `target`, the only form that crosses a process border.
+
+    Raises:
+        TypeError: `target` is a closure, lambda or method, which a fresh process could not find by name.
+    """
+    if isinstance(target, str):
+        if target.count(":") != 1:
+            raise TypeError(f"{target!r} is not of the form 'module:function'")
+        return target
+    name = getattr(target, "__qualname__", "")
+    if not name or "<" in name or not hasattr(target, "__module__"):
+        raise TypeError(
+            f"{target!r} is not a function at the top of a module; a worker process could not import it by name"
+        )
+    return f"{target.__module__}:{name}"
+
+
+def resolve(ref: str) -> Callable[..., Any]:
+    """Returns the function that `ref` ("module:function") names, importing its module."""
+    module, name = ref.split(":")
+    found: Any = importlib.import_module(module)
+    for part in name.split("."):
+        found = getattr(found, part)
+    function: Callable[..., Any] = found
+    return function
+
+
+def free_port() -> int:
+    """Returns a TCP port that was free a moment ago on 127.0.0.1."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def rank_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
+    """Returns the variables torchrun sets on a single host."""
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+
+
+def die_with_parent() -> None:
+    """Asks Linux to kill this process when its parent ends, so that an interrupted test run leaves no orphan."""
+    pr_set_pdeathsig = 1
+    ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGKILL)
+
+
+@contextlib.contextmanager
+def changed_environment(values: Mapping[str, str]) -> Iterator[None]:
+    """Sets environment variables and puts the old ones back."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+@contextlib.contextmanager
+def process_group(store_file: str, rank: int, world_size: int, timeout_s: float) -> Iterator[None]:
+    """Gives the body a default gloo group over a file rendezvous; no port is involved."""
+    import torch.distributed as dist
+
+    store = dist.FileStore(store_file, world_size)
+    timeout = datetime.timedelta(seconds=timeout_s)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
+    try:
+        yield
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def clean_slate() -> None:
+    """Undoes what a call may leave behind in a process that serves many: seeds, default dtype, accelerate's singletons."""
+    import torch
+
+    state = sys.modules.get("accelerate.state")
+    if state is not None:  # singletons which remember rank and world size of the last call
+        state.AcceleratorState._reset_state(True)
+        state.GradientState._reset_state()
+    torch.set_default_dtype(torch.float32)
+    torch.set_grad_enabled(True)
+    torch.manual_seed(0)
+    random.seed(0)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed(0)
+    gc.collect()  # engines left in reference cycles own threads and process groups

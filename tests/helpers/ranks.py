@@ -1,0 +1,230 @@
+"""A pool of rank processes which import torch once and then serve many tests.
+
+    def share(value):                      # at the top of a test module
+        tensor = torch.tensor([value + dist.get_rank()])
+        dist.all_reduce(tensor)
+        return tensor.item()
+
+    def test_share(ranks):                 # fixture of conftest.py: four workers, started on first use
+        assert ranks.run(share, 2, 10) == [21, 21]
+
+Each call gets a fresh gloo group over a file and the environment torchrun would set. A rank that raises fails the test
+with its traceback; a rank that hangs or dies does so too, with the stacks of the ranks that hang, and the pool starts anew.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import gc
+import multiprocessing
+import os
+import pickle
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import SpawnProcess
+from pathlib import Path
+from typing import Any
+
+from tests.helpers import call
+
+START_TIMEOUT_S = 180.0
+"""Importing torch on a machine whose cores are all busy is slow."""
+GRACE_S = 10.0
+"""How long the other ranks may take to notice that one has failed."""
+
+
+class RankError(AssertionError):
+    """A rank raised, hung or died; the message holds the first traceback. `failures`: text per failed rank."""
+
+    def __init__(self, message: str, failures: dict[int, str]) -> None:
+        super().__init__(message)
+        self.failures = failures
+
+
+@dataclass
+class _Worker:
+    process: SpawnProcess
+    pipe: Connection
+
+
+class RankPool:
+    """`size` worker processes; `run` uses the first `world_size` of them. Started on first use; not thread-safe."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.starts = 0
+        self._calls = 0
+        self._workers: list[_Worker] = []
+        self._folder: Path | None = None
+
+    def run(
+        self,
+        target: str | Callable[..., Any],
+        world_size: int,
+        *args: Any,
+        timeout: float = 60.0,
+        grace: float = GRACE_S,
+        **kwargs: Any,
+    ) -> list[Any]:
+        """Returns what `target(*args, **kwargs)` returned on each of `world_size` ranks.
+
+        Args:
+            target: function at the top of a module, or "module:function".
+            args, kwargs: the same for every rank; anything that pickles.
+            timeout: seconds for the whole call, and the time limit of the default process group.
+            grace: seconds the other ranks have to end by themselves once one rank has failed.
+        Raises:
+            RankError: with the first traceback, or the stacks of the ranks that hang.
+        """
+        if not 1 <= world_size <= self.size:
+            raise ValueError(
+                f"world_size {world_size} does not fit a pool of {self.size}; use the ranks8 fixture for up to 8"
+            )
+        ref = call.reference(target)
+        self._start()
+        assert self._folder is not None
+        self._calls += 1
+        store = str(self._folder / f"store-{self._calls}")
+        request = pickle.dumps((ref, world_size, store, call.free_port(), timeout, args, kwargs))
+        for worker in self._workers[:world_size]:
+            worker.pipe.send_bytes(request)
+        return self._collect(world_size, time.monotonic() + timeout, grace, ref)
+
+    def close(self) -> None:
+        """Kills the workers; the next `run` starts new ones."""
+        for worker in self._workers:
+            worker.process.kill()
+        for worker in self._workers:
+            worker.process.join()
+            worker.pipe.close()
+        self._workers = []
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder = None
+
+    def _start(self) -> None:
+        if self._workers:
+            return
+        self.starts += 1
+        self._folder = Path(tempfile.mkdtemp(prefix="fold3d-ranks-"))
+        context = multiprocessing.get_context("spawn")
+        # Tests that want the accelerator start their own process: CPU ranks must not each claim it.
+        with call.changed_environment({"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}):
+            for rank in range(self.size):
+                ours, theirs = context.Pipe()
+                process = context.Process(
+                    target=_serve, args=(theirs, rank, str(self._folder)), name=f"rank{rank}", daemon=True
+                )
+                process.start()
+                theirs.close()
+                self._workers.append(_Worker(process, ours))
+        self._collect(self.size, time.monotonic() + START_TIMEOUT_S, GRACE_S, "starting the workers")
+
+    def _collect(self, world_size: int, deadline: float, grace: float, what: str) -> list[Any]:
+        """Receives one answer per rank; on any failure kills the pool and raises."""
+        results: dict[int, Any] = {}
+        failures: dict[int, str] = {}
+        waiting = {self._workers[rank].pipe: rank for rank in range(world_size)}
+        while waiting and time.monotonic() < deadline:
+            for pipe in wait(list(waiting), timeout=max(0.0, deadline - time.monotonic())):
+                assert isinstance(pipe, Connection)
+                rank = waiting.pop(pipe)
+                try:
+                    good, value = pickle.loads(pipe.recv_bytes())
+                except (EOFError, ConnectionError):
+                    self._workers[rank].process.join(1.0)
+                    good, value = (
+                        False,
+                        f"the process died, exit code {self._workers[rank].process.exitcode}\n",
+                    )
+                if good:
+                    results[rank] = value
+                else:
+                    failures[rank] = value
+            if failures:
+                deadline = min(deadline, time.monotonic() + grace)
+                grace = max(0.0, deadline - time.monotonic())
+        if not waiting and not failures:
+            return [results[rank] for rank in range(world_size)]
+        dead = any(text.startswith("the process died") for text in failures.values())
+        for rank in sorted(waiting.values()):
+            failures[rank] = "did not come back; its threads:\n" + self._stacks(rank)
+        if waiting or dead:
+            self.close()
+        first, *others = failures.items()
+        message = f"{what}, world size {world_size}: rank {first[0]}: {first[1]}"
+        for rank, text in others:
+            message += f"\nand rank {rank}: " + (
+                text if text.startswith("did not") else text.strip().splitlines()[-1]
+            )
+        raise RankError(message, failures)
+
+    def _stacks(self, rank: int) -> str:
+        """Returns the Python stacks of a worker that hangs (faulthandler writes them even under a blocked C++ call)."""
+        assert self._folder is not None
+        process = self._workers[rank].process
+        if process.pid is None or not process.is_alive():
+            return f"none, it is dead (exit code {process.exitcode})"
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process.pid, signal.SIGUSR1)
+        time.sleep(0.3)
+        return (
+            self._folder / f"stacks-{rank}"
+        ).read_text() or "none was written: it is stopped or not yet running"
+
+
+def _serve(pipe: Connection, rank: int, folder: str) -> None:
+    """Body of a worker process: answers requests until the pipe closes."""
+    call.die_with_parent()
+    stacks = open(os.path.join(folder, f"stacks-{rank}"), "w")  # noqa: SIM115  lives as long as the process
+    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    _preload()
+    pipe.send_bytes(pickle.dumps((True, None)))
+    while True:
+        try:
+            request = pipe.recv_bytes()
+        except EOFError:
+            return
+        answer = _answer(request, rank)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        pipe.send_bytes(answer)
+
+
+def _preload() -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    with contextlib.suppress(ImportError):  # not built: the test that needs it says so with its own traceback
+        import fold3d  # noqa: F401
+    call.clean_slate()
+    gc.freeze()
+
+
+def _answer(request: bytes, rank: int) -> bytes:
+    """Runs one request and returns the pickled (good, result or traceback)."""
+    try:
+        ref, world_size, store, port, timeout, args, kwargs = pickle.loads(request)
+        modules = len(sys.modules)
+        function = call.resolve(ref)
+        if len(sys.modules) > modules:
+            gc.freeze()  # what was imported never dies: keep it out of the collection after every call
+        with (
+            call.changed_environment(call.rank_environment(rank, world_size, port)),
+            call.process_group(store, rank, world_size, timeout),
+        ):
+            result = function(*args, **kwargs)
+        return pickle.dumps((True, result))
+    except BaseException:  # the worker outlives whatever a test does, SystemExit included
+        return pickle.dumps((False, traceback.format_exc()))
+    finally:
+        call.clean_slate()
