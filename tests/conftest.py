@@ -38,7 +38,7 @@ def ranks8() -> Iterator[RankPool]:
 
 @pytest.fixture(autouse=True)
 def _seeded() -> Iterator[None]:
-    """Same random numbers for every test, whatever ran before; torch's state and default dtype are put back."""
+    """Same random numbers for every test, whatever ran before; the default dtype is put back."""
     import torch
 
     random.seed(0)

@@ -1,4 +1,4 @@
-"""One call on one rank: the environment torchrun would give it, a gloo process group, and a clean slate afterwards."""
+"""One call on one rank: the environment torchrun would give it, a gloo group, a clean slate afterwards."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def reference(target: str | Callable[..., Any]) -> str:
     name = getattr(target, "__qualname__", "")
     if not name or "<" in name or not hasattr(target, "__module__"):
         raise TypeError(
-            f"{target!r} is not a function at the top of a module; a worker process could not import it by name"
+            f"{target!r} is not a function at the top of a module: no worker could import it by name"
         )
     return f"{target.__module__}:{name}"
 
@@ -66,7 +66,7 @@ def rank_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
 
 
 def die_with_parent() -> None:
-    """Asks Linux to kill this process when its parent ends, so that an interrupted test run leaves no orphan."""
+    """Asks Linux to kill this process when its parent ends: an interrupted test run leaves no orphan."""
     pr_set_pdeathsig = 1
     ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGKILL)
 
@@ -102,7 +102,7 @@ def process_group(store_file: str, rank: int, world_size: int, timeout_s: float)
 
 
 def clean_slate() -> None:
-    """Undoes what a call may leave behind in a process that serves many: seeds, default dtype, accelerate's singletons."""
+    """Undoes what a call leaves behind in a process that serves many: seeds, dtype, accelerate's state."""
     import torch
 
     state = sys.modules.get("accelerate.state")

@@ -44,7 +44,7 @@ class RankExit:
 
 
 class LaunchResult(list[RankExit]):
-    """One `RankExit` per rank. `orphans`: command lines of processes the ranks had left behind (killed since)."""
+    """One `RankExit` per rank. `orphans`: command lines of processes the ranks left behind (killed since)."""
 
     def __init__(self, ranks: Sequence[RankExit], orphans: Sequence[str]) -> None:
         super().__init__(ranks)
@@ -65,11 +65,11 @@ def launch(
     timeout: float,
     env: Mapping[str, str] | None = None,
 ) -> LaunchResult:
-    """Runs `target` in `world_size` fresh processes, each a session of its own, and waits until all have ended.
+    """Runs `target` in `world_size` fresh processes, each a session of its own, and waits for their end.
 
     Args:
-        target: a function at the top of a module (or "module:function"), called with `args` inside a default gloo group;
-            or the path of a Python script, which gets `args` as its command line and makes its own group from the
+        target: a function at the top of a module (or "module:function"), called with `args` in a gloo group; or
+            the path of a Python script, which gets `args` as its command line and makes its own group from the
             environment (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT ... as torchrun sets them).
         args: for a function anything JSON can hold; for a script strings.
         timeout: seconds until every process of every rank is killed.
@@ -87,13 +87,9 @@ def launch(
         start = time.monotonic()
         processes = []
         for rank in range(world_size):
-            environment = {
-                **os.environ,
-                "OMP_NUM_THREADS": "1",
-                "CUDA_VISIBLE_DEVICES": "",
-                "PYTHONPATH": str(ROOT),
-            }
-            environment |= call.rank_environment(rank, world_size, port) | dict(env or {})
+            environment = os.environ | call.rank_environment(rank, world_size, port)
+            environment |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
+            environment |= env or {}
             with open(f"{folder}/{rank}.out", "wb") as out, open(f"{folder}/{rank}.err", "wb") as err:
                 processes.append(
                     subprocess.Popen(
@@ -101,7 +97,7 @@ def launch(
                     )
                 )
         try:
-            ends, stopped = _wait(processes, start, start + timeout)
+            ends, stopped = _wait(processes, start + timeout)
         finally:
             orphans = [line for p in processes if p.poll() is not None for line in _session(p.pid).values()]
             for process in processes:
@@ -120,9 +116,7 @@ def launch(
     return LaunchResult(ranks, orphans)
 
 
-def _wait(
-    processes: list[subprocess.Popen[bytes]], start: float, deadline: float
-) -> tuple[dict[int, float], set[int]]:
+def _wait(processes: list[subprocess.Popen[bytes]], deadline: float) -> tuple[dict[int, float], set[int]]:
     """Returns when each rank ended, and the ranks that are stopped and will never end."""
     ends: dict[int, float] = {}
     while time.monotonic() < deadline:
@@ -150,7 +144,7 @@ def _state(pid: int) -> str:
 
 
 def _session(leader: int) -> dict[int, str]:
-    """Returns pid -> command line of the living processes of the session that `leader` started, without itself."""
+    """Returns pid -> command line of what lives in the session that `leader` started, without itself."""
     found = {}
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit() or int(entry.name) == leader:

@@ -8,8 +8,9 @@
     def test_share(ranks):                 # fixture of conftest.py: four workers, started on first use
         assert ranks.run(share, 2, 10) == [21, 21]
 
-Each call gets a fresh gloo group over a file and the environment torchrun would set. A rank that raises fails the test
-with its traceback; a rank that hangs or dies does so too, with the stacks of the ranks that hang, and the pool starts anew.
+Each call gets a fresh gloo group over a file and the environment torchrun would set. A rank that raises fails
+the test with its traceback; so does one that hangs or dies, with the stacks of those that hang, and the pool
+starts anew.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ GRACE_S = 10.0
 
 
 class RankError(AssertionError):
-    """A rank raised, hung or died; the message holds the first traceback. `failures`: text per failed rank."""
+    """A rank raised, hung or died; the message holds the first traceback, `failures` a text per rank."""
 
     def __init__(self, message: str, failures: dict[int, str]) -> None:
         super().__init__(message)
@@ -56,7 +57,7 @@ class _Worker:
 
 
 class RankPool:
-    """`size` worker processes; `run` uses the first `world_size` of them. Started on first use; not thread-safe."""
+    """`size` worker processes, started on first use; `run` uses the first `world_size`. Not thread-safe."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -86,7 +87,7 @@ class RankPool:
         """
         if not 1 <= world_size <= self.size:
             raise ValueError(
-                f"world_size {world_size} does not fit a pool of {self.size}; use the ranks8 fixture for up to 8"
+                f"world_size {world_size} does not fit a pool of {self.size}; the fixture ranks8 has 8"
             )
         ref = call.reference(target)
         self._start()
@@ -168,7 +169,7 @@ class RankPool:
         raise RankError(message, failures)
 
     def _stacks(self, rank: int) -> str:
-        """Returns the Python stacks of a worker that hangs (faulthandler writes them even under a blocked C++ call)."""
+        """Returns the Python stacks of a worker that hangs, even in a blocked C++ call (faulthandler)."""
         assert self._folder is not None
         process = self._workers[rank].process
         if process.pid is None or not process.is_alive():

@@ -1,0 +1,65 @@
+"""Tiny batches of real text: bytes of the interpreter's own help pages; nothing is fetched or random."""
+
+from __future__ import annotations
+
+import functools
+import pydoc_data.topics
+from collections.abc import Collection
+
+import torch
+from torch import Tensor
+
+IGNORED = -100
+
+
+@functools.cache
+def _text() -> bytes:
+    return "".join(pydoc_data.topics.topics[name] for name in sorted(pydoc_data.topics.topics)).encode()
+
+
+def byte_ids(count: int, *, vocab: int = 64, start: int = 0) -> Tensor:
+    """Returns `count` token ids, int64 in [2, vocab): bytes of the text from `start` on, folded into it.
+
+    Ids 0 and 1 stay free for the begin, end and padding tokens of the tiny configurations.
+    """
+    text = _text()
+    span = bytes(text[(start + i) % len(text)] for i in range(count))
+    return torch.tensor(list(span), dtype=torch.int64) % (vocab - 2) + 2
+
+
+def batch(
+    rows: int,
+    length: int,
+    *,
+    vocab: int = 64,
+    start: int = 0,
+    ragged: bool = False,
+    padded: bool = False,
+    empty_rows: Collection[int] = (),
+) -> dict[str, Tensor]:
+    """Returns input_ids, attention_mask and labels, each int64 [rows, length].
+
+    Args:
+        start: offset into the text; another start, another batch.
+        ragged: each row keeps another number of labels (from 2 to length), the rest is -100.
+        padded: as ragged, and the ignored tail is padding: id 1, attention mask 0.
+        empty_rows: rows all of whose labels are -100.
+    """
+    input_ids = byte_ids(rows * length, vocab=vocab, start=start).view(rows, length)
+    labels, mask = input_ids.clone(), torch.ones_like(input_ids)
+    if ragged or padded:
+        for row in range(rows):
+            kept = 2 + (7 * (row + start) + 3) % (length - 1)
+            labels[row, kept:] = IGNORED
+            if padded:
+                mask[row, kept:] = 0
+                input_ids[row, kept:] = 1
+    for row in empty_rows:
+        labels[row] = IGNORED
+    return {"input_ids": input_ids, "attention_mask": mask, "labels": labels}
+
+
+def dataset(rows: int, length: int, **options: object) -> list[dict[str, Tensor]]:
+    """Returns the rows of `batch(rows, length, **options)` one by one, as a Trainer wants its dataset."""
+    whole = batch(rows, length, **options)  # type: ignore[arg-type]
+    return [{name: tensor[row] for name, tensor in whole.items()} for row in range(rows)]

@@ -1,0 +1,178 @@
+"""Tiny models of each supported kind: seconds matter, so hidden sizes are 16-32 and vocabularies 64-128.
+
+Every builder takes the same words, so that a test can be parametrised over `MODELS`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    LlamaConfig,
+    OPTConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+)
+
+VOCABULARY = 64
+POSITIONS = 64
+
+
+def gpt2_config(
+    *, layers: int = 4, hidden: int = 16, vocab: int = VOCABULARY, dropout: float = 0.0, tied: bool = True
+) -> GPT2Config:
+    """Returns a GPT-2 configuration with two heads; `tied`: lm_head and wte are one tensor."""
+    return GPT2Config(
+        n_layer=layers,
+        n_embd=hidden,
+        n_head=2,
+        vocab_size=vocab,
+        n_positions=POSITIONS,
+        resid_pdrop=dropout,
+        embd_pdrop=dropout,
+        attn_pdrop=dropout,
+        tie_word_embeddings=tied,
+        bos_token_id=0,
+        eos_token_id=0,
+        use_cache=False,
+    )
+
+
+def llama_config(
+    *, layers: int = 4, hidden: int = 16, vocab: int = VOCABULARY, dropout: float = 0.0, tied: bool = False
+) -> LlamaConfig:
+    """Returns a Llama configuration with grouped-query attention (4 heads, 2 key-value heads)."""
+    return LlamaConfig(
+        num_hidden_layers=layers,
+        hidden_size=hidden,
+        intermediate_size=2 * hidden,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=vocab,
+        max_position_embeddings=POSITIONS,
+        attention_dropout=dropout,
+        tie_word_embeddings=tied,
+        bos_token_id=0,
+        eos_token_id=0,
+        use_cache=False,
+    )
+
+
+def opt_config(
+    *, layers: int = 4, hidden: int = 16, vocab: int = VOCABULARY, dropout: float = 0.0, tied: bool = True
+) -> OPTConfig:
+    """Returns an OPT configuration (learned positions computed from the attention mask)."""
+    return OPTConfig(
+        num_hidden_layers=layers,
+        hidden_size=hidden,
+        word_embed_proj_dim=hidden,
+        ffn_dim=2 * hidden,
+        num_attention_heads=2,
+        vocab_size=vocab,
+        max_position_embeddings=POSITIONS,
+        dropout=dropout,
+        attention_dropout=dropout,
+        tie_word_embeddings=tied,
+        pad_token_id=1,
+        bos_token_id=0,
+        eos_token_id=0,
+        use_cache=False,
+    )
+
+
+def build(
+    config: PretrainedConfig, *, seed: int = 0, dtype: torch.dtype = torch.float32, device: str = "cpu"
+) -> PreTrainedModel:
+    """Returns the causal language model of `config` in train mode; device="meta" allocates nothing.
+
+    The values are drawn in float32 and then cast, so float64 tests compare against the same numbers.
+    Biases and norms, which stock initialisation leaves at 0 and 1, get noise, or mistakes in them stay hidden.
+    """
+    with torch.random.fork_rng(devices=[]), torch.device(device):
+        torch.manual_seed(seed)
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
+        if device != "meta":
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    if parameter.ndim == 1:
+                        parameter.add_(0.1 * torch.randn_like(parameter))
+    return model.to(dtype).train()
+
+
+class PlainBlock(nn.Module):
+    """Pre-norm residual two-layer perceptron over [batch, length, hidden]; a running mean mixes positions."""
+
+    def __init__(self, hidden: int, dropout: float) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(hidden)
+        self.up = nn.Linear(hidden, 2 * hidden)
+        self.down = nn.Linear(2 * hidden, hidden)
+        self.drop = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        count = torch.arange(1, x.shape[1] + 1, dtype=x.dtype, device=x.device)[:, None]
+        mixed = self.norm(x).cumsum(1) / count
+        out: Tensor = x + self.drop(self.down(torch.tanh(self.up(mixed))))
+        return out
+
+
+class PlainModel(nn.Module):
+    """A language model that owes nothing to transformers; its forward returns the mean loss."""
+
+    def __init__(
+        self,
+        *,
+        layers: int = 4,
+        hidden: int = 16,
+        vocab: int = VOCABULARY,
+        dropout: float = 0.0,
+        tied: bool = False,
+    ) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocab, hidden)
+        self.layers = nn.ModuleList(PlainBlock(hidden, dropout) for _ in range(layers))
+        self.norm = nn.LayerNorm(hidden)
+        self.head = nn.Linear(hidden, vocab, bias=False)
+        if tied:
+            self.head.weight = self.embedding.weight
+
+    def forward(self, input_ids: Tensor, labels: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        x = self.embedding(input_ids)
+        if attention_mask is not None:
+            x = x * attention_mask[..., None]
+        for layer in self.layers:
+            x = layer(x)
+        logits = self.head(self.norm(x))
+        return nn.functional.cross_entropy(
+            logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100
+        )
+
+
+def build_plain(
+    *,
+    layers: int = 4,
+    hidden: int = 16,
+    vocab: int = VOCABULARY,
+    dropout: float = 0.0,
+    tied: bool = False,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+) -> PlainModel:
+    """Returns a PlainModel in train mode with values drawn from `seed`."""
+    with torch.random.fork_rng(devices=[]), torch.device(device):
+        torch.manual_seed(seed)
+        model = PlainModel(layers=layers, hidden=hidden, vocab=vocab, dropout=dropout, tied=tied)
+    return model.to(dtype).train()
+
+
+MODELS: dict[str, Callable[..., PretrainedConfig]] = {
+    "gpt2": gpt2_config,
+    "llama": llama_config,
+    "opt": opt_config,
+}
+"""Name -> configuration builder of every HuggingFace family the suite runs."""
