@@ -68,9 +68,9 @@ def launch(
     """Runs `target` in `world_size` fresh processes, each a session of its own, and waits for their end.
 
     Args:
-        target: a function at the top of a module (or "module:function"), called with `args` in a gloo group; or
-            the path of a Python script, which gets `args` as its command line and makes its own group from the
-            environment (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT ... as torchrun sets them).
+        target: a function at the top of a module (or "module:function"), called with `args` in a gloo group;
+            or the path of a Python script, which gets `args` as its command line and makes its own group from
+            the environment (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT ... as torchrun sets them).
         args: for a function anything JSON can hold; for a script strings.
         timeout: seconds until every process of every rank is killed.
         env: further environment variables.

@@ -90,7 +90,7 @@ def build(
     """Returns the causal language model of `config` in train mode; device="meta" allocates nothing.
 
     The values are drawn in float32 and then cast, so float64 tests compare against the same numbers.
-    Biases and norms, which stock initialisation leaves at 0 and 1, get noise, or mistakes in them stay hidden.
+    Biases and norms, which stock initialisation leaves at 0 and 1, get noise: mistakes in them must show.
     """
     with torch.random.fork_rng(devices=[]), torch.device(device):
         torch.manual_seed(seed)
