@@ -1,0 +1,20 @@
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+
+namespace fold3d::comm {
+
+/// The clock of every record and deadline, in nanoseconds.
+inline std::int64_t now_ns() {
+  using std::chrono::steady_clock;
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(steady_clock::now().time_since_epoch()).count();
+}
+
+inline std::chrono::steady_clock::time_point time_point_of(std::int64_t ns) {
+  using std::chrono::steady_clock;
+  return steady_clock::time_point(
+      std::chrono::duration_cast<steady_clock::duration>(std::chrono::nanoseconds(ns)));
+}
+
+}  // namespace fold3d::comm

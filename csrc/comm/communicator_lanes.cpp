@@ -1,0 +1,147 @@
+// What the lanes of a Communicator do; each function here runs on a lane's thread.
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+#include "comm/clock.h"
+#include "comm/communicator.h"
+#include "comm/errors.h"
+#include "comm/frame.h"
+#include "comm/links.h"
+
+namespace fold3d::comm {
+namespace {
+
+std::string name_of(const core::Action& action, std::uint32_t step) {
+  return core::to_string(action) + " of step " + std::to_string(step);
+}
+
+std::size_t total_bytes(const Tensors& tensors) {
+  std::size_t total = 0;
+  for (const Tensor& tensor : tensors) total += tensor.buffer->bytes();
+  return total;
+}
+
+void copy_inline(std::span<const std::byte> payload, const Tensors& tensors) {
+  for (const Tensor& tensor : tensors) {
+    const std::size_t bytes = tensor.buffer->bytes();
+    if (bytes == 0) continue;
+    std::byte* const to = tensor.buffer->host_data();
+    if (to == nullptr) {
+      throw ProtocolError(
+          "a message from host memory arrived at a rank whose memory is on a device; all ranks of a pipeline "
+          "must use the same kind of device");
+    }
+    std::memcpy(to, payload.data(), bytes);
+    payload = payload.subspan(bytes);
+  }
+}
+
+}  // namespace
+
+void Communicator::run(LaneId id, std::size_t index) noexcept {
+  Line& own = line(id);
+  Task& task = own.tasks[index];
+  const auto failed = [&](Failure::Kind kind, const std::string& cause) {
+    fail(kind, name_ + ": " + describe(task.action) + " failed: " + cause);
+  };
+  try {
+    switch (id) {
+      case LaneId::kSendForward:
+      case LaneId::kSendBackward:
+        return run_send(own, id, task);
+      case LaneId::kRecvForward:
+      case LaneId::kRecvBackward:
+        return run_recv(own, id, task);
+      case LaneId::kReduce:
+        return run_reduce(own, task);
+    }
+  } catch (const ProtocolError& error) {
+    failed(Failure::Kind::kProtocol, error.what());
+  } catch (const TimeoutError& error) {
+    failed(Failure::Kind::kTimeout, error.what());
+  } catch (const AbortedError& error) {
+    failed(Failure::Kind::kAborted, error.what());
+  } catch (const std::exception& error) {
+    failed(Failure::Kind::kError, error.what());
+  } catch (...) {
+    failed(Failure::Kind::kError, "an exception that is no std::exception");
+  }
+}
+
+void Communicator::run_send(Line& own, LaneId id, Task& task) {
+  const Channel channel = channel_of(id);
+  const int peer = options_.shape.stage_of(other_end(task.action).chunk);
+  const std::int64_t start_ns = now_ns();
+  const bool is_inline = write_frame(own.frame, task.action, step_, task.tensors);
+  transport_->send_frame(channel, peer, own.frame);
+  if (!is_inline) {
+    for (const Tensor& tensor : task.tensors) {
+      if (tensor.buffer->bytes() > 0) transport_->send(channel, peer, tensor.buffer);
+    }
+  }
+  own.log.append({.action = task.action,
+                  .lane = id,
+                  .start_ns = start_ns,
+                  .end_ns = now_ns(),
+                  .bytes = total_bytes(task.tensors)});
+  task.tensors.clear();
+  gate_.sent();
+}
+
+void Communicator::run_recv(Line& own, LaneId id, Task& task) {
+  const Channel channel = channel_of(id);
+  const core::Action expected = other_end(task.action);
+  const int peer = options_.shape.stage_of(expected.chunk);
+  transport_->recv_frame(channel, peer, own.frame);
+  const std::int64_t start_ns = now_ns();
+  const Header header = read_frame(own.frame);
+  if (header.send != expected || header.step != step_) {
+    throw ProtocolError("the schedule asks for " + name_of(expected, step_) + ", but " +
+                        name_of(header.send, header.step) +
+                        " arrived; the ranks do not run the same schedule");
+  }
+  Tensors tensors;
+  tensors.reserve(header.tensors.size());
+  for (const TensorDesc& desc : header.tensors)
+    tensors.push_back({.desc = desc, .buffer = pool_.acquire(desc)});
+  if (header.is_inline) {
+    copy_inline(header.payload, tensors);
+  } else {
+    for (const Tensor& tensor : tensors) {
+      if (tensor.buffer->bytes() > 0) transport_->recv(channel, peer, tensor.buffer);
+    }
+  }
+  own.log.append({.action = task.action,
+                  .lane = id,
+                  .start_ns = start_ns,
+                  .end_ns = now_ns(),
+                  .bytes = total_bytes(tensors)});
+  task.tensors = std::move(tensors);
+}
+
+void Communicator::run_reduce(Line& own, Task& task) {
+  const Tensor& tensor = task.tensors.front();
+  const std::size_t total = tensor.desc.bytes();
+  if (!tensor.buffer || tensor.buffer->bytes() != total) {
+    throw std::invalid_argument("the gradient's buffer does not have the " + std::to_string(total) +
+                                " bytes of its shape");
+  }
+  const std::size_t element = tensor.desc.element_bytes;
+  const std::size_t chunk = std::max(options_.reduce_chunk_bytes / element, std::size_t{1}) * element;
+  for (std::size_t offset = 0; offset < total; offset += chunk) {
+    gate_.hold(arbiter_);
+    failure_.check();
+    const std::size_t bytes = std::min(chunk, total - offset);
+    const std::int64_t start_ns = now_ns();
+    transport_->all_reduce(tensor.buffer, tensor.desc.dtype, offset, bytes);
+    own.log.append({.action = task.action,
+                    .lane = LaneId::kReduce,
+                    .start_ns = start_ns,
+                    .end_ns = now_ns(),
+                    .bytes = bytes});
+  }
+  task.tensors.clear();
+}
+
+}  // namespace fold3d::comm

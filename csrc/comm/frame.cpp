@@ -1,0 +1,186 @@
+#include "comm/frame.h"
+
+#include <cstring>
+#include <limits>
+#include <stdexcept>
+#include <string>
+#include <type_traits>
+
+#include "comm/errors.h"
+
+namespace fold3d::comm {
+namespace {
+
+constexpr std::uint32_t kMagic =
+    0x46334431;  // "F3D1"; reads differently on a machine of the other byte order
+constexpr std::uint16_t kVersion = 1;
+
+struct Prefix {
+  std::uint32_t magic;
+  std::uint16_t version;
+  std::uint8_t kind;
+  std::uint8_t is_inline;
+  std::int32_t chunk;
+  std::int32_t micro_batch;
+  std::uint32_t step;
+  std::uint32_t num_tensors;
+  std::uint64_t payload_bytes;
+};
+
+struct TensorPrefix {
+  std::uint8_t dtype;
+  std::uint8_t element_bytes;
+  std::uint8_t requires_grad;
+  std::uint8_t dimensions;
+};
+
+/// Walks over a frame from front to back and never past its end.
+template <class Bytes>
+class Cursor {
+ public:
+  explicit Cursor(Bytes frame) : rest_(frame) {}
+
+  /// The next `count` bytes; an empty span and false when there are not as many.
+  bool take(std::size_t count, Bytes& out) {
+    if (count > rest_.size()) return false;
+    out = rest_.first(count);
+    rest_ = rest_.subspan(count);
+    return true;
+  }
+
+  std::size_t left() const { return rest_.size(); }
+
+ private:
+  Bytes rest_;
+};
+
+using Writer = Cursor<std::span<std::byte>>;
+using Reader = Cursor<std::span<const std::byte>>;
+
+template <class Value>
+void put(Writer& writer, const Value& value) {
+  static_assert(std::is_trivially_copyable_v<Value>);
+  std::span<std::byte> place;
+  if (!writer.take(sizeof(Value), place)) {
+    throw std::invalid_argument(
+        "the tensors that leave a chunk need more than a frame of " + std::to_string(kFrameBytes) +
+        " bytes for their shapes; let fewer tensors cross the boundary, or cut the model elsewhere");
+  }
+  std::memcpy(place.data(), &value, sizeof(Value));
+}
+
+template <class Value>
+Value get(Reader& reader) {
+  static_assert(std::is_trivially_copyable_v<Value>);
+  std::span<const std::byte> place;
+  if (!reader.take(sizeof(Value), place)) throw ProtocolError("the header is longer than its frame");
+  Value value;
+  std::memcpy(&value, place.data(), sizeof(Value));
+  return value;
+}
+
+std::size_t checked_bytes(const Tensor& tensor) {
+  const std::size_t bytes = tensor.desc.bytes();
+  if (!tensor.buffer) throw std::invalid_argument("a tensor to send has no buffer");
+  if (tensor.buffer->bytes() != bytes) {
+    throw std::invalid_argument("a tensor to send has a buffer of " + std::to_string(tensor.buffer->bytes()) +
+                                " bytes, but its shape and element size say " + std::to_string(bytes));
+  }
+  return bytes;
+}
+
+TensorDesc read_desc(Reader& reader) {
+  const auto prefix = get<TensorPrefix>(reader);
+  TensorDesc desc{.dtype = prefix.dtype,
+                  .element_bytes = prefix.element_bytes,
+                  .requires_grad = prefix.requires_grad != 0,
+                  .shape = std::vector<std::int64_t>(prefix.dimensions)};
+  for (std::int64_t& extent : desc.shape) extent = get<std::int64_t>(reader);
+  return desc;
+}
+
+}  // namespace
+
+bool write_frame(std::span<std::byte> frame, const core::Action& send, std::uint32_t step,
+                 const Tensors& tensors) {
+  Writer writer(frame);
+  Prefix prefix{.magic = kMagic,
+                .version = kVersion,
+                .kind = static_cast<std::uint8_t>(send.kind),
+                .is_inline = 0,
+                .chunk = send.chunk,
+                .micro_batch = send.micro_batch,
+                .step = step,
+                .num_tensors = static_cast<std::uint32_t>(tensors.size()),
+                .payload_bytes = 0};
+  put(writer, prefix);
+  bool on_host = true;
+  for (const Tensor& tensor : tensors) {
+    const std::size_t bytes = checked_bytes(tensor);
+    if (tensor.desc.shape.size() > std::numeric_limits<std::uint8_t>::max()) {
+      throw std::invalid_argument("a tensor to send has more than 255 dimensions");
+    }
+    prefix.payload_bytes += bytes;
+    on_host = on_host && (bytes == 0 || tensor.buffer->host_data() != nullptr);
+    put(writer, TensorPrefix{.dtype = tensor.desc.dtype,
+                             .element_bytes = tensor.desc.element_bytes,
+                             .requires_grad = static_cast<std::uint8_t>(tensor.desc.requires_grad),
+                             .dimensions = static_cast<std::uint8_t>(tensor.desc.shape.size())});
+    for (const std::int64_t extent : tensor.desc.shape) put(writer, extent);
+  }
+  prefix.is_inline = on_host && prefix.payload_bytes <= writer.left();
+  std::memcpy(frame.data(), &prefix, sizeof(prefix));
+  if (!prefix.is_inline) return false;
+  for (const Tensor& tensor : tensors) {
+    std::span<std::byte> place;
+    if (tensor.buffer->bytes() == 0 || !writer.take(tensor.buffer->bytes(), place)) continue;
+    std::memcpy(place.data(), tensor.buffer->host_data(), place.size());
+  }
+  return true;
+}
+
+Header read_frame(std::span<const std::byte> frame) {
+  Reader reader(frame);
+  const auto prefix = get<Prefix>(reader);
+  if (prefix.magic != kMagic)
+    throw ProtocolError("the bytes that arrived are not the header of a message (bad magic)");
+  if (prefix.version != kVersion) {
+    throw ProtocolError("the message has format version " + std::to_string(prefix.version) +
+                        ", this rank reads version " + std::to_string(kVersion) +
+                        "; run the same version of fold3d on every rank");
+  }
+  if (prefix.kind > static_cast<std::uint8_t>(core::Kind::kReduce)) {
+    throw ProtocolError("the header names the unknown action kind " + std::to_string(prefix.kind));
+  }
+  Header header;
+  header.send = {
+      .chunk = prefix.chunk, .kind = static_cast<core::Kind>(prefix.kind), .micro_batch = prefix.micro_batch};
+  header.step = prefix.step;
+  header.is_inline = prefix.is_inline != 0;
+  std::size_t total = 0;
+  for (std::uint32_t i = 0; i < prefix.num_tensors; ++i) {
+    TensorDesc& desc = header.tensors.emplace_back(read_desc(reader));
+    std::size_t bytes = 0;
+    try {
+      bytes = desc.bytes();
+    } catch (const std::invalid_argument& error) {
+      throw ProtocolError(std::string("the header is damaged: ") + error.what());
+    }
+    if (bytes > prefix.payload_bytes - total) {
+      throw ProtocolError("the header announces " + std::to_string(prefix.payload_bytes) +
+                          " payload bytes, but its tensors have more");
+    }
+    total += bytes;
+  }
+  if (total != prefix.payload_bytes) {
+    throw ProtocolError("the header announces " + std::to_string(prefix.payload_bytes) +
+                        " payload bytes, but its tensors have " + std::to_string(total));
+  }
+  if (header.is_inline && !reader.take(total, header.payload)) {
+    throw ProtocolError("the header announces " + std::to_string(total) +
+                        " inline bytes, more than fit into a frame");
+  }
+  return header;
+}
+
+}  // namespace fold3d::comm

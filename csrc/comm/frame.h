@@ -1,0 +1,39 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "comm/tensor.h"
+#include "core/action.h"
+
+namespace fold3d::comm {
+
+/// Every message begins with one frame of this size, so its receive can be posted before anything is known
+/// about it.
+inline constexpr std::size_t kFrameBytes = 2048;
+
+/// What a frame says. Layout (native byte order, which the magic number checks): magic, version, kind, inline
+/// flag, number of tensors, chunk, micro-batch, step, payload bytes; then per tensor dtype, element size,
+/// requires_grad, number of dimensions and the dimensions; then, if inline, the tensors' bytes one after the
+/// other. Otherwise each tensor that has bytes follows as one payload message.
+struct Header {
+  core::Action send;       ///< the SEND action it belongs to
+  std::uint32_t step = 0;  ///< counts begin() calls, 1 for the first
+  std::vector<TensorDesc> tensors;
+  std::span<const std::byte> payload;  ///< inside the frame; empty unless is_inline
+  bool is_inline = false;
+};
+
+/// Writes the frame of a message, with the payload if it fits and lies in host memory. `frame` is kFrameBytes
+/// long. Returns whether the payload is inline. Throws std::invalid_argument when a tensor's buffer is
+/// missing or does not have the size of its desc, or when the descriptions do not fit into a frame (about 50
+/// tensors of 4 dimensions do).
+bool write_frame(std::span<std::byte> frame, const core::Action& send, std::uint32_t step,
+                 const Tensors& tensors);
+
+/// Reads a frame. Throws ProtocolError when it is not one of ours or contradicts itself.
+Header read_frame(std::span<const std::byte> frame);
+
+}  // namespace fold3d::comm

@@ -1,0 +1,21 @@
+#include "comm/record.h"
+
+namespace fold3d::comm {
+
+const char* to_string(LaneId lane) {
+  switch (lane) {
+    case LaneId::kSendForward:
+      return "send_f";
+    case LaneId::kRecvForward:
+      return "recv_f";
+    case LaneId::kSendBackward:
+      return "send_b";
+    case LaneId::kRecvBackward:
+      return "recv_b";
+    case LaneId::kReduce:
+      break;
+  }
+  return "reduce";
+}
+
+}  // namespace fold3d::comm

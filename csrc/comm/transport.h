@@ -1,0 +1,57 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+
+#include "comm/tensor.h"
+
+namespace fold3d::comm {
+
+/// Direction of a pipeline message. The two directions are independent: neither may hold up the other.
+enum class Channel : std::uint8_t { kForward, kBackward };
+
+/// How bytes travel between ranks: one object per rank. All calls but abort() block.
+///
+/// Threads: send calls of a channel come from one thread, recv calls of a channel from another, all_reduce
+/// from a third; all five may be blocked at the same time. allocate() is called by the receiving threads,
+/// abort() by any.
+///
+/// Time: receives are posted ahead of need and sends wait for their receiver, so a call may rightly stay
+/// blocked for most of a step. The Communicator sets the deadlines (of what the executor waits for) and calls
+/// abort(); a transport's own time-out must therefore be longer than the longest step, and abort() must end
+/// every blocked call promptly.
+///
+/// Errors: any exception ends the step; its text becomes the cause in the Communicator's error.
+class Transport {
+ public:
+  virtual ~Transport() = default;
+
+  /// Sends buffer->bytes() bytes; returns when the memory may be reused.
+  virtual void send(Channel channel, int peer_stage, std::shared_ptr<Buffer> buffer) = 0;
+
+  /// Fills all buffer->bytes() bytes; the sender sends exactly as many. The memory may have been used before
+  /// and come from the pool: on a device, the write must be ordered after the work queued on it so far.
+  virtual void recv(Channel channel, int peer_stage, std::shared_ptr<Buffer> buffer) = 0;
+
+  /// As send and recv, for a frame in host memory, always kFrameBytes long. Frames and buffers of one channel
+  /// and peer arrive in the order sent.
+  virtual void send_frame(Channel channel, int peer_stage, std::span<const std::byte> frame) = 0;
+  virtual void recv_frame(Channel channel, int peer_stage, std::span<std::byte> frame) = 0;
+
+  /// Sums [offset_bytes, offset_bytes + bytes) of the buffer over the data-parallel group, in place; every
+  /// member of the group makes the same calls in the same order. Both are multiples of the element size.
+  virtual void all_reduce(std::shared_ptr<Buffer> buffer, std::uint8_t dtype, std::size_t offset_bytes,
+                          std::size_t bytes) = 0;
+
+  /// Receive memory of desc.bytes() bytes on the rank's device. May later be reused for another desc of as
+  /// many bytes.
+  virtual std::shared_ptr<Buffer> allocate(const TensorDesc& desc) = 0;
+
+  /// All blocked and later calls throw AbortedError(reason). Idempotent, the first reason stays.
+  virtual void abort(const std::string& reason) = 0;
+};
+
+}  // namespace fold3d::comm

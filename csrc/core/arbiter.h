@@ -1,0 +1,44 @@
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+namespace fold3d::core {
+
+/// When a chunk of data-parallel traffic (DP.sync) may start, given pipeline messages (PP.sync) on the same
+/// network card.
+///
+/// Pipeline messages go first: somebody computes next with what they carry, while gradients are needed only
+/// at the end of the step. Patience is bounded on both sides, because a message may be held up by its
+/// *receiver*, which does not use the network: a message holds chunks back for at most `message_patience_ns`
+/// after it was queued, and a chunk waits for at most `chunk_patience_ns` however many messages follow each
+/// other. So data-parallel traffic always makes progress and the two kinds cannot deadlock. Pure: the caller
+/// brings the time (nanoseconds of any one clock).
+class Arbiter {
+ public:
+  struct Options {
+    std::int64_t message_patience_ns = 5'000'000;
+    std::int64_t chunk_patience_ns = 20'000'000;
+  };
+
+  /// Pipeline messages queued or under way on this rank.
+  struct Pipeline {
+    int pending = 0;
+    std::int64_t newest_ns = 0;  ///< when the newest message was queued
+  };
+
+  Arbiter() = default;
+  explicit Arbiter(const Options& options) : options_(options) {}
+
+  /// The time before which a chunk that has been ready since `ready_ns` should not start, unless the pipeline
+  /// falls silent earlier; a time that is not in the future means now.
+  std::int64_t start_ns(std::int64_t ready_ns, const Pipeline& pipeline) const {
+    if (pipeline.pending == 0) return ready_ns;
+    return std::min(ready_ns + options_.chunk_patience_ns, pipeline.newest_ns + options_.message_patience_ns);
+  }
+
+ private:
+  Options options_;
+};
+
+}  // namespace fold3d::core
