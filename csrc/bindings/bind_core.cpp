@@ -1,0 +1,135 @@
+#include "bindings/bind_core.h"
+
+#include <pybind11/operators.h>
+#include <pybind11/stl.h>
+
+#include "core/deps.h"
+#include "core/generators/registry.h"
+#include "core/grid.h"
+#include "core/lower.h"
+#include "core/partition.h"
+#include "core/schedule.h"
+#include "core/stash.h"
+#include "core/timeline.h"
+#include "core/validate.h"
+
+namespace py = pybind11;
+
+namespace fold3d::bindings {
+namespace {
+
+using core::Action;
+using core::Kind;
+using core::Schedule;
+using core::Shape;
+
+void bind_action(py::module_& module) {
+  py::enum_<Kind>(module, "Kind", "What an action does.")
+      .value("FORWARD", Kind::kForward)
+      .value("BACKWARD", Kind::kBackward)
+      .value("BACKWARD_INPUT", Kind::kBackwardInput)
+      .value("BACKWARD_WEIGHT", Kind::kBackwardWeight)
+      .value("SEND_FORWARD", Kind::kSendForward)
+      .value("RECV_FORWARD", Kind::kRecvForward)
+      .value("SEND_BACKWARD", Kind::kSendBackward)
+      .value("RECV_BACKWARD", Kind::kRecvBackward)
+      .value("REDUCE", Kind::kReduce)
+      .def_property_readonly("text", [](Kind kind) { return std::string(core::to_string(kind)); })
+      .def_property_readonly("is_compute", [](Kind kind) { return core::is_compute(kind); });
+
+  py::class_<Action>(module, "Action", "One cell of a schedule; immutable, compared by value.")
+      .def(py::init([](int chunk, Kind kind, int micro_batch) { return Action{chunk, kind, micro_batch}; }), py::arg("chunk"),
+           py::arg("kind"), py::arg("micro_batch") = -1)
+      .def_readonly("chunk", &Action::chunk)
+      .def_readonly("kind", &Action::kind)
+      .def_readonly("micro_batch", &Action::micro_batch)
+      .def_property_readonly("text", [](const Action& a) { return core::to_string(a); })
+      .def("__repr__", [](const Action& a) { return core::to_string(a); })
+      .def("__hash__", [](const Action& a) { return py::hash(py::make_tuple(a.chunk, static_cast<int>(a.kind), a.micro_batch)); })
+      .def(py::self == py::self)
+      .def(py::self < py::self)
+      .def(py::pickle([](const Action& a) { return core::to_string(a); },
+                      [](const std::string& text) { return core::parse_action(text); }));
+  module.def("parse_action", [](const std::string& text) { return core::parse_action(text); }, py::arg("text"));
+}
+
+void bind_schedule(py::module_& module) {
+  py::class_<Schedule>(module, "Schedule", "Ordered actions of every rank for one step; immutable, compared by value.")
+      .def(py::init([](int pp, int segments, int micro_batches, std::vector<std::vector<Action>> ranks) {
+             return Schedule{Shape{pp, segments, micro_batches}, std::move(ranks)};
+           }),
+           py::arg("pp"), py::arg("segments"), py::arg("micro_batches"), py::arg("ranks"))
+      .def_property_readonly("pp", [](const Schedule& s) { return s.shape.pp; })
+      .def_property_readonly("segments", [](const Schedule& s) { return s.shape.segments; })
+      .def_property_readonly("micro_batches", [](const Schedule& s) { return s.shape.micro_batches; })
+      .def_property_readonly("ranks", [](const Schedule& s) { return s.ranks; })
+      .def_property_readonly("has_comm", [](const Schedule& s) { return core::has_comm(s); })
+      .def("csv", [](const Schedule& s) { return core::to_csv(s); })
+      .def("__repr__", [](const Schedule& s) { return "<Schedule " + core::to_string(s.shape) + ">"; })
+      .def("__hash__", [](const Schedule& s) { return py::hash(py::str(core::to_csv(s))); })
+      .def(py::self == py::self)
+      .def(py::pickle(
+          [](const Schedule& s) { return py::make_tuple(s.shape.pp, s.shape.segments, s.shape.micro_batches, s.ranks); },
+          [](const py::tuple& t) {
+            return Schedule{Shape{t[0].cast<int>(), t[1].cast<int>(), t[2].cast<int>()},
+                            t[3].cast<std::vector<std::vector<Action>>>()};
+          }));
+  module.def("parse_csv", [](const std::string& text) { return core::parse_csv(text); }, py::arg("text"));
+  module.def("grid", [](const Schedule& s) { return core::grid(s); }, py::arg("schedule"));
+  module.def("lower", &core::lower, py::arg("schedule"), py::arg("reduce"));
+  module.def("validate", &core::validate, py::arg("schedule"));
+  module.def("peak_stash", &core::peak_stash, py::arg("schedule"));
+  module.def(
+      "waits_for",
+      [](const Schedule& s, const Action& action) {
+        return core::waits_for(s.shape, action, core::has_comm(s), core::SplitBackward(s));
+      },
+      py::arg("schedule"), py::arg("action"));
+}
+
+void bind_registry(py::module_& module) {
+  py::class_<core::SchedulerInfo>(module, "SchedulerInfo", "One entry of the registry of schedules.")
+      .def_readonly("name", &core::SchedulerInfo::name)
+      .def_readonly("help", &core::SchedulerInfo::help)
+      .def_readonly("uses_segments", &core::SchedulerInfo::uses_segments)
+      .def_readonly("uses_group_size", &core::SchedulerInfo::uses_group_size)
+      .def_readonly("uses_turn", &core::SchedulerInfo::uses_turn);
+  module.def("registry", &core::registry);
+  module.def(
+      "generate",
+      [](const std::string& name, int pp, int segments, int micro_batches, int group_size, const std::string& turn) {
+        return core::generate(name, {Shape{pp, segments, micro_batches}, group_size, turn});
+      },
+      py::arg("name"), py::arg("pp"), py::arg("segments"), py::arg("micro_batches"), py::arg("group_size") = 0,
+      py::arg("turn") = "");
+}
+
+void bind_timeline(py::module_& module) {
+  py::class_<core::Span>(module, "Span", "One compute action on the time axis of a step.")
+      .def_readonly("action", &core::Span::action)
+      .def_readonly("start", &core::Span::start)
+      .def_readonly("end", &core::Span::end);
+  py::class_<core::Timeline>(module, "Timeline", "When every compute action runs, in the unit of the costs.")
+      .def_readonly("ranks", &core::Timeline::ranks)
+      .def_readonly("makespan", &core::Timeline::makespan)
+      .def_readonly("busy", &core::Timeline::busy)
+      .def_property_readonly("bubble", &core::Timeline::bubble);
+  module.def(
+      "simulate",
+      [](const Schedule& s, double forward, double backward, double send) {
+        return core::simulate(s, {forward, backward, send});
+      },
+      py::arg("schedule"), py::arg("forward") = 1.0, py::arg("backward") = 2.0, py::arg("send") = 0.0);
+  module.def("partition", &core::partition, py::arg("cost"), py::arg("parts"));
+}
+
+}  // namespace
+
+void bind_core(py::module_& module) {
+  bind_action(module);
+  bind_schedule(module);
+  bind_registry(module);
+  bind_timeline(module);
+}
+
+}  // namespace fold3d::bindings

@@ -1,0 +1,45 @@
+#pragma once
+
+#include <compare>
+#include <cstdint>
+#include <string>
+#include <string_view>
+
+namespace fold3d::core {
+
+/// What one cell of a schedule does. The text of a kind (in quotes) is that of torch.distributed.pipelining.
+enum class Kind : std::uint8_t {
+  kForward,         ///< "F": forward of a chunk on a micro-batch
+  kBackward,        ///< "B": whole backward (input and weight gradients)
+  kBackwardInput,   ///< "I": gradient of the input only
+  kBackwardWeight,  ///< "W": gradient of the weights only, after "I"
+  kSendForward,     ///< "SEND_F": a chunk's output leaves for the next chunk's stage
+  kRecvForward,     ///< "RECV_F": a chunk's input arrives
+  kSendBackward,    ///< "SEND_B": the gradient of a chunk's input leaves for the previous chunk's stage
+  kRecvBackward,    ///< "RECV_B": the gradient of a chunk's output arrives
+  kReduce,          ///< "REDUCE_GRAD": sum of a chunk's gradients over the data-parallel group (DP.sync)
+};
+inline constexpr int kNumKinds = 9;
+
+/// One cell of a schedule: `kind` of `chunk` (segment * pp + stage) on `micro_batch` (-1 for kReduce, which has none).
+struct Action {
+  int chunk = 0;
+  Kind kind = Kind::kForward;
+  int micro_batch = -1;
+  auto operator<=>(const Action&) const = default;
+};
+
+std::string_view to_string(Kind kind);
+
+/// "2F0", "1SEND_F3", "0REDUCE_GRAD".
+std::string to_string(const Action& action);
+
+/// Inverse of to_string; spaces around the text are ignored. Throws std::invalid_argument naming the text and the accepted forms.
+Action parse_action(std::string_view text);
+
+/// True for F, B, I and W.
+bool is_compute(Kind kind);
+bool is_send(Kind kind);
+bool is_recv(Kind kind);
+
+}  // namespace fold3d::core
