@@ -64,6 +64,7 @@ void bind_schedule(py::module_& module) {
       .def_property_readonly("micro_batches", [](const Schedule& s) { return s.shape.micro_batches; })
       .def_property_readonly("ranks", [](const Schedule& s) { return s.ranks; })
       .def_property_readonly("has_comm", [](const Schedule& s) { return core::has_comm(s); })
+      .def_property_readonly("has_backward", [](const Schedule& s) { return core::has_backward(s); })
       .def("csv", [](const Schedule& s) { return core::to_csv(s); })
       .def("__repr__", [](const Schedule& s) { return "<Schedule " + core::to_string(s.shape) + ">"; })
       .def("__hash__", [](const Schedule& s) { return py::hash(py::str(core::to_csv(s))); })
@@ -77,7 +78,7 @@ void bind_schedule(py::module_& module) {
   module.def("parse_csv", [](const std::string& text) { return core::parse_csv(text); }, py::arg("text"));
   module.def("grid", [](const Schedule& s) { return core::grid(s); }, py::arg("schedule"));
   module.def("lower", &core::lower, py::arg("schedule"), py::arg("reduce"));
-  module.def("validate", &core::validate, py::arg("schedule"));
+  module.def("validate", &core::validate, py::arg("schedule"), py::arg("forward_only") = false);
   module.def("peak_stash", &core::peak_stash, py::arg("schedule"));
   module.def(
       "waits_for",

@@ -35,7 +35,11 @@ Schedule lower(const Schedule& compute_only, bool reduce) {
   if (has_comm(compute_only)) {
     throw std::invalid_argument("lower() takes a compute-only schedule, this one already has SEND or RECV actions");
   }
-  validate(compute_only);
+  const bool forward_only = !has_backward(compute_only);
+  if (forward_only && reduce) {
+    throw std::invalid_argument("lower() cannot reduce gradients in a schedule without backward; pass reduce=false");
+  }
+  validate(compute_only, forward_only);
   const Shape& shape = compute_only.shape;
   const SplitBackward split(compute_only);
   std::vector<int> backwards_left(static_cast<std::size_t>(shape.num_chunks()), shape.micro_batches);

@@ -12,6 +12,7 @@ namespace fold3d::core {
 /// at the moment their producer ends. Every rank's list is thus a projection of one total order: no deadlock even if SEND and RECV block
 /// until they meet, and on each link the RECVs come in the order of the SENDs.
 ///
+/// A schedule without any backward is taken as forward-only (evaluation); it must not be asked to reduce.
 /// Throws std::invalid_argument (with the grid) if the schedule is not valid, or already has SEND or RECV.
 Schedule lower(const Schedule& compute_only, bool reduce);
 

@@ -33,6 +33,16 @@ std::vector<Action> parse_line(std::string_view line, std::size_t line_number) {
   return actions;
 }
 
+template <class Test>
+bool contains(const Schedule& schedule, Test test) {
+  for (const auto& actions : schedule.ranks) {
+    for (const Action& action : actions) {
+      if (test(action.kind)) return true;
+    }
+  }
+  return false;
+}
+
 }  // namespace
 
 std::string to_string(const Shape& shape) {
@@ -41,9 +51,11 @@ std::string to_string(const Shape& shape) {
 }
 
 bool has_comm(const Schedule& schedule) {
-  return std::any_of(schedule.ranks.begin(), schedule.ranks.end(), [](const std::vector<Action>& actions) {
-    return std::any_of(actions.begin(), actions.end(), [](const Action& a) { return is_send(a.kind) || is_recv(a.kind); });
-  });
+  return contains(schedule, [](Kind kind) { return is_send(kind) || is_recv(kind); });
+}
+
+bool has_backward(const Schedule& schedule) {
+  return contains(schedule, [](Kind kind) { return is_compute(kind) && kind != Kind::kForward; });
 }
 
 std::string to_csv(const Schedule& schedule) {

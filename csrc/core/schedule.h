@@ -33,6 +33,9 @@ struct Schedule {
 /// True if a SEND or RECV occurs, i.e. the schedule has been lowered.
 bool has_comm(const Schedule& schedule);
 
+/// True if a B, I or W occurs; false for the forward-only schedules of evaluation.
+bool has_backward(const Schedule& schedule);
+
 /// One line per rank, cells separated by commas: the CSV of torch.distributed.pipelining.
 std::string to_csv(const Schedule& schedule);
 

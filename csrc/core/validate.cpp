@@ -60,48 +60,55 @@ Cell place_of_missing(const Schedule& schedule, const Action& missing, bool with
   return {rank, static_cast<int>(actions.size())};
 }
 
-std::vector<Action> needed_actions(const Schedule& schedule, bool with_comm, bool with_reduce, const SplitBackward& split) {
-  const Shape& shape = schedule.shape;
+struct Extent {
+  bool forward_only;
+  bool with_comm;
+  bool with_reduce;
+};
+
+std::vector<Action> needed_actions(const Shape& shape, const Extent& extent, const SplitBackward& split) {
   std::vector<Action> needed;
   for (int chunk = 0; chunk < shape.num_chunks(); ++chunk) {
     for (int i = 0; i < shape.micro_batches; ++i) {
-      const Action forward{chunk, Kind::kForward, i};
-      const Action input = split.input_gradient(chunk, i);
-      needed.push_back(forward);
-      needed.push_back(input);
-      if (split(chunk, i)) needed.push_back(split.last_backward(chunk, i));
-      for (const Action& producer : {forward, input}) {
+      std::vector<Action> producers{{chunk, Kind::kForward, i}};
+      if (!extent.forward_only) producers.push_back(split.input_gradient(chunk, i));
+      for (const Action& producer : producers) {
+        needed.push_back(producer);
         const auto send = send_after(shape, producer);
-        if (!with_comm || !send) continue;
+        if (!extent.with_comm || !send) continue;
         needed.push_back(*send);
         needed.push_back(other_end(*send));
       }
+      if (split(chunk, i)) needed.push_back(split.last_backward(chunk, i));
     }
-    if (with_reduce) needed.push_back({chunk, Kind::kReduce, -1});
+    if (extent.with_reduce) needed.push_back({chunk, Kind::kReduce, -1});
   }
   return needed;
 }
 
-void check_complete(const Schedule& schedule, const Positions& positions, bool with_comm, const SplitBackward& split) {
-  bool with_reduce = false;
-  for (int chunk = 0; chunk < schedule.shape.num_chunks(); ++chunk) {
-    with_reduce = with_reduce || positions[{chunk, Kind::kReduce, -1}] != kAbsent;
+std::string why_not_needed(const Action& action, const Extent& extent) {
+  if (is_send(action.kind) || is_recv(action.kind)) return " has no other end: no result crosses a stage border there";
+  if (extent.forward_only) return " does not belong into a forward-only schedule";
+  return " does not go together with I and W: a backward is either B, or I and W";
+}
+
+void check_complete(const Schedule& schedule, const Positions& positions, bool forward_only, const SplitBackward& split) {
+  Extent extent{forward_only, has_comm(schedule), false};
+  for (int chunk = 0; chunk < schedule.shape.num_chunks() && !forward_only; ++chunk) {
+    extent.with_reduce = extent.with_reduce || positions[{chunk, Kind::kReduce, -1}] != kAbsent;
   }
   ActionTable<char> is_needed(schedule.shape, 0);
-  for (const Action& action : needed_actions(schedule, with_comm, with_reduce, split)) {
+  for (const Action& action : needed_actions(schedule.shape, extent, split)) {
     is_needed[action] = 1;
     if (positions[action] == kAbsent) {
-      fail(schedule, place_of_missing(schedule, action, with_comm, split),
+      fail(schedule, place_of_missing(schedule, action, extent.with_comm, split),
            on_rank(action, schedule.shape.stage_of(action.chunk)) + " is missing");
     }
   }
   for (int rank = 0; rank < schedule.shape.pp; ++rank) {
     for (const Action& action : schedule.ranks[static_cast<std::size_t>(rank)]) {
       if (is_needed[action]) continue;
-      const bool transfer = is_send(action.kind) || is_recv(action.kind);
-      fail(schedule, {rank, positions[action]},
-           on_rank(action, rank) + (transfer ? " has no other end: no result crosses a stage border there"
-                                             : " does not go together with I and W: a backward is either B, or I and W"));
+      fail(schedule, {rank, positions[action]}, on_rank(action, rank) + why_not_needed(action, extent));
     }
   }
 }
@@ -194,14 +201,13 @@ class Replay {
 
 }  // namespace
 
-void validate(const Schedule& schedule) {
+void validate(const Schedule& schedule, bool forward_only) {
   const Shape& shape = schedule.shape;
   if (shape.pp < 1 || shape.segments < 1 || shape.micro_batches < 1 || static_cast<int>(schedule.ranks.size()) != shape.pp) {
     throw std::invalid_argument("invalid schedule (" + to_string(shape) + "): it has lists for " +
                                 std::to_string(schedule.ranks.size()) + " ranks, and pp, segments and m must be at least 1");
   }
   const Positions positions = positions_of(schedule);
-  const bool with_comm = has_comm(schedule);
   const SplitBackward split(schedule);
   for (int rank = 0; rank < shape.pp; ++rank) {
     for (const Action& action : schedule.ranks[static_cast<std::size_t>(rank)]) {
@@ -210,8 +216,8 @@ void validate(const Schedule& schedule) {
       if (!feedable) fail(schedule, {rank, positions[action]}, on_rank(action, rank) + " has no sender");
     }
   }
-  check_complete(schedule, positions, with_comm, split);
-  Replay(schedule, positions, with_comm, split).run();
+  check_complete(schedule, positions, forward_only, split);
+  Replay(schedule, positions, has_comm(schedule), split).run();
 }
 
 }  // namespace fold3d::core
