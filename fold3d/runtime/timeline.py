@@ -1,0 +1,182 @@
+"""The timeline of one step over all ranks: its events, a one-line summary, Chrome trace JSON for Perfetto.
+
+It takes, per rank, the records of `account.gather_records`: dicts with
+    rank, lane (compute, wait, send_f, recv_f, send_b, recv_b or reduce), action (text, "2F0"),
+    start_ns, end_ns (one clock for all ranks, any origin), bytes (payload, 0 for computation).
+Ranks are numbered as `Topology` does: rank // pp is the replica, rank % pp the stage.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fold3d.runtime.account import Account, make_account
+
+Records = Sequence[Sequence[Mapping[str, Any]]]
+
+LANES = ("compute", "wait", "send_f", "recv_f", "send_b", "recv_b", "reduce")
+"""Top to bottom, wherever they are shown."""
+_ACTION = re.compile(r"(?P<chunk>\d+)(?P<kind>[A-Z_]+?)(?P<micro_batch>\d*)$")
+CATEGORY = {"F": "forward", "B": "backward", "I": "backward", "W": "backward"}
+_US = 1e3  # nanoseconds in Chrome's time unit
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One record with its action taken apart; times in nanoseconds after the first event of the step."""
+
+    rank: int
+    lane: str
+    text: str
+    start: int
+    end: int
+    bytes: int
+    chunk: int
+    kind: str
+    micro_batch: int
+
+
+def write_trace(path: str | Path, records: Records, *, pp: int) -> None:
+    """Writes the step as Chrome trace: process = rank, thread = lane, arrows from each SEND to its RECV.
+
+    The file appears complete or not at all. Called by one rank.
+    """
+    events = events_of(records)
+    out: list[dict[str, Any]] = []
+    for rank in sorted({event.rank for event in events}):
+        name = f"rank {rank} (dp {rank // pp}, stage {rank % pp})"
+        out += [
+            _meta("process_name", rank, 0, name=name),
+            _meta("process_sort_index", rank, 0, sort_index=rank),
+        ]
+        for row, lane in enumerate(LANES):
+            out += [
+                _meta("thread_name", rank, row, name=lane),
+                _meta("thread_sort_index", rank, row, sort_index=row),
+            ]
+    for event in events:
+        out.append(
+            {
+                "name": event.text,
+                "cat": CATEGORY.get(event.kind, event.lane),
+                "ph": "X",
+                "pid": event.rank,
+                "tid": LANES.index(event.lane),
+                "ts": event.start / _US,
+                "dur": (event.end - event.start) / _US,
+                "args": {
+                    "chunk": event.chunk,
+                    "segment": event.chunk // pp,
+                    "micro_batch": event.micro_batch,
+                    "bytes": event.bytes,
+                },
+            }
+        )
+    for number, (send, receive) in enumerate(_transfers(events, pp)):
+        # An arrow may not end before it begins nor outside its slice; clocks agree only to a barrier's time.
+        landing = max(receive.start, min(send.start, receive.end - 1))
+        for event, phase, time in ((send, "s", send.start), (receive, "f", landing)):
+            arrow = {"name": send.text, "cat": "transfer", "ph": phase, "id": number, "pid": event.rank}
+            out.append(arrow | {"tid": LANES.index(event.lane), "ts": time / _US, "bp": "e"})
+    text = json.dumps(
+        {"displayTimeUnit": "ms", "otherData": {"summary": summary(records)}, "traceEvents": out}
+    )
+    write_atomically(path, lambda temporary: Path(temporary).write_text(text))
+
+
+def summary(records: Records) -> str:
+    """Returns the step in one line: its length, and what the ranks did with it on average."""
+    accounts = _accounts(records)
+    if not accounts:
+        return "nothing was recorded"
+    step = accounts[0].step_ms
+
+    def share(field: str) -> str:
+        mean = sum(getattr(account, field) for account in accounts) / len(accounts)
+        return f"{100 * mean / step:.0f} %" if step else "0 %"
+
+    parts = [
+        f"step {step:.1f} ms on {len(accounts)} rank(s): compute {share('compute_ms')}",
+        f"waiting for stages {share('exposed_pp_ms')}",
+        f"exposed DP.sync and last sends {share('exposed_dp_ms')}",
+        f"hidden DP.sync {share('hidden_dp_ms')}",
+    ]
+    sent, summed = (sum(getattr(a, field) for a in accounts) / 2**20 for field in ("pp_bytes", "dp_bytes"))
+    return ", ".join(parts) + f"; PP {sent:.1f} MiB, DP {summed:.1f} MiB"
+
+
+def _accounts(records: Records) -> list[Account]:
+    events = events_of(records)
+    return [
+        make_account([(e.lane, e.text, e.start, e.end, e.bytes) for e in mine], 0, last_ns(events))
+        for rank in sorted({event.rank for event in events})
+        if (mine := [event for event in events if event.rank == rank])
+    ]
+
+
+def events_of(records: Records) -> list[Event]:
+    """Returns the records of all ranks, taken apart and in order of start; ValueError for an unknown lane."""
+    flat = [record for rank in records for record in rank]
+    origin = min((int(record["start_ns"]) for record in flat), default=0)
+    events = []
+    for record in flat:
+        match = _ACTION.match(record["action"])
+        if record["lane"] not in LANES:
+            lanes = ", ".join(LANES)
+            raise ValueError(f"lane {record['lane']!r} of {record['action']!r} is none of {lanes}")
+        events.append(
+            Event(
+                rank=record["rank"],
+                lane=record["lane"],
+                text=record["action"],
+                start=record["start_ns"] - origin,
+                end=record["end_ns"] - origin,
+                bytes=record["bytes"],
+                chunk=int(match["chunk"]) if match else 0,
+                kind=match["kind"] if match else record["action"],
+                micro_batch=int(match["micro_batch"] or -1) if match else -1,
+            )
+        )
+    return sorted(events, key=lambda event: (event.start, event.rank))
+
+
+def last_ns(events: Sequence[Event]) -> int:
+    """Returns the length of the step in nanoseconds."""
+    return max((event.end for event in events), default=0)
+
+
+def _transfers(events: Sequence[Event], pp: int) -> list[tuple[Event, Event]]:
+    """Returns every SEND with its RECV: chunk c's output is chunk c+1's input, gradients go the other way."""
+    received = {(e.rank, e.chunk, e.kind, e.micro_batch): e for e in events if e.lane in ("recv_f", "recv_b")}
+    pairs = []
+    for send in events:
+        if send.lane not in ("send_f", "send_b"):
+            continue
+        chunk = send.chunk + (1 if send.lane == "send_f" else -1)
+        peer = send.rank // pp * pp + chunk % pp
+        receive = received.get((peer, chunk, send.kind.replace("SEND", "RECV"), send.micro_batch))
+        if receive is not None:
+            pairs.append((send, receive))
+    return pairs
+
+
+def _meta(kind: str, rank: int, row: int, **args: Any) -> dict[str, Any]:
+    return {"name": kind, "ph": "M", "pid": rank, "tid": row, "args": args}
+
+
+def write_atomically(path: str | Path, write: Callable[[str], object]) -> None:
+    """Calls `write` with a temporary name beside `path`, then renames: nobody ever sees half a file."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        write(str(temporary))
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)

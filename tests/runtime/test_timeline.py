@@ -1,0 +1,145 @@
+"""The step's timeline: trace events, arrows, picture, and files that are whole or absent."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fold3d.errors import ConfigError
+from fold3d.runtime.timeline import summary, write_atomically, write_trace
+from fold3d.runtime.timeline_picture import write_picture
+
+MS = 1_000_000
+
+
+def record(rank: int, lane: str, action: str, start: int, end: int, size: int = 0) -> dict[str, Any]:
+    """One record in milliseconds, on a clock with an odd origin."""
+    origin = -7_777_777
+    times = {"start_ns": origin + start * MS, "end_ns": origin + end * MS}
+    return {"rank": rank, "lane": lane, "action": action, "bytes": size, **times}
+
+
+def two_stages(replica: int) -> list[list[dict[str, Any]]]:
+    """One micro-batch through two stages:
+
+    stage 0   0F0 [0-10]                        wait [10-50]            0B0 [50-70]  sum [70-90], wait [70-90]
+    stage 1   wait [0-12]  1F0 [12-22]  1B0 [22-42]   sum [42-62], of which nothing is under computation
+    """
+    a, b = 2 * replica, 2 * replica + 1
+    return [
+        [
+            record(a, "compute", "0F0", 0, 10),
+            record(a, "send_f", "0SEND_F0", 10, 12, 1 << 20),
+            record(a, "wait", "0RECV_B0", 10, 50),
+            record(a, "recv_b", "0RECV_B0", 43, 49, 1 << 20),
+            record(a, "compute", "0B0", 50, 70),
+            record(a, "reduce", "0REDUCE_GRAD", 70, 90, 2 << 20),
+            record(a, "wait", "0REDUCE_GRAD", 70, 90),
+        ],
+        [
+            record(b, "wait", "1RECV_F0", 0, 12),
+            record(b, "recv_f", "1RECV_F0", 11, 12, 1 << 20),
+            record(b, "compute", "1F0", 12, 22),
+            record(b, "compute", "1B0", 22, 42),
+            record(b, "send_b", "1SEND_B0", 42, 49, 1 << 20),
+            record(b, "reduce", "1REDUCE_GRAD", 42, 62, 2 << 20),
+        ],
+    ]
+
+
+RECORDS = two_stages(0) + two_stages(1)
+
+
+def test_trace_has_every_action_on_its_lane(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "step.json"
+    write_trace(path, RECORDS, pp=2)
+    trace = json.loads(path.read_text())
+    events = trace["traceEvents"]
+    names = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    assert names[0, 0] == "compute" and names[3, 6] == "reduce" and len(names) == 4 * 7
+    processes = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
+    assert processes[3] == "rank 3 (dp 1, stage 1)"
+
+    slices = [e for e in events if e["ph"] == "X"]
+    assert len(slices) == sum(len(rank) for rank in RECORDS)
+    assert min(e["ts"] for e in slices) == 0.0, "the trace starts at the first event"
+    backward = next(e for e in slices if e["name"] == "1B0" and e["pid"] == 3)
+    assert (backward["ts"], backward["dur"], backward["cat"]) == (22_000.0, 20_000.0, "backward")
+    assert backward["args"] == {"chunk": 1, "segment": 0, "micro_batch": 0, "bytes": 0}
+    assert trace["otherData"]["summary"] == summary(RECORDS)
+
+
+def test_arrows_join_each_send_to_its_receive(tmp_path: Path) -> None:
+    write_trace(tmp_path / "step.json", RECORDS, pp=2)
+    events = json.loads((tmp_path / "step.json").read_text())["traceEvents"]
+    arrows: dict[int, dict[str, Any]] = {}
+    for event in events:
+        if event["ph"] in "sf":
+            arrows.setdefault(event["id"], {})[event["ph"]] = event
+    ends = sorted((a["s"]["name"], a["s"]["pid"], a["f"]["pid"]) for a in arrows.values())
+    assert ends == [("0SEND_F0", 0, 1), ("0SEND_F0", 2, 3), ("1SEND_B0", 1, 0), ("1SEND_B0", 3, 2)]
+    slices = {(e["pid"], e["tid"]): e for e in events if e["ph"] == "X" and e["tid"] >= 2}
+    for arrow in arrows.values():
+        for end in arrow.values():
+            inside = slices[end["pid"], end["tid"]]
+            assert inside["ts"] <= end["ts"] < inside["ts"] + inside["dur"]
+        assert arrow["s"]["ts"] <= arrow["f"]["ts"]
+
+
+def test_folded_chunks_wrap_around_to_stage_0(tmp_path: Path) -> None:
+    """Chunk 1 (segment 0, stage 1) sends to chunk 2 (segment 1, stage 0)."""
+    records = [
+        [record(0, "recv_f", "2RECV_F0", 5, 6), record(0, "compute", "2F0", 6, 9)],
+        [record(1, "compute", "1F0", 0, 4), record(1, "send_f", "1SEND_F0", 4, 6)],
+    ]
+    write_trace(tmp_path / "step.json", records, pp=2)
+    events = json.loads((tmp_path / "step.json").read_text())["traceEvents"]
+    assert [(e["ph"], e["pid"]) for e in events if e["ph"] in "sf"] == [("s", 1), ("f", 0)]
+    folded = next(e for e in events if e["name"] == "2F0")
+    assert folded["args"]["segment"] == 1
+
+
+def test_summary_tells_where_the_time_went() -> None:
+    # Of 90 ms: compute 30 on every rank; waits for stages 40 and 12; final wait 20 and 0; no sum is hidden.
+    assert summary(RECORDS) == (
+        "step 90.0 ms on 4 rank(s): compute 33 %, waiting for stages 29 %, "
+        "exposed DP.sync and last sends 11 %, hidden DP.sync 0 %; PP 4.0 MiB, DP 8.0 MiB"
+    )
+    assert summary([[], []]) == "nothing was recorded"
+
+
+def test_unknown_lane_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="lane 'gather' of '0F0' is none of compute, wait"):
+        write_trace(tmp_path / "step.json", [[record(0, "gather", "0F0", 0, 1)]], pp=1)
+    assert not list(tmp_path.iterdir())
+
+
+def test_picture(tmp_path: Path) -> None:
+    write_picture(tmp_path / "step.png", RECORDS, pp=2, title="step 3")
+    image = (tmp_path / "step.png").read_bytes()
+    assert image.startswith(b"\x89PNG") and image.rstrip().endswith(b"IEND\xaeB`\x82")
+    write_picture(tmp_path / "none.png", [[], []], pp=2)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["none.png", "step.png"]
+
+
+def test_picture_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ConfigError, match="pip install matplotlib"):
+        write_picture(tmp_path / "step.png", RECORDS, pp=2)
+
+
+def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
+    path = tmp_path / "step.json"
+    path.write_text("old")
+
+    def fail(temporary: str) -> None:
+        Path(temporary).write_text("half")
+        raise OSError("disk full")
+
+    with pytest.raises(OSError, match="disk full"):
+        write_atomically(path, fail)
+    assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
