@@ -1,0 +1,42 @@
+"""Schedules as data: generate, read, write, check, time and draw them. Thin over fold3d._C, where all of the logic is."""
+
+from fold3d._C import (
+    Action,
+    Kind,
+    Schedule,
+    SchedulerInfo,
+    Span,
+    Timeline,
+    grid,
+    parse_action,
+    partition,
+    peak_stash,
+    simulate,
+    waits_for,
+)
+from fold3d.schedule.files import load_csv, parse_csv, save_csv
+from fold3d.schedule.library import forward_only, generate, lower, names, registry, validate
+
+__all__ = [
+    "Action",
+    "Kind",
+    "Schedule",
+    "SchedulerInfo",
+    "Span",
+    "Timeline",
+    "forward_only",
+    "generate",
+    "grid",
+    "load_csv",
+    "lower",
+    "names",
+    "parse_action",
+    "parse_csv",
+    "partition",
+    "peak_stash",
+    "registry",
+    "save_csv",
+    "simulate",
+    "validate",
+    "waits_for",
+]

@@ -1,0 +1,79 @@
+"""The registered schedules and what can be done to any schedule; errors become ConfigError."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from fold3d import _C
+from fold3d.errors import ConfigError
+
+
+@contextmanager
+def _config_errors() -> Iterator[None]:
+    """Turns the ValueError of the C++ part into ConfigError, which the rest of the package raises for bad settings."""
+    try:
+        yield
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+
+
+def registry() -> list[_C.SchedulerInfo]:
+    """Returns every schedule with its name, help text and which parameters it uses."""
+    return _C.registry()
+
+
+def names() -> list[str]:
+    """Returns the names `generate` accepts."""
+    return [info.name for info in _C.registry()]
+
+
+def generate(
+    name: str,
+    *,
+    pp: int,
+    segments: int = 1,
+    micro_batches: int,
+    group_size: int | None = None,
+    turn: str | None = None,
+) -> _C.Schedule:
+    """Returns the compute-only schedule `name`: for every stage the ordered list of F and B actions of one step.
+
+    Args:
+        name: one of `names()`.
+        pp: stages.
+        segments: folds of the model; chunk segment * pp + stage lives on that stage.
+        micro_batches: m per step and pipeline; any number, also fewer than pp.
+        group_size: N, micro-batches that pass a segment before the next starts; None is the schedule's default.
+        turn: "all" or "1f1b", how the last segment turns around; None is the schedule's default.
+    Raises: ConfigError for an unknown name, a size below 1 or a parameter that the schedule does not use.
+    """
+    if group_size is not None and group_size < 1:
+        raise ConfigError(f"group_size must be at least 1, got {group_size}; leave it out for the schedule's default")
+    with _config_errors():
+        return _C.generate(name, pp, segments, micro_batches, group_size or 0, turn or "")
+
+
+def forward_only(pp: int, segments: int, micro_batches: int = 1) -> _C.Schedule:
+    """Returns the schedule of evaluation: every chunk's forward, segment by segment, and no backward."""
+    training = generate("aiao", pp=pp, segments=segments, micro_batches=micro_batches)
+    ranks = [[action for action in rank if action.kind == _C.Kind.FORWARD] for rank in training.ranks]
+    return _C.Schedule(pp, segments, micro_batches, ranks)
+
+
+def lower(schedule: _C.Schedule, *, reduce: bool) -> _C.Schedule:
+    """Returns the schedule with SEND and RECV added, and with REDUCE_GRAD after each chunk's last backward if `reduce`.
+
+    Raises: ConfigError, with the grid, if the schedule is not valid.
+    """
+    with _config_errors():
+        return _C.lower(schedule, reduce)
+
+
+def validate(schedule: _C.Schedule, *, forward_only: bool = False) -> None:
+    """Proves that the schedule is complete, correctly ordered and free of deadlock.
+
+    Raises: ConfigError, with the grid and the offending cell marked, if it is not.
+    """
+    with _config_errors():
+        _C.validate(schedule, forward_only)
