@@ -1,0 +1,139 @@
+#include "bindings/bind_runtime.h"
+
+#include <pybind11/stl.h>
+
+#include <map>
+#include <memory>
+#include <utility>
+
+#include "comm/communicator.h"
+#include "comm/errors.h"
+#include "runtime/executor.h"
+#include "runtime/transport_c10d.h"
+
+namespace py = pybind11;
+
+namespace fold3d::bindings {
+
+namespace {
+
+/// A Python object with forward(micro_batch, tensors) -> tensors and gradients() -> tensor.
+class PyChunk final : public runtime::Chunk {
+ public:
+  explicit PyChunk(py::object chunk) : forward_(chunk.attr("forward")), gradients_(chunk.attr("gradients")) {}
+
+  ~PyChunk() override {
+    const py::gil_scoped_acquire gil;
+    forward_ = py::object();
+    gradients_ = py::object();
+  }
+
+  std::vector<at::Tensor> forward(int micro_batch, std::vector<at::Tensor> inputs) override {
+    const py::gil_scoped_acquire gil;
+    return forward_(micro_batch, std::move(inputs)).cast<std::vector<at::Tensor>>();
+  }
+
+  at::Tensor gradients() override {
+    const py::gil_scoped_acquire gil;
+    return gradients_().cast<at::Tensor>();
+  }
+
+ private:
+  py::object forward_, gradients_;
+};
+
+/// What Python sees as `Executor`: the executor and the communicator it talks through.
+class PyExecutor {
+ public:
+  PyExecutor(const std::vector<py::object>& chunks, int stage, int pp, const std::map<std::string, std::string>& groups,
+             const py::object& device, double timeout_seconds, const std::string& name) {
+    std::vector<std::shared_ptr<runtime::Chunk>> cells;
+    for (const py::object& chunk : chunks) cells.push_back(std::make_shared<PyChunk>(chunk));
+    if (pp > 1 || !groups.at("data").empty()) {
+      const runtime::GroupNames names{groups.at("forward"), groups.at("forward_wrap"), groups.at("backward"),
+                                      groups.at("backward_wrap"), groups.at("data")};
+      comm::Options options;
+      options.shape = {pp, static_cast<int>(chunks.size()), 1};
+      options.stage = stage;
+      options.timeout = std::chrono::milliseconds(static_cast<std::int64_t>(timeout_seconds * 1000));
+      options.name = name;
+      communicator_ = std::make_shared<comm::Communicator>(
+          std::make_unique<runtime::C10dTransport>(names, stage, pp, py::cast<c10::Device>(device)), options);
+    }
+    executor_ = std::make_unique<runtime::Executor>(communicator_, stage, std::move(cells));
+  }
+
+  ~PyExecutor() { close(); }
+
+  std::vector<at::Tensor> run(const core::Schedule& schedule, int stage, bool backward) {
+    const py::gil_scoped_release release;
+    return executor().run(schedule.shape, schedule.ranks.at(static_cast<std::size_t>(stage)), backward);
+  }
+
+  void abort(const std::string& reason) {
+    // A copy keeps it alive: another thread may close while this one aborts.
+    std::shared_ptr<comm::Communicator> communicator = communicator_;
+    const py::gil_scoped_release release;
+    if (communicator) communicator->abort(reason);
+    communicator.reset();  // without the GIL, as in close()
+  }
+
+  std::string current_action() const { return executor_ ? executor_->current_action() : ""; }
+
+  py::list take_spans() {
+    py::list out;
+    for (const runtime::Span& span : executor().take_spans()) {
+      out.append(py::make_tuple(span.is_wait ? "wait" : "compute", core::to_string(span.action), span.start_ns,
+                                span.end_ns, 0));
+    }
+    return out;
+  }
+
+  py::list take_records() {
+    py::list out;
+    if (!communicator_) return out;
+    for (const comm::Record& record : communicator_->take_records()) {
+      out.append(py::make_tuple(comm::to_string(record.lane), core::to_string(record.action), record.start_ns,
+                                record.end_ns, record.bytes));
+    }
+    return out;
+  }
+
+  void close() {
+    auto executor = std::move(executor_);
+    auto communicator = std::move(communicator_);
+    // Tensors may be freed while the lanes are joined, and freeing one that Python has seen takes the GIL.
+    const py::gil_scoped_release release;
+    executor.reset();
+    communicator.reset();
+  }
+
+ private:
+  runtime::Executor& executor() {
+    if (!executor_) throw std::runtime_error("the executor is closed");
+    return *executor_;
+  }
+
+  std::shared_ptr<comm::Communicator> communicator_;
+  std::unique_ptr<runtime::Executor> executor_;
+};
+
+}  // namespace
+
+void bind_runtime(py::module_& module) {
+  py::register_exception<comm::CommError>(module, "CommError", PyExc_RuntimeError);
+  py::class_<PyExecutor>(module, "Executor", "Walks a rank's actions; owns the rank's communicator.")
+      .def(py::init<const std::vector<py::object>&, int, int, const std::map<std::string, std::string>&, py::object,
+                    double, const std::string&>(),
+           py::arg("chunks"), py::arg("stage"), py::arg("pp"), py::arg("groups"), py::arg("device"),
+           py::arg("timeout_seconds"), py::arg("name"))
+      .def("run", &PyExecutor::run, py::arg("schedule"), py::arg("stage"), py::arg("backward"),
+           "Runs one rank's part of a lowered schedule; returns the last chunk's loss of every micro-batch.")
+      .def("abort", &PyExecutor::abort, py::arg("reason"), "Ends all communication; any thread.")
+      .def("current_action", &PyExecutor::current_action, "Text of the action in progress, empty between runs.")
+      .def("take_spans", &PyExecutor::take_spans, "(lane, action, start_ns, end_ns, bytes) of the compute lane.")
+      .def("take_records", &PyExecutor::take_records, "(lane, action, start_ns, end_ns, bytes) of every transfer.")
+      .def("close", &PyExecutor::close, "Ends the communicator's threads.");
+}
+
+}  // namespace fold3d::bindings

@@ -1,0 +1,9 @@
+// fold3d._C: table of contents.
+#include "bindings/bind_core.h"
+#include "bindings/bind_runtime.h"
+
+PYBIND11_MODULE(_C, module) {
+  module.doc() = "fold3d's C++ part: schedules, the executor and the communicator.";
+  fold3d::bindings::bind_core(module);
+  fold3d::bindings::bind_runtime(module);
+}

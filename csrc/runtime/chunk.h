@@ -1,0 +1,23 @@
+// Chunk: one (segment, stage) cell of the model, as the Executor sees it.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <vector>
+
+namespace fold3d::runtime {
+
+/// Consecutive layers that one rank runs as a unit. Called by the Executor's thread only.
+class Chunk {
+ public:
+  virtual ~Chunk() = default;
+
+  /// Runs the layers on one micro-batch. `inputs`: what the previous chunk returned (empty for chunk 0), leaves.
+  /// Returns the tensors that go to the next chunk, or the loss alone ([1] or scalar) for the last chunk.
+  virtual std::vector<at::Tensor> forward(int micro_batch, std::vector<at::Tensor> inputs) = 0;
+
+  /// The flat gradient to sum over the replicas in place; called when the last backward of the chunk is done.
+  virtual at::Tensor gradients() = 0;
+};
+
+}  // namespace fold3d::runtime

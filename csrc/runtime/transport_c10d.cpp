@@ -1,0 +1,181 @@
+#include "runtime/transport_c10d.h"
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/from_blob.h>
+#include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
+
+#include <algorithm>
+
+#include "comm/errors.h"
+#include "runtime/tensor_buffer.h"
+
+namespace fold3d::runtime {
+
+namespace {
+
+// The Communicator sets the deadlines and calls abort(); c10d's own must not come first.
+constexpr std::chrono::milliseconds kNever = std::chrono::hours(24);
+constexpr int kTag = 0;  // one sender and one receiver per channel: order alone pairs the messages
+
+TensorBuffer& as_tensor(const std::shared_ptr<comm::Buffer>& buffer) { return static_cast<TensorBuffer&>(*buffer); }
+
+at::Tensor bytes_view(const std::byte* data, std::size_t size) {
+  return at::from_blob(const_cast<std::byte*>(data), {static_cast<std::int64_t>(size)}, at::kByte);
+}
+
+}  // namespace
+
+C10dTransport::C10dTransport(const GroupNames& names, int stage, int num_stages, c10::Device device)
+    : stage_(stage),
+      num_stages_(num_stages),
+      device_(device),
+      compute_stream_(current_stream(device)) {
+  if (num_stages > 1) {
+    forward_ = c10d::resolve_process_group(names.forward);
+    forward_wrap_ = c10d::resolve_process_group(names.forward_wrap);
+    backward_ = c10d::resolve_process_group(names.backward);
+    backward_wrap_ = c10d::resolve_process_group(names.backward_wrap);
+  }
+  if (!names.data.empty()) data_ = c10d::resolve_process_group(names.data);
+}
+
+C10dTransport::~C10dTransport() = default;
+
+bool C10dTransport::sends_over_wrap(comm::Channel channel) const {
+  return channel == comm::Channel::kForward ? stage_ == num_stages_ - 1 : stage_ == 0;
+}
+
+bool C10dTransport::receives_over_wrap(comm::Channel channel) const {
+  return channel == comm::Channel::kForward ? stage_ == 0 : stage_ == num_stages_ - 1;
+}
+
+c10d::ProcessGroup& C10dTransport::group(comm::Channel channel, bool wrap) const {
+  if (channel == comm::Channel::kForward) return wrap ? *forward_wrap_ : *forward_;
+  return wrap ? *backward_wrap_ : *backward_;
+}
+
+void C10dTransport::check_aborted() const {
+  const std::lock_guard lock(mutex_);
+  if (aborted_) throw comm::AbortedError(reason_);
+}
+
+void C10dTransport::wait(const Work& work) {
+  {
+    const std::lock_guard lock(mutex_);
+    if (!aborted_) in_flight_.push_back(work);
+    // A point-to-point work must be waited for or aborted before it is dropped, or later receives hang.
+    if (aborted_) work->abort();
+  }
+  std::exception_ptr error;
+  bool completed = false;
+  try {
+    completed = work->wait(kNever);
+  } catch (...) {
+    error = std::current_exception();
+  }
+  {
+    const std::lock_guard lock(mutex_);
+    std::erase(in_flight_, work);
+    if (aborted_) throw comm::AbortedError(reason_);
+  }
+  if (error) std::rethrow_exception(error);
+  if (!completed) throw std::runtime_error("the transfer was aborted");
+}
+
+void C10dTransport::wait_collective(const Work& work) {
+  if (!device_.is_cpu()) {
+    work->wait(kNever);
+    check_aborted();
+    return;
+  }
+  // A gloo collective completes on its own, so the wait can also end with abort(). The state is shared with the
+  // callback, which may run after this call has given up; the tensors then belong to the work.
+  auto collective = std::make_shared<Collective>();
+  {
+    const std::lock_guard lock(mutex_);
+    if (aborted_) throw comm::AbortedError(reason_);
+    collective_ = collective;
+  }
+  work->getFuture()->addCallback([collective](c10::ivalue::Future& future) {
+    const std::lock_guard lock(collective->mutex);
+    collective->ended = true;
+    if (future.hasError()) collective->error = future.exception_ptr();
+    collective->changed.notify_all();
+  });
+  std::unique_lock lock(collective->mutex);
+  collective->changed.wait(lock, [&] { return collective->ended; });
+  lock.unlock();
+  check_aborted();
+  if (collective->error) std::rethrow_exception(collective->error);
+}
+
+void C10dTransport::transfer(comm::Channel channel, bool is_send, int peer_stage, const at::Tensor& tensor) {
+  check_aborted();
+  auto& pg = group(channel, is_send ? sends_over_wrap(channel) : receives_over_wrap(channel));
+  std::vector<at::Tensor> tensors{tensor};
+  wait(is_send ? pg.send(tensors, peer_stage, kTag) : pg.recv(tensors, peer_stage, kTag));
+}
+
+void C10dTransport::send(comm::Channel channel, int peer_stage, std::shared_ptr<comm::Buffer> buffer) {
+  const c10::Stream stream = side_stream(device_, /*high_priority=*/true);
+  const c10::StreamGuard guard(stream);
+  as_tensor(buffer).ready().block(stream);
+  transfer(channel, /*is_send=*/true, peer_stage, as_tensor(buffer).tensor());
+}
+
+void C10dTransport::recv(comm::Channel channel, int peer_stage, std::shared_ptr<comm::Buffer> buffer) {
+  const c10::Stream stream = side_stream(device_, /*high_priority=*/true);
+  const c10::StreamGuard guard(stream);
+  // Pooled memory may still be read by kernels queued before it was given back: receive behind them.
+  DeviceEvent reusable;
+  reusable.record(compute_stream_);
+  reusable.block(stream);
+  transfer(channel, /*is_send=*/false, peer_stage, as_tensor(buffer).tensor());
+}
+
+void C10dTransport::send_frame(comm::Channel channel, int peer_stage, std::span<const std::byte> frame) {
+  transfer(channel, /*is_send=*/true, peer_stage, bytes_view(frame.data(), frame.size()));
+}
+
+void C10dTransport::recv_frame(comm::Channel channel, int peer_stage, std::span<std::byte> frame) {
+  transfer(channel, /*is_send=*/false, peer_stage, bytes_view(frame.data(), frame.size()));
+}
+
+void C10dTransport::all_reduce(std::shared_ptr<comm::Buffer> buffer, std::uint8_t dtype, std::size_t offset_bytes,
+                               std::size_t bytes) {
+  check_aborted();
+  const c10::Stream stream = side_stream(device_, /*high_priority=*/false);
+  const c10::StreamGuard guard(stream);
+  as_tensor(buffer).ready().block(stream);
+  const at::Tensor& whole = as_tensor(buffer).tensor();
+  const auto size = static_cast<std::int64_t>(whole.element_size());
+  std::vector<at::Tensor> part{whole.view({-1}).narrow(0, static_cast<std::int64_t>(offset_bytes) / size,
+                                                       static_cast<std::int64_t>(bytes) / size)};
+  wait_collective(data_->allreduce(part));
+}
+
+std::shared_ptr<comm::Buffer> C10dTransport::allocate(const comm::TensorDesc& desc) {
+  const auto options = at::TensorOptions().device(device_).dtype(at::kByte);
+  return std::make_shared<TensorBuffer>(at::empty({static_cast<std::int64_t>(desc.bytes())}, options));
+}
+
+void C10dTransport::abort(const std::string& reason) {
+  std::vector<Work> in_flight;
+  std::shared_ptr<Collective> collective;
+  {
+    const std::lock_guard lock(mutex_);
+    if (aborted_) return;
+    aborted_ = true;
+    reason_ = reason;
+    in_flight = in_flight_;
+    collective = collective_;
+  }
+  for (const Work& work : in_flight) work->abort();
+  if (collective) {
+    const std::lock_guard lock(collective->mutex);
+    collective->ended = true;
+    collective->changed.notify_all();
+  }
+}
+
+}  // namespace fold3d::runtime

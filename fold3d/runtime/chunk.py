@@ -1,0 +1,75 @@
+"""PipelineChunk: one (segment, stage) cell of the model, driven by the C++ Executor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fold3d.trace import SplitModel
+
+if TYPE_CHECKING:
+    from fold3d.runtime.gradients import GradientBuffer
+
+MicroBatch = dict[str, Any]
+ModelCall = Callable[[torch.nn.Module, MicroBatch], Any]
+DropoutKey = tuple[int, int, int]
+
+
+class StepInputs:
+    """What all chunks of a rank share during one run: the micro-batches, the call to make, the dropout keys."""
+
+    def __init__(self) -> None:
+        self.micro_batches: list[MicroBatch] = []
+        self.call: ModelCall | None = None
+        self.keys: list[DropoutKey | None] = []
+        self.results: list[Any] = []
+
+    def set(self, micro_batches: list[MicroBatch], call: ModelCall, keys: list[DropoutKey | None]) -> None:
+        """Starts a run over `micro_batches`; `keys[i]` seeds the dropout of micro-batch i, None leaves it alone."""
+        self.micro_batches, self.call, self.keys = micro_batches, call, keys
+        self.results = [None] * len(micro_batches)
+
+    def clear(self) -> None:
+        """Drops the references to the run's data."""
+        self.micro_batches, self.call, self.keys, self.results = [], None, [], []
+
+
+class PipelineChunk:
+    """Runs one chunk of a SplitModel; the methods are called by the Executor on the thread that runs the step."""
+
+    def __init__(
+        self,
+        index: int,
+        is_last: bool,
+        model: torch.nn.Module,
+        split: SplitModel,
+        inputs: StepInputs,
+        gradients: GradientBuffer | None,
+    ):
+        self.index = index
+        self._is_last = is_last
+        self._model = model
+        self._split = split
+        self._inputs = inputs
+        self._gradients = gradients
+
+    def forward(self, micro_batch: int, received: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Returns the tensors for the next chunk; for the last chunk [loss], or [] when the result is no tensor."""
+        step = self._inputs
+        call, batch = step.call, step.micro_batches[micro_batch]
+        assert call is not None
+        # A shallow copy: a loss function may take labels out of the batch, and every chunk needs them.
+        sent, result = self._split.run(
+            self.index, lambda: call(self._model, dict(batch)), received, step.keys[micro_batch]
+        )
+        if not self._is_last:
+            return sent
+        step.results[micro_batch] = result if not isinstance(result, torch.Tensor) else result.detach()
+        return [result] if isinstance(result, torch.Tensor) else []
+
+    def gradients(self) -> torch.Tensor:
+        """Returns the flat gradient to sum over the replicas; the last backward of this chunk is done."""
+        assert self._gradients is not None, "only schedules for several replicas reduce"
+        return self._gradients.collect()

@@ -1,0 +1,330 @@
+"""Engine: trains any torch.nn.Module over dp x pp processes, one optimizer step at a time."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn import Module, Parameter
+from torch.optim import Optimizer
+
+from fold3d.config import ParallelConfig
+from fold3d.errors import ConfigError, RankError
+from fold3d.plan.plan import Plan, Programs
+from fold3d.runtime import gradients, loss, state
+from fold3d.runtime.account import Account
+from fold3d.runtime.pipeline import Pipeline
+from fold3d.runtime.rank_model import RankModel
+from fold3d.topology import Topology
+from fold3d.trace import Trace, needs_example
+
+MicroBatch = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepOutput:
+    """What one optimizer step reports; the same on every rank, but for the account."""
+
+    loss: torch.Tensor
+    """Loss of the global batch, scalar."""
+    grad_norm: torch.Tensor
+    """Global gradient norm before clipping, scalar."""
+    account: Account
+    """Where this rank's time went."""
+
+
+class Engine:
+    """Trains `model` as one of dp * pp processes; every process makes the same calls in the same order.
+
+    The model's own forward runs on every rank, restricted to the layers the rank holds; the model object is cut in
+    place. A model with weights keeps them (replica 0's are used everywhere), each rank its share; a model built on the
+    meta device gets its weights by (seed, parameter name), or from `weights`, and is never whole on any rank.
+
+    Args:
+        model: forward(**micro_batch) returns a loss: a tensor, or an object or dict with `loss`.
+        config: how the model is spread.
+        optimizer: makes the optimizer from a list of this rank's trainable parameters; element-wise optimizers (SGD,
+            Adam, AdamW ...) give the single-process result. None: `run` and `evaluate` work, `step` does not.
+        max_grad_norm: clips to this global norm in `step`; None: no clipping.
+        example: a micro-batch to record the model with, tensors by argument name. HuggingFace models need none; other
+            models that are cut are recorded with the first batch when it is missing.
+        weights: folder with safetensors for a model on the meta device.
+        device: where parameters live; None: this process's CUDA device, or the CPU.
+
+    Raises: ConfigError, TraceError before any process group is built; RankError from every method that runs the
+        model, on every rank, when any rank fails.
+    """
+
+    def __init__(
+        self,
+        model: Module,
+        config: ParallelConfig,
+        *,
+        optimizer: Callable[[list[Parameter]], Optimizer] | None = None,
+        max_grad_norm: float | None = None,
+        example: Mapping[str, torch.Tensor] | None = None,
+        weights: str | None = None,
+        device: torch.device | None = None,
+    ):
+        if max_grad_norm is not None and not max_grad_norm > 0:
+            raise ConfigError(f"max_grad_norm={max_grad_norm}: must be positive; leave it None for no clipping")
+        world = dist.get_world_size() if dist.is_initialized() else 1
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        self.config = config
+        self.model = model
+        self.max_grad_norm = max_grad_norm
+        self.topology = Topology(dp=config.resolve_dp(world), pp=config.pp, rank=rank)
+        self.programs = Programs(config, self.topology.dp)
+        self.programs.training(config.micro_batches)  # a bad schedule ends here
+        self.device = device or _default_device()
+        self.optimizer: Optimizer | None = None
+        self.step_index = 0
+        self._make_optimizer = optimizer
+        self._weights = weights
+        self._cut: RankModel | None = None
+        self._pipeline: Pipeline | None = None
+        self._failure: str | None = None
+        if example is not None or config.num_chunks == 1 or not needs_example(model):
+            self._build(example)
+
+    # Construction
+
+    def _build(self, example: Mapping[str, torch.Tensor] | None) -> None:
+        self._cut = cut = RankModel(
+            self.model, self.config, self.topology, self.device, example, self._weights
+        )
+        self.plan = Plan(
+            config=self.config,
+            dp=self.topology.dp,
+            blocks=cut.trace.blocks if cut.trace else (),
+            ranges=tuple(cut.ranges),
+            schedule_csv=self.programs.compute(self.config.micro_batches).csv(),
+        )
+        self._pipeline = Pipeline(cut, self.config, self.topology, self.device, self.plan)
+        self._loss_takes_count = loss.takes_label_count(self.model)
+        if self._make_optimizer is not None:
+            self.optimizer = self._make_optimizer(list(cut.trainable().values()))
+
+    def _built(self, batch: Mapping[str, Any] | None = None) -> tuple[RankModel, Pipeline]:
+        if self._failure is not None:
+            raise RankError(f"this engine stopped at an earlier failure: {self._failure}")
+        if self._cut is None:
+            if batch is None:
+                raise ConfigError(
+                    "the model has not been recorded yet; pass example=<a micro-batch> to Engine, or call step or "
+                    "evaluate first"
+                )
+            self._build({name: value for name, value in batch.items() if isinstance(value, torch.Tensor)})
+        assert self._cut is not None and self._pipeline is not None
+        return self._cut, self._pipeline
+
+    @property
+    def trace(self) -> Trace | None:
+        """What was recorded of the model; None for a model that is not cut and has no recognisable blocks."""
+        return self._built()[0].trace
+
+    @property
+    def owned(self) -> dict[str, Parameter]:
+        """Parameters with storage on this rank, by canonical name."""
+        return self._built()[0].parameters
+
+    @property
+    def primary(self) -> set[str]:
+        """Names of the parameters this rank's stage is responsible for: each of the model belongs to one stage."""
+        return self._built()[0].primary()
+
+    @property
+    def groups(self) -> Any:
+        """The process groups of this rank (`pipeline`, `data`; None where the rank is alone)."""
+        return self._built()[1].groups
+
+    # One's own loop, or a trainer's
+
+    def run(self, micro_batches: list[MicroBatch], loss_fn: Callable[[Module, MicroBatch], torch.Tensor]) -> torch.Tensor:
+        """Runs forward, backward and the gradient sums of one optimizer step; all ranks call.
+
+        Afterwards `.grad` of this rank's parameters is the mean over the replicas, and the global RNG is as before.
+
+        Args:
+            micro_batches: this replica's, the same on each of its stages.
+            loss_fn: (model, micro_batch) -> this micro-batch's share of the replica's loss, scalar. Shares of a replica
+                add up to its loss; the global loss is the mean over the replicas. Runs on every chunk; on all but the
+                last one the model call inside does not return.
+        Returns: the replica's loss, scalar, on each of its ranks.
+        """
+        if not micro_batches:
+            raise ValueError("run needs at least one micro-batch")
+        cut, pipeline = self._built(micro_batches[0])
+        key_step = self.step_index
+        self.step_index += 1
+        # Micro-batch i of replica d is number i * dp + d of the global batch, as a stock data loader deals them out.
+        keys = [
+            (self.config.seed, key_step, i * self.topology.dp + self.topology.dp_rank)
+            for i in range(len(micro_batches))
+        ]
+        for parameter in cut.parameters.values():
+            parameter.grad = None
+        with self._failing_together(), _rng_untouched(self.device):
+            return pipeline.train(self.programs.training(len(micro_batches)), micro_batches, loss_fn, keys)
+
+    def grad_norm(self) -> torch.Tensor:
+        """Returns the exact global gradient norm, the same on every rank; all ranks of a replica call."""
+        cut, pipeline = self._built()
+        primary = [cut.parameters[name] for name in cut.primary()]
+        with self._failing_together():
+            return gradients.global_norm(primary, pipeline.groups.pipeline)
+
+    def clip_grad_norm(self, max_norm: float) -> torch.Tensor:
+        """Scales all gradients to a global norm of at most `max_norm`; returns the norm before."""
+        norm = self.grad_norm()
+        gradients.clip(self._built()[0].parameters.values(), norm, max_norm)
+        return norm
+
+    def forward(self, batch: MicroBatch, fn: Callable[[Module, MicroBatch], Any]) -> Any:
+        """Returns fn(model, batch) without gradients, the last chunk's result on every rank of the replica.
+
+        Args:
+            batch: any batch size, the same on each stage of the replica.
+            fn: runs on every chunk; on all but the last one the model call inside does not return. Its result may be
+                any nesting of tensors and plain Python values.
+        """
+        _, pipeline = self._built(batch)
+        with self._failing_together():
+            return pipeline.evaluate(self.programs.evaluation(), batch, fn)
+
+    # The whole step
+
+    def step(self, batch: MicroBatch) -> StepOutput:
+        """Runs one optimizer step on this replica's batch; all ranks call.
+
+        Args:
+            batch: tensors by argument name; dimension 0 is divided into config.micro_batches micro-batches.
+                Other values go to every micro-batch unchanged.
+        """
+        micro_batches = split_batch(batch, self.config.micro_batches)
+        _, pipeline = self._built(micro_batches[0])
+        if self.optimizer is None:
+            raise ConfigError("step needs an optimizer: pass optimizer=functools.partial(torch.optim.AdamW, lr=...)")
+        replica_loss = self.run(micro_batches, self._share_of_loss(micro_batches))
+        norm = self.grad_norm() if self.max_grad_norm is None else self.clip_grad_norm(self.max_grad_norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return StepOutput(loss=self._mean_over_replicas(replica_loss), grad_norm=norm, account=pipeline.account())
+
+    def evaluate(self, batch: MicroBatch) -> torch.Tensor:
+        """Returns the loss of the global batch without gradients, in evaluation mode; any batch size; all ranks call."""
+        self._built(batch)
+        was_training = self.model.training
+        self.model.eval()
+        try:
+            return self._mean_over_replicas(self.forward(batch, self._share_of_loss([batch])))
+        finally:
+            self.model.train(was_training)
+
+    def account(self) -> Account:
+        """Returns where this rank's time went in the last `run`."""
+        return self._built()[1].account()
+
+    # State
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the whole model's weights, optimizer state and step counter, by original names; all ranks call.
+
+        The same on every rank, on the CPU, independent of dp, pp and segments.
+        """
+        cut, pipeline = self._built()
+        with self._failing_together():
+            return {
+                "model": state.gather_model(cut, pipeline.groups.pipeline),
+                "optimizer": state.gather_optimizer(cut, self.optimizer, pipeline.groups.pipeline),
+                "step_index": self.step_index,
+            }
+
+    def load_state_dict(self, full: Mapping[str, Any]) -> None:
+        """Takes this rank's share of what `state_dict` returned, under any layout.
+
+        Raises: CheckpointError when names or shapes do not match; nothing has changed then.
+        """
+        cut, _ = self._built()
+        state.load(cut, self.optimizer, full)
+        self.step_index = int(full["step_index"])
+
+    def close(self) -> None:
+        """Ends communication and gives the model its own forward back. Weights of other ranks stay on meta."""
+        if self._pipeline is not None:
+            self._pipeline.close()
+            self._pipeline = None
+        if self._cut is not None:
+            self._cut.split.remove()
+            self._cut = None
+
+    # Inside
+
+    def _share_of_loss(self, micro_batches: list[MicroBatch]) -> Callable[[Module, MicroBatch], torch.Tensor]:
+        count = loss.count_labels(self.model, micro_batches) if self._loss_takes_count else None
+        if count is None:
+            share = 1.0 / len(micro_batches)
+            return lambda model, batch: loss.loss_of(model(**batch)) * share
+        group = self.groups.data
+        total = torch.tensor(count)
+        if group is not None:
+            with self._failing_together():
+                dist.all_reduce(total, group=group)
+        replicas = self.topology.dp  # the mean over replicas divides by it again
+
+        def token_weighted(model: Module, batch: MicroBatch) -> torch.Tensor:
+            return loss.loss_of(model(**batch, num_items_in_batch=total)) * replicas
+
+        return token_weighted
+
+    def _mean_over_replicas(self, value: torch.Tensor) -> torch.Tensor:
+        mean = value.detach().clone()
+        if self.groups.data is not None:
+            with self._failing_together():
+                dist.all_reduce(mean, group=self.groups.data)
+            mean /= self.topology.dp
+        return mean
+
+    @contextlib.contextmanager
+    def _failing_together(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException as error:
+            assert self._pipeline is not None
+            self._failure = self._pipeline.fail(error)
+            if not isinstance(error, Exception):
+                raise
+            raise RankError(self._failure) from error
+
+
+def split_batch(batch: Mapping[str, Any], parts: int) -> list[MicroBatch]:
+    """Returns `parts` micro-batches: equal slices of dimension 0 of every tensor, other values unchanged.
+
+    Raises: ValueError when a tensor does not divide.
+    """
+    for name, value in batch.items():
+        if isinstance(value, torch.Tensor) and (value.ndim == 0 or value.shape[0] % parts or not value.shape[0]):
+            raise ValueError(
+                f"batch[{name!r}] has shape {list(value.shape)}: dimension 0 does not divide into "
+                f"micro_batches={parts}; change the batch size or micro_batches"
+            )
+    slices = {name: value.chunk(parts) for name, value in batch.items() if isinstance(value, torch.Tensor)}
+    return [{name: slices[name][i] if name in slices else value for name, value in batch.items()} for i in range(parts)]
+
+
+def _default_device() -> torch.device:
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+
+
+@contextlib.contextmanager
+def _rng_untouched(device: torch.device) -> Iterator[None]:
+    """Seeding dropout inside must not change what data loaders and the user draw outside."""
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        yield

@@ -1,0 +1,66 @@
+"""Groups: the process groups of one rank. The only caller of torch.distributed.new_group."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fold3d.topology import Topology
+
+PIPELINE_LINKS = ("forward", "forward_wrap", "backward", "backward_wrap")
+
+
+class Groups:
+    """Process groups of one rank; every rank of the job must construct it at the same point.
+
+    `links` carry activations and gradients (group rank = stage): one per direction, so that one never queues behind
+    the other. `data` sums gradients over the replicas of a stage. `pipeline` is for the small control messages of one
+    replica, `ties` for parameters that several stages share. On CUDA a group has gloo for host memory (message
+    headers) and NCCL for device memory.
+    """
+
+    def __init__(self, topology: Topology, device: torch.device, timeout: float, tied_stages: Iterable[tuple[int, ...]]):
+        self.topology = topology
+        self._timeout = timedelta(seconds=timeout)
+        self._backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        self._made: list[Any] = []
+        pipelines = [topology.pipeline(replica) for replica in range(topology.dp)]
+        stages = [topology.replicas(stage) for stage in range(topology.pp)]
+        self.pipeline = self._own(pipelines)
+        links = {name: self._own(pipelines) for name in ("forward", "backward")}
+        # With two stages the link from the last stage back to the first joins the same pair of ranks as the inner link.
+        for name in ("forward", "backward"):
+            links[f"{name}_wrap"] = self._own(pipelines) if topology.pp == 2 else links[name]
+        self.links: dict[str, Any] = links
+        self.data = self._own(stages)
+        self.ties: dict[tuple[int, ...], Any] = {
+            tied: self._own([[topology.rank_of(replica, stage) for stage in tied] for replica in range(topology.dp)])
+            for tied in sorted(set(tied_stages))
+        }
+
+    def _own(self, rank_lists: list[list[int]]) -> Any:
+        """Makes one group per list, on every rank in the same order; returns the one this rank is in, None if alone."""
+        own = None
+        for ranks in rank_lists:
+            if len(ranks) < 2:
+                continue
+            group = dist.new_group(ranks, timeout=self._timeout, backend=self._backend)
+            if self.topology.rank in ranks:
+                own = group
+                self._made.append(group)
+        return own
+
+    def link_names(self) -> dict[str, str]:
+        """Returns the names under which C++ finds the groups; empty strings where there is nobody to talk to."""
+        groups = {**self.links, "data": self.data}
+        return {name: group.group_name if group is not None else "" for name, group in groups.items()}
+
+    def close(self) -> None:
+        """Destroys this rank's groups; the default group stays."""
+        for group in self._made:
+            dist.destroy_process_group(group)
+        self._made.clear()

@@ -1,0 +1,49 @@
+"""The loss of Engine.step: how a model's own loss becomes one micro-batch's share of the global loss."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.nn import Module
+
+IGNORED = -100
+
+
+def loss_of(output: Any) -> torch.Tensor:
+    """Returns the loss in what a model's forward returned: a tensor, or an object or mapping with `loss`."""
+    if isinstance(output, torch.Tensor):
+        return output
+    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if not isinstance(loss, torch.Tensor):
+        raise TypeError(
+            f"the model's forward returned {type(output).__name__} without a loss; it must return a tensor, or an "
+            "object or dict with `loss` (HuggingFace models do when the batch has `labels`)"
+        )
+    return loss
+
+
+def takes_label_count(model: Module) -> bool:
+    """Whether the model divides its loss by a `num_items_in_batch` that it is given (HuggingFace models with **kwargs)."""
+    declared = getattr(model, "accepts_loss_kwargs", None)
+    if declared is not None:
+        return bool(declared)
+    parameters = inspect.signature(model.forward).parameters.values()
+    if any(parameter.name == "num_items_in_batch" for parameter in parameters):
+        return True
+    return hasattr(model, "loss_function") and any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
+
+
+def count_labels(model: Module, micro_batches: Sequence[Mapping[str, Any]]) -> int | None:
+    """Returns how many labels the loss is summed over, None when the batches have none."""
+    # Causal language models predict position i + 1 at position i: the first label is never a target.
+    shifted = str(getattr(model, "loss_type", "")).endswith("ForCausalLM")
+    total = 0
+    for batch in micro_batches:
+        labels = batch.get("labels")
+        if not isinstance(labels, torch.Tensor):
+            return None
+        total += int((labels[..., 1:] if shifted else labels).ne(IGNORED).sum())
+    return total

@@ -1,0 +1,132 @@
+"""RankModel: the user's model cut down to what one rank holds."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.nn import Module, Parameter
+
+from fold3d.config import ParallelConfig
+from fold3d.errors import ConfigError, TraceError
+from fold3d.plan.split import split_ranges
+from fold3d.runtime.cells import Cells
+from fold3d.topology import Topology
+from fold3d.trace import SplitModel, Trace, materialize, owned_parameters, release, trace
+
+
+class WholeModel:
+    """A model that is not cut and has no blocks fold3d can name: stands where a SplitModel stands."""
+
+    def run(
+        self, chunk: int, call: Callable[[], Any], inputs: list[torch.Tensor], key: tuple[int, int, int] | None
+    ) -> tuple[list[torch.Tensor], Any]:
+        """Runs `call`; dropout is seeded once, by the key alone."""
+        if key is not None:
+            digest = hashlib.sha256(repr(key).encode()).digest()
+            torch.manual_seed(int.from_bytes(digest[:7], "little"))
+        return [], call()
+
+    def remove(self) -> None:
+        """Nothing was installed."""
+
+
+class RankModel:
+    """Cuts `model` in place: names and module objects stay, parameters of other ranks lose their storage.
+
+    Attributes:
+        split: runs one chunk of the model.
+        ranges: blocks [first, end) of every chunk.
+        parameters: canonical name -> parameter with storage on this rank, in the model's order.
+        cells: which stage holds which parameter.
+    """
+
+    def __init__(
+        self,
+        model: Module,
+        config: ParallelConfig,
+        topology: Topology,
+        device: torch.device,
+        example: Mapping[str, torch.Tensor] | None,
+        weights: str | None,
+    ):
+        self.model = model
+        on_meta = any(p.device.type == "meta" for p in model.parameters())
+        if weights is not None and not on_meta:
+            raise ConfigError(
+                f"weights={weights!r} has no effect: the model has weights of its own; build it under "
+                "torch.device('meta'), or leave weights away"
+            )
+        self.trace = self._trace(config, example)
+        names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+        self.split: SplitModel | WholeModel
+        if self.trace is None:
+            self.ranges: list[tuple[int, int]] = [(0, 0)]
+            of_chunk = [names]
+        else:
+            self.ranges = split_ranges(self.trace, config.num_chunks)
+            of_chunk = [owned_parameters(model, self.trace, self.ranges, v) for v in range(config.num_chunks)]
+        self.cells = Cells.from_chunks(config.pp, of_chunk, self.trace.tied if self.trace else ())
+        keep = {name for v in topology.chunks(config.segments) for name in of_chunk[v]}
+        if on_meta:
+            materialize(model, keep, seed=config.seed, folder=weights)
+        release(model, keep)
+        _move(model, device)
+        if self.trace is None:
+            self.split = WholeModel()
+        else:
+            self.split = SplitModel(model, self.trace, self.ranges, recompute=config.recompute)
+        self.parameters: dict[str, Parameter] = {
+            name: parameter for name, parameter in model.named_parameters() if parameter.device.type != "meta"
+        }
+        self.stage = topology.pp_rank
+        self._stage_of_prefix = self._prefixes()
+
+    def _prefixes(self) -> dict[str, int]:
+        if self.trace is None:
+            return {}
+        stages = dict.fromkeys(self.trace.prologue, 0)
+        stages.update(dict.fromkeys(self.trace.epilogue, self.cells.pp - 1))
+        for chunk, (first, end) in enumerate(self.ranges):
+            stages.update(dict.fromkeys(self.trace.blocks[first:end], chunk % self.cells.pp))
+        return stages
+
+    def stage_of_module(self, name: str) -> int:
+        """Returns the stage that runs the module a parameter or buffer name lies in; 0 for what all stages run."""
+        parts = name.split(".")
+        prefixes = (".".join(parts[:end]) for end in range(len(parts), 0, -1))
+        return next((self._stage_of_prefix[prefix] for prefix in prefixes if prefix in self._stage_of_prefix), 0)
+
+    def _trace(self, config: ParallelConfig, example: Mapping[str, torch.Tensor] | None) -> Trace | None:
+        try:
+            return trace(self.model, blocks=config.blocks, example=example)
+        except TraceError:
+            # Data parallelism alone needs no blocks, unless the user asked for something that is done per block.
+            if config.num_chunks > 1 or config.recompute or config.blocks != "auto":
+                raise
+            return None
+
+    def trainable(self) -> dict[str, Parameter]:
+        """Returns the parameters of this rank that receive gradients."""
+        return {name: p for name, p in self.parameters.items() if p.requires_grad}
+
+    def of_chunk(self, chunk: int) -> list[Parameter]:
+        """Returns the trainable parameters whose gradient on this rank is complete when `chunk` is."""
+        return [
+            p for name, p in self.trainable().items() if self.cells.first_chunk_on(self.stage, name) == chunk
+        ]
+
+    def primary(self) -> set[str]:
+        """Returns the names of the parameters this stage is responsible for."""
+        return {name for name in self.parameters if self.cells.home(name) == self.stage}
+
+
+def _move(model: Module, device: torch.device) -> None:
+    """Moves what has storage to `device`; parameters of other ranks stay on meta."""
+    for module in model.modules():
+        for store in (module._parameters, module._buffers):
+            for tensor in store.values():
+                if tensor is not None and tensor.device.type != "meta" and tensor.device != device:
+                    tensor.data = tensor.data.to(device)
