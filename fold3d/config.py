@@ -44,6 +44,11 @@ class ParallelConfig:
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ConfigError(f"{name}={value!r}: must be an integer of at least 1")
+        if self.group_size is not None and self.group_size > self.micro_batches:
+            raise ConfigError(
+                f"group_size={self.group_size} is more than micro_batches={self.micro_batches} and would act like it; "
+                "lower group_size, or leave it out"
+            )
         if self.tp != 1:
             raise ConfigError(f"tp={self.tp}: tensor parallelism is not available yet; set tp=1 and raise pp or dp")
         if self.comm_timeout is not None and not self.comm_timeout > 0:

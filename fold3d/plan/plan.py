@@ -57,7 +57,7 @@ class Programs:
             pp=config.pp,
             segments=config.segments,
             micro_batches=micro_batches,
-            group_size=config.group_size,
+            group_size=None if config.group_size is None else min(config.group_size, micro_batches),
         )
 
     def training(self, micro_batches: int) -> schedules.Schedule:
@@ -69,7 +69,8 @@ class Programs:
     def evaluation(self) -> schedules.Schedule:
         """Returns the forward pass of one batch through all chunks."""
         if self._evaluation is None:
-            self._evaluation = forward_pass(self._config.pp, self._config.segments)
+            forward = schedules.forward_only(self._config.pp, self._config.segments)
+            self._evaluation = schedules.lower(forward, reduce=False)
         return self._evaluation
 
     def _from_file(self, path: str, micro_batches: int) -> schedules.Schedule:
@@ -85,17 +86,3 @@ class Programs:
         if config.group_size is not None:
             raise ConfigError(f"group_size={config.group_size} has no effect with a schedule from a file; remove it")
         return schedule
-
-
-def forward_pass(pp: int, segments: int) -> schedules.Schedule:
-    """Returns one micro-batch's way through all chunks, with its messages: the schedule of an evaluation batch."""
-    last = pp * segments - 1
-    rows = []
-    for stage in range(pp):
-        cells: list[str] = []
-        for chunk in range(stage, pp * segments, pp):
-            cells += [f"{chunk}RECV_F0"] if chunk > 0 and pp > 1 else []
-            cells.append(f"{chunk}F0")
-            cells += [f"{chunk}SEND_F0"] if chunk < last and pp > 1 else []
-        rows.append(",".join(cells))
-    return schedules.parse_csv("\n".join(rows))
