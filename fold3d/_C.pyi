@@ -1,6 +1,9 @@
 """Types of the C++ extension (csrc/bindings)."""
 
+from collections.abc import Mapping, Sequence
 from enum import Enum
+
+import torch
 
 # ---- csrc/bindings/bind_core.cpp ----
 
@@ -92,3 +95,27 @@ def generate(
 ) -> Schedule: ...
 def simulate(schedule: Schedule, forward: float = 1.0, backward: float = 2.0, send: float = 0.0) -> Timeline: ...
 def partition(cost: list[float], parts: int) -> list[int]: ...
+
+# ---- csrc/bindings/bind_runtime.cpp ----
+
+_Record = tuple[str, str, int, int, int]  # lane, action, start ns, end ns, bytes
+
+class CommError(RuntimeError): ...
+
+class Executor:
+    def __init__(
+        self,
+        chunks: Sequence[object],
+        stage: int,
+        pp: int,
+        groups: Mapping[str, str],
+        device: torch.device,
+        timeout_seconds: float,
+        name: str,
+    ) -> None: ...
+    def run(self, schedule: Schedule, stage: int, backward: bool) -> list[torch.Tensor]: ...
+    def abort(self, reason: str) -> None: ...
+    def current_action(self) -> str: ...
+    def take_spans(self) -> list[_Record]: ...
+    def take_records(self) -> list[_Record]: ...
+    def close(self) -> None: ...

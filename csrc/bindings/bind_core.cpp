@@ -38,23 +38,28 @@ void bind_action(py::module_& module) {
       .def_property_readonly("is_compute", [](Kind kind) { return core::is_compute(kind); });
 
   py::class_<Action>(module, "Action", "One cell of a schedule; immutable, compared by value.")
-      .def(py::init([](int chunk, Kind kind, int micro_batch) { return Action{chunk, kind, micro_batch}; }), py::arg("chunk"),
-           py::arg("kind"), py::arg("micro_batch") = -1)
+      .def(py::init([](int chunk, Kind kind, int micro_batch) { return Action{chunk, kind, micro_batch}; }),
+           py::arg("chunk"), py::arg("kind"), py::arg("micro_batch") = -1)
       .def_readonly("chunk", &Action::chunk)
       .def_readonly("kind", &Action::kind)
       .def_readonly("micro_batch", &Action::micro_batch)
       .def_property_readonly("text", [](const Action& a) { return core::to_string(a); })
       .def("__repr__", [](const Action& a) { return core::to_string(a); })
-      .def("__hash__", [](const Action& a) { return py::hash(py::make_tuple(a.chunk, static_cast<int>(a.kind), a.micro_batch)); })
+      .def("__hash__",
+           [](const Action& a) {
+             return py::hash(py::make_tuple(a.chunk, static_cast<int>(a.kind), a.micro_batch));
+           })
       .def(py::self == py::self)
       .def(py::self < py::self)
       .def(py::pickle([](const Action& a) { return core::to_string(a); },
                       [](const std::string& text) { return core::parse_action(text); }));
-  module.def("parse_action", [](const std::string& text) { return core::parse_action(text); }, py::arg("text"));
+  module.def(
+      "parse_action", [](const std::string& text) { return core::parse_action(text); }, py::arg("text"));
 }
 
 void bind_schedule(py::module_& module) {
-  py::class_<Schedule>(module, "Schedule", "Ordered actions of every rank for one step; immutable, compared by value.")
+  py::class_<Schedule>(module, "Schedule",
+                       "Ordered actions of every rank for one step; immutable, compared by value.")
       .def(py::init([](int pp, int segments, int micro_batches, std::vector<std::vector<Action>> ranks) {
              return Schedule{Shape{pp, segments, micro_batches}, std::move(ranks)};
            }),
@@ -70,7 +75,9 @@ void bind_schedule(py::module_& module) {
       .def("__hash__", [](const Schedule& s) { return py::hash(py::str(core::to_csv(s))); })
       .def(py::self == py::self)
       .def(py::pickle(
-          [](const Schedule& s) { return py::make_tuple(s.shape.pp, s.shape.segments, s.shape.micro_batches, s.ranks); },
+          [](const Schedule& s) {
+            return py::make_tuple(s.shape.pp, s.shape.segments, s.shape.micro_batches, s.ranks);
+          },
           [](const py::tuple& t) {
             return Schedule{Shape{t[0].cast<int>(), t[1].cast<int>(), t[2].cast<int>()},
                             t[3].cast<std::vector<std::vector<Action>>>()};
@@ -98,11 +105,12 @@ void bind_registry(py::module_& module) {
   module.def("registry", &core::registry);
   module.def(
       "generate",
-      [](const std::string& name, int pp, int segments, int micro_batches, int group_size, const std::string& turn) {
+      [](const std::string& name, int pp, int segments, int micro_batches, int group_size,
+         const std::string& turn) {
         return core::generate(name, {Shape{pp, segments, micro_batches}, group_size, turn});
       },
-      py::arg("name"), py::arg("pp"), py::arg("segments"), py::arg("micro_batches"), py::arg("group_size") = 0,
-      py::arg("turn") = "");
+      py::arg("name"), py::arg("pp"), py::arg("segments"), py::arg("micro_batches"),
+      py::arg("group_size") = 0, py::arg("turn") = "");
 }
 
 void bind_timeline(py::module_& module) {

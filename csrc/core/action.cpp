@@ -7,13 +7,14 @@
 namespace fold3d::core {
 namespace {
 
-constexpr std::array<std::string_view, kNumKinds> kNames = {"F",      "B",      "I",      "W",          "SEND_F",
-                                                            "RECV_F", "SEND_B", "RECV_B", "REDUCE_GRAD"};
+constexpr std::array<std::string_view, kNumKinds> kNames = {
+    "F", "B", "I", "W", "SEND_F", "RECV_F", "SEND_B", "RECV_B", "REDUCE_GRAD"};
 
 [[noreturn]] void reject(std::string_view text, const std::string& why) {
-  throw std::invalid_argument("'" + std::string(text) + "' is not an action: " + why +
-                              ". Write <chunk><kind><micro-batch>, as in 2F0 or 1SEND_F3, with a kind out of F B I W SEND_F "
-                              "RECV_F SEND_B RECV_B, or <chunk>REDUCE_GRAD without a micro-batch");
+  throw std::invalid_argument(
+      "'" + std::string(text) + "' is not an action: " + why +
+      ". Write <chunk><kind><micro-batch>, as in 2F0 or 1SEND_F3, with a kind out of F B I W SEND_F "
+      "RECV_F SEND_B RECV_B, or <chunk>REDUCE_GRAD without a micro-batch");
 }
 
 bool is_digit(char c) { return c >= '0' && c <= '9'; }
@@ -69,7 +70,8 @@ Action parse_action(std::string_view text) {
 }
 
 bool is_compute(Kind kind) {
-  return kind == Kind::kForward || kind == Kind::kBackward || kind == Kind::kBackwardInput || kind == Kind::kBackwardWeight;
+  return kind == Kind::kForward || kind == Kind::kBackward || kind == Kind::kBackwardInput ||
+         kind == Kind::kBackwardWeight;
 }
 bool is_send(Kind kind) { return kind == Kind::kSendForward || kind == Kind::kSendBackward; }
 bool is_recv(Kind kind) { return kind == Kind::kRecvForward || kind == Kind::kRecvBackward; }

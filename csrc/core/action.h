@@ -21,7 +21,8 @@ enum class Kind : std::uint8_t {
 };
 inline constexpr int kNumKinds = 9;
 
-/// One cell of a schedule: `kind` of `chunk` (segment * pp + stage) on `micro_batch` (-1 for kReduce, which has none).
+/// One cell of a schedule: `kind` of `chunk` (segment * pp + stage) on `micro_batch` (-1 for kReduce, which
+/// has none).
 struct Action {
   int chunk = 0;
   Kind kind = Kind::kForward;
@@ -34,7 +35,8 @@ std::string_view to_string(Kind kind);
 /// "2F0", "1SEND_F3", "0REDUCE_GRAD".
 std::string to_string(const Action& action);
 
-/// Inverse of to_string; spaces around the text are ignored. Throws std::invalid_argument naming the text and the accepted forms.
+/// Inverse of to_string; spaces around the text are ignored. Throws std::invalid_argument naming the text and
+/// the accepted forms.
 Action parse_action(std::string_view text);
 
 /// True for F, B, I and W.

@@ -37,7 +37,8 @@ std::string grid(const Schedule& schedule, std::optional<Cell> mark, std::string
   std::vector<std::size_t> widths(num_ranks);
   for (std::size_t r = 0; r < num_ranks; ++r) {
     widths[r] = ("rank " + std::to_string(r)).size();
-    for (int step = begin; step < end; ++step) widths[r] = std::max(widths[r], cell_text(schedule, r, step, mark).size());
+    for (int step = begin; step < end; ++step)
+      widths[r] = std::max(widths[r], cell_text(schedule, r, step, mark).size());
   }
 
   std::string text(message);
@@ -48,7 +49,8 @@ std::string grid(const Schedule& schedule, std::optional<Cell> mark, std::string
   if (begin > 0) text += "  ...  (" + std::to_string(begin) + " earlier steps)\n";
   for (int step = begin; step < end; ++step) {
     std::string row = pad(std::to_string(step), 6);
-    for (std::size_t r = 0; r < num_ranks; ++r) row += " " + pad(cell_text(schedule, r, step, mark), widths[r]);
+    for (std::size_t r = 0; r < num_ranks; ++r)
+      row += " " + pad(cell_text(schedule, r, step, mark), widths[r]);
     if (mark && mark->step == step) {
       row += "  <-- here, rank " + std::to_string(mark->rank);
     } else {

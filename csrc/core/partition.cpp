@@ -12,8 +12,9 @@ namespace {
 
 constexpr double kImpossible = std::numeric_limits<double>::infinity();
 
-/// best[k][j] over the divisions of items 0..j-1 into k parts: `join` combines the value of the first k-1 parts with the cost of part k.
-/// Returns the first item of every part of the division of all items with the smallest value, and that value.
+/// best[k][j] over the divisions of items 0..j-1 into k parts: `join` combines the value of the first k-1
+/// parts with the cost of part k. Returns the first item of every part of the division of all items with the
+/// smallest value, and that value.
 template <class Join>
 std::pair<std::vector<int>, double> divide(const std::vector<double>& cost, int parts, Join join) {
   const int n = static_cast<int>(cost.size());
@@ -34,7 +35,8 @@ std::pair<std::vector<int>, double> divide(const std::vector<double>& cost, int 
     }
   }
   std::vector<int> begins(static_cast<std::size_t>(parts));
-  for (int k = parts, j = n; k > 0; --k) begins[static_cast<std::size_t>(k - 1)] = j = begin_of_last[at(k, j)];
+  for (int k = parts, j = n; k > 0; --k)
+    begins[static_cast<std::size_t>(k - 1)] = j = begin_of_last[at(k, j)];
   return {begins, best[at(parts, n)]};
 }
 
@@ -43,16 +45,21 @@ std::pair<std::vector<int>, double> divide(const std::vector<double>& cost, int 
 std::vector<int> partition(const std::vector<double>& cost, int parts) {
   const int n = static_cast<int>(cost.size());
   if (parts < 1 || parts > n) {
-    throw std::invalid_argument("cannot divide " + std::to_string(n) + " blocks into " + std::to_string(parts) +
-                                " non-empty parts: pp * segments must lie between 1 and the number of blocks");
+    throw std::invalid_argument(
+        "cannot divide " + std::to_string(n) + " blocks into " + std::to_string(parts) +
+        " non-empty parts: pp * segments must lie between 1 and the number of blocks");
   }
   for (const double c : cost) {
     if (!(c >= 0) || !std::isfinite(c)) {
-      throw std::invalid_argument("the cost of a block must be a finite number >= 0, got " + std::to_string(c));
+      throw std::invalid_argument("the cost of a block must be a finite number >= 0, got " +
+                                  std::to_string(c));
     }
   }
-  const double largest = divide(cost, parts, [](double before, double part) { return std::max(before, part); }).second;
-  const auto even = [largest](double before, double part) { return part > largest ? kImpossible : before + part * part; };
+  const double largest =
+      divide(cost, parts, [](double before, double part) { return std::max(before, part); }).second;
+  const auto even = [largest](double before, double part) {
+    return part > largest ? kImpossible : before + part * part;
+  };
   return divide(cost, parts, even).first;
 }
 

@@ -83,7 +83,8 @@ Schedule parse_csv(std::string_view text) {
       last_micro_batch = std::max(last_micro_batch, action.micro_batch);
     }
   }
-  if (last_micro_batch < 0) throw std::invalid_argument("the schedule CSV has no action: expected one line per rank, as in 0F0,0B0");
+  if (last_micro_batch < 0)
+    throw std::invalid_argument("the schedule CSV has no action: expected one line per rank, as in 0F0,0B0");
   const int pp = static_cast<int>(lines.size());
   schedule.shape = Shape{pp, last_chunk / pp + 1, last_micro_batch + 1};
   return schedule;

@@ -22,8 +22,8 @@ struct Shape {
 /// "pp=4 segments=2 m=8", for messages.
 std::string to_string(const Shape& shape);
 
-/// What every stage does in one step: ranks[s] is the ordered list of stage s. Compute-only (F, B, I, W) or lowered (with
-/// SEND, RECV, REDUCE_GRAD). A plain value; validate() (core/validate.h) proves it right.
+/// What every stage does in one step: ranks[s] is the ordered list of stage s. Compute-only (F, B, I, W) or
+/// lowered (with SEND, RECV, REDUCE_GRAD). A plain value; validate() (core/validate.h) proves it right.
 struct Schedule {
   Shape shape;
   std::vector<std::vector<Action>> ranks;
@@ -39,9 +39,10 @@ bool has_backward(const Schedule& schedule);
 /// One line per rank, cells separated by commas: the CSV of torch.distributed.pipelining.
 std::string to_csv(const Schedule& schedule);
 
-/// Reads what to_csv or torch wrote; empty cells (torch's idle steps) are dropped. The shape is what the text shows: pp = number of
-/// lines, segments and m from the largest chunk and micro-batch. parse_csv(to_csv(s)) == s for every complete schedule.
-/// Throws std::invalid_argument with line and column of a cell that is not an action, or if there is no action at all.
+/// Reads what to_csv or torch wrote; empty cells (torch's idle steps) are dropped. The shape is what the text
+/// shows: pp = number of lines, segments and m from the largest chunk and micro-batch. parse_csv(to_csv(s))
+/// == s for every complete schedule. Throws std::invalid_argument with line and column of a cell that is not
+/// an action, or if there is no action at all.
 Schedule parse_csv(std::string_view text);
 
 }  // namespace fold3d::core

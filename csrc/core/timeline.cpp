@@ -28,7 +28,11 @@ double cost_of(Kind kind, const Costs& costs) {
 class Simulation {
  public:
   Simulation(const Schedule& schedule, const Costs& costs)
-      : schedule_(schedule), costs_(costs), split_(schedule), ends_(schedule.shape, kNotYet), busy_(schedule.ranks.size(), 0) {
+      : schedule_(schedule),
+        costs_(costs),
+        split_(schedule),
+        ends_(schedule.shape, kNotYet),
+        busy_(schedule.ranks.size(), 0) {
     timeline_.ranks.resize(schedule.ranks.size());
   }
 
@@ -45,8 +49,9 @@ class Simulation {
     }
     for (std::size_t rank = 0; rank < next.size(); ++rank) {
       if (next[rank] < schedule_.ranks[rank].size()) {
-        throw std::invalid_argument("the schedule stops: " + to_string(schedule_.ranks[rank][next[rank]]) + " on rank " +
-                                    std::to_string(rank) + " waits for ever; validate() tells what is wrong");
+        throw std::invalid_argument("the schedule stops: " + to_string(schedule_.ranks[rank][next[rank]]) +
+                                    " on rank " + std::to_string(rank) +
+                                    " waits for ever; validate() tells what is wrong");
       }
     }
     return std::move(timeline_);

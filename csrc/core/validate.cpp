@@ -11,10 +11,13 @@ namespace fold3d::core {
 namespace {
 
 [[noreturn]] void fail(const Schedule& schedule, Cell cell, const std::string& message) {
-  throw std::invalid_argument(grid(schedule, cell, "invalid schedule (" + to_string(schedule.shape) + "): " + message));
+  throw std::invalid_argument(
+      grid(schedule, cell, "invalid schedule (" + to_string(schedule.shape) + "): " + message));
 }
 
-std::string on_rank(const Action& action, int rank) { return to_string(action) + " on rank " + std::to_string(rank); }
+std::string on_rank(const Action& action, int rank) {
+  return to_string(action) + " on rank " + std::to_string(rank);
+}
 
 /// Where each action stands: step in its rank's list, or kAbsent.
 using Positions = ActionTable<int>;
@@ -31,15 +34,18 @@ Positions positions_of(const Schedule& schedule) {
       const Action& action = actions[static_cast<std::size_t>(step)];
       const Cell cell{rank, step};
       if (!positions.contains(action)) {
-        fail(schedule, cell, to_string(action) + " lies outside: chunks are 0.." + std::to_string(shape.num_chunks() - 1) +
-                                 ", micro-batches 0.." + std::to_string(shape.micro_batches - 1));
+        fail(schedule, cell,
+             to_string(action) + " lies outside: chunks are 0.." + std::to_string(shape.num_chunks() - 1) +
+                 ", micro-batches 0.." + std::to_string(shape.micro_batches - 1));
       }
       if (shape.stage_of(action.chunk) != rank) {
-        fail(schedule, cell, on_rank(action, rank) + ": chunk " + std::to_string(action.chunk) + " belongs to rank " +
-                                 std::to_string(shape.stage_of(action.chunk)) + " (chunk % pp)");
+        fail(schedule, cell,
+             on_rank(action, rank) + ": chunk " + std::to_string(action.chunk) + " belongs to rank " +
+                 std::to_string(shape.stage_of(action.chunk)) + " (chunk % pp)");
       }
       if (positions[action] != kAbsent) {
-        fail(schedule, cell, on_rank(action, rank) + " occurs twice, first in step " + std::to_string(positions[action]));
+        fail(schedule, cell,
+             on_rank(action, rank) + " occurs twice, first in step " + std::to_string(positions[action]));
       }
       positions[action] = step;
     }
@@ -49,8 +55,10 @@ Positions positions_of(const Schedule& schedule) {
 
 // ---- 2. nothing missing, nothing idle ----
 
-/// Marks the place where a missing action was needed first: the first action of its rank that waits for it, else the end of the rank.
-Cell place_of_missing(const Schedule& schedule, const Action& missing, bool with_comm, const SplitBackward& split) {
+/// Marks the place where a missing action was needed first: the first action of its rank that waits for it,
+/// else the end of the rank.
+Cell place_of_missing(const Schedule& schedule, const Action& missing, bool with_comm,
+                      const SplitBackward& split) {
   const int rank = schedule.shape.stage_of(missing.chunk);
   const auto& actions = schedule.ranks[static_cast<std::size_t>(rank)];
   for (int step = 0; step < static_cast<int>(actions.size()); ++step) {
@@ -87,12 +95,14 @@ std::vector<Action> needed_actions(const Shape& shape, const Extent& extent, con
 }
 
 std::string why_not_needed(const Action& action, const Extent& extent) {
-  if (is_send(action.kind) || is_recv(action.kind)) return " has no other end: no result crosses a stage border there";
+  if (is_send(action.kind) || is_recv(action.kind))
+    return " has no other end: no result crosses a stage border there";
   if (extent.forward_only) return " does not belong into a forward-only schedule";
   return " does not go together with I and W: a backward is either B, or I and W";
 }
 
-void check_complete(const Schedule& schedule, const Positions& positions, bool forward_only, const SplitBackward& split) {
+void check_complete(const Schedule& schedule, const Positions& positions, bool forward_only,
+                    const SplitBackward& split) {
   Extent extent{forward_only, has_comm(schedule), false};
   for (int chunk = 0; chunk < schedule.shape.num_chunks() && !forward_only; ++chunk) {
     extent.with_reduce = extent.with_reduce || positions[{chunk, Kind::kReduce, -1}] != kAbsent;
@@ -119,7 +129,11 @@ void check_complete(const Schedule& schedule, const Positions& positions, bool f
 class Replay {
  public:
   Replay(const Schedule& schedule, const Positions& positions, bool with_comm, const SplitBackward& split)
-      : schedule_(schedule), positions_(positions), with_comm_(with_comm), split_(split), done_(schedule.shape, 0),
+      : schedule_(schedule),
+        positions_(positions),
+        with_comm_(with_comm),
+        split_(split),
+        done_(schedule.shape, 0),
         next_(schedule.ranks.size(), 0) {}
 
   void run() {
@@ -146,8 +160,8 @@ class Replay {
     ++next_[static_cast<std::size_t>(owner(action))];
   }
 
-  /// What keeps the head of a rank from running; nullptr if nothing does. A SEND also waits until its RECV is at the head of its rank;
-  /// a RECV is completed by its SEND.
+  /// What keeps the head of a rank from running; nullptr if nothing does. A SEND also waits until its RECV is
+  /// at the head of its rank; a RECV is completed by its SEND.
   bool blocker(const Action& action, Action* found) const {
     if (!is_recv(action.kind)) {
       for (const Action& wait : waits_for(schedule_.shape, action, with_comm_, split_)) {
@@ -171,7 +185,8 @@ class Replay {
     return true;
   }
 
-  /// Follows "waits for" from one stuck head to the next until an action comes after its own waiter in the same list, or a rank repeats.
+  /// Follows "waits for" from one stuck head to the next until an action comes after its own waiter in the
+  /// same list, or a rank repeats.
   [[noreturn]] void explain(int rank) const {
     std::string chain;
     std::vector<bool> seen(next_.size(), false);
@@ -181,12 +196,14 @@ class Replay {
       blocker(action, &wait);
       const int step = static_cast<int>(next_[static_cast<std::size_t>(rank)]);
       if (owner(wait) == rank) {
-        fail(schedule_, {rank, step}, on_rank(action, rank) + " comes before " + to_string(wait) + " (step " +
-                                          std::to_string(positions_[wait]) + "), which it waits for");
+        fail(schedule_, {rank, step},
+             on_rank(action, rank) + " comes before " + to_string(wait) + " (step " +
+                 std::to_string(positions_[wait]) + "), which it waits for");
       }
       if (seen[static_cast<std::size_t>(rank)]) fail(schedule_, {rank, step}, "deadlock: " + chain);
       seen[static_cast<std::size_t>(rank)] = true;
-      chain += (chain.empty() ? "" : "; ") + on_rank(action, rank) + " waits for " + on_rank(wait, owner(wait));
+      chain +=
+          (chain.empty() ? "" : "; ") + on_rank(action, rank) + " waits for " + on_rank(wait, owner(wait));
       rank = owner(wait);
     }
   }
@@ -203,9 +220,11 @@ class Replay {
 
 void validate(const Schedule& schedule, bool forward_only) {
   const Shape& shape = schedule.shape;
-  if (shape.pp < 1 || shape.segments < 1 || shape.micro_batches < 1 || static_cast<int>(schedule.ranks.size()) != shape.pp) {
+  if (shape.pp < 1 || shape.segments < 1 || shape.micro_batches < 1 ||
+      static_cast<int>(schedule.ranks.size()) != shape.pp) {
     throw std::invalid_argument("invalid schedule (" + to_string(shape) + "): it has lists for " +
-                                std::to_string(schedule.ranks.size()) + " ranks, and pp, segments and m must be at least 1");
+                                std::to_string(schedule.ranks.size()) +
+                                " ranks, and pp, segments and m must be at least 1");
   }
   const Positions positions = positions_of(schedule);
   const SplitBackward split(schedule);

@@ -1,4 +1,6 @@
-"""Schedules as data: generate, read, write, check, time and draw them. Thin over fold3d._C, where all of the logic is."""
+"""Schedules as data: generate, read, write, check, time and draw them; thin over fold3d._C."""
+
+import torch  # noqa: F401  loads the libraries that _C is linked with
 
 from fold3d._C import (
     Action,

@@ -11,7 +11,7 @@ from fold3d.errors import ConfigError
 
 @contextmanager
 def _config_errors() -> Iterator[None]:
-    """Turns the ValueError of the C++ part into ConfigError, which the rest of the package raises for bad settings."""
+    """Turns the ValueError of the C++ part into ConfigError, which the package raises for bad settings."""
     try:
         yield
     except ValueError as error:
@@ -37,19 +37,19 @@ def generate(
     group_size: int | None = None,
     turn: str | None = None,
 ) -> _C.Schedule:
-    """Returns the compute-only schedule `name`: for every stage the ordered list of F and B actions of one step.
+    """Returns the compute-only schedule `name`: for every stage the ordered F and B actions of one step.
 
     Args:
         name: one of `names()`.
         pp: stages.
         segments: folds of the model; chunk segment * pp + stage lives on that stage.
         micro_batches: m per step and pipeline; any number, also fewer than pp.
-        group_size: N, micro-batches that pass a segment before the next starts; None is the schedule's default.
-        turn: "all" or "1f1b", how the last segment turns around; None is the schedule's default.
+        group_size: N, micro-batches that pass a segment before the next starts; None is the default.
+        turn: "all" or "1f1b", how the last segment turns around; None is the default.
     Raises: ConfigError for an unknown name, a size below 1 or a parameter that the schedule does not use.
     """
     if group_size is not None and group_size < 1:
-        raise ConfigError(f"group_size must be at least 1, got {group_size}; leave it out for the schedule's default")
+        raise ConfigError(f"group_size must be at least 1, got {group_size}; leave it out for the default")
     with _config_errors():
         return _C.generate(name, pp, segments, micro_batches, group_size or 0, turn or "")
 
@@ -62,7 +62,7 @@ def forward_only(pp: int, segments: int, micro_batches: int = 1) -> _C.Schedule:
 
 
 def lower(schedule: _C.Schedule, *, reduce: bool) -> _C.Schedule:
-    """Returns the schedule with SEND and RECV added, and with REDUCE_GRAD after each chunk's last backward if `reduce`.
+    """Returns the schedule with SEND and RECV added; if `reduce`, REDUCE_GRAD after each chunk's last backward.
 
     Raises: ConfigError, with the grid, if the schedule is not valid.
     """

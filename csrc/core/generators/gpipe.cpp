@@ -1,4 +1,5 @@
-// GPipe (Huang et al. 2019): all forwards, then all backwards. Simple, and every micro-batch is stashed at the turn.
+// GPipe (Huang et al. 2019): all forwards, then all backwards. Simple, and every micro-batch is stashed at
+// the turn.
 #include "core/generators/registry.h"
 
 namespace fold3d::core::generators {

@@ -1,5 +1,6 @@
-// 1F1B with a flush at the end of the step (PipeDream-Flush, Narayanan et al. 2021, section 2.2): stage s runs pp-1-s forwards ahead,
-// then alternates one forward and one backward, so at most pp-s micro-batches are stashed. The file to copy for a new schedule.
+// 1F1B with a flush at the end of the step (PipeDream-Flush, Narayanan et al. 2021, section 2.2): stage s
+// runs pp-1-s forwards ahead, then alternates one forward and one backward, so at most pp-s micro-batches are
+// stashed. The file to copy for a new schedule.
 #include <algorithm>
 
 #include "core/generators/registry.h"
@@ -26,7 +27,9 @@ Schedule generate(const Params& params) {
 }  // namespace
 
 SchedulerInfo one_f_one_b() {
-  return {.name = "1f1b", .help = "one forward, one backward; stashes at most pp micro-batches (PipeDream-Flush)", .generate = generate};
+  return {.name = "1f1b",
+          .help = "one forward, one backward; stashes at most pp micro-batches (PipeDream-Flush)",
+          .generate = generate};
 }
 
 }  // namespace fold3d::core::generators

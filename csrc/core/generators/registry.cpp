@@ -21,7 +21,8 @@ FOLD3D_FOR_EACH_SCHEDULE(FOLD3D_DECLARE)
 namespace {
 
 void require_at_least_one(int value, const char* name) {
-  if (value < 1) throw std::invalid_argument(std::string(name) + " must be at least 1, got " + std::to_string(value));
+  if (value < 1)
+    throw std::invalid_argument(std::string(name) + " must be at least 1, got " + std::to_string(value));
 }
 
 void check(const SchedulerInfo& info, const Params& params) {
@@ -42,7 +43,8 @@ void check(const SchedulerInfo& info, const Params& params) {
                                 "leave it out or choose schedule 'fold'");
   }
   if (!info.uses_turn && !params.turn.empty()) {
-    throw std::invalid_argument("turn='" + params.turn + "'" + have_no_effect + "leave it out or choose schedule 'fold'");
+    throw std::invalid_argument("turn='" + params.turn + "'" + have_no_effect +
+                                "leave it out or choose schedule 'fold'");
   }
 }
 

@@ -10,25 +10,27 @@ namespace fold3d::core {
 /// What a generator is asked for.
 struct Params {
   Shape shape;
-  int group_size = 0;  ///< N: micro-batches that pass a segment before the next segment starts; 0 = default of the schedule
-  std::string turn;    ///< how the last segment turns around, "all" or "1f1b"; "" = default of the schedule
+  int group_size = 0;  ///< N: micro-batches that pass a segment before the next one starts; 0 = default
+  std::string turn;    ///< how the last segment turns around, "all" or "1f1b"; "" = default
 };
 
-/// One entry of the registry. A parameter the schedule does not use must keep its default (segments 1, group_size 0, turn "").
+/// One entry of the registry. A parameter the schedule does not use must keep its default (segments 1,
+/// group_size 0, turn "").
 struct SchedulerInfo {
   std::string name;
   std::string help;
   bool uses_segments = false;
   bool uses_group_size = false;
   bool uses_turn = false;
-  Schedule (*generate)(const Params&) = nullptr;  ///< called with checked parameters; gives a compute-only schedule
+  /// Called with checked parameters; gives a compute-only schedule.
+  Schedule (*generate)(const Params&) = nullptr;
 };
 
 /// All schedules, in the order of the list in registry.cpp.
 std::vector<SchedulerInfo> registry();
 
-/// The compute-only schedule `name`. Any pp, segments, m >= 1. Deterministic. Throws std::invalid_argument for an unknown name, a size
-/// below 1, or a parameter that the schedule does not use.
+/// The compute-only schedule `name`. Any pp, segments, m >= 1. Deterministic. Throws std::invalid_argument
+/// for an unknown name, a size below 1, or a parameter that the schedule does not use.
 Schedule generate(const std::string& name, const Params& params);
 
 }  // namespace fold3d::core
