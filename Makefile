@@ -1,0 +1,77 @@
+# From a bare clone: `make demo` trains a small GPT-2 on four processes, `make test` runs everything that must pass.
+# Both prepare what they need first: system packages, .venv with the pinned requirements, the C++ extension.
+
+PYTHON ?= python3
+PY := .venv/bin/python
+OUT ?= out/demo
+export PIP_DISABLE_PIP_VERSION_CHECK = 1
+export PIP_ROOT_USER_ACTION = ignore
+
+CSRC := $(shell find csrc -name '*.cpp' -o -name '*.h')
+TORCH := $(shell grep '^torch==' requirements.txt)
+
+.PHONY: all demo test test-cpp test-python test-slow lint format clean distclean
+.DELETE_ON_ERROR:
+
+all: .venv/.extension
+
+demo: .venv/.extension
+	OMP_NUM_THREADS=1 .venv/bin/torchrun --standalone --nproc-per-node 4 examples/pretrain_gpt.py \
+	    --dp 2 --pp 2 --segments 2 --schedule aiao --gradient_accumulation_steps 8 --output_dir $(OUT)
+
+test: test-cpp test-python
+
+test-cpp: .venv/.system
+	$(MAKE) -C tests/cpp plain asan tsan
+
+test-python: .venv/.extension
+	$(PY) -m pytest -q -m "not slow"
+
+test-slow: .venv/.extension
+	$(PY) -m pytest -q -m slow
+
+lint: .venv/.extension
+	$(PY) -m pytest -q tests/test_quality.py tests/test_layering.py
+
+format: .venv/.requirements
+	.venv/bin/ruff check --fix-only --quiet .
+	.venv/bin/ruff format .
+	find csrc tests/cpp -name '*.cpp' -o -name '*.h' -o -name '*.cu' | xargs .venv/bin/clang-format -i
+
+clean:
+	rm -rf build out *.egg-info fold3d/_C*.so .venv/.extension .pytest_cache .hypothesis .mypy_cache .ruff_cache
+	find fold3d tests examples benchmarks docs -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
+	if [ -e tests/cpp/Makefile ]; then $(MAKE) -C tests/cpp clean; fi
+
+distclean: clean
+	rm -rf .venv
+
+# The stamps below live in .venv, so that removing it undoes them all.
+
+.venv/.system: scripts/system_packages.sh
+	sh scripts/system_packages.sh $(PYTHON)
+	mkdir -p .venv && touch $@
+
+.venv/.created: | .venv/.system
+	$(PYTHON) -m venv .venv
+	touch $@
+
+# torch alone and first: it decides the versions of what it shares with the others, and the extension needs it.
+.venv/.torch: requirements.txt | .venv/.created
+	@echo "installing $(TORCH) (some hundred MB)"
+	$(PY) -m pip install --quiet $(TORCH)
+	touch $@
+
+.venv/.requirements: requirements.txt .venv/.torch
+	$(PY) -m pip install --quiet -r requirements.txt
+	touch $@
+
+# The first build is pip's, which also installs the `fold3d` command; later ones recompile only what changed.
+.venv/.installed: | .venv/.requirements
+	@echo "building the extension (minutes on two cores)"
+	$(PY) -m pip install --quiet --no-build-isolation --no-deps --editable .
+	touch $@ .venv/.extension
+
+.venv/.extension: setup.py $(CSRC) .venv/.requirements | .venv/.installed
+	$(PY) setup.py --quiet build_ext --inplace
+	touch $@

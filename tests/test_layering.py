@@ -1,0 +1,250 @@
+"""The architecture as a test: which room may use which, what stays out of it, how long a file may get.
+
+The rooms are those of docs/architecture.md. A new file needs no entry here; a new room needs one.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+LONGEST_FILE = 500
+LONGEST_GENERATOR = 120
+
+CPP_ROOMS = ("core", "comm", "runtime", "bindings")
+"""Each may include itself and the rooms before it."""
+PYTHON_ROOMS = (
+    "errors",
+    "config",
+    "topology",
+    "schedule",
+    "trace",
+    "plan",
+    "runtime",
+    "checkpoint",
+    "trainer",
+    "cli",
+)
+"""Each may import itself and the rooms before it; `fold3d/__init__.py` only passes names on."""
+
+MAY_IMPORT_EXTENSION = {"schedule", "plan", "runtime"}
+MAY_IMPORT_TRANSFORMERS = {"trace", "checkpoint", "trainer"}
+WITHOUT_PROCESS_GROUPS = {"errors", "config", "topology", "schedule", "trace", "plan"}
+MAY_PRINT = {"cli"}
+
+TORCH_HEADER = re.compile(r"^(torch|ATen|c10|caffe2)/")
+PYTHON_HEADER = re.compile(r"^(pybind11/|Python\.h|torch/csrc/.*(python|pybind)|torch/extension\.h)")
+CORE_FORBIDS = {
+    "thread",
+    "mutex",
+    "condition_variable",
+    "atomic",
+    "future",
+    "chrono",
+    "ctime",
+    "random",
+    "iostream",
+    "fstream",
+}
+CPP_FORBIDS = re.compile(r"std::(cout|cerr|exit|abort|terminate|getenv)\b|\b(f?printf|getenv|assert)\s*\(")
+
+
+def cpp_files(*rooms: str) -> list[Path]:
+    return sorted(
+        path
+        for room in rooms
+        for path in (ROOT / "csrc" / room).rglob("*")
+        if path.suffix in {".h", ".cpp", ".cu"}
+    )
+
+
+def python_files(*rooms: str) -> list[Path]:
+    found: list[Path] = []
+    for room in rooms:
+        base = ROOT / "fold3d" / room
+        found += sorted(base.rglob("*.py")) if base.is_dir() else [base.with_suffix(".py")]
+    return found
+
+
+def room_of(path: Path) -> str:
+    """Returns the room of a file below csrc/ or fold3d/."""
+    first = path.relative_to(ROOT).parts[1]
+    return first.removesuffix(".py")
+
+
+def includes(path: Path) -> Iterator[tuple[str, bool]]:
+    """Yields (header, whether in quotes) of a C++ file."""
+    for quote, header in re.findall(r'^\s*#\s*include\s*([<"])([^>"]+)[>"]', path.read_text(), re.MULTILINE):
+        yield header, quote == '"'
+
+
+def imports(path: Path) -> Iterator[str]:
+    """Yields every module a file imports, in functions too; `from a.b import c` yields a.b and a.b.c."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            module = "." * node.level + (node.module or "")
+            yield module
+            yield from (f"{module}.{alias.name}" for alias in node.names)
+
+
+def name(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def test_the_rooms_are_known() -> None:
+    folders = {path.name for path in (ROOT / "csrc").iterdir()}
+    assert folders == set(CPP_ROOMS)
+    modules = {
+        path.name.removesuffix(".py")
+        for path in (ROOT / "fold3d").iterdir()
+        if path.suffix == ".py" or (path.is_dir() and any(path.glob("*.py")))
+    }
+    assert modules - {"__init__"} == set(PYTHON_ROOMS)
+
+
+@pytest.mark.parametrize("room", CPP_ROOMS)
+def test_cpp_includes_point_backwards(room: str) -> None:
+    allowed = CPP_ROOMS[: CPP_ROOMS.index(room) + 1]
+    wrong = [
+        f"{name(path)} includes {header}"
+        for path in cpp_files(room)
+        for header, quoted in includes(path)
+        if quoted and header.split("/")[0] not in allowed
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_core_and_comm_know_no_torch_and_no_python() -> None:
+    wrong = [
+        f"{name(path)} includes {header}"
+        for path in cpp_files("core", "comm")
+        for header, _ in includes(path)
+        if TORCH_HEADER.match(header) or PYTHON_HEADER.match(header)
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_core_is_deterministic() -> None:
+    wrong = [
+        f"{name(path)} includes <{header}>: core has no threads, clocks, random numbers or I/O"
+        for path in cpp_files("core")
+        for header, _ in includes(path)
+        if header in CORE_FORBIDS
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_only_bindings_know_python() -> None:
+    wrong = [
+        f"{name(path)} includes {header}"
+        for path in cpp_files("core", "comm", "runtime")
+        for header, _ in includes(path)
+        if PYTHON_HEADER.match(header)
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_cpp_reports_by_exceptions_only() -> None:
+    wrong = [
+        f"{name(path)}:{number}: {line.strip()}"
+        for path in cpp_files(*CPP_ROOMS)
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if CPP_FORBIDS.search(line.split("//")[0])
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_headers_are_included_once() -> None:
+    wrong = [
+        name(p) for p in cpp_files(*CPP_ROOMS) if p.suffix == ".h" and "#pragma once" not in p.read_text()
+    ]
+    assert not wrong
+
+
+@pytest.mark.parametrize("room", PYTHON_ROOMS)
+def test_python_imports_point_backwards(room: str) -> None:
+    allowed = {"_C", *PYTHON_ROOMS[: PYTHON_ROOMS.index(room) + 1]}
+    wrong = []
+    for path in python_files(room):
+        for module in imports(path):
+            parts = module.split(".")
+            if module.startswith("."):
+                wrong.append(f"{name(path)}: relative import {module}")
+            elif parts[0] == "fold3d" and len(parts) > 1 and parts[1] not in allowed | {"__version__"}:
+                wrong.append(f"{name(path)} imports {module}")
+    assert not wrong, "\n".join(sorted(set(wrong)))
+
+
+@pytest.mark.parametrize(
+    "module, rooms",
+    [
+        ("fold3d._C", MAY_IMPORT_EXTENSION),
+        ("transformers", MAY_IMPORT_TRANSFORMERS),
+        ("accelerate", {"trainer"}),
+    ],
+)
+def test_only_these_rooms_import(module: str, rooms: set[str]) -> None:
+    wrong = [
+        f"{name(path)} imports {found}"
+        for path in python_files(*(set(PYTHON_ROOMS) - rooms))
+        for found in imports(path)
+        if found == module or found.startswith(module + ".")
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_planning_needs_no_process_group() -> None:
+    wrong = [
+        f"{name(path)} imports {found}"
+        for path in python_files(*WITHOUT_PROCESS_GROUPS)
+        for found in imports(path)
+        if found.startswith("torch.distributed") and not found.startswith("torch.distributed.pipelining")
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_one_file_makes_process_groups() -> None:
+    callers = [
+        name(path) for path in python_files(*PYTHON_ROOMS) if re.search(r"\bnew_group\(", path.read_text())
+    ]
+    assert callers == ["fold3d/runtime/groups.py"]
+
+
+def test_print_is_for_the_command_line() -> None:
+    wrong = [
+        f"{name(path)}:{node.lineno}"
+        for path in python_files(*(set(PYTHON_ROOMS) - MAY_PRINT))
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_every_module_says_what_it_is() -> None:
+    wrong = [name(p) for p in python_files(*PYTHON_ROOMS) if not ast.get_docstring(ast.parse(p.read_text()))]
+    assert not wrong
+
+
+def test_files_stay_short() -> None:
+    sources = [
+        path
+        for folder in ("csrc", "fold3d", "tests", "examples", "benchmarks", "docs", "scripts")
+        for path in (ROOT / folder).rglob("*")
+        if path.suffix in {".py", ".h", ".cpp", ".cu"} and "build" not in path.relative_to(ROOT).parts
+    ]
+    lengths = {path: len(path.read_text().splitlines()) for path in sources}
+    wrong = [f"{name(path)}: {lines} lines" for path, lines in lengths.items() if lines > LONGEST_FILE]
+    generators = ROOT / "csrc" / "core" / "generators"
+    wrong += [
+        f"{name(path)}: {lines} lines; a schedule fits into {LONGEST_GENERATOR}"
+        for path, lines in lengths.items()
+        if path.parent == generators and lines > LONGEST_GENERATOR
+    ]
+    assert not wrong, "\n".join(wrong)
