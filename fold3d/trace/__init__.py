@@ -1,0 +1,23 @@
+"""What a model is made of, where it may be cut, and how one chunk of it runs; no process group and no device needed."""
+
+from __future__ import annotations
+
+from fold3d.trace.blocks import find_blocks
+from fold3d.trace.capture import trace
+from fold3d.trace.errors import SplitError
+from fold3d.trace.model_trace import BlockCost, Trace
+from fold3d.trace.ownership import owned_parameters, release
+from fold3d.trace.split_model import SplitModel
+from fold3d.trace.structure import TreeStructure
+
+__all__ = [
+    "BlockCost",
+    "SplitError",
+    "SplitModel",
+    "Trace",
+    "TreeStructure",
+    "find_blocks",
+    "owned_parameters",
+    "release",
+    "trace",
+]

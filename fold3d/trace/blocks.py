@@ -1,0 +1,147 @@
+"""Finding the blocks of a model: the modules that run one after the other and between which it may be cut."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from fold3d.errors import TraceError
+
+ROOT = "."
+
+
+@dataclass(frozen=True, slots=True)
+class Container:
+    """A ModuleList, Sequential or ModuleDict-free parent whose children run one after the other."""
+
+    name: str
+    blocks: tuple[str, ...]
+    kinds: tuple[str, ...]
+    parameters: int
+
+    def __str__(self) -> str:
+        kinds = " + ".join(dict.fromkeys(self.kinds))
+        return f"'{self.name or ROOT}' ({len(self.blocks)} x {kinds}, {self.parameters:,} parameters)"
+
+
+def find_blocks(model: nn.Module, blocks: str = "auto") -> list[str]:
+    """Returns the names of the blocks of `model` in the order in which they are registered.
+
+    Args:
+        model: any module; nothing is run, parameters may be on the meta device.
+        blocks: "auto" takes the outermost `GradientCheckpointingLayer`s of a transformers model, else the largest
+            ModuleList or Sequential (by parameters) whose modules are all of one class. Otherwise the name of a
+            container, such as "model.layers", or "." for the model itself: its children are the blocks.
+    Raises: TraceError with the candidates if there is no container of that name, or none or no single best one.
+    """
+    if blocks != "auto":
+        return list(_named_container(model, blocks).blocks)
+    layers = _checkpointing_layers(model)
+    if layers:
+        if len(layers) > 1:
+            raise TraceError(
+                f"{type(model).__name__} has blocks in {len(layers)} places: {_listing(layers)}. "
+                "Name the one to cut with the setting `blocks`."
+            )
+        return list(layers[0].blocks)
+    candidates = [c for c in _outermost(model) if len(set(c.kinds)) == 1 and len(c.blocks) > 1]
+    candidates.sort(key=lambda c: -c.parameters)
+    if not candidates:
+        others = [c for c in _containers(model) if c.blocks]
+        hint = f"Containers in it: {_listing(others)}." if others else "It has no ModuleList and no Sequential."
+        raise TraceError(
+            f"no blocks found in {type(model).__name__}: looked for a ModuleList or Sequential with at least two modules "
+            f"of one class. {hint} Name one with the setting `blocks`."
+        )
+    if len(candidates) > 1 and candidates[0].parameters == candidates[1].parameters:
+        raise TraceError(
+            f"{type(model).__name__} has several equally large lists of blocks: {_listing(candidates)}. "
+            "Name the one to cut with the setting `blocks`."
+        )
+    return list(candidates[0].blocks)
+
+
+def _join(prefix: str, name: str) -> str:
+    return f"{prefix}.{name}" if prefix else name
+
+
+def _container(name: str, module: nn.Module) -> Container:
+    children = list(module.named_children())
+    return Container(
+        name=name,
+        blocks=tuple(_join(name, child) for child, _ in children),
+        kinds=tuple(type(child).__name__ for _, child in children),
+        parameters=sum(p.numel() for p in module.parameters()),
+    )
+
+
+def _containers(model: nn.Module) -> list[Container]:
+    return [
+        _container(name, module)
+        for name, module in model.named_modules()
+        if isinstance(module, (nn.ModuleList, nn.Sequential))
+    ]
+
+
+def _outermost(model: nn.Module) -> list[Container]:
+    """Candidate containers that do not lie inside a block of another candidate."""
+    found: list[Container] = []
+    for container in _containers(model):  # named_modules is pre-order: outer containers come first
+        inside = any(container.name.startswith(f"{block}.") or container.name == block
+                     for outer in found for block in outer.blocks)  # fmt: skip
+        if not inside and len(set(container.kinds)) == 1 and len(container.blocks) > 1:
+            found.append(container)
+    return found
+
+
+def _named_container(model: nn.Module, name: str) -> Container:
+    path = "" if name == ROOT else name
+    try:
+        module = model.get_submodule(path)
+    except AttributeError:
+        candidates = [c for c in _containers(model) if c.blocks]
+        raise TraceError(
+            f"blocks='{name}': {type(model).__name__} has no module of that name. Candidates: {_listing(candidates)}."
+        ) from None
+    container = _container(path, module)
+    if not container.blocks:
+        candidates = [c for c in _containers(model) if c.blocks]
+        raise TraceError(
+            f"blocks='{name}': {type(module).__name__} has no children to cut between. "
+            f"Candidates: {_listing(candidates)}."
+        )
+    return container
+
+
+def _checkpointing_layers(model: nn.Module) -> list[Container]:
+    """Outermost GradientCheckpointingLayers, grouped by the list that holds them."""
+    try:
+        from transformers.modeling_layers import GradientCheckpointingLayer
+    except ImportError:  # transformers is optional for models that are plain modules
+        return []
+    groups: dict[str, list[tuple[str, nn.Module]]] = {}
+
+    def walk(module: nn.Module, name: str) -> None:
+        for child_name, child in module.named_children():
+            full = _join(name, child_name)
+            if isinstance(child, GradientCheckpointingLayer):
+                if isinstance(module, (nn.ModuleList, nn.Sequential)):
+                    groups.setdefault(name, []).append((full, child))
+            else:
+                walk(child, full)
+
+    walk(model, "")
+    return [
+        Container(
+            name=name,
+            blocks=tuple(full for full, _ in members),
+            kinds=tuple(type(member).__name__ for _, member in members),
+            parameters=sum(p.numel() for _, member in members for p in member.parameters()),
+        )
+        for name, members in groups.items()
+    ]
+
+
+def _listing(containers: list[Container]) -> str:
+    return ", ".join(str(c) for c in containers[:8]) + (", ..." if len(containers) > 8 else "") or "none"

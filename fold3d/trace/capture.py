@@ -1,0 +1,175 @@
+"""trace(): records one forward of a model on fake tensors, without memory and without data."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from fold3d.errors import TraceError
+from fold3d.trace.blocks import find_blocks
+from fold3d.trace.example import is_transformers_model, synthetic_example
+from fold3d.trace.model_trace import BlockCost, Trace
+from fold3d.trace.recorder import Recorder
+from fold3d.trace.structure import TreeStructure
+
+
+def trace(model: nn.Module, *, blocks: str = "auto", example: Mapping[str, Tensor] | None = None) -> Trace:
+    """Returns what one forward of `model` says about its blocks and what lies around them.
+
+    Runs `model(**example)` in training mode on a copy whose tensors have shapes but no storage (FakeTensorMode), so a
+    model on the meta device of any size takes seconds and almost no memory. The model itself is not touched.
+
+    Args:
+        model: a transformers model or any module; parameters may be real or on the meta device.
+        blocks: see `find_blocks`.
+        example: keyword arguments of the model's forward; tensors of any device, only shape and dtype matter. None: made
+            up for transformers models.
+    Raises: TraceError if the blocks cannot be found, the model is an encoder-decoder, an example is needed, or the forward
+        cannot run on fake tensors.
+    """
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        raise TraceError(
+            f"{type(model).__name__} is an encoder-decoder model (config.is_encoder_decoder=True); only models with one "
+            "stack of blocks can be cut in this version. Train it with pp=1 in the stock Trainer, or use a decoder-only "
+            "or encoder-only model."
+        )
+    names = find_blocks(model, blocks)
+    if example is None:
+        if not is_transformers_model(model):
+            raise TraceError(
+                f"{type(model).__name__} is no transformers model, so an example batch is needed to record it: pass "
+                "`example`, a dict of tensors as its forward takes them."
+            )
+        example = synthetic_example(model)
+    recorder = _record(model, names, example)
+    return _summarise(model, names, recorder)
+
+
+def _record(model: nn.Module, names: list[str], example: Mapping[str, Any]) -> Recorder:
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    shadow = fake_copy(model, mode).train()
+    for module in shadow.modules():
+        if getattr(module, "gradient_checkpointing", False):
+            module.gradient_checkpointing = False
+    kwargs = {k: _fake(v, mode) if isinstance(v, Tensor) else v for k, v in example.items()}
+    if "use_cache" in inspect.signature(shadow.forward).parameters:
+        kwargs.setdefault("use_cache", False)
+    recorder = Recorder(shadow, names)
+    try:
+        with mode, torch.no_grad(), recorder:
+            shadow(**kwargs)
+    except TraceError:
+        raise
+    except Exception as error:
+        raise TraceError(
+            f"{type(model).__name__} could not be recorded: its forward failed on the example "
+            f"{ {k: tuple(v.shape) if isinstance(v, Tensor) else v for k, v in example.items()} } "
+            f"with {type(error).__name__}: {error}. The forward is run on tensors without values, so it must not branch on "
+            "them; check that `example` has the keys and shapes of a training batch."
+        ) from error
+    return recorder
+
+
+def fake_copy(model: nn.Module, mode: FakeTensorMode, device: torch.device | str = "cpu") -> nn.Module:
+    """Returns a copy of `model` whose parameters, buffers and tensor attributes are fake tensors on `device`."""
+    memo: dict[int, Any] = {}
+    for module in model.modules():
+        tensors = [*module._parameters.values(), *module._buffers.values(), *vars(module).values()]
+        for tensor in tensors:
+            if isinstance(tensor, Tensor) and id(tensor) not in memo:
+                memo[id(tensor)] = _fake(tensor, mode, device)
+    try:
+        return copy.deepcopy(model, memo)
+    except Exception as error:
+        raise TraceError(
+            f"{type(model).__name__} cannot be copied for recording ({type(error).__name__}: {error}). "
+            "Remove what copy.deepcopy cannot copy (locks, open files, generators) from its attributes."
+        ) from error
+
+
+def _fake(tensor: Tensor, mode: FakeTensorMode, device: torch.device | str = "cpu") -> Tensor:
+    with mode:
+        fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(fake, requires_grad=tensor.requires_grad)
+    return fake
+
+
+def _summarise(model: nn.Module, names: list[str], recorder: Recorder) -> Trace:
+    missing = [name for name in names if name not in recorder.order]
+    if missing:
+        raise TraceError(
+            f"block '{missing[0]}' did not run in a training forward of the example ({len(missing)} of {len(names)} blocks "
+            "did not). Blocks that are skipped at random or on a condition cannot be cut between: switch that off "
+            "(such as layerdrop), or choose other blocks with the setting `blocks`."
+        )
+    regions = recorder.regions
+    last = len(recorder.order)
+    sizes = {name: p.numel() for name, p in model.named_parameters(remove_duplicate=False)}
+    tied = tied_groups(model)
+    aliases = {name: group for group in tied for name in group}
+    canonical = {name: group[0] for group in tied for name in group}
+    # What code outside any block or module reads before the last block runs on every chunk, so every chunk needs it.
+    ancestors = {name for name in sizes if _held_by_ancestor(name, recorder.order)}
+    shared = ancestors | {name for region in regions[:last] for name in region.direct}
+    shared |= {alias for name in shared for alias in aliases.get(name, ())}
+    uses = [{alias for name in r.parameters for alias in aliases.get(name, (name,))} for r in regions]
+    used = set().union(*uses) | shared
+    uses[0] |= {name for name in sizes if name not in used}
+
+    def count(parameters: set[str]) -> int:
+        return sum(sizes[name] for name in {canonical.get(name, name) for name in parameters})
+
+    def within(block: str) -> set[str]:
+        return {name for name in sizes if name.startswith(f"{block}.")}
+
+    costs = tuple(
+        BlockCost(
+            name=block,
+            parameters=count(within(block) if k == 0 else uses[k] - shared),
+            flops=regions[k].block_flops + (regions[k].other_flops if k > 0 else 0),
+        )
+        for k, block in enumerate(recorder.order)
+    )
+    order = list(sizes)
+    return Trace(
+        blocks=tuple(recorder.order),
+        prologue=tuple(regions[0].modules),
+        epilogue=tuple(regions[last].modules),
+        between=tuple(dict.fromkeys(m for region in regions[1:last] for m in region.modules)),
+        shared=tuple(name for name in order if name in shared),
+        uses=tuple(tuple(name for name in order if name in use) for use in uses),
+        tied=tied,
+        structures=tuple(
+            TreeStructure.of(output, block)
+            for output, block in zip(recorder.outputs, recorder.order, strict=True)
+        ),
+        modified=recorder.modified(),
+        borders=recorder.borders(),
+        costs=costs,
+        prologue_cost=BlockCost(
+            name="prologue",
+            parameters=count(uses[0] - within(recorder.order[0])),
+            flops=regions[0].other_flops,
+        ),
+        epilogue_cost=BlockCost(name="epilogue", parameters=count(uses[last]), flops=regions[last].other_flops),
+    )
+
+
+def tied_groups(model: nn.Module) -> tuple[tuple[str, ...], ...]:
+    """Returns the groups of parameter names that are one tensor, each in registration order."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return tuple(tuple(group) for group in names.values() if len(group) > 1)
+
+
+def _held_by_ancestor(parameter: str, blocks: list[str]) -> bool:
+    holder = parameter.rpartition(".")[0]
+    return holder == "" or any(block.startswith(f"{holder}.") for block in blocks)

@@ -1,0 +1,45 @@
+"""A synthetic example batch for transformers models, so that they can be recorded without data."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fold3d.errors import TraceError
+
+_SEQUENCE = 128
+
+
+def is_transformers_model(model: nn.Module) -> bool:
+    """Returns whether `model` is a transformers PreTrainedModel (False where transformers is not installed)."""
+    try:
+        from transformers import PreTrainedModel
+    except ImportError:
+        return False
+    return isinstance(model, PreTrainedModel)
+
+
+def synthetic_example(model: Any) -> dict[str, Tensor]:
+    """Returns a batch of one sample that `model` (a transformers model) accepts; on the meta device, no memory.
+
+    Raises: TraceError if the model's main input is neither `input_ids` nor `pixel_values`.
+    """
+    config = model.config
+    main = model.main_input_name
+    if main == "input_ids":
+        text = config.get_text_config()
+        limit = getattr(text, "max_position_embeddings", None) or 2 * _SEQUENCE
+        # half of the positions: some models (RoBERTa, OPT) number them from an offset
+        length = max(1, min(_SEQUENCE, limit // 2))
+        return {"input_ids": torch.zeros(1, length, dtype=torch.long, device="meta")}
+    if main == "pixel_values" and hasattr(config, "image_size"):
+        size = config.image_size
+        height, width = (size, size) if isinstance(size, int) else tuple(size)
+        channels = getattr(config, "num_channels", 3)
+        return {"pixel_values": torch.zeros(1, channels, height, width, dtype=model.dtype, device="meta")}
+    raise TraceError(
+        f"{type(model).__name__} takes '{main}', for which no example batch can be made up: "
+        "pass one as `example` (a dict of tensors, as the model's forward takes them)."
+    )

@@ -1,0 +1,57 @@
+"""Activation checkpointing: our own around each block, and what to know about the user's around ours."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointFunction, checkpoint
+
+
+def recomputed(module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns `forward` of `module` such that its activations are recomputed in backward instead of kept.
+
+    Without effect where there is nothing to keep (evaluation, no_grad) and where the block checkpoints itself
+    (transformers' gradient checkpointing). A key-value cache is not handed on, because recomputing would fill it twice.
+    """
+    cache_types = _cache_types()
+
+    @functools.wraps(forward)
+    def checkpointed(*args: Any, **kwargs: Any) -> Any:
+        if not (module.training and torch.is_grad_enabled()) or getattr(module, "gradient_checkpointing", False):
+            return forward(*args, **kwargs)
+        if cache_types:
+            args = tuple(None if isinstance(arg, cache_types) else arg for arg in args)
+            kwargs = {name: None if isinstance(arg, cache_types) else arg for name, arg in kwargs.items()}
+        return checkpoint(functools.partial(forward, **kwargs), *args, use_reentrant=False)
+
+    return checkpointed
+
+
+def group_of_checkpoint() -> object:
+    """Returns an object that is the same throughout the innermost saved-tensor hooks (such as a checkpoint); None outside."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return None if hooks is None else hooks[0]
+
+
+def in_reentrant_checkpoint() -> bool:
+    """Returns whether the caller runs inside the forward of a reentrant torch.utils.checkpoint. Slow: walks the stack."""
+    code = CheckpointFunction.forward.__code__
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is code:
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
+
+
+def _cache_types() -> tuple[type, ...]:
+    if "transformers" not in sys.modules:  # a model of it would have imported it
+        return ()
+    from transformers.cache_utils import Cache
+
+    return (Cache,)

@@ -1,0 +1,66 @@
+"""Dropout seeds that depend on (seed, step, micro-batch, module) and never on the layout.
+
+Every block, and every module around the blocks, gets a new seed when it starts and another one when it ends (for code
+between modules). Seeds form a chain: each is a hash of the one before and of the module's name. Every chunk passes the same
+modules in the same order until it leaves, running some and skipping others, so the chain is the same in every layout.
+
+The chain is kept in the generator itself, as its seed. torch.utils.checkpoint saves and restores the generator's state, seed
+included, so a module that is run again inside a checkpoint in backward finds the seed that it had in forward. The upper 16
+bits mark a generator that carries a chain.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import torch
+
+_MASK64 = (1 << 64) - 1
+_MASK48 = (1 << 48) - 1
+_MARK = 0xF01D
+_MARK_BITS = _MARK << 48
+
+
+def constant_of(text: str) -> int:
+    """Returns a 64-bit constant of `text`: the same in every process and version of Python."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+
+
+def advance(seed: int, constant: int) -> int:
+    """Returns the seed that follows `seed` in the chain at the module of `constant`.
+
+    The finaliser of splitmix64 (Steele, Lea and Flood 2014). The CPU generator uses the lower 32 bits only.
+    """
+    x = ((seed ^ constant) * 0xBF58476D1CE4E5B9) & _MASK64
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK64
+    return _MARK_BITS | ((x ^ (x >> 31)) & _MASK48)
+
+
+def start(key: tuple[int, int, int]) -> int:
+    """Returns the first seed of the chain of `key` = (seed, step, global micro-batch)."""
+    value = 0x9E3779B97F4A7C15
+    for part in key:
+        value = advance(value, (part * 0x9E3779B97F4A7C15) & _MASK64)
+    return value
+
+
+def carried() -> int | None:
+    """Returns the seed of the chain that the CPU generator carries, None if it carries none."""
+    seed = torch.default_generator.initial_seed()
+    return seed if seed >> 48 == _MARK else None
+
+
+def generators_of(device: torch.device) -> tuple[torch.Generator, ...]:
+    """Returns the generators that modules on `device` draw from: the CPU's and the device's own."""
+    if device.type == "cuda":
+        index = device.index if device.index is not None else torch.cuda.current_device()
+        torch.cuda.init()
+        return (torch.default_generator, torch.cuda.default_generators[index])
+    return (torch.default_generator,)
+
+
+def reseed(generators: Sequence[torch.Generator], seed: int) -> None:
+    """Gives every generator `seed`."""
+    for generator in generators:
+        generator.manual_seed(seed)

@@ -1,0 +1,78 @@
+"""ShapeOnly: zeros of the shapes that a module would return, without its parameters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
+
+from fold3d.trace.capture import fake_copy
+
+_CACHE_LIMIT = 1024
+
+
+class ShapeOnly:
+    """Stands for a module whose parameters live on another rank and whose values are not needed here.
+
+    Runs the module's own forward on fake tensors of the actual argument shapes, on the actual device and under the autocast
+    that is on, and returns zeros like its result. Results are remembered by the shapes of the arguments. The values of
+    the zeros must not matter: `Trace.borders` proves that.
+    """
+
+    def __init__(self, name: str, module: nn.Module) -> None:
+        self._name = name
+        self._module = module
+        self._copies: dict[torch.device, tuple[FakeTensorMode, nn.Module]] = {}
+        self._known: dict[Any, tuple[list[Any], TreeSpec]] = {}
+
+    def __call__(self, device: torch.device, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Returns zeros on `device`, in the structure that the module would return for these arguments."""
+        leaves, spec = tree_flatten((args, kwargs))
+        autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
+        signature: Any = (
+            device, self._module.training, autocast, spec,
+            *((leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf for leaf in leaves),
+        )  # fmt: skip
+        try:
+            known = self._known.get(signature)
+        except TypeError:  # an argument that cannot be hashed
+            signature, known = None, None
+        if known is None:
+            known = self._infer(device, args, kwargs)
+            if signature is not None:
+                if len(self._known) >= _CACHE_LIMIT:
+                    self._known.clear()
+                self._known[signature] = known
+        shapes, structure = known
+        zeros = [
+            torch.zeros(leaf[0], dtype=leaf[1], device=device) if isinstance(leaf, tuple) else leaf for leaf in shapes
+        ]
+        return tree_unflatten(zeros, structure)
+
+    def _infer(self, device: torch.device, args: Any, kwargs: Any) -> tuple[list[Any], TreeSpec]:
+        mode, module = self._copy_for(device)
+        module.train(self._module.training)
+
+        def fake(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor):
+                return leaf
+            return torch.empty(leaf.shape, dtype=leaf.dtype, device=leaf.device)
+
+        with mode, torch.no_grad():
+            fake_args, fake_kwargs = tree_map(fake, (args, kwargs))
+            result = module(*fake_args, **fake_kwargs)
+        leaves, structure = tree_flatten(result)
+        return [(leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf for leaf in leaves], structure
+
+    def _copy_for(self, device: torch.device) -> tuple[FakeTensorMode, nn.Module]:
+        if device not in self._copies:
+            mode = FakeTensorMode(allow_non_fake_inputs=True)
+            module = fake_copy(self._module, mode, device)
+            for child in module.modules():  # the copy must run the module's own forward, not the shim that called us
+                if hasattr(vars(child).get("forward"), "fold3d_original"):
+                    del child.forward
+            self._copies[device] = (mode, module)
+        return self._copies[device]

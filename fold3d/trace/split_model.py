@@ -1,0 +1,304 @@
+"""SplitModel: runs one chunk of an unmodified model by the model's own forward.
+
+The forward of the whole model is called on every chunk, so masks, positions and rotary tables are built by the model's own
+code from the micro-batch. Only three things differ, by instance-level forwards on the blocks and the modules around them:
+
+    modules before the chunk that have parameters -> zeros of the right shapes
+    blocks before the chunk                       -> return what the chunk received
+    the chunk's last block                        -> its output leaves; the forward ends there, by an exception
+
+Nothing is installed on the model itself, so wrappers around `model.forward` (autocast, for one) keep working.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fold3d.errors import TraceError
+from fold3d.trace import seeding
+from fold3d.trace.errors import SplitError
+from fold3d.trace.model_trace import Trace
+from fold3d.trace.recompute import group_of_checkpoint, in_reentrant_checkpoint, recomputed
+from fold3d.trace.shapes import ShapeOnly
+
+
+class ChunkExit(BaseException):
+    """Ends the model's forward after the chunk's last block. No Exception, so that no `except Exception` swallows it."""
+
+    def __init__(self, owner: SplitModel) -> None:
+        super().__init__("the chunk is done")
+        self.owner = owner
+
+
+class _Run:
+    """One call of `SplitModel.run`."""
+
+    __slots__ = (
+        "checkpoint", "device", "generators", "hi", "last", "leaving", "lo", "outer_checkpoint", "position", "received",
+        "seed", "with_grad",
+    )  # fmt: skip
+
+    def __init__(self, lo: int, hi: int, last: bool) -> None:
+        self.lo = lo
+        self.hi = hi
+        self.last = last
+        self.position = 0  # blocks passed so far, skipped ones included
+        self.received: Any = None
+        self.leaving: list[Tensor] | None = None
+        self.seed: int | None = None
+        self.device = torch.device("cpu")
+        self.generators: tuple[torch.Generator, ...] = ()
+        self.with_grad = torch.is_grad_enabled()
+        self.outer_checkpoint = group_of_checkpoint()
+        self.checkpoint: object = None
+
+
+class SplitModel:
+    """Runs any chunk of `model`; one model object serves all chunks of a rank.
+
+    Args:
+        model: the model; parameters that this rank does not own may be on the meta device (see `release`).
+        trace: its recording.
+        ranges: [first, end) block of every chunk of the whole model, in chunk order.
+        recompute: recompute each block in backward instead of keeping its activations (training mode only).
+    Raises: TraceError if the ranges do not cover the blocks or cut where the model cannot be cut.
+    """
+
+    def __init__(
+        self, model: nn.Module, trace: Trace, ranges: Sequence[tuple[int, int]], *, recompute: bool = False
+    ) -> None:
+        trace.check_ranges(list(ranges))
+        self._model = model
+        self._trace = trace
+        self._ranges = tuple(ranges)
+        self._recompute = recompute
+        self._run: _Run | None = None
+        self._generators: tuple[torch.Generator, ...] = (torch.default_generator,)
+        self._undo: list[Callable[[], None]] = []
+        for index, name in enumerate(trace.blocks):
+            self._install(name, self._block_forward(index, name))
+        for name in dict.fromkeys((*trace.prologue, *trace.between, *trace.epilogue)):
+            self._install(name, self._outer_forward(name))
+
+    def run(
+        self, chunk: int, call: Callable[[], Any], inputs: list[Tensor], key: tuple[int, int, int] | None
+    ) -> tuple[list[Tensor], Any]:
+        """Runs `call`, which calls the model once, as chunk `chunk`.
+
+        Args:
+            chunk: index into `ranges`.
+            call: calls `model(**micro_batch)`, perhaps inside a loss function.
+            inputs: the tensors that the chunk before handed over, in its order; empty for chunk 0.
+            key: (seed, step, global micro-batch): dropout masks depend on it and on the module, never on the layout. The
+                global generators are left in another state. None: no reseeding (evaluation).
+        Returns: the tensors that leave and None; for the last chunk an empty list and what `call` returned.
+        Raises: SplitError if the forward ran otherwise than recorded, and whatever `call` raises.
+        """
+        if self._run is not None:
+            raise SplitError("a chunk is already running on this model: `run` must not be called from within `call`")
+        run = self._begin(chunk, inputs, key)
+        self._run = run
+        result = None
+        returned = False
+        try:
+            result = call()
+            returned = True
+        except ChunkExit as leave:
+            if leave.owner is not self:
+                raise
+        except (RuntimeError, NotImplementedError) as error:
+            if "meta" not in str(error) or isinstance(error, SplitError):
+                raise
+            raise SplitError(
+                f"chunk {chunk} (blocks {run.lo} to {run.hi - 1}) read a parameter that belongs to another chunk: {error}. "
+                "The recording did not see that read: pass an `example` with all keys of a training batch."
+            ) from error
+        finally:
+            self._run = None
+        if run.last:
+            if run.position != run.hi:
+                raise SplitError(
+                    f"the model ran {run.position} of its {run.hi} blocks; the call must run the model's whole forward once"
+                )
+            return [], result
+        if returned or run.leaving is None:
+            raise SplitError(
+                f"the call ended before block '{self._trace.blocks[run.hi - 1]}', the last of chunk {chunk}, was done: "
+                "it must run the model's whole forward once"
+            )
+        return run.leaving, None
+
+    def remove(self) -> None:
+        """Takes the instance forwards off the model again."""
+        while self._undo:
+            self._undo.pop()()
+
+    # -- one run ---------------------------------------------------------------------------------------------------
+
+    def _begin(self, chunk: int, inputs: list[Tensor], key: tuple[int, int, int] | None) -> _Run:
+        lo, hi = self._ranges[chunk]
+        run = _Run(lo, hi, hi == len(self._trace.blocks))
+        structure = self._trace.structures[lo - 1] if lo else None
+        expected = structure.num_tensors if structure else 0
+        if len(inputs) != expected:
+            before = f"block '{self._trace.blocks[lo - 1]}' returns {expected}" if lo else "the first chunk takes none"
+            raise SplitError(f"chunk {chunk} was given {len(inputs)} tensors, but {before}")
+        if structure:
+            run.device = inputs[0].device
+            # Code that writes into a block's output would write into a leaf, which autograd forbids.
+            tensors = [t.clone() for t in inputs] if self._trace.modified[lo - 1] else inputs
+            run.received = structure.unflatten(tensors)
+        elif key is not None:
+            run.device = self._device()
+        if key is not None:
+            run.generators = self._generators = seeding.generators_of(run.device)
+            run.seed = seeding.start(key)
+            seeding.reseed(run.generators, run.seed)
+        return run
+
+    def _device(self) -> torch.device:
+        for name in self._trace.blocks[:1]:
+            for parameter in self._model.get_submodule(name).parameters():
+                return parameter.device
+        return torch.device("cpu")
+
+    def _leave(self, run: _Run, index: int, output: Any) -> Any:
+        """The chunk's last block is done: ends the forward, at once or as soon as no checkpoint is in the way."""
+        run.leaving = self._trace.structures[index].flatten(output, self._trace.blocks[index])
+        run.checkpoint = group_of_checkpoint()
+        if run.checkpoint is run.outer_checkpoint:
+            raise ChunkExit(self)
+        # The user's code called torch.utils.checkpoint around this block. An exception through it would leave the
+        # checkpoint half-built, so the exit waits for the next module that starts.
+        return output
+
+    def _leave_late(self, run: _Run, name: str) -> None:
+        if run.checkpoint is not None and group_of_checkpoint() is run.checkpoint:
+            raise SplitError(
+                f"one torch.utils.checkpoint call of the model covers both block '{self._trace.blocks[run.hi - 1]}' and "
+                f"'{name}', so the model cannot be cut between them. Checkpoint each block on its own, or switch that "
+                "off and set recompute=True."
+            )
+        raise ChunkExit(self)
+
+    # -- instance forwards -----------------------------------------------------------------------------------------
+
+    def _block_forward(self, index: int, name: str) -> Callable[[nn.Module, Callable[..., Any]], Callable[..., Any]]:
+        enter = seeding.constant_of(f"{name}:enter")
+        leave = seeding.constant_of(f"{name}:leave")
+        advance = seeding.advance
+        reseed = seeding.reseed
+
+        def make(module: nn.Module, original: Callable[..., Any]) -> Callable[..., Any]:
+            execute = recomputed(module, original) if self._recompute else original
+
+            def forward(*args: Any, **kwargs: Any) -> Any:
+                run = self._run
+                if run is None:
+                    return self._outside(original, enter, leave, args, kwargs)
+                if run.leaving is not None:
+                    self._leave_late(run, name)
+                if index != run.position:
+                    self._out_of_order(run, name)
+                run.position = index + 1
+                if run.with_grad and not torch.is_grad_enabled():
+                    self._refuse_reentrant(name)
+                seed = run.seed
+                if seed is not None:
+                    seed = advance(seed, enter)
+                    if index >= run.lo:
+                        reseed(run.generators, seed)
+                output = run.received if index < run.lo else execute(*args, **kwargs)
+                if seed is not None:
+                    run.seed = seed = advance(seed, leave)
+                    reseed(run.generators, seed)
+                if index + 1 == run.hi and not run.last:
+                    return self._leave(run, index, output)
+                return output
+
+            return forward
+
+        return make
+
+    def _outer_forward(self, name: str) -> Callable[[nn.Module, Callable[..., Any]], Callable[..., Any]]:
+        enter = seeding.constant_of(f"{name}:enter")
+        leave = seeding.constant_of(f"{name}:leave")
+
+        def make(module: nn.Module, original: Callable[..., Any]) -> Callable[..., Any]:
+            has_parameters = next(module.parameters(), None) is not None
+            shape_only = ShapeOnly(name, module) if has_parameters else None
+
+            def forward(*args: Any, **kwargs: Any) -> Any:
+                run = self._run
+                if run is None:
+                    return self._outside(original, enter, leave, args, kwargs)
+                if run.leaving is not None:
+                    self._leave_late(run, name)
+                seed = run.seed
+                if seed is not None:
+                    seed = seeding.advance(seed, enter)
+                    seeding.reseed(run.generators, seed)
+                if run.position < run.lo and shape_only is not None:
+                    output = shape_only(run.device, args, kwargs)
+                else:
+                    output = original(*args, **kwargs)
+                if seed is not None:
+                    run.seed = seed = seeding.advance(seed, leave)
+                    seeding.reseed(run.generators, seed)
+                return output
+
+            return forward
+
+        return make
+
+    def _outside(
+        self, original: Callable[..., Any], enter: int, leave: int, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Called with no chunk running: by the user, or by backward through a checkpoint of the user's own code."""
+        in_backward = torch._C._current_graph_task_id() != -1
+        seed = seeding.carried() if in_backward else None
+        if seed is None:
+            return original(*args, **kwargs)
+        seed = seeding.advance(seed, enter)
+        seeding.reseed(self._generators, seed)
+        output = original(*args, **kwargs)
+        seeding.reseed(self._generators, seeding.advance(seed, leave))
+        return output
+
+    def _install(self, name: str, make: Callable[[nn.Module, Callable[..., Any]], Callable[..., Any]]) -> None:
+        module = self._model.get_submodule(name)
+        own = vars(module).get("forward")  # an instance-level forward of somebody else
+        if hasattr(own, "fold3d_original"):
+            raise TraceError(f"module '{name}' is already split; call `remove()` of the other SplitModel first")
+        original = module.forward
+        forward = make(module, original)
+        forward.fold3d_original = original  # type: ignore[attr-defined]
+        module.forward = forward  # type: ignore[method-assign]
+
+        def undo() -> None:
+            if own is None:
+                del module.forward
+            else:
+                module.forward = own  # type: ignore[method-assign]
+
+        self._undo.append(undo)
+
+    # -- refusals --------------------------------------------------------------------------------------------------
+
+    def _out_of_order(self, run: _Run, name: str) -> None:
+        expected = self._trace.blocks[run.position] if run.position < len(self._trace.blocks) else "the end"
+        raise SplitError(
+            f"block '{name}' ran where {expected} was due. The blocks must run once each and in the recorded order in every "
+            "forward, and the call must run the model once (no layerdrop, no second pass)."
+        )
+
+    def _refuse_reentrant(self, name: str) -> None:
+        if in_reentrant_checkpoint():
+            raise SplitError(
+                f"block '{name}' runs inside a reentrant torch.utils.checkpoint, through which no gradient reaches another "
+                "chunk. Pass use_reentrant=False to checkpoint, or switch it off and set recompute=True."
+            )

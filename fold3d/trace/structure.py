@@ -1,0 +1,93 @@
+"""TreeStructure: what a block returns, apart from the tensors, so that a receiving rank can put it together again."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from fold3d.errors import TraceError
+from fold3d.trace.errors import SplitError
+
+_CONSTANTS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TreeStructure:
+    """Nested tuples, lists, dicts or model outputs around tensors and constants.
+
+    Only the tensors travel between ranks. The rest (nesting, `None`, numbers) is recorded once and is the same for
+    every micro-batch; `flatten` checks that.
+    """
+
+    spec: TreeSpec
+    """Nesting, as torch.utils._pytree describes it."""
+    constants: tuple[tuple[int, Any], ...]
+    """(leaf index, value) of every leaf that is no tensor, ascending."""
+    num_tensors: int
+    """Leaves that are tensors."""
+    is_tensor: bool
+    """True if the block returns one bare tensor (the usual case, which needs no flattening)."""
+
+    @classmethod
+    def of(cls, value: Any, where: str) -> TreeStructure:
+        """Returns the structure of `value`, which `where` (a module name) returned.
+
+        Raises: TraceError if a leaf is neither a tensor nor a plain constant, or if there is no tensor at all.
+        """
+        leaves, spec = tree_flatten(value)
+        constants = tuple((i, leaf) for i, leaf in enumerate(leaves) if not isinstance(leaf, Tensor))
+        for _, leaf in constants:
+            if not isinstance(leaf, _CONSTANTS):
+                raise TraceError(
+                    f"block '{where}' returns a {type(leaf).__name__}, which cannot travel between ranks: only tensors, "
+                    "numbers, strings and None can. Return tensors from the blocks, or choose other blocks with the "
+                    "setting `blocks`."
+                )
+        if len(constants) == len(leaves):
+            raise TraceError(
+                f"block '{where}' returns no tensor, so nothing can be handed to the next rank. Choose other blocks "
+                "with the setting `blocks`."
+            )
+        return cls(
+            spec=spec,
+            constants=constants,
+            num_tensors=len(leaves) - len(constants),
+            is_tensor=isinstance(value, Tensor),
+        )
+
+    def flatten(self, value: Any, where: str) -> list[Tensor]:
+        """Returns the tensors of `value` in leaf order.
+
+        Raises: SplitError if `value` is nested otherwise than recorded or a constant in it differs.
+        """
+        if self.is_tensor and isinstance(value, Tensor):
+            return [value]
+        leaves, spec = tree_flatten(value)
+        constants = tuple((i, leaf) for i, leaf in enumerate(leaves) if not isinstance(leaf, Tensor))
+        if spec != self.spec or constants != self.constants:
+            raise SplitError(
+                f"block '{where}' returned {_describe(spec, constants)}; recorded was "
+                f"{_describe(self.spec, self.constants)}. What a block returns besides tensors must be the same for every "
+                "micro-batch; pass an `example` that is like the training batches (same keys, same kind of values)."
+            )
+        return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+
+    def unflatten(self, tensors: list[Tensor]) -> Any:
+        """Returns the recorded structure around `tensors` (as many as `num_tensors`)."""
+        if self.is_tensor:
+            return tensors[0]
+        constants = dict(self.constants)
+        rest = iter(tensors)
+        total = self.num_tensors + len(constants)
+        leaves = [constants[i] if i in constants else next(rest) for i in range(total)]
+        return tree_unflatten(leaves, self.spec)
+
+
+def _describe(spec: TreeSpec, constants: tuple[tuple[int, Any], ...]) -> str:
+    fixed = dict(constants)
+    leaves = [fixed[i] if i in fixed else "tensor" for i in range(spec.num_leaves)]
+    return str(tree_unflatten(leaves, spec))
