@@ -7,6 +7,7 @@
 #include "comm/errors.h"
 #include "comm/frame.h"
 #include "comm/links.h"
+#include "core/deps.h"
 
 namespace fold3d::comm {
 namespace {
@@ -73,7 +74,7 @@ void Communicator::check_belongs(LaneId id, const core::Action& action) const {
   }
   if (id == LaneId::kReduce) return;
   if (action.micro_batch < 0) reject("a message needs a micro-batch");
-  const int other = other_end(action).chunk;
+  const int other = core::other_end(action).chunk;
   if (other < 0 || other >= shape.num_chunks())
     reject("there is no chunk " + std::to_string(other) + " at its other end");
   if (shape.stage_of(other) == options_.stage) reject("its other end is on the same rank");
@@ -241,7 +242,7 @@ void Communicator::fail(Failure::Kind kind, const std::string& text) noexcept {
 std::string Communicator::describe(const core::Action& action) const {
   const std::string text = core::to_string(action);
   if (lane_of(action.kind) == LaneId::kReduce) return text + " over the data-parallel group";
-  const std::string peer = "stage " + std::to_string(options_.shape.stage_of(other_end(action).chunk));
+  const std::string peer = "stage " + std::to_string(options_.shape.stage_of(core::other_end(action).chunk));
   return text + (core::is_send(action.kind) ? " to " : " from ") + peer;
 }
 

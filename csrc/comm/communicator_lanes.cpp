@@ -8,6 +8,7 @@
 #include "comm/errors.h"
 #include "comm/frame.h"
 #include "comm/links.h"
+#include "core/deps.h"
 
 namespace fold3d::comm {
 namespace {
@@ -71,7 +72,7 @@ void Communicator::run(LaneId id, std::size_t index) noexcept {
 
 void Communicator::run_send(Line& own, LaneId id, Task& task) {
   const Channel channel = channel_of(id);
-  const int peer = options_.shape.stage_of(other_end(task.action).chunk);
+  const int peer = options_.shape.stage_of(core::other_end(task.action).chunk);
   const std::int64_t start_ns = now_ns();
   const bool is_inline = write_frame(own.frame, task.action, step_, task.tensors);
   transport_->send_frame(channel, peer, own.frame);
@@ -91,7 +92,7 @@ void Communicator::run_send(Line& own, LaneId id, Task& task) {
 
 void Communicator::run_recv(Line& own, LaneId id, Task& task) {
   const Channel channel = channel_of(id);
-  const core::Action expected = other_end(task.action);
+  const core::Action expected = core::other_end(task.action);
   const int peer = options_.shape.stage_of(expected.chunk);
   transport_->recv_frame(channel, peer, own.frame);
   const std::int64_t start_ns = now_ns();

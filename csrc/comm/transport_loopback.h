@@ -32,7 +32,7 @@ struct LoopbackOptions {
   int pp = 1;
   std::chrono::microseconds max_delay{0};  ///< some calls wait for a random time up to this before they begin
   std::uint64_t seed = 0;                  ///< of those times
-  std::vector<Fault> faults;
+  std::vector<Fault> faults = {};
 };
 
 /// Joins dp x pp ranks that are threads of one process, for tests. As on gloo and NCCL, a send ends only when

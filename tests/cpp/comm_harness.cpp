@@ -1,0 +1,194 @@
+#include "comm_harness.h"
+
+#include <algorithm>
+#include <chrono>
+#include <cstring>
+#include <memory>
+#include <random>
+#include <stdexcept>
+#include <thread>
+#include <utility>
+
+#include "core/generators/registry.h"
+#include "core/lower.h"
+
+namespace fold3d::test {
+namespace {
+
+constexpr std::size_t kGradientLength = 100;
+
+std::uint64_t mix(std::uint64_t value) {  // splitmix64
+  value += 0x9e3779b97f4a7c15ULL;
+  value = (value ^ (value >> 30)) * 0xbf58476d1ce4e5b9ULL;
+  value = (value ^ (value >> 27)) * 0x94d049bb133111ebULL;
+  return value ^ (value >> 31);
+}
+
+std::uint64_t hash(std::initializer_list<std::uint64_t> values) {
+  std::uint64_t result = 0;
+  for (const std::uint64_t value : values) result = mix(result ^ mix(value));
+  return result;
+}
+
+std::uint64_t key_of(const core::Action& action) {
+  return hash({static_cast<std::uint64_t>(action.chunk), static_cast<std::uint64_t>(action.kind),
+               static_cast<std::uint64_t>(action.micro_batch)});
+}
+
+}  // namespace
+
+comm::Tensor make_tensor(const std::vector<std::int64_t>& values) {
+  const std::size_t bytes = values.size() * sizeof(std::int64_t);
+  auto buffer = std::make_shared<comm::HostBuffer>(bytes);
+  if (bytes > 0) std::memcpy(buffer->host_data(), values.data(), bytes);
+  return {.desc = {.dtype = comm::kLoopbackInt64,
+                   .element_bytes = sizeof(std::int64_t),
+                   .requires_grad = true,
+                   .shape = {static_cast<std::int64_t>(values.size())}},
+          .buffer = std::move(buffer)};
+}
+
+std::vector<std::int64_t> values_of(const comm::Tensor& tensor) {
+  std::vector<std::int64_t> values(tensor.desc.bytes() / sizeof(std::int64_t));
+  if (!values.empty()) std::memcpy(values.data(), tensor.buffer->host_data(), tensor.desc.bytes());
+  return values;
+}
+
+TestRank::TestRank(std::unique_ptr<comm::Transport> transport, Settings settings)
+    : settings_(std::move(settings)),
+      random_(hash({settings_.seed, static_cast<std::uint64_t>(settings_.dp_rank),
+                    static_cast<std::uint64_t>(settings_.options.stage)})),
+      communicator_(std::move(transport), settings_.options) {}
+
+comm::Tensors TestRank::contents(const core::Action& send, int step_index) const {
+  const std::uint64_t origin = hash({settings_.seed, static_cast<std::uint64_t>(settings_.dp_rank),
+                                     key_of(send), static_cast<std::uint64_t>(step_index)});
+  static constexpr std::size_t kLengths[] = {0, 1, 20, 200, 240, 1000};
+  comm::Tensors tensors;
+  for (std::uint64_t i = 0; i < 1 + origin % 3; ++i) {
+    std::vector<std::int64_t> values(kLengths[hash({origin, i}) % std::size(kLengths)]);
+    for (std::size_t k = 0; k < values.size(); ++k) values[k] = static_cast<std::int64_t>(mix(origin + k));
+    tensors.push_back(make_tensor(values));
+  }
+  return tensors;
+}
+
+void TestRank::check(const core::Action& recv, const comm::Tensors& tensors, int step_index) const {
+  const comm::Tensors expected = contents(core::other_end(recv), step_index);
+  bool equal = tensors.size() == expected.size();
+  for (std::size_t i = 0; equal && i < tensors.size(); ++i) {
+    equal = tensors[i].desc == expected[i].desc && values_of(tensors[i]) == values_of(expected[i]);
+  }
+  if (!equal) throw std::runtime_error("wrong content in " + core::to_string(recv));
+}
+
+std::int64_t TestRank::gradient(int dp_rank, int chunk, int micro_batch, int step_index) const {
+  const std::uint64_t value =
+      hash({settings_.seed, static_cast<std::uint64_t>(dp_rank), static_cast<std::uint64_t>(chunk),
+            static_cast<std::uint64_t>(micro_batch), static_cast<std::uint64_t>(step_index)});
+  return static_cast<std::int64_t>(value % 1'000'000);
+}
+
+void TestRank::check_reduced(int chunk, const core::Schedule& schedule, const comm::Tensor& tensor,
+                             int step_index) const {
+  std::int64_t expected = 0;
+  for (int d = 0; d < settings_.dp; ++d) {
+    for (int i = 0; i < schedule.shape.micro_batches; ++i) expected += gradient(d, chunk, i, step_index);
+  }
+  const std::vector<std::int64_t> values = values_of(tensor);
+  for (std::size_t k = 0; k < values.size(); ++k) {
+    if (values[k] != expected + static_cast<std::int64_t>(k) * settings_.dp) {
+      throw std::runtime_error("wrong sum of the gradients of chunk " + std::to_string(chunk));
+    }
+  }
+}
+
+void TestRank::compute(const core::Action& action) {
+  if (settings_.max_compute_us == 0) return;
+  random_ = mix(random_ + key_of(action));
+  if (random_ % 4 != 0) return;
+  std::this_thread::sleep_for(
+      std::chrono::microseconds(random_ / 4 % static_cast<std::uint64_t>(settings_.max_compute_us + 1)));
+}
+
+void TestRank::step(const core::Schedule& schedule, int step_index) {
+  const auto& program = schedule.ranks[static_cast<std::size_t>(settings_.options.stage)];
+  const core::SplitBackward split(schedule);
+  std::map<int, comm::Tensor> gradients;
+  for (int chunk = settings_.options.stage; chunk < schedule.shape.num_chunks(); chunk += schedule.shape.pp) {
+    std::vector<std::int64_t> values(kGradientLength);
+    for (std::size_t k = 0; k < values.size(); ++k) values[k] = static_cast<std::int64_t>(k);
+    gradients[chunk] = make_tensor(values);
+  }
+  const auto accumulate = [&](const core::Action& action) {
+    std::vector<std::int64_t> values = values_of(gradients.at(action.chunk));
+    for (auto& value : values)
+      value += gradient(settings_.dp_rank, action.chunk, action.micro_batch, step_index);
+    std::memcpy(gradients.at(action.chunk).buffer->host_data(), values.data(),
+                values.size() * sizeof(std::int64_t));
+  };
+
+  communicator_.begin(program);
+  for (const core::Action& action : program) {
+    if (core::is_recv(action.kind)) {
+      communicator_.pass(action);
+    } else if (core::is_send(action.kind)) {
+      communicator_.send(action, contents(action, step_index));
+    } else if (action.kind == core::Kind::kReduce) {
+      communicator_.reduce(action, gradients.at(action.chunk));
+    } else {
+      for (const core::Action& needed : core::waits_for(schedule.shape, action, true, split)) {
+        if (core::is_recv(needed.kind)) check(needed, communicator_.wait(needed), step_index);
+      }
+      compute(action);
+      if (action == split.last_backward(action.chunk, action.micro_batch)) accumulate(action);
+    }
+  }
+  for (const core::Action& action : program) {
+    if (action.kind != core::Kind::kReduce) continue;
+    communicator_.wait_reduce(action);
+    check_reduced(action.chunk, schedule, gradients.at(action.chunk), step_index);
+  }
+  communicator_.finish();
+}
+
+std::vector<std::string> run_ranks(const RunSetup& run) {
+  const int pp = run.schedule.shape.pp;
+  comm::LoopbackOptions loopback_options = run.loopback;
+  loopback_options.pp = pp;
+  comm::Loopback loopback(loopback_options);
+  std::vector<std::string> errors(static_cast<std::size_t>(loopback_options.dp * pp));
+  std::vector<std::thread> threads;
+  for (int d = 0; d < loopback_options.dp; ++d) {
+    for (int s = 0; s < pp; ++s) {
+      threads.emplace_back([&, d, s] {
+        TestRank::Settings settings{.options = run.options,
+                                    .dp = loopback_options.dp,
+                                    .dp_rank = d,
+                                    .seed = loopback_options.seed,
+                                    .max_compute_us = run.max_compute_us};
+        settings.options.shape = run.schedule.shape;
+        settings.options.stage = s;
+        try {
+          TestRank rank(loopback.connect(d, s), settings);
+          for (int step = 0; step < run.steps; ++step) rank.step(run.schedule, step);
+        } catch (const std::exception& error) {
+          errors[static_cast<std::size_t>(d * pp + s)] = error.what();
+        }
+      });
+    }
+  }
+  for (std::thread& thread : threads) thread.join();
+  return errors;
+}
+
+core::Schedule lowered(const std::string& name, int pp, int segments, int micro_batches, int group_size,
+                       bool reduce) {
+  const core::Params params{.shape = {.pp = pp, .segments = segments, .micro_batches = micro_batches},
+                            .group_size = group_size,
+                            .turn = ""};
+  core::Schedule compute = core::generate(name, params);
+  return core::lower(compute, reduce);
+}
+
+}  // namespace fold3d::test

@@ -1,0 +1,140 @@
+// The parts of the communicator one by one: lane, buffer pool, arbiter, gate.
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <future>
+#include <memory>
+#include <thread>
+#include <vector>
+
+#include "comm/buffer_pool.h"
+#include "comm/clock.h"
+#include "comm/lane.h"
+#include "comm/pipeline_gate.h"
+#include "comm/transport_loopback.h"
+#include "core/arbiter.h"
+
+namespace fold3d::test {
+namespace {
+
+using namespace std::chrono_literals;
+using comm::Lane;
+
+Lane::Clock::time_point in(std::chrono::milliseconds time) { return Lane::Clock::now() + time; }
+
+TEST(Lane, RunsWhatIsAllowedInOrderAndNoMore) {
+  std::vector<std::size_t> ran;  // read after wait(), which orders it
+  Lane lane("test", [&](std::size_t k) { ran.push_back(k); });
+  lane.start(5);
+  lane.raise(3);
+  ASSERT_EQ(lane.wait(3, in(10s)), Lane::Outcome::kDone);
+  EXPECT_EQ(ran, (std::vector<std::size_t>{0, 1, 2}));
+  EXPECT_FALSE(lane.idle());
+  EXPECT_EQ(lane.wait(4, in(5ms)), Lane::Outcome::kTimeout);
+  lane.raise(2);    // never lowers
+  lane.raise(100);  // never beyond the step
+  ASSERT_EQ(lane.wait(5, in(10s)), Lane::Outcome::kDone);
+  EXPECT_TRUE(lane.idle());
+  lane.start(1);  // the next step counts from 0
+  lane.raise(1);
+  ASSERT_EQ(lane.wait(1, in(10s)), Lane::Outcome::kDone);
+  EXPECT_EQ(ran, (std::vector<std::size_t>{0, 1, 2, 3, 4, 0}));
+}
+
+TEST(Lane, StopEndsAWaitAndDoneWins) {
+  Lane lane("test", [](std::size_t) {});
+  lane.start(2);
+  lane.raise(1);
+  ASSERT_EQ(lane.wait(1, in(10s)), Lane::Outcome::kDone);
+  auto waiting = std::async(std::launch::async, [&] { return lane.wait(2, in(60s)); });
+  lane.stop();
+  EXPECT_EQ(waiting.get(), Lane::Outcome::kStopped);
+  EXPECT_EQ(lane.wait(1, in(0ms)), Lane::Outcome::kDone);
+  lane.raise(2);  // runs nothing any more
+  EXPECT_EQ(lane.wait(2, in(0ms)), Lane::Outcome::kStopped);
+}
+
+comm::TensorDesc bytes_desc(std::int64_t bytes) {
+  return {.dtype = 0, .element_bytes = 1, .requires_grad = false, .shape = {bytes}};
+}
+
+TEST(BufferPool, ReusesBySizeAndKeepsNoMoreThanAStepNeeded) {
+  comm::Loopback loopback({});
+  const auto transport = loopback.connect(0, 0);
+  comm::BufferPool pool(*transport);
+  auto a = pool.acquire(bytes_desc(100));
+  auto b = pool.acquire(bytes_desc(100));
+  auto c = pool.acquire(bytes_desc(7));
+  const comm::Buffer* const first = a.get();
+  EXPECT_EQ(a->bytes(), 100u);
+  a.reset();
+  EXPECT_EQ(pool.num_free(), 1u);
+  EXPECT_EQ(pool.acquire(bytes_desc(100)).get(), first);  // and comes back at once
+  b.reset();
+  c.reset();
+  EXPECT_EQ(pool.num_free(), 3u);
+  pool.next_step();  // the step before used two of 100 and one of 7
+  EXPECT_EQ(pool.num_free(), 3u);
+  pool.acquire(bytes_desc(100)).reset();
+  pool.next_step();  // ... now one of 100
+  EXPECT_EQ(pool.num_free(), 1u);
+  pool.next_step();
+  EXPECT_EQ(pool.num_free(), 0u);
+}
+
+TEST(BufferPool, ABufferOutlivesThePool) {
+  comm::Loopback loopback({});
+  const auto transport = loopback.connect(0, 0);
+  auto pool = std::make_unique<comm::BufferPool>(*transport);
+  auto held = pool->acquire(bytes_desc(64));
+  pool.reset();
+  held->host_data()[63] = std::byte{1};
+  held.reset();
+}
+
+TEST(Arbiter, PipelineGoesFirstWithBoundedPatience) {
+  const core::Arbiter arbiter({.message_patience_ns = 10, .chunk_patience_ns = 25});
+  EXPECT_EQ(arbiter.start_ns(100, {.pending = 0, .newest_ns = 99}), 100);  // silence: at once
+  EXPECT_EQ(arbiter.start_ns(100, {.pending = 1, .newest_ns = 98}),
+            108);  // a message holds it back for its patience
+  EXPECT_EQ(arbiter.start_ns(100, {.pending = 3, .newest_ns = 114}), 124);
+  EXPECT_EQ(arbiter.start_ns(100, {.pending = 3, .newest_ns = 124}),
+            125);  // but no stream of messages for ever
+  EXPECT_LE(arbiter.start_ns(100, {.pending = 1, .newest_ns = 50}),
+            100);  // a message stuck at its receiver: at once
+}
+
+TEST(PipelineGate, HoldsUntilThePipelineIsSilent) {
+  comm::PipelineGate gate;
+  const core::Arbiter patient({.message_patience_ns = 60'000'000'000, .chunk_patience_ns = 60'000'000'000});
+  gate.hold(patient);  // nothing pending
+  gate.queued();
+  gate.queued();
+  std::atomic<bool> sent{false};
+  auto reduce = std::async(std::launch::async, [&] {
+    gate.hold(patient);
+    return sent.load();
+  });
+  gate.sent();
+  sent.store(true);
+  gate.sent();
+  EXPECT_TRUE(reduce.get());
+}
+
+TEST(PipelineGate, PatienceEndsAndFailureOpens) {
+  comm::PipelineGate gate;
+  gate.queued();
+  const std::int64_t before = comm::now_ns();
+  gate.hold(core::Arbiter({.message_patience_ns = 3'000'000, .chunk_patience_ns = 60'000'000'000}));
+  EXPECT_GE(comm::now_ns() - before, 1'000'000);
+  auto reduce = std::async(std::launch::async, [&] {
+    gate.hold(core::Arbiter({.message_patience_ns = 60'000'000'000, .chunk_patience_ns = 60'000'000'000}));
+  });
+  gate.open();
+  reduce.get();
+}
+
+}  // namespace
+}  // namespace fold3d::test
