@@ -1,10 +1,12 @@
-"""What a model is made of, where it may be cut, and how one chunk of it runs; no process group and no device needed."""
+"""What a model is made of, where it may be cut, and how one chunk of it runs; no process group and no device
+needed."""
 
 from __future__ import annotations
 
 from fold3d.trace.blocks import find_blocks
 from fold3d.trace.capture import trace
 from fold3d.trace.errors import SplitError
+from fold3d.trace.materialize import materialize
 from fold3d.trace.model_trace import BlockCost, Trace
 from fold3d.trace.ownership import owned_parameters, release
 from fold3d.trace.split_model import SplitModel
@@ -17,6 +19,7 @@ __all__ = [
     "Trace",
     "TreeStructure",
     "find_blocks",
+    "materialize",
     "owned_parameters",
     "release",
     "trace",

@@ -30,10 +30,12 @@ def find_blocks(model: nn.Module, blocks: str = "auto") -> list[str]:
 
     Args:
         model: any module; nothing is run, parameters may be on the meta device.
-        blocks: "auto" takes the outermost `GradientCheckpointingLayer`s of a transformers model, else the largest
-            ModuleList or Sequential (by parameters) whose modules are all of one class. Otherwise the name of a
-            container, such as "model.layers", or "." for the model itself: its children are the blocks.
-    Raises: TraceError with the candidates if there is no container of that name, or none or no single best one.
+        blocks: "auto" takes the outermost `GradientCheckpointingLayer`s of a transformers model, else the
+            largest ModuleList or Sequential (by parameters) whose modules are all of one class. Otherwise the
+            name of a container, such as "model.layers", or "." for the model itself: its children are the
+            blocks.
+    Raises: TraceError with the candidates if there is no container of that name, or none or no single best
+        one.
     """
     if blocks != "auto":
         return list(_named_container(model, blocks).blocks)
@@ -51,7 +53,8 @@ def find_blocks(model: nn.Module, blocks: str = "auto") -> list[str]:
         others = [c for c in _containers(model) if c.blocks]
         hint = f"Containers in it: {_listing(others)}." if others else "It has no ModuleList and no Sequential."
         raise TraceError(
-            f"no blocks found in {type(model).__name__}: looked for a ModuleList or Sequential with at least two modules "
+            f"no blocks found in {type(model).__name__}: looked for a ModuleList or Sequential with at least "
+            "two modules "
             f"of one class. {hint} Name one with the setting `blocks`."
         )
     if len(candidates) > 1 and candidates[0].parameters == candidates[1].parameters:

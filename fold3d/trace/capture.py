@@ -22,28 +22,32 @@ from fold3d.trace.structure import TreeStructure
 def trace(model: nn.Module, *, blocks: str = "auto", example: Mapping[str, Tensor] | None = None) -> Trace:
     """Returns what one forward of `model` says about its blocks and what lies around them.
 
-    Runs `model(**example)` in training mode on a copy whose tensors have shapes but no storage (FakeTensorMode), so a
-    model on the meta device of any size takes seconds and almost no memory. The model itself is not touched.
+    Runs `model(**example)` in training mode on a copy whose tensors have shapes but no storage
+    (FakeTensorMode), so a model on the meta device of any size takes seconds and almost no memory. The model
+    itself is not touched.
 
     Args:
         model: a transformers model or any module; parameters may be real or on the meta device.
         blocks: see `find_blocks`.
-        example: keyword arguments of the model's forward; tensors of any device, only shape and dtype matter. None: made
-            up for transformers models.
-    Raises: TraceError if the blocks cannot be found, the model is an encoder-decoder, an example is needed, or the forward
-        cannot run on fake tensors.
+        example: keyword arguments of the model's forward; tensors of any device, only shape and dtype matter.
+            None: made up for transformers models.
+    Raises: TraceError if the blocks cannot be found, the model is an encoder-decoder, an example is needed,
+        or the forward cannot run on fake tensors.
     """
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         raise TraceError(
-            f"{type(model).__name__} is an encoder-decoder model (config.is_encoder_decoder=True); only models with one "
-            "stack of blocks can be cut in this version. Train it with pp=1 in the stock Trainer, or use a decoder-only "
+            f"{type(model).__name__} is an encoder-decoder model (config.is_encoder_decoder=True); only "
+            "models with one "
+            "stack of blocks can be cut in this version. Train it with pp=1 in the stock Trainer, or use a "
+            "decoder-only "
             "or encoder-only model."
         )
     names = find_blocks(model, blocks)
     if example is None:
         if not is_transformers_model(model):
             raise TraceError(
-                f"{type(model).__name__} is no transformers model, so an example batch is needed to record it: pass "
+                f"{type(model).__name__} is no transformers model, so an example batch is needed to record "
+                "it: pass "
                 "`example`, a dict of tensors as its forward takes them."
             )
         example = synthetic_example(model)
@@ -56,7 +60,7 @@ def _record(model: nn.Module, names: list[str], example: Mapping[str, Any]) -> R
     shadow = fake_copy(model, mode).train()
     for module in shadow.modules():
         if getattr(module, "gradient_checkpointing", False):
-            module.gradient_checkpointing = False
+            setattr(module, "gradient_checkpointing", False)  # noqa: B010 (no Tensor and no Module)
     kwargs = {k: _fake(v, mode) if isinstance(v, Tensor) else v for k, v in example.items()}
     if "use_cache" in inspect.signature(shadow.forward).parameters:
         kwargs.setdefault("use_cache", False)
@@ -70,14 +74,16 @@ def _record(model: nn.Module, names: list[str], example: Mapping[str, Any]) -> R
         raise TraceError(
             f"{type(model).__name__} could not be recorded: its forward failed on the example "
             f"{ {k: tuple(v.shape) if isinstance(v, Tensor) else v for k, v in example.items()} } "
-            f"with {type(error).__name__}: {error}. The forward is run on tensors without values, so it must not branch on "
+            f"with {type(error).__name__}: {error}. The forward is run on tensors without values, so it must "
+            "not branch on "
             "them; check that `example` has the keys and shapes of a training batch."
         ) from error
     return recorder
 
 
 def fake_copy(model: nn.Module, mode: FakeTensorMode, device: torch.device | str = "cpu") -> nn.Module:
-    """Returns a copy of `model` whose parameters, buffers and tensor attributes are fake tensors on `device`."""
+    """Returns a copy of `model` whose parameters, buffers and tensor attributes are fake tensors on
+    `device`."""
     memo: dict[int, Any] = {}
     for module in model.modules():
         tensors = [*module._parameters.values(), *module._buffers.values(), *vars(module).values()]
@@ -105,8 +111,10 @@ def _summarise(model: nn.Module, names: list[str], recorder: Recorder) -> Trace:
     missing = [name for name in names if name not in recorder.order]
     if missing:
         raise TraceError(
-            f"block '{missing[0]}' did not run in a training forward of the example ({len(missing)} of {len(names)} blocks "
-            "did not). Blocks that are skipped at random or on a condition cannot be cut between: switch that off "
+            f"block '{missing[0]}' did not run in a training forward of the example ({len(missing)} of "
+            f"{len(names)} blocks "
+            "did not). Blocks that are skipped at random or on a condition cannot be cut between: switch "
+            "that off "
             "(such as layerdrop), or choose other blocks with the setting `blocks`."
         )
     regions = recorder.regions
@@ -115,7 +123,8 @@ def _summarise(model: nn.Module, names: list[str], recorder: Recorder) -> Trace:
     tied = tied_groups(model)
     aliases = {name: group for group in tied for name in group}
     canonical = {name: group[0] for group in tied for name in group}
-    # What code outside any block or module reads before the last block runs on every chunk, so every chunk needs it.
+    # What code outside any block or module reads before the last block runs on every chunk, so every chunk
+    # needs it.
     ancestors = {name for name in sizes if _held_by_ancestor(name, recorder.order)}
     shared = ancestors | {name for region in regions[:last] for name in region.direct}
     shared |= {alias for name in shared for alias in aliases.get(name, ())}
@@ -147,8 +156,7 @@ def _summarise(model: nn.Module, names: list[str], recorder: Recorder) -> Trace:
         uses=tuple(tuple(name for name in order if name in use) for use in uses),
         tied=tied,
         structures=tuple(
-            TreeStructure.of(output, block)
-            for output, block in zip(recorder.outputs, recorder.order, strict=True)
+            TreeStructure.of(output, block) for output, block in zip(recorder.outputs, recorder.order, strict=True)
         ),
         modified=recorder.modified(),
         borders=recorder.borders(),

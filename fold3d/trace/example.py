@@ -13,7 +13,8 @@ _SEQUENCE = 128
 
 
 def is_transformers_model(model: nn.Module) -> bool:
-    """Returns whether `model` is a transformers PreTrainedModel (False where transformers is not installed)."""
+    """Returns whether `model` is a transformers PreTrainedModel (False where transformers is not
+    installed)."""
     try:
         from transformers import PreTrainedModel
     except ImportError:
@@ -22,7 +23,8 @@ def is_transformers_model(model: nn.Module) -> bool:
 
 
 def synthetic_example(model: Any) -> dict[str, Tensor]:
-    """Returns a batch of one sample that `model` (a transformers model) accepts; on the meta device, no memory.
+    """Returns a batch of one sample that `model` (a transformers model) accepts; on the meta device, no
+    memory.
 
     Raises: TraceError if the model's main input is neither `input_ids` nor `pixel_values`.
     """

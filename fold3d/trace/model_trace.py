@@ -1,8 +1,10 @@
-"""Trace: what one recorded forward says about a model: its blocks, what lies around them, and where it may be cut.
+"""Trace: what one recorded forward says about a model: its blocks, what lies around them, and where it may be
+cut.
 
-Words used here. Blocks are numbered 0 .. n-1 in execution order. Region k (0 <= k < n) is everything that runs after block
-k-1 has returned until block k has returned; region n is everything after the last block. Border k (1 <= k < n) lies between
-block k-1 and region k: a chunk that starts at block k receives what block k-1 returned and runs region k itself.
+Words used here. Blocks are numbered 0 .. n-1 in execution order. Region k (0 <= k < n) is everything that
+runs after block k-1 has returned until block k has returned; region n is everything after the last block.
+Border k (1 <= k < n) lies between block k-1 and region k: a chunk that starts at block k receives what block
+k-1 returned and runs region k itself.
 """
 
 from __future__ import annotations
@@ -38,10 +40,12 @@ class Trace:
     between: tuple[str, ...]
     """The same between two blocks."""
     shared: tuple[str, ...]
-    """Parameters that code outside of any block or prologue module reads (such as those held directly by the model):
+    """Parameters that code outside of any block or prologue module reads (such as those held directly by the
+    model):
     every chunk owns them."""
     uses: tuple[tuple[str, ...], ...]
-    """Names of the parameters that each region needs (length: blocks + 1). A parameter that nothing reads is in region 0."""
+    """Names of the parameters that each region needs (length: blocks + 1). A parameter that nothing reads is
+    in region 0."""
     tied: tuple[tuple[str, ...], ...]
     """Groups of names that are one tensor; the first is the canonical name."""
     structures: tuple[TreeStructure, ...]
@@ -49,7 +53,8 @@ class Trace:
     modified: tuple[bool, ...]
     """Per block: later code writes into the returned tensors in place, so a receiver must work on a copy."""
     borders: tuple[str, ...]
-    """Per border (length: blocks; entry 0 is the model's start and always free): empty if the model may be cut there,
+    """Per border (length: blocks; entry 0 is the model's start and always free): empty if the model may be
+    cut there,
     else the reason why not."""
     costs: tuple[BlockCost, ...]
     """Size of each block."""
@@ -57,7 +62,8 @@ class Trace:
     epilogue_cost: BlockCost
 
     def check_ranges(self, ranges: list[tuple[int, int]]) -> None:
-        """Checks that `ranges` ([first, end) block of every chunk) cover all blocks once and cut only where possible.
+        """Checks that `ranges` ([first, end) block of every chunk) cover all blocks once and cut only where
+        possible.
 
         Raises: TraceError that names the range and the reason.
         """
@@ -65,7 +71,8 @@ class Trace:
         for chunk, (lo, hi) in enumerate(ranges):
             if lo != position or hi <= lo:
                 raise TraceError(
-                    f"chunk {chunk} has the blocks [{lo}, {hi}) but must start at block {position} and have at least one: "
+                    f"chunk {chunk} has the blocks [{lo}, {hi}) but must start at block {position} and have "
+                    "at least one: "
                     f"the chunks must cover the {len(self.blocks)} blocks in order"
                 )
             position = hi

@@ -13,9 +13,9 @@ from fold3d.trace.model_trace import Trace
 def owned_parameters(model: nn.Module, trace: Trace, ranges: Sequence[tuple[int, int]], chunk: int) -> list[str]:
     """Returns the names of the parameters that chunk `chunk` needs, in the model's order.
 
-    These are the parameters of its blocks, of what runs before them in their regions (the prologue for the first chunk),
-    of the epilogue for the last chunk, and the shared ones. Every name of a tied parameter is listed. A parameter that
-    the forward never reads belongs to the first chunk, so that it is saved.
+    These are the parameters of its blocks, of what runs before them in their regions (the prologue for the
+    first chunk), of the epilogue for the last chunk, and the shared ones. Every name of a tied parameter is
+    listed. A parameter that the forward never reads belongs to the first chunk, so that it is saved.
 
     Args:
         ranges: [first, end) block of every chunk of the whole model.
@@ -32,11 +32,12 @@ def owned_parameters(model: nn.Module, trace: Trace, ranges: Sequence[tuple[int,
 
 
 def release(model: nn.Module, keep: set[str]) -> None:
-    """Moves every parameter whose names are all outside `keep` to the meta device, in place, and frees its memory.
+    """Moves every parameter whose names are all outside `keep` to the meta device, in place, and frees its
+    memory.
 
-    The model, its modules and all names stay; a released parameter has shape and dtype but no storage, no gradient and
-    requires_grad=False. Tied parameters stay tied. Buffers stay. The memory is free once nobody else (an optimizer,
-    for one) holds the old parameter.
+    The model, its modules and all names stay; a released parameter has shape and dtype but no storage, no
+    gradient and requires_grad=False. Tied parameters stay tied. Buffers stay. The memory is free once nobody
+    else (an optimizer, for one) holds the old parameter.
     """
     holders = parameter_holders(model)
     for parameter, names in holders:

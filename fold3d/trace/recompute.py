@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import torch
@@ -16,7 +17,8 @@ def recomputed(module: nn.Module, forward: Callable[..., Any]) -> Callable[..., 
     """Returns `forward` of `module` such that its activations are recomputed in backward instead of kept.
 
     Without effect where there is nothing to keep (evaluation, no_grad) and where the block checkpoints itself
-    (transformers' gradient checkpointing). A key-value cache is not handed on, because recomputing would fill it twice.
+    (transformers' gradient checkpointing). A key-value cache is not handed on, because recomputing would fill
+    it twice.
     """
     cache_types = _cache_types()
 
@@ -33,19 +35,21 @@ def recomputed(module: nn.Module, forward: Callable[..., Any]) -> Callable[..., 
 
 
 def group_of_checkpoint() -> object:
-    """Returns an object that is the same throughout the innermost saved-tensor hooks (such as a checkpoint); None outside."""
+    """Returns an object that is the same throughout the innermost saved-tensor hooks (such as a checkpoint);
+    None outside."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
     return None if hooks is None else hooks[0]
 
 
 def in_reentrant_checkpoint() -> bool:
-    """Returns whether the caller runs inside the forward of a reentrant torch.utils.checkpoint. Slow: walks the stack."""
+    """Returns whether the caller runs inside the forward of a reentrant torch.utils.checkpoint. Slow: walks
+    the stack."""
     code = CheckpointFunction.forward.__code__
-    frame = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_code is code:
             return True
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return False
 
 

@@ -1,10 +1,10 @@
 """Recorder: follows one forward pass operation by operation and notes which region reads what.
 
-A chunk that starts at block c skips blocks 0 .. c-1 and replaces the modules with parameters before block c by zeros
-(see `split_model`). That is right only if nothing from before the border, other than what block c-1 returned, is read
-after it. The recorder proves that: every tensor carries tokens that say where it comes from, every operation looks at the
-tokens of its arguments. Autograd graphs would not show what flows through detached tensors, so values are followed
-instead, by storage.
+A chunk that starts at block c skips blocks 0 .. c-1 and replaces the modules with parameters before block c
+by zeros (see `split_model`). That is right only if nothing from before the border, other than what block c-1
+returned, is read after it. The recorder proves that: every tensor carries tokens that say where it comes
+from, every operation looks at the tokens of its arguments. Autograd graphs would not show what flows through
+detached tensors, so values are followed instead, by storage.
 """
 
 from __future__ import annotations
@@ -61,11 +61,11 @@ class RegionRecord:
     other_flops: int = 0
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Dispatch mode and module hooks around one forward of `model` (a copy whose tensors are fake)."""
 
     def __init__(self, model: nn.Module, blocks: Iterable[str]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.order: list[str] = []
         self.outputs: list[Any] = []
         self.regions: list[RegionRecord] = [RegionRecord()]
@@ -90,13 +90,14 @@ class Recorder(TorchDispatchMode):
             module.register_forward_pre_hook(self._enter_outer(name, module), prepend=True)
             module.register_forward_hook(self._leave_outer, always_call=True)
 
-    # -- modules ---------------------------------------------------------------------------------------------------
+    # -- modules --
 
     def _enter_block(self, name: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any) -> None:
             if name in self.order:
                 raise TraceError(
-                    f"block '{name}' runs more than once in a forward pass, so the model cannot be cut into consecutive "
+                    f"block '{name}' runs more than once in a forward pass, so the model cannot be cut into "
+                    "consecutive "
                     "blocks. Choose other blocks with the setting `blocks`."
                 )
             if self._block is not None:
@@ -142,7 +143,7 @@ class Recorder(TorchDispatchMode):
         if not self._outer:
             self._stubbed = False
 
-    # -- operations ------------------------------------------------------------------------------------------------
+    # -- operations --
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -182,7 +183,10 @@ class Recorder(TorchDispatchMode):
                 continue
             for token in self._tokens.get(key, _NO_TOKENS):
                 if here >= token.first_bad_border() and here > self.reads.get(token, (-1, ""))[0]:
-                    self.reads[token] = (here, self._block or (self._outer[0] if self._outer else "the model's forward"))
+                    self.reads[token] = (
+                        here,
+                        self._block or (self._outer[0] if self._outer else "the model's forward"),
+                    )
             found |= self._tokens.get(key, _NO_TOKENS)
         return found
 
@@ -207,9 +211,9 @@ class Recorder(TorchDispatchMode):
     def _key(self, tensor: Tensor) -> int:
         storage = tensor.untyped_storage()
         self._storages.append(storage)  # kept, because a freed storage's address is used again
-        return storage._cdata
+        return int(storage._cdata)
 
-    # -- results ---------------------------------------------------------------------------------------------------
+    # -- results --
 
     def modified(self) -> tuple[bool, ...]:
         """Per block: whether a returned tensor was written to in place later on."""

@@ -1,12 +1,13 @@
 """Dropout seeds that depend on (seed, step, micro-batch, module) and never on the layout.
 
-Every block, and every module around the blocks, gets a new seed when it starts and another one when it ends (for code
-between modules). Seeds form a chain: each is a hash of the one before and of the module's name. Every chunk passes the same
-modules in the same order until it leaves, running some and skipping others, so the chain is the same in every layout.
+Every block, and every module around the blocks, gets a new seed when it starts and another one when it ends
+(for code between modules). Seeds form a chain: each is a hash of the one before and of the module's name.
+Every chunk passes the same modules in the same order until it leaves, running some and skipping others, so
+the chain is the same in every layout.
 
-The chain is kept in the generator itself, as its seed. torch.utils.checkpoint saves and restores the generator's state, seed
-included, so a module that is run again inside a checkpoint in backward finds the seed that it had in forward. The upper 16
-bits mark a generator that carries a chain.
+The chain is kept in the generator itself, as its seed. torch.utils.checkpoint saves and restores the
+generator's state, seed included, so a module that is run again inside a checkpoint in backward finds the seed
+that it had in forward. The upper 16 bits mark a generator that carries a chain.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ def generators_of(device: torch.device) -> tuple[torch.Generator, ...]:
     """Returns the generators that modules on `device` draw from: the CPU's and the device's own."""
     if device.type == "cuda":
         index = device.index if device.index is not None else torch.cuda.current_device()
-        torch.cuda.init()
+        torch.cuda.init()  # type: ignore[no-untyped-call]
         return (torch.default_generator, torch.cuda.default_generators[index])
     return (torch.default_generator,)
 

@@ -17,9 +17,9 @@ _CACHE_LIMIT = 1024
 class ShapeOnly:
     """Stands for a module whose parameters live on another rank and whose values are not needed here.
 
-    Runs the module's own forward on fake tensors of the actual argument shapes, on the actual device and under the autocast
-    that is on, and returns zeros like its result. Results are remembered by the shapes of the arguments. The values of
-    the zeros must not matter: `Trace.borders` proves that.
+    Runs the module's own forward on fake tensors of the actual argument shapes, on the actual device and
+    under the autocast that is on, and returns zeros like its result. Results are remembered by the shapes of
+    the arguments. The values of the zeros must not matter: `Trace.borders` proves that.
     """
 
     def __init__(self, name: str, module: nn.Module) -> None:

@@ -1,11 +1,13 @@
 """SplitModel: runs one chunk of an unmodified model by the model's own forward.
 
-The forward of the whole model is called on every chunk, so masks, positions and rotary tables are built by the model's own
-code from the micro-batch. Only three things differ, by instance-level forwards on the blocks and the modules around them:
+The forward of the whole model is called on every chunk, so masks, positions and rotary tables are built by
+the model's own code from the micro-batch. Only three things differ, by instance-level forwards on the blocks
+and the modules around them:
 
     modules before the chunk that have parameters -> zeros of the right shapes
     blocks before the chunk                       -> return what the chunk received
-    the chunk's last block                        -> its output leaves; the forward ends there, by an exception
+    the chunk's last block                        -> its output leaves; the forward ends there, by an
+    exception
 
 Nothing is installed on the model itself, so wrappers around `model.forward` (autocast, for one) keep working.
 """
@@ -27,7 +29,8 @@ from fold3d.trace.shapes import ShapeOnly
 
 
 class ChunkExit(BaseException):
-    """Ends the model's forward after the chunk's last block. No Exception, so that no `except Exception` swallows it."""
+    """Ends the model's forward after the chunk's last block. No Exception, so that no `except Exception`
+    swallows it."""
 
     def __init__(self, owner: SplitModel) -> None:
         super().__init__("the chunk is done")
@@ -93,8 +96,8 @@ class SplitModel:
             chunk: index into `ranges`.
             call: calls `model(**micro_batch)`, perhaps inside a loss function.
             inputs: the tensors that the chunk before handed over, in its order; empty for chunk 0.
-            key: (seed, step, global micro-batch): dropout masks depend on it and on the module, never on the layout. The
-                global generators are left in another state. None: no reseeding (evaluation).
+            key: (seed, step, global micro-batch): dropout masks depend on it and on the module, never on the
+                layout. The global generators are left in another state. None: no reseeding (evaluation).
         Returns: the tensors that leave and None; for the last chunk an empty list and what `call` returned.
         Raises: SplitError if the forward ran otherwise than recorded, and whatever `call` raises.
         """
@@ -114,7 +117,8 @@ class SplitModel:
             if "meta" not in str(error) or isinstance(error, SplitError):
                 raise
             raise SplitError(
-                f"chunk {chunk} (blocks {run.lo} to {run.hi - 1}) read a parameter that belongs to another chunk: {error}. "
+                f"chunk {chunk} (blocks {run.lo} to {run.hi - 1}) read a parameter that belongs to another "
+                f"chunk: {error}. "
                 "The recording did not see that read: pass an `example` with all keys of a training batch."
             ) from error
         finally:
@@ -122,12 +126,14 @@ class SplitModel:
         if run.last:
             if run.position != run.hi:
                 raise SplitError(
-                    f"the model ran {run.position} of its {run.hi} blocks; the call must run the model's whole forward once"
+                    f"the model ran {run.position} of its {run.hi} blocks; the call must run the model's "
+                    "whole forward once"
                 )
             return [], result
         if returned or run.leaving is None:
             raise SplitError(
-                f"the call ended before block '{self._trace.blocks[run.hi - 1]}', the last of chunk {chunk}, was done: "
+                f"the call ended before block '{self._trace.blocks[run.hi - 1]}', the last of chunk {chunk}, "
+                "was done: "
                 "it must run the model's whole forward once"
             )
         return run.leaving, None
@@ -137,7 +143,7 @@ class SplitModel:
         while self._undo:
             self._undo.pop()()
 
-    # -- one run ---------------------------------------------------------------------------------------------------
+    # -- one run --
 
     def _begin(self, chunk: int, inputs: list[Tensor], key: tuple[int, int, int] | None) -> _Run:
         lo, hi = self._ranges[chunk]
@@ -167,25 +173,28 @@ class SplitModel:
         return torch.device("cpu")
 
     def _leave(self, run: _Run, index: int, output: Any) -> Any:
-        """The chunk's last block is done: ends the forward, at once or as soon as no checkpoint is in the way."""
+        """The chunk's last block is done: ends the forward, at once or as soon as no checkpoint is in the
+        way."""
         run.leaving = self._trace.structures[index].flatten(output, self._trace.blocks[index])
         run.checkpoint = group_of_checkpoint()
         if run.checkpoint is run.outer_checkpoint:
             raise ChunkExit(self)
-        # The user's code called torch.utils.checkpoint around this block. An exception through it would leave the
-        # checkpoint half-built, so the exit waits for the next module that starts.
+        # The user's code called torch.utils.checkpoint around this block. An exception through it would leave
+        # the checkpoint half-built, so the exit waits for the next module that starts.
         return output
 
     def _leave_late(self, run: _Run, name: str) -> None:
         if run.checkpoint is not None and group_of_checkpoint() is run.checkpoint:
             raise SplitError(
-                f"one torch.utils.checkpoint call of the model covers both block '{self._trace.blocks[run.hi - 1]}' and "
-                f"'{name}', so the model cannot be cut between them. Checkpoint each block on its own, or switch that "
+                "one torch.utils.checkpoint call of the model covers both block "
+                f"'{self._trace.blocks[run.hi - 1]}' and "
+                f"'{name}', so the model cannot be cut between them. Checkpoint each block on its own, or "
+                "switch that "
                 "off and set recompute=True."
             )
         raise ChunkExit(self)
 
-    # -- instance forwards -----------------------------------------------------------------------------------------
+    # -- instance forwards --
 
     def _block_forward(self, index: int, name: str) -> Callable[[nn.Module, Callable[..., Any]], Callable[..., Any]]:
         enter = seeding.constant_of(f"{name}:enter")
@@ -258,7 +267,8 @@ class SplitModel:
     def _outside(
         self, original: Callable[..., Any], enter: int, leave: int, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Called with no chunk running: by the user, or by backward through a checkpoint of the user's own code."""
+        """Called with no chunk running: by the user, or by backward through a checkpoint of the user's own
+        code."""
         in_backward = torch._C._current_graph_task_id() != -1
         seed = seeding.carried() if in_backward else None
         if seed is None:
@@ -277,28 +287,30 @@ class SplitModel:
         original = module.forward
         forward = make(module, original)
         forward.fold3d_original = original  # type: ignore[attr-defined]
-        module.forward = forward  # type: ignore[method-assign]
+        module.forward = forward
 
         def undo() -> None:
             if own is None:
                 del module.forward
             else:
-                module.forward = own  # type: ignore[method-assign]
+                module.forward = own
 
         self._undo.append(undo)
 
-    # -- refusals --------------------------------------------------------------------------------------------------
+    # -- refusals --
 
     def _out_of_order(self, run: _Run, name: str) -> None:
         expected = self._trace.blocks[run.position] if run.position < len(self._trace.blocks) else "the end"
         raise SplitError(
-            f"block '{name}' ran where {expected} was due. The blocks must run once each and in the recorded order in every "
+            f"block '{name}' ran where {expected} was due. The blocks must run once each and in the recorded "
+            "order in every "
             "forward, and the call must run the model once (no layerdrop, no second pass)."
         )
 
     def _refuse_reentrant(self, name: str) -> None:
         if in_reentrant_checkpoint():
             raise SplitError(
-                f"block '{name}' runs inside a reentrant torch.utils.checkpoint, through which no gradient reaches another "
+                f"block '{name}' runs inside a reentrant torch.utils.checkpoint, through which no gradient "
+                "reaches another "
                 "chunk. Pass use_reentrant=False to checkpoint, or switch it off and set recompute=True."
             )

@@ -1,4 +1,5 @@
-"""TreeStructure: what a block returns, apart from the tensors, so that a receiving rank can put it together again."""
+"""TreeStructure: what a block returns, apart from the tensors, so that a receiving rank can put it together
+again."""
 
 from __future__ import annotations
 
@@ -19,8 +20,8 @@ _CONSTANTS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, to
 class TreeStructure:
     """Nested tuples, lists, dicts or model outputs around tensors and constants.
 
-    Only the tensors travel between ranks. The rest (nesting, `None`, numbers) is recorded once and is the same for
-    every micro-batch; `flatten` checks that.
+    Only the tensors travel between ranks. The rest (nesting, `None`, numbers) is recorded once and is the
+    same for every micro-batch; `flatten` checks that.
     """
 
     spec: TreeSpec
@@ -36,20 +37,24 @@ class TreeStructure:
     def of(cls, value: Any, where: str) -> TreeStructure:
         """Returns the structure of `value`, which `where` (a module name) returned.
 
-        Raises: TraceError if a leaf is neither a tensor nor a plain constant, or if there is no tensor at all.
+        Raises: TraceError if a leaf is neither a tensor nor a plain constant, or if there is no tensor at
+            all.
         """
         leaves, spec = tree_flatten(value)
         constants = tuple((i, leaf) for i, leaf in enumerate(leaves) if not isinstance(leaf, Tensor))
         for _, leaf in constants:
             if not isinstance(leaf, _CONSTANTS):
                 raise TraceError(
-                    f"block '{where}' returns a {type(leaf).__name__}, which cannot travel between ranks: only tensors, "
-                    "numbers, strings and None can. Return tensors from the blocks, or choose other blocks with the "
+                    f"block '{where}' returns a {type(leaf).__name__}, which cannot travel between ranks: "
+                    "only tensors, "
+                    "numbers, strings and None can. Return tensors from the blocks, or choose other blocks "
+                    "with the "
                     "setting `blocks`."
                 )
         if len(constants) == len(leaves):
             raise TraceError(
-                f"block '{where}' returns no tensor, so nothing can be handed to the next rank. Choose other blocks "
+                f"block '{where}' returns no tensor, so nothing can be handed to the next rank. Choose other "
+                "blocks "
                 "with the setting `blocks`."
             )
         return cls(
@@ -71,8 +76,10 @@ class TreeStructure:
         if spec != self.spec or constants != self.constants:
             raise SplitError(
                 f"block '{where}' returned {_describe(spec, constants)}; recorded was "
-                f"{_describe(self.spec, self.constants)}. What a block returns besides tensors must be the same for every "
-                "micro-batch; pass an `example` that is like the training batches (same keys, same kind of values)."
+                f"{_describe(self.spec, self.constants)}. What a block returns besides tensors must be the "
+                "same for every "
+                "micro-batch; pass an `example` that is like the training batches (same keys, same kind of "
+                "values)."
             )
         return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
@@ -89,5 +96,5 @@ class TreeStructure:
 
 def _describe(spec: TreeSpec, constants: tuple[tuple[int, Any], ...]) -> str:
     fixed = dict(constants)
-    leaves = [fixed[i] if i in fixed else "tensor" for i in range(spec.num_leaves)]
+    leaves = [fixed.get(i, "tensor") for i in range(spec.num_leaves)]
     return str(tree_unflatten(leaves, spec))

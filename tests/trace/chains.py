@@ -1,4 +1,5 @@
-"""Runs a split model chunk after chunk in one process, as the ranks of a pipeline would, and gathers loss and gradients."""
+"""Runs a split model chunk after chunk in one process, as the ranks of a pipeline would, and gathers loss and
+gradients."""
 
 from __future__ import annotations
 
@@ -52,7 +53,8 @@ def chained(
     key: tuple[int, int, int] | None = None,
     call: Callable[[nn.Module, dict[str, Tensor]], Any] | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Loss and gradients of one micro-batch that passes all chunks forward, then backward; gradients of all stages summed."""
+    """Loss and gradients of one micro-batch that passes all chunks forward, then backward; gradients of all
+    stages summed."""
     call = call or (lambda model, batch: model(**batch))
     for rank in ranks:
         rank._model.zero_grad()

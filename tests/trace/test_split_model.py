@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-import torch
+
 from tests.trace.chains import assert_equal, chained, cuts, ranks_of, record, whole
 from tests.trace.zoo import FAMILIES, build, plain, tokens
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 VOCABULARY = 64
-_COMMON = dict(
+_COMMON = dict(  # noqa: C408
     hidden_size=32, num_hidden_layers=4, num_attention_heads=4, intermediate_size=48, vocab_size=VOCABULARY,
     max_position_embeddings=64, bos_token_id=0, eos_token_id=0, pad_token_id=0,
 )  # fmt: skip
@@ -74,9 +74,7 @@ def _gpt_neox(dropout: float) -> nn.Module:
 def _bert(dropout: float) -> nn.Module:
     from transformers import BertConfig, BertForMaskedLM
 
-    return BertForMaskedLM(
-        BertConfig(**_COMMON, hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout)
-    )
+    return BertForMaskedLM(BertConfig(**_COMMON, hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout))
 
 
 FAMILIES: dict[str, Callable[[float], nn.Module]] = {
