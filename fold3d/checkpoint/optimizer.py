@@ -1,0 +1,165 @@
+"""OptimizerLayout: the optimizer over the whole model, of which each rank steps a part.
+
+optimizer.pt has the stock Trainer's format, {"state": {index: ...}, "param_groups": [{..., "params": [index]}]}, with
+indices in the order of the whole model's groups. A rank's optimizer numbers only what it holds; names join both.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import Parameter
+from torch.optim import Optimizer
+from torch.serialization import set_default_mmap_options, skip_data
+
+from fold3d.checkpoint.stream import Entry
+from fold3d.errors import CheckpointError, ConfigError
+
+FILE = "optimizer.pt"
+StateKey = tuple[str, str]
+"""(canonical parameter name, name of the state tensor, e.g. "exp_avg")."""
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerLayout:
+    """Names of the parameters in every group of the whole model's optimizer, in the stock order."""
+
+    groups: tuple[tuple[str, ...], ...]
+
+    @classmethod
+    def restrict(
+        cls, optimizer: Optimizer, names: Mapping[int, str], owned: Mapping[str, Parameter]
+    ) -> OptimizerLayout:
+        """Cuts an optimizer over the whole model down to this rank's parameters and returns the whole layout.
+
+        Args:
+            names: id(parameter) -> canonical name, of all parameters the optimizer may have been made with.
+            owned: the parameters with storage on this rank.
+        Raises: ConfigError for a parameter that is not the model's.
+        """
+        groups = []
+        for number, group in enumerate(optimizer.param_groups):
+            unknown = [tuple(p.shape) for p in group["params"] if id(p) not in names]
+            if unknown:
+                raise ConfigError(
+                    f"group {number} of the optimizer holds {len(unknown)} parameter(s) that are not the "
+                    f"model's (the first has shape {unknown[0]}); make the optimizer over model.parameters()"
+                )
+            groups.append(tuple(names[id(p)] for p in group["params"]))
+            old = {names[id(p)]: p for p in group["params"]}
+            group["params"] = [owned[name] for name in groups[-1] if name in owned]
+            for name, parameter in old.items():
+                state = optimizer.state.pop(parameter, None)
+                if state is not None and name in owned:
+                    optimizer.state[owned[name]] = state
+        return cls(tuple(groups))
+
+    def local(self, owned: Mapping[str, Parameter]) -> list[str]:
+        """Returns the names behind the indices 0, 1, ... of this rank's optimizer."""
+        return [name for group in self.groups for name in group if name in owned]
+
+    def state_tensors(
+        self, optimizer: Optimizer, owned: Mapping[str, Parameter], primary: set[str]
+    ) -> tuple[dict[StateKey, Tensor], dict[str, dict[str, Any]]]:
+        """Returns this rank's share of the state: tensors, and per parameter everything that is no tensor."""
+        state = optimizer.state_dict()["state"]
+        tensors: dict[StateKey, Tensor] = {}
+        rest: dict[str, dict[str, Any]] = {}
+        for index, name in enumerate(self.local(owned)):
+            if name not in primary or index not in state:
+                continue
+            rest[name] = {}
+            for key, value in state[index].items():
+                if isinstance(value, Tensor):
+                    tensors[name, key] = value
+                else:
+                    rest[name][key] = value
+        return tensors, rest
+
+    def load(self, path: Path, optimizer: Optimizer, owned: Mapping[str, Parameter]) -> None:
+        """Gives this rank's optimizer its part of the state in `path`, ours or the stock Trainer's.
+
+        Raises: CheckpointError when the file is damaged or has other groups than this run's optimizer.
+        """
+        try:
+            # Mapped, not read: a rank touches only the pages of its own parameters.
+            whole = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+        except (RuntimeError, EOFError, OSError, ValueError) as error:
+            raise CheckpointError(f"{path} cannot be read: {error}") from error
+        saved = whole["param_groups"]
+        sizes, expected = [len(group["params"]) for group in saved], [len(names) for names in self.groups]
+        if sizes != expected:
+            raise CheckpointError(
+                f"{path} belongs to another model or optimizer: its groups hold {sizes} parameters, "
+                f"this run's {expected}"
+            )
+        index_of = {
+            name: index
+            for names, group in zip(self.groups, saved, strict=True)
+            for name, index in zip(names, group["params"], strict=True)
+        }
+        local = self.local(owned)
+        state = {
+            number: _copied(whole["state"][index_of[name]])
+            for number, name in enumerate(local)
+            if index_of[name] in whole["state"]
+        }
+        groups, start = [], 0
+        for names, group in zip(self.groups, saved, strict=True):
+            count = sum(name in owned for name in names)
+            groups.append({**group, "params": list(range(start, start + count))})
+            start += count
+        optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+
+class OptimizerSink:
+    """Writes optimizer.pt from a `Stream`, on rank 0, without holding the state in memory.
+
+    The file is laid out with empty tensors first, then mapped and filled as they arrive.
+    """
+
+    def __init__(self, path: Path, layout: OptimizerLayout, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Args:
+        groups: param_groups of rank 0's optimizer; their settings are those of the whole model's groups.
+        """
+        self._path, self._layout, self._groups = path, layout, groups
+        self._index = {name: i for i, name in enumerate(n for names in layout.groups for n in names)}
+        self._mapped: dict[str, Any] = {}
+
+    def open(self, entries: Mapping[StateKey, Entry], notes: list[dict[str, dict[str, Any]]]) -> None:
+        """Writes the file with the right structure; notes: what is no tensor, by stage and parameter."""
+        plain = {name: values for note in notes for name, values in note.items()}
+        state: dict[int, dict[str, Any]] = {self._index[name]: dict(plain[name]) for name in plain}
+        with FakeTensorMode():
+            for (name, key), entry in entries.items():
+                state[self._index[name]][key] = torch.empty(entry.shape, dtype=entry.dtype)
+        start, groups = 0, []
+        for names, group in zip(self._layout.groups, self._groups, strict=True):
+            groups.append({**group, "params": list(range(start, start + len(names)))})
+            start += len(names)
+        whole = {"state": dict(sorted(state.items())), "param_groups": groups}
+        with skip_data(materialize_fake_tensors=True):
+            torch.save(whole, self._path)
+        with set_default_mmap_options(mmap.MAP_SHARED):
+            self._mapped = torch.load(self._path, mmap=True, weights_only=True)
+
+    def write(self, name: StateKey, tensor: Tensor) -> None:
+        """Stores one tensor of the state of one parameter."""
+        parameter, key = name
+        self._mapped["state"][self._index[parameter]][key].copy_(tensor)
+
+    def close(self) -> None:
+        """Unmaps the file."""
+        self._mapped = {}
+
+
+def _copied(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a state whose tensors no longer live in the mapped file."""
+    return {key: value.clone() if isinstance(value, Tensor) else value for key, value in state.items()}

@@ -1,0 +1,61 @@
+"""A checkpoint is complete under its final name, or not there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from transformers.trainer_utils import get_last_checkpoint, sort_checkpoints
+
+from fold3d.checkpoint import CheckpointFolder, remove_stale
+
+
+def test_commit_moves_everything(tmp_path: Path) -> None:
+    folder = CheckpointFolder(tmp_path / "checkpoint-5")
+    folder.begin()
+    (folder.temporary / "deep").mkdir()
+    (folder.temporary / "deep" / "file").write_text("x")
+    assert not folder.final.exists()
+    folder.commit()
+    assert (folder.final / "deep" / "file").read_text() == "x" and not folder.temporary.exists()
+
+
+def test_temporary_folder_is_invisible_to_the_stock_trainer(tmp_path: Path) -> None:
+    CheckpointFolder(tmp_path / "checkpoint-7").begin()
+    (tmp_path / "checkpoint-5").mkdir()
+    assert get_last_checkpoint(str(tmp_path)) == str(tmp_path / "checkpoint-5")
+    assert sort_checkpoints(str(tmp_path)) == [str(tmp_path / "checkpoint-5")]
+
+
+def test_an_older_checkpoint_of_the_same_name_is_replaced(tmp_path: Path) -> None:
+    folder = CheckpointFolder(tmp_path / "checkpoint-5")
+    for content in ("old", "new"):
+        folder.begin()
+        (folder.temporary / content).touch()
+        folder.commit()
+    assert [path.name for path in folder.final.iterdir()] == ["new"]
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-5"]
+
+
+def test_begin_drops_what_an_interrupted_save_left(tmp_path: Path) -> None:
+    folder = CheckpointFolder(tmp_path / "checkpoint-5")
+    folder.begin()
+    (folder.temporary / "half").touch()
+    folder.begin()
+    assert list(folder.temporary.iterdir()) == []
+
+
+def test_remove_stale(tmp_path: Path) -> None:
+    for name in ("tmp-checkpoint-5", "checkpoint-4", "tmp-mine", "tmp-checkpoint-x", "tmp-old-checkpoint-4"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "tmp-checkpoint-9").touch()  # a file of the user's
+    removed = remove_stale(tmp_path)
+    assert [path.name for path in removed] == ["tmp-checkpoint-5", "tmp-old-checkpoint-4"]
+    left = sorted(path.name for path in tmp_path.iterdir())
+    assert left == ["checkpoint-4", "tmp-checkpoint-9", "tmp-checkpoint-x", "tmp-mine"]
+
+
+def test_a_checkpoint_set_aside_comes_back(tmp_path: Path) -> None:
+    """The run died between moving the old folder away and moving the new one in."""
+    (tmp_path / "tmp-old-checkpoint-5").mkdir()
+    assert remove_stale(tmp_path) == []
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-5"]

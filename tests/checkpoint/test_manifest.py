@@ -1,0 +1,81 @@
+"""Every way a checkpoint can be cut short is found, with and without a manifest."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from fold3d.checkpoint import manifest
+from fold3d.errors import CheckpointError
+
+FILES = ("model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A small checkpoint without manifest, as the stock Trainer writes it."""
+    folder = tmp_path / "checkpoint-3"
+    folder.mkdir()
+    save_file({"w": torch.zeros(40)}, folder / "model.safetensors")
+    for name in ("optimizer.pt", "scheduler.pt", "rng_state.pth"):
+        torch.save({"x": torch.zeros(500)}, folder / name)
+    (folder / "trainer_state.json").write_text(json.dumps({"global_step": 3}))
+    return folder
+
+
+@pytest.mark.parametrize("written_by", ["fold3d", "stock"])
+def test_whole_checkpoint(folder: Path, written_by: str) -> None:
+    if written_by == "fold3d":
+        manifest.write(folder, step_index=4)
+    manifest.check(folder)
+    assert manifest.step_index(folder) == (4 if written_by == "fold3d" else 3)
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("written_by", ["fold3d", "stock"])
+def test_cut_file(folder: Path, written_by: str, name: str) -> None:
+    if written_by == "fold3d":
+        manifest.write(folder, step_index=4)
+    path = folder / name
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    with pytest.raises(CheckpointError, match=rf"cut short.*{name}|{name} is cut short"):
+        manifest.check(folder)
+
+
+def test_missing_file(folder: Path) -> None:
+    manifest.write(folder, step_index=4)
+    (folder / "optimizer.pt").unlink()
+    with pytest.raises(CheckpointError, match=r"optimizer\.pt is missing"):
+        manifest.check(folder)
+
+
+def test_missing_shard(folder: Path) -> None:
+    index = {"metadata": {}, "weight_map": {"w": "model-00001-of-00002.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match=r"model-00001-of-00002\.safetensors is missing"):
+        manifest.check(folder)
+
+
+def test_no_weights(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"holds no model\*\.safetensors"):
+        manifest.check(folder)
+
+
+def test_no_folder(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"no checkpoint at .*checkpoint-9: the folder does not exist"):
+        manifest.check(tmp_path / "checkpoint-9")
+    with pytest.raises(CheckpointError, match="not a Trainer checkpoint"):
+        manifest.step_index(tmp_path)
+
+
+def test_manifest_itself_cut(folder: Path) -> None:
+    manifest.write(folder, step_index=4)
+    path = folder / manifest.NAME
+    path.write_text(path.read_text()[:30])
+    with pytest.raises(CheckpointError, match=r"fold3d\.json is cut short"):
+        manifest.check(folder)

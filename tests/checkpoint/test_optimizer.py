@@ -1,0 +1,142 @@
+"""optimizer.pt: the stock format, written from parts and read in parts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fold3d.checkpoint import OptimizerLayout, OptimizerSink
+from fold3d.checkpoint.stream import Entry
+from fold3d.errors import CheckpointError, ConfigError
+
+NAMES = ["0.weight", "0.bias", "1.weight", "1.bias"]
+
+
+def model(seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+
+
+def optimizer_over(module: nn.Module, kind: str = "adamw") -> torch.optim.Optimizer:
+    """Returns an optimizer with weights decayed and biases not, after one step."""
+    parameters = dict(module.named_parameters())
+    groups: list[dict[str, Any]] = [
+        {"params": [p for n, p in parameters.items() if "weight" in n], "weight_decay": 0.1},
+        {"params": [p for n, p in parameters.items() if "bias" in n], "weight_decay": 0.0},
+    ]
+    made: dict[str, torch.optim.Optimizer] = {
+        "adamw": torch.optim.AdamW(groups, lr=1e-2),
+        "sgd": torch.optim.SGD(groups, lr=1e-2, momentum=0.9),
+        "adagrad": torch.optim.Adagrad(groups, lr=1e-2),
+    }
+    return made[kind]
+
+
+def step(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    torch.manual_seed(5)
+    optimizer.zero_grad()
+    module(torch.randn(6, 4)).square().sum().backward()
+    optimizer.step()
+
+
+def equal(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor):
+        return isinstance(b, Tensor) and a.dtype == b.dtype and torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(equal(a[key], b[key]) for key in a)
+    if isinstance(a, list):
+        return len(a) == len(b) and all(equal(x, y) for x, y in zip(a, b, strict=True))
+    return bool(a == b)
+
+
+def shares(kind: str) -> tuple[nn.Module, torch.optim.Optimizer, list[tuple[OptimizerLayout, Any, Any]]]:
+    """Returns a whole optimizer and the same one cut into two ranks, one layer each, all after one step."""
+    whole_model = model()
+    whole = optimizer_over(whole_model, kind)
+    step(whole_model, whole)
+    parts = []
+    for layer in ("0", "1"):
+        part_model = model()
+        part = optimizer_over(part_model, kind)
+        step(part_model, part)  # over the whole model; then this rank keeps only its share
+        parameters = dict(part_model.named_parameters())
+        owned = {name: p for name, p in parameters.items() if name.startswith(layer)}
+        layout = OptimizerLayout.restrict(part, {id(p): name for name, p in parameters.items()}, owned)
+        parts.append((layout, part, owned))
+    return whole_model, whole, parts
+
+
+def write(path: Path, parts: list[tuple[OptimizerLayout, Any, Any]]) -> None:
+    layout, first, _ = parts[0]
+    sink = OptimizerSink(path, layout, first.state_dict()["param_groups"])
+    gathered = [layout.state_tensors(optimizer, owned, set(owned)) for layout, optimizer, owned in parts]
+    tensors = {key: tensor for share, _ in gathered for key, tensor in share.items()}
+    sink.open({key: Entry.of(t) for key, t in tensors.items()}, [rest for _, rest in gathered])
+    for key in reversed(tensors):
+        sink.write(key, tensors[key])
+    sink.close()
+
+
+@pytest.mark.parametrize("kind", ["adamw", "sgd", "adagrad"])
+def test_parts_write_what_the_whole_optimizer_would(tmp_path: Path, kind: str) -> None:
+    _, whole, parts = shares(kind)
+    write(tmp_path / "optimizer.pt", parts)
+    assert equal(torch.load(tmp_path / "optimizer.pt", weights_only=True), whole.state_dict())
+
+
+def test_layout_has_the_order_of_the_groups() -> None:
+    layout = shares("adamw")[2][1][0]
+    assert layout.groups == (("0.weight", "1.weight"), ("0.bias", "1.bias"))
+    assert layout.local({"1.weight": None, "1.bias": None}) == ["1.weight", "1.bias"]  # type: ignore[dict-item]
+
+
+def test_each_part_reads_its_share(tmp_path: Path) -> None:
+    whole_model, whole, parts = shares("adamw")
+    torch.save(whole.state_dict(), tmp_path / "optimizer.pt")
+    reference = dict(whole_model.named_parameters())
+    for layout, optimizer, owned in parts:
+        optimizer.state.clear()
+        optimizer.param_groups[0]["lr"] = 9.0
+        layout.load(tmp_path / "optimizer.pt", optimizer, owned)
+        assert optimizer.param_groups[0]["lr"] == 1e-2
+        assert len(optimizer.state) == 2
+        for name, parameter in owned.items():
+            assert equal(optimizer.state[parameter], whole.state[reference[name]])
+
+
+def test_read_state_outlives_the_file(tmp_path: Path) -> None:
+    _, whole, parts = shares("adamw")
+    path = tmp_path / "optimizer.pt"
+    torch.save(whole.state_dict(), path)
+    layout, optimizer, owned = parts[0]
+    layout.load(path, optimizer, owned)
+    before = {name: optimizer.state[p]["exp_avg"].clone() for name, p in owned.items()}
+    path.write_bytes(b"\0" * path.stat().st_size)  # same inode: a mapped tensor would change
+    assert all(torch.equal(optimizer.state[p]["exp_avg"], before[name]) for name, p in owned.items())
+
+
+def test_state_of_other_optimizer_is_refused(tmp_path: Path) -> None:
+    _, _, parts = shares("adamw")
+    other = torch.optim.AdamW(model().parameters())
+    torch.save(other.state_dict(), tmp_path / "optimizer.pt")
+    with pytest.raises(CheckpointError, match=r"groups hold \[4\] parameters, this run's \[2, 2\]"):
+        parts[0][0].load(tmp_path / "optimizer.pt", *parts[0][1:])
+
+
+def test_damaged_file_is_refused(tmp_path: Path) -> None:
+    _, whole, parts = shares("adamw")
+    path = tmp_path / "optimizer.pt"
+    torch.save(whole.state_dict(), path)
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(CheckpointError, match=r"optimizer\.pt cannot be read"):
+        parts[0][0].load(path, *parts[0][1:])
+
+
+def test_foreign_parameters_are_refused() -> None:
+    foreign = torch.optim.SGD([nn.Parameter(torch.zeros(3, 2))], lr=1.0)
+    with pytest.raises(ConfigError, match=r"1 parameter\(s\) that are not the model's.*\(3, 2\)"):
+        OptimizerLayout.restrict(foreign, {}, {})

@@ -1,0 +1,81 @@
+"""Weights written from stages, in one file or in shards, and read back by name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from fold3d.checkpoint import HostSink, Stream, WeightsSink, load_weights
+from fold3d.errors import CheckpointError
+from fold3d.topology import Topology
+
+TENSORS = {"a": torch.randn(10, 10), "b": torch.randn(100, 10), "c": torch.randn(3).bfloat16()}
+ALONE: Stream[str] = Stream(Topology(dp=1, pp=1, rank=0), None)
+
+
+def zeros() -> dict[str, Tensor]:
+    return {name: torch.zeros_like(tensor) for name, tensor in TENSORS.items()}
+
+
+@pytest.mark.parametrize("max_shard_size", ["50GB", 3000])
+def test_round_trip(tmp_path: Path, max_shard_size: int | str) -> None:
+    ALONE.send(TENSORS, None, WeightsSink(tmp_path, max_shard_size=max_shard_size))
+    targets = zeros()
+    load_weights(tmp_path, targets, [])
+    assert all(torch.equal(targets[name], TENSORS[name]) for name in TENSORS)
+    assert (tmp_path / "model.safetensors").exists() == (max_shard_size == "50GB")
+
+
+def test_shards_are_the_stock_format(tmp_path: Path) -> None:
+    ALONE.send(TENSORS, None, WeightsSink(tmp_path, max_shard_size=3000))
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    assert index["metadata"] == {"total_parameters": 1103, "total_size": 4406}
+    assert set(index["weight_map"]) == set(TENSORS)
+    read = {}
+    for file in set(index["weight_map"].values()):
+        read.update(load_file(tmp_path / file))
+    assert all(torch.equal(read[name], TENSORS[name]) for name in TENSORS)
+
+
+def test_a_smaller_save_removes_old_shards(tmp_path: Path) -> None:
+    ALONE.send(TENSORS, None, WeightsSink(tmp_path, max_shard_size=3000))
+    ALONE.send(TENSORS, None, WeightsSink(tmp_path))
+    assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
+    ALONE.send(TENSORS, None, WeightsSink(tmp_path, max_shard_size=3000))
+    assert not (tmp_path / "model.safetensors").exists()
+
+
+def test_tied_name_and_other_dtype(tmp_path: Path) -> None:
+    save_file({"embedding": TENSORS["a"]}, tmp_path / "model.safetensors")
+    target = torch.zeros(10, 10, dtype=torch.float64)
+    load_weights(tmp_path, {"head": target}, [["embedding", "head"]])
+    assert torch.equal(target, TENSORS["a"].double())
+
+
+def test_missing_tensor(tmp_path: Path) -> None:
+    save_file({"a": TENSORS["a"]}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"belongs to another model: it does not hold b, c$"):
+        load_weights(tmp_path, zeros(), [])
+
+
+def test_other_shape(tmp_path: Path) -> None:
+    save_file(TENSORS | {"b": torch.zeros(1)}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"b has shape \(1,\) there and \(100, 10\) here"):
+        load_weights(tmp_path, zeros(), [])
+
+
+def test_no_weights(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"neither model\.safetensors nor"):
+        load_weights(tmp_path, zeros(), [])
+
+
+def test_host_sink_copies() -> None:
+    sink, source = HostSink(), {"a": torch.ones(2)}
+    ALONE.send(source, None, sink)
+    source["a"].zero_()
+    assert sink.tensors["a"].tolist() == [1.0, 1.0]
