@@ -1,0 +1,6 @@
+"""The drop-in for transformers' Trainer and TrainingArguments."""
+
+from fold3d.trainer.arguments import TrainingArguments
+from fold3d.trainer.trainer import Trainer
+
+__all__ = ["Trainer", "TrainingArguments"]

@@ -1,0 +1,105 @@
+"""ReplicaAccelerator: accelerate's Accelerator with replicas in the place of processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.utils.operations import recursively_apply
+from torch import Tensor
+
+from fold3d.errors import ConfigError
+from fold3d.topology import Topology
+
+
+class ReplicaAccelerator(Accelerator):  # type: ignore[misc]
+    """What the Trainer asks to shard data and gather results: `num_processes` is dp, `process_index` the replica.
+
+    All stages of a replica get the same batches, and gathering goes over one rank of each replica. Which process
+    writes and logs is still decided by the rank in the job.
+    """
+
+    topology: Topology
+    data_group: dist.ProcessGroup | None
+
+    @classmethod
+    def adopt(cls, accelerator: Accelerator, topology: Topology) -> ReplicaAccelerator:
+        """Turns `accelerator`, made by the stock Trainer, into one that counts replicas.
+
+        Raises: ConfigError for data loading that deals batches out by process.
+        """
+        accelerator.__class__ = cls
+        assert isinstance(accelerator, cls)
+        accelerator.topology = topology
+        accelerator.data_group = None
+        config = accelerator.dataloader_config
+        if topology.world > 1:
+            if config.dispatch_batches:
+                raise ConfigError(
+                    "accelerator_config.dispatch_batches=True deals batches out by process, but the stages of a "
+                    "replica need the same batch; leave it away"
+                )
+            config.dispatch_batches = False
+        return accelerator
+
+    @property
+    def num_processes(self) -> int:
+        """Number of replicas."""
+        return self.topology.dp
+
+    @property
+    def process_index(self) -> int:
+        """This rank's replica."""
+        return self.topology.dp_rank
+
+    def prepare_model(self, model: Any, device_placement: bool | None = None, evaluation_mode: bool = False) -> Any:
+        """Returns `model` itself, with autocast around its forward if asked for; neither moved nor wrapped."""
+        return super().prepare_model(model, device_placement=False, evaluation_mode=True)
+
+    def gather(self, tensor: Any) -> Any:
+        """Returns the tensors of all replicas, concatenated along dimension 0; every rank calls."""
+        if self.topology.dp == 1:
+            return tensor
+        return recursively_apply(self._gather_one, tensor, error_on_other_type=True)
+
+    def _gather_one(self, tensor: Tensor) -> Tensor:
+        piece = tensor[None] if tensor.ndim == 0 else tensor.contiguous()
+        pieces = [torch.empty_like(piece) for _ in range(self.topology.dp)]
+        dist.all_gather(pieces, piece, group=self.data_group)
+        return torch.cat(pieces)
+
+    def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
+        """Returns `tensor` padded along `dim` to the longest of all replicas; every rank calls."""
+        if self.topology.dp == 1:
+            return tensor
+        return super().pad_across_processes(tensor, dim, pad_index, pad_first)
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """Returns `gather(input_data)` without the samples that only filled up the last batch; every rank calls."""
+        try:
+            recursively_apply(_same, input_data, error_on_other_type=True)
+        except TypeError:
+            use_gather_object = True
+        if not use_gather_object:
+            return self._without_filling(self.gather(input_data), tensors=True)
+        gathered = input_data
+        if self.topology.dp > 1:
+            shares: list[Any] = [None] * self.topology.dp
+            dist.all_gather_object(shares, input_data, group=self.data_group)
+            gathered = [item for share in shares for item in share]
+        return self._without_filling(gathered, tensors=False)
+
+    def _without_filling(self, data: Any, tensors: bool) -> Any:
+        state = self.gradient_state
+        if not state.end_of_dataloader or state.remainder <= 0:
+            return data
+        count: int = state.remainder
+        cut: Callable[[Any], Any] = lambda piece: piece[:count]  # noqa: E731
+        return recursively_apply(cut, data) if tensors else cut(data)
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor

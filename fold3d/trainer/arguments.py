@@ -1,0 +1,139 @@
+"""TrainingArguments: the stock arguments and how the model is spread over processes."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+
+import torch.distributed as dist
+import transformers
+
+from fold3d.config import ParallelConfig
+from fold3d.errors import ConfigError
+from fold3d.plan.plan import Programs
+from fold3d.trainer.refused import refuse_unsupported
+
+# How launchers tell a process the size of its job; the same names, in the same order, that accelerate looks at.
+_WORLD_SIZE_VARIABLES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
+
+
+@dataclass(repr=False)
+class TrainingArguments(transformers.TrainingArguments):
+    """`transformers.TrainingArguments` with data- and pipeline-parallel layout.
+
+    A micro-batch is `per_device_train_batch_size` samples, an optimizer step has `gradient_accumulation_steps`
+    micro-batches per replica: batch arithmetic is the stock Trainer's with dp in the place of the world size.
+
+    Raises: ConfigError, before any process group is built, for values that cannot work, arguments that would have no
+        effect, and stock arguments that fold3d does not carry out.
+    """
+
+    dp: int | None = field(
+        default=None,
+        metadata={"help": "Data-parallel replicas of the model. Default: number of processes / (tp * pp)."},
+    )
+    tp: int = field(default=1, metadata={"help": "Tensor-parallel processes; only 1 is available in this version."})
+    pp: int = field(
+        default=1,
+        metadata={"help": "Pipeline stages: the model's layers are spread over so many processes."},
+    )
+    segments: int = field(
+        default=1,
+        metadata={
+            "help": "Folds of the model: every segment is cut into pp chunks, so a process holds one chunk of each "
+            "segment. More segments shorten the pipeline's idle time and let gradients travel earlier."
+        },
+    )
+    schedule: str | None = field(
+        default=None,
+        metadata={
+            "help": "Order of the micro-batches: a name that `fold3d schedules` lists, or the path of a CSV file. "
+            "Default: aiao if segments > 1, else 1f1b."
+        },
+    )
+    group_size: int | None = field(
+        default=None,
+        metadata={
+            "help": "Micro-batches that pass a segment before the next segment starts; only for schedules that "
+            "use it (fold)."
+        },
+    )
+    blocks: str = field(
+        default="auto",
+        metadata={
+            "help": "Name of the module list whose children are the model's blocks, e.g. transformer.h; 'auto' "
+            "finds it."
+        },
+    )
+    comm_timeout: float | None = field(
+        default=None,
+        metadata={"help": "Seconds a process waits for another before the job fails on every process. Default: 300."},
+    )
+    timeline: int | None = field(
+        default=None,
+        metadata={
+            "help": "Optimizer step (the first is 1) whose timeline is written to output_dir/timeline, as a picture "
+            "and as a trace that Perfetto and chrome://tracing open. Default: none."
+        },
+    )
+    weights: str | None = field(
+        default=None,
+        metadata={
+            "help": "Folder with safetensors for a model built on the meta device. Default: weights drawn from seed "
+            "and parameter name."
+        },
+    )
+
+    def __post_init__(self) -> None:
+        refuse_unsupported(self)
+        config = self.parallel
+        world_size = _announced_world_size()
+        dp = config.resolve_dp(world_size)
+        Programs(config, dp).compute(config.micro_batches)  # raises when the schedule cannot be made
+        if self.blocks != "auto" and config.num_chunks == 1:
+            raise ConfigError(
+                f"blocks={self.blocks!r} has no effect with pp=1 and segments=1: the model is not cut; leave it away"
+            )
+        if self.timeline is not None and self.timeline < 1:
+            raise ConfigError(f"timeline={self.timeline}: must be an optimizer step, the first of which is 1")
+        if self.timeline is not None and 0 < self.max_steps < self.timeline:
+            raise ConfigError(f"timeline={self.timeline} has no effect: training ends after max_steps={self.max_steps}")
+        super().__post_init__()  # type: ignore[no-untyped-call]
+        if self.world_size != world_size:
+            config.resolve_dp(self.world_size)
+        if self.n_gpu > 1:
+            raise ConfigError(
+                f"one process sees {self.n_gpu} GPUs, which torch.nn.DataParallel would share; start one process "
+                "per GPU with torchrun, or set CUDA_VISIBLE_DEVICES to one of them"
+            )
+
+    @property
+    def parallel(self) -> ParallelConfig:
+        """The layout, for the Engine."""
+        return ParallelConfig(
+            dp=self.dp,
+            tp=self.tp,
+            pp=self.pp,
+            segments=self.segments,
+            micro_batches=self.gradient_accumulation_steps,
+            schedule=self.schedule,
+            group_size=self.group_size,
+            blocks=self.blocks,
+            seed=self.seed,
+            comm_timeout=self.comm_timeout,
+        )
+
+    @property
+    def place_model_on_device(self) -> bool:
+        """False: the Engine places the share of the model that this process holds."""
+        return False
+
+
+def _announced_world_size() -> int:
+    """Returns the number of processes in the job, before any process group exists."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_world_size()
+    for name in _WORLD_SIZE_VARIABLES:
+        if int(os.environ.get(name) or 0) > 0:
+            return int(os.environ[name])
+    return 1

@@ -1,0 +1,62 @@
+"""Stock arguments that fold3d does not carry out; each with the reason and what to use instead."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import transformers
+
+from fold3d.errors import ConfigError
+
+_NO_DDP = "fold3d does not use DistributedDataParallel, so it has no effect; leave it away"
+_WHOLE_CAST = "it casts the model as a whole; use bf16=True, which evaluates under autocast as well"
+_COMPILED = "fold3d runs the model's own modules chunk by chunk and cannot look into a compiled model"
+
+_REFUSED: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "fp16": (bool, "loss scaling over pipeline stages is not available; use bf16=True, which needs no scaling"),
+    "fp16_full_eval": (bool, _WHOLE_CAST),
+    "bf16_full_eval": (bool, _WHOLE_CAST),
+    "deepspeed": (bool, "fold3d places the model itself; leave it away and set dp, pp and segments"),
+    "fsdp": (bool, "fold3d places the model itself; leave it away and set dp, pp and segments"),
+    "parallelism_config": (lambda value: value is not None, "set dp, pp and segments instead"),
+    "torch_compile": (bool, _COMPILED),
+    "torch_compile_backend": (lambda value: value is not None, _COMPILED),
+    "torch_compile_mode": (lambda value: value is not None, _COMPILED),
+    "use_liger_kernel": (bool, "it replaces the forwards that fold3d runs chunk by chunk"),
+    "auto_find_batch_size": (
+        bool,
+        "processes would choose different sizes; set per_device_train_batch_size and, for more memory, raise "
+        "gradient_accumulation_steps or pp",
+    ),
+    "enable_jit_checkpoint": (
+        bool,
+        "processes get the signal at different steps, and a checkpoint is written by all of them; set save_steps",
+    ),
+    "save_on_each_node": (bool, "rank 0 writes the checkpoint of the whole model; use a folder all nodes see"),
+    "ddp_find_unused_parameters": (lambda value: value is not None, _NO_DDP),
+    "ddp_bucket_cap_mb": (lambda value: value is not None, _NO_DDP),
+    "ddp_broadcast_buffers": (lambda value: value is not None, _NO_DDP),
+    "ddp_static_graph": (lambda value: value is not None, _NO_DDP),
+    "optim": (
+        lambda value: any(word in str(getattr(value, "value", value)) for word in ("lomo", "layerwise")),
+        "it updates weights inside the backward pass, before gradients are summed and clipped; use an optimizer "
+        "that steps afterwards, e.g. adamw_torch",
+    ),
+}
+
+
+def refuse_unsupported(args: transformers.TrainingArguments) -> None:
+    """Raises ConfigError for the first stock argument (or accelerate setting) that fold3d does not carry out."""
+    for name, (is_set, reason) in _REFUSED.items():
+        value = getattr(args, name)
+        if is_set(value):
+            raise ConfigError(f"{name}={getattr(value, 'value', value)!r} is not available: {reason}")
+    for variable in ("ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP"):
+        if os.environ.get(variable, "false").lower() in ("1", "true", "yes"):
+            raise ConfigError(f"{variable} is set: fold3d places the model itself; start the script with torchrun")
+    if os.environ.get("ACCELERATE_MIXED_PRECISION", "no") in ("fp16", "fp8"):
+        raise ConfigError(
+            f"ACCELERATE_MIXED_PRECISION={os.environ['ACCELERATE_MIXED_PRECISION']} is not available; use bf16=True"
+        )

@@ -1,0 +1,243 @@
+"""CheckpointingTrainer: how the Trainer saves and resumes when every rank holds a share of the model."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import transformers
+from torch import Tensor
+from torch.nn import Module
+from torch.optim import Optimizer
+from transformers.trainer_callback import ExportableState
+from transformers.trainer_utils import rotate_checkpoints
+from transformers.utils import logging as hf_logging
+
+from fold3d.checkpoint import (
+    CheckpointFolder,
+    HostSink,
+    OptimizerLayout,
+    OptimizerSink,
+    Stream,
+    WeightsSink,
+    load_weights,
+    manifest,
+    remove_stale,
+    together,
+)
+from fold3d.checkpoint import optimizer as optimizer_file
+from fold3d.errors import ConfigError
+from fold3d.runtime.engine import Engine
+from fold3d.trainer.arguments import TrainingArguments
+from fold3d.trainer.names import converts_weights, persistent_buffers, saved_names, tied_groups
+
+logger = logging.getLogger(__name__)
+
+SCHEDULER = "scheduler.pt"
+TRAINER_STATE = "trainer_state.json"
+
+
+class CheckpointingTrainer(transformers.Trainer):
+    """The saving and loading half of `fold3d.Trainer`.
+
+    Rank 0 writes; the other stages of replica 0 send it what they hold, one tensor at a time. Every rank must call
+    `save_model`, as with other trainers that shard the model.
+    """
+
+    args: TrainingArguments
+    model: Module
+    optimizer: Any
+    lr_scheduler: Any
+    state: Any
+    engine: Engine
+    layout: OptimizerLayout | None
+
+    # Saving
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Saves weights, configuration and processing class so that `from_pretrained` loads them; all ranks call."""
+        output_dir = output_dir or str(self.args.output_dir)
+        with together(f"saving the model to {output_dir}", self._world):
+            self._save(output_dir)
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None) -> None:
+        folder = Path(output_dir or str(self.args.output_dir))
+        if state_dict is not None:
+            super()._save(str(folder), state_dict=state_dict)
+            return
+        held = {**{name: self.engine.owned[name] for name in self.engine.primary}, **self.engine.buffers}
+        own = {saved: held[name] for name, saved in saved_names(self.model).items() if name in held}
+        if converts_weights(self.model):
+            # The stock code merges and splits tensors for the file's format; it needs all of them.
+            host = HostSink()
+            self._stream.send(own, None, host)
+            super()._save(str(folder), state_dict=host.tensors)
+        else:
+            self._stream.send(own, None, WeightsSink(folder, prepare=lambda: self._save_all_but_weights(folder)))
+
+    def _save_all_but_weights(self, folder: Path) -> None:
+        with _no_progress_bar():  # of the stock code, which is given no weights to write
+            super()._save(str(folder), state_dict={})
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        run_dir = Path(self._get_output_dir(trial))
+        folder = CheckpointFolder(run_dir / f"checkpoint-{self.state.global_step}")
+        self.store_flos()
+        with together(f"saving {folder.final}", self._world):
+            if self.args.should_save:
+                folder.begin()
+        try:
+            self._fill_checkpoint(folder)
+        except Exception:
+            if self.args.should_save:
+                folder.discard()
+            raise
+        if self.args.push_to_hub:
+            self._push_from_checkpoint(str(folder.final))
+        if self.args.should_save:
+            rotate_checkpoints(
+                output_dir=str(run_dir),
+                save_total_limit=self.args.save_total_limit,
+                best_model_checkpoint=self.state.best_model_checkpoint,
+                use_mtime=True,
+            )
+
+    def _fill_checkpoint(self, folder: CheckpointFolder) -> None:
+        temporary = str(folder.temporary)
+        self.save_model(temporary, _internal_call=True)
+        if self.state.best_global_step:
+            best = folder.final.with_name(f"checkpoint-{self.state.best_global_step}")
+            if best == folder.final or best.exists():
+                self.state.best_model_checkpoint = str(best)
+        with together(f"saving {folder.final}", self._world):
+            if not self.args.save_only_model:
+                self._save_optimizer_and_scheduler(temporary)
+                self._save_rng_state(temporary)
+            if self.args.should_save:
+                self._save_trainer_state(folder.temporary)
+                manifest.write(folder.temporary, step_index=self.engine.step_index)
+                folder.commit()
+
+    def _save_trainer_state(self, folder: Path) -> None:
+        callbacks = [*self.callback_handler.callbacks, self.control]
+        for callback in (c for c in callbacks if isinstance(c, ExportableState)):
+            stored, name = self.state.stateful_callbacks, type(callback).__name__
+            if isinstance(stored[name], list):
+                stored[name].append(callback.state())
+            else:
+                stored[name] = callback.state()
+        self.state.save_to_json(str(folder / TRAINER_STATE))
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        assert self.layout is not None
+        optimizer = self._plain_optimizer()
+        tensors, rest = self.layout.state_tensors(optimizer, self.engine.owned, self.engine.primary)
+        path = Path(output_dir) / optimizer_file.FILE
+        groups = optimizer.state_dict()["param_groups"]
+        self._stream.send(tensors, rest, OptimizerSink(path, self.layout, groups))
+        if self.args.should_save:
+            torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER)
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        # Rank 0 writes all files: other hosts may not see its folder.
+        with tempfile.TemporaryDirectory() as private:
+            super()._save_rng_state(private)
+            files = {path.name: path.read_bytes() for path in Path(private).iterdir()}
+        shares: list[Any] = [files]
+        if self._world is not None:
+            shares = [None] * self.args.world_size
+            dist.gather_object(files, shares if self.args.process_index == 0 else None, dst=0)
+        if self.args.process_index == 0:
+            for name, content in ((n, c) for share in shares for n, c in share.items()):
+                (Path(output_dir) / name).write_bytes(content)
+
+    # Loading
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        folder = Path(resume_from_checkpoint)
+        self._load_weights(folder)
+        self.engine.step_index = manifest.step_index(folder)
+
+    def _load_best_model(self) -> None:
+        logger.info("loading the best model, %s", self.state.best_model_checkpoint)
+        self._load_weights(Path(self.state.best_model_checkpoint))
+
+    def _load_weights(self, folder: Path) -> None:
+        with together(f"loading {folder}", self._world):
+            manifest.check(folder)
+            targets = {name: p.data for name, p in self.engine.owned.items()} | persistent_buffers(self.model)
+            load_weights(folder, targets, tied_groups(self.model))
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None:
+            return
+        with together(f"loading the optimizer of {checkpoint}", self._world):
+            state, schedule = Path(checkpoint) / optimizer_file.FILE, Path(checkpoint) / SCHEDULER
+            if not state.is_file() or not schedule.is_file():
+                logger.warning("%s has no optimizer state: the optimizer starts anew", checkpoint)
+                return
+            assert self.layout is not None
+            self.layout.load(state, self._plain_optimizer(), self.engine.owned)
+            self.lr_scheduler.load_state_dict(torch.load(schedule, map_location="cpu", weights_only=True))
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        if checkpoint is None:
+            return
+        wanted = "rng_state.pth"
+        if self.args.world_size > 1:
+            wanted = f"rng_state_{self.args.process_index}.pth"
+        saved = sorted(path.name for path in Path(checkpoint).glob("rng_state*.pth"))
+        same_world = len(saved) == self.args.world_size and wanted in saved
+        if same_world or not saved:
+            super()._load_rng_state(checkpoint)
+            return
+        # Written by another number of processes. All of them draw the same numbers, rank 0's will do for everyone.
+        with tempfile.TemporaryDirectory() as private:
+            shutil.copy(Path(checkpoint) / saved[0], Path(private) / wanted)
+            super()._load_rng_state(private)
+
+    # Parts
+
+    def _clean_output_dir(self) -> None:
+        """Removes what interrupted saves left in output_dir."""
+        with together(f"cleaning {self.args.output_dir}", self._world):
+            if self.args.should_save:
+                remove_stale(str(self.args.output_dir))
+
+    @property
+    def _world(self) -> dist.ProcessGroup | None:
+        return dist.group.WORLD if self.args.world_size > 1 else None
+
+    @property
+    def _stream(self) -> Stream[Any]:
+        return Stream(self.engine.topology, self.engine.groups.pipeline)
+
+    def _plain_optimizer(self) -> Optimizer:
+        """Returns the optimizer without accelerate's wrapper."""
+        optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
+        if not isinstance(optimizer, Optimizer):
+            raise ConfigError(
+                f"{type(optimizer).__name__} is no torch.optim.Optimizer: its state cannot be saved; set "
+                "save_only_model=True"
+            )
+        return optimizer
+
+
+@contextmanager
+def _no_progress_bar() -> Iterator[None]:
+    enabled = hf_logging.is_progress_bar_enabled()
+    hf_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        if enabled:
+            hf_logging.enable_progress_bar()  # type: ignore[no-untyped-call]

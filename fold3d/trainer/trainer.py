@@ -1,0 +1,302 @@
+"""Trainer: transformers.Trainer whose steps run on the Engine."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from accelerate.utils.memory import clear_device_cache
+from torch import Tensor
+from torch.nn import Module
+from transformers.trainer_pt_utils import BatchRebalanceSampler
+from transformers.trainer_utils import seed_worker
+from transformers.utils.import_utils import is_peft_available
+
+from fold3d.checkpoint import OptimizerLayout
+from fold3d.errors import ConfigError
+from fold3d.runtime.account import gather_records
+from fold3d.runtime.engine import Engine
+from fold3d.runtime.timeline import write_trace
+from fold3d.runtime.timeline_picture import write_picture
+from fold3d.topology import Topology
+from fold3d.trainer.accelerator import ReplicaAccelerator
+from fold3d.trainer.arguments import TrainingArguments
+from fold3d.trainer.saving import CheckpointingTrainer
+from fold3d.trainer.throughput import Throughput
+
+
+class Trainer(CheckpointingTrainer):
+    """`transformers.Trainer` for models spread over data-parallel replicas and pipeline stages.
+
+    Takes the same arguments; `args` are `fold3d.TrainingArguments`. The model may have its weights or be built on the
+    meta device. Every process constructs the Trainer and makes the same calls.
+
+    What differs from the stock Trainer: `compute_loss` runs once per chunk of the model, and only on the last one does
+    the model call inside return; `on_substep_end` fires before the step's computation; a process holds the parameters
+    of its own layers, the others stay on the meta device.
+
+    Raises: ConfigError for what cannot work, TraceError for a model that cannot be cut.
+    """
+
+    def __init__(
+        self,
+        model: Module | None = None,
+        args: TrainingArguments | None = None,
+        *others: Any,
+        **named: Any,
+    ) -> None:
+        stock = inspect.signature(transformers.Trainer.__init__)
+        given = stock.bind(self, model, args, *others, **named).arguments
+        _check_model(model, given.get("model_init"))
+        assert model is not None
+        if args is None:
+            args = TrainingArguments(output_dir="tmp_trainer")
+        if not isinstance(args, TrainingArguments):
+            raise ConfigError(
+                f"args is a {type(args).__module__}.{type(args).__name__}; import TrainingArguments from fold3d too"
+            )
+        # The engine replaces parameters of other ranks: an optimizer the user made knows the objects of before.
+        before = dict(model.named_parameters())
+        self._trainable = {name for name, parameter in before.items() if parameter.requires_grad}
+        self._waiting: list[dict[str, Any]] = []
+        self._label_count: tuple[Any] | None = None
+        self._throughput = Throughput()
+        self._tokens_per_second: float | None = None
+        self._timeline_written = False
+        self.layout = None
+        super().__init__(model, args, *others, **named)
+        self.engine = Engine(model, args.parallel, example=self._example(), weights=args.weights, device=args.device)
+        self.accelerator.data_group = self.engine.groups.data
+        if self.optimizer is not None:
+            names = {id(parameter): name for name, parameter in before.items()}
+            self.layout = OptimizerLayout.restrict(self.optimizer, names, self.engine.owned)
+
+    # Set-up
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Makes the accelerator count replicas instead of processes."""
+        super().create_accelerator_and_postprocess()
+        args = self.args
+        dp = args.parallel.resolve_dp(args.world_size)
+        topology = Topology(dp=dp, pp=args.pp, rank=args.process_index)
+        accelerator = ReplicaAccelerator.adopt(self.accelerator, topology)
+        self.gather_function = functools.partial(
+            accelerator.gather_for_metrics, use_gather_object=args.eval_use_gather_object
+        )
+
+    def get_total_train_batch_size(self, args: transformers.TrainingArguments) -> int:
+        """Returns samples per optimizer step: micro-batch * micro-batches * replicas."""
+        size: int = self._train_batch_size * args.gradient_accumulation_steps * self.accelerator.num_processes
+        return size
+
+    def _get_dataloader(self, *args: Any, **named: Any) -> Any:
+        loader = super()._get_dataloader(*args, **named)
+        base = getattr(loader, "base_dataloader", loader)
+        if base.worker_init_fn is not None:  # stages of a replica must augment their samples alike
+            base.worker_init_fn = functools.partial(
+                seed_worker, num_workers=self.args.dataloader_num_workers, rank=self.accelerator.process_index
+            )
+        return loader
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+        sampler = super()._get_train_sampler(train_dataset)
+        if isinstance(sampler, BatchRebalanceSampler):
+            dp, m = self.accelerator.num_processes, self.args.gradient_accumulation_steps
+            sampler = BatchRebalanceSampler(
+                lengths=sampler.lengths,
+                effective_batch_size=self.args.train_batch_size * m * dp,
+                dp_size=dp,
+                grad_accum=m,
+                rank=self.accelerator.process_index,
+                drop_last=self.args.dataloader_drop_last,
+            )
+        return sampler
+
+    def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
+        timeline = self.args.timeline
+        if timeline is not None and timeline > max_steps:
+            raise ConfigError(f"timeline={timeline} has no effect: training has {max_steps} steps")
+        if self.layout is None:
+            self._create_optimizer_over_whole_model()
+        made = self._plain_optimizer()
+        resume = resume_from_checkpoint
+        prepared = super()._prepare_for_training(max_steps, train_dataloader, resume)  # type: ignore[no-untyped-call]
+        if self._plain_optimizer() is not made:
+            raise ConfigError(
+                "create_optimizer made a second optimizer; an override must return self.optimizer when it is set"
+            )
+        return prepared
+
+    def _create_optimizer_over_whole_model(self) -> None:
+        """Makes the optimizer as the stock Trainer would, over all parameters, and keeps this rank's."""
+        elsewhere = [
+            parameter
+            for name, parameter in self.model.named_parameters()
+            if name in self._trainable and name not in self.engine.owned
+        ]
+        for parameter in elsewhere:
+            parameter.requires_grad_(True)
+        try:
+            self.create_optimizer()
+        finally:
+            for parameter in elsewhere:
+                parameter.requires_grad_(False)
+        names = {id(parameter): name for name, parameter in self.model.named_parameters()}
+        self.layout = OptimizerLayout.restrict(self._plain_optimizer(), names, self.engine.owned)
+
+    def _example(self) -> dict[str, Tensor] | None:
+        """Returns a micro-batch of the training (else evaluation) data, to record the model with."""
+        if isinstance(self.model, transformers.PreTrainedModel):
+            return None
+        dataset = self.train_dataset if self.train_dataset is not None else self.eval_dataset
+        if isinstance(dataset, Mapping):
+            dataset = next(iter(dataset.values()), None)
+        if dataset is None or not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
+            return None
+        collate = self._get_collator_with_removed_columns(self.data_collator)
+        with torch.random.fork_rng(devices=[]):
+            batch = collate([dataset[i] for i in range(min(len(dataset), self.args.train_batch_size))])
+        return {name: value for name, value in batch.items() if isinstance(value, Tensor)}
+
+    # Training
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **named: Any) -> Any:
+        """Trains; the same arguments and result as the stock Trainer's."""
+        self._clean_output_dir()
+        return super().train(resume_from_checkpoint, *args, **named)
+
+    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> Any:
+        """Returns the micro-batches of one optimizer step and the number of labels in them, over all replicas."""
+        self._waiting.clear()  # a callback may have ended the last step before all of its micro-batches came
+        self._throughput.start()
+        samples, count = super().get_batch_samples(epoch_iterator, num_batches, device)
+        name = getattr(self.model, "main_input_name", "input_ids")
+        self._throughput.count(sum(batch[name].numel() for batch in samples if name in batch))
+        return samples, count
+
+    def training_step(
+        self, model: Module, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None = None
+    ) -> Tensor:
+        """Keeps the micro-batch; with the last one of the step, runs all of them.
+
+        Returns: the replica's loss of the step on the last micro-batch, zero before.
+        """
+        model.train()
+        if callable(getattr(self.optimizer, "train", None)):
+            self.optimizer.train()
+        self._waiting.append(self._prepare_inputs(inputs))
+        if len(self._waiting) < self.current_gradient_accumulation_steps:
+            return torch.zeros((), device=self.args.device)
+        micro_batches, self._waiting = self._waiting, []
+        share = functools.partial(self._share_of_loss, num_items_in_batch=num_items_in_batch)
+        loss = self.engine.run(micro_batches, share)
+        every = self.args.torch_empty_cache_steps
+        if every is not None and self.state.global_step % every == 0:
+            clear_device_cache()
+        return loss.to(self.args.device)
+
+    def _share_of_loss(self, model: Module, inputs: dict[str, Any], num_items_in_batch: Any) -> Tensor:
+        with self.compute_loss_context_manager():
+            loss = self.compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
+        assert isinstance(loss, Tensor)
+        scaled = self.loss_is_scaled_for_ga
+        if scaled is None:
+            scaled = self.model_accepts_loss_kwargs and num_items_in_batch is not None
+            scaled = scaled or self.compute_loss_func is not None
+        return loss if scaled else loss / self.current_gradient_accumulation_steps
+
+    def _clip_grad_norm(self, model: Module) -> Tensor:
+        return self.engine.clip_grad_norm(self.args.max_grad_norm)
+
+    def _get_grad_norm(self, model: Module, grad_norm: Tensor | None = None) -> Tensor:
+        return self.engine.grad_norm() if grad_norm is None else grad_norm
+
+    # Logging
+
+    def _maybe_log_save_evaluate(self, *args: Any, **named: Any) -> None:
+        self._throughput.stop()
+        if self.args.timeline == self.state.global_step and not self._timeline_written:
+            self._write_timeline()
+        if self.control.should_log and self.state.global_step > self._globalstep_last_logged:
+            tokens, seconds = self._throughput.read()
+            total = self.accelerator.gather(torch.tensor(tokens, device=self.args.device)).sum().item()
+            self._tokens_per_second = total / seconds if seconds > 0 and total > 0 else None
+        super()._maybe_log_save_evaluate(*args, **named)
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Logs as the stock Trainer, training logs with `tokens_per_second` of all replicas."""
+        if "loss" in logs and self._tokens_per_second is not None:
+            logs["tokens_per_second"] = round(self._tokens_per_second, 1)
+            self._tokens_per_second = None
+        super().log(logs, start_time)
+
+    def _write_timeline(self) -> None:
+        self._timeline_written = True
+        step, world = self.state.global_step, self.args.world_size
+        records = gather_records(self.engine.account().records, self.args.process_index, world)
+        if records is None:
+            return
+        path = Path(str(self.args.output_dir)) / "timeline" / f"step-{step}"
+        write_trace(path.with_suffix(".json"), records, pp=self.args.pp)
+        write_picture(path.with_suffix(".png"), records, pp=self.args.pp, title=f"optimizer step {step}")
+
+    def store_flos(self) -> None:
+        """Adds the floating-point operations of all replicas; the stages of one compute one model together."""
+        flos = torch.tensor(float(self.current_flos), dtype=torch.float64, device=self.args.device)
+        self.state.total_flos += self.accelerator.gather(flos).sum().item()
+        self.current_flos = 0
+
+    # Evaluation
+
+    def prediction_step(
+        self,
+        model: Module,
+        inputs: dict[str, Any],
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
+    ) -> tuple[Any, Any, Any]:
+        """Evaluates one batch through all chunks; returns loss, logits and labels on every rank."""
+        inputs = self._prepare_inputs(inputs)
+        stock = super().prediction_step
+        # Counting labels talks to the other replicas: once per batch, not once per chunk.
+        self._label_count = (self._get_num_items_in_batch([inputs], self.args.device),)
+        try:
+            loss, logits, labels = self.engine.forward(
+                inputs, lambda module, batch: stock(module, batch, prediction_loss_only, ignore_keys)
+            )
+        finally:
+            self._label_count = None
+        return loss, logits, labels
+
+    def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
+        if self._label_count is not None:
+            return self._label_count[0]
+        return super()._get_num_items_in_batch(batch_samples, device)
+
+    # Not available
+
+    def hyperparameter_search(self, *args: Any, **named: Any) -> Any:
+        """Raises: ConfigError; it needs a fresh model for every trial."""
+        raise ConfigError("hyperparameter_search is not available: start one job per trial")
+
+
+def _check_model(model: Module | None, model_init: Any) -> None:
+    """Raises ConfigError for what cannot be spread over processes."""
+    if model_init is not None:
+        raise ConfigError("model_init is not available: build the model and pass it as model")
+    if model is None:
+        raise ConfigError("Trainer needs a model")
+    if is_peft_available():
+        from peft import PeftModel  # type: ignore[import-not-found,unused-ignore]
+
+        if isinstance(model, PeftModel):
+            raise ConfigError("PEFT models are not available yet: merge the adapter, or train the model itself")
+    if getattr(model, "hf_device_map", None) is not None:
+        raise ConfigError("the model was loaded with device_map, but fold3d places it; load it without")
+    if getattr(model, "quantization_method", None) is not None:
+        raise ConfigError("quantised models are not available: load the model without quantization_config")
