@@ -62,7 +62,7 @@ def forward_only(pp: int, segments: int, micro_batches: int = 1) -> _C.Schedule:
 
 
 def lower(schedule: _C.Schedule, *, reduce: bool) -> _C.Schedule:
-    """Returns the schedule with SEND and RECV added; if `reduce`, REDUCE_GRAD after each chunk's last backward.
+    """Returns the schedule with SEND and RECV, and if `reduce` REDUCE_GRAD after each chunk's last backward.
 
     Raises: ConfigError, with the grid, if the schedule is not valid.
     """

@@ -1,0 +1,103 @@
+"""Closed-form lengths of the papers, in units of one chunk's forward F and backward B."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fold3d import schedule
+from fold3d.schedule import Schedule
+from tests.schedule.cases import schedules, sizes
+
+F, B = 1.0, 2.0
+
+
+def length(name: str, pp: int, segments: int, m: int, *, send: float = 0.0, **options) -> float:
+    made = schedule.generate(name, pp=pp, segments=segments, micro_batches=m, **options)
+    return schedule.simulate(made, forward=F, backward=B, send=send).makespan
+
+
+def test_gpipe_and_1f1b_take_m_plus_p_minus_1_rounds():
+    """GPipe and PipeDream-Flush: (m + p - 1)(F + B)."""
+    for pp, segments, m in sizes():
+        if segments == 1:
+            assert length("gpipe", pp, 1, m) == (m + pp - 1) * (F + B)
+            assert length("1f1b", pp, 1, m) == (m + pp - 1) * (F + B)
+
+
+def test_interleaving_divides_the_bubble_by_the_segments():
+    """Narayanan et al. 2021, section 2.2: bubble (p - 1) / (segments m), where p divides m."""
+    for pp, segments, m in sizes():
+        made = schedule.generate("interleaved", pp=pp, segments=segments, micro_batches=m)
+        if m % pp == 0:
+            assert schedule.simulate(made).bubble == pytest.approx((pp - 1) / (segments * m))
+        elif m > pp:
+            assert schedule.simulate(made).makespan == (segments * m + pp - 1) * (F + B)
+
+
+@pytest.mark.parametrize("turn", ["all", "1f1b"])
+def test_aiao_bubble(turn: str):
+    """Fold3D equation 3: bubble (p - 1) Tcomp / (ns ms); with m < p each fold also waits for its first micro-batch."""
+    for pp, segments, m in sizes():
+        made = schedule.generate("fold", pp=pp, segments=segments, micro_batches=m, group_size=m, turn=turn)
+        if m >= pp:
+            assert schedule.simulate(made).bubble == pytest.approx((pp - 1) / (segments * m))
+        rounds = (segments - 1) * max(m, pp) + m + pp - 1
+        assert schedule.simulate(made, forward=F, backward=B).makespan == rounds * (F + B)
+
+
+def test_kfkb_is_shorter_on_a_slow_network_and_never_free():
+    """Ada-Grouper section 4.1, figure 2 (B = 2 F, transfers of F/2): k = 2 beats 1F1B.
+
+    Without transfers no k beats k = 1 (1F1B) and k = m (GPipe).
+    """
+    for pp in (2, 4, 8):
+        m = 2 * pp
+        slow = {k: length("fold", pp, 1, m, send=F / 2, group_size=k, turn="all") for k in (1, 2)}
+        assert slow[2] < slow[1]
+        for k in range(1, m + 1):
+            free = length("fold", pp, 1, m, group_size=k, turn="all")
+            assert free >= (m + pp - 1) * (F + B)
+            if k in (1, m):
+                assert free == (m + pp - 1) * (F + B)
+
+
+@settings(max_examples=60)
+@given(schedules(), st.floats(0.25, 4), st.floats(0.25, 4), st.floats(0, 4))
+def test_bounds(made: Schedule, forward: float, backward: float, send: float):
+    """Nothing is shorter than a rank's work plus what must come before and after it."""
+    timeline = schedule.simulate(made, forward=forward, backward=backward, send=send)
+    work = made.segments * made.micro_batches * (forward + backward)
+    hops = (made.pp - 1) * (forward + backward + 2 * send)
+    tolerance = 1e-9 * timeline.makespan
+    assert timeline.makespan >= work + hops - tolerance
+    assert timeline.busy == pytest.approx(work)
+    for spans, actions in zip(timeline.ranks, made.ranks, strict=True):
+        assert [span.action for span in spans] == actions
+        assert all(a.end <= b.start + tolerance for a, b in pairwise(spans))
+
+
+def test_split_backward_costs_half_each():
+    made = schedule.parse_csv("0F0,0I0,0W0\n1F0,1I0,1W0\n")
+    schedule.validate(made)
+    timeline = schedule.simulate(made, forward=1, backward=4)
+    assert [(s.action.text, s.start, s.end) for s in timeline.ranks[0]] == [
+        ("0F0", 0, 1),
+        ("0I0", 4, 6),
+        ("0W0", 6, 8),
+    ]
+    assert timeline.makespan == 8
+
+
+def test_lowered_schedules_take_as_long():
+    made = schedule.generate("interleaved", pp=4, segments=2, micro_batches=6)
+    lowered = schedule.lower(made, reduce=True)
+    assert schedule.simulate(lowered).makespan == schedule.simulate(made).makespan
+
+
+def test_a_schedule_that_stops_is_an_error():
+    with pytest.raises(ValueError, match="0B0 on rank 0 waits for ever"):
+        schedule.simulate(schedule.parse_csv("0B0,0F0\n"))
