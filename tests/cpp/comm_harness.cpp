@@ -35,6 +35,12 @@ std::uint64_t key_of(const core::Action& action) {
                static_cast<std::uint64_t>(action.micro_batch)});
 }
 
+core::Schedule compute_only(const std::string& name, int pp, int segments, int micro_batches,
+                            int group_size) {
+  const core::Shape shape{.pp = pp, .segments = segments, .micro_batches = micro_batches};
+  return core::generate(name, {.shape = shape, .group_size = group_size, .turn = ""});
+}
+
 }  // namespace
 
 comm::Tensor make_tensor(const std::vector<std::int64_t>& values) {
@@ -153,7 +159,7 @@ void TestRank::step(const core::Schedule& schedule, int step_index) {
 }
 
 std::vector<std::string> run_ranks(const RunSetup& run) {
-  const int pp = run.schedule.shape.pp;
+  const int pp = run.schedules.front().shape.pp;
   comm::LoopbackOptions loopback_options = run.loopback;
   loopback_options.pp = pp;
   comm::Loopback loopback(loopback_options);
@@ -167,11 +173,13 @@ std::vector<std::string> run_ranks(const RunSetup& run) {
                                     .dp_rank = d,
                                     .seed = loopback_options.seed,
                                     .max_compute_us = run.max_compute_us};
-        settings.options.shape = run.schedule.shape;
+        settings.options.shape = run.schedules.front().shape;
         settings.options.stage = s;
         try {
           TestRank rank(loopback.connect(d, s), settings);
-          for (int step = 0; step < run.steps; ++step) rank.step(run.schedule, step);
+          for (int step = 0; step < run.steps; ++step) {
+            rank.step(run.schedules[static_cast<std::size_t>(step) % run.schedules.size()], step);
+          }
         } catch (const std::exception& error) {
           errors[static_cast<std::size_t>(d * pp + s)] = error.what();
         }
@@ -182,13 +190,16 @@ std::vector<std::string> run_ranks(const RunSetup& run) {
   return errors;
 }
 
-core::Schedule lowered(const std::string& name, int pp, int segments, int micro_batches, int group_size,
-                       bool reduce) {
-  const core::Params params{.shape = {.pp = pp, .segments = segments, .micro_batches = micro_batches},
-                            .group_size = group_size,
-                            .turn = ""};
-  core::Schedule compute = core::generate(name, params);
-  return core::lower(compute, reduce);
+core::Schedule lowered(const std::string& name, int pp, int segments, int micro_batches, int group_size) {
+  return core::lower(compute_only(name, pp, segments, micro_batches, group_size), true);
+}
+
+core::Schedule lowered_evaluation(const std::string& name, int pp, int segments, int micro_batches) {
+  core::Schedule schedule = compute_only(name, pp, segments, micro_batches, 0);
+  for (auto& rank : schedule.ranks) {
+    std::erase_if(rank, [](const core::Action& action) { return action.kind != core::Kind::kForward; });
+  }
+  return core::lower(schedule, false);
 }
 
 }  // namespace fold3d::test

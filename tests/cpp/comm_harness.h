@@ -51,7 +51,8 @@ class TestRank {
 };
 
 struct RunSetup {
-  core::Schedule schedule = {};
+  std::vector<core::Schedule> schedules =
+      {};  // of the same pp; step k runs the k-th, again from the front after the last
   comm::LoopbackOptions loopback = {};
   comm::Options options = {};  // shape and stage are filled in
   int steps = 1;
@@ -61,8 +62,10 @@ struct RunSetup {
 /// What became of each rank, dp-major: the text of its error, or empty.
 std::vector<std::string> run_ranks(const RunSetup& run);
 
-/// A lowered schedule by name.
-core::Schedule lowered(const std::string& name, int pp, int segments, int micro_batches, int group_size = 0,
-                       bool reduce = true);
+/// A lowered schedule by name, with REDUCE.
+core::Schedule lowered(const std::string& name, int pp, int segments, int micro_batches, int group_size = 0);
+
+/// Its forward part, as evaluation runs it.
+core::Schedule lowered_evaluation(const std::string& name, int pp, int segments, int micro_batches);
 
 }  // namespace fold3d::test

@@ -70,7 +70,7 @@ TEST(Frame, PayloadThatJustFitsIsInline) {
     was_inline = is_inline;
   }
   EXPECT_EQ(longest,
-            (kFrameBytes - 48) / 8);  // 36 bytes of prefix, 4 padding, 4 + 8 for a tensor of one dimension
+            (kFrameBytes - 48) / 8);  // 32 bytes of prefix, 4 + 8 for a tensor
 }
 
 TEST(Frame, MessageWithoutTensorsAndScalars) {

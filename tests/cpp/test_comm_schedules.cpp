@@ -59,7 +59,7 @@ TEST(Schedules, RandomRunsWithRandomDelays) {
   for (int index = 0; index < runs; ++index) {
     std::mt19937_64 random(static_cast<std::uint64_t>(index));
     const Case c = random_case(random);
-    RunSetup run{.schedule = lowered(c.name, c.pp, c.segments, c.micro_batches, c.group_size),
+    RunSetup run{.schedules = {lowered(c.name, c.pp, c.segments, c.micro_batches, c.group_size)},
                  .loopback = {.dp = 1 + static_cast<int>(random() % 2),
                               .max_delay = std::chrono::microseconds(random() % 3 * 150),
                               .seed = static_cast<std::uint64_t>(index)},
@@ -78,7 +78,7 @@ TEST(Schedules,
      EverythingInLockStep) {  // no message ahead of the program counter, no delays: pure rendezvous
   for (const Case& c : {Case{"gpipe", 2, 1, 4, 0}, Case{"1f1b", 4, 1, 6, 0}, Case{"interleaved", 2, 3, 5, 0},
                         Case{"aiao", 4, 2, 3, 0}, Case{"aiao", 3, 2, 1, 0}}) {
-    expect_clean({.schedule = lowered(c.name, c.pp, c.segments, c.micro_batches),
+    expect_clean({.schedules = {lowered(c.name, c.pp, c.segments, c.micro_batches)},
                   .loopback = {.dp = 2},
                   .options = {.timeout = 60s, .receive_ahead = 0}},
                  text(c));
@@ -87,8 +87,19 @@ TEST(Schedules,
 
 TEST(Schedules, SplitBackwardRuns) {
   const core::Schedule compute = core::parse_csv("0F0,0F1,0I0,0W0,0I1,0W1\n1F0,1I0,1F1,1I1,1W0,1W1\n");
-  expect_clean({.schedule = core::lower(compute, true), .loopback = {.dp = 2}, .options = {.timeout = 60s}},
-               "split");
+  expect_clean(
+      {.schedules = {core::lower(compute, true)}, .loopback = {.dp = 2}, .options = {.timeout = 60s}},
+      "split");
+}
+
+TEST(Schedules, TrainingAndEvaluationTakeTurnsOnOneCommunicator) {
+  expect_clean({.schedules = {lowered("aiao", 3, 2, 4), lowered_evaluation("aiao", 3, 2, 7),
+                              lowered("interleaved", 3, 2, 2), lowered_evaluation("aiao", 3, 2, 1)},
+                .loopback = {.dp = 2, .max_delay = 100us},
+                .options = {.timeout = 60s},
+                .steps = 9,
+                .max_compute_us = 50},
+               "train and evaluate");
 }
 
 }  // namespace
