@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, field
 
+import torch
 import torch.distributed as dist
 import transformers
 
@@ -98,6 +99,8 @@ class TrainingArguments(transformers.TrainingArguments):
             raise ConfigError(f"timeline={self.timeline}: must be an optimizer step, the first of which is 1")
         if self.timeline is not None and 0 < self.max_steps < self.timeline:
             raise ConfigError(f"timeline={self.timeline} has no effect: training ends after max_steps={self.max_steps}")
+        if world_size > 1 and not torch.accelerator.is_available():
+            self.use_cpu = True  # accelerate sees only one process on a machine without accelerator unless told so
         super().__post_init__()  # type: ignore[no-untyped-call]
         if self.world_size != world_size:
             config.resolve_dp(self.world_size)
