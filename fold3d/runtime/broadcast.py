@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 
 @dataclass(frozen=True)
@@ -26,28 +25,24 @@ def broadcast_value(value: Any, source: int, group: Any) -> Any:
         value: any nesting that torch.utils._pytree knows, with tensors and picklable values; ignored on other ranks.
         source: global rank.
     """
-    rank = dist.get_rank()
-    header: list[Any] = [None]
+    is_source = dist.get_rank() == source
     tensors: list[torch.Tensor] = []
-    if rank == source:
-        leaves, spec = tree_flatten(value)
-        tensors = [leaf.detach().contiguous() for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        described = [
-            _TensorHere(tuple(leaf.shape), leaf.dtype, leaf.device.type) if isinstance(leaf, torch.Tensor) else leaf
-            for leaf in leaves
-        ]
-        header = [(described, spec)]
+
+    def describe(tensor: torch.Tensor) -> _TensorHere:
+        tensors.append(tensor.detach().contiguous())
+        return _TensorHere(tuple(tensor.shape), tensor.dtype, tensor.device.type)
+
+    header = [tree_map_only(torch.Tensor, describe, value) if is_source else None]
     dist.broadcast_object_list(header, source, group=group)
-    if rank == source:
+    if is_source:
         for tensor in tensors:
             dist.broadcast(tensor, source, group=group)
         return value
-    described, spec = header[0]
-    leaves = []
-    for leaf in described:
-        if isinstance(leaf, _TensorHere):
-            device = torch.device(leaf.device_type, torch.cuda.current_device()) if leaf.device_type == "cuda" else "cpu"
-            leaf = torch.empty(leaf.shape, dtype=leaf.dtype, device=device)
-            dist.broadcast(leaf, source, group=group)
-        leaves.append(leaf)
-    return tree_unflatten(leaves, spec)
+
+    def receive(described: _TensorHere) -> torch.Tensor:
+        device = torch.device(described.device_type)
+        tensor = torch.empty(described.shape, dtype=described.dtype, device=device)
+        dist.broadcast(tensor, source, group=group)
+        return tensor
+
+    return tree_map_only(_TensorHere, receive, header[0])

@@ -84,9 +84,7 @@ def write_trace(path: str | Path, records: Records, *, pp: int) -> None:
         for event, phase, time in ((send, "s", send.start), (receive, "f", landing)):
             arrow = {"name": send.text, "cat": "transfer", "ph": phase, "id": number, "pid": event.rank}
             out.append(arrow | {"tid": LANES.index(event.lane), "ts": time / _US, "bp": "e"})
-    text = json.dumps(
-        {"displayTimeUnit": "ms", "otherData": {"summary": summary(records)}, "traceEvents": out}
-    )
+    text = json.dumps({"displayTimeUnit": "ms", "otherData": {"summary": summary(records)}, "traceEvents": out})
     write_atomically(path, lambda temporary: Path(temporary).write_text(text))
 
 

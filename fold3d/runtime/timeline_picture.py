@@ -49,9 +49,7 @@ def write_picture(path: str | Path, records: Records, *, pp: int, title: str = "
             _bars(axes, [event for event in mine if event.lane == lane], low, height, pp)
         _numbers(axes, mine, _rows(row)["compute"], last_ns(events))
         ticks += [
-            (low + height / 2, _tick(rank, lane, pp))
-            for lane, (low, height) in _rows(row).items()
-            if lane != "wait"
+            (low + height / 2, _tick(rank, lane, pp)) for lane, (low, height) in _rows(row).items() if lane != "wait"
         ]
     axes.set_yticks([y for y, _ in ticks], [label for _, label in ticks])
     for label in axes.get_yticklabels():
@@ -121,9 +119,7 @@ def _legend(axes: Axes, events: Sequence[Event], pp: int) -> None:
     names = {"wait": "waiting", "send_f": "PP activations", "recv_f": "PP activations", "reduce": "DP.sync"}
     names |= {"send_b": "PP gradients", "recv_b": "PP gradients"}
     found: dict[str, tuple[float, float, float]] = {}
-    for event in sorted(
-        events, key=lambda event: (LANES.index(event.lane), event.chunk // pp, event.kind != "F")
-    ):
+    for event in sorted(events, key=lambda event: (LANES.index(event.lane), event.chunk // pp, event.kind != "F")):
         computed = f"{CATEGORY.get(event.kind, event.kind)}, segment {event.chunk // pp}"
         found.setdefault(names.get(event.lane, computed), _colour(event, pp))
     patches = [Patch(color=colour, label=name) for name, colour in found.items()]
