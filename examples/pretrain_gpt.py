@@ -77,7 +77,9 @@ def sample(folder: str, prompt: str) -> str:
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder)
     ids = tokenizer(prompt, return_tensors="pt")
-    out = model.generate(**ids, max_new_tokens=60, do_sample=True, top_k=20, pad_token_id=tokenizer.eos_token_id)
+    out = model.generate(
+        **ids, max_length=model.config.n_positions, do_sample=True, top_k=20, pad_token_id=tokenizer.eos_token_id
+    )
     return tokenizer.decode(out[0])
 
 

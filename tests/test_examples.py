@@ -1,0 +1,79 @@
+"""What the README and the examples promise: the code in them runs, and the diff in them is the real one."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+from tests.helpers.launch import launch
+
+ROOT = Path(__file__).resolve().parents[1]
+README = (ROOT / "README.md").read_text()
+EXAMPLE = ROOT / "examples" / "pretrain_gpt.py"
+TINY = [
+    *("--layers", "4", "--hidden", "16", "--heads", "2", "--vocabulary", "300", "--length", "32"),
+    *("--megabytes", "0.01", "--eval_sequences", "8", "--max_steps", "3", "--logging_steps", "1"),
+    *("--gradient_accumulation_steps", "2", "--warmup_steps", "1"),
+]
+
+
+def diff_of_the_example() -> list[tuple[str, str]]:
+    """Returns the (stock, fold3d) lines of the README's second diff."""
+    lines = re.findall(r"```diff\n(.*?)```", README, re.DOTALL)[1].splitlines()
+    removed = [line[1:] for line in lines if line.startswith("-")]
+    added = [line[1:] for line in lines if line.startswith("+")]
+    return list(zip(removed, added, strict=True))
+
+
+def test_the_example_is_the_stock_script_but_for_two_lines(tmp_path: Path) -> None:
+    """With the README's diff undone, it runs under plain transformers."""
+    script = EXAMPLE.read_text()
+    changes = diff_of_the_example()
+    assert len(changes) == 2
+    for stock, ours in changes:
+        assert script.count(f"\n{ours}") == 1, ours
+        script = re.sub(rf"\n{re.escape(ours)}[^\n]*", f"\n{stock}", script)
+    code = [line for line in script.splitlines() if "import" in line or "(" in line]
+    assert not any("fold3d" in line for line in code if not line.strip().startswith(("#", '"')))
+    (tmp_path / "stock.py").write_text(script)
+    command = [sys.executable, "stock.py", *TINY, "--use_cpu", "--output_dir", "out"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (tmp_path / "out" / "model.safetensors").exists()
+
+
+@pytest.mark.dist
+def test_the_example_trains_on_four_ranks(tmp_path: Path) -> None:
+    layout = ["--dp", "2", "--pp", "2", "--segments", "2", "--schedule", "aiao", "--timeline", "2"]
+    result = launch(EXAMPLE, 4, *TINY, *layout, "--output_dir", str(tmp_path), timeout=200)
+    assert [rank.returncode for rank in result] == [0] * 4, result.report()
+    assert not result.orphans
+    assert all(rank.stdout == "" for rank in result[1:]), "only rank 0 prints"
+    said = result[0].stdout
+    for word in ("'loss'", "'grad_norm'", "'learning_rate'", "'tokens_per_second'", "eval_loss", "A sample of"):
+        assert word in said, f"{word} is missing in\n{said}"
+    for name in ("model.safetensors", "timeline/step-2.png", "timeline/step-2.json", "eval_results.json"):
+        assert (tmp_path / name).stat().st_size > 0
+        assert str(tmp_path / name) in said
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert model.config.n_layer == 4 and not any(p.is_meta for p in model.parameters())
+
+
+@pytest.mark.dist
+def test_the_engine_example_of_the_readme_runs(tmp_path: Path) -> None:
+    code = next(block for block in re.findall(r"```python\n(.*?)```", README, re.DOTALL) if "fold3d.Engine" in block)
+    before = (
+        "from tests.helpers import data, models\n"
+        "model = models.build_plain(layers=4)\n"
+        "batches = [data.batch(16, 8, start=1000 * step) for step in range(2)]\n"
+    )
+    (tmp_path / "loop.py").write_text(before + code + "engine.close()\ndist.destroy_process_group()\n")
+    result = launch(tmp_path / "loop.py", 4, timeout=120)
+    assert [rank.returncode for rank in result] == [0] * 4, result.report()
+    losses = {rank.stdout.splitlines()[-1] for rank in result}
+    assert len(losses) == 1 and "tensor(" in losses.pop(), result.report()
