@@ -77,7 +77,14 @@ def gather_records(records: Sequence[RawRecord], rank: int, world: int) -> list[
         dist.barrier()
     origin = time.monotonic_ns()
     mine = [
-        {"rank": rank, "lane": lane, "action": action, "start_ns": start - origin, "end_ns": end - origin, "bytes": size}
+        {
+            "rank": rank,
+            "lane": lane,
+            "action": action,
+            "start_ns": start - origin,
+            "end_ns": end - origin,
+            "bytes": size,
+        }
         for lane, action, start, end, size in records
     ]
     if world == 1:

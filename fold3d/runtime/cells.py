@@ -19,9 +19,7 @@ class Cells:
     """Canonical parameter name -> chunks that need it, ascending."""
 
     @classmethod
-    def from_chunks(
-        cls, pp: int, names_of_chunk: Sequence[Sequence[str]], tied: Sequence[Sequence[str]]
-    ) -> Cells:
+    def from_chunks(cls, pp: int, names_of_chunk: Sequence[Sequence[str]], tied: Sequence[Sequence[str]]) -> Cells:
         """Returns the ownership when chunk v needs `names_of_chunk[v]` and each group in `tied` is one tensor."""
         canonical = {name: group[0] for group in tied for name in group}
         owners: dict[str, list[int]] = {}

@@ -11,6 +11,7 @@ from fold3d.trace import SplitModel
 
 if TYPE_CHECKING:
     from fold3d.runtime.gradients import GradientBuffer
+    from fold3d.runtime.rank_model import WholeModel
 
 MicroBatch = dict[str, Any]
 ModelCall = Callable[[torch.nn.Module, MicroBatch], Any]
@@ -44,7 +45,7 @@ class PipelineChunk:
         index: int,
         is_last: bool,
         model: torch.nn.Module,
-        split: SplitModel,
+        split: SplitModel | WholeModel,
         inputs: StepInputs,
         gradients: GradientBuffer | None,
     ):

@@ -21,7 +21,8 @@ from fold3d.runtime.account import Account
 from fold3d.runtime.pipeline import Pipeline
 from fold3d.runtime.rank_model import RankModel
 from fold3d.topology import Topology
-from fold3d.trace import Trace, needs_example
+from fold3d.trace import Trace
+from fold3d.trace.example import is_transformers_model
 
 MicroBatch = dict[str, Any]
 
@@ -89,15 +90,13 @@ class Engine:
         self._cut: RankModel | None = None
         self._pipeline: Pipeline | None = None
         self._failure: str | None = None
-        if example is not None or config.num_chunks == 1 or not needs_example(model):
+        if example is not None or config.num_chunks == 1 or is_transformers_model(model):
             self._build(example)
 
     # Construction
 
     def _build(self, example: Mapping[str, torch.Tensor] | None) -> None:
-        self._cut = cut = RankModel(
-            self.model, self.config, self.topology, self.device, example, self._weights
-        )
+        self._cut = cut = RankModel(self.model, self.config, self.topology, self.device, example, self._weights)
         self.plan = Plan(
             config=self.config,
             dp=self.topology.dp,
@@ -139,13 +138,20 @@ class Engine:
         return self._built()[0].primary()
 
     @property
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """Persistent buffers this rank's stage is responsible for, by name."""
+        return state.own_buffers(self._built()[0])
+
+    @property
     def groups(self) -> Any:
         """The process groups of this rank (`pipeline`, `data`; None where the rank is alone)."""
         return self._built()[1].groups
 
     # One's own loop, or a trainer's
 
-    def run(self, micro_batches: list[MicroBatch], loss_fn: Callable[[Module, MicroBatch], torch.Tensor]) -> torch.Tensor:
+    def run(
+        self, micro_batches: list[MicroBatch], loss_fn: Callable[[Module, MicroBatch], torch.Tensor]
+    ) -> torch.Tensor:
         """Runs forward, backward and the gradient sums of one optimizer step; all ranks call.
 
         Afterwards `.grad` of this rank's parameters is the mean over the replicas, and the global RNG is as before.

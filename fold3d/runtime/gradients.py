@@ -26,7 +26,7 @@ class GradientBuffer:
         device = self._parameters[0].device if self._parameters else torch.device("cpu")
         self._data = torch.zeros(sum(sizes) + len(sizes), dtype=dtype, device=device)
         self._flags = self._data[sum(sizes) :]
-        pieces = self._data[: sum(sizes)].split(sizes) if sizes else ()
+        pieces = torch.split(self._data[: sum(sizes)], sizes) if sizes else ()
         self._views = [piece.view_as(p) for piece, p in zip(pieces, self._parameters, strict=True)]
 
     def collect(self) -> torch.Tensor:

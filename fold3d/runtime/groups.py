@@ -23,7 +23,9 @@ class Groups:
     headers) and NCCL for device memory.
     """
 
-    def __init__(self, topology: Topology, device: torch.device, timeout: float, tied_stages: Iterable[tuple[int, ...]]):
+    def __init__(
+        self, topology: Topology, device: torch.device, timeout: float, tied_stages: Iterable[tuple[int, ...]]
+    ):
         self.topology = topology
         self._timeout = timedelta(seconds=timeout)
         self._backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"

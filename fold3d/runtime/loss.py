@@ -33,7 +33,7 @@ def takes_label_count(model: Module) -> bool:
     parameters = inspect.signature(model.forward).parameters.values()
     if any(parameter.name == "num_items_in_batch" for parameter in parameters):
         return True
-    return hasattr(model, "loss_function") and any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
+    return hasattr(type(model), "loss_function") and any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
 
 
 def count_labels(model: Module, micro_batches: Sequence[Mapping[str, Any]]) -> int | None:

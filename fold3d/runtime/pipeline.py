@@ -33,9 +33,7 @@ _CAUSE_SECONDS = 2.0
 class Pipeline:
     """Runs lowered schedules on one rank. Made and used by all ranks of the job in the same order."""
 
-    def __init__(
-        self, cut: RankModel, config: ParallelConfig, topology: Topology, device: torch.device, plan: Plan
-    ):
+    def __init__(self, cut: RankModel, config: ParallelConfig, topology: Topology, device: torch.device, plan: Plan):
         self._cut = cut
         self._topology = topology
         self._last_stage = topology.pp_rank == topology.pp - 1
@@ -57,7 +55,13 @@ class Pipeline:
         self._buffers: list[GradientBuffer] = []
         chunks = [self._make_chunk(v, v == config.num_chunks - 1) for v in topology.chunks(config.segments)]
         self._executor = _C.Executor(
-            chunks, topology.pp_rank, topology.pp, self.groups.link_names(), device, config.timeout_seconds, self._name
+            chunks,
+            topology.pp_rank,
+            topology.pp,
+            self.groups.link_names(),
+            device,
+            config.timeout_seconds,
+            self._name,
         )
         self._bounds = (0, 0)
         self._records: list[Any] = []
@@ -101,16 +105,16 @@ class Pipeline:
         for buffer in self._buffers:
             buffer.average(self._topology.dp)
         gradients.sum_tied(self._tied)
-        if self.groups.pipeline is None:
-            return torch.stack([value.float() if value.dtype.itemsize < 4 else value for value in losses]).sum()
-        return self._broadcast_loss(losses)
+        return self._replica_loss(losses)
 
-    def _broadcast_loss(self, losses: list[torch.Tensor]) -> torch.Tensor:
+    def _replica_loss(self, losses: list[torch.Tensor]) -> torch.Tensor:
+        # Summed in fp64: many small shares add up to one number that is compared over layouts.
         total = torch.zeros((), dtype=torch.float64)
         if self._last_stage:
-            total = torch.stack(losses).sum().to(device="cpu", dtype=torch.float64)
-        source = self._topology.rank_of(self._topology.dp_rank, self._topology.pp - 1)
-        dist.broadcast(total, source, group=self.groups.pipeline)
+            total = torch.stack([value.double().reshape(()) for value in losses]).sum().cpu()
+        if self.groups.pipeline is not None:
+            source = self._topology.rank_of(self._topology.dp_rank, self._topology.pp - 1)
+            dist.broadcast(total, source, group=self.groups.pipeline)
         return total.to(torch.get_default_dtype())
 
     def evaluate(self, schedule: Schedule, batch: MicroBatch, call: ModelCall) -> Any:

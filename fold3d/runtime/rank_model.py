@@ -21,7 +21,11 @@ class WholeModel:
     """A model that is not cut and has no blocks fold3d can name: stands where a SplitModel stands."""
 
     def run(
-        self, chunk: int, call: Callable[[], Any], inputs: list[torch.Tensor], key: tuple[int, int, int] | None
+        self,
+        chunk: int,
+        call: Callable[[], Any],
+        inputs: list[torch.Tensor],
+        key: tuple[int, int, int] | None,
     ) -> tuple[list[torch.Tensor], Any]:
         """Runs `call`; dropout is seeded once, by the key alone."""
         if key is not None:
@@ -114,9 +118,7 @@ class RankModel:
 
     def of_chunk(self, chunk: int) -> list[Parameter]:
         """Returns the trainable parameters whose gradient on this rank is complete when `chunk` is."""
-        return [
-            p for name, p in self.trainable().items() if self.cells.first_chunk_on(self.stage, name) == chunk
-        ]
+        return [p for name, p in self.trainable().items() if self.cells.first_chunk_on(self.stage, name) == chunk]
 
     def primary(self) -> set[str]:
         """Returns the names of the parameters this stage is responsible for."""

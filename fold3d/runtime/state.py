@@ -65,9 +65,7 @@ def load(cut: RankModel, optimizer: Optimizer | None, full: Mapping[str, Any]) -
     saved: Mapping[str, Mapping[str, Any]] = full["optimizer"]
     for name, parameter in cut.parameters.items():
         if name in saved:
-            optimizer.state[parameter] = {
-                key: _like_parameter(value, parameter) for key, value in saved[name].items()
-            }
+            optimizer.state[parameter] = {key: _like_parameter(value, parameter) for key, value in saved[name].items()}
 
 
 def _merge(mine: dict[str, Any], pipeline: Any) -> dict[str, Any]:
