@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Mapping
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -91,12 +92,18 @@ def fake_copy(model: nn.Module, mode: FakeTensorMode, device: torch.device | str
             if isinstance(tensor, Tensor) and id(tensor) not in memo:
                 memo[id(tensor)] = _fake(tensor, mode, device)
     try:
-        return copy.deepcopy(model, memo)
+        shadow = copy.deepcopy(model, memo)
     except Exception as error:
         raise TraceError(
             f"{type(model).__name__} cannot be copied for recording ({type(error).__name__}: {error}). "
             "Remove what copy.deepcopy cannot copy (locks, open files, generators) from its attributes."
         ) from error
+    for module in shadow.modules():
+        # A function put on the instance (a wrapper, or SplitModel's) is not copied and would run the original
+        # module. Bound methods, such as accelerate's, are bound to the copy.
+        if isinstance(vars(module).get("forward"), FunctionType):
+            del module.forward
+    return shadow
 
 
 def _fake(tensor: Tensor, mode: FakeTensorMode, device: torch.device | str = "cpu") -> Tensor:
@@ -158,6 +165,7 @@ def _summarise(model: nn.Module, names: list[str], recorder: Recorder) -> Trace:
         structures=tuple(
             TreeStructure.of(output, block) for output, block in zip(recorder.outputs, recorder.order, strict=True)
         ),
+        shapes=recorder.shapes(),
         modified=recorder.modified(),
         borders=recorder.borders(),
         costs=costs,

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 from fold3d.errors import TraceError
 from fold3d.trace.structure import TreeStructure
 
@@ -50,6 +52,8 @@ class Trace:
     """Groups of names that are one tensor; the first is the canonical name."""
     structures: tuple[TreeStructure, ...]
     """What each block returns."""
+    shapes: tuple[tuple[tuple[tuple[int, ...], torch.dtype], ...], ...]
+    """(shape, dtype) of each tensor that each block returned for the recorded example."""
     modified: tuple[bool, ...]
     """Per block: later code writes into the returned tensors in place, so a receiver must work on a copy."""
     borders: tuple[str, ...]
@@ -60,6 +64,11 @@ class Trace:
     """Size of each block."""
     prologue_cost: BlockCost
     epilogue_cost: BlockCost
+
+    @property
+    def uniform(self) -> bool:
+        """Whether all blocks return the same: as many tensors, of the same shapes, in the same structure."""
+        return len(set(self.shapes)) == 1 and all(s == self.structures[0] for s in self.structures)
 
     def check_ranges(self, ranges: list[tuple[int, int]]) -> None:
         """Checks that `ranges` ([first, end) block of every chunk) cover all blocks once and cut only where

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
+import weakref
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import CheckpointFunction, checkpoint
+from torch.utils.checkpoint import CheckpointFunction, _CheckpointFrame, checkpoint
 
 
 def recomputed(module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -34,10 +36,30 @@ def recomputed(module: nn.Module, forward: Callable[..., Any]) -> Callable[..., 
     return checkpointed
 
 
+def frame_of_checkpoint() -> object | None:
+    """Returns the frame of the non-reentrant torch.utils.checkpoint in which the caller runs, None outside of
+    one.
+
+    It is the same object in the forward of the checkpointed code and when backward runs that code again.
+    torch has no public way to ask for it; the frame is in the closure of the hook that the checkpoint
+    installs.
+    """
+    hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    if hooks is None:
+        return None
+    for cell in getattr(inspect.unwrap(hooks[0]), "__closure__", None) or ():
+        content = cell.cell_contents
+        if isinstance(content, weakref.ref):
+            content = content()
+        if isinstance(content, _CheckpointFrame):
+            return content
+    return None
+
+
 def group_of_checkpoint() -> object:
     """Returns an object that is the same throughout the innermost saved-tensor hooks (such as a checkpoint);
     None outside."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
     return None if hooks is None else hooks[0]
 
 

@@ -215,6 +215,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     # -- results --
 
+    def shapes(self) -> tuple[tuple[tuple[tuple[int, ...], torch.dtype], ...], ...]:
+        """Per block: (shape, dtype) of each tensor that it returned."""
+        return tuple(
+            tuple((tuple(leaf.shape), leaf.dtype) for leaf in tree_leaves(output) if isinstance(leaf, Tensor))
+            for output in self.outputs
+        )
+
     def modified(self) -> tuple[bool, ...]:
         """Per block: whether a returned tensor was written to in place later on."""
         return tuple(

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +25,7 @@ from fold3d.errors import TraceError
 from fold3d.trace import seeding
 from fold3d.trace.errors import SplitError
 from fold3d.trace.model_trace import Trace
-from fold3d.trace.recompute import group_of_checkpoint, in_reentrant_checkpoint, recomputed
+from fold3d.trace.recompute import frame_of_checkpoint, group_of_checkpoint, in_reentrant_checkpoint, recomputed
 from fold3d.trace.shapes import ShapeOnly
 
 
@@ -79,8 +80,12 @@ class SplitModel:
         self._trace = trace
         self._ranges = tuple(ranges)
         self._recompute = recompute
+        self._uniform = trace.uniform
         self._run: _Run | None = None
         self._generators: tuple[torch.Generator, ...] = (torch.default_generator,)
+        # What a module that did not run itself returned inside a checkpoint of the user's own code, by the
+        # checkpoint's frame: it must return the same when backward runs that code again.
+        self._replaced: WeakKeyDictionary[Any, dict[str, Any]] = WeakKeyDictionary()
         self._undo: list[Callable[[], None]] = []
         for index, name in enumerate(trace.blocks):
             self._install(name, self._block_forward(index, name))
@@ -204,11 +209,13 @@ class SplitModel:
 
         def make(module: nn.Module, original: Callable[..., Any]) -> Callable[..., Any]:
             execute = recomputed(module, original) if self._recompute else original
+            # A skipped block returns what the chunk received, as long as all blocks return the like of it.
+            shape_only = None if self._uniform else ShapeOnly(name, module)
 
             def forward(*args: Any, **kwargs: Any) -> Any:
                 run = self._run
                 if run is None:
-                    return self._outside(original, enter, leave, args, kwargs)
+                    return self._outside(name, original, enter, leave, args, kwargs)
                 if run.leaving is not None:
                     self._leave_late(run, name)
                 if index != run.position:
@@ -221,7 +228,12 @@ class SplitModel:
                     seed = advance(seed, enter)
                     if index >= run.lo:
                         reseed(run.generators, seed)
-                output = run.received if index < run.lo else execute(*args, **kwargs)
+                if index >= run.lo:
+                    output = execute(*args, **kwargs)
+                elif shape_only is None or index == run.lo - 1:
+                    output = self._replace(run, name, run.received)
+                else:
+                    output = self._replace(run, name, shape_only(run.device, args, kwargs))
                 if seed is not None:
                     run.seed = seed = advance(seed, leave)
                     reseed(run.generators, seed)
@@ -244,7 +256,7 @@ class SplitModel:
             def forward(*args: Any, **kwargs: Any) -> Any:
                 run = self._run
                 if run is None:
-                    return self._outside(original, enter, leave, args, kwargs)
+                    return self._outside(name, original, enter, leave, args, kwargs)
                 if run.leaving is not None:
                     self._leave_late(run, name)
                 seed = run.seed
@@ -252,7 +264,7 @@ class SplitModel:
                     seed = seeding.advance(seed, enter)
                     seeding.reseed(run.generators, seed)
                 if run.position < run.lo and shape_only is not None:
-                    output = shape_only(run.device, args, kwargs)
+                    output = self._replace(run, name, shape_only(run.device, args, kwargs))
                 else:
                     output = original(*args, **kwargs)
                 if seed is not None:
@@ -265,18 +277,35 @@ class SplitModel:
         return make
 
     def _outside(
-        self, original: Callable[..., Any], enter: int, leave: int, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        name: str,
+        original: Callable[..., Any],
+        enter: int,
+        leave: int,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> Any:
         """Called with no chunk running: by the user, or by backward through a checkpoint of the user's own
         code."""
-        in_backward = torch._C._current_graph_task_id() != -1
-        seed = seeding.carried() if in_backward else None
-        if seed is None:
+        if torch._C._current_graph_task_id() == -1:  # not in backward
             return original(*args, **kwargs)
-        seed = seeding.advance(seed, enter)
-        seeding.reseed(self._generators, seed)
-        output = original(*args, **kwargs)
-        seeding.reseed(self._generators, seeding.advance(seed, leave))
+        seed = seeding.carried()
+        if seed is not None:
+            seed = seeding.advance(seed, enter)
+            seeding.reseed(self._generators, seed)
+        replaced = self._replaced.get(frame_of_checkpoint(), {}) if self._replaced else {}
+        output = replaced[name] if name in replaced else original(*args, **kwargs)
+        if seed is not None:
+            seeding.reseed(self._generators, seeding.advance(seed, leave))
+        return output
+
+    def _replace(self, run: _Run, name: str, output: Any) -> Any:
+        """Returns `output`, which stands for what module `name` would return; remembers it for
+        checkpoints."""
+        if run.with_grad and group_of_checkpoint() is not run.outer_checkpoint:
+            frame = frame_of_checkpoint()
+            if frame is not None:
+                self._replaced.setdefault(frame, {})[name] = output
         return output
 
     def _install(self, name: str, make: Callable[[nn.Module, Callable[..., Any]], Callable[..., Any]]) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 VOCABULARY = 64
 _COMMON = dict(  # noqa: C408
@@ -151,6 +153,8 @@ class Plain(nn.Module):
         if self.style == "constants":
             assert x[1] is None and x[2] == 7
             return x[0]
+        if self.style == "in_place":
+            return x
         x = x * self.scale
         return torch.nn.functional.dropout(x, self.dropout, self.training)
 
@@ -168,3 +172,30 @@ class Plain(nn.Module):
 def plain(style: str = "tensor", dropout: float = 0.0) -> nn.Module:
     torch.manual_seed(0)
     return Plain(style, dropout).double().train()
+
+
+class Checkpointed(Plain):
+    """Plain that calls torch.utils.checkpoint around every `every` blocks itself."""
+
+    def __init__(self, dropout: float = 0.0, *, every: int = 1, reentrant: bool = False) -> None:
+        super().__init__("tensor", dropout)
+        self.every = every
+        self.reentrant = reentrant
+
+    def some(self, first: int, x: Tensor) -> Tensor:
+        for layer in self.layers[first : first + self.every]:
+            x = self.between(layer(x))
+        return x
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Any:
+        x = self.embedding(input_ids) + self.position[: input_ids.shape[1]]
+        for first in range(0, len(self.layers), self.every):
+            x = checkpoint(functools.partial(self.some, first), x, use_reentrant=self.reentrant)
+        logits = self.head(x)
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        return {"loss": loss, "logits": logits}
+
+
+def checkpointed(dropout: float = 0.0, **kwargs: Any) -> nn.Module:
+    torch.manual_seed(0)
+    return Checkpointed(dropout, **kwargs).double().train()

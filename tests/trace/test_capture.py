@@ -1,0 +1,349 @@
+"""trace(): what it says about models, where it forbids cuts, and that it needs neither memory nor data."""
+
+from __future__ import annotations
+
+import resource
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fold3d.errors import TraceError
+from fold3d.trace import SplitModel, find_blocks, trace
+from tests.trace.chains import assert_equal, chained, ranks_of, record, whole
+from tests.trace.zoo import Plain, build, checkpointed, plain, tokens
+
+
+def test_gpt2() -> None:
+    recorded = record(build("gpt2"))
+    assert recorded.blocks == tuple(f"transformer.h.{i}" for i in range(4))
+    assert recorded.prologue == ("transformer.wte", "transformer.wpe", "transformer.drop")
+    assert recorded.epilogue == ("transformer.ln_f", "lm_head")
+    assert recorded.between == recorded.shared == ()
+    assert recorded.tied == (("transformer.wte.weight", "lm_head.weight"),)
+    assert recorded.uniform
+    assert not any(recorded.borders)
+    assert not any(recorded.modified)
+
+
+def test_costs() -> None:
+    recorded = record(build("llama"))
+    batch, length, width, inner, key_value = 1, 32, 32, 48, 16
+    linear = 2 * width * width + 2 * width * key_value + 3 * width * inner
+    attention = 2 * length * width
+    for cost, name in zip(recorded.costs, recorded.blocks, strict=True):
+        assert cost.name == name
+        assert cost.parameters == linear + 2 * width
+        assert cost.flops == 2 * batch * length * (linear + attention)
+    assert recorded.prologue_cost.parameters == 64 * width
+    assert recorded.prologue_cost.flops == 0
+    assert recorded.epilogue_cost.parameters == 64 * width + width
+    assert recorded.epilogue_cost.flops == 2 * batch * length * 64 * width
+
+
+@pytest.mark.parametrize("style", ["tensor", "pair", "constants", "in_place"])
+def test_plain(style: str) -> None:
+    recorded = record(plain(style), tokens())
+    assert recorded.blocks == tuple(f"layers.{i}" for i in range(4))
+    assert recorded.prologue == ("embedding",)
+    assert recorded.epilogue == ("head",)
+    assert recorded.shared == ("position", "scale")
+    assert recorded.tied == (("embedding.weight", "head.weight"),)
+    assert [s.num_tensors for s in recorded.structures] == [2 if style == "pair" else 1] * 4
+    assert recorded.structures[0].constants == (((1, None), (2, 7)) if style == "constants" else ())
+    # a block that writes into its input modifies what the block before returned
+    assert recorded.modified == (*[style == "in_place"] * 3, False)
+    assert recorded.shapes[0][0] == ((2, 12, 16), torch.float64)
+
+
+def test_the_model_is_not_touched() -> None:
+    model = build("gpt2").eval()
+    before = {name: id(t) for name, t in [*model.named_parameters(), *model.named_buffers()]}
+    state = torch.get_rng_state()
+    record(model)
+    assert before == {name: id(t) for name, t in [*model.named_parameters(), *model.named_buffers()]}
+    assert torch.equal(state, torch.get_rng_state())
+    assert not model.training
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+def test_meta_and_real_models_give_the_same_trace() -> None:
+    from transformers import GPT2LMHeadModel
+
+    real = build("gpt2").float()
+    with torch.device("meta"):
+        meta = GPT2LMHeadModel(real.config)
+    assert record(real) == record(meta)
+
+
+def test_a_giant_takes_seconds_and_no_memory() -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(n_embd=12288, n_layer=48, n_head=96, n_positions=2048)
+    with torch.device("meta"):
+        model = GPT2LMHeadModel(config)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    start = time.perf_counter()
+    recorded = trace(model)
+    assert time.perf_counter() - start < 20
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 500_000  # kilobytes
+    assert sum(cost.parameters for cost in recorded.costs) > 86e9
+
+
+def test_an_example_of_ones_own() -> None:
+    model = build("llama")
+    recorded = trace(model, example=tokens(3, 7))
+    assert recorded.shapes[0][0][0] == (3, 7, 32)
+
+
+def test_activation_checkpointing_in_the_model_changes_nothing() -> None:
+    model = build("llama")
+    want = record(model)
+    model.activation_checkpointing_enable()
+    assert record(model) == want
+    assert record(checkpointed(), tokens()).uses == record(plain(), tokens()).uses
+
+
+def test_vision_transformer() -> None:
+    from transformers import ViTConfig, ViTForImageClassification
+
+    config = ViTConfig(
+        hidden_size=32, num_hidden_layers=3, num_attention_heads=4, intermediate_size=48, image_size=16, patch_size=8,
+        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = ViTForImageClassification(config).double().train()
+    recorded = record(model)
+    batch = {"pixel_values": torch.randn(2, 3, 16, 16, dtype=torch.double), "labels": torch.tensor([0, 1])}
+    ranges = [(0, 1), (1, 3)]
+    assert_equal(chained(ranks_of(model, recorded, ranges, 2), recorded, 2, batch), whole(model, batch))
+
+
+class TestBlocks:
+    def test_by_name(self) -> None:
+        model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+        assert find_blocks(model, ".") == ["0", "1", "2"]
+        assert find_blocks(build("gpt2"), "transformer.h") == [f"transformer.h.{i}" for i in range(4)]
+
+    def test_a_root_sequential(self) -> None:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double()
+        batch = {"input": torch.randn(5, 4, dtype=torch.double)}
+        recorded = record(model, batch, blocks=".")
+        assert not recorded.uniform
+        split = SplitModel(model, recorded, [(0, 1), (1, 2), (2, 3)])
+        inputs: list[Tensor] = []
+        for chunk in range(3):
+            inputs, result = split.run(chunk, lambda: model(**batch), inputs, None)
+        split.remove()
+        assert torch.equal(result, model(**batch))
+
+    def test_the_largest_list_of_one_class(self) -> None:
+        model = nn.ModuleDict(
+            {
+                "small": nn.ModuleList(nn.Linear(2, 2) for _ in range(6)),
+                "large": nn.ModuleList(nn.Sequential(nn.Linear(9, 9), nn.Linear(9, 9)) for _ in range(2)),
+                "mixed": nn.Sequential(nn.Linear(99, 99), nn.ReLU()),
+            }
+        )
+        assert find_blocks(model) == ["large.0", "large.1"]
+
+    def test_none(self) -> None:
+        with pytest.raises(TraceError, match=r"no blocks found in Sequential.*'\.' \(2 x Linear \+ ReLU.*`blocks`"):
+            find_blocks(nn.Sequential(nn.Linear(4, 4), nn.ReLU()))
+        with pytest.raises(TraceError, match=r"no blocks found in Linear: .*no ModuleList and no Sequential"):
+            find_blocks(nn.Linear(4, 4))
+
+    def test_several(self) -> None:
+        model = nn.ModuleDict({name: nn.ModuleList(nn.Linear(2, 2) for _ in range(3)) for name in "ab"})
+        with pytest.raises(TraceError, match=r"several equally large.*'a' \(3 x Linear.*'b'.*`blocks`"):
+            find_blocks(model)
+        assert find_blocks(model, "b") == ["b.0", "b.1", "b.2"]
+
+    def test_wrong_name(self) -> None:
+        with pytest.raises(TraceError, match=r"blocks='layer': .* has no module of that name.*'layers' \(4 x Block"):
+            find_blocks(plain(), "layer")
+        with pytest.raises(TraceError, match=r"has no children to cut between"):
+            find_blocks(plain(), "embedding")
+
+    def test_two_stacks_of_checkpointing_layers(self) -> None:
+        from transformers import CLIPConfig, CLIPModel
+
+        tower = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16}
+        config = CLIPConfig(text_config=tower, vision_config={**tower, "image_size": 16, "patch_size": 8})
+        with torch.device("meta"):
+            model = CLIPModel(config)
+        with pytest.raises(TraceError, match=r"has blocks in 2 places: 'text_model.encoder.layers' .*`blocks`"):
+            find_blocks(model)
+
+
+class TestRefusals:
+    def test_encoder_decoder(self) -> None:
+        from transformers import T5Config, T5ForConditionalGeneration
+
+        with torch.device("meta"):
+            model = T5ForConditionalGeneration(T5Config(d_model=16, d_ff=16, num_layers=2, num_heads=2, vocab_size=32))
+        with pytest.raises(TraceError, match=r"encoder-decoder model .*is_encoder_decoder=True"):
+            trace(model)
+
+    def test_a_plain_module_needs_an_example(self) -> None:
+        with pytest.raises(TraceError, match=r"Plain is no transformers model, so an example batch is needed"):
+            trace(plain())
+
+    def test_a_bad_example(self) -> None:
+        with pytest.raises(TraceError, match=r"could not be recorded.*'tokens': \(2, 3\).*check that `example`"):
+            trace(plain(), example={"tokens": torch.zeros(2, 3)})
+
+    def test_branching_on_values(self) -> None:
+        class Branching(Plain):
+            def between(self, x: Any) -> Any:
+                return x if x.sum() > 0 else -x
+
+        with pytest.raises(TraceError, match=r"must not branch on them"):
+            trace(Branching(), example=tokens())
+
+    def test_a_block_that_runs_twice(self) -> None:
+        class Twice(Plain):
+            def between(self, x: Any) -> Any:
+                return self.layers[0](x)
+
+        with pytest.raises(TraceError, match=r"block 'layers\.0' runs more than once"):
+            trace(Twice(), example=tokens())
+
+    def test_a_block_that_does_not_run(self) -> None:
+        class Short(Plain):
+            def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Any:
+                x = self.embedding(input_ids)
+                for layer in self.layers[:4]:
+                    x = layer(x)
+                return x
+
+        model = Short(layers=5)
+        with pytest.raises(TraceError, match=r"block 'layers\.4' did not run .*\(1 of 5 blocks"):
+            trace(model, example=tokens())
+
+    def test_what_cannot_travel(self) -> None:
+        class Carrier:
+            pass
+
+        class Odd(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.linear = nn.Linear(4, 4)
+
+            def forward(self, x: Any) -> Any:
+                return self.linear(x[0] if isinstance(x, tuple) else x), Carrier()
+
+        model = nn.Sequential(Odd(), Odd())
+        with pytest.raises(TraceError, match=r"block '0' returns a Carrier, which cannot travel"):
+            trace(model, blocks=".", example={"input": torch.zeros(2, 4)})
+
+
+class Skipping(nn.Module):
+    """x0 is read again later, in ways that differ."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(5))
+        self.bias = nn.Parameter(torch.randn(8))
+        self.how = how
+
+    def forward(self, x: Tensor) -> Tensor:
+        how = self.how
+        if how == "shared":
+            extra = torch.tanh(self.bias)
+        x = self.first(x)
+        early = x
+        for i, layer in enumerate(self.layers):
+            y = torch.tanh(layer(x))
+            if how == "embedding" and i == 3:
+                y = y + early
+            if how == "detached" and i == 3:
+                y = y + early.detach()
+            if how == "shared":
+                y = y + extra
+            if how == "block" and i == 1:
+                kept = y
+            if how == "block" and i == 4:
+                y = y + kept
+            if how == "shape" and i == 3:
+                y = y + torch.ones_like(early)
+            if how == "residual":
+                y = y + x
+            x = y
+        return x.pow(2).sum()
+
+
+class TestBorders:
+    @pytest.mark.parametrize(
+        ("how", "free"),
+        [
+            ("none", {1, 2, 3, 4}),
+            ("shape", {1, 2, 3, 4}),
+            ("shared", {1, 2, 3, 4}),
+            ("embedding", set()),
+            ("detached", set()),
+            ("block", {1, 2}),
+            ("residual", set()),
+        ],
+    )
+    def test_cuts_are_forbidden_exactly_where_values_pass_around_them(self, how: str, free: set[int]) -> None:
+        torch.manual_seed(0)
+        model = Skipping(how).double()
+        batch = {"x": torch.randn(3, 8, dtype=torch.double)}
+        recorded = record(model, batch)
+        got = {k for k in range(1, 5) if not recorded.borders[k]}
+        assert got == free
+        want = whole(model, batch)
+        for cut in range(1, 5):
+            ranges = [(0, cut), (cut, 5)]
+            if cut in got:
+                assert_equal(chained(ranks_of(model, recorded, ranges, 2), recorded, 2, batch), want)
+            else:
+                with pytest.raises(TraceError, match=rf"cannot be cut before block 'layers\.{cut}'.* is read again"):
+                    SplitModel(model, recorded, ranges)
+
+    def test_a_cache_filled_by_the_first_block(self) -> None:
+        cache: dict[str, Tensor] = {}
+
+        class Cached(nn.Module):
+            def __init__(self, first: bool) -> None:
+                super().__init__()
+                self.linear = nn.Linear(4, 4)
+                self.first = first
+
+            def forward(self, x: Tensor) -> Tensor:
+                if self.first:
+                    cache["ones"] = torch.ones(4)
+                return self.linear(x) + cache["ones"]
+
+        model = nn.Sequential(*(Cached(i == 0) for i in range(3)))
+        recorded = record(model, {"input": torch.zeros(2, 4)}, blocks=".")
+        assert all("a tensor made in '0' is read again later" in reason for reason in recorded.borders[1:])
+
+
+def test_ranges() -> None:
+    model = plain()
+    recorded = record(model, tokens())
+    with pytest.raises(TraceError, match=r"chunk 1 has the blocks \[3, 4\) but must start at block 2"):
+        SplitModel(model, recorded, [(0, 2), (3, 4)])
+    with pytest.raises(TraceError, match=r"end at block 3, but the model has 4"):
+        SplitModel(model, recorded, [(0, 2), (2, 3)])
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_a_wrapper_on_the_instance_does_not_hide_the_model() -> None:
+    """accelerate puts a bound method on the model, others put functions."""
+    from types import MethodType
+
+    want = record(plain(), tokens())
+    model = plain()
+    forward = model.forward
+    model.forward = lambda **batch: forward(**batch)
+    assert record(model, tokens()) == want
+    model = plain()
+    model.forward = MethodType(lambda self, **batch: type(self).forward(self, **batch), model)
+    assert record(model, tokens()) == want

@@ -1,0 +1,153 @@
+"""What a running chunk refuses, with the reason and the setting to change."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fold3d.trace import SplitError, SplitModel, owned_parameters, release
+from tests.trace.chains import assert_equal, chained, ranks_of, record, whole
+from tests.trace.zoo import Plain, build, checkpointed, plain, tokens
+
+HALVES = [(0, 2), (2, 4)]
+
+
+def split_of(model: nn.Module, ranges: Any = HALVES) -> SplitModel:
+    return SplitModel(model, record(model, None if hasattr(model, "config") else tokens()), ranges)
+
+
+def test_wrong_number_of_tensors() -> None:
+    split = split_of(plain())
+    with pytest.raises(SplitError, match=r"chunk 1 was given 0 tensors, but block 'layers\.1' returns 1"):
+        split.run(1, lambda: None, [], None)
+    with pytest.raises(SplitError, match=r"chunk 0 was given 1 tensors, but the first chunk takes none"):
+        split.run(0, lambda: None, [torch.zeros(2)], None)
+
+
+def test_a_call_that_does_not_run_the_model() -> None:
+    split = split_of(plain())
+    with pytest.raises(SplitError, match=r"ended before block 'layers\.1', the last of chunk 0"):
+        split.run(0, lambda: None, [], None)
+    with pytest.raises(SplitError, match=r"the model ran 0 of its 4 blocks"):
+        split.run(1, lambda: None, [torch.zeros(2, 12, 16)], None)
+
+
+def test_a_call_that_runs_the_model_twice() -> None:
+    model = plain()
+    split = split_of(model, [(0, 4)])
+    batch = tokens()
+    with pytest.raises(SplitError, match=r"block 'layers\.0' ran where the end was due.*no second pass"):
+        split.run(0, lambda: (model(**batch), model(**batch)), [], None)
+    split.run(0, lambda: model(**batch), [], None)  # the model is usable again
+
+
+def test_a_run_within_a_run() -> None:
+    model = plain()
+    split = split_of(model, [(0, 4)])
+    with pytest.raises(SplitError, match=r"already running"):
+        split.run(0, lambda: split.run(0, lambda: None, [], None), [], None)
+
+
+def test_a_block_that_is_skipped() -> None:
+    """Such as OPT with layerdrop."""
+
+    class Dropping(Plain):
+        drop = False
+
+        def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Any:
+            if self.drop:
+                x = self.embedding(input_ids)
+                for i in (0, 2, 3):
+                    x = self.layers[i](x)
+                return x.sum()
+            return super().forward(input_ids, labels)
+
+    model = Dropping()
+    split = split_of(model)
+    model.drop = True
+    with pytest.raises(SplitError, match=r"block 'layers\.2' ran where layers\.1 was due"):
+        split.run(0, lambda: model(**tokens()), [], None)
+
+
+def test_another_constant_than_recorded() -> None:
+    model = plain("constants")
+    split = split_of(model)
+    block = model.layers[1]
+    block.style = "tensor"
+    with pytest.raises(SplitError, match=r"returned tensor; recorded was \('tensor', None, 7\)"):
+        split.run(0, lambda: model(**tokens()), [], None)
+
+
+def test_one_checkpoint_around_a_border() -> None:
+    model = checkpointed(every=2)
+    batch = tokens()
+    recorded = record(model, batch)
+    want = whole(model, batch)
+    assert_equal(chained(ranks_of(model, recorded, HALVES, 2), recorded, 2, batch), want)
+    ranks = ranks_of(model, recorded, [(0, 1), (1, 4)], 2)
+    with pytest.raises(SplitError, match=r"covers both block 'layers\.0' and 'layers\.1'.*recompute=True"):
+        chained(ranks, recorded, 2, batch)
+
+
+def test_a_reentrant_checkpoint_in_the_users_forward() -> None:
+    model = checkpointed(reentrant=True)
+    batch = tokens()
+    recorded = record(model, batch)
+    ranks = ranks_of(model, recorded, HALVES, 2)
+    with pytest.raises(SplitError, match=r"use_reentrant=False"):
+        chained(ranks, recorded, 2, batch)
+
+
+def test_frozen_blocks_under_no_grad() -> None:
+    class Frozen(Plain):
+        def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Any:
+            with torch.no_grad():
+                x = self.layers[1](self.layers[0](self.embedding(input_ids)))
+            for layer in self.layers[2:]:
+                x = layer(x)
+            return nn.functional.cross_entropy((x @ self.head.weight.T).flatten(0, 1), labels.flatten())
+
+    torch.manual_seed(0)
+    model = Frozen().double()
+    batch = tokens()
+    recorded = record(model, batch)
+    want = whole(model, batch)
+    for cut in (1, 2, 3):
+        ranks = ranks_of(model, recorded, [(0, cut), (cut, 4)], 2)
+        assert_equal(chained(ranks, recorded, 2, batch), want)
+
+
+def test_a_parameter_that_the_recording_did_not_see() -> None:
+    class Optional(Plain):
+        def __init__(self) -> None:
+            super().__init__()
+            self.extra = nn.Linear(16, 16)
+
+        def forward(self, input_ids: Tensor, labels: Tensor | None = None, more: bool = False) -> Any:
+            x = self.embedding(input_ids)
+            for layer in self.layers:
+                x = layer(x)
+            return (self.extra(x) if more else x).sum()
+
+    model = Optional()
+    recorded = record(model, tokens())
+    names = owned_parameters(model, recorded, HALVES, 0)
+    assert "extra.weight" in names  # so that it is saved
+    release(model, set(owned_parameters(model, recorded, HALVES, 1)))
+    split = SplitModel(model, recorded, HALVES)
+    with pytest.raises(SplitError, match=r"belongs to another chunk.*`example`"):
+        split.run(1, lambda: model(**tokens(), more=True), [torch.zeros(2, 12, 16)], None)
+
+
+def test_exceptions_named_meta_are_not_mistaken() -> None:
+    model = build("gpt2")
+    split = split_of(model)
+
+    def call() -> None:
+        raise ValueError("meta")
+
+    with pytest.raises(ValueError, match=r"^meta$"):
+        split.run(0, call, [], None)
