@@ -21,8 +21,7 @@ struct BufferPool::State {
   std::vector<Shelf> shelves;  // a step has few sizes: a search is shorter than a hash
 
   Shelf& shelf(std::size_t bytes) {
-    const auto found =
-        std::find_if(shelves.begin(), shelves.end(), [&](const Shelf& s) { return s.bytes == bytes; });
+    const auto found = std::find_if(shelves.begin(), shelves.end(), [&](const Shelf& s) { return s.bytes == bytes; });
     if (found != shelves.end()) return *found;
     return shelves.emplace_back(Shelf{.bytes = bytes, .in_use = 0, .peak = 0, .free = {}});
   }
@@ -56,8 +55,8 @@ std::shared_ptr<Buffer> BufferPool::acquire(const TensorDesc& desc) {
       buffer = transport_.allocate(desc);
       if (!buffer || buffer->bytes() != bytes) {
         throw std::logic_error("Transport::allocate returned " +
-                               (buffer ? std::to_string(buffer->bytes()) : std::string("no")) +
-                               " bytes where " + std::to_string(bytes) + " were asked for");
+                               (buffer ? std::to_string(buffer->bytes()) : std::string("no")) + " bytes where " +
+                               std::to_string(bytes) + " were asked for");
       }
     } catch (...) {
       const std::lock_guard lock(state_->mutex);

@@ -13,8 +13,7 @@ inline std::int64_t now_ns() {
 
 inline std::chrono::steady_clock::time_point time_point_of(std::int64_t ns) {
   using std::chrono::steady_clock;
-  return steady_clock::time_point(
-      std::chrono::duration_cast<steady_clock::duration>(std::chrono::nanoseconds(ns)));
+  return steady_clock::time_point(std::chrono::duration_cast<steady_clock::duration>(std::chrono::nanoseconds(ns)));
 }
 
 }  // namespace fold3d::comm

@@ -17,12 +17,21 @@ constexpr int kAbsent = -1;
 bool is_pipeline_send(LaneId id) { return id == LaneId::kSendForward || id == LaneId::kSendBackward; }
 bool is_pipeline_recv(LaneId id) { return id == LaneId::kRecvForward || id == LaneId::kRecvBackward; }
 
+/// Whether a message surely fits into its frame.
+bool is_small(const Tensors& tensors) {
+  std::size_t total = 0;
+  for (const Tensor& tensor : tensors) {
+    if (tensor.buffer && tensor.buffer->host_data() == nullptr) return false;
+    total += tensor.desc.bytes();
+  }
+  return total <= kFrameBytes / 2;
+}
+
 Options checked(Options options) {
   const auto reject = [](const std::string& what) { throw std::invalid_argument("communicator: " + what); };
   if (options.shape.pp < 1 || options.shape.segments < 1) reject("pp and segments must be at least 1");
   if (options.stage < 0 || options.stage >= options.shape.pp) {
-    reject("stage " + std::to_string(options.stage) +
-           " is not in [0, pp = " + std::to_string(options.shape.pp) + ")");
+    reject("stage " + std::to_string(options.stage) + " is not in [0, pp = " + std::to_string(options.shape.pp) + ")");
   }
   if (options.timeout.count() <= 0) reject("the timeout (setting comm_timeout) must be positive");
   if (options.receive_ahead < 0) reject("receive_ahead must not be negative");
@@ -90,8 +99,7 @@ std::size_t Communicator::position_of(LaneId id, const core::Action& action) {
       action.chunk >= 0 && action.chunk < options_.shape.num_chunks() && action.micro_batch < micro_batches_;
   const int position = open_ && in_range ? line(id).positions[key_of(action)] : kAbsent;
   if (position == kAbsent) {
-    throw std::logic_error(name_ + ": " + core::to_string(action) +
-                           " is not in the program of the step under way");
+    throw std::logic_error(name_ + ": " + core::to_string(action) + " is not in the program of the step under way");
   }
   return static_cast<std::size_t>(position);
 }
@@ -143,14 +151,16 @@ void Communicator::issue(LaneId id, const core::Action& action, Tensors tensors)
   Line& to = line(id);
   const std::size_t position = position_of(id, action);
   if (position != to.issued) {
-    const std::string due =
-        to.issued < to.tasks.size() ? core::to_string(to.tasks[to.issued].action) : "nothing";
-    throw std::logic_error(name_ + ": " + core::to_string(action) +
-                           " is out of order; the program asks for " + due + " next on this lane");
+    const std::string due = to.issued < to.tasks.size() ? core::to_string(to.tasks[to.issued].action) : "nothing";
+    throw std::logic_error(name_ + ": " + core::to_string(action) + " is out of order; the program asks for " + due +
+                           " next on this lane");
   }
   to.tasks[position].tensors = std::move(tensors);
   ++to.issued;
-  if (is_pipeline_send(id)) gate_.queued();
+  if (is_pipeline_send(id)) {
+    gate_.queued();
+    if (transport_->sends_at_once() && is_small(to.tasks[position].tensors) && to.lane->run_here(position)) return;
+  }
   to.lane->raise(to.issued);
 }
 
@@ -191,8 +201,7 @@ void Communicator::wait_reduce(const core::Action& reduce) {
   const LaneId id = lane_of(reduce.kind);
   const std::size_t position = position_of(id, reduce);
   if (position >= line(id).issued) {
-    throw std::logic_error(name_ + ": waited for " + core::to_string(reduce) +
-                           " before reduce() was called for it");
+    throw std::logic_error(name_ + ": waited for " + core::to_string(reduce) + " before reduce() was called for it");
   }
   wait_done(id, position + 1, reduce);
 }
@@ -202,8 +211,7 @@ void Communicator::finish() {
   if (!open_) throw std::logic_error(name_ + ": finish() without begin()");
   for (std::size_t i = 0; i < kNumLanes; ++i) {
     const Line& each = lines_[i];
-    for (std::size_t k = is_pipeline_recv(static_cast<LaneId>(i)) ? 0 : each.issued; k < each.tasks.size();
-         ++k) {
+    for (std::size_t k = is_pipeline_recv(static_cast<LaneId>(i)) ? 0 : each.issued; k < each.tasks.size(); ++k) {
       if (!each.tasks[k].waited) {
         throw std::logic_error(name_ + ": the step ends, but " + core::to_string(each.tasks[k].action) +
                                " was never done");

@@ -27,10 +27,10 @@ struct Options {
   core::Shape shape = {};  ///< pp and segments of the run; micro_batches may differ from step to step
   int stage = 0;           ///< this rank's stage, [0, shape.pp)
   std::chrono::milliseconds timeout{300'000};  ///< longest blocking wait (setting comm_timeout), > 0
-  int receive_ahead = 4;  ///< messages a receive lane may run beyond the program counter, >= 0
-  std::size_t reduce_chunk_bytes = 4u << 20;  ///< a reduce may yield to the pipeline every so many bytes, > 0
-  core::Arbiter::Options arbiter = {};        ///< how long it yields
-  std::string name = {};                      ///< how errors call this rank; empty: "stage S"
+  int receive_ahead = 4;                       ///< messages a receive lane may run beyond the program counter, >= 0
+  std::size_t reduce_chunk_bytes = 4u << 20;   ///< a reduce may yield to the pipeline every so many bytes, > 0
+  core::Arbiter::Options arbiter = {};         ///< how long it yields
+  std::string name = {};                       ///< how errors call this rank; empty: "stage S"
 };
 
 /// Owns all communication of one rank: five lanes (send and receive of each direction, reduce), each a thread

@@ -99,13 +99,11 @@ void Communicator::run_recv(Line& own, LaneId id, Task& task) {
   const Header header = read_frame(own.frame);
   if (header.send != expected || header.step != step_) {
     throw ProtocolError("the schedule asks for " + name_of(expected, step_) + ", but " +
-                        name_of(header.send, header.step) +
-                        " arrived; the ranks do not run the same schedule");
+                        name_of(header.send, header.step) + " arrived; the ranks do not run the same schedule");
   }
   Tensors tensors;
   tensors.reserve(header.tensors.size());
-  for (const TensorDesc& desc : header.tensors)
-    tensors.push_back({.desc = desc, .buffer = pool_.acquire(desc)});
+  for (const TensorDesc& desc : header.tensors) tensors.push_back({.desc = desc, .buffer = pool_.acquire(desc)});
   if (header.is_inline) {
     copy_inline(header.payload, tensors);
   } else {
@@ -113,11 +111,8 @@ void Communicator::run_recv(Line& own, LaneId id, Task& task) {
       if (tensor.buffer->bytes() > 0) transport_->recv(channel, peer, tensor.buffer);
     }
   }
-  own.log.append({.action = task.action,
-                  .lane = id,
-                  .start_ns = start_ns,
-                  .end_ns = now_ns(),
-                  .bytes = total_bytes(tensors)});
+  own.log.append(
+      {.action = task.action, .lane = id, .start_ns = start_ns, .end_ns = now_ns(), .bytes = total_bytes(tensors)});
   task.tensors = std::move(tensors);
 }
 
@@ -136,11 +131,8 @@ void Communicator::run_reduce(Line& own, Task& task) {
     const std::size_t bytes = std::min(chunk, total - offset);
     const std::int64_t start_ns = now_ns();
     transport_->all_reduce(tensor.buffer, tensor.desc.dtype, offset, bytes);
-    own.log.append({.action = task.action,
-                    .lane = LaneId::kReduce,
-                    .start_ns = start_ns,
-                    .end_ns = now_ns(),
-                    .bytes = bytes});
+    own.log.append(
+        {.action = task.action, .lane = LaneId::kReduce, .start_ns = start_ns, .end_ns = now_ns(), .bytes = bytes});
   }
   task.tensors.clear();
 }

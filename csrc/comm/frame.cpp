@@ -11,8 +11,7 @@
 namespace fold3d::comm {
 namespace {
 
-constexpr std::uint32_t kMagic =
-    0x46334431;  // "F3D1"; reads differently on a machine of the other byte order
+constexpr std::uint32_t kMagic = 0x46334431;  // "F3D1"; reads differently on a machine of the other byte order
 constexpr std::uint16_t kVersion = 1;
 
 struct Prefix {
@@ -101,8 +100,7 @@ TensorDesc read_desc(Reader& reader) {
 
 }  // namespace
 
-bool write_frame(std::span<std::byte> frame, const core::Action& send, std::uint32_t step,
-                 const Tensors& tensors) {
+bool write_frame(std::span<std::byte> frame, const core::Action& send, std::uint32_t step, const Tensors& tensors) {
   Writer writer(frame);
   Prefix prefix{.magic = kMagic,
                 .version = kVersion,
@@ -142,8 +140,7 @@ bool write_frame(std::span<std::byte> frame, const core::Action& send, std::uint
 Header read_frame(std::span<const std::byte> frame) {
   Reader reader(frame);
   const auto prefix = get<Prefix>(reader);
-  if (prefix.magic != kMagic)
-    throw ProtocolError("the bytes that arrived are not the header of a message (bad magic)");
+  if (prefix.magic != kMagic) throw ProtocolError("the bytes that arrived are not the header of a message (bad magic)");
   if (prefix.version != kVersion) {
     throw ProtocolError("the message has format version " + std::to_string(prefix.version) +
                         ", this rank reads version " + std::to_string(kVersion) +
@@ -177,8 +174,7 @@ Header read_frame(std::span<const std::byte> frame) {
                         " payload bytes, but its tensors have " + std::to_string(total));
   }
   if (header.is_inline && !reader.take(total, header.payload)) {
-    throw ProtocolError("the header announces " + std::to_string(total) +
-                        " inline bytes, more than fit into a frame");
+    throw ProtocolError("the header announces " + std::to_string(total) + " inline bytes, more than fit into a frame");
   }
   return header;
 }

@@ -30,8 +30,7 @@ struct Header {
 /// long. Returns whether the payload is inline. Throws std::invalid_argument when a tensor's buffer is
 /// missing or does not have the size of its desc, or when the descriptions do not fit into a frame (about 50
 /// tensors of 4 dimensions do).
-bool write_frame(std::span<std::byte> frame, const core::Action& send, std::uint32_t step,
-                 const Tensors& tensors);
+bool write_frame(std::span<std::byte> frame, const core::Action& send, std::uint32_t step, const Tensors& tensors);
 
 /// Reads a frame. Throws ProtocolError when it is not one of ours or contradicts itself.
 Header read_frame(std::span<const std::byte> frame);

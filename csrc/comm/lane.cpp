@@ -33,6 +33,19 @@ void Lane::raise(std::size_t limit) {
   work_.notify_one();
 }
 
+bool Lane::run_here(std::size_t index) {
+  {
+    const std::lock_guard lock(mutex_);
+    if (stopped_ || next_ != index || done_count_ != index) return false;
+    next_ = index + 1;
+    limit_ = std::max(limit_, next_);
+  }
+  run_(index);
+  const std::lock_guard lock(mutex_);
+  if (!stopped_) ++done_count_;  // the caller is the only one who waits for this lane
+  return true;
+}
+
 Lane::Outcome Lane::wait(std::size_t count, Clock::time_point deadline) {
   std::unique_lock lock(mutex_);
   wanted_ = count;

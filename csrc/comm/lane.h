@@ -34,6 +34,9 @@ class Lane {
   void start(std::size_t total);
   /// Tasks [0, min(limit, total)) may run from now on. Never lowers the limit.
   void raise(std::size_t limit);
+  /// Runs task `index` on the calling thread instead, if every task before it is done: saves waking the lane.
+  /// Returns false, having done nothing, if the lane is not there yet or was stopped.
+  bool run_here(std::size_t index);
   /// Blocks until tasks [0, count) are done, the lane was stopped or the deadline has passed; done wins over
   /// the others.
   Outcome wait(std::size_t count, Clock::time_point deadline);

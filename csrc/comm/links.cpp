@@ -24,8 +24,7 @@ LaneId lane_of(Kind kind) {
 }
 
 Channel channel_of(LaneId lane) {
-  return lane == LaneId::kSendForward || lane == LaneId::kRecvForward ? Channel::kForward
-                                                                      : Channel::kBackward;
+  return lane == LaneId::kSendForward || lane == LaneId::kRecvForward ? Channel::kForward : Channel::kBackward;
 }
 
 }  // namespace fold3d::comm

@@ -19,10 +19,9 @@ const char* to_string(LaneId lane);
 struct Record {
   core::Action action;
   LaneId lane = LaneId::kSendForward;
-  std::int64_t start_ns =
-      0;  ///< send: the lane took it up; receive: its header had arrived; reduce: the chunk began
-  std::int64_t end_ns = 0;  ///< the transfer was complete
-  std::size_t bytes = 0;    ///< payload without the frame; a reduce has one record for each of its chunks
+  std::int64_t start_ns = 0;  ///< send: the lane took it up; receive: its header had arrived; reduce: the chunk began
+  std::int64_t end_ns = 0;    ///< the transfer was complete
+  std::size_t bytes = 0;      ///< payload without the frame; a reduce has one record for each of its chunks
 };
 
 }  // namespace fold3d::comm

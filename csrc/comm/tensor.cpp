@@ -7,8 +7,7 @@
 namespace fold3d::comm {
 
 std::size_t TensorDesc::bytes() const {
-  if (element_bytes == 0)
-    throw std::invalid_argument("a tensor's element size is 0 bytes; it must be at least 1");
+  if (element_bytes == 0) throw std::invalid_argument("a tensor's element size is 0 bytes; it must be at least 1");
   std::size_t total = element_bytes;
   for (const std::int64_t extent : shape) {
     if (extent < 0) {

@@ -9,7 +9,7 @@ namespace fold3d::comm {
 
 /// What a receiver must know about a tensor before its bytes arrive. Contiguous, row-major.
 struct TensorDesc {
-  std::uint8_t dtype = 0;  ///< code of the element type; opaque here (the runtime uses c10::ScalarType)
+  std::uint8_t dtype = 0;          ///< code of the element type; opaque here (the runtime uses c10::ScalarType)
   std::uint8_t element_bytes = 1;  ///< size of one element, >= 1
   bool requires_grad = false;      ///< whether a gradient will travel back
   std::vector<std::int64_t> shape;

@@ -41,6 +41,10 @@ class Transport {
   virtual void send_frame(Channel channel, int peer_stage, std::span<const std::byte> frame) = 0;
   virtual void recv_frame(Channel channel, int peer_stage, std::span<std::byte> frame) = 0;
 
+  /// Whether send_frame copies the frame into the system's buffers and returns without waiting for the receiver, as a
+  /// rule: the executor's thread then sends small messages itself instead of waking the lane.
+  virtual bool sends_at_once() const { return false; }
+
   /// Sums [offset_bytes, offset_bytes + bytes) of the buffer over the data-parallel group, in place; every
   /// member of the group makes the same calls in the same order. Both are multiples of the element size.
   virtual void all_reduce(std::shared_ptr<Buffer> buffer, std::uint8_t dtype, std::size_t offset_bytes,

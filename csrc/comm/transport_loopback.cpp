@@ -123,19 +123,14 @@ class LoopbackTransport final : public Transport {
     take(channel, peer, {buffer->host_data(), buffer->bytes()});
   }
 
-  void send_frame(Channel channel, int peer, std::span<const std::byte> frame) override {
-    offer(channel, peer, frame);
-  }
+  void send_frame(Channel channel, int peer, std::span<const std::byte> frame) override { offer(channel, peer, frame); }
 
-  void recv_frame(Channel channel, int peer, std::span<std::byte> frame) override {
-    take(channel, peer, frame);
-  }
+  void recv_frame(Channel channel, int peer, std::span<std::byte> frame) override { take(channel, peer, frame); }
 
   void all_reduce(std::shared_ptr<Buffer> buffer, std::uint8_t dtype, std::size_t offset_bytes,
                   std::size_t bytes) override {
     enter(Fault::Call::kAllReduce, 4);
-    join(
-        {.data = buffer->host_data() + offset_bytes, .dtype = dtype, .offset = offset_bytes, .bytes = bytes});
+    join({.data = buffer->host_data() + offset_bytes, .dtype = dtype, .offset = offset_bytes, .bytes = bytes});
     leave();
   }
 
@@ -186,8 +181,7 @@ class LoopbackTransport final : public Transport {
   void enter(Fault::Call call, std::size_t lane) {
     const int count = self_.calls[static_cast<std::size_t>(call)].fetch_add(1);
     for (const Fault& fault : hub_->options.faults) {
-      if (fault.dp_rank != dp_rank_ || fault.stage != stage_ || fault.call != call || fault.after != count)
-        continue;
+      if (fault.dp_rank != dp_rank_ || fault.stage != stage_ || fault.call != call || fault.after != count) continue;
       if (fault.mode == Fault::Mode::kThrow) throw std::runtime_error("injected failure");
       self_.stopped.store(true);
     }

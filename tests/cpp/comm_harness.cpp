@@ -35,8 +35,7 @@ std::uint64_t key_of(const core::Action& action) {
                static_cast<std::uint64_t>(action.micro_batch)});
 }
 
-core::Schedule compute_only(const std::string& name, int pp, int segments, int micro_batches,
-                            int group_size) {
+core::Schedule compute_only(const std::string& name, int pp, int segments, int micro_batches, int group_size) {
   const core::Shape shape{.pp = pp, .segments = segments, .micro_batches = micro_batches};
   return core::generate(name, {.shape = shape, .group_size = group_size, .turn = ""});
 }
@@ -67,8 +66,8 @@ TestRank::TestRank(std::unique_ptr<comm::Transport> transport, Settings settings
       communicator_(std::move(transport), settings_.options) {}
 
 comm::Tensors TestRank::contents(const core::Action& send, int step_index) const {
-  const std::uint64_t origin = hash({settings_.seed, static_cast<std::uint64_t>(settings_.dp_rank),
-                                     key_of(send), static_cast<std::uint64_t>(step_index)});
+  const std::uint64_t origin = hash({settings_.seed, static_cast<std::uint64_t>(settings_.dp_rank), key_of(send),
+                                     static_cast<std::uint64_t>(step_index)});
   static constexpr std::size_t kLengths[] = {0, 1, 20, 200, 240, 1000};
   comm::Tensors tensors;
   for (std::uint64_t i = 0; i < 1 + origin % 3; ++i) {
@@ -128,10 +127,8 @@ void TestRank::step(const core::Schedule& schedule, int step_index) {
   }
   const auto accumulate = [&](const core::Action& action) {
     std::vector<std::int64_t> values = values_of(gradients.at(action.chunk));
-    for (auto& value : values)
-      value += gradient(settings_.dp_rank, action.chunk, action.micro_batch, step_index);
-    std::memcpy(gradients.at(action.chunk).buffer->host_data(), values.data(),
-                values.size() * sizeof(std::int64_t));
+    for (auto& value : values) value += gradient(settings_.dp_rank, action.chunk, action.micro_batch, step_index);
+    std::memcpy(gradients.at(action.chunk).buffer->host_data(), values.data(), values.size() * sizeof(std::int64_t));
   };
 
   communicator_.begin(program);

@@ -41,8 +41,7 @@ class TestRank {
   comm::Tensors contents(const core::Action& send, int step_index) const;
   void check(const core::Action& recv, const comm::Tensors& tensors, int step_index) const;
   std::int64_t gradient(int dp_rank, int chunk, int micro_batch, int step_index) const;
-  void check_reduced(int chunk, const core::Schedule& schedule, const comm::Tensor& tensor,
-                     int step_index) const;
+  void check_reduced(int chunk, const core::Schedule& schedule, const comm::Tensor& tensor, int step_index) const;
   void compute(const core::Action& action);
 
   Settings settings_;

@@ -35,6 +35,7 @@ class ProbeTransport final : public comm::Transport {
     std::function<void()> before_recv_frame = [] {};
     std::function<void()> after_send_frame = [] {};
     std::function<void()> before_all_reduce = [] {};
+    std::function<void()> before_abort = [] {};
   };
 
   ProbeTransport(std::unique_ptr<comm::Transport> inner, Hooks hooks)
@@ -59,10 +60,11 @@ class ProbeTransport final : public comm::Transport {
     hooks_.before_all_reduce();
     inner_->all_reduce(buffer, dtype, offset, bytes);
   }
-  std::shared_ptr<comm::Buffer> allocate(const comm::TensorDesc& desc) override {
-    return inner_->allocate(desc);
+  std::shared_ptr<comm::Buffer> allocate(const comm::TensorDesc& desc) override { return inner_->allocate(desc); }
+  void abort(const std::string& reason) override {
+    hooks_.before_abort();
+    inner_->abort(reason);
   }
-  void abort(const std::string& reason) override { inner_->abort(reason); }
 
  private:
   std::unique_ptr<comm::Transport> inner_;
@@ -92,8 +94,7 @@ std::string error_of(Call call) {
 }
 
 void expect_mentions(const std::string& text, const std::vector<std::string>& parts) {
-  for (const std::string& part : parts)
-    EXPECT_NE(text.find(part), std::string::npos) << part << " is not in: " << text;
+  for (const std::string& part : parts) EXPECT_NE(text.find(part), std::string::npos) << part << " is not in: " << text;
 }
 
 /// A communicator as stage 1 of 2 and a bare transport as stage 0.
@@ -106,8 +107,7 @@ struct BarePeer {
   std::string refusal(const std::vector<std::byte>& frame) {
     communicator.begin(program({"1RECV_F0"}));
     auto sender = std::async(std::launch::async, [&] { peer->send_frame(Channel::kForward, 1, frame); });
-    const std::string text =
-        error_of<comm::ProtocolError>([&] { communicator.wait(parse_action("1RECV_F0")); });
+    const std::string text = error_of<comm::ProtocolError>([&] { communicator.wait(parse_action("1RECV_F0")); });
     sender.get();
     expect_mentions(text, {"stage 1: 1RECV_F0 from stage 0 failed"});
     EXPECT_EQ(error_of<comm::ProtocolError>([&] { communicator.finish(); }), text);  // the first error stays
@@ -143,12 +143,10 @@ TEST(Headers, PayloadOfAnotherSizeIsAnError) {
   BarePeer pair;
   pair.communicator.begin(program({"1RECV_F0"}));
   auto sender = std::async(std::launch::async, [&] {
-    pair.peer->send_frame(Channel::kForward, 1,
-                          frame_of("0SEND_F0", 1, {make_tensor(std::vector<std::int64_t>(300))}));
+    pair.peer->send_frame(Channel::kForward, 1, frame_of("0SEND_F0", 1, {make_tensor(std::vector<std::int64_t>(300))}));
     EXPECT_THROW(pair.peer->send(Channel::kForward, 1, make_tensor({1}).buffer), comm::CommError);
   });
-  const std::string text =
-      error_of<comm::ProtocolError>([&] { pair.communicator.wait(parse_action("1RECV_F0")); });
+  const std::string text = error_of<comm::ProtocolError>([&] { pair.communicator.wait(parse_action("1RECV_F0")); });
   sender.get();
   expect_mentions(text, {"stage 1", "1RECV_F0", "2400 bytes", "8 bytes"});
 }
@@ -200,9 +198,21 @@ TEST(Abort, EndsABlockedWaitFromAnotherThreadAndTheFirstReasonStays) {
     EXPECT_EQ(error_of<comm::AbortedError>(wait), "the user has had enough") << what;
     aborter.get();
     communicator.abort("another reason");
-    EXPECT_EQ(error_of<comm::AbortedError>([&] { communicator.finish(); }), "the user has had enough")
-        << what;
+    EXPECT_EQ(error_of<comm::AbortedError>([&] { communicator.finish(); }), "the user has had enough") << what;
   }
+}
+
+TEST(Abort, AWaitEndsEvenWhileTheTransportTakesItsTime) {
+  std::promise<void> wait_ended;
+  ProbeTransport::Hooks hooks;
+  hooks.before_abort = [&] { wait_ended.get_future().wait(); };
+  comm::Loopback loopback({.dp = 1, .pp = 2});
+  Communicator communicator(std::make_unique<ProbeTransport>(loopback.connect(0, 1), hooks), options_for(2, 1));
+  communicator.begin(program({"1RECV_F0"}));
+  auto aborter = std::async(std::launch::async, [&] { communicator.abort("enough"); });
+  EXPECT_EQ(error_of<comm::AbortedError>([&] { communicator.wait(parse_action("1RECV_F0")); }), "enough");
+  wait_ended.set_value();
+  aborter.get();
 }
 
 TEST(Abort, DestructionInTheMiddleOfAStepEndsAndTellsThePeer) {
@@ -246,8 +256,7 @@ TEST(Bounds, ReceivesStayWithinReceiveAheadOfTheProgramCounter) {
   for (int i = 0; i < kMessages; ++i) {
     std::unique_lock lock(mutex);
     const int reachable = std::min(i + kAhead, kMessages);
-    ASSERT_TRUE(changed.wait_for(lock, 30s, [&] { return started == reachable; }))
-        << started << " of " << reachable;
+    ASSERT_TRUE(changed.wait_for(lock, 30s, [&] { return started == reachable; })) << started << " of " << reachable;
     ++passed;
     lock.unlock();
     receiver.pass(receives[static_cast<std::size_t>(i)]);
@@ -337,9 +346,8 @@ TEST(Records, EveryTransferOnceInOrderWithItsBytes) {
     }
     return lines;
   };
-  EXPECT_EQ(summary(first),
-            (std::vector<std::string>{"send_f 0SEND_F0 16", "send_f 0SEND_F1 8000", "recv_b 0RECV_B0 0",
-                                      "reduce 0REDUCE_GRAD 16", "reduce 0REDUCE_GRAD 8"}));
+  EXPECT_EQ(summary(first), (std::vector<std::string>{"send_f 0SEND_F0 16", "send_f 0SEND_F1 8000", "recv_b 0RECV_B0 0",
+                                                      "reduce 0REDUCE_GRAD 16", "reduce 0REDUCE_GRAD 8"}));
   EXPECT_EQ(summary(second),
             (std::vector<std::string>{"recv_f 1RECV_F0 16", "recv_f 1RECV_F1 8000", "send_b 1SEND_B0 0"}));
   EXPECT_TRUE(first.take_records().empty());
@@ -395,18 +403,15 @@ TEST(Misuse, ProgramsAndOptionsAreChecked) {
   const std::map<std::string, std::string> bad{
       {"1SEND_B0", "belongs to stage 1"}, {"2SEND_F0", "there are 2 chunks"}, {"0RECV_F0", "no chunk -1"}};
   for (const auto& [action, why] : bad) {
-    expect_mentions(error_of<std::invalid_argument>([&] { communicator.begin(program({action})); }),
-                    {action, why});
+    expect_mentions(error_of<std::invalid_argument>([&] { communicator.begin(program({action})); }), {action, why});
   }
-  expect_mentions(
-      error_of<std::invalid_argument>([&] { communicator.begin(program({"0SEND_F0", "0SEND_F0"})); }),
-      {"0SEND_F0 occurs twice"});
+  expect_mentions(error_of<std::invalid_argument>([&] { communicator.begin(program({"0SEND_F0", "0SEND_F0"})); }),
+                  {"0SEND_F0 occurs twice"});
   communicator.begin({});  // none of that did harm
   communicator.finish();
   for (auto spoil : std::vector<std::function<void(comm::Options&)>>{
-           [](auto& o) { o.stage = 2; }, [](auto& o) { o.timeout = 0s; },
-           [](auto& o) { o.receive_ahead = -1; }, [](auto& o) { o.reduce_chunk_bytes = 0; },
-           [](auto& o) { o.shape.pp = 0; }}) {
+           [](auto& o) { o.stage = 2; }, [](auto& o) { o.timeout = 0s; }, [](auto& o) { o.receive_ahead = -1; },
+           [](auto& o) { o.reduce_chunk_bytes = 0; }, [](auto& o) { o.shape.pp = 0; }}) {
     comm::Options options = options_for(2, 0);
     spoil(options);
     EXPECT_THROW(Communicator(loopback.connect(0, 1), options), std::invalid_argument);

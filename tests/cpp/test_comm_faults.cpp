@@ -46,8 +46,7 @@ RunSetup random_setup(std::mt19937_64& random, comm::Fault::Mode mode) {
 
 void expect_all(const RunSetup& setup, const std::string& cause, const std::string& what) {
   for (const std::string& error : run_ranks(setup)) {
-    EXPECT_NE(error.find(cause), std::string::npos)
-        << what << ": \"" << error << "\" does not tell \"" << cause << '"';
+    EXPECT_NE(error.find(cause), std::string::npos) << what << ": \"" << error << "\" does not tell \"" << cause << '"';
   }
 }
 
@@ -55,8 +54,7 @@ TEST(Faults, AnExceptionInTheTransportEndsEveryRankWithItsCause) {
   const auto begin = Clock::now();
   for (int index = 0; index < kRuns; ++index) {
     std::mt19937_64 random(static_cast<std::uint64_t>(index));
-    expect_all(random_setup(random, comm::Fault::Mode::kThrow), "injected failure",
-               "run " + std::to_string(index));
+    expect_all(random_setup(random, comm::Fault::Mode::kThrow), "injected failure", "run " + std::to_string(index));
     if (HasFailure()) return;
   }
   EXPECT_LT(Clock::now() - begin, 55s);  // nobody had to wait for a time-out

@@ -62,8 +62,7 @@ TEST(Frame, PayloadThatJustFitsIsInline) {
   std::size_t longest = 0;
   for (std::size_t length = 240; length < 260; ++length) {
     auto frame = new_frame();
-    const bool is_inline =
-        comm::write_frame(frame, kSend, 1, {make_tensor(std::vector<std::int64_t>(length, 5))});
+    const bool is_inline = comm::write_frame(frame, kSend, 1, {make_tensor(std::vector<std::int64_t>(length, 5))});
     EXPECT_LE(is_inline, was_inline);
     EXPECT_EQ(comm::read_frame(frame).payload.size(), is_inline ? length * 8 : 0);
     if (is_inline) longest = length;

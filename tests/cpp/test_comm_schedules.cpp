@@ -38,8 +38,7 @@ Case random_case(std::mt19937_64& random) {
   c.pp = 1 + static_cast<int>(random() % 4);
   c.micro_batches = 1 + static_cast<int>(random() % 8);
   if (c.name != "1f1b" && c.name != "gpipe") c.segments = 1 + static_cast<int>(random() % 3);
-  if (c.name == "fold")
-    c.group_size = 1 + static_cast<int>(random() % static_cast<unsigned>(c.micro_batches));
+  if (c.name == "fold") c.group_size = 1 + static_cast<int>(random() % static_cast<unsigned>(c.micro_batches));
   return c;
 }
 
@@ -87,9 +86,8 @@ TEST(Schedules,
 
 TEST(Schedules, SplitBackwardRuns) {
   const core::Schedule compute = core::parse_csv("0F0,0F1,0I0,0W0,0I1,0W1\n1F0,1I0,1F1,1I1,1W0,1W1\n");
-  expect_clean(
-      {.schedules = {core::lower(compute, true)}, .loopback = {.dp = 2}, .options = {.timeout = 60s}},
-      "split");
+  expect_clean({.schedules = {core::lower(compute, true)}, .loopback = {.dp = 2}, .options = {.timeout = 60s}},
+               "split");
 }
 
 TEST(Schedules, TrainingAndEvaluationTakeTurnsOnOneCommunicator) {

@@ -1,0 +1,73 @@
+#pragma once
+
+#include <array>
+#include <chrono>
+#include <cstddef>
+#include <memory>
+#include <mutex>
+#include <span>
+#include <string>
+
+#include "comm/transport.h"
+
+namespace fold3d::comm {
+
+/// Where a rank listens: a numeric address and a port.
+struct Endpoint {
+  std::string host;
+  int port = 0;
+};
+
+/// The point-to-point links of one stage over TCP: one connection for each direction of each channel, so that no
+/// direction ever waits for another. Blocking calls in host memory.
+///
+/// Peers prove that they belong to the job: whoever connects sends one half of a secret, whoever accepts answers with
+/// the other; a stranger's connection is closed. What travels is not encrypted.
+///
+/// Threads: as comm::Transport says; abort() from any thread.
+class TcpLinks {
+ public:
+  /// Listens on a free port of `host`. `secret`: the same text on all stages, at least 32 characters.
+  /// Throws CommError when the address cannot be used.
+  TcpLinks(int stage, int num_stages, const std::string& host, std::string secret);
+  ~TcpLinks();
+  TcpLinks(const TcpLinks&) = delete;
+  TcpLinks& operator=(const TcpLinks&) = delete;
+
+  /// Where this stage listens.
+  const Endpoint& endpoint() const { return endpoint_; }
+
+  /// Connects to the neighbours: `next` is where stage + 1 listens, `previous` stage - 1, both modulo num_stages. All
+  /// stages call. Throws TimeoutError, CommError.
+  void connect(const Endpoint& next, const Endpoint& previous, std::chrono::milliseconds timeout);
+
+  /// Sends to the one peer this channel leads to: forward to the next stage, backward to the previous one. Returns when
+  /// the bytes are in the system's buffers.
+  void send(Channel channel, std::span<const std::byte> bytes);
+  /// Fills `bytes` from the one peer this channel comes from.
+  void recv(Channel channel, std::span<std::byte> bytes);
+
+  /// Ends every blocked and later call with AbortedError(reason). Idempotent; the first reason stays.
+  void abort(const std::string& reason) noexcept;
+
+ private:
+  class Socket;
+
+  void accept_peers(std::chrono::steady_clock::time_point deadline);
+  [[noreturn]] void fail(const char* what, int peer, int error) const;
+  int next() const { return (stage_ + 1) % num_stages_; }
+  int previous() const { return (stage_ + num_stages_ - 1) % num_stages_; }
+
+  const int stage_;
+  const int num_stages_;
+  const std::string secret_;
+  Endpoint endpoint_;
+  std::unique_ptr<Socket> listener_;
+  std::array<std::unique_ptr<Socket>, 2> outgoing_, incoming_;  // [channel]
+
+  mutable std::mutex mutex_;  // guards what follows, and the sockets against abort() while connect() makes them
+  bool aborted_ = false;
+  std::string reason_;
+};
+
+}  // namespace fold3d::comm
