@@ -68,7 +68,7 @@ def _record(model: nn.Module, names: list[str], example: Mapping[str, Any]) -> R
     recorder = Recorder(shadow, names)
     try:
         with mode, torch.no_grad(), recorder:
-            shadow(**kwargs)
+            recorder.read_result(shadow(**kwargs))
     except TraceError:
         raise
     except Exception as error:

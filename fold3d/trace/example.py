@@ -32,7 +32,8 @@ def synthetic_example(model: Any) -> dict[str, Tensor]:
     main = model.main_input_name
     if main == "input_ids":
         text = config.get_text_config()
-        limit = getattr(text, "max_position_embeddings", None) or 2 * _SEQUENCE
+        limits = (getattr(text, name, None) for name in ("max_position_embeddings", "max_seq_len"))
+        limit = next((limit for limit in limits if limit), 2 * _SEQUENCE)
         # half of the positions: some models (RoBERTa, OPT) number them from an offset
         length = max(1, min(_SEQUENCE, limit // 2))
         return {"input_ids": torch.zeros(1, length, dtype=torch.long, device="meta")}

@@ -153,7 +153,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         packet = func.overloadpacket
         inputs = [leaf for leaf in arg_tree_leaves(*args, **kwargs) if isinstance(leaf, Tensor)]
         keys = {self._key(tensor) for tensor in inputs}
-        tokens = _NO_TOKENS if packet in _SHAPE_ONLY else self._read(keys, func)
+        tokens = _NO_TOKENS if packet in _SHAPE_ONLY else self._read(keys)
         if self._block is not None:
             tokens = frozenset({Token(len(self.order) - 1, False, self._block)})
         elif self._stubbed:
@@ -172,23 +172,30 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._count(packet, args, kwargs, result)
         return result
 
-    def _read(self, keys: set[int], func: Any) -> frozenset[Token]:
-        here = len(self.order) - (self._block is not None)
-        region = self.regions[-1]
+    def _read(self, keys: set[int]) -> frozenset[Token]:
+        reader = self._block or (self._outer[0] if self._outer else "the model's forward")
         found: frozenset[Token] = _NO_TOKENS
         for key in keys:
             names = self._names.get(key)
             if names is not None:
-                self._read_parameter(names, region)
-                continue
-            for token in self._tokens.get(key, _NO_TOKENS):
-                if here >= token.first_bad_border() and here > self.reads.get(token, (-1, ""))[0]:
-                    self.reads[token] = (
-                        here,
-                        self._block or (self._outer[0] if self._outer else "the model's forward"),
-                    )
-            found |= self._tokens.get(key, _NO_TOKENS)
+                self._read_parameter(names, self.regions[-1])
+            else:
+                found |= self._read_tokens(key, reader)
         return found
+
+    def read_result(self, result: Any) -> None:
+        """Notes that the forward's result is read at the end: it must be right on the last chunk."""
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor) and self._key(leaf) not in self._names:
+                self._read_tokens(self._key(leaf), "the model's result")
+
+    def _read_tokens(self, key: int, reader: str) -> frozenset[Token]:
+        here = len(self.order) - (self._block is not None)
+        tokens = self._tokens.get(key, _NO_TOKENS)
+        for token in tokens:
+            if here >= token.first_bad_border() and here > self.reads.get(token, (-1, ""))[0]:
+                self.reads[token] = (here, reader)
+        return tokens
 
     def _read_parameter(self, names: list[str], region: RegionRecord) -> None:
         if any(name in region.parameters for name in names) and (self._block or self._outer):

@@ -1,7 +1,8 @@
 """Dropout seeds that depend on (seed, step, micro-batch, module) and never on the layout.
 
 Every block, and every module around the blocks, gets a new seed when it starts and another one when it ends
-(for code between modules). Seeds form a chain: each is a hash of the one before and of the module's name.
+(for code between modules). Both are hashes of the seed at the end of the module before and of the module's
+name, so the seeds between modules form a chain.
 Every chunk passes the same modules in the same order until it leaves, running some and skipping others, so
 the chain is the same in every layout.
 

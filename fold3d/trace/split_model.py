@@ -224,10 +224,8 @@ class SplitModel:
                 if run.with_grad and not torch.is_grad_enabled():
                     self._refuse_reentrant(name)
                 seed = run.seed
-                if seed is not None:
-                    seed = advance(seed, enter)
-                    if index >= run.lo:
-                        reseed(run.generators, seed)
+                if seed is not None and index >= run.lo:
+                    reseed(run.generators, advance(seed, enter))
                 if index >= run.lo:
                     output = execute(*args, **kwargs)
                 elif shape_only is None or index == run.lo - 1:
@@ -261,8 +259,7 @@ class SplitModel:
                     self._leave_late(run, name)
                 seed = run.seed
                 if seed is not None:
-                    seed = seeding.advance(seed, enter)
-                    seeding.reseed(run.generators, seed)
+                    seeding.reseed(run.generators, seeding.advance(seed, enter))
                 if run.position < run.lo and shape_only is not None:
                     output = self._replace(run, name, shape_only(run.device, args, kwargs))
                 else:
@@ -291,8 +288,7 @@ class SplitModel:
             return original(*args, **kwargs)
         seed = seeding.carried()
         if seed is not None:
-            seed = seeding.advance(seed, enter)
-            seeding.reseed(self._generators, seed)
+            seeding.reseed(self._generators, seeding.advance(seed, enter))
         replaced = self._replaced.get(frame_of_checkpoint(), {}) if self._replaced else {}
         output = replaced[name] if name in replaced else original(*args, **kwargs)
         if seed is not None:

@@ -306,6 +306,12 @@ class TestBorders:
                 with pytest.raises(TraceError, match=rf"cannot be cut before block 'layers\.{cut}'.* is read again"):
                     SplitModel(model, recorded, ranges)
 
+    def test_results_that_are_made_before_the_last_chunk(self) -> None:
+        model = build("llama")
+        model.config.output_hidden_states = True
+        recorded = record(model)
+        assert all("is read again later, in 'the model's result'" in reason for reason in recorded.borders[1:])
+
     def test_a_cache_filled_by_the_first_block(self) -> None:
         cache: dict[str, Tensor] = {}
 

@@ -1,0 +1,37 @@
+"""model_from_config(): a transformers model without weights, from its configuration alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from fold3d.errors import ConfigError
+
+
+def model_from_config(path: str) -> nn.Module:
+    """Returns the model that a transformers folder or config.json describes, on the meta device: no weights
+    are read.
+
+    Raises: ConfigError if there is no configuration, or if it does not say which class the model has.
+    """
+    import transformers
+
+    try:
+        config = transformers.AutoConfig.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path!r} holds no transformers configuration: {error}") from None
+    architectures = getattr(config, "architectures", None) or []
+    model_class: Any = getattr(transformers, architectures[0], None) if architectures else None
+    if model_class is None:
+        model_class = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    if model_class is None:
+        raise ConfigError(
+            f"{path!r} names no known architecture ({architectures}), and model type {config.model_type!r} "
+            "is no "
+            'causal language model; set "architectures" in its config.json'
+        )
+    with torch.device("meta"):
+        model: nn.Module = model_class(config)
+    return model
