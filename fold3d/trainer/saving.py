@@ -118,10 +118,11 @@ class CheckpointingTrainer(transformers.Trainer):
             best = folder.final.with_name(f"checkpoint-{self.state.best_global_step}")
             if best == folder.final or best.exists():
                 self.state.best_model_checkpoint = str(best)
-        with together(f"saving {folder.final}", self._world):
-            if not self.args.save_only_model:
+        if not self.args.save_only_model:
+            with together(f"saving {folder.final}", self._world):
                 self._save_optimizer_and_scheduler(temporary)
-                self._save_rng_state(temporary)
+            self._save_rng_state(temporary)
+        with together(f"saving {folder.final}", self._world):
             if self.args.should_save:
                 self._save_trainer_state(folder.temporary)
                 manifest.write(folder.temporary, step_index=self.engine.step_index)
@@ -149,16 +150,18 @@ class CheckpointingTrainer(transformers.Trainer):
 
     def _save_rng_state(self, output_dir: str) -> None:
         # Rank 0 writes all files: other hosts may not see its folder.
-        with tempfile.TemporaryDirectory() as private:
+        what = f"saving the random state in {output_dir}"
+        with together(what, self._world), tempfile.TemporaryDirectory() as private:
             super()._save_rng_state(private)
             files = {path.name: path.read_bytes() for path in Path(private).iterdir()}
         shares: list[Any] = [files]
         if self._world is not None:
             shares = [None] * self.args.world_size
             dist.gather_object(files, shares if self.args.process_index == 0 else None, dst=0)
-        if self.args.process_index == 0:
-            for name, content in ((n, c) for share in shares for n, c in share.items()):
-                (Path(output_dir) / name).write_bytes(content)
+        with together(what, self._world):
+            if self.args.process_index == 0:
+                for name, content in ((n, c) for share in shares for n, c in share.items()):
+                    (Path(output_dir) / name).write_bytes(content)
 
     # Loading
 

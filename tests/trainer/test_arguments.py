@@ -1,0 +1,133 @@
+"""TrainingArguments: help, round trips, and errors that name the value, the reason and the setting to change."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+from transformers import HfArgumentParser
+
+from fold3d import TrainingArguments
+from fold3d.errors import ConfigError
+from tests.helpers.ranks import RankPool
+
+OURS = [
+    field.name
+    for field in dataclasses.fields(TrainingArguments)
+    if field.name not in {stock.name for stock in dataclasses.fields(transformers.TrainingArguments)}
+]
+
+
+def arguments(**named: Any) -> TrainingArguments:
+    return TrainingArguments(output_dir="unused", use_cpu=True, **named)
+
+
+def test_new_arguments_have_help() -> None:
+    assert OURS == "dp tp pp segments schedule group_size blocks comm_timeout timeline weights".split()
+    text = HfArgumentParser(TrainingArguments).format_help()  # type: ignore[arg-type]
+    for field in dataclasses.fields(TrainingArguments):
+        if field.name in OURS:
+            assert f"--{field.name}" in text and len(field.metadata["help"]) > 20
+
+
+def test_json_round_trip() -> None:
+    args = arguments(
+        segments=2, gradient_accumulation_steps=4, schedule="fold", group_size=2, comm_timeout=20.0, timeline=3
+    )
+    values = json.loads(args.to_json_string())
+    assert {name: values[name] for name in ("segments", "group_size", "dp")} == {
+        "segments": 2,
+        "group_size": 2,
+        "dp": None,
+    }
+    again = TrainingArguments(**values)
+    assert again.to_dict() == args.to_dict() and again.parallel == args.parallel
+    (parsed,) = HfArgumentParser(TrainingArguments).parse_dict(values)  # type: ignore[arg-type]
+    assert parsed.to_dict() == args.to_dict()
+
+
+def test_command_line() -> None:
+    words = "--output_dir unused --use_cpu --segments 2 --schedule fold --group_size 2 --comm_timeout 1.5"
+    parser = HfArgumentParser(TrainingArguments)  # type: ignore[arg-type]
+    (args,) = parser.parse_args_into_dataclasses([*words.split(), "--gradient_accumulation_steps", "4"])
+    assert (args.segments, args.group_size, args.comm_timeout, args.blocks) == (2, 2, 1.5, "auto")
+    assert args.parallel.micro_batches == 4 and args.parallel.seed == args.seed
+
+
+def test_pickles(tmp_path: Path) -> None:
+    args = arguments(segments=2)
+    torch.save(args, tmp_path / "training_args.bin")
+    again = torch.load(tmp_path / "training_args.bin", weights_only=False)
+    assert type(again) is TrainingArguments and again.to_dict() == args.to_dict()
+
+
+ERRORS: dict[str, tuple[dict[str, Any], str]] = {
+    "dp too large": ({"dp": 2}, r"dp\*tp\*pp = 2\*1\*1 = 2, but the job has 1 process"),
+    "pp too large": ({"pp": 3}, r"but the job has 1 process"),
+    "tp": ({"tp": 2}, r"tp=2: tensor parallelism is not available"),
+    "unknown schedule": ({"schedule": "zigzag"}, r"unknown schedule 'zigzag'.*1f1b"),
+    "segments with 1f1b": ({"segments": 2, "schedule": "1f1b"}, r"segments=2 has no effect on schedule '1f1b'"),
+    "segments with gpipe": ({"segments": 2, "schedule": "gpipe"}, r"segments=2 has no effect"),
+    "group_size with aiao": (
+        {"segments": 2, "group_size": 2, "gradient_accumulation_steps": 4},
+        r"group_size=2 has no effect on schedule 'aiao'",
+    ),
+    "blocks of a whole model": ({"blocks": "transformer.h"}, r"blocks='transformer.h' has no effect with pp=1"),
+    "timeline too late": ({"timeline": 9, "max_steps": 5}, r"timeline=9 has no effect.*max_steps=5"),
+    "timeline 0": ({"timeline": 0}, r"timeline=0: must be an optimizer step"),
+    "comm_timeout": ({"comm_timeout": 0}, r"comm_timeout=0: must be a positive"),
+    "segments 0": ({"segments": 0}, r"segments=0: must be an integer of at least 1"),
+    "fp16": ({"fp16": True}, r"fp16=True is not available: loss scaling.*use bf16=True"),
+    "full eval": ({"bf16_full_eval": True}, r"bf16_full_eval=True is not available.*bf16=True"),
+    "deepspeed": ({"deepspeed": {"zero_optimization": {}}}, r"deepspeed=.* is not available"),
+    "fsdp": ({"fsdp": "full_shard"}, r"fsdp='full_shard' is not available: .*dp, pp and segments"),
+    "compile": ({"torch_compile": True}, r"torch_compile=True is not available"),
+    "ddp": ({"ddp_bucket_cap_mb": 25}, r"ddp_bucket_cap_mb=25 is not available: .*has no effect"),
+    "lomo": ({"optim": "lomo"}, r"optim='lomo' is not available"),
+    "auto batch size": ({"auto_find_batch_size": True}, r"auto_find_batch_size=True is not available"),
+}
+
+
+@pytest.mark.parametrize("case", ERRORS)
+def test_errors(case: str) -> None:
+    named, message = ERRORS[case]
+    with pytest.raises(ConfigError, match=message):
+        arguments(**named)
+
+
+def test_wrong_world_size_is_found_before_a_group_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchrun's environment, and nobody at the rendezvous: an attempt to build a group would hang."""
+    for name, value in {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "6",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "1",
+    }.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=r"dp\*tp\*pp = 2\*1\*2 = 4, but the job has 6 process"):
+        arguments(dp=2, pp=2)
+    with pytest.raises(ConfigError, match="unknown schedule"):
+        arguments(pp=2, schedule="zigzag")
+    assert not dist.is_initialized()
+
+
+def test_mixed_precision_of_accelerate(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
+    with pytest.raises(ConfigError, match="ACCELERATE_MIXED_PRECISION=fp16"):
+        arguments()
+
+
+def replicas() -> tuple[int, int]:
+    args = arguments(pp=2)
+    return args.parallel.resolve_dp(args.world_size), args.world_size
+
+
+def test_default_dp(ranks: RankPool) -> None:
+    assert ranks.run(replicas, 4) == [(2, 4)] * 4

@@ -1,0 +1,221 @@
+"""Checkpoints of whole runs: to and from the stock Trainer, under other layouts, cut short, interrupted."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from fold3d.checkpoint import OptimizerSink
+from fold3d.errors import CheckpointError
+from tests.helpers.launch import launch
+from tests.helpers.ranks import RankPool
+from tests.trainer.jobs import Job, Outcome, Variant, assert_same, run_fold3d, run_stock
+
+FOLDED = {"dp": 2, "pp": 2, "segments": 2}
+SAVING = {"save_strategy": "steps", "save_steps": 3, "max_steps": 6, "gradient_accumulation_steps": 4}
+STEP = "checkpoint-3"
+
+
+@pytest.fixture(scope="module")
+def folded(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> tuple[Job, Outcome]:
+    """A run on four processes without dropout that saved after steps 3 and 6."""
+    job = Job(str(tmp_path_factory.mktemp("folded")), samples=40, arguments=SAVING)
+    return job, ranks.run(run_fold3d, 4, job, FOLDED, timeout=120)[0]
+
+
+def continued(job: Job, folder: Path, checkpoint: str = STEP, **arguments: Any) -> Job:
+    """Returns `job` resumed from its checkpoint, with an output folder of its own."""
+    source = str(Path(job.folder) / checkpoint)
+    return replace(job, folder=str(folder), resume=source, arguments=job.arguments | arguments)
+
+
+def assert_continues(resumed: Outcome, whole: Outcome, tolerance: float) -> None:
+    """The resumed run logged what the whole run logged after the checkpoint, and ended with its weights."""
+    logs = [{k: v for k, v in entry.items() if k != "train_loss"} for entry in whole.logs]
+    again = [{k: v for k, v in entry.items() if k != "train_loss"} for entry in resumed.logs]
+    assert_same(replace(resumed, logs=again), replace(whole, logs=logs), tolerance)
+
+
+def test_files_are_those_of_the_stock_trainer(folded: tuple[Job, Outcome], tmp_path: Path) -> None:
+    job, _ = folded
+    run_stock(replace(job, folder=str(tmp_path)), replicas=2)
+    ours = {path.name for path in (Path(job.folder) / STEP).iterdir()}
+    stock = {path.name for path in (tmp_path / STEP).iterdir()}
+    rng = {f"rng_state_{rank}.pth" for rank in range(4)}
+    assert ours == stock - {"rng_state.pth"} | rng | {"fold3d.json"}
+    assert sorted(path.name for path in Path(job.folder).iterdir()) == ["checkpoint-3", "checkpoint-6"]
+
+
+def test_from_pretrained_loads_it(folded: tuple[Job, Outcome]) -> None:
+    job, outcome = folded
+    model = AutoModelForCausalLM.from_pretrained(Path(job.folder) / "checkpoint-6")
+    weights = model.state_dict()
+    assert model.dtype == torch.float64 and model.lm_head.weight is model.transformer.wte.weight
+    for name, value in outcome.weights.items():
+        assert torch.equal(weights[name], value), name
+
+
+def test_optimizer_file_equals_the_stock_one(folded: tuple[Job, Outcome], tmp_path: Path) -> None:
+    job, _ = folded
+    run_stock(replace(job, folder=str(tmp_path)), replicas=2)
+    ours, stock = (
+        torch.load(Path(folder) / STEP / "optimizer.pt", weights_only=True) for folder in (job.folder, tmp_path)
+    )
+    assert ours["param_groups"] == stock["param_groups"]
+    assert ours["state"].keys() == stock["state"].keys()
+    for index, state in stock["state"].items():
+        assert state.keys() == ours["state"][index].keys()
+        for key, value in state.items():
+            found = ours["state"][index][key]
+            assert found.dtype == value.dtype
+            torch.testing.assert_close(found, value, rtol=0, atol=1e-10)
+
+
+def test_stock_trainer_resumes_ours(folded: tuple[Job, Outcome], tmp_path: Path) -> None:
+    job, whole = folded
+    assert_continues(run_stock(continued(job, tmp_path), replicas=2), with_eval(job, whole, tmp_path), 1e-10)
+
+
+def with_eval(job: Job, outcome: Outcome, folder: Path) -> Outcome:
+    """Returns the outcome with the metrics of one process: an evaluation batch is larger with two replicas."""
+    alone = run_stock(replace(job, folder=str(folder), arguments=job.arguments | {"save_strategy": "no"}), replicas=2)
+    return replace(outcome, metrics=alone.metrics)
+
+
+def test_ours_resumes_stock(ranks: RankPool, tmp_path: Path) -> None:
+    job = Job(str(tmp_path / "stock"), samples=40, arguments=SAVING)
+    whole = run_stock(job)
+    resumed = ranks.run(run_fold3d, 2, continued(job, tmp_path / "ours"), {"pp": 2, "segments": 2})
+    assert_continues(resumed[0], whole, 1e-10)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_stop_and_resume_gives_the_identical_curve(ranks: RankPool, tmp_path: Path, family: str) -> None:
+    job = Job(str(tmp_path / "whole"), family=family, dtype="float32", dropout=0.1, samples=24, arguments=SAVING)
+    whole = ranks.run(run_fold3d, 4, job, FOLDED)[0]
+    resumed = ranks.run(run_fold3d, 4, continued(job, tmp_path / "again"), FOLDED)[0]
+    assert_continues(resumed, whole, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("processes", "layout", "micro_batches"),
+    [(1, {}, 8), (2, {"pp": 2}, 8), (4, {"pp": 4, "schedule": "gpipe"}, 8), (4, {"dp": 4}, 2)],
+)
+def test_resume_under_another_layout(
+    ranks: RankPool, tmp_path: Path, processes: int, layout: dict[str, Any], micro_batches: int
+) -> None:
+    """With dropout: its masks do not depend on the layout either."""
+    job = Job(str(tmp_path / "whole"), dropout=0.1, samples=48, arguments=SAVING)
+    whole = ranks.run(run_fold3d, 4, job, FOLDED)[0]
+    other = continued(job, tmp_path / "other", gradient_accumulation_steps=micro_batches)
+    resumed = ranks.run(run_fold3d, processes, other, layout)[0]
+    assert_continues(resumed, replace(whole, metrics=resumed.metrics), 1e-10)
+
+
+def resume_and_report(job: Job, layout: dict[str, Any]) -> str:
+    try:
+        run_fold3d(job, layout)
+    except CheckpointError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "optimizer.pt", "trainer_state.json"])
+@pytest.mark.parametrize("manifest", [True, False])
+def test_cut_short(ranks: RankPool, folded: tuple[Job, Outcome], tmp_path: Path, file: str, manifest: bool) -> None:
+    job, _ = folded
+    folder = tmp_path / STEP
+    shutil.copytree(Path(job.folder) / STEP, folder)
+    path = folder / file
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    if not manifest:
+        (folder / "fold3d.json").unlink()
+    damaged = replace(continued(job, tmp_path), resume=str(folder))
+    errors = ranks.run(resume_and_report, 2, damaged, {"pp": 2})
+    assert all("cut short" in error and file in error for error in errors), errors
+
+
+def test_resume_needs_a_checkpoint(ranks: RankPool, tmp_path: Path) -> None:
+    job = Job(str(tmp_path), resume=str(tmp_path / "checkpoint-9"))
+    errors = ranks.run(resume_and_report, 2, job, {"pp": 2})
+    assert all("checkpoint-9: the folder does not exist" in error for error in errors)
+
+
+def train_on_a_full_disk(job: Job, layout: dict[str, Any]) -> str:
+    """Trains while the optimizer state cannot be written."""
+
+    def fail(self: Any, name: Any, tensor: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    original, OptimizerSink.write = OptimizerSink.write, fail  # type: ignore[method-assign]
+    try:
+        run_fold3d(job, layout)
+    except (OSError, CheckpointError) as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        OptimizerSink.write = original  # type: ignore[method-assign]
+    return "no error"
+
+
+def test_a_save_that_fails_leaves_nothing(ranks: RankPool, tmp_path: Path) -> None:
+    job = Job(str(tmp_path), arguments=SAVING)
+    errors = ranks.run(train_on_a_full_disk, 4, job, {"dp": 2, "pp": 2})
+    assert errors[0].startswith("OSError") and "No space left" in errors[0]
+    assert all("failed on rank 0" in error and "No space left" in error for error in errors[1:])
+    assert list(tmp_path.iterdir()) == []
+
+
+class KilledWhileSaving(Variant):
+    """The process dies in the middle of writing the second checkpoint."""
+
+    def trainer(self, base: type[Any]) -> type[Any]:
+        class Killed(base):  # type: ignore[misc]
+            def _save_rng_state(self, output_dir: str) -> None:
+                if self.state.global_step == 6:
+                    os._exit(9)
+                super()._save_rng_state(output_dir)
+
+        return Killed
+
+
+def train_and_die(folder: str) -> None:
+    run_fold3d(Job(folder, arguments=SAVING, variant=KilledWhileSaving()), {})
+
+
+def test_a_killed_save_is_cleaned_up(ranks: RankPool, tmp_path: Path) -> None:
+    result = launch(train_and_die, 1, str(tmp_path), timeout=120)
+    assert result[0].returncode == 9, result.report()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-3", "tmp-checkpoint-6"]
+    job = Job(str(tmp_path), arguments=SAVING, resume=True)
+    resumed = ranks.run(run_fold3d, 1, job, {})[0]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-3", "checkpoint-6"]
+    assert resumed.column("step")[-1] == 6
+
+
+def test_limit_and_best_model(ranks: RankPool, tmp_path: Path) -> None:
+    """The learning rate is absurd: the first evaluation is the best one, and its weights come back at the end."""
+    arguments = {
+        "save_strategy": "steps",
+        "eval_strategy": "steps",
+        "save_steps": 1,
+        "eval_steps": 1,
+        "max_steps": 4,
+        "learning_rate": 0.5,
+        "lr_scheduler_type": "constant",
+        "save_total_limit": 2,
+        "load_best_model_at_end": True,
+    }
+    ours = ranks.run(run_fold3d, 2, Job(str(tmp_path / "ours"), arguments=arguments), {"pp": 2})
+    stock = run_stock(Job(str(tmp_path / "stock"), arguments=arguments))
+    assert_same(ours[0], stock, 1e-10)
+    for run in ("ours", "stock"):
+        assert sorted(p.name for p in (tmp_path / run).iterdir()) == ["checkpoint-1", "checkpoint-4"]
+    best = AutoModelForCausalLM.from_pretrained(tmp_path / "ours" / "checkpoint-1").state_dict()
+    assert all(torch.equal(best[name], value) for name, value in ours[0].weights.items())
