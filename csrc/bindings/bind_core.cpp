@@ -46,20 +46,16 @@ void bind_action(py::module_& module) {
       .def_property_readonly("text", [](const Action& a) { return core::to_string(a); })
       .def("__repr__", [](const Action& a) { return core::to_string(a); })
       .def("__hash__",
-           [](const Action& a) {
-             return py::hash(py::make_tuple(a.chunk, static_cast<int>(a.kind), a.micro_batch));
-           })
+           [](const Action& a) { return py::hash(py::make_tuple(a.chunk, static_cast<int>(a.kind), a.micro_batch)); })
       .def(py::self == py::self)
       .def(py::self < py::self)
       .def(py::pickle([](const Action& a) { return core::to_string(a); },
                       [](const std::string& text) { return core::parse_action(text); }));
-  module.def(
-      "parse_action", [](const std::string& text) { return core::parse_action(text); }, py::arg("text"));
+  module.def("parse_action", [](const std::string& text) { return core::parse_action(text); }, py::arg("text"));
 }
 
 void bind_schedule(py::module_& module) {
-  py::class_<Schedule>(module, "Schedule",
-                       "Ordered actions of every rank for one step; immutable, compared by value.")
+  py::class_<Schedule>(module, "Schedule", "Ordered actions of every rank for one step; immutable, compared by value.")
       .def(py::init([](int pp, int segments, int micro_batches, std::vector<std::vector<Action>> ranks) {
              return Schedule{Shape{pp, segments, micro_batches}, std::move(ranks)};
            }),
@@ -105,12 +101,11 @@ void bind_registry(py::module_& module) {
   module.def("registry", &core::registry);
   module.def(
       "generate",
-      [](const std::string& name, int pp, int segments, int micro_batches, int group_size,
-         const std::string& turn) {
+      [](const std::string& name, int pp, int segments, int micro_batches, int group_size, const std::string& turn) {
         return core::generate(name, {Shape{pp, segments, micro_batches}, group_size, turn});
       },
-      py::arg("name"), py::arg("pp"), py::arg("segments"), py::arg("micro_batches"),
-      py::arg("group_size") = 0, py::arg("turn") = "");
+      py::arg("name"), py::arg("pp"), py::arg("segments"), py::arg("micro_batches"), py::arg("group_size") = 0,
+      py::arg("turn") = "");
 }
 
 void bind_timeline(py::module_& module) {

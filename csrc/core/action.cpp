@@ -7,8 +7,8 @@
 namespace fold3d::core {
 namespace {
 
-constexpr std::array<std::string_view, kNumKinds> kNames = {
-    "F", "B", "I", "W", "SEND_F", "RECV_F", "SEND_B", "RECV_B", "REDUCE_GRAD"};
+constexpr std::array<std::string_view, kNumKinds> kNames = {"F",      "B",      "I",      "W",          "SEND_F",
+                                                            "RECV_F", "SEND_B", "RECV_B", "REDUCE_GRAD"};
 
 [[noreturn]] void reject(std::string_view text, const std::string& why) {
   throw std::invalid_argument(

@@ -20,8 +20,7 @@ class ActionTable {
 
   bool contains(const Action& a) const {
     const bool number_fits = a.kind == Kind::kReduce ? a.micro_batch == -1 : a.micro_batch >= 0;
-    return a.chunk >= 0 && a.chunk < shape_.num_chunks() && number_fits &&
-           a.micro_batch < shape_.micro_batches;
+    return a.chunk >= 0 && a.chunk < shape_.num_chunks() && number_fits && a.micro_batch < shape_.micro_batches;
   }
   T& operator[](const Action& a) { return cells_[index(a)]; }
   const T& operator[](const Action& a) const { return cells_[index(a)]; }

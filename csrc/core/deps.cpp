@@ -8,8 +8,7 @@ SplitBackward::SplitBackward(const Schedule& schedule) : micro_batches_(schedule
   const int num_chunks = schedule.shape.num_chunks();
   for (const auto& actions : schedule.ranks) {
     for (const Action& a : actions) {
-      if (a.kind != Kind::kBackwardInput || a.chunk >= num_chunks || a.micro_batch >= micro_batches_)
-        continue;
+      if (a.kind != Kind::kBackwardInput || a.chunk >= num_chunks || a.micro_batch >= micro_batches_) continue;
       if (split_.empty()) split_.resize(static_cast<std::size_t>(num_chunks * micro_batches_));
       split_[static_cast<std::size_t>(a.chunk * micro_batches_ + a.micro_batch)] = true;
     }
@@ -28,14 +27,11 @@ Action SplitBackward::last_backward(int chunk, int micro_batch) const {
   return {chunk, (*this)(chunk, micro_batch) ? Kind::kBackwardWeight : Kind::kBackward, micro_batch};
 }
 
-std::vector<Action> waits_for(const Shape& shape, const Action& action, bool with_comm,
-                              const SplitBackward& split) {
+std::vector<Action> waits_for(const Shape& shape, const Action& action, bool with_comm, const SplitBackward& split) {
   const int c = action.chunk;
   const int i = action.micro_batch;
   const int last = shape.num_chunks() - 1;
-  const auto through_link = [&](int neighbour) {
-    return with_comm && shape.stage_of(neighbour) != shape.stage_of(c);
-  };
+  const auto through_link = [&](int neighbour) { return with_comm && shape.stage_of(neighbour) != shape.stage_of(c); };
   switch (action.kind) {
     case Kind::kForward:
       if (c == 0) return {};
@@ -57,9 +53,8 @@ std::vector<Action> waits_for(const Shape& shape, const Action& action, bool wit
     case Kind::kRecvForward:
     case Kind::kRecvBackward:
       if (c == (action.kind == Kind::kRecvForward ? 0 : last)) {
-        throw std::invalid_argument(to_string(action) + " has no sender: chunk " + std::to_string(c) +
-                                    " is the " + (c == 0 ? "first" : "last") + " chunk of " +
-                                    to_string(shape));
+        throw std::invalid_argument(to_string(action) + " has no sender: chunk " + std::to_string(c) + " is the " +
+                                    (c == 0 ? "first" : "last") + " chunk of " + to_string(shape));
       }
       return {other_end(action)};
     case Kind::kReduce: {

@@ -45,12 +45,12 @@ std::string grid(const Schedule& schedule, std::optional<Cell> mark, std::string
   if (!text.empty()) text += "\n";
   std::string header = pad("step", 6);
   for (std::size_t r = 0; r < num_ranks; ++r) header += " " + pad("rank " + std::to_string(r), widths[r]);
+  header.erase(header.find_last_not_of(' ') + 1);
   text += header + "\n";
   if (begin > 0) text += "  ...  (" + std::to_string(begin) + " earlier steps)\n";
   for (int step = begin; step < end; ++step) {
     std::string row = pad(std::to_string(step), 6);
-    for (std::size_t r = 0; r < num_ranks; ++r)
-      row += " " + pad(cell_text(schedule, r, step, mark), widths[r]);
+    for (std::size_t r = 0; r < num_ranks; ++r) row += " " + pad(cell_text(schedule, r, step, mark), widths[r]);
     if (mark && mark->step == step) {
       row += "  <-- here, rank " + std::to_string(mark->rank);
     } else {

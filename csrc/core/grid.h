@@ -16,7 +16,6 @@ struct Cell {
 
 /// The schedule as text, one row per step and one column per rank. A marked cell is shown as >2B0< with an
 /// arrow at its row and `message` above the grid; of a long schedule only the rows near the mark are shown.
-std::string grid(const Schedule& schedule, std::optional<Cell> mark = std::nullopt,
-                 std::string_view message = "");
+std::string grid(const Schedule& schedule, std::optional<Cell> mark = std::nullopt, std::string_view message = "");
 
 }  // namespace fold3d::core

@@ -23,12 +23,10 @@ std::vector<Completion> completions(const Schedule& schedule) {
   std::vector<Completion> order;
   const Timeline timeline = simulate(schedule);
   for (std::size_t rank = 0; rank < timeline.ranks.size(); ++rank) {
-    for (const Span& span : timeline.ranks[rank])
-      order.push_back({span.end, static_cast<int>(rank), span.action});
+    for (const Span& span : timeline.ranks[rank]) order.push_back({span.end, static_cast<int>(rank), span.action});
   }
-  std::sort(order.begin(), order.end(), [](const Completion& a, const Completion& b) {
-    return std::tie(a.end, a.rank) < std::tie(b.end, b.rank);
-  });
+  std::sort(order.begin(), order.end(),
+            [](const Completion& a, const Completion& b) { return std::tie(a.end, a.rank) < std::tie(b.end, b.rank); });
   return order;
 }
 
@@ -36,13 +34,11 @@ std::vector<Completion> completions(const Schedule& schedule) {
 
 Schedule lower(const Schedule& compute_only, bool reduce) {
   if (has_comm(compute_only)) {
-    throw std::invalid_argument(
-        "lower() takes a compute-only schedule, this one already has SEND or RECV actions");
+    throw std::invalid_argument("lower() takes a compute-only schedule, this one already has SEND or RECV actions");
   }
   const bool forward_only = !has_backward(compute_only);
   if (forward_only && reduce) {
-    throw std::invalid_argument(
-        "lower() cannot reduce gradients in a schedule without backward; pass reduce=false");
+    throw std::invalid_argument("lower() cannot reduce gradients in a schedule without backward; pass reduce=false");
   }
   validate(compute_only, forward_only);
   const Shape& shape = compute_only.shape;

@@ -35,8 +35,7 @@ std::pair<std::vector<int>, double> divide(const std::vector<double>& cost, int 
     }
   }
   std::vector<int> begins(static_cast<std::size_t>(parts));
-  for (int k = parts, j = n; k > 0; --k)
-    begins[static_cast<std::size_t>(k - 1)] = j = begin_of_last[at(k, j)];
+  for (int k = parts, j = n; k > 0; --k) begins[static_cast<std::size_t>(k - 1)] = j = begin_of_last[at(k, j)];
   return {begins, best[at(parts, n)]};
 }
 
@@ -45,18 +44,15 @@ std::pair<std::vector<int>, double> divide(const std::vector<double>& cost, int 
 std::vector<int> partition(const std::vector<double>& cost, int parts) {
   const int n = static_cast<int>(cost.size());
   if (parts < 1 || parts > n) {
-    throw std::invalid_argument(
-        "cannot divide " + std::to_string(n) + " blocks into " + std::to_string(parts) +
-        " non-empty parts: pp * segments must lie between 1 and the number of blocks");
+    throw std::invalid_argument("cannot divide " + std::to_string(n) + " blocks into " + std::to_string(parts) +
+                                " non-empty parts: pp * segments must lie between 1 and the number of blocks");
   }
   for (const double c : cost) {
     if (!(c >= 0) || !std::isfinite(c)) {
-      throw std::invalid_argument("the cost of a block must be a finite number >= 0, got " +
-                                  std::to_string(c));
+      throw std::invalid_argument("the cost of a block must be a finite number >= 0, got " + std::to_string(c));
     }
   }
-  const double largest =
-      divide(cost, parts, [](double before, double part) { return std::max(before, part); }).second;
+  const double largest = divide(cost, parts, [](double before, double part) { return std::max(before, part); }).second;
   const auto even = [largest](double before, double part) {
     return part > largest ? kImpossible : before + part * part;
   };

@@ -11,13 +11,10 @@ namespace fold3d::core {
 namespace {
 
 [[noreturn]] void fail(const Schedule& schedule, Cell cell, const std::string& message) {
-  throw std::invalid_argument(
-      grid(schedule, cell, "invalid schedule (" + to_string(schedule.shape) + "): " + message));
+  throw std::invalid_argument(grid(schedule, cell, "invalid schedule (" + to_string(schedule.shape) + "): " + message));
 }
 
-std::string on_rank(const Action& action, int rank) {
-  return to_string(action) + " on rank " + std::to_string(rank);
-}
+std::string on_rank(const Action& action, int rank) { return to_string(action) + " on rank " + std::to_string(rank); }
 
 /// Where each action stands: step in its rank's list, or kAbsent.
 using Positions = ActionTable<int>;
@@ -57,8 +54,7 @@ Positions positions_of(const Schedule& schedule) {
 
 /// Marks the place where a missing action was needed first: the first action of its rank that waits for it,
 /// else the end of the rank.
-Cell place_of_missing(const Schedule& schedule, const Action& missing, bool with_comm,
-                      const SplitBackward& split) {
+Cell place_of_missing(const Schedule& schedule, const Action& missing, bool with_comm, const SplitBackward& split) {
   const int rank = schedule.shape.stage_of(missing.chunk);
   const auto& actions = schedule.ranks[static_cast<std::size_t>(rank)];
   for (int step = 0; step < static_cast<int>(actions.size()); ++step) {
@@ -95,8 +91,7 @@ std::vector<Action> needed_actions(const Shape& shape, const Extent& extent, con
 }
 
 std::string why_not_needed(const Action& action, const Extent& extent) {
-  if (is_send(action.kind) || is_recv(action.kind))
-    return " has no other end: no result crosses a stage border there";
+  if (is_send(action.kind) || is_recv(action.kind)) return " has no other end: no result crosses a stage border there";
   if (extent.forward_only) return " does not belong into a forward-only schedule";
   return " does not go together with I and W: a backward is either B, or I and W";
 }
@@ -197,13 +192,12 @@ class Replay {
       const int step = static_cast<int>(next_[static_cast<std::size_t>(rank)]);
       if (owner(wait) == rank) {
         fail(schedule_, {rank, step},
-             on_rank(action, rank) + " comes before " + to_string(wait) + " (step " +
-                 std::to_string(positions_[wait]) + "), which it waits for");
+             on_rank(action, rank) + " comes before " + to_string(wait) + " (step " + std::to_string(positions_[wait]) +
+                 "), which it waits for");
       }
       if (seen[static_cast<std::size_t>(rank)]) fail(schedule_, {rank, step}, "deadlock: " + chain);
       seen[static_cast<std::size_t>(rank)] = true;
-      chain +=
-          (chain.empty() ? "" : "; ") + on_rank(action, rank) + " waits for " + on_rank(wait, owner(wait));
+      chain += (chain.empty() ? "" : "; ") + on_rank(action, rank) + " waits for " + on_rank(wait, owner(wait));
       rank = owner(wait);
     }
   }

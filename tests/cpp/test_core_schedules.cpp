@@ -16,6 +16,13 @@
 namespace fold3d::core {
 namespace {
 
+// Core has no threads: sanitizers need every path once, not every size.
+#if defined(__SANITIZE_THREAD__) || defined(__SANITIZE_ADDRESS__)
+constexpr int kMaxMicroBatches = 5;
+#else
+constexpr int kMaxMicroBatches = 20;
+#endif
+
 /// Calls check(schedule, what) for every schedule of the registry, and all N and turns of the family, at many sizes.
 template <class Check>
 void for_each_schedule(int max_pp, int max_segments, int max_micro_batches, Check check) {
@@ -36,8 +43,8 @@ void for_each_schedule(int max_pp, int max_segments, int max_micro_batches, Chec
   }
 }
 
-TEST(Schedules, LoweredWithoutDeadlockAtEverySize) {
-  for_each_schedule(8, 4, 20, [](const Schedule& schedule, const std::string& what) {
+TEST(CoreSchedules, LoweredWithoutDeadlockAtEverySize) {
+  for_each_schedule(8, 4, kMaxMicroBatches, [](const Schedule& schedule, const std::string& what) {
     try {
       validate(lower(schedule, true));
     } catch (const std::exception& error) {
@@ -46,7 +53,7 @@ TEST(Schedules, LoweredWithoutDeadlockAtEverySize) {
   });
 }
 
-TEST(Schedules, ReceivesComeInTheOrderOfTheSends) {
+TEST(CoreSchedules, ReceivesComeInTheOrderOfTheSends) {
   for_each_schedule(4, 3, 7, [](const Schedule& schedule, const std::string& what) {
     const Schedule lowered = lower(schedule, false);
     std::map<std::pair<int, Kind>, std::vector<Action>> sent;  // by sending rank and direction, as the RECVs to come
@@ -61,10 +68,10 @@ TEST(Schedules, ReceivesComeInTheOrderOfTheSends) {
   });
 }
 
-TEST(Schedules, LengthsOfThePapers) {
+TEST(CoreSchedules, LengthsOfThePapers) {
   for (int pp = 1; pp <= 8; ++pp) {
     for (int segments = 1; segments <= 4; ++segments) {
-      for (int m = 1; m <= 20; ++m) {
+      for (int m = 1; m <= kMaxMicroBatches; ++m) {
         const Shape shape{pp, segments, m};
         const double round = 3;  // F + B
         const auto length = [&](const char* name) { return simulate(generate(name, {shape, 0, ""})).makespan; };
@@ -81,7 +88,7 @@ TEST(Schedules, LengthsOfThePapers) {
   }
 }
 
-TEST(Schedules, StashOfThePapers) {
+TEST(CoreSchedules, StashOfThePapers) {
   const auto stash = [](const char* name, Shape shape) { return peak_stash(generate(name, {shape, 0, ""})); };
   EXPECT_EQ(stash("gpipe", {3, 1, 5}), (std::vector<int>{5, 5, 5}));
   EXPECT_EQ(stash("1f1b", {3, 1, 5}), (std::vector<int>{3, 2, 1}));
@@ -89,7 +96,7 @@ TEST(Schedules, StashOfThePapers) {
   EXPECT_EQ(stash("aiao", {2, 3, 5}), (std::vector<int>{15, 15}));
 }
 
-TEST(Schedules, TransfersDelayTheNextStageOnly) {
+TEST(CoreSchedules, TransfersDelayTheNextStageOnly) {
   const Schedule schedule = generate("1f1b", {Shape{2, 1, 1}, 0, ""});
   EXPECT_EQ(simulate(schedule, {1, 2, 0.5}).makespan, 2 * (1 + 2 + 0.5));
   const Schedule alone = generate("aiao", {Shape{1, 3, 2}, 0, ""});

@@ -58,7 +58,7 @@ TEST(Grid, MarksACellAndAMissingOne) {
   const Schedule schedule = parse_csv("0F0,0B0\n1F0\n");
   EXPECT_EQ(grid(schedule), "step   rank 0 rank 1\n0      0F0    1F0\n1      0B0\n");
   EXPECT_EQ(grid(schedule, Cell{1, 1}, "why"),
-            "why\nstep   rank 0 rank 1   \n0      0F0    1F0\n1      0B0    >missing<  <-- here, rank 1\n");
+            "why\nstep   rank 0 rank 1\n0      0F0    1F0\n1      0B0    >missing<  <-- here, rank 1\n");
 }
 
 }  // namespace

@@ -64,16 +64,14 @@ Schedule fold_order(const Shape& shape, int group_size, Turn turn) {
           const long forward = group_begin + segment * slots + unit;
           const long backward = group_begin + (segments - 1 - segment) * slots + unit + lead;
           events.push_back({2 * forward + hop * stage, {chunk, Kind::kForward, first + i}});
-          events.push_back(
-              {2 * backward + hop * (2 * (pp - 1) - stage) + 1, {chunk, Kind::kBackward, first + i}});
+          events.push_back({2 * backward + hop * (2 * (pp - 1) - stage) + 1, {chunk, Kind::kBackward, first + i}});
         }
       }
       group_begin += static_cast<long>(segments) * slots;
       first += size;
     }
     // Stable: the micro-batches of one unit share a time and stay in their order.
-    std::stable_sort(events.begin(), events.end(),
-                     [](const Event& a, const Event& b) { return a.time < b.time; });
+    std::stable_sort(events.begin(), events.end(), [](const Event& a, const Event& b) { return a.time < b.time; });
     auto& actions = schedule.ranks.emplace_back();
     for (const Event& event : events) actions.push_back(event.action);
   }
@@ -83,19 +81,18 @@ Schedule fold_order(const Shape& shape, int group_size, Turn turn) {
 namespace generators {
 
 SchedulerInfo fold() {
-  return {
-      .name = "fold",
-      .help = "the whole family: group_size N (default pp), turn 'all' or '1f1b' (default)",
-      .uses_segments = true,
-      .uses_group_size = true,
-      .uses_turn = true,
-      .generate = [](const Params& params) {
-        if (!params.turn.empty() && params.turn != "all" && params.turn != "1f1b") {
-          throw std::invalid_argument("turn='" + params.turn + "' is unknown: set turn to 'all' or '1f1b'");
-        }
-        const int group_size = params.group_size == 0 ? params.shape.pp : params.group_size;
-        return fold_order(params.shape, group_size, params.turn == "all" ? Turn::kAll : Turn::kOneFOneB);
-      }};
+  return {.name = "fold",
+          .help = "the whole family: group_size N (default pp), turn 'all' or '1f1b' (default)",
+          .uses_segments = true,
+          .uses_group_size = true,
+          .uses_turn = true,
+          .generate = [](const Params& params) {
+            if (!params.turn.empty() && params.turn != "all" && params.turn != "1f1b") {
+              throw std::invalid_argument("turn='" + params.turn + "' is unknown: set turn to 'all' or '1f1b'");
+            }
+            const int group_size = params.group_size == 0 ? params.shape.pp : params.group_size;
+            return fold_order(params.shape, group_size, params.turn == "all" ? Turn::kAll : Turn::kOneFOneB);
+          }};
 }
 
 }  // namespace generators

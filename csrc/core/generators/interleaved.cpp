@@ -10,9 +10,7 @@ SchedulerInfo interleaved() {
   return {.name = "interleaved",
           .help = "interleaved 1F1B: N = pp micro-batches per segment (Megatron)",
           .uses_segments = true,
-          .generate = [](const Params& params) {
-            return fold_order(params.shape, params.shape.pp, Turn::kOneFOneB);
-          }};
+          .generate = [](const Params& params) { return fold_order(params.shape, params.shape.pp, Turn::kOneFOneB); }};
 }
 
 }  // namespace fold3d::core::generators

@@ -21,8 +21,7 @@ FOLD3D_FOR_EACH_SCHEDULE(FOLD3D_DECLARE)
 namespace {
 
 void require_at_least_one(int value, const char* name) {
-  if (value < 1)
-    throw std::invalid_argument(std::string(name) + " must be at least 1, got " + std::to_string(value));
+  if (value < 1) throw std::invalid_argument(std::string(name) + " must be at least 1, got " + std::to_string(value));
 }
 
 void check(const SchedulerInfo& info, const Params& params) {

@@ -1,0 +1,1 @@
+"""The `fold3d` command; one module per subcommand."""

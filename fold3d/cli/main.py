@@ -1,0 +1,39 @@
+"""`fold3d`: looks at schedules and models without starting a process group."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from fold3d import __version__
+from fold3d.cli import draw, schedules, trace, validate
+from fold3d.errors import Fold3dError
+
+
+def parser() -> argparse.ArgumentParser:
+    """Returns the command's parser; each subcommand stores its function as `run`."""
+    made = argparse.ArgumentParser(prog="fold3d", description=__doc__)
+    made.add_argument("--version", action="version", version=f"fold3d {__version__}")
+    subcommands = made.add_subparsers(metavar="COMMAND", required=True)
+    for module in (draw, schedules, validate, trace):
+        module.add(subcommands)
+    return made
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one subcommand; returns 0, or 1 after an error whose text went to stderr."""
+    options = parser().parse_args(arguments)
+    try:
+        options.run(options)
+    except Fold3dError as error:
+        print(f"fold3d: {error}", file=sys.stderr)
+        return 1
+    except BrokenPipeError:  # `fold3d draw ... | head`
+        sys.stderr.close()
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
