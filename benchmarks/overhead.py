@@ -56,9 +56,16 @@ def trainer_speed(trainer_class: type, arguments_class: type, steps: int) -> flo
 
     with tempfile.TemporaryDirectory() as folder:
         arguments = arguments_class(
-            output_dir=folder, per_device_train_batch_size=rows, gradient_accumulation_steps=micro_batches, max_steps=steps,
-            use_cpu=True, report_to="none", save_strategy="no", logging_strategy="no", disable_tqdm=True,
-        )  # fmt: skip
+            output_dir=folder,
+            per_device_train_batch_size=rows,
+            gradient_accumulation_steps=micro_batches,
+            max_steps=steps,
+            use_cpu=True,
+            report_to="none",
+            save_strategy="no",
+            logging_strategy="no",
+            disable_tqdm=True,
+        )
         trainer_class(model=model, args=arguments, train_dataset=dataset, callbacks=[Clock()]).train()
     first = steps // 4
     return rows * length * micro_batches * (steps - 1 - first) / (stamps[-1] - stamps[first])
@@ -154,14 +161,18 @@ def fold3d_executor(name: str, segments: int) -> Callable[[], None]:
     from fold3d import _C
     from fold3d import schedule as schedules
     from fold3d.runtime.groups import Groups
+    from fold3d.runtime.tcp import connect_stages
     from fold3d.topology import Topology
 
     topology, device = Topology(dp=1, pp=STAGES, rank=dist.get_rank()), torch.device("cpu")
-    groups = Groups(topology, device, 60.0, [])
+    groups = Groups(topology, device, 60.0, [], with_links=False)
+    links = connect_stages(topology, groups.pipeline, 60.0)
     source = torch.ones(1, WIDTH)
     last = STAGES * segments - 1
     chunks = [EmptyChunk(Scale(), source if v == 0 else None, v == last) for v in topology.chunks(segments)]
-    executor = _C.Executor(chunks, topology.pp_rank, STAGES, groups.link_names(), device, 60.0, f"rank {topology.rank}")
+    executor = _C.Executor(
+        chunks, topology.pp_rank, STAGES, groups.link_names(), device, 60.0, f"rank {topology.rank}", links
+    )
     compute = schedules.generate(name, pp=STAGES, segments=segments, micro_batches=MICRO_BATCHES)
     lowered = schedules.lower(compute, reduce=False)
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from fold3d.errors import ConfigError
 
 DEFAULT_COMM_TIMEOUT = 300.0
+TRANSPORTS = ("auto", "tcp", "c10d")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,6 +38,10 @@ class ParallelConfig:
     comm_timeout: float | None = None
     """Seconds a rank waits for another before the step fails on every rank. None: 300."""
 
+    transport: str = "auto"
+    """How activations travel between stages: "tcp" (host memory, connections of fold3d's own), "c10d" (torch's process
+    groups: gloo or NCCL), "auto": tcp for parameters on the CPU, else c10d."""
+
     def __post_init__(self) -> None:
         for name in ("dp", "tp", "pp", "segments", "micro_batches", "group_size"):
             value = getattr(self, name)
@@ -51,6 +56,8 @@ class ParallelConfig:
             )
         if self.tp != 1:
             raise ConfigError(f"tp={self.tp}: tensor parallelism is not available yet; set tp=1 and raise pp or dp")
+        if self.transport not in TRANSPORTS:
+            raise ConfigError(f"transport={self.transport!r}: must be one of {', '.join(TRANSPORTS)}")
         if self.comm_timeout is not None and not self.comm_timeout > 0:
             raise ConfigError(f"comm_timeout={self.comm_timeout}: must be a positive number of seconds")
         if not self.blocks:

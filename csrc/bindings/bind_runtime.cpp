@@ -10,6 +10,7 @@
 #include "comm/errors.h"
 #include "runtime/executor.h"
 #include "runtime/transport_c10d.h"
+#include "runtime/transport_tcp.h"
 
 namespace py = pybind11;
 
@@ -46,7 +47,8 @@ class PyChunk final : public runtime::Chunk {
 class PyExecutor {
  public:
   PyExecutor(const std::vector<py::object>& chunks, int stage, int pp, const std::map<std::string, std::string>& groups,
-             const py::object& device, double timeout_seconds, const std::string& name) {
+             const py::object& device, double timeout_seconds, const std::string& name,
+             const std::shared_ptr<comm::TcpLinks>& links) {
     std::vector<std::shared_ptr<runtime::Chunk>> cells;
     for (const py::object& chunk : chunks) cells.push_back(std::make_shared<PyChunk>(chunk));
     if (pp > 1 || !groups.at("data").empty()) {
@@ -57,8 +59,10 @@ class PyExecutor {
       options.stage = stage;
       options.timeout = std::chrono::milliseconds(static_cast<std::int64_t>(timeout_seconds * 1000));
       options.name = name;
-      communicator_ = std::make_shared<comm::Communicator>(
-          std::make_unique<runtime::C10dTransport>(names, stage, pp, py::cast<c10::Device>(device)), options);
+      std::unique_ptr<comm::Transport> transport =
+          std::make_unique<runtime::C10dTransport>(names, stage, pp, py::cast<c10::Device>(device));
+      if (links) transport = std::make_unique<runtime::TcpTransport>(links, std::move(transport));
+      communicator_ = std::make_shared<comm::Communicator>(std::move(transport), options);
     }
     executor_ = std::make_unique<runtime::Executor>(communicator_, stage, std::move(cells));
   }
@@ -122,11 +126,26 @@ class PyExecutor {
 
 void bind_runtime(py::module_& module) {
   py::register_exception<comm::CommError>(module, "CommError", PyExc_RuntimeError);
+  py::class_<comm::TcpLinks, std::shared_ptr<comm::TcpLinks>>(
+      module, "TcpLinks", "The point-to-point links of one stage over TCP, for host memory.")
+      .def(py::init<int, int, const std::string&, std::string>(), py::arg("stage"), py::arg("num_stages"),
+           py::arg("host"), py::arg("secret"))
+      .def_property_readonly("port", [](const comm::TcpLinks& links) { return links.endpoint().port; })
+      .def(
+          "connect",
+          [](comm::TcpLinks& links, const std::pair<std::string, int>& next,
+             const std::pair<std::string, int>& previous, double timeout_seconds) {
+            const py::gil_scoped_release release;
+            links.connect({next.first, next.second}, {previous.first, previous.second},
+                          std::chrono::milliseconds(static_cast<std::int64_t>(timeout_seconds * 1000)));
+          },
+          py::arg("next"), py::arg("previous"), py::arg("timeout_seconds"),
+          "Connects to where the next and the previous stage listen; all stages call.");
   py::class_<PyExecutor>(module, "Executor", "Walks a rank's actions; owns the rank's communicator.")
       .def(py::init<const std::vector<py::object>&, int, int, const std::map<std::string, std::string>&, py::object,
-                    double, const std::string&>(),
+                    double, const std::string&, const std::shared_ptr<comm::TcpLinks>&>(),
            py::arg("chunks"), py::arg("stage"), py::arg("pp"), py::arg("groups"), py::arg("device"),
-           py::arg("timeout_seconds"), py::arg("name"))
+           py::arg("timeout_seconds"), py::arg("name"), py::arg("links") = nullptr)
       .def("run", &PyExecutor::run, py::arg("schedule"), py::arg("stage"), py::arg("backward"),
            "Runs one rank's part of a lowered schedule; returns the last chunk's loss of every micro-batch.")
       .def("abort", &PyExecutor::abort, py::arg("reason"), "Ends all communication; any thread.")

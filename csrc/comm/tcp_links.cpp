@@ -21,7 +21,7 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 constexpr char kMagic[8] = {'f', 'o', 'l', 'd', '3', 'd', 't', '1'};
-constexpr std::size_t kSecretBytes = 16;   // each half
+constexpr std::size_t kSecretBytes = 16;  // each half
 constexpr std::size_t kHelloBytes = sizeof(kMagic) + kSecretBytes + 1;
 constexpr auto kHelloPatience = std::chrono::seconds(2);  // a stranger who says nothing holds up others no longer
 constexpr int kBacklog = 64;
@@ -158,7 +158,8 @@ void TcpLinks::connect(const Endpoint& next_endpoint, const Endpoint& previous_e
     std::array<std::byte, kHelloBytes> answer{};
     const int peer = channel == Channel::kForward ? next() : previous();
     if (!socket.read(answer, deadline)) fail("got no answer from", peer, ETIMEDOUT);
-    if (answer != expected) throw ProtocolError("what listens where stage " + std::to_string(peer) + " should is a stranger");
+    if (answer != expected)
+      throw ProtocolError("what listens where stage " + std::to_string(peer) + " should is a stranger");
   }
   const std::lock_guard lock(mutex_);
   listener_.reset();

@@ -23,7 +23,8 @@ std::int64_t now_ns() {
       .count();
 }
 
-/// The same values without history, requiring gradients where the original does: what crosses a chunk border on one rank.
+/// The same values without history, requiring gradients where the original does: what crosses a chunk border on one
+/// rank.
 std::vector<at::Tensor> cut(const std::vector<at::Tensor>& tensors) {
   std::vector<at::Tensor> leaves;
   leaves.reserve(tensors.size());

@@ -64,8 +64,8 @@ class Executor {
 
   core::Shape shape_{};
   bool backward_ = true;
-  std::vector<Stash> stashes_;        // [segment * micro_batches + micro_batch]
-  std::vector<at::Tensor> results_;   // [micro_batch]
+  std::vector<Stash> stashes_;       // [segment * micro_batches + micro_batch]
+  std::vector<at::Tensor> results_;  // [micro_batch]
   std::vector<Span> spans_;
 
   mutable std::mutex mutex_;  // guards current_

@@ -27,8 +27,9 @@ at::Tensor unwrap(const comm::Tensor& received) {
     tensor = at::empty(received.desc.shape, options);
   } else {
     // The deleter holds the buffer: its memory is reused only after autograd has let go of the tensor.
-    tensor = at::from_blob(memory.mutable_data_ptr(), received.desc.shape,
-                           [keep = received.buffer](void*) mutable { keep.reset(); }, options);
+    tensor = at::from_blob(
+        memory.mutable_data_ptr(), received.desc.shape, [keep = received.buffer](void*) mutable { keep.reset(); },
+        options);
   }
   if (received.desc.requires_grad) tensor.set_requires_grad(true);
   return tensor;

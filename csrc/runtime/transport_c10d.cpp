@@ -26,11 +26,8 @@ at::Tensor bytes_view(const std::byte* data, std::size_t size) {
 }  // namespace
 
 C10dTransport::C10dTransport(const GroupNames& names, int stage, int num_stages, c10::Device device)
-    : stage_(stage),
-      num_stages_(num_stages),
-      device_(device),
-      compute_stream_(current_stream(device)) {
-  if (num_stages > 1) {
+    : stage_(stage), num_stages_(num_stages), device_(device), compute_stream_(current_stream(device)) {
+  if (!names.forward.empty()) {
     forward_ = c10d::resolve_process_group(names.forward);
     forward_wrap_ = c10d::resolve_process_group(names.forward_wrap);
     backward_ = c10d::resolve_process_group(names.backward);

@@ -29,7 +29,8 @@ struct GroupNames {
 /// comm::Transport says.
 class C10dTransport final : public comm::Transport {
  public:
-  /// Resolves the groups by name. Throws c10::Error when one does not exist.
+  /// Resolves the groups by name; an empty name stands for a group that is not used. Throws c10::Error when one does
+  /// not exist.
   C10dTransport(const GroupNames& names, int stage, int num_stages, c10::Device device);
   ~C10dTransport() override;
 

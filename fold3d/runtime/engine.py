@@ -90,7 +90,7 @@ class Engine:
         self._cut: RankModel | None = None
         self._pipeline: Pipeline | None = None
         self._failure: str | None = None
-        if example is not None or config.num_chunks == 1 or is_transformers_model(model):
+        if example is not None or is_transformers_model(model):
             self._build(example)
 
     # Construction
@@ -223,7 +223,7 @@ class Engine:
         return StepOutput(loss=self._mean_over_replicas(replica_loss), grad_norm=norm, account=pipeline.account())
 
     def evaluate(self, batch: MicroBatch) -> torch.Tensor:
-        """Returns the loss of the global batch without gradients, in evaluation mode; any batch size; all ranks call."""
+        """Returns the global batch's loss without gradients, in evaluation mode; any batch size; all ranks call."""
         self._built(batch)
         was_training = self.model.training
         self.model.eval()

@@ -20,11 +20,17 @@ class Groups:
     `links` carry activations and gradients (group rank = stage): one per direction, so that one never queues behind
     the other. `data` sums gradients over the replicas of a stage. `pipeline` is for the small control messages of one
     replica, `ties` for parameters that several stages share. On CUDA a group has gloo for host memory (message
-    headers) and NCCL for device memory.
+    headers) and NCCL for device memory. Without `with_links` activations travel otherwise and have no groups.
     """
 
     def __init__(
-        self, topology: Topology, device: torch.device, timeout: float, tied_stages: Iterable[tuple[int, ...]]
+        self,
+        topology: Topology,
+        device: torch.device,
+        timeout: float,
+        tied_stages: Iterable[tuple[int, ...]],
+        *,
+        with_links: bool = True,
     ):
         self.topology = topology
         self._timeout = timedelta(seconds=timeout)
@@ -33,10 +39,10 @@ class Groups:
         pipelines = [topology.pipeline(replica) for replica in range(topology.dp)]
         stages = [topology.replicas(stage) for stage in range(topology.pp)]
         self.pipeline = self._own(pipelines)
-        links = {name: self._own(pipelines) for name in ("forward", "backward")}
+        links = {name: self._own(pipelines if with_links else []) for name in ("forward", "backward")}
         # With two stages the link from the last stage back to the first joins the same pair of ranks as the inner link.
         for name in ("forward", "backward"):
-            links[f"{name}_wrap"] = self._own(pipelines) if topology.pp == 2 else links[name]
+            links[f"{name}_wrap"] = self._own(pipelines) if with_links and topology.pp == 2 else links[name]
         self.links: dict[str, Any] = links
         self.data = self._own(stages)
         self.ties: dict[tuple[int, ...], Any] = {

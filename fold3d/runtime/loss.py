@@ -26,7 +26,7 @@ def loss_of(output: Any) -> torch.Tensor:
 
 
 def takes_label_count(model: Module) -> bool:
-    """Whether the model divides its loss by a `num_items_in_batch` that it is given (HuggingFace models with **kwargs)."""
+    """Whether the model divides its loss by a `num_items_in_batch` it is given (HuggingFace models with **kwargs)."""
     declared = getattr(model, "accepts_loss_kwargs", None)
     if declared is not None:
         return bool(declared)

@@ -21,6 +21,7 @@ from fold3d.runtime.failure import FailureBoard
 from fold3d.runtime.gradients import GradientBuffer
 from fold3d.runtime.groups import Groups
 from fold3d.runtime.rank_model import RankModel
+from fold3d.runtime.tcp import connect_stages
 from fold3d.schedule import Schedule
 from fold3d.topology import Topology
 
@@ -39,7 +40,8 @@ class Pipeline:
         self._last_stage = topology.pp_rank == topology.pp - 1
         self._name = f"rank {topology.rank} (replica {topology.dp_rank}, stage {topology.pp_rank})"
         shared = cut.cells.shared_stages()
-        self.groups = Groups(topology, device, config.timeout_seconds, shared.values())
+        over_tcp = topology.pp > 1 and _uses_tcp(config.transport, device)
+        self.groups = Groups(topology, device, config.timeout_seconds, shared.values(), with_links=not over_tcp)
         self._board: FailureBoard | None = None
         if topology.world > 1:
             self._compare_plans(plan)
@@ -62,6 +64,7 @@ class Pipeline:
             device,
             config.timeout_seconds,
             self._name,
+            connect_stages(topology, self.groups.pipeline, config.timeout_seconds) if over_tcp else None,
         )
         self._bounds = (0, 0)
         self._records: list[Any] = []
@@ -165,3 +168,9 @@ class Pipeline:
             self._board.close()
         self._executor.close()
         self.groups.close()
+
+
+def _uses_tcp(transport: str, device: torch.device) -> bool:
+    if transport == "tcp" and device.type != "cpu":
+        raise ConfigError('transport="tcp" moves host memory, but parameters are on a GPU; use "c10d" or "auto"')
+    return transport == "tcp" or (transport == "auto" and device.type == "cpu")

@@ -1,0 +1,54 @@
+"""Connecting the stages of a replica over TCP: where a rank listens and how the stages find each other."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import secrets
+import socket
+import struct
+from typing import Any
+
+import torch.distributed as dist
+
+from fold3d import _C
+from fold3d.topology import Topology
+
+_SIOCGIFADDR = 0x8915  # Linux: address of a network interface
+
+
+def local_address() -> str:
+    """Returns the IPv4 address other ranks reach this one at.
+
+    That of the interface GLOO_SOCKET_IFNAME if it is set, as for torch's own gloo groups; else the address this machine
+    would use to reach MASTER_ADDR; else the loopback address.
+    """
+    interface = os.environ.get("GLOO_SOCKET_IFNAME")
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        if interface:
+            request = struct.pack("256s", interface.split(",")[0].encode()[:15])
+            return socket.inet_ntoa(fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)[20:24])
+        master = os.environ.get("MASTER_ADDR")
+        if not master:
+            return "127.0.0.1"
+        probe.connect((master, int(os.environ.get("MASTER_PORT", "1")) or 1))  # a datagram socket: sends nothing
+        return str(probe.getsockname()[0])
+
+
+def connect_stages(topology: Topology, pipeline: Any, timeout: float) -> _C.TcpLinks:
+    """Returns this stage's links to its neighbours; all ranks of the replica call.
+
+    Args:
+        pipeline: group of the stages. Addresses and the replica's secret travel over it.
+        timeout: seconds until a stage that does not connect is an error.
+    """
+    secret: list[Any] = [secrets.token_hex(32) if topology.pp_rank == 0 else None]
+    dist.broadcast_object_list(secret, topology.rank_of(topology.dp_rank, 0), group=pipeline)
+    host = local_address()
+    links = _C.TcpLinks(topology.pp_rank, topology.pp, host, secret[0])
+    endpoints: list[Any] = [None] * topology.pp
+    dist.all_gather_object(endpoints, (host, links.port), group=pipeline)
+    links.connect(
+        endpoints[(topology.pp_rank + 1) % topology.pp], endpoints[(topology.pp_rank - 1) % topology.pp], timeout
+    )
+    return links
