@@ -13,7 +13,7 @@ ROOT = "."
 
 @dataclass(frozen=True, slots=True)
 class Container:
-    """A ModuleList, Sequential or ModuleDict-free parent whose children run one after the other."""
+    """A module whose children may be the blocks; its text names it in error messages."""
 
     name: str
     blocks: tuple[str, ...]
@@ -43,8 +43,8 @@ def find_blocks(model: nn.Module, blocks: str = "auto") -> list[str]:
     if layers:
         if len(layers) > 1:
             raise TraceError(
-                f"{type(model).__name__} has blocks in {len(layers)} places: {_listing(layers)}. "
-                "Name the one to cut with the setting `blocks`."
+                f"{type(model).__name__} has blocks in {len(layers)} places: {_listing(layers)}. Name the "
+                "one to cut with the setting `blocks`."
             )
         return list(layers[0].blocks)
     candidates = [c for c in _outermost(model) if len(set(c.kinds)) == 1 and len(c.blocks) > 1]
@@ -53,9 +53,8 @@ def find_blocks(model: nn.Module, blocks: str = "auto") -> list[str]:
         others = [c for c in _containers(model) if c.blocks]
         hint = f"Containers in it: {_listing(others)}." if others else "It has no ModuleList and no Sequential."
         raise TraceError(
-            f"no blocks found in {type(model).__name__}: looked for a ModuleList or Sequential with at least "
-            "two modules "
-            f"of one class. {hint} Name one with the setting `blocks`."
+            f"no blocks found in {type(model).__name__}: looked for a ModuleList or Sequential with at "
+            f"least two modules of one class. {hint} Name one with the setting `blocks`."
         )
     if len(candidates) > 1 and candidates[0].parameters == candidates[1].parameters:
         raise TraceError(
@@ -111,8 +110,8 @@ def _named_container(model: nn.Module, name: str) -> Container:
     if not container.blocks:
         candidates = [c for c in _containers(model) if c.blocks]
         raise TraceError(
-            f"blocks='{name}': {type(module).__name__} has no children to cut between. "
-            f"Candidates: {_listing(candidates)}."
+            f"blocks='{name}': {type(module).__name__} has no children to cut between. Candidates: "
+            f"{_listing(candidates)}."
         )
     return container
 

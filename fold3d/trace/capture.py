@@ -38,18 +38,15 @@ def trace(model: nn.Module, *, blocks: str = "auto", example: Mapping[str, Tenso
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         raise TraceError(
             f"{type(model).__name__} is an encoder-decoder model (config.is_encoder_decoder=True); only "
-            "models with one "
-            "stack of blocks can be cut in this version. Train it with pp=1 in the stock Trainer, or use a "
-            "decoder-only "
-            "or encoder-only model."
+            "models with one stack of blocks can be cut in this version. Train it with pp=1 in the stock "
+            "Trainer, or use a decoder-only or encoder-only model."
         )
     names = find_blocks(model, blocks)
     if example is None:
         if not is_transformers_model(model):
             raise TraceError(
                 f"{type(model).__name__} is no transformers model, so an example batch is needed to record "
-                "it: pass "
-                "`example`, a dict of tensors as its forward takes them."
+                "it: pass `example`, a dict of tensors as its forward takes them."
             )
         example = synthetic_example(model)
     recorder = _record(model, names, example)
@@ -74,17 +71,15 @@ def _record(model: nn.Module, names: list[str], example: Mapping[str, Any]) -> R
     except Exception as error:
         raise TraceError(
             f"{type(model).__name__} could not be recorded: its forward failed on the example "
-            f"{ {k: tuple(v.shape) if isinstance(v, Tensor) else v for k, v in example.items()} } "
-            f"with {type(error).__name__}: {error}. The forward is run on tensors without values, so it must "
-            "not branch on "
-            "them; check that `example` has the keys and shapes of a training batch."
+            f"{ {k: tuple(v.shape) if isinstance(v, Tensor) else v for k, v in example.items()} } with "
+            f"{type(error).__name__}: {error}. The forward is run on tensors without values, so it must "
+            "not branch on them; check that `example` has the keys and shapes of a training batch."
         ) from error
     return recorder
 
 
 def fake_copy(model: nn.Module, mode: FakeTensorMode, device: torch.device | str = "cpu") -> nn.Module:
-    """Returns a copy of `model` whose parameters, buffers and tensor attributes are fake tensors on
-    `device`."""
+    """Returns a copy of `model` with fake tensors on `device` as parameters, buffers and attributes."""
     memo: dict[int, Any] = {}
     for module in model.modules():
         tensors = [*module._parameters.values(), *module._buffers.values(), *vars(module).values()]
@@ -119,10 +114,9 @@ def _summarise(model: nn.Module, names: list[str], recorder: Recorder) -> Trace:
     if missing:
         raise TraceError(
             f"block '{missing[0]}' did not run in a training forward of the example ({len(missing)} of "
-            f"{len(names)} blocks "
-            "did not). Blocks that are skipped at random or on a condition cannot be cut between: switch "
-            "that off "
-            "(such as layerdrop), or choose other blocks with the setting `blocks`."
+            f"{len(names)} blocks did not). Blocks that are skipped at random or on a condition cannot be "
+            "cut between: switch that off (such as layerdrop), or choose other blocks with the setting "
+            "`blocks`."
         )
     regions = recorder.regions
     last = len(recorder.order)

@@ -6,5 +6,4 @@ from fold3d.errors import Fold3dError
 
 
 class SplitError(Fold3dError, RuntimeError):
-    """A chunk ran differently from the recording; the message names the module, the reason and what to
-    change."""
+    """A chunk ran otherwise than recorded; the message names the module, the reason and what to change."""

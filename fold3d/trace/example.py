@@ -13,8 +13,7 @@ _SEQUENCE = 128
 
 
 def is_transformers_model(model: nn.Module) -> bool:
-    """Returns whether `model` is a transformers PreTrainedModel (False where transformers is not
-    installed)."""
+    """Returns whether `model` is a transformers PreTrainedModel; False without transformers."""
     try:
         from transformers import PreTrainedModel
     except ImportError:
@@ -43,6 +42,6 @@ def synthetic_example(model: Any) -> dict[str, Tensor]:
         channels = getattr(config, "num_channels", 3)
         return {"pixel_values": torch.zeros(1, channels, height, width, dtype=model.dtype, device="meta")}
     raise TraceError(
-        f"{type(model).__name__} takes '{main}', for which no example batch can be made up: "
-        "pass one as `example` (a dict of tensors, as the model's forward takes them)."
+        f"{type(model).__name__} takes '{main}', for which no example batch can be made up: pass one as "
+        "`example` (a dict of tensors, as the model's forward takes them)."
     )

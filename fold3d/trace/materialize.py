@@ -88,9 +88,8 @@ def _refuse_lost_attributes(model: nn.Module) -> None:
             if isinstance(value, Tensor) and value.is_meta:
                 raise TraceError(
                     f"'{name}.{key}' is a tensor on the meta device that is no parameter and no buffer, so "
-                    "its values are "
-                    "lost. Register it as a buffer, compute it in forward, or build the model on a real "
-                    "device."
+                    "its values are lost. Register it as a buffer, compute it in forward, or build the "
+                    "model on a real device."
                 )
 
 
@@ -107,8 +106,6 @@ def _refuse_unset(
             holder = model.get_submodule(name.rpartition(".")[0])
             raise TraceError(
                 f"{kind} '{name}' was built on the meta device and {type(holder).__name__} has no "
-                "initialisation for it "
-                "(reset_parameters, or _init_weights of a transformers model, must fill it). Add one, pass a "
-                "pretrained "
-                "folder, or build the model on a real device."
+                "initialisation for it (reset_parameters, or _init_weights of a transformers model, must "
+                "fill it). Add one, pass a pretrained folder, or build the model on a real device."
             )

@@ -80,9 +80,8 @@ class Trace:
         for chunk, (lo, hi) in enumerate(ranges):
             if lo != position or hi <= lo:
                 raise TraceError(
-                    f"chunk {chunk} has the blocks [{lo}, {hi}) but must start at block {position} and have "
-                    "at least one: "
-                    f"the chunks must cover the {len(self.blocks)} blocks in order"
+                    f"chunk {chunk} has the blocks [{lo}, {hi}) but must start at block {position} and "
+                    f"have at least one: the chunks must cover the {len(self.blocks)} blocks in order"
                 )
             position = hi
         if position != len(self.blocks):
@@ -90,8 +89,8 @@ class Trace:
         for lo, _ in ranges[1:]:
             if self.borders[lo]:
                 raise TraceError(
-                    f"the model cannot be cut before block '{self.blocks[lo]}': {self.borders[lo]}. "
-                    "Use fewer chunks (pp * segments), or name other blocks with the setting `blocks`."
+                    f"the model cannot be cut before block '{self.blocks[lo]}': {self.borders[lo]}. Use "
+                    "fewer chunks (pp * segments), or name other blocks with the setting `blocks`."
                 )
 
     def canonical(self) -> dict[str, str]:

@@ -80,8 +80,7 @@ class PretrainedFolder:
         if not single.is_file():
             raise CheckpointError(
                 f"{self.path} has neither {_SINGLE} nor {_INDEX}; pass a folder written by save_pretrained "
-                "(weights in the "
-                ".bin format must be saved again as safetensors)"
+                "(weights in the .bin format must be saved again as safetensors)"
             )
         with _opened(single) as handle:
             return dict.fromkeys(handle.keys(), _SINGLE)
@@ -101,9 +100,8 @@ def load(
     known = source.names_in(model)
     if not known:
         raise CheckpointError(
-            f"{source.path} has no weight of {type(model).__name__}: it has {', '.join(source.keys()[:4])}, "
-            "...; pass the "
-            "folder of a model of this architecture"
+            f"{source.path} has no weight of {type(model).__name__}: it has "
+            f"{', '.join(source.keys()[:4])}, ...; pass the folder of a model of this architecture"
         )
     targets: dict[str, str] = {}
     for name in tensors:
@@ -115,8 +113,8 @@ def load(
         if value.shape != tensor.shape:
             raise CheckpointError(
                 f"{source.path}: '{key}' has shape {tuple(value.shape)}, but '{targets[key]}' of "
-                f"{type(model).__name__} has "
-                f"{tuple(tensor.shape)}; the folder belongs to a model of another size"
+                f"{type(model).__name__} has {tuple(tensor.shape)}; the folder belongs to a model of "
+                "another size"
             )
         with torch.no_grad():
             tensor.copy_(value)

@@ -96,14 +96,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         def hook(module: nn.Module, args: Any) -> None:
             if name in self.order:
                 raise TraceError(
-                    f"block '{name}' runs more than once in a forward pass, so the model cannot be cut into "
-                    "consecutive "
-                    "blocks. Choose other blocks with the setting `blocks`."
+                    f"block '{name}' runs more than once in a forward pass, so the model cannot be cut "
+                    "into consecutive blocks. Choose other blocks with the setting `blocks`."
                 )
             if self._block is not None:
                 raise TraceError(
-                    f"block '{name}' runs inside block '{self._block}': blocks must run one after the other. "
-                    "Choose other blocks with the setting `blocks`."
+                    f"block '{name}' runs inside block '{self._block}': blocks must run one after the "
+                    "other. Choose other blocks with the setting `blocks`."
                 )
             self._block = name
             self.order.append(name)

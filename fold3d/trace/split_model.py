@@ -6,10 +6,11 @@ and the modules around them:
 
     modules before the chunk that have parameters -> zeros of the right shapes
     blocks before the chunk                       -> return what the chunk received
-    the chunk's last block                        -> its output leaves; the forward ends there, by an
-    exception
+    the chunk's last block                        -> its output leaves, and an exception ends the forward
 
 Nothing is installed on the model itself, so wrappers around `model.forward` (autocast, for one) keep working.
+Forward hooks of the modules run as always, with one shift: those of a chunk's last block run on the next
+chunk, on what it received.
 """
 
 from __future__ import annotations
@@ -123,8 +124,8 @@ class SplitModel:
                 raise
             raise SplitError(
                 f"chunk {chunk} (blocks {run.lo} to {run.hi - 1}) read a parameter that belongs to another "
-                f"chunk: {error}. "
-                "The recording did not see that read: pass an `example` with all keys of a training batch."
+                f"chunk: {error}. The recording did not see that read: pass an `example` with all keys of "
+                "a training batch."
             ) from error
         finally:
             self._run = None
@@ -137,9 +138,8 @@ class SplitModel:
             return [], result
         if returned or run.leaving is None:
             raise SplitError(
-                f"the call ended before block '{self._trace.blocks[run.hi - 1]}', the last of chunk {chunk}, "
-                "was done: "
-                "it must run the model's whole forward once"
+                f"the call ended before block '{self._trace.blocks[run.hi - 1]}', the last of chunk "
+                f"{chunk}, was done: it must run the model's whole forward once"
             )
         return run.leaving, None
 
@@ -172,10 +172,8 @@ class SplitModel:
         return run
 
     def _device(self) -> torch.device:
-        for name in self._trace.blocks[:1]:
-            for parameter in self._model.get_submodule(name).parameters():
-                return parameter.device
-        return torch.device("cpu")
+        parameter = next(self._model.get_submodule(self._trace.blocks[0]).parameters(), None)
+        return torch.device("cpu") if parameter is None else parameter.device
 
     def _leave(self, run: _Run, index: int, output: Any) -> Any:
         """The chunk's last block is done: ends the forward, at once or as soon as no checkpoint is in the
@@ -192,10 +190,8 @@ class SplitModel:
         if run.checkpoint is not None and group_of_checkpoint() is run.checkpoint:
             raise SplitError(
                 "one torch.utils.checkpoint call of the model covers both block "
-                f"'{self._trace.blocks[run.hi - 1]}' and "
-                f"'{name}', so the model cannot be cut between them. Checkpoint each block on its own, or "
-                "switch that "
-                "off and set recompute=True."
+                f"'{self._trace.blocks[run.hi - 1]}' and '{name}', so the model cannot be cut between "
+                "them. Checkpoint each block on its own, or switch that off and set recompute=True."
             )
         raise ChunkExit(self)
 
@@ -327,15 +323,15 @@ class SplitModel:
     def _out_of_order(self, run: _Run, name: str) -> None:
         expected = self._trace.blocks[run.position] if run.position < len(self._trace.blocks) else "the end"
         raise SplitError(
-            f"block '{name}' ran where {expected} was due. The blocks must run once each and in the recorded "
-            "order in every "
-            "forward, and the call must run the model once (no layerdrop, no second pass)."
+            f"block '{name}' ran where {expected} was due. The blocks must run once each and in the "
+            "recorded order in every forward, and the call must run the model once (no layerdrop, no "
+            "second pass)."
         )
 
     def _refuse_reentrant(self, name: str) -> None:
         if in_reentrant_checkpoint():
             raise SplitError(
                 f"block '{name}' runs inside a reentrant torch.utils.checkpoint, through which no gradient "
-                "reaches another "
-                "chunk. Pass use_reentrant=False to checkpoint, or switch it off and set recompute=True."
+                "reaches another chunk. Pass use_reentrant=False to checkpoint, or switch it off and set "
+                "recompute=True."
             )

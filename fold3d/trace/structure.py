@@ -46,16 +46,13 @@ class TreeStructure:
             if not isinstance(leaf, _CONSTANTS):
                 raise TraceError(
                     f"block '{where}' returns a {type(leaf).__name__}, which cannot travel between ranks: "
-                    "only tensors, "
-                    "numbers, strings and None can. Return tensors from the blocks, or choose other blocks "
-                    "with the "
-                    "setting `blocks`."
+                    "only tensors, numbers, strings and None can. Return tensors from the blocks, or "
+                    "choose other blocks with the setting `blocks`."
                 )
         if len(constants) == len(leaves):
             raise TraceError(
-                f"block '{where}' returns no tensor, so nothing can be handed to the next rank. Choose other "
-                "blocks "
-                "with the setting `blocks`."
+                f"block '{where}' returns no tensor, so nothing can be handed to the next rank. Choose "
+                "other blocks with the setting `blocks`."
             )
         return cls(
             spec=spec,
@@ -77,9 +74,8 @@ class TreeStructure:
             raise SplitError(
                 f"block '{where}' returned {_describe(spec, constants)}; recorded was "
                 f"{_describe(self.spec, self.constants)}. What a block returns besides tensors must be the "
-                "same for every "
-                "micro-batch; pass an `example` that is like the training batches (same keys, same kind of "
-                "values)."
+                "same for every micro-batch; pass an `example` that is like the training batches (same "
+                "keys, same kind of values)."
             )
         return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 

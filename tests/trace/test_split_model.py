@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fold3d.trace import SplitModel
 from tests.trace.chains import assert_equal, chained, cuts, loss_of, ranks_of, record, whole
-from tests.trace.zoo import FAMILIES, build, checkpointed, plain, tokens
+from tests.trace.zoo import FAMILIES, FURTHER, build, checkpointed, plain, tokens
 
 HALVES = [(0, 2), (2, 4)]
 SINGLES = [(0, 1), (1, 2), (2, 3), (3, 4)]
@@ -27,6 +27,15 @@ def test_every_cut_equals_the_whole_model(family: str, padded: bool) -> None:
     for ranges in cuts(4):
         ranks = ranks_of(model, recorded, ranges, len(ranges))
         assert_equal(chained(ranks, recorded, len(ranges), batch), want)
+
+
+@pytest.mark.parametrize("family", FURTHER)
+def test_more_families(family: str) -> None:
+    model = build(family)
+    recorded = record(model)
+    batch = tokens(padded=True)
+    ranks = ranks_of(model, recorded, SINGLES, 2)
+    assert_equal(chained(ranks, recorded, 4, batch), whole(model, batch))
 
 
 @pytest.mark.parametrize("style", ["tensor", "pair", "constants", "in_place"])
@@ -187,11 +196,11 @@ class TestDropout:
         model = build("gpt2", dropout=0.2)
         batch = tokens()
         torch.manual_seed(9)
-        want = float(model(**batch).loss)
+        want = model(**batch).loss.item()
         split = SplitModel(model, record(model), [(0, 4)])
         split.run(0, lambda: model(**batch), [], (1, 2, 3))
         torch.manual_seed(9)
-        assert float(split.run(0, lambda: model(**batch).loss, [], None)[1]) == want
+        assert split.run(0, lambda: model(**batch).loss, [], None)[1].item() == want
 
 
 class _Chain(nn.Module):
@@ -385,6 +394,28 @@ def test_reads_a_weight_without_calling_its_module() -> None:
     for ranges in cuts(3):
         ranks = ranks_of(model, recorded, ranges, len(ranges))
         assert_equal(chained(ranks, recorded, len(ranges), batch), want)
+
+
+def test_overhead_of_a_block_is_a_few_microseconds() -> None:
+    """Processor time of this thread, so that other processes do not matter much."""
+    import time
+
+    blocks = 64
+    holder = _Chain(nn.Sequential(*(nn.Identity() for _ in range(blocks))))
+    batch = {"x": torch.ones(1)}
+    split = SplitModel(holder, record(holder, batch, blocks="chain"), [(0, blocks)])
+
+    def seconds(key: tuple[int, int, int] | None) -> float:
+        best = float("inf")
+        for _ in range(20):
+            start = time.thread_time()
+            for _ in range(10):
+                split.run(0, lambda: holder(**batch), [], key)
+            best = min(best, time.thread_time() - start)
+        return best / 10 / blocks
+
+    assert seconds(None) < 15e-6  # about 1.5 us
+    assert seconds((1, 2, 3)) < 40e-6  # about 6 us: two generators' states are filled
 
 
 def test_a_model_that_is_split_cannot_be_split_again() -> None:

@@ -11,10 +11,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 VOCABULARY = 64
-_COMMON = dict(  # noqa: C408
-    hidden_size=32, num_hidden_layers=4, num_attention_heads=4, intermediate_size=48, vocab_size=VOCABULARY,
+_WITHOUT_VOCABULARY = dict(  # noqa: C408
+    hidden_size=32, num_hidden_layers=4, num_attention_heads=4, intermediate_size=48,
     max_position_embeddings=64, bos_token_id=0, eos_token_id=0, pad_token_id=0,
 )  # fmt: skip
+_COMMON = {"vocab_size": VOCABULARY, **_WITHOUT_VOCABULARY}
 
 
 def _gpt2(dropout: float) -> nn.Module:
@@ -79,6 +80,31 @@ def _bert(dropout: float) -> nn.Module:
     return BertForMaskedLM(BertConfig(**_COMMON, hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout))
 
 
+def _of(name: str, **config: Any) -> Callable[[float], nn.Module]:
+    """A causal or masked language model of transformers by the name of its class, without dropout."""
+
+    def make(dropout: float) -> nn.Module:
+        import transformers
+
+        model_class = getattr(transformers, name)
+        return model_class(model_class.config_class(vocab_size=VOCABULARY, **config))
+
+    return make
+
+
+FURTHER: dict[str, Callable[[float], nn.Module]] = {
+    "gemma2": _of("Gemma2ForCausalLM", **_WITHOUT_VOCABULARY, num_key_value_heads=2, head_dim=8),
+    "phi": _of("PhiForCausalLM", **_WITHOUT_VOCABULARY),
+    "bloom": _of("BloomForCausalLM", hidden_size=32, n_layer=4, n_head=4),
+    "gpt_j": _of(
+        "GPTJForCausalLM", n_positions=64, n_embd=32, n_layer=4, n_head=4, rotary_dim=8, resid_pdrop=0.0,
+        embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0,
+    ),
+    "falcon": _of("FalconForCausalLM", hidden_size=32, num_hidden_layers=4, num_attention_heads=4),
+    "mpt": _of("MptForCausalLM", d_model=32, n_layers=4, n_heads=4, max_seq_len=64),
+}  # fmt: skip
+"""More of transformers' models: recorded and cut once each, not through every test."""
+
 FAMILIES: dict[str, Callable[[float], nn.Module]] = {
     "gpt2": _gpt2,
     "llama": _llama,
@@ -93,7 +119,7 @@ FAMILIES: dict[str, Callable[[float], nn.Module]] = {
 
 def build(family: str, dropout: float = 0.0) -> nn.Module:
     torch.manual_seed(0)
-    return FAMILIES[family](dropout).double().train()
+    return {**FAMILIES, **FURTHER}[family](dropout).double().train()
 
 
 def tokens(batch_size: int = 2, length: int = 12, *, padded: bool = False, seed: int = 1) -> dict[str, Tensor]:
