@@ -8,9 +8,9 @@
 
 #include "comm/communicator.h"
 #include "comm/errors.h"
+#include "comm/transport_tcp.h"
 #include "runtime/executor.h"
 #include "runtime/transport_c10d.h"
-#include "runtime/transport_tcp.h"
 
 namespace py = pybind11;
 
@@ -61,7 +61,7 @@ class PyExecutor {
       options.name = name;
       std::unique_ptr<comm::Transport> transport =
           std::make_unique<runtime::C10dTransport>(names, stage, pp, py::cast<c10::Device>(device));
-      if (links) transport = std::make_unique<runtime::TcpTransport>(links, std::move(transport));
+      if (links) transport = std::make_unique<comm::TcpTransport>(links, std::move(transport));
       communicator_ = std::make_shared<comm::Communicator>(std::move(transport), options);
     }
     executor_ = std::make_unique<runtime::Executor>(communicator_, stage, std::move(cells));

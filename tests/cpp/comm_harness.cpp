@@ -9,6 +9,8 @@
 #include <thread>
 #include <utility>
 
+#include "comm/tcp_links.h"
+#include "comm/transport_tcp.h"
 #include "core/generators/registry.h"
 #include "core/lower.h"
 
@@ -160,6 +162,13 @@ std::vector<std::string> run_ranks(const RunSetup& run) {
   comm::LoopbackOptions loopback_options = run.loopback;
   loopback_options.pp = pp;
   comm::Loopback loopback(loopback_options);
+  std::vector<std::vector<std::shared_ptr<comm::TcpLinks>>> rings;  // [replica][stage]
+  for (int d = 0; run.over_tcp && d < loopback_options.dp; ++d) {
+    auto& links = rings.emplace_back();
+    for (int s = 0; s < pp; ++s) {
+      links.push_back(std::make_shared<comm::TcpLinks>(s, pp, "127.0.0.1", std::string(32, 'k')));
+    }
+  }
   std::vector<std::string> errors(static_cast<std::size_t>(loopback_options.dp * pp));
   std::vector<std::thread> threads;
   for (int d = 0; d < loopback_options.dp; ++d) {
@@ -173,7 +182,14 @@ std::vector<std::string> run_ranks(const RunSetup& run) {
         settings.options.shape = run.schedules.front().shape;
         settings.options.stage = s;
         try {
-          TestRank rank(loopback.connect(d, s), settings);
+          std::unique_ptr<comm::Transport> transport = loopback.connect(d, s);
+          if (run.over_tcp) {
+            const auto& links = rings[static_cast<std::size_t>(d)];
+            const auto at = [&](int stage) { return links[static_cast<std::size_t>((stage + pp) % pp)]; };
+            at(s)->connect(at(s + 1)->endpoint(), at(s - 1)->endpoint(), run.options.timeout);
+            transport = std::make_unique<comm::TcpTransport>(at(s), std::move(transport));
+          }
+          TestRank rank(std::move(transport), settings);
           for (int step = 0; step < run.steps; ++step) {
             rank.step(run.schedules[static_cast<std::size_t>(step) % run.schedules.size()], step);
           }

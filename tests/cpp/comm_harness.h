@@ -56,6 +56,7 @@ struct RunSetup {
   comm::Options options = {};  // shape and stage are filled in
   int steps = 1;
   int max_compute_us = 0;
+  bool over_tcp = false;  // messages over TcpLinks, sums over the loopback transport
 };
 
 /// What became of each rank, dp-major: the text of its error, or empty.

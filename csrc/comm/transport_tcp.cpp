@@ -1,0 +1,34 @@
+#include "comm/transport_tcp.h"
+
+#include <utility>
+
+namespace fold3d::comm {
+
+TcpTransport::TcpTransport(std::shared_ptr<TcpLinks> links, std::unique_ptr<Transport> collectives)
+    : links_(std::move(links)), collectives_(std::move(collectives)) {}
+
+void TcpTransport::send(Channel channel, int, std::shared_ptr<Buffer> buffer) {
+  links_->send(channel, {buffer->host_data(), buffer->bytes()});
+}
+
+void TcpTransport::recv(Channel channel, int, std::shared_ptr<Buffer> buffer) {
+  links_->recv(channel, {buffer->host_data(), buffer->bytes()});
+}
+
+void TcpTransport::send_frame(Channel channel, int, std::span<const std::byte> frame) { links_->send(channel, frame); }
+
+void TcpTransport::recv_frame(Channel channel, int, std::span<std::byte> frame) { links_->recv(channel, frame); }
+
+void TcpTransport::all_reduce(std::shared_ptr<Buffer> buffer, std::uint8_t dtype, std::size_t offset_bytes,
+                              std::size_t bytes) {
+  collectives_->all_reduce(std::move(buffer), dtype, offset_bytes, bytes);
+}
+
+std::shared_ptr<Buffer> TcpTransport::allocate(const TensorDesc& desc) { return collectives_->allocate(desc); }
+
+void TcpTransport::abort(const std::string& reason) {
+  links_->abort(reason);
+  collectives_->abort(reason);
+}
+
+}  // namespace fold3d::comm

@@ -1,0 +1,31 @@
+#pragma once
+
+#include <memory>
+#include <string>
+
+#include "comm/tcp_links.h"
+#include "comm/transport.h"
+
+namespace fold3d::comm {
+
+/// Sends and receives over TcpLinks; sums and memory are another transport's (c10d's).
+class TcpTransport final : public Transport {
+ public:
+  TcpTransport(std::shared_ptr<TcpLinks> links, std::unique_ptr<Transport> collectives);
+
+  void send(Channel channel, int peer_stage, std::shared_ptr<Buffer> buffer) override;
+  void recv(Channel channel, int peer_stage, std::shared_ptr<Buffer> buffer) override;
+  void send_frame(Channel channel, int peer_stage, std::span<const std::byte> frame) override;
+  void recv_frame(Channel channel, int peer_stage, std::span<std::byte> frame) override;
+  bool sends_at_once() const override { return true; }
+  void all_reduce(std::shared_ptr<Buffer> buffer, std::uint8_t dtype, std::size_t offset_bytes,
+                  std::size_t bytes) override;
+  std::shared_ptr<Buffer> allocate(const TensorDesc& desc) override;
+  void abort(const std::string& reason) override;
+
+ private:
+  std::shared_ptr<TcpLinks> links_;
+  std::unique_ptr<Transport> collectives_;
+};
+
+}  // namespace fold3d::comm
