@@ -27,7 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         options.run(options)
     except Fold3dError as error:
-        print(f"fold3d: {error}", file=sys.stderr)
+        print(f"fold3d: {str(error).rstrip()}", file=sys.stderr)
         return 1
     except BrokenPipeError:  # `fold3d draw ... | head`
         sys.stderr.close()

@@ -1,0 +1,123 @@
+"""`fold3d trace` on transformers configurations and on plain modules."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from torch import nn
+
+from fold3d.cli.main import main
+
+
+class Plain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 8)
+        self.layers = nn.ModuleList([nn.Linear(8, 8) for _ in range(4)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for layer in self.layers:
+            x = layer(x)
+        return x.sum()
+
+
+def plain() -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    return Plain(), {"x": torch.zeros(2, 4)}
+
+
+def without_example() -> nn.Module:
+    return Plain()
+
+
+def nothing() -> None:
+    return None
+
+
+@pytest.fixture(scope="module")
+def gpt2_folder(tmp_path_factory):
+    from transformers import GPT2Config
+
+    folder = tmp_path_factory.mktemp("gpt2")
+    sizes = {"n_layer": 5, "n_embd": 32, "n_head": 2, "vocab_size": 64, "n_positions": 32}
+    GPT2Config(**sizes, architectures=["GPT2LMHeadModel"]).save_pretrained(folder)
+    return folder
+
+
+def run(capsys, *arguments: str) -> tuple[int, str, str]:
+    code = main(["trace", *arguments])
+    streams = capsys.readouterr()
+    return code, streams.out, streams.err
+
+
+def rows(out: str, header: str) -> list[list[str]]:
+    lines = out.splitlines()
+    (begin,) = [i for i, line in enumerate(lines) if line.startswith(header)]
+    table = lines[begin + 1 :]
+    return [line.split() for line in (table[: table.index("")] if "" in table else table)]
+
+
+@pytest.mark.parametrize("name", ["", "config.json"])
+def test_a_transformers_model(capsys, gpt2_folder, name: str):
+    code, out, _ = run(capsys, str(gpt2_folder / name), "-p", "2", "-s", "2")
+    assert code == 0
+    assert out.startswith("GPT2LMHeadModel, ")
+    assert "FLOPs of one forward on input_ids (1, 16)" in out
+    blocks = rows(out, "block")
+    assert [row[1] for row in blocks if row[0].isdigit()] == [f"transformer.h.{k}" for k in range(5)]
+    assert "one tensor: transformer.wte.weight = lm_head.weight" in out
+    chunks = rows(out, "chunk")
+    assert [(row[0], row[1], row[2]) for row in chunks] == [
+        ("0", "0", "0"),
+        ("1", "0", "1"),
+        ("2", "1", "0"),
+        ("3", "1", "1"),
+    ]
+    spans = [tuple(map(int, row[3].split(".."))) for row in chunks]
+    assert [k for lo, hi in spans for k in range(lo, hi + 1)] == list(range(5))
+    shares = [float(row[-2]) for row in chunks]
+    assert sum(shares) == pytest.approx(100, abs=0.3)
+
+
+def test_without_sizes_no_chunks(capsys, gpt2_folder):
+    assert "chunk" not in run(capsys, str(gpt2_folder))[1]
+
+
+def test_a_plain_module(capsys):
+    code, out, _ = run(capsys, f"{__name__}:plain", "-p", "2", "--blocks", "layers")
+    assert code == 0
+    assert out.startswith("Plain, 328 parameters\nFLOPs of one forward on x (2, 4)\n")
+    assert ["before", "first", "40", "128"] in rows(out, "block")
+    assert [row[3] for row in rows(out, "chunk")] == ["0..1", "2..3"]
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["nowhere"], "'nowhere' is neither a folder, nor a config.json, nor MODULE:FUNCTION"),
+        (["no.such.module:f"], "No module named 'no'"),
+        ([f"{__name__}:missing"], "has no attribute 'missing'"),
+        ([f"{__name__}:nothing"], "returned a NoneType, not a torch.nn.Module"),
+        ([f"{__name__}:without_example"], "an example batch is needed"),
+        ([f"{__name__}:plain", "-p", "0"], "--pp must be at least 1, got 0"),
+        ([f"{__name__}:plain", "-p", "8"], "8 chunks (pp * segments) are asked for, but the model has 4 blocks"),
+    ],
+)
+def test_errors_teach(capsys, arguments: list[str], message: str):
+    code, _, err = run(capsys, *arguments)
+    assert code == 1
+    assert err.startswith("fold3d: ") and message in err
+
+
+def test_a_folder_that_is_no_model(capsys, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"hello": 1}))
+    code, _, err = run(capsys, str(tmp_path))
+    assert code == 1 and "holds no transformers configuration" in err
+
+
+def test_an_unknown_architecture(capsys, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "vit", "architectures": ["Nobody"]}))
+    code, _, err = run(capsys, str(tmp_path))
+    assert code == 1 and "names no known architecture (['Nobody'])" in err
