@@ -30,7 +30,9 @@ def test_members():
             made = getattr(_C, node.name)
             if issubclass(made, Exception):
                 continue
-            has = public(dir(made)) - {"name", "value"}  # of every pybind11 enumeration
+            has = public(dir(made))
+            if hasattr(made, "__members__"):
+                has -= {"name", "value"}  # of every enumeration
             assert public(functions | values) == has, node.name
 
 
