@@ -67,11 +67,11 @@ distclean: clean
 	touch $@
 
 # The first build is pip's, which also installs the `fold3d` command; later ones recompile only what changed.
-.venv/.installed: | .venv/.requirements
-	@echo "building the extension (minutes on two cores)"
-	$(PY) -m pip install --quiet --no-build-isolation --no-deps --editable .
-	touch $@ .venv/.extension
-
-.venv/.extension: setup.py $(CSRC) .venv/.requirements | .venv/.installed
-	$(PY) setup.py --quiet build_ext --inplace
+.venv/.extension: setup.py $(CSRC) .venv/.requirements
+	@if [ -e .venv/.installed ]; then \
+	    $(PY) setup.py --quiet build_ext --inplace; \
+	else \
+	    echo "building the extension (minutes on two cores)"; \
+	    $(PY) -m pip install --quiet --no-build-isolation --no-deps --editable . && touch .venv/.installed; \
+	fi
 	touch $@

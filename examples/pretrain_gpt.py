@@ -36,6 +36,7 @@ class ScriptArguments:
     layers: int = field(default=7, metadata={"help": "Transformer blocks."})
     hidden: int = field(default=320, metadata={"help": "Width of the model."})
     heads: int = field(default=5, metadata={"help": "Attention heads."})
+    dropout: float = field(default=0.0, metadata={"help": "Dropout everywhere GPT-2 has it."})
     vocabulary: int = field(default=4096, metadata={"help": "Tokens of the byte-level BPE trained on the text."})
     length: int = field(default=128, metadata={"help": "Tokens per sequence."})
     megabytes: float = field(default=2.0, metadata={"help": "Text to train on, in MB of source code."})
@@ -114,6 +115,9 @@ def main() -> None:
         n_head=script.heads,
         vocab_size=len(tokenizer),
         n_positions=script.length,
+        resid_pdrop=script.dropout,
+        embd_pdrop=script.dropout,
+        attn_pdrop=script.dropout,
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
         use_cache=False,

@@ -56,10 +56,7 @@ CPP_FORBIDS = re.compile(r"std::(cout|cerr|exit|abort|terminate|getenv)\b|\b(f?p
 
 def cpp_files(*rooms: str) -> list[Path]:
     return sorted(
-        path
-        for room in rooms
-        for path in (ROOT / "csrc" / room).rglob("*")
-        if path.suffix in {".h", ".cpp", ".cu"}
+        path for room in rooms for path in (ROOT / "csrc" / room).rglob("*") if path.suffix in {".h", ".cpp", ".cu"}
     )
 
 
@@ -162,9 +159,7 @@ def test_cpp_reports_by_exceptions_only() -> None:
 
 
 def test_headers_are_included_once() -> None:
-    wrong = [
-        name(p) for p in cpp_files(*CPP_ROOMS) if p.suffix == ".h" and "#pragma once" not in p.read_text()
-    ]
+    wrong = [name(p) for p in cpp_files(*CPP_ROOMS) if p.suffix == ".h" and "#pragma once" not in p.read_text()]
     assert not wrong
 
 
@@ -211,9 +206,7 @@ def test_planning_needs_no_process_group() -> None:
 
 
 def test_one_file_makes_process_groups() -> None:
-    callers = [
-        name(path) for path in python_files(*PYTHON_ROOMS) if re.search(r"\bnew_group\(", path.read_text())
-    ]
+    callers = [name(path) for path in python_files(*PYTHON_ROOMS) if re.search(r"\bnew_group\(", path.read_text())]
     assert callers == ["fold3d/runtime/groups.py"]
 
 

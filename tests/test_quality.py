@@ -44,9 +44,7 @@ def test_tool_is_content(tool: str) -> None:
     assert done.returncode == 0, f"{tool}; `make format` may help\n{done.stdout}{done.stderr}"
 
 
-@pytest.mark.parametrize(
-    "name", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "LICENSE", "fold3d/py.typed"]
-)
+@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "LICENSE", "fold3d/py.typed"])
 def test_file_is_there(name: str) -> None:
     assert (ROOT / name).is_file()
 
@@ -54,9 +52,7 @@ def test_file_is_there(name: str) -> None:
 def test_pre_commit_runs_what_is_installed() -> None:
     """Each hook is local and starts a program of .venv or a script of ours: nothing is fetched."""
     text = (ROOT / ".pre-commit-config.yaml").read_text()
-    entries = [
-        line.split(":", 1)[1].split() for line in text.splitlines() if line.strip().startswith("entry:")
-    ]
+    entries = [line.split(":", 1)[1].split() for line in text.splitlines() if line.strip().startswith("entry:")]
     assert text.count("- repo:") == text.count("- repo: local") == 1 and len(entries) == 5
     for program, *_ in entries:
         assert (BIN / Path(program).name).exists() or (ROOT / program).exists(), program

@@ -30,9 +30,7 @@ def reference(target: str | Callable[..., Any]) -> str:
         return target
     name = getattr(target, "__qualname__", "")
     if not name or "<" in name or not hasattr(target, "__module__"):
-        raise TypeError(
-            f"{target!r} is not a function at the top of a module: no worker could import it by name"
-        )
+        raise TypeError(f"{target!r} is not a function at the top of a module: no worker could import it by name")
     return f"{target.__module__}:{name}"
 
 

@@ -80,9 +80,7 @@ def launch(
     what = str(target) if script else call.reference(target)  # type: ignore[arg-type]
     port = call.free_port()
     with tempfile.TemporaryDirectory(prefix="fold3d-launch-") as folder:
-        request = json.dumps(
-            {"target": what, "script": script, "args": args, "timeout": timeout, "folder": folder}
-        )
+        request = json.dumps({"target": what, "script": script, "args": args, "timeout": timeout, "folder": folder})
         command = [sys.executable, "-m", "tests.helpers.launch", request]
         start = time.monotonic()
         processes = []
@@ -92,9 +90,7 @@ def launch(
             environment |= env or {}
             with open(f"{folder}/{rank}.out", "wb") as out, open(f"{folder}/{rank}.err", "wb") as err:
                 processes.append(
-                    subprocess.Popen(
-                        command, env=environment, stdout=out, stderr=err, cwd=ROOT, start_new_session=True
-                    )
+                    subprocess.Popen(command, env=environment, stdout=out, stderr=err, cwd=ROOT, start_new_session=True)
                 )
         try:
             ends, stopped = _wait(processes, start + timeout)
@@ -152,9 +148,7 @@ def _session(leader: int) -> dict[int, str]:
         fields = _stat(entry.name)
         if fields and fields[0] != "Z" and int(fields[3]) == leader:
             with contextlib.suppress(OSError):
-                found[int(entry.name)] = (
-                    (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-                )
+                found[int(entry.name)] = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
     return found
 
 

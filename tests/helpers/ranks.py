@@ -86,9 +86,7 @@ class RankPool:
             RankError: with the first traceback, or the stacks of the ranks that hang.
         """
         if not 1 <= world_size <= self.size:
-            raise ValueError(
-                f"world_size {world_size} does not fit a pool of {self.size}; the fixture ranks8 has 8"
-            )
+            raise ValueError(f"world_size {world_size} does not fit a pool of {self.size}; the fixture ranks8 has 8")
         ref = call.reference(target)
         self._start()
         assert self._folder is not None
@@ -163,9 +161,7 @@ class RankPool:
         first, *others = failures.items()
         message = f"{what}, world size {world_size}: rank {first[0]}: {first[1]}"
         for rank, text in others:
-            message += f"\nand rank {rank}: " + (
-                text if text.startswith("did not") else text.strip().splitlines()[-1]
-            )
+            message += f"\nand rank {rank}: " + (text if text.startswith("did not") else text.strip().splitlines()[-1])
         raise RankError(message, failures)
 
     def _stacks(self, rank: int) -> str:
@@ -177,9 +173,7 @@ class RankPool:
         with contextlib.suppress(ProcessLookupError):
             os.kill(process.pid, signal.SIGUSR1)
         time.sleep(0.3)
-        return (
-            self._folder / f"stacks-{rank}"
-        ).read_text() or "none was written: it is stopped or not yet running"
+        return (self._folder / f"stacks-{rank}").read_text() or "none was written: it is stopped or not yet running"
 
 
 def _serve(pipe: Connection, rank: int, folder: str) -> None:
