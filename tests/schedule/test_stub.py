@@ -5,10 +5,9 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
-from fold3d import (
-    _C,
-    schedule,  # noqa: F401  loads torch, which the extension is linked with
-)
+import torch  # noqa: F401  loads the libraries that _C is linked with
+
+from fold3d import _C
 
 STUB = ast.parse(Path(_C.__file__).with_name("_C.pyi").read_text())
 
