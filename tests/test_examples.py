@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM
 
+from fold3d.cli.main import parser
 from tests.helpers.launch import launch
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -62,6 +64,13 @@ def test_the_example_trains_on_four_ranks(tmp_path: Path) -> None:
         assert str(tmp_path / name) in said
     model = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert model.config.n_layer == 4 and not any(p.is_meta for p in model.parameters())
+
+
+def test_the_commands_of_the_readme_are_accepted() -> None:
+    commands = [shlex.split(line, comments=True)[1:] for line in README.splitlines() if line.startswith("fold3d ")]
+    assert {command[0] for command in commands} == {"schedules", "draw", "validate", "trace"}
+    for command in commands:
+        parser().parse_args(command)
 
 
 @pytest.mark.dist

@@ -95,9 +95,10 @@ def _colour(event: Event, pp: int) -> tuple[float, float, float]:
 def _bars(axes: Axes, events: Sequence[Event], low: float, height: float, pp: int) -> None:
     if events:
         spans = [(event.start / MS, (event.end - event.start) / MS) for event in events]
-        edge = "white" if events[0].lane == "compute" else "none"
         colours = [_colour(event, pp) for event in events]
-        axes.broken_barh(spans, (low, height), facecolors=colours, edgecolors=edge, linewidth=0.4)
+        # A transfer may be shorter than a pixel; an edge in its own colour keeps it visible.
+        edges = "white" if events[0].lane == "compute" else "none" if events[0].lane == "wait" else colours
+        axes.broken_barh(spans, (low, height), facecolors=colours, edgecolors=edges, linewidth=0.4)
 
 
 def _numbers(axes: Axes, events: Sequence[Event], place: tuple[float, float], last: int) -> None:
