@@ -67,7 +67,8 @@ def test_the_example_trains_on_four_ranks(tmp_path: Path) -> None:
 
 
 def test_the_commands_of_the_readme_are_accepted() -> None:
-    commands = [shlex.split(line, comments=True)[1:] for line in README.splitlines() if line.startswith("fold3d ")]
+    block = next(block for block in re.findall(r"```\n(.*?)```", README, re.DOTALL) if block.startswith("fold3d "))
+    commands = [shlex.split(line, comments=True)[1:] for line in block.splitlines()]
     assert {command[0] for command in commands} == {"schedules", "draw", "validate", "trace"}
     for command in commands:
         parser().parse_args(command)
