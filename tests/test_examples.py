@@ -67,7 +67,7 @@ def test_the_example_trains_on_four_ranks(tmp_path: Path) -> None:
 
 
 def test_the_commands_of_the_readme_are_accepted() -> None:
-    block = next(block for block in re.findall(r"```\n(.*?)```", README, re.DOTALL) if block.startswith("fold3d "))
+    (block,) = re.findall(r"```\n(fold3d .*?)```", README, re.DOTALL)
     commands = [shlex.split(line, comments=True)[1:] for line in block.splitlines()]
     assert {command[0] for command in commands} == {"schedules", "draw", "validate", "trace"}
     for command in commands:
