@@ -13,7 +13,6 @@ from torch import Tensor
 
 from fold3d.topology import Topology
 
-_PATIENCE = timedelta(hours=1)
 Key = TypeVar("Key", bound=Hashable)
 KeyIn = TypeVar("KeyIn", bound=Hashable, contravariant=True)
 
@@ -55,9 +54,12 @@ class Stream(Generic[Key]):
     Tensors travel through host memory: that is where they are written from.
     """
 
-    def __init__(self, topology: Topology, group: dist.ProcessGroup | None) -> None:
-        """`group`: the replica's pipeline group, able to carry host memory; None when pp = 1."""
-        self._topology, self._group = topology, group
+    def __init__(self, topology: Topology, group: dist.ProcessGroup | None, patience: float) -> None:
+        """Args:
+        group: the replica's pipeline group, able to carry host memory; None when pp = 1.
+        patience: seconds to wait for a stage; the last one's turn comes when all others have been written.
+        """
+        self._topology, self._group, self._patience = topology, group, timedelta(seconds=patience)
 
     def send(self, own: Mapping[Key, Tensor], note: Any, sink: Sink[Key]) -> None:
         """Brings `own` and `note` of every stage to `sink` on rank 0. Every rank of replica 0 must call it.
@@ -107,11 +109,9 @@ class Stream(Generic[Key]):
         self._wait(dist.irecv(data, src=self._topology.rank_of(0, stage), group=self._group))
         return data.view(entry.dtype).reshape(entry.shape)
 
-    @staticmethod
-    def _wait(work: dist.Work | None) -> None:
-        # The group's own time limit is for steps; the last stage waits here while all others are written to disk.
+    def _wait(self, work: dist.Work | None) -> None:
         assert work is not None
-        work.wait(_PATIENCE)
+        work.wait(self._patience)
 
 
 def as_bytes(tensor: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -105,6 +106,8 @@ class Engine:
             schedule_csv=self.programs.compute(self.config.micro_batches).csv(),
         )
         self._pipeline = Pipeline(cut, self.config, self.topology, self.device, self.plan)
+        # Threads that outlive the interpreter abort the process: a script that never calls close() must end well.
+        self._at_exit = weakref.finalize(self, self._pipeline.close)
         self._loss_takes_count = loss.takes_label_count(self.model)
         if self._make_optimizer is not None:
             self.optimizer = self._make_optimizer(list(cut.trainable().values()))
@@ -263,6 +266,7 @@ class Engine:
     def close(self) -> None:
         """Ends communication and gives the model its own forward back. Weights of other ranks stay on meta."""
         if self._pipeline is not None:
+            self._at_exit.detach()
             self._pipeline.close()
             self._pipeline = None
         if self._cut is not None:

@@ -68,7 +68,10 @@ class TrainingArguments(transformers.TrainingArguments):
     )
     comm_timeout: float | None = field(
         default=None,
-        metadata={"help": "Seconds a process waits for another before the job fails on every process. Default: 300."},
+        metadata={
+            "help": "Seconds a process waits for another before the job fails on every process. Default: 300. "
+            "While a checkpoint is written, ddp_timeout counts instead."
+        },
     )
     timeline: int | None = field(
         default=None,

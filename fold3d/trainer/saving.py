@@ -6,7 +6,7 @@ import logging
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +64,7 @@ class CheckpointingTrainer(transformers.Trainer):
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Saves weights, configuration and processing class so that `from_pretrained` loads them; all ranks call."""
         output_dir = output_dir or str(self.args.output_dir)
-        with together(f"saving the model to {output_dir}", self._world):
+        with self._together(f"saving the model to {output_dir}"):
             self._save(output_dir)
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
@@ -92,7 +92,7 @@ class CheckpointingTrainer(transformers.Trainer):
         run_dir = Path(self._get_output_dir(trial))
         folder = CheckpointFolder(run_dir / f"checkpoint-{self.state.global_step}")
         self.store_flos()
-        with together(f"saving {folder.final}", self._world):
+        with self._together(f"saving {folder.final}"):
             if self.args.should_save:
                 folder.begin()
         try:
@@ -119,10 +119,10 @@ class CheckpointingTrainer(transformers.Trainer):
             if best == folder.final or best.exists():
                 self.state.best_model_checkpoint = str(best)
         if not self.args.save_only_model:
-            with together(f"saving {folder.final}", self._world):
+            with self._together(f"saving {folder.final}"):
                 self._save_optimizer_and_scheduler(temporary)
             self._save_rng_state(temporary)
-        with together(f"saving {folder.final}", self._world):
+        with self._together(f"saving {folder.final}"):
             if self.args.should_save:
                 self._save_trainer_state(folder.temporary)
                 manifest.write(folder.temporary, step_index=self.engine.step_index)
@@ -151,14 +151,14 @@ class CheckpointingTrainer(transformers.Trainer):
     def _save_rng_state(self, output_dir: str) -> None:
         # Rank 0 writes all files: other hosts may not see its folder.
         what = f"saving the random state in {output_dir}"
-        with together(what, self._world), tempfile.TemporaryDirectory() as private:
+        with self._together(what), tempfile.TemporaryDirectory() as private:
             super()._save_rng_state(private)
             files = {path.name: path.read_bytes() for path in Path(private).iterdir()}
         shares: list[Any] = [files]
         if self._world is not None:
             shares = [None] * self.args.world_size
             dist.gather_object(files, shares if self.args.process_index == 0 else None, dst=0)
-        with together(what, self._world):
+        with self._together(what):
             if self.args.process_index == 0:
                 for name, content in ((n, c) for share in shares for n, c in share.items()):
                     (Path(output_dir) / name).write_bytes(content)
@@ -175,7 +175,7 @@ class CheckpointingTrainer(transformers.Trainer):
         self._load_weights(Path(self.state.best_model_checkpoint))
 
     def _load_weights(self, folder: Path) -> None:
-        with together(f"loading {folder}", self._world):
+        with self._together(f"loading {folder}"):
             manifest.check(folder)
             targets = {name: p.data for name, p in self.engine.owned.items()} | persistent_buffers(self.model)
             load_weights(folder, targets, tied_groups(self.model))
@@ -183,7 +183,7 @@ class CheckpointingTrainer(transformers.Trainer):
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
             return
-        with together(f"loading the optimizer of {checkpoint}", self._world):
+        with self._together(f"loading the optimizer of {checkpoint}"):
             state, schedule = Path(checkpoint) / optimizer_file.FILE, Path(checkpoint) / SCHEDULER
             if not state.is_file() or not schedule.is_file():
                 logger.warning("%s has no optimizer state: the optimizer starts anew", checkpoint)
@@ -212,7 +212,7 @@ class CheckpointingTrainer(transformers.Trainer):
 
     def _clean_output_dir(self) -> None:
         """Removes what interrupted saves left in output_dir."""
-        with together(f"cleaning {self.args.output_dir}", self._world):
+        with self._together(f"cleaning {self.args.output_dir}"):
             if self.args.should_save:
                 remove_stale(str(self.args.output_dir))
 
@@ -220,9 +220,12 @@ class CheckpointingTrainer(transformers.Trainer):
     def _world(self) -> dist.ProcessGroup | None:
         return dist.group.WORLD if self.args.world_size > 1 else None
 
+    def _together(self, what: str) -> AbstractContextManager[None]:
+        return together(what, self._world, self.args.ddp_timeout)
+
     @property
     def _stream(self) -> Stream[Any]:
-        return Stream(self.engine.topology, self.engine.groups.pipeline)
+        return Stream(self.engine.topology, self.engine.groups.pipeline, self.args.ddp_timeout)
 
     def _plain_optimizer(self) -> Optimizer:
         """Returns the optimizer without accelerate's wrapper."""

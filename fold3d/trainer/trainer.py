@@ -5,10 +5,12 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Mapping
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import transformers
 from accelerate.utils.memory import clear_device_cache
 from torch import Tensor
@@ -26,11 +28,11 @@ from fold3d.runtime.timeline_picture import write_picture
 from fold3d.topology import Topology
 from fold3d.trainer.accelerator import ReplicaAccelerator
 from fold3d.trainer.arguments import TrainingArguments
-from fold3d.trainer.saving import CheckpointingTrainer
+from fold3d.trainer.evaluating import EvaluatingTrainer
 from fold3d.trainer.throughput import Throughput
 
 
-class Trainer(CheckpointingTrainer):
+class Trainer(EvaluatingTrainer):
     """`transformers.Trainer` for models spread over data-parallel replicas and pipeline stages.
 
     Takes the same arguments; `args` are `fold3d.TrainingArguments`. The model may have its weights or be built on the
@@ -64,7 +66,6 @@ class Trainer(CheckpointingTrainer):
         before = dict(model.named_parameters())
         self._trainable = {name for name, parameter in before.items() if parameter.requires_grad}
         self._waiting: list[dict[str, Any]] = []
-        self._label_count: tuple[Any] | None = None
         self._throughput = Throughput()
         self._tokens_per_second: float | None = None
         self._timeline_written = False
@@ -72,6 +73,9 @@ class Trainer(CheckpointingTrainer):
         super().__init__(model, args, *others, **named)
         self.engine = Engine(model, args.parallel, example=self._example(), weights=args.weights, device=args.device)
         self.accelerator.data_group = self.engine.groups.data
+        if self._world is not None:  # the stock loop gathers over this group: no rank may wait there for ever
+            limit = timedelta(seconds=args.parallel.timeout_seconds)
+            dist.distributed_c10d._set_pg_timeout(limit, self._world)
         if self.optimizer is not None:
             names = {id(parameter): name for name, parameter in before.items()}
             self.layout = OptimizerLayout.restrict(self.optimizer, names, self.engine.owned)
@@ -218,6 +222,11 @@ class Trainer(CheckpointingTrainer):
 
     # Logging
 
+    def end(self) -> None:
+        """Stops communication and destroys the process groups; the last thing a script may do."""
+        self.engine.close()
+        super().end()  # type: ignore[no-untyped-call]
+
     def _maybe_log_save_evaluate(self, *args: Any, **named: Any) -> None:
         self._throughput.stop()
         if self.args.timeline == self.state.global_step and not self._timeline_written:
@@ -230,6 +239,7 @@ class Trainer(CheckpointingTrainer):
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Logs as the stock Trainer, training logs with `tokens_per_second` of all replicas."""
+        self._correct_speed(logs)
         if "loss" in logs and self._tokens_per_second is not None:
             logs["tokens_per_second"] = round(self._tokens_per_second, 1)
             self._tokens_per_second = None
@@ -250,33 +260,6 @@ class Trainer(CheckpointingTrainer):
         flos = torch.tensor(float(self.current_flos), dtype=torch.float64, device=self.args.device)
         self.state.total_flos += self.accelerator.gather(flos).sum().item()
         self.current_flos = 0
-
-    # Evaluation
-
-    def prediction_step(
-        self,
-        model: Module,
-        inputs: dict[str, Any],
-        prediction_loss_only: bool,
-        ignore_keys: list[str] | None = None,
-    ) -> tuple[Any, Any, Any]:
-        """Evaluates one batch through all chunks; returns loss, logits and labels on every rank."""
-        inputs = self._prepare_inputs(inputs)
-        stock = super().prediction_step
-        # Counting labels talks to the other replicas: once per batch, not once per chunk.
-        self._label_count = (self._get_num_items_in_batch([inputs], self.args.device),)
-        try:
-            loss, logits, labels = self.engine.forward(
-                inputs, lambda module, batch: stock(module, batch, prediction_loss_only, ignore_keys)
-            )
-        finally:
-            self._label_count = None
-        return loss, logits, labels
-
-    def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
-        if self._label_count is not None:
-            return self._label_count[0]
-        return super()._get_num_items_in_batch(batch_samples, device)
 
     # Not available
 

@@ -37,8 +37,8 @@ def own(topology: Topology) -> dict[str, Tensor]:
 
 def send_weights(folder: str, dp: int) -> None:
     topology, group = pipeline(dp)
-    stream: Stream[str] = Stream(topology, group)
-    with together("saving", dist.group.WORLD):
+    stream: Stream[str] = Stream(topology, group, 30)
+    with together("saving", dist.group.WORLD, 30):
         stream.send(own(topology), None, WeightsSink(Path(folder)))
 
 
@@ -63,9 +63,9 @@ class Failing:
 
 def send_to_full_disk(room: int) -> str:
     topology, group = pipeline(dp=2)
-    stream: Stream[str] = Stream(topology, group)
+    stream: Stream[str] = Stream(topology, group, 30)
     try:
-        with together("saving", dist.group.WORLD):
+        with together("saving", dist.group.WORLD, 30):
             stream.send(own(topology), None, Failing(room))
     except (OSError, CheckpointError) as error:
         return f"{type(error).__name__}: {error}"

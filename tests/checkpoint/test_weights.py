@@ -15,7 +15,7 @@ from fold3d.errors import CheckpointError
 from fold3d.topology import Topology
 
 TENSORS = {"a": torch.randn(10, 10), "b": torch.randn(100, 10), "c": torch.randn(3).bfloat16()}
-ALONE: Stream[str] = Stream(Topology(dp=1, pp=1, rank=0), None)
+ALONE: Stream[str] = Stream(Topology(dp=1, pp=1, rank=0), None, 30)
 
 
 def zeros() -> dict[str, Tensor]:

@@ -29,7 +29,18 @@ def arguments(**named: Any) -> TrainingArguments:
 
 
 def test_new_arguments_have_help() -> None:
-    assert OURS == "dp tp pp segments schedule group_size blocks comm_timeout timeline weights".split()
+    assert OURS == [
+        "dp",
+        "tp",
+        "pp",
+        "segments",
+        "schedule",
+        "group_size",
+        "blocks",
+        "comm_timeout",
+        "timeline",
+        "weights",
+    ]
     text = HfArgumentParser(TrainingArguments).format_help()  # type: ignore[arg-type]
     for field in dataclasses.fields(TrainingArguments):
         if field.name in OURS:

@@ -1,0 +1,323 @@
+"""What a user's script may add keeps working when the model is spread over processes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+from torch.utils.data import IterableDataset
+
+import fold3d
+from fold3d.errors import ConfigError
+from tests.helpers import models
+from tests.helpers.ranks import RankPool
+from tests.trainer.jobs import Job, Variant, assert_same, collate, model_of, rows, run_fold3d, run_stock
+
+FOLDED = {"pp": 2, "segments": 2}
+
+
+def against_stock(ranks: RankPool, tmp_path: Path, variant: Variant, **changes: Any) -> tuple[Any, Any]:
+    """Runs a job on two stages and by the stock Trainer, compares both; returns what they left as extra."""
+    job = Job(str(tmp_path), variant=variant, **changes)
+    ours, stock = ranks.run(run_fold3d, 2, job, FOLDED), run_stock(job)
+    assert_same(ours[0], stock, 1e-10)
+    assert_same(ours[1], ours[0], 0.0)
+    return ours[0].extra, stock.extra
+
+
+class OwnLoss(Variant):
+    """A Trainer with a compute_loss of its own: label smoothing and a penalty on the logits."""
+
+    def trainer(self, base: type[Any]) -> type[Any]:
+        class Trainer(base):  # type: ignore[misc]
+            def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **named: Any) -> Any:
+                labels = inputs.pop("labels")
+                outputs = model(**inputs)
+                logits = outputs.logits[:, :-1].flatten(0, 1)
+                loss = nn.functional.cross_entropy(logits, labels[:, 1:].flatten(), label_smoothing=0.2)
+                loss = loss + 1e-3 * logits.square().mean()
+                return (loss, {"loss": loss, "logits": outputs.logits}) if return_outputs else loss
+
+        Trainer.loss_is_scaled_for_ga = False
+        return Trainer
+
+
+def test_compute_loss_override(ranks: RankPool, tmp_path: Path) -> None:
+    arguments = {"per_device_train_batch_size": 4}  # no micro-batch without labels: its mean is not a number
+    against_stock(ranks, tmp_path, OwnLoss(), arguments=arguments, metrics=True)
+
+
+def summed(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
+    """A compute_loss_func, divided by the labels of the whole batch."""
+    logits = outputs["logits"][:, :-1].flatten(0, 1)
+    total = nn.functional.cross_entropy(logits, labels[:, 1:].flatten(), reduction="sum")
+    return total / num_items_in_batch
+
+
+def largest(logits: Tensor, labels: Tensor) -> Tensor:
+    """A preprocess_logits_for_metrics."""
+    return logits.argmax(-1)
+
+
+def hits(prediction: transformers.EvalPrediction) -> dict[str, float]:
+    return {"hits": float((prediction.predictions == prediction.label_ids).sum())}
+
+
+class Functions(Variant):
+    """compute_loss_func, preprocess_logits_for_metrics and compute_metrics."""
+
+    def arguments(self, named: dict[str, Any]) -> dict[str, Any]:
+        return named | {
+            "compute_loss_func": summed,
+            "preprocess_logits_for_metrics": largest,
+            "compute_metrics": hits,
+        }
+
+
+def test_functions_and_micro_batches_without_labels(ranks: RankPool, tmp_path: Path) -> None:
+    against_stock(ranks, tmp_path, Functions(), arguments={"per_device_train_batch_size": 1})
+
+
+class Events(transformers.TrainerCallback):  # type: ignore[misc]
+    """Writes down every event, and stops training after the third step."""
+
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+
+    def __getattribute__(self, name: str) -> Any:
+        if name.startswith("on_") and name != "on_step_end":
+            return lambda *args, **named: self.seen.append(name)
+        return super().__getattribute__(name)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **named: Any) -> Any:
+        self.seen.append("on_step_end")
+        assert named["model"] is not None and named["optimizer"] is not None
+        control.should_training_stop = state.global_step >= 3
+        return control
+
+
+class WithCallback(Variant):
+    def arguments(self, named: dict[str, Any]) -> dict[str, Any]:
+        return named | {"callbacks": [Events()]}
+
+    def after(self, trainer: Any) -> Any:
+        return next(c for c in trainer.callback_handler.callbacks if isinstance(c, Events)).seen
+
+
+def test_callbacks_fire_in_the_stock_order(ranks: RankPool, tmp_path: Path) -> None:
+    ours, stock = against_stock(ranks, tmp_path, WithCallback())
+    assert ours == stock and ours.count("on_step_end") == 3 and "on_substep_end" in ours
+
+
+class EarlyStopping(Variant):
+    def arguments(self, named: dict[str, Any]) -> dict[str, Any]:
+        return named | {"callbacks": [transformers.EarlyStoppingCallback(early_stopping_patience=2)]}
+
+    def after(self, trainer: Any) -> Any:
+        return trainer.state.global_step, Path(trainer.state.best_model_checkpoint).name
+
+
+def test_early_stopping(ranks: RankPool, tmp_path: Path) -> None:
+    arguments = {
+        "eval_strategy": "steps",
+        "save_strategy": "best",
+        "eval_steps": 1,
+        "max_steps": 8,
+        "learning_rate": 0.5,
+        "load_best_model_at_end": True,
+    }
+    ours, stock = against_stock(ranks, tmp_path, EarlyStopping(), arguments=arguments, samples=40)
+    assert ours == stock and ours[0] < 8
+
+
+class Predicts(Variant):
+    """Evaluates before training, predicts after it, with and without labels."""
+
+    def trainer(self, base: type[Any]) -> type[Any]:
+        class Trainer(base):  # type: ignore[misc]
+            def train(self, *args: Any, **named: Any) -> Any:
+                self.before = self.evaluate()["eval_loss"]
+                return super().train(*args, **named)
+
+        return Trainer
+
+    def after(self, trainer: Any) -> Any:
+        test = rows(5, seed=9)
+        labelled = trainer.predict(test)
+        unlabelled = trainer.predict([{"input_ids": row["input_ids"], "labels": None} for row in test[:1]])
+        return trainer.before, labelled.predictions, labelled.label_ids, unlabelled.predictions
+
+
+def collate_some(samples: list[dict[str, Any]]) -> dict[str, Tensor]:
+    if samples[0]["labels"] is None:
+        return {"input_ids": torch.stack([sample["input_ids"] for sample in samples])}
+    return collate(samples)
+
+
+class PredictsSome(Predicts):
+    def arguments(self, named: dict[str, Any]) -> dict[str, Any]:
+        return named | {"data_collator": collate_some}
+
+
+def test_predict_and_evaluate_before_training(ranks: RankPool, tmp_path: Path) -> None:
+    ours, stock = against_stock(ranks, tmp_path, PredictsSome())
+    assert ours[0] == pytest.approx(stock[0], abs=1e-6)
+    for mine, theirs in zip(ours[1:], stock[1:], strict=True):
+        assert mine.shape == theirs.shape
+        assert abs(mine - theirs).max() < 1e-9
+
+
+class OwnOptimizer(Variant):
+    """SGD made over the model before the Trainer sees it, and a scheduler of its own."""
+
+    def arguments(self, named: dict[str, Any]) -> dict[str, Any]:
+        parameters = list(named["model"].parameters())
+        groups = [{"params": parameters[::2], "momentum": 0.8}, {"params": parameters[1::2]}]
+        optimizer = torch.optim.SGD(groups, lr=0.05, momentum=0.5)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step)
+        return named | {"optimizers": (optimizer, scheduler)}
+
+    def after(self, trainer: Any) -> Any:
+        trainer._save_optimizer_and_scheduler(trainer.args.output_dir)
+        if not trainer.is_world_process_zero():
+            return None
+        return torch.load(Path(trainer.args.output_dir) / "optimizer.pt", weights_only=True)
+
+
+def test_optimizer_of_the_user(ranks: RankPool, tmp_path: Path) -> None:
+    ours, stock = against_stock(ranks, tmp_path, OwnOptimizer())
+    assert ours["param_groups"] == stock["param_groups"] and ours["state"].keys() == stock["state"].keys()
+
+
+class Stream(IterableDataset[dict[str, Tensor]]):
+    """Samples without a length."""
+
+    def __iter__(self) -> Any:
+        return iter(rows(64))
+
+
+class Streams(Variant):
+    def arguments(self, named: dict[str, Any]) -> dict[str, Any]:
+        return named | {"train_dataset": Stream()}
+
+
+def test_iterable_dataset(ranks: RankPool, tmp_path: Path) -> None:
+    against_stock(ranks, tmp_path, Streams())
+    job = Job(str(tmp_path), variant=Streams())
+    spread = ranks.run(run_fold3d, 4, job, {"dp": 2, "pp": 2})[0]
+    stock = run_stock(job, replicas=2)
+    stock.metrics = spread.metrics
+    assert_same(spread, stock, 1e-10)
+
+
+def test_bf16(ranks: RankPool, tmp_path: Path) -> None:
+    job = Job(str(tmp_path), dtype="float32", arguments={"bf16": True})
+    ours, stock = ranks.run(run_fold3d, 2, job, FOLDED)[0], run_stock(job)
+    full = run_stock(Job(str(tmp_path), dtype="float32"))
+    assert_same(ours, stock, 1e-5)
+    assert ours.column("loss") != full.column("loss")  # autocast was on
+
+
+class Draws(Variant):
+    """What the global generators give after training: they decide the order of the data."""
+
+    def after(self, trainer: Any) -> Any:
+        return torch.rand(3).tolist()
+
+
+def test_dropout_leaves_the_global_generator_alone(ranks: RankPool, tmp_path: Path) -> None:
+    ours = ranks.run(run_fold3d, 2, Job(str(tmp_path), dropout=0.2, variant=Draws()), FOLDED)
+    stock = run_stock(Job(str(tmp_path), variant=Draws()))
+    assert ours[0].extra == ours[1].extra == stock.extra
+    assert ours[0].column("loss") != stock.column("loss")
+
+
+def test_meta_model_is_the_same_under_every_layout(ranks: RankPool, tmp_path: Path) -> None:
+    whole = Job(str(tmp_path), on_meta=True, arguments={"gradient_accumulation_steps": 4}, samples=32)
+    spread = Job(str(tmp_path), on_meta=True, samples=32)
+    alone = ranks.run(run_fold3d, 1, whole, {})[0]
+    folded = ranks.run(run_fold3d, 4, spread, {"dp": 2, "pp": 2, "segments": 2})[0]
+    folded.metrics = alone.metrics
+    assert_same(folded, alone, 1e-10)
+
+
+def test_meta_model_with_pretrained_weights(ranks: RankPool, tmp_path: Path) -> None:
+    job = Job(str(tmp_path / "run"))
+    model_of(job).save_pretrained(tmp_path / "pretrained")
+    layout = FOLDED | {"weights": str(tmp_path / "pretrained")}
+    ours = ranks.run(run_fold3d, 2, Job(str(tmp_path / "run"), on_meta=True), layout)[0]
+    assert_same(ours, run_stock(job), 1e-10)
+
+
+def test_timeline(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(run_fold3d, 4, Job(str(tmp_path)), {"dp": 2, "pp": 2, "timeline": 2})
+    assert sorted(p.name for p in (tmp_path / "timeline").iterdir()) == ["step-2.json", "step-2.png"]
+    events = json.loads((tmp_path / "timeline" / "step-2.json").read_text())["traceEvents"]
+    assert {event["pid"] for event in events} == {0, 1, 2, 3}
+    assert (tmp_path / "timeline" / "step-2.png").read_bytes()[:4] == b"\x89PNG"
+
+
+class Answering(models.PlainModel):
+    """A plain module that returns what the stock Trainer expects: a mapping with loss and logits."""
+
+    def forward(self, input_ids: Tensor, labels: Tensor, attention_mask: Tensor | None = None) -> Any:
+        return {"loss": super().forward(input_ids, labels, attention_mask)}
+
+
+class Plain(Variant):
+    def arguments(self, named: dict[str, Any]) -> dict[str, Any]:
+        torch.manual_seed(3)
+        return named | {"model": Answering(tied=True).double()}
+
+    def after(self, trainer: Any) -> Any:
+        if hasattr(trainer, "engine"):
+            trainer.save_model()
+
+
+def test_plain_module(ranks: RankPool, tmp_path: Path) -> None:
+    arguments = {"per_device_train_batch_size": 4}
+    against_stock(ranks, tmp_path, Plain(), arguments=arguments)
+    assert (tmp_path / "model.safetensors").is_file()
+
+
+def test_parameters_frozen_by_the_user(ranks: RankPool, tmp_path: Path) -> None:
+    against_stock(ranks, tmp_path, Frozen(), arguments={"save_strategy": "steps", "save_steps": 2})
+
+
+class Frozen(Variant):
+    def arguments(self, named: dict[str, Any]) -> dict[str, Any]:
+        for name, parameter in named["model"].named_parameters():
+            parameter.requires_grad_(".1." not in name and "wpe" not in name)
+        return named
+
+
+# What is refused
+
+
+def trainer(**named: Any) -> fold3d.Trainer:
+    args = fold3d.TrainingArguments(output_dir="unused", use_cpu=True, **named.pop("arguments", {}))
+    given = {"model": model_of(Job("unused")), "args": args, "train_dataset": rows(4), "data_collator": collate}
+    return fold3d.Trainer(**(given | named))
+
+
+def test_refused_constructions(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="model_init is not available"):
+        trainer(model=None, model_init=lambda: None)
+    with pytest.raises(ConfigError, match="Trainer needs a model"):
+        trainer(model=None)
+    with pytest.raises(ConfigError, match="import TrainingArguments from fold3d too"):
+        trainer(args=transformers.TrainingArguments(output_dir=str(tmp_path), use_cpu=True))
+    with pytest.raises(ConfigError, match=r"weights='somewhere' has no effect"):
+        trainer(arguments={"weights": "somewhere"})
+    foreign = torch.optim.SGD(model_of(Job("unused")).parameters(), lr=1.0)
+    with pytest.raises(ConfigError, match="not the model's"):
+        trainer(optimizers=(foreign, None))
+    with pytest.raises(ConfigError, match="start one job per trial"):
+        trainer().hyperparameter_search()
+    with pytest.raises(ConfigError, match="timeline=9 has no effect: training has 1 steps"):
+        trainer(arguments={"timeline": 9, "num_train_epochs": 1}).train()
