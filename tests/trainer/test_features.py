@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 from pathlib import Path
 from typing import Any
 
@@ -294,6 +295,77 @@ class Frozen(Variant):
         for name, parameter in named["model"].named_parameters():
             parameter.requires_grad_(".1." not in name and "wpe" not in name)
         return named
+
+
+class Augmented(torch.utils.data.Dataset[dict[str, Tensor]]):
+    """Samples changed at random in the loader's workers; stages of a replica must see the same ones."""
+
+    def __len__(self) -> int:
+        return 32
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        row = rows(32)[index]
+        flip = torch.randint(2, models.VOCABULARY, row["input_ids"].shape)
+        return row | {"input_ids": torch.where(torch.rand(flip.shape) < 0.3, flip, row["input_ids"])}
+
+
+class Augments(Variant):
+    def arguments(self, named: dict[str, Any]) -> dict[str, Any]:
+        return named | {"train_dataset": Augmented()}
+
+
+def run_with_workers(job: Job, layout: dict[str, Any]) -> Any:
+    """Runs the job in a pool process, which as a daemon may not start loader workers otherwise."""
+    config = multiprocessing.current_process()._config  # type: ignore[attr-defined]
+    config["daemon"] = False
+    try:
+        return run_fold3d(job, layout)
+    finally:
+        config["daemon"] = True
+
+
+def test_workers_give_all_stages_the_same_samples(ranks: RankPool, tmp_path: Path) -> None:
+    arguments = {"dataloader_num_workers": 1, "max_steps": 2}
+    job = Job(str(tmp_path), arguments=arguments, variant=Augments())
+    ours = ranks.run(run_with_workers, 2, job, FOLDED)
+    assert_same(ours[0], run_stock(job), 1e-10)
+    assert_same(ours[1], ours[0], 0.0)
+
+
+@pytest.mark.parametrize("strategy", ["group_by_length", "batch_rebalance", "sequential"])
+def test_sampling_strategies(ranks: RankPool, tmp_path: Path, strategy: str) -> None:
+    """Against the stock Trainer on as many processes as there are replicas."""
+    job = Job(str(tmp_path), arguments={"train_sampling_strategy": strategy}, samples=32)
+    ours = ranks.run(run_fold3d, 4, job, {"dp": 2, "pp": 2})[0]
+    assert_same(ours, ranks.run(run_stock, 2, job)[0], 1e-10)
+
+
+def test_group_size_larger_than_the_last_step(ranks: RankPool, tmp_path: Path) -> None:
+    """An epoch of 5 micro-batches in steps of 4: the last step has fewer than the group size."""
+    arguments = {"gradient_accumulation_steps": 4, "max_steps": -1, "num_train_epochs": 1}
+    job = Job(str(tmp_path), arguments=arguments, samples=10)
+    layout = {"pp": 2, "segments": 2, "schedule": "fold", "group_size": 3}
+    assert_same(ranks.run(run_fold3d, 2, job, layout)[0], run_stock(job), 1e-10)
+
+
+def test_input_token_count_and_flops(ranks: RankPool, tmp_path: Path) -> None:
+    arguments = {"include_num_input_tokens_seen": "non_padding"}
+    job = Job(str(tmp_path), arguments=arguments, samples=32, variant=Counts())
+    ours = ranks.run(run_fold3d, 4, job, {"dp": 2, "pp": 2})
+    assert {outcome.extra for outcome in ours} == {run_stock(job, replicas=2).extra}
+
+
+class Counts(Variant):
+    def after(self, trainer: Any) -> Any:
+        return trainer.state.num_input_tokens_seen, trainer.state.total_flos
+
+
+def test_noise_on_embeddings(ranks: RankPool, tmp_path: Path) -> None:
+    """NEFTune hooks the embedding, which only the first stage has; the noise does not depend on the layout."""
+    job = Job(str(tmp_path), arguments={"neftune_noise_alpha": 5.0})
+    folded, alone = ranks.run(run_fold3d, 2, job, FOLDED)[0], ranks.run(run_fold3d, 1, job, {})[0]
+    assert_same(folded, alone, 1e-10)
+    assert folded.column("loss") != run_stock(Job(str(tmp_path))).column("loss")
 
 
 # What is refused
