@@ -184,7 +184,9 @@ class Engine:
     def grad_norm(self) -> torch.Tensor:
         """Returns the exact global gradient norm, the same on every rank; all ranks of a replica call."""
         cut, pipeline = self._built()
-        primary = [cut.parameters[name] for name in cut.primary()]
+        names = cut.primary()
+        # In the model's order: a set's differs between processes, and so would the last bit of the sum.
+        primary = [parameter for name, parameter in cut.parameters.items() if name in names]
         with self._failing_together():
             return gradients.global_norm(primary, pipeline.groups.pipeline)
 
