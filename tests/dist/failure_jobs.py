@@ -1,0 +1,157 @@
+"""What the ranks run in the failure tests: a small training in which one of them does something bad at a known place."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fold3d import Engine, ParallelConfig
+from fold3d.errors import RankError
+
+TIMEOUT = 4.0
+"""comm_timeout of the jobs, seconds."""
+BLOCKS = 8
+MICRO_BATCHES = 4
+
+
+@dataclass
+class Trap:
+    """Springs once: on `rank`, at `place` of step `step` (from 1), the second time that place is reached in the step."""
+
+    rank: int
+    place: str
+    what: str = "raise"
+    step: int = 2
+    visits: int = 0
+    now: int = 0
+
+    def visit(self, place: str) -> None:
+        """Called at every place of every rank."""
+        if place != self.place or dist.get_rank() != self.rank or self.now != self.step:
+            return
+        self.visits += 1
+        if self.visits != (1 if place in ("optimizer", "outside", "evaluation") else 2):
+            return
+        print(f"trap {time.monotonic()}", flush=True)
+        if self.what == "raise":
+            raise ZeroDivisionError(f"broken in {place}")
+        if self.what == "sleep":
+            time.sleep(2.5 * TIMEOUT)
+        else:
+            os.kill(os.getpid(), getattr(signal, self.what))
+
+
+trap = Trap(rank=-1, place="")
+
+
+class _Watched(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        trap.visit("backward")
+        return gradient
+
+
+class Block(nn.Module):
+    """A layer with a trap in its forward and in its backward."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        trap.visit("forward" if torch.is_grad_enabled() else "evaluation")
+        out: Tensor = _Watched.apply(torch.tanh(self.linear(x)))
+        return out
+
+
+class Net(nn.Module):
+    """A chain of blocks; returns the mean square error."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block(width) for _ in range(BLOCKS))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return (x - y).square().mean()
+
+
+class Adam(torch.optim.Adam):
+    """Adam with a trap in its step."""
+
+    def step(self, *args: Any, **named: Any) -> Any:
+        trap.visit("optimizer")
+        return super().step(*args, **named)
+
+
+def _hook(parameter: Tensor) -> None:
+    trap.visit("hook")
+
+
+def _loss(model: nn.Module, batch: dict[str, Any]) -> Tensor:
+    value: Tensor = model(**batch) / MICRO_BATCHES
+    trap.visit("loss")
+    return value
+
+
+def engine_of(layout: dict[str, Any], *, width: int = 16) -> tuple[Engine, dict[str, Tensor]]:
+    """Returns an engine and this replica's batch."""
+    torch.manual_seed(0)
+    config = ParallelConfig(**{"micro_batches": MICRO_BATCHES, "comm_timeout": TIMEOUT, "blocks": "layers"} | layout)
+    x = torch.randn(config.micro_batches, 2, width)
+    batch = {"x": x.flatten(0, 1), "y": x.flatten(0, 1).roll(1, 0)}
+    engine = Engine(Net(width), config, optimizer=Adam, max_grad_norm=1.0, example=batch)
+    return engine, batch
+
+
+def train(layout: dict[str, Any], trap_settings: dict[str, Any], steps: int = 3, width: int = 16) -> None:
+    """Runs `steps` steps, then an evaluation; leaves the engine open, as scripts do."""
+    global trap
+    trap = Trap(**trap_settings)
+    engine, batch = engine_of(layout, width=width)
+    for parameter in engine.owned.values():
+        parameter.register_post_accumulate_grad_hook(_hook)
+    for step in range(1, steps + 1):
+        trap.now = step
+        trap.visit("outside")
+        if trap.place == "loss":
+            engine.run([{name: t[i::MICRO_BATCHES] for name, t in batch.items()} for i in range(MICRO_BATCHES)], _loss)
+        else:
+            engine.step(batch)
+        engine.evaluate(batch)
+    print("done", flush=True)
+
+
+def outcome(layout: dict[str, Any], trap_settings: dict[str, Any]) -> dict[str, Any]:
+    """Trains; returns the error that ended it and the seconds from the trap's step to it."""
+    start = time.monotonic()
+    try:
+        train(layout, trap_settings)
+    except RankError as error:
+        return {"error": str(error), "seconds": time.monotonic() - start, "cause": type(error.__cause__).__name__}
+    return {"error": "", "seconds": time.monotonic() - start, "cause": ""}
+
+
+def main() -> None:
+    """As a script: LAYOUT and TRAP as Python literals; the group comes from the environment, as torchrun sets it."""
+    import ast
+
+    dist.init_process_group("gloo")
+    train(ast.literal_eval(sys.argv[1]), ast.literal_eval(sys.argv[2]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,321 @@
+"""One parity case, trained by the stock Trainer in this process or by fold3d on the ranks of a pool."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from torch.optim import AdamW, Optimizer
+
+import fold3d
+from tests.dist.parity_cases import LENGTH, ROWS, STEPS, Case
+from tests.helpers import data, models
+
+Batch = dict[str, Tensor]
+
+DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
+LEARNING_RATE = 1e-2
+WEIGHT_DECAY = 0.1
+EPSILON = 1e-4
+"""AdamW's. Far above the default, so that an update depends on the size of the gradient (a wrong clipping factor
+shows in the parameters), and rounding noise in gradients that are zero on paper (attention's key biases) is not blown
+up to a whole learning rate in fp32."""
+MAX_NORM = 0.05
+"""Every gradient of these models is larger, so clipping always happens."""
+
+
+@dataclass(kw_only=True)
+class Result:
+    """What a run produced; tensors on the CPU."""
+
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    weights: dict[str, Tensor] = field(default_factory=dict)
+    digests: list[dict[str, str]] = field(default_factory=list)
+    """Per step: parameter name -> hash of this rank's parameter and optimizer state."""
+    state: Any = None
+    """`Engine.state_dict()` at the end."""
+
+
+# Models
+
+
+def causal_loss(
+    logits: Tensor, labels: Tensor, vocab_size: int, num_items_in_batch: Any = None, **others: Any
+) -> Tensor:
+    """transformers' ForCausalLMLoss without its cast of the logits to float32, for models in float64.
+
+    With the cast two runs that differ by 1e-16 in a logit now and then round to different float32 numbers, and their
+    gradients differ by 1e-8: a bound of 1e-10 would hold by luck only.
+    """
+    shifted = nn.functional.pad(labels, (0, 1), value=-100)[..., 1:].flatten()
+    total = nn.functional.cross_entropy(logits.view(-1, vocab_size), shifted, reduction="sum")
+    return total / ((shifted != -100).sum() if num_items_in_batch is None else num_items_in_batch)
+
+
+def build(case: Case) -> nn.Module:
+    """Returns the case's model, the same in every process."""
+    dtype = DTYPES[case.dtype]
+    if case.family == "plain":
+        plain = models.build_plain(layers=case.layers, dropout=case.dropout, tied=case.tied, dtype=dtype)
+        if case.frozen:
+            _freeze(plain, plain.embedding, plain.layers)
+        return plain
+    config = models.MODELS[case.family](layers=case.layers, dropout=case.dropout, tied=case.tied)
+    model = models.build(config, dtype=dtype)
+    if case.dtype == "float64":
+        model.loss_function = causal_loss
+        _norms_in_float64(model)
+    if case.frozen:
+        _freeze(model, model.get_input_embeddings(), next(m for m in model.modules() if isinstance(m, nn.ModuleList)))
+    return model
+
+
+def _norms_in_float64(model: nn.Module) -> None:
+    """Puts torch's RMSNorm in the place of Llama's, which computes in float32 whatever the model's dtype is."""
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if type(child).__name__ == "LlamaRMSNorm":
+                norm = nn.RMSNorm(child.weight.shape[0], eps=child.variance_epsilon, dtype=child.weight.dtype)
+                norm.weight = child.weight
+                setattr(parent, name, norm)
+
+
+def _freeze(model: nn.Module, embedding: nn.Module, blocks: nn.ModuleList) -> None:
+    """Freezes the embedding and the first half of the blocks, as fine-tuning scripts do."""
+    for module in (embedding, *blocks[: len(blocks) // 2]):
+        module.requires_grad_(False)
+
+
+# Data
+
+
+def global_batch(case: Case, step: int) -> Batch:
+    """Returns the rows of one step over all replicas, micro-batch after micro-batch, int64 [total * ROWS, LENGTH]."""
+    empty: list[int] = []
+    if case.labels == "empty":  # a whole micro-batch without label, or a row of the only one
+        empty = [0] if case.total == 1 else [ROWS, ROWS + 1]
+    rows = case.total * ROWS
+    return data.batch(
+        rows,
+        LENGTH,
+        start=step * rows * LENGTH,
+        ragged=case.labels in ("ragged", "empty"),
+        padded=case.labels == "padded",
+        empty_rows=empty,
+    )
+
+
+def micro_batches_of(case: Case, whole: Batch, replica: int) -> list[Batch]:
+    """Returns replica's micro-batches: its number i is number i * dp + replica of the global batch."""
+    parts = {name: tensor.split(ROWS) for name, tensor in whole.items()}
+    return [{name: part[i * case.dp + replica] for name, part in parts.items()} for i in range(case.m)]
+
+
+def replica_batch(case: Case, step: int, replica: int) -> Batch:
+    """Returns what `Engine.step` gets: the replica's micro-batches one after the other."""
+    parts = micro_batches_of(case, global_batch(case, step), replica)
+    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+
+
+def dataset(case: Case, steps: int = STEPS) -> list[Batch]:
+    """Returns the rows of all steps in order, for a Trainer that does not shuffle."""
+    wholes = [global_batch(case, step) for step in range(steps)]
+    return [
+        {name: tensor[row] for name, tensor in whole.items()} for whole in wholes for row in range(case.total * ROWS)
+    ]
+
+
+def collate(rows: Sequence[Batch]) -> Batch:
+    """Stacks rows and cuts off columns that are padding in all of them: micro-batches get different shapes."""
+    stacked = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+    width = int(stacked["attention_mask"].any(0).sum())
+    return {name: tensor[:, :width] for name, tensor in stacked.items()}
+
+
+# Optimizer
+
+
+def optimizer_of(model: nn.Module) -> Callable[[list[nn.Parameter]], Optimizer]:
+    """Returns a maker of AdamW with the stock Trainer's two groups: no decay for biases and norms."""
+    decayed = set(transformers.Trainer.get_decay_parameter_names(None, model))
+
+    def make(parameters: list[nn.Parameter]) -> Optimizer:
+        given = {id(parameter) for parameter in parameters}
+        named = [(name, parameter) for name, parameter in model.named_parameters() if id(parameter) in given]
+        assert len(named) == len(parameters)
+        return adamw([p for n, p in named if n in decayed], [p for n, p in named if n not in decayed])
+
+    return make
+
+
+def adamw(decayed: Iterable[nn.Parameter], others: Iterable[nn.Parameter]) -> Optimizer:
+    """Returns AdamW with a group that decays and one that does not; either may be empty."""
+    groups = [
+        {"params": list(decayed), "weight_decay": WEIGHT_DECAY},
+        {"params": list(others), "weight_decay": 0.0},
+    ]
+    return AdamW(groups, lr=LEARNING_RATE, eps=EPSILON)
+
+
+# The reference: one process
+
+
+def train_alone(case: Case, **arguments: Any) -> Result:
+    """Trains `case.alone()` in this process, HuggingFace models with transformers.Trainer, plain ones in a loop."""
+    with precision(case):
+        return _loop_alone(case) if case.family == "plain" else _stock_trainer(case, **arguments)
+
+
+def _stock_trainer(case: Case, *, rows: list[Batch] | None = None, **arguments: Any) -> Result:
+    with tempfile.TemporaryDirectory() as folder:
+        named = _trainer_arguments(case, folder) | {"gradient_accumulation_steps": case.total} | arguments
+        trainer = transformers.Trainer(
+            model=build(case),
+            args=transformers.TrainingArguments(**named),
+            train_dataset=dataset(case) if rows is None else rows,
+            data_collator=collate,
+        )
+        trainer.train()
+    return _result_of(trainer.state.log_history, trainer.model.state_dict())
+
+
+def _trainer_arguments(case: Case, folder: str) -> dict[str, Any]:
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    return {
+        "output_dir": folder,
+        "use_cpu": True,
+        "train_sampling_strategy": "sequential",
+        "per_device_train_batch_size": ROWS,
+        "max_steps": STEPS,
+        "logging_steps": 1,
+        "learning_rate": LEARNING_RATE,
+        "lr_scheduler_type": "constant",
+        "weight_decay": WEIGHT_DECAY,
+        "adam_epsilon": EPSILON,
+        "max_grad_norm": MAX_NORM if case.clip else 0.0,
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        "report_to": "none",
+    }
+
+
+def _result_of(logs: list[dict[str, Any]], weights: dict[str, Tensor]) -> Result:
+    steps = [entry for entry in logs if "loss" in entry]
+    return Result(
+        losses=[entry["loss"] for entry in steps],
+        norms=[entry["grad_norm"] for entry in steps],
+        weights={name: tensor.detach().clone() for name, tensor in weights.items()},
+    )
+
+
+def _loop_alone(case: Case) -> Result:
+    model = build(case)
+    optimizer = optimizer_of(model)([p for p in model.parameters() if p.requires_grad])
+    result = Result()
+    for step in range(STEPS):
+        losses = []
+        for micro_batch in micro_batches_of(case.alone(), global_batch(case, step), 0):
+            loss = model(**micro_batch) / case.total
+            loss.backward()
+            losses.append(loss.item())
+        norm = nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM if case.clip else float("inf"))
+        optimizer.step()
+        optimizer.zero_grad()
+        result.losses.append(sum(losses))
+        result.norms.append(norm.item())
+    result.weights = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+    return result
+
+
+@contextmanager
+def precision(case: Case) -> Iterator[None]:
+    """Makes losses and norms that are kept by torch's default dtype as precise as the model."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64 if case.dtype == "float64" else torch.float32)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+# fold3d: called on every rank
+
+
+def config_of(case: Case, **changes: Any) -> fold3d.ParallelConfig:
+    """Returns the case's layout."""
+    named = {"dp": case.dp, "pp": case.pp, "segments": case.segments, "micro_batches": case.m}
+    named |= {"schedule": case.schedule, "group_size": case.group_size, "recompute": case.recompute}
+    return fold3d.ParallelConfig(**(named | {"transport": case.transport, "comm_timeout": 100.0} | changes))
+
+
+def engine_of(case: Case, model: nn.Module | None = None, **changes: Any) -> fold3d.Engine:
+    """Returns the engine of the case over `model`, else over the case's own model."""
+    model = build(case) if model is None else model
+    max_norm = MAX_NORM if case.clip else None
+    return fold3d.Engine(model, config_of(case, **changes), optimizer=optimizer_of(model), max_grad_norm=max_norm)
+
+
+def train(case: Case) -> Result:
+    """Trains the case with fold3d."""
+    with precision(case):
+        return train_trainer(case) if case.through == "trainer" else train_engine(case)
+
+
+def train_engine(case: Case, *, start: Any = None, steps: Sequence[int] = range(STEPS)) -> Result:
+    """Trains with Engine.step; `start`: a state_dict to begin with, `steps`: which batches to train on."""
+    engine = engine_of(case)
+    result = Result()
+    for step in steps:
+        batch = replica_batch(case, step, engine.topology.dp_rank)
+        if start is not None:
+            if case.family == "plain":
+                engine.evaluate(batch)  # a plain module is recorded with its first batch
+            engine.load_state_dict(start)
+            start = None
+        out = engine.step(batch)
+        result.losses.append(out.loss.item())
+        result.norms.append(out.grad_norm.item())
+        result.digests.append(digests(engine))
+    result.state = engine.state_dict()
+    result.weights = result.state["model"]
+    engine.close()
+    return result
+
+
+def train_trainer(case: Case, *, rows: list[Batch] | None = None, **arguments: Any) -> Result:
+    """Trains with fold3d.Trainer."""
+    with tempfile.TemporaryDirectory() as folder:
+        named = _trainer_arguments(case, folder) | {"gradient_accumulation_steps": case.m}
+        layout = {"dp": case.dp, "pp": case.pp, "segments": case.segments, "schedule": case.schedule}
+        layout |= {"group_size": case.group_size, "activation_checkpointing": case.recompute}
+        trainer = fold3d.Trainer(
+            model=build(case),
+            args=fold3d.TrainingArguments(**(named | layout | {"comm_timeout": 100.0} | arguments)),
+            train_dataset=dataset(case) if rows is None else rows,
+            data_collator=collate,
+        )
+        trainer.train()
+        result = _result_of(trainer.state.log_history, trainer.engine.state_dict()["model"])
+        trainer.engine.close()
+    return result
+
+
+def digests(engine: fold3d.Engine) -> dict[str, str]:
+    """Returns a hash per parameter of this rank: its bytes and those of its optimizer state."""
+    found = {}
+    for name, parameter in engine.owned.items():
+        assert engine.optimizer is not None
+        state = engine.optimizer.state.get(parameter, {})
+        tensors = [parameter.detach(), *(state[key] for key in sorted(state))]
+        text = b"".join(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() for tensor in tensors)
+        found[name] = hashlib.sha256(text).hexdigest()
+    return found

@@ -1,0 +1,69 @@
+"""A rank that raises or does not come: every rank gets the same clear error in time, and nothing hangs afterwards."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.dist.failure_jobs import TIMEOUT, outcome
+from tests.helpers.ranks import RankPool
+
+PROMPT = 10.0
+"""Seconds for start, two steps and the news of an error, on a machine whose cores are busy."""
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "1x2": {"pp": 2},
+    "2x2": {"dp": 2, "pp": 2},
+    "1x4": {"pp": 4},
+    "2x2 folded": {"dp": 2, "pp": 2, "segments": 2, "transport": "c10d"},
+    "4x1": {"dp": 4},
+}
+
+
+def coordinates(layout: dict[str, Any], rank: int) -> str:
+    pp = layout.get("pp", 1)
+    return f"rank {rank} (replica {rank // pp}, stage {rank % pp})"
+
+
+def world(layout: dict[str, Any]) -> int:
+    return int(layout.get("dp", 1) * layout.get("pp", 1))
+
+
+RAISES = [
+    ("1x2", 1, "forward", r"1F0 of step 2"),
+    ("1x2", 0, "backward", "B0 of step 2"),
+    ("1x4", 2, "hook", "2B1 of step 2"),
+    ("1x4", 3, "loss", "3F1 of step 2"),
+    ("1x4", 1, "evaluation", "1F0 of an evaluation"),
+    ("2x2", 3, "forward", "1F0 of step 2"),
+    ("2x2", 0, "optimizer", "the optimizer of step 2"),
+    ("2x2 folded", 2, "backward", "2B0 of step 2"),
+    ("2x2 folded", 1, "hook", "3B1 of step 2"),
+    ("4x1", 2, "hook", "0B1 of step 2"),
+]
+
+
+@pytest.mark.parametrize("name, rank, place, where", RAISES)
+def test_a_rank_that_raises(ranks: RankPool, name: str, rank: int, place: str, where: str) -> None:
+    layout = LAYOUTS[name]
+    found = ranks.run(outcome, world(layout), layout, {"rank": rank, "place": place}, timeout=40)
+    for one in found:
+        assert one["error"].startswith(f"{coordinates(layout, rank)} failed in "), found
+        assert where in one["error"] and f"ZeroDivisionError: broken in {place}" in one["error"], found
+        assert one["seconds"] < PROMPT, found
+    assert found[rank]["cause"] == "ZeroDivisionError"
+
+
+@pytest.mark.parametrize(
+    "name, rank, place", [("1x4", 2, "outside"), ("2x2", 3, "hook"), ("2x2", 0, "optimizer"), ("4x1", 1, "outside")]
+)
+def test_a_rank_that_does_not_come(ranks: RankPool, name: str, rank: int, place: str) -> None:
+    """It sleeps; the others name it although those next to it are not the ones that hold them up."""
+    layout = LAYOUTS[name]
+    found = ranks.run(outcome, world(layout), layout, {"rank": rank, "place": place, "what": "sleep"}, timeout=60)
+    for other, one in enumerate(found):
+        assert one["error"].startswith(f"{coordinates(layout, rank)} does not come"), found
+        limit = 2.5 * TIMEOUT if other == rank else TIMEOUT + 4
+        assert one["seconds"] < PROMPT + limit, found
+        assert "comm_timeout" in one["error"] or "imed out" in one["error"], found
