@@ -7,7 +7,6 @@ import sys
 from setuptools import setup
 
 try:
-    import torch
     from torch.utils.cpp_extension import BuildExtension, CppExtension
 except ImportError:
     sys.exit(

@@ -1,4 +1,4 @@
-"""Plan: everything the ranks must agree on before the first step. The one thing that crosses from planning to execution."""
+"""Plan: what the ranks must agree on before the first step; the one thing that crosses from planning to execution."""
 
 from __future__ import annotations
 
