@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import json
-import logging
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
-from safetensors import safe_open
 from torch import Tensor
+from torch.nn import Module
 
+from fold3d.checkpoint.names import tied_groups
 from fold3d.checkpoint.safetensors_file import SafetensorsWriter
 from fold3d.checkpoint.stream import Entry
 from fold3d.errors import CheckpointError
-
-logger = logging.getLogger(__name__)
+from fold3d.trace import pretrained
 
 FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -100,47 +98,18 @@ class HostSink:
         """Nothing to complete."""
 
 
-def load_weights(folder: Path, targets: Mapping[str, Tensor], tied: Sequence[Sequence[str]]) -> None:
+def load_weights(model: Module, targets: Mapping[str, Tensor], folder: Path) -> None:
     """Fills `targets` in place from the safetensors files in `folder`; reads only those tensors.
 
     Args:
-        targets: parameters and buffers of this rank by name, any device and dtype.
-        tied: groups of names of one tensor; the file may hold it under any of them.
+        model: whose names the folder has; tied tensors may lie under any of their names.
+        targets: parameters and buffers of this rank by canonical name, any device and dtype.
     Raises: CheckpointError naming the tensors the folder does not hold or holds in another shape.
     """
-    file_of = _files(folder)
-    aliases = {name: group for group in tied for name in group}
-    missing = []
-    with ExitStack() as opened, torch.no_grad():
-        handles: dict[Path, Any] = {}
-        for name, target in targets.items():
-            stored = next((alias for alias in (name, *aliases.get(name, ())) if alias in file_of), None)
-            if stored is None:
-                missing.append(name)
-                continue
-            path = file_of[stored]
-            if path not in handles:
-                handles[path] = opened.enter_context(safe_open(path, framework="pt"))
-            value = handles[path].get_tensor(stored)
-            if value.shape != target.shape:
-                raise CheckpointError(
-                    f"{folder} belongs to another model: {stored} has shape {tuple(value.shape)} there and "
-                    f"{tuple(target.shape)} here"
-                )
-            target.copy_(value)
+    groups = {names[0]: tuple(names) for names in tied_groups(model)}
+    missing = sorted(set(targets) - pretrained.load(model, targets, groups, folder))
     if missing:
         raise CheckpointError(
             f"{folder} belongs to another model: it does not hold {', '.join(missing[:3])}"
             + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
         )
-
-
-def _files(folder: Path) -> dict[str, Path]:
-    """Returns the file of every tensor in `folder`."""
-    if (folder / INDEX).is_file():
-        weight_map = json.loads((folder / INDEX).read_text())["weight_map"]
-        return {name: folder / file for name, file in weight_map.items()}
-    if not (folder / FILE).is_file():
-        raise CheckpointError(f"{folder} holds neither {FILE} nor {INDEX}")
-    with safe_open(folder / FILE, framework="pt") as file:
-        return dict.fromkeys(file.keys(), folder / FILE)

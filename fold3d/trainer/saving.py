@@ -33,10 +33,10 @@ from fold3d.checkpoint import (
     together,
 )
 from fold3d.checkpoint import optimizer as optimizer_file
+from fold3d.checkpoint.names import converts_weights, persistent_buffers, saved_names
 from fold3d.errors import ConfigError
 from fold3d.runtime.engine import Engine
 from fold3d.trainer.arguments import TrainingArguments
-from fold3d.trainer.names import converts_weights, persistent_buffers, saved_names, tied_groups
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +65,12 @@ class CheckpointingTrainer(transformers.Trainer):
         """Saves weights, configuration and processing class so that `from_pretrained` loads them; all ranks call."""
         output_dir = output_dir or str(self.args.output_dir)
         with self._together(f"saving the model to {output_dir}"):
-            self._save(output_dir)
+            # A checkpoint keeps the tensors as they are in memory: any run can resume from it, and from_pretrained
+            # loads both forms.
+            if converts_weights(self.model) and not _internal_call:
+                self._save_converted(output_dir)
+            else:
+                self._save(output_dir)
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
@@ -74,15 +79,19 @@ class CheckpointingTrainer(transformers.Trainer):
         if state_dict is not None:
             super()._save(str(folder), state_dict=state_dict)
             return
+        sink = WeightsSink(folder, prepare=lambda: self._save_all_but_weights(folder))
+        self._stream.send(self._own_state(), None, sink)
+
+    def _save_converted(self, output_dir: str) -> None:
+        """Saves a model whose files hold other tensors than its memory (split experts); rank 0 needs all of them."""
+        host = HostSink()
+        self._stream.send(self._own_state(), None, host)
+        super()._save(output_dir, state_dict=host.tensors)
+
+    def _own_state(self) -> dict[str, Tensor]:
+        """Returns what this rank contributes to the file, by name there."""
         held = {**{name: self.engine.owned[name] for name in self.engine.primary}, **self.engine.buffers}
-        own = {saved: held[name] for name, saved in saved_names(self.model).items() if name in held}
-        if converts_weights(self.model):
-            # The stock code merges and splits tensors for the file's format; it needs all of them.
-            host = HostSink()
-            self._stream.send(own, None, host)
-            super()._save(str(folder), state_dict=host.tensors)
-        else:
-            self._stream.send(own, None, WeightsSink(folder, prepare=lambda: self._save_all_but_weights(folder)))
+        return {saved: held[name] for name, saved in saved_names(self.model).items() if name in held}
 
     def _save_all_but_weights(self, folder: Path) -> None:
         with _no_progress_bar():  # of the stock code, which is given no weights to write
@@ -178,7 +187,7 @@ class CheckpointingTrainer(transformers.Trainer):
         with self._together(f"loading {folder}"):
             manifest.check(folder)
             targets = {name: p.data for name, p in self.engine.owned.items()} | persistent_buffers(self.model)
-            load_weights(folder, targets, tied_groups(self.model))
+            load_weights(self.model, targets, folder)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, MixtralConfig
 
 from fold3d.checkpoint import OptimizerSink
 from fold3d.errors import CheckpointError
@@ -219,3 +220,38 @@ def test_limit_and_best_model(ranks: RankPool, tmp_path: Path) -> None:
         assert sorted(p.name for p in (tmp_path / run).iterdir()) == ["checkpoint-1", "checkpoint-4"]
     best = AutoModelForCausalLM.from_pretrained(tmp_path / "ours" / "checkpoint-1").state_dict()
     assert all(torch.equal(best[name], value) for name, value in ours[0].weights.items())
+
+
+class Experts(Variant):
+    """Mixtral: its files hold every expert by itself, its memory one tensor of all experts."""
+
+    def arguments(self, named: dict[str, Any]) -> dict[str, Any]:
+        torch.manual_seed(3)
+        config = MixtralConfig(
+            num_hidden_layers=4,
+            hidden_size=16,
+            intermediate_size=32,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            vocab_size=64,
+            num_local_experts=4,
+            max_position_embeddings=64,
+            bos_token_id=0,
+            eos_token_id=0,
+        )
+        return named | {"model": AutoModelForCausalLM.from_config(config, experts_implementation="batched_mm").double()}
+
+    def after(self, trainer: Any) -> Any:
+        trainer.save_model()
+
+
+def test_files_with_other_tensors_than_memory(ranks: RankPool, tmp_path: Path) -> None:
+    job = Job(str(tmp_path / "run"), samples=40, arguments=SAVING, variant=Experts())
+    whole = ranks.run(run_fold3d, 4, job, FOLDED)[0]
+    assert_same(whole, replace(run_stock(replace(job, folder=str(tmp_path)), replicas=2), metrics=whole.metrics), 1e-10)
+    for folder, tensors in (("run", 79), ("run/checkpoint-6", 39)):
+        assert len(load_file(tmp_path / folder / "model.safetensors")) == tensors
+        loaded = AutoModelForCausalLM.from_pretrained(tmp_path / folder).state_dict()
+        assert all(torch.equal(loaded[name], value) for name, value in whole.weights.items())
+    resumed = ranks.run(run_fold3d, 4, continued(job, tmp_path / "again"), FOLDED)[0]
+    assert_continues(resumed, whole, 0.0)

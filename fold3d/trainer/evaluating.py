@@ -1,0 +1,64 @@
+"""EvaluatingTrainer: how the Trainer evaluates and predicts when no rank holds the whole model."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch.nn import Module
+
+from fold3d.trainer.saving import CheckpointingTrainer
+
+
+class EvaluatingTrainer(CheckpointingTrainer):
+    """The evaluating half of `fold3d.Trainer`: batches go through all chunks, results reach every rank."""
+
+    _label_count: tuple[Any] | None = None
+    _evaluated = 0
+
+    def prediction_step(
+        self,
+        model: Module,
+        inputs: dict[str, Any],
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
+    ) -> tuple[Any, Any, Any]:
+        """Evaluates one batch through all chunks; returns loss, logits and labels on every rank."""
+        inputs = self._prepare_inputs(inputs)
+        stock = super().prediction_step
+        # Counting labels talks to the other replicas: once per batch, not once per chunk.
+        self._label_count = (self._get_num_items_in_batch([inputs], self.args.device),)
+        try:
+            loss, logits, labels = self.engine.forward(
+                inputs, lambda module, batch: stock(module, batch, prediction_loss_only, ignore_keys)
+            )
+        finally:
+            self._label_count = None
+        return loss, logits, labels
+
+    def evaluation_loop(self, *args: Any, **named: Any) -> Any:
+        """Runs the stock evaluation loop."""
+        output = super().evaluation_loop(*args, **named)
+        self._evaluated = output.num_samples or 0
+        return output
+
+    def predict(self, *args: Any, **named: Any) -> Any:
+        """Predicts; the same arguments and result as the stock Trainer's."""
+        output = super().predict(*args, **named)
+        self._correct_speed(output.metrics)
+        return output
+
+    def _correct_speed(self, metrics: dict[str, float] | None) -> None:
+        """Corrects evaluation steps per second, which the stock code divides by processes instead of replicas."""
+        for key in metrics or {}:
+            assert metrics is not None
+            runtime = metrics.get(key.replace("_steps_per_second", "_runtime"), 0)
+            if key.endswith("_steps_per_second") and key != "train_steps_per_second" and runtime > 0:
+                batch = self.args.eval_batch_size * self.accelerator.num_processes
+                metrics[key] = round(math.ceil(self._evaluated / batch) / runtime, 3)
+
+    def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
+        if self._label_count is not None:
+            return self._label_count[0]
+        return super()._get_num_items_in_batch(batch_samples, device)
