@@ -36,6 +36,10 @@ class Topology:
         """Returns the global rank of stage `pp_rank` in replica `dp_rank`."""
         return dp_rank * self.pp + pp_rank
 
+    def describe(self, rank: int) -> str:
+        """Returns how messages call a rank: "rank 3 (replica 1, stage 1)"."""
+        return f"rank {rank} (replica {rank // self.pp}, stage {rank % self.pp})"
+
     def pipeline(self, dp_rank: int) -> list[int]:
         """Returns the global ranks of one replica in stage order."""
         return [self.rank_of(dp_rank, stage) for stage in range(self.pp)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -15,10 +16,12 @@ from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
 from fold3d.config import ParallelConfig
-from fold3d.errors import ConfigError, RankError
+from fold3d.errors import ConfigError, Fold3dError, RankError
 from fold3d.plan.plan import Plan, Programs
 from fold3d.runtime import gradients, loss, state
 from fold3d.runtime.account import Account
+from fold3d.runtime.agreement import agree
+from fold3d.runtime.failure import is_communication_error
 from fold3d.runtime.pipeline import Pipeline
 from fold3d.runtime.rank_model import RankModel
 from fold3d.topology import Topology
@@ -26,6 +29,8 @@ from fold3d.trace import Trace
 from fold3d.trace.example import is_transformers_model
 
 MicroBatch = dict[str, Any]
+
+_numbers = itertools.count()  # of the engines of one process
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,20 +102,32 @@ class Engine:
     # Construction
 
     def _build(self, example: Mapping[str, torch.Tensor] | None) -> None:
-        self._cut = cut = RankModel(self.model, self.config, self.topology, self.device, example, self._weights)
-        self.plan = Plan(
+        error: Exception | None = None
+        digest, number = "", next(_numbers)
+        try:
+            self._cut = RankModel(self.model, self.config, self.topology, self.device, example, self._weights)
+            self.plan = self._make_plan(self._cut)
+            digest = self.plan.digest()
+        except Exception as own:
+            error = own
+        name = f"{digest}/{agree(self.topology, digest, number, error)}"
+        cut = self._cut
+        assert cut is not None
+        self._pipeline = Pipeline(cut, self.config, self.topology, self.device, name)
+        # Threads that outlive the interpreter abort the process: a script that never calls close() must end well.
+        self._at_exit = weakref.finalize(self, self._pipeline.close)
+        self._loss_takes_count = loss.takes_label_count(self.model)
+        if self._make_optimizer is not None:
+            self.optimizer = self._make_optimizer(list(cut.trainable().values()))
+
+    def _make_plan(self, cut: RankModel) -> Plan:
+        return Plan(
             config=self.config,
             dp=self.topology.dp,
             blocks=cut.trace.blocks if cut.trace else (),
             ranges=tuple(cut.ranges),
             schedule_csv=self.programs.compute(self.config.micro_batches).csv(),
         )
-        self._pipeline = Pipeline(cut, self.config, self.topology, self.device, self.plan)
-        # Threads that outlive the interpreter abort the process: a script that never calls close() must end well.
-        self._at_exit = weakref.finalize(self, self._pipeline.close)
-        self._loss_takes_count = loss.takes_label_count(self.model)
-        if self._make_optimizer is not None:
-            self.optimizer = self._make_optimizer(list(cut.trainable().values()))
 
     def _built(self, batch: Mapping[str, Any] | None = None) -> tuple[RankModel, Pipeline]:
         if self._failure is not None:
@@ -178,8 +195,9 @@ class Engine:
         ]
         for parameter in cut.parameters.values():
             parameter.grad = None
-        with self._failing_together(), _rng_untouched(self.device):
-            return pipeline.train(self.programs.training(len(micro_batches)), micro_batches, loss_fn, keys)
+        program = self.programs.training(len(micro_batches))
+        with self._failing_together(self._step_name()), _rng_untouched(self.device):
+            return pipeline.train(program, micro_batches, loss_fn, keys)
 
     def grad_norm(self) -> torch.Tensor:
         """Returns the exact global gradient norm, the same on every rank; all ranks of a replica call."""
@@ -187,7 +205,7 @@ class Engine:
         names = cut.primary()
         # In the model's order: a set's differs between processes, and so would the last bit of the sum.
         primary = [parameter for name, parameter in cut.parameters.items() if name in names]
-        with self._failing_together():
+        with self._failing_together(f"the gradient norm of {self._step_name()}"):
             return gradients.global_norm(primary, pipeline.groups.pipeline)
 
     def clip_grad_norm(self, max_norm: float) -> torch.Tensor:
@@ -205,7 +223,7 @@ class Engine:
                 any nesting of tensors and plain Python values.
         """
         _, pipeline = self._built(batch)
-        with self._failing_together():
+        with self._failing_together("an evaluation"):
             return pipeline.evaluate(self.programs.evaluation(), batch, fn)
 
     # The whole step
@@ -223,7 +241,8 @@ class Engine:
             raise ConfigError("step needs an optimizer: pass optimizer=functools.partial(torch.optim.AdamW, lr=...)")
         replica_loss = self.run(micro_batches, self._share_of_loss(micro_batches))
         norm = self.grad_norm() if self.max_grad_norm is None else self.clip_grad_norm(self.max_grad_norm)
-        self.optimizer.step()
+        with self._failing_together(f"the optimizer of {self._step_name()}"):
+            self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return StepOutput(loss=self._mean_over_replicas(replica_loss), grad_norm=norm, account=pipeline.account())
 
@@ -249,7 +268,7 @@ class Engine:
         The same on every rank, on the CPU, independent of dp, pp and segments.
         """
         cut, pipeline = self._built()
-        with self._failing_together():
+        with self._failing_together("gathering the state"):
             return {
                 "model": state.gather_model(cut, pipeline.groups.pipeline),
                 "optimizer": state.gather_optimizer(cut, self.optimizer, pipeline.groups.pipeline),
@@ -285,7 +304,7 @@ class Engine:
         group = self.groups.data
         total = torch.tensor(count)
         if group is not None:
-            with self._failing_together():
+            with self._failing_together("counting the labels of the global batch"):
                 dist.all_reduce(total, group=group)
         replicas = self.topology.dp  # the mean over replicas divides by it again
 
@@ -297,21 +316,58 @@ class Engine:
     def _mean_over_replicas(self, value: torch.Tensor) -> torch.Tensor:
         mean = value.detach().clone()
         if self.groups.data is not None:
-            with self._failing_together():
+            with self._failing_together("the mean loss over the replicas"):
                 dist.all_reduce(mean, group=self.groups.data)
             mean /= self.topology.dp
         return mean
 
+    def _step_name(self) -> str:
+        return f"step {self.step_index}"
+
     @contextlib.contextmanager
-    def _failing_together(self) -> Iterator[None]:
-        try:
-            yield
-        except BaseException as error:
-            assert self._pipeline is not None
-            self._failure = self._pipeline.fail(error)
-            if not isinstance(error, Exception):
+    def supervise(self, doing: str) -> Iterator[None]:
+        """Tells the other ranks when the body raises, so that they stop too; all ranks run it.
+
+        Args:
+            doing: completes "failed in ...".
+        Raises: RankError when another rank failed or cannot be reached, else what the body raised. fold3d's own errors
+            pass untold: they are raised on every rank by themselves.
+        """
+        _, pipeline = self._built()
+        with pipeline.progress.during(doing):
+            try:
+                yield
+            except Fold3dError:
                 raise
-            raise RankError(self._failure) from error
+            except BaseException as error:
+                if self._failure is None:
+                    self._failure = pipeline.fail(error)
+                if isinstance(error, Exception) and is_communication_error(error):
+                    raise RankError(self._failure) from error
+                raise
+
+    @contextlib.contextmanager
+    def _failing_together(self, doing: str) -> Iterator[None]:
+        assert self._pipeline is not None
+        with self._pipeline.progress.during(doing):
+            try:
+                self._raise_failure()
+                yield
+            except RankError:
+                raise
+            except BaseException as error:
+                self._failure = self._pipeline.fail(error)
+                if not isinstance(error, Exception):
+                    raise
+                raise RankError(self._failure) from error
+
+    def _raise_failure(self) -> None:
+        """Raises RankError when another rank has failed meanwhile."""
+        assert self._pipeline is not None
+        told = self._pipeline.failure()
+        if told is not None:
+            self._failure = self._pipeline.fail(RankError(told))
+            raise RankError(told)
 
 
 def split_batch(batch: Mapping[str, Any], parts: int) -> list[MicroBatch]:

@@ -70,5 +70,6 @@ class Groups:
     def close(self) -> None:
         """Destroys this rank's groups; the default group stays."""
         for group in self._made:
-            dist.destroy_process_group(group)
+            if dist.is_initialized():  # else the user destroyed all groups
+                dist.destroy_process_group(group)
         self._made.clear()

@@ -25,6 +25,17 @@ def loss_of(output: Any) -> torch.Tensor:
     return loss
 
 
+def one_number(value: Any) -> torch.Tensor:
+    """Returns `value`, a micro-batch's loss. Raises: TypeError unless it is a tensor with one element."""
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(f"the loss is a {type(value).__name__}: the loss function must return a tensor")
+    if value.numel() != 1:
+        raise TypeError(
+            f"the loss has shape {list(value.shape)}: it must be one number; let the loss function return a mean or sum"
+        )
+    return value
+
+
 def takes_label_count(model: Module) -> bool:
     """Whether the model divides its loss by a `num_items_in_batch` it is given (HuggingFace models with **kwargs)."""
     declared = getattr(model, "accepts_loss_kwargs", None)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import time
 from typing import Any
 
@@ -11,63 +10,95 @@ import torch.distributed as dist
 
 from fold3d import _C
 from fold3d.config import ParallelConfig
-from fold3d.errors import ConfigError
-from fold3d.plan.plan import Plan
+from fold3d.errors import ConfigError, Fold3dError, RankError
 from fold3d.runtime import gradients
 from fold3d.runtime.account import Account, make_account
+from fold3d.runtime.agreement import check_same_batch, fingerprint
 from fold3d.runtime.broadcast import broadcast_value
 from fold3d.runtime.chunk import DropoutKey, MicroBatch, ModelCall, PipelineChunk, StepInputs
-from fold3d.runtime.failure import FailureBoard
+from fold3d.runtime.failure import FailureBoard, is_communication_error
 from fold3d.runtime.gradients import GradientBuffer
 from fold3d.runtime.groups import Groups
+from fold3d.runtime.loss import one_number
+from fold3d.runtime.progress import Progress, Report
 from fold3d.runtime.rank_model import RankModel
+from fold3d.runtime.stall import holding_up
 from fold3d.runtime.tcp import connect_stages
 from fold3d.schedule import Schedule
 from fold3d.topology import Topology
 
-_numbers = itertools.count()  # engines of one process, made in the same order on every rank
-
-_CAUSE_SECONDS = 2.0
-"""How long a rank whose communication broke waits for the rank that failed to say why."""
+_CAUSE_SECONDS = 0.5
+"""How long a rank whose communication broke waits for the rank that failed to say why, before it looks around."""
+_SILENT_SECONDS = 2.0
+"""How long it then looks who still reports; four reports' time."""
+_NAMED = 4
+"""How many ranks that are late a message names."""
+_ALL_RANKS = 64
+"""In larger jobs a rank asks only for the reports of those it talks to."""
 
 
 class Pipeline:
     """Runs lowered schedules on one rank. Made and used by all ranks of the job in the same order."""
 
-    def __init__(self, cut: RankModel, config: ParallelConfig, topology: Topology, device: torch.device, plan: Plan):
+    def __init__(self, cut: RankModel, config: ParallelConfig, topology: Topology, device: torch.device, name: str):
+        """`name`: this engine's in the job, the same on every rank."""
         self._cut = cut
         self._topology = topology
         self._last_stage = topology.pp_rank == topology.pp - 1
-        self._name = f"rank {topology.rank} (replica {topology.dp_rank}, stage {topology.pp_rank})"
-        shared = cut.cells.shared_stages()
-        over_tcp = topology.pp > 1 and _uses_tcp(config.transport, device)
-        self.groups = Groups(topology, device, config.timeout_seconds, shared.values(), with_links=not over_tcp)
+        self._name = topology.describe(topology.rank)
+        self._bounds = (0, 0)
+        self._records: list[Any] = []
+        self._inputs = StepInputs()
+        self._buffers: list[GradientBuffer] = []
+        self._schedule: Schedule | None = None
+        self._executor: _C.Executor | None = None
+        self._groups: Groups | None = None
+        self.progress = Progress()
         self._board: FailureBoard | None = None
         if topology.world > 1:
-            self._compare_plans(plan)
             store = dist.distributed_c10d._get_default_store()
-            self._board = FailureBoard(store, f"{plan.digest()}/{next(_numbers)}", topology.rank, self._on_failure)
+            self._board = FailureBoard(store, name, topology, config.timeout_seconds, self.progress)
+        try:
+            with self.progress.during("building the engine"):
+                self._connect(config, device)
+        except Fold3dError:
+            self.close()
+            raise
+        except BaseException as error:
+            message = self.fail(error)
+            self.close()
+            if not isinstance(error, Exception):
+                raise
+            raise RankError(message) from error
+
+    def _connect(self, config: ParallelConfig, device: torch.device) -> None:
+        topology, cut = self._topology, self._cut
+        shared = cut.cells.shared_stages()
+        over_tcp = topology.pp > 1 and _uses_tcp(config.transport, device)
+        timeout = config.timeout_seconds
+        self._groups = groups = Groups(topology, device, timeout, shared.values(), with_links=not over_tcp)
         self._tied = {
-            name: (cut.parameters[name], self.groups.ties[stages])
+            name: (cut.parameters[name], groups.ties[stages])
             for name, stages in shared.items()
             if topology.pp_rank in stages and cut.parameters[name].requires_grad
         }
         self._share_weights(shared)
-        self._inputs = StepInputs()
-        self._buffers: list[GradientBuffer] = []
-        chunks = [self._make_chunk(v, v == config.num_chunks - 1) for v in topology.chunks(config.segments)]
-        self._executor = _C.Executor(
-            chunks,
+        self._executor = self.progress.executor = _C.Executor(
+            [self._make_chunk(v, v == config.num_chunks - 1) for v in topology.chunks(config.segments)],
             topology.pp_rank,
             topology.pp,
-            self.groups.link_names(),
+            groups.link_names(),
             device,
-            config.timeout_seconds,
+            timeout,
             self._name,
-            connect_stages(topology, self.groups.pipeline, config.timeout_seconds) if over_tcp else None,
+            connect_stages(topology, groups.pipeline, timeout) if over_tcp else None,
         )
-        self._bounds = (0, 0)
-        self._records: list[Any] = []
+
+    @property
+    def groups(self) -> Groups:
+        """This rank's process groups."""
+        assert self._groups is not None
+        return self._groups
 
     def _make_chunk(self, index: int, is_last: bool) -> PipelineChunk:
         buffer = None
@@ -75,16 +106,6 @@ class Pipeline:
             buffer = GradientBuffer(self._cut.of_chunk(index))
             self._buffers.append(buffer)
         return PipelineChunk(index, is_last, self._cut.model, self._cut.split, self._inputs, buffer)
-
-    def _compare_plans(self, plan: Plan) -> None:
-        digests: list[Any] = [None] * self._topology.world
-        dist.all_gather_object(digests, plan.digest())
-        different = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
-        if different:
-            raise ConfigError(
-                f"ranks {different} have another plan than rank 0 (hashes {digests}); start every process with the "
-                "same script, arguments and library versions"
-            )
 
     def _share_weights(self, shared: dict[str, tuple[int, ...]]) -> None:
         """Replica 0's weights, and of copies in several stages the first stage's, become everybody's."""
@@ -103,22 +124,23 @@ class Pipeline:
         self, schedule: Schedule, micro_batches: list[MicroBatch], call: ModelCall, keys: list[DropoutKey]
     ) -> torch.Tensor:
         """Runs one step's forwards, backwards and gradient sums; returns the replica's loss on each of its ranks."""
-        self._inputs.set(micro_batches, call, list(keys))
+        self._inputs.set(micro_batches, lambda model, batch: one_number(call(model, batch)), list(keys))
         losses = self._run(schedule, backward=True)
         for buffer in self._buffers:
             buffer.average(self._topology.dp)
         gradients.sum_tied(self._tied)
-        return self._replica_loss(losses)
+        return self._replica_loss(losses, fingerprint(micro_batches))
 
-    def _replica_loss(self, losses: list[torch.Tensor]) -> torch.Tensor:
+    def _replica_loss(self, losses: list[torch.Tensor], code: int) -> torch.Tensor:
         # Summed in fp64: many small shares add up to one number that is compared over layouts.
-        total = torch.zeros((), dtype=torch.float64)
+        shares = torch.zeros(1 + self._topology.pp, dtype=torch.float64)
         if self._last_stage:
-            total = torch.stack([value.double().reshape(()) for value in losses]).sum().cpu()
+            shares[0] = torch.stack([value.double().reshape(()) for value in losses]).sum().cpu()
         if self.groups.pipeline is not None:
-            source = self._topology.rank_of(self._topology.dp_rank, self._topology.pp - 1)
-            dist.broadcast(total, source, group=self.groups.pipeline)
-        return total.to(torch.get_default_dtype())
+            shares[1 + self._topology.pp_rank] = code
+            dist.all_reduce(shares, group=self.groups.pipeline)
+            check_same_batch(self._topology, [int(one) for one in shares[1:].tolist()])
+        return shares[0].to(torch.get_default_dtype())
 
     def evaluate(self, schedule: Schedule, batch: MicroBatch, call: ModelCall) -> Any:
         """Runs one batch forward; returns the last chunk's result on every rank of the replica."""
@@ -128,9 +150,17 @@ class Pipeline:
         if self.groups.pipeline is None:
             return results[0]
         source = self._topology.rank_of(self._topology.dp_rank, self._topology.pp - 1)
-        return broadcast_value(results[0], source, self.groups.pipeline)
+        own = fingerprint([batch])
+        code, result = broadcast_value((own, results[0]), source, self.groups.pipeline)
+        codes = [code] * self._topology.pp
+        codes[self._topology.pp_rank] = own
+        check_same_batch(self._topology, codes)
+        return result
 
     def _run(self, schedule: Schedule, backward: bool) -> list[torch.Tensor]:
+        assert self._executor is not None
+        self._schedule = schedule
+        self.progress.run += 1
         start = time.monotonic_ns()
         try:
             return list(self._executor.run(schedule, self._topology.pp_rank, backward))
@@ -143,31 +173,65 @@ class Pipeline:
         """Returns where the time of the last run went."""
         return make_account(self._records, *self._bounds)
 
+    # Failures
+
     def fail(self, error: BaseException) -> str:
         """Ends communication, tells the other ranks, returns the message that every rank raises."""
-        action = self._executor.current_action()
-        communication = isinstance(error, (_C.CommError, dist.DistError)) or "gloo" in str(error).lower()
-        message = None
-        if self._board is not None and communication:
-            message = self._board.cause(_CAUSE_SECONDS)
+        if self._board is None:
+            return self._own_message(error)
+        message = self._board.cause(0)
         if message is None:
-            where = f" in {action}" if action and not isinstance(error, _C.CommError) else ""
-            message = f"{self._name} failed{where}: {type(error).__name__}: {error}"
-            if self._board is not None:
-                self._board.publish(message)
-                message = self._board.cause(0) or message
-        self._executor.abort(message)
+            message = self._diagnose(error) if is_communication_error(error) else self._own_message(error)
+            message = self._board.publish(message)
+        self.progress.abort(message)
+        self._board.raised()
         return message
 
-    def _on_failure(self, message: str) -> None:
-        self._executor.abort(message)
+    def failure(self) -> str | None:
+        """Returns the job's first failure if another rank has told of one."""
+        return None if self._board is None else self._board.cause(0)
+
+    def _own_message(self, error: BaseException) -> str:
+        return f"{self._name} failed {self.progress.report().where()}: {type(error).__name__}: {error}"
+
+    def _diagnose(self, error: BaseException) -> str:
+        """Returns the cause of broken communication: what another rank told, else who is silent, else who is late."""
+        assert self._board is not None
+        topology = self._topology
+        peers = {*topology.pipeline(topology.dp_rank), *topology.replicas(topology.pp_rank)}
+        ranks = range(topology.world) if topology.world <= _ALL_RANKS else sorted(peers)
+        told = self._board.cause(_CAUSE_SECONDS)
+        before = {} if told else self._board.reports(ranks)
+        told = told or self._board.cause(_SILENT_SECONDS)
+        if told:
+            return told
+        reports = self._board.reports(ranks)
+        silent = [r for r in reports if r in before and reports[r].beat == before[r].beat and r != topology.rank]
+        found = [f"{topology.describe(r)} is dead or stopped, last seen {reports[r].where()}" for r in silent]
+        if not found:
+            late = self._late(reports)
+            found = [f"{topology.describe(r)} does not come: it is {reports[r].where()}" for r in late[:_NAMED]]
+        if not found:
+            return self._own_message(error)
+        noticed = str(error).removeprefix(f"{self._name}: ").removeprefix(f"{self._name} ")
+        return f"{'; '.join(found)}. Noticed by {self._name} {self.progress.report().where()}: {noticed}"
+
+    def _late(self, reports: dict[int, Report]) -> list[int]:
+        """Returns the ranks this one waited for in vain."""
+        own = self.progress.report()
+        if own.action and self._schedule is not None:
+            return holding_up(self._schedule, self._topology, own.run, reports)
+        return [r for r, report in reports.items() if (report.action, report.doing) != (own.action, own.doing)]
 
     def close(self) -> None:
         """Ends the executor's threads and destroys the groups."""
         if self._board is not None:
             self._board.close()
-        self._executor.close()
-        self.groups.close()
+        self.progress.executor = None
+        if self._executor is not None:
+            self._executor.close()
+        if self._groups is not None:
+            self._groups.close()
 
 
 def _uses_tcp(transport: str, device: torch.device) -> bool:

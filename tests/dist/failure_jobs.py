@@ -1,4 +1,4 @@
-"""What the ranks run in the failure tests: a small training in which one of them does something bad at a known place."""
+"""What the ranks run in the failure tests: a small training in which one of them does something bad somewhere."""
 
 from __future__ import annotations
 
@@ -22,9 +22,15 @@ BLOCKS = 8
 MICRO_BATCHES = 4
 
 
+def say(line: str) -> None:
+    """Writes a line for the test to read; this process may not live to flush it later."""
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
+
+
 @dataclass
 class Trap:
-    """Springs once: on `rank`, at `place` of step `step` (from 1), the second time that place is reached in the step."""
+    """Springs once: on `rank`, at `place` of step `step` (from 1), the second time it is reached where it is often."""
 
     rank: int
     place: str
@@ -40,11 +46,11 @@ class Trap:
         self.visits += 1
         if self.visits != (1 if place in ("optimizer", "outside", "evaluation") else 2):
             return
-        print(f"trap {time.monotonic()}", flush=True)
+        say(f"trap {time.monotonic()}")
         if self.what == "raise":
             raise ZeroDivisionError(f"broken in {place}")
         if self.what == "sleep":
-            time.sleep(2.5 * TIMEOUT)
+            time.sleep(2 * TIMEOUT)
         else:
             os.kill(os.getpid(), getattr(signal, self.what))
 
@@ -132,7 +138,7 @@ def train(layout: dict[str, Any], trap_settings: dict[str, Any], steps: int = 3,
         else:
             engine.step(batch)
         engine.evaluate(batch)
-    print("done", flush=True)
+    say("done")
 
 
 def outcome(layout: dict[str, Any], trap_settings: dict[str, Any]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -31,16 +32,16 @@ def world(layout: dict[str, Any]) -> int:
 
 
 RAISES = [
-    ("1x2", 1, "forward", r"1F0 of step 2"),
-    ("1x2", 0, "backward", "B0 of step 2"),
-    ("1x4", 2, "hook", "2B1 of step 2"),
-    ("1x4", 3, "loss", "3F1 of step 2"),
-    ("1x4", 1, "evaluation", "1F0 of an evaluation"),
-    ("2x2", 3, "forward", "1F0 of step 2"),
+    ("1x2", 1, "forward", r"1F\d of step 2"),
+    ("1x2", 0, "backward", r"0B\d of step 2"),
+    ("1x4", 2, "hook", r"2B\d of step 2"),
+    ("1x4", 3, "loss", r"3F\d of step 2"),
+    ("1x4", 1, "evaluation", r"1F0 of an evaluation"),
+    ("2x2", 3, "forward", r"1F\d of step 2"),
     ("2x2", 0, "optimizer", "the optimizer of step 2"),
-    ("2x2 folded", 2, "backward", "2B0 of step 2"),
-    ("2x2 folded", 1, "hook", "3B1 of step 2"),
-    ("4x1", 2, "hook", "0B1 of step 2"),
+    ("2x2 folded", 2, "backward", r"2B\d of step 2"),
+    ("2x2 folded", 1, "hook", r"3B\d of step 2"),
+    ("4x1", 2, "hook", r"0B\d of step 2"),
 ]
 
 
@@ -50,7 +51,7 @@ def test_a_rank_that_raises(ranks: RankPool, name: str, rank: int, place: str, w
     found = ranks.run(outcome, world(layout), layout, {"rank": rank, "place": place}, timeout=40)
     for one in found:
         assert one["error"].startswith(f"{coordinates(layout, rank)} failed in "), found
-        assert where in one["error"] and f"ZeroDivisionError: broken in {place}" in one["error"], found
+        assert re.search(f"{where}: ZeroDivisionError: broken in {place}", one["error"]), found
         assert one["seconds"] < PROMPT, found
     assert found[rank]["cause"] == "ZeroDivisionError"
 
@@ -64,6 +65,6 @@ def test_a_rank_that_does_not_come(ranks: RankPool, name: str, rank: int, place:
     found = ranks.run(outcome, world(layout), layout, {"rank": rank, "place": place, "what": "sleep"}, timeout=60)
     for other, one in enumerate(found):
         assert one["error"].startswith(f"{coordinates(layout, rank)} does not come"), found
-        limit = 2.5 * TIMEOUT if other == rank else TIMEOUT + 4
+        limit = 2 * TIMEOUT if other == rank else TIMEOUT + 4
         assert one["seconds"] < PROMPT + limit, found
         assert "comm_timeout" in one["error"] or "imed out" in one["error"], found

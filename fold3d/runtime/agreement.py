@@ -1,0 +1,81 @@
+"""Agreement: what must be the same on every rank before any group is made, and on every stage in every step."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fold3d.errors import ConfigError, RankError
+from fold3d.topology import Topology
+
+_SAMPLE = 1024
+
+
+def agree(topology: Topology, digest: str, number: int, error: Exception | None) -> int:
+    """Meets all ranks of the job after each has made its plan; returns rank 0's `number`.
+
+    Args:
+        digest: hash of this rank's plan, "" when it has none.
+        number: anything the ranks shall have in common.
+        error: why this rank has no plan.
+    Raises: `error` itself; RankError when another rank has no plan; ConfigError when the plans differ.
+    """
+    text = "" if error is None else f"{type(error).__name__}: {error}"
+    shares: list[Any] = [None] * topology.world
+    if topology.world > 1:
+        dist.all_gather_object(shares, (digest, number, text))
+    if error is not None:
+        raise error
+    if topology.world == 1:
+        return number
+    failed = [(rank, text) for rank, (_, _, text) in enumerate(shares) if text]
+    if failed:
+        rank, text = failed[0]
+        raise RankError(f"{topology.describe(rank)} failed in building the engine: {text}")
+    digests = [share[0] for share in shares]
+    different = [rank for rank in range(topology.world) if digests[rank] != digests[0]]
+    if different:
+        raise ConfigError(
+            f"ranks {different} have another plan than rank 0 (hashes {digests}); start every process with the same "
+            "script, arguments and library versions"
+        )
+    return int(shares[0][1])
+
+
+def fingerprint(micro_batches: Sequence[Mapping[str, Any]]) -> int:
+    """Returns a number below 2**32 that differs, almost surely, between different micro-batches.
+
+    Names, shapes, dtypes and a sample of at most 1024 values per tensor in host memory: microseconds, whatever the
+    size. Values that are no tensors are left out, and so are those of tensors on a device, which would have to wait.
+    """
+    code = len(micro_batches)
+    for batch in micro_batches:
+        for name in sorted(batch):
+            tensor = batch[name]
+            if not isinstance(tensor, torch.Tensor):
+                continue
+            code = zlib.crc32(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode(), code)
+            if tensor.device.type == "cpu" and tensor.layout == torch.strided and tensor.numel():
+                flat = tensor.detach().reshape(-1)
+                sample = flat[:: -(-flat.numel() // _SAMPLE)].contiguous()
+                code = zlib.crc32(sample.view(torch.uint8).numpy().tobytes(), code)
+    return code
+
+
+def check_same_batch(topology: Topology, fingerprints: Sequence[int]) -> None:
+    """Raises ValueError unless every stage of this replica was given the same batch.
+
+    Args:
+        fingerprints: one per stage, stage order.
+    """
+    odd = [stage for stage, code in enumerate(fingerprints) if code != fingerprints[0]]
+    if odd:
+        raise ValueError(
+            f"the stages {odd} of replica {topology.dp_rank} were given another batch than its stage 0; all stages of "
+            "a replica must get the same batches in the same order: shard the data by engine.topology.dp_rank, not by "
+            "rank, and seed the data loaders alike"
+        )

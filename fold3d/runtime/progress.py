@@ -1,0 +1,72 @@
+"""Progress: where one rank is, kept by the thread that trains and read by the one that reports it to the others."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Report:
+    """What a rank last said about itself."""
+
+    beat: int
+    """Number of the report; it stands still when the process is dead or stopped."""
+    run: int
+    """Schedules begun so far: optimizer steps and evaluation batches, the same count on every rank."""
+    action: str
+    """Action in progress, "" between runs."""
+    doing: str
+    """Completes "it is in ...", "" while the rank is in none of fold3d's methods."""
+    closed: bool
+    """The rank has closed its engine, or its process has ended in good order."""
+
+    @classmethod
+    def parse(cls, text: bytes) -> Report:
+        """Returns what `text` made."""
+        return cls(**json.loads(text))
+
+    def text(self) -> str:
+        """Returns the form in which the report is stored."""
+        return json.dumps(asdict(self))
+
+    def where(self) -> str:
+        """Returns the place in words, e.g. "in 3B0 of step 7"."""
+        if self.closed:
+            return f"gone: it closed its engine or ended after {self.run} runs"
+        if self.action:
+            return f"in {self.action} of {self.doing or 'a run'}"
+        return f"in {self.doing}" if self.doing else "outside fold3d, between two calls"
+
+
+class Progress:
+    """Where this rank is. `executor` is set as soon as there is one."""
+
+    def __init__(self) -> None:
+        self.executor: Any = None
+        self.run = 0
+        self.doing = ""
+        self._beat = 0
+
+    def report(self, *, closed: bool = False) -> Report:
+        """Returns the next report. Any thread; costs nothing where the rank works."""
+        self._beat += 1
+        action = self.executor.current_action() if self.executor is not None and not closed else ""
+        return Report(beat=self._beat, run=self.run, action=action, doing=self.doing, closed=closed)
+
+    @contextlib.contextmanager
+    def during(self, doing: str) -> Iterator[None]:
+        """Says what the body does; the outermost of nested bodies that fails keeps saying it until it is left."""
+        before, self.doing = self.doing, doing
+        try:
+            yield
+        finally:
+            self.doing = before
+
+    def abort(self, message: str) -> None:
+        """Ends all communication of this rank's executor; any thread."""
+        if self.executor is not None:
+            self.executor.abort(message)
