@@ -156,8 +156,8 @@ def torch_runtime(class_name: str, segments: int) -> Callable[[], None]:
     return step
 
 
-def fold3d_executor(name: str, segments: int) -> Callable[[], None]:
-    """Returns one step of the bare Executor with the same schedule."""
+def fold3d_executor(name: str, segments: int, transport: str) -> Callable[[], None]:
+    """Returns one step of the bare Executor with the same schedule, over "tcp" (the CPU's default) or "c10d"."""
     from fold3d import _C
     from fold3d import schedule as schedules
     from fold3d.runtime.groups import Groups
@@ -165,8 +165,8 @@ def fold3d_executor(name: str, segments: int) -> Callable[[], None]:
     from fold3d.topology import Topology
 
     topology, device = Topology(dp=1, pp=STAGES, rank=dist.get_rank()), torch.device("cpu")
-    groups = Groups(topology, device, 60.0, [], with_links=False)
-    links = connect_stages(topology, groups.pipeline, 60.0)
+    groups = Groups(topology, device, 60.0, [], with_links=transport == "c10d")
+    links = connect_stages(topology, groups.pipeline, 60.0) if transport == "tcp" else None
     source = torch.ones(1, WIDTH)
     last = STAGES * segments - 1
     chunks = [EmptyChunk(Scale(), source if v == 0 else None, v == last) for v in topology.chunks(segments)]
@@ -202,7 +202,8 @@ def measure(rank: int, folder: str, repetitions: int) -> None:
     for name, (class_name, segments) in SCHEDULES.items():
         systems = {
             "torch": torch_runtime(class_name, segments),
-            "executor": fold3d_executor(name, segments),
+            "executor": fold3d_executor(name, segments, "tcp"),
+            "executor over gloo": fold3d_executor(name, segments, "c10d"),
             "engine": fold3d_engine(name, segments),
         }
         times: dict[str, list[float]] = {system: [] for system in systems}
@@ -240,11 +241,12 @@ def main() -> None:
 
     stages = empty_stages(options.repetitions)
     print(f"(b) empty stages, {STAGES} processes, {MICRO_BATCHES} micro-batches: microseconds per compute action")
-    print(f"{'schedule':14}{'torch':>10}{'executor':>10}{'engine':>10}{'executor/torch':>16}{'engine/torch':>14}")
+    ours = ["executor", "executor over gloo", "engine"]
+    print(f"{'schedule':14}{'torch':>8}" + "".join(f"{name:>20}{'/ torch':>9}" for name in ours))
     for name, row in stages.items():
         print(
-            f"{name:14}{row['torch']:10.0f}{row['executor']:10.0f}{row['engine']:10.0f}"
-            f"{row['executor'] / row['torch']:16.2f}{row['engine'] / row['torch']:14.2f}"
+            f"{name:14}{row['torch']:8.0f}"
+            + "".join(f"{row[system]:20.0f}{row[system] / row['torch']:9.2f}" for system in ours)
         )
     trainers = one_process(options.rounds, options.steps)
     print("(a) one process, tokens/s: " + ", ".join(f"{name} {value:.3f}" for name, value in trainers.items()))
