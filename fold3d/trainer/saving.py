@@ -64,7 +64,7 @@ class CheckpointingTrainer(transformers.Trainer):
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Saves weights, configuration and processing class so that `from_pretrained` loads them; all ranks call."""
         output_dir = output_dir or str(self.args.output_dir)
-        with self._together(f"saving the model to {output_dir}"):
+        with self.engine.supervise("saving the model"), self._together(f"saving the model to {output_dir}"):
             # A checkpoint keeps the tensors as they are in memory: any run can resume from it, and from_pretrained
             # loads both forms.
             if converts_weights(self.model) and not _internal_call:

@@ -171,8 +171,9 @@ class Trainer(EvaluatingTrainer):
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **named: Any) -> Any:
         """Trains; the same arguments and result as the stock Trainer's."""
-        self._clean_output_dir()
-        return super().train(resume_from_checkpoint, *args, **named)
+        with self.engine.supervise("training"):
+            self._clean_output_dir()
+            return super().train(resume_from_checkpoint, *args, **named)
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> Any:
         """Returns the micro-batches of one optimizer step and the number of labels in them, over all replicas."""
