@@ -39,9 +39,9 @@ class ScriptArguments:
     dropout: float = field(default=0.0, metadata={"help": "Dropout everywhere GPT-2 has it."})
     vocabulary: int = field(default=4096, metadata={"help": "Tokens of the byte-level BPE trained on the text."})
     length: int = field(default=128, metadata={"help": "Tokens per sequence."})
-    megabytes: float = field(default=2.0, metadata={"help": "Text to train on, in MB of source code."})
+    megabytes: float = field(default=0.5, metadata={"help": "MB of source code to train on besides the help pages."})
     eval_sequences: int = field(default=64, metadata={"help": "Sequences held back for evaluation."})
-    prompt: str = field(default="def read(self,", metadata={"help": "What the sample continues."})
+    prompt: str = field(default="The value of the", metadata={"help": "What the sample continues."})
 
 
 def documents(megabytes: float) -> list[str]:
@@ -91,9 +91,10 @@ def main() -> None:
         max_steps=100,
         per_device_train_batch_size=1,
         per_device_eval_batch_size=4,
-        learning_rate=2e-3,
+        learning_rate=1.2e-3,
+        adam_beta2=0.95,
         lr_scheduler_type="cosine",
-        warmup_steps=10,
+        warmup_steps=20,
         weight_decay=0.1,
         logging_steps=5,
         save_steps=100,
