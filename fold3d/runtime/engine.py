@@ -333,7 +333,10 @@ class Engine:
         Raises: RankError when another rank failed or cannot be reached, else what the body raised. fold3d's own errors
             pass untold: they are raised on every rank by themselves.
         """
-        _, pipeline = self._built()
+        pipeline = self._pipeline
+        if pipeline is None:  # nobody else can be waiting for this rank yet
+            yield
+            return
         with pipeline.progress.during(doing):
             try:
                 yield

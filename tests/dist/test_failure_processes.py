@@ -1,0 +1,140 @@
+"""Ranks that are killed, stopped or end in an uncaught exception, each in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.dist import failure_jobs
+from tests.dist.failure_jobs import TIMEOUT
+from tests.helpers.launch import ROOT, LaunchResult, RankExit, launch
+
+pytestmark = pytest.mark.dist
+
+SCRIPT = Path(failure_jobs.__file__)
+DIAGNOSIS = 3.0
+"""Seconds a rank looks around for who failed."""
+EXIT = 6.0
+"""Seconds until the interpreter has ended, on a machine whose cores are busy."""
+START = 100.0
+
+
+@dataclass
+class Ended:
+    """A job in which a trap sprang."""
+
+    result: LaunchResult
+    seconds: list[float]
+    """From the trap to the end of each rank."""
+
+    def check(self, failed: int, limit: float, *texts: str) -> list[RankExit]:
+        """Asserts what must hold for every living rank; returns them."""
+        living = [one for rank, one in enumerate(self.result) if rank != failed]
+        for rank, one in enumerate(self.result):
+            if rank == failed:
+                continue
+            assert one.returncode not in (0, -signal.SIGKILL) and not one.timed_out, self.result.report()
+            for text in texts:
+                assert text in one.stderr, self.result.report()
+            assert self.seconds[rank] < limit, (self.seconds, self.result.report())
+        assert not self.result.orphans, self.result.orphans
+        return living
+
+
+def run(layout: dict[str, Any], trap: dict[str, Any], *, script: bool) -> Ended:
+    """Trains until the trap springs. `script`: rank 0 keeps the job's store, as without torchrun."""
+    processes = layout.get("dp", 1) * layout.get("pp", 1)
+    start = time.monotonic()
+    if script:
+        result = launch(SCRIPT, processes, repr(layout), repr(trap), timeout=START)
+    else:
+        result = launch(failure_jobs.train, processes, layout, trap, timeout=START)
+    lines = [line for one in result for line in one.stdout.splitlines() if line.startswith("trap ")]
+    assert len(lines) == 1, result.report()
+    sprang = float(lines[0].split()[1]) - start
+    return Ended(result, [one.seconds - sprang for one in result])
+
+
+def test_killed_in_the_middle_of_a_step() -> None:
+    layout = {"dp": 2, "pp": 2, "segments": 2}
+    ended = run(layout, {"rank": 3, "place": "backward", "what": "SIGKILL"}, script=False)
+    ended.check(3, DIAGNOSIS + EXIT, "RankError: rank 3 (replica 1, stage 1) is dead or stopped", "of step 2")
+    assert ended.result[3].returncode == -signal.SIGKILL
+
+
+def test_the_rank_that_keeps_the_store_is_killed() -> None:
+    ended = run({"pp": 2, "segments": 2}, {"rank": 0, "place": "hook", "what": "SIGKILL"}, script=True)
+    ended.check(0, DIAGNOSIS + EXIT, "RankError: ", "rank 0 (replica 0, stage 0), which keeps it, has ended")
+
+
+def test_stopped_in_the_middle_of_a_step() -> None:
+    layout = {"dp": 2, "pp": 2, "transport": "c10d"}
+    ended = run(layout, {"rank": 2, "place": "forward", "what": "SIGSTOP"}, script=True)
+    ended.check(2, TIMEOUT + DIAGNOSIS + EXIT, "RankError: rank 2 (replica 1, stage 0) ", "stopped")
+    assert ended.result[2].stopped
+
+
+@pytest.mark.parametrize("place", ["backward", "evaluation"])
+def test_the_rank_that_keeps_the_store_is_stopped(place: str) -> None:
+    ended = run({"pp": 2}, {"rank": 0, "place": place, "what": "SIGSTOP"}, script=True)
+    ended.check(0, TIMEOUT + DIAGNOSIS + EXIT, "RankError: ", "rank 0 (replica 0, stage 0), which keeps it, is stopped")
+    assert ended.result[0].stopped
+
+
+def test_an_uncaught_exception_between_two_steps() -> None:
+    """The engine is not called when it happens, and never closed: the others still learn what it was."""
+    ended = run({"pp": 4}, {"rank": 3, "place": "outside"}, script=True)
+    ended.check(
+        3, EXIT, "RankError: rank 3 (replica 0, stage 3) ended its process: ZeroDivisionError: broken in outside"
+    )
+    assert ended.result[3].returncode == 1 and "broken in outside" in ended.result[3].stderr
+
+
+def test_ends_well_without_close() -> None:
+    result = launch(SCRIPT, 2, repr({"pp": 2}), repr({"rank": -1, "place": ""}), timeout=START)
+    assert [one.returncode for one in result] == [0, 0] and not result.orphans, result.report()
+    assert [one.stdout for one in result] == ["done\n"] * 2, result.report()
+
+
+@pytest.mark.parametrize("what", ["raise", "SIGKILL"])
+def test_torchrun(what: str) -> None:
+    """The launcher returns non-zero in bounded time and leaves nothing running."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(SCRIPT)]
+    command += [repr({"pp": 2}), repr({"rank": 1, "place": "forward", "what": what})]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, start_new_session=True
+    ) as launcher:
+        try:
+            out, err = launcher.communicate(timeout=START)
+        finally:
+            left = _session(launcher.pid)
+            for process in left:
+                os.kill(process, signal.SIGKILL)
+    assert launcher.returncode == 1 and not left, err
+    lines = [line for line in out.splitlines() if line.startswith("trap ")]
+    assert len(lines) == 1 and time.monotonic() - float(lines[0].split()[1]) < DIAGNOSIS + 2 * EXIT, out
+    assert ("rank 1 (replica 0, stage 1) failed in 1F" if what == "raise" else "Signal 9") in err
+
+
+def _session(leader: int) -> list[int]:
+    """Returns the processes that live in the session of `leader`, children of its own sessions included."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                command = (entry / "cmdline").read_bytes()
+                session = int((entry / "stat").read_text().rpartition(")")[2].split()[3])
+            except OSError:
+                continue
+            if session == leader or (str(SCRIPT).encode() in command and int(entry.name) != os.getpid()):
+                found.append(int(entry.name))
+    return found
