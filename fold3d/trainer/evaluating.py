@@ -40,7 +40,6 @@ class EvaluatingTrainer(CheckpointingTrainer):
     def evaluation_loop(self, *args: Any, **named: Any) -> Any:
         """Runs the stock evaluation loop."""
         with self.engine.supervise("evaluating"):
-            with self.engine.supervise("evaluation"):
             output = super().evaluation_loop(*args, **named)
         self._evaluated = output.num_samples or 0
         return output
