@@ -1,0 +1,62 @@
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "core/arbiter.h"
+#include "core/schedule.h"
+
+namespace fold3d::core {
+
+/// How the gradients of a step are summed over the data-parallel group (DP.sync). Every way moves the bytes of one
+/// ring all-reduce per bucket, as a reduce-scatter and a gather; they differ in when each half may run and in what
+/// waits for it. "The vote" is the exchange of one number over all ranks (gradient norm, inf) after the last
+/// reduce-scatter; the optimizer may not run before it.
+enum class DpSync {
+  kZero1,     ///< reduce-scatter under the backward; vote; parameters gathered in forward order under the next forward
+  kEarly,     ///< as kZero1, but gradients are gathered, in idle network time before or after the vote
+  kBlocking,  ///< all-reduce under the backward; the next step starts when all of it is done
+  kSerial,    ///< all-reduce after the rank's last backward; the next step starts when all of it is done
+  kUnvoted,   ///< Fold3D as published: as kEarly without the vote, so without exact clipping
+};
+
+/// "zero1", "early", "blocking", "serial", "unvoted".
+std::string_view to_string(DpSync dp_sync);
+/// Inverse of to_string. Throws std::invalid_argument that lists the names.
+DpSync parse_dp_sync(std::string_view text);
+
+/// What a training step costs: computation, network and data-parallel traffic. Per-chunk vectors have
+/// Shape::num_chunks() entries. Rank = replica * pp + stage.
+struct ClusterModel {
+  int dp = 1;                          ///< replicas
+  std::vector<int> hosts;              ///< host of every rank; empty = a host for each
+  double bandwidth = 1e9;              ///< bytes per second of a host's network card, each way
+  std::int64_t latency_ns = 0;         ///< end of sending until arrival; also paid within a host
+  std::int64_t chunk_bytes = 1 << 20;  ///< a data-parallel transfer may be paused every so many bytes
+  bool preempt = true;                 ///< pipeline messages first; else first come, first served, bucket by bucket
+  Arbiter::Options arbiter;            ///< patience of the two kinds of traffic
+  DpSync dp_sync = DpSync::kZero1;
+  int early_gathers = -1;     ///< kEarly, kUnvoted: gathers that a stage may begin before its last reduce-scatter is
+                              ///< done; -1 = whenever the network is idle
+  int layers_per_bucket = 1;  ///< 0 = one bucket per chunk
+
+  std::vector<std::int64_t> forward_ns;        ///< one micro-batch
+  std::vector<std::int64_t> backward_ns;       ///< one micro-batch; I and W of a split backward take half each
+  std::vector<int> layers;                     ///< equal shares of the chunk's times and gradients
+  std::vector<std::int64_t> activation_bytes;  ///< what a chunk sends to the next for one micro-batch, and gets back
+  std::vector<std::int64_t> gradient_bytes;    ///< of the chunk; the halves of an all-reduce move (dp-1)/dp of it each
+
+  /// Throws std::invalid_argument naming the entry, its value and what is accepted.
+  void check(const Shape& shape) const;
+
+  /// Replicas that have to be simulated. Where the placement repeats itself on other hosts every r replicas, all
+  /// blocks of r replicas do the same at the same time, and what the last of a block sends to the next block is
+  /// what its first gets from the previous one: r replicas tell everything.
+  int distinct_replicas(int pp) const;
+
+  int host_of(int rank) const { return hosts.empty() ? rank : hosts[static_cast<std::size_t>(rank)]; }
+};
+
+}  // namespace fold3d::core
