@@ -55,8 +55,9 @@ class Engine:
     Args:
         model: forward(**micro_batch) returns a loss: a tensor, or an object or dict with `loss`.
         config: how the model is spread.
-        optimizer: makes the optimizer from a list of this rank's trainable parameters; element-wise optimizers (SGD,
-            Adam, AdamW ...) give the single-process result. None: `run` and `evaluate` work, `step` does not.
+        optimizer: makes the optimizer from a list of this rank's trainable parameters (never empty: a stage without
+            any gets a parameter of no elements); element-wise optimizers (SGD, Adam, AdamW ...) give the
+            single-process result. None: `run` and `evaluate` work, `step` does not.
         max_grad_norm: clips to this global norm in `step`; None: no clipping.
         example: a micro-batch to record the model with, tensors by argument name. HuggingFace models need none; other
             models that are cut are recorded with the first batch when it is missing.
@@ -118,7 +119,9 @@ class Engine:
         self._at_exit = weakref.finalize(self, self._pipeline.close)
         self._loss_takes_count = loss.takes_label_count(self.model)
         if self._make_optimizer is not None:
-            self.optimizer = self._make_optimizer(list(cut.trainable().values()))
+            # torch's optimizers refuse an empty list; a stage all of whose parameters are frozen gets one of no size.
+            trainable = list(cut.trainable().values()) or [Parameter(torch.empty(0, device=self.device))]
+            self.optimizer = self._make_optimizer(trainable)
 
     def _make_plan(self, cut: RankModel) -> Plan:
         return Plan(

@@ -87,8 +87,10 @@ def global_norm(parameters: Iterable[Parameter], pipeline: Any) -> torch.Tensor:
         parameters: those this rank is responsible for: each parameter of the model belongs to one stage.
         pipeline: group of the stages, or None for one stage.
     """
+    parameters = list(parameters)
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    dtype = torch.promote_types(torch.float32, gradients[0].dtype) if gradients else torch.float32
+    # The parameters' dtype: a stage whose parameters are all frozen has no gradients, and must not round more coarsely.
+    dtype = functools.reduce(torch.promote_types, (parameter.dtype for parameter in parameters), torch.float32)
     squares = torch.zeros((), dtype=torch.float64)
     if gradients:
         norms = torch.stack([norm.to(torch.float64).cpu() for norm in torch._foreach_norm(gradients)])
