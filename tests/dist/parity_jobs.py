@@ -62,7 +62,16 @@ def causal_loss(
 
 
 def build(case: Case) -> nn.Module:
-    """Returns the case's model, the same in every process."""
+    """Returns the case's model, the same in every process; the weights are drawn in float32 and then cast."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        return _build(case)
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _build(case: Case) -> nn.Module:
     dtype = DTYPES[case.dtype]
     if case.family == "plain":
         plain = models.build_plain(layers=case.layers, dropout=case.dropout, tied=case.tied, dtype=dtype)
@@ -150,9 +159,9 @@ def optimizer_of(model: nn.Module) -> Callable[[list[nn.Parameter]], Optimizer]:
 
     def make(parameters: list[nn.Parameter]) -> Optimizer:
         given = {id(parameter) for parameter in parameters}
-        named = [(name, parameter) for name, parameter in model.named_parameters() if id(parameter) in given]
-        assert len(named) == len(parameters)
-        return adamw([p for n, p in named if n in decayed], [p for n, p in named if n not in decayed])
+        decaying = [p for name, p in model.named_parameters() if id(p) in given and name in decayed]
+        others = given - {id(p) for p in decaying}
+        return adamw(decaying, [p for p in parameters if id(p) in others])
 
     return make
 
@@ -177,7 +186,7 @@ def train_alone(case: Case, **arguments: Any) -> Result:
 
 def _stock_trainer(case: Case, *, rows: list[Batch] | None = None, **arguments: Any) -> Result:
     with tempfile.TemporaryDirectory() as folder:
-        named = _trainer_arguments(case, folder) | {"gradient_accumulation_steps": case.total} | arguments
+        named = trainer_arguments(case, folder) | {"gradient_accumulation_steps": case.total} | arguments
         trainer = transformers.Trainer(
             model=build(case),
             args=transformers.TrainingArguments(**named),
@@ -188,7 +197,8 @@ def _stock_trainer(case: Case, *, rows: list[Batch] | None = None, **arguments: 
     return _result_of(trainer.state.log_history, trainer.model.state_dict())
 
 
-def _trainer_arguments(case: Case, folder: str) -> dict[str, Any]:
+def trainer_arguments(case: Case, folder: str) -> dict[str, Any]:
+    """Returns what both kinds of TrainingArguments understand."""
     logging.getLogger("transformers").setLevel(logging.ERROR)
     return {
         "output_dir": folder,
@@ -264,10 +274,10 @@ def engine_of(case: Case, model: nn.Module | None = None, **changes: Any) -> fol
     return fold3d.Engine(model, config_of(case, **changes), optimizer=optimizer_of(model), max_grad_norm=max_norm)
 
 
-def train(case: Case) -> Result:
-    """Trains the case with fold3d."""
+def train(case: Case, **others: Any) -> Result:
+    """Trains the case with fold3d; further arguments as `train_engine` and `train_trainer` take them."""
     with precision(case):
-        return train_trainer(case) if case.through == "trainer" else train_engine(case)
+        return (train_trainer if case.through == "trainer" else train_engine)(case, **others)
 
 
 def train_engine(case: Case, *, start: Any = None, steps: Sequence[int] = range(STEPS)) -> Result:
@@ -294,7 +304,7 @@ def train_engine(case: Case, *, start: Any = None, steps: Sequence[int] = range(
 def train_trainer(case: Case, *, rows: list[Batch] | None = None, **arguments: Any) -> Result:
     """Trains with fold3d.Trainer."""
     with tempfile.TemporaryDirectory() as folder:
-        named = _trainer_arguments(case, folder) | {"gradient_accumulation_steps": case.m}
+        named = trainer_arguments(case, folder) | {"gradient_accumulation_steps": case.m}
         layout = {"dp": case.dp, "pp": case.pp, "segments": case.segments, "schedule": case.schedule}
         layout |= {"group_size": case.group_size, "activation_checkpointing": case.recompute}
         trainer = fold3d.Trainer(

@@ -1,0 +1,207 @@
+"""Jobs of the parity tests beside the grid: evaluation, dropout masks, parameters without gradient."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import tempfile
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+
+import fold3d
+from tests.dist import parity_jobs as jobs
+from tests.dist.parity_cases import LENGTH, Case
+from tests.helpers import data, models
+
+EVALUATION_ROWS = 3
+"""Rows per replica in an evaluation: not the micro-batch size of training, nor a multiple of it."""
+
+
+# Evaluation
+
+
+def evaluation_rows(case: Case) -> jobs.Batch:
+    """Returns one evaluation batch over all replicas, of another length than the training rows."""
+    return data.batch(case.dp * EVALUATION_ROWS, LENGTH + 4, start=77, padded=True)
+
+
+def evaluate(case: Case) -> list[float]:
+    """Returns the evaluation loss before, between and after two steps of fold3d; called on every rank."""
+    with jobs.precision(case):
+        engine = jobs.engine_of(case)
+        replica = engine.topology.dp_rank
+        batch = {name: tensor.split(EVALUATION_ROWS)[replica] for name, tensor in evaluation_rows(case).items()}
+        found = [engine.evaluate(batch).item()]
+        for step in range(2):
+            engine.step(jobs.replica_batch(case, step, replica))
+            found.append(engine.evaluate(batch).item())
+        assert engine.model.training, "evaluate puts the mode back"
+        engine.close()
+    return found
+
+
+class _Evaluating(transformers.TrainerCallback):
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: dict[str, float], **others: Any) -> None:
+        self.losses.append(metrics["eval_loss"])
+
+
+def evaluate_alone(case: Case) -> list[float]:
+    """Returns the same three losses of the stock Trainer in this process."""
+    whole = evaluation_rows(case)
+    rows = [{name: tensor[row] for name, tensor in whole.items()} for row in range(len(whole["labels"]))]
+    seen = _Evaluating()
+    with jobs.precision(case), tempfile.TemporaryDirectory() as folder:
+        named = jobs.trainer_arguments(case, folder)
+        named |= {"gradient_accumulation_steps": case.total, "max_steps": 2, "per_device_eval_batch_size": len(rows)}
+        named |= {"eval_strategy": "steps", "eval_steps": 1, "eval_on_start": True, "prediction_loss_only": True}
+        transformers.Trainer(
+            model=jobs.build(case),
+            args=transformers.TrainingArguments(**named),
+            train_dataset=jobs.dataset(case),
+            eval_dataset=rows,
+            data_collator=jobs.collate,
+            callbacks=[seen],
+        ).train()
+    return seen.losses
+
+
+# Dropout
+
+
+def shares_of_equal_rows(case: Case) -> list[float]:
+    """Returns the last chunk's loss per micro-batch when all of a replica's micro-batches are the same rows."""
+    with jobs.precision(case):
+        engine = jobs.engine_of(case)
+        shares = []
+
+        def loss_of(model: nn.Module, batch: jobs.Batch) -> Tensor:
+            loss: Tensor = model(**batch).loss
+            shares.append(loss.item())
+            return loss / case.m
+
+        same = jobs.micro_batches_of(case.alone(), jobs.global_batch(case, 0), 0)[0]
+        torch.manual_seed(123)
+        before = torch.get_rng_state()
+        engine.run([same] * case.m, loss_of)
+        engine.run([same] * case.m, loss_of)
+        assert torch.equal(torch.get_rng_state(), before), "the user's random numbers are not touched"
+        engine.close()
+    return shares
+
+
+# Parameters without gradient
+
+
+class Fussy(models.PlainModel):
+    """Some parameters are not used by every micro-batch: one never, `shift` and gains only when the rows are long."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=4, tied=True)
+        self.unused = nn.Parameter(torch.ones(5))
+        self.shift = nn.Parameter(torch.ones(16))
+        self.layers = nn.ModuleList(FussyBlock(16, 0.0) for _ in range(4))
+
+    def forward(self, input_ids: Tensor, labels: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        """Returns the mean loss."""
+        x = self.embedding(input_ids)
+        if x.shape[1] > LENGTH:
+            x = x + self.shift
+        for layer in self.layers:
+            x = layer(x)
+        logits = self.head(self.norm(x))
+        return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+
+class FussyBlock(models.PlainBlock):
+    """A PlainBlock with a gain for long rows."""
+
+    def __init__(self, hidden: int, dropout: float) -> None:
+        super().__init__(hidden, dropout)
+        self.gain = nn.Parameter(torch.ones(hidden))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns [batch, length, hidden]."""
+        out = super().forward(x)
+        return out * self.gain if x.shape[1] > LENGTH else out
+
+
+def fussy_model() -> Fussy:
+    """Returns the model in float64, the same in every process."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return Fussy().double().train()
+
+
+LONG = {1: (1,), 3: (0, 2)}
+"""Step -> global micro-batches with long rows; in the other steps there is none."""
+FUSSY_STEPS = 5
+
+
+def fussy_batches(total: int, step: int) -> list[jobs.Batch]:
+    """Returns the micro-batches of one step over all replicas."""
+    lengths = [LENGTH + 3 if number in LONG.get(step, ()) else LENGTH - 2 for number in range(total)]
+    return [data.batch(2, length, start=step * 101 + 7 * k) for k, length in enumerate(lengths)]
+
+
+def _every_decays(parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=jobs.LEARNING_RATE, weight_decay=jobs.WEIGHT_DECAY, eps=jobs.EPSILON)
+
+
+def fussy_alone(total: int) -> tuple[jobs.Result, list[set[str]]]:
+    """Returns the result of a torch loop, and per step the names that had no gradient."""
+    model, result, without = fussy_model(), jobs.Result(), []
+    optimizer = _every_decays(list(model.parameters()))
+    for step in range(FUSSY_STEPS):
+        loss = sum(model(**batch) / total for batch in fussy_batches(total, step))
+        loss.backward()
+        without.append({name for name, p in model.named_parameters() if p.grad is None})
+        result.norms.append(nn.utils.clip_grad_norm_(model.parameters(), jobs.MAX_NORM).item())
+        result.losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    result.weights = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+    return result, without
+
+
+def fussy(case: Case, example_step: int) -> tuple[jobs.Result, list[set[str]], set[str]]:
+    """Returns what `fussy_alone` does and the names this rank holds, through Engine.run and a loop of one's own.
+
+    Args:
+        example_step: the model is recorded with micro-batch 0 of this step, which is long or short.
+    """
+    model, result, without = fussy_model(), jobs.Result(), []
+    torch.set_default_dtype(torch.float64)  # of the losses; set after the weights are drawn
+    example = fussy_batches(case.total, example_step)[0]
+    engine = fold3d.Engine(model, jobs.config_of(case), optimizer=_every_decays, example=example)
+    for step in range(FUSSY_STEPS):
+        mine = fussy_batches(case.total, step)[engine.topology.dp_rank :: case.dp]
+        loss = engine.run(mine, lambda model, batch: model(**batch) / case.m)
+        without.append({name for name, p in engine.owned.items() if p.grad is None})
+        result.norms.append(engine.clip_grad_norm(jobs.MAX_NORM).item())
+        if case.dp > 1:  # run returns the replica's loss
+            torch.distributed.all_reduce(loss, group=engine.groups.data)
+        result.losses.append(loss.item() / case.dp)
+        engine.optimizer.step()
+        result.digests.append(jobs.digests(engine))
+    result.weights = engine.state_dict()["model"]
+    held = set(engine.owned)
+    engine.close()
+    return result, without, held
+
+
+def frozen_stage(case: Case) -> list[float]:
+    """Trains with the plain `functools.partial(AdamW)` of the README where a stage has no trainable parameter."""
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    model = jobs.build(case)
+    make = functools.partial(torch.optim.AdamW, lr=jobs.LEARNING_RATE)
+    engine = fold3d.Engine(model, jobs.config_of(case), optimizer=make)
+    losses = [engine.step(jobs.replica_batch(case, step, engine.topology.dp_rank)).loss.item() for step in range(2)]
+    engine.close()
+    return losses

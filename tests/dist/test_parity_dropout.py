@@ -1,0 +1,59 @@
+"""With dropout every layout is fold3d on one process: masks depend on (seed, step, global micro-batch, module) only."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+
+import pytest
+
+from tests.dist import parity_extra, parity_jobs
+from tests.dist.parity_cases import Case
+from tests.dist.parity_checks import TOLERANCE, assert_equal, assert_ranks_agree
+from tests.helpers.ranks import RankPool
+
+CASES = [
+    Case(pp=2, m=4, dropout=0.1),
+    Case(pp=4, segments=2, m=4, schedule="interleaved", layers=8, dropout=0.1, recompute=True),
+    Case(dp=2, pp=2, segments=2, m=2, schedule="aiao", dropout=0.1, recompute=True, transport="c10d"),
+    Case(dp=4, m=1, dropout=0.1),
+    Case(segments=4, m=4, schedule="fold", group_size=2, dropout=0.1, recompute=True),
+    Case(pp=3, segments=1, m=5, schedule="gpipe", family="opt", dropout=0.2, tied=False, dtype="float32"),
+    Case(dp=2, pp=2, m=3, family="llama", dropout=0.2, tied=False, recompute=True, labels="padded"),
+    Case(dp=2, pp=1, segments=2, m=3, schedule="aiao", family="plain", dropout=0.1, tied=False),
+    Case(pp=4, m=6, family="plain", dropout=0.1, recompute=True, dtype="float32"),
+    Case(dp=2, pp=2, segments=2, m=2, schedule="interleaved", dropout=0.1, through="trainer"),
+    Case(pp=2, segments=2, m=4, schedule="aiao", dropout=0.1, through="trainer", recompute=True),
+]
+
+
+@functools.cache
+def one_process(pool: RankPool, case: Case) -> parity_jobs.Result:
+    """Returns fold3d's result on one rank."""
+    result: parity_jobs.Result = pool.run(parity_jobs.train, 1, case, timeout=150.0)[0]
+    return result
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_any_layout(ranks: RankPool, case: Case) -> None:
+    results = ranks.run(parity_jobs.train, case.ranks, case, timeout=150.0)
+    alone = replace(case.alone(), through=case.through)
+    expected = one_process(ranks, alone)
+    assert_equal(results[0], expected, TOLERANCE[case.dtype])
+    assert_ranks_agree(results, case)
+    without = one_process(ranks, replace(alone, dropout=0.0))
+    assert abs(expected.losses[0] - without.losses[0]) > 1e-4, "dropout must do something"
+
+
+def test_recompute_on_one_process(ranks: RankPool) -> None:
+    case = Case(m=4, dropout=0.1)
+    assert_equal(one_process(ranks, replace(case, recompute=True)), one_process(ranks, case), 1e-12)
+
+
+def test_masks_differ_over_micro_batches_replicas_and_steps(ranks: RankPool) -> None:
+    case = Case(dp=2, pp=2, m=3, dropout=0.1)
+    shares = [loss for rank in ranks.run(parity_extra.shares_of_equal_rows, 4, case) for loss in rank]
+    assert len(shares) == 2 * 2 * 3, "the last stages of two replicas, two steps, three micro-batches"
+    assert len(set(shares)) == len(shares)
+    still = [x for rank in ranks.run(parity_extra.shares_of_equal_rows, 4, replace(case, dropout=0.0)) for x in rank]
+    assert len({round(x, 9) for x in still[:3]}) == 1, "without dropout equal rows have equal losses"
