@@ -33,7 +33,8 @@ struct ClusterModel {
   int dp = 1;                          ///< replicas
   std::vector<int> hosts;              ///< host of every rank; empty = a host for each
   double bandwidth = 1e9;              ///< bytes per second of a host's network card, each way
-  std::int64_t latency_ns = 0;         ///< end of sending until arrival; also paid within a host
+  std::int64_t latency_ns = 0;         ///< pipeline message: end of sending until arrival; also paid within a host
+  std::int64_t hop_latency_ns = 0;     ///< the same for a hop of the ring (dp-1 per collective) and of the vote
   std::int64_t chunk_bytes = 1 << 20;  ///< a data-parallel transfer may be paused every so many bytes
   bool preempt = true;                 ///< pipeline messages first; else first come, first served, bucket by bucket
   Arbiter::Options arbiter;            ///< patience of the two kinds of traffic

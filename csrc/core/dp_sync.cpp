@@ -25,7 +25,7 @@ DpSyncLanes::DpSyncLanes(const Shape& shape, const ClusterModel& model, int repl
   gathered_.assign(buckets_.size(), 0);
   // One number up a tree over all ranks and down again.
   const auto ranks = static_cast<unsigned>(model.dp * shape.pp);
-  vote_ns_ = 2 * model.latency_ns * static_cast<int>(std::bit_width(ranks - 1));
+  vote_ns_ = 2 * model.hop_latency_ns * static_cast<int>(std::bit_width(ranks - 1));
 }
 
 DpSyncLanes::Lane& DpSyncLanes::lane_of(const Collective& collective) {
@@ -49,14 +49,13 @@ void DpSyncLanes::start_next(std::int64_t now, int stage_number, bool gather) {
   Stage& stage = stage_at(stage_number);
   Lane& lane = gather ? stage.gather : stage.reduce;
   if (lane.active >= 0 || lane.waiting.empty()) return;
-  auto next = lane.waiting.begin();
+  // Gathers: the one that is needed first by the next forward; numbers are in the order of the forward.
+  const auto next = gather ? std::min_element(lane.waiting.begin(), lane.waiting.end()) : lane.waiting.begin();
   if (gather && stage.reduced < stage.buckets) {
     const bool is_limited = model_.dp_sync == DpSync::kEarly || model_.dp_sync == DpSync::kUnvoted;
     if (is_limited && model_.early_gathers >= 0 && stage.early >= model_.early_gathers) return;
     ++stage.early;
     ++early_gathers_;
-  } else if (gather) {
-    next = std::min_element(lane.waiting.begin(), lane.waiting.end());  // numbers are in the order of the forward
   }
   const int bucket = *next;
   lane.waiting.erase(next);
@@ -104,7 +103,7 @@ void DpSyncLanes::flow_sent(std::int64_t now, int token) {
 void DpSyncLanes::one_sent(std::int64_t now, int number) {
   if (--collectives_[static_cast<std::size_t>(number)].flows > 0) return;
   const Collective collective = collectives_[static_cast<std::size_t>(number)];  // a copy: start_next adds more
-  events_.push(now + (model_.dp - 1) * model_.latency_ns, Event::Type::kCollectiveDone, number);
+  events_.push(now + (model_.dp - 1) * model_.hop_latency_ns, Event::Type::kCollectiveDone, number);
   lane_of(collective).active = -1;
   start_next(now, stage_of(collective.bucket), collective.gather);
 }

@@ -19,11 +19,11 @@ struct Bucket {
 
 /// DP.sync of a simulated step: per stage one lane for reduce-scatters, in the order in which the backward produces
 /// the buckets, and one for gathers, which the network serves after them. A collective starts when every rank of
-/// the stage is there and ends (dp-1) latencies after its last byte has left.
+/// the stage is there and ends (dp-1) hops after its last byte has left.
 ///
-/// While a stage still has reduce-scatters to come, gathers go in the order in which buckets became ready (there
-/// the first ones have the most time), ClusterModel::early_gathers of them; afterwards in the order of the next
-/// forward.
+/// Of the gathers that may run, the one that the next forward needs first goes first. In the idle times of a backward
+/// that is the bucket reduced last, so that early gathers are spread over the whole model and what is left for the
+/// forward is nowhere much more than the forward hides. ClusterModel::early_gathers bounds their number.
 class DpSyncLanes {
  public:
   DpSyncLanes(const Shape& shape, const ClusterModel& model, int replicas, EventQueue& events, Network& network);

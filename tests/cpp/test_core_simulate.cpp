@@ -69,9 +69,10 @@ TEST(CoreSimulate, UncontendedMessagesCostTheirTime) {
   const Schedule schedule = generate("1f1b", {{4, 1, 6}, 0, ""});
   ClusterModel model = even(schedule.shape, 1, 0, 5'000);
   model.latency_ns = 7'000;
+  model.hop_latency_ns = 3'000;
   const TrainingStep step = simulate_training(schedule, model);
-  // The vote's two latencies up and two down end before nobody's step: the first forward waits for it.
-  const std::int64_t vote = 2 * 2 * model.latency_ns;
+  // The first forward waits for the vote: two hops up the tree and two down.
+  const std::int64_t vote = 2 * 2 * model.hop_latency_ns;
   EXPECT_EQ(step.step_ns, makespan(schedule, 12'000) + vote);
   EXPECT_EQ(step.ranks[1].pp_bytes, 2 * 6 * 5'000);
   EXPECT_EQ(step.ranks[0].exposed_pp_ns, makespan(schedule, 12'000) - makespan(schedule));
@@ -111,7 +112,7 @@ TEST(CoreSimulate, NeverBelowTheLimitAndBytesAreConserved) {
       for (const std::int64_t gradients : {1'000'003, 9'999'999}) {
         ClusterModel model = even(schedule.shape, 3, gradients, 300'001);
         model.dp_sync = dp_sync;
-        model.latency_ns = 1'000;
+        model.latency_ns = model.hop_latency_ns = 1'000;
         const TrainingStep step = simulate_training(schedule, model);
         const std::string what = name + " " + to_string(schedule.shape) + " " + std::string(to_string(dp_sync));
         EXPECT_GE(step.step_ns, step.limit_ns) << what;
@@ -234,7 +235,7 @@ TEST(CoreSimulate, BlocksOfReplicasTellTheWholeRing) {
 TEST(CoreSimulate, SameInputSameOutput) {
   const Schedule schedule = generate("interleaved", {{4, 4, 9}, 0, ""});
   ClusterModel model = even(schedule.shape, 2, 7'654'321, 123'456);
-  model.latency_ns = 4'321;
+  model.latency_ns = model.hop_latency_ns = 4'321;
   model.dp_sync = DpSync::kEarly;
   const SimulationOptions options{8, true, true};
   const TrainingStep first = simulate_training(schedule, model, options);

@@ -26,6 +26,7 @@ def test_members():
         if isinstance(node, ast.ClassDef):
             functions = {item.name for item in node.body if isinstance(item, ast.FunctionDef)}
             values = {t.id for item in node.body if isinstance(item, ast.Assign) for t in item.targets}
+            values |= {item.target.id for item in node.body if isinstance(item, ast.AnnAssign)}
             made = getattr(_C, node.name)
             if issubclass(made, Exception):
                 continue

@@ -1,0 +1,105 @@
+#include "bindings/bind_simulator.h"
+
+#include <pybind11/stl.h>
+
+#include <string>
+
+#include "core/simulate.h"
+
+namespace py = pybind11;
+
+namespace fold3d::bindings {
+namespace {
+
+using core::ClusterModel;
+using core::RankAccount;
+using core::SimulatedSpan;
+using core::TrainingStep;
+
+/// The lane's name in timelines.
+std::string lane_of(const SimulatedSpan& span) {
+  switch (span.lane) {
+    case SimulatedSpan::Lane::kCompute:
+      return "compute";
+    case SimulatedSpan::Lane::kSendForward:
+      return "send_f";
+    case SimulatedSpan::Lane::kSendBackward:
+      return "send_b";
+    case SimulatedSpan::Lane::kReduceScatter:
+    case SimulatedSpan::Lane::kGather:
+      return "reduce";
+  }
+  return "";
+}
+
+std::string text_of(const SimulatedSpan& span) {
+  if (span.lane == SimulatedSpan::Lane::kGather) return std::to_string(span.action.chunk) + "GATHER";
+  return core::to_string(span.action);
+}
+
+void bind_model(py::module_& module) {
+  py::class_<ClusterModel>(module, "ClusterModel", "What a training step costs: computation, network, DP.sync.")
+      .def(py::init<>())
+      .def_readwrite("dp", &ClusterModel::dp)
+      .def_readwrite("hosts", &ClusterModel::hosts)
+      .def_readwrite("bandwidth", &ClusterModel::bandwidth)
+      .def_readwrite("latency_ns", &ClusterModel::latency_ns)
+      .def_readwrite("hop_latency_ns", &ClusterModel::hop_latency_ns)
+      .def_readwrite("chunk_bytes", &ClusterModel::chunk_bytes)
+      .def_readwrite("preempt", &ClusterModel::preempt)
+      .def_property(
+          "dp_sync", [](const ClusterModel& model) { return std::string(core::to_string(model.dp_sync)); },
+          [](ClusterModel& model, const std::string& text) { model.dp_sync = core::parse_dp_sync(text); })
+      .def_readwrite("early_gathers", &ClusterModel::early_gathers)
+      .def_readwrite("layers_per_bucket", &ClusterModel::layers_per_bucket)
+      .def_readwrite("forward_ns", &ClusterModel::forward_ns)
+      .def_readwrite("backward_ns", &ClusterModel::backward_ns)
+      .def_readwrite("layers", &ClusterModel::layers)
+      .def_readwrite("activation_bytes", &ClusterModel::activation_bytes)
+      .def_readwrite("gradient_bytes", &ClusterModel::gradient_bytes);
+}
+
+void bind_step(py::module_& module) {
+  py::class_<RankAccount>(module, "RankAccount", "Where a simulated rank's step goes.")
+      .def_readonly("compute_ns", &RankAccount::compute_ns)
+      .def_readonly("bubble_ns", &RankAccount::bubble_ns)
+      .def_readonly("exposed_pp_ns", &RankAccount::exposed_pp_ns)
+      .def_readonly("exposed_dp_ns", &RankAccount::exposed_dp_ns)
+      .def_readonly("hidden_dp_ns", &RankAccount::hidden_dp_ns)
+      .def_readonly("pp_bytes", &RankAccount::pp_bytes)
+      .def_readonly("dp_bytes", &RankAccount::dp_bytes);
+  py::class_<SimulatedSpan>(module, "SimulatedSpan", "One thing that a rank does in the simulated step.")
+      .def_readonly("rank", &SimulatedSpan::rank)
+      .def_property_readonly("lane", &lane_of)
+      .def_property_readonly("text", &text_of)
+      .def_readonly("start_ns", &SimulatedSpan::start_ns)
+      .def_readonly("end_ns", &SimulatedSpan::end_ns)
+      .def_readonly("bytes", &SimulatedSpan::bytes);
+  py::class_<TrainingStep>(module, "TrainingStep", "A simulated step in steady state.")
+      .def_readonly("step_ns", &TrainingStep::step_ns)
+      .def_readonly("steps", &TrainingStep::steps)
+      .def_readonly("steady", &TrainingStep::steady)
+      .def_readonly("limit_ns", &TrainingStep::limit_ns)
+      .def_readonly("ranks", &TrainingStep::ranks)
+      .def_readonly("early_gathers", &TrainingStep::early_gathers)
+      .def_readonly("preemptions", &TrainingStep::preemptions)
+      .def_readonly("longest_message_wait_ns", &TrainingStep::longest_message_wait_ns)
+      .def_readonly("mean_message_wait_ns", &TrainingStep::mean_message_wait_ns)
+      .def_readonly("spans", &TrainingStep::spans);
+}
+
+}  // namespace
+
+void bind_simulator(py::module_& module) {
+  bind_model(module);
+  bind_step(module);
+  module.def(
+      "simulate_training",
+      [](const core::Schedule& schedule, const ClusterModel& model, int max_steps, bool breakdown, bool spans) {
+        return core::simulate_training(schedule, model, {max_steps, breakdown, spans});
+      },
+      py::arg("schedule"), py::arg("model"), py::arg("max_steps") = 8, py::arg("breakdown") = true,
+      py::arg("spans") = false, py::call_guard<py::gil_scoped_release>());
+}
+
+}  // namespace fold3d::bindings

@@ -1,0 +1,100 @@
+"""`fold3d simulate`: what a training step would take on a cluster, and where its time would go."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING, Any
+
+from fold3d.cli import schedule_option
+from fold3d.errors import ConfigError
+
+if TYPE_CHECKING:
+    from fold3d.plan.simulator import Prediction
+    from fold3d.schedule import Schedule
+
+_DP_SYNC = ("zero1", "early", "blocking", "serial", "unvoted")
+
+
+def add(subcommands: Any) -> None:
+    """Adds the subcommand to the parser."""
+    made = subcommands.add_parser("simulate", help="predict a training step on a cluster", description=__doc__)
+    schedule_option.add(made)
+    work = made.add_argument_group("work of one rank, all its segments together")
+    work.add_argument("--forward", type=float, default=10.0, metavar="MS", help="of a micro-batch, default 10")
+    work.add_argument("--backward", type=float, metavar="MS", help="of a micro-batch, default 2 x --forward")
+    work.add_argument("--layers", type=int, metavar="N", help="default 2 per segment")
+    work.add_argument("--activation", type=float, default=1.0, metavar="MB", help="sent per micro-batch, default 1")
+    work.add_argument("--gradients", type=float, default=100.0, metavar="MB", help="default 100")
+    cluster = made.add_argument_group("cluster")
+    cluster.add_argument("--dp", type=int, default=2, help="replicas, default 2")
+    cluster.add_argument("--bandwidth", type=float, default=10.0, metavar="GBIT", help="per host and way, default 10")
+    cluster.add_argument("--latency", type=float, default=50.0, metavar="US", help="of a message, default 50")
+    cluster.add_argument("--ranks-per-host", type=int, default=1, metavar="N", help="share a network card, default 1")
+    cluster.add_argument("--chunk", type=float, default=1.0, metavar="MB", help="DP.sync may pause so often, default 1")
+    cluster.add_argument("--no-preempt", action="store_true", help="PP.sync waits for whole buckets of DP.sync")
+    made.add_argument("--dp-sync", choices=_DP_SYNC, default="zero1", help="how DP.sync is hidden, default zero1")
+    made.add_argument("--png", metavar="FILE", help="draw the step's timeline")
+    made.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> None:
+    """Prints the breakdown of the simulated step. Raises: ConfigError for values that do not fit each other."""
+    from fold3d import schedule as schedules
+    from fold3d.plan import simulator
+
+    schedule = schedule_option.schedule_of(options, "simulate")
+    schedules.validate(schedule)
+    work = simulator.Work.even(
+        schedule,
+        forward=_positive(options, "forward") / 1e3,
+        backward=(2 * options.forward if options.backward is None else _positive(options, "backward")) / 1e3,
+        layers=2 * schedule.segments if options.layers is None else options.layers,
+        activation_bytes=round(options.activation * 1e6),
+        gradient_bytes=round(options.gradients * 1e6),
+    )
+    cluster = simulator.Cluster(
+        dp=options.dp,
+        bandwidth=options.bandwidth * 1e9 / 8,
+        latency=options.latency / 1e6,
+        ranks_per_host=options.ranks_per_host,
+        chunk_bytes=round(options.chunk * 1e6),
+        preempt=not options.no_preempt,
+    )
+    prediction = simulator.predict(schedule, work, cluster, dp_sync=options.dp_sync, timeline=bool(options.png))
+    print(_report(schedule, prediction))
+    if options.png:
+        from fold3d.runtime.timeline_picture import write_picture
+
+        title = f"{schedule_option.title_of(options)}, {options.dp_sync}: simulated"
+        write_picture(options.png, prediction.records, pp=schedule.pp, title=title)
+        print(options.png)
+
+
+def _positive(options: argparse.Namespace, name: str) -> float:
+    value: float = getattr(options, name)
+    if not value > 0:
+        raise ConfigError(f"--{name} is {value:g}; a micro-batch takes some time")
+    return value
+
+
+def _report(schedule: Schedule, prediction: Prediction) -> str:
+    over = 100 * (prediction.step_ms / prediction.limit_ms - 1)
+    lines = [
+        f"pp={schedule.pp} segments={schedule.segments} m={schedule.micro_batches}: step {prediction.step_ms:.2f} ms, "
+        f"{over:.1f} % over the limit max(compute + bubble, network) of {prediction.limit_ms:.2f} ms"
+    ]
+    if prediction.early_gathers is not None:
+        lines.append(f"gathers begun before the last reduce-scatter: {prediction.early_gathers} per stage")
+    lines.append(
+        f"DP.sync paused for PP.sync {prediction.preemptions} times in {prediction.steps} steps; "
+        f"PP.sync waited at most {prediction.longest_pp_wait_ms:.3f} ms"
+    )
+    if not prediction.steady:
+        lines.append("the steps did not settle: this is the last of them")
+    lines.append(f"{'ms':<8}{'compute':>10}{'bubble':>10}{'exposed PP':>12}{'exposed DP':>12}{'hidden DP':>11}")
+    for rank, part in enumerate(prediction.ranks):
+        lines.append(
+            f"{f'rank {rank}':<8}{part.compute_ms:>10.2f}{part.bubble_ms:>10.2f}"
+            f"{part.exposed_pp_ms:>12.2f}{part.exposed_dp_ms:>12.2f}{part.hidden_dp_ms:>11.2f}"
+        )
+    return "\n".join(lines)

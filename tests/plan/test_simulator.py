@@ -1,0 +1,135 @@
+"""fold3d.plan.simulator: units, closed forms and errors; the simulation itself is tested in tests/cpp."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from fold3d import schedule
+from fold3d.errors import ConfigError
+from fold3d.plan.simulator import DP_SYNC, Cluster, Work, predict, step_ms
+
+MADE = schedule.generate("aiao", pp=2, segments=4, micro_batches=8)
+
+
+def work(made: schedule.Schedule = MADE, **changes) -> Work:
+    """10 ms forward, 20 ms backward and 50 MB of gradients per rank, in 8 layers; free messages."""
+    values = {"forward": 0.01, "backward": 0.02, "layers": 8, "activation_bytes": 0, "gradient_bytes": 50_000_000}
+    return Work.even(made, **(values | changes))
+
+
+def cluster(**changes) -> Cluster:
+    return Cluster(**({"dp": 2, "bandwidth": 1e9} | changes))
+
+
+def test_parts_add_up_in_milliseconds():
+    made = predict(MADE, work(activation_bytes=100_000), cluster(latency=1e-4), dp_sync="serial")
+    assert made.steady
+    for rank in made.ranks:
+        total = rank.compute_ms + rank.bubble_ms + rank.exposed_pp_ms + rank.exposed_dp_ms
+        assert total == pytest.approx(made.step_ms)
+        assert rank.compute_ms == pytest.approx(8 * 30)
+        assert rank.bubble_ms == pytest.approx(30 / 4)  # (pp-1) micro-batches of one segment
+        assert rank.dp_bytes == 50_000_000
+        assert rank.pp_bytes == 7 * 8 * 100_000  # chunk 0 gets no activation, chunk 7 no gradient
+
+
+@pytest.mark.parametrize("dp_sync", DP_SYNC)
+def test_one_replica_has_no_dp_sync(dp_sync):
+    made = predict(MADE, work(), cluster(dp=1), dp_sync=dp_sync)
+    assert made.step_ms == pytest.approx(240 + 7.5) == pytest.approx(made.limit_ms)
+
+
+def test_hiding_helps_and_early_most():
+    """DP.sync of 0.83 x the compute time."""
+    much = work(gradient_bytes=200_000_000)
+    found = {way: predict(MADE, much, cluster(), dp_sync=way) for way in DP_SYNC}
+    assert found["serial"].step_ms == pytest.approx(247.5 + 200)
+    assert found["early"].step_ms < found["zero1"].step_ms < found["blocking"].step_ms < found["serial"].step_ms
+    assert min(made.step_ms / made.limit_ms for made in found.values()) >= 1
+    early = found["early"]
+    assert early.early_gathers is not None and early.early_gathers > 0 and found["zero1"].early_gathers is None
+    for number in (0, 3):
+        fixed = predict(MADE, much, cluster(), dp_sync="early", early_gathers=number)
+        assert fixed.step_ms >= early.step_ms and fixed.early_gathers == number
+    assert predict(MADE, much, cluster(), dp_sync="early", early_gathers=0).step_ms == pytest.approx(
+        found["zero1"].step_ms
+    )
+
+
+def test_more_segments_hide_more():
+    steps = []
+    for segments in (1, 2, 4, 8):
+        made = schedule.generate("aiao", pp=2, segments=segments, micro_batches=8)
+        steps.append(predict(made, work(made, gradient_bytes=200_000_000), cluster(), dp_sync="early").step_ms)
+    assert steps == sorted(steps, reverse=True)
+
+
+def test_hosts_and_preemption():
+    """Two stages on a host share its card; without preemption messages wait for whole buckets."""
+    talk = work(activation_bytes=50_000)
+    apart, shared = (predict(MADE, talk, cluster(ranks_per_host=n), dp_sync="serial") for n in (1, 2))
+    assert 40 < shared.step_ms - apart.step_ms < 50  # stage 1 ends a little earlier and begins to sum
+    assert all(rank.pp_bytes == 0 for rank in shared.ranks)
+    small = cluster(chunk_bytes=10_000)
+    on, off = (predict(MADE, talk, dataclasses.replace(small, preempt=flag), dp_sync="early") for flag in (True, False))
+    assert on.preemptions > 0 and on.longest_pp_wait_ms <= 0.01 + 0.05
+    assert off.preemptions == 0 and off.longest_pp_wait_ms > 1
+
+
+def test_step_ms_is_the_short_way():
+    much = work(gradient_bytes=200_000_000)
+    for way in ("zero1", "blocking", "serial"):
+        assert step_ms(MADE, much, cluster(), dp_sync=way) == predict(MADE, much, cluster(), dp_sync=way).step_ms
+
+
+def test_records_are_a_timeline(tmp_path):
+    from fold3d.runtime.timeline import events_of, last_ns, write_trace
+
+    made = predict(MADE, work(activation_bytes=10_000), cluster(), dp_sync="early", timeline=True)
+    events = events_of(made.records)
+    assert {event.lane for event in events} == {"compute", "wait", "send_f", "send_b", "reduce"}
+    assert {event.kind for event in events if event.lane == "reduce"} == {"REDUCE_GRAD", "GATHER"}
+    assert last_ns(events) <= made.step_ms * 1e6
+    spent = dict.fromkeys(("compute", "wait"), 0)
+    for event in events:
+        if event.rank == 0 and event.lane in spent:
+            spent[event.lane] += event.end - event.start
+    assert spent["compute"] / 1e6 == pytest.approx(made.ranks[0].compute_ms)
+    assert sum(spent.values()) / 1e6 == pytest.approx(made.step_ms)  # stage 0 ends the step
+    first = next(event for event in events if event.lane == "wait")
+    assert first.text == "0GATHER" and first.start == 0
+    write_trace(tmp_path / "step.json", made.records, pp=2)
+
+
+def test_uneven_layers_keep_their_sum():
+    made = work(layers=10)
+    assert sum(made.layers) == 20 and set(made.layers) == {2, 3}
+    assert sum(made.forward) == pytest.approx(0.02)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"dp": 0}, "dp is 0"),
+        ({"bandwidth": 0.0}, "bandwidth"),
+        ({"chunk_bytes": 0}, "chunk_bytes is 0"),
+        ({"ranks_per_host": 0}, "ranks_per_host is 0"),
+    ],
+)
+def test_bad_clusters(change, message):
+    with pytest.raises(ConfigError, match=message):
+        predict(MADE, work(), cluster(**change))
+
+
+def test_bad_work():
+    with pytest.raises(ConfigError, match="3 layers per rank cannot be cut into 4 segments"):
+        work(layers=3)
+    with pytest.raises(ConfigError, match="zero1, early"):
+        predict(MADE, work(), cluster(), dp_sync="lazy")
+    other = schedule.generate("aiao", pp=2, segments=2, micro_batches=8)
+    with pytest.raises(ConfigError, match=r"8 numbers long.*each of the 4 chunks"):
+        predict(other, work(), cluster())
+    with pytest.raises(ConfigError, match="no backward"):
+        predict(schedule.forward_only(pp=2, segments=4, micro_batches=8), work(), cluster())
