@@ -69,7 +69,7 @@ def test_the_example_trains_on_four_ranks(tmp_path: Path) -> None:
 def test_the_commands_of_the_readme_are_accepted() -> None:
     (block,) = re.findall(r"```\n(fold3d .*?)```", README, re.DOTALL)
     commands = [shlex.split(line, comments=True)[1:] for line in block.splitlines()]
-    assert {command[0] for command in commands} == {"schedules", "draw", "validate", "trace"}
+    assert {command[0] for command in commands} == {"schedules", "draw", "validate", "simulate", "trace"}
     for command in commands:
         parser().parse_args(command)
 
