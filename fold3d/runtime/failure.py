@@ -76,10 +76,12 @@ class FailureBoard:
 
     def publish(self, message: str) -> str:
         """Writes this rank's failure, unless another rank was first; returns the first one."""
+        if self._message is not None:
+            return self._message
         try:
             self._ask(lambda: self._write(message))
         except Exception as error:
-            logger.warning("could not tell the other ranks why this one failed: %s", error or type(error).__name__)
+            logger.warning("could not tell the other ranks why this one failed: %s", str(error) or type(error).__name__)
             self._learn(message)
         return self._message or message
 

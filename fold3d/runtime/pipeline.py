@@ -129,18 +129,21 @@ class Pipeline:
         for buffer in self._buffers:
             buffer.average(self._topology.dp)
         gradients.sum_tied(self._tied)
-        return self._replica_loss(losses, fingerprint(micro_batches))
-
-    def _replica_loss(self, losses: list[torch.Tensor], code: int) -> torch.Tensor:
         # Summed in fp64: many small shares add up to one number that is compared over layouts.
-        shares = torch.zeros(1 + self._topology.pp, dtype=torch.float64)
+        loss = torch.zeros((), dtype=torch.float64)
         if self._last_stage:
-            shares[0] = torch.stack([value.double().reshape(()) for value in losses]).sum().cpu()
-        if self.groups.pipeline is not None:
-            shares[1 + self._topology.pp_rank] = code
-            dist.all_reduce(shares, group=self.groups.pipeline)
-            check_same_batch(self._topology, [int(one) for one in shares[1:].tolist()])
-        return shares[0].to(torch.get_default_dtype())
+            loss = torch.stack([value.double().reshape(()) for value in losses]).sum().cpu()
+        return self._meet(loss, micro_batches).to(torch.get_default_dtype())
+
+    def _meet(self, value: torch.Tensor, micro_batches: list[MicroBatch]) -> torch.Tensor:
+        """Returns the sum of `value`, fp64 scalar, over the stages, once all of them had the same micro-batches."""
+        if self.groups.pipeline is None:
+            return value
+        shares = torch.zeros(1 + self._topology.pp, dtype=torch.float64)
+        shares[0], shares[1 + self._topology.pp_rank] = value, fingerprint(micro_batches)
+        dist.all_reduce(shares, group=self.groups.pipeline)
+        check_same_batch(self._topology, [int(one) for one in shares[1:].tolist()])
+        return shares[0]
 
     def evaluate(self, schedule: Schedule, batch: MicroBatch, call: ModelCall) -> Any:
         """Runs one batch forward; returns the last chunk's result on every rank of the replica."""
@@ -149,18 +152,14 @@ class Pipeline:
         self._run(schedule, backward=False)
         if self.groups.pipeline is None:
             return results[0]
+        self._meet(torch.zeros((), dtype=torch.float64), [batch])
         source = self._topology.rank_of(self._topology.dp_rank, self._topology.pp - 1)
-        own = fingerprint([batch])
-        code, result = broadcast_value((own, results[0]), source, self.groups.pipeline)
-        codes = [code] * self._topology.pp
-        codes[self._topology.pp_rank] = own
-        check_same_batch(self._topology, codes)
-        return result
+        return broadcast_value(results[0], source, self.groups.pipeline)
 
     def _run(self, schedule: Schedule, backward: bool) -> list[torch.Tensor]:
         assert self._executor is not None
         self._schedule = schedule
-        self.progress.run += 1
+        self.progress.begin(schedule.micro_batches)
         start = time.monotonic_ns()
         try:
             return list(self._executor.run(schedule, self._topology.pp_rank, backward))
@@ -209,12 +208,25 @@ class Pipeline:
         silent = [r for r in reports if r in before and reports[r].beat == before[r].beat and r != topology.rank]
         found = [f"{topology.describe(r)} is dead or stopped, last seen {reports[r].where()}" for r in silent]
         if not found:
+            found = self._uneven(reports)
+        if not found:
             late = self._late(reports)
             found = [f"{topology.describe(r)} does not come: it is {reports[r].where()}" for r in late[:_NAMED]]
         if not found:
             return self._own_message(error)
         noticed = str(error).removeprefix(f"{self._name}: ").removeprefix(f"{self._name} ")
         return f"{'; '.join(found)}. Noticed by {self._name} {self.progress.report().where()}: {noticed}"
+
+    def _uneven(self, reports: dict[int, Report]) -> list[str]:
+        """Returns what is wrong with runs of different length, which cannot fit together."""
+        own = self.progress.report()
+        stages = [r for r in self._topology.pipeline(self._topology.dp_rank) if r in reports]
+        return [
+            f"{self._topology.describe(r)} was given {reports[r].micro_batches} micro-batches and {self._name} "
+            f"{own.micro_batches}: all stages of a replica must get the same number"
+            for r in stages
+            if reports[r].run == own.run and reports[r].micro_batches != own.micro_batches
+        ][:1]
 
     def _late(self, reports: dict[int, Report]) -> list[int]:
         """Returns the ranks this one waited for in vain."""

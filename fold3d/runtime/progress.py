@@ -17,6 +17,8 @@ class Report:
     """Number of the report; it stands still when the process is dead or stopped."""
     run: int
     """Schedules begun so far: optimizer steps and evaluation batches, the same count on every rank."""
+    micro_batches: int
+    """Of the last run begun."""
     action: str
     """Action in progress, "" between runs."""
     doing: str
@@ -48,6 +50,7 @@ class Progress:
     def __init__(self) -> None:
         self.executor: Any = None
         self.run = 0
+        self.micro_batches = 0
         self.doing = ""
         self._beat = 0
 
@@ -55,7 +58,19 @@ class Progress:
         """Returns the next report. Any thread; costs nothing where the rank works."""
         self._beat += 1
         action = self.executor.current_action() if self.executor is not None and not closed else ""
-        return Report(beat=self._beat, run=self.run, action=action, doing=self.doing, closed=closed)
+        return Report(
+            beat=self._beat,
+            run=self.run,
+            micro_batches=self.micro_batches,
+            action=action,
+            doing=self.doing,
+            closed=closed,
+        )
+
+    def begin(self, micro_batches: int) -> None:
+        """A run begins."""
+        self.run += 1
+        self.micro_batches = micro_batches
 
     @contextlib.contextmanager
     def during(self, doing: str) -> Iterator[None]:

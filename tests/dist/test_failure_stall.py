@@ -1,0 +1,158 @@
+"""Who holds up a step, from the plan and the ranks' reports; and the board that carries them, without processes."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from fold3d import schedule as schedules
+from fold3d.runtime import failure
+from fold3d.runtime.failure import FailureBoard
+from fold3d.runtime.progress import Progress, Report
+from fold3d.runtime.stall import holding_up
+from fold3d.topology import Topology
+
+RUN = 5
+
+
+def report(action: str, run: int = RUN, *, closed: bool = False) -> Report:
+    return Report(beat=1, run=run, micro_batches=4, action=action, doing="step 5", closed=closed)
+
+
+def late(dp: int, pp: int, rank: int, places: list[str | Report], name: str = "1f1b", segments: int = 1) -> list[int]:
+    plain = schedules.generate(name, pp=pp, segments=segments, micro_batches=4)
+    reports = {r: place if isinstance(place, Report) else report(place) for r, place in enumerate(places)}
+    return holding_up(schedules.lower(plain, reduce=dp > 1), Topology(dp=dp, pp=pp, rank=rank), RUN, reports)
+
+
+NOT_BEGUN = report("", RUN - 1)
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_the_chain_ends_at_the_rank_that_never_began(rank: int) -> None:
+    assert late(1, 4, rank, ["0B0", "1B0", "2B0", NOT_BEGUN]) == [3]
+
+
+def test_a_forward_that_does_not_end() -> None:
+    assert late(1, 4, 3, ["0B0", "1F2", "2F1", "3F0"]) == [], "stage 3 itself computes"
+    assert late(1, 4, 3, ["0F0", "1F0", "2F0", "3F0"]) == [0]
+
+
+def test_a_backward_that_does_not_end() -> None:
+    assert late(1, 4, 0, ["0B0", "1B0", "2B0", "3B0"]) == [3]
+
+
+def test_folded() -> None:
+    """Stage 0 waits in its second segment for stage 1, which hangs in its first."""
+    assert late(1, 2, 0, ["2F1", "1F1"], "aiao", 2) == [1]
+
+
+def test_the_other_replica_is_late() -> None:
+    """Rank 1 has computed everything and waits for a sum; rank 3 waits for rank 2, which hangs in a forward."""
+    last = schedules.lower(schedules.generate("1f1b", pp=2, micro_batches=4), reduce=True).ranks[1][-1].text
+    assert late(2, 2, 1, ["0B3", last, "0F2", "1F2"]) == [2]
+
+
+def test_whoever_has_left_is_late() -> None:
+    assert late(1, 2, 0, ["0B0", report("", RUN - 2, closed=True)]) == [1]
+    assert late(1, 2, 0, ["0B0", report("", RUN)]) == [], "it has finished the run: not its fault"
+
+
+def test_nobody_is_blamed_without_a_report() -> None:
+    plain = schedules.lower(schedules.generate("1f1b", pp=2, micro_batches=4), reduce=False)
+    assert holding_up(plain, Topology(dp=1, pp=2, rank=0), RUN, {0: report("0B0")}) == []
+
+
+def test_reports_travel_as_text() -> None:
+    one = report("2F1")
+    assert Report.parse(one.text().encode()) == one and one.where() == "in 2F1 of step 5"
+    assert "ended after 5 runs" in report("", closed=True).where()
+
+
+class Executor:
+    """Stands where the C++ executor stands."""
+
+    def __init__(self) -> None:
+        self.aborted: list[str] = []
+
+    def current_action(self) -> str:
+        return "0F0"
+
+    def abort(self, message: str) -> None:
+        self.aborted.append(message)
+
+
+def boards(count: int, timeout: float, store: Any = None) -> list[tuple[FailureBoard, Executor]]:
+    store = store or dist.HashStore()
+    made = []
+    for rank in range(count):
+        progress = Progress()
+        progress.executor = Executor()
+        topology = Topology(dp=1, pp=count, rank=rank)
+        made.append((FailureBoard(store, "test", topology, timeout, progress), progress.executor))
+    return made
+
+
+def test_the_first_failure_wins() -> None:
+    made = boards(3, 60.0)
+    assert made[1][0].publish("first") == "first" and made[2][0].publish("second") == "first"
+    assert made[0][0].cause(5.0) == "first"
+    assert [executor.aborted for _, executor in made] == [["first"]] * 3
+    for board, _ in made:
+        board.close()
+
+
+def test_silence_is_noticed_by_the_rank_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = boards(3, 1.5)
+    monkeypatch.setattr(made[2][0], "_beat", lambda: None)
+    start = time.monotonic()
+    message = made[0][0].cause(10.0)
+    assert message is not None and 1.0 < time.monotonic() - start < 6.0
+    assert message.startswith("rank 2 (replica 0, stage 2) has given no sign of life for ") and "0F0" in message
+    assert "Noticed by rank 1" in message
+    for board, _ in made:
+        board.close()
+
+
+def test_leaving_in_good_order_is_no_silence() -> None:
+    """The rank before the one that left watches the next one instead."""
+    made = boards(3, 1.0)
+    made[1][0].close()
+    assert made[0][0].cause(2.5) is None
+    assert made[0][0].reports([0, 1, 2])[1].closed
+    assert made[0][0]._watched == 2
+    for board, _ in made:
+        board.close()
+
+
+class Deaf:
+    """A store that stops answering."""
+
+    def __init__(self) -> None:
+        self.store = dist.HashStore()
+        self.deaf = False
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "clone":
+            raise AttributeError(name)
+        while self.deaf:
+            time.sleep(0.05)
+        return getattr(self.store, name)
+
+
+def test_a_store_that_does_not_answer() -> None:
+    store = Deaf()
+    (_, _), (board, executor) = made = boards(2, 1.0, store)
+    store.deaf = True
+    message = board.cause(10.0)
+    assert message is not None and "rank 0 (replica 0, stage 0), which keeps it, is stopped" in message
+    assert executor.aborted == [message]
+    start = time.monotonic()
+    assert board.publish("my own") == message and board.reports([0]) == {}
+    assert time.monotonic() - start < 2 * failure._ANSWER_SECONDS
+    store.deaf = False
+    for one, _ in made:
+        one.close()
