@@ -85,7 +85,7 @@ def test_bf16_autocast(ranks: RankPool, case: Case) -> None:
     results = ranks.run(parity_jobs.train, case.ranks, case, bf16=True, timeout=150.0)
     expected = parity_jobs.train_alone(case.alone(), bf16=True)
     assert abs(results[0].losses[0] - expected.losses[0]) <= 1e-6
-    assert_equal(results[0], expected, 5e-3)
+    assert_equal(results[0], expected, 5e-4)
     assert_ranks_agree(results, case)
     full = parity_jobs.train_alone(case.alone())
     assert abs(expected.losses[0] - full.losses[0]) > 1e-5, "autocast must do something"
@@ -100,7 +100,7 @@ def test_bf16_parameters(ranks: RankPool, case: Case) -> None:
     results = ranks.run(parity_jobs.train, case.ranks, case, timeout=150.0)
     expected = parity_jobs.train_alone(case.alone())
     assert abs(results[0].losses[0] - expected.losses[0]) <= 1e-6
-    assert_equal(results[0], expected, 2e-2)
+    assert_equal(results[0], expected, 1e-2)
     assert_ranks_agree(results, case)
 
 
