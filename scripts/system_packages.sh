@@ -22,6 +22,7 @@ need python3-dev "$python" -c 'import os, sysconfig; os.stat(sysconfig.get_paths
 need python3-venv "$python" -c 'import ensurepip, venv'
 need libgtest-dev test -e /usr/include/gtest/gtest.h
 need libgmock-dev test -e /usr/include/gmock/gmock.h
+need iproute2 test -x /sbin/tc -o -x /usr/sbin/tc
 [ -n "$missing" ] || exit 0
 
 echo "installing system packages:$missing"

@@ -1,0 +1,212 @@
+"""Hosts: network namespaces joined by a bridge, or, unshaped, this machine's loopback interface.
+
+The namespaces have no names. They live as long as this process holds their descriptors or a rank runs in them, and
+ranks die with their parent (worker.py), so that even a killed run leaves nothing behind and two runs cannot collide.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import socket
+import subprocess
+import threading
+from contextlib import ExitStack
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Protocol
+
+CLONE_NEWNET = 0x40000000
+PROGRAMS = ("ip", "tc", "nsenter")
+SETUP_TIMEOUT = 30.0
+MAX_HOSTS = 200
+PORT = 29500  # of the job's store; namespaces are empty, so it is free there
+
+
+class Hosts(Protocol):
+    """Where the ranks run; a context manager."""
+
+    shaped: bool
+    description: str
+
+    def __enter__(self) -> Hosts: ...
+
+    def __exit__(self, *error: Any) -> None: ...
+
+    def command(self, host: int, command: list[str]) -> list[str]:
+        """Returns `command` so that it runs on `host`."""
+
+    def environment(self) -> dict[str, str]:
+        """Returns what every rank needs in its environment: interface and address of the job's store."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Link:
+    """A host's link to the switch, the same both ways."""
+
+    rate_mbit: float
+    """In Mbit/s."""
+    latency_ms: float = 200.0
+    """A packet that would wait longer in the queue is dropped; bounded windows keep the queue far shorter."""
+    send_window: str = "4096 16384 65536"
+    """net.ipv4.tcp_wmem: least, first and greatest bytes in flight of a connection."""
+    receive_window: str = "4096 65536 131072"
+    """net.ipv4.tcp_rmem."""
+
+    def shape(self, device: str) -> str:
+        """Returns the command that limits what leaves `device`."""
+        burst = max(int(self.rate_mbit * 1e6 / 8 / 250), 32_000)  # 4 ms: a tick of a slow kernel is no limit
+        rate = f"{self.rate_mbit * 1e6:.0f}bit"
+        return f"tc qdisc add dev {device} root tbf rate {rate} burst {burst} latency {self.latency_ms:g}ms"
+
+
+class LoopbackHosts:
+    """All ranks on this machine's loopback interface: no limit, no root. Its times say nothing about networks."""
+
+    shaped = False
+    description = "UNSHAPED: loopback interface, no bandwidth limit; no statement about any network"
+
+    def __enter__(self) -> LoopbackHosts:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self._port = probe.getsockname()[1]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        return None
+
+    def command(self, host: int, command: list[str]) -> list[str]:
+        """Returns the command itself."""
+        return command
+
+    def environment(self) -> dict[str, str]:
+        """Returns loopback names."""
+        return environment("lo", "127.0.0.1", self._port)
+
+
+class NamespaceHosts:
+    """`count` hosts, each with one link of `link` to a common switch that is itself no limit. Needs root.
+
+    Raises: PermissionError without root, FileNotFoundError without iproute2 or nsenter, RuntimeError when the kernel
+        refuses a step.
+    """
+
+    shaped = True
+
+    def __init__(self, count: int, link: Link):
+        if not 1 <= count <= MAX_HOSTS:
+            raise ValueError(f"{count} hosts: must be 1 to {MAX_HOSTS}, all are on one /24 network")
+        reason = why_unavailable()
+        if reason:
+            raise PermissionError(f"{reason}; run as root on Linux, or unshaped with --loopback")
+        self.count = count
+        self.link = link
+        self.description = (
+            f"{count} network namespaces, links of {link.rate_mbit:g} Mbit/s each way, TCP windows bounded"
+        )
+        self._stack = ExitStack()
+        self._hosts: list[str] = []
+
+    def __enter__(self) -> NamespaceHosts:
+        try:
+            switch = self._namespace()
+            self._hosts = [self._namespace() for _ in range(self.count)]
+            _inside(switch, "ip link add switch type bridge && ip link set switch up")
+            for number, host in enumerate(self._hosts):
+                self._connect(switch, number, host)
+        except BaseException:
+            self._stack.close()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.close()
+
+    def _namespace(self) -> str:
+        """Makes a network namespace; returns the path under which programs find it while this process lives."""
+        descriptor = _new_namespace()
+        self._stack.callback(os.close, descriptor)
+        return f"/proc/{os.getpid()}/fd/{descriptor}"
+
+    def _connect(self, switch: str, number: int, host: str) -> None:
+        port = f"port{number}"
+        _inside(
+            switch,
+            f"ip link add {port} type veth peer name eth0 netns {host} && ip link set {port} master switch up && "
+            + self.link.shape(port),
+        )
+        _inside(
+            host,
+            f"echo {self.link.send_window} > /proc/sys/net/ipv4/tcp_wmem && "
+            f"echo {self.link.receive_window} > /proc/sys/net/ipv4/tcp_rmem && "
+            f"ip link set lo up && ip address add {address(number)}/24 dev eth0 && ip link set eth0 up && "
+            + self.link.shape("eth0"),
+        )
+
+    def command(self, host: int, command: list[str]) -> list[str]:
+        """Returns `command` so that it runs on host number `host`."""
+        return ["nsenter", f"--net={self._hosts[host]}", *command]
+
+    def environment(self) -> dict[str, str]:
+        """Returns the names inside the namespaces; host 0 has the store."""
+        return environment("eth0", address(0), PORT)
+
+
+def address(host: int) -> str:
+    """Returns the IPv4 address of a host. Namespaces are closed: the same addresses elsewhere do not matter."""
+    return f"10.77.0.{host + 1}"
+
+
+def environment(interface: str, master: str, port: int) -> dict[str, str]:
+    """Returns the variables that torch, gloo and fold3d read."""
+    return {
+        "GLOO_SOCKET_IFNAME": interface,
+        "MASTER_ADDR": master,
+        "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": "1",
+    }
+
+
+def why_unavailable() -> str:
+    """Returns what this machine lacks for network namespaces; empty when nothing."""
+    missing = [program for program in PROGRAMS if shutil.which(program) is None]
+    if missing:
+        return f"limited links need {', '.join(missing)} (Debian packages iproute2 and util-linux)"
+    if os.geteuid() != 0:
+        return f"limited links need root (this is uid {os.geteuid()})"
+    try:
+        os.close(_new_namespace())
+    except OSError as error:  # root of a container that may not
+        return f"limited links need network namespaces: {error}"
+    return ""
+
+
+def _new_namespace() -> int:
+    """Returns the descriptor of a new network namespace. A thread makes it, so that this process stays where it is."""
+    made: list[int | OSError] = []
+
+    def make() -> None:
+        libc = ctypes.CDLL(None, use_errno=True)
+        if libc.unshare(CLONE_NEWNET) != 0:
+            code = ctypes.get_errno()
+            made.append(OSError(code, f"the kernel refuses one: {os.strerror(code)}"))
+        else:
+            made.append(os.open("/proc/thread-self/ns/net", os.O_RDONLY))
+
+    thread = threading.Thread(target=make)
+    thread.start()
+    thread.join()
+    if isinstance(made[0], OSError):
+        raise made[0]
+    return made[0]
+
+
+def _inside(namespace: str, script: str) -> None:
+    done = subprocess.run(
+        ["nsenter", f"--net={namespace}", "sh", "-c", script], capture_output=True, text=True, timeout=SETUP_TIMEOUT
+    )
+    if done.returncode != 0:
+        raise RuntimeError(f"setting up a host failed: {script}: {done.stderr.strip() or done.stdout.strip()}")

@@ -1,0 +1,155 @@
+"""Scenario: the job that every system runs, and the shortest time a step of it can take."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+FLOAT_BYTES = 4
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scenario:
+    """A model of equal layers on dp x pp ranks, each on a host of its own. Times in seconds, sizes in bytes."""
+
+    name: str
+    title: str
+    dp: int
+    """Replicas."""
+    pp: int
+    """Stages of a replica."""
+    segments: int
+    """Folds of the model where a system's name gives no other number; also those of the limit's bubble."""
+    layers: int
+    """Layers of one rank."""
+    micro_batches: int
+    """m, per step and replica."""
+    forward_s: float
+    """Forward passes of one rank in one step."""
+    backward_s: float
+    """Backward passes of one rank in one step."""
+    gradient_bytes: int
+    """fp32 gradients of one rank."""
+    activation_bytes: int
+    """What one micro-batch hands from one stage to the next, forward and backward."""
+    rate_mbit: float
+    """Of each host's link, each way, in Mbit/s."""
+
+    @property
+    def ranks(self) -> int:
+        """Number of processes, which is also the number of hosts."""
+        return self.dp * self.pp
+
+    @property
+    def compute_s(self) -> float:
+        """Forward and backward of one rank in one step."""
+        return self.forward_s + self.backward_s
+
+    @property
+    def bubble_s(self) -> float:
+        """Idle time of an interleaved or folded pipeline whose messages take no time."""
+        return self.compute_s * (self.pp - 1) / (self.segments * self.micro_batches)
+
+    @property
+    def dp_bytes(self) -> float:
+        """What one rank must send for the sum of the gradients."""
+        return 2 * (self.dp - 1) / self.dp * self.gradient_bytes
+
+    @property
+    def pp_bytes(self) -> int:
+        """What the busiest rank sends to other stages in one step."""
+        if self.pp == 1:
+            return 0
+        chunks_sent = 2 * self.segments - (1 if self.pp == 2 else 0)  # the two ends of the model send one way only
+        return chunks_sent * self.micro_batches * self.activation_bytes
+
+    @property
+    def dp_sync_s(self) -> float:
+        """The sum of the gradients on an idle network at full rate, without protocol overhead."""
+        return self.dp_bytes * 8 / (self.rate_mbit * 1e6)
+
+    @property
+    def communication_s(self) -> float:
+        """Everything the busiest rank sends in one step, at full rate."""
+        return (self.dp_bytes + self.pp_bytes) * 8 / (self.rate_mbit * 1e6)
+
+    @property
+    def limit_s(self) -> float:
+        """No schedule with these segments can be faster: max(compute + bubble, communication)."""
+        return max(self.compute_s + self.bubble_s, self.communication_s)
+
+
+SCENARIOS = {
+    scenario.name: scenario
+    for scenario in (
+        Scenario(
+            name="A",
+            title="18B on A100 (Fold3D, Table II) in miniature: DP.sync 0.92 x compute",
+            dp=2,
+            pp=2,
+            segments=4,
+            layers=16,
+            micro_batches=8,
+            forward_s=0.317,
+            backward_s=0.775,
+            gradient_bytes=12_500_000,
+            activation_bytes=8192,
+            rate_mbit=100,
+        ),
+        Scenario(
+            name="B",
+            title="39B in miniature: four stages, DP.sync 0.47 x compute",
+            dp=2,
+            pp=4,
+            segments=4,
+            layers=16,
+            micro_batches=16,
+            forward_s=0.634,
+            backward_s=1.550,
+            gradient_bytes=12_830_000,
+            activation_bytes=8192,
+            rate_mbit=100,
+        ),
+        Scenario(
+            name="C",
+            title="B with four times the batch: DP.sync 0.12 x compute",
+            dp=2,
+            pp=4,
+            segments=4,
+            layers=16,
+            micro_batches=64,
+            forward_s=2.536,
+            backward_s=6.200,
+            gradient_bytes=12_830_000,
+            activation_bytes=8192,
+            rate_mbit=100,
+        ),
+        Scenario(
+            name="D",
+            title="large activations: PP.sync 0.36 x compute beside DP.sync 0.46 x compute",
+            dp=2,
+            pp=2,
+            segments=4,
+            layers=16,
+            micro_batches=8,
+            forward_s=0.634,
+            backward_s=1.550,
+            gradient_bytes=12_500_000,
+            activation_bytes=174_080,
+            rate_mbit=100,
+        ),
+        Scenario(
+            name="smoke",
+            title="a second of work, to see that everything runs",
+            dp=2,
+            pp=2,
+            segments=2,
+            layers=4,
+            micro_batches=2,
+            forward_s=0.02,
+            backward_s=0.04,
+            gradient_bytes=64_000,
+            activation_bytes=1024,
+            rate_mbit=100,
+        ),
+    )
+}
