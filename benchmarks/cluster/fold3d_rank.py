@@ -39,12 +39,12 @@ class Fold3dRank:
         self._engine.step(self._batch)
 
     def records(self) -> Sequence[Record]:
-        """Returns the last step's compute and receive records."""
+        """Returns the last step's records of computing, receiving and summing."""
         account = self._engine.account()
         return [
             (lane, action, start, end)
             for lane, action, start, end, _ in account.records
-            if lane in ("compute", "recv_f", "recv_b")
+            if lane in ("compute", "recv_f", "recv_b", "reduce")
         ]
 
     def close(self) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from benchmarks.cluster.latency import Latency
 from benchmarks.cluster.scenarios import Scenario
 
 
@@ -20,8 +21,8 @@ class Run:
     """Each measured step of each rank."""
     sent_bytes: float | None
     """Bytes the busiest host sent per step, with headers; None when unshaped."""
-    pp_latency_ms: float | None
-    """Median time of a message between stages; None where the system keeps no records."""
+    latency: Latency
+    """Of the messages between stages in the last step."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -55,14 +56,17 @@ class Report:
             f"limit {one.limit_s:.3f} s = max(compute {one.compute_s:.3f} + bubble {one.bubble_s:.3f}, "
             f"communication {one.communication_s:.3f}); DP.sync alone {one.dp_sync_s:.3f} s",
             "",
-            f"{'system':22}{'step s':>9}{'least':>9}{'most':>9}{'/ limit':>9}{'sent MB':>9}{'PP ms':>8}{'runs':>6}",
+            f"{'system':22}{'step s':>9}{'least':>9}{'most':>9}{'/ limit':>9}{'sent MB':>9}{'PP ms':>8}"
+            f"{'PP|DP ms':>10}{'runs':>6}",
         ]
         for name in sorted(self.runs, key=self.median_s):
-            times = [run.step_s for run in self.runs[name]]
+            runs = self.runs[name]
+            times = [run.step_s for run in runs]
             rows.append(
                 f"{name:22}{self.median_s(name):9.3f}{min(times):9.3f}{max(times):9.3f}{self.ratio(name):9.3f}"
-                f"{_median(self.runs[name], 'sent_bytes', 1e-6):>9}{_median(self.runs[name], 'pp_latency_ms', 1):>8}"
-                f"{len(times):6}"
+                f"{_median([run.sent_bytes for run in runs], 1e-6):>9}"
+                f"{_median([run.latency.alone_ms for run in runs]):>8}"
+                f"{_median([run.latency.beside_dp_ms for run in runs]):>10}{len(runs):6}"
             )
         rows += [f"{name:22} FAILED {len(texts)} time(s)" for name, texts in self.failures.items()]
         ours, theirs = self.fastest("fold3d"), self.fastest("torch")
@@ -93,6 +97,6 @@ class Report:
         }
 
 
-def _median(runs: Sequence[Run], name: str, scale: float) -> str:
-    values = [value for value in (getattr(run, name) for run in runs) if value is not None]
-    return f"{statistics.median(values) * scale:.1f}" if values else "-"
+def _median(values: Sequence[float | None], scale: float = 1.0) -> str:
+    known = [value for value in values if value is not None]
+    return f"{statistics.median(known) * scale:.1f}" if known else "-"

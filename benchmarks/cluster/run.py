@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.cluster.hosts import Hosts, Link, LoopbackHosts, NamespaceHosts, why_unavailable
-from benchmarks.cluster.latency import pp_latency_ms
+from benchmarks.cluster.latency import measure_latency
 from benchmarks.cluster.machine import ROOT, describe_commit, describe_machine
 from benchmarks.cluster.ranks import RanksFailed, run_ranks, worker_command
 from benchmarks.cluster.report import Report, Run
@@ -26,6 +26,8 @@ from benchmarks.cluster.systems import DEFAULT, FAMILIES, System, find_system
 
 SLOWEST = 8.0
 """A step may take this many times the limit before a run counts as failed."""
+BUSY = 0.5
+"""Load average above which the run warns."""
 START_S = 90.0
 """For starting the ranks of a run and connecting them, on a busy machine."""
 
@@ -51,6 +53,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         **describe_commit(),
         "machine": describe_machine(),
     }
+    load = os.getloadavg()[0]
+    if load > BUSY:
+        print(f"the machine is busy (load {load:.1f}): every time below is too long, and not equally", file=sys.stderr)
     with _hosts(options.loopback, scenario) as hosts, tempfile.TemporaryDirectory(prefix="fold3d-cluster-") as folder:
         report = Report(scenario=scenario, network=hosts.description, shaped=hosts.shaped)
         _run_all(report, systems, hosts, Path(folder), options)
@@ -150,5 +155,5 @@ def _run_once(scenario: Scenario, system: System, hosts: Hosts, folder: Path, op
         step_s=max(result["step_s"] for result in results),
         steps_s=tuple(tuple(result["steps_s"]) for result in results),
         sent_bytes=max(sent, default=None),
-        pp_latency_ms=pp_latency_ms(scenario, [result["records"] for result in results]),
+        latency=measure_latency(scenario, [result["records"] for result in results]),
     )

@@ -9,7 +9,7 @@ from typing import Protocol
 from benchmarks.cluster.scenarios import Scenario
 
 Record = tuple[str, str, int, int]
-"""(lane, action, start, end) in ns of the machine's monotonic clock; compute and receive lanes."""
+"""(lane, action, start, end) in ns of the machine's monotonic clock; lanes compute, recv_f, recv_b and reduce."""
 COMM_TIMEOUT = 60.0
 """Seconds after which a rank that waits for another gives up, in every system."""
 LEARNING_RATE = 1e-3
@@ -23,7 +23,7 @@ class Rank(Protocol):
         """Runs one optimizer step."""
 
     def records(self) -> Sequence[Record]:
-        """Returns when the last step computed and received what; empty where the system does not say."""
+        """Returns when the last step computed, received and summed what; empty where the system does not say."""
 
     def close(self) -> None:
         """Ends communication."""

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from benchmarks.cluster.hosts import Link, NamespaceHosts, address, why_unavailable
-from benchmarks.cluster.latency import pp_latency_ms
+from benchmarks.cluster.latency import Latency, measure_latency
 from benchmarks.cluster.ranks import RanksFailed, run_ranks
 from benchmarks.cluster.report import Report, Run
 from benchmarks.cluster.scenarios import SCENARIOS
@@ -23,6 +23,7 @@ from benchmarks.cluster.systems import DEFAULT, find_system
 from benchmarks.cluster.virtual_layer import VirtualLayer
 
 ROOT = Path(__file__).resolve().parents[2]
+NO_MESSAGES = Latency(alone_ms=None, beside_dp_ms=None)
 CLUSTER = [sys.executable, "-m", "benchmarks.cluster"]
 needs_namespaces = pytest.mark.skipif(bool(why_unavailable()), reason=why_unavailable() or "-")
 
@@ -71,15 +72,17 @@ def test_latency_is_from_computed_to_received() -> None:
     scenario = SCENARIOS["smoke"]
     sender = [("compute", "0F0", 0, 1_000_000), ("compute", "0F1", 1_000_000, 2_000_000)]
     receiver = [("recv_f", "1RECV_F0", 0, 4_000_000), ("recv_f", "1RECV_F1", 4_000_000, 7_000_000)]
-    assert pp_latency_ms(scenario, [sender, receiver, [], []]) == 4.0
-    assert pp_latency_ms(scenario, [[], [], [], []]) is None
-    assert pp_latency_ms(scenario, [sender, [], [], receiver]) is None  # another replica's
+    assert measure_latency(scenario, [sender, receiver, [], []]) == Latency(alone_ms=4.0, beside_dp_ms=None)
+    receiver.append(("reduce", "3REDUCE_GRAD", 4_500_000, 9_000_000))
+    assert measure_latency(scenario, [sender, receiver, [], []]) == Latency(alone_ms=3.0, beside_dp_ms=5.0)
+    assert measure_latency(scenario, [[], [], [], []]) == NO_MESSAGES
+    assert measure_latency(scenario, [sender, [], [], receiver]) == NO_MESSAGES  # another replica's
 
 
 def test_report_takes_medians() -> None:
     report = Report(scenario=SCENARIOS["A"], network="none", shaped=False)
     for name, times in {"fold3d-aiao:4": (1.0, 3.0, 2.0), "torch-bfs:4": (4.0,), "torch-bfs:8": (5.0,)}.items():
-        report.runs[name] = [Run(step_s=one, steps_s=(), sent_bytes=None, pp_latency_ms=None) for one in times]
+        report.runs[name] = [Run(step_s=one, steps_s=(), sent_bytes=None, latency=NO_MESSAGES) for one in times]
     assert report.ratio("fold3d-aiao:4") == pytest.approx(2.0 / SCENARIOS["A"].limit_s)
     assert "best torch schedule (torch-bfs:4) / best of fold3d (fold3d-aiao:4): 2.000" in report.table()
 
@@ -152,10 +155,11 @@ def test_links_are_limited() -> None:
 
 @needs_namespaces
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
-def test_a_killed_run_leaves_nothing(how: signal.Signals) -> None:
+def test_a_killed_run_leaves_nothing(how: signal.Signals, tmp_path: Path) -> None:
     before = namespaces()
     command = [*CLUSTER, "--scenario", "smoke", "--systems", "torch-bfs", "--steps", "100000", "--timeout", "100"]
-    run = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    run = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         workers = wait_for_workers(run.pid)
         own = {namespace_of(worker) for worker in workers} - before
@@ -166,6 +170,7 @@ def test_a_killed_run_leaves_nothing(how: signal.Signals) -> None:
         _, alive = psutil.wait_procs(workers, timeout=20)
         assert not alive
         assert not own & namespaces()
+        assert how == signal.SIGKILL or not list(tmp_path.iterdir())  # nobody is left to remove the job's files
     finally:
         run.kill()
         run.wait()
