@@ -38,7 +38,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that everything is put away
     scenario = SCENARIOS[options.scenario]
     if options.without_dp_sync:
-        scenario = replace(scenario, name=f"{scenario.name}, no gradients", gradient_bytes=0)
+        name = f"{scenario.name}, no gradients"
+        scenario = replace(scenario, name=name, title="the pipeline alone", gradient_bytes=0)
     try:
         systems = [find_system(name, scenario) for name in options.systems]
     except ValueError as error:
