@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
 from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
@@ -30,6 +31,8 @@ from fold3d.trainer.accelerator import ReplicaAccelerator
 from fold3d.trainer.arguments import TrainingArguments
 from fold3d.trainer.evaluating import EvaluatingTrainer
 from fold3d.trainer.throughput import Throughput
+
+logger = logging.getLogger(__name__)
 
 
 class Trainer(EvaluatingTrainer):
@@ -125,6 +128,8 @@ class Trainer(EvaluatingTrainer):
         timeline = self.args.timeline
         if timeline is not None and timeline > max_steps:
             raise ConfigError(f"timeline={timeline} has no effect: training has {max_steps} steps")
+        if timeline is not None and timeline <= self.state.global_step:
+            logger.warning("timeline=%s: resumed after step %s, none is written", timeline, self.state.global_step)
         if self.layout is None:
             self._create_optimizer_over_whole_model()
         made = self._plain_optimizer()
@@ -153,8 +158,11 @@ class Trainer(EvaluatingTrainer):
         names = {id(parameter): name for name, parameter in self.model.named_parameters()}
         self.layout = OptimizerLayout.restrict(self._plain_optimizer(), names, self.engine.owned)
 
-    def _example(self) -> dict[str, Tensor] | None:
-        """Returns a micro-batch of the training (else evaluation) data, to record the model with."""
+    def _example(self) -> dict[str, Any] | None:
+        """Returns a micro-batch of the training (else evaluation) data, to record the model with.
+
+        Without what the model's forward does not take: an overridden `compute_loss` may have use for it.
+        """
         if isinstance(self.model, transformers.PreTrainedModel):
             return None
         dataset = self.train_dataset if self.train_dataset is not None else self.eval_dataset
@@ -165,7 +173,9 @@ class Trainer(EvaluatingTrainer):
         collate = self._get_collator_with_removed_columns(self.data_collator)
         with torch.random.fork_rng(devices=[]):
             batch = collate([dataset[i] for i in range(min(len(dataset), self.args.train_batch_size))])
-        return {name: value for name, value in batch.items() if isinstance(value, Tensor)}
+        taken = inspect.signature(self.model.forward).parameters
+        takes_all = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in taken.values())
+        return {name: value for name, value in batch.items() if takes_all or name in taken}
 
     # Training
 
