@@ -63,6 +63,7 @@ def engine(model: nn.Module | None = None, **settings: Any) -> Engine:
         (TraceError, r"blocks='h': .*'layers' \(4 x Linear", {"blocks": "h", "segments": 2}),
         (ConfigError, r"weights='here' has no effect: the model has weights of its own", {"weights": "here"}),
         (ConfigError, r"max_grad_norm=0.0: must be positive", {"max_grad_norm": 0.0}),
+        (ConfigError, r"optimizer is a SGD object.*pass what makes it", {"optimizer": SGD(Net().parameters())}),
     ],
 )
 def test_an_engine_that_cannot_be(error: type[Exception], message: str, settings: dict[str, Any]) -> None:
@@ -79,6 +80,14 @@ def test_a_batch_that_does_not_divide() -> None:
     with pytest.raises(ValueError, match="at least one micro-batch"):
         one.run([], lambda model, batch: model(**batch))
     assert torch.isfinite(one.step(batch_of(8)).loss), "a refused batch leaves the engine as it was"
+
+
+def test_a_closed_engine() -> None:
+    one = engine()
+    one.close()
+    one.close()
+    with pytest.raises(ConfigError, match="this engine is closed"):
+        one.step(batch_of())
 
 
 def test_step_without_optimizer() -> None:
@@ -171,6 +180,22 @@ def used_again() -> list[tuple[str, str]]:
     fresh.step(batch_of())
     fresh.close()
     return [first, *later]
+
+
+def cut_twice() -> list[tuple[str, str]]:
+    model = Net()
+    for layout in ({"pp": 2}, {"dp": 2}):
+        answer = _error(lambda: engine(model, **layout).close())  # noqa: B023
+        if answer[0]:
+            return [answer]
+    return []
+
+
+def test_a_model_that_another_engine_has_cut(ranks: RankPool) -> None:
+    """Weights that this rank gave away must not be drawn anew in silence."""
+    for rank, (answer,) in enumerate(ranks.run(cut_twice, 2)):
+        assert answer[0] == "ConfigError" and "the model was cut by another Engine" in answer[1], answer
+        assert f"(layers.{2 - 2 * rank}.weight, ...)" in answer[1] and "build the model anew" in answer[1], answer
 
 
 def test_an_engine_that_has_failed_stays_so(ranks: RankPool) -> None:

@@ -22,7 +22,7 @@ bool is_digit(char c) { return c >= '0' && c <= '9'; }
 int parse_number(std::string_view digits, std::string_view text) {
   int value = 0;
   const auto [end, error] = std::from_chars(digits.data(), digits.data() + digits.size(), value);
-  if (error != std::errc() || end != digits.data() + digits.size()) {
+  if (error != std::errc() || end != digits.data() + digits.size() || digits.size() > 9) {
     reject(text, "'" + std::string(digits) + "' is not a number of at most nine digits");
   }
   return value;

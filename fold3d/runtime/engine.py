@@ -59,7 +59,7 @@ class Engine:
             any gets a parameter of no elements); element-wise optimizers (SGD, Adam, AdamW ...) give the
             single-process result. None: `run` and `evaluate` work, `step` does not.
         max_grad_norm: clips to this global norm in `step`; None: no clipping.
-        example: a micro-batch to record the model with, tensors by argument name. HuggingFace models need none; other
+        example: a micro-batch to record the model with, by argument name. HuggingFace models need none; other
             models that are cut are recorded with the first batch when it is missing.
         weights: folder with safetensors for a model on the meta device.
         device: where parameters live; None: this process's CUDA device, or the CPU.
@@ -75,12 +75,17 @@ class Engine:
         *,
         optimizer: Callable[[list[Parameter]], Optimizer] | None = None,
         max_grad_norm: float | None = None,
-        example: Mapping[str, torch.Tensor] | None = None,
+        example: Mapping[str, Any] | None = None,
         weights: str | None = None,
         device: torch.device | None = None,
     ):
         if max_grad_norm is not None and not max_grad_norm > 0:
             raise ConfigError(f"max_grad_norm={max_grad_norm}: must be positive; leave it None for no clipping")
+        if optimizer is not None and not callable(optimizer):
+            raise ConfigError(
+                f"optimizer is a {type(optimizer).__name__} object, made before the model is cut; pass what makes it, "
+                "such as functools.partial(torch.optim.AdamW, lr=1e-3)"
+            )
         world = dist.get_world_size() if dist.is_initialized() else 1
         rank = dist.get_rank() if dist.is_initialized() else 0
         self.config = config
@@ -97,12 +102,13 @@ class Engine:
         self._cut: RankModel | None = None
         self._pipeline: Pipeline | None = None
         self._failure: str | None = None
+        self._closed = False
         if example is not None or is_transformers_model(model):
             self._build(example)
 
     # Construction
 
-    def _build(self, example: Mapping[str, torch.Tensor] | None) -> None:
+    def _build(self, example: Mapping[str, Any] | None) -> None:
         error: Exception | None = None
         digest, number = "", next(_numbers)
         try:
@@ -135,13 +141,15 @@ class Engine:
     def _built(self, batch: Mapping[str, Any] | None = None) -> tuple[RankModel, Pipeline]:
         if self._failure is not None:
             raise RankError(f"this engine stopped at an earlier failure: {self._failure}")
+        if self._closed:
+            raise ConfigError("this engine is closed; make a new one, with a new model")
         if self._cut is None:
             if batch is None:
                 raise ConfigError(
                     "the model has not been recorded yet; pass example=<a micro-batch> to Engine, or call step or "
                     "evaluate first"
                 )
-            self._build({name: value for name, value in batch.items() if isinstance(value, torch.Tensor)})
+            self._build(batch)
         assert self._cut is not None and self._pipeline is not None
         return self._cut, self._pipeline
 
@@ -244,7 +252,7 @@ class Engine:
             raise ConfigError("step needs an optimizer: pass optimizer=functools.partial(torch.optim.AdamW, lr=...)")
         replica_loss = self.run(micro_batches, self._share_of_loss(micro_batches))
         norm = self.grad_norm() if self.max_grad_norm is None else self.clip_grad_norm(self.max_grad_norm)
-        with self._failing_together(f"the optimizer of {self._step_name()}"):
+        with self._failing_together(f"the optimizer of {self._step_name()}", meets=False):
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return StepOutput(loss=self._mean_over_replicas(replica_loss), grad_norm=norm, account=pipeline.account())
@@ -288,7 +296,11 @@ class Engine:
         self.step_index = int(full["step_index"])
 
     def close(self) -> None:
-        """Ends communication and gives the model its own forward back. Weights of other ranks stay on meta."""
+        """Ends communication and gives the model its own forward back. Weights of other ranks stay on meta.
+
+        The engine cannot be used again, nor can the model by another one that needs those weights.
+        """
+        self._closed = True
         if self._pipeline is not None:
             self._at_exit.detach()
             self._pipeline.close()
@@ -353,9 +365,9 @@ class Engine:
                 raise
 
     @contextlib.contextmanager
-    def _failing_together(self, doing: str) -> Iterator[None]:
+    def _failing_together(self, doing: str, *, meets: bool = True) -> Iterator[None]:
         assert self._pipeline is not None
-        with self._pipeline.progress.during(doing):
+        with self._pipeline.progress.during(doing, meets=meets):
             try:
                 self._raise_failure()
                 yield

@@ -14,7 +14,7 @@ from fold3d.errors import ConfigError, TraceError
 from fold3d.plan.split import split_ranges
 from fold3d.runtime.cells import Cells
 from fold3d.topology import Topology
-from fold3d.trace import SplitModel, Trace, materialize, owned_parameters, release, trace
+from fold3d.trace import SplitModel, Trace, is_released, materialize, owned_parameters, release, trace
 
 
 class WholeModel:
@@ -53,7 +53,7 @@ class RankModel:
         config: ParallelConfig,
         topology: Topology,
         device: torch.device,
-        example: Mapping[str, torch.Tensor] | None,
+        example: Mapping[str, Any] | None,
         weights: str | None,
     ):
         self.model = model
@@ -75,6 +75,7 @@ class RankModel:
         self.cells = Cells.from_chunks(config.pp, of_chunk, self.trace.tied if self.trace else ())
         keep = {name for v in topology.chunks(config.segments) for name in of_chunk[v]}
         if on_meta:
+            _refuse_cut_model(model, keep)
             materialize(model, keep, seed=config.seed, folder=weights)
         release(model, keep)
         _move(model, device)
@@ -103,7 +104,7 @@ class RankModel:
         prefixes = (".".join(parts[:end]) for end in range(len(parts), 0, -1))
         return next((self._stage_of_prefix[prefix] for prefix in prefixes if prefix in self._stage_of_prefix), 0)
 
-    def _trace(self, config: ParallelConfig, example: Mapping[str, torch.Tensor] | None) -> Trace | None:
+    def _trace(self, config: ParallelConfig, example: Mapping[str, Any] | None) -> Trace | None:
         try:
             return trace(self.model, blocks=config.blocks, example=example)
         except TraceError:
@@ -123,6 +124,16 @@ class RankModel:
     def primary(self) -> set[str]:
         """Returns the names of the parameters this stage is responsible for."""
         return {name for name in self.parameters if self.cells.home(name) == self.stage}
+
+
+def _refuse_cut_model(model: Module, keep: set[str]) -> None:
+    """Raises ConfigError when `model` was cut before and needed weights are gone; drawing others would be silent."""
+    gone = [name for name, p in model.named_parameters(remove_duplicate=False) if name in keep and is_released(p)]
+    if gone:
+        raise ConfigError(
+            f"the model was cut by another Engine, and this rank needs {len(gone)} weights that only other ranks kept "
+            f"({gone[0]}, ...); build the model anew and load the first engine's state_dict()"
+        )
 
 
 def _move(model: Module, device: torch.device) -> None:

@@ -28,7 +28,7 @@ def load_csv(path: str | PathLike[str]) -> _C.Schedule:
     Raises: ConfigError if the file cannot be read or has a cell that is not an action.
     """
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = Path(path).read_text(encoding="utf-8-sig")  # spreadsheets begin a file with a byte order mark
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read the schedule {str(path)!r}: {error}") from None
     try:

@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from fold3d import _C
 from fold3d.errors import ConfigError
 
+_MOST_FORWARDS = 10**7  # of all ranks; a step of hours, and gigabytes of actions
+
 
 @contextmanager
 def _config_errors() -> Iterator[None]:
@@ -50,6 +52,11 @@ def generate(
     """
     if group_size is not None and group_size < 1:
         raise ConfigError(f"group_size must be at least 1, got {group_size}; leave it out for the default")
+    if pp * segments * micro_batches > _MOST_FORWARDS and min(pp, segments, micro_batches) > 0:
+        raise ConfigError(
+            f"pp={pp} segments={segments} micro_batches={micro_batches}: more than {_MOST_FORWARDS:.0e} forwards in "
+            "one step; lower micro_batches"
+        )
     with _config_errors():
         return _C.generate(name, pp, segments, micro_batches, group_size or 0, turn or "")
 

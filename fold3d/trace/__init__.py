@@ -8,7 +8,7 @@ from fold3d.trace.capture import trace
 from fold3d.trace.errors import SplitError
 from fold3d.trace.materialize import materialize
 from fold3d.trace.model_trace import BlockCost, Trace
-from fold3d.trace.ownership import owned_parameters, release
+from fold3d.trace.ownership import is_released, owned_parameters, release
 from fold3d.trace.split_model import SplitModel
 from fold3d.trace.structure import TreeStructure
 
@@ -19,6 +19,7 @@ __all__ = [
     "Trace",
     "TreeStructure",
     "find_blocks",
+    "is_released",
     "materialize",
     "owned_parameters",
     "release",

@@ -20,7 +20,7 @@ from fold3d.trace.recorder import Recorder
 from fold3d.trace.structure import TreeStructure
 
 
-def trace(model: nn.Module, *, blocks: str = "auto", example: Mapping[str, Tensor] | None = None) -> Trace:
+def trace(model: nn.Module, *, blocks: str = "auto", example: Mapping[str, Any] | None = None) -> Trace:
     """Returns what one forward of `model` says about its blocks and what lies around them.
 
     Runs `model(**example)` in training mode on a copy whose tensors have shapes but no storage

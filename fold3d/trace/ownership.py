@@ -9,6 +9,8 @@ from torch import nn
 
 from fold3d.trace.model_trace import Trace
 
+_RELEASED = "_fold3d_released"
+
 
 def owned_parameters(model: nn.Module, trace: Trace, ranges: Sequence[tuple[int, int]], chunk: int) -> list[str]:
     """Returns the names of the parameters that chunk `chunk` needs, in the model's order.
@@ -42,7 +44,14 @@ def release(model: nn.Module, keep: set[str]) -> None:
     holders = parameter_holders(model)
     for parameter, names in holders:
         if keep.isdisjoint(names) and not (parameter.is_meta and not parameter.requires_grad):
-            replace_parameter(model, names, nn.Parameter(parameter.detach().to("meta"), requires_grad=False))
+            released = nn.Parameter(parameter.detach().to("meta"), requires_grad=False)
+            setattr(released, _RELEASED, True)
+            replace_parameter(model, names, released)
+
+
+def is_released(parameter: nn.Parameter) -> bool:
+    """Returns whether `release` took the parameter's storage."""
+    return getattr(parameter, _RELEASED, False)
 
 
 def parameter_holders(model: nn.Module) -> list[tuple[nn.Parameter, list[str]]]:

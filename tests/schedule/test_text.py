@@ -66,6 +66,8 @@ def test_files(tmp_path):
     made = schedule.generate("aiao", pp=2, segments=2, micro_batches=3)
     schedule.save_csv(made, tmp_path / "a.csv")
     assert schedule.load_csv(tmp_path / "a.csv") == made
+    (tmp_path / "sheet.csv").write_text("0F0,0B0\r\n1F0,1B0\r\n", encoding="utf-8-sig")
+    assert schedule.load_csv(tmp_path / "sheet.csv").csv() == "0F0,0B0\n1F0,1B0\n"
     with pytest.raises(ConfigError, match=r"cannot read the schedule .*none\.csv"):
         schedule.load_csv(tmp_path / "none.csv")
     (tmp_path / "bad.csv").write_text("0F0,hello\n")
