@@ -1,0 +1,40 @@
+"""What a batch may hold beside tensors."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fold3d import Engine, ParallelConfig
+
+SGD = functools.partial(torch.optim.SGD, lr=0.1)
+
+
+class Powers(nn.Module):
+    """Needs values that are no tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+
+    def forward(self, x: Tensor, *, power: int, names: list[str]) -> Tensor:
+        for _, layer in zip(names, self.layers, strict=True):
+            x = layer(x).tanh()
+        return (x**power).mean()
+
+
+@pytest.mark.parametrize("as_example", [False, True])
+def test_values_that_are_no_tensors(as_example: bool) -> None:
+    """They go to every micro-batch, and to the recording."""
+    batch: dict[str, Any] = {"x": torch.ones(4, 4), "power": 2, "names": list("abcd")}
+    torch.manual_seed(0)
+    model = Powers()
+    expected = model(**batch).item()
+    config = ParallelConfig(segments=2, micro_batches=2, blocks="layers")
+    engine = Engine(model, config, optimizer=SGD, example=batch if as_example else None)
+    assert engine.step(batch).loss.item() == pytest.approx(expected)
+    engine.close()
