@@ -56,9 +56,9 @@ class FailureBoard:
         self._prefix = f"fold3d/{name}"
         self._period = _LOOK_SECONDS * max(1.0, topology.world / _RANKS_PER_LOOK)
         self._trainer = threading.get_ident()
+        self._lock = threading.Lock()  # for what follows: any of the three threads may learn first
         self._message: str | None = None
         self._known = threading.Event()
-        self._known_at = 0.0
         self._raised = False
         self._closed = threading.Event()
         self._contact = time.monotonic()
@@ -212,11 +212,12 @@ class FailureBoard:
             return
 
     def _learn(self, message: str) -> None:
-        if self._message is None:
+        with self._lock:
+            if self._message is not None:
+                return
             self._message = message
-            self._known_at = time.monotonic()
-            self._known.set()
-            self._progress.abort(message)
+        self._known.set()
+        self._progress.abort(message)
 
     # The thread that never blocks
 

@@ -58,18 +58,18 @@ class Pipeline:
         if topology.world > 1:
             store = dist.distributed_c10d._get_default_store()
             self._board = FailureBoard(store, name, topology, config.timeout_seconds, self.progress)
-        try:
-            with self.progress.during("building the engine"):
+        with self.progress.during("building the engine", meets=True):
+            try:
                 self._connect(config, device)
-        except Fold3dError:
-            self.close()
-            raise
-        except BaseException as error:
-            message = self.fail(error)
-            self.close()
-            if not isinstance(error, Exception):
+            except Fold3dError:
+                self.close()
                 raise
-            raise RankError(message) from error
+            except BaseException as error:
+                message = self.fail(error)
+                self.close()
+                if not isinstance(error, Exception):
+                    raise
+                raise RankError(message) from error
 
     def _connect(self, config: ParallelConfig, device: torch.device) -> None:
         topology, cut = self._topology, self._cut
@@ -211,7 +211,10 @@ class Pipeline:
             found = self._uneven(reports)
         if not found:
             late = self._late(reports)
-            found = [f"{topology.describe(r)} does not come: it is {reports[r].where()}" for r in late[:_NAMED]]
+            found = [
+                f"{topology.describe(r)} does not come in time (setting comm_timeout): it is {reports[r].where()}"
+                for r in late[:_NAMED]
+            ]
         if not found:
             return self._own_message(error)
         noticed = str(error).removeprefix(f"{self._name}: ").removeprefix(f"{self._name} ")
@@ -230,10 +233,10 @@ class Pipeline:
 
     def _late(self, reports: dict[int, Report]) -> list[int]:
         """Returns the ranks this one waited for in vain."""
-        own = self.progress.report()
-        if own.action and self._schedule is not None:
-            return holding_up(self._schedule, self._topology, own.run, reports)
-        return [r for r, report in reports.items() if (report.action, report.doing) != (own.action, own.doing)]
+        if self._schedule is None:
+            return []
+        reports = reports | {self._topology.rank: self.progress.report()}
+        return holding_up(self._schedule, self._topology, self.progress.run, reports)
 
     def close(self) -> None:
         """Ends the executor's threads and destroys the groups."""

@@ -23,6 +23,8 @@ class Report:
     """Action in progress, "" between runs."""
     doing: str
     """Completes "it is in ...", "" while the rank is in none of fold3d's methods."""
+    meets: bool
+    """What it does, where it is in no action, is to wait for ranks of its pipeline or data-parallel group."""
     closed: bool
     """The rank has closed its engine, or its process has ended in good order."""
 
@@ -52,6 +54,7 @@ class Progress:
         self.run = 0
         self.micro_batches = 0
         self.doing = ""
+        self.meets = False
         self._beat = 0
 
     def report(self, *, closed: bool = False) -> Report:
@@ -64,6 +67,7 @@ class Progress:
             micro_batches=self.micro_batches,
             action=action,
             doing=self.doing,
+            meets=self.meets,
             closed=closed,
         )
 
@@ -73,13 +77,14 @@ class Progress:
         self.micro_batches = micro_batches
 
     @contextlib.contextmanager
-    def during(self, doing: str) -> Iterator[None]:
-        """Says what the body does; the outermost of nested bodies that fails keeps saying it until it is left."""
-        before, self.doing = self.doing, doing
+    def during(self, doing: str, *, meets: bool = False) -> Iterator[None]:
+        """Says what the body does. `meets`: it ends only when other ranks have come to the same point."""
+        before = self.doing, self.meets
+        self.doing, self.meets = doing, meets
         try:
             yield
         finally:
-            self.doing = before
+            self.doing, self.meets = before
 
     def abort(self, message: str) -> None:
         """Ends all communication of this rank's executor; any thread."""

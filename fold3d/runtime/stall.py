@@ -13,8 +13,8 @@ from fold3d.topology import Topology
 def holding_up(schedule: Schedule, topology: Topology, run: int, reports: Mapping[int, Report]) -> list[int]:
     """Returns the ranks that `topology.rank` waits for in the end: they wait for nobody and have not finished the run.
 
-    A rank that waits for a message waits for its sender, which may itself wait for another; the chain ends at the rank
-    that computes for long, sleeps, or never began.
+    A rank that waits for a message waits for its sender, which may itself wait for another; one that meets others waits
+    for those that are not there. The chain ends at the rank that computes for long, sleeps, or never began.
 
     Args:
         schedule: the lowered schedule of the run under way on `topology.rank`.
@@ -55,7 +55,12 @@ class _Chain:
 
     def blockers(self, rank: int) -> set[int]:
         """Returns the ranks that have not yet done what `rank` waits for now."""
-        if rank not in self._reports or not 0 <= self._position(rank) < float("inf"):
+        report = self._reports.get(rank)
+        if report is None or report.closed:
+            return set()
+        if not report.action:
+            return self._absent(rank, report) if report.meets else set()
+        if report.run != self._run or not 0 <= self._position(rank) < float("inf"):
             return set()
         stage, replica = self._stage(rank), rank // self._topology.pp
         program = self._schedule.ranks[stage]
@@ -72,6 +77,17 @@ class _Chain:
             if peer != rank and not self._has_passed(peer, action):
                 blockers.add(peer)
         return blockers
+
+    def _absent(self, rank: int, report: Report) -> set[int]:
+        """Returns those that `rank` may meet and that have not come as far, or are elsewhere in the same run."""
+        replica, stage = divmod(rank, self._topology.pp)
+        peers = {*self._topology.pipeline(replica), *self._topology.replicas(stage)} & set(self._reports)
+        here = (report.run, "", report.doing)
+        return {
+            peer
+            for peer, other in self._reports.items()
+            if peer in peers and other.run <= report.run and (other.run, other.action, other.doing) != here
+        }
 
     @staticmethod
     def _receive(send: _C.Action) -> _C.Action:

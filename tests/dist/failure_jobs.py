@@ -38,6 +38,7 @@ class Trap:
     step: int = 2
     visits: int = 0
     now: int = 0
+    sprang: float = 0.0
 
     def visit(self, place: str) -> None:
         """Called at every place of every rank."""
@@ -46,7 +47,8 @@ class Trap:
         self.visits += 1
         if self.visits != (1 if place in ("optimizer", "outside", "evaluation") else 2):
             return
-        say(f"trap {time.monotonic()}")
+        self.sprang = time.monotonic()
+        say(f"trap {self.sprang}")
         if self.what == "raise":
             raise ZeroDivisionError(f"broken in {place}")
         if self.what == "sleep":
@@ -142,13 +144,13 @@ def train(layout: dict[str, Any], trap_settings: dict[str, Any], steps: int = 3,
 
 
 def outcome(layout: dict[str, Any], trap_settings: dict[str, Any]) -> dict[str, Any]:
-    """Trains; returns the error that ended it and the seconds from the trap's step to it."""
-    start = time.monotonic()
+    """Trains; returns the error that ended it, when that was and when the trap sprang (0 where it did not)."""
+    answer = {"error": "", "cause": ""}
     try:
         train(layout, trap_settings)
     except RankError as error:
-        return {"error": str(error), "seconds": time.monotonic() - start, "cause": type(error.__cause__).__name__}
-    return {"error": "", "seconds": time.monotonic() - start, "cause": ""}
+        answer = {"error": str(error), "cause": type(error.__cause__).__name__}
+    return answer | {"ended": time.monotonic(), "sprang": trap.sprang}
 
 
 def main() -> None:

@@ -19,7 +19,11 @@ RUN = 5
 
 
 def report(action: str, run: int = RUN, *, closed: bool = False) -> Report:
-    return Report(beat=1, run=run, micro_batches=4, action=action, doing="step 5", closed=closed)
+    return Report(beat=1, run=run, micro_batches=4, action=action, doing="step 5", meets=True, closed=closed)
+
+
+def doing(what: str, run: int = RUN, *, meets: bool = False) -> Report:
+    return Report(beat=1, run=run, micro_batches=4, action="", doing=what, meets=meets, closed=False)
 
 
 def late(dp: int, pp: int, rank: int, places: list[str | Report], name: str = "1f1b", segments: int = 1) -> list[int]:
@@ -28,7 +32,7 @@ def late(dp: int, pp: int, rank: int, places: list[str | Report], name: str = "1
     return holding_up(schedules.lower(plain, reduce=dp > 1), Topology(dp=dp, pp=pp, rank=rank), RUN, reports)
 
 
-NOT_BEGUN = report("", RUN - 1)
+NOT_BEGUN = doing("", RUN - 1)
 
 
 @pytest.mark.parametrize("rank", [0, 1, 2])
@@ -54,6 +58,16 @@ def test_the_other_replica_is_late() -> None:
     """Rank 1 has computed everything and waits for a sum; rank 3 waits for rank 2, which hangs in a forward."""
     last = schedules.lower(schedules.generate("1f1b", pp=2, micro_batches=4), reduce=True).ranks[1][-1].text
     assert late(2, 2, 1, ["0B3", last, "0F2", "1F2"]) == [2]
+
+
+def test_the_chain_goes_through_collectives() -> None:
+    """Rank 0 sleeps in its optimizer, rank 2 waits for it with the loss, rank 3 for rank 2 in the next run."""
+    places: list[str | Report] = [doing("the optimizer", RUN - 1), "1F0", doing("the loss", RUN - 1, meets=True), "1F0"]
+    assert late(2, 2, 3, places) == [0]
+    assert late(2, 2, 1, places) == [0]
+    met = doing("the norm", meets=True)
+    assert late(1, 4, 0, [met, met, met, doing("")]) == [3]
+    assert late(1, 4, 0, [met, met, met, met]) == []
 
 
 def test_whoever_has_left_is_late() -> None:

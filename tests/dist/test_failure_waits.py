@@ -18,7 +18,7 @@ pytestmark = pytest.mark.dist
 GRACE = 5.0
 """Seconds a rank may stay in a call that cannot be interrupted."""
 DIAGNOSIS = 3.0
-EXIT = 6.0
+EXIT = 12.0
 
 
 def run(target: Any, processes: int, *args: Any) -> tuple[LaunchResult, float]:
