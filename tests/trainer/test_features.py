@@ -286,6 +286,48 @@ def test_plain_module(ranks: RankPool, tmp_path: Path) -> None:
     assert (tmp_path / "model.safetensors").is_file()
 
 
+class Scoring(nn.Module):
+    """Has no loss of its own, and an argument that is no tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.word = nn.Embedding(models.VOCABULARY, 8)
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, input_ids: Tensor, names: list[str]) -> Tensor:
+        x = self.word(input_ids)
+        for _, layer in zip(names, self.layers, strict=True):
+            x = layer(x).tanh()
+        return x @ self.word.weight.T
+
+
+def collate_with_names(samples: list[dict[str, Any]]) -> dict[str, Any]:
+    batch = collate(samples)
+    return {"input_ids": batch["input_ids"], "labels": batch["labels"], "names": list("abcd")}
+
+
+class LossOutside(Variant):
+    def arguments(self, named: dict[str, Any]) -> dict[str, Any]:
+        torch.manual_seed(3)
+        return named | {"model": Scoring().double(), "data_collator": collate_with_names}
+
+    def trainer(self, base: type[Any]) -> type[Any]:
+        class Trainer(base):  # type: ignore[misc]
+            def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **named: Any) -> Any:
+                labels = inputs.pop("labels")
+                scores = model(**inputs)
+                loss = nn.functional.cross_entropy(scores.flatten(0, 1), labels.flatten())
+                return (loss, {"loss": loss, "logits": scores}) if return_outputs else loss
+
+        Trainer.loss_is_scaled_for_ga = False
+        return Trainer
+
+
+def test_plain_module_without_loss_and_with_values_that_are_no_tensors(ranks: RankPool, tmp_path: Path) -> None:
+    arguments = {"per_device_train_batch_size": 4, "label_names": ["labels"]}
+    against_stock(ranks, tmp_path, LossOutside(), arguments=arguments)
+
+
 def test_parameters_frozen_by_the_user(ranks: RankPool, tmp_path: Path) -> None:
     against_stock(ranks, tmp_path, Frozen(), arguments={"save_strategy": "steps", "save_steps": 2})
 
