@@ -242,5 +242,5 @@ def steps_of_different_length() -> tuple[str, str]:
 
 def test_another_number_of_micro_batches_on_one_stage(ranks: RankPool) -> None:
     for kind, text in ranks.run(steps_of_different_length, 2):
-        assert kind == "RankError" and "of step 1" in text, text
+        assert kind == "RankError" and "step 1" in text, text
         assert "was given 3 micro-batches and" in text or "was given 4 micro-batches and" in text, text
