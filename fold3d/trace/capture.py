@@ -38,8 +38,8 @@ def trace(model: nn.Module, *, blocks: str = "auto", example: Mapping[str, Any] 
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         raise TraceError(
             f"{type(model).__name__} is an encoder-decoder model (config.is_encoder_decoder=True); only "
-            "models with one stack of blocks can be cut in this version. Train it with pp=1 in the stock "
-            "Trainer, or use a decoder-only or encoder-only model."
+            "models with one stack of blocks can be cut in this version. Use a decoder-only or encoder-only model, "
+            "or pp=1 and segments=1."
         )
     names = find_blocks(model, blocks)
     if example is None:
