@@ -90,12 +90,18 @@ class RankPool:
         ref = call.reference(target)
         self._start()
         assert self._folder is not None
+        # Importing a test module may import transformers, which takes long on a busy machine: not the call's time.
+        self._ask(world_size, (ref, 0, "", 0, 0.0, (), {}))
+        self._collect(world_size, time.monotonic() + START_TIMEOUT_S, grace, f"importing {ref}")
         self._calls += 1
         store = str(self._folder / f"store-{self._calls}")
-        request = pickle.dumps((ref, world_size, store, call.free_port(), timeout, args, kwargs))
-        for worker in self._workers[:world_size]:
-            worker.pipe.send_bytes(request)
+        self._ask(world_size, (ref, world_size, store, call.free_port(), timeout, args, kwargs))
         return self._collect(world_size, time.monotonic() + timeout, grace, ref)
+
+    def _ask(self, world_size: int, request: tuple[Any, ...]) -> None:
+        message = pickle.dumps(request)
+        for worker in self._workers[:world_size]:
+            worker.pipe.send_bytes(message)
 
     def close(self) -> None:
         """Kills the workers; the next `run` starts new ones."""
@@ -213,6 +219,8 @@ def _answer(request: bytes, rank: int) -> bytes:
         function = call.resolve(ref)
         if len(sys.modules) > modules:
             gc.freeze()  # what was imported never dies: keep it out of the collection after every call
+        if world_size == 0:  # only the import was asked for
+            return pickle.dumps((True, None))
         with (
             call.changed_environment(call.rank_environment(rank, world_size, port)),
             call.process_group(store, rank, world_size, timeout),
