@@ -82,9 +82,8 @@ def test_stopped_in_the_middle_of_a_step() -> None:
     assert ended.result[2].stopped
 
 
-@pytest.mark.parametrize("place", ["backward", "evaluation"])
-def test_the_rank_that_keeps_the_store_is_stopped(place: str) -> None:
-    ended = run({"pp": 2}, {"rank": 0, "place": place, "what": "SIGSTOP"}, script=True)
+def test_the_rank_that_keeps_the_store_is_stopped() -> None:
+    ended = run({"pp": 2}, {"rank": 0, "place": "backward", "what": "SIGSTOP"}, script=True)
     ended.check(0, TIMEOUT + DIAGNOSIS + EXIT, "RankError: ", "rank 0 (replica 0, stage 0), which keeps it, is stopped")
     assert ended.result[0].stopped
 
@@ -104,11 +103,10 @@ def test_ends_well_without_close() -> None:
     assert [one.stdout for one in result] == ["done\n"] * 2, result.report()
 
 
-@pytest.mark.parametrize("what", ["raise", "SIGKILL"])
-def test_torchrun(what: str) -> None:
+def test_torchrun() -> None:
     """The launcher returns non-zero in bounded time and leaves nothing running."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(SCRIPT)]
-    command += [repr({"pp": 2}), repr({"rank": 1, "place": "forward", "what": what})]
+    command += [repr({"pp": 2}), repr({"rank": 1, "place": "forward", "what": "SIGKILL"})]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, start_new_session=True
@@ -122,7 +120,7 @@ def test_torchrun(what: str) -> None:
     assert launcher.returncode == 1 and not left, err
     lines = [line for line in out.splitlines() if line.startswith("trap ")]
     assert len(lines) == 1 and time.monotonic() - float(lines[0].split()[1]) < DIAGNOSIS + EXIT, out
-    assert ("rank 1 (replica 0, stage 1) failed in 1F" if what == "raise" else "Signal 9") in err
+    assert "Signal 9" in err, err
 
 
 def _session(leader: int) -> list[int]:
