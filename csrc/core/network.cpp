@@ -20,8 +20,7 @@ void Network::send_message(std::int64_t now, int from, int to, std::int64_t byte
   messages_.push_back({from, to, token, bytes, now, 0});
   waiting_messages_.push_back(static_cast<int>(messages_.size()) - 1);
   for (Side* side : {&out(from), &in(to)}) {
-    ++side->pipeline.pending;
-    side->pipeline.newest_ns = now;
+    side->pipeline.begins(now, duration(bytes));
     shorten(now, *side, true);
   }
   start_what_can(now);
@@ -44,7 +43,7 @@ bool Network::handle(const Event& event, Sent& sent) {
     const Message& message = messages_[static_cast<std::size_t>(event.a)];
     for (Side* side : {&out(message.from), &in(message.to)}) {
       side->busy = false;
-      --side->pipeline.pending;
+      side->pipeline.ends();
     }
     sent = {message.from, message.to, true, message.token, message.started, event.time, message.bytes, true};
     counters_.message_bytes += message.bytes;

@@ -94,18 +94,6 @@ TEST(BufferPool, ABufferOutlivesThePool) {
   held.reset();
 }
 
-TEST(Arbiter, PipelineGoesFirstWithBoundedPatience) {
-  const core::Arbiter arbiter({.message_patience_ns = 10, .chunk_patience_ns = 25});
-  EXPECT_EQ(arbiter.start_ns(100, {.pending = 0, .newest_ns = 99}), 100);  // silence: at once
-  EXPECT_EQ(arbiter.start_ns(100, {.pending = 1, .newest_ns = 98}),
-            108);  // a message holds it back for its patience
-  EXPECT_EQ(arbiter.start_ns(100, {.pending = 3, .newest_ns = 114}), 124);
-  EXPECT_EQ(arbiter.start_ns(100, {.pending = 3, .newest_ns = 124}),
-            125);  // but no stream of messages for ever
-  EXPECT_LE(arbiter.start_ns(100, {.pending = 1, .newest_ns = 50}),
-            100);  // a message stuck at its receiver: at once
-}
-
 TEST(PipelineGate, HoldsUntilThePipelineIsSilent) {
   comm::PipelineGate gate;
   const core::Arbiter patient({.message_patience_ns = 60'000'000'000, .chunk_patience_ns = 60'000'000'000});
