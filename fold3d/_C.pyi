@@ -139,7 +139,12 @@ class ClusterModel:
     preempt: bool
     dp_sync: str
     early_gathers: int
+    gather_order: list[list[int]]
     layers_per_bucket: int
+    bucket_ns: int
+    action_ns: int
+    update_ns: list[int]
+    buckets: list[list[tuple[int, int, int, bool]]]
     forward_ns: list[int]
     backward_ns: list[int]
     layers: list[int]
@@ -188,6 +193,8 @@ class TrainingStep:
     def limit_ns(self) -> int: ...
     @property
     def ranks(self) -> list[RankAccount]: ...
+    @property
+    def gather_order(self) -> list[list[int]]: ...
     @property
     def early_gathers(self) -> int: ...
     @property

@@ -3,6 +3,8 @@
 #include <pybind11/stl.h>
 
 #include <string>
+#include <tuple>
+#include <vector>
 
 #include "core/simulate.h"
 
@@ -11,6 +13,7 @@ namespace py = pybind11;
 namespace fold3d::bindings {
 namespace {
 
+using core::BucketModel;
 using core::ClusterModel;
 using core::RankAccount;
 using core::SimulatedSpan;
@@ -37,6 +40,27 @@ std::string text_of(const SimulatedSpan& span) {
   return core::to_string(span.action);
 }
 
+using BucketTuple = std::tuple<std::int64_t, std::int64_t, std::int64_t, bool>;
+
+std::vector<std::vector<BucketTuple>> buckets_of(const ClusterModel& model) {
+  std::vector<std::vector<BucketTuple>> chunks;
+  for (const auto& parts : model.buckets) {
+    auto& chunk = chunks.emplace_back();
+    for (const BucketModel& part : parts) chunk.emplace_back(part.forward_ns, part.backward_ns, part.bytes, part.zero1);
+  }
+  return chunks;
+}
+
+void set_buckets(ClusterModel& model, const std::vector<std::vector<BucketTuple>>& chunks) {
+  model.buckets.clear();
+  for (const auto& parts : chunks) {
+    auto& chunk = model.buckets.emplace_back();
+    for (const auto& [forward_ns, backward_ns, bytes, zero1] : parts) {
+      chunk.push_back({forward_ns, backward_ns, bytes, zero1});
+    }
+  }
+}
+
 void bind_model(py::module_& module) {
   py::class_<ClusterModel>(module, "ClusterModel", "What a training step costs: computation, network, DP.sync.")
       .def(py::init<>())
@@ -51,7 +75,12 @@ void bind_model(py::module_& module) {
           "dp_sync", [](const ClusterModel& model) { return std::string(core::to_string(model.dp_sync)); },
           [](ClusterModel& model, const std::string& text) { model.dp_sync = core::parse_dp_sync(text); })
       .def_readwrite("early_gathers", &ClusterModel::early_gathers)
+      .def_readwrite("gather_order", &ClusterModel::gather_order)
       .def_readwrite("layers_per_bucket", &ClusterModel::layers_per_bucket)
+      .def_readwrite("bucket_ns", &ClusterModel::bucket_ns)
+      .def_readwrite("action_ns", &ClusterModel::action_ns)
+      .def_readwrite("update_ns", &ClusterModel::update_ns)
+      .def_property("buckets", &buckets_of, &set_buckets)
       .def_readwrite("forward_ns", &ClusterModel::forward_ns)
       .def_readwrite("backward_ns", &ClusterModel::backward_ns)
       .def_readwrite("layers", &ClusterModel::layers)
@@ -81,6 +110,7 @@ void bind_step(py::module_& module) {
       .def_readonly("steady", &TrainingStep::steady)
       .def_readonly("limit_ns", &TrainingStep::limit_ns)
       .def_readonly("ranks", &TrainingStep::ranks)
+      .def_readonly("gather_order", &TrainingStep::gather_order)
       .def_readonly("early_gathers", &TrainingStep::early_gathers)
       .def_readonly("preemptions", &TrainingStep::preemptions)
       .def_readonly("longest_message_wait_ns", &TrainingStep::longest_message_wait_ns)

@@ -1,5 +1,6 @@
 #include "core/cluster_model.h"
 
+#include <algorithm>
 #include <array>
 #include <map>
 #include <set>
@@ -24,6 +25,19 @@ void check_chunks(const char* name, const std::vector<T>& values, const Shape& s
     if (values[chunk] < least) {
       refuse(name + ("[" + std::to_string(chunk)) + "]", std::to_string(values[chunk]),
              "at least " + std::to_string(least));
+    }
+  }
+}
+
+void check_buckets(const std::vector<std::vector<BucketModel>>& buckets, const Shape& shape) {
+  if (buckets.size() != static_cast<std::size_t>(shape.num_chunks())) {
+    refuse("buckets", std::to_string(buckets.size()) + " lists long",
+           "one list for each of the " + std::to_string(shape.num_chunks()) + " chunks of " + to_string(shape));
+  }
+  for (std::size_t chunk = 0; chunk < buckets.size(); ++chunk) {
+    for (const BucketModel& bucket : buckets[chunk]) {
+      const std::int64_t least = std::min({bucket.forward_ns, bucket.backward_ns, bucket.bytes});
+      if (least < 0) refuse("a number of buckets[" + std::to_string(chunk) + "]", std::to_string(least), "at least 0");
     }
   }
 }
@@ -73,9 +87,21 @@ void ClusterModel::check(const Shape& shape) const {
   }
   check_chunks<std::int64_t>("forward_ns", forward_ns, shape, 0);
   check_chunks<std::int64_t>("backward_ns", backward_ns, shape, 0);
-  check_chunks<int>("layers", layers, shape, 1);
   check_chunks<std::int64_t>("activation_bytes", activation_bytes, shape, 0);
-  check_chunks<std::int64_t>("gradient_bytes", gradient_bytes, shape, 0);
+  if (!update_ns.empty()) check_chunks<std::int64_t>("update_ns", update_ns, shape, 0);
+  if (buckets.empty()) {
+    check_chunks<int>("layers", layers, shape, 1);
+    check_chunks<std::int64_t>("gradient_bytes", gradient_bytes, shape, 0);
+  } else {
+    check_buckets(buckets, shape);
+  }
+  if (bucket_ns < 0) refuse("bucket_ns", std::to_string(bucket_ns), "0 or more");
+  if (action_ns < 0) refuse("action_ns", std::to_string(action_ns), "0 or more");
+  if (gather_order.empty()) return;
+  if (dp_sync != DpSync::kEarly && dp_sync != DpSync::kUnvoted) {
+    refuse("gather_order", "given", "left empty with dp_sync '" + std::string(to_string(dp_sync)) + "'");
+  }
+  if (early_gathers != -1) refuse("early_gathers", std::to_string(early_gathers), "-1 with a gather_order");
 }
 
 int ClusterModel::distinct_replicas(int pp) const {

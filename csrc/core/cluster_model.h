@@ -27,6 +27,14 @@ std::string_view to_string(DpSync dp_sync);
 /// Inverse of to_string. Throws std::invalid_argument that lists the names.
 DpSync parse_dp_sync(std::string_view text);
 
+/// A part of a chunk whose gradients are summed together; the parts of a chunk follow each other in forward order.
+struct BucketModel {
+  std::int64_t forward_ns = 0;   ///< its share of ClusterModel::forward_ns is this over the sum of its chunk
+  std::int64_t backward_ns = 0;  ///< likewise
+  std::int64_t bytes = 0;        ///< of gradients; the halves of an all-reduce move (dp-1)/dp of it each
+  bool zero1 = false;            ///< with DpSync::kEarly: this one as in kZero1
+};
+
 /// What a training step costs: computation, network and data-parallel traffic. Per-chunk vectors have
 /// Shape::num_chunks() entries. Rank = replica * pp + stage.
 struct ClusterModel {
@@ -39,15 +47,26 @@ struct ClusterModel {
   bool preempt = true;                 ///< pipeline messages first; else first come, first served, bucket by bucket
   Arbiter::Options arbiter;            ///< patience of the two kinds of traffic
   DpSync dp_sync = DpSync::kZero1;
-  int early_gathers = -1;     ///< kEarly, kUnvoted: gathers that a stage may begin before its last reduce-scatter is
-                              ///< done; -1 = whenever the network is idle
-  int layers_per_bucket = 1;  ///< 0 = one bucket per chunk
+  int early_gathers = -1;  ///< kEarly, kUnvoted: gathers that a stage may begin before its last reduce-scatter is
+                           ///< done; -1 = whenever the network is idle
+  /// kEarly, kUnvoted: for every stage its early buckets (numbered from 0 in forward order over the stage's chunks,
+  /// zero1 ones included) in the order of their gathers; each begins when it is reduced and the one before it has left.
+  /// Empty: the simulator chooses as it goes, and returns what it chose.
+  std::vector<std::vector<int>> gather_order;
+  int layers_per_bucket = 1;   ///< 0 = one bucket per chunk; only without `buckets`
+  std::int64_t bucket_ns = 0;  ///< from the turn of a reduce-scatter or gather to its first byte
+  std::int64_t action_ns = 0;  ///< added to every compute action
 
   std::vector<std::int64_t> forward_ns;        ///< one micro-batch
   std::vector<std::int64_t> backward_ns;       ///< one micro-batch; I and W of a split backward take half each
-  std::vector<int> layers;                     ///< equal shares of the chunk's times and gradients
   std::vector<std::int64_t> activation_bytes;  ///< what a chunk sends to the next for one micro-batch, and gets back
-  std::vector<std::int64_t> gradient_bytes;    ///< of the chunk; the halves of an all-reduce move (dp-1)/dp of it each
+  /// Optimizer: all of the chunk's gradients on one rank; empty = 0. It runs before the chunk's first forward; for
+  /// zero1 buckets a replica updates its share of 1/dp right after the vote, before anything else, and then gathers.
+  std::vector<std::int64_t> update_ns;
+  /// Of every chunk. Empty: cut from `layers`, equal shares of the chunk's times and `gradient_bytes`.
+  std::vector<std::vector<BucketModel>> buckets;
+  std::vector<int> layers;
+  std::vector<std::int64_t> gradient_bytes;
 
   /// Throws std::invalid_argument naming the entry, its value and what is accepted.
   void check(const Shape& shape) const;

@@ -9,14 +9,16 @@ namespace fold3d::core {
 /// Something that happens at a point of simulated time.
 struct Event {
   enum class Type : std::uint8_t {
-    kComputed,        ///< a rank has finished what it was computing (a = rank)
-    kProduced,        ///< a rank's last backward has completed a bucket (a = rank, b = bucket)
-    kArrived,         ///< a pipeline message is there (a = rank, b = action)
-    kMessageSent,     ///< the last byte of a message has left (a = message)
-    kBurstSent,       ///< a stretch of a data-parallel flow has left (a = flow, b = its version)
-    kNetworkWake,     ///< a flow's patience with pipeline messages is over
-    kCollectiveDone,  ///< a reduce-scatter or gather is complete on all its ranks (a = collective)
-    kVoted,           ///< every rank knows the outcome of the vote
+    kComputed,         ///< a rank has finished what it was computing (a = rank)
+    kProduced,         ///< a rank's last backward has completed a bucket (a = rank, b = bucket)
+    kArrived,          ///< a pipeline message is there (a = rank, b = action)
+    kMessageSent,      ///< the last byte of a message has left (a = message)
+    kBurstSent,        ///< a stretch of a data-parallel flow has left (a = flow, b = its version)
+    kNetworkWake,      ///< a flow's patience with pipeline messages is over
+    kCollectiveStart,  ///< the first byte of a reduce-scatter or gather may leave (a = collective)
+    kCollectiveDone,   ///< a reduce-scatter or gather is complete on all its ranks (a = collective)
+    kVoted,            ///< every rank knows the outcome of the vote
+    kUpdated,          ///< a stage's ranks have updated their shares of a bucket (a) or, with a = -1, all (b = stage)
   };
   std::int64_t time = 0;
   std::uint64_t number = 0;  ///< order of pushing: the order of events at one time

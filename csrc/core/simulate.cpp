@@ -37,6 +37,7 @@ TrainingStep simulate_training(const Schedule& schedule, const ClusterModel& mod
   result.steps = run.steps();
   result.steady = run.steady();
   result.early_gathers = run.early_gathers();
+  result.gather_order = run.gather_order();
   result.preemptions = run.network().counters().preemptions;
   result.longest_message_wait_ns = run.network().counters().longest_wait_ns;
   result.mean_message_wait_ns = run.messages() > 0 ? run.network().counters().total_wait_ns / run.messages() : 0;

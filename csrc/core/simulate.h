@@ -36,8 +36,11 @@ struct TrainingStep {
   bool steady = false;             ///< the last two steps took the same time
   std::int64_t limit_ns = 0;       ///< max(compute + bubble, what the busiest card has to send or receive)
   std::vector<RankAccount> ranks;  ///< of the replicas simulated (ClusterModel::distinct_replicas)
-  int early_gathers = 0;           ///< per step: gathers that began before their stage's last reduce-scatter was done
-  std::int64_t preemptions = 0;    ///< over all steps: DP.sync paused for PP.sync
+  /// kEarly, kUnvoted: the order of each stage's early gathers in the last step, as in ClusterModel::gather_order. A
+  /// run that is given this order, and no limit early_gathers, takes no longer.
+  std::vector<std::vector<int>> gather_order;
+  int early_gathers = 0;         ///< per step: gathers that began before their stage's last reduce-scatter was done
+  std::int64_t preemptions = 0;  ///< over all steps: DP.sync paused for PP.sync
   std::int64_t longest_message_wait_ns = 0;  ///< over all steps: from queueing a PP message to its first byte
   std::int64_t mean_message_wait_ns = 0;
   std::vector<SimulatedSpan> spans;  ///< of the last step, in order of start; times from its beginning
@@ -55,7 +58,7 @@ struct SimulationOptions {
 /// before. Deterministic. Throws std::invalid_argument if the model does not fit the schedule, the schedule has no
 /// backward, or an action can never start (validate() tells why).
 ///
-/// Not modelled: the time of the optimizer, of host-device copies and of receives posted too late; TCP's sharing of
+/// Not modelled: the time of host-device copies and of receives posted too late; TCP's sharing of
 /// a link (a card does one thing at a time); the ring's single steps (a collective is one flow per rank).
 TrainingStep simulate_training(const Schedule& schedule, const ClusterModel& model,
                                const SimulationOptions& options = {});

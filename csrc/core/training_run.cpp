@@ -63,8 +63,10 @@ void TrainingRun::dispatch(const Event& event) {
       if (network_.handle(event, what)) sent(what);
       return network_.start_what_can(event.time);
     }
+    case Event::Type::kCollectiveStart:
     case Event::Type::kCollectiveDone:
     case Event::Type::kVoted:
+    case Event::Type::kUpdated:
       if (!dp_sync_.handle(event)) return;
       for (int rank = 0; rank < static_cast<int>(ranks_.size()); ++rank) try_start(event.time, rank);
   }
@@ -87,27 +89,36 @@ void TrainingRun::try_start(std::int64_t now, int rank_number) {
   const SimulatedProgram::Node& node = current(rank_number);
   // A step's arrivals are complete before those of the next one begin, so counting them all is enough.
   if (arrivals(rank_number, list[rank.next]) < (rank.step + 1) * node.waits) return;
-  if (parts_.dp_sync && node.first_forward && rank.step > 0) {
-    rank.bucket = dp_sync_.first_bucket(node.action.chunk);
-    return start_buckets(now, rank_number);
+  std::int64_t duration = duration_of(node.action);
+  if (node.first_forward && rank.step > 0) {
+    const SimulatedBuckets& buckets = dp_sync_.buckets();
+    const int chunk = node.action.chunk;
+    if (!parts_.dp_sync) {
+      duration += update_of(chunk);
+    } else if (buckets.first(chunk) < buckets.end(chunk)) {
+      rank.bucket = buckets.first(chunk);
+      return start_buckets(now, rank_number);
+    }
   }
-  const std::int64_t duration = duration_of(node.action);
   if (parts_.dp_sync && node.last_backward) gradients(now, rank_number, node.action, duration);
   compute(now, rank_number, duration);
 }
 
-/// Computes as many layers of a chunk's first forward as are up to date.
+/// Computes as many layers of a chunk's first forward as are up to date, after what is left of their update.
 void TrainingRun::start_buckets(std::int64_t now, int rank_number) {
   Rank& rank = ranks_[at(rank_number)];
-  const Action& action = current(rank_number).action;
-  const int end = dp_sync_.end_bucket(action.chunk);
+  const SimulatedBuckets& buckets = dp_sync_.buckets();
+  const int chunk = current(rank_number).action.chunk;
   const int first = rank.bucket;
-  while (rank.bucket < end && dp_sync_.is_open(rank.bucket, rank.step)) ++rank.bucket;
+  if (!dp_sync_.is_updated(stage_of(rank_number), rank.step)) return;
+  std::int64_t update = 0;
+  while (rank.bucket < buckets.end(chunk) && dp_sync_.is_open(rank.bucket, rank.step)) {
+    update += buckets[rank.bucket].zero1 ? 0 : buckets[rank.bucket].update_ns;
+    ++rank.bucket;
+  }
   if (rank.bucket == first) return;
-  const std::int64_t whole = duration_of(action);
-  const std::int64_t layers = model_.layers[at(action.chunk)];
-  const std::int64_t from = whole * dp_sync_.bucket(first).first_layer / layers;
-  compute(now, rank_number, whole * dp_sync_.bucket(rank.bucket - 1).end_layer / layers - from);
+  const std::int64_t begin = first == buckets.first(chunk) ? -model_.action_ns : buckets[first].forward_begin;
+  compute(now, rank_number, update + buckets[rank.bucket - 1].forward_end - begin);
 }
 
 void TrainingRun::compute(std::int64_t now, int rank, std::int64_t duration) {
@@ -121,9 +132,10 @@ void TrainingRun::compute(std::int64_t now, int rank, std::int64_t duration) {
 /// Announces when the chunk's buckets will be complete: the backward goes through its layers from last to first.
 void TrainingRun::gradients(std::int64_t start, int rank, const Action& action, std::int64_t duration) {
   if (model_.dp_sync == DpSync::kSerial) return;  // end_of_program
-  const std::int64_t layers = model_.layers[at(action.chunk)];
-  for (int bucket = dp_sync_.end_bucket(action.chunk) - 1; bucket >= dp_sync_.first_bucket(action.chunk); --bucket) {
-    const std::int64_t after = duration * (layers - dp_sync_.bucket(bucket).first_layer) / layers;
+  const SimulatedBuckets& buckets = dp_sync_.buckets();
+  const std::int64_t computing = duration - model_.action_ns;
+  for (int bucket = buckets.end(action.chunk) - 1; bucket >= buckets.first(action.chunk); --bucket) {
+    const std::int64_t after = model_.action_ns + buckets.produced_after(bucket, computing);
     events_.push(start + after, Event::Type::kProduced, rank, bucket);
   }
 }
@@ -133,7 +145,7 @@ void TrainingRun::computed(std::int64_t now, int rank_number) {
   rank.busy = false;
   const SimulatedProgram::Node& node = current(rank_number);
   if (rank.bucket >= 0) {
-    if (rank.bucket < dp_sync_.end_bucket(node.action.chunk)) return start_buckets(now, rank_number);
+    if (rank.bucket < dp_sync_.buckets().end(node.action.chunk)) return start_buckets(now, rank_number);
     rank.bucket = -1;
   }
   const int number = program_.ranks[at(stage_of(rank_number))][rank.next];
@@ -150,7 +162,7 @@ void TrainingRun::end_of_program(std::int64_t now, int rank_number) {
   if (parts_.dp_sync && model_.dp_sync == DpSync::kSerial) {
     const Shape& shape = program_.shape;
     for (int chunk = shape.num_chunks() - shape.pp + stage_of(rank_number); chunk >= 0; chunk -= shape.pp) {
-      for (int bucket = dp_sync_.end_bucket(chunk) - 1; bucket >= dp_sync_.first_bucket(chunk); --bucket) {
+      for (int bucket = dp_sync_.buckets().end(chunk) - 1; bucket >= dp_sync_.buckets().first(chunk); --bucket) {
         dp_sync_.produced(now, bucket);
       }
     }
@@ -217,19 +229,30 @@ std::int64_t TrainingRun::duration_of(const Action& action) const {
   const std::int64_t backward = model_.backward_ns[at(action.chunk)];
   switch (action.kind) {
     case Kind::kForward:
-      return model_.forward_ns[at(action.chunk)];
+      return model_.action_ns + model_.forward_ns[at(action.chunk)];
     case Kind::kBackwardInput:
-      return backward / 2;
+      return model_.action_ns + backward / 2;
     case Kind::kBackwardWeight:
-      return backward - backward / 2;
+      return model_.action_ns + backward - backward / 2;
     default:
-      return backward;
+      return model_.action_ns + backward;
   }
 }
 
 std::int64_t TrainingRun::compute_ns(int stage) const {
   std::int64_t sum = 0;
   for (const int node : program_.ranks[at(stage)]) sum += duration_of(program_.nodes[at(node)].action);
+  for (int chunk = stage; chunk < program_.shape.num_chunks(); chunk += program_.shape.pp) sum += update_of(chunk);
+  return sum;
+}
+
+/// What the optimizer computes of the chunk in one step, after the vote or before the first forward.
+std::int64_t TrainingRun::update_of(int chunk) const {
+  const SimulatedBuckets& buckets = dp_sync_.buckets();
+  std::int64_t sum = 0;
+  for (int bucket = buckets.first(chunk); bucket < buckets.end(chunk); ++bucket) {
+    sum += buckets[bucket].zero1 ? buckets.share_of_update(bucket) : buckets[bucket].update_ns;
+  }
   return sum;
 }
 

@@ -34,6 +34,7 @@ class TrainingRun {
   std::int64_t busiest_card_bytes() const;
   std::int64_t messages() const { return static_cast<std::int64_t>(messages_.size()); }
   int early_gathers() const { return dp_sync_.early_gathers() / steps(); }
+  std::vector<std::vector<int>> gather_order() const { return dp_sync_.gather_order(); }
   const Network& network() const { return network_; }
   std::vector<SimulatedSpan> take_spans();
 
@@ -52,6 +53,7 @@ class TrainingRun {
   void try_start(std::int64_t now, int rank);
   void start_buckets(std::int64_t now, int rank);
   void compute(std::int64_t now, int rank, std::int64_t duration);
+  std::int64_t update_of(int chunk) const;
   void computed(std::int64_t now, int rank);
   void feed(std::int64_t now, int rank, const SimulatedProgram::Edge& edge, int from_node);
   void arrived(std::int64_t now, int rank, int node);

@@ -1,5 +1,5 @@
-"""cut_buckets(): which consecutive layers of a chunk have their gradients summed together; one rule for the planner, the
-simulator and the runtime."""
+"""cut_buckets(): which consecutive layers of a chunk have their gradients summed together; one rule for the planner,
+the simulator and the runtime."""
 
 from __future__ import annotations
 

@@ -266,6 +266,126 @@ TEST(CoreSimulate, SplitBackwardsProduceTheirBucketsInW) {
   EXPECT_EQ(simulate_training(schedule, model).step_ns, makespan(schedule) + 2'000'000);
 }
 
+/// The buckets that layers_per_bucket = 1 would cut, written out.
+void write_out_buckets(ClusterModel& model) {
+  for (std::size_t chunk = 0; chunk < model.layers.size(); ++chunk) {
+    const std::int64_t layers = model.layers[chunk];
+    const std::int64_t bytes = model.gradient_bytes[chunk];
+    auto& parts = model.buckets.emplace_back();
+    for (std::int64_t layer = 0; layer < layers; ++layer) {
+      parts.push_back({1, 1, bytes * (layer + 1) / layers - bytes * layer / layers, false});
+    }
+  }
+}
+
+TEST(CoreSimulate, WrittenOutBucketsAreTheCutOnes) {
+  for_each_case([](const Schedule& schedule, const std::string& name) {
+    for (const DpSync dp_sync : kAll) {
+      ClusterModel model = even(schedule.shape, 2, 1'234'567, 10'000);
+      model.dp_sync = dp_sync;
+      const std::int64_t cut = simulate_training(schedule, model).step_ns;
+      write_out_buckets(model);
+      model.layers.clear();
+      model.gradient_bytes.clear();
+      EXPECT_EQ(simulate_training(schedule, model).step_ns, cut) << name << " " << to_string(dp_sync);
+    }
+  });
+}
+
+TEST(CoreSimulate, TheReturnedGatherOrderIsAsFast) {
+  for_each_case([](const Schedule& schedule, const std::string& name) {
+    for (const int early : {-1, 0, 2}) {
+      ClusterModel model = even(schedule.shape, 2, 3'000'000, 10'000);
+      model.dp_sync = DpSync::kEarly;
+      model.early_gathers = early;
+      write_out_buckets(model);
+      model.buckets.front().front().zero1 = true;
+      const TrainingStep free = simulate_training(schedule, model);
+      ASSERT_EQ(free.gather_order.size(), static_cast<std::size_t>(schedule.shape.pp));
+      EXPECT_EQ(free.gather_order[0].size(), static_cast<std::size_t>(kLayers * schedule.shape.segments - 1));
+      model.early_gathers = -1;
+      model.gather_order = free.gather_order;
+      const TrainingStep planned = simulate_training(schedule, model);
+      // With a limit, the planned gathers may begin earlier than the limit let them.
+      const std::string what = name + " " + to_string(schedule.shape) + " " + std::to_string(early);
+      if (early == -1) {
+        EXPECT_EQ(planned.step_ns, free.step_ns) << what;
+      }
+      EXPECT_LE(planned.step_ns, free.step_ns) << what;
+      EXPECT_EQ(planned.gather_order, free.gather_order);
+    }
+  });
+}
+
+TEST(CoreSimulate, PlannedGathersWaitForTheirPredecessors) {
+  // As in OneRankOverlapsAsComputedByHand, half the bytes: reduce-scatters of chunk 1 at 4-5, of chunk 0 at 6-7 ms.
+  const Schedule schedule = generate("aiao", {{1, 2, 1}, 0, ""});
+  ClusterModel model = even(schedule.shape, 2, 2'000'000, 0);
+  model.layers.assign(2, 1);
+  model.dp_sync = DpSync::kEarly;
+  model.gather_order = {{1, 0}};
+  EXPECT_EQ(simulate_training(schedule, model).step_ns, 8'000'000);
+  // Chunk 0 first: 7-8, then chunk 1 at 8-9 under F0.
+  model.gather_order = {{0, 1}};
+  const TrainingStep forward = simulate_training(schedule, model);
+  EXPECT_EQ(forward.step_ns, 8'000'000);
+  EXPECT_EQ(forward.early_gathers, 0);
+  EXPECT_EQ(forward.gather_order, (std::vector<std::vector<int>>{{0, 1}}));
+}
+
+TEST(CoreSimulate, EachBucketMayHaveItsOwnMode) {
+  const Schedule schedule = generate("aiao", {{2, 4, 8}, 0, ""});
+  ClusterModel model = even(schedule.shape, 2, 20'000'000, 5'000);
+  const std::int64_t zero1 = simulate_training(schedule, model).step_ns;
+  model.dp_sync = DpSync::kEarly;
+  const std::int64_t early = simulate_training(schedule, model).step_ns;
+  EXPECT_LT(early, zero1);
+  write_out_buckets(model);
+  for (auto& parts : model.buckets) {
+    for (BucketModel& part : parts) part.zero1 = true;
+  }
+  EXPECT_EQ(simulate_training(schedule, model).step_ns, zero1);
+  for (std::size_t chunk = 4; chunk < 8; ++chunk) {
+    for (BucketModel& part : model.buckets[chunk]) part.zero1 = false;
+  }
+  const TrainingStep mixed = simulate_training(schedule, model);
+  EXPECT_LT(mixed.step_ns, zero1);
+  EXPECT_EQ(mixed.gather_order[1].size(), 4u);
+}
+
+TEST(CoreSimulate, UpdatesAndOverheadsTakeTheirTime) {
+  for_each_case([](const Schedule& schedule, const std::string& name) {
+    // One stage at a time computes in closed form; with more, only the sum on a rank is known.
+    if (schedule.shape.pp > 1) return;
+    const int actions = 2 * schedule.shape.segments * schedule.shape.micro_batches;
+    for (const DpSync dp_sync : kAll) {
+      ClusterModel model = even(schedule.shape, 4, 0, 0);
+      model.dp_sync = dp_sync;
+      model.action_ns = 1'000;
+      model.bucket_ns = 50;  // nothing to send, so no collective either
+      EXPECT_EQ(simulate_training(schedule, model).step_ns, makespan(schedule) + actions * 1'000) << name;
+      model.update_ns.assign(static_cast<std::size_t>(schedule.shape.segments), 400'000);
+      model.gradient_bytes.assign(static_cast<std::size_t>(schedule.shape.segments), 8);
+      model.bandwidth = 1e15;  // so that bytes take no time
+      model.bucket_ns = 0;
+      const std::int64_t update = schedule.shape.segments * 400'000 / (dp_sync == DpSync::kZero1 ? 4 : 1);
+      const TrainingStep step = simulate_training(schedule, model);
+      EXPECT_EQ(step.step_ns, makespan(schedule) + actions * 1'000 + update) << name << " " << to_string(dp_sync);
+      EXPECT_EQ(step.ranks[0].compute_ns, step.step_ns);
+      EXPECT_EQ(step.ranks[0].exposed_dp_ns, 0);
+    }
+  });
+  // A collective of serial DP.sync begins bucket_ns after its turn.
+  const Schedule schedule = generate("gpipe", {{1, 1, 2}, 0, ""});
+  ClusterModel model = even(schedule.shape, 2, 2'000'000, 0);
+  model.dp_sync = DpSync::kSerial;
+  model.bucket_ns = 7'000;
+  // Reduce-scatters in a row; the gather of the first goes on while the second waits for its turn.
+  const std::int64_t step = simulate_training(schedule, model).step_ns;
+  EXPECT_GE(step, makespan(schedule) + 2'000'000 + 2 * 7'000);
+  EXPECT_LE(step, makespan(schedule) + 2'000'000 + 4 * 7'000);
+}
+
 TEST(CoreSimulate, BadInputIsRefusedWithItsName) {
   const Schedule schedule = generate("1f1b", {{2, 1, 2}, 0, ""});
   const auto message = [&](auto change) -> std::string {
@@ -284,6 +404,23 @@ TEST(CoreSimulate, BadInputIsRefusedWithItsName) {
   EXPECT_NE(message([](ClusterModel& m) { m.layers[1] = 0; }).find("layers[1] is 0"), std::string::npos);
   EXPECT_NE(message([](ClusterModel& m) { m.forward_ns.pop_back(); }).find("forward_ns is 1"), std::string::npos);
   EXPECT_NE(message([](ClusterModel& m) { m.hosts = {0}; }).find("hosts"), std::string::npos);
+  EXPECT_NE(message([](ClusterModel& m) { m.bucket_ns = -1; }).find("bucket_ns is -1"), std::string::npos);
+  EXPECT_NE(message([](ClusterModel& m) { m.update_ns = {1}; }).find("update_ns is 1"), std::string::npos);
+  EXPECT_NE(message([](ClusterModel& m) { m.buckets = {{}}; }).find("buckets is 1"), std::string::npos);
+  EXPECT_NE(message([](ClusterModel& m) { m.buckets = {{}, {{1, 1, -2}}}; }).find("buckets[1] is -2"),
+            std::string::npos);
+  EXPECT_NE(message([](ClusterModel& m) { m.gather_order = {{}}; }).find("dp_sync 'zero1'"), std::string::npos);
+  const auto order = [&](std::vector<std::vector<int>> orders) {
+    return message([&](ClusterModel& m) {
+      m.dp_sync = DpSync::kEarly;
+      m.gather_order = orders;
+    });
+  };
+  EXPECT_EQ(order({{1, 0}, {0, 1}}), "");
+  EXPECT_NE(order({{0, 1}}).find("each of the 2 stages"), std::string::npos);
+  EXPECT_NE(order({{0, 1}, {1}}).find("each of the stage's 2"), std::string::npos);
+  EXPECT_NE(order({{0, 1}, {1, 1}}).find("there twice"), std::string::npos);
+  EXPECT_NE(order({{0, 2}, {1, 0}}).find("no early bucket"), std::string::npos);
   EXPECT_THROW(parse_dp_sync("lazy"), std::invalid_argument);
   for (const DpSync dp_sync : kAll) EXPECT_EQ(parse_dp_sync(to_string(dp_sync)), dp_sync);
   EXPECT_THROW(simulate_training(parse_csv("0F0\n1F0\n"), even({2, 1, 1}, 1, 0, 0)), std::invalid_argument);
