@@ -1,11 +1,13 @@
 // fold3d._C: table of contents.
 #include "bindings/bind_core.h"
+#include "bindings/bind_gate.h"
 #include "bindings/bind_runtime.h"
 #include "bindings/bind_simulator.h"
 
 PYBIND11_MODULE(_C, module) {
   module.doc() = "fold3d's C++ part: schedules, the executor and the communicator.";
   fold3d::bindings::bind_core(module);
+  fold3d::bindings::bind_gate(module);  // before those whose signatures name it
   fold3d::bindings::bind_runtime(module);
   fold3d::bindings::bind_simulator(module);
 }

@@ -97,9 +97,9 @@ void HostGate::take_back() noexcept {
 }
 
 void HostGate::message_begins(Direction direction, std::size_t bytes) {
-  messages_.fetch_add(1, std::memory_order_relaxed);
-  message_bytes_.fetch_add(static_cast<std::int64_t>(bytes), std::memory_order_relaxed);
   begins(kind_of(direction), bytes);
+  message_bytes_.fetch_add(static_cast<std::int64_t>(bytes), std::memory_order_relaxed);
+  messages_.fetch_add(1);
 }
 
 void HostGate::message_ends(Direction direction) { end_own(kind_of(direction)); }

@@ -1,0 +1,42 @@
+#include "bindings/bind_gate.h"
+
+#include <memory>
+#include <string>
+
+#include "comm/host_gate.h"
+
+namespace py = pybind11;
+
+namespace fold3d::bindings {
+
+namespace {
+
+py::dict counters_of(const comm::HostGate& gate) {
+  const comm::HostGate::Counters counters = gate.counters();
+  py::dict out;
+  out["preemptions"] = counters.preemptions;
+  out["yields"] = counters.yields;
+  out["held_ns"] = counters.held_ns;
+  out["messages"] = counters.messages;
+  out["message_bytes"] = counters.message_bytes;
+  return out;
+}
+
+}  // namespace
+
+void bind_gate(py::module_& module) {
+  py::class_<comm::HostGate, std::shared_ptr<comm::HostGate>>(
+      module, "HostGate", "Lets pipeline messages go before data-parallel chunks, for all ranks of a host.")
+      .def(py::init([](const std::string& name, bool preempt) {
+             return std::make_shared<comm::HostGate>(name, comm::HostGate::Options{.arbiter = {}, .preempt = preempt});
+           }),
+           py::arg("name") = "", py::arg("preempt") = true,
+           "`name`: of the shared memory of the host's ranks, without slashes; empty: this process alone.")
+      .def("counters", &counters_of,
+           "What this rank saw: preemptions (chunks held for messages), yields (held for reduces), held_ns, messages, "
+           "message_bytes.")
+      .def("unlink", &comm::HostGate::unlink,
+           "Takes the shared memory's name away, when all ranks of the host have their gate.");
+}
+
+}  // namespace fold3d::bindings
