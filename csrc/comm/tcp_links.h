@@ -8,21 +8,16 @@
 #include <span>
 #include <string>
 
+#include "comm/tcp_door.h"
+#include "comm/tcp_socket.h"
 #include "comm/transport.h"
 
 namespace fold3d::comm {
 
-/// Where a rank listens: a numeric address and a port.
-struct Endpoint {
-  std::string host;
-  int port = 0;
-};
-
 /// The point-to-point links of one stage over TCP: one connection for each direction of each channel, so that no
 /// direction ever waits for another. Blocking calls in host memory.
 ///
-/// Peers prove that they belong to the job: whoever connects sends one half of a secret, whoever accepts answers with
-/// the other; a stranger's connection is closed. What travels is not encrypted.
+/// Only stages that know the job's secret get in (TcpDoor).
 ///
 /// Threads: as comm::Transport says; abort() from any thread.
 class TcpLinks {
@@ -51,8 +46,6 @@ class TcpLinks {
   void abort(const std::string& reason) noexcept;
 
  private:
-  class Socket;
-
   void accept_peers(std::chrono::steady_clock::time_point deadline);
   [[noreturn]] void fail(const char* what, int peer, int error) const;
   int next() const { return (stage_ + 1) % num_stages_; }
@@ -60,10 +53,9 @@ class TcpLinks {
 
   const int stage_;
   const int num_stages_;
-  const std::string secret_;
-  Endpoint endpoint_;
-  std::unique_ptr<Socket> listener_;
-  std::array<std::unique_ptr<Socket>, 2> outgoing_, incoming_;  // [channel]
+  std::unique_ptr<TcpDoor> door_;  // until connected
+  const Endpoint endpoint_;
+  std::array<std::unique_ptr<TcpSocket>, 2> outgoing_, incoming_;  // [channel]
 
   mutable std::mutex mutex_;  // guards what follows, and the sockets against abort() while connect() makes them
   bool aborted_ = false;

@@ -1,0 +1,142 @@
+#include "comm/tcp_socket.h"
+
+#include <linux/sockios.h>
+#include <linux/tcp.h>
+#include <netinet/in.h>
+#include <poll.h>
+#include <sys/ioctl.h>
+#include <sys/socket.h>
+#include <sys/uio.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <cerrno>
+#include <cstdint>
+#include <cstring>
+#include <fstream>
+
+namespace fold3d::comm {
+namespace {
+
+int milliseconds_until(TcpSocket::Clock::time_point deadline) {
+  const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(deadline - TcpSocket::Clock::now()).count();
+  return static_cast<int>(std::clamp<std::int64_t>(left, 0, 1'000'000));
+}
+
+void wait_for(int fd, short events) {
+  pollfd request{fd, events, 0};
+  ::poll(&request, 1, -1);  // shutdown() ends this
+}
+
+/// The system grants no more than this, silently; 0 when it does not say.
+std::size_t system_limit(const char* path) {
+  std::ifstream file(path);
+  std::size_t limit = 0;
+  file >> limit;
+  return file ? limit : 0;
+}
+
+void set_buffer(int fd, int option, std::size_t bytes, std::size_t limit) {
+  if (bytes > limit) return;
+  const int value = static_cast<int>(bytes);
+  ::setsockopt(fd, SOL_SOCKET, option, &value, sizeof(value));
+}
+
+}  // namespace
+
+TcpSocket::~TcpSocket() {
+  if (fd_ >= 0) ::close(fd_);
+}
+
+void TcpSocket::shutdown() const { ::shutdown(fd_, SHUT_RDWR); }
+
+bool TcpSocket::ready(short events, Clock::time_point deadline) const {
+  pollfd request{fd_, events, 0};
+  return ::poll(&request, 1, milliseconds_until(deadline)) > 0;
+}
+
+bool TcpSocket::write(std::span<const std::byte> bytes, Clock::time_point deadline) const {
+  while (!bytes.empty()) {
+    if (!ready(POLLOUT, deadline)) return false;
+    const ssize_t moved = ::send(fd_, bytes.data(), bytes.size(), MSG_NOSIGNAL | MSG_DONTWAIT);
+    if (moved <= 0) return false;
+    bytes = bytes.subspan(static_cast<std::size_t>(moved));
+  }
+  return true;
+}
+
+bool TcpSocket::read(std::span<std::byte> bytes, Clock::time_point deadline) const {
+  while (!bytes.empty()) {
+    if (!ready(POLLIN, deadline)) return false;
+    const ssize_t moved = ::recv(fd_, bytes.data(), bytes.size(), MSG_DONTWAIT);
+    if (moved <= 0) return false;
+    bytes = bytes.subspan(static_cast<std::size_t>(moved));
+  }
+  return true;
+}
+
+int TcpSocket::send_all(std::span<const std::byte> first, std::span<const std::byte> second) const {
+  while (!first.empty() || !second.empty()) {
+    std::array<iovec, 2> parts{iovec{const_cast<std::byte*>(first.data()), first.size()},
+                               iovec{const_cast<std::byte*>(second.data()), second.size()}};
+    msghdr message{};
+    message.msg_iov = parts.data();
+    message.msg_iovlen = parts.size();
+    const ssize_t sent = ::sendmsg(fd_, &message, MSG_NOSIGNAL);
+    if (sent >= 0) {
+      const std::size_t of_first = std::min(first.size(), static_cast<std::size_t>(sent));
+      first = first.subspan(of_first);
+      second = second.subspan(static_cast<std::size_t>(sent) - of_first);
+    } else if (errno == EAGAIN) {
+      wait_for(fd_, POLLOUT);
+    } else if (errno != EINTR) {
+      return errno;
+    }
+  }
+  return 0;
+}
+
+int TcpSocket::recv_all(std::span<std::byte> bytes) const {
+  while (!bytes.empty()) {
+    const ssize_t got = ::recv(fd_, bytes.data(), bytes.size(), 0);
+    if (got > 0) {
+      bytes = bytes.subspan(static_cast<std::size_t>(got));
+    } else if (got == 0) {
+      return kClosedByPeer;
+    } else if (errno == EAGAIN) {
+      wait_for(fd_, POLLIN);
+    } else if (errno != EINTR) {
+      return errno;
+    }
+  }
+  return 0;
+}
+
+std::size_t TcpSocket::unsent() const {
+  int bytes = 0;
+  return ::ioctl(fd_, SIOCOUTQ, &bytes) == 0 ? static_cast<std::size_t>(bytes) : 0;
+}
+
+double TcpSocket::round_trip_seconds() const {
+  tcp_info info{};
+  socklen_t size = sizeof(info);
+  if (::getsockopt(fd_, IPPROTO_TCP, TCP_INFO, &info, &size) != 0) return 0.0;
+  return static_cast<double>(info.tcpi_min_rtt) * 1e-6;
+}
+
+void TcpSocket::limit_send_buffer(std::size_t bytes) const {
+  static const std::size_t limit = system_limit("/proc/sys/net/core/wmem_max");
+  set_buffer(fd_, SO_SNDBUF, bytes, limit);
+}
+
+void TcpSocket::limit_recv_buffer(std::size_t bytes) const {
+  static const std::size_t limit = system_limit("/proc/sys/net/core/rmem_max");
+  set_buffer(fd_, SO_RCVBUF, bytes, limit);
+}
+
+std::string text_of_socket_error(int error) {
+  return error == TcpSocket::kClosedByPeer ? "closed by the peer" : std::strerror(error);
+}
+
+}  // namespace fold3d::comm

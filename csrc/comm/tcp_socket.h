@@ -1,0 +1,60 @@
+#pragma once
+
+#include <chrono>
+#include <cstddef>
+#include <span>
+#include <string>
+
+namespace fold3d::comm {
+
+/// Where a rank listens: a numeric address and a port.
+struct Endpoint {
+  std::string host;
+  int port = 0;
+};
+
+/// Owns a connected or listening TCP socket. Sending and receiving may come from two threads at the same time,
+/// shutdown() from any.
+class TcpSocket {
+ public:
+  using Clock = std::chrono::steady_clock;
+  static constexpr int kClosedByPeer = -1;
+
+  explicit TcpSocket(int fd) : fd_(fd) {}
+  ~TcpSocket();
+  TcpSocket(const TcpSocket&) = delete;
+  TcpSocket& operator=(const TcpSocket&) = delete;
+
+  int fd() const { return fd_; }
+  /// Ends blocked calls on it in any thread.
+  void shutdown() const;
+  /// Waits until one of `events` (as of poll) is there; false when the deadline passed before.
+  bool ready(short events, Clock::time_point deadline) const;
+
+  /// Move all bytes before the deadline, else return false. For greetings; nothing else is on the connection yet.
+  bool write(std::span<const std::byte> bytes, Clock::time_point deadline) const;
+  bool read(std::span<std::byte> bytes, Clock::time_point deadline) const;
+
+  /// Sends both parts, one after the other; returns when they are in the system's buffers. 0, or what went wrong: an
+  /// errno value. Ends only with the connection; shutdown() ends it.
+  int send_all(std::span<const std::byte> first, std::span<const std::byte> second = {}) const;
+  /// Fills `bytes`. 0, an errno value, or kClosedByPeer.
+  int recv_all(std::span<std::byte> bytes) const;
+
+  /// Bytes in the system's send buffer that the peer has not acknowledged.
+  std::size_t unsent() const;
+  /// Shortest round trip the system has seen; 0.0 when it does not say.
+  double round_trip_seconds() const;
+  /// Bounds what the system keeps of this connection, to send and received. Turns off the system's own tuning, so sizes
+  /// above the system's limits, which it would not grant, are left alone.
+  void limit_send_buffer(std::size_t bytes) const;
+  void limit_recv_buffer(std::size_t bytes) const;
+
+ private:
+  const int fd_;
+};
+
+/// What an error of send_all or recv_all means.
+std::string text_of_socket_error(int error);
+
+}  // namespace fold3d::comm
