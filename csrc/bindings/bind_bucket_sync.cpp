@@ -1,0 +1,168 @@
+#include "bindings/bind_bucket_sync.h"
+
+#include <pybind11/stl.h>
+
+#include <memory>
+#include <utility>
+
+#include "comm/bucket_sync.h"
+#include "comm/ring.h"
+#include "comm/ring_links_tcp.h"
+#include "runtime/tensor_buffer.h"
+
+namespace py = pybind11;
+
+namespace fold3d::bindings {
+
+namespace {
+
+using comm::HostGate;
+using Traffic = HostGate::Traffic;
+
+std::chrono::milliseconds milliseconds(double seconds) {
+  return std::chrono::milliseconds(static_cast<std::int64_t>(seconds * 1000));
+}
+
+comm::Collective collective_of(int bucket, const at::Tensor& tensor, double scale, c10::Device device) {
+  const auto reject = [&](const std::string& what) {
+    throw std::invalid_argument("the tensor of bucket " + std::to_string(bucket) + " must be " + what);
+  };
+  if (!tensor.is_contiguous() || tensor.dim() != 1) reject("flat and contiguous");
+  if (tensor.device().type() != device.type()) reject("on device " + device.str() + ", not " + tensor.device().str());
+  const comm::Tensor wrapped = runtime::wrap(tensor);
+  comm::Element element = comm::Element::kOther;
+  if (tensor.scalar_type() == at::kFloat) element = comm::Element::kFloat32;
+  if (tensor.scalar_type() == at::kDouble) element = comm::Element::kFloat64;
+  return {.step = 0,
+          .bucket = bucket,
+          .buffer = wrapped.buffer,
+          .element_bytes = wrapped.desc.element_bytes,
+          .element = element,
+          .scale = scale};
+}
+
+/// What Python sees as `BucketSync`.
+class PyBucketSync {
+ public:
+  PyBucketSync(int rank, int size, const std::shared_ptr<HostGate>& gate, const py::object& device,
+               double timeout_seconds, const std::string& name, std::size_t chunk_bytes,
+               const std::shared_ptr<comm::TcpRingLinks>& links)
+      : device_(py::cast<c10::Device>(device)), credits_(std::make_shared<comm::Credits>(chunk_bytes)) {
+    if (!device_.is_cpu()) throw std::invalid_argument("the links are for host memory, not for device " + device_.str());
+    const auto ring = [&](Traffic traffic) {
+      return std::make_unique<comm::Ring>(comm::Ring::Options{.rank = rank, .size = size, .traffic = traffic},
+                                          links->link(traffic), gate, credits_);
+    };
+    sync_ = std::make_shared<comm::BucketSync>(
+        comm::BucketSync::Options{.timeout = milliseconds(timeout_seconds), .name = name, .size = size}, gate,
+        ring(Traffic::kReduce), ring(Traffic::kGather));
+  }
+
+  ~PyBucketSync() { close(); }
+
+  void begin(std::int64_t step, const std::vector<int>& gather_order) { sync().begin(step, gather_order); }
+  void reduce(int bucket, const at::Tensor& gradients, double scale) {
+    sync().reduce(collective_of(bucket, gradients, scale, device_));
+  }
+  void gather(int bucket, const at::Tensor& tensor) { sync().gather(collective_of(bucket, tensor, 1.0, device_)); }
+
+  void wait_reduced(int bucket) {
+    without_gil([bucket](comm::BucketSync& sync) { sync.wait_reduced(bucket); });
+  }
+  void wait_gathered(int bucket) {
+    without_gil([bucket](comm::BucketSync& sync) { sync.wait_gathered(bucket); });
+  }
+  bool is_gathered(int bucket) { return sync().is_gathered(bucket); }
+  double bandwidth() const { return credits_->bandwidth(); }
+
+  py::list take_records() {
+    py::list out;
+    for (const comm::CollectiveRecord& record : sync().take_records()) {
+      out.append(py::make_tuple(comm::to_string(record.traffic), "bucket " + std::to_string(record.bucket),
+                                record.start_ns, record.end_ns, record.bytes));
+    }
+    return out;
+  }
+
+  void abort(const std::string& reason) {
+    if (!sync_) return;
+    without_gil([&reason](comm::BucketSync& sync) { sync.abort(reason); });
+  }
+
+  void close() {
+    std::shared_ptr<comm::BucketSync> sync = std::move(sync_);
+    if (!sync) return;
+    // The streams' threads may free tensors while they end, and freeing one that Python has seen takes the GIL.
+    const py::gil_scoped_release release;
+    sync->close();
+    sync.reset();
+  }
+
+ private:
+  comm::BucketSync& sync() {
+    if (!sync_) throw std::runtime_error("the bucket sync is closed");
+    return *sync_;
+  }
+
+  /// The copy keeps it alive: another thread may close meanwhile.
+  template <class Call>
+  void without_gil(Call call) {
+    sync();
+    std::shared_ptr<comm::BucketSync> copy = sync_;
+    const py::gil_scoped_release release;
+    call(*copy);
+    copy.reset();
+  }
+
+  const c10::Device device_;
+  const std::shared_ptr<comm::Credits> credits_;
+  std::shared_ptr<comm::BucketSync> sync_;
+};
+
+void bind_links(py::module_& module) {
+  py::class_<comm::TcpRingLinks, std::shared_ptr<comm::TcpRingLinks>>(
+      module, "RingLinks", "The lines of one replica around the ring of its stage over TCP, for host memory.")
+      .def(py::init<int, int, const std::string&, std::string>(), py::arg("rank"), py::arg("size"), py::arg("host"),
+           py::arg("secret"))
+      .def_property_readonly("port", [](const comm::TcpRingLinks& links) { return links.endpoint().port; })
+      .def(
+          "connect",
+          [](comm::TcpRingLinks& links, const std::pair<std::string, int>& next, double timeout_seconds) {
+            const py::gil_scoped_release release;
+            links.connect({next.first, next.second}, milliseconds(timeout_seconds));
+          },
+          py::arg("next"), py::arg("timeout_seconds"),
+          "Connects to where the next replica listens; all replicas of the stage call.");
+}
+
+}  // namespace
+
+void bind_bucket_sync(py::module_& module) {
+  bind_links(module);
+  py::class_<PyBucketSync>(
+      module, "BucketSync",
+      "DP.sync of one rank: reduce-scatters and all-gathers of flat buckets over the replicas of its stage.")
+      .def(py::init<int, int, const std::shared_ptr<HostGate>&, py::object, double, const std::string&, std::size_t,
+                    const std::shared_ptr<comm::TcpRingLinks>&>(),
+           py::arg("rank"), py::arg("size"), py::arg("gate"), py::arg("device"), py::arg("timeout_seconds"),
+           py::arg("name"), py::kw_only(), py::arg("chunk_bytes"), py::arg("links"))
+      .def("begin", &PyBucketSync::begin, py::arg("step"), py::arg("gather_order"),
+           "Begins a step; the buckets of gather_order are gathered behind their reduce-scatters, in this order.")
+      .def("reduce", &PyBucketSync::reduce, py::arg("bucket"), py::arg("gradients"), py::arg("scale"),
+           "Queues the reduce-scatter of a bucket in place; its own shard ends as the sum times scale.")
+      .def("gather", &PyBucketSync::gather, py::arg("bucket"), py::arg("tensor"),
+           "Queues the all-gather of a bucket in place; every replica gives its own shard.")
+      .def("wait_reduced", &PyBucketSync::wait_reduced, py::arg("bucket"),
+           "Blocks until this step's reduce-scatter of the bucket is done.")
+      .def("wait_gathered", &PyBucketSync::wait_gathered, py::arg("bucket"),
+           "Blocks until the newest all-gather of the bucket is done, if there is one.")
+      .def("is_gathered", &PyBucketSync::is_gathered, py::arg("bucket"),
+           "Whether wait_gathered would return at once.")
+      .def("bandwidth", &PyBucketSync::bandwidth, "Measured speed of the lines in bytes per second; 0.0: not known yet.")
+      .def("take_records", &PyBucketSync::take_records,
+           "(lane, bucket, start_ns, end_ns, bytes) of every collective completed since the last call.")
+      .def("abort", &PyBucketSync::abort, py::arg("reason"), "Ends all communication; any thread.")
+      .def("close", &PyBucketSync::close, "Ends the streams and their threads.");
+}
+
+}  // namespace fold3d::bindings

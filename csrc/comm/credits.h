@@ -1,0 +1,50 @@
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+
+namespace fold3d::comm {
+
+/// How much data-parallel traffic may be on its way at once. A pipeline message waits for what a chunk has put on the
+/// network card before it, so chunks and buffers follow the speed of the connection: a chunk is worth 1.5 ms, what lies
+/// in the system's buffers 4 ms. Shared by the streams of one rank. Thread-safe.
+class Credits {
+ public:
+  /// `chunk_bytes`: a fixed size of the chunks; 0: by the speed.
+  explicit Credits(std::size_t chunk_bytes) : fixed_(chunk_bytes) {}
+
+  /// The speed was measured, in bytes per second.
+  void set_bandwidth(double bytes_per_second) { bandwidth_.store(bytes_per_second, std::memory_order_relaxed); }
+  /// 0.0 as long as it is not known.
+  double bandwidth() const { return bandwidth_.load(std::memory_order_relaxed); }
+
+  /// Bytes of a chunk: a multiple of 64.
+  std::size_t chunk_bytes() const;
+  /// What may lie in the system's buffers on each side of a connection with this round trip; 0: leave it to the system.
+  std::size_t buffer_bytes(double round_trip_seconds) const;
+
+ private:
+  const std::size_t fixed_;
+  std::atomic<double> bandwidth_{0.0};
+};
+
+/// Measures the speed of one connection from its sender: bytes that have left the machine over the time in which there
+/// were any to send, in a window that slides over about a tenth of a second. One thread.
+class BandwidthMeter {
+ public:
+  /// A chunk is about to be sent. `unsent`: bytes sent before that still lie in the system's buffer.
+  void begins(std::int64_t now_ns, std::size_t unsent);
+  /// It is in the system's buffer. `unsent` as above.
+  void ends(std::int64_t now_ns, std::size_t bytes, std::size_t unsent);
+
+  /// Bytes per second; 0.0 until enough went over to tell.
+  double bandwidth() const;
+
+ private:
+  double bytes_ = 0.0, time_ns_ = 0.0;  // older halves count half
+  std::int64_t since_ns_ = 0;
+  std::size_t unsent_ = 0;  // at since_ns_
+};
+
+}  // namespace fold3d::comm

@@ -1,0 +1,119 @@
+#include "ring_harness.h"
+
+#include <cstring>
+#include <exception>
+#include <thread>
+#include <type_traits>
+#include <utility>
+
+#include "comm/ring.h"
+#include "comm/ring_links_tcp.h"
+
+namespace fold3d::test {
+
+using Traffic = comm::HostGate::Traffic;
+
+std::vector<std::string> Replicas::run(const std::function<void(int, comm::BucketSync&)>& body) const {
+  comm::RingLoopbackOptions options = loopback;
+  options.size = size;
+  comm::RingLoopback loop(options);
+  std::vector<std::unique_ptr<comm::TcpRingLinks>> tcp;
+  for (int r = 0; over_tcp && r < size; ++r) {
+    tcp.push_back(std::make_unique<comm::TcpRingLinks>(r, size, "127.0.0.1", std::string(32, 'r')));
+  }
+  std::vector<std::string> errors(static_cast<std::size_t>(size));
+  std::vector<std::thread> threads;
+  for (int rank = 0; rank < size; ++rank) {
+    threads.emplace_back([&, rank] {
+      try {
+        if (over_tcp)
+          tcp[static_cast<std::size_t>(rank)]->connect(tcp[static_cast<std::size_t>((rank + 1) % size)]->endpoint(),
+                                                       timeout);
+        auto gate = std::make_shared<comm::HostGate>();
+        auto credits = std::make_shared<comm::Credits>(chunk_bytes);
+        const auto ring = [&](Traffic traffic) {
+          return std::make_unique<comm::Ring>(
+              comm::Ring::Options{.rank = rank, .size = size, .traffic = traffic},
+              over_tcp ? tcp[static_cast<std::size_t>(rank)]->link(traffic) : loop.link(rank, traffic), gate, credits);
+        };
+        comm::BucketSync sync({.timeout = timeout, .name = "replica " + std::to_string(rank), .size = size}, gate,
+                              ring(Traffic::kReduce), ring(Traffic::kGather));
+        body(rank, sync);
+      } catch (const std::exception& error) {
+        errors[static_cast<std::size_t>(rank)] = error.what();
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  return errors;
+}
+
+template <class Value>
+std::vector<Value> contents(int rank, int bucket, std::int64_t step, std::size_t count) {
+  std::vector<Value> values(count);
+  std::uint64_t state = static_cast<std::uint64_t>(rank) * 7919 + static_cast<std::uint64_t>(bucket) * 104729 +
+                        static_cast<std::uint64_t>(step) * 1299709 + 1;
+  for (Value& value : values) {
+    state = state * 6364136223846793005ULL + 1442695040888963407ULL;
+    const auto mantissa = static_cast<double>(state >> 40) / 16777216.0;
+    value = static_cast<Value>((mantissa - 0.5) * static_cast<double>(1 << (state >> 36 & 15)));
+  }
+  return values;
+}
+
+template <class Value>
+std::vector<Value> reduced(int rank, int size, int bucket, std::int64_t step, std::size_t count, double scale) {
+  const std::size_t shard = count / static_cast<std::size_t>(size);
+  const std::size_t offset = static_cast<std::size_t>(rank) * shard;
+  std::vector<Value> sum(shard);
+  for (int k = 1; k <= size; ++k) {
+    const std::vector<Value> part = contents<Value>((rank + k) % size, bucket, step, count);
+    for (std::size_t i = 0; i < shard; ++i) sum[i] = k == 1 ? part[offset + i] : sum[i] + part[offset + i];
+  }
+  for (Value& value : sum) value *= static_cast<Value>(scale);
+  return sum;
+}
+
+template <class Value>
+TestBucket<Value>::TestBucket(int number, const std::vector<Value>& values)
+    : number_(number), buffer_(std::make_shared<comm::HostBuffer>(values.size() * sizeof(Value))) {
+  std::memcpy(buffer_->host_data(), values.data(), buffer_->bytes());
+}
+
+template <class Value>
+comm::Collective TestBucket<Value>::collective(double scale) const {
+  comm::Element element = comm::Element::kOther;
+  if (std::is_same_v<Value, float>) element = comm::Element::kFloat32;
+  if (std::is_same_v<Value, double>) element = comm::Element::kFloat64;
+  return {.step = 0,
+          .bucket = number_,
+          .buffer = buffer_,
+          .element_bytes = sizeof(Value),
+          .element = element,
+          .scale = scale};
+}
+
+template <class Value>
+std::vector<Value> TestBucket<Value>::values() const {
+  std::vector<Value> out(buffer_->bytes() / sizeof(Value));
+  std::memcpy(out.data(), buffer_->host_data(), buffer_->bytes());
+  return out;
+}
+
+template <class Value>
+std::vector<Value> TestBucket<Value>::shard(int rank, int size) const {
+  const std::vector<Value> all = values();
+  const std::size_t length = all.size() / static_cast<std::size_t>(size);
+  const auto begin = all.begin() + static_cast<std::ptrdiff_t>(static_cast<std::size_t>(rank) * length);
+  return {begin, begin + static_cast<std::ptrdiff_t>(length)};
+}
+
+template std::vector<float> contents<float>(int, int, std::int64_t, std::size_t);
+template std::vector<double> contents<double>(int, int, std::int64_t, std::size_t);
+template std::vector<float> reduced<float>(int, int, int, std::int64_t, std::size_t, double);
+template std::vector<double> reduced<double>(int, int, int, std::int64_t, std::size_t, double);
+template class TestBucket<float>;
+template class TestBucket<double>;
+template class TestBucket<std::uint16_t>;
+
+}  // namespace fold3d::test

@@ -1,0 +1,54 @@
+#pragma once
+
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "comm/bucket_sync.h"
+#include "comm/credits.h"
+#include "comm/host_buffer.h"
+#include "comm/host_gate.h"
+#include "comm/ring_loopback.h"
+
+namespace fold3d::test {
+
+/// The replicas of one stage as threads of this process, each with a BucketSync over two rings.
+struct Replicas {
+  int size = 2;
+  std::size_t chunk_bytes = 256;
+  std::chrono::milliseconds timeout{60'000};
+  comm::RingLoopbackOptions loopback = {};  // its size is filled in
+  bool over_tcp = false;
+
+  /// Runs `body` on a thread for each replica; returns the texts of their errors, or empty ones.
+  std::vector<std::string> run(const std::function<void(int rank, comm::BucketSync& sync)>& body) const;
+};
+
+/// `count` elements that depend on where they come from; sums of them in float depend on the order.
+template <class Value>
+std::vector<Value> contents(int rank, int bucket, std::int64_t step, std::size_t count);
+
+/// The reduce-scattered shard `rank` of a bucket, summed in the order that Ring promises.
+template <class Value>
+std::vector<Value> reduced(int rank, int size, int bucket, std::int64_t step, std::size_t count, double scale);
+
+/// A bucket in host memory.
+template <class Value>
+class TestBucket {
+ public:
+  TestBucket(int number, const std::vector<Value>& values);
+  comm::Collective collective(double scale = 1.0) const;
+  std::vector<Value> values() const;
+  /// Shard `rank` of `size`.
+  std::vector<Value> shard(int rank, int size) const;
+
+ private:
+  int number_;
+  std::shared_ptr<comm::HostBuffer> buffer_;
+};
+
+}  // namespace fold3d::test
