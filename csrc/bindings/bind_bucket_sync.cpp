@@ -48,7 +48,8 @@ class PyBucketSync {
                double timeout_seconds, const std::string& name, std::size_t chunk_bytes,
                const std::shared_ptr<comm::TcpRingLinks>& links)
       : device_(py::cast<c10::Device>(device)), credits_(std::make_shared<comm::Credits>(chunk_bytes)) {
-    if (!device_.is_cpu()) throw std::invalid_argument("the links are for host memory, not for device " + device_.str());
+    if (!device_.is_cpu())
+      throw std::invalid_argument("the links are for host memory, not for device " + device_.str());
     const auto ring = [&](Traffic traffic) {
       return std::make_unique<comm::Ring>(comm::Ring::Options{.rank = rank, .size = size, .traffic = traffic},
                                           links->link(traffic), gate, credits_);
@@ -156,9 +157,9 @@ void bind_bucket_sync(py::module_& module) {
            "Blocks until this step's reduce-scatter of the bucket is done.")
       .def("wait_gathered", &PyBucketSync::wait_gathered, py::arg("bucket"),
            "Blocks until the newest all-gather of the bucket is done, if there is one.")
-      .def("is_gathered", &PyBucketSync::is_gathered, py::arg("bucket"),
-           "Whether wait_gathered would return at once.")
-      .def("bandwidth", &PyBucketSync::bandwidth, "Measured speed of the lines in bytes per second; 0.0: not known yet.")
+      .def("is_gathered", &PyBucketSync::is_gathered, py::arg("bucket"), "Whether wait_gathered would return at once.")
+      .def("bandwidth", &PyBucketSync::bandwidth,
+           "Measured speed of the lines in bytes per second; 0.0: not known yet.")
       .def("take_records", &PyBucketSync::take_records,
            "(lane, bucket, start_ns, end_ns, bytes) of every collective completed since the last call.")
       .def("abort", &PyBucketSync::abort, py::arg("reason"), "Ends all communication; any thread.")

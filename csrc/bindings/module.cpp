@@ -1,4 +1,5 @@
 // fold3d._C: table of contents.
+#include "bindings/bind_bucket_sync.h"
 #include "bindings/bind_core.h"
 #include "bindings/bind_gate.h"
 #include "bindings/bind_runtime.h"
@@ -9,5 +10,6 @@ PYBIND11_MODULE(_C, module) {
   fold3d::bindings::bind_core(module);
   fold3d::bindings::bind_gate(module);  // before those whose signatures name it
   fold3d::bindings::bind_runtime(module);
+  fold3d::bindings::bind_bucket_sync(module);
   fold3d::bindings::bind_simulator(module);
 }
