@@ -18,15 +18,15 @@ namespace fold3d::bindings {
 
 namespace {
 
-/// A Python object with forward(micro_batch, tensors) -> tensors and gradients() -> tensor.
+/// A Python object with forward(micro_batch, tensors) -> tensors and reduce() -> None.
 class PyChunk final : public runtime::Chunk {
  public:
-  explicit PyChunk(py::object chunk) : forward_(chunk.attr("forward")), gradients_(chunk.attr("gradients")) {}
+  explicit PyChunk(py::object chunk) : forward_(chunk.attr("forward")), reduce_(chunk.attr("reduce")) {}
 
   ~PyChunk() override {
     const py::gil_scoped_acquire gil;
     forward_ = py::object();
-    gradients_ = py::object();
+    reduce_ = py::object();
   }
 
   std::vector<at::Tensor> forward(int micro_batch, std::vector<at::Tensor> inputs) override {
@@ -34,13 +34,13 @@ class PyChunk final : public runtime::Chunk {
     return forward_(micro_batch, std::move(inputs)).cast<std::vector<at::Tensor>>();
   }
 
-  at::Tensor gradients() override {
+  void reduce() override {
     const py::gil_scoped_acquire gil;
-    return gradients_().cast<at::Tensor>();
+    reduce_();
   }
 
  private:
-  py::object forward_, gradients_;
+  py::object forward_, reduce_;
 };
 
 /// What Python sees as `Executor`: the executor and the communicator it talks through.
@@ -48,12 +48,12 @@ class PyExecutor {
  public:
   PyExecutor(const std::vector<py::object>& chunks, int stage, int pp, const std::map<std::string, std::string>& groups,
              const py::object& device, double timeout_seconds, const std::string& name,
-             const std::shared_ptr<comm::TcpLinks>& links) {
+             const std::shared_ptr<comm::TcpLinks>& links, const std::shared_ptr<comm::HostGate>& gate) {
     std::vector<std::shared_ptr<runtime::Chunk>> cells;
     for (const py::object& chunk : chunks) cells.push_back(std::make_shared<PyChunk>(chunk));
-    if (pp > 1 || !groups.at("data").empty()) {
+    if (pp > 1) {
       const runtime::GroupNames names{groups.at("forward"), groups.at("forward_wrap"), groups.at("backward"),
-                                      groups.at("backward_wrap"), groups.at("data")};
+                                      groups.at("backward_wrap")};
       comm::Options options;
       options.shape = {pp, static_cast<int>(chunks.size()), 1};
       options.stage = stage;
@@ -62,7 +62,7 @@ class PyExecutor {
       std::unique_ptr<comm::Transport> transport =
           std::make_unique<runtime::C10dTransport>(names, stage, pp, py::cast<c10::Device>(device));
       if (links) transport = std::make_unique<comm::TcpTransport>(links, std::move(transport));
-      communicator_ = std::make_shared<comm::Communicator>(std::move(transport), options);
+      communicator_ = std::make_shared<comm::Communicator>(std::move(transport), options, gate);
     }
     executor_ = std::make_unique<runtime::Executor>(communicator_, stage, std::move(cells));
   }
@@ -143,9 +143,10 @@ void bind_runtime(py::module_& module) {
           "Connects to where the next and the previous stage listen; all stages call.");
   py::class_<PyExecutor>(module, "Executor", "Walks a rank's actions; owns the rank's communicator.")
       .def(py::init<const std::vector<py::object>&, int, int, const std::map<std::string, std::string>&, py::object,
-                    double, const std::string&, const std::shared_ptr<comm::TcpLinks>&>(),
+                    double, const std::string&, const std::shared_ptr<comm::TcpLinks>&,
+                    const std::shared_ptr<comm::HostGate>&>(),
            py::arg("chunks"), py::arg("stage"), py::arg("pp"), py::arg("groups"), py::arg("device"),
-           py::arg("timeout_seconds"), py::arg("name"), py::arg("links") = nullptr)
+           py::arg("timeout_seconds"), py::arg("name"), py::arg("links") = nullptr, py::arg("gate") = nullptr)
       .def("run", &PyExecutor::run, py::arg("schedule"), py::arg("stage"), py::arg("backward"),
            "Runs one rank's part of a lowered schedule; returns the last chunk's loss of every micro-batch.")
       .def("abort", &PyExecutor::abort, py::arg("reason"), "Ends all communication; any thread.")

@@ -14,8 +14,7 @@ namespace {
 
 constexpr int kAbsent = -1;
 
-bool is_pipeline_send(LaneId id) { return id == LaneId::kSendForward || id == LaneId::kSendBackward; }
-bool is_pipeline_recv(LaneId id) { return id == LaneId::kRecvForward || id == LaneId::kRecvBackward; }
+bool is_recv(LaneId id) { return id == LaneId::kRecvForward || id == LaneId::kRecvBackward; }
 
 /// Whether a message surely fits into its frame.
 bool is_small(const Tensors& tensors) {
@@ -35,7 +34,6 @@ Options checked(Options options) {
   }
   if (options.timeout.count() <= 0) reject("the timeout (setting comm_timeout) must be positive");
   if (options.receive_ahead < 0) reject("receive_ahead must not be negative");
-  if (options.reduce_chunk_bytes == 0) reject("reduce_chunk_bytes must be positive");
   return options;
 }
 
@@ -46,15 +44,15 @@ std::string seconds(std::chrono::milliseconds time) {
 
 }  // namespace
 
-Communicator::Communicator(std::unique_ptr<Transport> transport, Options options)
+Communicator::Communicator(std::unique_ptr<Transport> transport, Options options, std::shared_ptr<HostGate> gate)
     : options_(checked(std::move(options))),
       name_(options_.name.empty() ? "stage " + std::to_string(options_.stage) : options_.name),
-      arbiter_(options_.arbiter),
       transport_(std::move(transport)),
-      pool_(*transport_) {
+      pool_(*transport_),
+      gate_(gate ? std::move(gate) : std::make_shared<HostGate>()) {
   for (std::size_t i = 0; i < kNumLanes; ++i) {
     const auto id = static_cast<LaneId>(i);
-    lines_[i].frame.resize(id == LaneId::kReduce ? 0 : kFrameBytes);
+    lines_[i].frame.resize(kFrameBytes);
     lines_[i].lane = std::make_unique<Lane>(to_string(id), [this, id](std::size_t index) { run(id, index); });
   }
 }
@@ -69,7 +67,7 @@ Communicator::~Communicator() {
   for (Line& each : lines_) each.lane.reset();
 }
 
-void Communicator::check_belongs(LaneId id, const core::Action& action) const {
+void Communicator::check_belongs(const core::Action& action) const {
   const core::Shape& shape = options_.shape;
   const auto reject = [&](const std::string& why) {
     throw std::invalid_argument(name_ + ": " + core::to_string(action) + " cannot be in its program: " + why);
@@ -81,7 +79,6 @@ void Communicator::check_belongs(LaneId id, const core::Action& action) const {
     reject("chunk " + std::to_string(action.chunk) + " belongs to stage " +
            std::to_string(shape.stage_of(action.chunk)));
   }
-  if (id == LaneId::kReduce) return;
   if (action.micro_batch < 0) reject("a message needs a micro-batch");
   const int other = core::other_end(action).chunk;
   if (other < 0 || other >= shape.num_chunks())
@@ -109,8 +106,8 @@ void Communicator::begin(const std::vector<core::Action>& program) {
   if (open_) throw std::logic_error(name_ + ": begin() before finish() of the step before");
   int micro_batches = 1;
   for (const core::Action& action : program) {
-    if (core::is_compute(action.kind)) continue;
-    check_belongs(lane_of(action.kind), action);
+    if (!is_message(action.kind)) continue;
+    check_belongs(action);
     micro_batches = std::max(micro_batches, action.micro_batch + 1);
   }
   micro_batches_ = micro_batches;
@@ -122,7 +119,7 @@ void Communicator::begin(const std::vector<core::Action>& program) {
     each.issued = 0;
   }
   for (const core::Action& action : program) {
-    if (core::is_compute(action.kind)) continue;
+    if (!is_message(action.kind)) continue;
     Line& to = line(lane_of(action.kind));
     int& position = to.positions[key_of(action)];
     if (position != kAbsent) {
@@ -146,32 +143,23 @@ void Communicator::pass(const core::Action& recv) {
   line(id).lane->raise(position_of(id, recv) + 1 + static_cast<std::size_t>(options_.receive_ahead));
 }
 
-void Communicator::issue(LaneId id, const core::Action& action, Tensors tensors) {
+void Communicator::send(const core::Action& send, Tensors tensors) {
   failure_.check();
+  const LaneId id = lane_of(send.kind);
   Line& to = line(id);
-  const std::size_t position = position_of(id, action);
+  const std::size_t position = position_of(id, send);
   if (position != to.issued) {
     const std::string due = to.issued < to.tasks.size() ? core::to_string(to.tasks[to.issued].action) : "nothing";
-    throw std::logic_error(name_ + ": " + core::to_string(action) + " is out of order; the program asks for " + due +
+    throw std::logic_error(name_ + ": " + core::to_string(send) + " is out of order; the program asks for " + due +
                            " next on this lane");
   }
+  const bool small = is_small(tensors);
+  const std::size_t bytes = payload_bytes(tensors);
   to.tasks[position].tensors = std::move(tensors);
   ++to.issued;
-  if (is_pipeline_send(id)) {
-    gate_.queued();
-    if (transport_->sends_at_once() && is_small(to.tasks[position].tensors) && to.lane->run_here(position)) return;
-  }
+  gate_->message_begins(HostGate::Direction::kSend, bytes);
+  if (small && transport_->sends_at_once() && to.lane->run_here(position)) return;
   to.lane->raise(to.issued);
-}
-
-void Communicator::send(const core::Action& send, Tensors tensors) {
-  issue(lane_of(send.kind), send, std::move(tensors));
-}
-
-void Communicator::reduce(const core::Action& reduce, Tensor tensor) {
-  Tensors tensors;
-  tensors.push_back(std::move(tensor));
-  issue(lane_of(reduce.kind), reduce, std::move(tensors));
 }
 
 void Communicator::wait_done(LaneId id, std::size_t count, const core::Action& action) {
@@ -196,29 +184,19 @@ Tensors Communicator::wait(const core::Action& recv) {
   return std::move(task.tensors);
 }
 
-void Communicator::wait_reduce(const core::Action& reduce) {
-  failure_.check();
-  const LaneId id = lane_of(reduce.kind);
-  const std::size_t position = position_of(id, reduce);
-  if (position >= line(id).issued) {
-    throw std::logic_error(name_ + ": waited for " + core::to_string(reduce) + " before reduce() was called for it");
-  }
-  wait_done(id, position + 1, reduce);
-}
-
 void Communicator::finish() {
   failure_.check();
   if (!open_) throw std::logic_error(name_ + ": finish() without begin()");
   for (std::size_t i = 0; i < kNumLanes; ++i) {
     const Line& each = lines_[i];
-    for (std::size_t k = is_pipeline_recv(static_cast<LaneId>(i)) ? 0 : each.issued; k < each.tasks.size(); ++k) {
+    for (std::size_t k = is_recv(static_cast<LaneId>(i)) ? 0 : each.issued; k < each.tasks.size(); ++k) {
       if (!each.tasks[k].waited) {
         throw std::logic_error(name_ + ": the step ends, but " + core::to_string(each.tasks[k].action) +
                                " was never done");
       }
     }
   }
-  for (const LaneId id : {LaneId::kSendForward, LaneId::kSendBackward, LaneId::kReduce}) {
+  for (const LaneId id : {LaneId::kSendForward, LaneId::kSendBackward}) {
     const Line& each = line(id);
     if (!each.tasks.empty()) wait_done(id, each.tasks.size(), each.tasks.back().action);
   }
@@ -239,7 +217,7 @@ void Communicator::fail(Failure::Kind kind, const std::string& text) noexcept {
   const std::lock_guard lock(fail_mutex_);
   if (!failure_.set(kind, text)) return;
   for (Line& each : lines_) each.lane->stop();  // first: ends the waits, however long the transport takes
-  gate_.open();
+  gate_->open();
   try {
     transport_->abort(text);
   } catch (...) {
@@ -249,7 +227,6 @@ void Communicator::fail(Failure::Kind kind, const std::string& text) noexcept {
 
 std::string Communicator::describe(const core::Action& action) const {
   const std::string text = core::to_string(action);
-  if (lane_of(action.kind) == LaneId::kReduce) return text + " over the data-parallel group";
   const std::string peer = "stage " + std::to_string(options_.shape.stage_of(core::other_end(action).chunk));
   return text + (core::is_send(action.kind) ? " to " : " from ") + peer;
 }

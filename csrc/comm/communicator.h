@@ -11,14 +11,13 @@
 
 #include "comm/buffer_pool.h"
 #include "comm/failure.h"
+#include "comm/host_gate.h"
 #include "comm/lane.h"
-#include "comm/pipeline_gate.h"
 #include "comm/record.h"
 #include "comm/record_log.h"
 #include "comm/tensor.h"
 #include "comm/transport.h"
 #include "core/action.h"
-#include "core/arbiter.h"
 #include "core/schedule.h"
 
 namespace fold3d::comm {
@@ -28,17 +27,15 @@ struct Options {
   int stage = 0;           ///< this rank's stage, [0, shape.pp)
   std::chrono::milliseconds timeout{300'000};  ///< longest blocking wait (setting comm_timeout), > 0
   int receive_ahead = 4;                       ///< messages a receive lane may run beyond the program counter, >= 0
-  std::size_t reduce_chunk_bytes = 4u << 20;   ///< a reduce may yield to the pipeline every so many bytes, > 0
-  core::Arbiter::Options arbiter = {};         ///< how long it yields
   std::string name = {};                       ///< how errors call this rank; empty: "stage S"
 };
 
-/// Owns all communication of one rank: five lanes (send and receive of each direction, reduce), each a thread
-/// with one FIFO in the order of the program, so the order on every link is a function of the plan and never
-/// of arrival time.
+/// Owns the pipeline messages of one rank: four lanes (send and receive of each direction), each a thread with
+/// one FIFO in the order of the program, so the order on every link is a function of the plan and never of
+/// arrival time. It tells the host's gate about every message, so that data-parallel traffic lets it pass.
 ///
-/// One step: begin(program); then, walking the program, pass() and later wait() for each RECV, send() for
-/// each SEND, reduce() for each REDUCE, all in program order; finish().
+/// One step: begin(program); then, walking the program, pass() and later wait() for each RECV and send() for
+/// each SEND, in program order; finish().
 ///
 /// Threads: every method but abort() and take_records() is called by one thread at a time (the executor's).
 /// Errors: the first error is kept, the transport is aborted, and every pending and later call throws it
@@ -47,15 +44,16 @@ struct Options {
 /// std::logic_error and changes nothing.
 class Communicator {
  public:
-  /// Throws std::invalid_argument for options out of range.
-  Communicator(std::unique_ptr<Transport> transport, Options options);
+  /// `gate`: of the rank's host; null: nobody else uses the network. Opened when the communicator fails. Throws
+  /// std::invalid_argument for options out of range.
+  Communicator(std::unique_ptr<Transport> transport, Options options, std::shared_ptr<HostGate> gate = nullptr);
   /// Joins the lanes; aborts the transport before if a step is under way. Never throws. Waits for an abort()
   /// that has begun; none may follow.
   ~Communicator();
   Communicator(const Communicator&) = delete;
   Communicator& operator=(const Communicator&) = delete;
 
-  /// Starts a step: queues the receives of `program` (this stage's lowered list; compute actions are
+  /// Starts a step: queues the receives of `program` (this stage's lowered list; what is not a message is
   /// skipped), which begin to arrive at once. Every rank of the pipeline begins the same steps. Throws
   /// std::invalid_argument when an action is not this stage's or occurs twice, std::logic_error when the step
   /// before was not finished.
@@ -71,13 +69,7 @@ class Communicator {
   /// The message of this RECV (implies pass). Blocks for at most `timeout`.
   Tensors wait(const core::Action& recv);
 
-  /// Queues the sum of `tensor` over the data-parallel group, in place.
-  void reduce(const core::Action& reduce, Tensor tensor);
-
-  /// Returns when that sum is complete. Blocks for at most `timeout`.
-  void wait_reduce(const core::Action& reduce);
-
-  /// Ends the step: every RECV has been waited for, every SEND and REDUCE is complete. Each lane gets at most
+  /// Ends the step: every RECV has been waited for, every SEND is complete. Each lane gets at most
   /// `timeout`.
   void finish();
 
@@ -90,7 +82,7 @@ class Communicator {
  private:
   struct Task {
     core::Action action;
-    Tensors tensors;      // send and reduce: until done; receive: from arrival until waited for
+    Tensors tensors;      // send: until done; receive: from arrival until waited for
     bool waited = false;  // a receive was handed out; executor's thread only
   };
 
@@ -100,34 +92,31 @@ class Communicator {
   struct Line {
     std::vector<Task> tasks;
     std::vector<int> positions;  // key_of(action) -> index into tasks, -1 where there is none
-    std::size_t issued = 0;      // tasks handed over by send() or reduce(); executor's thread only
+    std::size_t issued = 0;      // tasks handed over by send(); executor's thread only
     std::vector<std::byte> frame;
     RecordLog log;
     std::unique_ptr<Lane> lane;
   };
 
   Line& line(LaneId id) { return lines_[static_cast<std::size_t>(id)]; }
-  void check_belongs(LaneId id, const core::Action& action) const;
+  void check_belongs(const core::Action& action) const;
   std::size_t key_of(const core::Action& action) const;
   std::size_t position_of(LaneId id, const core::Action& action);
-  void issue(LaneId id, const core::Action& action, Tensors tensors);
   void wait_done(LaneId id, std::size_t count, const core::Action& action);
 
   void run(LaneId id, std::size_t index) noexcept;
   void run_send(Line& line, LaneId id, Task& task);
   void run_recv(Line& line, LaneId id, Task& task);
-  void run_reduce(Line& line, Task& task);
   void fail(Failure::Kind kind, const std::string& text) noexcept;
   std::string describe(const core::Action& action) const;
 
   const Options options_;
   const std::string name_;
-  const core::Arbiter arbiter_;
   std::unique_ptr<Transport> transport_;
   BufferPool pool_;
   Failure failure_;
   std::mutex fail_mutex_;  // held while failing, so that the destructor does not overtake it
-  PipelineGate gate_;
+  const std::shared_ptr<HostGate> gate_;
   std::uint32_t step_ = 0;
   int micro_batches_ = 0;
   bool open_ = false;  // between begin() and finish()

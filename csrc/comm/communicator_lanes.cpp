@@ -1,5 +1,4 @@
 // What the lanes of a Communicator do; each function here runs on a lane's thread.
-#include <algorithm>
 #include <cstring>
 #include <utility>
 
@@ -15,12 +14,6 @@ namespace {
 
 std::string name_of(const core::Action& action, std::uint32_t step) {
   return core::to_string(action) + " of step " + std::to_string(step);
-}
-
-std::size_t total_bytes(const Tensors& tensors) {
-  std::size_t total = 0;
-  for (const Tensor& tensor : tensors) total += tensor.buffer->bytes();
-  return total;
 }
 
 void copy_inline(std::span<const std::byte> payload, const Tensors& tensors) {
@@ -54,8 +47,6 @@ void Communicator::run(LaneId id, std::size_t index) noexcept {
       case LaneId::kRecvForward:
       case LaneId::kRecvBackward:
         return run_recv(own, id, task);
-      case LaneId::kReduce:
-        return run_reduce(own, task);
     }
   } catch (const ProtocolError& error) {
     failed(Failure::Kind::kProtocol, error.what());
@@ -85,9 +76,9 @@ void Communicator::run_send(Line& own, LaneId id, Task& task) {
                   .lane = id,
                   .start_ns = start_ns,
                   .end_ns = now_ns(),
-                  .bytes = total_bytes(task.tensors)});
+                  .bytes = payload_bytes(task.tensors)});
   task.tensors.clear();
-  gate_.sent();
+  gate_->message_ends(HostGate::Direction::kSend);
 }
 
 void Communicator::run_recv(Line& own, LaneId id, Task& task) {
@@ -107,34 +98,16 @@ void Communicator::run_recv(Line& own, LaneId id, Task& task) {
   if (header.is_inline) {
     copy_inline(header.payload, tensors);
   } else {
+    // Only now: a frame that has not arrived says nothing about when its payload wants the card.
+    gate_->message_begins(HostGate::Direction::kReceive, payload_bytes(tensors));
     for (const Tensor& tensor : tensors) {
       if (tensor.buffer->bytes() > 0) transport_->recv(channel, peer, tensor.buffer);
     }
+    gate_->message_ends(HostGate::Direction::kReceive);
   }
   own.log.append(
-      {.action = task.action, .lane = id, .start_ns = start_ns, .end_ns = now_ns(), .bytes = total_bytes(tensors)});
+      {.action = task.action, .lane = id, .start_ns = start_ns, .end_ns = now_ns(), .bytes = payload_bytes(tensors)});
   task.tensors = std::move(tensors);
-}
-
-void Communicator::run_reduce(Line& own, Task& task) {
-  const Tensor& tensor = task.tensors.front();
-  const std::size_t total = tensor.desc.bytes();
-  if (!tensor.buffer || tensor.buffer->bytes() != total) {
-    throw std::invalid_argument("the gradient's buffer does not have the " + std::to_string(total) +
-                                " bytes of its shape");
-  }
-  const std::size_t element = tensor.desc.element_bytes;
-  const std::size_t chunk = std::max(options_.reduce_chunk_bytes / element, std::size_t{1}) * element;
-  for (std::size_t offset = 0; offset < total; offset += chunk) {
-    gate_.hold(arbiter_);
-    failure_.check();
-    const std::size_t bytes = std::min(chunk, total - offset);
-    const std::int64_t start_ns = now_ns();
-    transport_->all_reduce(tensor.buffer, tensor.desc.dtype, offset, bytes);
-    own.log.append(
-        {.action = task.action, .lane = LaneId::kReduce, .start_ns = start_ns, .end_ns = now_ns(), .bytes = bytes});
-  }
-  task.tensors.clear();
 }
 
 }  // namespace fold3d::comm

@@ -6,6 +6,8 @@ namespace fold3d::comm {
 
 using core::Kind;
 
+bool is_message(Kind kind) { return core::is_send(kind) || core::is_recv(kind); }
+
 LaneId lane_of(Kind kind) {
   switch (kind) {
     case Kind::kSendForward:
@@ -16,10 +18,8 @@ LaneId lane_of(Kind kind) {
       return LaneId::kSendBackward;
     case Kind::kRecvBackward:
       return LaneId::kRecvBackward;
-    case Kind::kReduce:
-      return LaneId::kReduce;
     default:
-      throw std::invalid_argument("a compute action has no lane in the communicator");
+      throw std::invalid_argument("the communicator has lanes for SEND and RECV actions only");
   }
 }
 

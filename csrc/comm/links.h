@@ -6,10 +6,13 @@
 
 namespace fold3d::comm {
 
-/// Lane of a SEND, RECV or REDUCE action. Throws std::invalid_argument for a compute action.
+/// Whether the communicator moves it: a SEND or a RECV.
+bool is_message(core::Kind kind);
+
+/// Lane of a SEND or RECV action. Throws std::invalid_argument for any other.
 LaneId lane_of(core::Kind kind);
 
-/// Direction of a SEND or RECV lane.
+/// Direction of a lane's messages.
 Channel channel_of(LaneId lane);
 
 }  // namespace fold3d::comm

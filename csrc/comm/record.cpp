@@ -11,11 +11,9 @@ const char* to_string(LaneId lane) {
     case LaneId::kSendBackward:
       return "send_b";
     case LaneId::kRecvBackward:
-      return "recv_b";
-    case LaneId::kReduce:
       break;
   }
-  return "reduce";
+  return "recv_b";
 }
 
 }  // namespace fold3d::comm

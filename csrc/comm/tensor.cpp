@@ -22,4 +22,10 @@ std::size_t TensorDesc::bytes() const {
   return total;
 }
 
+std::size_t payload_bytes(const Tensors& tensors) {
+  std::size_t total = 0;
+  for (const Tensor& tensor : tensors) total += tensor.buffer ? tensor.buffer->bytes() : 0;
+  return total;
+}
+
 }  // namespace fold3d::comm

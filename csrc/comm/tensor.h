@@ -40,4 +40,7 @@ struct Tensor {
 
 using Tensors = std::vector<Tensor>;
 
+/// The bytes of all buffers; where one is missing, none.
+std::size_t payload_bytes(const Tensors& tensors);
+
 }  // namespace fold3d::comm

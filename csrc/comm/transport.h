@@ -15,8 +15,8 @@ enum class Channel : std::uint8_t { kForward, kBackward };
 
 /// How bytes travel between ranks: one object per rank. All calls but abort() block.
 ///
-/// Threads: send calls of a channel come from one thread, recv calls of a channel from another, all_reduce
-/// from a third; all five may be blocked at the same time. allocate() is called by the receiving threads,
+/// Threads: send calls of a channel come from one thread, recv calls of a channel from another; all four may
+/// be blocked at the same time. allocate() is called by the receiving threads,
 /// abort() by any.
 ///
 /// Time: receives are posted ahead of need and sends wait for their receiver, so a call may rightly stay
@@ -44,11 +44,6 @@ class Transport {
   /// Whether send_frame copies the frame into the system's buffers and returns without waiting for the receiver, as a
   /// rule: the executor's thread then sends small messages itself instead of waking the lane.
   virtual bool sends_at_once() const { return false; }
-
-  /// Sums [offset_bytes, offset_bytes + bytes) of the buffer over the data-parallel group, in place; every
-  /// member of the group makes the same calls in the same order. Both are multiples of the element size.
-  virtual void all_reduce(std::shared_ptr<Buffer> buffer, std::uint8_t dtype, std::size_t offset_bytes,
-                          std::size_t bytes) = 0;
 
   /// Receive memory of desc.bytes() bytes on the rank's device. May later be reused for another desc of as
   /// many bytes.

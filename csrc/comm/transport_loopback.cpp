@@ -20,7 +20,7 @@ namespace {
 struct Rank {
   std::atomic<bool> closed{false};
   std::atomic<bool> stopped{false};         // by a Fault
-  std::array<std::atomic<int>, 3> calls{};  // by Fault::Call
+  std::array<std::atomic<int>, 2> calls{};  // by Fault::Call
   std::mutex mutex;
   std::condition_variable changed;  // closed
   std::string reason;               // of closed; never changes after it
@@ -35,79 +35,32 @@ struct Link {
   std::span<const std::byte> offer;
 };
 
-/// The data-parallel group of one stage: the last member to arrive sums for all.
-struct Group {
-  struct Part {
-    std::byte* data = nullptr;
-    std::uint8_t dtype = 0;
-    std::size_t offset = 0;
-    std::size_t bytes = 0;
-  };
-  std::mutex mutex;
-  std::condition_variable changed;
-  std::vector<Part> parts;
-  int arrived = 0;
-  int round = 0;
-  bool refused = false;  // members disagreed; stays
-};
-
-template <class Element>
-void sum_into_all(const std::vector<Group::Part>& parts) {
-  std::vector<Element> total(parts.front().bytes / sizeof(Element));
-  std::vector<Element> part(total.size());
-  for (const Group::Part& each : parts) {
-    std::memcpy(part.data(), each.data, each.bytes);
-    for (std::size_t i = 0; i < total.size(); ++i) total[i] += part[i];
-  }
-  for (const Group::Part& each : parts) std::memcpy(each.data, total.data(), each.bytes);
-}
-
-bool agree(const std::vector<Group::Part>& parts) {
-  for (const Group::Part& part : parts) {
-    const Group::Part& first = parts.front();
-    if (part.dtype != first.dtype || part.offset != first.offset || part.bytes != first.bytes) return false;
-  }
-  return true;
-}
-
-void sum(const std::vector<Group::Part>& parts) {
-  if (parts.front().dtype == kLoopbackFloat64) return sum_into_all<double>(parts);
-  if (parts.front().dtype == kLoopbackInt64) return sum_into_all<std::int64_t>(parts);
-  throw std::invalid_argument("the loopback transport sums int64 and float64, not the element type " +
-                              std::to_string(parts.front().dtype));
-}
-
 }  // namespace
 
 struct Loopback::Hub {
   explicit Hub(LoopbackOptions o)
       : options(std::move(o)),
-        ranks(static_cast<std::size_t>(options.dp * options.pp)),
-        links(static_cast<std::size_t>(options.dp * options.pp * options.pp * 2)),
-        groups(static_cast<std::size_t>(options.pp)) {
-    for (Group& group : groups) group.parts.resize(static_cast<std::size_t>(options.dp));
-  }
+        ranks(static_cast<std::size_t>(options.pp)),
+        links(static_cast<std::size_t>(options.pp * options.pp * 2)) {}
 
-  Rank& rank(int dp_rank, int stage) { return ranks[static_cast<std::size_t>(dp_rank * options.pp + stage)]; }
-  Group& group(int stage) { return groups[static_cast<std::size_t>(stage)]; }
-  Link& link(int dp_rank, int from, int to, Channel channel) {
-    const int pair = (dp_rank * options.pp + from) * options.pp + to;
+  Rank& rank(int stage) { return ranks[static_cast<std::size_t>(stage)]; }
+  Link& link(int from, int to, Channel channel) {
+    const int pair = from * options.pp + to;
     return links[static_cast<std::size_t>(2 * pair + static_cast<int>(channel))];
   }
 
   const LoopbackOptions options;
   std::vector<Rank> ranks;
   std::vector<Link> links;
-  std::vector<Group> groups;
 };
 
 namespace {
 
 class LoopbackTransport final : public Transport {
  public:
-  LoopbackTransport(std::shared_ptr<Loopback::Hub> hub, int dp_rank, int stage)
-      : hub_(std::move(hub)), dp_rank_(dp_rank), stage_(stage), self_(hub_->rank(dp_rank, stage)) {
-    const auto rank = static_cast<std::uint64_t>(dp_rank * hub_->options.pp + stage);
+  LoopbackTransport(std::shared_ptr<Loopback::Hub> hub, int stage)
+      : hub_(std::move(hub)), stage_(stage), self_(hub_->rank(stage)) {
+    const auto rank = static_cast<std::uint64_t>(stage);
     for (std::size_t i = 0; i < random_.size(); ++i) {
       random_[i].seed(hub_->options.seed * 1'000'003 + rank * random_.size() + i);
     }
@@ -127,13 +80,6 @@ class LoopbackTransport final : public Transport {
 
   void recv_frame(Channel channel, int peer, std::span<std::byte> frame) override { take(channel, peer, frame); }
 
-  void all_reduce(std::shared_ptr<Buffer> buffer, std::uint8_t dtype, std::size_t offset_bytes,
-                  std::size_t bytes) override {
-    enter(Fault::Call::kAllReduce, 4);
-    join({.data = buffer->host_data() + offset_bytes, .dtype = dtype, .offset = offset_bytes, .bytes = bytes});
-    leave();
-  }
-
   std::shared_ptr<Buffer> allocate(const TensorDesc& desc) override {
     return std::make_shared<HostBuffer>(desc.bytes());
   }
@@ -148,11 +94,10 @@ class LoopbackTransport final : public Transport {
     self_.changed.notify_all();
     for (int peer = 0; peer < hub_->options.pp; ++peer) {
       for (const Channel channel : {Channel::kForward, Channel::kBackward}) {
-        wake(hub_->link(dp_rank_, stage_, peer, channel));
-        wake(hub_->link(dp_rank_, peer, stage_, channel));
+        wake(hub_->link(stage_, peer, channel));
+        wake(hub_->link(peer, stage_, channel));
       }
     }
-    wake(hub_->group(stage_));
   }
 
  private:
@@ -169,19 +114,18 @@ class LoopbackTransport final : public Transport {
     return rank.reason;
   }
 
-  void check_closed(int dp_rank, int stage) {
+  void check_closed(int stage) {
     if (self_.closed.load()) throw AbortedError(reason_of(self_));
-    Rank& peer = hub_->rank(dp_rank, stage);
+    Rank& peer = hub_->rank(stage);
     if (!peer.closed.load()) return;
-    throw CommError("stage " + std::to_string(stage) + " of pipeline " + std::to_string(dp_rank) +
-                    " closed the connection: " + reason_of(peer));
+    throw CommError("stage " + std::to_string(stage) + " closed the connection: " + reason_of(peer));
   }
 
   /// Start of every call: random delay, planned failures.
   void enter(Fault::Call call, std::size_t lane) {
     const int count = self_.calls[static_cast<std::size_t>(call)].fetch_add(1);
     for (const Fault& fault : hub_->options.faults) {
-      if (fault.dp_rank != dp_rank_ || fault.stage != stage_ || fault.call != call || fault.after != count) continue;
+      if (fault.stage != stage_ || fault.call != call || fault.after != count) continue;
       if (fault.mode == Fault::Mode::kThrow) throw std::runtime_error("injected failure");
       self_.stopped.store(true);
     }
@@ -204,26 +148,26 @@ class LoopbackTransport final : public Transport {
 
   void offer(Channel channel, int peer, std::span<const std::byte> bytes) {
     enter(Fault::Call::kSend, static_cast<std::size_t>(channel));
-    Link& link = hub_->link(dp_rank_, stage_, peer, channel);
+    Link& link = hub_->link(stage_, peer, channel);
     std::unique_lock lock(link.mutex);
-    check_closed(dp_rank_, peer);
+    check_closed(peer);
     link.offer = bytes;
     link.state = Link::State::kOffered;
     link.changed.notify_all();
     link.changed.wait(lock, [&] { return link.state != Link::State::kOffered || is_broken(peer); });
     const Link::State outcome = std::exchange(link.state, Link::State::kEmpty);
     if (outcome == Link::State::kRefused) throw ProtocolError("the receiver expects another size");
-    if (outcome == Link::State::kOffered) check_closed(dp_rank_, peer);
+    if (outcome == Link::State::kOffered) check_closed(peer);
     lock.unlock();
     leave();
   }
 
   void take(Channel channel, int peer, std::span<std::byte> bytes) {
     enter(Fault::Call::kRecv, 2 + static_cast<std::size_t>(channel));
-    Link& link = hub_->link(dp_rank_, peer, stage_, channel);
+    Link& link = hub_->link(peer, stage_, channel);
     std::unique_lock lock(link.mutex);
     link.changed.wait(lock, [&] { return link.state == Link::State::kOffered || is_broken(peer); });
-    if (link.state != Link::State::kOffered) check_closed(dp_rank_, peer);
+    if (link.state != Link::State::kOffered) check_closed(peer);
     const bool fits = link.offer.size() == bytes.size();
     if (fits) std::memcpy(bytes.data(), link.offer.data(), bytes.size());
     link.state = fits ? Link::State::kTaken : Link::State::kRefused;
@@ -236,61 +180,28 @@ class LoopbackTransport final : public Transport {
     leave();
   }
 
-  bool is_broken(int peer) { return self_.closed.load() || hub_->rank(dp_rank_, peer).closed.load(); }
-
-  void join(Group::Part part) {
-    Group& group = hub_->group(stage_);
-    const auto check_all = [&] {
-      for (int d = 0; d < hub_->options.dp; ++d) check_closed(d, stage_);
-    };
-    const auto any_closed = [&] {
-      for (int d = 0; d < hub_->options.dp; ++d) {
-        if (hub_->rank(d, stage_).closed.load()) return true;
-      }
-      return false;
-    };
-    std::unique_lock lock(group.mutex);
-    check_all();
-    group.parts[static_cast<std::size_t>(dp_rank_)] = part;
-    const int round = group.round;
-    if (++group.arrived < hub_->options.dp) {
-      group.changed.wait(lock, [&] { return group.round != round || any_closed(); });
-      if (group.round == round) {
-        --group.arrived;
-        check_all();
-      }
-    } else {
-      group.refused = group.refused || !agree(group.parts);
-      if (!group.refused) sum(group.parts);
-      group.arrived = 0;
-      ++group.round;
-      group.changed.notify_all();
-    }
-    if (group.refused) throw ProtocolError("the members of the data-parallel group reduce different things");
-  }
+  bool is_broken(int peer) { return self_.closed.load() || hub_->rank(peer).closed.load(); }
 
   const std::shared_ptr<Loopback::Hub> hub_;
-  const int dp_rank_;
   const int stage_;
   Rank& self_;
-  std::array<std::mt19937_64, 5> random_;  // one for each lane: every lane calls from its own thread
+  std::array<std::mt19937_64, 4> random_;  // one for each lane: every lane calls from its own thread
 };
 
 }  // namespace
 
 Loopback::Loopback(LoopbackOptions options) {
-  if (options.dp < 1 || options.pp < 1) throw std::invalid_argument("loopback: dp and pp must be at least 1");
+  if (options.pp < 1) throw std::invalid_argument("loopback: pp must be at least 1");
   hub_ = std::make_shared<Hub>(std::move(options));
 }
 
 Loopback::~Loopback() = default;
 
-std::unique_ptr<Transport> Loopback::connect(int dp_rank, int stage) {
-  if (dp_rank < 0 || dp_rank >= hub_->options.dp || stage < 0 || stage >= hub_->options.pp) {
-    throw std::invalid_argument("loopback: there is no rank (" + std::to_string(dp_rank) + ", " +
-                                std::to_string(stage) + ")");
+std::unique_ptr<Transport> Loopback::connect(int stage) {
+  if (stage < 0 || stage >= hub_->options.pp) {
+    throw std::invalid_argument("loopback: there is no stage " + std::to_string(stage));
   }
-  return std::make_unique<LoopbackTransport>(hub_, dp_rank, stage);
+  return std::make_unique<LoopbackTransport>(hub_, stage);
 }
 
 }  // namespace fold3d::comm

@@ -4,8 +4,8 @@
 
 namespace fold3d::comm {
 
-TcpTransport::TcpTransport(std::shared_ptr<TcpLinks> links, std::unique_ptr<Transport> collectives)
-    : links_(std::move(links)), collectives_(std::move(collectives)) {}
+TcpTransport::TcpTransport(std::shared_ptr<TcpLinks> links, std::unique_ptr<Transport> memory)
+    : links_(std::move(links)), memory_(std::move(memory)) {}
 
 void TcpTransport::send(Channel channel, int, std::shared_ptr<Buffer> buffer) {
   links_->send(channel, {buffer->host_data(), buffer->bytes()});
@@ -19,16 +19,11 @@ void TcpTransport::send_frame(Channel channel, int, std::span<const std::byte> f
 
 void TcpTransport::recv_frame(Channel channel, int, std::span<std::byte> frame) { links_->recv(channel, frame); }
 
-void TcpTransport::all_reduce(std::shared_ptr<Buffer> buffer, std::uint8_t dtype, std::size_t offset_bytes,
-                              std::size_t bytes) {
-  collectives_->all_reduce(std::move(buffer), dtype, offset_bytes, bytes);
-}
-
-std::shared_ptr<Buffer> TcpTransport::allocate(const TensorDesc& desc) { return collectives_->allocate(desc); }
+std::shared_ptr<Buffer> TcpTransport::allocate(const TensorDesc& desc) { return memory_->allocate(desc); }
 
 void TcpTransport::abort(const std::string& reason) {
   links_->abort(reason);
-  collectives_->abort(reason);
+  memory_->abort(reason);
 }
 
 }  // namespace fold3d::comm

@@ -8,24 +8,22 @@
 
 namespace fold3d::comm {
 
-/// Sends and receives over TcpLinks; sums and memory are another transport's (c10d's).
+/// Sends and receives over TcpLinks, into memory of another transport (c10d's).
 class TcpTransport final : public Transport {
  public:
-  TcpTransport(std::shared_ptr<TcpLinks> links, std::unique_ptr<Transport> collectives);
+  TcpTransport(std::shared_ptr<TcpLinks> links, std::unique_ptr<Transport> memory);
 
   void send(Channel channel, int peer_stage, std::shared_ptr<Buffer> buffer) override;
   void recv(Channel channel, int peer_stage, std::shared_ptr<Buffer> buffer) override;
   void send_frame(Channel channel, int peer_stage, std::span<const std::byte> frame) override;
   void recv_frame(Channel channel, int peer_stage, std::span<std::byte> frame) override;
   bool sends_at_once() const override { return true; }
-  void all_reduce(std::shared_ptr<Buffer> buffer, std::uint8_t dtype, std::size_t offset_bytes,
-                  std::size_t bytes) override;
   std::shared_ptr<Buffer> allocate(const TensorDesc& desc) override;
   void abort(const std::string& reason) override;
 
  private:
   std::shared_ptr<TcpLinks> links_;
-  std::unique_ptr<Transport> collectives_;
+  std::unique_ptr<Transport> memory_;
 };
 
 }  // namespace fold3d::comm

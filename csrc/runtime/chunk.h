@@ -16,8 +16,8 @@ class Chunk {
   /// Returns the tensors that go to the next chunk, or the loss alone ([1] or scalar) for the last chunk.
   virtual std::vector<at::Tensor> forward(int micro_batch, std::vector<at::Tensor> inputs) = 0;
 
-  /// The flat gradient to sum over the replicas in place; called when the last backward of the chunk is done.
-  virtual at::Tensor gradients() = 0;
+  /// The chunk's last backward of the step is done: hand over for summation what was not handed over before.
+  virtual void reduce() = 0;
 };
 
 }  // namespace fold3d::runtime

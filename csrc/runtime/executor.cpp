@@ -109,7 +109,7 @@ void Executor::execute(const Action& action) {
       communicator_->pass(action);
       break;
     case Kind::kReduce:
-      reduce(action);
+      chunks_[static_cast<std::size_t>(action.chunk / shape_.pp)]->reduce();
       break;
     default:
       throw std::invalid_argument("the executor runs whole backward passes; action " + core::to_string(action) +
@@ -172,11 +172,6 @@ void Executor::send(const Action& action) {
   for (const at::Tensor& tensor : is_forward ? own.outputs : own.gradients) message.push_back(wrap(tensor));
   communicator_->send(action, std::move(message));
   if (!is_forward || !backward_) own = Stash{};
-}
-
-void Executor::reduce(const Action& action) {
-  const auto& chunk = chunks_[static_cast<std::size_t>(action.chunk / shape_.pp)];
-  communicator_->reduce(action, wrap(chunk->gradients()));
 }
 
 std::string Executor::current_action() const {

@@ -25,11 +25,12 @@ struct Span {
 /// Runs one rank's part of a schedule, in program order, on the calling thread.
 ///
 /// An action starts when what core::waits_for names is complete: earlier actions of this rank are, by program order;
-/// a receive is waited for. Sends and reductions are handed to the communicator and finish in the background; run()
-/// returns when they are done. One thread at a time; current_action() from any thread.
+/// a receive is waited for. Sends are handed to the communicator and finish in the background; run() returns when they
+/// are done. What a chunk's reduce() began is its own: run() does not wait for it. One thread at a time;
+/// current_action() from any thread.
 class Executor {
  public:
-  /// `communicator` may be null when the rank talks to nobody (one stage, one replica). `chunks[k]`: segment k's chunk.
+  /// `communicator` may be null when the rank talks to nobody (one stage). `chunks[k]`: segment k's chunk.
   Executor(std::shared_ptr<comm::Communicator> communicator, int stage, std::vector<std::shared_ptr<Chunk>> chunks);
 
   /// Runs `program`, a lowered list of actions with `shape`. Gradients accumulate in the parameters' .grad.
@@ -55,7 +56,6 @@ class Executor {
   void forward(const core::Action& action);
   void backward(const core::Action& action);
   void send(const core::Action& action);
-  void reduce(const core::Action& action);
   void execute(const core::Action& action);
 
   std::shared_ptr<comm::Communicator> communicator_;

@@ -5,6 +5,7 @@
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 
 #include <algorithm>
+#include <exception>
 
 #include "comm/errors.h"
 #include "runtime/tensor_buffer.h"
@@ -33,7 +34,6 @@ C10dTransport::C10dTransport(const GroupNames& names, int stage, int num_stages,
     backward_ = c10d::resolve_process_group(names.backward);
     backward_wrap_ = c10d::resolve_process_group(names.backward_wrap);
   }
-  if (!names.data.empty()) data_ = c10d::resolve_process_group(names.data);
 }
 
 C10dTransport::~C10dTransport() = default;
@@ -79,33 +79,6 @@ void C10dTransport::wait(const Work& work) {
   if (!completed) throw std::runtime_error("the transfer was aborted");
 }
 
-void C10dTransport::wait_collective(const Work& work) {
-  if (!device_.is_cpu()) {
-    work->wait(kNever);
-    check_aborted();
-    return;
-  }
-  // A gloo collective completes on its own, so the wait can also end with abort(). The state is shared with the
-  // callback, which may run after this call has given up; the tensors then belong to the work.
-  auto collective = std::make_shared<Collective>();
-  {
-    const std::lock_guard lock(mutex_);
-    if (aborted_) throw comm::AbortedError(reason_);
-    collective_ = collective;
-  }
-  work->getFuture()->addCallback([collective](c10::ivalue::Future& future) {
-    const std::lock_guard lock(collective->mutex);
-    collective->ended = true;
-    if (future.hasError()) collective->error = future.exception_ptr();
-    collective->changed.notify_all();
-  });
-  std::unique_lock lock(collective->mutex);
-  collective->changed.wait(lock, [&] { return collective->ended; });
-  lock.unlock();
-  check_aborted();
-  if (collective->error) std::rethrow_exception(collective->error);
-}
-
 void C10dTransport::transfer(comm::Channel channel, bool is_send, int peer_stage, const at::Tensor& tensor) {
   check_aborted();
   auto& pg = group(channel, is_send ? sends_over_wrap(channel) : receives_over_wrap(channel));
@@ -138,19 +111,6 @@ void C10dTransport::recv_frame(comm::Channel channel, int peer_stage, std::span<
   transfer(channel, /*is_send=*/false, peer_stage, bytes_view(frame.data(), frame.size()));
 }
 
-void C10dTransport::all_reduce(std::shared_ptr<comm::Buffer> buffer, std::uint8_t dtype, std::size_t offset_bytes,
-                               std::size_t bytes) {
-  check_aborted();
-  const c10::Stream stream = side_stream(device_, /*high_priority=*/false);
-  const c10::StreamGuard guard(stream);
-  as_tensor(buffer).ready().block(stream);
-  const at::Tensor& whole = as_tensor(buffer).tensor();
-  const auto size = static_cast<std::int64_t>(whole.element_size());
-  std::vector<at::Tensor> part{whole.view({-1}).narrow(0, static_cast<std::int64_t>(offset_bytes) / size,
-                                                       static_cast<std::int64_t>(bytes) / size)};
-  wait_collective(data_->allreduce(part));
-}
-
 std::shared_ptr<comm::Buffer> C10dTransport::allocate(const comm::TensorDesc& desc) {
   const auto options = at::TensorOptions().device(device_).dtype(at::kByte);
   return std::make_shared<TensorBuffer>(at::empty({static_cast<std::int64_t>(desc.bytes())}, options));
@@ -158,21 +118,14 @@ std::shared_ptr<comm::Buffer> C10dTransport::allocate(const comm::TensorDesc& de
 
 void C10dTransport::abort(const std::string& reason) {
   std::vector<Work> in_flight;
-  std::shared_ptr<Collective> collective;
   {
     const std::lock_guard lock(mutex_);
     if (aborted_) return;
     aborted_ = true;
     reason_ = reason;
     in_flight = in_flight_;
-    collective = collective_;
   }
   for (const Work& work : in_flight) work->abort();
-  if (collective) {
-    const std::lock_guard lock(collective->mutex);
-    collective->ended = true;
-    collective->changed.notify_all();
-  }
 }
 
 }  // namespace fold3d::runtime

@@ -4,8 +4,6 @@
 #include <ATen/core/Tensor.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
-#include <condition_variable>
-#include <exception>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -20,10 +18,10 @@ namespace fold3d::runtime {
 /// rank is the stage. The wrap groups carry the link between the last and the first stage: with two stages it joins the
 /// same pair as the inner link, and a communicator of its own keeps the two directions from waiting for each other.
 struct GroupNames {
-  std::string forward, forward_wrap, backward, backward_wrap, data;
+  std::string forward, forward_wrap, backward, backward_wrap;
 };
 
-/// Blocking point-to-point and all-reduce calls on c10d groups (gloo for host memory, NCCL for CUDA memory).
+/// Blocking point-to-point calls on c10d groups (gloo for host memory, NCCL for CUDA memory).
 ///
 /// Calls block until the transfer is complete or abort() ends them; the Communicator sets the deadlines. Threads: as
 /// comm::Transport says.
@@ -38,8 +36,6 @@ class C10dTransport final : public comm::Transport {
   void recv(comm::Channel channel, int peer_stage, std::shared_ptr<comm::Buffer> buffer) override;
   void send_frame(comm::Channel channel, int peer_stage, std::span<const std::byte> frame) override;
   void recv_frame(comm::Channel channel, int peer_stage, std::span<std::byte> frame) override;
-  void all_reduce(std::shared_ptr<comm::Buffer> buffer, std::uint8_t dtype, std::size_t offset_bytes,
-                  std::size_t bytes) override;
   std::shared_ptr<comm::Buffer> allocate(const comm::TensorDesc& desc) override;
   void abort(const std::string& reason) override;
 
@@ -47,23 +43,14 @@ class C10dTransport final : public comm::Transport {
   using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
   using Work = c10::intrusive_ptr<c10d::Work>;
 
-  /// How a collective in flight tells the thread that waits for it.
-  struct Collective {
-    std::mutex mutex;
-    std::condition_variable changed;
-    bool ended = false;
-    std::exception_ptr error;
-  };
-
   c10d::ProcessGroup& group(comm::Channel channel, bool wrap) const;
   bool sends_over_wrap(comm::Channel channel) const;
   bool receives_over_wrap(comm::Channel channel) const;
   void transfer(comm::Channel channel, bool is_send, int peer_stage, const at::Tensor& tensor);
   void wait(const Work& work);
-  void wait_collective(const Work& work);
   void check_aborted() const;
 
-  Group forward_, forward_wrap_, backward_, backward_wrap_, data_;
+  Group forward_, forward_wrap_, backward_, backward_wrap_;
   int stage_;
   int num_stages_;
   c10::Device device_;
@@ -73,7 +60,6 @@ class C10dTransport final : public comm::Transport {
   bool aborted_ = false;
   std::string reason_;
   std::vector<Work> in_flight_;
-  std::shared_ptr<Collective> collective_;  // the newest collective
 };
 
 }  // namespace fold3d::runtime

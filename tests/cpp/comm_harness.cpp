@@ -9,6 +9,7 @@
 #include <thread>
 #include <utility>
 
+#include "comm/frame.h"
 #include "comm/tcp_links.h"
 #include "comm/transport_tcp.h"
 #include "core/generators/registry.h"
@@ -17,7 +18,7 @@
 namespace fold3d::test {
 namespace {
 
-constexpr std::size_t kGradientLength = 100;
+constexpr std::uint8_t kInt64 = 4;  // as c10::ScalarType has it
 
 std::uint64_t mix(std::uint64_t value) {  // splitmix64
   value += 0x9e3779b97f4a7c15ULL;
@@ -48,7 +49,7 @@ comm::Tensor make_tensor(const std::vector<std::int64_t>& values) {
   const std::size_t bytes = values.size() * sizeof(std::int64_t);
   auto buffer = std::make_shared<comm::HostBuffer>(bytes);
   if (bytes > 0) std::memcpy(buffer->host_data(), values.data(), bytes);
-  return {.desc = {.dtype = comm::kLoopbackInt64,
+  return {.desc = {.dtype = kInt64,
                    .element_bytes = sizeof(std::int64_t),
                    .requires_grad = true,
                    .shape = {static_cast<std::int64_t>(values.size())}},
@@ -61,15 +62,29 @@ std::vector<std::int64_t> values_of(const comm::Tensor& tensor) {
   return values;
 }
 
+comm::Options options_for(int pp, int stage, std::chrono::milliseconds timeout) {
+  return {.shape = {.pp = pp, .segments = 1, .micro_batches = 1}, .stage = stage, .timeout = timeout};
+}
+
+std::vector<core::Action> program(const std::vector<std::string>& texts) {
+  std::vector<core::Action> result;
+  for (const std::string& text : texts) result.push_back(core::parse_action(text));
+  return result;
+}
+
+std::vector<std::byte> frame_of(const std::string& send, std::uint32_t step, const comm::Tensors& tensors) {
+  std::vector<std::byte> frame(comm::kFrameBytes);
+  comm::write_frame(frame, core::parse_action(send), step, tensors);
+  return frame;
+}
+
 TestRank::TestRank(std::unique_ptr<comm::Transport> transport, Settings settings)
     : settings_(std::move(settings)),
-      random_(hash({settings_.seed, static_cast<std::uint64_t>(settings_.dp_rank),
-                    static_cast<std::uint64_t>(settings_.options.stage)})),
+      random_(hash({settings_.seed, static_cast<std::uint64_t>(settings_.options.stage)})),
       communicator_(std::move(transport), settings_.options) {}
 
 comm::Tensors TestRank::contents(const core::Action& send, int step_index) const {
-  const std::uint64_t origin = hash({settings_.seed, static_cast<std::uint64_t>(settings_.dp_rank), key_of(send),
-                                     static_cast<std::uint64_t>(step_index)});
+  const std::uint64_t origin = hash({settings_.seed, key_of(send), static_cast<std::uint64_t>(step_index)});
   static constexpr std::size_t kLengths[] = {0, 1, 20, 200, 240, 1000};
   comm::Tensors tensors;
   for (std::uint64_t i = 0; i < 1 + origin % 3; ++i) {
@@ -89,27 +104,6 @@ void TestRank::check(const core::Action& recv, const comm::Tensors& tensors, int
   if (!equal) throw std::runtime_error("wrong content in " + core::to_string(recv));
 }
 
-std::int64_t TestRank::gradient(int dp_rank, int chunk, int micro_batch, int step_index) const {
-  const std::uint64_t value =
-      hash({settings_.seed, static_cast<std::uint64_t>(dp_rank), static_cast<std::uint64_t>(chunk),
-            static_cast<std::uint64_t>(micro_batch), static_cast<std::uint64_t>(step_index)});
-  return static_cast<std::int64_t>(value % 1'000'000);
-}
-
-void TestRank::check_reduced(int chunk, const core::Schedule& schedule, const comm::Tensor& tensor,
-                             int step_index) const {
-  std::int64_t expected = 0;
-  for (int d = 0; d < settings_.dp; ++d) {
-    for (int i = 0; i < schedule.shape.micro_batches; ++i) expected += gradient(d, chunk, i, step_index);
-  }
-  const std::vector<std::int64_t> values = values_of(tensor);
-  for (std::size_t k = 0; k < values.size(); ++k) {
-    if (values[k] != expected + static_cast<std::int64_t>(k) * settings_.dp) {
-      throw std::runtime_error("wrong sum of the gradients of chunk " + std::to_string(chunk));
-    }
-  }
-}
-
 void TestRank::compute(const core::Action& action) {
   if (settings_.max_compute_us == 0) return;
   random_ = mix(random_ + key_of(action));
@@ -121,38 +115,18 @@ void TestRank::compute(const core::Action& action) {
 void TestRank::step(const core::Schedule& schedule, int step_index) {
   const auto& program = schedule.ranks[static_cast<std::size_t>(settings_.options.stage)];
   const core::SplitBackward split(schedule);
-  std::map<int, comm::Tensor> gradients;
-  for (int chunk = settings_.options.stage; chunk < schedule.shape.num_chunks(); chunk += schedule.shape.pp) {
-    std::vector<std::int64_t> values(kGradientLength);
-    for (std::size_t k = 0; k < values.size(); ++k) values[k] = static_cast<std::int64_t>(k);
-    gradients[chunk] = make_tensor(values);
-  }
-  const auto accumulate = [&](const core::Action& action) {
-    std::vector<std::int64_t> values = values_of(gradients.at(action.chunk));
-    for (auto& value : values) value += gradient(settings_.dp_rank, action.chunk, action.micro_batch, step_index);
-    std::memcpy(gradients.at(action.chunk).buffer->host_data(), values.data(), values.size() * sizeof(std::int64_t));
-  };
-
   communicator_.begin(program);
   for (const core::Action& action : program) {
     if (core::is_recv(action.kind)) {
       communicator_.pass(action);
     } else if (core::is_send(action.kind)) {
       communicator_.send(action, contents(action, step_index));
-    } else if (action.kind == core::Kind::kReduce) {
-      communicator_.reduce(action, gradients.at(action.chunk));
-    } else {
+    } else if (core::is_compute(action.kind)) {
       for (const core::Action& needed : core::waits_for(schedule.shape, action, true, split)) {
         if (core::is_recv(needed.kind)) check(needed, communicator_.wait(needed), step_index);
       }
       compute(action);
-      if (action == split.last_backward(action.chunk, action.micro_batch)) accumulate(action);
     }
-  }
-  for (const core::Action& action : program) {
-    if (action.kind != core::Kind::kReduce) continue;
-    communicator_.wait_reduce(action);
-    check_reduced(action.chunk, schedule, gradients.at(action.chunk), step_index);
   }
   communicator_.finish();
 }
@@ -162,42 +136,33 @@ std::vector<std::string> run_ranks(const RunSetup& run) {
   comm::LoopbackOptions loopback_options = run.loopback;
   loopback_options.pp = pp;
   comm::Loopback loopback(loopback_options);
-  std::vector<std::vector<std::shared_ptr<comm::TcpLinks>>> rings;  // [replica][stage]
-  for (int d = 0; run.over_tcp && d < loopback_options.dp; ++d) {
-    auto& links = rings.emplace_back();
-    for (int s = 0; s < pp; ++s) {
-      links.push_back(std::make_shared<comm::TcpLinks>(s, pp, "127.0.0.1", std::string(32, 'k')));
-    }
+  std::vector<std::shared_ptr<comm::TcpLinks>> links;  // [stage]
+  for (int s = 0; run.over_tcp && s < pp; ++s) {
+    links.push_back(std::make_shared<comm::TcpLinks>(s, pp, "127.0.0.1", std::string(32, 'k')));
   }
-  std::vector<std::string> errors(static_cast<std::size_t>(loopback_options.dp * pp));
+  std::vector<std::string> errors(static_cast<std::size_t>(pp));
   std::vector<std::thread> threads;
-  for (int d = 0; d < loopback_options.dp; ++d) {
-    for (int s = 0; s < pp; ++s) {
-      threads.emplace_back([&, d, s] {
-        TestRank::Settings settings{.options = run.options,
-                                    .dp = loopback_options.dp,
-                                    .dp_rank = d,
-                                    .seed = loopback_options.seed,
-                                    .max_compute_us = run.max_compute_us};
-        settings.options.shape = run.schedules.front().shape;
-        settings.options.stage = s;
-        try {
-          std::unique_ptr<comm::Transport> transport = loopback.connect(d, s);
-          if (run.over_tcp) {
-            const auto& links = rings[static_cast<std::size_t>(d)];
-            const auto at = [&](int stage) { return links[static_cast<std::size_t>((stage + pp) % pp)]; };
-            at(s)->connect(at(s + 1)->endpoint(), at(s - 1)->endpoint(), run.options.timeout);
-            transport = std::make_unique<comm::TcpTransport>(at(s), std::move(transport));
-          }
-          TestRank rank(std::move(transport), settings);
-          for (int step = 0; step < run.steps; ++step) {
-            rank.step(run.schedules[static_cast<std::size_t>(step) % run.schedules.size()], step);
-          }
-        } catch (const std::exception& error) {
-          errors[static_cast<std::size_t>(d * pp + s)] = error.what();
+  for (int s = 0; s < pp; ++s) {
+    threads.emplace_back([&, s] {
+      TestRank::Settings settings{
+          .options = run.options, .seed = loopback_options.seed, .max_compute_us = run.max_compute_us};
+      settings.options.shape = run.schedules.front().shape;
+      settings.options.stage = s;
+      try {
+        std::unique_ptr<comm::Transport> transport = loopback.connect(s);
+        if (run.over_tcp) {
+          const auto at = [&](int stage) { return links[static_cast<std::size_t>((stage + pp) % pp)]; };
+          at(s)->connect(at(s + 1)->endpoint(), at(s - 1)->endpoint(), run.options.timeout);
+          transport = std::make_unique<comm::TcpTransport>(at(s), std::move(transport));
         }
-      });
-    }
+        TestRank rank(std::move(transport), settings);
+        for (int step = 0; step < run.steps; ++step) {
+          rank.step(run.schedules[static_cast<std::size_t>(step) % run.schedules.size()], step);
+        }
+      } catch (const std::exception& error) {
+        errors[static_cast<std::size_t>(s)] = error.what();
+      }
+    });
   }
   for (std::thread& thread : threads) thread.join();
   return errors;

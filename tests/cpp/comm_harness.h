@@ -1,8 +1,9 @@
 #pragma once
 
+#include <chrono>
+#include <cstddef>
 #include <cstdint>
 #include <functional>
-#include <map>
 #include <string>
 #include <vector>
 
@@ -18,14 +19,20 @@ namespace fold3d::test {
 comm::Tensor make_tensor(const std::vector<std::int64_t>& values);
 std::vector<std::int64_t> values_of(const comm::Tensor& tensor);
 
+/// Options of one stage of a pipeline with one segment.
+comm::Options options_for(int pp, int stage, std::chrono::milliseconds timeout = std::chrono::minutes(1));
+
+std::vector<core::Action> program(const std::vector<std::string>& texts);
+
+/// The frame of a message.
+std::vector<std::byte> frame_of(const std::string& send, std::uint32_t step, const comm::Tensors& tensors);
+
 /// One rank of a run: walks its list of a lowered schedule like the Executor, with made-up contents that name
 /// where they come from, so that any mix-up shows. Sizes vary: empty, inline, and larger than a frame.
 class TestRank {
  public:
   struct Settings {
     comm::Options options;
-    int dp = 1;
-    int dp_rank = 0;
     std::uint64_t seed = 0;  // of contents and sizes; the same on all ranks
     int max_compute_us = 0;  // random time of a compute action
   };
@@ -40,8 +47,6 @@ class TestRank {
  private:
   comm::Tensors contents(const core::Action& send, int step_index) const;
   void check(const core::Action& recv, const comm::Tensors& tensors, int step_index) const;
-  std::int64_t gradient(int dp_rank, int chunk, int micro_batch, int step_index) const;
-  void check_reduced(int chunk, const core::Schedule& schedule, const comm::Tensor& tensor, int step_index) const;
   void compute(const core::Action& action);
 
   Settings settings_;
@@ -56,10 +61,10 @@ struct RunSetup {
   comm::Options options = {};  // shape and stage are filled in
   int steps = 1;
   int max_compute_us = 0;
-  bool over_tcp = false;  // messages over TcpLinks, sums over the loopback transport
+  bool over_tcp = false;  // messages over TcpLinks instead of the loopback transport
 };
 
-/// What became of each rank, dp-major: the text of its error, or empty.
+/// What became of each rank: the text of its error, or empty.
 std::vector<std::string> run_ranks(const RunSetup& run);
 
 /// A lowered schedule by name, with REDUCE.

@@ -1,7 +1,6 @@
-// The parts of the communicator one by one: lane, buffer pool, arbiter, gate.
+// The parts of the communicator one by one: lane, buffer pool.
 #include <gtest/gtest.h>
 
-#include <atomic>
 #include <chrono>
 #include <cstdint>
 #include <future>
@@ -10,11 +9,8 @@
 #include <vector>
 
 #include "comm/buffer_pool.h"
-#include "comm/clock.h"
 #include "comm/lane.h"
-#include "comm/pipeline_gate.h"
 #include "comm/transport_loopback.h"
-#include "core/arbiter.h"
 
 namespace fold3d::test {
 namespace {
@@ -62,7 +58,7 @@ comm::TensorDesc bytes_desc(std::int64_t bytes) {
 
 TEST(BufferPool, ReusesBySizeAndKeepsNoMoreThanAStepNeeded) {
   comm::Loopback loopback({});
-  const auto transport = loopback.connect(0, 0);
+  const auto transport = loopback.connect(0);
   comm::BufferPool pool(*transport);
   auto a = pool.acquire(bytes_desc(100));
   auto b = pool.acquire(bytes_desc(100));
@@ -86,42 +82,12 @@ TEST(BufferPool, ReusesBySizeAndKeepsNoMoreThanAStepNeeded) {
 
 TEST(BufferPool, ABufferOutlivesThePool) {
   comm::Loopback loopback({});
-  const auto transport = loopback.connect(0, 0);
+  const auto transport = loopback.connect(0);
   auto pool = std::make_unique<comm::BufferPool>(*transport);
   auto held = pool->acquire(bytes_desc(64));
   pool.reset();
   held->host_data()[63] = std::byte{1};
   held.reset();
-}
-
-TEST(PipelineGate, HoldsUntilThePipelineIsSilent) {
-  comm::PipelineGate gate;
-  const core::Arbiter patient({.message_patience_ns = 60'000'000'000, .chunk_patience_ns = 60'000'000'000});
-  gate.hold(patient);  // nothing pending
-  gate.queued();
-  gate.queued();
-  std::atomic<bool> sent{false};
-  auto reduce = std::async(std::launch::async, [&] {
-    gate.hold(patient);
-    return sent.load();
-  });
-  gate.sent();
-  sent.store(true);
-  gate.sent();
-  EXPECT_TRUE(reduce.get());
-}
-
-TEST(PipelineGate, PatienceEndsAndFailureOpens) {
-  comm::PipelineGate gate;
-  gate.queued();
-  const std::int64_t before = comm::now_ns();
-  gate.hold(core::Arbiter({.message_patience_ns = 3'000'000, .chunk_patience_ns = 60'000'000'000}));
-  EXPECT_GE(comm::now_ns() - before, 1'000'000);
-  auto reduce = std::async(std::launch::async, [&] {
-    gate.hold(core::Arbiter({.message_patience_ns = 60'000'000'000, .chunk_patience_ns = 60'000'000'000}));
-  });
-  gate.open();
-  reduce.get();
 }
 
 }  // namespace

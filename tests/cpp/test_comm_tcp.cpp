@@ -43,7 +43,7 @@ TEST(Tcp, WholeSchedulesArriveInOrderWithRandomDelays) {
     const std::string& name = kNames[index % 3];
     const int pp = 2 + static_cast<int>(random() % 3);
     const RunSetup setup{.schedules = {lowered(name, pp, name == "1f1b" ? 1 : 2, 1 + static_cast<int>(random() % 6))},
-                         .loopback = {.dp = 2, .seed = random()},
+                         .loopback = {.seed = random()},
                          .options = {.timeout = 30s, .receive_ahead = static_cast<int>(random() % 3)},
                          .steps = 3,
                          .max_compute_us = 200,
