@@ -157,11 +157,16 @@ def predict(
         step = _C.simulate_training(schedule, model, max_steps, True, timeline)
     except ValueError as error:
         raise ConfigError(str(error)) from None
+    return prediction_of(step, early_gathers=model.early_gathers if early else None, timeline=timeline)
+
+
+def prediction_of(step: _C.TrainingStep, *, early_gathers: int | None, timeline: bool = False) -> Prediction:
+    """Returns a simulated step, with its breakdown, in milliseconds."""
     return Prediction(
         step_ms=step.step_ns / 1e6,
         limit_ms=step.limit_ns / 1e6,
         ranks=tuple(_breakdown(rank) for rank in step.ranks),
-        early_gathers=model.early_gathers if early else None,
+        early_gathers=early_gathers,
         preemptions=step.preemptions,
         longest_pp_wait_ms=step.longest_message_wait_ns / 1e6,
         steps=step.steps,

@@ -1,0 +1,75 @@
+"""record_calls(): with which arguments a forward of the model calls its parts; shapes only, no memory."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_map
+
+from fold3d.trace.capture import fake_copy
+
+
+@dataclass(frozen=True, slots=True)
+class TensorShape:
+    """Stands for a tensor among the arguments of a call."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def bytes(self) -> int:
+        """Of a tensor of this shape."""
+        return self.dtype.itemsize * torch.Size(self.shape).numel()
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call of a module: what it was given and what it returned, with TensorShape in place of tensors."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    result: Any
+
+
+def record_calls(model: nn.Module, names: Iterable[str], micro_batch: Mapping[str, Any]) -> dict[str, Call]:
+    """Returns the first call of each module in `names` that ran in a forward of a copy of `model` on fake tensors.
+
+    Args:
+        micro_batch: keyword arguments of the model's forward; only the shapes of its tensors matter.
+    Raises: whatever the forward raises on tensors without values.
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    shadow = fake_copy(model, mode).train()
+    for module in shadow.modules():
+        if getattr(module, "gradient_checkpointing", False):
+            setattr(module, "gradient_checkpointing", False)  # noqa: B010 (no Tensor and no Module)
+    calls: dict[str, Call] = {}
+    for name in dict.fromkeys(names):
+        shadow.get_submodule(name).register_forward_hook(_keep(calls, name), with_kwargs=True)
+    with mode:
+        kwargs = {
+            key: torch.empty(value.shape, dtype=value.dtype) if isinstance(value, Tensor) else value
+            for key, value in micro_batch.items()
+        }
+    if "use_cache" in inspect.signature(shadow.forward).parameters:
+        kwargs.setdefault("use_cache", False)
+    with mode, torch.no_grad():
+        shadow(**kwargs)
+    return calls
+
+
+def _keep(calls: dict[str, Call], name: str) -> Callable[..., None]:
+    def hook(module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
+        calls.setdefault(name, Call(*tree_map(_shape_of, (args, kwargs, result))))
+
+    return hook
+
+
+def _shape_of(leaf: Any) -> Any:
+    return TensorShape(tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else leaf

@@ -1,0 +1,63 @@
+"""Job and Fixed: what the planner is told about a training job, and what its user has decided already."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fold3d.errors import ConfigError
+from fold3d.plan.links import Links
+from fold3d.plan.profile import Profile
+from fold3d.trace import Trace
+
+DP_SYNC = ("zero1", "early", "serial")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
+    """A model, measured, on a cluster, measured."""
+
+    trace: Trace
+    profile: Profile
+    links: Links
+    dp: int
+    """Replicas."""
+    pp: int
+    """Stages."""
+    micro_batches: int
+    """Per step and replica."""
+    memory_limit: int | None = None
+    """Bytes that a rank may use for weights, gradients, optimizer and activations; None: any."""
+    chunk_bytes: int = 1 << 18
+    """DP.sync may be paused for PP.sync every so many bytes."""
+    preempt: bool = True
+    """Whether it is."""
+    action_seconds: float = 0.0
+    """Spent on every forward and backward of a chunk besides computing."""
+    bucket_seconds: float = 0.0
+    """Spent on every reduce-scatter and gather besides sending."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fixed:
+    """Settings that are not to be chosen; None is free."""
+
+    segments: int | None = None
+    ranges: tuple[tuple[int, int], ...] | None = None
+    """Blocks [first, end) of every chunk; segments follows from it."""
+    schedule: str | None = None
+    group_size: int | None = None
+    """N, only for schedules that use it."""
+    dp_sync: str | None = None
+    """One of DP_SYNC."""
+    bucket_bytes: int | None = None
+    modes: tuple[tuple[str, ...], ...] | None = None
+    """Per stage: "early" or "zero1" of each bucket, as in Choice.modes."""
+
+    def __post_init__(self) -> None:
+        if self.dp_sync is not None and self.dp_sync not in DP_SYNC:
+            raise ConfigError(f"dp_sync={self.dp_sync!r}: must be one of {', '.join(DP_SYNC)}, or None to choose")
+        if self.group_size is not None and self.schedule not in (None, "fold"):
+            raise ConfigError(
+                f"group_size={self.group_size} has no effect on schedule={self.schedule!r}; leave it out or set "
+                "schedule='fold'"
+            )

@@ -1,0 +1,141 @@
+"""Layout: what every chunk and bucket costs when the model is cut in a given way."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from fold3d._C import partition
+from fold3d.errors import ConfigError
+from fold3d.plan.buckets import cut_buckets
+from fold3d.plan.job import Job
+from fold3d.plan.layers import chunk_layers
+from fold3d.trace import Trace
+
+Ranges = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class BucketCost:
+    """Consecutive layers of a chunk whose gradients are summed together."""
+
+    forward: float
+    """Seconds of one micro-batch."""
+    backward: float
+    bytes: int
+    """Of gradients."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """A cut of the model; tuples have an entry per chunk. Times in seconds of one micro-batch."""
+
+    ranges: Ranges
+    bucket_bytes: int
+    forward: tuple[float, ...]
+    backward: tuple[float, ...]
+    activation_bytes: tuple[int, ...]
+    saved_bytes: tuple[int, ...]
+    update: tuple[float, ...]
+    """Seconds of the whole optimizer update of a chunk on one rank."""
+    buckets: tuple[tuple[BucketCost, ...], ...]
+    """A chunk without trainable parameters has none."""
+
+    def with_times(self, forward: Sequence[float], backward: Sequence[float]) -> Layout:
+        """Returns the layout with measured times of the chunks; buckets keep their shares."""
+        if not len(forward) == len(backward) == len(self.ranges):
+            raise ConfigError(
+                f"{len(forward)} forward and {len(backward)} backward times for {len(self.ranges)} chunks: one each"
+            )
+        return replace(self, forward=tuple(forward), backward=tuple(backward))
+
+    def of_stage(self, stage: int, pp: int) -> list[BucketCost]:
+        """Returns the stage's buckets in forward order: number 0, 1, ..."""
+        return [bucket for chunk in self.buckets[stage::pp] for bucket in chunk]
+
+
+def layout_of(job: Job, ranges: Ranges, bucket_bytes: int) -> Layout:
+    """Returns what the chunks of `ranges` cost, with buckets of at least `bucket_bytes` (cut_buckets)."""
+    profile = job.profile
+    forward, backward, saved, update, buckets = [], [], [], [], []
+    for layers in chunk_layers(job.trace, ranges, job.pp):
+        times = [(profile.forward[layer.block + 1], profile.backward[layer.block + 1]) for layer in layers]
+        sizes = [sum(profile.gradient_bytes[name] for name in layer.parameters) for layer in layers]
+        forward.append(sum(time for time, _ in times))
+        backward.append(sum(time for _, time in times))
+        saved.append(sum(profile.saved_bytes[layer.block + 1] for layer in layers))
+        update.append(sum(sizes) * profile.update_seconds)
+        buckets.append(
+            tuple(
+                BucketCost(
+                    sum(time for time, _ in times[first:end]),
+                    sum(time for _, time in times[first:end]),
+                    sum(sizes[first:end]),
+                )
+                for first, end in cut_buckets(sizes, bucket_bytes)
+            )
+        )
+    return Layout(
+        ranges=ranges,
+        bucket_bytes=bucket_bytes,
+        forward=tuple(forward),
+        backward=tuple(backward),
+        activation_bytes=tuple(profile.activation_bytes[end - 1] for _, end in ranges),
+        saved_bytes=tuple(saved),
+        update=tuple(update),
+        buckets=tuple(buckets),
+    )
+
+
+def places(trace: Trace) -> list[int]:
+    """Returns the blocks at which a chunk may start."""
+    return [block for block, reason in enumerate(trace.borders) if not reason or block == 0]
+
+
+def cut(job: Job, segments: int, first_share: float = 1.0) -> Ranges:
+    """Returns the blocks of every chunk, in segments of about equal time, each cut into stages of about equal time.
+
+    Stages of one segment work side by side, so a difference between them is idle time; a difference between segments is
+    not.
+
+    Args:
+        segments: folds of the model; there must be pp * segments places to cut.
+        first_share: time of the first segment over that of the others. Less than 1 makes the reduce-scatters and
+            gathers short that the next step waits for; more than 1 lets it hide more gathers.
+    Raises: ConfigError if there are fewer places.
+    """
+    starts = places(job.trace)
+    total, pp = len(job.trace.blocks), job.pp
+    if segments * pp > len(starts):
+        raise ConfigError(
+            f"segments={segments} times pp={pp} chunks are asked for, but the model can be cut at "
+            f"{len(starts) - 1} places only; lower segments or pp, or name smaller blocks with the setting `blocks`"
+        )
+    ends = [*starts[1:], total]
+    both = [x + y for x, y in zip(job.profile.forward, job.profile.backward, strict=True)]
+    blocks = both[1:-1]
+    blocks[0] += both[0]
+    blocks[-1] += both[-1]
+    costs = [sum(blocks[first:end]) for first, end in zip(starts, ends, strict=True)]
+    firsts: list[int] = []
+    for first, end in pairwise(_segment_borders(costs, pp, segments, first_share)):
+        firsts += [first + offset for offset in partition(costs[first:end], pp)]
+    begins = [starts[first] for first in firsts]
+    return tuple(zip(begins, [*begins[1:], total], strict=True))
+
+
+def _segment_borders(costs: list[float], pp: int, segments: int, first_share: float) -> list[int]:
+    """Returns the first unit of every segment, and the number of units. Whole groups of pp units, so that a segment of
+    equal blocks can be cut evenly; what is left over goes to the last group."""
+    count = len(costs) // pp
+    groups = [sum(costs[pp * k : pp * (k + 1)]) for k in range(count)]
+    groups[-1] += sum(costs[pp * count :])
+    head = 0
+    if first_share != 1 and segments > 1:
+        share = first_share / (first_share + segments - 1) * sum(groups)
+        head = 1
+        while head < count - (segments - 1) and sum(groups[: head + 1]) <= share:
+            head += 1
+    rest = partition(groups[head:], segments - (head > 0))
+    return [0] * (head > 0) + [pp * (head + first) for first in rest] + [len(costs)]

@@ -1,0 +1,97 @@
+"""measure_links(): latency and bandwidth of the links that PP.sync and DP.sync use, the same numbers on all ranks."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+_SMALL = 64  # bytes of a message that is all latency
+_FEW = 5  # round trips per measurement
+_LEAST_BURST = 1 << 18  # bytes
+_MOST_BURST = 1 << 28
+_FASTEST = 1e13  # bytes per second, where there is no network
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Links:
+    """Of one rank while all others communicate, too: what ranks of one host share is shared out already."""
+
+    pp_latency: float
+    """Seconds for a small message to a neighbouring stage."""
+    pp_bandwidth: float
+    """Bytes per second, each way."""
+    dp_bandwidth: float
+    """Bytes per second that a rank sends while gradients are summed."""
+    hop_latency: float
+    """Seconds for a hop of the ring of replicas."""
+
+    @property
+    def bandwidth(self) -> float:
+        """Bytes per second of a network card in the simulator: DP.sync's, or PP.sync's if there is only that."""
+        found = self.dp_bandwidth if math.isfinite(self.dp_bandwidth) else self.pp_bandwidth
+        return min(found, _FASTEST)
+
+    def message_latency(self, message_bytes: int) -> float:
+        """Returns what a message takes beyond its bytes at `bandwidth`, in seconds."""
+        more = message_bytes * (1 / self.pp_bandwidth - 1 / self.bandwidth)
+        return self.pp_latency + max(0.0, more)
+
+
+def measure_links(
+    *,
+    pass_on: Callable[[int], None] | None,
+    sum_up: Callable[[int], None] | None,
+    slowest: Callable[[list[float]], list[float]],
+    dp: int,
+    activation_bytes: int,
+    seconds: float = 1.0,
+) -> Links:
+    """Returns what the slowest rank measured; all ranks call it with the same arguments.
+
+    Args:
+        pass_on: exchanges messages of so many bytes with the neighbouring stages, one way and back, and returns when
+            they are here. None: there is one stage.
+        sum_up: sums so many bytes over the replicas, as DP.sync does, and returns when the sum is here. None: there is
+            one replica.
+        slowest: element-wise maximum over all ranks.
+        activation_bytes: of a pipeline message.
+        seconds: about how long to measure.
+    """
+    pp_latency, pp_bandwidth = 0.0, math.inf
+    if pass_on is not None:
+        pass_on(_SMALL)  # connects
+        pp_latency = slowest([_time(pass_on, _SMALL, _FEW)])[0] / (2 * _FEW)
+        size = max(_LEAST_BURST, activation_bytes)
+        size, spent = _grow(pass_on, size, seconds / 8, slowest)
+        pp_bandwidth = size / max(1e-9, spent / 2 - pp_latency)
+    hop_latency, dp_bandwidth = pp_latency, pp_bandwidth
+    if sum_up is not None:
+        hops = 2 * (dp - 1)
+        sum_up(_SMALL)
+        hop_latency = slowest([_time(sum_up, _SMALL, _FEW)])[0] / (hops * _FEW)
+        size, spent = _grow(sum_up, _LEAST_BURST, seconds / 8, slowest)
+        dp_bandwidth = hops / dp * size / max(1e-9, spent - hops * hop_latency)
+        if pass_on is None:
+            pp_latency, pp_bandwidth = hop_latency, dp_bandwidth
+    return Links(pp_latency=pp_latency, pp_bandwidth=pp_bandwidth, dp_bandwidth=dp_bandwidth, hop_latency=hop_latency)
+
+
+def _time(action: Callable[[int], None], size: int, times: int) -> float:
+    begin = time.perf_counter()
+    for _ in range(times):
+        action(size)
+    return time.perf_counter() - begin
+
+
+def _grow(
+    action: Callable[[int], None], size: int, seconds: float, slowest: Callable[[list[float]], list[float]]
+) -> tuple[int, float]:
+    """Doubles the size until once takes `seconds`; returns it with the seconds of the last time."""
+    while True:
+        # Agreed, so that all ranks go on or stop together.
+        spent = slowest([_time(action, size, 1)])[0]
+        if spent >= seconds or size >= _MOST_BURST:
+            return size, spent
+        size *= 2

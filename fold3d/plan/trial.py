@@ -1,0 +1,123 @@
+"""Trials: simulates candidates of the search, each with one call of the simulator."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from fold3d import _C
+from fold3d import schedule as schedules
+from fold3d.plan.job import Job
+from fold3d.plan.layout import Layout
+
+_NS = 1e9  # nanoseconds per second
+Modes = tuple[tuple[str, ...], ...]
+Orders = Sequence[Sequence[int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """A schedule by name."""
+
+    name: str
+    group_size: int | None = None
+
+    def __str__(self) -> str:
+        return f"{self.name}, N={self.group_size}" if self.group_size else self.name
+
+
+class Trials:
+    """Runs the simulator for one job."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self._schedules: dict[tuple[Order, int], _C.Schedule] = {}
+        self._stash: dict[tuple[Order, int], list[int]] = {}
+
+    def schedule(self, order: Order, segments: int) -> _C.Schedule:
+        """Returns the compute actions. Raises: ConfigError as fold3d.schedule.generate."""
+        key = (order, segments)
+        if key not in self._schedules and order.name.endswith(".csv"):
+            self._schedules[key] = schedules.load_csv(order.name)
+        elif key not in self._schedules:
+            self._schedules[key] = schedules.generate(
+                order.name,
+                pp=self.job.pp,
+                segments=segments,
+                micro_batches=self.job.micro_batches,
+                group_size=order.group_size,
+            )
+        return self._schedules[key]
+
+    def run(
+        self,
+        layout: Layout,
+        order: Order,
+        modes: Modes,
+        *,
+        early_gathers: int = -1,
+        gather_order: Orders | None = None,
+        breakdown: bool = False,
+    ) -> _C.TrainingStep:
+        """Simulates training steps.
+
+        Args:
+            modes: per stage, "early", "zero1" or "serial" of each bucket; either all are serial or none.
+            early_gathers: that a stage may begin before its last reduce-scatter is done, -1 for any number.
+            gather_order: per stage its early buckets in the order of their gathers; None: as the network becomes idle.
+        """
+        made = self.schedule(order, len(layout.ranges) // self.job.pp)
+        model = self._model(layout, modes)
+        if model.dp_sync == "early":
+            if gather_order is not None:
+                model.gather_order = [list(numbers) for numbers in gather_order]
+            else:
+                model.early_gathers = early_gathers
+        return _C.simulate_training(made, model, breakdown=breakdown)
+
+    def _model(self, layout: Layout, modes: Modes) -> _C.ClusterModel:
+        job = self.job
+        model = _C.ClusterModel()
+        model.dp = job.dp
+        model.bandwidth = job.links.bandwidth
+        model.latency_ns = round(_NS * job.links.message_latency(max(layout.activation_bytes)))
+        model.hop_latency_ns = round(_NS * job.links.hop_latency)
+        model.chunk_bytes = job.chunk_bytes
+        model.preempt = job.preempt
+        model.action_ns = round(_NS * job.action_seconds)
+        model.bucket_ns = round(_NS * job.bucket_seconds)
+        model.forward_ns = [round(_NS * seconds) for seconds in layout.forward]
+        model.backward_ns = [round(_NS * seconds) for seconds in layout.backward]
+        model.activation_bytes = list(layout.activation_bytes)
+        model.update_ns = [round(_NS * seconds) for seconds in layout.update]
+        flat = {mode for stage in modes for mode in stage}
+        model.dp_sync = "serial" if "serial" in flat else "zero1" if flat == {"zero1"} else "early"
+        numbers = [iter(stage) for stage in modes]
+        model.buckets = [
+            [
+                (
+                    round(_NS * bucket.forward),
+                    round(_NS * bucket.backward),
+                    bucket.bytes,
+                    next(numbers[chunk % job.pp]) == "zero1",
+                )
+                for bucket in buckets
+            ]
+            for chunk, buckets in enumerate(layout.buckets)
+        ]
+        return model
+
+    def memory(self, layout: Layout, order: Order, modes: Modes) -> int:
+        """Returns the bytes that the fullest rank needs: fp32 weights and gradients, optimizer state, activations."""
+        job = self.job
+        key = (order, len(layout.ranges) // job.pp)
+        if key not in self._stash:
+            self._stash[key] = _C.peak_stash(self.schedule(*key))
+        most = 0
+        for stage in range(job.pp):
+            used = self._stash[key][stage] * max(layout.saved_bytes[stage :: job.pp])
+            for bucket, mode in zip(layout.of_stage(stage, job.pp), modes[stage], strict=True):
+                state = bucket.bytes * job.profile.optimizer_bytes
+                used += 2 * bucket.bytes + round(state / (job.dp if mode == "zero1" else 1))
+            most = max(most, used)
+        return most

@@ -1,0 +1,68 @@
+"""Jobs for the planner's tests: equal layers, as in benchmarks/cluster, with costs that are given and not measured."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from fold3d.plan.job import Job
+from fold3d.plan.links import Links
+from fold3d.plan.profile import Profile
+from fold3d.trace import trace
+
+
+class Layers(nn.Module):
+    """`count` layers of `width` parameters."""
+
+    def __init__(self, count: int, width: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer(width) for _ in range(count))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x.mean()
+
+
+class Layer(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(width, device="meta"))
+
+    def forward(self, x):
+        return x + self.weight.mean()
+
+
+def make_job(
+    *,
+    dp: int = 2,
+    pp: int = 2,
+    layers: int = 16,
+    micro_batches: int = 8,
+    forward: float = 0.317,
+    backward: float = 0.775,
+    gradient_bytes: int = 12_500_000,
+    activation_bytes: int = 8192,
+    bandwidth: float = 12.5e6,
+    **changes,
+) -> Job:
+    """Returns a job; times in seconds of a rank's step, layers and gradient_bytes of one rank; defaults: scenario A."""
+    width = gradient_bytes // layers // 4
+    model = Layers(layers * pp, width)
+    recorded = trace(model, example={"x": torch.zeros(1, 2)})
+    count, calls = layers * pp, layers * micro_batches
+    profile = Profile(
+        forward=(0.0, *(forward / calls,) * count, 0.0),
+        backward=(0.0, *(backward / calls,) * count, 0.0),
+        saved_bytes=(0, *(activation_bytes,) * count, 0),
+        activation_bytes=(activation_bytes,) * count,
+        gradient_bytes={f"layers.{layer}.weight": 4 * width for layer in range(count)},
+        update_seconds=1e-9,
+        optimizer_bytes=2.0,
+        measured=True,
+    )
+    links = Links(pp_latency=2e-4, pp_bandwidth=bandwidth, dp_bandwidth=bandwidth, hop_latency=2e-4)
+    values = {"action_seconds": 3e-4, "bucket_seconds": 3e-4, "chunk_bytes": 1 << 16}
+    return Job(
+        trace=recorded, profile=profile, links=links, dp=dp, pp=pp, micro_batches=micro_batches, **(values | changes)
+    )

@@ -1,0 +1,58 @@
+"""Cuts of the model, and what their chunks and buckets cost."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from fold3d.errors import ConfigError
+from fold3d.plan.layout import cut, layout_of
+from tests.plan.jobs import make_job
+
+JOB = make_job()
+
+
+def sizes(ranges, pp=2):
+    return [tuple(end - first for first, end in ranges[k : k + pp]) for k in range(0, len(ranges), pp)]
+
+
+def test_stages_of_a_segment_are_equal():
+    assert sizes(cut(JOB, 1)) == [(16, 16)]
+    assert sizes(cut(JOB, 4)) == [(4, 4)] * 4
+    assert sizes(cut(JOB, 16)) == [(1, 1)] * 16
+    for segments in (3, 5, 7, 12):
+        pairs = sizes(cut(JOB, segments))
+        assert all(first == second for first, second in pairs)
+        assert max(pairs)[0] - min(pairs)[0] == 1 and sum(first for first, _ in pairs) == 16
+
+
+def test_the_first_segment_may_differ():
+    assert sizes(cut(JOB, 4, 0.25))[0] == (1, 1)
+    assert sizes(cut(JOB, 4, 0.25))[1:] == [(5, 5)] * 3
+    assert sizes(cut(JOB, 5, 1.5))[0] == (4, 4)
+    assert sizes(cut(JOB, 16, 0.25)) == [(1, 1)] * 16  # there is no smaller one
+
+
+def test_unequal_blocks_and_leftovers():
+    job = make_job(layers=3, pp=2)  # 6 blocks
+    slow = dataclasses.replace(job, profile=dataclasses.replace(job.profile, forward=(0, 5, 1, 1, 1, 1, 1, 0)))
+    ranges = cut(slow, 1)
+    assert ranges == ((0, 1), (1, 6))
+    assert [end - first for first, end in cut(make_job(layers=5, pp=1), 2)] in ([2, 3], [3, 2])
+    with pytest.raises(ConfigError, match=r"segments=9 times pp=2.*lower segments"):
+        cut(make_job(layers=8), 9)
+
+
+def test_costs_add_up():
+    for bucket_bytes in (0, 1_600_000, 1 << 40):
+        layout = layout_of(JOB, cut(JOB, 4), bucket_bytes)
+        assert sum(layout.forward) == pytest.approx(2 * 0.317 / 8)
+        assert sum(layout.backward) == pytest.approx(2 * 0.775 / 8)
+        assert len(layout.buckets) == 8
+        for chunk, buckets in enumerate(layout.buckets):
+            assert sum(bucket.forward for bucket in buckets) == pytest.approx(layout.forward[chunk])
+            assert sum(bucket.bytes for bucket in buckets) == 12_500_000 // 16 // 4 * 4 * 4
+        assert [len(buckets) for buckets in layout.buckets] == [{0: 4, 1_600_000: 1}.get(bucket_bytes, 1)] * 8
+        assert layout.of_stage(1, 2) == [bucket for buckets in layout.buckets[1::2] for bucket in buckets]
+        assert layout.update[0] == pytest.approx(4 * 781_248e-9, rel=1e-3)

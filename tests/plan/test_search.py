@@ -1,0 +1,161 @@
+"""search, evaluate and recheck: against the alternatives, by their own simulator."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from fold3d.errors import ConfigError
+from fold3d.plan import candidates
+from fold3d.plan.job import Fixed
+from fold3d.plan.layout import cut, layout_of
+from fold3d.plan.search import evaluate, recheck, search
+from fold3d.plan.trial import Order, Trials
+from tests.plan.jobs import make_job
+
+SCENARIOS = {  # benchmarks/cluster: arguments of make_job, and the most that the prediction may be over its limit
+    "A": ({}, 1.25),
+    "B": (
+        {"pp": 4, "micro_batches": 16, "forward": 0.634, "backward": 1.55, "gradient_bytes": 12_830_000},
+        1.12,
+    ),
+    "C": (
+        {"pp": 4, "micro_batches": 64, "forward": 2.536, "backward": 6.2, "gradient_bytes": 12_830_000},
+        1.1,
+    ),
+    "D": ({"forward": 0.634, "backward": 1.55, "activation_bytes": 174_080}, 1.2),
+}
+
+
+def scenario_limit_ms(job, segments=4):
+    """As in benchmarks/cluster/scenarios.py: compute + bubble of four segments, or the network."""
+    compute = (sum(job.profile.forward) + sum(job.profile.backward)) * job.micro_batches / job.pp
+    bubble = compute * (job.pp - 1) / (segments * job.micro_batches)
+    messages = (2 * segments - (job.pp == 2)) * job.micro_batches * job.profile.activation_bytes[0]
+    gradients = sum(job.profile.gradient_bytes.values()) / job.pp  # dp = 2: all of them leave once
+    return 1e3 * max(compute + bubble, (gradients + messages) / job.links.bandwidth)
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_the_benchmarks_scenarios(name):
+    changes, most = SCENARIOS[name]
+    job = make_job(**changes)
+    begin = time.perf_counter()
+    choice = search(job)
+    seconds = time.perf_counter() - begin
+    ratio = choice.step_ms / scenario_limit_ms(job)
+    assert ratio <= most, choice.reason
+    assert seconds < 20  # some on an idle machine
+    trials = Trials(job)
+
+    def default(segments, order, kind, bucket_bytes):
+        layout = layout_of(job, cut(job, segments), bucket_bytes)
+        modes = candidates.uniform_modes(job, layout, kind)
+        return trials.run(layout, order, modes).step_ns / 1e6
+
+    heuristic = candidates.heuristic_segments(job, list(range(1, 17)))
+    for kind in ("early", "zero1", "serial"):
+        for segments, order in [
+            (heuristic, Order("aiao")), (1, Order("1f1b")), (2, Order("interleaved")), (4, Order("interleaved"))
+        ]:  # fmt: skip
+            for bucket_bytes in (0, candidates.WHOLE_CHUNK):
+                assert choice.step_ms <= default(segments, order, kind, bucket_bytes) * 1.003
+
+
+def test_the_choice_is_complete_and_the_same_every_time():
+    job = make_job(layers=8, micro_batches=4)
+    choice = search(job)
+    assert choice == search(job)
+    assert len(choice.ranges) == choice.segments * 2 and choice.ranges[-1][1] == 16
+    layout = layout_of(job, choice.ranges, choice.bucket_bytes)
+    for stage in range(2):
+        modes = choice.modes[stage]
+        assert len(modes) == len(layout.of_stage(stage, 2))
+        assert sorted(choice.gather_order[stage]) == [n for n, mode in enumerate(modes) if mode == "early"]
+    prediction = choice.prediction
+    assert choice.limit_ms <= choice.step_ms == prediction.step_ms
+    for text in (f"{choice.segments} segments", choice.schedule, "hidden DP.sync", "Fold3D's heuristic"):
+        assert text in choice.reason
+    assert all(step_ms >= 0.99 * choice.step_ms for _, step_ms in choice.runners_up)
+
+
+UNEVEN = ((0, 5), (5, 8), (8, 12), (12, 16))
+
+
+@pytest.mark.parametrize(
+    "fixed, expected",
+    [
+        ({"segments": 4}, {"segments": 4}),
+        ({"schedule": "1f1b"}, {"segments": 1, "schedule": "1f1b"}),
+        ({"schedule": "interleaved", "segments": 2}, {"schedule": "interleaved", "segments": 2}),
+        ({"schedule": "fold"}, {"schedule": "fold"}),
+        ({"segments": 4, "group_size": 4}, {"schedule": "fold", "group_size": 4}),
+        ({"dp_sync": "zero1"}, {"dp_sync": "zero1", "gather_order": ((), ())}),
+        ({"dp_sync": "early"}, {"dp_sync": "early"}),
+        ({"dp_sync": "serial", "segments": 2}, {"dp_sync": "serial", "gather_order": ((), ())}),
+        ({"bucket_bytes": 1 << 20}, {"bucket_bytes": 1 << 20}),
+        ({"ranges": UNEVEN}, {"segments": 2, "ranges": UNEVEN}),
+    ],
+)  # fmt: skip
+def test_what_is_fixed_stays(fixed, expected):
+    choice = search(make_job(layers=8, micro_batches=4), Fixed(**fixed))
+    assert {name: getattr(choice, name) for name in expected} == expected
+
+
+def test_evaluate_takes_defaults():
+    job = make_job(layers=8, micro_batches=4)
+    plain = evaluate(job, Fixed())
+    assert (plain.segments, plain.schedule) == (1, "1f1b")
+    folded = evaluate(job, Fixed(segments=4, dp_sync="early", bucket_bytes=0))
+    assert (folded.segments, folded.schedule, folded.dp_sync) == (4, "aiao", "early")
+    assert len(folded.gather_order[0]) == 8
+    assert evaluate(job, Fixed(segments=2, group_size=2)).schedule == "fold"
+    assert search(job).step_ms <= min(plain.step_ms, folded.step_ms)
+
+
+def test_one_replica_and_one_stage():
+    alone = search(make_job(dp=1, layers=8, micro_batches=4))
+    assert alone.dp_sync == "early" and alone.prediction.ranks[0].dp_bytes == 0
+    flat = search(make_job(pp=1, layers=8, micro_batches=4))
+    assert flat.step_ms < evaluate(make_job(pp=1, layers=8, micro_batches=4), Fixed(dp_sync="serial")).step_ms
+
+
+def test_memory_decides_between_early_and_zero1():
+    free = search(make_job(layers=8, micro_batches=4), Fixed(dp_sync="early", segments=4))
+    job = make_job(layers=8, micro_batches=4, memory_limit=free.memory_bytes - 1)
+    within = search(job, Fixed(segments=4))
+    assert within.memory_bytes < free.memory_bytes and within.dp_sync in ("mixed", "zero1")
+    most = search(make_job(layers=8, micro_batches=4, memory_limit=1))
+    assert "Nothing fits into memory_limit=1" in most.reason
+    assert most.memory_bytes <= within.memory_bytes
+
+
+def test_recheck_answers_only_to_drift():
+    job = make_job(layers=8, micro_batches=8)
+    choice = search(job)
+    layout = layout_of(job, choice.ranges, choice.bucket_bytes)
+    forward, backward = ([1e3 * s for s in times] for times in (layout.forward, layout.backward))
+    assert recheck(job, choice, forward, backward) is None
+    bad = evaluate(job, Fixed(ranges=choice.ranges, schedule="fold", group_size=2, bucket_bytes=choice.bucket_bytes,
+                              modes=choice.modes))  # fmt: skip
+    assert bad.step_ms > 1.05 * choice.step_ms
+    better = recheck(job, bad, forward, backward)
+    assert better is not None and better.step_ms == pytest.approx(choice.step_ms, rel=0.02)
+    assert (better.ranges, better.modes, better.bucket_bytes) == (bad.ranges, bad.modes, bad.bucket_bytes)
+    slow = recheck(job, bad, [2 * ms for ms in forward], [2 * ms for ms in backward])
+    assert slow is None or slow.prediction.ranks[0].compute_ms > 1.9 * better.prediction.ranks[0].compute_ms
+    with pytest.raises(ConfigError, match="one each"):
+        recheck(job, choice, forward[1:], backward)
+
+
+def test_bad_settings():
+    with pytest.raises(ConfigError, match="zero1, early, serial"):
+        Fixed(dp_sync="lazy")
+    with pytest.raises(ConfigError, match="group_size=2 has no effect on schedule='aiao'"):
+        Fixed(schedule="aiao", group_size=2)
+    job = make_job(layers=4, micro_batches=4)
+    with pytest.raises(ConfigError, match="lower segments"):
+        search(job, Fixed(segments=5))
+    with pytest.raises(ConfigError, match="segments=2 has no effect"):
+        search(job, Fixed(segments=2, schedule="1f1b"))
