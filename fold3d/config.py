@@ -6,8 +6,11 @@ from dataclasses import dataclass
 
 from fold3d.errors import ConfigError
 
+AUTO = "auto"
 DEFAULT_COMM_TIMEOUT = 300.0
+DEFAULT_BUCKET_BYTES = 1 << 20
 TRANSPORTS = ("auto", "tcp", "c10d")
+DP_SYNCS = ("auto", "zero1", "early", "serial")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -20,15 +23,18 @@ class ParallelConfig:
     """Tensor-parallel ranks; only 1 in this version."""
     pp: int = 1
     """Pipeline stages."""
-    segments: int = 1
-    """Folds of the model; every segment is cut into pp chunks, so a rank holds `segments` chunks."""
+    segments: int | str = AUTO
+    """Folds of the model; every segment is cut into pp chunks, so a rank holds `segments` chunks. "auto": the planner
+    measures layers and network when the engine is built and takes what its simulator finds fastest; 1 where nothing can
+    be hidden (one process, or a schedule that does not fold)."""
     micro_batches: int = 1
     """m: micro-batches per optimizer step and replica; `Engine.step` divides dimension 0 of the batch by it."""
-    schedule: str | None = None
-    """Name of a schedule (`fold3d schedules` lists them) or path of a CSV file with compute actions.
-    None: "aiao" when segments > 1, else "1f1b"."""
-    group_size: int | None = None
-    """N: micro-batches that pass a segment before the next segment starts; only for schedules that use it."""
+    schedule: str = AUTO
+    """Name of a schedule (`fold3d schedules` lists them) or path of a CSV file with compute actions. "auto": the
+    planner's, and with a fixed number of segments "aiao" when there are several, else "1f1b"."""
+    group_size: int | str = AUTO
+    """N: micro-batches that pass a segment before the next segment starts; only for schedules that use it. "auto": the
+    planner's, or the schedule's own default."""
     blocks: str = "auto"
     """Name of the ModuleList or Sequential whose children are the model's blocks; "auto" finds it."""
     recompute: bool = False
@@ -39,17 +45,28 @@ class ParallelConfig:
     """Seconds a rank waits for another before the step fails on every rank. None: 300."""
 
     transport: str = "auto"
-    """How activations travel between stages: "tcp" (host memory, connections of fold3d's own), "c10d" (torch's process
+    """How activations and gradients travel: "tcp" (host memory, connections of fold3d's own), "c10d" (torch's process
     groups: gloo or NCCL), "auto": tcp for parameters on the CPU, else c10d."""
+
+    dp_sync: str = "auto"
+    """How gradients are summed over the replicas; all ways give the same bits. "zero1": each replica steps its share of
+    the parameters and gathers the others' under the next forward (1/dp of the optimizer's memory). "early": gradients
+    are gathered under the backward, each replica steps everything (hides more). "serial": nothing is hidden; for
+    comparison. "auto": early."""
+    bucket_bytes: int | None = None
+    """Layers' gradients are summed together until they have so many bytes. None: 1 MiB."""
+    preempt: bool = True
+    """Activations go before gradients on the network. False: first come, first served; for comparison."""
 
     def __post_init__(self) -> None:
         for name in ("dp", "tp", "pp", "segments", "micro_batches", "group_size"):
             value = getattr(self, name)
-            if value is None and name in ("dp", "group_size"):
+            if (value is None and name == "dp") or (value == AUTO and name in ("segments", "group_size")):
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ConfigError(f"{name}={value!r}: must be an integer of at least 1")
-        if self.group_size is not None and self.group_size > self.micro_batches:
+                auto = ' or "auto"' if name in ("segments", "group_size") else ""
+                raise ConfigError(f"{name}={value!r}: must be an integer of at least 1{auto}")
+        if isinstance(self.group_size, int) and self.group_size > self.micro_batches:
             raise ConfigError(
                 f"group_size={self.group_size} is more than micro_batches={self.micro_batches} and would act like it; "
                 "lower group_size, or leave it out"
@@ -58,20 +75,32 @@ class ParallelConfig:
             raise ConfigError(f"tp={self.tp}: tensor parallelism is not available yet; set tp=1 and raise pp or dp")
         if self.transport not in TRANSPORTS:
             raise ConfigError(f"transport={self.transport!r}: must be one of {', '.join(TRANSPORTS)}")
+        if not isinstance(self.schedule, str) or not self.schedule:
+            raise ConfigError(f'schedule={self.schedule!r}: must be a name, the path of a CSV file, or "auto"')
+        if self.dp_sync not in DP_SYNCS:
+            raise ConfigError(f"dp_sync={self.dp_sync!r}: must be one of {', '.join(DP_SYNCS)}")
+        if self.bucket_bytes is not None and not (isinstance(self.bucket_bytes, int) and self.bucket_bytes > 0):
+            raise ConfigError(f"bucket_bytes={self.bucket_bytes!r}: must be a positive number of bytes")
         if self.comm_timeout is not None and not self.comm_timeout > 0:
             raise ConfigError(f"comm_timeout={self.comm_timeout}: must be a positive number of seconds")
         if not self.blocks:
             raise ConfigError('blocks="": name the ModuleList that holds the blocks, or leave it at "auto"')
 
     @property
+    def num_segments(self) -> int:
+        """Segments, once they are known."""
+        assert isinstance(self.segments, int), "the planner has not chosen yet"
+        return self.segments
+
+    @property
     def num_chunks(self) -> int:
         """Chunks of the whole model: segments * pp."""
-        return self.segments * self.pp
+        return self.num_segments * self.pp
 
     @property
     def schedule_name(self) -> str:
         """The schedule in force."""
-        return self.schedule or ("aiao" if self.segments > 1 else "1f1b")
+        return self.schedule if self.schedule != AUTO else "aiao" if self.num_segments > 1 else "1f1b"
 
     @property
     def timeout_seconds(self) -> float:
@@ -90,4 +119,8 @@ class ParallelConfig:
                 f"dp*tp*pp = {dp}*{self.tp}*{self.pp} = {dp * cells}, but the job has {world_size} process(es); "
                 "start as many processes (torchrun --nproc-per-node) or change dp or pp"
             )
+        if dp == 1:
+            given = {"dp_sync": self.dp_sync != "auto", "bucket_bytes": self.bucket_bytes is not None}
+            for name in (name for name, is_given in given.items() if is_given):
+                raise ConfigError(f"{name}={getattr(self, name)!r} has no effect with one replica; leave it away")
         return dp

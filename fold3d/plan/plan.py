@@ -55,9 +55,9 @@ class Programs:
         return schedules.generate(
             name,
             pp=config.pp,
-            segments=config.segments,
+            segments=config.num_segments,
             micro_batches=micro_batches,
-            group_size=None if config.group_size is None else min(config.group_size, micro_batches),
+            group_size=min(config.group_size, micro_batches) if isinstance(config.group_size, int) else None,
         )
 
     def training(self, micro_batches: int) -> schedules.Schedule:
@@ -69,7 +69,7 @@ class Programs:
     def evaluation(self) -> schedules.Schedule:
         """Returns the forward pass of one batch through all chunks."""
         if self._evaluation is None:
-            forward = schedules.forward_only(self._config.pp, self._config.segments)
+            forward = schedules.forward_only(self._config.pp, self._config.num_segments)
             self._evaluation = schedules.lower(forward, reduce=False)
         return self._evaluation
 
@@ -78,11 +78,11 @@ class Programs:
         schedule = schedules.load_csv(path)
         schedules.validate(schedule)
         found = (schedule.pp, schedule.segments, schedule.micro_batches)
-        if found != (config.pp, config.segments, micro_batches):
+        if found != (config.pp, config.num_segments, micro_batches):
             raise ConfigError(
                 f"schedule={path!r} is for (pp, segments, micro-batches) = {found}, this step has "
-                f"{(config.pp, config.segments, micro_batches)}; generate a file that fits, or name a schedule"
+                f"{(config.pp, config.num_segments, micro_batches)}; generate a file that fits, or name a schedule"
             )
-        if config.group_size is not None:
+        if isinstance(config.group_size, int):
             raise ConfigError(f"group_size={config.group_size} has no effect with a schedule from a file; remove it")
         return schedule

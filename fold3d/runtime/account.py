@@ -19,43 +19,106 @@ class Account:
     """One step on one rank; times in milliseconds, sizes in bytes."""
 
     step_ms: float
-    """From the first action to the end of all communication."""
+    """From the first action to the end of the optimizer's step, as far as it is not left to the next forward."""
     compute_ms: float
-    """Forward and backward passes."""
+    """Forward and backward passes, without the waits inside."""
+    bubble_ms: float
+    """Waiting for other stages while nothing was on its way here."""
     exposed_pp_ms: float
-    """Waiting for activations or gradients of other stages (transfer and bubble)."""
+    """Waiting for activations or gradients that were arriving."""
+    hidden_pp_ms: float
+    """Activations and gradients that arrived while the rank computed."""
     exposed_dp_ms: float
-    """Waiting after the last action for what is still under way: gradient sums and last sends."""
+    """Waiting for DP.sync: sums after the last backward, parameters before a layer's forward."""
     hidden_dp_ms: float
-    """Gradient sums that ran while the rank computed."""
+    """DP.sync under way while the rank computed."""
     pp_bytes: int
     """Sent to other stages."""
     dp_bytes: int
-    """Summed over the replicas."""
+    """Sent to other replicas."""
+    predicted_ms: float | None
+    """What the simulator says the step takes; None where nothing was measured to feed it."""
     records: tuple[RawRecord, ...]
-    """Everything that was recorded, for the timeline."""
+    """Everything that was recorded, for the timeline. DP.sync of the step before may end in this one."""
+
+    def log(self) -> dict[str, float]:
+        """Returns the numbers worth logging, rounded."""
+        numbers = {
+            "step_ms": self.step_ms,
+            "compute_ms": self.compute_ms,
+            "bubble_ms": self.bubble_ms,
+            "pp_exposed_ms": self.exposed_pp_ms,
+            "pp_hidden_ms": self.hidden_pp_ms,
+            "dp_exposed_ms": self.exposed_dp_ms,
+            "dp_hidden_ms": self.hidden_dp_ms,
+        }
+        if self.predicted_ms is not None:
+            numbers["predicted_step_ms"] = self.predicted_ms
+        return {name: round(value, 1) for name, value in numbers.items()}
 
 
-def make_account(records: Sequence[RawRecord], start_ns: int, end_ns: int) -> Account:
+def make_account(
+    records: Sequence[RawRecord], start_ns: int, end_ns: int, predicted_ms: float | None = None
+) -> Account:
     """Returns the account of one step from the records of its compute lane and its transfers."""
-    compute = [(start, end) for lane, _, start, end, _ in records if lane == "compute"]
-    waits = [(action, start, end) for lane, action, start, end, _ in records if lane == "wait"]
-    reduces = [(start, end) for lane, _, start, end, _ in records if lane == "reduce"]
-    receives = sum(end - start for action, start, end in waits if "RECV" in action)
-    final = sum(end - start for action, start, end in waits if "RECV" not in action)
+    spans = [(lane, action, start, end) for lane, action, start, end, _ in records if end > start_ns]
+    waits = [(action, start, end) for lane, action, start, end in spans if lane == "wait"]
+    of_dp = [(start, end) for action, start, end in waits if action.endswith(("REDUCE_GRAD", "GATHER"))]
+    of_pp = [(start, end) for action, start, end in waits if "RECV" in action]
+    passes = [(start, end) for lane, _, start, end in spans if lane == "compute"]
+    compute = without(passes, of_dp)
+    arriving = merged([(start, end) for lane, _, start, end in spans if lane in ("recv_f", "recv_b")])
+    dp_sync = merged([(start, end) for lane, _, start, end in spans if lane in ("reduce", "gather")])
+    exposed_pp = overlap_ns(of_pp, arriving)
     return Account(
         step_ms=(end_ns - start_ns) / NS_PER_MS,
-        compute_ms=sum(end - start for start, end in compute) / NS_PER_MS,
-        exposed_pp_ms=receives / NS_PER_MS,
-        exposed_dp_ms=final / NS_PER_MS,
-        hidden_dp_ms=overlap_ns(reduces, compute) / NS_PER_MS,
+        compute_ms=_length(compute) / NS_PER_MS,
+        bubble_ms=(_length(of_pp) - exposed_pp) / NS_PER_MS,
+        exposed_pp_ms=exposed_pp / NS_PER_MS,
+        hidden_pp_ms=overlap_ns(arriving, compute) / NS_PER_MS,
+        exposed_dp_ms=_length(of_dp) / NS_PER_MS,
+        hidden_dp_ms=overlap_ns(dp_sync, compute) / NS_PER_MS,
         pp_bytes=sum(size for lane, _, _, _, size in records if lane in ("send_f", "send_b")),
-        dp_bytes=sum(size for lane, _, _, _, size in records if lane == "reduce"),
+        dp_bytes=sum(size for lane, _, _, _, size in records if lane in ("reduce", "gather")),
+        predicted_ms=predicted_ms,
         records=tuple(records),
     )
 
 
-def overlap_ns(first: Sequence[tuple[int, int]], second: Sequence[tuple[int, int]]) -> int:
+Spans = Sequence[tuple[int, int]]
+
+
+def _length(spans: Spans) -> int:
+    return sum(end - start for start, end in spans)
+
+
+def merged(spans: Spans) -> list[tuple[int, int]]:
+    """Returns the union of intervals as disjoint ones, ascending."""
+    out: list[tuple[int, int]] = []
+    for start, end in sorted(spans):
+        if out and start <= out[-1][1]:
+            out[-1] = (out[-1][0], max(end, out[-1][1]))
+        else:
+            out.append((start, end))
+    return out
+
+
+def without(spans: Spans, holes: Spans) -> list[tuple[int, int]]:
+    """Returns what is left of disjoint intervals when those in `holes` are cut out."""
+    out = []
+    for start, end in sorted(spans):
+        for hole_start, hole_end in merged(holes):
+            if hole_end <= start or hole_start >= end:
+                continue
+            if start < hole_start:
+                out.append((start, hole_start))
+            start = hole_end
+        if start < end:
+            out.append((start, end))
+    return out
+
+
+def overlap_ns(first: Spans, second: Spans) -> int:
     """Returns for how long both lists of disjoint intervals are inside one of theirs, in their unit."""
     total, a, b = 0, sorted(first), sorted(second)
     i = j = 0

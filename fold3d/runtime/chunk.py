@@ -10,7 +10,7 @@ import torch
 from fold3d.trace import SplitModel
 
 if TYPE_CHECKING:
-    from fold3d.runtime.gradients import GradientBuffer
+    from fold3d.runtime.dp_sync import DpSync
     from fold3d.runtime.rank_model import WholeModel
 
 MicroBatch = dict[str, Any]
@@ -47,20 +47,22 @@ class PipelineChunk:
         model: torch.nn.Module,
         split: SplitModel | WholeModel,
         inputs: StepInputs,
-        gradients: GradientBuffer | None,
+        dp_sync: DpSync | None,
     ):
         self.index = index
         self._is_last = is_last
         self._model = model
         self._split = split
         self._inputs = inputs
-        self._gradients = gradients
+        self._dp_sync = dp_sync
 
     def forward(self, micro_batch: int, received: list[torch.Tensor]) -> list[torch.Tensor]:
         """Returns the tensors for the next chunk; for the last chunk [loss], or [] when the result is no tensor."""
         step = self._inputs
         call, batch = step.call, step.micro_batches[micro_batch]
         assert call is not None
+        if self._dp_sync is not None:
+            self._dp_sync.before_chunk(self.index)
         # A shallow copy: a loss function may take labels out of the batch, and every chunk needs them.
         sent, result = self._split.run(
             self.index, lambda: call(self._model, dict(batch)), received, step.keys[micro_batch]
@@ -70,7 +72,7 @@ class PipelineChunk:
         step.results[micro_batch] = result if not isinstance(result, torch.Tensor) else result.detach()
         return [result] if isinstance(result, torch.Tensor) else []
 
-    def gradients(self) -> torch.Tensor:
-        """Returns the flat gradient to sum over the replicas; the last backward of this chunk is done."""
-        assert self._gradients is not None, "only schedules for several replicas reduce"
-        return self._gradients.collect()
+    def reduce(self) -> None:
+        """The last backward of this chunk is done."""
+        assert self._dp_sync is not None, "only schedules for several replicas reduce"
+        self._dp_sync.chunk_done(self.index)

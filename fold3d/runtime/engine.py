@@ -7,7 +7,7 @@ import itertools
 import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,15 +15,17 @@ import torch.distributed as dist
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
-from fold3d.config import ParallelConfig
+from fold3d.config import AUTO, ParallelConfig
 from fold3d.errors import ConfigError, Fold3dError, RankError
 from fold3d.plan.plan import Plan, Programs
+from fold3d.plan.resolve import without_planner
 from fold3d.runtime import gradients, loss, state
 from fold3d.runtime.account import Account
 from fold3d.runtime.agreement import agree
 from fold3d.runtime.failure import is_communication_error
+from fold3d.runtime.loss_scaler import LossScaler
 from fold3d.runtime.pipeline import Pipeline
-from fold3d.runtime.rank_model import RankModel
+from fold3d.runtime.rank_model import RankModel, record
 from fold3d.topology import Topology
 from fold3d.trace import Trace
 from fold3d.trace.example import is_transformers_model
@@ -59,6 +61,8 @@ class Engine:
             any gets a parameter of no elements); element-wise optimizers (SGD, Adam, AdamW ...) give the
             single-process result. None: `run` and `evaluate` work, `step` does not.
         max_grad_norm: clips to this global norm in `step`; None: no clipping.
+        scaler: scales losses so that fp16 gradients do not vanish; `step` leaves the parameters alone on every rank
+            when the gradients of any rank are not finite. Its scale must be the same on all ranks. None: no scaling.
         example: a micro-batch to record the model with, by argument name. HuggingFace models need none; other
             models that are cut are recorded with the first batch when it is missing.
         weights: folder with safetensors for a model on the meta device.
@@ -75,6 +79,7 @@ class Engine:
         *,
         optimizer: Callable[[list[Parameter]], Optimizer] | None = None,
         max_grad_norm: float | None = None,
+        scaler: torch.amp.GradScaler | None = None,
         example: Mapping[str, Any] | None = None,
         weights: str | None = None,
         device: torch.device | None = None,
@@ -88,16 +93,16 @@ class Engine:
             )
         world = dist.get_world_size() if dist.is_initialized() else 1
         rank = dist.get_rank() if dist.is_initialized() else 0
-        self.config = config
         self.model = model
         self.max_grad_norm = max_grad_norm
         self.topology = Topology(dp=config.resolve_dp(world), pp=config.pp, rank=rank)
-        self.programs = Programs(config, self.topology.dp)
-        self.programs.training(config.micro_batches)  # a bad schedule ends here
+        self._use(without_planner(config, self.topology.dp) or config)
         self.device = device or _default_device()
         self.optimizer: Optimizer | None = None
         self.step_index = 0
         self._make_optimizer = optimizer
+        self._scaler = LossScaler(scaler) if scaler is not None and scaler.is_enabled() else None
+        self._clip = 1.0
         self._weights = weights
         self._cut: RankModel | None = None
         self._pipeline: Pipeline | None = None
@@ -108,11 +113,22 @@ class Engine:
 
     # Construction
 
+    def _use(self, config: ParallelConfig) -> None:
+        """Settles the settings, except where the planner must see the model first."""
+        self.config = config
+        self.programs = Programs(config, self.topology.dp)
+        if config.segments != AUTO:
+            self.programs.training(config.micro_batches)  # a bad schedule ends here
+
     def _build(self, example: Mapping[str, Any] | None) -> None:
         error: Exception | None = None
         digest, number = "", next(_numbers)
         try:
-            self._cut = RankModel(self.model, self.config, self.topology, self.device, example, self._weights)
+            recording = record(self.model, self.config, example)
+            ranges = None
+            if self.config.segments == AUTO:
+                self._use(replace(self.config, segments=1))
+            self._cut = RankModel(self.model, self.config, self.topology, self.device, recording, ranges, self._weights)
             self.plan = self._make_plan(self._cut)
             digest = self.plan.digest()
         except Exception as own:
@@ -127,7 +143,35 @@ class Engine:
         if self._make_optimizer is not None:
             # torch's optimizers refuse an empty list; a stage all of whose parameters are frozen gets one of no size.
             trainable = list(cut.trainable().values()) or [Parameter(torch.empty(0, device=self.device))]
-            self.optimizer = self._make_optimizer(trainable)
+            try:
+                self.optimizer = self._make_optimizer(trainable)
+                self._attach(self.optimizer)
+            except BaseException:
+                self.close()
+                raise
+
+    def attach(self, optimizer: Optimizer) -> None:
+        """Makes `optimizer.step()` part of DP.sync: it returns at once, each layer is updated before its next forward.
+
+        For a training loop of one's own, which calls `run`, `grad_norm` or `clip_grad_norm`, `optimizer.step()` and
+        reads weights after `flush`. Gradients are then not in `.grad`. An optimizer given to the constructor is
+        attached already. With one replica `optimizer.step()` stays as it is.
+
+        Raises: ConfigError when dp_sync="zero1" and the optimizer does not work element by element.
+        """
+        self._built()
+        if self.optimizer is not None:
+            raise ConfigError("this engine has an optimizer already")
+        self.optimizer = optimizer
+        self._attach(optimizer)
+
+    def _attach(self, optimizer: Optimizer) -> None:
+        assert self._pipeline is not None
+        sync = self._pipeline.dp_sync
+        if sync is not None:
+            sync.attach(optimizer)
+            # The optimizer's own step finds no gradients and changes nothing.
+            optimizer.register_step_pre_hook(lambda *_: self._update())
 
     def _make_plan(self, cut: RankModel) -> Plan:
         return Plan(
@@ -185,7 +229,8 @@ class Engine:
     ) -> torch.Tensor:
         """Runs forward, backward and the gradient sums of one optimizer step; all ranks call.
 
-        Afterwards `.grad` of this rank's parameters is the mean over the replicas, and the global RNG is as before.
+        Afterwards `.grad` of this rank's parameters is the mean over the replicas, unless an optimizer is attached that
+        takes the gradients from where they are. The global RNG is as before.
 
         Args:
             micro_batches: this replica's, the same on each of its stages.
@@ -204,26 +249,55 @@ class Engine:
             (self.config.seed, key_step, i * self.topology.dp + self.topology.dp_rank)
             for i in range(len(micro_batches))
         ]
-        for parameter in cut.parameters.values():
-            parameter.grad = None
+        if pipeline.dp_sync is None:
+            for parameter in cut.parameters.values():
+                parameter.grad = None
         program = self.programs.training(len(micro_batches))
         with self._failing_together(self._step_name()), _rng_untouched(self.device):
             return pipeline.train(program, micro_batches, loss_fn, keys)
 
     def grad_norm(self) -> torch.Tensor:
-        """Returns the exact global gradient norm, the same on every rank; all ranks of a replica call."""
+        """Returns the exact global gradient norm, the same on every rank; all ranks of the job call."""
         cut, pipeline = self._built()
-        names = cut.primary()
-        # In the model's order: a set's differs between processes, and so would the last bit of the sum.
-        primary = [parameter for name, parameter in cut.parameters.items() if name in names]
-        with self._failing_together(f"the gradient norm of {self._step_name()}"):
+        with self._failing_together(f"the gradient norm of {self._step_name()}", meets=True):
+            if pipeline.dp_sync is not None and pipeline.dp_sync.optimizer is not None:
+                return pipeline.dp_sync.norm()
+            names = cut.primary()
+            # In the model's order: a set's differs between processes, and so would the last bit of the sum.
+            primary = [parameter for name, parameter in cut.parameters.items() if name in names]
             return gradients.global_norm(primary, pipeline.groups.pipeline)
 
     def clip_grad_norm(self, max_norm: float) -> torch.Tensor:
-        """Scales all gradients to a global norm of at most `max_norm`; returns the norm before."""
+        """Scales all gradients to a global norm of at most `max_norm`; returns the norm before; all ranks call.
+
+        With an optimizer attached they are scaled when it steps.
+        """
         norm = self.grad_norm()
-        gradients.clip(self._built()[0].parameters.values(), norm, max_norm)
+        self._scale_gradients(gradients.clip_coefficient(norm, max_norm))
         return norm
+
+    def _scale_gradients(self, coefficient: float) -> None:
+        cut, pipeline = self._built()
+        if pipeline.dp_sync is not None and pipeline.dp_sync.optimizer is not None:
+            self._clip = coefficient
+        else:
+            gradients.scale(cut.parameters.values(), coefficient)
+
+    def _update(self) -> None:
+        """The optimizer steps."""
+        _, pipeline = self._built()
+        assert pipeline.dp_sync is not None
+        with self._failing_together(f"the optimizer of {self._step_name()}", meets=False):
+            pipeline.dp_sync.update(self._clip)
+        self._clip = 1.0
+        pipeline.extend()
+
+    def flush(self) -> None:
+        """Brings this rank's parameters up to date, which `optimizer.step()` may have left to the next forward."""
+        _, pipeline = self._built()
+        if pipeline.dp_sync is not None:
+            with self._failing_together(f"waiting for the weights of {self._step_name()}"):
+                pipeline.dp_sync.flush()
 
     def forward(self, batch: MicroBatch, fn: Callable[[Module, MicroBatch], Any]) -> Any:
         """Returns fn(model, batch) without gradients, the last chunk's result on every rank of the replica.
@@ -250,12 +324,26 @@ class Engine:
         _, pipeline = self._built(micro_batches[0])
         if self.optimizer is None:
             raise ConfigError("step needs an optimizer: pass optimizer=functools.partial(torch.optim.AdamW, lr=...)")
-        replica_loss = self.run(micro_batches, self._share_of_loss(micro_batches))
-        norm = self.grad_norm() if self.max_grad_norm is None else self.clip_grad_norm(self.max_grad_norm)
-        with self._failing_together(f"the optimizer of {self._step_name()}", meets=False):
-            self.optimizer.step()
+        share, scaler = self._share_of_loss(micro_batches), self._scaler
+        if scaler is not None:
+            share = scaler.scaled(share)
+        replica_loss = self.run(micro_batches, share)
+        mean = self._mean_over_replicas(replica_loss)  # while the last gradients are still being summed
+        norm = self.grad_norm()
+        if scaler is not None:
+            mean, norm = mean * scaler.inverse, norm * scaler.inverse
+        factor = 1.0 if self.max_grad_norm is None else gradients.clip_coefficient(norm, self.max_grad_norm)
+        if scaler is None or scaler.is_finite(norm):
+            self._scale_gradients(factor * (1.0 if scaler is None else scaler.inverse))
+            with self._failing_together(f"the optimizer of {self._step_name()}", meets=False):
+                self.optimizer.step()
+        elif pipeline.dp_sync is not None:
+            with self._failing_together(f"dropping the infinite gradients of {self._step_name()}"):
+                pipeline.dp_sync.abandon()
         self.optimizer.zero_grad(set_to_none=True)
-        return StepOutput(loss=self._mean_over_replicas(replica_loss), grad_norm=norm, account=pipeline.account())
+        if scaler is not None:
+            scaler.update(norm)
+        return StepOutput(loss=mean, grad_norm=norm, account=pipeline.account())
 
     def evaluate(self, batch: MicroBatch) -> torch.Tensor:
         """Returns the global batch's loss without gradients, in evaluation mode; any batch size; all ranks call."""
@@ -279,12 +367,31 @@ class Engine:
         The same on every rank, on the CPU, independent of dp, pp and segments.
         """
         cut, pipeline = self._built()
-        with self._failing_together("gathering the state"):
+        with self._failing_together("gathering the state"), self.whole_optimizer_state():
             return {
                 "model": state.gather_model(cut, pipeline.groups.pipeline),
                 "optimizer": state.gather_optimizer(cut, self.optimizer, pipeline.groups.pipeline),
                 "step_index": self.step_index,
             }
+
+    @contextlib.contextmanager
+    def whole_optimizer_state(self) -> Iterator[None]:
+        """Weights are up to date and the optimizer's state is whole on this rank in the body; all ranks run it."""
+        sync = self._built()[1].dp_sync
+        if sync is None:
+            yield
+            return
+        sync.collect_state()
+        try:
+            yield
+        finally:
+            sync.release_state()
+
+    def state_loaded(self) -> None:
+        """Tells the engine that the optimizer's state was replaced from outside (`optimizer.load_state_dict`)."""
+        sync = self._built()[1].dp_sync
+        if sync is not None:
+            sync.split_state()
 
     def load_state_dict(self, full: Mapping[str, Any]) -> None:
         """Takes this rank's share of what `state_dict` returned, under any layout.
@@ -292,7 +399,9 @@ class Engine:
         Raises: CheckpointError when names or shapes do not match; nothing has changed then.
         """
         cut, _ = self._built()
+        self.flush()
         state.load(cut, self.optimizer, full)
+        self.state_loaded()
         self.step_index = int(full["step_index"])
 
     def close(self) -> None:

@@ -18,9 +18,10 @@ class Groups:
     """Process groups of one rank; every rank of the job must construct it at the same point.
 
     `links` carry activations and gradients (group rank = stage): one per direction, so that one never queues behind
-    the other. `data` sums gradients over the replicas of a stage. `pipeline` is for the small control messages of one
-    replica, `ties` for parameters that several stages share. On CUDA a group has gloo for host memory (message
-    headers) and NCCL for device memory. Without `with_links` activations travel otherwise and have no groups.
+    the other. `rings` sum gradients over the replicas of a stage and gather them, `data` is for the small control
+    messages of those replicas, `pipeline` of the stages of one replica, `world` of all ranks; `ties` are for
+    parameters that several stages share. On CUDA a group has gloo for host memory (message headers) and NCCL for device
+    memory. Without `with_links` activations and gradients travel otherwise and have no groups.
     """
 
     def __init__(
@@ -45,6 +46,8 @@ class Groups:
             links[f"{name}_wrap"] = self._own(pipelines) if with_links and topology.pp == 2 else links[name]
         self.links: dict[str, Any] = links
         self.data = self._own(stages)
+        self.rings: dict[str, Any] = {name: self._own(stages if with_links else []) for name in ("reduce", "gather")}
+        self.world = self._own([list(range(topology.world))])
         self.ties: dict[tuple[int, ...], Any] = {
             tied: self._own([[topology.rank_of(replica, stage) for stage in tied] for replica in range(topology.dp)])
             for tied in sorted(set(tied_stages))
@@ -63,9 +66,12 @@ class Groups:
         return own
 
     def link_names(self) -> dict[str, str]:
-        """Returns the names under which C++ finds the groups; empty strings where there is nobody to talk to."""
-        groups = {**self.links, "data": self.data}
-        return {name: group.group_name if group is not None else "" for name, group in groups.items()}
+        """Returns the names under which C++ finds the links; empty strings where there is nobody to talk to."""
+        return _names(self.links)
+
+    def ring_names(self) -> dict[str, str]:
+        """Returns the names under which C++ finds the rings."""
+        return _names(self.rings)
 
     def close(self) -> None:
         """Destroys this rank's groups; the default group stays."""
@@ -73,3 +79,7 @@ class Groups:
             if dist.is_initialized():  # else the user destroyed all groups
                 dist.destroy_process_group(group)
         self._made.clear()
+
+
+def _names(groups: dict[str, Any]) -> dict[str, str]:
+    return {name: group.group_name if group is not None else "" for name, group in groups.items()}

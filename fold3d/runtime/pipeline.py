@@ -9,15 +9,18 @@ import torch
 import torch.distributed as dist
 
 from fold3d import _C
-from fold3d.config import ParallelConfig
+from fold3d.config import DEFAULT_BUCKET_BYTES, ParallelConfig
 from fold3d.errors import ConfigError, Fold3dError, RankError
 from fold3d.runtime import gradients
-from fold3d.runtime.account import Account, make_account
+from fold3d.runtime.account import Account, RawRecord, make_account
 from fold3d.runtime.agreement import check_same_batch, fingerprint
 from fold3d.runtime.broadcast import broadcast_value
 from fold3d.runtime.chunk import DropoutKey, MicroBatch, ModelCall, PipelineChunk, StepInputs
+from fold3d.runtime.dp_sync import DpSync
+from fold3d.runtime.dp_sync.connect import connect_replicas, join_host_gate
+from fold3d.runtime.dp_sync.layout import bucket_layout
+from fold3d.runtime.dp_sync.plan import SyncPlan
 from fold3d.runtime.failure import FailureBoard, is_communication_error
-from fold3d.runtime.gradients import GradientBuffer
 from fold3d.runtime.groups import Groups
 from fold3d.runtime.loss import one_number
 from fold3d.runtime.progress import Progress, Report
@@ -46,10 +49,11 @@ class Pipeline:
         self._topology = topology
         self._last_stage = topology.pp_rank == topology.pp - 1
         self._name = topology.describe(topology.rank)
+        self._job = name
         self._bounds = (0, 0)
-        self._records: list[Any] = []
+        self._records: list[RawRecord] = []
         self._inputs = StepInputs()
-        self._buffers: list[GradientBuffer] = []
+        self.dp_sync: DpSync | None = None
         self._schedule: Schedule | None = None
         self._executor: _C.Executor | None = None
         self._groups: Groups | None = None
@@ -74,7 +78,7 @@ class Pipeline:
     def _connect(self, config: ParallelConfig, device: torch.device) -> None:
         topology, cut = self._topology, self._cut
         shared = cut.cells.shared_stages()
-        over_tcp = topology.pp > 1 and _uses_tcp(config.transport, device)
+        over_tcp = _uses_tcp(config.transport, device)
         timeout = config.timeout_seconds
         self._groups = groups = Groups(topology, device, timeout, shared.values(), with_links=not over_tcp)
         self._tied = {
@@ -83,16 +87,32 @@ class Pipeline:
             if topology.pp_rank in stages and cut.parameters[name].requires_grad
         }
         self._share_weights(shared)
+        gate = join_host_gate(topology, groups, self._job, config.preempt)
+        if topology.dp > 1:
+            self._connect_replicas(config, gate, device)
         self._executor = self.progress.executor = _C.Executor(
-            [self._make_chunk(v, v == config.num_chunks - 1) for v in topology.chunks(config.segments)],
+            [self._make_chunk(v, v == config.num_chunks - 1) for v in topology.chunks(config.num_segments)],
             topology.pp_rank,
             topology.pp,
             groups.link_names(),
             device,
             timeout,
             self._name,
-            connect_stages(topology, groups.pipeline, timeout) if over_tcp else None,
+            connect_stages(topology, groups.pipeline, timeout) if over_tcp and topology.pp > 1 else None,
+            gate,
         )
+
+    def _connect_replicas(self, config: ParallelConfig, gate: _C.HostGate, device: torch.device) -> None:
+        topology, cut = self._topology, self._cut
+        least = DEFAULT_BUCKET_BYTES if config.bucket_bytes is None else config.bucket_bytes
+        buckets = bucket_layout(cut.trainable(), cut.cells, cut.trace, cut.ranges, topology.pp_rank, least)
+        plan = SyncPlan.make(buckets, "early" if config.dp_sync == "auto" else config.dp_sync)
+        over_tcp = _uses_tcp(config.transport, device)
+        sync = connect_replicas(
+            topology, self.groups, gate, device, config.timeout_seconds, over_tcp=over_tcp, chunk_bytes=0
+        )
+        self.dp_sync = DpSync(cut, topology, self.groups, sync, plan, self.progress)
+        self.progress.dp_sync = self.dp_sync
 
     @property
     def groups(self) -> Groups:
@@ -101,11 +121,7 @@ class Pipeline:
         return self._groups
 
     def _make_chunk(self, index: int, is_last: bool) -> PipelineChunk:
-        buffer = None
-        if self._topology.dp > 1:
-            buffer = GradientBuffer(self._cut.of_chunk(index))
-            self._buffers.append(buffer)
-        return PipelineChunk(index, is_last, self._cut.model, self._cut.split, self._inputs, buffer)
+        return PipelineChunk(index, is_last, self._cut.model, self._cut.split, self._inputs, self.dp_sync)
 
     def _share_weights(self, shared: dict[str, tuple[int, ...]]) -> None:
         """Replica 0's weights, and of copies in several stages the first stage's, become everybody's."""
@@ -125,10 +141,15 @@ class Pipeline:
     ) -> torch.Tensor:
         """Runs one step's forwards, backwards and gradient sums; returns the replica's loss on each of its ranks."""
         self._inputs.set(micro_batches, lambda model, batch: one_number(call(model, batch)), list(keys))
+        sync = self.dp_sync
+        if sync is not None:
+            own = schedule.ranks[self._topology.pp_rank]
+            sync.begin(len(micro_batches), [action.chunk for action in own if action.kind == _C.Kind.REDUCE])
         losses = self._run(schedule, backward=True)
-        for buffer in self._buffers:
-            buffer.average(self._topology.dp)
-        gradients.sum_tied(self._tied)
+        if sync is not None:
+            sync.end()
+        if sync is None or sync.optimizer is None:
+            gradients.sum_tied(self._tied)
         # Summed in fp64: many small shares add up to one number that is compared over layouts.
         loss = torch.zeros((), dtype=torch.float64)
         if self._last_stage:
@@ -147,6 +168,8 @@ class Pipeline:
 
     def evaluate(self, schedule: Schedule, batch: MicroBatch, call: ModelCall) -> Any:
         """Runs one batch forward; returns the last chunk's result on every rank of the replica."""
+        if self.dp_sync is not None:
+            self.dp_sync.flush()
         self._inputs.set([batch], call, [None])
         results = self._inputs.results
         self._run(schedule, backward=False)
@@ -160,16 +183,27 @@ class Pipeline:
         assert self._executor is not None
         self._schedule = schedule
         self.progress.begin(schedule.micro_batches)
+        self._take_records()  # what ended before this run is not its business
         start = time.monotonic_ns()
         try:
             return list(self._executor.run(schedule, self._topology.pp_rank, backward))
         finally:
             self._inputs.clear()
             self._bounds = (start, time.monotonic_ns())
-            self._records = [*self._executor.take_spans(), *self._executor.take_records()]
+            self._records = self._take_records()
+
+    def _take_records(self) -> list[RawRecord]:
+        assert self._executor is not None
+        own = [*self._executor.take_spans(), *self._executor.take_records()]
+        return own if self.dp_sync is None else own + self.dp_sync.take_records()
+
+    def extend(self) -> None:
+        """What happened since the run ended belongs to its step, too."""
+        self._bounds = (self._bounds[0], time.monotonic_ns())
+        self._records += self._take_records()
 
     def account(self) -> Account:
-        """Returns where the time of the last run went."""
+        """Returns where the time of the last step went."""
         return make_account(self._records, *self._bounds)
 
     # Failures
@@ -242,7 +276,9 @@ class Pipeline:
         """Ends the executor's threads and destroys the groups."""
         if self._board is not None:
             self._board.close()
-        self.progress.executor = None
+        self.progress.executor = self.progress.dp_sync = None
+        if self.dp_sync is not None:
+            self.dp_sync.close()
         if self._executor is not None:
             self._executor.close()
         if self._groups is not None:

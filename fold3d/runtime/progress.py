@@ -47,10 +47,11 @@ class Report:
 
 
 class Progress:
-    """Where this rank is. `executor` is set as soon as there is one."""
+    """Where this rank is. `executor` and `dp_sync` are set as soon as they exist."""
 
     def __init__(self) -> None:
         self.executor: Any = None
+        self.dp_sync: Any = None
         self.run = 0
         self.micro_batches = 0
         self.doing = ""
@@ -87,6 +88,7 @@ class Progress:
             self.doing, self.meets = before
 
     def abort(self, message: str) -> None:
-        """Ends all communication of this rank's executor; any thread."""
-        if self.executor is not None:
-            self.executor.abort(message)
+        """Ends all communication of this rank; any thread."""
+        for part in (self.executor, self.dp_sync):
+            if part is not None:
+                part.abort(message)

@@ -3,18 +3,32 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.nn import Module, Parameter
 
-from fold3d.config import ParallelConfig
+from fold3d.config import AUTO, ParallelConfig
 from fold3d.errors import ConfigError, TraceError
 from fold3d.plan.split import split_ranges
 from fold3d.runtime.cells import Cells
 from fold3d.topology import Topology
 from fold3d.trace import SplitModel, Trace, is_released, materialize, owned_parameters, release, trace
+
+
+def record(model: Module, config: ParallelConfig, example: Mapping[str, Any] | None) -> Trace | None:
+    """Returns the recording of the model; None for one without blocks that need not be cut.
+
+    Raises: TraceError for a model that must be cut and cannot be.
+    """
+    try:
+        return trace(model, blocks=config.blocks, example=example)
+    except TraceError:
+        # Data parallelism alone needs no blocks, unless the user asked for something that is done per block.
+        if config.pp > 1 or config.segments not in (1, AUTO) or config.recompute or config.blocks != "auto":
+            raise
+        return None
 
 
 class WholeModel:
@@ -53,9 +67,14 @@ class RankModel:
         config: ParallelConfig,
         topology: Topology,
         device: torch.device,
-        example: Mapping[str, Any] | None,
+        recording: Trace | None,
+        ranges: Sequence[tuple[int, int]] | None,
         weights: str | None,
     ):
+        """Args:
+        recording: what `record` returned.
+        ranges: [first, end) block of every chunk; None: chunks of about equal cost.
+        """
         self.model = model
         on_meta = any(p.device.type == "meta" for p in model.parameters())
         if weights is not None and not on_meta:
@@ -63,17 +82,17 @@ class RankModel:
                 f"weights={weights!r} has no effect: the model has weights of its own; build it under "
                 "torch.device('meta'), or leave weights away"
             )
-        self.trace = self._trace(config, example)
+        self.trace = recording
         names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
         self.split: SplitModel | WholeModel
         if self.trace is None:
             self.ranges: list[tuple[int, int]] = [(0, 0)]
             of_chunk = [names]
         else:
-            self.ranges = split_ranges(self.trace, config.num_chunks)
+            self.ranges = list(ranges) if ranges is not None else split_ranges(self.trace, config.num_chunks)
             of_chunk = [owned_parameters(model, self.trace, self.ranges, v) for v in range(config.num_chunks)]
         self.cells = Cells.from_chunks(config.pp, of_chunk, self.trace.tied if self.trace else ())
-        keep = {name for v in topology.chunks(config.segments) for name in of_chunk[v]}
+        keep = {name for v in topology.chunks(config.num_segments) for name in of_chunk[v]}
         if on_meta:
             _refuse_cut_model(model, keep)
             materialize(model, keep, seed=config.seed, folder=weights)
@@ -103,15 +122,6 @@ class RankModel:
         parts = name.split(".")
         prefixes = (".".join(parts[:end]) for end in range(len(parts), 0, -1))
         return next((self._stage_of_prefix[prefix] for prefix in prefixes if prefix in self._stage_of_prefix), 0)
-
-    def _trace(self, config: ParallelConfig, example: Mapping[str, Any] | None) -> Trace | None:
-        try:
-            return trace(self.model, blocks=config.blocks, example=example)
-        except TraceError:
-            # Data parallelism alone needs no blocks, unless the user asked for something that is done per block.
-            if config.num_chunks > 1 or config.recompute or config.blocks != "auto":
-                raise
-            return None
 
     def trainable(self) -> dict[str, Parameter]:
         """Returns the parameters of this rank that receive gradients."""

@@ -58,7 +58,7 @@ class _Chain:
         report = self._reports.get(rank)
         if report is None or report.closed:
             return set()
-        if not report.action:
+        if report.meets or not report.action:
             return self._absent(rank, report) if report.meets else set()
         if report.run != self._run or not 0 <= self._position(rank) < float("inf"):
             return set()
@@ -67,10 +67,8 @@ class _Chain:
         here = int(self._position(rank))
         waits = [need for need in waits_for(self._schedule, program[here]) if need.kind in _RECEIVES]
         others = [(replica, need) for wait in waits for need in waits_for(self._schedule, wait)]
-        if here == len(program) - 1:  # the run ends when everything that was sent has arrived and all sums are done
+        if here == len(program) - 1:  # the run ends when everything that was sent has arrived
             others += [(replica, self._receive(action)) for action in program if action.kind in _RECEIVER_OF]
-            reduces = [action for action in program if action.kind == _C.Kind.REDUCE]
-            others += [(other, action) for other in range(self._topology.dp) for action in reduces]
         blockers = set()
         for other, action in others:
             peer = self._topology.rank_of(other, action.chunk % self._topology.pp)
@@ -81,8 +79,11 @@ class _Chain:
     def _absent(self, rank: int, report: Report) -> set[int]:
         """Returns those that `rank` may meet and that have not come as far, or are elsewhere in the same run."""
         replica, stage = divmod(rank, self._topology.pp)
-        peers = {*self._topology.pipeline(replica), *self._topology.replicas(stage)} & set(self._reports)
-        here = (report.run, "", report.doing)
+        peers = set(self._topology.replicas(stage))
+        if not report.action:  # in an action, a rank meets the other replicas of its stage only: for their parameters
+            peers.update(self._topology.pipeline(replica))
+        peers &= set(self._reports)
+        here = (report.run, report.action, report.doing)
         return {
             peer
             for peer, other in self._reports.items()

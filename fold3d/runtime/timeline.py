@@ -1,7 +1,7 @@
 """The timeline of one step over all ranks: its events, a one-line summary, Chrome trace JSON for Perfetto.
 
 It takes, per rank, the records of `account.gather_records`: dicts with
-    rank, lane (compute, wait, send_f, recv_f, send_b, recv_b or reduce), action (text, "2F0"),
+    rank, lane (compute, wait, send_f, recv_f, send_b, recv_b, reduce or gather), action (text, "2F0"),
     start_ns, end_ns (one clock for all ranks, any origin), bytes (payload, 0 for computation).
 Ranks are numbered as `Topology` does: rank // pp is the replica, rank % pp the stage.
 """
@@ -20,7 +20,7 @@ from fold3d.runtime.account import Account, make_account
 
 Records = Sequence[Sequence[Mapping[str, Any]]]
 
-LANES = ("compute", "wait", "send_f", "recv_f", "send_b", "recv_b", "reduce")
+LANES = ("compute", "wait", "send_f", "recv_f", "send_b", "recv_b", "reduce", "gather")
 """Top to bottom, wherever they are shown."""
 _ACTION = re.compile(r"(?P<chunk>\d+)(?P<kind>[A-Z_]+?)(?P<micro_batch>\d*)$")
 CATEGORY = {"F": "forward", "B": "backward", "I": "backward", "W": "backward"}
@@ -101,8 +101,9 @@ def summary(records: Records) -> str:
 
     parts = [
         f"step {step:.1f} ms on {len(accounts)} rank(s): compute {share('compute_ms')}",
-        f"waiting for stages {share('exposed_pp_ms')}",
-        f"exposed DP.sync and last sends {share('exposed_dp_ms')}",
+        f"bubble {share('bubble_ms')}",
+        f"exposed PP.sync {share('exposed_pp_ms')}",
+        f"exposed DP.sync {share('exposed_dp_ms')}",
         f"hidden DP.sync {share('hidden_dp_ms')}",
     ]
     sent, summed = (sum(getattr(a, field) for a in accounts) / 2**20 for field in ("pp_bytes", "dp_bytes"))

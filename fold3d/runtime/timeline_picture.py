@@ -67,8 +67,8 @@ def write_picture(path: str | Path, records: Records, *, pp: int, title: str = "
 
 def _rows(row: int) -> dict[str, tuple[float, float]]:
     """Returns top and height of each lane of the row-th rank, which owns [row, row + 1)."""
-    thin = ("send_f", "recv_f", "send_b", "recv_b", "reduce")
-    places = {lane: (row + 0.53 + 0.075 * i, 0.062) for i, lane in enumerate(thin)}
+    thin = ("send_f", "recv_f", "send_b", "recv_b", "reduce", "gather")
+    places = {lane: (row + 0.53 + 0.064 * i, 0.052) for i, lane in enumerate(thin)}
     # Waiting happens on the compute thread, so it fills the gaps of that row.
     return {"wait": (row + 0.05, 0.45), "compute": (row + 0.05, 0.45), **places}
 
@@ -117,7 +117,13 @@ def _tick(rank: int, lane: str, pp: int) -> str:
 def _legend(axes: Axes, events: Sequence[Event], pp: int) -> None:
     from matplotlib.patches import Patch
 
-    names = {"wait": "waiting", "send_f": "PP activations", "recv_f": "PP activations", "reduce": "DP.sync"}
+    names = {
+        "wait": "waiting",
+        "send_f": "PP activations",
+        "recv_f": "PP activations",
+        "reduce": "DP.sync: sums",
+        "gather": "DP.sync: gathers",
+    }
     names |= {"send_b": "PP gradients", "recv_b": "PP gradients"}
     found: dict[str, tuple[float, float, float]] = {}
     for event in sorted(events, key=lambda event: (LANES.index(event.lane), event.chunk // pp, event.kind != "F")):

@@ -9,9 +9,10 @@ import torch
 import torch.distributed as dist
 import transformers
 
-from fold3d.config import ParallelConfig
+from fold3d.config import AUTO, ParallelConfig
 from fold3d.errors import ConfigError
 from fold3d.plan.plan import Programs
+from fold3d.plan.resolve import without_planner
 from fold3d.trainer.refused import refuse_unsupported
 
 # How launchers tell a process the size of its job; the same names, in the same order, that accelerate looks at.
@@ -38,26 +39,38 @@ class TrainingArguments(transformers.TrainingArguments):
         default=1,
         metadata={"help": "Pipeline stages: the model's layers are spread over so many processes."},
     )
-    segments: int = field(
-        default=1,
+    segments: str = field(
+        default=AUTO,
         metadata={
             "help": "Folds of the model: every segment is cut into pp chunks, so a process holds one chunk of each "
-            "segment. More segments shorten the pipeline's idle time and let gradients travel earlier."
+            "segment. More segments shorten the pipeline's idle time and let gradients travel earlier. auto: what is "
+            "fastest by measured times of layers and network."
         },
     )
-    schedule: str | None = field(
-        default=None,
+    schedule: str = field(
+        default=AUTO,
         metadata={
-            "help": "Order of the micro-batches: a name that `fold3d schedules` lists, or the path of a CSV file. "
-            "Default: aiao if segments > 1, else 1f1b."
+            "help": "Order of the micro-batches: a name that `fold3d schedules` lists, the path of a CSV file, or auto."
         },
     )
-    group_size: int | None = field(
-        default=None,
+    group_size: str = field(
+        default=AUTO,
         metadata={
-            "help": "Micro-batches that pass a segment before the next segment starts; only for schedules that "
-            "use it (fold)."
+            "help": "Micro-batches that pass a segment before the next segment starts, or auto; only for schedules "
+            "that use it (fold)."
         },
+    )
+    dp_sync: str = field(
+        default="auto",
+        metadata={
+            "help": "How gradients are summed over the replicas, always exactly: zero1 (each process steps its share "
+            "of the parameters: least memory), early (gradients travel under the backward: hides most), serial "
+            "(nothing is hidden), auto."
+        },
+    )
+    bucket_bytes: int | None = field(
+        default=None,
+        metadata={"help": "Layers' gradients are summed together until they have so many bytes. Default: 1 MiB."},
     )
     blocks: str = field(
         default="auto",
@@ -93,8 +106,10 @@ class TrainingArguments(transformers.TrainingArguments):
         config = self.parallel
         world_size = _announced_world_size()
         dp = config.resolve_dp(world_size)
-        Programs(config, dp).compute(config.micro_batches)  # raises when the schedule cannot be made
-        if self.blocks != "auto" and config.num_chunks == 1:
+        settled = without_planner(config, dp)
+        if settled is not None:
+            Programs(settled, dp).compute(config.micro_batches)  # raises when the schedule cannot be made
+        if self.blocks != "auto" and settled is not None and settled.num_chunks == 1:
             raise ConfigError(
                 f"blocks={self.blocks!r} has no effect with pp=1 and segments=1: the model is not cut; leave it away"
             )
@@ -120,10 +135,12 @@ class TrainingArguments(transformers.TrainingArguments):
             dp=self.dp,
             tp=self.tp,
             pp=self.pp,
-            segments=self.segments,
+            segments=_number_or_auto(self.segments),
             micro_batches=self.gradient_accumulation_steps,
             schedule=self.schedule,
-            group_size=self.group_size,
+            group_size=_number_or_auto(self.group_size),
+            dp_sync=self.dp_sync,
+            bucket_bytes=self.bucket_bytes,
             blocks=self.blocks,
             seed=self.seed,
             comm_timeout=self.comm_timeout,
@@ -133,6 +150,11 @@ class TrainingArguments(transformers.TrainingArguments):
     def place_model_on_device(self) -> bool:
         """False: the Engine places the share of the model that this process holds."""
         return False
+
+
+def _number_or_auto(value: int | str) -> int | str:
+    """Returns the number that a command line gives as text; anything else as it is."""
+    return int(value) if isinstance(value, str) and value.isdecimal() else value
 
 
 def _announced_world_size() -> int:

@@ -64,6 +64,7 @@ class CheckpointingTrainer(transformers.Trainer):
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Saves weights, configuration and processing class so that `from_pretrained` loads them; all ranks call."""
         output_dir = output_dir or str(self.args.output_dir)
+        self.engine.flush()
         with self.engine.supervise("saving the model"), self._together(f"saving the model to {output_dir}"):
             # A checkpoint keeps the tensors as they are in memory: any run can resume from it, and from_pretrained
             # loads both forms.
@@ -150,10 +151,11 @@ class CheckpointingTrainer(transformers.Trainer):
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         assert self.layout is not None
         optimizer = self._plain_optimizer()
-        tensors, rest = self.layout.state_tensors(optimizer, self.engine.owned, self.engine.primary)
         path = Path(output_dir) / optimizer_file.FILE
-        groups = optimizer.state_dict()["param_groups"]
-        self._stream.send(tensors, rest, OptimizerSink(path, self.layout, groups))
+        with self.engine.whole_optimizer_state():
+            tensors, rest = self.layout.state_tensors(optimizer, self.engine.owned, self.engine.primary)
+            groups = optimizer.state_dict()["param_groups"]
+            self._stream.send(tensors, rest, OptimizerSink(path, self.layout, groups))
         if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER)
 
@@ -186,6 +188,7 @@ class CheckpointingTrainer(transformers.Trainer):
     def _load_weights(self, folder: Path) -> None:
         with self._together(f"loading {folder}"):
             manifest.check(folder)
+            self.engine.flush()
             targets = {name: p.data for name, p in self.engine.owned.items()} | persistent_buffers(self.model)
             load_weights(self.model, targets, folder)
 
@@ -199,6 +202,7 @@ class CheckpointingTrainer(transformers.Trainer):
                 return
             assert self.layout is not None
             self.layout.load(state, self._plain_optimizer(), self.engine.owned)
+            self.engine.state_loaded()
             self.lr_scheduler.load_state_dict(torch.load(schedule, map_location="cpu", weights_only=True))
 
     def _load_rng_state(self, checkpoint: str | None) -> None:

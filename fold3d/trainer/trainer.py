@@ -30,6 +30,7 @@ from fold3d.topology import Topology
 from fold3d.trainer.accelerator import ReplicaAccelerator
 from fold3d.trainer.arguments import TrainingArguments
 from fold3d.trainer.evaluating import EvaluatingTrainer
+from fold3d.trainer.flushing import FlushCallback
 from fold3d.trainer.throughput import Throughput
 
 logger = logging.getLogger(__name__)
@@ -76,6 +77,7 @@ class Trainer(EvaluatingTrainer):
         super().__init__(model, args, *others, **named)
         self.engine = Engine(model, args.parallel, example=self._example(), weights=args.weights, device=args.device)
         self.accelerator.data_group = self.engine.groups.data
+        self.callback_handler.callbacks.insert(0, FlushCallback(self.engine, self.callback_handler))
         if self._world is not None:  # the stock loop gathers over this group: no rank may wait there for ever
             limit = timedelta(seconds=args.parallel.timeout_seconds)
             dist.distributed_c10d._set_pg_timeout(limit, self._world)
@@ -133,6 +135,8 @@ class Trainer(EvaluatingTrainer):
         if self.layout is None:
             self._create_optimizer_over_whole_model()
         made = self._plain_optimizer()
+        if self.engine.optimizer is None:
+            self.engine.attach(made)
         resume = resume_from_checkpoint
         prepared = super()._prepare_for_training(max_steps, train_dataloader, resume)  # type: ignore[no-untyped-call]
         if self._plain_optimizer() is not made:
@@ -183,7 +187,9 @@ class Trainer(EvaluatingTrainer):
         """Trains; the same arguments and result as the stock Trainer's."""
         with self.engine.supervise("training"):
             self._clean_output_dir()
-            return super().train(resume_from_checkpoint, *args, **named)
+            result = super().train(resume_from_checkpoint, *args, **named)
+            self.engine.flush()
+            return result
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> Any:
         """Returns the micro-batches of one optimizer step and the number of labels in them, over all replicas."""
@@ -249,11 +255,12 @@ class Trainer(EvaluatingTrainer):
         super()._maybe_log_save_evaluate(*args, **named)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Logs as the stock Trainer, training logs with `tokens_per_second` of all replicas."""
+        """Logs as the stock Trainer; training logs with `tokens_per_second` of all replicas and this rank's account."""
         self._correct_speed(logs)
         if "loss" in logs and self._tokens_per_second is not None:
             logs["tokens_per_second"] = round(self._tokens_per_second, 1)
             self._tokens_per_second = None
+            logs.update(self.engine.account().log())
         super().log(logs, start_time)
 
     def _write_timeline(self) -> None:

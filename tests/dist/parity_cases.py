@@ -32,6 +32,7 @@ class Case:
     schedule: str = "1f1b"
     group_size: int | None = None
     transport: str = "auto"
+    dp_sync: str = "auto"
     recompute: bool = False
     through: str = "engine"
     family: str = "gpt2"
@@ -72,7 +73,8 @@ class Case:
         words += [self.family, self.dtype.replace("float", "fp"), self.labels, self.through]
         words += ["tied" if self.tied else "untied", "clip" if self.clip else "noclip"]
         words += [word for word, on in (("recompute", self.recompute), ("frozen", self.frozen)) if on]
-        return "-".join(words + ([self.transport] if self.transport != "auto" else []))
+        words += [value for value in (self.transport, self.dp_sync) if value != "auto"]
+        return "-".join(words)
 
     def alone(self) -> Case:
         """The same training in one process and one piece: everything that may not change a number at its default."""

@@ -45,3 +45,20 @@ def assert_ranks_agree(results: list[Result], case: Case) -> None:
                 copies.setdefault(name, set()).add(text)
         different = [name for name, texts in copies.items() if len(texts) > 1]
         assert not different, f"{case.name}: after step {step} copies of {different} differ"
+
+
+def assert_same_bits(ours: Result, theirs: Result) -> None:
+    """Two runs gave the same numbers to the bit: losses, norms, weights, optimizer state."""
+    assert (ours.losses, ours.norms) == (theirs.losses, theirs.norms)
+    assert ours.weights.keys() == theirs.weights.keys()
+    different = [name for name, tensor in ours.weights.items() if not torch.equal(tensor, theirs.weights[name])]
+    assert not different, f"{different} differ"
+    if ours.state is None:
+        return
+    mine, other = ours.state["optimizer"], theirs.state["optimizer"]
+    assert mine.keys() == other.keys()
+    for name, values in mine.items():
+        assert values.keys() == other[name].keys()
+        for key, value in values.items():
+            same = torch.equal(value, other[name][key]) if isinstance(value, torch.Tensor) else value == other[name][key]
+            assert same, f"{key} of {name} differs"

@@ -28,6 +28,8 @@ EPSILON = 1e-4
 """AdamW's. Far above the default, so that an update depends on the size of the gradient (a wrong clipping factor
 shows in the parameters), and rounding noise in gradients that are zero on paper (attention's key biases) is not blown
 up to a whole learning rate in fp32."""
+BUCKET_BYTES = 1000
+"""Small enough that these models have several buckets on a rank."""
 MAX_NORM = 0.05
 """Every gradient of these models is larger, so clipping always happens."""
 
@@ -263,7 +265,9 @@ def precision(case: Case) -> Iterator[None]:
 def config_of(case: Case, **changes: Any) -> fold3d.ParallelConfig:
     """Returns the case's layout."""
     named = {"dp": case.dp, "pp": case.pp, "segments": case.segments, "micro_batches": case.m}
-    named |= {"schedule": case.schedule, "group_size": case.group_size, "recompute": case.recompute}
+    named |= {"schedule": case.schedule, "group_size": case.group_size or "auto", "recompute": case.recompute}
+    if case.dp > 1:
+        named |= {"dp_sync": case.dp_sync, "bucket_bytes": BUCKET_BYTES}
     return fold3d.ParallelConfig(**(named | {"transport": case.transport, "comm_timeout": 100.0} | changes))
 
 
@@ -306,7 +310,9 @@ def train_trainer(case: Case, *, rows: list[Batch] | None = None, **arguments: A
     with tempfile.TemporaryDirectory() as folder:
         named = trainer_arguments(case, folder) | {"gradient_accumulation_steps": case.m}
         layout = {"dp": case.dp, "pp": case.pp, "segments": case.segments, "schedule": case.schedule}
-        layout |= {"group_size": case.group_size, "activation_checkpointing": case.recompute}
+        layout |= {"group_size": case.group_size or "auto", "activation_checkpointing": case.recompute}
+        if case.dp > 1:
+            layout |= {"dp_sync": case.dp_sync, "bucket_bytes": BUCKET_BYTES}
         trainer = fold3d.Trainer(
             model=build(case),
             args=fold3d.TrainingArguments(**(named | layout | {"comm_timeout": 100.0} | arguments)),
@@ -322,6 +328,7 @@ def train_trainer(case: Case, *, rows: list[Batch] | None = None, **arguments: A
 def digests(engine: fold3d.Engine) -> dict[str, str]:
     """Returns a hash per parameter of this rank: its bytes and those of its optimizer state."""
     found = {}
+    engine.flush()
     for name, parameter in engine.owned.items():
         assert engine.optimizer is not None
         state = engine.optimizer.state.get(parameter, {})

@@ -15,11 +15,12 @@ import pytest
 
 from tests.dist import parity_cases, parity_jobs
 from tests.dist.parity_cases import CHOICES, FLAGS, Case, wanted
-from tests.dist.parity_checks import TOLERANCE, assert_all_names, assert_equal, assert_ranks_agree
+from tests.dist.parity_checks import TOLERANCE, assert_all_names, assert_equal, assert_ranks_agree, assert_same_bits
 from tests.helpers.ranks import RankPool
 
 GRID = parity_cases.grid()
 EIGHT = parity_cases.eight()
+DP_SYNCS = ("early", "zero1", "serial")
 ROLES = ("1", "2", "pp-1", "pp", "2pp+1")
 
 reference = functools.cache(parity_jobs.train_alone)
@@ -27,14 +28,18 @@ reference = functools.cache(parity_jobs.train_alone)
 
 
 def check(pool: RankPool, case: Case) -> None:
-    """Trains `case` on the ranks and compares with one process."""
-    results = pool.run(parity_jobs.train, case.ranks, case, timeout=150.0)
+    """Trains `case` on the ranks, in every way of DP.sync, and compares with one process."""
     expected = reference(case.alone())
     if case.clip:
         assert min(expected.norms) > parity_jobs.MAX_NORM, "the case must clip"
-    assert_equal(results[0], expected, TOLERANCE[case.dtype])
-    assert_all_names(results[0], parity_jobs.build(case))
-    assert_ranks_agree(results, case)
+    first = None
+    for dp_sync in DP_SYNCS if case.dp > 1 else ("auto",):
+        results = pool.run(parity_jobs.train, case.ranks, replace(case, dp_sync=dp_sync), timeout=150.0)
+        assert_equal(results[0], expected, TOLERANCE[case.dtype])
+        assert_all_names(results[0], parity_jobs.build(case))
+        assert_ranks_agree(results, case)
+        first = first or results[0]
+        assert_same_bits(results[0], first)
 
 
 @pytest.mark.parametrize("case", GRID, ids=lambda case: case.name)

@@ -44,9 +44,10 @@ CHAINS = [
     (Case(dropout=0.1, family="plain", tied=True), "no transformers model"),
 ]
 LAYOUTS = [
-    {"dp": 2, "pp": 2, "segments": 2, "m": 2, "schedule": "aiao"},
-    {"dp": 1, "pp": 4, "segments": 1, "m": 4},
-    {"dp": 4, "pp": 1, "segments": 1, "m": 1},
+    {"dp": 2, "pp": 2, "segments": 2, "m": 2, "schedule": "aiao", "dp_sync": "zero1"},
+    {"dp": 1, "pp": 4, "segments": 1, "m": 4, "dp_sync": "auto"},
+    {"dp": 4, "pp": 1, "segments": 1, "m": 1, "dp_sync": "zero1"},
+    {"dp": 2, "pp": 1, "segments": 2, "m": 2, "schedule": "aiao", "dp_sync": "early"},
     {"dp": 1, "pp": 2, "segments": 2, "m": 4, "schedule": "interleaved", "recompute": True},
 ]
 
@@ -54,7 +55,7 @@ LAYOUTS = [
 @pytest.mark.parametrize("base, why", CHAINS, ids=[case.family for case, _ in CHAINS])
 def test_state_moves_across_layouts(ranks: RankPool, base: Case, why: str) -> None:
     """One step in each layout, handing the state on, is the same training as all steps in one process."""
-    expected = ranks.run(parity_jobs.train, 1, replace(base, m=4), steps=range(4), timeout=150.0)[0]
+    expected = ranks.run(parity_jobs.train, 1, replace(base, m=4), steps=range(len(LAYOUTS)), timeout=150.0)[0]
     tolerance, state = TOLERANCE[base.dtype], None
     for step, layout in enumerate(LAYOUTS):
         case = replace(base, **layout)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fold3d.runtime.account import make_account, overlap_ns
+from fold3d.runtime.account import make_account, overlap_ns, without
 
 MS = 1_000_000
 
@@ -25,6 +25,9 @@ def test_overlap(first: list[tuple[int, int]], second: list[tuple[int, int]], ex
 
 def test_account_tells_hidden_from_exposed() -> None:
     records = [
+        ("gather", "0GATHER", -5 * MS, 8 * MS, 1024),  # of the step before
+        ("wait", "0GATHER", 2 * MS, 5 * MS, 0),  # inside the layer's forward
+        ("recv_b", "0RECV_B0", 12 * MS, 14 * MS, 256),
         ("compute", "0F0", 0, 10 * MS, 0),
         ("wait", "0RECV_B0", 10 * MS, 14 * MS, 0),
         ("compute", "0B0", 14 * MS, 30 * MS, 0),
@@ -35,8 +38,32 @@ def test_account_tells_hidden_from_exposed() -> None:
     ]
     account = make_account(records, 0, 37 * MS)
     assert account.step_ms == 37
-    assert account.compute_ms == 26
-    assert account.exposed_pp_ms == 4
-    assert account.exposed_dp_ms == 7
-    assert account.hidden_dp_ms == 6
-    assert (account.pp_bytes, account.dp_bytes) == (512, 8192)
+    assert account.compute_ms == 23
+    assert account.bubble_ms == 2
+    assert account.exposed_pp_ms == 2
+    assert account.exposed_dp_ms == 3 + 7
+    assert account.hidden_dp_ms == 2 + 3 + 6
+    assert (account.pp_bytes, account.dp_bytes) == (512, 8192 + 1024)
+    assert account.compute_ms + account.bubble_ms + account.exposed_pp_ms + account.exposed_dp_ms == account.step_ms
+    assert "predicted_step_ms" not in account.log()
+    assert make_account(records, 0, 37 * MS, 36.0).log()["predicted_step_ms"] == 36.0
+
+
+def test_what_ended_before_the_step_does_not_count() -> None:
+    records = [("wait", "0GATHER", -9 * MS, -3 * MS, 0), ("compute", "0F0", 0, 4 * MS, 0)]
+    account = make_account(records, 0, 4 * MS)
+    assert (account.exposed_dp_ms, account.compute_ms) == (0, 4)
+
+
+@pytest.mark.parametrize(
+    ("spans", "holes", "expected"),
+    [
+        ([(0, 10)], [], [(0, 10)]),
+        ([(0, 10)], [(2, 4), (3, 6)], [(0, 2), (6, 10)]),
+        ([(0, 4), (6, 9)], [(3, 7)], [(0, 3), (7, 9)]),
+        ([(0, 4)], [(0, 9)], []),
+        ([(5, 6)], [(0, 5), (6, 9)], [(5, 6)]),
+    ],
+)
+def test_without(spans: list[tuple[int, int]], holes: list[tuple[int, int]], expected: list[tuple[int, int]]) -> None:
+    assert without(spans, holes) == expected

@@ -60,7 +60,7 @@ def test_trace_has_every_action_on_its_lane(tmp_path: Path) -> None:
     trace = json.loads(path.read_text())
     events = trace["traceEvents"]
     names = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
-    assert names[0, 0] == "compute" and names[3, 6] == "reduce" and len(names) == 4 * 7
+    assert names[0, 0] == "compute" and names[3, 6] == "reduce" and len(names) == 4 * 8
     processes = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
     assert processes[3] == "rank 3 (dp 1, stage 1)"
 
@@ -104,17 +104,18 @@ def test_folded_chunks_wrap_around_to_stage_0(tmp_path: Path) -> None:
 
 
 def test_summary_tells_where_the_time_went() -> None:
-    # Of 90 ms: compute 30 on every rank; waits for stages 40 and 12; final wait 20 and 0; no sum is hidden.
+    # Of 90 ms: compute 30 on every rank; waits for stages 40 and 12, of which messages arrive in 6 and 1; final wait
+    # 20 and 0; no sum is hidden.
     assert summary(RECORDS) == (
-        "step 90.0 ms on 4 rank(s): compute 33 %, waiting for stages 29 %, "
-        "exposed DP.sync and last sends 11 %, hidden DP.sync 0 %; PP 4.0 MiB, DP 8.0 MiB"
+        "step 90.0 ms on 4 rank(s): compute 33 %, bubble 25 %, exposed PP.sync 4 %, "
+        "exposed DP.sync 11 %, hidden DP.sync 0 %; PP 4.0 MiB, DP 8.0 MiB"
     )
     assert summary([[], []]) == "nothing was recorded"
 
 
 def test_unknown_lane_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="lane 'gather' of '0F0' is none of compute, wait"):
-        write_trace(tmp_path / "step.json", [[record(0, "gather", "0F0", 0, 1)]], pp=1)
+    with pytest.raises(ValueError, match="lane 'radio' of '0F0' is none of compute, wait"):
+        write_trace(tmp_path / "step.json", [[record(0, "radio", "0F0", 0, 1)]], pp=1)
     assert not list(tmp_path.iterdir())
 
 

@@ -1,0 +1,117 @@
+"""Bucket: gradients of consecutive layers, flat, summed over the replicas as one."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch.nn import Parameter
+
+from fold3d.runtime.dp_sync.layout import BucketSpec
+
+_ALIGN = 16
+"""A shard is a multiple of so many elements, so that vectorised loops start at the same places everywhere."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """The part of one parameter that lies in one shard of a bucket; positions count elements."""
+
+    name: str
+    parameter: Parameter
+    index: int
+    """Of the parameter in its bucket."""
+    start: int
+    """First element in the flat bucket."""
+    stop: int
+    offset: int
+    """First element in the parameter, flattened."""
+
+
+class Bucket:
+    """Main gradients of some parameters of one chunk, laid out flat: fp32, or the parameters' dtype if that is wider.
+
+    The flat tensor has as many equal shards as there are replicas; replica r owns shard r after the reduce-scatter. A
+    parameter in the main gradients' dtype accumulates straight into its view, another one's gradients are added by
+    `accumulate`.
+
+    Attributes:
+        number: position in the order of the forward pass, the same on all replicas.
+        gradients: [n], n a multiple of the number of replicas; what lies behind the last parameter is padding.
+        weights: [n], the parameters' own memory, once `flatten_parameters` was called; else None.
+        used: per parameter, whether any micro-batch of this step gave it a gradient.
+    """
+
+    def __init__(self, number: int, spec: BucketSpec, parameters: Mapping[str, Parameter], replicas: int, rank: int):
+        self.number = number
+        self.spec = spec
+        self.names = spec.names
+        self.parameters = [parameters[name] for name in spec.names]
+        first = self.parameters[0]
+        sizes = [parameter.numel() for parameter in self.parameters]
+        self._starts = [sum(sizes[:i]) for i in range(len(sizes) + 1)]
+        step = replicas * _ALIGN
+        total = -(-self._starts[-1] // step) * step
+        dtype = functools.reduce(torch.promote_types, (p.dtype for p in self.parameters), torch.float32)
+        self.gradients = torch.zeros(total, dtype=dtype, device=first.device)
+        self.weights: torch.Tensor | None = None
+        self.used = [False] * len(sizes)
+        self._views = [
+            self.gradients[start : start + parameter.numel()].view_as(parameter)
+            for start, parameter in zip(self._starts, self.parameters, strict=False)
+        ]
+        width = total // replicas
+        self.shard = slice(rank * width, (rank + 1) * width)
+        self.pieces = list(self._pieces_in(self.shard))
+
+    @property
+    def all_pieces(self) -> list[Piece]:
+        """The parameters whole."""
+        return list(self._pieces_in(slice(0, self.gradients.numel())))
+
+    def _pieces_in(self, shard: slice) -> Iterator[Piece]:
+        for index, (name, parameter) in enumerate(zip(self.names, self.parameters, strict=True)):
+            begin, end = self._starts[index], self._starts[index] + parameter.numel()
+            start, stop = max(begin, shard.start), min(end, shard.stop)
+            if start < stop:
+                yield Piece(name, parameter, index, start, stop, start - begin)
+
+    def flatten_parameters(self) -> None:
+        """Moves the parameters into one flat tensor, so that an all-gather can write them in place."""
+        dtypes = {parameter.dtype for parameter in self.parameters}
+        assert len(dtypes) == 1, "a bucket holds parameters of one dtype"
+        self.weights = torch.zeros(self.gradients.numel(), dtype=dtypes.pop(), device=self.gradients.device)
+        for start, parameter in zip(self._starts, self.parameters, strict=False):
+            view = self.weights[start : start + parameter.numel()].view_as(parameter)
+            view.copy_(parameter.data)
+            parameter.data = view
+
+    def attach(self) -> None:
+        """Lets autograd accumulate into the flat gradients from now on."""
+        for parameter, view in zip(self.parameters, self._views, strict=True):
+            parameter.grad = view if view.dtype == parameter.dtype else None
+
+    def accumulate(self, index: int) -> None:
+        """A backward pass gave parameter `index` a gradient."""
+        self.used[index] = True
+        parameter, view = self.parameters[index], self._views[index]
+        if parameter.grad is not None and parameter.grad is not view:
+            view.add_(parameter.grad)
+            parameter.grad = None
+
+    def clear(self) -> None:
+        """Begins the next step's sum at zero."""
+        self.gradients.zero_()
+        self.used = [False] * len(self.used)
+
+    def expose(self) -> None:
+        """Sets every `.grad` to the gradients as they are, None where nobody used the parameter."""
+        for parameter, view, used in zip(self.parameters, self._views, self.used, strict=True):
+            parameter.grad = (view if view.dtype == parameter.dtype else view.to(parameter.dtype)) if used else None
+
+    def detach(self) -> None:
+        """Takes the gradients off the parameters."""
+        for parameter in self.parameters:
+            parameter.grad = None

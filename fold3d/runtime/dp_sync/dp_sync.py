@@ -1,0 +1,313 @@
+"""DpSync: sums gradients over the replicas bucket by bucket and updates parameters when the next forward needs them.
+
+The order of one step (Fold3D section V, made exact):
+
+    backward       a bucket is reduce-scattered as soon as its gradients are complete; an "early" bucket's reduced
+                   gradients are gathered in idle network time
+    vote           one exchange of numbers over all ranks: the exact global norm
+    update         a "zero1" bucket's own shard is stepped, its parameters are gathered
+    next forward   layer by layer: what a layer needs is waited for, an "early" bucket is stepped, the layer runs
+
+Every way gives the same bits: the same sums, the same norm, the same element-wise arithmetic.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch.optim import Optimizer
+
+from fold3d import _C
+from fold3d.runtime.account import RawRecord
+from fold3d.runtime.dp_sync import optimizer_state
+from fold3d.runtime.dp_sync.bucket import Bucket
+from fold3d.runtime.dp_sync.gates import Gates
+from fold3d.runtime.dp_sync.handover import Handover
+from fold3d.runtime.dp_sync.plan import SyncPlan
+from fold3d.runtime.dp_sync.update import BucketOptimizer, Settings, check_elementwise
+from fold3d.runtime.groups import Groups
+from fold3d.runtime.progress import Progress
+from fold3d.runtime.rank_model import RankModel
+from fold3d.topology import Topology
+
+_ACTION = {"reduce": "REDUCE_GRAD", "gather": "GATHER"}
+
+
+class DpSync:
+    """DP.sync of one rank; all replicas of a stage make the same calls. For dp > 1.
+
+    Without an optimizer (`attach`) a step ends with the mean gradients in `.grad`; with one, with `update`.
+    """
+
+    def __init__(
+        self,
+        cut: RankModel,
+        topology: Topology,
+        groups: Groups,
+        sync: _C.BucketSync,
+        plan: SyncPlan,
+        progress: Progress,
+    ):
+        self._cut, self._topology, self._groups, self._sync = cut, topology, groups, sync
+        self._progress = progress
+        self.plan = plan
+        self.buckets = [
+            Bucket(number, spec, cut.parameters, topology.dp, topology.dp_rank)
+            for number, spec in enumerate(plan.buckets)
+        ]
+        uses = {name: sum(v % topology.pp == topology.pp_rank for v in c) for name, c in cut.cells.owners.items()}
+        self._handover = Handover(self.buckets, uses, self._reduce)
+        self._gates = Gates(cut.model, self.buckets, self._open)
+        self._optimizer: Optimizer | None = None
+        self._parts: dict[int, BucketOptimizer] = {}
+        self._pending: dict[int, Settings] = {}  # early buckets that are to be stepped when they are opened
+        self._norm: torch.Tensor | None = None
+        self._begun = False  # gradients are on their way that neither update() nor abandon() has taken
+        self._step = 0
+        self._waits: list[RawRecord] = []
+
+    # One step
+
+    def begin(self, micro_batches: int, chunks: Sequence[int]) -> None:
+        """Prepares the gradients of one step; what the step before left to do stays to be done.
+
+        Args:
+            chunks: of this rank, in the order of their last backwards.
+        """
+        if self._begun:
+            self.abandon()
+        for bucket in self.buckets:
+            if self._optimizer is None:
+                bucket.clear()
+            bucket.attach()
+        self._norm = None
+        self._begun = True
+        self._step += 1
+        lazy = self._optimizer is not None and not self.plan.serial
+        self._sync.begin(self._step, list(self.plan.gather_order) if lazy else [])
+        self._handover.begin(micro_batches, chunks, hold=self.plan.serial)
+
+    def before_chunk(self, chunk: int) -> None:
+        """Waits for the parameters that any module of the chunk may read."""
+        self._gates.before_chunk(chunk)
+
+    def chunk_done(self, chunk: int) -> None:
+        """The chunk's last backward is done."""
+        self._gates.open_chunk(chunk)  # of layers that no forward came by
+        self._handover.chunk_done(chunk)
+
+    def end(self) -> None:
+        """All backwards are done. Without an optimizer, leaves the mean gradients in `.grad`, tied ones not summed."""
+        self._handover.release()
+        if self._optimizer is not None:
+            return
+        self._wait_reduced()
+        self._gather_gradients(self.buckets)
+        self._share_use()
+        for bucket in self.buckets:
+            bucket.expose()
+        self._begun = False
+
+    def norm(self) -> torch.Tensor:
+        """Returns the exact global gradient norm, the same on every rank; all ranks of the job call (the vote)."""
+        if self._norm is None:
+            self._wait_reduced()
+            for bucket in self._tied():
+                dist.all_reduce(bucket.gradients[bucket.shard], group=self._groups.ties[bucket.spec.stages])
+            unused = sum(not used for bucket in self.buckets for used in bucket.used)
+            total, self._norm = self._vote(unused)
+            if total:
+                self._share_use()
+        return self._norm
+
+    def update(self, coefficient: float) -> None:
+        """Begins the optimizer's step, with its settings of now and gradients scaled by `coefficient`.
+
+        Parameters are up to date when their gates are open (`flush` opens all).
+        """
+        assert self._optimizer is not None
+        self.norm()
+        settings = Settings.of(self._optimizer, coefficient)
+        for bucket in self.buckets:
+            bucket.detach()
+            if self.plan.modes[bucket.number] == "zero1":
+                self._step_shard(bucket, settings)
+            else:
+                self._pending[bucket.number] = settings
+                if self.plan.serial or bucket.number not in self.plan.gather_order:
+                    self._sync.gather(bucket.number, bucket.gradients)
+            self._gates.close(bucket)
+        self._begun = False
+        if self.plan.serial:
+            self.flush()
+
+    def abandon(self) -> None:
+        """Drops the gradients of a step that will not be taken, such as one with infinite gradients."""
+        self._handover.release()
+        self._wait_reduced()
+        for bucket in self.buckets:
+            if bucket.number not in self._pending:
+                self._wait_gathered(bucket)
+                bucket.detach()
+                bucket.clear()
+        self._begun = False
+
+    def flush(self) -> None:
+        """Brings all parameters of this rank up to date. Meets nobody: the other replicas' part is under way."""
+        self._gates.open_all()
+
+    # The optimizer
+
+    def attach(self, optimizer: Optimizer) -> None:
+        """Steps `optimizer` bucket by bucket from now on.
+
+        Raises: ConfigError when parts of parameters shall be stepped and the optimizer cannot do that exactly.
+        """
+        if "zero1" in self.plan.modes:
+            check_elementwise(optimizer)
+        for bucket in self.buckets:
+            if self.plan.modes[bucket.number] == "zero1":
+                bucket.flatten_parameters()
+                weights = bucket.weights
+                assert weights is not None
+                tensors = [(piece, weights[piece.start : piece.stop]) for piece in bucket.pieces]
+                part = BucketOptimizer(optimizer, tensors, sharded=True)
+                optimizer_state.scatter(bucket, part, optimizer)
+            else:
+                whole = [(piece, piece.parameter) for piece in bucket.all_pieces]
+                part = BucketOptimizer(optimizer, whole, sharded=False)
+            self._parts[bucket.number] = part
+        self._optimizer = optimizer
+
+    @property
+    def optimizer(self) -> Optimizer | None:
+        """The attached optimizer."""
+        return self._optimizer
+
+    def collect_state(self) -> None:
+        """Fills the optimizer's state with what the replicas hold in parts; all replicas call. See `split_state`."""
+        self.flush()
+        for bucket in self._zero1():
+            assert self._optimizer is not None
+            whole = optimizer_state.gather(bucket, self._parts[bucket.number], self._groups.data)
+            self._optimizer.state.update(whole)
+
+    def release_state(self) -> None:
+        """Drops what `collect_state` put together."""
+        for bucket in self._zero1():
+            assert self._optimizer is not None
+            optimizer_state.drop(bucket, self._optimizer)
+
+    def split_state(self) -> None:
+        """Keeps this rank's part of a state that was loaded whole into the optimizer."""
+        for bucket in self._zero1():
+            assert self._optimizer is not None
+            optimizer_state.scatter(bucket, self._parts[bucket.number], self._optimizer)
+
+    def _zero1(self) -> list[Bucket]:
+        if self._optimizer is None:
+            return []
+        return [bucket for bucket in self.buckets if self.plan.modes[bucket.number] == "zero1"]
+
+    # Inside
+
+    def _reduce(self, bucket: Bucket) -> None:
+        self._sync.reduce(bucket.number, bucket.gradients, 1.0 / self._topology.dp)
+
+    def _step_shard(self, bucket: Bucket, settings: Settings) -> None:
+        gradients = {p.index: bucket.gradients[p.start : p.stop] for p in bucket.pieces if bucket.used[p.index]}
+        self._parts[bucket.number].step(gradients, settings)
+        assert bucket.weights is not None
+        self._sync.gather(bucket.number, bucket.weights)
+        bucket.clear()
+
+    def _open(self, bucket: Bucket) -> None:
+        self._wait_gathered(bucket)
+        settings = self._pending.pop(bucket.number, None)
+        if settings is not None:
+            bucket.expose()
+            gradients = {k: p.grad for k, p in enumerate(bucket.parameters) if p.grad is not None}
+            self._parts[bucket.number].step(gradients, settings)
+            bucket.detach()
+            bucket.clear()
+        if self._begun:
+            bucket.attach()
+
+    def _gather_gradients(self, buckets: Sequence[Bucket]) -> None:
+        for bucket in buckets:
+            self._sync.gather(bucket.number, bucket.gradients)
+        for bucket in buckets:
+            self._wait_gathered(bucket)
+
+    def _vote(self, unused: int) -> tuple[int, torch.Tensor]:
+        """Returns the sum of `unused` over all ranks and the global norm, fp32 or wider."""
+        primary = self._cut.primary()
+        pieces = [(b, p) for b in self.buckets for p in b.pieces if p.name in primary]
+        mine = torch.zeros(2, dtype=torch.float64)
+        mine[0] = unused
+        if pieces:
+            shards = [bucket.gradients[piece.start : piece.stop] for bucket, piece in pieces]
+            norms = torch.stack([norm.to(torch.float64).cpu() for norm in torch._foreach_norm(shards)])
+            mine[1] = norms.square().sum()
+        votes = [torch.empty_like(mine) for _ in range(self._topology.world)]
+        dist.all_gather(votes, mine, group=self._groups.world)
+        total = torch.stack(votes).sum(0)  # in the order of the ranks: the same bits everywhere
+        owned = (self._cut.parameters[name] for name in sorted(primary))
+        dtype = functools.reduce(torch.promote_types, (p.dtype for p in owned), torch.float32)
+        return int(total[0]), total[1].sqrt().to(dtype)
+
+    def _share_use(self) -> None:
+        """A parameter counts as used when any replica, and of tied ones any stage, used it."""
+        flags = torch.tensor([used for bucket in self.buckets for used in bucket.used], dtype=torch.uint8)
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self._groups.data)
+        values = iter(flags.tolist())
+        for bucket in self.buckets:
+            bucket.used = [bool(next(values)) for _ in bucket.used]
+        for bucket in self._tied():
+            shared = torch.tensor(bucket.used, dtype=torch.uint8)
+            dist.all_reduce(shared, op=dist.ReduceOp.MAX, group=self._groups.ties[bucket.spec.stages])
+            bucket.used = [bool(flag) for flag in shared.tolist()]
+
+    def _tied(self) -> list[Bucket]:
+        """Returns the buckets that other stages have, too, in an order that is the same on all of them."""
+        return sorted((b for b in self.buckets if len(b.spec.stages) > 1), key=lambda bucket: bucket.names)
+
+    def _wait_reduced(self) -> None:
+        start = time.monotonic_ns()
+        with self._progress.during(f"the gradient sums of step {self._step}", meets=True):
+            for bucket in self.buckets:
+                self._sync.wait_reduced(bucket.number)
+        last = self.buckets[0].spec.chunk if self.buckets else 0
+        self._waits.append(("wait", f"{last}REDUCE_GRAD", start, time.monotonic_ns(), 0))
+
+    def _wait_gathered(self, bucket: Bucket) -> None:
+        if self._sync.is_gathered(bucket.number):
+            return
+        start = time.monotonic_ns()
+        with self._progress.during(f"the gather of step {self._step}", meets=True):
+            self._sync.wait_gathered(bucket.number)
+        self._waits.append(("wait", f"{bucket.spec.chunk}GATHER", start, time.monotonic_ns(), 0))
+
+    def take_records(self) -> list[RawRecord]:
+        """Returns the transfers and the waits since the last call, by chunk."""
+        waits, self._waits = self._waits, []
+        chunk_of = {f"bucket {b.number}": b.spec.chunk for b in self.buckets}
+        transfers = [
+            (lane, f"{chunk_of[text]}{_ACTION[lane]}", start, end, size)
+            for lane, text, start, end, size in self._sync.take_records()
+        ]
+        return [*waits, *transfers]
+
+    def abort(self, reason: str) -> None:
+        """Ends all communication; any thread."""
+        self._sync.abort(reason)
+
+    def close(self) -> None:
+        """Ends the threads and takes the hooks off the model."""
+        self._gates.remove()
+        self._handover.remove()
+        self._sync.close()

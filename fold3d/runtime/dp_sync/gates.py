@@ -1,0 +1,72 @@
+"""Gates: a layer's first forward waits until its own parameters are up to date, and for nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch.nn import Module
+from torch.utils.hooks import RemovableHandle
+
+from fold3d.runtime.dp_sync.bucket import Bucket
+
+
+class Gates:
+    """Which buckets are not up to date, and what must not run before they are."""
+
+    def __init__(self, model: Module, buckets: Sequence[Bucket], open_bucket: Callable[[Bucket], None]):
+        """Args:
+        open_bucket: brings one bucket up to date; blocks until that is done.
+        """
+        self._open_bucket = open_bucket
+        self._closed: dict[int, Bucket] = {}
+        self._of_chunk: dict[int, list[Bucket]] = {}
+        of_module: dict[str, list[Bucket]] = {}
+        for bucket in buckets:
+            for chunk in bucket.spec.chunks:
+                self._of_chunk.setdefault(chunk, []).append(bucket)
+            for name in bucket.spec.modules:
+                of_module.setdefault(name, []).append(bucket)
+        self._hooks: list[RemovableHandle] = [
+            model.get_submodule(name).register_forward_pre_hook(self._hook(waiting), prepend=True)
+            for name, waiting in of_module.items()
+        ]
+        # Whoever reads all weights the usual way gets them whole.
+        handle = model.register_state_dict_pre_hook(lambda *_: self.open_all())  # type: ignore[no-untyped-call]
+        self._hooks.append(handle)
+
+    def close(self, bucket: Bucket) -> None:
+        """The bucket is about to change: nobody may read it before it is open again."""
+        self._closed[bucket.number] = bucket
+
+    def before_chunk(self, chunk: int) -> None:
+        """Opens what is read in chunk `chunk` by nobody knows which module."""
+        if self._closed:
+            self._open(self._of_chunk.get(chunk, ()))
+
+    def open_chunk(self, chunk: int) -> None:
+        """Opens all of a chunk's buckets."""
+        self._open([bucket for bucket in list(self._closed.values()) if bucket.spec.chunk == chunk])
+
+    def open_all(self) -> None:
+        """Brings all parameters of this rank up to date."""
+        self._open(list(self._closed.values()))
+
+    def _open(self, buckets: Sequence[Bucket]) -> None:
+        for bucket in buckets:
+            if bucket.number in self._closed:
+                self._open_bucket(bucket)
+                del self._closed[bucket.number]
+
+    def _hook(self, waiting: Sequence[Bucket]) -> Callable[[Module, Any], None]:
+        def before_forward(*_: Any) -> None:
+            if self._closed:
+                self._open(waiting)
+
+        return before_forward
+
+    def remove(self) -> None:
+        """Takes the hooks off the model."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()

@@ -1,0 +1,78 @@
+"""The optimizer's state when every replica has a part of it: put together for a checkpoint, taken apart after one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import Optimizer
+
+from fold3d.runtime.dp_sync.bucket import Bucket, Piece
+from fold3d.runtime.dp_sync.update import BucketOptimizer
+
+State = dict[Tensor, dict[str, Any]]
+"""Parameter -> its optimizer state."""
+
+
+def gather(bucket: Bucket, part: BucketOptimizer, data: Any) -> State:
+    """Returns the whole state of a bucket's parameters, tensors on their device; all replicas of the stage call."""
+    mine = {piece.index: part.twin.state[tensor] for piece, tensor in part.tensors if tensor in part.twin.state}
+    flat: dict[str, Tensor] = {}
+    plain: dict[int, dict[str, Any]] = {}
+    width = bucket.shard.stop - bucket.shard.start
+    for piece, tensor in part.tensors:
+        for key, value in mine.get(piece.index, {}).items():
+            if _is_split(value, tensor):
+                whole = flat.setdefault(key, torch.zeros(width, dtype=value.dtype, device=value.device))
+                whole[piece.start - bucket.shard.start : piece.stop - bucket.shard.start] = value
+            else:
+                plain.setdefault(piece.index, {})[key] = value
+    told: list[Any] = [None] * dist.get_world_size(data)
+    kinds = {key: value.dtype for key, value in flat.items()}
+    dist.all_gather_object(told, (kinds, plain, {index: list(state) for index, state in mine.items()}), group=data)
+    result: State = {}
+    for _, values, keys in told:
+        for index in keys:
+            result.setdefault(bucket.parameters[index], {}).update(values.get(index, {}))
+    for key, dtype in sorted({item for kinds, _, _ in told for item in kinds.items()}, key=lambda item: item[0]):
+        own = flat.get(key, torch.zeros(width, dtype=dtype, device=bucket.gradients.device))
+        shards = [torch.empty_like(own) for _ in told]
+        dist.all_gather(shards, own, group=data)
+        whole = torch.cat(shards)
+        owners = {index for _, _, keys in told for index, names in keys.items() if key in names}
+        for piece in bucket.all_pieces:
+            if piece.index in owners:
+                view = whole[piece.start : piece.stop].view_as(piece.parameter)
+                result[piece.parameter][key] = view.clone()
+    return result
+
+
+def scatter(bucket: Bucket, part: BucketOptimizer, optimizer: Optimizer) -> None:
+    """Takes this rank's part of the optimizer's state of a bucket's parameters and drops the rest."""
+    part.twin.state.clear()
+    for piece, tensor in part.tensors:
+        state = optimizer.state.get(piece.parameter)
+        if state is not None:
+            part.twin.state[tensor] = {key: _slice(value, piece) for key, value in state.items()}
+    drop(bucket, optimizer)
+
+
+def drop(bucket: Bucket, optimizer: Optimizer) -> None:
+    """Forgets the whole state of a bucket's parameters."""
+    for parameter in bucket.parameters:
+        optimizer.state.pop(parameter, None)
+
+
+def _is_split(value: Any, tensor: Tensor) -> bool:
+    """Whether a state has an element for each of the tensor's; else it is a number such as a step counter."""
+    return isinstance(value, Tensor) and value.ndim > 0 and value.shape == tensor.shape
+
+
+def _slice(value: Any, piece: Piece) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    if value.ndim == 0 or value.shape != piece.parameter.shape:
+        return value.clone()
+    return value.reshape(-1)[piece.offset : piece.offset + piece.stop - piece.start].clone()

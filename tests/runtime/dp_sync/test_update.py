@@ -1,0 +1,132 @@
+"""A user's optimizer, stepped bucket by bucket and shard by shard, gives what it gives in one go."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Iterable
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from fold3d.errors import ConfigError
+from fold3d.runtime.dp_sync.bucket import Bucket
+from fold3d.runtime.dp_sync.layout import BucketSpec
+from fold3d.runtime.dp_sync.update import BucketOptimizer, Settings, check_elementwise
+
+SHAPES = {"weight": (5, 7), "bias": (7,), "scale": (3, 1, 4), "unused": (6,)}
+REPLICAS = 3
+OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
+    "sgd": functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
+    "adamw": functools.partial(torch.optim.AdamW, lr=0.1),
+    "adamw-loop": functools.partial(torch.optim.AdamW, lr=0.1, foreach=False, amsgrad=True),
+    "adamw-fused": functools.partial(torch.optim.AdamW, lr=0.1, fused=True),
+    "adam": functools.partial(torch.optim.Adam, lr=0.1, weight_decay=0.01),
+    "rmsprop": functools.partial(torch.optim.RMSprop, lr=0.1, momentum=0.5),
+    "adagrad": functools.partial(torch.optim.Adagrad, lr=0.1),
+    "adamax": functools.partial(torch.optim.Adamax, lr=0.1),
+}
+
+
+def draw(seed: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+
+
+def model() -> dict[str, Parameter]:
+    return {name: Parameter(value) for name, value in draw(0).items()}
+
+
+def make(name: str, parameters: dict[str, Parameter]) -> Optimizer:
+    decayed = [p for n, p in parameters.items() if n == "weight"]
+    rest = [p for n, p in parameters.items() if n != "weight"]
+    return OPTIMIZERS[name]([{"params": decayed, "weight_decay": 0.3}, {"params": rest}])
+
+
+def bucket_of(parameters: dict[str, Parameter], rank: int) -> Bucket:
+    spec = BucketSpec(chunk=0, names=tuple(parameters), modules=(), chunks=(0,), stages=(0,), planned=0)
+    return Bucket(0, spec, parameters, REPLICAS, rank)
+
+
+def reference(name: str, steps: Iterable[int]) -> dict[str, Parameter]:
+    parameters = model()
+    optimizer = make(name, parameters)
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 0.5, 1.0, 4)
+    for step in steps:
+        for key, gradient in draw(step).items():
+            parameters[key].grad = gradient * 0.25 if key != "unused" else None
+        optimizer.step()
+        schedule.step()
+    return parameters
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("sharded", [True, False])
+def test_parts_give_the_whole(name: str, sharded: bool) -> None:
+    expected = reference(name, range(1, 5))
+    for rank in range(REPLICAS if sharded else 1):
+        parameters = model()
+        optimizer = make(name, parameters)
+        schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 0.5, 1.0, 4)
+        bucket = bucket_of(parameters, rank)
+        bucket.flatten_parameters()
+        assert bucket.weights is not None
+        pieces = bucket.pieces if sharded else bucket.all_pieces
+        targets = [(p, bucket.weights[p.start : p.stop] if sharded else p.parameter) for p in pieces]
+        part = BucketOptimizer(optimizer, targets, sharded=sharded)
+        for step in range(1, 5):
+            gradients = draw(step)
+            given = {
+                piece.index: (g.flatten()[piece.offset : piece.offset + piece.stop - piece.start] if sharded else g)
+                for piece in pieces
+                if (g := gradients[piece.name].clone()) is not None and piece.name != "unused"
+            }
+            settings = Settings.of(optimizer, 0.25)
+            optimizer.step()  # finds no gradients: nothing changes
+            schedule.step()  # the settings are those of before
+            part.step(given, settings)
+        for piece in pieces:
+            got = parameters[piece.name].detach().flatten()[piece.offset :][: piece.stop - piece.start]
+            want = expected[piece.name].detach().flatten()[piece.offset :][: piece.stop - piece.start]
+            assert torch.equal(got, want), piece
+
+
+def test_elementwise_optimizers_are_found_out() -> None:
+    for name in OPTIMIZERS:
+        check_elementwise(make(name, model()))
+
+
+def test_an_optimizer_that_looks_at_whole_matrices_is_refused() -> None:
+    class RowNorm(torch.optim.SGD):
+        """Divides each gradient by its norm."""
+
+        def step(self, closure: None = None) -> None:  # type: ignore[override]
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    if parameter.grad is not None:
+                        parameter.grad.div_(parameter.grad.norm())
+            super().step(closure)
+
+    class MatricesOnly(torch.optim.SGD):
+        def step(self, closure: None = None) -> None:  # type: ignore[override]
+            for group in self.param_groups:
+                if any(parameter.grad is not None and parameter.ndim != 2 for parameter in group["params"]):
+                    raise ValueError("only 2-D parameters are supported")
+            super().step(closure)
+
+    parameters = [Parameter(torch.ones(2, 2))]
+    with pytest.raises(ConfigError, match=r"RowNorm gives other numbers.*early"):
+        check_elementwise(RowNorm(parameters, lr=0.0))
+    with pytest.raises(ConfigError, match=r"MatricesOnly cannot do .*only 2-D"):
+        check_elementwise(MatricesOnly(parameters, lr=0.1))
+
+
+def test_the_probe_leaves_the_optimizer_alone() -> None:
+    parameters = model()
+    optimizer = make("adamw", parameters)
+    before = copy.deepcopy(optimizer.state_dict())
+    check_elementwise(optimizer)
+    assert optimizer.state_dict() == before
