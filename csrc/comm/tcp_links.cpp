@@ -9,6 +9,13 @@ namespace fold3d::comm {
 
 using Clock = TcpSocket::Clock;
 
+namespace {
+
+// The system would take megabytes of a message at once, and the gate would let chunks go beside it.
+constexpr std::size_t kWaitingBytes = 128 << 10;
+
+}  // namespace
+
 TcpLinks::TcpLinks(int stage, int num_stages, const std::string& host, std::string secret)
     : stage_(stage),
       num_stages_(num_stages),
@@ -25,6 +32,7 @@ void TcpLinks::connect(const Endpoint& next_endpoint, const Endpoint& previous_e
     const Endpoint& to = channel == Channel::kForward ? next_endpoint : previous_endpoint;
     auto socket = door_->call(to, static_cast<std::uint8_t>(channel), deadline);
     if (!socket) fail("could not connect to", peer(channel), errno);
+    socket->limit_waiting(kWaitingBytes);
     const std::lock_guard lock(mutex_);
     outgoing_[static_cast<std::size_t>(channel)] = std::move(socket);
   }

@@ -37,7 +37,7 @@ class TcpLinks {
   void connect(const Endpoint& next, const Endpoint& previous, std::chrono::milliseconds timeout);
 
   /// Sends to the one peer this channel leads to: forward to the next stage, backward to the previous one. Returns when
-  /// the bytes are in the system's buffers.
+  /// all but about 128 KiB are on their way.
   void send(Channel channel, std::span<const std::byte> bytes);
   /// Fills `bytes` from the one peer this channel comes from.
   void recv(Channel channel, std::span<std::byte> bytes);

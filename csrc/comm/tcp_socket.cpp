@@ -135,6 +135,11 @@ void TcpSocket::limit_recv_buffer(std::size_t bytes) const {
   set_buffer(fd_, SO_RCVBUF, bytes, limit);
 }
 
+void TcpSocket::limit_waiting(std::size_t bytes) const {
+  const int value = static_cast<int>(bytes);
+  ::setsockopt(fd_, IPPROTO_TCP, TCP_NOTSENT_LOWAT, &value, sizeof(value));
+}
+
 std::string text_of_socket_error(int error) {
   return error == TcpSocket::kClosedByPeer ? "closed by the peer" : std::strerror(error);
 }

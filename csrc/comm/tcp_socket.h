@@ -49,6 +49,8 @@ class TcpSocket {
   /// above the system's limits, which it would not grant, are left alone.
   void limit_send_buffer(std::size_t bytes) const;
   void limit_recv_buffer(std::size_t bytes) const;
+  /// Sending ends only when no more than about `bytes` have not begun to travel, whatever the buffer could take.
+  void limit_waiting(std::size_t bytes) const;
 
  private:
   const int fd_;

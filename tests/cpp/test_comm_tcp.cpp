@@ -6,6 +6,7 @@
 
 #include <array>
 #include <chrono>
+#include <future>
 #include <random>
 #include <string>
 #include <thread>
@@ -87,6 +88,16 @@ TEST(Tcp, AbortEndsASendThatNobodyReads) {
   std::thread blocked([&] { EXPECT_THROW(pair.first.send(Channel::kForward, large), comm::AbortedError); });
   pair.first.abort("enough");
   blocked.join();
+}
+
+TEST(Tcp, ASendEndsWhenTheBytesTravelNotWhenTheSystemHasThem) {
+  Pair pair;
+  std::vector<std::byte> message(3u << 20);  // the system would take as much
+  auto sending = std::async(std::launch::async, [&] { pair.first.send(Channel::kForward, message); });
+  EXPECT_EQ(sending.wait_for(50ms), std::future_status::timeout);
+  std::vector<std::byte> got(message.size());
+  pair.second.recv(Channel::kForward, got);
+  sending.get();
 }
 
 TEST(Tcp, APeerThatGoesAwayIsNamed) {
