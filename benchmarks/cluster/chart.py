@@ -1,9 +1,10 @@
-"""draw_chart(): the comparison as a picture."""
+"""Pictures of a comparison and of the grid."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+from benchmarks.cluster.grid import GridReport
 from benchmarks.cluster.report import Report
 
 COLOURS = {"fold3d": "#1f6f8b", "torch": "#c9a227"}
@@ -36,5 +37,32 @@ def draw_chart(report: Report, path: Path) -> None:
     axes.set_xlabel(f"step time / limit ({one.limit_s:.3f} s)")
     network = f"{report.scenario.rate_mbit:g} Mbit/s links" if report.shaped else "UNSHAPED loopback"
     axes.set_title(f"Scenario {one.name}, dp {one.dp} x pp {one.pp}, m {one.micro_batches}, {network}", fontsize=10)
+    figure.savefig(path, dpi=130)
+    pyplot.close(figure)
+
+
+def draw_grid(report: GridReport, path: Path) -> None:
+    """Writes a PNG: the simulator's step time against the measured one.
+
+    Raises: ImportError without matplotlib (the extra `draw`).
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(6, 6), layout="constrained")
+    longest = max((max(one.predicted_s, one.measured_s) for one in report.results), default=1.0) * 1.05
+    for family in sorted({one.cell.system.name.partition(":")[0] for one in report.results}):
+        mine = [one for one in report.results if one.cell.system.name.partition(":")[0] == family]
+        axes.scatter([one.measured_s for one in mine], [one.predicted_s for one in mine], s=22, label=family)
+    axes.plot([0, longest], [0, longest], color="black", linewidth=1)
+    axes.fill_between([0, longest], [0, 0.95 * longest], [0, 1.05 * longest], color="black", alpha=0.08, label="5 %")
+    axes.set_xlim(0, longest)
+    axes.set_ylim(0, longest)
+    axes.set_xlabel("measured step, s")
+    axes.set_ylabel("simulated step, s")
+    axes.set_title("The simulator" + ("" if report.shaped else ", UNSHAPED loopback"), fontsize=10)
+    axes.legend(fontsize=8)
     figure.savefig(path, dpi=130)
     pyplot.close(figure)

@@ -2,51 +2,111 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
 import fold3d
 from benchmarks.cluster.scenarios import Scenario
-from benchmarks.cluster.systems import COMM_TIMEOUT, LEARNING_RATE, Record
+from benchmarks.cluster.systems import COMM_TIMEOUT, LEARNING_RATE, Record, System
 from benchmarks.cluster.virtual_layer import VirtualModel, make_batch
+from fold3d.runtime.account import Account
+
+_LANES = ("compute", "recv_f", "recv_b", "reduce", "gather")
 
 
 class Fold3dRank:
     """Trains the scenario's model with fold3d; all ranks make the same calls."""
 
-    def __init__(self, scenario: Scenario, schedule: str, segments: int) -> None:
+    def __init__(self, scenario: Scenario, system: System) -> None:
+        family = system.family
         config = fold3d.ParallelConfig(
             dp=scenario.dp,
             pp=scenario.pp,
-            segments=segments,
+            segments="auto" if family.schedule == "auto" else system.segments,
             micro_batches=scenario.micro_batches,
-            schedule=schedule,
+            schedule=family.schedule,
+            group_size=system.group_size(scenario),
+            dp_sync=family.dp_sync,
+            # A layer is a bucket, as for the peers; where all is planned, so is this.
+            bucket_bytes=None if family.schedule == "auto" else 1,
+            preempt=family.preempt,
             blocks="layers",
             comm_timeout=COMM_TIMEOUT,
         )
+        self._waits = family.waits
+        self._waited_ms = 0.0
         self._batch = {"x": make_batch(scenario)}
+        self._accounts: list[Account] = []
         self._engine = fold3d.Engine(
             VirtualModel(scenario),
             config,
             optimizer=partial(torch.optim.SGD, lr=LEARNING_RATE),
             example={"x": self._batch["x"][:1]},
         )
+        if self._waits:
+            _gather_as_reduced(self._engine)
 
     def step(self) -> None:
         """Runs Engine.step, which also takes the exact global gradient norm."""
-        self._engine.step(self._batch)
+        self._accounts.append(self._engine.step(self._batch).account)
+        if self._waits:
+            start = time.perf_counter()
+            self._engine.flush()
+            self._waited_ms = (time.perf_counter() - start) * 1e3
 
-    def records(self) -> Sequence[Record]:
-        """Returns the last step's records of computing, receiving and summing."""
-        account = self._engine.account()
+    def forget_records(self) -> None:
+        """Drops what was recorded so far."""
+        self._accounts.clear()
+
+    def records(self) -> Sequence[Sequence[Record]]:
+        """Returns each step's records of computing, receiving and DP.sync."""
         return [
-            (lane, action, start, end)
-            for lane, action, start, end, _ in account.records
-            if lane in ("compute", "recv_f", "recv_b", "reduce")
+            [(lane, action, start, end) for lane, action, start, end, _ in account.records if lane in _LANES]
+            for account in self._accounts
         ]
 
+    def account(self) -> dict[str, float]:
+        """Returns the last step's account; with what was waited for after it, where that is part of the step."""
+        account = self._accounts[-1].log()
+        for name in ("step_ms", "dp_exposed_ms"):
+            account[name] = round(account[name] + self._waited_ms, 1)
+        return account
+
+    def choice(self) -> dict[str, Any]:
+        """Returns replica, segments, schedule, N, and DP.sync of each bucket."""
+        config, sync = self._engine.plan.config, _dp_sync(self._engine).plan
+        return {
+            "replica": self._engine.topology.dp_rank,
+            "segments": config.num_segments,
+            "schedule": config.schedule_name,
+            "group_size": config.group_size,
+            "modes": ["serial"] * len(sync.modes) if sync.serial else list(sync.modes),
+            "gather_order": list(sync.gather_order),
+        }
+
     def close(self) -> None:
-        """Closes the Engine."""
+        """Ends communication once no rank needs it any more."""
+        self._engine.flush()
+        dist.barrier()
         self._engine.close()
+
+
+def _gather_as_reduced(engine: fold3d.Engine) -> None:
+    """Makes DP.sync a plain all-reduce of each bucket as it is produced: the best for one who waits for all of them.
+
+    fold3d itself has no use for that order and no setting; it gathers first what the next forward needs first.
+    """
+    sync = _dp_sync(engine)
+    sync.plan = replace(sync.plan, gather_order=tuple(reversed(range(len(sync.buckets)))))
+
+
+def _dp_sync(engine: fold3d.Engine) -> Any:
+    """Returns the inside that has no public name."""
+    assert engine._pipeline is not None and engine._pipeline.dp_sync is not None
+    return engine._pipeline.dp_sync

@@ -53,10 +53,16 @@ class Link:
     """net.ipv4.tcp_wmem: least, first and greatest bytes in flight of a connection."""
     receive_window: str = "4096 65536 131072"
     """net.ipv4.tcp_rmem."""
+    burst_s: float | None = None
+    """What an idle link sends at once, in seconds at its rate. None: 4 ms or 32 kB, so that even the tick of a slow
+    kernel is no limit."""
 
     def shape(self, device: str) -> str:
         """Returns the command that limits what leaves `device`."""
-        burst = max(int(self.rate_mbit * 1e6 / 8 / 250), 32_000)  # 4 ms: a tick of a slow kernel is no limit
+        bytes_per_second = self.rate_mbit * 1e6 / 8
+        burst = (
+            max(int(bytes_per_second / 250), 32_000) if self.burst_s is None else int(bytes_per_second * self.burst_s)
+        )
         rate = f"{self.rate_mbit * 1e6:.0f}bit"
         return f"tc qdisc add dev {device} root tbf rate {rate} burst {burst} latency {self.latency_ms:g}ms"
 

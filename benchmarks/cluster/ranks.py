@@ -1,75 +1,121 @@
-"""run_ranks(): the processes of one run, started together and never left behind."""
+"""Ranks: processes that are started together, asked together, and never left behind."""
 
 from __future__ import annotations
 
+import json
+import os
+import selectors
 import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-POLL_S = 0.05
 TAIL_CHARACTERS = 3000
+READ_BYTES = 1 << 16
+END_S = 5.0
+"""How long a rank that has closed its answers may take to end."""
 
 
 class RanksFailed(RuntimeError):
-    """A rank failed, or the run took too long; the text has the rank's last output."""
+    """A rank failed, or an answer took too long; the text has the rank's last output."""
 
 
-def run_ranks(commands: Sequence[Sequence[str]], environment: Mapping[str, str], folder: Path, timeout: float) -> None:
-    """Runs one process per command until all have ended well; kills the others when one fails.
+class Ranks:
+    """One process per command; a context manager that kills what is left at its end.
 
-    Args:
+    Each reads requests, a line of JSON each, from its standard input and answers with a line of JSON on its standard
+    output; what it writes to standard error is kept for error messages.
+    """
+
+    def __init__(self, commands: Sequence[Sequence[str]], environment: Mapping[str, str], folder: Path):
+        """Args:
         commands: of rank 0, 1, ...
         environment: the whole environment of each.
-        folder: takes the output of each rank.
-        timeout: seconds until the run counts as failed.
-    Raises: RanksFailed.
-    """
-    processes: list[subprocess.Popen[bytes]] = []
-    try:
-        for rank, command in enumerate(commands):
-            with open(folder / f"output{rank}.txt", "wb") as output:
-                processes.append(
-                    subprocess.Popen(
-                        command,
-                        env=environment,
-                        stdin=subprocess.DEVNULL,
-                        stdout=output,
-                        stderr=output,
-                        start_new_session=True,
+        folder: takes what each rank writes to standard error.
+        """
+        self._commands = commands
+        self._environment = environment
+        self._folder = folder
+        self._processes: list[subprocess.Popen[bytes]] = []
+
+    def __enter__(self) -> Ranks:
+        try:
+            for rank, command in enumerate(self._commands):
+                with open(self._folder / f"output{rank}.txt", "wb") as output:
+                    self._processes.append(
+                        subprocess.Popen(
+                            command,
+                            env=self._environment,
+                            stdin=subprocess.PIPE,
+                            stdout=subprocess.PIPE,
+                            stderr=output,
+                            start_new_session=True,
+                        )
                     )
-                )
-        _wait(processes, folder, timeout)
-    finally:
-        for process in processes:
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self._processes:
             process.kill()
-        for process in processes:
+        for process in self._processes:
             process.wait()
+            for pipe in (process.stdin, process.stdout):
+                if pipe is not None:
+                    pipe.close()
+
+    def ask(self, request: Mapping[str, Any], timeout: float) -> list[dict[str, Any]]:
+        """Sends one request to every rank and returns their answers in order of ranks.
+
+        Args:
+            timeout: seconds for all of it.
+        Raises: RanksFailed when a rank ends, however it ends, or does not answer in time; no request may follow then.
+        """
+        line = json.dumps(request).encode() + b"\n"
+        deadline = time.monotonic() + timeout
+        answers = [b""] * len(self._processes)
+        with selectors.DefaultSelector() as selector:
+            for rank, process in enumerate(self._processes):
+                assert process.stdin is not None and process.stdout is not None
+                selector.register(process.stdout, selectors.EVENT_READ, rank)
+                try:
+                    os.write(process.stdin.fileno(), line)
+                except BrokenPipeError:
+                    self._fail_ended(rank)
+            while selector.get_map():
+                events = selector.select(max(0.0, deadline - time.monotonic()))
+                if not events:
+                    self._fail_late(min(key.data for key in selector.get_map().values()), timeout)
+                for key, _ in events:
+                    piece = os.read(key.fd, READ_BYTES)
+                    if not piece:
+                        self._fail_ended(key.data)
+                    answers[key.data] += piece
+                    if piece.endswith(b"\n"):
+                        selector.unregister(key.fileobj)
+        return [json.loads(answer) for answer in answers]
+
+    def _fail_ended(self, rank: int) -> None:
+        try:
+            code: object = self._processes[rank].wait(END_S)
+        except subprocess.TimeoutExpired:
+            code = "its answers closed"
+        raise RanksFailed(f"rank {rank} ended with {code}:\n{self._tail(rank)}")
+
+    def _fail_late(self, rank: int, timeout: float) -> None:
+        raise RanksFailed(
+            f"no answer after {timeout:.0f} s; raise --timeout if the machine is busy. Rank {rank} last wrote:\n"
+            + self._tail(rank)
+        )
+
+    def _tail(self, rank: int) -> str:
+        return (self._folder / f"output{rank}.txt").read_text(errors="replace")[-TAIL_CHARACTERS:] or "(nothing)"
 
 
-def _wait(processes: list[subprocess.Popen[bytes]], folder: Path, timeout: float) -> None:
-    deadline = time.monotonic() + timeout
-    while True:
-        codes = [process.poll() for process in processes]
-        for rank, code in enumerate(codes):
-            if code is not None and code != 0:
-                raise RanksFailed(f"rank {rank} ended with {code}:\n{_tail(folder, rank)}")
-        if all(code == 0 for code in codes):
-            return
-        if time.monotonic() > deadline:
-            late = next(rank for rank, code in enumerate(codes) if code is None)
-            raise RanksFailed(
-                f"not done after {timeout:.0f} s; raise --timeout if the machine is busy. Rank {late} last wrote:\n"
-                + _tail(folder, late)
-            )
-        time.sleep(POLL_S)
-
-
-def worker_command(job: Path, rank: int) -> list[str]:
-    """Returns the command of one rank."""
-    return [sys.executable, "-m", "benchmarks.cluster.worker", str(job), str(rank)]
-
-
-def _tail(folder: Path, rank: int) -> str:
-    return (folder / f"output{rank}.txt").read_text(errors="replace")[-TAIL_CHARACTERS:] or "(nothing)"
+def worker_command(rank: int, world: int) -> list[str]:
+    """Returns the command of one rank of a job of `world` ranks."""
+    return [sys.executable, "-m", "benchmarks.cluster.worker", str(rank), str(world), str(os.getpid())]

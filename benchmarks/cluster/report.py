@@ -9,20 +9,36 @@ from typing import Any
 
 from benchmarks.cluster.latency import Latency
 from benchmarks.cluster.scenarios import Scenario
+from benchmarks.cluster.systems import REFERENCE
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Run:
-    """One run of one system. Times in seconds per step."""
+    """One run of one system. Times in seconds."""
 
     step_s: float
-    """Mean over the measured steps, of the slowest rank."""
-    steps_s: tuple[tuple[float, ...], ...]
-    """Each measured step of each rank."""
+    """Median over the measured steps."""
+    steps_s: tuple[float, ...]
+    """Each measured step, from one end to the next; a step has ended when the slowest rank has."""
     sent_bytes: float | None
     """Bytes the busiest host sent per step, with headers; None when unshaped."""
     latency: Latency
-    """Of the messages between stages in the last step."""
+    """Of the messages between stages."""
+    accounts: tuple[dict[str, float], ...] = ()
+    """Where the time of the last step went, of each rank, in ms; empty where a system does not say."""
+    choices: tuple[dict[str, Any], ...] = ()
+    """How each rank was set up: segments, schedule, N, DP.sync and gathers; empty where a system does not say."""
+    action_s: float | None = None
+    """By how much a compute action takes longer than its layers; None where a system does not say."""
+
+    def chosen(self) -> str:
+        """Returns rank 0's set-up as text."""
+        if not self.choices:
+            return "nothing"
+        one = self.choices[0]
+        ways = ", ".join(f"{one['modes'].count(way)} {way}" for way in sorted(set(one["modes"])))
+        early = f", first gathers {one['gather_order'][:4]}" if one["gather_order"] else ""
+        return f"{one['segments']} segments, {one['schedule']} (N {one['group_size']}), buckets: {ways}{early}"
 
 
 @dataclass(kw_only=True, slots=True)
@@ -43,6 +59,10 @@ class Report:
         """Returns the median step time over the scenario's limit."""
         return self.median_s(system) / self.scenario.limit_s
 
+    def ratio_to_reference(self, system: str) -> float | None:
+        """Returns the median step time over that of fold3d-auto; None when that has not run."""
+        return self.median_s(system) / self.median_s(REFERENCE) if REFERENCE in self.runs else None
+
     def fastest(self, prefix: str) -> str | None:
         """Returns the fastest system whose name begins with `prefix`; None when none has run."""
         return min((name for name in self.runs if name.startswith(prefix)), key=self.median_s, default=None)
@@ -56,23 +76,25 @@ class Report:
             f"limit {one.limit_s:.3f} s = max(compute {one.compute_s:.3f} + bubble {one.bubble_s:.3f}, "
             f"communication {one.communication_s:.3f}); DP.sync alone {one.dp_sync_s:.3f} s",
             "",
-            f"{'system':22}{'step s':>9}{'least':>9}{'most':>9}{'/ limit':>9}{'sent MB':>9}{'PP ms':>8}"
-            f"{'PP|DP ms':>10}{'runs':>6}",
+            f"{'system':28}{'step s':>8}{'least':>8}{'most':>8}{'/ auto':>8}{'/ limit':>9}{'sent MB':>9}"
+            f"{'DP exposed':>11}{'PP ms':>7}{'PP|DP ms':>9}{'runs':>5}",
         ]
         for name in sorted(self.runs, key=self.median_s):
             runs = self.runs[name]
             times = [run.step_s for run in runs]
             rows.append(
-                f"{name:22}{self.median_s(name):9.3f}{min(times):9.3f}{max(times):9.3f}{self.ratio(name):9.3f}"
-                f"{_median([run.sent_bytes for run in runs], 1e-6):>9}"
-                f"{_median([run.latency.alone_ms for run in runs]):>8}"
-                f"{_median([run.latency.beside_dp_ms for run in runs]):>10}{len(runs):6}"
+                f"{name:28}{self.median_s(name):8.3f}{min(times):8.3f}{max(times):8.3f}"
+                f"{number(self.ratio_to_reference(name)):>8}{self.ratio(name):9.3f}"
+                f"{median_text([run.sent_bytes for run in runs], 1e-6):>9}"
+                f"{median_text([_exposed(run) for run in runs]):>11}"
+                f"{median_text([run.latency.alone_ms for run in runs]):>7}"
+                f"{median_text([run.latency.beside_dp_ms for run in runs]):>9}{len(runs):5}"
             )
-        rows += [f"{name:22} FAILED {len(texts)} time(s)" for name, texts in self.failures.items()]
-        ours, theirs = self.fastest("fold3d"), self.fastest("torch")
-        if ours and theirs:
-            quotient = self.median_s(theirs) / self.median_s(ours)
-            rows += ["", f"best torch schedule ({theirs}) / best of fold3d ({ours}): {quotient:.3f}"]
+        rows += [f"{name:28} FAILED {len(texts)} time(s)" for name, texts in self.failures.items()]
+        rows += [f"{REFERENCE} chose {text}" for text in sorted({run.chosen() for run in self.runs.get(REFERENCE, [])})]
+        theirs = self.fastest("torch")
+        if theirs and REFERENCE in self.runs:
+            rows += ["", f"best torch schedule ({theirs}) / {REFERENCE}: {number(self.ratio_to_reference(theirs))}"]
         return "\n".join(rows)
 
     def as_json(self) -> dict[str, Any]:
@@ -81,6 +103,7 @@ class Report:
         systems = {
             name: {
                 "median_s": self.median_s(name),
+                "ratio_to_auto": self.ratio_to_reference(name),
                 "ratio_to_limit": self.ratio(name),
                 "runs": [asdict(run) for run in runs],
             }
@@ -97,6 +120,17 @@ class Report:
         }
 
 
-def _median(values: Sequence[float | None], scale: float = 1.0) -> str:
+def _exposed(run: Run) -> float | None:
+    """Milliseconds that the rank with most waited for DP.sync."""
+    return max((account["dp_exposed_ms"] for account in run.accounts), default=None)
+
+
+def number(value: float | None) -> str:
+    """Returns a ratio as text."""
+    return "-" if value is None else f"{value:.3f}"
+
+
+def median_text(values: Sequence[float | None], scale: float = 1.0) -> str:
+    """Returns the median of what is known as text."""
     known = [value for value in values if value is not None]
     return f"{statistics.median(known) * scale:.1f}" if known else "-"

@@ -33,6 +33,8 @@ class Scenario:
     """What one micro-batch hands from one stage to the next, forward and backward."""
     rate_mbit: float
     """Of each host's link, each way, in Mbit/s."""
+    steps: int = 5
+    """Measured steps of a run, where the command says nothing else."""
 
     @property
     def ranks(self) -> int:
@@ -108,6 +110,7 @@ SCENARIOS = {
             gradient_bytes=12_830_000,
             activation_bytes=8192,
             rate_mbit=100,
+            steps=4,
         ),
         Scenario(
             name="C",
@@ -122,6 +125,7 @@ SCENARIOS = {
             gradient_bytes=12_830_000,
             activation_bytes=8192,
             rate_mbit=100,
+            steps=3,
         ),
         Scenario(
             name="D",

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from benchmarks.cluster.scenarios import Scenario
 
 Record = tuple[str, str, int, int]
-"""(lane, action, start, end) in ns of the machine's monotonic clock; lanes compute, recv_f, recv_b and reduce."""
+"""(lane, action, start, end) in ns of the machine's monotonic clock; lanes compute, recv_f, recv_b, reduce, gather."""
 COMM_TIMEOUT = 60.0
 """Seconds after which a rank that waits for another gives up, in every system."""
 LEARNING_RATE = 1e-3
@@ -22,11 +22,20 @@ class Rank(Protocol):
     def step(self) -> None:
         """Runs one optimizer step."""
 
-    def records(self) -> Sequence[Record]:
-        """Returns when the last step computed, received and summed what; empty where the system does not say."""
+    def forget_records(self) -> None:
+        """Drops what was recorded so far."""
+
+    def records(self) -> Sequence[Sequence[Record]]:
+        """Returns what was recorded, step by step; empty where the system does not say."""
+
+    def account(self) -> dict[str, float]:
+        """Returns where the last step's time went, in ms; empty where the system does not say."""
+
+    def choice(self) -> dict[str, Any]:
+        """Returns how this rank is set up; empty where the system does not say."""
 
     def close(self) -> None:
-        """Ends communication."""
+        """Ends communication; all ranks call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,20 +47,46 @@ class Family:
     help: str
     folds: bool = True
     """Whether it takes a number of segments."""
+    group_size: str = "auto"
+    """N: "auto", which is the planner's or the schedule's own, or "m", all micro-batches."""
+    dp_sync: str = ""
+    """fold3d's setting, or "all-reduce" for torch's."""
+    waits: bool = False
+    """Whether a step ends only when the sums are everywhere: they overlap the backward, not the next forward."""
+    preempt: bool = True
+    warm_up: int = 1
+    """Steps until it does the same in every step; the first also connects and allocates."""
 
 
 FAMILIES = {
-    "fold3d-aiao": Family("fold3d", "aiao", "fold3d, all forward passes of a segment in one go"),
-    "fold3d-interleaved": Family("fold3d", "interleaved", "fold3d, Megatron's interleaved order"),
-    "fold3d-1f1b": Family("fold3d", "1f1b", "fold3d, one forward, one backward", folds=False),
-    "torch-1f1b": Family("torch", "Schedule1F1B", "torch.distributed.pipelining", folds=False),
-    "torch-interleaved": Family("torch", "ScheduleInterleaved1F1B", "torch.distributed.pipelining"),
-    "torch-bfs": Family("torch", "ScheduleLoopedBFS", "torch.distributed.pipelining, breadth first"),
+    "fold3d-auto": Family("fold3d", "auto", "fold3d as it plans itself", folds=False, dp_sync="auto", warm_up=3),
+    "fold3d-aiao-zero1": Family("fold3d", "aiao", "parameters gathered under the next forward", dp_sync="zero1"),
+    "fold3d-aiao-early": Family("fold3d", "aiao", "gradients gathered in idle network time", dp_sync="early"),
+    "fold3d-aiao-unordered": Family(
+        "fold3d", "aiao", "as fold3d-aiao-early, messages first come, first served", dp_sync="early", preempt=False
+    ),
+    "fold3d-interleaved-serial": Family("fold3d", "interleaved", "sums after the pipeline", dp_sync="serial"),
+    "fold3d-interleaved-npp": Family(
+        "fold3d", "interleaved", "sums under the backward, awaited before the next step", dp_sync="early", waits=True
+    ),
+    "fold3d-interleaved-nm": Family(
+        "fold3d", "fold", "the same with N = m", group_size="m", dp_sync="early", waits=True
+    ),
+    "fold3d-1f1b": Family("fold3d", "1f1b", "one forward, one backward", folds=False, dp_sync="early"),
+    "torch-1f1b": Family("torch", "Schedule1F1B", "torch.distributed.pipelining", folds=False, dp_sync="all-reduce"),
+    "torch-interleaved": Family(
+        "torch", "ScheduleInterleaved1F1B", "torch.distributed.pipelining", dp_sync="all-reduce"
+    ),
+    "torch-bfs": Family(
+        "torch", "ScheduleLoopedBFS", "torch.distributed.pipelining, breadth first", dp_sync="all-reduce"
+    ),
 }
+REFERENCE = "fold3d-auto"
+"""What the others are compared with."""
 
 DEFAULT = (
-    *("fold3d-aiao", "fold3d-interleaved", "fold3d-1f1b", "torch-1f1b"),
-    *(f"{name}:{segments}" for name in ("torch-interleaved", "torch-bfs") for segments in (2, 4, 8)),
+    *(REFERENCE, "fold3d-aiao-zero1", "fold3d-aiao-early", "fold3d-interleaved-serial", "fold3d-interleaved-npp"),
+    *("fold3d-interleaved-nm", "fold3d-1f1b", "torch-1f1b", "torch-interleaved:2,4,8", "torch-bfs:2,4,8"),
 )
 
 
@@ -62,6 +97,11 @@ class System:
     name: str
     family: Family
     segments: int
+    """1 where the family takes no number; what "auto" chooses is not known here."""
+
+    def group_size(self, scenario: Scenario) -> int | str:
+        """Returns the setting N."""
+        return scenario.micro_batches if self.family.group_size == "m" else self.family.group_size
 
     def on_this_rank(self, scenario: Scenario) -> Rank:
         """Builds the system on the calling rank of an initialized job; all ranks call."""
@@ -69,10 +109,19 @@ class System:
         if self.family.library == "fold3d":
             from benchmarks.cluster.fold3d_rank import Fold3dRank
 
-            return Fold3dRank(scenario, self.family.schedule, self.segments)
+            return Fold3dRank(scenario, self)
         from benchmarks.cluster.torch_rank import TorchRank
 
         return TorchRank(scenario, self.family.schedule, self.segments)
+
+
+def find_systems(name: str, scenario: Scenario) -> list[System]:
+    """Returns the candidates of NAME:SEGMENTS,SEGMENTS...; one without a comma.
+
+    Raises: ValueError as `find_system`.
+    """
+    base, colon, numbers = name.partition(":")
+    return [find_system(base + colon + number, scenario) for number in numbers.split(",")]
 
 
 def find_system(name: str, scenario: Scenario) -> System:

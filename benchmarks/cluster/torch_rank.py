@@ -26,14 +26,14 @@ class TorchRank:
         rank = dist.get_rank()
         replica, stage = divmod(rank, scenario.pp)
         pipelines = [list(range(d * scenario.pp, (d + 1) * scenario.pp)) for d in range(scenario.dp)]
-        pipeline = _own_group(pipelines, replica)
+        self._pipeline = _own_group(pipelines, replica)
         self._data = _own_group([[p[s] for p in pipelines] for s in range(scenario.pp)], stage)
         self._micro_batches = scenario.micro_batches
         layers_per_chunk = scenario.layers // segments
         modules = [nn.Sequential(*make_layers(scenario, layers_per_chunk)) for _ in range(segments)]
         chunks = segments * scenario.pp
         stages = [
-            PipelineStage(module, k * scenario.pp + stage, chunks, torch.device("cpu"), group=pipeline)
+            PipelineStage(module, k * scenario.pp + stage, chunks, torch.device("cpu"), group=self._pipeline)
             for k, module in enumerate(modules)
         ]
         share = 1.0 / (scenario.micro_batches * scenario.dp)  # so that the sum over everything is the mean
@@ -72,12 +72,27 @@ class TorchRank:
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
 
-    def records(self) -> Sequence[Record]:
+    def forget_records(self) -> None:
+        """There are none."""
+
+    def records(self) -> Sequence[Sequence[Record]]:
         """Returns nothing: torch's runtime keeps no records."""
         return []
 
+    def account(self) -> dict[str, float]:
+        """Returns nothing."""
+        return {}
+
+    def choice(self) -> dict[str, Any]:
+        """Returns nothing."""
+        return {}
+
     def close(self) -> None:
-        """Nothing to end: the process exits without waiting for torch's groups."""
+        """Destroys the groups once no rank needs them any more."""
+        dist.barrier()
+        for group in (self._pipeline, self._data):
+            if group is not None:
+                dist.destroy_process_group(group)
 
 
 def _own_group(lists: list[list[int]], mine: int) -> Any:

@@ -1,9 +1,12 @@
-"""One rank of the cluster: `python -m benchmarks.cluster.worker JOB_FILE RANK`, started by run.py."""
+"""One rank of the cluster: `python -m benchmarks.cluster.worker RANK WORLD PARENT`, started by session.py.
+
+It reads one JSON object per line from standard input, each a run of one system, and answers each with one line.
+"""
 
 from __future__ import annotations
 
 import ctypes
-import itertools
+import gc
 import json
 import logging
 import os
@@ -36,51 +39,62 @@ def sent_bytes(interface: str) -> int | None:
     raise RuntimeError(f"no interface {interface!r} in /proc/self/net/dev")
 
 
-def run(job: dict[str, Any], rank: int) -> dict[str, Any]:
-    """Runs warm-up and measured steps back to back; returns this rank's result."""
-    import torch
+def run(request: dict[str, Any]) -> dict[str, Any]:
+    """Runs warm-up and measured steps of one system back to back; returns this rank's result.
+
+    There is no barrier between steps, the warm-up's included: a step may begin while the one before communicates.
+    """
     import torch.distributed as dist
 
     from benchmarks.cluster.scenarios import Scenario
-    from benchmarks.cluster.systems import COMM_TIMEOUT, find_system
+    from benchmarks.cluster.systems import find_system
 
-    logging.getLogger("fold3d").setLevel(logging.WARNING)
-    torch.set_num_threads(1)
-    scenario = Scenario(**job["scenario"])
-    dist.init_process_group("gloo", rank=rank, world_size=scenario.ranks, timeout=timedelta(seconds=COMM_TIMEOUT))
-    system = find_system(job["system"], scenario).on_this_rank(scenario)
-    for _ in range(job["warm_up"]):
-        system.step()
+    scenario = Scenario(**request["scenario"])
     interface = os.environ["GLOO_SOCKET_IFNAME"]
-    dist.barrier()
-    sent_before = sent_bytes(interface)
-    stamps = [time.perf_counter()]
-    for _ in range(job["steps"]):  # no barrier in between: a step may begin while the one before still communicates
+    dist.barrier()  # nobody still measures the system before
+    system = find_system(request["system"], scenario).on_this_rank(scenario)
+    for _ in range(request["warm_up"]):
         system.step()
-        stamps.append(time.perf_counter())
-    dist.barrier()
+    system.forget_records()
+    sent_before = sent_bytes(interface)
+    ends = [time.monotonic_ns()]
+    for _ in range(request["steps"]):
+        system.step()
+        ends.append(time.monotonic_ns())
     sent_after = sent_bytes(interface)
     result = {
-        "step_s": (stamps[-1] - stamps[0]) / job["steps"],
-        "steps_s": [end - start for start, end in itertools.pairwise(stamps)],
-        "sent_bytes": None if sent_before is None or sent_after is None else (sent_after - sent_before) / job["steps"],
-        "records": list(system.records()),
+        "ends_ns": ends,
+        "sent_bytes": (sent_after - sent_before) / request["steps"] if sent_before and sent_after else None,
+        "records": system.records(),
+        "account": system.account(),
+        "choice": system.choice(),
     }
     system.close()
+    del system
+    gc.collect()  # threads and sockets of this system shall not be there in the next one's steps
     return result
 
 
 def main() -> None:
-    """Writes RANK's result beside the job file."""
-    path, rank = Path(sys.argv[1]), int(sys.argv[2])
-    job = json.loads(path.read_text())
-    die_with(job["parent"])
+    """Answers requests until standard input ends."""
+    rank, world, parent = (int(text) for text in sys.argv[1:])
+    die_with(parent)
     # By default the kernel wakes sleepers up to 50 us late: 2 % of a layer's forward pass in scenario A.
     ctypes.CDLL(None).prctl(PR_SET_TIMERSLACK, TIMER_SLACK_NS)
-    result = run(job, rank)
-    path.with_name(f"result{rank}.json").write_text(json.dumps(result))
-    sys.stdout.flush()
-    os._exit(0)  # torch's runtime leaves groups behind that take long to end
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # whatever a library prints is no answer
+    import torch
+    import torch.distributed as dist
+
+    from benchmarks.cluster.systems import COMM_TIMEOUT
+
+    logging.getLogger("fold3d").setLevel(logging.WARNING)
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=world, timeout=timedelta(seconds=COMM_TIMEOUT))
+    for line in sys.stdin:
+        answers.write(json.dumps(run(json.loads(line))) + "\n")
+        answers.flush()
+    os._exit(0)  # groups that torch's runtime leaves behind take long to end
 
 
 if __name__ == "__main__":

@@ -8,22 +8,31 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 import torch
 
+from benchmarks.cluster.chart import draw_grid
+from benchmarks.cluster.comparison import Effort, compare
+from benchmarks.cluster.grid import GridReport, Measured, cells, costs_of
 from benchmarks.cluster.hosts import Link, NamespaceHosts, address, why_unavailable
 from benchmarks.cluster.latency import Latency, measure_latency
-from benchmarks.cluster.ranks import RanksFailed, run_ranks
+from benchmarks.cluster.markdown import to_markdown
+from benchmarks.cluster.prediction import Costs, predict_step
+from benchmarks.cluster.preemption import PreemptionReport, variants
+from benchmarks.cluster.ranks import Ranks, RanksFailed
 from benchmarks.cluster.report import Report, Run
-from benchmarks.cluster.scenarios import SCENARIOS
-from benchmarks.cluster.systems import DEFAULT, find_system
+from benchmarks.cluster.scenarios import SCENARIOS, Scenario
+from benchmarks.cluster.session import Session, make_run
+from benchmarks.cluster.systems import DEFAULT, FAMILIES, System, find_system, find_systems
 from benchmarks.cluster.virtual_layer import VirtualLayer
 
 ROOT = Path(__file__).resolve().parents[2]
-NO_MESSAGES = Latency(alone_ms=None, beside_dp_ms=None)
+NO_MESSAGES = Latency(alone_ms=None, beside_dp_ms=None, dp_sync_ms=None)
 CLUSTER = [sys.executable, "-m", "benchmarks.cluster"]
 needs_namespaces = pytest.mark.skipif(bool(why_unavailable()), reason=why_unavailable() or "-")
 
@@ -42,7 +51,9 @@ def test_scenarios_have_the_ratios_they_are_for() -> None:
 def test_systems_by_name() -> None:
     scenario = SCENARIOS["A"]
     assert [find_system(name, scenario).segments for name in ("torch-bfs", "torch-bfs:8", "torch-1f1b")] == [4, 8, 1]
-    assert len({find_system(name, scenario).name for name in DEFAULT}) == len(DEFAULT)
+    assert {one.name.partition(":")[0] for name in DEFAULT for one in find_systems(name, scenario)} <= set(FAMILIES)
+    assert [one.segments for one in find_systems("torch-bfs:2,8", scenario)] == [2, 8]
+    assert find_system("fold3d-interleaved-nm", scenario).group_size(scenario) == scenario.micro_batches
     for name, reason in {
         "gpipe": "unknown",
         "torch-1f1b:4": "no effect",
@@ -72,43 +83,152 @@ def test_latency_is_from_computed_to_received() -> None:
     scenario = SCENARIOS["smoke"]
     sender = [("compute", "0F0", 0, 1_000_000), ("compute", "0F1", 1_000_000, 2_000_000)]
     receiver = [("recv_f", "1RECV_F0", 0, 4_000_000), ("recv_f", "1RECV_F1", 4_000_000, 7_000_000)]
-    assert measure_latency(scenario, [sender, receiver, [], []]) == Latency(alone_ms=4.0, beside_dp_ms=None)
-    receiver.append(("reduce", "3REDUCE_GRAD", 4_500_000, 9_000_000))
-    assert measure_latency(scenario, [sender, receiver, [], []]) == Latency(alone_ms=3.0, beside_dp_ms=5.0)
+    found = measure_latency(scenario, [[sender], [receiver], [[]], [[]]])
+    assert (found.alone_ms, found.beside_dp_ms, found.messages) == (4.0, None, (2, 0))
+    receiver += [("reduce", "3REDUCE_GRAD", 1_500_000, 6_000_000), ("gather", "1GATHER", 5_000_000, 9_000_000)]
+    found = measure_latency(scenario, [[sender], [receiver], [[]], [[]]])
+    assert (found.alone_ms, found.beside_dp_ms, found.dp_sync_ms) == (None, 5.0, 7.5)  # 0F0's is beside it for a part
+    same_names_again = measure_latency(scenario, [[sender, sender], [[], receiver], [[], []], [[], []]])
+    assert same_names_again.messages == (0, 1)
     assert measure_latency(scenario, [[], [], [], []]) == NO_MESSAGES
-    assert measure_latency(scenario, [sender, [], [], receiver]) == NO_MESSAGES  # another replica's
+    another_replicas = measure_latency(scenario, [[sender], [[]], [[]], [receiver]])
+    assert another_replicas.messages == (0, 0)
+
+
+def test_a_step_ends_with_its_slowest_rank() -> None:
+    def answer(*ends_ms: int) -> dict[str, Any]:
+        passes = [("compute", "0F0", 0, 31_000_000), ("compute", "0B0", 0, 31_000_000)]
+        ends = [end * 1_000_000 for end in ends_ms]
+        return {"ends_ns": ends, "sent_bytes": None, "records": [passes] * (len(ends) - 1), "account": {}, "choice": {}}
+
+    run = make_run(SCENARIOS["smoke"], [answer(0, 110, 190, 300), answer(10, 90, 200, 400)])
+    assert run.steps_s == pytest.approx((0.1, 0.09, 0.2)) and run.step_s == pytest.approx(0.1)
+    assert run.action_s == pytest.approx(0.001)  # of 62 ms in two actions, the layers' part is 60
 
 
 def test_report_takes_medians() -> None:
+    report = report_of({"fold3d-auto": (1.0, 3.0, 2.0), "torch-bfs:4": (4.0,), "torch-bfs:8": (5.0,)})
+    assert report.ratio("fold3d-auto") == pytest.approx(2.0 / SCENARIOS["A"].limit_s)
+    assert "best torch schedule (torch-bfs:4) / fold3d-auto: 2.000" in report.table()
+    assert report_of({"torch-1f1b": (1.0,)}).ratio_to_reference("torch-1f1b") is None
+    page = to_markdown({"command": "this", **report.as_json()})
+    assert "| torch-bfs:8 | 5.000 | 2.50 |" in page and "| fold3d-auto | 2.000 | 1.00 |" in page
+
+
+def report_of(times: dict[str, tuple[float, ...]]) -> Report:
     report = Report(scenario=SCENARIOS["A"], network="none", shaped=False)
-    for name, times in {"fold3d-aiao:4": (1.0, 3.0, 2.0), "torch-bfs:4": (4.0,), "torch-bfs:8": (5.0,)}.items():
-        report.runs[name] = [Run(step_s=one, steps_s=(), sent_bytes=None, latency=NO_MESSAGES) for one in times]
-    assert report.ratio("fold3d-aiao:4") == pytest.approx(2.0 / SCENARIOS["A"].limit_s)
-    assert "best torch schedule (torch-bfs:4) / best of fold3d (fold3d-aiao:4): 2.000" in report.table()
+    for name, of_one in times.items():
+        report.runs[name] = [Run(step_s=one, steps_s=(one,), sent_bytes=None, latency=NO_MESSAGES) for one in of_one]
+    return report
 
 
-def test_a_failed_rank_ends_the_others(tmp_path: Path) -> None:
-    commands = [["sleep", "60"], ["sh", "-c", "echo the reason >&2; exit 3"]]
+class Pretended(Session):
+    """Answers at once; more segments are slower, and 1F1B breaks."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
+    def run(self, scenario: Scenario, system: System, *, steps: int, warm_up: int) -> Run:
+        self.asked.append(system.name)
+        if system.name == "torch-1f1b":
+            raise RanksFailed("broken")
+        return Run(step_s=float(system.segments), steps_s=(), sent_bytes=None, latency=NO_MESSAGES)
+
+
+def test_of_several_candidates_the_fastest_goes_on() -> None:
+    report = report_of({})
+    entries = [find_systems(name, report.scenario) for name in ("torch-bfs:8,4", "torch-1f1b")]
+    session = Pretended()
+    compare(report, entries, session, Effort(repetitions=2, steps=1, warm_up=1))
+    assert session.asked == ["torch-bfs:8", "torch-bfs:4", "torch-1f1b", "torch-bfs:4", "torch-1f1b"]
+    assert report.failures == {"torch-1f1b": ["broken", "broken"]} and "FAILED 2 time(s)" in report.table()
+
+
+def test_preemption_is_compared_with_idle_and_with_off() -> None:
+    scenario = SCENARIOS["D"]
+    report = PreemptionReport(scenario=scenario, network="none", shaped=False)
+    for name, alone, beside, dp_sync in (
+        ("no DP.sync", 10.0, None, None),
+        ("preemption on", 9.0, 12.0, 1050.0),
+        ("preemption off", 9.0, 30.0, 1000.0),
+    ):
+        latency = Latency(alone_ms=alone, beside_dp_ms=beside, dp_sync_ms=dp_sync)
+        report.runs[name] = [Run(step_s=1.0, steps_s=(), sent_bytes=None, latency=latency)]
+    assert set(report.runs) == set(variants(scenario))
+    assert report.ratio_to_idle("preemption on") == pytest.approx(1.2)
+    assert report.ratio_of_dp_sync("preemption on") == pytest.approx(1.05)
+    assert report.ratio_to_idle("preemption off") == pytest.approx(3.0)
+    assert "| preemption on | 12.0 | 1.20 | 1050 | 1.05 |" in to_markdown({"command": "this", **report.as_json()})
+
+
+def test_grid_holds_the_simulator_against_measurements(tmp_path: Path) -> None:
+    """In a cluster whose steps take what the simulator says, the errors are what was put in."""
+    settings = list(cells(("A", "B", "D")))
+    assert len({cell.name for cell in settings}) == len(settings) > 40
+    latency = Latency(alone_ms=1.0, beside_dp_ms=None, dp_sync_ms=None)
+    alone = replace(SCENARIOS["A"], gradient_bytes=0)
+    costs = costs_of(alone, Run(step_s=1.3, steps_s=(), sent_bytes=None, latency=latency, action_s=1e-4))
+    assert costs.action_s == 1e-4 and 0 < costs.latency_s < 1e-3 and 0 < costs.step_s < 0.3
+    report = GridReport(network="none", shaped=False)
+    for cell, error in zip(settings[:3], (0.0, 0.1, -0.02), strict=False):
+        predicted = predict_step(cell.scenario, cell.system, costs)
+        assert cell.scenario.compute_s < predicted < 4 * cell.scenario.limit_s
+        report.results.append(Measured(cell=cell, predicted_s=predicted, measured_s=predicted / (1 + error)))
+    assert report.errors() == pytest.approx([0.0, 0.02, 0.1])
+    assert "3 cells: median error 2.0%, worst 10.0%" in report.table()
+    assert "median error 2.0%, worst 10.0%" in to_markdown({"command": "this", **report.as_json()})
+    draw_grid(report, tmp_path / "grid.png")
+    assert (tmp_path / "grid.png").stat().st_size > 1000
+
+
+def test_the_simulator_knows_every_system_of_the_grid() -> None:
+    costs = Costs(latency_s=1e-4, action_s=1e-4)
+    scenario = SCENARIOS["A"]
+    names = ("fold3d-interleaved-serial", "fold3d-interleaved-npp", "fold3d-aiao-zero1", "fold3d-aiao-early")
+    steps = [predict_step(scenario, find_system(name, scenario), costs) for name in names]
+    assert (
+        steps[0] > steps[1] > steps[2] == pytest.approx(steps[3], rel=0.02)
+    )  # zero1; early, with none before the vote
+    forward_order = predict_step(scenario, find_system(names[-1], scenario), costs, [list(range(16))] * 2)
+    assert forward_order == pytest.approx(steps[-1], rel=0.01)
+
+
+ECHO = """
+import json, sys
+for line in sys.stdin: print(json.dumps({"rank": %d, "got": json.loads(line)}), flush=True)
+"""
+
+
+def test_ranks_answer_and_a_failed_one_ends_the_others(tmp_path: Path) -> None:
+    environment = dict(os.environ)
+    with Ranks([[sys.executable, "-c", ECHO % rank] for rank in range(2)], environment, tmp_path) as ranks:
+        for request in ({"n": 1}, {"long": "x" * 100_000}):
+            assert ranks.ask(request, timeout=30) == [{"rank": rank, "got": request} for rank in range(2)]
     start = time.monotonic()
-    with pytest.raises(RanksFailed, match=r"rank 1 ended with 3:\nthe reason"):
-        run_ranks(commands, dict(os.environ), tmp_path, timeout=50)
-    with pytest.raises(RanksFailed, match="not done after"):
-        run_ranks(commands[:1], dict(os.environ), tmp_path, timeout=0.2)
+    commands = [["sleep", "60"], ["sh", "-c", "read line; echo the reason >&2; exit 3"]]
+    with (
+        Ranks(commands, environment, tmp_path) as ranks,
+        pytest.raises(RanksFailed, match=r"rank 1 ended with 3:\nthe reason"),
+    ):
+        ranks.ask({}, timeout=50)
+    with Ranks(commands[:1], environment, tmp_path) as ranks, pytest.raises(RanksFailed, match="no answer after"):
+        ranks.ask({}, timeout=0.2)
     assert time.monotonic() - start < 30
     assert not [child for child in psutil.Process().children() if child.name() == "sleep"]
 
 
 def test_one_run_on_loopback(tmp_path: Path) -> None:
     """fold3d and a torch schedule train the smallest scenario; everything it writes is labelled unshaped."""
-    options = ["--loopback", "--scenario", "smoke", "--repetitions", "1", "--steps", "1", "--warm-up", "1"]
-    options += ["--systems", "fold3d-aiao", "torch-bfs", "--json", str(tmp_path / "j"), "--png", str(tmp_path / "p")]
-    options[-1] += ".png"
+    options = ["--loopback", "--scenario", "smoke", "--repetitions", "1", "--steps", "1"]
+    options += ["--systems", "fold3d-aiao-early", "fold3d-interleaved-npp", "torch-bfs"]
+    options += ["--json", str(tmp_path / "j"), "--png", str(tmp_path / "p.png")]
     done = subprocess.run([*CLUSTER, *options], cwd=ROOT, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stdout + done.stderr
     result = json.loads((tmp_path / "j").read_text())
     assert not result["shaped"] and "UNSHAPED" in result["network"] and "UNSHAPED" in done.stdout
-    assert set(result["systems"]) == {"fold3d-aiao:2", "torch-bfs:2"}
-    assert all(system["ratio_to_limit"] > 0.99 for system in result["systems"].values())
+    assert set(result["systems"]) == {"fold3d-aiao-early:2", "fold3d-interleaved-npp:2", "torch-bfs:2"}
+    assert all(system["ratio_to_limit"] > 0.9 for system in result["systems"].values())
+    assert result["systems"]["fold3d-aiao-early:2"]["runs"][0]["accounts"]
     assert (tmp_path / "p.png").stat().st_size > 1000
 
 

@@ -1,0 +1,200 @@
+"""Grid: the simulator's step time beside the measured one, over many settings."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from benchmarks.cluster.comparison import Effort, say
+from benchmarks.cluster.hosts import Hosts
+from benchmarks.cluster.prediction import PAYLOAD, Costs, predict_step
+from benchmarks.cluster.ranks import RanksFailed
+from benchmarks.cluster.report import Run
+from benchmarks.cluster.scenarios import SCENARIOS, Scenario
+from benchmarks.cluster.session import Session
+from benchmarks.cluster.systems import System, find_system
+
+FOLDED = ("fold3d-aiao-zero1", "fold3d-aiao-early", "fold3d-interleaved-npp", "fold3d-interleaved-serial")
+SINGLE = "fold3d-1f1b"
+CALIBRATION = "fold3d-aiao-early"
+SHAPES: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
+    "A": ((4, 8), (2, 4, 8)),
+    "B": ((8, 16), (2, 4)),
+    "D": ((8,), (2, 4)),
+    "smoke": ((2,), (2,)),
+}
+"""Scenario -> numbers of micro-batches, numbers of segments."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cell:
+    """One setting."""
+
+    base: str
+    scenario: Scenario
+    system: System
+
+    @property
+    def name(self) -> str:
+        """For tables."""
+        one = self.scenario
+        return f"{self.base}: pp {one.pp}, m {one.micro_batches}, {self.system.name}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Measured:
+    """A cell's outcome; seconds."""
+
+    cell: Cell
+    predicted_s: float
+    measured_s: float
+
+    @property
+    def error(self) -> float:
+        """Relative, positive when the simulator says too much."""
+        return self.predicted_s / self.measured_s - 1
+
+
+def cells(bases: Sequence[str]) -> Iterator[Cell]:
+    """Yields the settings of some scenarios; a micro-batch takes the same time however many there are."""
+    for base in bases:
+        micro_batches, segments = SHAPES[base]
+        for m in micro_batches:
+            one = with_micro_batches(SCENARIOS[base], m)
+            for number in segments:
+                for family in FOLDED:
+                    yield Cell(base=base, scenario=one, system=find_system(f"{family}:{number}", one))
+            yield Cell(base=base, scenario=one, system=find_system(SINGLE, one))
+
+
+def with_micro_batches(scenario: Scenario, micro_batches: int) -> Scenario:
+    """Returns the scenario with more or fewer micro-batches of the same length."""
+    factor = micro_batches / scenario.micro_batches
+    return replace(
+        scenario,
+        micro_batches=micro_batches,
+        forward_s=scenario.forward_s * factor,
+        backward_s=scenario.backward_s * factor,
+    )
+
+
+@dataclass(kw_only=True, slots=True)
+class GridReport:
+    """What has been measured so far."""
+
+    network: str
+    shaped: bool
+    costs: dict[str, Costs] = field(default_factory=dict)
+    results: list[Measured] = field(default_factory=list)
+    failures: dict[str, list[str]] = field(default_factory=dict)
+
+    def errors(self) -> list[float]:
+        """Returns the absolute relative errors, ascending."""
+        return sorted(abs(one.error) for one in self.results)
+
+    def table(self) -> str:
+        """Returns the comparison as text."""
+        rows = [f"the simulator against {self.network}", ""]
+        rows += [
+            f"scenario {base}: {costs.latency_s * 1e3:.2f} ms a message, {costs.action_s * 1e6:.0f} us a compute action"
+            f", {costs.step_s * 1e3:.1f} ms a step"
+            for base, costs in self.costs.items()
+        ]
+        rows += ["", f"{'cell':52}{'predicted s':>12}{'measured s':>12}{'error':>9}"]
+        for one in self.results:
+            rows.append(f"{one.cell.name:52}{one.predicted_s:12.3f}{one.measured_s:12.3f}{one.error:9.1%}")
+        rows += [f"{name:52} FAILED" for name in self.failures]
+        errors = self.errors()
+        if errors:
+            rows += ["", f"{len(errors)} cells: median error {statistics.median(errors):.1%}, worst {errors[-1]:.1%}"]
+        return "\n".join(rows)
+
+    def as_json(self) -> dict[str, Any]:
+        """Returns everything, ready for json.dump."""
+        errors = self.errors()
+        return {
+            "network": self.network,
+            "shaped": self.shaped,
+            "costs": {base: asdict(costs) for base, costs in self.costs.items()},
+            "median_error": statistics.median(errors) if errors else None,
+            "worst_error": errors[-1] if errors else None,
+            "grid": [
+                {
+                    "scenario": asdict(one.cell.scenario),
+                    "system": one.cell.system.name,
+                    "predicted_s": one.predicted_s,
+                    "measured_s": one.measured_s,
+                    "error": one.error,
+                }
+                for one in self.results
+            ],
+            "failures": self.failures,
+        }
+
+
+def measure_grid(
+    report: GridReport, bases: Sequence[str], hosts: Hosts, effort: Effort, timeout: float | None = None
+) -> None:
+    """Fills `report`. Ranks are started once per number of ranks; before a scenario's cells its costs are measured."""
+    all_cells = list(cells(bases))
+    started, done = time.monotonic(), 0
+    with ExitStack() as stack:
+        sessions: dict[int, Session] = {}
+        for cell in all_cells:
+            count = cell.scenario.ranks
+            if count not in sessions:
+                stack.close()  # idle ranks of the other size would still wake up now and then
+                sessions = {count: stack.enter_context(Session(hosts, count, timeout))}
+            try:
+                if cell.base not in report.costs:
+                    report.costs[cell.base] = measure_costs(SCENARIOS[cell.base], sessions[count], effort)
+                runs = [
+                    sessions[count].run(cell.scenario, cell.system, steps=effort.steps, warm_up=effort.warm_up)
+                    for _ in range(effort.repetitions)
+                ]
+            except RanksFailed as error:
+                report.failures.setdefault(cell.name, []).append(str(error))
+                continue
+            finally:
+                done += 1
+            one = Measured(
+                cell=cell,
+                predicted_s=predict_step(
+                    cell.scenario, cell.system, report.costs[cell.base], gather_order_of(runs[-1])
+                ),
+                measured_s=statistics.median(run.step_s for run in runs),
+            )
+            report.results.append(one)
+            left = (time.monotonic() - started) / done * (len(all_cells) - done)
+            say(f"[{done}/{len(all_cells)}] {cell.name}: error {one.error:.1%}; {left / 60:.1f} min left")
+
+
+def measure_costs(scenario: Scenario, session: Session, effort: Effort) -> Costs:
+    """Returns what the scenario does not say of this network and machine, from a run without gradients.
+
+    Raises: RanksFailed.
+    """
+    alone = replace(scenario, gradient_bytes=0)
+    run = session.run(alone, find_system(CALIBRATION, alone), steps=effort.steps, warm_up=effort.warm_up)
+    return costs_of(alone, run)
+
+
+def costs_of(scenario: Scenario, run: Run) -> Costs:
+    """Returns the costs that a run of CALIBRATION shows; the scenario has no gradients."""
+    bytes_s = scenario.activation_bytes * 8 / (scenario.rate_mbit * 1e6 * PAYLOAD)
+    pipeline = Costs(
+        latency_s=max(0.0, (run.latency.alone_ms or 0.0) / 1e3 - bytes_s),
+        action_s=max(0.0, run.action_s or 0.0),
+    )
+    simulated = predict_step(scenario, find_system(CALIBRATION, scenario), pipeline)
+    return replace(pipeline, step_s=max(0.0, run.step_s - simulated))
+
+
+def gather_order_of(run: Run) -> list[list[int]] | None:
+    """Returns the order of early gathers of every stage in a run; None where nothing is gathered early."""
+    orders = [choice["gather_order"] for choice in run.choices if choice["replica"] == 0]
+    return orders if any(orders) else None

@@ -1,0 +1,82 @@
+"""predict_step(): what the simulator says of a system in a scenario; only this file knows its interface."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from benchmarks.cluster.scenarios import Scenario
+from benchmarks.cluster.systems import System
+
+PAYLOAD = 1448 / 1514
+"""Of a full Ethernet frame as a link counts it, the part that is data: 14 bytes Ethernet, 20 IP, 32 TCP."""
+CHUNK_S = 0.002
+"""What the runtime aims at for a chunk of DP.sync."""
+NS_PER_S = 1e9
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Costs:
+    """What a scenario does not say; seconds."""
+
+    latency_s: float
+    """Of a message, on top of its bytes at full rate."""
+    action_s: float
+    """Of a compute action, on top of its layers."""
+    step_s: float = 0.0
+    """Of a step, on top of its pipeline: meeting, vote, bookkeeping."""
+
+
+def predict_step(
+    scenario: Scenario, system: System, costs: Costs, gather_order: Sequence[Sequence[int]] | None = None
+) -> float:
+    """Returns the simulated seconds of a step of one of fold3d's systems that is not planned by itself.
+
+    Times are the scenario's, the bandwidth is the link's rate less headers.
+
+    Args:
+        gather_order: where gradients are gathered early, each stage's buckets (layers) in the order in which they are;
+            None: all after the last reduce-scatter, in the order of the forward pass.
+    Raises: ConfigError where the schedule does not fit.
+    """
+    # Imported here: they load torch, which comparing systems does not need.
+    from fold3d import schedule as schedules
+    from fold3d._C import ClusterModel, simulate_training
+    from fold3d.plan.simulator import Work
+
+    family, passes = system.family, scenario.micro_batches
+    schedule = schedules.generate(
+        family.schedule,
+        pp=scenario.pp,
+        segments=system.segments,
+        micro_batches=passes,
+        group_size=passes if family.group_size == "m" else None,
+    )
+    work = Work.even(
+        schedule,
+        forward=scenario.forward_s / passes,
+        backward=scenario.backward_s / passes,
+        layers=scenario.layers,
+        activation_bytes=scenario.activation_bytes,
+        gradient_bytes=scenario.gradient_bytes,
+    )
+    model = ClusterModel()
+    model.dp = scenario.dp
+    model.bandwidth = scenario.rate_mbit * 1e6 / 8 * PAYLOAD
+    model.latency_ns = model.hop_latency_ns = round(costs.latency_s * NS_PER_S)
+    model.action_ns = round(costs.action_s * NS_PER_S)
+    model.chunk_bytes = round(model.bandwidth * CHUNK_S)
+    model.preempt = family.preempt
+    model.forward_ns = [round(seconds * NS_PER_S) for seconds in work.forward]
+    model.backward_ns = [round(seconds * NS_PER_S) for seconds in work.backward]
+    model.layers = list(work.layers)
+    model.activation_bytes = list(work.activation_bytes)
+    model.gradient_bytes = list(work.gradient_bytes)
+    model.dp_sync = "blocking" if family.waits else family.dp_sync
+    if model.dp_sync == "early":
+        if gather_order is None:
+            model.early_gathers = 0
+        else:
+            model.gather_order = [list(of_stage) for of_stage in gather_order]
+    step = simulate_training(schedule, model, breakdown=False)
+    return step.step_ns / NS_PER_S + costs.step_s

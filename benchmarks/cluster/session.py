@@ -1,0 +1,104 @@
+"""Session: the ranks of a job, started once, on which systems run one after the other."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import tempfile
+from contextlib import ExitStack
+from dataclasses import asdict
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from benchmarks.cluster.hosts import Hosts
+from benchmarks.cluster.latency import measure_latency
+from benchmarks.cluster.machine import ROOT
+from benchmarks.cluster.ranks import Ranks, RanksFailed, worker_command
+from benchmarks.cluster.report import Run
+from benchmarks.cluster.scenarios import Scenario
+from benchmarks.cluster.systems import Record, System
+
+SLOWEST = 8.0
+"""A step may take this many times the limit before a run counts as failed."""
+START_S = 120.0
+"""For starting the ranks and building a system, on a busy machine."""
+NS_PER_S = 1e9
+
+
+class Session:
+    """A context manager. After a failed run the next one gets fresh ranks."""
+
+    def __init__(self, hosts: Hosts, ranks: int, timeout: float | None = None):
+        """Args:
+        timeout: seconds until a run counts as failed; None: by its scenario.
+        """
+        self._hosts = hosts
+        self._count = ranks
+        self._timeout = timeout
+        self._ranks: Ranks | None = None
+        self._started = ExitStack()
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ranks = None
+        self._started.close()
+
+    def run(self, scenario: Scenario, system: System, *, steps: int, warm_up: int) -> Run:
+        """Returns one run of `system`: `warm_up` steps, or what the system needs, then `steps` measured ones.
+
+        Raises: RanksFailed.
+        """
+        if scenario.ranks != self._count:
+            raise ValueError(f"scenario {scenario.name} has {scenario.ranks} ranks, this session {self._count}")
+        warm_up = max(warm_up, system.family.warm_up)
+        request = {"scenario": asdict(scenario), "system": system.name, "steps": steps, "warm_up": warm_up}
+        step = scenario.limit_s + scenario.communication_s
+        timeout = self._timeout or START_S + SLOWEST * (steps + warm_up) * step
+        try:
+            results = self._start().ask(request, timeout)
+        except RanksFailed:
+            self.__exit__()
+            raise
+        return make_run(scenario, results)
+
+    def _start(self) -> Ranks:
+        if self._ranks is None:
+            folder = Path(self._started.enter_context(tempfile.TemporaryDirectory(prefix="fold3d-cluster-")))
+            paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
+            environment = {**os.environ, **self._hosts.environment(), "PYTHONPATH": paths}
+            commands = [self._hosts.command(rank, worker_command(rank, self._count)) for rank in range(self._count)]
+            self._ranks = self._started.enter_context(Ranks(commands, environment, folder))
+        return self._ranks
+
+
+def make_run(scenario: Scenario, results: list[dict[str, Any]]) -> Run:
+    """Returns what the answers of all ranks say; `results` in order of ranks."""
+    # All ranks share one clock. A step has ended when the slowest rank has.
+    ends = [max(of_step) for of_step in zip(*(result["ends_ns"] for result in results), strict=True)]
+    steps = tuple((end - start) / NS_PER_S for start, end in pairwise(ends))
+    sent = [result["sent_bytes"] for result in results if result["sent_bytes"] is not None]
+    records: list[list[list[Record]]] = [
+        [[(lane, action, start, end) for lane, action, start, end in of_step] for of_step in result["records"]]
+        for result in results
+    ]
+    return Run(
+        step_s=statistics.median(steps),
+        steps_s=steps,
+        sent_bytes=max(sent, default=None),
+        latency=measure_latency(scenario, records),
+        accounts=tuple(result["account"] for result in results if result["account"]),
+        choices=tuple(result["choice"] for result in results if result["choice"]),
+        action_s=_seconds_per_action(scenario, records),
+    )
+
+
+def _seconds_per_action(scenario: Scenario, records: list[list[list[Record]]]) -> float | None:
+    """Returns by how much a compute action took longer than its layers: the runtime's and Python's part."""
+    passes = [end - start for rank in records for step in rank for lane, _, start, end in step if lane == "compute"]
+    if not passes:
+        return None
+    steps = sum(len(rank) for rank in records)
+    return (sum(passes) / NS_PER_S - steps * scenario.compute_s) / len(passes)
