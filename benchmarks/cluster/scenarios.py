@@ -110,7 +110,7 @@ SCENARIOS = {
             gradient_bytes=12_830_000,
             activation_bytes=8192,
             rate_mbit=100,
-            steps=4,
+            steps=3,
         ),
         Scenario(
             name="C",
