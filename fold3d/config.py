@@ -54,7 +54,8 @@ class ParallelConfig:
     are gathered under the backward, each replica steps everything (hides more). "serial": nothing is hidden; for
     comparison. "auto": early."""
     bucket_bytes: int | None = None
-    """Layers' gradients are summed together until they have so many bytes. None: 1 MiB."""
+    """Layers' gradients are summed together until they have so many bytes; 0: each layer's alone. None: the planner's,
+    or 1 MiB."""
     preempt: bool = True
     """Activations go before gradients on the network. False: first come, first served; for comparison."""
 
@@ -79,8 +80,10 @@ class ParallelConfig:
             raise ConfigError(f'schedule={self.schedule!r}: must be a name, the path of a CSV file, or "auto"')
         if self.dp_sync not in DP_SYNCS:
             raise ConfigError(f"dp_sync={self.dp_sync!r}: must be one of {', '.join(DP_SYNCS)}")
-        if self.bucket_bytes is not None and not (isinstance(self.bucket_bytes, int) and self.bucket_bytes > 0):
-            raise ConfigError(f"bucket_bytes={self.bucket_bytes!r}: must be a positive number of bytes")
+        if self.bucket_bytes is not None and not (isinstance(self.bucket_bytes, int) and self.bucket_bytes >= 0):
+            raise ConfigError(
+                f"bucket_bytes={self.bucket_bytes!r}: must be a number of bytes, 0 for a bucket per layer"
+            )
         if self.comm_timeout is not None and not self.comm_timeout > 0:
             raise ConfigError(f"comm_timeout={self.comm_timeout}: must be a positive number of seconds")
         if not self.blocks:

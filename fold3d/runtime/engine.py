@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,11 +16,14 @@ from torch.optim import Optimizer
 
 from fold3d.config import AUTO, ParallelConfig
 from fold3d.errors import ConfigError, Fold3dError, RankError
+from fold3d.plan.choice import Choice
 from fold3d.plan.plan import Plan, Programs
 from fold3d.plan.resolve import without_planner
-from fold3d.runtime import gradients, loss, state
+from fold3d.runtime import gradients, loss, planning, state
 from fold3d.runtime.account import Account
 from fold3d.runtime.agreement import agree
+from fold3d.runtime.batch import MicroBatch, split_batch
+from fold3d.runtime.device import default_device, rng_untouched
 from fold3d.runtime.failure import is_communication_error
 from fold3d.runtime.loss_scaler import LossScaler
 from fold3d.runtime.pipeline import Pipeline
@@ -29,8 +31,6 @@ from fold3d.runtime.rank_model import RankModel, record
 from fold3d.topology import Topology
 from fold3d.trace import Trace
 from fold3d.trace.example import is_transformers_model
-
-MicroBatch = dict[str, Any]
 
 _numbers = itertools.count()  # of the engines of one process
 
@@ -97,18 +97,20 @@ class Engine:
         self.max_grad_norm = max_grad_norm
         self.topology = Topology(dp=config.resolve_dp(world), pp=config.pp, rank=rank)
         self._use(without_planner(config, self.topology.dp) or config)
-        self.device = device or _default_device()
+        self.device = device or default_device()
         self.optimizer: Optimizer | None = None
         self.step_index = 0
         self._make_optimizer = optimizer
         self._scaler = LossScaler(scaler) if scaler is not None and scaler.is_enabled() else None
         self._clip = 1.0
         self._weights = weights
+        self.choice: Choice | None = None
         self._cut: RankModel | None = None
         self._pipeline: Pipeline | None = None
         self._failure: str | None = None
         self._closed = False
-        if example is not None or is_transformers_model(model):
+        # The planner times layers with a real micro-batch; the synthetic one of a transformers model will not do.
+        if example is not None or (is_transformers_model(model) and self.config.segments != AUTO):
             self._build(example)
 
     # Construction
@@ -123,11 +125,15 @@ class Engine:
     def _build(self, example: Mapping[str, Any] | None) -> None:
         error: Exception | None = None
         digest, number = "", next(_numbers)
+        recording = None
+        if self.config.segments == AUTO:
+            recording, settled, self.choice = planning.settle(
+                self.model, self.config, self.topology, self.device, example, self._make_optimizer, number
+            )
+            self._use(settled)
         try:
-            recording = record(self.model, self.config, example)
-            ranges = None
-            if self.config.segments == AUTO:
-                self._use(replace(self.config, segments=1))
+            recording = recording or record(self.model, self.config, example)
+            ranges = None if self.choice is None else self.choice.ranges
             self._cut = RankModel(self.model, self.config, self.topology, self.device, recording, ranges, self._weights)
             self.plan = self._make_plan(self._cut)
             digest = self.plan.digest()
@@ -136,7 +142,7 @@ class Engine:
         name = f"{digest}/{agree(self.topology, digest, number, error)}"
         cut = self._cut
         assert cut is not None
-        self._pipeline = Pipeline(cut, self.config, self.topology, self.device, name)
+        self._pipeline = Pipeline(cut, self.config, self.topology, self.device, name, self.choice)
         # Threads that outlive the interpreter abort the process: a script that never calls close() must end well.
         self._at_exit = weakref.finalize(self, self._pipeline.close)
         self._loss_takes_count = loss.takes_label_count(self.model)
@@ -253,7 +259,7 @@ class Engine:
             for parameter in cut.parameters.values():
                 parameter.grad = None
         program = self.programs.training(len(micro_batches))
-        with self._failing_together(self._step_name()), _rng_untouched(self.device):
+        with self._failing_together(self._step_name()), rng_untouched(self.device):
             return pipeline.train(program, micro_batches, loss_fn, keys)
 
     def grad_norm(self) -> torch.Tensor:
@@ -420,22 +426,15 @@ class Engine:
 
     # Inside
 
-    def _share_of_loss(self, micro_batches: list[MicroBatch]) -> Callable[[Module, MicroBatch], torch.Tensor]:
+    def _share_of_loss(self, micro_batches: list[MicroBatch]) -> loss.LossFunction:
         count = loss.count_labels(self.model, micro_batches) if self._loss_takes_count else None
         if count is None:
-            share = 1.0 / len(micro_batches)
-            return lambda model, batch: loss.loss_of(model(**batch)) * share
-        group = self.groups.data
+            return loss.mean_share(len(micro_batches))
         total = torch.tensor(count)
-        if group is not None:
+        if self.groups.data is not None:
             with self._failing_together("counting the labels of the global batch"):
-                dist.all_reduce(total, group=group)
-        replicas = self.topology.dp  # the mean over replicas divides by it again
-
-        def token_weighted(model: Module, batch: MicroBatch) -> torch.Tensor:
-            return loss.loss_of(model(**batch, num_items_in_batch=total)) * replicas
-
-        return token_weighted
+                dist.all_reduce(total, group=self.groups.data)
+        return loss.token_share(total, self.topology.dp)
 
     def _mean_over_replicas(self, value: torch.Tensor) -> torch.Tensor:
         mean = value.detach().clone()
@@ -495,31 +494,3 @@ class Engine:
         if told is not None:
             self._failure = self._pipeline.fail(RankError(told))
             raise RankError(told)
-
-
-def split_batch(batch: Mapping[str, Any], parts: int) -> list[MicroBatch]:
-    """Returns `parts` micro-batches: equal slices of dimension 0 of every tensor, other values unchanged.
-
-    Raises: ValueError when a tensor does not divide.
-    """
-    for name, value in batch.items():
-        if isinstance(value, torch.Tensor) and (value.ndim == 0 or value.shape[0] % parts or not value.shape[0]):
-            raise ValueError(
-                f"batch[{name!r}] has shape {list(value.shape)}: dimension 0 does not divide into "
-                f"micro_batches={parts}; change the batch size or micro_batches"
-            )
-    slices = {name: value.chunk(parts) for name, value in batch.items() if isinstance(value, torch.Tensor)}
-    return [{name: slices[name][i] if name in slices else value for name, value in batch.items()} for i in range(parts)]
-
-
-def _default_device() -> torch.device:
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
-
-
-@contextlib.contextmanager
-def _rng_untouched(device: torch.device) -> Iterator[None]:
-    """Seeding dropout inside must not change what data loaders and the user draw outside."""
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        yield

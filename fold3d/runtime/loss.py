@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.nn import Module
 
 IGNORED = -100
+LossFunction = Callable[[Module, dict[str, Any]], torch.Tensor]
+"""(model, micro-batch) -> this micro-batch's share of the replica's loss, scalar."""
 
 
 def loss_of(output: Any) -> torch.Tensor:
@@ -58,3 +60,19 @@ def count_labels(model: Module, micro_batches: Sequence[Mapping[str, Any]]) -> i
             return None
         total += int((labels[..., 1:] if shifted else labels).ne(IGNORED).sum())
     return total
+
+
+def mean_share(micro_batches: int) -> LossFunction:
+    """Returns the loss function of models whose loss is a mean: every micro-batch counts alike."""
+    share = 1.0 / micro_batches
+    return lambda model, batch: loss_of(model(**batch)) * share
+
+
+def token_share(labels: torch.Tensor, replicas: int) -> LossFunction:
+    """Returns the loss function of models that divide their loss by the labels of the global batch.
+
+    Args:
+        labels: their number over all replicas, scalar.
+        replicas: the mean over them divides by their number again.
+    """
+    return lambda model, batch: loss_of(model(**batch, num_items_in_batch=labels)) * replicas

@@ -11,8 +11,9 @@ import torch.distributed as dist
 from fold3d import _C
 from fold3d.config import DEFAULT_BUCKET_BYTES, ParallelConfig
 from fold3d.errors import ConfigError, Fold3dError, RankError
+from fold3d.plan.choice import Choice
 from fold3d.runtime import gradients
-from fold3d.runtime.account import Account, RawRecord, make_account
+from fold3d.runtime.account import NS_PER_MS, Account, RawRecord, make_account
 from fold3d.runtime.agreement import check_same_batch, fingerprint
 from fold3d.runtime.broadcast import broadcast_value
 from fold3d.runtime.chunk import DropoutKey, MicroBatch, ModelCall, PipelineChunk, StepInputs
@@ -27,6 +28,7 @@ from fold3d.runtime.progress import Progress, Report
 from fold3d.runtime.rank_model import RankModel
 from fold3d.runtime.stall import holding_up
 from fold3d.runtime.tcp import connect_stages
+from fold3d.runtime.tuner import Tuner
 from fold3d.schedule import Schedule
 from fold3d.topology import Topology
 
@@ -43,8 +45,20 @@ _ALL_RANKS = 64
 class Pipeline:
     """Runs lowered schedules on one rank. Made and used by all ranks of the job in the same order."""
 
-    def __init__(self, cut: RankModel, config: ParallelConfig, topology: Topology, device: torch.device, name: str):
-        """`name`: this engine's in the job, the same on every rank."""
+    def __init__(
+        self,
+        cut: RankModel,
+        config: ParallelConfig,
+        topology: Topology,
+        device: torch.device,
+        name: str,
+        choice: Choice | None,
+    ):
+        """Args:
+        name: this engine's in the job, the same on every rank.
+        choice: the planner's, if it was asked.
+        """
+        self._choice = choice
         self._cut = cut
         self._topology = topology
         self._last_stage = topology.pp_rank == topology.pp - 1
@@ -55,6 +69,8 @@ class Pipeline:
         self._inputs = StepInputs()
         self.dp_sync: DpSync | None = None
         self._schedule: Schedule | None = None
+        self._tuner: Tuner | None = None
+        self._trained = False  # the last run was a step
         self._executor: _C.Executor | None = None
         self._groups: Groups | None = None
         self.progress = Progress()
@@ -87,6 +103,7 @@ class Pipeline:
             if topology.pp_rank in stages and cut.parameters[name].requires_grad
         }
         self._share_weights(shared)
+        self._tuner = Tuner(topology, groups, config, device)
         gate = join_host_gate(topology, groups, self._job, config.preempt)
         if topology.dp > 1:
             self._connect_replicas(config, gate, device)
@@ -106,7 +123,11 @@ class Pipeline:
         topology, cut = self._topology, self._cut
         least = DEFAULT_BUCKET_BYTES if config.bucket_bytes is None else config.bucket_bytes
         buckets = bucket_layout(cut.trainable(), cut.cells, cut.trace, cut.ranges, topology.pp_rank, least)
-        plan = SyncPlan.make(buckets, "early" if config.dp_sync == "auto" else config.dp_sync)
+        if self._choice is not None:
+            stage = topology.pp_rank
+            plan = SyncPlan.of(buckets, self._choice.modes[stage], self._choice.gather_order[stage])
+        else:
+            plan = SyncPlan.make(buckets, "early" if config.dp_sync == "auto" else config.dp_sync)
         over_tcp = _uses_tcp(config.transport, device)
         sync = connect_replicas(
             topology, self.groups, gate, device, config.timeout_seconds, over_tcp=over_tcp, chunk_bytes=0
@@ -142,6 +163,7 @@ class Pipeline:
         """Runs one step's forwards, backwards and gradient sums; returns the replica's loss on each of its ranks."""
         self._inputs.set(micro_batches, lambda model, batch: one_number(call(model, batch)), list(keys))
         sync = self.dp_sync
+        self._tune(schedule)
         if sync is not None:
             own = schedule.ranks[self._topology.pp_rank]
             sync.begin(len(micro_batches), [action.chunk for action in own if action.kind == _C.Kind.REDUCE])
@@ -170,6 +192,7 @@ class Pipeline:
         """Runs one batch forward; returns the last chunk's result on every rank of the replica."""
         if self.dp_sync is not None:
             self.dp_sync.flush()
+        self._trained = False
         self._inputs.set([batch], call, [None])
         results = self._inputs.results
         self._run(schedule, backward=False)
@@ -204,7 +227,18 @@ class Pipeline:
 
     def account(self) -> Account:
         """Returns where the time of the last step went."""
-        return make_account(self._records, *self._bounds)
+        expected = self._tuner.expected if self._tuner is not None else None
+        return make_account(self._records, *self._bounds, None if expected is None else expected.step_ms)
+
+    def _tune(self, schedule: Schedule) -> None:
+        """Looks at the step before this one; every so often plans anew."""
+        assert self._tuner is not None
+        if self._trained:
+            self._tuner.observe(self._records, (self._bounds[1] - self._bounds[0]) / NS_PER_MS)
+        self._trained = True
+        if self._tuner.is_due:
+            with self.progress.during("planning from measured times", meets=True):
+                self._tuner.look(schedule, self.dp_sync)
 
     # Failures
 

@@ -302,6 +302,10 @@ class DpSync:
         ]
         return [*waits, *transfers]
 
+    def bandwidth(self) -> float:
+        """Returns the measured bytes per second that this rank sends; 0.0 when nothing was measured yet."""
+        return self._sync.bandwidth()
+
     def abort(self, reason: str) -> None:
         """Ends all communication; any thread."""
         self._sync.abort(reason)

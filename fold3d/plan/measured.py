@@ -1,0 +1,81 @@
+"""plan_gathers(): the order of early gathers and the length of a step, from what a run measured."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fold3d import _C
+
+_NS = 1e9  # nanoseconds per second
+_TRIES = 24
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Measured:
+    """A run as it is; lists by chunk have an entry for each of the model's chunks."""
+
+    forward: tuple[float, ...]
+    """Seconds of one micro-batch."""
+    backward: tuple[float, ...]
+    activation_bytes: tuple[int, ...]
+    buckets: tuple[tuple[tuple[int, bool], ...], ...]
+    """By chunk: gradient bytes, and whether parameters are gathered ("zero1") instead of gradients."""
+    dp: int
+    serial: bool
+    preempt: bool
+    bandwidth: float
+    """Bytes per second."""
+    latency: float
+    """Seconds of a pipeline message besides its bytes."""
+    hop_latency: float
+    chunk_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Expected:
+    """What the simulator says of it."""
+
+    step_ms: float
+    gather_order: tuple[tuple[int, ...], ...]
+    """Per stage: its early buckets in the order of their gathers."""
+
+
+def plan_gathers(schedule: _C.Schedule, measured: Measured) -> Expected:
+    """Returns the fastest order of gathers found for a schedule with backwards, and how long a step then takes."""
+    model = _model(measured)
+    early = model.dp_sync == "early" and measured.dp > 1
+    most = max(sum(len(b) for b in measured.buckets[stage :: schedule.pp]) for stage in range(schedule.pp))
+    limits = [-1, *range(0, most, max(1, -(-most // _TRIES)))] if early else [-1]
+    best = None
+    for limit in limits:
+        model.early_gathers = limit
+        step = _C.simulate_training(schedule, model, breakdown=False)
+        if best is None or step.step_ns < best.step_ns:
+            best = step
+    assert best is not None
+    orders = best.gather_order if early else [[] for _ in range(schedule.pp)]
+    return Expected(step_ms=best.step_ns / 1e6, gather_order=tuple(tuple(order) for order in orders))
+
+
+def _model(measured: Measured) -> _C.ClusterModel:
+    model = _C.ClusterModel()
+    model.dp = measured.dp
+    model.bandwidth = measured.bandwidth
+    model.latency_ns = round(_NS * measured.latency)
+    model.hop_latency_ns = round(_NS * measured.hop_latency)
+    model.chunk_bytes = measured.chunk_bytes
+    model.preempt = measured.preempt
+    model.forward_ns = [round(_NS * seconds) for seconds in measured.forward]
+    model.backward_ns = [round(_NS * seconds) for seconds in measured.backward]
+    model.activation_bytes = list(measured.activation_bytes)
+    model.update_ns = [0] * len(measured.forward)  # it is part of the forwards that were measured
+    kinds = {zero1 for chunk in measured.buckets for _, zero1 in chunk}
+    model.dp_sync = "serial" if measured.serial else "zero1" if kinds == {True} else "early"
+    model.buckets = [
+        [
+            (round(_NS * forward / len(buckets)), round(_NS * backward / len(buckets)), size, zero1)
+            for size, zero1 in buckets
+        ]
+        for forward, backward, buckets in zip(measured.forward, measured.backward, measured.buckets, strict=True)
+    ]
+    return model

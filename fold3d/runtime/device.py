@@ -1,0 +1,22 @@
+"""The device of this process and its random numbers."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+
+import torch
+
+
+def default_device() -> torch.device:
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+
+
+@contextlib.contextmanager
+def rng_untouched(device: torch.device) -> Iterator[None]:
+    """Seeding dropout inside must not change what data loaders and the user draw outside."""
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        yield

@@ -1,0 +1,155 @@
+"""Planning on all ranks: times the model's layers and the network, and lets rank 0 choose how the model is spread."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn import Module, Parameter
+from torch.optim import Optimizer
+
+from fold3d.config import AUTO, ParallelConfig
+from fold3d.errors import ConfigError
+from fold3d.plan.choice import Choice
+from fold3d.plan.job import Fixed, Job
+from fold3d.plan.links import Links
+from fold3d.plan.profile import Profile, profile_model
+from fold3d.plan.resolve import with_choice
+from fold3d.plan.search import search
+from fold3d.runtime.agreement import agree
+from fold3d.runtime.groups import Groups
+from fold3d.runtime.link_probe import probe_links
+from fold3d.runtime.rank_model import record
+from fold3d.topology import Topology
+from fold3d.trace import Trace
+
+logger = logging.getLogger(__name__)
+
+_ACTION_SECONDS = 2e-4
+"""What an action costs beside the layers: executor, hooks, messages."""
+_BUCKET_SECONDS = 5e-4
+"""What a collective costs beside its bytes."""
+
+
+def settle(
+    model: Module,
+    config: ParallelConfig,
+    topology: Topology,
+    device: torch.device,
+    example: Mapping[str, Any] | None,
+    optimizer: Callable[[list[Parameter]], Optimizer] | None,
+    number: int,
+) -> tuple[Trace | None, ParallelConfig, Choice | None]:
+    """Records the model and settles what is "auto"; all ranks of the job call.
+
+    Returns: the recording, the settings, and the choice behind them; None where there is nothing to fold.
+    Raises: TraceError, ConfigError; RankError when another rank failed.
+    """
+    error: Exception | None = None
+    profile = recording = None
+    try:
+        recording = record(model, config, example)
+        if recording is not None and example is not None:
+            profile = measure(model, recording, config, example, device, optimizer)
+    except Exception as own:
+        error = own
+    agree(topology, "", number, error)  # nobody may wait for the measurements of a rank that failed
+    if recording is None or profile is None:
+        return recording, replace(config, segments=1), None
+    choice = choose(recording, profile, config, topology, device)
+    return recording, with_choice(config, choice), choice
+
+
+def measure(
+    model: Module,
+    recording: Trace,
+    config: ParallelConfig,
+    micro_batch: Mapping[str, Any],
+    device: torch.device,
+    optimizer: Callable[[list[Parameter]], Optimizer] | None,
+) -> Profile:
+    """Returns what the layers cost on this rank; the model is not cut yet. Talks to nobody."""
+    return profile_model(model, recording, micro_batch, device, recompute=config.recompute, optimizer=optimizer)
+
+
+def choose(
+    recording: Trace, profile: Profile, config: ParallelConfig, topology: Topology, device: torch.device
+) -> Choice:
+    """Returns the fastest settings for everything that is "auto", the same on every rank; all ranks of the job call.
+
+    Raises: ConfigError on every rank when the model cannot be spread as asked.
+    """
+    profile = _agreed(profile, topology)
+    links = _links(profile, topology, config, device)
+    job = Job(
+        trace=recording,
+        profile=profile,
+        links=links,
+        dp=topology.dp,
+        pp=topology.pp,
+        micro_batches=config.micro_batches,
+        memory_limit=_memory_limit(device),
+        preempt=config.preempt,
+        action_seconds=_ACTION_SECONDS,
+        bucket_seconds=_BUCKET_SECONDS,
+    )
+    found: list[Any] = [None]
+    if topology.rank == 0:
+        try:
+            found = [search(job, fixed_by(config))]
+            logger.info("%s", found[0].reason)
+        except ConfigError as error:
+            found = [error]
+    if topology.world > 1:
+        dist.broadcast_object_list(found, 0)
+    if isinstance(found[0], ConfigError):
+        raise found[0]
+    assert isinstance(found[0], Choice)
+    return found[0]
+
+
+def fixed_by(config: ParallelConfig) -> Fixed:
+    """Returns what the user has decided."""
+    return Fixed(
+        segments=None if config.segments == AUTO else config.num_segments,
+        schedule=None if config.schedule == AUTO else config.schedule,
+        group_size=config.group_size if isinstance(config.group_size, int) else None,
+        dp_sync=None if config.dp_sync == AUTO else config.dp_sync,
+        bucket_bytes=config.bucket_bytes,
+    )
+
+
+def _agreed(profile: Profile, topology: Topology) -> Profile:
+    profiles: list[Any] = [profile]
+    if topology.world > 1:
+        profiles = [None] * topology.world
+        dist.all_gather_object(profiles, profile)
+    return Profile.agreed(profiles)
+
+
+def _links(profile: Profile, topology: Topology, config: ParallelConfig, device: torch.device) -> Links:
+    groups = Groups(topology, device, config.timeout_seconds, (), with_links=False)
+    try:
+        return probe_links(
+            device=device,
+            dp=topology.dp,
+            pp=topology.pp,
+            stage=topology.pp_rank,
+            activation_bytes=max(profile.activation_bytes),
+            data_group=groups.data,
+            pipe_group=groups.pipeline,
+            world_group=groups.world,
+        )
+    finally:
+        groups.close()
+
+
+def _memory_limit(device: torch.device) -> int | None:
+    """Returns the device's memory in bytes; None for host memory, which others use, too."""
+    if device.type != "cuda":
+        return None
+    return int(torch.cuda.get_device_properties(device).total_memory)

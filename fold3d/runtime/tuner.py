@@ -1,0 +1,173 @@
+"""Tuner: predicts steps from measured times, plans the gathers with them, and looks again when the times drift."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+from statistics import mean
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fold3d.config import ParallelConfig
+from fold3d.plan.measured import Expected, Measured, plan_gathers
+from fold3d.runtime.account import RawRecord, without
+from fold3d.runtime.dp_sync import DpSync
+from fold3d.runtime.dp_sync.plan import SyncPlan
+from fold3d.runtime.groups import Groups
+from fold3d.runtime.link_probe import probe_links
+from fold3d.schedule import Schedule, parse_action
+from fold3d.topology import Topology
+
+logger = logging.getLogger(__name__)
+
+FIRST_STEPS = 3
+"""Steps that are measured before the first plan; the first of them, which warms up, does not count."""
+EVERY = 50
+"""Steps between looks at whether the times are still what the plan was made for."""
+DRIFT = 0.1
+"""By which part measured steps may differ from the prediction before the gathers are planned again."""
+_PROBE_SECONDS = 0.2
+_LOCAL = 1e10
+"""Bytes per second where nothing was sent yet."""
+_CHUNK_BYTES = 1 << 16
+
+
+class Tuner:
+    """Of one rank; all ranks of the job call the same methods at the same steps."""
+
+    def __init__(self, topology: Topology, groups: Groups, config: ParallelConfig, device: torch.device):
+        self._topology, self._groups, self._config, self._device = topology, groups, config, device
+        self._links: tuple[float, float, float] | None = None  # bandwidth, latency, hop latency
+        self._steps = 0
+        self._since = 0  # steps measured for the next look
+        self._times: dict[tuple[int, str], list[float]] = {}
+        self._lengths: list[float] = []
+        self._activation_bytes: dict[int, int] = {}
+        self.expected: Expected | None = None
+
+    def observe(self, records: Sequence[RawRecord], step_ms: float) -> None:
+        """Takes in what a step recorded."""
+        self._steps += 1
+        if self._steps == 1:
+            return
+        gates = [(start, end) for lane, action, start, end, _ in records if lane == "wait" and "GATHER" in action]
+        for lane, text, start, end, size in records:
+            if lane == "compute":
+                action = parse_action(text)
+                spent = sum(b - a for a, b in without([(start, end)], gates)) / 1e9
+                self._times.setdefault((action.chunk, "F" if "F" in text else "B"), []).append(spent)
+            elif lane == "send_f":
+                chunk = parse_action(text).chunk
+                self._activation_bytes[chunk] = max(size, self._activation_bytes.get(chunk, 0))
+        self._lengths.append(step_ms)
+        self._since += 1
+
+    @property
+    def is_due(self) -> bool:
+        """Whether it is time for `look`; the same on all ranks."""
+        return self._since >= (EVERY if self.expected is not None else FIRST_STEPS - 1)
+
+    def look(self, schedule: Schedule, sync: DpSync | None) -> None:
+        """Predicts the step, and plans the gathers where that is worth it; all ranks of the job call, between steps."""
+        if self._links is None:
+            self._links = self._probe()
+        shares: list[Any] = [self._share(sync)]
+        if self._groups.world is not None:
+            shares = [None] * self._topology.world
+            dist.all_gather_object(shares, self._share(sync), group=self._groups.world)
+        found: list[Any] = [None]
+        if self._topology.rank == 0:
+            found = [self._expect(schedule, shares)]
+        if self._groups.world is not None:
+            dist.broadcast_object_list(found, 0, group=self._groups.world)
+        self._times, self._lengths, self._since = {}, [], 0
+        if found[0] is None:
+            return
+        self.expected = found[0]
+        assert self.expected is not None
+        if sync is not None and not sync.plan.serial:
+            plan = sync.plan
+            planned: dict[int, str] = {b.planned: m for b, m in zip(plan.buckets, plan.modes, strict=True)}
+            modes = [planned[number] for number in range(len(planned))]
+            sync.plan = SyncPlan.of(plan.buckets, modes, self.expected.gather_order[self._topology.pp_rank])
+
+    def _share(self, sync: DpSync | None) -> dict[str, Any]:
+        """Returns what rank 0 must know of this rank."""
+        buckets: dict[int, list[tuple[int, bool]]] = {}
+        if sync is not None:
+            sizes: dict[tuple[int, int], tuple[int, bool]] = {}
+            for bucket, mode in zip(sync.buckets, sync.plan.modes, strict=True):
+                key = (bucket.spec.chunk, bucket.spec.planned)
+                size = sizes.get(key, (0, True))[0] + bucket.gradients.nbytes
+                sizes[key] = (size, mode == "zero1")
+            for (chunk, _), entry in sorted(sizes.items()):
+                buckets.setdefault(chunk, []).append(entry)
+        return {
+            "times": {key: mean(values) for key, values in self._times.items()},
+            "activations": self._activation_bytes,
+            "buckets": buckets,
+            "bandwidth": 0.0 if sync is None else sync.bandwidth(),
+            "step_ms": mean(self._lengths) if self._lengths else 0.0,
+            "serial": sync is not None and sync.plan.serial,
+        }
+
+    def _expect(self, schedule: Schedule, shares: Sequence[dict[str, Any]]) -> Expected | None:
+        """Returns a new expectation, None when the present one still holds."""
+        longest = max(share["step_ms"] for share in shares)
+        if self.expected is not None and abs(longest / self.expected.step_ms - 1) <= DRIFT:
+            return None
+        if self.expected is not None:
+            logger.info(
+                "steps take %.1f ms instead of the predicted %.1f: planning again", longest, self.expected.step_ms
+            )
+        assert self._links is not None
+        stages = [shares[stage :: self._topology.pp] for stage in range(self._topology.pp)]
+        chunks = range(schedule.pp * schedule.segments)
+
+        def time_of(chunk: int, kind: str) -> float:
+            values = [share["times"].get((chunk, kind), 0.0) for share in stages[chunk % schedule.pp]]
+            return max(1e-9, float(mean(values)))
+
+        measured_rate = [share["bandwidth"] for share in shares if share["bandwidth"] > 0]
+        measured = Measured(
+            forward=tuple(time_of(chunk, "F") for chunk in chunks),
+            backward=tuple(time_of(chunk, "B") for chunk in chunks),
+            activation_bytes=tuple(
+                max(share["activations"].get(chunk, 0) for share in stages[chunk % schedule.pp]) for chunk in chunks
+            ),
+            buckets=tuple(
+                tuple(stages[chunk % schedule.pp][0]["buckets"].get(chunk, ((0, False),))) for chunk in chunks
+            ),
+            dp=self._topology.dp,
+            serial=shares[0]["serial"],
+            preempt=self._config.preempt,
+            bandwidth=min(measured_rate, default=self._links[0]),
+            latency=self._links[1],
+            hop_latency=self._links[2],
+            chunk_bytes=_CHUNK_BYTES,
+        )
+        expected = plan_gathers(schedule, measured)
+        logger.info("measured %.1f ms a step, predicted %.1f ms", longest, expected.step_ms)
+        return expected
+
+    def _probe(self) -> tuple[float, float, float]:
+        """Returns bandwidth (bytes per second), latency of a message and of a hop of the rings (seconds)."""
+        topology, groups = self._topology, self._groups
+        if topology.world == 1:
+            return _LOCAL, 0.0, 0.0
+        links = probe_links(
+            device=self._device,
+            dp=topology.dp,
+            pp=topology.pp,
+            stage=topology.pp_rank,
+            activation_bytes=max(self._activation_bytes.values(), default=0),
+            data_group=groups.data,
+            pipe_group=groups.pipeline,
+            world_group=groups.world,
+            seconds=_PROBE_SECONDS,
+        )
+        rate = links.bandwidth if math.isfinite(links.bandwidth) else _LOCAL
+        return rate, links.pp_latency, links.hop_latency
