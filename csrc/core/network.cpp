@@ -20,7 +20,8 @@ void Network::send_message(std::int64_t now, int from, int to, std::int64_t byte
   messages_.push_back({from, to, token, bytes, now, 0});
   waiting_messages_.push_back(static_cast<int>(messages_.size()) - 1);
   for (Side* side : {&out(from), &in(to)}) {
-    side->pipeline.begins(now, duration(bytes));
+    // Patience must outlast the chunk that is on its way.
+    side->pipeline.begins(now, duration(bytes + options_.chunk_bytes));
     shorten(now, *side, true);
   }
   start_what_can(now);

@@ -14,7 +14,7 @@ _BUCKET_BYTES = (0, 1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24, 1 << 26, WHOLE_
 
 
 def segment_counts(job: Job, fixed: Fixed) -> list[int]:
-    """Returns the numbers of segments to try, ascending: all up to 8, then in growing strides."""
+    """Returns the numbers of segments to try, ascending: all up to 12, then every fourth."""
     if fixed.ranges is not None:
         return [len(fixed.ranges) // job.pp]
     if fixed.segments is not None:
@@ -22,7 +22,7 @@ def segment_counts(job: Job, fixed: Fixed) -> list[int]:
     most = max(1, min(MOST_SEGMENTS, len(places(job.trace)) // job.pp))
     if fixed.schedule is not None and not fixed.schedule.endswith(".csv") and not _folds(fixed.schedule):
         most = 1
-    return [n for n in range(1, most + 1) if n <= 8 or n % 4 == 0 or n == most]
+    return [n for n in range(1, most + 1) if n <= 12 or n % 4 == 0 or n == most]
 
 
 def _folds(name: str) -> bool:
@@ -35,9 +35,10 @@ def orders(job: Job, fixed: Fixed, segments: int) -> list[Order]:
         return [Order(fixed.schedule)]
     if fixed.group_size is not None:
         return [Order("fold", fixed.group_size)]
+    stride = 2 if job.micro_batches <= 8 * job.pp else 4
     sizes = [job.pp]
-    while sizes[-1] * 2 < job.micro_batches:
-        sizes.append(sizes[-1] * 2)
+    while sizes[-1] * stride < job.micro_batches:
+        sizes.append(sizes[-1] * stride)
     sizes = sorted({min(size, job.micro_batches) for size in (*sizes, job.micro_batches)})
     folds = [Order("fold", size) for size in sizes]
     if fixed.schedule == "fold":

@@ -10,6 +10,8 @@ from fold3d.plan.profile import Profile
 from fold3d.trace import Trace
 
 DP_SYNC = ("zero1", "early", "serial")
+_CHUNK_SECONDS, _LEAST_CHUNK, _MOST_CHUNK = 1.5e-3, 16 << 10, 4 << 20
+_BUFFER_SECONDS, _LEAST_BUFFER = 4e-3, 64 << 10
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,14 +29,26 @@ class Job:
     """Per step and replica."""
     memory_limit: int | None = None
     """Bytes that a rank may use for weights, gradients, optimizer and activations; None: any."""
-    chunk_bytes: int = 1 << 18
-    """DP.sync may be paused for PP.sync every so many bytes."""
+    chunk_bytes: int | None = None
+    """DP.sync can be paused for PP.sync every so many bytes; None: as the runtime does it on these links."""
     preempt: bool = True
     """Whether it is."""
     action_seconds: float = 0.0
     """Spent on every forward and backward of a chunk besides computing."""
     bucket_seconds: float = 0.0
     """Spent on every reduce-scatter and gather besides sending."""
+
+    @property
+    def pause_bytes(self) -> int:
+        """What is sent before a waiting message of PP.sync: a chunk, and what lies in the system's buffers before it.
+
+        The sizes are those of csrc/comm/credits.cpp, which follow the bandwidth.
+        """
+        if self.chunk_bytes is not None:
+            return self.chunk_bytes
+        bandwidth = self.links.bandwidth
+        chunk = min(max(bandwidth * _CHUNK_SECONDS, _LEAST_CHUNK), _MOST_CHUNK)
+        return round(chunk + max(bandwidth * _BUFFER_SECONDS, _LEAST_BUFFER))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

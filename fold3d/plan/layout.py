@@ -93,7 +93,7 @@ def places(trace: Trace) -> list[int]:
     return [block for block, reason in enumerate(trace.borders) if not reason or block == 0]
 
 
-def cut(job: Job, segments: int, first_share: float = 1.0) -> Ranges:
+def cut(job: Job, segments: int, first_share: float = 1.0, last_share: float = 1.0) -> Ranges:
     """Returns the blocks of every chunk, in segments of about equal time, each cut into stages of about equal time.
 
     Stages of one segment work side by side, so a difference between them is idle time; a difference between segments is
@@ -103,6 +103,7 @@ def cut(job: Job, segments: int, first_share: float = 1.0) -> Ranges:
         segments: folds of the model; there must be pp * segments places to cut.
         first_share: time of the first segment over that of the others. Less than 1 makes the reduce-scatters and
             gathers short that the next step waits for; more than 1 lets it hide more gathers.
+        last_share: the same of the last segment: less than 1 lets the first reduce-scatters begin earlier.
     Raises: ConfigError if there are fewer places.
     """
     starts = places(job.trace)
@@ -119,23 +120,34 @@ def cut(job: Job, segments: int, first_share: float = 1.0) -> Ranges:
     blocks[-1] += both[-1]
     costs = [sum(blocks[first:end]) for first, end in zip(starts, ends, strict=True)]
     firsts: list[int] = []
-    for first, end in pairwise(_segment_borders(costs, pp, segments, first_share)):
+    for first, end in pairwise(_segment_borders(costs, pp, segments, first_share, last_share)):
         firsts += [first + offset for offset in partition(costs[first:end], pp)]
     begins = [starts[first] for first in firsts]
     return tuple(zip(begins, [*begins[1:], total], strict=True))
 
 
-def _segment_borders(costs: list[float], pp: int, segments: int, first_share: float) -> list[int]:
+def _segment_borders(costs: list[float], pp: int, segments: int, first_share: float, last_share: float) -> list[int]:
     """Returns the first unit of every segment, and the number of units. Whole groups of pp units, so that a segment of
     equal blocks can be cut evenly; what is left over goes to the last group."""
     count = len(costs) // pp
     groups = [sum(costs[pp * k : pp * (k + 1)]) for k in range(count)]
     groups[-1] += sum(costs[pp * count :])
-    head = 0
-    if first_share != 1 and segments > 1:
-        share = first_share / (first_share + segments - 1) * sum(groups)
-        head = 1
-        while head < count - (segments - 1) and sum(groups[: head + 1]) <= share:
-            head += 1
-    rest = partition(groups[head:], segments - (head > 0))
-    return [0] * (head > 0) + [pp * (head + first) for first in rest] + [len(costs)]
+    if segments < 3:
+        last_share = 1.0  # one share tells the sizes of both
+    inner = segments - (first_share != 1) - (last_share != 1)
+    if inner < 1:
+        return [pp * first for first in partition(groups, segments)] + [len(costs)]
+    average = sum(groups) / (inner + (first_share if first_share != 1 else 0) + (last_share if last_share != 1 else 0))
+    head = _take(groups, first_share * average, count - segments + 1) if first_share != 1 else 0
+    tail = _take(groups[::-1], last_share * average, count - head - segments + 2) if last_share != 1 else 0
+    rest = partition(groups[head : count - tail], inner)
+    begins = [0] * (head > 0) + [head + first for first in rest] + [count - tail] * (tail > 0)
+    return [pp * begin for begin in begins] + [len(costs)]
+
+
+def _take(groups: list[float], time: float, most: int) -> int:
+    """Returns how many groups come nearest to `time` without more than that; at least 1."""
+    taken = 1
+    while taken < most and sum(groups[: taken + 1]) <= time * 1.001:
+        taken += 1
+    return taken

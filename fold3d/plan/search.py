@@ -13,13 +13,14 @@ from fold3d.plan.layout import Layout, Ranges, cut
 from fold3d.plan.simulator import prediction_of
 from fold3d.plan.trial import Modes, Order, Trials
 
-_FIRST_SHARES = (1.0, 0.25)
-_MORE_FIRST_SHARES = (1.0, 0.25, 0.5, 1.5)
+_SHARES = ((1.0, 1.0), (0.25, 1.0), (1.0, 0.5))
+_MORE_SHARES = (*_SHARES, (0.5, 1.0), (1.5, 1.0), (0.5, 0.5))
+"""Of the first and the last segment, against the others."""
 _EQUAL = 1.003
 """Steps within this factor are equal: then fewer segments, and less memory, win."""
 _WORTH_A_CHANGE = 0.97
 _RUNNERS_UP = 4
-_MUCH_WORK = 80_000
+_MUCH_WORK = 25_000
 """Compute actions per step of all stages from which the search looks at fewer candidates."""
 
 
@@ -116,13 +117,13 @@ def search(job: Job, fixed: Fixed | None = None) -> Choice:
     actions = 2 * job.pp * max(counts) * job.micro_batches
     few = max(1, round(6 * min(1.0, _MUCH_WORK / 8 / actions)))
     for segments in counts:
-        for ranges in _cuts(job, fixed, segments, _FIRST_SHARES):
+        for ranges in _cuts(job, fixed, segments, _SHARES):
             layout = _usual(candidates.layouts(job, fixed, ranges))
             for order in candidates.orders(job, fixed, segments):
                 state.try_all(layout, order, _limits(job, layout, 2))
     heuristic = _try_heuristic(state, counts)
     for found in state.best_of(lambda c: (c.segments(job.pp), c.order), few):
-        for ranges in _cuts(job, fixed, found.segments(job.pp), _MORE_FIRST_SHARES):
+        for ranges in _cuts(job, fixed, found.segments(job.pp), _MORE_SHARES):
             for layout in candidates.layouts(job, fixed, ranges):
                 state.try_all(layout, found.order, _limits(job, layout, 4))
     for found in state.best_of(lambda c: (c.layout.ranges, c.layout.buckets, c.order), max(1, few // 2)):
@@ -169,12 +170,12 @@ def recheck(job: Job, choice: Choice, forward_ms: Sequence[float], backward_ms: 
     return better if better.step_ms < _WORTH_A_CHANGE * now else None
 
 
-def _cuts(job: Job, fixed: Fixed, segments: int, first_shares: Sequence[float]) -> list[Ranges]:
+def _cuts(job: Job, fixed: Fixed, segments: int, shares: Sequence[tuple[float, float]]) -> list[Ranges]:
     """Returns the cuts into so many segments that differ, the even one first."""
     if fixed.ranges is not None:
         job.trace.check_ranges(list(fixed.ranges))
         return [fixed.ranges]
-    return list(dict.fromkeys(cut(job, segments, share) for share in first_shares))
+    return list(dict.fromkeys(cut(job, segments, first, last) for first, last in shares))
 
 
 def _usual(layouts: list[Layout]) -> Layout:
@@ -193,7 +194,7 @@ def _try_heuristic(state: _Search, counts: list[int]) -> _Candidate:
     job, fixed = state.job, state.fixed
     segments = candidates.heuristic_segments(job, counts)
     order = candidates.orders(job, fixed, segments)[0]
-    layout = candidates.layouts(job, fixed, _cuts(job, fixed, segments, (1.0,))[0])[-1]
+    layout = candidates.layouts(job, fixed, _cuts(job, fixed, segments, _SHARES[:1])[0])[-1]
     if fixed.modes is not None:
         return state.try_one(layout, order, fixed.modes)
     return state.try_one(layout, order, candidates.uniform_modes(job, layout, state.kinds()[0]))

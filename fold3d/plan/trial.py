@@ -82,7 +82,7 @@ class Trials:
         model.bandwidth = job.links.bandwidth
         model.latency_ns = round(_NS * job.links.message_latency(max(layout.activation_bytes)))
         model.hop_latency_ns = round(_NS * job.links.hop_latency)
-        model.chunk_bytes = job.chunk_bytes
+        model.chunk_bytes = job.pause_bytes
         model.preempt = job.preempt
         model.action_ns = round(_NS * job.action_seconds)
         model.bucket_ns = round(_NS * job.bucket_seconds)

@@ -62,7 +62,7 @@ def make_job(
         measured=True,
     )
     links = Links(pp_latency=2e-4, pp_bandwidth=bandwidth, dp_bandwidth=bandwidth, hop_latency=2e-4)
-    values = {"action_seconds": 3e-4, "bucket_seconds": 3e-4, "chunk_bytes": 1 << 16}
+    values = {"action_seconds": 3e-4, "bucket_seconds": 3e-4}
     return Job(
         trace=recorded, profile=profile, links=links, dp=dp, pp=pp, micro_batches=micro_batches, **(values | changes)
     )
