@@ -49,8 +49,6 @@ class Fold3dRank:
             optimizer=partial(torch.optim.SGD, lr=LEARNING_RATE),
             example={"x": self._batch["x"][:1]},
         )
-        if self._waits:
-            _gather_as_reduced(self._engine)
 
     def step(self) -> None:
         """Runs Engine.step, which also takes the exact global gradient norm."""
@@ -60,9 +58,11 @@ class Fold3dRank:
             self._engine.flush()
             self._waited_ms = (time.perf_counter() - start) * 1e3
 
-    def forget_records(self) -> None:
+    def warmed_up(self) -> None:
         """Drops what was recorded so far."""
         self._accounts.clear()
+        if self._waits:
+            _gather_as_reduced(self._engine)  # only now: fold3d plans its own order first
 
     def records(self) -> Sequence[Sequence[Record]]:
         """Returns each step's records of computing, receiving and DP.sync."""

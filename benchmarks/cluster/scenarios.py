@@ -96,6 +96,7 @@ SCENARIOS = {
             gradient_bytes=12_500_000,
             activation_bytes=8192,
             rate_mbit=100,
+            steps=4,
         ),
         Scenario(
             name="B",

@@ -22,8 +22,8 @@ class Rank(Protocol):
     def step(self) -> None:
         """Runs one optimizer step."""
 
-    def forget_records(self) -> None:
-        """Drops what was recorded so far."""
+    def warmed_up(self) -> None:
+        """The steps from here on are measured: drops what was recorded so far."""
 
     def records(self) -> Sequence[Sequence[Record]]:
         """Returns what was recorded, step by step; empty where the system does not say."""
@@ -58,21 +58,30 @@ class Family:
     """Steps until it does the same in every step; the first also connects and allocates."""
 
 
+PLANNED = 4
+"""Steps until fold3d has measured its links and its times, planned by them, and run by that plan."""
+
 FAMILIES = {
-    "fold3d-auto": Family("fold3d", "auto", "fold3d as it plans itself", folds=False, dp_sync="auto", warm_up=3),
-    "fold3d-aiao-zero1": Family("fold3d", "aiao", "parameters gathered under the next forward", dp_sync="zero1"),
-    "fold3d-aiao-early": Family("fold3d", "aiao", "gradients gathered in idle network time", dp_sync="early"),
-    "fold3d-aiao-unordered": Family(
-        "fold3d", "aiao", "as fold3d-aiao-early, messages first come, first served", dp_sync="early", preempt=False
+    "fold3d-auto": Family("fold3d", "auto", "fold3d as it plans itself", folds=False, dp_sync="auto", warm_up=PLANNED),
+    "fold3d-aiao-zero1": Family(
+        "fold3d", "aiao", "parameters gathered under the next forward", dp_sync="zero1", warm_up=PLANNED
     ),
-    "fold3d-interleaved-serial": Family("fold3d", "interleaved", "sums after the pipeline", dp_sync="serial"),
+    "fold3d-aiao-early": Family(
+        "fold3d", "aiao", "gradients gathered in idle network time", dp_sync="early", warm_up=PLANNED
+    ),
+    "fold3d-aiao-unordered": Family(
+        "fold3d", "aiao", "the same, first come, first served", dp_sync="early", preempt=False, warm_up=PLANNED
+    ),
+    "fold3d-interleaved-serial": Family(
+        "fold3d", "interleaved", "sums after the pipeline", dp_sync="serial", warm_up=PLANNED
+    ),
     "fold3d-interleaved-npp": Family(
-        "fold3d", "interleaved", "sums under the backward, awaited before the next step", dp_sync="early", waits=True
+        "fold3d", "interleaved", "sums under the backward, then awaited", dp_sync="early", waits=True, warm_up=PLANNED
     ),
     "fold3d-interleaved-nm": Family(
-        "fold3d", "fold", "the same with N = m", group_size="m", dp_sync="early", waits=True
+        "fold3d", "fold", "the same with N = m", group_size="m", dp_sync="early", waits=True, warm_up=PLANNED
     ),
-    "fold3d-1f1b": Family("fold3d", "1f1b", "one forward, one backward", folds=False, dp_sync="early"),
+    "fold3d-1f1b": Family("fold3d", "1f1b", "one forward, one backward", folds=False, dp_sync="early", warm_up=PLANNED),
     "torch-1f1b": Family("torch", "Schedule1F1B", "torch.distributed.pipelining", folds=False, dp_sync="all-reduce"),
     "torch-interleaved": Family(
         "torch", "ScheduleInterleaved1F1B", "torch.distributed.pipelining", dp_sync="all-reduce"

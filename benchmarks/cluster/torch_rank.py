@@ -72,8 +72,8 @@ class TorchRank:
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
 
-    def forget_records(self) -> None:
-        """There are none."""
+    def warmed_up(self) -> None:
+        """Nothing to do: there are no records."""
 
     def records(self) -> Sequence[Sequence[Record]]:
         """Returns nothing: torch's runtime keeps no records."""

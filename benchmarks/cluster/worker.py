@@ -55,7 +55,7 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
     system = find_system(request["system"], scenario).on_this_rank(scenario)
     for _ in range(request["warm_up"]):
         system.step()
-    system.forget_records()
+    system.warmed_up()
     sent_before = sent_bytes(interface)
     ends = [time.monotonic_ns()]
     for _ in range(request["steps"]):
