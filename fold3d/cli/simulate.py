@@ -33,6 +33,9 @@ def add(subcommands: Any) -> None:
     cluster.add_argument("--chunk", type=float, default=1.0, metavar="MB", help="DP.sync may pause so often, default 1")
     cluster.add_argument("--no-preempt", action="store_true", help="PP.sync waits for whole buckets of DP.sync")
     made.add_argument("--dp-sync", choices=_DP_SYNC, default="zero1", help="how DP.sync is hidden, default zero1")
+    made.add_argument(
+        "--bucket", type=float, metavar="MB", help="layers join up to so many gradients; default: none do"
+    )
     made.add_argument("--png", metavar="FILE", help="draw the step's timeline")
     made.set_defaults(run=run)
 
@@ -60,7 +63,14 @@ def run(options: argparse.Namespace) -> None:
         chunk_bytes=round(options.chunk * 1e6),
         preempt=not options.no_preempt,
     )
-    prediction = simulator.predict(schedule, work, cluster, dp_sync=options.dp_sync, timeline=bool(options.png))
+    prediction = simulator.predict(
+        schedule,
+        work,
+        cluster,
+        dp_sync=options.dp_sync,
+        bucket_bytes=None if options.bucket is None else round(options.bucket * 1e6),
+        timeline=bool(options.png),
+    )
     print(_report(schedule, prediction))
     if options.png:
         from fold3d.runtime.timeline_picture import write_picture
@@ -85,6 +95,7 @@ def _report(schedule: Schedule, prediction: Prediction) -> str:
     ]
     if prediction.early_gathers is not None:
         lines.append(f"gathers begun before the last reduce-scatter: {prediction.early_gathers} per stage")
+        lines.append(f"order of gathers on stage 0, by bucket: {' '.join(map(str, prediction.gather_order[0]))}")
     lines.append(
         f"DP.sync paused for PP.sync {prediction.preemptions} times in {prediction.steps} steps; "
         f"PP.sync waited at most {prediction.longest_pp_wait_ms:.3f} ms"

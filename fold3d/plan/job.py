@@ -5,13 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fold3d.errors import ConfigError
-from fold3d.plan.links import Links
+from fold3d.plan.links import Links, pause_bytes
 from fold3d.plan.profile import Profile
 from fold3d.trace import Trace
 
 DP_SYNC = ("zero1", "early", "serial")
-_CHUNK_SECONDS, _LEAST_CHUNK, _MOST_CHUNK = 1.5e-3, 16 << 10, 4 << 20
-_BUFFER_SECONDS, _LEAST_BUFFER = 4e-3, 64 << 10
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,15 +38,8 @@ class Job:
 
     @property
     def pause_bytes(self) -> int:
-        """What is sent before a waiting message of PP.sync: a chunk, and what lies in the system's buffers before it.
-
-        The sizes are those of csrc/comm/credits.cpp, which follow the bandwidth.
-        """
-        if self.chunk_bytes is not None:
-            return self.chunk_bytes
-        bandwidth = self.links.bandwidth
-        chunk = min(max(bandwidth * _CHUNK_SECONDS, _LEAST_CHUNK), _MOST_CHUNK)
-        return round(chunk + max(bandwidth * _BUFFER_SECONDS, _LEAST_BUFFER))
+        """What is sent before a waiting message of PP.sync."""
+        return pause_bytes(self.links.bandwidth) if self.chunk_bytes is None else self.chunk_bytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

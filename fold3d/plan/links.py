@@ -12,6 +12,8 @@ _FEW = 5  # round trips per measurement
 _LEAST_BURST = 1 << 18  # bytes
 _MOST_BURST = 1 << 28
 _FASTEST = 1e13  # bytes per second, where there is no network
+_CHUNK_SECONDS, _LEAST_CHUNK, _MOST_CHUNK = 1.5e-3, 16 << 10, 4 << 20
+_BUFFER_SECONDS, _LEAST_BUFFER = 4e-3, 64 << 10
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,6 +39,15 @@ class Links:
         """Returns what a message takes beyond its bytes at `bandwidth`, in seconds."""
         more = message_bytes * (1 / self.pp_bandwidth - 1 / self.bandwidth)
         return self.pp_latency + max(0.0, more)
+
+
+def pause_bytes(bandwidth: float) -> int:
+    """Returns what DP.sync sends before a waiting message of PP.sync: a chunk, and what lies in the system's buffers.
+
+    The sizes are those of csrc/comm/credits.cpp, which follow the bandwidth (bytes per second).
+    """
+    chunk = min(max(bandwidth * _CHUNK_SECONDS, _LEAST_CHUNK), _MOST_CHUNK)
+    return round(chunk + max(bandwidth * _BUFFER_SECONDS, _LEAST_BUFFER))
 
 
 def measure_links(

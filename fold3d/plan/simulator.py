@@ -8,6 +8,7 @@ from itertools import pairwise
 
 from fold3d import _C
 from fold3d.errors import ConfigError
+from fold3d.plan.buckets import cut_buckets
 from fold3d.schedule import parse_action
 
 _NS = 1e9  # nanoseconds per second
@@ -111,6 +112,8 @@ class Prediction:
     """Of the replicas that differ: one, unless hosts hold parts of several."""
     early_gathers: int | None
     """The number per stage that the prediction is for; None if DP.sync does not gather early."""
+    gather_order: tuple[tuple[int, ...], ...]
+    """Per stage: its early buckets (numbers in forward order) in the order of their gathers."""
     preemptions: int
     """DP.sync paused for PP.sync, in all simulated steps."""
     longest_pp_wait_ms: float
@@ -131,6 +134,7 @@ def predict(
     dp_sync: str = "zero1",
     early_gathers: int | None = None,
     layers_per_bucket: int = 1,
+    bucket_bytes: int | None = None,
     max_steps: int = 8,
     timeline: bool = False,
 ) -> Prediction:
@@ -142,6 +146,8 @@ def predict(
         early_gathers: with "early" and "unvoted", how many gathers a stage may begin before its last reduce-scatter is
             done; None tries all numbers and takes the fastest.
         layers_per_bucket: layers whose gradients are summed together; 0 = a chunk is one bucket.
+        bucket_bytes: layers join until a bucket has at least so many bytes, as in the runtime; None: layers_per_bucket
+            decides.
         max_steps: how long to wait for a steady state.
         timeline: fill Prediction.records.
     Raises: ConfigError if the parts do not fit each other.
@@ -150,6 +156,8 @@ def predict(
     try:
         model.dp_sync = dp_sync
         model.layers_per_bucket = layers_per_bucket
+        if bucket_bytes is not None:
+            model.buckets = _cut(work, bucket_bytes)
         early = dp_sync in ("early", "unvoted")
         if early and early_gathers is None:
             early_gathers = _best_early_gathers(schedule, model, max_steps)
@@ -167,6 +175,7 @@ def prediction_of(step: _C.TrainingStep, *, early_gathers: int | None, timeline:
         limit_ms=step.limit_ns / 1e6,
         ranks=tuple(_breakdown(rank) for rank in step.ranks),
         early_gathers=early_gathers,
+        gather_order=tuple(tuple(numbers) for numbers in step.gather_order),
         preemptions=step.preemptions,
         longest_pp_wait_ms=step.longest_message_wait_ns / 1e6,
         steps=step.steps,
@@ -212,10 +221,22 @@ def _nanoseconds(seconds: Sequence[float]) -> list[int]:
     return [round(second * _NS) for second in seconds]
 
 
+def _cut(work: Work, bucket_bytes: int) -> list[list[tuple[int, int, int, bool]]]:
+    """Returns the buckets of every chunk: shares of forward and backward, bytes, not zero1."""
+    chunks = []
+    for layers, size in zip(work.layers, work.gradient_bytes, strict=True):
+        sizes = [size * (layer + 1) // layers - size * layer // layers for layer in range(layers)]
+        cuts = cut_buckets(sizes, bucket_bytes)
+        chunks.append([(end - first, end - first, sum(sizes[first:end]), False) for first, end in cuts])
+    return chunks
+
+
 def _best_early_gathers(schedule: _C.Schedule, model: _C.ClusterModel, max_steps: int) -> int:
     """Returns the number with the shortest step; of equals the smallest, which leaves the network most freedom."""
     size = model.layers_per_bucket
-    buckets = [1 if size == 0 else -(-layers // size) for layers in model.layers]
+    buckets = [len(parts) for parts in model.buckets]
+    if not buckets:
+        buckets = [1 if size == 0 else -(-layers // size) for layers in model.layers]
     most = max(sum(buckets[stage :: schedule.pp]) for stage in range(schedule.pp))
     best, shortest = 0, 0
     for number in range(most):

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from fold3d.plan.links import Links, measure_links
+from fold3d.plan.links import Links, measure_links, pause_bytes
 
 
 class Wire:
@@ -57,6 +57,12 @@ def test_without_a_network():
 
     found = measure_links(pass_on=None, sum_up=None, slowest=never, dp=1, activation_bytes=8192)
     assert found.bandwidth == 1e13 and found.message_latency(8192) == 0
+
+
+def test_what_cannot_be_paused_follows_the_bandwidth():
+    assert pause_bytes(1e6) == (16 << 10) + (64 << 10)
+    assert pause_bytes(1e9) == 1_500_000 + 4_000_000
+    assert pause_bytes(1e10) == (4 << 20) + 40_000_000
 
 
 def test_slow_messages_are_latency():

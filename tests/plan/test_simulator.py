@@ -133,3 +133,14 @@ def test_bad_work():
         predict(other, work(), cluster())
     with pytest.raises(ConfigError, match="no backward"):
         predict(schedule.forward_only(pp=2, segments=4, micro_batches=8), work(), cluster())
+
+
+def test_buckets_of_so_many_bytes():
+    """Layers of 6.25 MB, two per chunk: one or two buckets per chunk."""
+    small = predict(MADE, work(), cluster(), dp_sync="early", bucket_bytes=0)
+    assert small.step_ms == predict(MADE, work(), cluster(), dp_sync="early").step_ms
+    assert sorted(small.gather_order[0]) == list(range(8))
+    large = predict(MADE, work(), cluster(), dp_sync="early", bucket_bytes=7_000_000)
+    assert large.step_ms == predict(MADE, work(), cluster(), dp_sync="early", layers_per_bucket=0).step_ms
+    assert sorted(large.gather_order[1]) == list(range(4))
+    assert predict(MADE, work(), cluster(), dp_sync="zero1").gather_order == ((), ())
