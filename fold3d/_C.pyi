@@ -154,7 +154,9 @@ class BucketSync:
         name: str,
         *,
         chunk_bytes: int,
-        links: RingLinks | None,
+        links: RingLinks | None = None,
+        reduce_group: str = "",
+        gather_group: str = "",
     ) -> None: ...
     def begin(self, step: int, gather_order: list[int]) -> None: ...
     def reduce(self, bucket: int, gradients: torch.Tensor, scale: float) -> None: ...

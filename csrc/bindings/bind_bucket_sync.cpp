@@ -8,6 +8,8 @@
 #include "comm/bucket_sync.h"
 #include "comm/ring.h"
 #include "comm/ring_links_tcp.h"
+#include "runtime/collectives_c10d.h"
+#include "runtime/ring_link_c10d.h"
 #include "runtime/tensor_buffer.h"
 
 namespace py = pybind11;
@@ -44,19 +46,34 @@ comm::Collective collective_of(int bucket, const at::Tensor& tensor, double scal
 /// What Python sees as `BucketSync`.
 class PyBucketSync {
  public:
-  PyBucketSync(int rank, int size, const std::shared_ptr<HostGate>& gate, const py::object& device,
-               double timeout_seconds, const std::string& name, std::size_t chunk_bytes,
-               const std::shared_ptr<comm::TcpRingLinks>& links)
+  PyBucketSync(int rank, int size, std::shared_ptr<HostGate> gate, const py::object& device, double timeout_seconds,
+               const std::string& name, std::size_t chunk_bytes, const std::shared_ptr<comm::TcpRingLinks>& links,
+               const std::string& reduce_group, const std::string& gather_group)
       : device_(py::cast<c10::Device>(device)), credits_(std::make_shared<comm::Credits>(chunk_bytes)) {
-    if (!device_.is_cpu())
-      throw std::invalid_argument("the links are for host memory, not for device " + device_.str());
-    const auto ring = [&](Traffic traffic) {
-      return std::make_unique<comm::Ring>(comm::Ring::Options{.rank = rank, .size = size, .traffic = traffic},
-                                          links->link(traffic), gate, credits_);
+    const bool has_groups = !reduce_group.empty() && !gather_group.empty();
+    if ((links != nullptr) == has_groups || (links && !device_.is_cpu())) {
+      throw std::invalid_argument("a bucket sync needs links (host memory only) or two groups, not both");
+    }
+    const auto stream = [&](Traffic traffic) -> std::unique_ptr<comm::CollectiveStream> {
+      const std::string& group = traffic == Traffic::kReduce ? reduce_group : gather_group;
+      if (!device_.is_cpu()) {
+        return std::make_unique<runtime::C10dCollectives>(
+            runtime::C10dCollectives::Options{rank, size, traffic, chunk_bytes}, group, device_, gate);
+      }
+      std::shared_ptr<comm::RingLink> link;
+      if (links) {
+        link = links->link(traffic);
+      } else {
+        link = std::make_shared<runtime::C10dRingLink>(group, rank, size);
+      }
+      return std::make_unique<comm::Ring>(comm::Ring::Options{.rank = rank, .size = size, .traffic = traffic}, link,
+                                          gate, credits_);
     };
+    auto reduce_stream = stream(Traffic::kReduce);
+    auto gather_stream = stream(Traffic::kGather);
     sync_ = std::make_shared<comm::BucketSync>(
-        comm::BucketSync::Options{.timeout = milliseconds(timeout_seconds), .name = name, .size = size}, gate,
-        ring(Traffic::kReduce), ring(Traffic::kGather));
+        comm::BucketSync::Options{.timeout = milliseconds(timeout_seconds), .name = name, .size = size},
+        std::move(gate), std::move(reduce_stream), std::move(gather_stream));
   }
 
   ~PyBucketSync() { close(); }
@@ -143,10 +160,13 @@ void bind_bucket_sync(py::module_& module) {
   py::class_<PyBucketSync>(
       module, "BucketSync",
       "DP.sync of one rank: reduce-scatters and all-gathers of flat buckets over the replicas of its stage.")
-      .def(py::init<int, int, const std::shared_ptr<HostGate>&, py::object, double, const std::string&, std::size_t,
-                    const std::shared_ptr<comm::TcpRingLinks>&>(),
+      .def(py::init<int, int, std::shared_ptr<HostGate>, py::object, double, const std::string&, std::size_t,
+                    const std::shared_ptr<comm::TcpRingLinks>&, const std::string&, const std::string&>(),
            py::arg("rank"), py::arg("size"), py::arg("gate"), py::arg("device"), py::arg("timeout_seconds"),
-           py::arg("name"), py::kw_only(), py::arg("chunk_bytes"), py::arg("links"))
+           py::arg("name"), py::kw_only(), py::arg("chunk_bytes"), py::arg("links") = nullptr,
+           py::arg("reduce_group") = "", py::arg("gather_group") = "",
+           "The collectives go over `links`, or over two process groups of the replicas, given by name, with host or "
+           "device memory. chunk_bytes: 0 follows the measured speed.")
       .def("begin", &PyBucketSync::begin, py::arg("step"), py::arg("gather_order"),
            "Begins a step; the buckets of gather_order are gathered behind their reduce-scatters, in this order.")
       .def("reduce", &PyBucketSync::reduce, py::arg("bucket"), py::arg("gradients"), py::arg("scale"),

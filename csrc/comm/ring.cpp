@@ -8,6 +8,7 @@
 
 #include "comm/clock.h"
 #include "comm/errors.h"
+#include "comm/reduce_turn.h"
 #include "comm/ring_chunk.h"
 
 namespace fold3d::comm {
@@ -20,22 +21,6 @@ std::string name_of(Traffic traffic, const Collective& collective) {
   return std::string(to_string(traffic)) + " of bucket " + std::to_string(collective.bucket) + " (step " +
          std::to_string(collective.step) + ")";
 }
-
-/// A reduce chunk that is being sent, as long as this lives.
-class ReduceTurn {
- public:
-  ReduceTurn(HostGate& gate, bool is_reduce, std::size_t bytes) : gate_(is_reduce ? &gate : nullptr) {
-    if (gate_) gate_->reduce_begins(bytes);
-  }
-  ~ReduceTurn() {
-    if (gate_) gate_->reduce_ends();
-  }
-  ReduceTurn(const ReduceTurn&) = delete;
-  ReduceTurn& operator=(const ReduceTurn&) = delete;
-
- private:
-  HostGate* const gate_;
-};
 
 }  // namespace
 
@@ -216,7 +201,7 @@ void Ring::send_chunk(const Job& job, std::size_t position, std::size_t length) 
   const Place chunk = place(job, position, length, is_reduce ? options_.rank - 1 : options_.rank);
   const ChunkHeader header =
       chunk_header(options_.traffic, job.collective, job.shard_bytes, chunk.round, chunk.offset, length);
-  const ReduceTurn turn(*gate_, is_reduce, length);
+  const ReduceTurn turn(*gate_, options_.traffic, length);
   gate_->hold(Direction::kSend, options_.traffic);
   meter_.begins(now_ns(), link_->unsent());
   link_->send(std::as_bytes(std::span(&header, 1)), chunk.bytes);

@@ -27,6 +27,11 @@ class DeviceEvent {
     if (event_) event_->block(stream);
   }
 
+  /// Blocks the calling thread until the device has passed the mark; at once if there is none.
+  void synchronize() const {
+    if (event_) event_->synchronize();
+  }
+
  private:
   std::optional<c10::Event> event_;
 };
