@@ -52,7 +52,7 @@ class PyBucketSync {
       : device_(py::cast<c10::Device>(device)), credits_(std::make_shared<comm::Credits>(chunk_bytes)) {
     const bool has_groups = !reduce_group.empty() && !gather_group.empty();
     if ((links != nullptr) == has_groups || (links && !device_.is_cpu())) {
-      throw std::invalid_argument("a bucket sync needs links (host memory only) or two groups, not both");
+      throw std::invalid_argument("a bucket sync needs links or two groups, not both; links are for host memory only");
     }
     const auto stream = [&](Traffic traffic) -> std::unique_ptr<comm::CollectiveStream> {
       const std::string& group = traffic == Traffic::kReduce ? reduce_group : gather_group;

@@ -21,6 +21,8 @@ std::vector<std::string> Replicas::run(const std::function<void(int, comm::Bucke
   for (int r = 0; over_tcp && r < size; ++r) {
     tcp.push_back(std::make_unique<comm::TcpRingLinks>(r, size, "127.0.0.1", std::string(32, 'r')));
   }
+  gates.clear();
+  for (int r = 0; r < size; ++r) gates.push_back(std::make_shared<comm::HostGate>());
   std::vector<std::string> errors(static_cast<std::size_t>(size));
   std::vector<std::thread> threads;
   for (int rank = 0; rank < size; ++rank) {
@@ -29,7 +31,7 @@ std::vector<std::string> Replicas::run(const std::function<void(int, comm::Bucke
         if (over_tcp)
           tcp[static_cast<std::size_t>(rank)]->connect(tcp[static_cast<std::size_t>((rank + 1) % size)]->endpoint(),
                                                        timeout);
-        auto gate = std::make_shared<comm::HostGate>();
+        const auto gate = gates[static_cast<std::size_t>(rank)];
         auto credits = std::make_shared<comm::Credits>(chunk_bytes);
         const auto ring = [&](Traffic traffic) {
           return std::make_unique<comm::Ring>(
@@ -102,10 +104,10 @@ std::vector<Value> TestBucket<Value>::values() const {
 
 template <class Value>
 std::vector<Value> TestBucket<Value>::shard(int rank, int size) const {
-  const std::vector<Value> all = values();
-  const std::size_t length = all.size() / static_cast<std::size_t>(size);
-  const auto begin = all.begin() + static_cast<std::ptrdiff_t>(static_cast<std::size_t>(rank) * length);
-  return {begin, begin + static_cast<std::ptrdiff_t>(length)};
+  const std::size_t bytes = buffer_->bytes() / static_cast<std::size_t>(size);
+  std::vector<Value> out(bytes / sizeof(Value));  // nothing else is read: a gather may still be writing there
+  std::memcpy(out.data(), buffer_->host_data() + static_cast<std::size_t>(rank) * bytes, bytes);
+  return out;
 }
 
 template std::vector<float> contents<float>(int, int, std::int64_t, std::size_t);

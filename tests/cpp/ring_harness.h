@@ -23,6 +23,10 @@ struct Replicas {
   std::chrono::milliseconds timeout{60'000};
   comm::RingLoopbackOptions loopback = {};  // its size is filled in
   bool over_tcp = false;
+  mutable std::vector<std::shared_ptr<comm::HostGate>> gates = {};  // one for each replica, made by run()
+
+  /// A replica's gate, for a body.
+  std::shared_ptr<comm::HostGate> gate(int rank) const { return gates[static_cast<std::size_t>(rank)]; }
 
   /// Runs `body` on a thread for each replica; returns the texts of their errors, or empty ones.
   std::vector<std::string> run(const std::function<void(int rank, comm::BucketSync& sync)>& body) const;

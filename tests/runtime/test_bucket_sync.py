@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from fold3d import _C
 
@@ -177,3 +178,39 @@ def test_bandwidth_becomes_known() -> None:
 
     speeds = run_replicas(2, body)
     assert all(speed > 1e6 for speed in speeds), speeds
+
+
+def _over_groups(size: int) -> None:
+    reduce_group, gather_group = dist.new_group(), dist.new_group()
+    rank = dist.get_rank()
+    sync = _C.BucketSync(
+        rank,
+        size,
+        _C.HostGate(),
+        torch.device("cpu"),
+        30.0,
+        f"replica {rank}",
+        chunk_bytes=1 << 10,
+        reduce_group=reduce_group.group_name,
+        gather_group=gather_group.group_name,
+    )
+    for step in (1, 2):
+        gradients = [torch.full((size * 999,), float(rank + bucket)) for bucket in range(2)]
+        sync.begin(step, [1])
+        for bucket in (1, 0):
+            sync.reduce(bucket, gradients[bucket], 1.0 / size)
+        sync.wait_reduced(0)
+        assert torch.all(gradients[0].chunk(size)[rank] == (size - 1) / 2)
+        sync.wait_gathered(1)
+        assert torch.all(gradients[1] == (size - 1) / 2 + 1)
+    sync.close()
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_rings_over_process_groups(ranks: Any, size: int) -> None:
+    ranks.run(_over_groups, size, size)
+
+
+def test_links_or_groups() -> None:
+    with pytest.raises(ValueError, match="links or two groups"):
+        _C.BucketSync(0, 2, _C.HostGate(), torch.device("cpu"), 1.0, "r", chunk_bytes=0)

@@ -1,0 +1,78 @@
+// How much data-parallel traffic may be on its way: chunk and buffer sizes by speed, the measured speed, the gate.
+#include <gtest/gtest.h>
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "comm/credits.h"
+#include "comm/host_gate.h"
+#include "ring_harness.h"
+
+namespace fold3d::test {
+namespace {
+
+using comm::BandwidthMeter;
+using comm::Credits;
+
+TEST(Credits, AChunkIsWorthAFixedTimeWithinBounds) {
+  Credits credits(0);
+  EXPECT_EQ(credits.chunk_bytes(), 64u << 10);  // nothing known yet
+  EXPECT_EQ(credits.buffer_bytes(0.0), 0u);
+  credits.set_bandwidth(128e6);  // about 1 Gbit/s
+  EXPECT_EQ(credits.chunk_bytes(), 192'000u);
+  EXPECT_EQ(credits.buffer_bytes(0.0), 512'000u);
+  EXPECT_EQ(credits.buffer_bytes(1e-3), 768'000u);  // a long connection needs more to stay busy
+  credits.set_bandwidth(1e6);
+  EXPECT_EQ(credits.chunk_bytes(), 16u << 10);
+  EXPECT_EQ(credits.buffer_bytes(0.0), 64u << 10);
+  credits.set_bandwidth(1e12);
+  EXPECT_EQ(credits.chunk_bytes(), 4u << 20);
+}
+
+TEST(Credits, AFixedChunkStaysButCutsNoElement) {
+  Credits credits(1000);
+  credits.set_bandwidth(1e9);
+  EXPECT_EQ(credits.chunk_bytes(), 960u);
+  EXPECT_EQ(Credits(1).chunk_bytes(), 64u);
+}
+
+TEST(BandwidthMeter, CountsWhatLeftTheMachineWhileThereWasSomethingToSend) {
+  BandwidthMeter meter;
+  EXPECT_EQ(meter.bandwidth(), 0.0);
+  std::int64_t now = 0;
+  std::size_t unsent = 0;
+  for (int chunk = 0; chunk < 200; ++chunk) {  // 1 byte each ns; the buffer takes 100 kB at once
+    meter.begins(now, unsent);
+    now += unsent == 0 ? 1'000 : 100'000;
+    unsent = 100'000;
+    meter.ends(now, 100'000, unsent);
+  }
+  EXPECT_NEAR(meter.bandwidth(), 1e9, 2e7);
+  now += 60'000'000'000;                        // idle for a minute: does not count
+  for (int chunk = 0; chunk < 2000; ++chunk) {  // then half as fast
+    meter.begins(now, 0);
+    now += 200'000;
+    meter.ends(now, 100'000, 0);
+  }
+  EXPECT_NEAR(meter.bandwidth(), 0.5e9, 1e7);
+}
+
+TEST(BucketSync, ChunksWaitForMessagesButNotForEver) {
+  const Replicas replicas{.chunk_bytes = 64};
+  const auto errors = replicas.run([&](int rank, comm::BucketSync& sync) {
+    const TestBucket<float> bucket(0, contents<float>(rank, 0, 1, 64));
+    comm::HostGate& gate = *replicas.gate(rank);
+    gate.message_begins(comm::HostGate::Direction::kSend, 0);  // and never ends: its receiver is stuck
+    sync.begin(1, {});
+    sync.reduce(bucket.collective());
+    sync.wait_reduced(0);
+    EXPECT_EQ(bucket.shard(rank, 2), reduced<float>(rank, 2, 0, 1, 64, 1.0));
+    EXPECT_GE(gate.counters().preemptions, 1);
+  });
+  EXPECT_EQ(errors, (std::vector<std::string>{"", ""}));
+}
+
+}  // namespace
+}  // namespace fold3d::test
