@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 _SMALL = 64  # bytes of a message that is all latency
-_FEW = 5  # round trips per measurement
+_FEW = 5  # repetitions, of which the fastest counts: whatever else happens only adds time
 _LEAST_BURST = 1 << 18  # bytes
 _MOST_BURST = 1 << 28
 _FASTEST = 1e13  # bytes per second, where there is no network
@@ -73,36 +73,42 @@ def measure_links(
     pp_latency, pp_bandwidth = 0.0, math.inf
     if pass_on is not None:
         pass_on(_SMALL)  # connects
-        pp_latency = slowest([_time(pass_on, _SMALL, _FEW)])[0] / (2 * _FEW)
+        pp_latency = slowest([_fastest(pass_on, _SMALL)])[0] / 2
         size = max(_LEAST_BURST, activation_bytes)
-        size, spent = _grow(pass_on, size, seconds / 8, slowest)
-        pp_bandwidth = size / max(1e-9, spent / 2 - pp_latency)
+        size, spent = _grow(pass_on, size, seconds / 4, slowest)
+        pp_bandwidth = size / _without(spent / 2, pp_latency)
     hop_latency, dp_bandwidth = pp_latency, pp_bandwidth
     if sum_up is not None:
         hops = 2 * (dp - 1)
         sum_up(_SMALL)
-        hop_latency = slowest([_time(sum_up, _SMALL, _FEW)])[0] / (hops * _FEW)
-        size, spent = _grow(sum_up, _LEAST_BURST, seconds / 8, slowest)
-        dp_bandwidth = hops / dp * size / max(1e-9, spent - hops * hop_latency)
+        hop_latency = slowest([_fastest(sum_up, _SMALL)])[0] / hops
+        size, spent = _grow(sum_up, _LEAST_BURST, seconds / 4, slowest)
+        dp_bandwidth = hops / dp * size / _without(spent, hops * hop_latency)
         if pass_on is None:
             pp_latency, pp_bandwidth = hop_latency, dp_bandwidth
     return Links(pp_latency=pp_latency, pp_bandwidth=pp_bandwidth, dp_bandwidth=dp_bandwidth, hop_latency=hop_latency)
 
 
-def _time(action: Callable[[int], None], size: int, times: int) -> float:
+def _without(spent: float, latency: float) -> float:
+    """Returns the time that the bytes took: at least half, because latencies vary from one measurement to the next."""
+    return max(1e-9, spent - latency, spent / 2)
+
+
+def _time(action: Callable[[int], None], size: int) -> float:
     begin = time.perf_counter()
-    for _ in range(times):
-        action(size)
+    action(size)
     return time.perf_counter() - begin
+
+
+def _fastest(action: Callable[[int], None], size: int) -> float:
+    return min(_time(action, size) for _ in range(_FEW))
 
 
 def _grow(
     action: Callable[[int], None], size: int, seconds: float, slowest: Callable[[list[float]], list[float]]
 ) -> tuple[int, float]:
-    """Doubles the size until once takes `seconds`; returns it with the seconds of the last time."""
-    while True:
-        # Agreed, so that all ranks go on or stop together.
-        spent = slowest([_time(action, size, 1)])[0]
-        if spent >= seconds or size >= _MOST_BURST:
-            return size, spent
+    """Doubles the size until once takes `seconds` / _FEW; returns it with the seconds of the fastest of a few times."""
+    # Agreed, so that all ranks go on or stop together.
+    while slowest([_time(action, size)])[0] < seconds / _FEW and size < _MOST_BURST:
         size *= 2
+    return size, slowest([_fastest(action, size)])[0]

@@ -17,7 +17,8 @@ _SHARES = ((1.0, 1.0), (0.25, 1.0), (1.0, 0.5))
 _MORE_SHARES = (*_SHARES, (0.5, 1.0), (1.5, 1.0), (0.5, 0.5))
 """Of the first and the last segment, against the others."""
 _EQUAL = 1.003
-"""Steps within this factor are equal: then fewer segments, and less memory, win."""
+"""Steps within this factor are equal: then fewer segments win, and the kinds of DP.sync in this order."""
+_KINDS = ("early", "mixed", "zero1", "serial")
 _WORTH_A_CHANGE = 0.97
 _RUNNERS_UP = 4
 _MUCH_WORK = 25_000
@@ -99,15 +100,16 @@ class _Search:
         if not self.fits(best):
             return best
         equal = [c for c in self.pool.values() if self.fits(c) and c.step_ns <= best.step_ns * _EQUAL]
-        return min(equal, key=lambda c: (c.segments(self.job.pp), c.memory, c.step_ns))
+        # Gathers that may begin at any time depend least on what was measured being right.
+        return min(equal, key=lambda c: (c.segments(self.job.pp), _KINDS.index(kind_of(c.modes)), c.step_ns))
 
 
 def search(job: Job, fixed: Fixed | None = None) -> Choice:
     """Returns the settings with the shortest predicted step among those that `fixed` leaves open.
 
     Deterministic; takes at most a few seconds; needs no process group, so any rank may call it alone. Of settings that
-    are equal to 0.3 % it takes those with fewer segments and less memory. If nothing fits into the memory limit, it
-    takes what needs least and says so.
+    are equal to 0.3 % it takes those with fewer segments, and rather early gathers than zero1. If nothing fits into the
+    memory limit, it takes what needs least and says so.
 
     Raises: ConfigError if what is fixed does not fit the model or each other.
     """
