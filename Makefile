@@ -17,7 +17,7 @@ all: .venv/.extension
 
 demo: .venv/.extension
 	OMP_NUM_THREADS=1 .venv/bin/torchrun --standalone --nproc-per-node 4 examples/pretrain_gpt.py \
-	    --dp 2 --pp 2 --segments 2 --schedule aiao --gradient_accumulation_steps 8 --timeline 50 --output_dir $(OUT)
+	    --dp 2 --pp 2 --gradient_accumulation_steps 8 --timeline 50 --output_dir $(OUT)
 
 test: test-cpp test-python
 

@@ -3,12 +3,13 @@
 An ordinary transformers script; the two lines that differ from the stock one are marked. Start it with torchrun:
 
     OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 4 examples/pretrain_gpt.py \
-        --dp 2 --pp 2 --segments 2 --gradient_accumulation_steps 8 --output_dir out/demo
+        --dp 2 --pp 2 --gradient_accumulation_steps 8 --output_dir out/demo
 
 `make demo` does so. On one process it runs without torchrun and without --dp and --pp.
 """
 
 import pydoc_data.topics
+import statistics
 import sysconfig
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -84,6 +85,22 @@ def sample(folder: str, prompt: str) -> str:
     return tokenizer.decode(out[0])
 
 
+def account(history: list[dict]) -> str:
+    """Where the time of a step went, on the process that logs; medians over the logged steps."""
+    steps = [entry for entry in history if "step_ms" in entry]
+
+    def typical(name: str) -> float:
+        return statistics.median(entry[name] for entry in steps if name in entry)
+
+    text = (
+        f"A step took {typical('step_ms'):.0f} ms: compute {typical('compute_ms'):.0f}, bubble "
+        f"{typical('bubble_ms'):.0f}, waiting for activations {typical('pp_exposed_ms'):.1f}, waiting for DP.sync "
+        f"{typical('dp_exposed_ms'):.1f}.\nDP.sync: {typical('dp_hidden_ms'):.0f} ms were hidden under computation."
+    )
+    predicted = any("predicted_step_ms" in entry for entry in steps)
+    return text + (f" The simulator predicted {typical('predicted_step_ms'):.0f} ms a step." if predicted else "")
+
+
 def main() -> None:
     parser = HfArgumentParser((ScriptArguments, TrainingArguments))
     parser.set_defaults(
@@ -145,6 +162,7 @@ def main() -> None:
     trainer.save_metrics("eval", metrics)
     trainer.save_model()
     if first:
+        print(f"\n{account(trainer.state.log_history)}")
         print(f"\nA sample of the trained model:\n{sample(args.output_dir, script.prompt)}\n")
         print("Where things lie:")
         for name, what in (

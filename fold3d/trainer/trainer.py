@@ -22,11 +22,13 @@ from transformers.utils.import_utils import is_peft_available
 
 from fold3d.checkpoint import OptimizerLayout
 from fold3d.errors import ConfigError
+from fold3d.plan.resolve import without_planner
 from fold3d.runtime.account import gather_records
 from fold3d.runtime.engine import Engine
 from fold3d.runtime.timeline import write_trace
 from fold3d.runtime.timeline_picture import write_picture
 from fold3d.topology import Topology
+from fold3d.trace.example import synthetic_example
 from fold3d.trainer.accelerator import ReplicaAccelerator
 from fold3d.trainer.arguments import TrainingArguments
 from fold3d.trainer.evaluating import EvaluatingTrainer
@@ -163,23 +165,31 @@ class Trainer(EvaluatingTrainer):
         self.layout = OptimizerLayout.restrict(self._plain_optimizer(), names, self.engine.owned)
 
     def _example(self) -> dict[str, Any] | None:
-        """Returns a micro-batch of the training (else evaluation) data, to record the model with.
+        """Returns a micro-batch of the training (else evaluation) data, to record the model and time its layers with.
 
-        Without what the model's forward does not take: an overridden `compute_loss` may have use for it.
+        Without what the model's forward does not take: an overridden `compute_loss` may have use for it. None where a
+        transformers model need not be timed.
         """
-        if isinstance(self.model, transformers.PreTrainedModel):
+        stock = isinstance(self.model, transformers.PreTrainedModel)
+        if stock and without_planner(self.args.parallel, self.accelerator.num_processes) is not None:
             return None
         dataset = self.train_dataset if self.train_dataset is not None else self.eval_dataset
         if isinstance(dataset, Mapping):
             dataset = next(iter(dataset.values()), None)
         if dataset is None or not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
-            return None
+            return self._synthetic_example() if stock else None
         collate = self._get_collator_with_removed_columns(self.data_collator)
         with torch.random.fork_rng(devices=[]):
             batch = collate([dataset[i] for i in range(min(len(dataset), self.args.train_batch_size))])
         taken = inspect.signature(self.model.forward).parameters
         takes_all = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in taken.values())
         return {name: value for name, value in batch.items() if takes_all or name in taken}
+
+    def _synthetic_example(self) -> dict[str, Any]:
+        """Returns a micro-batch of made-up samples: data that only streams is not read before training begins."""
+        size = self.args.train_batch_size
+        shapes = synthetic_example(self.model)
+        return {name: torch.zeros((size, *one.shape[1:]), dtype=one.dtype) for name, one in shapes.items()}
 
     # Training
 
