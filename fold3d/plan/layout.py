@@ -37,6 +37,7 @@ class Layout:
     backward: tuple[float, ...]
     activation_bytes: tuple[int, ...]
     saved_bytes: tuple[int, ...]
+    parameter_bytes: tuple[int, ...]
     update: tuple[float, ...]
     """Seconds of the whole optimizer update of a chunk on one rank."""
     buckets: tuple[tuple[BucketCost, ...], ...]
@@ -58,13 +59,14 @@ class Layout:
 def layout_of(job: Job, ranges: Ranges, bucket_bytes: int) -> Layout:
     """Returns what the chunks of `ranges` cost, with buckets of at least `bucket_bytes` (cut_buckets)."""
     profile = job.profile
-    forward, backward, saved, update, buckets = [], [], [], [], []
+    forward, backward, saved, weights, update, buckets = [], [], [], [], [], []
     for layers in chunk_layers(job.trace, ranges, job.pp):
         times = [(profile.forward[layer.block + 1], profile.backward[layer.block + 1]) for layer in layers]
         sizes = [sum(profile.gradient_bytes[name] for name in layer.parameters) for layer in layers]
         forward.append(sum(time for time, _ in times))
         backward.append(sum(time for _, time in times))
         saved.append(sum(profile.saved_bytes[layer.block + 1] for layer in layers))
+        weights.append(sum(profile.parameter_bytes[name] for layer in layers for name in layer.parameters))
         update.append(sum(sizes) * profile.update_seconds)
         buckets.append(
             tuple(
@@ -83,6 +85,7 @@ def layout_of(job: Job, ranges: Ranges, bucket_bytes: int) -> Layout:
         backward=tuple(backward),
         activation_bytes=tuple(profile.activation_bytes[end - 1] for _, end in ranges),
         saved_bytes=tuple(saved),
+        parameter_bytes=tuple(weights),
         update=tuple(update),
         buckets=tuple(buckets),
     )

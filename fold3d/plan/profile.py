@@ -40,6 +40,8 @@ class Profile:
     """Per block (no entries for prologue and epilogue): what it hands to the next one."""
     gradient_bytes: Mapping[str, int]
     """Canonical parameter name -> bytes of its fp32 gradient; 0 if it is frozen."""
+    parameter_bytes: Mapping[str, int]
+    """Canonical parameter name -> bytes of the parameter itself, frozen ones, too."""
     update_seconds: float
     """Optimizer, per byte of gradients."""
     optimizer_bytes: float
@@ -123,6 +125,7 @@ def profile_model(
         ),
         activation_bytes=tuple(handed),
         gradient_bytes={name: _FLOAT * p.numel() if p.requires_grad else 0 for name, p in model.named_parameters()},
+        parameter_bytes={name: p.numel() * p.element_size() for name, p in model.named_parameters()},
         update_seconds=update,
         optimizer_bytes=state,
         measured=any(timing is not None for timing in timings.values()),

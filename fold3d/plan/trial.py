@@ -108,7 +108,7 @@ class Trials:
         return model
 
     def memory(self, layout: Layout, order: Order, modes: Modes) -> int:
-        """Returns the bytes that the fullest rank needs: fp32 weights and gradients, optimizer state, activations."""
+        """Returns the bytes that the fullest rank needs: weights, fp32 gradients, optimizer state, activations."""
         job = self.job
         key = (order, len(layout.ranges) // job.pp)
         if key not in self._stash:
@@ -116,8 +116,9 @@ class Trials:
         most = 0
         for stage in range(job.pp):
             used = self._stash[key][stage] * max(layout.saved_bytes[stage :: job.pp])
+            used += sum(layout.parameter_bytes[stage :: job.pp])
             for bucket, mode in zip(layout.of_stage(stage, job.pp), modes[stage], strict=True):
                 state = bucket.bytes * job.profile.optimizer_bytes
-                used += 2 * bucket.bytes + round(state / (job.dp if mode == "zero1" else 1))
+                used += bucket.bytes + round(state / (job.dp if mode == "zero1" else 1))
             most = max(most, used)
         return most

@@ -57,6 +57,7 @@ def make_job(
         saved_bytes=(0, *(activation_bytes,) * count, 0),
         activation_bytes=(activation_bytes,) * count,
         gradient_bytes={f"layers.{layer}.weight": 4 * width for layer in range(count)},
+        parameter_bytes={f"layers.{layer}.weight": 4 * width for layer in range(count)},
         update_seconds=1e-9,
         optimizer_bytes=2.0,
         measured=True,

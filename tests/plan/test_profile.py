@@ -71,6 +71,7 @@ def test_kinds_are_told_apart_and_measured():
     assert profile.gradient_bytes == {
         "layers.0.weight": 32, "layers.1.weight": 0, "layers.2.weight": 32, "layers.3.weight": 32,
     }  # fmt: skip
+    assert set(profile.parameter_bytes.values()) == {32}
     assert profile.update_seconds > 0 and profile.optimizer_bytes == pytest.approx(2, abs=0.01)
     assert pickle.loads(pickle.dumps(profile)) == profile
 

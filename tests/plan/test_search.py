@@ -131,6 +131,15 @@ def test_memory_decides_between_early_and_zero1():
     assert most.memory_bytes <= within.memory_bytes
 
 
+def test_memory_adds_up():
+    """One segment of 1F1B: weights, gradients and two moments of a rank, and activations of two micro-batches."""
+    job = make_job(layers=8, micro_batches=4, gradient_bytes=8_000_000)
+    plain = evaluate(job, Fixed(dp_sync="early", schedule="1f1b"))
+    assert plain.memory_bytes == 4 * 8_000_000 + 2 * 8 * 8192
+    sharded = evaluate(job, Fixed(dp_sync="zero1", schedule="1f1b"))
+    assert sharded.memory_bytes == 3 * 8_000_000 + 2 * 8 * 8192
+
+
 def test_recheck_answers_only_to_drift():
     job = make_job(layers=8, micro_batches=8)
     choice = search(job)
