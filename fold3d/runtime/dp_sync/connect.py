@@ -51,6 +51,8 @@ def connect_replicas(
         topology.describe(topology.rank),
         chunk_bytes=chunk_bytes,
         links=links,
+        reduce_group=groups.ring_names()["reduce"],
+        gather_group=groups.ring_names()["gather"],
     )
 
 
