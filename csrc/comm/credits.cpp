@@ -8,8 +8,8 @@ namespace {
 constexpr std::size_t kFirstChunkBytes = 64u << 10;
 constexpr std::size_t kLeastChunkBytes = 16u << 10, kMostChunkBytes = 4u << 20;
 constexpr double kChunkSeconds = 1.5e-3;
-constexpr std::size_t kLeastBufferBytes = 64u << 10;
-constexpr double kBufferSeconds = 4e-3;
+constexpr std::size_t kLeastBufferBytes = 16u << 10;
+constexpr double kBufferSeconds = 2e-3;
 constexpr std::size_t kChunkAlignment = 64;  // no element is cut
 
 constexpr double kWindowNs = 1e8;
@@ -50,14 +50,16 @@ void BandwidthMeter::ends(std::int64_t now_ns, std::size_t bytes, std::size_t un
   since_ns_ = now_ns;
   unsent_ = unsent;
   if (time_ns_ > kWindowNs) {
-    bytes_ /= 2;
-    time_ns_ /= 2;
+    windows_[next_window_] = bytes_ / time_ns_ * 1e9;
+    next_window_ = (next_window_ + 1) % windows_.size();
+    bytes_ = time_ns_ = 0.0;
   }
 }
 
 double BandwidthMeter::bandwidth() const {
-  if (time_ns_ <= 0.0 || (time_ns_ < kEnoughNs && bytes_ < kEnoughBytes)) return 0.0;
-  return bytes_ / time_ns_ * 1e9;
+  const double best = *std::max_element(windows_.begin(), windows_.end());
+  if (time_ns_ <= 0.0 || (time_ns_ < kEnoughNs && bytes_ < kEnoughBytes)) return best;
+  return std::max(best, bytes_ / time_ns_ * 1e9);
 }
 
 }  // namespace fold3d::comm

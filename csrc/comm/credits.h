@@ -1,5 +1,6 @@
 #pragma once
 
+#include <array>
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
@@ -8,7 +9,7 @@ namespace fold3d::comm {
 
 /// How much data-parallel traffic may be on its way at once. A pipeline message waits for what a chunk has put on the
 /// network card before it, so chunks and buffers follow the speed of the connection: a chunk is worth 1.5 ms, what lies
-/// in the system's buffers 4 ms. Shared by the streams of one rank. Thread-safe.
+/// in the system's buffers 2 ms. Shared by the streams of one rank. Thread-safe.
 class Credits {
  public:
   /// `chunk_bytes`: a fixed size of the chunks; 0: by the speed.
@@ -30,7 +31,8 @@ class Credits {
 };
 
 /// Measures the speed of one connection from its sender: bytes that have left the machine over the time in which there
-/// were any to send, in a window that slides over about a tenth of a second. One thread.
+/// were any to send, in windows of about a tenth of a second. The fastest of the last windows counts: in the others the
+/// receiver may have been busy with something else. One thread.
 class BandwidthMeter {
  public:
   /// A chunk is about to be sent. `unsent`: bytes sent before that still lie in the system's buffer.
@@ -42,7 +44,9 @@ class BandwidthMeter {
   double bandwidth() const;
 
  private:
-  double bytes_ = 0.0, time_ns_ = 0.0;  // older halves count half
+  double bytes_ = 0.0, time_ns_ = 0.0;  // of the window under way
+  std::array<double, 8> windows_{};     // those before it, bytes per second
+  std::size_t next_window_ = 0;
   std::int64_t since_ns_ = 0;
   std::size_t unsent_ = 0;  // at since_ns_
 };

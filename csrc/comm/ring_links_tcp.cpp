@@ -1,5 +1,6 @@
 #include "comm/ring_links_tcp.h"
 
+#include <algorithm>
 #include <cerrno>
 #include <mutex>
 #include <stdexcept>
@@ -9,6 +10,8 @@
 
 namespace fold3d::comm {
 namespace {
+
+constexpr std::size_t kLeastSegments = 4;
 
 // Numbers of the lines at the door; TcpLinks has 0 and 1.
 constexpr std::uint8_t kFirstLine = 2;
@@ -44,8 +47,9 @@ class TcpRingLinks::Link final : public RingLink {
   std::size_t unsent() const override { return outgoing_->unsent(); }
   double round_trip_seconds() const override { return outgoing_->round_trip_seconds(); }
   void limit_buffers(std::size_t bytes) override {
-    outgoing_->limit_send_buffer(bytes);
-    incoming_->limit_recv_buffer(bytes);
+    // A receiver without room for whole segments makes its sender wait for timers.
+    outgoing_->limit_send_buffer(std::max(bytes, kLeastSegments * outgoing_->segment_bytes()));
+    incoming_->limit_recv_buffer(std::max(bytes, kLeastSegments * incoming_->segment_bytes()));
   }
 
  private:

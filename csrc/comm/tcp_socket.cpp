@@ -125,6 +125,13 @@ double TcpSocket::round_trip_seconds() const {
   return static_cast<double>(info.tcpi_min_rtt) * 1e-6;
 }
 
+std::size_t TcpSocket::segment_bytes() const {
+  int bytes = 0;
+  socklen_t size = sizeof(bytes);
+  if (::getsockopt(fd_, IPPROTO_TCP, TCP_MAXSEG, &bytes, &size) != 0) return 0;
+  return static_cast<std::size_t>(bytes);
+}
+
 void TcpSocket::limit_send_buffer(std::size_t bytes) const {
   static const std::size_t limit = system_limit("/proc/sys/net/core/wmem_max");
   set_buffer(fd_, SO_SNDBUF, bytes, limit);

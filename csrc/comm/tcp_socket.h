@@ -45,6 +45,8 @@ class TcpSocket {
   std::size_t unsent() const;
   /// Shortest round trip the system has seen; 0.0 when it does not say.
   double round_trip_seconds() const;
+  /// Bytes of the largest segment that goes over this connection in one piece.
+  std::size_t segment_bytes() const;
   /// Bounds what the system keeps of this connection, to send and received. Turns off the system's own tuning, so sizes
   /// above the system's limits, which it would not grant, are left alone.
   void limit_send_buffer(std::size_t bytes) const;

@@ -13,7 +13,7 @@ _LEAST_BURST = 1 << 18  # bytes
 _MOST_BURST = 1 << 28
 _FASTEST = 1e13  # bytes per second, where there is no network
 _CHUNK_SECONDS, _LEAST_CHUNK, _MOST_CHUNK = 1.5e-3, 16 << 10, 4 << 20
-_BUFFER_SECONDS, _LEAST_BUFFER = 4e-3, 64 << 10
+_BUFFER_SECONDS, _LEAST_BUFFER = 2e-3, 16 << 10
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

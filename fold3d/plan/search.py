@@ -133,19 +133,6 @@ def search(job: Job, fixed: Fixed | None = None) -> Choice:
     return _choice(state, state.winner(), heuristic)
 
 
-def evaluate(job: Job, fixed: Fixed) -> Choice:
-    """Returns the prediction and the gather order for settings that a user has fixed.
-
-    Segments and schedule that are not fixed take their defaults (1; "aiao" with segments, "1f1b" without); the size of
-    buckets and the way of DP.sync are chosen where they are not fixed. Raises: ConfigError as `search`.
-    """
-    segments = fixed.segments or 1
-    if fixed.ranges is not None:
-        segments = len(fixed.ranges) // job.pp
-    name = fixed.schedule or ("fold" if fixed.group_size else "aiao" if segments > 1 else "1f1b")
-    return search(job, replace(fixed, segments=segments, schedule=name))
-
-
 def recheck(job: Job, choice: Choice, forward_ms: Sequence[float], backward_ms: Sequence[float]) -> Choice | None:
     """Returns better settings for the times that a run measured, or None if none are better by 3 %.
 

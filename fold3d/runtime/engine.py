@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -28,23 +28,12 @@ from fold3d.runtime.failure import is_communication_error
 from fold3d.runtime.loss_scaler import LossScaler
 from fold3d.runtime.pipeline import Pipeline
 from fold3d.runtime.rank_model import RankModel, record
+from fold3d.runtime.step_output import StepOutput
 from fold3d.topology import Topology
 from fold3d.trace import Trace
 from fold3d.trace.example import is_transformers_model
 
 _numbers = itertools.count()  # of the engines of one process
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StepOutput:
-    """What one optimizer step reports; the same on every rank, but for the account."""
-
-    loss: torch.Tensor
-    """Loss of the global batch, scalar."""
-    grad_norm: torch.Tensor
-    """Global gradient norm before clipping, scalar."""
-    account: Account
-    """Where this rank's time went."""
 
 
 class Engine:
@@ -125,12 +114,17 @@ class Engine:
     def _build(self, example: Mapping[str, Any] | None) -> None:
         error: Exception | None = None
         digest, number = "", next(_numbers)
+        planned, may_change = None, False
         recording = None
         if self.config.segments == AUTO:
-            recording, settled, self.choice = planning.settle(
+            # What the user has fixed stays fixed, so a schedule of theirs is never exchanged.
+            may_change = self.config.schedule == AUTO and self.config.group_size == AUTO
+            recording, settled, planned = planning.settle(
                 self.model, self.config, self.topology, self.device, example, self._make_optimizer, number
             )
             self._use(settled)
+            if planned is not None:
+                self.choice = planned[1]
         try:
             recording = recording or record(self.model, self.config, example)
             ranges = None if self.choice is None else self.choice.ranges
@@ -142,7 +136,9 @@ class Engine:
         name = f"{digest}/{agree(self.topology, digest, number, error)}"
         cut = self._cut
         assert cut is not None
-        self._pipeline = Pipeline(cut, self.config, self.topology, self.device, name, self.choice)
+        self._pipeline = Pipeline(
+            cut, self.config, self.topology, self.device, name, self.choice, planned if may_change else None
+        )
         # Threads that outlive the interpreter abort the process: a script that never calls close() must end well.
         self._at_exit = weakref.finalize(self, self._pipeline.close)
         self._loss_takes_count = loss.takes_label_count(self.model)
@@ -258,8 +254,12 @@ class Engine:
         if pipeline.dp_sync is None:
             for parameter in cut.parameters.values():
                 parameter.grad = None
-        program = self.programs.training(len(micro_batches))
         with self._failing_together(self._step_name()), rng_untouched(self.device):
+            better = pipeline.tune(self.programs.training(len(micro_batches)))
+            if better is not None:
+                self.choice = better
+                self._use(replace(self.config, schedule=better.schedule, group_size=better.group_size or AUTO))
+            program = self.programs.training(len(micro_batches))
             return pipeline.train(program, micro_batches, loss_fn, keys)
 
     def grad_norm(self) -> torch.Tensor:

@@ -12,6 +12,7 @@ from fold3d import _C
 from fold3d.config import DEFAULT_BUCKET_BYTES, ParallelConfig
 from fold3d.errors import ConfigError, Fold3dError, RankError
 from fold3d.plan.choice import Choice
+from fold3d.plan.job import Job
 from fold3d.runtime import gradients
 from fold3d.runtime.account import NS_PER_MS, Account, RawRecord, make_account
 from fold3d.runtime.agreement import check_same_batch, fingerprint
@@ -53,12 +54,15 @@ class Pipeline:
         device: torch.device,
         name: str,
         choice: Choice | None,
+        replan: tuple[Job, Choice] | None,
     ):
         """Args:
         name: this engine's in the job, the same on every rank.
         choice: the planner's, if it was asked.
+        replan: what `tune` may choose another schedule for.
         """
         self._choice = choice
+        self._replan = replan
         self._cut = cut
         self._topology = topology
         self._last_stage = topology.pp_rank == topology.pp - 1
@@ -103,7 +107,7 @@ class Pipeline:
             if topology.pp_rank in stages and cut.parameters[name].requires_grad
         }
         self._share_weights(shared)
-        self._tuner = Tuner(topology, groups, config, device)
+        self._tuner = Tuner(topology, groups, config, device, self._replan)
         gate = join_host_gate(topology, groups, self._job, config.preempt)
         if topology.dp > 1:
             self._connect_replicas(config, gate, device)
@@ -163,7 +167,6 @@ class Pipeline:
         """Runs one step's forwards, backwards and gradient sums; returns the replica's loss on each of its ranks."""
         self._inputs.set(micro_batches, lambda model, batch: one_number(call(model, batch)), list(keys))
         sync = self.dp_sync
-        self._tune(schedule)
         if sync is not None:
             own = schedule.ranks[self._topology.pp_rank]
             sync.begin(len(micro_batches), [action.chunk for action in own if action.kind == _C.Kind.REDUCE])
@@ -230,15 +233,19 @@ class Pipeline:
         expected = self._tuner.expected if self._tuner is not None else None
         return make_account(self._records, *self._bounds, None if expected is None else expected.step_ms)
 
-    def _tune(self, schedule: Schedule) -> None:
-        """Looks at the step before this one; every so often plans anew."""
+    def tune(self, schedule: Schedule) -> Choice | None:
+        """Looks at the step before the one that begins; every so often plans anew. All ranks of the job call.
+
+        Returns: a choice with a better schedule, to be used from now on.
+        """
         assert self._tuner is not None
         if self._trained:
             self._tuner.observe(self._records, (self._bounds[1] - self._bounds[0]) / NS_PER_MS)
         self._trained = True
         if self._tuner.is_due:
             with self.progress.during("planning from measured times", meets=True):
-                self._tuner.look(schedule, self.dp_sync)
+                return self._tuner.look(schedule, self.dp_sync)
+        return None
 
     # Failures
 

@@ -43,7 +43,7 @@ def settle(
     example: Mapping[str, Any] | None,
     optimizer: Callable[[list[Parameter]], Optimizer] | None,
     number: int,
-) -> tuple[Trace | None, ParallelConfig, Choice | None]:
+) -> tuple[Trace | None, ParallelConfig, tuple[Job, Choice] | None]:
     """Records the model and settles what is "auto"; all ranks of the job call.
 
     Returns: the recording, the settings, and the choice behind them; None where there is nothing to fold.
@@ -60,8 +60,8 @@ def settle(
     agree(topology, "", number, error)  # nobody may wait for the measurements of a rank that failed
     if recording is None or profile is None:
         return recording, replace(config, segments=1), None
-    choice = choose(recording, profile, config, topology, device)
-    return recording, with_choice(config, choice), choice
+    job, choice = choose(recording, profile, config, topology, device)
+    return recording, with_choice(config, choice), (job, choice)
 
 
 def measure(
@@ -78,7 +78,7 @@ def measure(
 
 def choose(
     recording: Trace, profile: Profile, config: ParallelConfig, topology: Topology, device: torch.device
-) -> Choice:
+) -> tuple[Job, Choice]:
     """Returns the fastest settings for everything that is "auto", the same on every rank; all ranks of the job call.
 
     Raises: ConfigError on every rank when the model cannot be spread as asked.
@@ -109,7 +109,7 @@ def choose(
     if isinstance(found[0], ConfigError):
         raise found[0]
     assert isinstance(found[0], Choice)
-    return found[0]
+    return job, found[0]
 
 
 def fixed_by(config: ParallelConfig) -> Fixed:

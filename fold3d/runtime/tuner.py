@@ -12,7 +12,11 @@ import torch
 import torch.distributed as dist
 
 from fold3d.config import ParallelConfig
+from fold3d.plan.choice import Choice
+from fold3d.plan.job import Job
+from fold3d.plan.links import pause_bytes
 from fold3d.plan.measured import Expected, Measured, plan_gathers
+from fold3d.plan.search import recheck
 from fold3d.runtime.account import RawRecord, without
 from fold3d.runtime.dp_sync import DpSync
 from fold3d.runtime.dp_sync.plan import SyncPlan
@@ -32,13 +36,21 @@ DRIFT = 0.1
 _PROBE_SECONDS = 0.2
 _LOCAL = 1e10
 """Bytes per second where nothing was sent yet."""
-_CHUNK_BYTES = 1 << 16
 
 
 class Tuner:
     """Of one rank; all ranks of the job call the same methods at the same steps."""
 
-    def __init__(self, topology: Topology, groups: Groups, config: ParallelConfig, device: torch.device):
+    def __init__(
+        self,
+        topology: Topology,
+        groups: Groups,
+        config: ParallelConfig,
+        device: torch.device,
+        planned: tuple[Job, Choice] | None,
+    ):
+        """`planned`: what the planner chose a schedule for, if it may choose another; the same on every rank."""
+        self._planned = planned
         self._topology, self._groups, self._config, self._device = topology, groups, config, device
         self._links: tuple[float, float, float] | None = None  # bandwidth, latency, hop latency
         self._steps = 0
@@ -70,8 +82,11 @@ class Tuner:
         """Whether it is time for `look`; the same on all ranks."""
         return self._since >= (EVERY if self.expected is not None else FIRST_STEPS - 1)
 
-    def look(self, schedule: Schedule, sync: DpSync | None) -> None:
-        """Predicts the step, and plans the gathers where that is worth it; all ranks of the job call, between steps."""
+    def look(self, schedule: Schedule, sync: DpSync | None) -> Choice | None:
+        """Predicts the step, and plans the gathers where that is worth it; all ranks of the job call, between steps.
+
+        Returns: a choice with a better schedule for the times measured, which the caller takes from the next step on.
+        """
         if self._links is None:
             self._links = self._probe()
         shares: list[Any] = [self._share(sync)]
@@ -85,14 +100,19 @@ class Tuner:
             dist.broadcast_object_list(found, 0, group=self._groups.world)
         self._times, self._lengths, self._since = {}, [], 0
         if found[0] is None:
-            return
-        self.expected = found[0]
+            return None
+        better: Choice | None
+        self.expected, better = found[0]
         assert self.expected is not None
+        if better is not None:
+            assert self._planned is not None
+            self._planned = (self._planned[0], better)
         if sync is not None and not sync.plan.serial:
             plan = sync.plan
             planned: dict[int, str] = {b.planned: m for b, m in zip(plan.buckets, plan.modes, strict=True)}
             modes = [planned[number] for number in range(len(planned))]
             sync.plan = SyncPlan.of(plan.buckets, modes, self.expected.gather_order[self._topology.pp_rank])
+        return better
 
     def _share(self, sync: DpSync | None) -> dict[str, Any]:
         """Returns what rank 0 must know of this rank."""
@@ -114,8 +134,8 @@ class Tuner:
             "serial": sync is not None and sync.plan.serial,
         }
 
-    def _expect(self, schedule: Schedule, shares: Sequence[dict[str, Any]]) -> Expected | None:
-        """Returns a new expectation, None when the present one still holds."""
+    def _expect(self, schedule: Schedule, shares: Sequence[dict[str, Any]]) -> tuple[Expected, Choice | None] | None:
+        """Returns a new expectation and perhaps a better schedule, None when the present expectation still holds."""
         longest = max(share["step_ms"] for share in shares)
         if self.expected is not None and abs(longest / self.expected.step_ms - 1) <= DRIFT:
             return None
@@ -132,9 +152,17 @@ class Tuner:
             return max(1e-9, float(mean(values)))
 
         measured_rate = [share["bandwidth"] for share in shares if share["bandwidth"] > 0]
+        forward = tuple(time_of(chunk, "F") for chunk in chunks)
+        backward = tuple(time_of(chunk, "B") for chunk in chunks)
+        if self._planned is not None and schedule.micro_batches == self._planned[0].micro_batches:
+            better = recheck(*self._planned, [1e3 * time for time in forward], [1e3 * time for time in backward])
+            if better is not None:
+                logger.info("with the times measured another schedule is faster. %s", better.reason)
+                return Expected(step_ms=better.step_ms, gather_order=better.gather_order), better
+        bandwidth = min(measured_rate, default=self._links[0])
         measured = Measured(
-            forward=tuple(time_of(chunk, "F") for chunk in chunks),
-            backward=tuple(time_of(chunk, "B") for chunk in chunks),
+            forward=forward,
+            backward=backward,
             activation_bytes=tuple(
                 max(share["activations"].get(chunk, 0) for share in stages[chunk % schedule.pp]) for chunk in chunks
             ),
@@ -144,14 +172,14 @@ class Tuner:
             dp=self._topology.dp,
             serial=shares[0]["serial"],
             preempt=self._config.preempt,
-            bandwidth=min(measured_rate, default=self._links[0]),
+            bandwidth=bandwidth,
             latency=self._links[1],
             hop_latency=self._links[2],
-            chunk_bytes=_CHUNK_BYTES,
+            chunk_bytes=pause_bytes(bandwidth),
         )
         expected = plan_gathers(schedule, measured)
         logger.info("measured %.1f ms a step, predicted %.1f ms", longest, expected.step_ms)
-        return expected
+        return expected, None
 
     def _probe(self) -> tuple[float, float, float]:
         """Returns bandwidth (bytes per second), latency of a message and of a hop of the rings (seconds)."""

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import nn
 
-from fold3d.plan.job import Job
+from fold3d.plan.choice import Choice
+from fold3d.plan.job import Fixed, Job
 from fold3d.plan.links import Links
 from fold3d.plan.profile import Profile
+from fold3d.plan.search import search
 from fold3d.trace import trace
 
 
@@ -67,3 +71,16 @@ def make_job(
     return Job(
         trace=recorded, profile=profile, links=links, dp=dp, pp=pp, micro_batches=micro_batches, **(values | changes)
     )
+
+
+def evaluate(job: Job, fixed: Fixed) -> Choice:
+    """Returns the prediction and the gather order for settings that a user has fixed.
+
+    Segments and schedule that are not fixed take their defaults (1; "aiao" with segments, "1f1b" without); the size of
+    buckets and the way of DP.sync are chosen where they are not fixed. Raises: ConfigError as `search`.
+    """
+    segments = fixed.segments or 1
+    if fixed.ranges is not None:
+        segments = len(fixed.ranges) // job.pp
+    name = fixed.schedule or ("fold" if fixed.group_size else "aiao" if segments > 1 else "1f1b")
+    return search(job, replace(fixed, segments=segments, schedule=name))

@@ -60,9 +60,9 @@ def test_without_a_network():
 
 
 def test_what_cannot_be_paused_follows_the_bandwidth():
-    assert pause_bytes(1e6) == (16 << 10) + (64 << 10)
-    assert pause_bytes(1e9) == 1_500_000 + 4_000_000
-    assert pause_bytes(1e10) == (4 << 20) + 40_000_000
+    assert pause_bytes(1e6) == (16 << 10) + (16 << 10)
+    assert pause_bytes(1e9) == 1_500_000 + 2_000_000
+    assert pause_bytes(1e10) == (4 << 20) + 20_000_000
 
 
 def test_slow_messages_are_latency():

@@ -1,4 +1,4 @@
-"""search, evaluate and recheck: against the alternatives, by their own simulator."""
+"""search and recheck: against the alternatives, by their own simulator."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from fold3d.errors import ConfigError
 from fold3d.plan import candidates
 from fold3d.plan.job import Fixed
 from fold3d.plan.layout import cut, layout_of
-from fold3d.plan.search import evaluate, recheck, search
+from fold3d.plan.search import recheck, search
 from fold3d.plan.trial import Order, Trials
-from tests.plan.jobs import make_job
+from tests.plan.jobs import evaluate, make_job
 
 SCENARIOS = {  # benchmarks/cluster: arguments of make_job, and the most that the prediction may be over its limit
     "A": ({}, 1.25),
