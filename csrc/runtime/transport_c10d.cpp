@@ -4,18 +4,14 @@
 #include <ATen/ops/from_blob.h>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 
-#include <algorithm>
-#include <exception>
+#include <vector>
 
-#include "comm/errors.h"
 #include "runtime/tensor_buffer.h"
 
 namespace fold3d::runtime {
 
 namespace {
 
-// The Communicator sets the deadlines and calls abort(); c10d's own must not come first.
-constexpr std::chrono::milliseconds kNever = std::chrono::hours(24);
 constexpr int kTag = 0;  // one sender and one receiver per channel: order alone pairs the messages
 
 TensorBuffer& as_tensor(const std::shared_ptr<comm::Buffer>& buffer) { return static_cast<TensorBuffer&>(*buffer); }
@@ -51,39 +47,11 @@ c10d::ProcessGroup& C10dTransport::group(comm::Channel channel, bool wrap) const
   return wrap ? *backward_wrap_ : *backward_;
 }
 
-void C10dTransport::check_aborted() const {
-  const std::lock_guard lock(mutex_);
-  if (aborted_) throw comm::AbortedError(reason_);
-}
-
-void C10dTransport::wait(const Work& work) {
-  {
-    const std::lock_guard lock(mutex_);
-    if (!aborted_) in_flight_.push_back(work);
-    // A point-to-point work must be waited for or aborted before it is dropped, or later receives hang.
-    if (aborted_) work->abort();
-  }
-  std::exception_ptr error;
-  bool completed = false;
-  try {
-    completed = work->wait(kNever);
-  } catch (...) {
-    error = std::current_exception();
-  }
-  {
-    const std::lock_guard lock(mutex_);
-    std::erase(in_flight_, work);
-    if (aborted_) throw comm::AbortedError(reason_);
-  }
-  if (error) std::rethrow_exception(error);
-  if (!completed) throw std::runtime_error("the transfer was aborted");
-}
-
 void C10dTransport::transfer(comm::Channel channel, bool is_send, int peer_stage, const at::Tensor& tensor) {
-  check_aborted();
+  works_.check();
   auto& pg = group(channel, is_send ? sends_over_wrap(channel) : receives_over_wrap(channel));
   std::vector<at::Tensor> tensors{tensor};
-  wait(is_send ? pg.send(tensors, peer_stage, kTag) : pg.recv(tensors, peer_stage, kTag));
+  works_.wait(is_send ? pg.send(tensors, peer_stage, kTag) : pg.recv(tensors, peer_stage, kTag));
 }
 
 void C10dTransport::send(comm::Channel channel, int peer_stage, std::shared_ptr<comm::Buffer> buffer) {
@@ -116,16 +84,6 @@ std::shared_ptr<comm::Buffer> C10dTransport::allocate(const comm::TensorDesc& de
   return std::make_shared<TensorBuffer>(at::empty({static_cast<std::int64_t>(desc.bytes())}, options));
 }
 
-void C10dTransport::abort(const std::string& reason) {
-  std::vector<Work> in_flight;
-  {
-    const std::lock_guard lock(mutex_);
-    if (aborted_) return;
-    aborted_ = true;
-    reason_ = reason;
-    in_flight = in_flight_;
-  }
-  for (const Work& work : in_flight) work->abort();
-}
+void C10dTransport::abort(const std::string& reason) { works_.abort(reason); }
 
 }  // namespace fold3d::runtime

@@ -5,11 +5,10 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include <memory>
-#include <mutex>
 #include <string>
-#include <vector>
 
 #include "comm/transport.h"
+#include "runtime/abortable_works.h"
 #include "runtime/device.h"
 
 namespace fold3d::runtime {
@@ -41,25 +40,18 @@ class C10dTransport final : public comm::Transport {
 
  private:
   using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
-  using Work = c10::intrusive_ptr<c10d::Work>;
 
   c10d::ProcessGroup& group(comm::Channel channel, bool wrap) const;
   bool sends_over_wrap(comm::Channel channel) const;
   bool receives_over_wrap(comm::Channel channel) const;
   void transfer(comm::Channel channel, bool is_send, int peer_stage, const at::Tensor& tensor);
-  void wait(const Work& work);
-  void check_aborted() const;
 
   Group forward_, forward_wrap_, backward_, backward_wrap_;
   int stage_;
   int num_stages_;
   c10::Device device_;
   c10::Stream compute_stream_;  // the stream of the thread that made this object: where tensors are produced and used
-
-  mutable std::mutex mutex_;  // guards what follows
-  bool aborted_ = false;
-  std::string reason_;
-  std::vector<Work> in_flight_;
+  AbortableWorks works_;
 };
 
 }  // namespace fold3d::runtime
