@@ -17,6 +17,8 @@ namespace {
 using Direction = HostGate::Direction;
 using Traffic = HostGate::Traffic;
 
+constexpr std::size_t kAddBytes = 128u << 10;  // received and added while they lie in the cache; cuts no element
+
 std::string name_of(Traffic traffic, const Collective& collective) {
   return std::string(to_string(traffic)) + " of bucket " + std::to_string(collective.bucket) + " (step " +
          std::to_string(collective.step) + ")";
@@ -241,11 +243,14 @@ std::size_t Ring::recv_chunk(Job& job, std::size_t position) {
     link_->recv(target);
     return length;
   }
-  received_.resize(std::max(received_.size(), length));
-  const std::span<std::byte> part = std::span(received_).first(length);
-  link_->recv(part);
   const bool is_last = expected.round == options_.size - 2;  // this replica owns the shard
-  add_scaled(target, part, job.collective.element, is_last ? job.collective.scale : 1.0);
+  const std::size_t block = link_->can_split() ? std::min(kAddBytes, length) : length;
+  received_.resize(std::max(received_.size(), block));
+  for (std::size_t done = 0; done < length; done += block) {
+    const std::span<std::byte> part = std::span(received_).first(std::min(block, length - done));
+    link_->recv(part);
+    add_scaled(target.subspan(done, part.size()), part, job.collective.element, is_last ? job.collective.scale : 1.0);
+  }
   return length;
 }
 

@@ -17,11 +17,13 @@ class RingLink {
 
   /// Returns when the memory may be reused.
   virtual void send(std::span<const std::byte> header, std::span<const std::byte> payload) = 0;
-  /// Fills all of `bytes`: a header, or a payload.
+  /// Fills all of `bytes`: a header, or a payload, or a part of one if can_split().
   virtual void recv(std::span<std::byte> bytes) = 0;
   /// All blocked and later calls throw AbortedError(reason). Idempotent, the first reason stays.
   virtual void abort(const std::string& reason) noexcept = 0;
 
+  /// Whether a payload may be received part by part.
+  virtual bool can_split() const { return false; }
   /// Bytes that send() took and the next member has not: how far the line is behind. 0 where nobody knows.
   virtual std::size_t unsent() const { return 0; }
   /// Shortest time to the next member and back; 0.0 where nobody knows.

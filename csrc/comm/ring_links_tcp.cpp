@@ -44,6 +44,7 @@ class TcpRingLinks::Link final : public RingLink {
     incoming_->shutdown();
   }
 
+  bool can_split() const override { return true; }
   std::size_t unsent() const override { return outgoing_->unsent(); }
   double round_trip_seconds() const override { return outgoing_->round_trip_seconds(); }
   void limit_buffers(std::size_t bytes) override {

@@ -89,6 +89,8 @@ class RingLoopback::Link final : public RingLink {
     pause();
   }
 
+  bool can_split() const override { return true; }
+
   void abort(const std::string& reason) noexcept override {
     {
       const std::lock_guard lock(mutex_);
