@@ -19,7 +19,7 @@ from fold3d.errors import ConfigError, Fold3dError, RankError
 from fold3d.plan.choice import Choice
 from fold3d.plan.plan import Plan, Programs
 from fold3d.plan.resolve import without_planner
-from fold3d.runtime import gradients, loss, planning, state
+from fold3d.runtime import gradients, loss, meeting, planning, state
 from fold3d.runtime.account import Account
 from fold3d.runtime.agreement import agree
 from fold3d.runtime.batch import MicroBatch, split_batch
@@ -433,14 +433,14 @@ class Engine:
         total = torch.tensor(count)
         if self.groups.data is not None:
             with self._failing_together("counting the labels of the global batch"):
-                dist.all_reduce(total, group=self.groups.data)
+                meeting.all_reduce(total, self.groups.data, self._built()[1].progress)
         return loss.token_share(total, self.topology.dp)
 
     def _mean_over_replicas(self, value: torch.Tensor) -> torch.Tensor:
         mean = value.detach().clone()
         if self.groups.data is not None:
             with self._failing_together("the mean loss over the replicas"):
-                dist.all_reduce(mean, group=self.groups.data)
+                meeting.all_reduce(mean, self.groups.data, self._built()[1].progress)
             mean /= self.topology.dp
         return mean
 

@@ -13,7 +13,7 @@ from fold3d.config import DEFAULT_BUCKET_BYTES, ParallelConfig
 from fold3d.errors import ConfigError, Fold3dError, RankError
 from fold3d.plan.choice import Choice
 from fold3d.plan.job import Job
-from fold3d.runtime import gradients
+from fold3d.runtime import gradients, meeting
 from fold3d.runtime.account import NS_PER_MS, Account, RawRecord, make_account
 from fold3d.runtime.agreement import check_same_batch, fingerprint
 from fold3d.runtime.broadcast import broadcast_value
@@ -187,7 +187,7 @@ class Pipeline:
             return value
         shares = torch.zeros(1 + self._topology.pp, dtype=torch.float64)
         shares[0], shares[1 + self._topology.pp_rank] = value, fingerprint(micro_batches)
-        dist.all_reduce(shares, group=self.groups.pipeline)
+        meeting.all_reduce(shares, self.groups.pipeline, self.progress)
         check_same_batch(self._topology, [int(one) for one in shares[1:].tolist()])
         return shares[0]
 

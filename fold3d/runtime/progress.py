@@ -56,6 +56,7 @@ class Progress:
         self.micro_batches = 0
         self.doing = ""
         self.meets = False
+        self.aborted: str | None = None
         self._beat = 0
 
     def report(self, *, closed: bool = False) -> Report:
@@ -89,6 +90,7 @@ class Progress:
 
     def abort(self, message: str) -> None:
         """Ends all communication of this rank; any thread."""
+        self.aborted = message
         for part in (self.executor, self.dp_sync):
             if part is not None:
                 part.abort(message)

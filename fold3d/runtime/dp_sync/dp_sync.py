@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from fold3d import _C
+from fold3d.runtime import meeting
 from fold3d.runtime.account import RawRecord
 from fold3d.runtime.dp_sync import optimizer_state
 from fold3d.runtime.dp_sync.bucket import Bucket
@@ -117,7 +118,8 @@ class DpSync:
         if self._norm is None:
             self._wait_reduced()
             for bucket in self._tied():
-                dist.all_reduce(bucket.gradients[bucket.shard], group=self._groups.ties[bucket.spec.stages])
+                shard, group = bucket.gradients[bucket.shard], self._groups.ties[bucket.spec.stages]
+                meeting.all_reduce(shard, group, self._progress)
             unused = sum(not used for bucket in self.buckets for used in bucket.used)
             total, self._norm = self._vote(unused)
             if total:
@@ -254,7 +256,7 @@ class DpSync:
             norms = torch.stack([norm.to(torch.float64).cpu() for norm in torch._foreach_norm(shards)])
             mine[1] = norms.square().sum()
         votes = [torch.empty_like(mine) for _ in range(self._topology.world)]
-        dist.all_gather(votes, mine, group=self._groups.world)
+        meeting.all_gather(votes, mine, self._groups.world, self._progress)
         total = torch.stack(votes).sum(0)  # in the order of the ranks: the same bits everywhere
         owned = (self._cut.parameters[name] for name in sorted(primary))
         dtype = functools.reduce(torch.promote_types, (p.dtype for p in owned), torch.float32)
@@ -263,13 +265,13 @@ class DpSync:
     def _share_use(self) -> None:
         """A parameter counts as used when any replica, and of tied ones any stage, used it."""
         flags = torch.tensor([used for bucket in self.buckets for used in bucket.used], dtype=torch.uint8)
-        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self._groups.data)
+        meeting.all_reduce(flags, self._groups.data, self._progress, dist.ReduceOp.MAX)
         values = iter(flags.tolist())
         for bucket in self.buckets:
             bucket.used = [bool(next(values)) for _ in bucket.used]
         for bucket in self._tied():
             shared = torch.tensor(bucket.used, dtype=torch.uint8)
-            dist.all_reduce(shared, op=dist.ReduceOp.MAX, group=self._groups.ties[bucket.spec.stages])
+            meeting.all_reduce(shared, self._groups.ties[bucket.spec.stages], self._progress, dist.ReduceOp.MAX)
             bucket.used = [bool(flag) for flag in shared.tolist()]
 
     def _tied(self) -> list[Bucket]:
