@@ -80,10 +80,13 @@ class ParallelConfig:
             raise ConfigError(f'schedule={self.schedule!r}: must be a name, the path of a CSV file, or "auto"')
         if self.dp_sync not in DP_SYNCS:
             raise ConfigError(f"dp_sync={self.dp_sync!r}: must be one of {', '.join(DP_SYNCS)}")
-        if self.bucket_bytes is not None and not (isinstance(self.bucket_bytes, int) and self.bucket_bytes >= 0):
+        size = self.bucket_bytes
+        if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 0):
             raise ConfigError(
                 f"bucket_bytes={self.bucket_bytes!r}: must be a number of bytes, 0 for a bucket per layer"
             )
+        if not isinstance(self.preempt, bool):
+            raise ConfigError(f"preempt={self.preempt!r}: must be True or False")
         if self.comm_timeout is not None and not self.comm_timeout > 0:
             raise ConfigError(f"comm_timeout={self.comm_timeout}: must be a positive number of seconds")
         if not self.blocks:

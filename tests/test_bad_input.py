@@ -45,7 +45,7 @@ def batch_of(rows: int = 4, start: float = 0.0) -> dict[str, Tensor]:
 
 def engine(model: nn.Module | None = None, **settings: Any) -> Engine:
     options = {name: settings.pop(name) for name in ("optimizer", "weights", "max_grad_norm") if name in settings}
-    config = ParallelConfig(**{"blocks": "layers", "comm_timeout": 8.0} | settings)
+    config = ParallelConfig(**{"blocks": "layers", "comm_timeout": 8.0, "segments": 1} | settings)
     return Engine(model or Net(), config, example=batch_of(), **{"optimizer": SGD} | options)
 
 
@@ -60,6 +60,7 @@ def engine(model: nn.Module | None = None, **settings: Any) -> Engine:
         (ConfigError, r"5 chunks \(pp \* segments\) .* has 4 blocks; lower segments or pp", {"segments": 5}),
         (ConfigError, r"'zigzag'.*aiao", {"schedule": "zigzag"}),
         (ConfigError, r"segments", {"schedule": "1f1b", "segments": 2}),
+        (ConfigError, r"dp_sync='zero1' has no effect with one replica", {"dp_sync": "zero1"}),
         (TraceError, r"blocks='h': .*'layers' \(4 x Linear", {"blocks": "h", "segments": 2}),
         (ConfigError, r"weights='here' has no effect: the model has weights of its own", {"weights": "here"}),
         (ConfigError, r"max_grad_norm=0.0: must be positive", {"max_grad_norm": 0.0}),

@@ -36,6 +36,8 @@ def test_new_arguments_have_help() -> None:
         "segments",
         "schedule",
         "group_size",
+        "dp_sync",
+        "bucket_bytes",
         "blocks",
         "comm_timeout",
         "timeline",
@@ -67,8 +69,31 @@ def test_command_line() -> None:
     words = "--output_dir unused --use_cpu --segments 2 --schedule fold --group_size 2 --comm_timeout 1.5"
     parser = HfArgumentParser(TrainingArguments)  # type: ignore[arg-type]
     (args,) = parser.parse_args_into_dataclasses([*words.split(), "--gradient_accumulation_steps", "4"])
-    assert (args.segments, args.group_size, args.comm_timeout, args.blocks) == (2, 2, 1.5, "auto")
-    assert args.parallel.micro_batches == 4 and args.parallel.seed == args.seed
+    layout = args.parallel
+    assert (layout.segments, layout.group_size, layout.comm_timeout, layout.blocks) == (2, 2, 1.5, "auto")
+    assert layout.micro_batches == 4 and layout.seed == args.seed
+    (args,) = parser.parse_args_into_dataclasses(["--output_dir", "unused", "--use_cpu"])
+    layout = args.parallel
+    assert (layout.segments, layout.schedule, layout.group_size, layout.dp_sync) == ("auto",) * 4
+
+
+def test_settings_of_the_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")  # of a job that is never joined
+    monkeypatch.setattr(transformers.TrainingArguments, "__post_init__", lambda self: None)
+    monkeypatch.setattr(TrainingArguments, "world_size", 4)
+    monkeypatch.setattr(TrainingArguments, "n_gpu", 0)
+    words = "--output_dir unused --use_cpu --pp 2 --segments auto --group_size auto --dp_sync zero1 --bucket_bytes 4096"
+    (args,) = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses(words.split())  # type: ignore[arg-type]
+    assert (args.parallel.dp_sync, args.parallel.bucket_bytes, args.parallel.segments) == ("zero1", 4096, "auto")
+    for named, message in (
+        ({"dp_sync": "zero3"}, "dp_sync='zero3': must be one of auto, zero1"),
+        ({"bucket_bytes": -5}, "bucket_bytes=-5: must be a number of bytes"),
+        ({"pp": 4, "dp_sync": "early"}, "dp_sync='early' has no effect with one replica"),
+        ({"pp": 4, "bucket_bytes": 9}, "bucket_bytes=9 has no effect with one replica"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            arguments(**named)
+    assert not dist.is_initialized()
 
 
 def test_pickles(tmp_path: Path) -> None:
@@ -94,6 +119,11 @@ ERRORS: dict[str, tuple[dict[str, Any], str]] = {
     "timeline 0": ({"timeline": 0}, r"timeline=0: must be an optimizer step"),
     "comm_timeout": ({"comm_timeout": 0}, r"comm_timeout=0: must be a positive"),
     "segments 0": ({"segments": 0}, r"segments=0: must be an integer of at least 1"),
+    "segments in words": ({"segments": "two"}, r"segments='two': must be an integer of at least 1 or \"auto\""),
+    "group_size in words": ({"group_size": "all"}, r"group_size='all': must be an integer of at least 1 or \"auto\""),
+    "group_size 0": ({"group_size": "0"}, r"group_size=0: must be an integer of at least 1"),
+    "dp_sync": ({"dp_sync": "later"}, r"dp_sync='later': must be one of auto, zero1, early, serial"),
+    "dp_sync of one replica": ({"dp_sync": "zero1"}, r"dp_sync='zero1' has no effect with one replica"),
     "fp16": ({"fp16": True}, r"fp16=True is not available: loss scaling.*use bf16=True"),
     "full eval": ({"bf16_full_eval": True}, r"bf16_full_eval=True is not available.*bf16=True"),
     "deepspeed": ({"deepspeed": {"zero_optimization": {}}}, r"deepspeed=.* is not available"),
