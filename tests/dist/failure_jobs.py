@@ -45,7 +45,7 @@ class Trap:
         if place != self.place or dist.get_rank() != self.rank or self.now != self.step:
             return
         self.visits += 1
-        if self.visits != (1 if place in ("optimizer", "outside", "evaluation") else 2):
+        if self.visits != (1 if place in ("optimizer", "stepped", "outside", "evaluation") else 2):
             return
         self.sprang = time.monotonic()
         say(f"trap {self.sprang}")
@@ -118,15 +118,22 @@ def _loss(model: nn.Module, batch: dict[str, Any]) -> Tensor:
 def engine_of(layout: dict[str, Any], *, width: int = 16) -> tuple[Engine, dict[str, Tensor]]:
     """Returns an engine and this replica's batch."""
     torch.manual_seed(0)
-    config = ParallelConfig(**{"micro_batches": MICRO_BATCHES, "comm_timeout": TIMEOUT, "blocks": "layers"} | layout)
+    settings = {"segments": 1, "micro_batches": MICRO_BATCHES, "comm_timeout": TIMEOUT, "blocks": "layers"}
+    config = ParallelConfig(**settings | layout)  # type: ignore[arg-type]
     x = torch.randn(config.micro_batches, 2, width)
     batch = {"x": x.flatten(0, 1), "y": x.flatten(0, 1).roll(1, 0)}
     engine = Engine(Net(width), config, optimizer=Adam, max_grad_norm=1.0, example=batch)
     return engine, batch
 
 
-def train(layout: dict[str, Any], trap_settings: dict[str, Any], steps: int = 3, width: int = 16) -> None:
-    """Runs `steps` steps, then an evaluation; leaves the engine open, as scripts do."""
+def train(
+    layout: dict[str, Any], trap_settings: dict[str, Any], steps: int = 3, width: int = 16, lazy: bool = False
+) -> None:
+    """Runs `steps` steps, then an evaluation; leaves the engine open, as scripts do.
+
+    Args:
+        lazy: no evaluation, so that nothing but the next step waits for the weights that a step leaves on their way.
+    """
     global trap
     trap = Trap(**trap_settings)
     engine, batch = engine_of(layout, width=width)
@@ -137,17 +144,21 @@ def train(layout: dict[str, Any], trap_settings: dict[str, Any], steps: int = 3,
         trap.visit("outside")
         if trap.place == "loss":
             engine.run([{name: t[i::MICRO_BATCHES] for name, t in batch.items()} for i in range(MICRO_BATCHES)], _loss)
+            engine.clip_grad_norm(1.0)
+            engine.optimizer.step()  # type: ignore[union-attr]
         else:
             engine.step(batch)
-        engine.evaluate(batch)
+        trap.visit("stepped")
+        if not lazy:
+            engine.evaluate(batch)
     say("done")
 
 
-def outcome(layout: dict[str, Any], trap_settings: dict[str, Any]) -> dict[str, Any]:
+def outcome(layout: dict[str, Any], trap_settings: dict[str, Any], **options: Any) -> dict[str, Any]:
     """Trains; returns the error that ended it, when that was and when the trap sprang (0 where it did not)."""
     answer = {"error": "", "cause": ""}
     try:
-        train(layout, trap_settings)
+        train(layout, trap_settings, **options)
     except RankError as error:
         answer = {"error": str(error), "cause": type(error.__cause__).__name__}
     return answer | {"ended": time.monotonic(), "sprang": trap.sprang}

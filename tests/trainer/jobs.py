@@ -14,7 +14,7 @@ import fold3d
 from tests.helpers import models
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
-SPEED = ("runtime", "per_second", "preparation_time", "total_flos")
+SPEED = ("runtime", "per_second", "preparation_time", "total_flos", "_ms")
 """Parts of log keys that measure time, or what depends on the layout."""
 
 
@@ -156,9 +156,9 @@ def run_stock(job: Job, *, replicas: int = 1) -> Outcome:
 
 
 def run_fold3d(job: Job, layout: dict[str, Any]) -> Outcome:
-    """Trains with fold3d.Trainer; called on every rank."""
+    """Trains with fold3d.Trainer; called on every rank. The planner is asked only where `layout` says so."""
     logging.getLogger("transformers").setLevel(logging.ERROR)
-    args = fold3d.TrainingArguments(**stock_arguments(job), **layout)
+    args = fold3d.TrainingArguments(**stock_arguments(job), **({"segments": 1} | layout))
     trainer = job.variant.trainer(fold3d.Trainer)(args=args, **trainer_arguments(job))
     trainer.train(resume_from_checkpoint=job.resume)
     extra = job.variant.after(trainer)

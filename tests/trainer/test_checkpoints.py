@@ -19,7 +19,8 @@ from tests.helpers.launch import launch
 from tests.helpers.ranks import RankPool
 from tests.trainer.jobs import Job, Outcome, Variant, assert_same, run_fold3d, run_stock
 
-FOLDED = {"dp": 2, "pp": 2, "segments": 2}
+FOLDED = {"dp": 2, "pp": 2, "segments": 2, "dp_sync": "zero1", "bucket_bytes": 1}
+"""Each replica has half of the optimizer's state."""
 SAVING = {"save_strategy": "steps", "save_steps": 3, "max_steps": 6, "gradient_accumulation_steps": 4}
 STEP = "checkpoint-3"
 
@@ -107,7 +108,13 @@ def test_stop_and_resume_gives_the_identical_curve(ranks: RankPool, tmp_path: Pa
 
 @pytest.mark.parametrize(
     ("processes", "layout", "micro_batches"),
-    [(1, {}, 8), (2, {"pp": 2}, 8), (4, {"pp": 4, "schedule": "gpipe"}, 8), (4, {"dp": 4}, 2)],
+    [
+        (1, {}, 8),
+        (2, {"pp": 2}, 8),
+        (4, {"pp": 4, "schedule": "gpipe"}, 8),
+        (4, {"dp": 4, "dp_sync": "zero1"}, 2),
+        (2, {"dp": 2, "dp_sync": "early"}, 4),
+    ],
 )
 def test_resume_under_another_layout(
     ranks: RankPool, tmp_path: Path, processes: int, layout: dict[str, Any], micro_batches: int
@@ -117,6 +124,21 @@ def test_resume_under_another_layout(
     whole = ranks.run(run_fold3d, 4, job, FOLDED)[0]
     other = continued(job, tmp_path / "other", gradient_accumulation_steps=micro_batches)
     resumed = ranks.run(run_fold3d, processes, other, layout)[0]
+    assert_continues(resumed, replace(whole, metrics=resumed.metrics), 1e-10)
+
+
+@pytest.mark.parametrize(
+    ("processes", "layout", "micro_batches"), [(4, {"dp": 4, "dp_sync": "zero1"}, 2), (1, {"segments": 2}, 8)]
+)
+def test_zero1_resumes_what_others_wrote(
+    ranks: RankPool, tmp_path: Path, processes: int, layout: dict[str, Any], micro_batches: int
+) -> None:
+    """Shards of four become shards of two, and so does the state of one process."""
+    arguments = SAVING | {"gradient_accumulation_steps": micro_batches}
+    job = Job(str(tmp_path / "whole"), samples=48, arguments=arguments)
+    whole = ranks.run(run_fold3d, processes, job, layout)[0]
+    other = continued(job, tmp_path / "other", gradient_accumulation_steps=4)
+    resumed = ranks.run(run_fold3d, 2, other, {"dp": 2, "dp_sync": "zero1", "bucket_bytes": 1})[0]
     assert_continues(resumed, replace(whole, metrics=resumed.metrics), 1e-10)
 
 

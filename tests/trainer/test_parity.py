@@ -23,6 +23,11 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
         {"dp": 2, "pp": 2, "segments": 2, "schedule": "aiao"},
         {"arguments": {"gradient_accumulation_steps": 4, "max_steps": 3}, "samples": 64},
     ),
+    "everything auto": (
+        4,
+        {"pp": 2, "segments": "auto"},
+        {"arguments": {"gradient_accumulation_steps": 4, "max_steps": 6}, "samples": 64, "layers": 6},
+    ),
     "three stages, interleaved, llama": (
         3,
         {"pp": 3, "segments": 2, "schedule": "interleaved"},
