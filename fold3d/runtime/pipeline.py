@@ -212,7 +212,8 @@ class Pipeline:
         self._take_records()  # what ended before this run is not its business
         start = time.monotonic_ns()
         try:
-            return list(self._executor.run(schedule, self._topology.pp_rank, backward))
+            with self.progress.during(self.progress.doing):  # whom an action waits for follows from the schedule
+                return list(self._executor.run(schedule, self._topology.pp_rank, backward))
         finally:
             self._inputs.clear()
             self._bounds = (start, time.monotonic_ns())

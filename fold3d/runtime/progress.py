@@ -24,7 +24,7 @@ class Report:
     doing: str
     """Completes "it is in ...", "" while the rank is in none of fold3d's methods."""
     meets: bool
-    """What it does, where it is in no action, is to wait for ranks of its pipeline or data-parallel group."""
+    """It waits for ranks of its pipeline or data-parallel group; in an action, for parameters from other replicas."""
     closed: bool
     """The rank has closed its engine, or its process has ended in good order."""
 

@@ -58,7 +58,7 @@ class _Chain:
         report = self._reports.get(rank)
         if report is None or report.closed:
             return set()
-        if report.meets or not report.action:
+        if not report.action:
             return self._absent(rank, report) if report.meets else set()
         if report.run != self._run or not 0 <= self._position(rank) < float("inf"):
             return set()
@@ -74,6 +74,8 @@ class _Chain:
             peer = self._topology.rank_of(other, action.chunk % self._topology.pp)
             if peer != rank and not self._has_passed(peer, action):
                 blockers.add(peer)
+        if not blockers and report.meets:  # nothing of the schedule keeps it: it waits for parameters
+            return self._absent(rank, report)
         return blockers
 
     def _absent(self, rank: int, report: Report) -> set[int]:

@@ -19,7 +19,12 @@ RUN = 5
 
 
 def report(action: str, run: int = RUN, *, closed: bool = False) -> Report:
-    return Report(beat=1, run=run, micro_batches=4, action=action, doing="step 5", meets=True, closed=closed)
+    return Report(beat=1, run=run, micro_batches=4, action=action, doing="step 5", meets=False, closed=closed)
+
+
+def gate(action: str, run: int = RUN) -> Report:
+    """In front of a layer whose parameters have not arrived."""
+    return Report(beat=1, run=run, micro_batches=4, action=action, doing="the gather", meets=True, closed=False)
 
 
 def doing(what: str, run: int = RUN, *, meets: bool = False) -> Report:
@@ -56,8 +61,8 @@ def test_folded() -> None:
 
 def test_the_other_replica_is_late() -> None:
     """Rank 1 has computed everything and waits for a sum; rank 3 waits for rank 2, which hangs in a forward."""
-    last = schedules.lower(schedules.generate("1f1b", pp=2, micro_batches=4), reduce=True).ranks[1][-1].text
-    assert late(2, 2, 1, ["0B3", last, "0F2", "1F2"]) == [2]
+    sums = doing("the gradient sums", meets=True)
+    assert late(2, 2, 1, [sums, sums, "0F2", "1F2"]) == [2]
 
 
 def test_the_chain_goes_through_collectives() -> None:
@@ -68,6 +73,14 @@ def test_the_chain_goes_through_collectives() -> None:
     met = doing("the norm", meets=True)
     assert late(1, 4, 0, [met, met, met, doing("")]) == [3]
     assert late(1, 4, 0, [met, met, met, met]) == []
+
+
+def test_the_chain_goes_through_gates() -> None:
+    """Rank 0 waits for parameters of rank 2, which has not stepped; rank 1 for activations of rank 0."""
+    stuck = doing("the optimizer", RUN - 1)
+    assert late(2, 2, 0, [gate("0F0"), "1F0", stuck, "1F0"]) == [2]
+    assert late(2, 2, 1, [gate("0F0"), "1F0", stuck, "1F0"]) == [2]
+    assert late(2, 2, 3, ["0F1", "1F0", "0F1", gate("1F0")]) == [1], "it computes"
 
 
 def test_whoever_has_left_is_late() -> None:
