@@ -75,6 +75,6 @@ def test_a_rank_that_never_steps_again(ranks: RankPool) -> None:
     found = ranks.run(outcome, 4, FOLDED | {"dp_sync": "zero1"}, trap, lazy=True, timeout=60)
     for rank, one in enumerate(found):
         name = "rank 1 (replica 0, stage 1) does not come in time (setting comm_timeout): it is outside fold3d"
-        assert one["error"].startswith(name), found
+        assert one["error"].startswith(name), one["error"]
         limit = 2 * TIMEOUT if rank == 1 else TIMEOUT + DIAGNOSIS
         assert one["ended"] - found[1]["sprang"] < PROMPT + limit, found
