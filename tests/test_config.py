@@ -23,7 +23,7 @@ from fold3d.topology import Topology
         ({"blocks": ""}, 'blocks=""'),
         ({"group_size": 5, "micro_batches": 4}, "group_size=5 is more than micro_batches=4"),
         ({"segments": "two"}, "segments='two': must be an integer of at least 1 or \"auto\""),
-        ({"segments": None}, "segments=None: must be an integer of at least 1 or \"auto\""),
+        ({"segments": None}, 'segments=None: must be an integer of at least 1 or "auto"'),
         ({"group_size": "all"}, "group_size='all': must be an integer of at least 1 or \"auto\""),
         ({"group_size": 0}, "group_size=0: must be"),
         ({"schedule": None}, 'schedule=None: must be a name, the path of a CSV file, or "auto"'),
