@@ -315,7 +315,9 @@ class Pipeline:
         return holding_up(self._schedule, self._topology, self.progress.run, reports)
 
     def close(self) -> None:
-        """Ends the executor's threads and destroys the groups."""
+        """Ends the executor's threads and destroys the groups, once the weights are final."""
+        if self.dp_sync is not None and self.progress.aborted is None:
+            self.dp_sync.finish()
         if self._board is not None:
             self._board.close()
         self.progress.executor = self.progress.dp_sync = None

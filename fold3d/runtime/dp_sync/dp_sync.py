@@ -14,6 +14,7 @@ Every way gives the same bits: the same sums, the same norm, the same element-wi
 from __future__ import annotations
 
 import functools
+import logging
 import time
 from collections.abc import Sequence
 
@@ -34,6 +35,8 @@ from fold3d.runtime.groups import Groups
 from fold3d.runtime.progress import Progress
 from fold3d.runtime.rank_model import RankModel
 from fold3d.topology import Topology
+
+logger = logging.getLogger(__name__)
 
 _ACTION = {"reduce": "REDUCE_GRAD", "gather": "GATHER"}
 
@@ -68,6 +71,7 @@ class DpSync:
         self._pending: dict[int, Settings] = {}  # early buckets that are to be stepped when they are opened
         self._norm: torch.Tensor | None = None
         self._begun = False  # gradients are on their way that neither update() nor abandon() has taken
+        self._handed_over = False  # all of them, so that they arrive whatever this rank does next
         self._step = 0
         self._waits: list[RawRecord] = []
 
@@ -86,7 +90,7 @@ class DpSync:
                 bucket.clear()
             bucket.attach()
         self._norm = None
-        self._begun = True
+        self._begun, self._handed_over = True, False
         self._step += 1
         lazy = self._optimizer is not None and not self.plan.serial
         self._sync.begin(self._step, list(self.plan.gather_order) if lazy else [])
@@ -104,6 +108,7 @@ class DpSync:
     def end(self) -> None:
         """All backwards are done. Without an optimizer, leaves the mean gradients in `.grad`, tied ones not summed."""
         self._handover.release()
+        self._handed_over = True
         if self._optimizer is not None:
             return
         self._wait_reduced()
@@ -161,6 +166,17 @@ class DpSync:
     def flush(self) -> None:
         """Brings all parameters of this rank up to date. Meets nobody: the other replicas' part is under way."""
         self._gates.open_all()
+
+    def finish(self) -> None:
+        """Waits for what is under way: the weights become final, and no replica misses what this rank passes on."""
+        try:
+            if self._begun and self._handed_over:
+                self._wait_reduced()
+            for bucket in self.buckets:
+                self._wait_gathered(bucket)
+            self.flush()
+        except _C.CommError as error:
+            logger.warning("the weights of the last step are incomplete: %s", error)
 
     # The optimizer
 
