@@ -88,6 +88,8 @@ def sample(folder: str, prompt: str) -> str:
 def account(history: list[dict]) -> str:
     """Where the time of a step went, on the process that logs; medians over the logged steps."""
     steps = [entry for entry in history if "step_ms" in entry]
+    if not steps:
+        return "No step was logged with an account of its time."
 
     def typical(name: str) -> float:
         return statistics.median(entry[name] for entry in steps if name in entry)
