@@ -106,6 +106,21 @@ def read_lazily(case: Case) -> tuple[dict[str, Any], dict[str, Any], dict[str, A
     return found[0], found[1], found[2]
 
 
+def close_at_once(case: Case) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Returns a rank's weights after steps, when it is flushed and when it is closed right after the last of them."""
+    found = []
+    for flushed in (True, False):
+        engine = parity_jobs.engine_of(case)
+        for step in range(2):
+            engine.step(parity_jobs.replica_batch(case, step, engine.topology.dp_rank))
+        owned = engine.owned
+        if flushed:
+            engine.flush()
+        engine.close()
+        found.append({name: parameter.detach().clone() for name, parameter in owned.items()})
+    return found[0], found[1]
+
+
 def overlap(case: Case) -> tuple[int, int]:
     """Returns how many sums of the last step began before the rank's last backward ended, and how many there were."""
     engine = parity_jobs.engine_of(case)

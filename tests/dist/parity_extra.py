@@ -170,16 +170,19 @@ def fussy_alone(total: int) -> tuple[jobs.Result, list[set[str]]]:
     return result, without
 
 
-def fussy(case: Case, example_step: int) -> tuple[jobs.Result, list[set[str]], set[str]]:
+def fussy(case: Case, example_step: int, attached: bool) -> tuple[jobs.Result, list[set[str]], set[str]]:
     """Returns what `fussy_alone` does and the names this rank holds, through Engine.run and a loop of one's own.
 
     Args:
         example_step: the model is recorded with micro-batch 0 of this step, which is long or short.
+        attached: the engine steps the optimizer; else it leaves gradients in `.grad`.
     """
     model, result, without = fussy_model(), jobs.Result(), []
     torch.set_default_dtype(torch.float64)  # of the losses; set after the weights are drawn
     example = fussy_batches(case.total, example_step)[0]
-    engine = fold3d.Engine(model, jobs.config_of(case), optimizer=_every_decays, example=example)
+    make = _every_decays if attached else None
+    engine = fold3d.Engine(model, jobs.config_of(case), optimizer=make, example=example)
+    optimizer = engine.optimizer or _every_decays(list(engine.owned.values()))
     for step in range(FUSSY_STEPS):
         mine = fussy_batches(case.total, step)[engine.topology.dp_rank :: case.dp]
         loss = engine.run(mine, lambda model, batch: model(**batch) / case.m)
@@ -188,8 +191,9 @@ def fussy(case: Case, example_step: int) -> tuple[jobs.Result, list[set[str]], s
         if case.dp > 1:  # run returns the replica's loss
             torch.distributed.all_reduce(loss, group=engine.groups.data)
         result.losses.append(loss.item() / case.dp)
-        engine.optimizer.step()
-        result.digests.append(jobs.digests(engine))
+        optimizer.step()
+        if attached:
+            result.digests.append(jobs.digests(engine))
     result.weights = engine.state_dict()["model"]
     held = set(engine.owned)
     engine.close()

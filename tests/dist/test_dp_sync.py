@@ -53,6 +53,12 @@ def test_whoever_reads_weights_gets_them_whole(ranks: RankPool, dp_sync: str) ->
             assert torch.equal(by_forward[name], tensor), name
 
 
+@pytest.mark.parametrize("dp_sync", ["early", "zero1"])
+def test_an_engine_that_is_closed_leaves_final_weights(ranks: RankPool, dp_sync: str) -> None:
+    for flushed, closed in ranks.run(jobs.close_at_once, 4, replace(CASE, dp_sync=dp_sync)):
+        assert all(torch.equal(closed[name], tensor) for name, tensor in flushed.items())
+
+
 def test_sums_begin_under_the_backward(ranks: RankPool) -> None:
     for hidden, total in ranks.run(jobs.overlap, 4, replace(CASE, dp_sync="early")):
         assert total >= 4 and hidden >= total // 2
