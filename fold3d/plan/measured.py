@@ -19,7 +19,8 @@ class Measured:
     backward: tuple[float, ...]
     activation_bytes: tuple[int, ...]
     buckets: tuple[tuple[tuple[int, bool], ...], ...]
-    """By chunk: gradient bytes, and whether parameters are gathered ("zero1") instead of gradients."""
+    """By chunk, none where nothing is trained: gradient bytes, and whether parameters are gathered ("zero1") instead of
+    gradients."""
     dp: int
     serial: bool
     preempt: bool
@@ -54,7 +55,21 @@ def plan_gathers(schedule: _C.Schedule, measured: Measured) -> Expected:
             best = step
     assert best is not None
     orders = best.gather_order if early else [[] for _ in range(schedule.pp)]
-    return Expected(step_ms=best.step_ns / 1e6, gather_order=tuple(tuple(order) for order in orders))
+    numbers = [_real_numbers(measured, stage, schedule.pp) for stage in range(schedule.pp)]
+    found = (tuple(real[k] for k in order if k in real) for real, order in zip(numbers, orders, strict=True))
+    return Expected(step_ms=best.step_ns / 1e6, gather_order=tuple(found))
+
+
+def _real_numbers(measured: Measured, stage: int, pp: int) -> dict[int, int]:
+    """Returns the simulated number of each of a stage's buckets -> its own; a chunk without any has an empty one."""
+    numbers: dict[int, int] = {}
+    simulated = 0
+    for buckets in measured.buckets[stage::pp]:
+        for _ in buckets:
+            numbers[simulated] = len(numbers)
+            simulated += 1
+        simulated += not buckets
+    return numbers
 
 
 def _model(measured: Measured) -> _C.ClusterModel:
@@ -76,6 +91,7 @@ def _model(measured: Measured) -> _C.ClusterModel:
             (round(_NS * forward / len(buckets)), round(_NS * backward / len(buckets)), size, zero1)
             for size, zero1 in buckets
         ]
+        or [(round(_NS * forward), round(_NS * backward), 0, False)]
         for forward, backward, buckets in zip(measured.forward, measured.backward, measured.buckets, strict=True)
     ]
     return model

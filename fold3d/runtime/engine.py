@@ -15,7 +15,7 @@ from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
 from fold3d.config import AUTO, ParallelConfig
-from fold3d.errors import ConfigError, Fold3dError, RankError
+from fold3d.errors import ConfigError, RankError
 from fold3d.plan.choice import Choice
 from fold3d.plan.plan import Plan, Programs
 from fold3d.plan.resolve import without_planner
@@ -24,11 +24,11 @@ from fold3d.runtime.account import Account
 from fold3d.runtime.agreement import agree
 from fold3d.runtime.batch import MicroBatch, split_batch
 from fold3d.runtime.device import default_device, rng_untouched
-from fold3d.runtime.failure import is_communication_error
 from fold3d.runtime.loss_scaler import LossScaler
 from fold3d.runtime.pipeline import Pipeline
 from fold3d.runtime.rank_model import RankModel, record
 from fold3d.runtime.step_output import StepOutput
+from fold3d.runtime.supervised import Supervised
 from fold3d.topology import Topology
 from fold3d.trace import Trace
 from fold3d.trace.example import is_transformers_model
@@ -36,7 +36,7 @@ from fold3d.trace.example import is_transformers_model
 _numbers = itertools.count()  # of the engines of one process
 
 
-class Engine:
+class Engine(Supervised):
     """Trains `model` as one of dp * pp processes; every process makes the same calls in the same order.
 
     The model's own forward runs on every rank, restricted to the layers the rank holds; the model object is cut in
@@ -141,6 +141,8 @@ class Engine:
         )
         # Threads that outlive the interpreter abort the process: a script that never calls close() must end well.
         self._at_exit = weakref.finalize(self, self._pipeline.close)
+        if self._pipeline.dp_sync is not None:
+            self._pipeline.dp_sync.read = self.flush
         self._loss_takes_count = loss.takes_label_count(self.model)
         if self._make_optimizer is not None:
             # torch's optimizers refuse an empty list; a stage all of whose parameters are frozen gets one of no size.
@@ -174,6 +176,9 @@ class Engine:
             sync.attach(optimizer)
             # The optimizer's own step finds no gradients and changes nothing.
             optimizer.register_step_pre_hook(lambda *_: self._update())
+            optimizer.register_state_dict_pre_hook(lambda _: sync.before_state_dict())
+            optimizer.register_load_state_dict_pre_hook(lambda *_: self.flush())
+            optimizer.register_load_state_dict_post_hook(lambda _: sync.split_state())
 
     def _make_plan(self, cut: RankModel) -> Plan:
         return Plan(
@@ -227,7 +232,11 @@ class Engine:
     # One's own loop, or a trainer's
 
     def run(
-        self, micro_batches: list[MicroBatch], loss_fn: Callable[[Module, MicroBatch], torch.Tensor]
+        self,
+        micro_batches: list[MicroBatch],
+        loss_fn: Callable[[Module, MicroBatch], torch.Tensor],
+        *,
+        reads_weights: bool = True,
     ) -> torch.Tensor:
         """Runs forward, backward and the gradient sums of one optimizer step; all ranks call.
 
@@ -239,6 +248,8 @@ class Engine:
             loss_fn: (model, micro_batch) -> this micro-batch's share of the replica's loss, scalar. Shares of a replica
                 add up to its loss; the global loss is the mean over the replicas. Runs on every chunk; on all but the
                 last one the model call inside does not return.
+            reads_weights: whether `loss_fn` may read weights otherwise than by calling the model; False lets layers be
+                updated one by one while others compute.
         Returns: the replica's loss, scalar, on each of its ranks.
         """
         if not micro_batches:
@@ -254,7 +265,10 @@ class Engine:
         if pipeline.dp_sync is None:
             for parameter in cut.parameters.values():
                 parameter.grad = None
+        self._clip = 1.0
         with self._failing_together(self._step_name()), rng_untouched(self.device):
+            if reads_weights and pipeline.dp_sync is not None:
+                pipeline.dp_sync.flush()
             better = pipeline.tune(self.programs.training(len(micro_batches)))
             if better is not None:
                 self.choice = better
@@ -322,6 +336,9 @@ class Engine:
     def step(self, batch: MicroBatch) -> StepOutput:
         """Runs one optimizer step on this replica's batch; all ranks call.
 
+        With several replicas, layers are updated when their next forward begins: parameters read directly afterwards
+        (`model.parameters()`, an average of weights) are complete after `flush`.
+
         Args:
             batch: tensors by argument name; dimension 0 is divided into config.micro_batches micro-batches.
                 Other values go to every micro-batch unchanged.
@@ -333,7 +350,7 @@ class Engine:
         share, scaler = self._share_of_loss(micro_batches), self._scaler
         if scaler is not None:
             share = scaler.scaled(share)
-        replica_loss = self.run(micro_batches, share)
+        replica_loss = self.run(micro_batches, share, reads_weights=False)
         mean = self._mean_over_replicas(replica_loss)  # while the last gradients are still being summed
         norm = self.grad_norm()
         if scaler is not None:
@@ -393,21 +410,16 @@ class Engine:
         finally:
             sync.release_state()
 
-    def state_loaded(self) -> None:
-        """Tells the engine that the optimizer's state was replaced from outside (`optimizer.load_state_dict`)."""
-        sync = self._built()[1].dp_sync
-        if sync is not None:
-            sync.split_state()
-
     def load_state_dict(self, full: Mapping[str, Any]) -> None:
         """Takes this rank's share of what `state_dict` returned, under any layout.
 
         Raises: CheckpointError when names or shapes do not match; nothing has changed then.
         """
-        cut, _ = self._built()
+        cut, pipeline = self._built()
         self.flush()
         state.load(cut, self.optimizer, full)
-        self.state_loaded()
+        if pipeline.dp_sync is not None:
+            pipeline.dp_sync.split_state()
         self.step_index = int(full["step_index"])
 
     def close(self) -> None:
@@ -446,51 +458,3 @@ class Engine:
 
     def _step_name(self) -> str:
         return f"step {self.step_index}"
-
-    @contextlib.contextmanager
-    def supervise(self, doing: str) -> Iterator[None]:
-        """Tells the other ranks when the body raises, so that they stop too; all ranks run it.
-
-        Args:
-            doing: completes "failed in ...".
-        Raises: RankError when another rank failed or cannot be reached, else what the body raised. fold3d's own errors
-            pass untold: they are raised on every rank by themselves.
-        """
-        pipeline = self._pipeline
-        if pipeline is None:  # nobody else can be waiting for this rank yet
-            yield
-            return
-        with pipeline.progress.during(doing):
-            try:
-                yield
-            except Fold3dError:
-                raise
-            except BaseException as error:
-                if self._failure is None:
-                    self._failure = pipeline.fail(error)
-                if isinstance(error, Exception) and is_communication_error(error):
-                    raise RankError(self._failure) from error
-                raise
-
-    @contextlib.contextmanager
-    def _failing_together(self, doing: str, *, meets: bool = True) -> Iterator[None]:
-        assert self._pipeline is not None
-        with self._pipeline.progress.during(doing, meets=meets):
-            try:
-                self._raise_failure()
-                yield
-            except RankError:
-                raise
-            except BaseException as error:
-                self._failure = self._pipeline.fail(error)
-                if not isinstance(error, Exception):
-                    raise
-                raise RankError(self._failure) from error
-
-    def _raise_failure(self) -> None:
-        """Raises RankError when another rank has failed meanwhile."""
-        assert self._pipeline is not None
-        told = self._pipeline.failure()
-        if told is not None:
-            self._failure = self._pipeline.fail(RankError(told))
-            raise RankError(told)

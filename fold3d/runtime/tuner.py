@@ -166,9 +166,7 @@ class Tuner:
             activation_bytes=tuple(
                 max(share["activations"].get(chunk, 0) for share in stages[chunk % schedule.pp]) for chunk in chunks
             ),
-            buckets=tuple(
-                tuple(stages[chunk % schedule.pp][0]["buckets"].get(chunk, ((0, False),))) for chunk in chunks
-            ),
+            buckets=tuple(tuple(stages[chunk % schedule.pp][0]["buckets"].get(chunk, ())) for chunk in chunks),
             dp=self._topology.dp,
             serial=shares[0]["serial"],
             preempt=self._config.preempt,

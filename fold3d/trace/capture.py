@@ -154,6 +154,7 @@ def _summarise(model: nn.Module, names: list[str], recorder: Recorder) -> Trace:
         epilogue=tuple(regions[last].modules),
         between=tuple(dict.fromkeys(m for region in regions[1:last] for m in region.modules)),
         shared=tuple(name for name in order if name in shared),
+        direct=tuple(name for name in order if any(name in region.direct for region in regions)),
         uses=tuple(tuple(name for name in order if name in use) for use in uses),
         tied=tied,
         structures=tuple(

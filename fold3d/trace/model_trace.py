@@ -45,6 +45,8 @@ class Trace:
     """Parameters that code outside of any block or prologue module reads (such as those held directly by the
     model):
     every chunk owns them."""
+    direct: tuple[str, ...]
+    """Parameters that code outside of the modules that hold them reads, anywhere; by one of their names."""
     uses: tuple[tuple[str, ...], ...]
     """Names of the parameters that each region needs (length: blocks + 1). A parameter that nothing reads is
     in region 0."""

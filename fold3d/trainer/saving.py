@@ -202,7 +202,6 @@ class CheckpointingTrainer(transformers.Trainer):
                 return
             assert self.layout is not None
             self.layout.load(state, self._plain_optimizer(), self.engine.owned)
-            self.engine.state_loaded()
             self.lr_scheduler.load_state_dict(torch.load(schedule, map_location="cpu", weights_only=True))
 
     def _load_rng_state(self, checkpoint: str | None) -> None:

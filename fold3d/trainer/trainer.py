@@ -225,7 +225,9 @@ class Trainer(EvaluatingTrainer):
             return torch.zeros((), device=self.args.device)
         micro_batches, self._waiting = self._waiting, []
         share = functools.partial(self._share_of_loss, num_items_in_batch=num_items_in_batch)
-        loss = self.engine.run(micro_batches, share)
+        # A compute_loss of the user's may read weights besides calling the model.
+        overridden = type(self).compute_loss is not transformers.Trainer.compute_loss
+        loss = self.engine.run(micro_batches, share, reads_weights=overridden or self.compute_loss_func is not None)
         every = self.args.torch_empty_cache_steps
         if every is not None and self.state.global_step % every == 0:
             clear_device_cache()

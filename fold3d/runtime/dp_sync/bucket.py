@@ -41,6 +41,7 @@ class Bucket:
         number: position in the order of the forward pass, the same on all replicas.
         gradients: [n], n a multiple of the number of replicas; what lies behind the last parameter is padding.
         weights: [n], the parameters' own memory, once `flatten_parameters` was called; else None.
+        views: per parameter, its gradient in the flat tensor.
         used: per parameter, whether any micro-batch of this step gave it a gradient.
     """
 
@@ -58,7 +59,7 @@ class Bucket:
         self.gradients = torch.zeros(total, dtype=dtype, device=first.device)
         self.weights: torch.Tensor | None = None
         self.used = [False] * len(sizes)
-        self._views = [
+        self.views = [
             self.gradients[start : start + parameter.numel()].view_as(parameter)
             for start, parameter in zip(self._starts, self.parameters, strict=False)
         ]
@@ -88,15 +89,21 @@ class Bucket:
             view.copy_(parameter.data)
             parameter.data = view
 
+    def holds(self, parameter: Parameter) -> bool:
+        """Whether the parameter's memory is in `weights`."""
+        assert self.weights is not None
+        begin = self.weights.data_ptr()
+        return begin <= parameter.data_ptr() < begin + self.weights.nbytes
+
     def attach(self) -> None:
         """Lets autograd accumulate into the flat gradients from now on."""
-        for parameter, view in zip(self.parameters, self._views, strict=True):
+        for parameter, view in zip(self.parameters, self.views, strict=True):
             parameter.grad = view if view.dtype == parameter.dtype else None
 
     def accumulate(self, index: int) -> None:
         """A backward pass gave parameter `index` a gradient."""
         self.used[index] = True
-        parameter, view = self.parameters[index], self._views[index]
+        parameter, view = self.parameters[index], self.views[index]
         if parameter.grad is not None and parameter.grad is not view:
             view.add_(parameter.grad)
             parameter.grad = None
@@ -108,7 +115,7 @@ class Bucket:
 
     def expose(self) -> None:
         """Sets every `.grad` to the gradients as they are, None where nobody used the parameter."""
-        for parameter, view, used in zip(self.parameters, self._views, self.used, strict=True):
+        for parameter, view, used in zip(self.parameters, self.views, self.used, strict=True):
             parameter.grad = (view if view.dtype == parameter.dtype else view.to(parameter.dtype)) if used else None
 
     def detach(self) -> None:

@@ -16,13 +16,14 @@ from __future__ import annotations
 import functools
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
 from fold3d import _C
+from fold3d.errors import ConfigError
 from fold3d.runtime import meeting
 from fold3d.runtime.account import RawRecord
 from fold3d.runtime.dp_sync import optimizer_state
@@ -30,7 +31,7 @@ from fold3d.runtime.dp_sync.bucket import Bucket
 from fold3d.runtime.dp_sync.gates import Gates
 from fold3d.runtime.dp_sync.handover import Handover
 from fold3d.runtime.dp_sync.plan import SyncPlan
-from fold3d.runtime.dp_sync.update import BucketOptimizer, Settings, check_elementwise
+from fold3d.runtime.dp_sync.update import BucketOptimizer, Settings, check_separable
 from fold3d.runtime.groups import Groups
 from fold3d.runtime.progress import Progress
 from fold3d.runtime.rank_model import RankModel
@@ -64,11 +65,14 @@ class DpSync:
             for number, spec in enumerate(plan.buckets)
         ]
         uses = {name: sum(v % topology.pp == topology.pp_rank for v in c) for name, c in cut.cells.owners.items()}
-        self._handover = Handover(self.buckets, uses, self._reduce)
-        self._gates = Gates(cut.model, self.buckets, self._open)
+        self._gates = Gates(cut.model, self.buckets, self._open, lambda: self.read())
+        self._handover = Handover(self.buckets, uses, self._reduce, self._gates.is_closed)
+        self.read: Callable[[], None] = self.flush
+        """What makes weights complete for whoever reads them; the engine puts in one that tells of failures."""
         self._optimizer: Optimizer | None = None
         self._parts: dict[int, BucketOptimizer] = {}
         self._pending: dict[int, Settings] = {}  # early buckets that are to be stepped when they are opened
+        self._collected = False  # the optimizer's state is whole
         self._norm: torch.Tensor | None = None
         self._begun = False  # gradients are on their way that neither update() nor abandon() has taken
         self._handed_over = False  # all of them, so that they arrive whatever this rank does next
@@ -85,10 +89,12 @@ class DpSync:
         """
         if self._begun:
             self.abandon()
+        self.check_trainable()
         for bucket in self.buckets:
             if self._optimizer is None:
                 bucket.clear()
-            bucket.attach()
+            if not self._gates.is_closed(bucket):
+                bucket.attach()
         self._norm = None
         self._begun, self._handed_over = True, False
         self._step += 1
@@ -110,6 +116,8 @@ class DpSync:
         self._handover.release()
         self._handed_over = True
         if self._optimizer is not None:
+            for bucket in self.buckets:
+                bucket.detach()  # nobody may take half-summed gradients for the mean
             return
         self._wait_reduced()
         self._gather_gradients(self.buckets)
@@ -137,6 +145,9 @@ class DpSync:
         Parameters are up to date when their gates are open (`flush` opens all).
         """
         assert self._optimizer is not None
+        if not self._begun:  # there are no gradients: as an optimizer that finds none
+            return
+        self._check_gradients()
         self.norm()
         settings = Settings.of(self._optimizer, coefficient)
         for bucket in self.buckets:
@@ -185,9 +196,12 @@ class DpSync:
 
         Raises: ConfigError when parts of parameters shall be stepped and the optimizer cannot do that exactly.
         """
-        if "zero1" in self.plan.modes:
-            check_elementwise(optimizer)
+        if self._begun:
+            raise ConfigError("attach the optimizer before the step's `run`, not between it and optimizer.step()")
+        check_separable(optimizer, parts="zero1" in self.plan.modes)
         for bucket in self.buckets:
+            bucket.detach()
+            bucket.clear()
             if self.plan.modes[bucket.number] == "zero1":
                 bucket.flatten_parameters()
                 weights = bucket.weights
@@ -213,9 +227,20 @@ class DpSync:
             assert self._optimizer is not None
             whole = optimizer_state.gather(bucket, self._parts[bucket.number], self._groups.data)
             self._optimizer.state.update(whole)
+        self._collected = True
+
+    def before_state_dict(self) -> None:
+        """The optimizer's state is about to be read. Raises ConfigError when this replica has only a part of it."""
+        self.flush()
+        if not self._collected and any(self._parts[bucket.number].twin.state for bucket in self._zero1()):
+            raise ConfigError(
+                "each replica keeps a part of the optimizer's state; take engine.state_dict(), or read it inside `with "
+                "engine.whole_optimizer_state():`, on all ranks"
+            )
 
     def release_state(self) -> None:
         """Drops what `collect_state` put together."""
+        self._collected = False
         for bucket in self._zero1():
             assert self._optimizer is not None
             optimizer_state.drop(bucket, self._optimizer)
@@ -231,7 +256,36 @@ class DpSync:
             return []
         return [bucket for bucket in self.buckets if self.plan.modes[bucket.number] == "zero1"]
 
+    def check_trainable(self) -> None:
+        """Raises ConfigError when a parameter is trained whose gradients nobody sums over the replicas."""
+        known = {id(parameter) for bucket in self.buckets for parameter in bucket.parameters}
+        for name, parameter in self._cut.parameters.items():
+            if parameter.requires_grad and parameter.numel() and id(parameter) not in known:
+                raise ConfigError(
+                    f"{name} was frozen when the engine was built and is trained now: its gradients would not be "
+                    "summed over the replicas; make a new Engine after unfreezing"
+                )
+
     # Inside
+
+    def _check_gradients(self) -> None:
+        """Raises ConfigError when somebody meant to give the optimizer gradients of their own."""
+        assert self._optimizer is not None
+        for bucket in self.buckets:
+            for name, parameter in zip(bucket.names, bucket.parameters, strict=True):
+                if parameter.grad is not None:
+                    raise ConfigError(
+                        f"{name}.grad was set between run and optimizer.step(), but the summed gradients are not in "
+                        ".grad; clip with engine.clip_grad_norm, or do not attach the optimizer to change them yourself"
+                    )
+                if bucket.weights is not None and not bucket.holds(parameter):
+                    raise ConfigError(
+                        f"{name} got other memory after the engine was built (.data was assigned, or .to() called); "
+                        "change weights in place, or make a new Engine"
+                    )
+        count = len(self._optimizer.param_groups)
+        if any(len(part.twin.param_groups) != count for part in self._parts.values()):
+            raise ConfigError("a parameter group was added after the optimizer was attached; make a new Engine")
 
     def _reduce(self, bucket: Bucket) -> None:
         self._sync.reduce(bucket.number, bucket.gradients, 1.0 / self._topology.dp)
@@ -247,10 +301,8 @@ class DpSync:
         self._wait_gathered(bucket)
         settings = self._pending.pop(bucket.number, None)
         if settings is not None:
-            bucket.expose()
-            gradients = {k: p.grad for k, p in enumerate(bucket.parameters) if p.grad is not None}
+            gradients = {k: view for k, view in enumerate(bucket.views) if bucket.used[k]}
             self._parts[bucket.number].step(gradients, settings)
-            bucket.detach()
             bucket.clear()
         if self._begun:
             bucket.attach()

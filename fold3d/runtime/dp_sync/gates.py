@@ -14,9 +14,16 @@ from fold3d.runtime.dp_sync.bucket import Bucket
 class Gates:
     """Which buckets are not up to date, and what must not run before they are."""
 
-    def __init__(self, model: Module, buckets: Sequence[Bucket], open_bucket: Callable[[Bucket], None]):
+    def __init__(
+        self,
+        model: Module,
+        buckets: Sequence[Bucket],
+        open_bucket: Callable[[Bucket], None],
+        read: Callable[[], None],
+    ):
         """Args:
         open_bucket: brings one bucket up to date; blocks until that is done.
+        read: called before somebody reads or replaces weights through a state_dict; opens all.
         """
         self._open_bucket = open_bucket
         self._closed: dict[int, Bucket] = {}
@@ -31,13 +38,23 @@ class Gates:
             model.get_submodule(name).register_forward_pre_hook(self._hook(waiting), prepend=True)
             for name, waiting in of_module.items()
         ]
-        # Whoever reads all weights the usual way gets them whole.
-        handle = model.register_state_dict_pre_hook(lambda *_: self.open_all())  # type: ignore[no-untyped-call]
-        self._hooks.append(handle)
+
+        # Whoever reads weights the usual way gets them whole; what is loaded is not stepped once more.
+        def before_state_dict(*_: Any) -> None:
+            if self._closed:
+                read()
+
+        for module in model.modules():
+            self._hooks.append(module.register_state_dict_pre_hook(before_state_dict))  # type: ignore[no-untyped-call]
+            self._hooks.append(module.register_load_state_dict_pre_hook(before_state_dict))  # type: ignore[no-untyped-call]
 
     def close(self, bucket: Bucket) -> None:
         """The bucket is about to change: nobody may read it before it is open again."""
         self._closed[bucket.number] = bucket
+
+    def is_closed(self, bucket: Bucket) -> bool:
+        """Whether the bucket is not up to date."""
+        return bucket.number in self._closed
 
     def before_chunk(self, chunk: int) -> None:
         """Opens what is read in chunk `chunk` by nobody knows which module."""

@@ -19,11 +19,19 @@ class Handover:
     chunk's last backward is. Replicas may complete buckets in different orders; all hand them over in the planned one.
     """
 
-    def __init__(self, buckets: Sequence[Bucket], uses: Mapping[str, int], push: Callable[[Bucket], None]):
+    def __init__(
+        self,
+        buckets: Sequence[Bucket],
+        uses: Mapping[str, int],
+        push: Callable[[Bucket], None],
+        is_stale: Callable[[Bucket], bool],
+    ):
         """Args:
         uses: parameter name -> chunks of this rank that read it.
         push: called on the thread that runs backward.
+        is_stale: whether the bucket's parameters are still those of the step before.
         """
+        self._is_stale = is_stale
         self._buckets = list(buckets)
         self._push = push
         self._uses = [sum(uses[name] for name in bucket.names) for bucket in self._buckets]
@@ -74,6 +82,11 @@ class Handover:
         def accumulated(_: Parameter) -> None:
             if self._complete[position]:
                 self._refuse_late(bucket.names[index])
+            if self._is_stale(bucket):
+                raise ConfigError(
+                    f"{bucket.names[index]} was read before it was up to date, by code that was not recorded; pass "
+                    "reads_weights=True to Engine.run, or an `example` with all keys of a training batch"
+                )
             bucket.accumulate(index)
             self._missing[position] -= 1
             if self._missing[position] == 0:

@@ -107,7 +107,7 @@ class _Readers:
         """Returns the modules whose forwards alone read parameter `name`; none when others may."""
         trace = self._trace
         aliases = self._aliases.get(name, (name,))
-        if trace is None or not set(aliases).isdisjoint(trace.shared):
+        if trace is None or not set(aliases).isdisjoint((*trace.shared, *trace.direct)):
             return ()
         inside = [self._enclosing(alias) for alias in aliases]
         regions = {k for k, used in enumerate(trace.uses) if not set(aliases).isdisjoint(used)}

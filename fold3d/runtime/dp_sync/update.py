@@ -74,37 +74,73 @@ class BucketOptimizer:
             tensor.grad = None
 
 
-def check_elementwise(optimizer: Optimizer) -> None:
-    """Raises ConfigError unless the optimizer treats every element alike, whatever tensor it lies in.
+def check_separable(optimizer: Optimizer, *, parts: bool) -> None:
+    """Raises ConfigError unless the optimizer steps each tensor by itself, and if `parts`, each element.
 
-    Found out by trying: two steps on a small matrix must give the same numbers as on its two halves.
+    Found out by trying, with the settings of each group: two steps on two small matrices together must give the same
+    numbers as on each alone, or on the halves of each.
     """
-    generator = torch.Generator().manual_seed(0)
-    start, *gradients = (torch.randn(_SAMPLE, generator=generator) for _ in range(3))
-    group = {k: v for k, v in optimizer.param_groups[0].items() if k != "params"}
-    if "lr" in group:
-        group["lr"] = 0.1  # a schedule may begin at zero, where nothing shows
-    whole = [start.clone()]
-    halves = [start.flatten()[:_CUT].clone(), start.flatten()[_CUT:].clone()]
     name = type(optimizer).__name__
-    try:
-        for tensors, cut in ((whole, False), (halves, True)):
-            twin = _twin(optimizer, [{**group, "params": tensors}])
-            for gradient in gradients:
-                parts = [gradient.flatten()[:_CUT], gradient.flatten()[_CUT:]] if cut else [gradient]
-                for tensor, part in zip(tensors, parts, strict=True):
-                    tensor.grad = part.clone()
-                twin.step()
-    except Exception as error:
-        raise ConfigError(
-            f'dp_sync="zero1" steps parts of parameters, which {name} cannot do ({type(error).__name__}: {error}); '
-            'set dp_sync="early"'
-        ) from error
-    if not torch.allclose(whole[0].flatten(), torch.cat(halves), rtol=1e-5, atol=1e-7):
-        raise ConfigError(
-            f'dp_sync="zero1" steps parts of parameters, but {name} gives other numbers for a part than for the whole: '
-            'it does not work element by element; set dp_sync="early"'
-        )
+    for group in optimizer.param_groups:
+        settings = {k: v for k, v in group.items() if k != "params"}
+        if "lr" in settings:
+            settings["lr"] = 0.1  # a schedule may begin at zero, where nothing shows
+        try:
+            together = _tried(optimizer, settings, [_samples()])
+        except Exception as error:
+            raise ConfigError(
+                f"{name} cannot be stepped layer by layer, as several replicas need it "
+                f"({type(error).__name__}: {error}); use another optimizer"
+            ) from error
+        if not _same(together, _tried(optimizer, settings, [[sample] for sample in _samples()])):
+            raise ConfigError(
+                f"{name} gives other numbers for parameters together than for each alone, but with several replicas "
+                "layers are stepped one after the other; use an optimizer that treats parameters independently"
+            )
+        if not parts:
+            continue
+        halves = [[part] for sample in _samples() for part in _cut(sample)]
+        try:
+            cut = _tried(optimizer, settings, halves)
+        except Exception as error:
+            raise ConfigError(
+                f'dp_sync="zero1" steps parts of parameters, which {name} cannot do ({type(error).__name__}: {error}); '
+                'set dp_sync="early"'
+            ) from error
+        if not _same(together, cut):
+            raise ConfigError(
+                f'dp_sync="zero1" steps parts of parameters, but {name} gives other numbers for a part than for the '
+                'whole: it does not work element by element; set dp_sync="early"'
+            )
+
+
+_Sample = tuple[Tensor, ...]
+"""A tensor and its gradients of two steps."""
+
+
+def _samples() -> list[_Sample]:
+    generator = torch.Generator().manual_seed(0)
+    return [tuple(torch.randn(_SAMPLE, generator=generator) for _ in range(3)) for _ in range(2)]
+
+
+def _cut(sample: _Sample) -> list[_Sample]:
+    flat = [tensor.flatten() for tensor in sample]
+    return [tuple(tensor[:_CUT].clone() for tensor in flat), tuple(tensor[_CUT:].clone() for tensor in flat)]
+
+
+def _tried(optimizer: Optimizer, settings: Mapping[str, Any], twins: Sequence[Sequence[_Sample]]) -> Tensor:
+    """Returns all elements after two steps, in order, when each entry of `twins` is stepped by a twin of its own."""
+    for samples in twins:
+        twin = _twin(optimizer, [{**settings, "params": [sample[0] for sample in samples]}])
+        for step in (1, 2):
+            for sample in samples:
+                sample[0].grad = sample[step].clone()
+            twin.step()
+    return torch.cat([sample[0].flatten() for samples in twins for sample in samples])
+
+
+def _same(first: Tensor, second: Tensor) -> bool:
+    return torch.allclose(first, second, rtol=1e-5, atol=1e-7)
 
 
 def _twin(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from fold3d.errors import ConfigError
 from fold3d.runtime.dp_sync.bucket import Bucket
 from fold3d.runtime.dp_sync.layout import BucketSpec
-from fold3d.runtime.dp_sync.update import BucketOptimizer, Settings, check_elementwise
+from fold3d.runtime.dp_sync.update import BucketOptimizer, Settings, check_separable
 
 SHAPES = {"weight": (5, 7), "bias": (7,), "scale": (3, 1, 4), "unused": (6,)}
 REPLICAS = 3
@@ -96,37 +96,61 @@ def test_parts_give_the_whole(name: str, sharded: bool) -> None:
 
 def test_elementwise_optimizers_are_found_out() -> None:
     for name in OPTIMIZERS:
-        check_elementwise(make(name, model()))
+        check_separable(make(name, model()), parts=True)
 
 
-def test_an_optimizer_that_looks_at_whole_matrices_is_refused() -> None:
-    class RowNorm(torch.optim.SGD):
-        """Divides each gradient by its norm."""
+class RowNorm(torch.optim.SGD):
+    """Divides each gradient by its norm."""
 
-        def step(self, closure: None = None) -> None:  # type: ignore[override]
-            for group in self.param_groups:
-                for parameter in group["params"]:
-                    if parameter.grad is not None:
-                        parameter.grad.div_(parameter.grad.norm())
-            super().step(closure)
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.grad.div_(parameter.grad.norm())
+        super().step(closure)
 
-    class MatricesOnly(torch.optim.SGD):
-        def step(self, closure: None = None) -> None:  # type: ignore[override]
-            for group in self.param_groups:
-                if any(parameter.grad is not None and parameter.ndim != 2 for parameter in group["params"]):
-                    raise ValueError("only 2-D parameters are supported")
-            super().step(closure)
 
+class MatricesOnly(torch.optim.SGD):
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            if any(parameter.grad is not None and parameter.ndim != 2 for parameter in group["params"]):
+                raise ValueError("only 2-D parameters are supported")
+        super().step(closure)
+
+
+class Coupled(torch.optim.SGD):
+    """Divides all gradients by their common norm, in groups that ask for it."""
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            gradients = [parameter.grad for parameter in group["params"] if parameter.grad is not None]
+            if gradients and group.get("coupled"):
+                torch._foreach_div_(gradients, torch.stack([g.norm() for g in gradients]).norm())
+        super().step(closure)
+
+
+def test_an_optimizer_that_looks_at_whole_matrices_may_not_be_cut() -> None:
     parameters = [Parameter(torch.ones(2, 2))]
+    for kind in (RowNorm, MatricesOnly):
+        check_separable(kind(parameters, lr=0.0), parts=False)
     with pytest.raises(ConfigError, match=r"RowNorm gives other numbers.*early"):
-        check_elementwise(RowNorm(parameters, lr=0.0))
+        check_separable(RowNorm(parameters, lr=0.0), parts=True)
     with pytest.raises(ConfigError, match=r"MatricesOnly cannot do .*only 2-D"):
-        check_elementwise(MatricesOnly(parameters, lr=0.1))
+        check_separable(MatricesOnly(parameters, lr=0.1), parts=True)
+
+
+def test_an_optimizer_that_looks_at_all_parameters_is_refused() -> None:
+    groups = [{"params": [Parameter(torch.ones(2))]}, {"params": [Parameter(torch.ones(2))], "coupled": True}]
+    check_separable(Coupled(groups[:1], lr=0.1), parts=True)
+    with pytest.raises(ConfigError, match=r"Coupled gives other numbers for parameters together"):
+        check_separable(Coupled(groups, lr=0.1), parts=False)
+    with pytest.raises(ConfigError, match=r"LBFGS cannot be stepped layer by layer"):
+        check_separable(torch.optim.LBFGS([Parameter(torch.ones(2))]), parts=False)
 
 
 def test_the_probe_leaves_the_optimizer_alone() -> None:
     parameters = model()
     optimizer = make("adamw", parameters)
     before = copy.deepcopy(optimizer.state_dict())
-    check_elementwise(optimizer)
+    check_separable(optimizer, parts=True)
     assert optimizer.state_dict() == before

@@ -1,0 +1,65 @@
+"""Supervised: what runs on one rank fails on all."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+from fold3d.errors import Fold3dError, RankError
+from fold3d.runtime.failure import is_communication_error
+from fold3d.runtime.pipeline import Pipeline
+
+
+class Supervised:
+    """Tells the other ranks of failures, and stops for theirs."""
+
+    _pipeline: Pipeline | None
+    _failure: str | None
+
+    @contextlib.contextmanager
+    def supervise(self, doing: str) -> Iterator[None]:
+        """Tells the other ranks when the body raises, so that they stop too; all ranks run it.
+
+        Args:
+            doing: completes "failed in ...".
+        Raises: RankError when another rank failed or cannot be reached, else what the body raised. fold3d's own errors
+            pass untold: they are raised on every rank by themselves.
+        """
+        pipeline = self._pipeline
+        if pipeline is None:  # nobody else can be waiting for this rank yet
+            yield
+            return
+        with pipeline.progress.during(doing):
+            try:
+                yield
+            except Fold3dError:
+                raise
+            except BaseException as error:
+                if self._failure is None:
+                    self._failure = pipeline.fail(error)
+                if isinstance(error, Exception) and is_communication_error(error):
+                    raise RankError(self._failure) from error
+                raise
+
+    @contextlib.contextmanager
+    def _failing_together(self, doing: str, *, meets: bool = True) -> Iterator[None]:
+        assert self._pipeline is not None
+        with self._pipeline.progress.during(doing, meets=meets):
+            try:
+                self._raise_failure()
+                yield
+            except RankError:
+                raise
+            except BaseException as error:
+                self._failure = self._pipeline.fail(error)
+                if not isinstance(error, Exception):
+                    raise
+                raise RankError(self._failure) from error
+
+    def _raise_failure(self) -> None:
+        """Raises RankError when another rank has failed meanwhile."""
+        assert self._pipeline is not None
+        told = self._pipeline.failure()
+        if told is not None:
+            self._failure = self._pipeline.fail(RankError(told))
+            raise RankError(told)

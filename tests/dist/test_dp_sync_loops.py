@@ -1,0 +1,71 @@
+"""Loops of one's own around an attached optimizer give what torch gives, or an error that says what to do."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.dist import dp_sync_loops as loops
+from tests.helpers.ranks import RankPool
+
+WAYS = ("early", "zero1")
+
+
+def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, rtol=0, atol=1e-12, msg=name)
+
+
+@pytest.mark.parametrize("dp_sync", WAYS)
+@pytest.mark.parametrize(("loss", "norm"), [("share", False), ("scaled_share", False), ("share", True)])
+def test_weights_are_never_read_too_early(ranks: RankPool, dp_sync: str, loss: str, norm: bool) -> None:
+    """By the loss function, or by the model's own forward ahead of the module that holds them."""
+    expected = loops.alone(3, getattr(loops, loss), norm)
+    for found in ranks.run(loops.own_loop, 2, dp_sync, loss, norm):
+        assert_close(found, expected)
+
+
+@pytest.mark.parametrize("dp_sync", WAYS)
+def test_odd_calls_change_nothing(ranks: RankPool, dp_sync: str) -> None:
+    expected = loops.alone(2)
+    for found in ranks.run(loops.odd_calls, 2, dp_sync):
+        assert_close(found, expected)
+
+
+@pytest.mark.parametrize("dp_sync", WAYS)
+def test_loaded_weights_stay(ranks: RankPool, dp_sync: str) -> None:
+    initial = {name: p.detach() for name, p in loops.build().named_parameters()}
+    for loaded, _ in ranks.run(loops.replaced, 2, dp_sync):
+        assert_close(loaded, initial)
+
+
+@pytest.mark.parametrize("dp_sync", WAYS)
+def test_the_optimizer_moves_to_another_engine(ranks: RankPool, dp_sync: str) -> None:
+    expected = loops.alone(4)
+    for whole, moved in ranks.run(loops.reload_optimizer, 2, dp_sync):
+        assert_close(whole, expected)
+        assert_close(moved, expected)
+
+
+def test_bfloat16_has_the_same_bits_in_every_way(ranks: RankPool) -> None:
+    first = ranks.run(loops.bfloat16, 2, "serial")[0]
+    for dp_sync in ("early", "zero1", "serial"):
+        for found in ranks.run(loops.bfloat16, 2, dp_sync):
+            assert all(torch.equal(found[name], tensor) for name, tensor in first.items())
+
+
+@pytest.mark.parametrize(
+    ("what", "dp_sync", "says"),
+    [
+        ("own gradients", "early", "head.weight.grad was set between run and optimizer.step(); engine.clip_grad_norm"),
+        ("late group", "early", "parameter group was added; new Engine"),
+        ("state", "zero1", "each replica keeps a part of the optimizer's state; engine.state_dict()"),
+        ("coupled", "early", "Coupled gives other numbers for parameters together; layers are stepped one after"),
+        ("unfreeze", "early", "embedding.weight was frozen when the engine was built; make a new Engine"),
+    ],
+)
+def test_what_cannot_be_right_says_so(ranks: RankPool, what: str, dp_sync: str, says: str) -> None:
+    for text in ranks.run(loops.misuse, 2, what, dp_sync):
+        assert all(part in text for part in says.split("; ")), text
