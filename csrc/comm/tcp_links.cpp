@@ -1,6 +1,8 @@
 #include "comm/tcp_links.h"
 
+#include <algorithm>
 #include <cerrno>
+#include <chrono>
 #include <utility>
 
 #include "comm/errors.h"
@@ -11,8 +13,10 @@ using Clock = TcpSocket::Clock;
 
 namespace {
 
-// The system would take megabytes of a message at once, and the gate would let chunks go beside it.
-constexpr std::size_t kWaitingBytes = 128 << 10;
+// The system would take megabytes of a message at once, and the gate would let chunks go beside it: a send ends when
+// what is left of it takes about so long.
+constexpr std::size_t kLeastWaitingBytes = 16u << 10, kMostWaitingBytes = 4u << 20;
+constexpr double kWaitingSeconds = 1e-3;
 
 }  // namespace
 
@@ -20,7 +24,9 @@ TcpLinks::TcpLinks(int stage, int num_stages, const std::string& host, std::stri
     : stage_(stage),
       num_stages_(num_stages),
       door_(std::make_unique<TcpDoor>(host, std::move(secret))),
-      endpoint_(door_->endpoint()) {}
+      endpoint_(door_->endpoint()) {
+  waiting_.fill(kLeastWaitingBytes);
+}
 
 TcpLinks::~TcpLinks() = default;
 
@@ -32,7 +38,7 @@ void TcpLinks::connect(const Endpoint& next_endpoint, const Endpoint& previous_e
     const Endpoint& to = channel == Channel::kForward ? next_endpoint : previous_endpoint;
     auto socket = door_->call(to, static_cast<std::uint8_t>(channel), deadline);
     if (!socket) fail("could not connect to", peer(channel), errno);
-    socket->limit_waiting(kWaitingBytes);
+    socket->limit_waiting(kLeastWaitingBytes);
     const std::lock_guard lock(mutex_);
     outgoing_[static_cast<std::size_t>(channel)] = std::move(socket);
   }
@@ -62,8 +68,19 @@ void TcpLinks::accept_peers(Clock::time_point deadline) {
 }
 
 void TcpLinks::send(Channel channel, std::span<const std::byte> bytes) {
-  const int error = outgoing_[static_cast<std::size_t>(channel)]->send_all(bytes);
+  const auto index = static_cast<std::size_t>(channel);
+  const auto start = Clock::now();
+  const int error = outgoing_[index]->send_all(bytes);
   if (error != 0) fail("lost the connection to", channel == Channel::kForward ? next() : previous(), error);
+  if (bytes.size() < waiting_[index] + kLeastWaitingBytes) return;  // too little left to tell the speed
+  const double left = static_cast<double>(bytes.size() - waiting_[index]);
+  const std::chrono::duration<double> spent = Clock::now() - start;
+  const double wanted = left / std::max(spent.count(), 1e-6) * kWaitingSeconds;
+  const auto waiting = static_cast<std::size_t>(
+      std::clamp(wanted, static_cast<double>(kLeastWaitingBytes), static_cast<double>(kMostWaitingBytes)));
+  if (waiting > waiting_[index] - waiting_[index] / 4 && waiting < waiting_[index] + waiting_[index] / 4) return;
+  waiting_[index] = waiting;
+  outgoing_[index]->limit_waiting(waiting);
 }
 
 void TcpLinks::recv(Channel channel, std::span<std::byte> bytes) {

@@ -56,6 +56,7 @@ class TcpLinks {
   std::unique_ptr<TcpDoor> door_;  // until connected
   const Endpoint endpoint_;
   std::array<std::unique_ptr<TcpSocket>, 2> outgoing_, incoming_;  // [channel]
+  std::array<std::size_t, 2> waiting_;                             // what send() leaves unsent; its thread only
 
   mutable std::mutex mutex_;  // guards what follows, and the sockets against abort() while connect() makes them
   bool aborted_ = false;

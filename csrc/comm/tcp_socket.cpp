@@ -134,7 +134,7 @@ std::size_t TcpSocket::segment_bytes() const {
 
 void TcpSocket::limit_send_buffer(std::size_t bytes) const {
   static const std::size_t limit = system_limit("/proc/sys/net/core/wmem_max");
-  set_buffer(fd_, SO_SNDBUF, bytes, limit);
+  set_buffer(fd_, SO_SNDBUF, bytes / 2, limit);  // the system doubles it, and takes that for data
 }
 
 void TcpSocket::limit_recv_buffer(std::size_t bytes) const {
