@@ -159,7 +159,7 @@ class Tuner:
             if better is not None:
                 logger.info("with the times measured another schedule is faster. %s", better.reason)
                 return Expected(step_ms=better.step_ms, gather_order=better.gather_order), better
-        # The fastest: a rank measures too little where its neighbour was not ready, or two of its rings shared the link.
+        # The fastest: a rank measures too little where its neighbour was not ready, or its two rings shared the link.
         bandwidth = max([*measured_rate, self._links[0]])
         measured = Measured(
             forward=forward,
