@@ -10,7 +10,8 @@ AUTO = "auto"
 DEFAULT_COMM_TIMEOUT = 300.0
 DEFAULT_BUCKET_BYTES = 1 << 20
 TRANSPORTS = ("auto", "tcp", "c10d")
-DP_SYNCS = ("auto", "zero1", "early", "serial")
+DP_SYNC = ("zero1", "early", "serial")
+"""Ways of DP.sync that can be asked for by name."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,7 +49,7 @@ class ParallelConfig:
     """How activations and gradients travel: "tcp" (host memory, connections of fold3d's own), "c10d" (torch's process
     groups: gloo or NCCL), "auto": tcp for parameters on the CPU, else c10d."""
 
-    dp_sync: str = "auto"
+    dp_sync: str = AUTO
     """How gradients are summed over the replicas; all ways give the same bits. "zero1": each replica steps its share of
     the parameters and gathers the others' under the next forward (1/dp of the optimizer's memory). "early": gradients
     are gathered under the backward, each replica steps everything (hides more). "serial": nothing is hidden; for
@@ -78,8 +79,8 @@ class ParallelConfig:
             raise ConfigError(f"transport={self.transport!r}: must be one of {', '.join(TRANSPORTS)}")
         if not isinstance(self.schedule, str) or not self.schedule:
             raise ConfigError(f'schedule={self.schedule!r}: must be a name, the path of a CSV file, or "auto"')
-        if self.dp_sync not in DP_SYNCS:
-            raise ConfigError(f"dp_sync={self.dp_sync!r}: must be one of {', '.join(DP_SYNCS)}")
+        if self.dp_sync not in (AUTO, *DP_SYNC):
+            raise ConfigError(f"dp_sync={self.dp_sync!r}: must be one of {', '.join((AUTO, *DP_SYNC))}")
         size = self.bucket_bytes
         if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 0):
             raise ConfigError(
@@ -126,7 +127,7 @@ class ParallelConfig:
                 "start as many processes (torchrun --nproc-per-node) or change dp or pp"
             )
         if dp == 1:
-            given = {"dp_sync": self.dp_sync != "auto", "bucket_bytes": self.bucket_bytes is not None}
+            given = {"dp_sync": self.dp_sync != AUTO, "bucket_bytes": self.bucket_bytes is not None}
             for name in (name for name, is_given in given.items() if is_given):
                 raise ConfigError(f"{name}={getattr(self, name)!r} has no effect with one replica; leave it away")
         return dp

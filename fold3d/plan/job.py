@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from fold3d.config import DP_SYNC
 from fold3d.errors import ConfigError
 from fold3d.plan.links import Links, pause_bytes
 from fold3d.plan.profile import Profile
 from fold3d.trace import Trace
-
-DP_SYNC = ("zero1", "early", "serial")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

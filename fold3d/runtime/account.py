@@ -106,8 +106,9 @@ def merged(spans: Spans) -> list[tuple[int, int]]:
 def without(spans: Spans, holes: Spans) -> list[tuple[int, int]]:
     """Returns what is left of disjoint intervals when those in `holes` are cut out."""
     out = []
+    disjoint = merged(holes)
     for start, end in sorted(spans):
-        for hole_start, hole_end in merged(holes):
+        for hole_start, hole_end in disjoint:
             if hole_end <= start or hole_start >= end:
                 continue
             if start < hole_start:

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from fold3d.runtime.batch import MicroBatch
 from fold3d.trace import SplitModel
 
 if TYPE_CHECKING:
     from fold3d.runtime.dp_sync import DpSync
     from fold3d.runtime.rank_model import WholeModel
 
-MicroBatch = dict[str, Any]
 ModelCall = Callable[[torch.nn.Module, MicroBatch], Any]
 DropoutKey = tuple[int, int, int]
 

@@ -16,8 +16,9 @@ from fold3d.plan.job import Job
 from fold3d.runtime import gradients, meeting
 from fold3d.runtime.account import NS_PER_MS, Account, RawRecord, make_account
 from fold3d.runtime.agreement import check_same_batch, fingerprint
+from fold3d.runtime.batch import MicroBatch
 from fold3d.runtime.broadcast import broadcast_value
-from fold3d.runtime.chunk import DropoutKey, MicroBatch, ModelCall, PipelineChunk, StepInputs
+from fold3d.runtime.chunk import DropoutKey, ModelCall, PipelineChunk, StepInputs
 from fold3d.runtime.dp_sync import DpSync
 from fold3d.runtime.dp_sync.connect import connect_replicas, join_host_gate
 from fold3d.runtime.dp_sync.layout import bucket_layout

@@ -64,6 +64,7 @@ class DpSync:
             Bucket(number, spec, cut.parameters, topology.dp, topology.dp_rank)
             for number, spec in enumerate(plan.buckets)
         ]
+        self._summed = {id(parameter) for bucket in self.buckets for parameter in bucket.parameters}
         uses = {name: sum(v % topology.pp == topology.pp_rank for v in c) for name, c in cut.cells.owners.items()}
         self._gates = Gates(cut.model, self.buckets, self._open, lambda: self.read())
         self._handover = Handover(self.buckets, uses, self._reduce, self._gates.is_closed)
@@ -258,9 +259,8 @@ class DpSync:
 
     def check_trainable(self) -> None:
         """Raises ConfigError when a parameter is trained whose gradients nobody sums over the replicas."""
-        known = {id(parameter) for bucket in self.buckets for parameter in bucket.parameters}
         for name, parameter in self._cut.parameters.items():
-            if parameter.requires_grad and parameter.numel() and id(parameter) not in known:
+            if parameter.requires_grad and parameter.numel() and id(parameter) not in self._summed:
                 raise ConfigError(
                     f"{name} was frozen when the engine was built and is trained now: its gradients would not be "
                     "summed over the replicas; make a new Engine after unfreezing"

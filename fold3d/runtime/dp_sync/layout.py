@@ -49,11 +49,12 @@ def bucket_layout(
         least_bytes: layers of a chunk join until a bucket's gradients have as many, in fp32.
     """
     readers = _Readers(trace)
+    layers_of = chunk_layers(trace, ranges, cells.pp) if trace is not None else None
     specs: list[BucketSpec] = []
     planned = 0
     for chunk in range(stage, len(ranges), cells.pp):
-        if trace is not None:
-            layers = [layer.parameters for layer in chunk_layers(trace, ranges, cells.pp)[chunk]]
+        if layers_of is not None:
+            layers = [layer.parameters for layer in layers_of[chunk]]
         else:  # of a model that is not cut nothing is known but the order in which it names its parameters
             layers = [(name,) for name in parameters]
         mine = [[name for name in layer if name in parameters and parameters[name].numel()] for layer in layers]
