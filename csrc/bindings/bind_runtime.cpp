@@ -126,21 +126,6 @@ class PyExecutor {
 
 void bind_runtime(py::module_& module) {
   py::register_exception<comm::CommError>(module, "CommError", PyExc_RuntimeError);
-  py::class_<comm::TcpLinks, std::shared_ptr<comm::TcpLinks>>(
-      module, "TcpLinks", "The point-to-point links of one stage over TCP, for host memory.")
-      .def(py::init<int, int, const std::string&, std::string>(), py::arg("stage"), py::arg("num_stages"),
-           py::arg("host"), py::arg("secret"))
-      .def_property_readonly("port", [](const comm::TcpLinks& links) { return links.endpoint().port; })
-      .def(
-          "connect",
-          [](comm::TcpLinks& links, const std::pair<std::string, int>& next,
-             const std::pair<std::string, int>& previous, double timeout_seconds) {
-            const py::gil_scoped_release release;
-            links.connect({next.first, next.second}, {previous.first, previous.second},
-                          std::chrono::milliseconds(static_cast<std::int64_t>(timeout_seconds * 1000)));
-          },
-          py::arg("next"), py::arg("previous"), py::arg("timeout_seconds"),
-          "Connects to where the next and the previous stage listen; all stages call.");
   py::class_<PyExecutor>(module, "Executor", "Walks a rank's actions; owns the rank's communicator.")
       .def(py::init<const std::vector<py::object>&, int, int, const std::map<std::string, std::string>&, py::object,
                     double, const std::string&, const std::shared_ptr<comm::TcpLinks>&,

@@ -82,7 +82,7 @@ def measure_links(
         hops = 2 * (dp - 1)
         sum_up(_SMALL)
         hop_latency = slowest([_fastest(sum_up, _SMALL)])[0] / hops
-        size, spent = _grow(sum_up, _LEAST_BURST, seconds / 4, slowest)
+        size, spent = _grow(sum_up, _LEAST_BURST, seconds / 2, slowest)
         dp_bandwidth = hops / dp * size / _without(spent, hops * hop_latency)
         if pass_on is None:
             pp_latency, pp_bandwidth = hop_latency, dp_bandwidth

@@ -1,30 +1,38 @@
-"""probe_links(): measures the network between the ranks of a job, by torch's process groups."""
+"""probe_links(): measures the network between the ranks of a job, by what training will use: its links and rings."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from fold3d import _C
 from fold3d.plan.links import Links, measure_links
+from fold3d.runtime.dp_sync.connect import connect_replicas
+from fold3d.runtime.groups import Groups
+from fold3d.runtime.tcp import connect_stages
+from fold3d.topology import Topology
 
 _FLOAT = 4  # bytes
 
+Action = Callable[[int], None]
+"""Moves so many bytes and returns when they are here."""
+
 
 def probe_links(
-    *,
+    topology: Topology,
+    groups: Groups,
     device: torch.device,
-    dp: int,
-    pp: int,
-    stage: int,
+    timeout: float,
+    *,
+    over_tcp: bool,
     activation_bytes: int,
-    data_group: Any,
-    pipe_group: Any,
-    world_group: Any = None,
     seconds: float = 1.0,
-    sum_up: Callable[[int], None] | None = None,
 ) -> Links:
     """Returns latency and bandwidth of PP.sync and DP.sync, the slowest of all ranks; all ranks of the job call it.
 
@@ -32,53 +40,119 @@ def probe_links(
 
     Args:
         device: where the tensors that travel are.
-        stage: this rank's.
+        timeout: seconds that nothing may take longer than.
+        over_tcp: as in training: links and rings of our own, else torch's process groups.
         activation_bytes: of a pipeline message.
-        data_group: the replicas of this stage (not used with dp == 1).
-        pipe_group: the stages of this replica, group rank = stage (not used with pp == 1).
-        world_group: all ranks; None is torch's default group.
         seconds: about how long to measure.
-        sum_up: sums so many bytes over the replicas and waits for it; None: a ring of `data_group`, or its library's
-            all-reduce on CUDA.
-    Raises: RuntimeError from torch when a rank is gone.
+    Raises: RuntimeError (CommError, or torch's own) when a rank is gone or does not come.
     """
-
-    def pass_on(size: int) -> None:
-        # All stages at once: a message to the next stage, then one to the stage before, as in forward and backward.
-        for step in (1, -1):
-            ways = [(dist.irecv, stage - step), (dist.isend, stage + step)]
-            message = [torch.zeros(max(1, size), dtype=torch.uint8, device=device) for _ in ways]
-            _exchange(
-                [(way, t, peer) for t, (way, peer) in zip(message, ways, strict=True) if 0 <= peer < pp], pipe_group
-            )
-        _wait(device)
-
-    def ring(size: int) -> None:
-        # What a ring of replicas sends, without the sums: gloo's own all-reduce is slower than fold3d's.
-        mine = torch.zeros(max(1, size // dp), dtype=torch.uint8, device=device)
-        other = torch.empty_like(mine)
-        replica = dist.get_rank(data_group)
-        for _ in range(2 * (dp - 1)):
-            _exchange([(dist.irecv, other, (replica - 1) % dp), (dist.isend, mine, (replica + 1) % dp)], data_group)
-
-    def all_reduce(size: int) -> None:
-        dist.all_reduce(torch.zeros(max(1, size // _FLOAT), device=device), group=data_group)
-        _wait(device)
 
     def slowest(values: list[float]) -> list[float]:
         # In host memory: the numbers are needed there, and gloo is at hand on every device.
         found = torch.tensor(values, dtype=torch.float64)
-        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=world_group)
+        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=groups.world)
         return [float(value) for value in found]
 
-    return measure_links(
-        pass_on=pass_on if pp > 1 else None,
-        sum_up=(sum_up or (ring if device.type == "cpu" else all_reduce)) if dp > 1 else None,
-        slowest=slowest,
-        dp=dp,
-        activation_bytes=activation_bytes,
-        seconds=seconds,
-    )
+    with ExitStack() as stack:
+        pass_on = sum_up = None
+        if topology.pp > 1:
+            messages = _tcp_messages(topology, groups, timeout) if over_tcp else _messages(topology, groups, device)
+            pass_on = stack.enter_context(messages)
+        if topology.dp > 1:
+            sums = _ring_sums(topology, groups, device, timeout) if over_tcp else _sums(topology, groups, device)
+            sum_up = stack.enter_context(sums)
+        return measure_links(
+            pass_on=pass_on,
+            sum_up=sum_up,
+            slowest=slowest,
+            dp=topology.dp,
+            activation_bytes=activation_bytes,
+            seconds=seconds,
+        )
+
+
+@contextmanager
+def _tcp_messages(topology: Topology, groups: Groups, timeout: float) -> Iterator[Action]:
+    """All stages at once: a message to the next stage, then one to the stage before, as in forward and backward."""
+    links = connect_stages(topology, groups.pipeline, timeout)
+    stage = topology.pp_rank
+    watch = threading.Timer(timeout, links.abort, ("no answer while the network was measured (setting comm_timeout)",))
+    watch.daemon = True
+    watch.start()
+
+    def pass_on(size: int) -> None:
+        mine, other = (torch.zeros(max(1, size), dtype=torch.uint8) for _ in range(2))
+        for forward in (True, False):
+            sends = stage < topology.pp - 1 if forward else stage > 0
+            receives = stage > 0 if forward else stage < topology.pp - 1
+            arrival = receiver.submit(links.recv, other, forward) if receives else None
+            if sends:
+                links.send(mine, forward)
+            if arrival is not None:
+                arrival.result()
+
+    with ThreadPoolExecutor(1, "fold3d-probe") as receiver:
+        try:
+            yield pass_on
+        finally:
+            watch.cancel()
+            links.abort("the network has been measured")
+
+
+@contextmanager
+def _ring_sums(topology: Topology, groups: Groups, device: torch.device, timeout: float) -> Iterator[Action]:
+    gate = _C.HostGate("", True)
+    sync = connect_replicas(topology, groups, gate, device, timeout, over_tcp=True, chunk_bytes=0)
+    steps = iter(range(1, 1 << 30))
+
+    def sum_up(size: int) -> None:
+        gradients = torch.zeros(-(-size // (_FLOAT * topology.dp)) * topology.dp)
+        sync.begin(next(steps), [])
+        sync.reduce(0, gradients, 1.0)
+        sync.wait_reduced(0)
+        sync.gather(0, gradients)
+        sync.wait_gathered(0)
+
+    try:
+        yield sum_up
+    finally:
+        sync.close()
+
+
+@contextmanager
+def _messages(topology: Topology, groups: Groups, device: torch.device) -> Iterator[Action]:
+    """As _tcp_messages, by torch's process group."""
+    stage, pp = topology.pp_rank, topology.pp
+
+    def pass_on(size: int) -> None:
+        for step in (1, -1):
+            ways = [(dist.irecv, stage - step), (dist.isend, stage + step)]
+            message = [torch.zeros(max(1, size), dtype=torch.uint8, device=device) for _ in ways]
+            _exchange(
+                [(way, t, peer) for t, (way, peer) in zip(message, ways, strict=True) if 0 <= peer < pp],
+                groups.pipeline,
+            )
+        _wait(device)
+
+    yield pass_on
+
+
+@contextmanager
+def _sums(topology: Topology, groups: Groups, device: torch.device) -> Iterator[Action]:
+    """What a ring of replicas sends, without the sums: gloo's own all-reduce is slower than fold3d's. NCCL's is not."""
+    dp, replica = topology.dp, topology.dp_rank
+
+    def ring(size: int) -> None:
+        mine = torch.zeros(max(1, size // dp), dtype=torch.uint8, device=device)
+        other = torch.empty_like(mine)
+        for _ in range(2 * (dp - 1)):
+            _exchange([(dist.irecv, other, (replica - 1) % dp), (dist.isend, mine, (replica + 1) % dp)], groups.data)
+
+    def all_reduce(size: int) -> None:
+        dist.all_reduce(torch.zeros(max(1, size // _FLOAT), device=device), group=groups.data)
+        _wait(device)
+
+    yield ring if device.type == "cpu" else all_reduce
 
 
 def _exchange(ways: list[tuple[Any, torch.Tensor, int]], group: Any) -> None:

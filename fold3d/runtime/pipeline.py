@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from fold3d import _C
 from fold3d.config import DEFAULT_BUCKET_BYTES, ParallelConfig
-from fold3d.errors import ConfigError, Fold3dError, RankError
+from fold3d.errors import Fold3dError, RankError
 from fold3d.plan.choice import Choice
 from fold3d.plan.job import Job
 from fold3d.runtime import gradients, meeting
@@ -29,7 +29,7 @@ from fold3d.runtime.loss import one_number
 from fold3d.runtime.progress import Progress, Report
 from fold3d.runtime.rank_model import RankModel
 from fold3d.runtime.stall import holding_up
-from fold3d.runtime.tcp import connect_stages
+from fold3d.runtime.tcp import connect_stages, uses_tcp
 from fold3d.runtime.tuner import Tuner
 from fold3d.schedule import Schedule
 from fold3d.topology import Topology
@@ -99,7 +99,7 @@ class Pipeline:
     def _connect(self, config: ParallelConfig, device: torch.device) -> None:
         topology, cut = self._topology, self._cut
         shared = cut.cells.shared_stages()
-        over_tcp = _uses_tcp(config.transport, device)
+        over_tcp = uses_tcp(config.transport, device)
         timeout = config.timeout_seconds
         self._groups = groups = Groups(topology, device, timeout, shared.values(), with_links=not over_tcp)
         self._tied = {
@@ -133,7 +133,7 @@ class Pipeline:
             plan = SyncPlan.of(buckets, self._choice.modes[stage], self._choice.gather_order[stage])
         else:
             plan = SyncPlan.make(buckets, "early" if config.dp_sync == "auto" else config.dp_sync)
-        over_tcp = _uses_tcp(config.transport, device)
+        over_tcp = uses_tcp(config.transport, device)
         sync = connect_replicas(
             topology, self.groups, gate, device, config.timeout_seconds, over_tcp=over_tcp, chunk_bytes=0
         )
@@ -328,9 +328,3 @@ class Pipeline:
             self._executor.close()
         if self._groups is not None:
             self._groups.close()
-
-
-def _uses_tcp(transport: str, device: torch.device) -> bool:
-    if transport == "tcp" and device.type != "cpu":
-        raise ConfigError('transport="tcp" moves host memory, but parameters are on a GPU; use "c10d" or "auto"')
-    return transport == "tcp" or (transport == "auto" and device.type == "cpu")

@@ -24,6 +24,7 @@ from fold3d.runtime.agreement import agree
 from fold3d.runtime.groups import Groups
 from fold3d.runtime.link_probe import probe_links
 from fold3d.runtime.rank_model import record
+from fold3d.runtime.tcp import uses_tcp
 from fold3d.topology import Topology
 from fold3d.trace import Trace
 
@@ -145,14 +146,12 @@ def _links(profile: Profile, topology: Topology, config: ParallelConfig, device:
     groups = Groups(topology, device, config.timeout_seconds, (), with_links=False)
     try:
         return probe_links(
-            device=device,
-            dp=topology.dp,
-            pp=topology.pp,
-            stage=topology.pp_rank,
+            topology,
+            groups,
+            device,
+            config.timeout_seconds,
+            over_tcp=uses_tcp(config.transport, device),
             activation_bytes=max(profile.activation_bytes),
-            data_group=groups.data,
-            pipe_group=groups.pipeline,
-            world_group=groups.world,
         )
     finally:
         groups.close()

@@ -9,12 +9,21 @@ import socket
 import struct
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from fold3d import _C
+from fold3d.errors import ConfigError
 from fold3d.topology import Topology
 
 _SIOCGIFADDR = 0x8915  # Linux: address of a network interface
+
+
+def uses_tcp(transport: str, device: torch.device) -> bool:
+    """Returns whether messages and sums travel over TCP links of our own. Raises: ConfigError if they cannot."""
+    if transport == "tcp" and device.type != "cpu":
+        raise ConfigError('transport="tcp" moves host memory, but parameters are on a GPU; use "c10d" or "auto"')
+    return transport == "tcp" or (transport == "auto" and device.type == "cpu")
 
 
 def local_address() -> str:

@@ -22,6 +22,7 @@ from fold3d.runtime.dp_sync import DpSync
 from fold3d.runtime.dp_sync.plan import SyncPlan
 from fold3d.runtime.groups import Groups
 from fold3d.runtime.link_probe import probe_links
+from fold3d.runtime.tcp import uses_tcp
 from fold3d.schedule import Schedule, parse_action
 from fold3d.topology import Topology
 
@@ -33,7 +34,6 @@ EVERY = 50
 """Steps between looks at whether the times are still what the plan was made for."""
 DRIFT = 0.1
 """By which part measured steps may differ from the prediction before the gathers are planned again."""
-_PROBE_SECONDS = 0.2
 _LOCAL = 1e10
 """Bytes per second where nothing was sent yet."""
 
@@ -182,19 +182,18 @@ class Tuner:
 
     def _probe(self) -> tuple[float, float, float]:
         """Returns bandwidth (bytes per second), latency of a message and of a hop of the rings (seconds)."""
-        topology, groups = self._topology, self._groups
-        if topology.world == 1:
+        if self._topology.world == 1:
             return _LOCAL, 0.0, 0.0
-        links = probe_links(
-            device=self._device,
-            dp=topology.dp,
-            pp=topology.pp,
-            stage=topology.pp_rank,
-            activation_bytes=max(self._activation_bytes.values(), default=0),
-            data_group=groups.data,
-            pipe_group=groups.pipeline,
-            world_group=groups.world,
-            seconds=_PROBE_SECONDS,
-        )
+        if self._planned is not None:
+            links = self._planned[0].links
+        else:
+            links = probe_links(
+                self._topology,
+                self._groups,
+                self._device,
+                self._config.timeout_seconds,
+                over_tcp=uses_tcp(self._config.transport, self._device),
+                activation_bytes=max(self._activation_bytes.values(), default=0),
+            )
         rate = links.bandwidth if math.isfinite(links.bandwidth) else _LOCAL
         return rate, links.pp_latency, links.hop_latency

@@ -36,7 +36,7 @@ def test_speeds_are_found(monkeypatch):
     assert found.pp_bandwidth == pytest.approx(1e8, rel=0.01)
     assert found.hop_latency == pytest.approx(5e-5, rel=0.01)
     assert found.dp_bandwidth == pytest.approx(5e7, rel=0.01)
-    assert wire.now < 1.2
+    assert wire.now < 2 * 1.0
     assert found.bandwidth == found.dp_bandwidth
     assert found.message_latency(1 << 20) == found.pp_latency  # PP.sync is faster than the card
 

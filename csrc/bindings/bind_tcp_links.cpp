@@ -1,0 +1,68 @@
+#include "bindings/bind_tcp_links.h"
+
+#include <ATen/core/Tensor.h>
+#include <pybind11/stl.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <memory>
+#include <span>
+#include <stdexcept>
+#include <string>
+#include <utility>
+
+#include "comm/tcp_links.h"
+
+namespace py = pybind11;
+
+namespace fold3d::bindings {
+
+namespace {
+
+std::span<std::byte> bytes_of(const at::Tensor& message) {
+  if (!message.is_contiguous() || !message.is_cpu()) {
+    throw std::invalid_argument("a message must be contiguous and in host memory");
+  }
+  return {static_cast<std::byte*>(message.data_ptr()), message.nbytes()};
+}
+
+comm::Channel channel_of(bool forward) { return forward ? comm::Channel::kForward : comm::Channel::kBackward; }
+
+}  // namespace
+
+void bind_tcp_links(py::module_& module) {
+  py::class_<comm::TcpLinks, std::shared_ptr<comm::TcpLinks>>(
+      module, "TcpLinks", "The point-to-point links of one stage over TCP, for host memory.")
+      .def(py::init<int, int, const std::string&, std::string>(), py::arg("stage"), py::arg("num_stages"),
+           py::arg("host"), py::arg("secret"))
+      .def_property_readonly("port", [](const comm::TcpLinks& links) { return links.endpoint().port; })
+      .def(
+          "connect",
+          [](comm::TcpLinks& links, const std::pair<std::string, int>& next,
+             const std::pair<std::string, int>& previous, double timeout_seconds) {
+            const py::gil_scoped_release release;
+            links.connect({next.first, next.second}, {previous.first, previous.second},
+                          std::chrono::milliseconds(static_cast<std::int64_t>(timeout_seconds * 1000)));
+          },
+          py::arg("next"), py::arg("previous"), py::arg("timeout_seconds"),
+          "Connects to where the next and the previous stage listen; all stages call.")
+      .def(
+          "send",
+          [](comm::TcpLinks& links, const at::Tensor& message, bool forward) {
+            const std::span<std::byte> bytes = bytes_of(message);
+            const py::gil_scoped_release release;
+            links.send(channel_of(forward), bytes);
+          },
+          py::arg("message"), py::arg("forward"), "Sends bytes to the next stage if `forward`, else to the previous.")
+      .def(
+          "recv",
+          [](comm::TcpLinks& links, const at::Tensor& message, bool forward) {
+            const std::span<std::byte> bytes = bytes_of(message);
+            const py::gil_scoped_release release;
+            links.recv(channel_of(forward), bytes);
+          },
+          py::arg("message"), py::arg("forward"), "Fills `message` from the stage before if `forward`, else the next.")
+      .def("abort", &comm::TcpLinks::abort, py::arg("reason"), py::call_guard<py::gil_scoped_release>(),
+           "Ends every blocked and later call with an error; any thread.");
+}
+
+}  // namespace fold3d::bindings
