@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import time
+from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from benchmarks.cluster.scenarios import FLOAT_BYTES, Scenario
+
+_SLEEPS, _SLEEP_SECONDS = 50, 2e-3
 
 
 class VirtualLayer(nn.Module):
@@ -50,6 +54,7 @@ class VirtualModel(nn.Module):
 
 def make_layers(scenario: Scenario, count: int) -> list[VirtualLayer]:
     """Returns `count` layers, each with its share of a rank's time and gradient."""
+    wake_up_seconds()  # now, not in the first layer's time
     calls = scenario.layers * scenario.micro_batches
     parameters = max(1, scenario.gradient_bytes // scenario.layers // FLOAT_BYTES)
     return [VirtualLayer(parameters, scenario.forward_s / calls, scenario.backward_s / calls) for _ in range(count)]
@@ -81,6 +86,20 @@ class _Occupy(torch.autograd.Function):
 
 
 def _sleep_until(end: float) -> None:
-    left = end - time.perf_counter()
+    left = end - time.perf_counter() - wake_up_seconds()
     if left > 0:
         time.sleep(left)
+
+
+@functools.cache
+def wake_up_seconds() -> float:
+    """Returns by how much a sleep on this machine is longer than asked for, measured by a tenth of a second of sleeps.
+
+    A layer's sleep is shorter by it, so that a layer takes its time and not a few percent more, whoever runs it.
+    """
+    late = []
+    for _ in range(_SLEEPS):
+        end = time.perf_counter() + _SLEEP_SECONDS
+        time.sleep(_SLEEP_SECONDS)
+        late.append(time.perf_counter() - end)
+    return max(0.0, median(late))
