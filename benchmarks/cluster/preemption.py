@@ -5,12 +5,12 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from benchmarks.cluster.comparison import Effort, say
 from benchmarks.cluster.ranks import RanksFailed
-from benchmarks.cluster.report import Run, number
+from benchmarks.cluster.report import Runs, number
 from benchmarks.cluster.scenarios import Scenario
 from benchmarks.cluster.session import Session
 from benchmarks.cluster.systems import System, find_system
@@ -29,14 +29,8 @@ def variants(scenario: Scenario) -> dict[str, tuple[Scenario, System]]:
 
 
 @dataclass(kw_only=True, slots=True)
-class PreemptionReport:
-    """Runs by variant."""
-
-    scenario: Scenario
-    network: str
-    shaped: bool
-    runs: dict[str, list[Run]] = field(default_factory=dict)
-    failures: dict[str, list[str]] = field(default_factory=dict)
+class PreemptionReport(Runs):
+    """A comparison of the variants."""
 
     def message_ms(self, variant: str) -> float | None:
         """Returns the latency of messages: on an idle network, or while DP.sync is under way; median."""

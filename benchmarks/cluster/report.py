@@ -42,14 +42,22 @@ class Run:
 
 
 @dataclass(kw_only=True, slots=True)
-class Report:
-    """What has been measured so far, by system name."""
+class Runs:
+    """What has been measured so far on one network, by the name of what ran."""
 
     scenario: Scenario
     network: str
+    """As text."""
     shaped: bool
+    """Whether its links have a set speed."""
     runs: dict[str, list[Run]] = field(default_factory=dict)
     failures: dict[str, list[str]] = field(default_factory=dict)
+    """What was said by those that broke."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Report(Runs):
+    """A comparison of systems."""
 
     def median_s(self, system: str) -> float:
         """Returns the median over the repetitions of the seconds of a step."""

@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "comm/bucket_sync.h"
+#include "comm/credits.h"
 #include "comm/ring.h"
 #include "comm/ring_links_tcp.h"
 #include "runtime/collectives_c10d.h"
@@ -157,6 +158,8 @@ void bind_links(py::module_& module) {
 
 void bind_bucket_sync(py::module_& module) {
   bind_links(module);
+  module.def("pause_bytes", &comm::Credits::pause_bytes, py::arg("bandwidth"),
+             "What DP.sync sends before a waiting message of PP.sync at this bandwidth, in bytes per second.");
   py::class_<PyBucketSync>(
       module, "BucketSync",
       "DP.sync of one rank: reduce-scatters and all-gathers of flat buckets over the replicas of its stage.")

@@ -1,5 +1,6 @@
 // What the lanes of a Communicator do; each function here runs on a lane's thread.
 #include <cstring>
+#include <span>
 #include <utility>
 
 #include "comm/clock.h"
@@ -66,12 +67,8 @@ void Communicator::run_send(Line& own, LaneId id, Task& task) {
   const int peer = options_.shape.stage_of(core::other_end(task.action).chunk);
   const std::int64_t start_ns = now_ns();
   const bool is_inline = write_frame(own.frame, task.action, step_, task.tensors);
-  transport_->send_frame(channel, peer, own.frame);
-  if (!is_inline) {
-    for (const Tensor& tensor : task.tensors) {
-      if (tensor.buffer->bytes() > 0) transport_->send(channel, peer, tensor.buffer);
-    }
-  }
+  const std::span<const Tensor> all(task.tensors);
+  transport_->send_message(channel, peer, own.frame, is_inline ? all.first(0) : all);
   own.log.append({.action = task.action,
                   .lane = id,
                   .start_ns = start_ns,

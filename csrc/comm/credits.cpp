@@ -1,6 +1,9 @@
 #include "comm/credits.h"
 
 #include <algorithm>
+#include <cmath>
+#include <stdexcept>
+#include <string>
 
 namespace fold3d::comm {
 namespace {
@@ -34,6 +37,15 @@ std::size_t Credits::buffer_bytes(double round_trip_seconds) const {
   // Two round trips: buffers that slow a long connection down would lower the speed that they follow.
   const double seconds = kBufferSeconds + 2.0 * round_trip_seconds;
   return std::max(static_cast<std::size_t>(speed * seconds), kLeastBufferBytes);
+}
+
+std::size_t Credits::pause_bytes(double bytes_per_second) {
+  if (!std::isfinite(bytes_per_second) || bytes_per_second <= 0.0) {
+    throw std::invalid_argument("a bandwidth must be positive and finite, not " + std::to_string(bytes_per_second));
+  }
+  Credits credits(0);
+  credits.set_bandwidth(bytes_per_second);
+  return credits.chunk_bytes() + credits.buffer_bytes(0.0);
 }
 
 void BandwidthMeter::begins(std::int64_t now_ns, std::size_t unsent) {

@@ -25,6 +25,10 @@ class Credits {
   /// What may lie in the system's buffers on each side of a connection with this round trip; 0: leave it to the system.
   std::size_t buffer_bytes(double round_trip_seconds) const;
 
+  /// What a pipeline message may find ahead of it at this speed, in bytes per second: a chunk, and what lies in the
+  /// system's buffers. For planning. Throws std::invalid_argument for a speed that is not positive and finite.
+  static std::size_t pause_bytes(double bytes_per_second);
+
  private:
   const std::size_t fixed_;
   std::atomic<double> bandwidth_{0.0};

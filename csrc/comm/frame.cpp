@@ -1,5 +1,6 @@
 #include "comm/frame.h"
 
+#include <algorithm>
 #include <cstring>
 #include <limits>
 #include <stdexcept>
@@ -12,19 +13,22 @@ namespace fold3d::comm {
 namespace {
 
 constexpr std::uint32_t kMagic = 0x46334431;  // "F3D1"; reads differently on a machine of the other byte order
-constexpr std::uint16_t kVersion = 1;
+constexpr std::uint16_t kVersion = 2;
 
 struct Prefix {
   std::uint32_t magic;
   std::uint16_t version;
   std::uint8_t kind;
   std::uint8_t is_inline;
+  std::uint16_t num_tensors;
+  std::uint16_t used_bytes;
   std::int32_t chunk;
   std::int32_t micro_batch;
   std::uint32_t step;
-  std::uint32_t num_tensors;
   std::uint64_t payload_bytes;
 };
+static_assert(sizeof(Prefix) == kFramePrefixBytes);
+static_assert(kFrameBytes <= std::numeric_limits<decltype(Prefix::used_bytes)>::max());
 
 struct TensorPrefix {
   std::uint8_t dtype;
@@ -88,6 +92,22 @@ std::size_t checked_bytes(const Tensor& tensor) {
   return bytes;
 }
 
+Prefix read_prefix(Reader& reader) {
+  const auto prefix = get<Prefix>(reader);
+  if (prefix.magic != kMagic) throw ProtocolError("the bytes that arrived are not the header of a message (bad magic)");
+  if (prefix.version != kVersion) {
+    throw ProtocolError("the message has format version " + std::to_string(prefix.version) +
+                        ", this rank reads version " + std::to_string(kVersion) +
+                        "; run the same version of fold3d on every rank");
+  }
+  if (prefix.used_bytes < kFramePrefixBytes || prefix.used_bytes > kFrameBytes) {
+    throw ProtocolError("the header announces a frame of " + std::to_string(prefix.used_bytes) +
+                        " bytes; a frame has " + std::to_string(kFramePrefixBytes) + " to " +
+                        std::to_string(kFrameBytes));
+  }
+  return prefix;
+}
+
 TensorDesc read_desc(Reader& reader) {
   const auto prefix = get<TensorPrefix>(reader);
   TensorDesc desc{.dtype = prefix.dtype,
@@ -106,10 +126,11 @@ bool write_frame(std::span<std::byte> frame, const core::Action& send, std::uint
                 .version = kVersion,
                 .kind = static_cast<std::uint8_t>(send.kind),
                 .is_inline = 0,
+                .num_tensors = static_cast<std::uint16_t>(tensors.size()),  // if it does not fit, a desc below fails
+                .used_bytes = 0,
                 .chunk = send.chunk,
                 .micro_batch = send.micro_batch,
                 .step = step,
-                .num_tensors = static_cast<std::uint32_t>(tensors.size()),
                 .payload_bytes = 0};
   put(writer, prefix);
   bool on_host = true;
@@ -127,25 +148,24 @@ bool write_frame(std::span<std::byte> frame, const core::Action& send, std::uint
     for (const std::int64_t extent : tensor.desc.shape) put(writer, extent);
   }
   prefix.is_inline = on_host && prefix.payload_bytes <= writer.left();
-  std::memcpy(frame.data(), &prefix, sizeof(prefix));
-  if (!prefix.is_inline) return false;
   for (const Tensor& tensor : tensors) {
     std::span<std::byte> place;
-    if (tensor.buffer->bytes() == 0 || !writer.take(tensor.buffer->bytes(), place)) continue;
-    std::memcpy(place.data(), tensor.buffer->host_data(), place.size());
+    const std::size_t bytes = prefix.is_inline ? tensor.buffer->bytes() : 0;
+    if (bytes > 0 && writer.take(bytes, place)) std::memcpy(place.data(), tensor.buffer->host_data(), bytes);
   }
-  return true;
+  prefix.used_bytes = static_cast<std::uint16_t>(frame.size() - writer.left());
+  std::memcpy(frame.data(), &prefix, sizeof(prefix));
+  return prefix.is_inline != 0;
+}
+
+std::size_t used_bytes(std::span<const std::byte> start) {
+  Reader reader(start);
+  return read_prefix(reader).used_bytes;
 }
 
 Header read_frame(std::span<const std::byte> frame) {
-  Reader reader(frame);
-  const auto prefix = get<Prefix>(reader);
-  if (prefix.magic != kMagic) throw ProtocolError("the bytes that arrived are not the header of a message (bad magic)");
-  if (prefix.version != kVersion) {
-    throw ProtocolError("the message has format version " + std::to_string(prefix.version) +
-                        ", this rank reads version " + std::to_string(kVersion) +
-                        "; run the same version of fold3d on every rank");
-  }
+  Reader reader(frame.first(std::min(frame.size(), used_bytes(frame))));
+  const Prefix prefix = read_prefix(reader);
   if (prefix.kind > static_cast<std::uint8_t>(core::Kind::kReduce)) {
     throw ProtocolError("the header names the unknown action kind " + std::to_string(prefix.kind));
   }
@@ -155,7 +175,7 @@ Header read_frame(std::span<const std::byte> frame) {
   header.step = prefix.step;
   header.is_inline = prefix.is_inline != 0;
   std::size_t total = 0;
-  for (std::uint32_t i = 0; i < prefix.num_tensors; ++i) {
+  for (int i = 0; i < prefix.num_tensors; ++i) {
     TensorDesc& desc = header.tensors.emplace_back(read_desc(reader));
     std::size_t bytes = 0;
     try {
@@ -174,7 +194,10 @@ Header read_frame(std::span<const std::byte> frame) {
                         " payload bytes, but its tensors have " + std::to_string(total));
   }
   if (header.is_inline && !reader.take(total, header.payload)) {
-    throw ProtocolError("the header announces " + std::to_string(total) + " inline bytes, more than fit into a frame");
+    throw ProtocolError("the header announces " + std::to_string(total) + " inline bytes, more than its frame has");
+  }
+  if (reader.left() > 0) {
+    throw ProtocolError("the frame has " + std::to_string(reader.left()) + " bytes that its header does not explain");
   }
   return header;
 }

@@ -10,14 +10,17 @@
 
 namespace fold3d::comm {
 
-/// Every message begins with one frame of this size, so its receive can be posted before anything is known
-/// about it.
+/// Every message begins with one frame in a place of this size, so its receive can be posted before anything is known
+/// about it. Most frames use a small part of it, see used_bytes().
 inline constexpr std::size_t kFrameBytes = 2048;
 
+/// A frame is never shorter, and so many bytes of it tell how long it is.
+inline constexpr std::size_t kFramePrefixBytes = 32;
+
 /// What a frame says. Layout (native byte order, which the magic number checks): magic, version, kind, inline
-/// flag, number of tensors, chunk, micro-batch, step, payload bytes; then per tensor dtype, element size,
-/// requires_grad, number of dimensions and the dimensions; then, if inline, the tensors' bytes one after the
-/// other. Otherwise each tensor that has bytes follows as one payload message.
+/// flag, number of tensors, used bytes of the frame, chunk, micro-batch, step, payload bytes; then per tensor dtype,
+/// element size, requires_grad, number of dimensions and the dimensions; then, if inline, the tensors' bytes one after
+/// the other. Otherwise each tensor that has bytes follows as one payload message.
 struct Header {
   core::Action send;       ///< the SEND action it belongs to
   std::uint32_t step = 0;  ///< counts begin() calls, 1 for the first
@@ -32,7 +35,13 @@ struct Header {
 /// tensors of 4 dimensions do).
 bool write_frame(std::span<std::byte> frame, const core::Action& send, std::uint32_t step, const Tensors& tensors);
 
-/// Reads a frame. Throws ProtocolError when it is not one of ours or contradicts itself.
+/// How many bytes of a frame say something, those of its prefix included: at most kFrameBytes. What comes after them
+/// need not travel. `start`: at least the frame's prefix. Throws ProtocolError when it is not one of ours or its length
+/// cannot be.
+std::size_t used_bytes(std::span<const std::byte> start);
+
+/// Reads a frame, and nothing of it beyond its used bytes. Throws ProtocolError when it is not one of ours or
+/// contradicts itself.
 Header read_frame(std::span<const std::byte> frame);
 
 }  // namespace fold3d::comm

@@ -67,13 +67,14 @@ void TcpLinks::accept_peers(Clock::time_point deadline) {
   }
 }
 
-void TcpLinks::send(Channel channel, std::span<const std::byte> bytes) {
+void TcpLinks::send(Channel channel, std::span<const std::byte> first, std::span<const std::byte> second) {
   const auto index = static_cast<std::size_t>(channel);
   const auto start = Clock::now();
-  const int error = outgoing_[index]->send_all(bytes);
+  const int error = outgoing_[index]->send_all(first, second);
   if (error != 0) fail("lost the connection to", channel == Channel::kForward ? next() : previous(), error);
-  if (bytes.size() < waiting_[index] + kLeastWaitingBytes) return;  // too little left to tell the speed
-  const double left = static_cast<double>(bytes.size() - waiting_[index]);
+  const std::size_t bytes = first.size() + second.size();
+  if (bytes < waiting_[index] + kLeastWaitingBytes) return;  // too little left to tell the speed
+  const double left = static_cast<double>(bytes - waiting_[index]);
   const std::chrono::duration<double> spent = Clock::now() - start;
   const double wanted = left / std::max(spent.count(), 1e-6) * kWaitingSeconds;
   const auto waiting = static_cast<std::size_t>(

@@ -36,9 +36,9 @@ class TcpLinks {
   /// stages call. Throws TimeoutError, CommError.
   void connect(const Endpoint& next, const Endpoint& previous, std::chrono::milliseconds timeout);
 
-  /// Sends to the one peer this channel leads to: forward to the next stage, backward to the previous one. Returns when
-  /// all but about 128 KiB are on their way.
-  void send(Channel channel, std::span<const std::byte> bytes);
+  /// Sends `first`, then `second`, to the one peer this channel leads to: forward to the next stage, backward to the
+  /// previous one. Returns when what is left takes about a millisecond.
+  void send(Channel channel, std::span<const std::byte> first, std::span<const std::byte> second = {});
   /// Fills `bytes` from the one peer this channel comes from.
   void recv(Channel channel, std::span<std::byte> bytes);
 

@@ -36,10 +36,20 @@ class Transport {
   /// and come from the pool: on a device, the write must be ordered after the work queued on it so far.
   virtual void recv(Channel channel, int peer_stage, std::shared_ptr<Buffer> buffer) = 0;
 
-  /// As send and recv, for a frame in host memory, always kFrameBytes long. Frames and buffers of one channel
-  /// and peer arrive in the order sent.
+  /// As send and recv, for a frame in a place of kFrameBytes in host memory. What comes after its used_bytes() may
+  /// arrive as anything. Frames and buffers of one channel and peer arrive in the order sent.
   virtual void send_frame(Channel channel, int peer_stage, std::span<const std::byte> frame) = 0;
   virtual void recv_frame(Channel channel, int peer_stage, std::span<std::byte> frame) = 0;
+
+  /// A whole message: its frame, and each tensor of `payload` that has bytes. For the receiver the same as send_frame
+  /// and a send for each; a transport may make fewer calls of it.
+  virtual void send_message(Channel channel, int peer_stage, std::span<const std::byte> frame,
+                            std::span<const Tensor> payload) {
+    send_frame(channel, peer_stage, frame);
+    for (const Tensor& tensor : payload) {
+      if (tensor.buffer->bytes() > 0) send(channel, peer_stage, tensor.buffer);
+    }
+  }
 
   /// Whether send_frame copies the frame into the system's buffers and returns without waiting for the receiver, as a
   /// rule: the executor's thread then sends small messages itself instead of waking the lane.

@@ -2,6 +2,8 @@
 
 #include <utility>
 
+#include "comm/frame.h"
+
 namespace fold3d::comm {
 
 TcpTransport::TcpTransport(std::shared_ptr<TcpLinks> links, std::unique_ptr<Transport> memory)
@@ -15,9 +17,26 @@ void TcpTransport::recv(Channel channel, int, std::shared_ptr<Buffer> buffer) {
   links_->recv(channel, {buffer->host_data(), buffer->bytes()});
 }
 
-void TcpTransport::send_frame(Channel channel, int, std::span<const std::byte> frame) { links_->send(channel, frame); }
+void TcpTransport::send_frame(Channel channel, int, std::span<const std::byte> frame) {
+  links_->send(channel, frame.first(used_bytes(frame)));
+}
 
-void TcpTransport::recv_frame(Channel channel, int, std::span<std::byte> frame) { links_->recv(channel, frame); }
+void TcpTransport::recv_frame(Channel channel, int, std::span<std::byte> frame) {
+  const auto prefix = frame.first(kFramePrefixBytes);
+  links_->recv(channel, prefix);
+  links_->recv(channel, frame.first(used_bytes(prefix)).subspan(kFramePrefixBytes));
+}
+
+void TcpTransport::send_message(Channel channel, int, std::span<const std::byte> frame,
+                                std::span<const Tensor> payload) {
+  std::span<const std::byte> unsent = frame.first(used_bytes(frame));
+  for (const Tensor& tensor : payload) {
+    if (tensor.buffer->bytes() == 0) continue;
+    links_->send(channel, unsent, {tensor.buffer->host_data(), tensor.buffer->bytes()});
+    unsent = {};
+  }
+  if (!unsent.empty()) links_->send(channel, unsent);
+}
 
 std::shared_ptr<Buffer> TcpTransport::allocate(const TensorDesc& desc) { return memory_->allocate(desc); }
 

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <memory>
+#include <span>
 #include <string>
 
 #include "comm/tcp_links.h"
@@ -8,7 +9,8 @@
 
 namespace fold3d::comm {
 
-/// Sends and receives over TcpLinks, into memory of another transport (c10d's).
+/// Sends and receives over TcpLinks, into memory of another transport (c10d's). A receiver need not know how much
+/// comes, so only the used bytes of a frame travel.
 class TcpTransport final : public Transport {
  public:
   TcpTransport(std::shared_ptr<TcpLinks> links, std::unique_ptr<Transport> memory);
@@ -17,6 +19,9 @@ class TcpTransport final : public Transport {
   void recv(Channel channel, int peer_stage, std::shared_ptr<Buffer> buffer) override;
   void send_frame(Channel channel, int peer_stage, std::span<const std::byte> frame) override;
   void recv_frame(Channel channel, int peer_stage, std::span<std::byte> frame) override;
+  /// The frame and the first tensor go to the system in one call, and so, if they are small, in one packet.
+  void send_message(Channel channel, int peer_stage, std::span<const std::byte> frame,
+                    std::span<const Tensor> payload) override;
   bool sends_at_once() const override { return true; }
   std::shared_ptr<Buffer> allocate(const TensorDesc& desc) override;
   void abort(const std::string& reason) override;

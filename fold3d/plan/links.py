@@ -7,13 +7,13 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from fold3d import _C
+
 _SMALL = 64  # bytes of a message that is all latency
 _FEW = 5  # repetitions, of which the fastest counts: whatever else happens only adds time
 _LEAST_BURST = 1 << 18  # bytes
 _MOST_BURST = 1 << 28
 _FASTEST = 1e13  # bytes per second, where there is no network
-_CHUNK_SECONDS, _LEAST_CHUNK, _MOST_CHUNK = 1.5e-3, 16 << 10, 4 << 20
-_BUFFER_SECONDS, _LEAST_BUFFER = 2e-3, 16 << 10
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,10 +44,12 @@ class Links:
 def pause_bytes(bandwidth: float) -> int:
     """Returns what DP.sync sends before a waiting message of PP.sync: a chunk, and what lies in the system's buffers.
 
-    The sizes are those of csrc/comm/credits.cpp, which follow the bandwidth (bytes per second).
+    Both follow the bandwidth (bytes per second), as csrc/comm/credits.h says.
+
+    Raises:
+        ValueError: for a bandwidth that is not positive and finite.
     """
-    chunk = min(max(bandwidth * _CHUNK_SECONDS, _LEAST_CHUNK), _MOST_CHUNK)
-    return round(chunk + max(bandwidth * _BUFFER_SECONDS, _LEAST_BUFFER))
+    return _C.pause_bytes(bandwidth)
 
 
 def measure_links(

@@ -111,7 +111,7 @@ class Pipeline:
         self._tuner = Tuner(topology, groups, config, device, self._replan)
         gate = join_host_gate(topology, groups, self._job, config.preempt)
         if topology.dp > 1:
-            self._connect_replicas(config, gate, device)
+            self._connect_replicas(config, gate, device, over_tcp)
         self._executor = self.progress.executor = _C.Executor(
             [self._make_chunk(v, v == config.num_chunks - 1) for v in topology.chunks(config.num_segments)],
             topology.pp_rank,
@@ -124,7 +124,9 @@ class Pipeline:
             gate,
         )
 
-    def _connect_replicas(self, config: ParallelConfig, gate: _C.HostGate, device: torch.device) -> None:
+    def _connect_replicas(
+        self, config: ParallelConfig, gate: _C.HostGate, device: torch.device, over_tcp: bool
+    ) -> None:
         topology, cut = self._topology, self._cut
         least = DEFAULT_BUCKET_BYTES if config.bucket_bytes is None else config.bucket_bytes
         buckets = bucket_layout(cut.trainable(), cut.cells, cut.trace, cut.ranges, topology.pp_rank, least)
@@ -133,7 +135,6 @@ class Pipeline:
             plan = SyncPlan.of(buckets, self._choice.modes[stage], self._choice.gather_order[stage])
         else:
             plan = SyncPlan.make(buckets, "early" if config.dp_sync == "auto" else config.dp_sync)
-        over_tcp = uses_tcp(config.transport, device)
         sync = connect_replicas(
             topology, self.groups, gate, device, config.timeout_seconds, over_tcp=over_tcp, chunk_bytes=0
         )

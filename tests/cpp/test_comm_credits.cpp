@@ -2,7 +2,9 @@
 #include <gtest/gtest.h>
 
 #include <cstdint>
+#include <limits>
 #include <memory>
+#include <stdexcept>
 #include <string>
 #include <vector>
 
@@ -29,6 +31,13 @@ TEST(Credits, AChunkIsWorthAFixedTimeWithinBounds) {
   EXPECT_EQ(credits.buffer_bytes(0.0), 16u << 10);
   credits.set_bandwidth(1e12);
   EXPECT_EQ(credits.chunk_bytes(), 4u << 20);
+}
+
+TEST(Credits, WhatAMessageMayFindAheadIsAChunkAndABuffer) {
+  EXPECT_EQ(Credits::pause_bytes(128e6), 192'000u + 256'000u);
+  EXPECT_EQ(Credits::pause_bytes(1.0), (16u << 10) + (16u << 10));
+  EXPECT_THROW(Credits::pause_bytes(0.0), std::invalid_argument);
+  EXPECT_THROW(Credits::pause_bytes(std::numeric_limits<double>::infinity()), std::invalid_argument);
 }
 
 TEST(Credits, AFixedChunkStaysButCutsNoElement) {

@@ -4,6 +4,7 @@
 #include <array>
 #include <cstring>
 #include <random>
+#include <span>
 #include <stdexcept>
 #include <vector>
 
@@ -109,6 +110,31 @@ TEST(Frame, TooManyTensorsAreRefusedFiftyAreNot) {
   EXPECT_NO_THROW(comm::write_frame(frame, kSend, 1, comm::Tensors(50, tensor)));
   EXPECT_EQ(comm::read_frame(frame).tensors.size(), 50u);
   EXPECT_THROW(comm::write_frame(frame, kSend, 1, comm::Tensors(60, tensor)), std::invalid_argument);
+}
+
+TEST(Frame, OnlyItsUsedBytesCount) {
+  auto frame = new_frame();
+  comm::write_frame(frame, kSend, 1, {make_tensor({1, 2}), make_tensor({3})});
+  const std::size_t used = comm::used_bytes(frame);
+  EXPECT_EQ(used, comm::kFramePrefixBytes + 2 * 12 + 3 * 8);
+  for (std::size_t i = used; i < frame.size(); ++i) frame[i] = std::byte{0xa5};  // as of the message before
+  EXPECT_EQ(comm::read_frame(frame).payload.size(), 3u * 8);
+  EXPECT_EQ(comm::read_frame(std::span(frame).first(used)).payload.size(), 3u * 8);
+  EXPECT_THROW(comm::read_frame(std::span(frame).first(used - 1)), comm::ProtocolError);
+  comm::write_frame(frame, kSend, 1, {make_tensor(std::vector<std::int64_t>(300))});
+  EXPECT_EQ(comm::used_bytes(frame), comm::kFramePrefixBytes + 12);
+}
+
+TEST(Frame, AnotherLengthThanItsContentsIsAnError) {
+  auto frame = new_frame();
+  comm::write_frame(frame, kSend, 1, {make_tensor({1, 2}), make_tensor({3})});
+  const auto used = static_cast<std::uint16_t>(comm::used_bytes(frame));
+  for (const int more : {-1, 1, -40, 500}) {
+    const auto wrong = static_cast<std::uint16_t>(used + more);
+    std::memcpy(frame.data() + 10, &wrong, sizeof(wrong));  // see Header's layout
+    EXPECT_EQ(comm::used_bytes(frame), wrong);
+    EXPECT_THROW(comm::read_frame(frame), comm::ProtocolError) << more;
+  }
 }
 
 TEST(Frame, ForeignBytesAreAnError) {

@@ -1,9 +1,6 @@
 // A replica fails, stops or runs another plan: every replica ends with an error that tells the cause; strangers are
 // kept out.
-#include <arpa/inet.h>
 #include <gtest/gtest.h>
-#include <sys/socket.h>
-#include <unistd.h>
 
 #include <array>
 #include <chrono>
@@ -19,6 +16,7 @@
 #include "comm/ring_chunk.h"
 #include "comm/ring_links_tcp.h"
 #include "ring_harness.h"
+#include "stranger.h"
 
 namespace fold3d::test {
 namespace {
@@ -169,20 +167,11 @@ TEST(RingFaults, ADamagedHeaderIsRefused) {
 
 TEST(RingFaults, AStrangerIsRefusedAndTheReplicaStillGetsIn) {
   TcpRingLinks first(0, 2, "127.0.0.1", kSecret), second(1, 2, "127.0.0.1", kSecret);
-  sockaddr_in address{};
-  address.sin_family = AF_INET;
-  address.sin_port = htons(static_cast<std::uint16_t>(first.endpoint().port));
-  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-  const int stranger = ::socket(AF_INET, SOCK_STREAM, 0);
-  ASSERT_EQ(::connect(stranger, reinterpret_cast<sockaddr*>(&address), sizeof(address)), 0);
-  const std::string noise(100, 'x');
-  ASSERT_EQ(::send(stranger, noise.data(), noise.size(), MSG_NOSIGNAL), 100);
+  const Stranger stranger(first.endpoint());
   std::thread other([&] { second.connect(first.endpoint(), 10s); });
   first.connect(second.endpoint(), 10s);
   other.join();
-  char byte = 0;
-  EXPECT_LE(::recv(stranger, &byte, 1, 0), 0);  // closed without a word
-  ::close(stranger);
+  EXPECT_TRUE(stranger.was_refused());
   const auto out = first.link(Traffic::kGather), in = second.link(Traffic::kGather);
   const std::array<std::byte, 3> sent{std::byte{1}, std::byte{2}, std::byte{3}};
   std::array<std::byte, 3> got{};

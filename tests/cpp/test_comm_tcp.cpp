@@ -1,8 +1,5 @@
 // The TCP links: whole schedules over them, strangers, ends.
-#include <arpa/inet.h>
 #include <gtest/gtest.h>
-#include <sys/socket.h>
-#include <unistd.h>
 
 #include <array>
 #include <chrono>
@@ -15,6 +12,7 @@
 #include "comm/errors.h"
 #include "comm/tcp_links.h"
 #include "comm_harness.h"
+#include "stranger.h"
 
 namespace fold3d::test {
 namespace {
@@ -114,20 +112,11 @@ TEST(Tcp, APeerThatGoesAwayIsNamed) {
 
 TEST(Tcp, AStrangerIsRefusedAndThePeerStillGetsIn) {
   TcpLinks first(0, 2, "127.0.0.1", kSecret), second(1, 2, "127.0.0.1", kSecret);
-  sockaddr_in address{};
-  address.sin_family = AF_INET;
-  address.sin_port = htons(static_cast<std::uint16_t>(first.endpoint().port));
-  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-  const int stranger = ::socket(AF_INET, SOCK_STREAM, 0);
-  ASSERT_EQ(::connect(stranger, reinterpret_cast<sockaddr*>(&address), sizeof(address)), 0);
-  const std::string noise(100, 'x');
-  ASSERT_EQ(::send(stranger, noise.data(), noise.size(), MSG_NOSIGNAL), 100);
+  const Stranger stranger(first.endpoint());
   std::thread other([&] { second.connect(first.endpoint(), first.endpoint(), 10s); });
   first.connect(second.endpoint(), second.endpoint(), 10s);
   other.join();
-  char byte = 0;
-  EXPECT_LE(::recv(stranger, &byte, 1, 0), 0);  // closed without a word
-  ::close(stranger);
+  EXPECT_TRUE(stranger.was_refused());
 }
 
 TEST(Tcp, AnotherJobsSecretIsRefused) {

@@ -1,0 +1,33 @@
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "comm/tcp_door.h"
+#include "comm/tcp_links.h"
+#include "comm/tcp_socket.h"
+
+namespace fold3d::test {
+
+/// Stage 1 of two without a transport: sees each byte that stage 0 sends, and sends it any bytes.
+class RawStage {
+ public:
+  explicit RawStage(const std::string& secret) : door_("127.0.0.1", secret) {}
+
+  /// Connects with the links of stage 0. Throws what they throw, and std::runtime_error.
+  void meet(comm::TcpLinks& first);
+
+  void send_backward(std::span<const std::byte> bytes) const;
+  /// All that stage 0 sends forward, up to where it ends the connection.
+  std::vector<std::byte> recv_forward() const;
+
+ private:
+  comm::TcpDoor door_;
+  std::array<std::unique_ptr<comm::TcpSocket>, 2> outgoing_, incoming_;  // [channel]
+};
+
+}  // namespace fold3d::test
