@@ -20,11 +20,11 @@ IDLE, ORDERED, UNORDERED = "no DP.sync", "preemption on", "preemption off"
 
 def variants(scenario: Scenario) -> dict[str, tuple[Scenario, System]]:
     """Returns what is compared: without gradients, with them and messages first, with them first come, first served."""
-    early = find_system("fold3d-aiao-early", scenario)
+    load = find_system("load", scenario)
     return {
-        IDLE: (replace(scenario, gradient_bytes=0), early),
-        ORDERED: (scenario, early),
-        UNORDERED: (scenario, find_system("fold3d-aiao-unordered", scenario)),
+        IDLE: (replace(scenario, gradient_bytes=0), load),
+        ORDERED: (scenario, load),
+        UNORDERED: (scenario, find_system("load-unordered", scenario)),
     }
 
 

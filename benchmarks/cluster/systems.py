@@ -89,6 +89,8 @@ FAMILIES = {
     "torch-bfs": Family(
         "torch", "ScheduleLoopedBFS", "torch.distributed.pipelining, breadth first", dp_sync="all-reduce"
     ),
+    "load": Family("load", "", "DP.sync without a pause beside messages at a steady pace", folds=False, warm_up=2),
+    "load-unordered": Family("load", "", "the same, first come, first served", folds=False, preempt=False, warm_up=2),
 }
 REFERENCE = "fold3d-auto"
 """What the others are compared with."""
@@ -119,6 +121,10 @@ class System:
             from benchmarks.cluster.fold3d_rank import Fold3dRank
 
             return Fold3dRank(scenario, self)
+        if self.family.library == "load":
+            from benchmarks.cluster.load_rank import LoadRank
+
+            return LoadRank(scenario, self)
         from benchmarks.cluster.torch_rank import TorchRank
 
         return TorchRank(scenario, self.family.schedule, self.segments)

@@ -9,10 +9,10 @@ namespace fold3d::comm {
 namespace {
 
 constexpr std::size_t kFirstChunkBytes = 64u << 10;
-constexpr std::size_t kLeastChunkBytes = 16u << 10, kMostChunkBytes = 4u << 20;
-constexpr double kChunkSeconds = 1.5e-3;
-constexpr std::size_t kLeastBufferBytes = 16u << 10;
-constexpr double kBufferSeconds = 2e-3;
+constexpr std::size_t kLeastChunkBytes = 8u << 10, kMostChunkBytes = 4u << 20;
+constexpr double kChunkSeconds = 1e-3;
+constexpr std::size_t kLeastBufferBytes = 4u << 10;
+constexpr double kBufferSeconds = 4e-4;
 constexpr std::size_t kChunkAlignment = 64;  // no element is cut
 
 constexpr double kWindowNs = 1e8;

@@ -8,8 +8,8 @@
 namespace fold3d::comm {
 
 /// How much data-parallel traffic may be on its way at once. A pipeline message waits for what a chunk has put on the
-/// network card before it, so chunks and buffers follow the speed of the connection: a chunk is worth 1.5 ms, what lies
-/// in the system's buffers 2 ms. Shared by the streams of one rank. Thread-safe.
+/// network card before it, so chunks and buffers follow the speed of the connection: a chunk is worth 1 ms, what lies
+/// in the system's buffers 0.4 ms and two round trips. Shared by the streams of one rank. Thread-safe.
 class Credits {
  public:
   /// `chunk_bytes`: a fixed size of the chunks; 0: by the speed.

@@ -88,6 +88,8 @@ class Tuner:
         Returns: a choice with a better schedule for the times measured, which the caller takes from the next step on.
         """
         if self._links is None:
+            if sync is not None:
+                sync.flush()  # what is still on its way would be measured, too
             self._links = self._probe()
         shares: list[Any] = [self._share(sync)]
         if self._groups.world is not None:

@@ -23,19 +23,19 @@ TEST(Credits, AChunkIsWorthAFixedTimeWithinBounds) {
   EXPECT_EQ(credits.chunk_bytes(), 64u << 10);  // nothing known yet
   EXPECT_EQ(credits.buffer_bytes(0.0), 0u);
   credits.set_bandwidth(128e6);  // about 1 Gbit/s
-  EXPECT_EQ(credits.chunk_bytes(), 192'000u);
-  EXPECT_EQ(credits.buffer_bytes(0.0), 256'000u);
-  EXPECT_EQ(credits.buffer_bytes(1e-3), 512'000u);  // a long connection needs more to stay busy
+  EXPECT_EQ(credits.chunk_bytes(), 128'000u);
+  EXPECT_EQ(credits.buffer_bytes(0.0), 51'200u);
+  EXPECT_EQ(credits.buffer_bytes(1e-3), 307'200u);  // a long connection needs more to stay busy
   credits.set_bandwidth(1e6);
-  EXPECT_EQ(credits.chunk_bytes(), 16u << 10);
-  EXPECT_EQ(credits.buffer_bytes(0.0), 16u << 10);
+  EXPECT_EQ(credits.chunk_bytes(), 8u << 10);
+  EXPECT_EQ(credits.buffer_bytes(0.0), 4u << 10);
   credits.set_bandwidth(1e12);
   EXPECT_EQ(credits.chunk_bytes(), 4u << 20);
 }
 
 TEST(Credits, WhatAMessageMayFindAheadIsAChunkAndABuffer) {
-  EXPECT_EQ(Credits::pause_bytes(128e6), 192'000u + 256'000u);
-  EXPECT_EQ(Credits::pause_bytes(1.0), (16u << 10) + (16u << 10));
+  EXPECT_EQ(Credits::pause_bytes(128e6), 128'000u + 51'200u);
+  EXPECT_EQ(Credits::pause_bytes(1.0), (8u << 10) + (4u << 10));
   EXPECT_THROW(Credits::pause_bytes(0.0), std::invalid_argument);
   EXPECT_THROW(Credits::pause_bytes(std::numeric_limits<double>::infinity()), std::invalid_argument);
 }

@@ -60,9 +60,9 @@ def test_without_a_network():
 
 
 def test_what_cannot_be_paused_follows_the_bandwidth():
-    assert pause_bytes(1e6) == (16 << 10) + (16 << 10)
-    assert pause_bytes(128e6) == 192_000 + 256_000
-    assert pause_bytes(1e10) == (4 << 20) + 20_000_000
+    assert pause_bytes(1e6) == (8 << 10) + (4 << 10)
+    assert pause_bytes(128e6) == 128_000 + 51_200
+    assert pause_bytes(1e10) == (4 << 20) + 4_000_000
     with pytest.raises(ValueError, match="positive and finite"):
         pause_bytes(math.inf)
 
