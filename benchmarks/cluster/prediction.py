@@ -10,8 +10,6 @@ from benchmarks.cluster.systems import System
 
 PAYLOAD = 1448 / 1514
 """Of a full Ethernet frame as a link counts it, the part that is data: 14 bytes Ethernet, 20 IP, 32 TCP."""
-CHUNK_S = 0.002
-"""What the runtime aims at for a chunk of DP.sync."""
 NS_PER_S = 1e9
 
 
@@ -41,7 +39,7 @@ def predict_step(
     """
     # Imported here: they load torch, which comparing systems does not need.
     from fold3d import schedule as schedules
-    from fold3d._C import ClusterModel, simulate_training
+    from fold3d._C import ClusterModel, pause_bytes, simulate_training
     from fold3d.plan.simulator import Work
 
     family, passes = system.family, scenario.micro_batches
@@ -65,7 +63,7 @@ def predict_step(
     model.bandwidth = scenario.rate_mbit * 1e6 / 8 * PAYLOAD
     model.latency_ns = model.hop_latency_ns = round(costs.latency_s * NS_PER_S)
     model.action_ns = round(costs.action_s * NS_PER_S)
-    model.chunk_bytes = round(model.bandwidth * CHUNK_S)
+    model.chunk_bytes = pause_bytes(model.bandwidth)
     model.preempt = family.preempt
     model.forward_ns = [round(seconds * NS_PER_S) for seconds in work.forward]
     model.backward_ns = [round(seconds * NS_PER_S) for seconds in work.backward]

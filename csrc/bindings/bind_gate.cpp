@@ -17,6 +17,8 @@ py::dict counters_of(const comm::HostGate& gate) {
   out["preemptions"] = counters.preemptions;
   out["yields"] = counters.yields;
   out["held_ns"] = counters.held_ns;
+  out["preempted_ns"] = counters.preempted_ns;
+  out["delayed_ns"] = counters.delayed_ns;
   out["messages"] = counters.messages;
   out["message_bytes"] = counters.message_bytes;
   return out;
@@ -33,8 +35,9 @@ void bind_gate(py::module_& module) {
            py::arg("name") = "", py::arg("preempt") = true,
            "`name`: of the shared memory of the host's ranks, without slashes; empty: this process alone.")
       .def("counters", &counters_of,
-           "What this rank saw: preemptions (chunks held for messages), yields (held for reduces), held_ns, messages, "
-           "message_bytes.")
+           "What this rank saw: preemptions (chunks held for messages), yields (held for reduces), held_ns, "
+           "preempted_ns (of "
+           "these, for messages), delayed_ns (messages behind chunks that were under way), messages, message_bytes.")
       .def("unlink", &comm::HostGate::unlink,
            "Takes the shared memory's name away, when all ranks of the host have their gate.");
 }

@@ -147,7 +147,16 @@ std::int64_t HostGate::hold(Direction direction, Traffic traffic) {
   if (now == ready_ns) return 0;  // patience was over already
   (for_message ? preemptions_ : yields_).fetch_add(1, std::memory_order_relaxed);
   held_ns_.fetch_add(now - ready_ns, std::memory_order_relaxed);
+  if (for_message) preempted_ns_.fetch_add(now - ready_ns, std::memory_order_relaxed);
   return now - ready_ns;
+}
+
+void HostGate::passed(Direction direction, std::int64_t start_ns, std::int64_t end_ns) noexcept {
+  const std::size_t kind = kind_of(direction);
+  if (count_of(state_.pending.load(), kind) == 0) return;
+  // The newest message stands for all: chunks are short.
+  const std::int64_t began_ns = std::max(start_ns, state_.urgent[kind].newest_ns.load());
+  if (began_ns < end_ns) delayed_ns_.fetch_add(end_ns - began_ns, std::memory_order_relaxed);
 }
 
 void HostGate::wait(std::uint32_t sequence, std::int64_t until_ns) {
@@ -186,6 +195,8 @@ HostGate::Counters HostGate::counters() const {
   return {.preemptions = preemptions_.load(),
           .yields = yields_.load(),
           .held_ns = held_ns_.load(),
+          .preempted_ns = preempted_ns_.load(),
+          .delayed_ns = delayed_ns_.load(),
           .messages = messages_.load(),
           .message_bytes = message_bytes_.load()};
 }

@@ -34,6 +34,8 @@ class HostGate {
     std::int64_t preemptions = 0;    ///< holds that waited for a message
     std::int64_t yields = 0;         ///< holds of a gather that waited for reduces only
     std::int64_t held_ns = 0;        ///< in all holds together
+    std::int64_t preempted_ns = 0;   ///< of these, in holds that waited for a message: sending time that chunks lost
+    std::int64_t delayed_ns = 0;     ///< that messages waited for chunks which were under way when they began
     std::int64_t messages = 0;       ///< announced by message_begins(), both directions
     std::int64_t message_bytes = 0;  ///< of these
   };
@@ -61,6 +63,9 @@ class HostGate {
   /// Blocks until a chunk of `traffic` may go; returns the nanoseconds it was held. A single atomic load when
   /// nothing more urgent is pending.
   std::int64_t hold(Direction direction, Traffic traffic);
+
+  /// A chunk was under way from `start_ns` to `end_ns`. Only counts what messages waited for it.
+  void passed(Direction direction, std::int64_t start_ns, std::int64_t end_ns) noexcept;
 
   /// The speed of the card, for how long a message may take: measured by whoever sends chunks, used by all ranks
   /// of the host. 0: not known, as at the beginning. Throws std::invalid_argument for a negative or infinite one.
@@ -107,7 +112,8 @@ class HostGate {
   std::array<std::atomic<std::int64_t>, kNumKinds> own_{};  // how much of `pending` is this object's
   std::atomic<bool> open_{false};
 
-  std::atomic<std::int64_t> preemptions_{0}, yields_{0}, held_ns_{0}, messages_{0}, message_bytes_{0};
+  std::atomic<std::int64_t> preemptions_{0}, yields_{0}, held_ns_{0}, preempted_ns_{0}, delayed_ns_{0}, messages_{0},
+      message_bytes_{0};
 };
 
 }  // namespace fold3d::comm

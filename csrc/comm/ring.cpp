@@ -205,9 +205,12 @@ void Ring::send_chunk(const Job& job, std::size_t position, std::size_t length) 
       chunk_header(options_.traffic, job.collective, job.shard_bytes, chunk.round, chunk.offset, length);
   const ReduceTurn turn(*gate_, options_.traffic, length);
   gate_->hold(Direction::kSend, options_.traffic);
-  meter_.begins(now_ns(), link_->unsent());
+  const std::int64_t start_ns = now_ns();
+  meter_.begins(start_ns, link_->unsent());
   link_->send(std::as_bytes(std::span(&header, 1)), chunk.bytes);
-  meter_.ends(now_ns(), length, link_->unsent());
+  const std::int64_t end_ns = now_ns();
+  meter_.ends(end_ns, length, link_->unsent());
+  gate_->passed(Direction::kSend, start_ns, end_ns);
   adapt();
 }
 
@@ -238,12 +241,20 @@ std::size_t Ring::recv_chunk(Job& job, std::size_t position) {
   const auto length = static_cast<std::size_t>(header.bytes);
   // A payload that is not read closes the connection's window: so the peer leaves the card to others, too.
   gate_->hold(Direction::kReceive, options_.traffic);
+  const std::int64_t start_ns = now_ns();
   const std::span<std::byte> target = place(job, position, length, first_shard).bytes;
-  if (!is_reduce) {
+  if (is_reduce) {
+    recv_and_add(job, target, expected.round);
+  } else {
     link_->recv(target);
-    return length;
   }
-  const bool is_last = expected.round == options_.size - 2;  // this replica owns the shard
+  gate_->passed(Direction::kReceive, start_ns, now_ns());
+  return length;
+}
+
+void Ring::recv_and_add(const Job& job, std::span<std::byte> target, int round) {
+  const bool is_last = round == options_.size - 2;  // this replica owns the shard
+  const std::size_t length = target.size();
   const std::size_t block = link_->can_split() ? std::min(kAddBytes, length) : length;
   received_.resize(std::max(received_.size(), block));
   for (std::size_t done = 0; done < length; done += block) {
@@ -251,7 +262,6 @@ std::size_t Ring::recv_chunk(Job& job, std::size_t position) {
     link_->recv(part);
     add_scaled(target.subspan(done, part.size()), part, job.collective.element, is_last ? job.collective.scale : 1.0);
   }
-  return length;
 }
 
 }  // namespace fold3d::comm

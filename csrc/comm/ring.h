@@ -72,6 +72,7 @@ class Ring final : public CollectiveStream {
   void recv_loop();
   void send_chunk(const Job& job, std::size_t position, std::size_t length);
   std::size_t recv_chunk(Job& job, std::size_t position);
+  void recv_and_add(const Job& job, std::span<std::byte> target, int round);
   void adapt();
   Place place(const Job& job, std::size_t position, std::size_t length, int first_shard) const;
   Job& job(std::uint64_t number) { return jobs_[static_cast<std::size_t>(number - first_)]; }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +32,13 @@ class Account:
     """Waiting for DP.sync: sums after the last backward, parameters before a layer's forward."""
     hidden_dp_ms: float
     """DP.sync under way while the rank computed."""
+    preemptions: int
+    """Chunks of DP.sync that waited for a message of PP.sync."""
+    pp_delayed_ms: float
+    """By which chunks of DP.sync that were under way held up messages of PP.sync, all messages together."""
+    dp_held_ms: float
+    """For how long chunks of DP.sync were held back for messages: sending time that DP.sync lost, both rings and
+    directions together."""
     pp_bytes: int
     """Sent to other stages."""
     dp_bytes: int
@@ -51,6 +58,9 @@ class Account:
             "pp_hidden_ms": self.hidden_pp_ms,
             "dp_exposed_ms": self.exposed_dp_ms,
             "dp_hidden_ms": self.hidden_dp_ms,
+            "preemptions": self.preemptions,
+            "pp_delayed_ms": self.pp_delayed_ms,
+            "dp_held_ms": self.dp_held_ms,
         }
         if self.predicted_ms is not None:
             numbers["predicted_step_ms"] = self.predicted_ms
@@ -58,9 +68,18 @@ class Account:
 
 
 def make_account(
-    records: Sequence[RawRecord], start_ns: int, end_ns: int, predicted_ms: float | None = None
+    records: Sequence[RawRecord],
+    start_ns: int,
+    end_ns: int,
+    predicted_ms: float | None = None,
+    gate: Mapping[str, int] | None = None,
 ) -> Account:
-    """Returns the account of one step from the records of its compute lane and its transfers."""
+    """Returns the account of one step from the records of its compute lane and its transfers.
+
+    Args:
+        gate: what the host's gate counted in the step; None: there was none.
+    """
+    gate = gate or {}
     spans = [(lane, action, start, end) for lane, action, start, end, _ in records if end > start_ns]
     waits = [(action, start, end) for lane, action, start, end in spans if lane == "wait"]
     of_dp = [(start, end) for action, start, end in waits if action.endswith(("REDUCE_GRAD", "GATHER"))]
@@ -78,6 +97,9 @@ def make_account(
         hidden_pp_ms=overlap_ns(arriving, compute) / NS_PER_MS,
         exposed_dp_ms=_length(of_dp) / NS_PER_MS,
         hidden_dp_ms=overlap_ns(dp_sync, compute) / NS_PER_MS,
+        preemptions=gate.get("preemptions", 0),
+        pp_delayed_ms=gate.get("delayed_ns", 0) / NS_PER_MS,
+        dp_held_ms=gate.get("preempted_ns", 0) / NS_PER_MS,
         pp_bytes=sum(size for lane, _, _, _, size in records if lane in ("send_f", "send_b")),
         dp_bytes=sum(size for lane, _, _, _, size in records if lane in ("reduce", "gather")),
         predicted_ms=predicted_ms,

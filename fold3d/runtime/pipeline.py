@@ -76,6 +76,8 @@ class Pipeline:
         self._schedule: Schedule | None = None
         self._tuner: Tuner | None = None
         self._trained = False  # the last run was a step
+        self._gate: _C.HostGate | None = None
+        self._counted: dict[str, int] = {}  # by the gate before the last run
         self._executor: _C.Executor | None = None
         self._groups: Groups | None = None
         self.progress = Progress()
@@ -109,7 +111,8 @@ class Pipeline:
         }
         self._share_weights(shared)
         self._tuner = Tuner(topology, groups, config, device, self._replan)
-        gate = join_host_gate(topology, groups, self._job, config.preempt)
+        self._gate = gate = join_host_gate(topology, groups, self._job, config.preempt)
+        self._counted = gate.counters()
         if topology.dp > 1:
             self._connect_replicas(config, gate, device, over_tcp)
         self._executor = self.progress.executor = _C.Executor(
@@ -212,6 +215,8 @@ class Pipeline:
         self._schedule = schedule
         self.progress.begin(schedule.micro_batches)
         self._take_records()  # what ended before this run is not its business
+        assert self._gate is not None
+        self._counted = self._gate.counters()
         start = time.monotonic_ns()
         try:
             with self.progress.during(self.progress.doing):  # whom an action waits for follows from the schedule
@@ -234,7 +239,9 @@ class Pipeline:
     def account(self) -> Account:
         """Returns where the time of the last step went."""
         expected = self._tuner.expected if self._tuner is not None else None
-        return make_account(self._records, *self._bounds, None if expected is None else expected.step_ms)
+        assert self._gate is not None
+        gate = {name: count - self._counted[name] for name, count in self._gate.counters().items()}
+        return make_account(self._records, *self._bounds, None if expected is None else expected.step_ms, gate)
 
     def tune(self, schedule: Schedule) -> Choice | None:
         """Looks at the step before the one that begins; every so often plans anew. All ranks of the job call.

@@ -111,6 +111,33 @@ TEST(HostGate, PatienceEnds) {
   EXPECT_EQ(gate.counters().held_ns, held);
 }
 
+TEST(HostGate, CountsWhatMessagesWaitForChunksUnderWay) {
+  HostGate gate("", kPatient);
+  constexpr std::int64_t kChunk = 1'000'000'000;
+  gate.passed(Direction::kSend, 0, kChunk);
+  EXPECT_EQ(gate.counters().delayed_ns, 0);  // nobody waited
+  const std::int64_t before = comm::now_ns();
+  gate.message_begins(Direction::kSend, 1);
+  const std::int64_t after = comm::now_ns();
+  gate.passed(Direction::kSend, before - kChunk, after + kChunk);  // half of it was over when the message came
+  gate.passed(Direction::kReceive, before - kChunk, after + kChunk);
+  EXPECT_GE(gate.counters().delayed_ns, kChunk);
+  EXPECT_LE(gate.counters().delayed_ns, kChunk + after - before);
+  gate.passed(Direction::kSend, after, after + kChunk);  // went ahead because patience was over
+  EXPECT_GE(gate.counters().delayed_ns, 2 * kChunk);
+}
+
+TEST(HostGate, OnlyWaitsForMessagesArePreemption) {
+  HostGate gate("", patience(kShort, kForever));
+  gate.reduce_begins();
+  const std::int64_t yielded = gate.hold(Direction::kSend, Traffic::kGather);
+  EXPECT_EQ(gate.counters().preempted_ns, 0);
+  gate.message_begins(Direction::kSend, 1);
+  const std::int64_t preempted = gate.hold(Direction::kSend, Traffic::kReduce);
+  EXPECT_EQ(gate.counters().preempted_ns, preempted);
+  EXPECT_EQ(gate.counters().held_ns, yielded + preempted);
+}
+
 TEST(HostGate, AMessageGetsTwiceTheTimeItTakes) {
   HostGate gate("", patience(0, 0));
   gate.message_begins(Direction::kSend, 1'000);  // at a speed not known yet

@@ -49,6 +49,13 @@ def test_account_tells_hidden_from_exposed() -> None:
     assert make_account(records, 0, 37 * MS, 36.0).log()["predicted_step_ms"] == 36.0
 
 
+def test_account_tells_what_messages_and_dp_sync_cost_each_other() -> None:
+    gate = {"preemptions": 3, "yields": 9, "held_ns": 8 * MS, "preempted_ns": 5 * MS, "delayed_ns": 2 * MS}
+    log = make_account([], 0, MS, None, gate).log()
+    assert (log["preemptions"], log["dp_held_ms"], log["pp_delayed_ms"]) == (3, 5, 2)
+    assert make_account([], 0, MS).preemptions == 0
+
+
 def test_what_ended_before_the_step_does_not_count() -> None:
     records = [("wait", "0GATHER", -9 * MS, -3 * MS, 0), ("compute", "0F0", 0, 4 * MS, 0)]
     account = make_account(records, 0, 4 * MS)

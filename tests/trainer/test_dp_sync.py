@@ -25,7 +25,7 @@ ARGUMENTS = {
     "save_strategy": "steps",
     "save_steps": 4,
 }
-TIMES = ("step_ms", "dp_hidden_ms", "dp_exposed_ms", "bubble_ms", "pp_exposed_ms")
+TIMES = ("step_ms", "dp_hidden_ms", "dp_exposed_ms", "bubble_ms", "pp_exposed_ms", "dp_held_ms", "preemptions")
 
 Ranks = list[Outcome]
 
