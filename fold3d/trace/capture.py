@@ -162,7 +162,6 @@ def _summarise(model: nn.Module, names: list[str], recorder: Recorder) -> Trace:
         ),
         shapes=recorder.shapes(),
         modified=recorder.modified(),
-        quiet=recorder.quiet(),
         borders=recorder.borders(),
         costs=costs,
         prologue_cost=BlockCost(

@@ -58,8 +58,6 @@ class Trace:
     """(shape, dtype) of each tensor that each block returned for the recorded example."""
     modified: tuple[bool, ...]
     """Per block: later code writes into the returned tensors in place, so a receiver must work on a copy."""
-    quiet: tuple[bool, ...]
-    """Per block: nothing runs between its return and the next block."""
     borders: tuple[str, ...]
     """Per border (length: blocks; entry 0 is the model's start and always free): empty if the model may be
     cut there,

@@ -59,8 +59,6 @@ class RegionRecord:
     modules: list[str] = field(default_factory=list)
     block_flops: int = 0
     other_flops: int = 0
-    operations: bool = False
-    """Whether any ran outside of the block."""
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -155,7 +153,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         inputs = [leaf for leaf in arg_tree_leaves(*args, **kwargs) if isinstance(leaf, Tensor)]
         keys = {self._key(tensor) for tensor in inputs}
         tokens = _NO_TOKENS if packet in _SHAPE_ONLY else self._read(keys)
-        self.regions[-1].operations |= self._block is None
         if self._block is not None:
             tokens = frozenset({Token(len(self.order) - 1, False, self._block)})
         elif self._stubbed:
@@ -237,11 +234,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             [leaf._version for leaf in tree_leaves(output) if isinstance(leaf, Tensor)] != before
             for output, before in zip(self.outputs, self._versions, strict=True)
         )
-
-    def quiet(self) -> tuple[bool, ...]:
-        """Per block: whether nothing runs between its return and the next block, so nothing can draw at random."""
-        behind = self.regions[1 : len(self.order)]
-        return (*(not region.operations and not region.modules for region in behind), False)
 
     def borders(self) -> tuple[str, ...]:
         """Per border: why the model cannot be cut there, or an empty string."""

@@ -207,9 +207,6 @@ class SplitModel:
             execute = recomputed(module, original) if self._recompute else original
             # A skipped block returns what the chunk received, as long as all blocks return the like of it.
             shape_only = None if self._uniform else ShapeOnly(name, module)
-            # Where nobody can draw random numbers before the next block, the generators may lag behind the chain.
-            # Long models have many blocks to skip, for every chunk and micro-batch.
-            lags = shape_only is None and self._trace.quiet[index]
 
             def forward(*args: Any, **kwargs: Any) -> Any:
                 run = self._run
@@ -223,10 +220,6 @@ class SplitModel:
                 if run.with_grad and not torch.is_grad_enabled():
                     self._refuse_reentrant(name)
                 seed = run.seed
-                if lags and index + 1 < run.lo and group_of_checkpoint() is run.outer_checkpoint:
-                    if seed is not None:
-                        run.seed = advance(seed, leave)
-                    return run.received
                 if seed is not None and index >= run.lo:
                     reseed(run.generators, advance(seed, enter))
                 if index >= run.lo:
