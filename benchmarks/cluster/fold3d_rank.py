@@ -13,11 +13,9 @@ import torch.distributed as dist
 
 import fold3d
 from benchmarks.cluster.scenarios import Scenario
-from benchmarks.cluster.systems import COMM_TIMEOUT, LEARNING_RATE, Record, System
+from benchmarks.cluster.systems import COMM_TIMEOUT, LANES, LEARNING_RATE, Record, System
 from benchmarks.cluster.virtual_layer import VirtualModel, make_batch
 from fold3d.runtime.account import Account
-
-_LANES = ("compute", "recv_f", "recv_b", "reduce", "gather")
 
 
 class Fold3dRank:
@@ -67,7 +65,7 @@ class Fold3dRank:
     def records(self) -> Sequence[Sequence[Record]]:
         """Returns each step's records of computing, receiving and DP.sync."""
         return [
-            [(lane, action, start, end) for lane, action, start, end, _ in account.records if lane in _LANES]
+            [(lane, action, start, end) for lane, action, start, end, _ in account.records if lane in LANES]
             for account in self._accounts
         ]
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.cluster.scenarios import FLOAT_BYTES, Scenario
-from benchmarks.cluster.systems import COMM_TIMEOUT, Record, System
+from benchmarks.cluster.systems import COMM_TIMEOUT, LANES, Record, System
 from fold3d import _C, schedule
 from fold3d.runtime.dp_sync.connect import connect_replicas, join_host_gate
 from fold3d.runtime.groups import Groups
@@ -77,7 +77,7 @@ class LoadRank:
             for number in numbers:
                 self._sync.wait_gathered(number)
             records += self._sync.take_records()
-        self._records.append([(lane, action, start, end) for lane, action, start, end, _ in records])
+        self._records.append([(lane, action, start, end) for lane, action, start, end, _ in records if lane in LANES])
 
     def wait_for(self, micro_batch: int) -> None:
         """Sleeps until message `micro_batch` is due."""

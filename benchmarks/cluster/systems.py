@@ -9,7 +9,9 @@ from typing import Any, Protocol
 from benchmarks.cluster.scenarios import Scenario
 
 Record = tuple[str, str, int, int]
-"""(lane, action, start, end) in ns of the machine's monotonic clock; lanes compute, recv_f, recv_b, reduce, gather."""
+"""(lane, action, start, end) in ns of the machine's monotonic clock."""
+LANES = ("compute", "recv_f", "recv_b", "reduce", "gather")
+"""Of records."""
 COMM_TIMEOUT = 60.0
 """Seconds after which a rank that waits for another gives up, in every system."""
 LEARNING_RATE = 1e-3

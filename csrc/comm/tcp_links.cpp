@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <chrono>
+#include <stdexcept>
 #include <utility>
 
 #include "comm/errors.h"
@@ -32,6 +33,7 @@ TcpLinks::~TcpLinks() = default;
 
 void TcpLinks::connect(const Endpoint& next_endpoint, const Endpoint& previous_endpoint,
                        std::chrono::milliseconds timeout) {
+  if (!door_) throw std::logic_error("TCP links: connect() was called before");
   const auto deadline = Clock::now() + timeout;
   const auto peer = [this](Channel channel) { return channel == Channel::kForward ? next() : previous(); };
   for (const Channel channel : {Channel::kForward, Channel::kBackward}) {
@@ -69,6 +71,7 @@ void TcpLinks::accept_peers(Clock::time_point deadline) {
 
 void TcpLinks::send(Channel channel, std::span<const std::byte> first, std::span<const std::byte> second) {
   const auto index = static_cast<std::size_t>(channel);
+  if (!outgoing_[index]) throw std::logic_error("TCP links: not connected yet");
   const auto start = Clock::now();
   const int error = outgoing_[index]->send_all(first, second);
   if (error != 0) fail("lost the connection to", channel == Channel::kForward ? next() : previous(), error);
@@ -85,7 +88,9 @@ void TcpLinks::send(Channel channel, std::span<const std::byte> first, std::span
 }
 
 void TcpLinks::recv(Channel channel, std::span<std::byte> bytes) {
-  const int error = incoming_[static_cast<std::size_t>(channel)]->recv_all(bytes);
+  const auto& socket = incoming_[static_cast<std::size_t>(channel)];
+  if (!socket) throw std::logic_error("TCP links: not connected yet");
+  const int error = socket->recv_all(bytes);
   if (error != 0) fail("lost the connection to", channel == Channel::kForward ? previous() : next(), error);
 }
 

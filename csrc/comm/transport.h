@@ -51,7 +51,7 @@ class Transport {
     }
   }
 
-  /// Whether send_frame copies the frame into the system's buffers and returns without waiting for the receiver, as a
+  /// Whether send_message copies a message that fits into its frame into the system's buffers and returns without waiting for the receiver, as a
   /// rule: the executor's thread then sends small messages itself instead of waking the lane.
   virtual bool sends_at_once() const { return false; }
 

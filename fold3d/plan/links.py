@@ -70,7 +70,7 @@ def measure_links(
             one replica.
         slowest: element-wise maximum over all ranks.
         activation_bytes: of a pipeline message.
-        seconds: about how long to measure.
+        seconds: about how long to measure; growing to the size that is measured may take as long again.
     """
     pp_latency, pp_bandwidth = 0.0, math.inf
     if pass_on is not None:

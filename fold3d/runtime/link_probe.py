@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -40,10 +41,10 @@ def probe_links(
 
     Args:
         device: where the tensors that travel are.
-        timeout: seconds that nothing may take longer than.
+        timeout: seconds that no message and no sum may take longer than.
         over_tcp: as in training: links and rings of our own, else torch's process groups.
         activation_bytes: of a pipeline message.
-        seconds: about how long to measure.
+        seconds: about how long to measure, at most twice as long.
     Raises: RuntimeError (CommError, or torch's own) when a rank is gone or does not come.
     """
 
@@ -56,7 +57,7 @@ def probe_links(
     with ExitStack() as stack:
         pass_on = sum_up = None
         if topology.pp > 1:
-            messages = _tcp_messages(topology, groups, timeout) if over_tcp else _messages(topology, groups, device)
+            messages = tcp_messages(topology, groups, timeout) if over_tcp else _messages(topology, groups, device)
             pass_on = stack.enter_context(messages)
         if topology.dp > 1:
             sums = _ring_sums(topology, groups, device, timeout) if over_tcp else _sums(topology, groups, device)
@@ -71,14 +72,52 @@ def probe_links(
         )
 
 
+class _Watch:
+    """Ends the links when one wait takes too long. A thread of its own, which the waits never wake: they are timed."""
+
+    def __init__(self, links: _C.TcpLinks, timeout: float) -> None:
+        self._links, self._timeout = links, timeout
+        self._lock = threading.Lock()
+        self._wait: tuple[float, int] | None = None  # deadline, stage
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="fold3d-probe-watch", daemon=True)
+        self._thread.start()
+
+    def waits_for(self, stage: int) -> None:
+        """This rank waits for `stage` from now on."""
+        with self._lock:
+            self._wait = (time.monotonic() + self._timeout, stage)
+
+    def rests(self) -> None:
+        """This rank waits for nobody."""
+        with self._lock:
+            self._wait = None
+
+    def end(self) -> None:
+        """Ends the thread."""
+        self._ended.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        left = self._timeout
+        while not self._ended.wait(left):
+            with self._lock:
+                wait = self._wait
+            left = self._timeout if wait is None else wait[0] - time.monotonic()
+            if wait is not None and left <= 0:
+                self._links.abort(
+                    f"stage {wait[1]} did not answer within {self._timeout:g} s while the network was measured "
+                    "(setting comm_timeout)"
+                )
+                return
+
+
 @contextmanager
-def _tcp_messages(topology: Topology, groups: Groups, timeout: float) -> Iterator[Action]:
+def tcp_messages(topology: Topology, groups: Groups, timeout: float) -> Iterator[Action]:
     """All stages at once: a message to the next stage, then one to the stage before, as in forward and backward."""
     links = connect_stages(topology, groups.pipeline, timeout)
     stage = topology.pp_rank
-    watch = threading.Timer(timeout, links.abort, ("no answer while the network was measured (setting comm_timeout)",))
-    watch.daemon = True
-    watch.start()
+    watch = _Watch(links, timeout)
 
     def pass_on(size: int) -> None:
         mine, other = (torch.zeros(max(1, size), dtype=torch.uint8) for _ in range(2))
@@ -86,16 +125,20 @@ def _tcp_messages(topology: Topology, groups: Groups, timeout: float) -> Iterato
             sends = stage < topology.pp - 1 if forward else stage > 0
             receives = stage > 0 if forward else stage < topology.pp - 1
             arrival = receiver.submit(links.recv, other, forward) if receives else None
+            ahead, behind = (stage + 1, stage - 1) if forward else (stage - 1, stage + 1)
             if sends:
+                watch.waits_for(ahead)
                 links.send(mine, forward)
             if arrival is not None:
+                watch.waits_for(behind)
                 arrival.result()
+            watch.rests()
 
     with ThreadPoolExecutor(1, "fold3d-probe") as receiver:
         try:
             yield pass_on
         finally:
-            watch.cancel()
+            watch.end()
             links.abort("the network has been measured")
 
 
@@ -121,7 +164,7 @@ def _ring_sums(topology: Topology, groups: Groups, device: torch.device, timeout
 
 @contextmanager
 def _messages(topology: Topology, groups: Groups, device: torch.device) -> Iterator[Action]:
-    """As _tcp_messages, by torch's process group."""
+    """As tcp_messages, by torch's process group."""
     stage, pp = topology.pp_rank, topology.pp
 
     def pass_on(size: int) -> None:

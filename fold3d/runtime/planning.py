@@ -13,7 +13,7 @@ from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
 from fold3d.config import AUTO, ParallelConfig
-from fold3d.errors import ConfigError
+from fold3d.errors import ConfigError, RankError
 from fold3d.plan.choice import Choice
 from fold3d.plan.job import Fixed, Job
 from fold3d.plan.links import Links
@@ -153,6 +153,8 @@ def _links(profile: Profile, topology: Topology, config: ParallelConfig, device:
             over_tcp=uses_tcp(config.transport, device),
             activation_bytes=max(profile.activation_bytes),
         )
+    except RuntimeError as error:
+        raise RankError(f"{topology.describe(topology.rank)} could not measure the network: {error}") from error
     finally:
         groups.close()
 

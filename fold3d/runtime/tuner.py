@@ -34,6 +34,7 @@ EVERY = 50
 """Steps between looks at whether the times are still what the plan was made for."""
 DRIFT = 0.1
 """By which part measured steps may differ from the prediction before the gathers are planned again."""
+_PROBE_SECONDS = 0.5
 _LOCAL = 1e10
 """Bytes per second where nothing was sent yet."""
 
@@ -196,6 +197,7 @@ class Tuner:
                 self._config.timeout_seconds,
                 over_tcp=uses_tcp(self._config.transport, self._device),
                 activation_bytes=max(self._activation_bytes.values(), default=0),
+                seconds=_PROBE_SECONDS,
             )
         rate = links.bandwidth if math.isfinite(links.bandwidth) else _LOCAL
         return rate, links.pp_latency, links.hop_latency

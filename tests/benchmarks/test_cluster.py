@@ -232,6 +232,18 @@ def test_one_run_on_loopback(tmp_path: Path) -> None:
     assert (tmp_path / "p.png").stat().st_size > 1000
 
 
+def test_messages_beside_dp_sync_on_loopback(tmp_path: Path) -> None:
+    """The load runs without a limit, too: all messages arrive, DP.sync takes its time, and the table says unshaped."""
+    options = ["--loopback", "--latency", "smoke", "--repetitions", "1", "--steps", "2", "--json", str(tmp_path / "j")]
+    done = subprocess.run([*CLUSTER, *options], cwd=ROOT, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr
+    result = json.loads((tmp_path / "j").read_text())
+    assert not result["shaped"] and "UNSHAPED" in done.stdout and not result["failures"]
+    found = result["preemption"]
+    assert found["no DP.sync"]["message_ms"] > 0 and found["no DP.sync"]["dp_sync_ms"] is None
+    assert found["preemption on"]["dp_sync_ms"] > 0 and found["preemption off"]["dp_sync_ms"] > 0
+
+
 RECEIVE = """
 import socket
 connection, _ = socket.create_server(("{0}", 5000)).accept()

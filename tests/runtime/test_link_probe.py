@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 import torch.distributed as dist
 
+from fold3d._C import CommError
 from fold3d.runtime.groups import Groups
-from fold3d.runtime.link_probe import probe_links
+from fold3d.runtime.link_probe import probe_links, tcp_messages
 from fold3d.topology import Topology
 
 
@@ -28,3 +31,28 @@ def test_all_ranks_get_the_same_numbers(ranks, dp, pp, over_tcp):
     assert all(links == found[0] for links in found)
     assert 0 < found[0].pp_latency < 0.1 and 0 < found[0].hop_latency < 0.1
     assert 1e6 < found[0].bandwidth < 1e12
+
+
+def _answers_late(delays: list[float]) -> str:
+    """Rank 1 answers each exchange late; returns what rank 0 was told."""
+    topology = Topology(dp=1, pp=2, rank=dist.get_rank())
+    groups = Groups(topology, torch.device("cpu"), 30.0, (), with_links=False)
+    told = ""
+    try:
+        with tcp_messages(topology, groups, 1.0) as pass_on:
+            for delay in delays:
+                time.sleep(delay * topology.rank)
+                pass_on(8)
+    except CommError as error:
+        told = str(error)
+    dist.barrier()
+    groups.close()
+    return told
+
+
+def test_a_stage_that_does_not_answer_is_named(ranks):
+    assert "stage 1 did not answer within 1 s" in ranks.run(_answers_late, 2, [0.0, 2.0])[0]
+
+
+def test_the_timeout_is_of_one_wait_and_not_of_all(ranks):
+    assert ranks.run(_answers_late, 2, [0.4] * 4) == ["", ""]
