@@ -13,7 +13,7 @@ import socket
 import subprocess
 import threading
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -56,6 +56,20 @@ class Link:
     burst_s: float | None = None
     """What an idle link sends at once, in seconds at its rate. None: 4 ms or 32 kB, so that even the tick of a slow
     kernel is no limit."""
+
+    def thinned(self, factor: int) -> Link:
+        """Returns a link of a fraction of the rate whose windows, and so its queues, last as long."""
+
+        def less(window: str) -> str:
+            least, *others = window.split()
+            return " ".join([least, *(str(int(size) // factor) for size in others)])
+
+        return replace(
+            self,
+            rate_mbit=self.rate_mbit / factor,
+            send_window=less(self.send_window),
+            receive_window=less(self.receive_window),
+        )
 
     def shape(self, device: str) -> str:
         """Returns the command that limits what leaves `device`."""

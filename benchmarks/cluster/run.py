@@ -81,12 +81,19 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--warm-up", type=_positive, default=1, help="least number of steps before them (default 1)")
     parser.add_argument("--loopback", action="store_true", help="without limits and without root; labelled unshaped")
     parser.add_argument("--without-dp-sync", action="store_true", help="no gradients to speak of: the pipeline alone")
+    parser.add_argument(
+        "--thin", type=_positive, default=1, metavar="N", help="bytes and rate divided by N: same times, less CPU"
+    )
     parser.add_argument("--timeout", type=float, help="seconds until a run counts as failed (default by scenario)")
     parser.add_argument("--json", type=Path, help="write everything here")
     parser.add_argument("--png", type=Path, help="draw the comparison or the grid here (needs matplotlib)")
     options = parser.parse_args(arguments)
     compares = options.grid is None and options.latency is None
-    for name, given in (("--systems", options.systems), ("--without-dp-sync", options.without_dp_sync)):
+    for name, given in (
+        ("--systems", options.systems),
+        ("--without-dp-sync", options.without_dp_sync),
+        ("--thin", options.thin > 1),
+    ):
         if given and not compares:
             parser.error(f"{name} has an effect only with --scenario")
     if options.png and options.latency:
@@ -128,8 +135,11 @@ def _measure(options: argparse.Namespace) -> Report | PreemptionReport | GridRep
     if options.without_dp_sync:
         name = f"{scenario.name}, no gradients"
         scenario = replace(scenario, name=name, title="the pipeline alone", gradient_bytes=0)
+    link = Link(rate_mbit=scenario.rate_mbit)
+    if options.thin > 1:
+        scenario, link = scenario.thinned(options.thin), link.thinned(options.thin)
     entries = [find_systems(name, scenario) for name in options.systems or DEFAULT]
-    with _hosts(options.loopback, scenario) as hosts, Session(hosts, scenario.ranks, options.timeout) as session:
+    with _hosts(options.loopback, scenario, link) as hosts, Session(hosts, scenario.ranks, options.timeout) as session:
         report = Report(scenario=scenario, network=hosts.description, shaped=hosts.shaped)
         compare(report, entries, session, effort)
     return report

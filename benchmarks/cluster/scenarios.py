@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 FLOAT_BYTES = 4
 
@@ -35,6 +35,16 @@ class Scenario:
     """Of each host's link, each way, in Mbit/s."""
     steps: int = 5
     """Measured steps of a run, where the command says nothing else."""
+
+    def thinned(self, factor: int) -> Scenario:
+        """Returns the same times and shares with fewer bytes on slower links, which cost the machine's cores less."""
+        return replace(
+            self,
+            name=f"{self.name}, bytes and rate / {factor}",
+            gradient_bytes=self.gradient_bytes // factor,
+            activation_bytes=self.activation_bytes // factor,
+            rate_mbit=self.rate_mbit / factor,
+        )
 
     @property
     def ranks(self) -> int:

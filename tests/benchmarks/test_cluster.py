@@ -48,6 +48,14 @@ def test_scenarios_have_the_ratios_they_are_for() -> None:
         assert one.communication_s < one.compute_s
 
 
+def test_thinned_scenarios_keep_their_times() -> None:
+    one, thin = SCENARIOS["B"], SCENARIOS["B"].thinned(2)
+    assert (thin.dp_sync_s, thin.limit_s) == pytest.approx((one.dp_sync_s, one.limit_s))
+    assert thin.gradient_bytes == one.gradient_bytes // 2 and thin.rate_mbit == one.rate_mbit / 2
+    link = Link(rate_mbit=100.0).thinned(2)
+    assert (link.rate_mbit, link.send_window, link.receive_window) == (50.0, "4096 8192 32768", "4096 32768 65536")
+
+
 def test_systems_by_name() -> None:
     scenario = SCENARIOS["A"]
     assert [find_system(name, scenario).segments for name in ("torch-bfs", "torch-bfs:8", "torch-1f1b")] == [4, 8, 1]
