@@ -59,12 +59,12 @@ class Measured:
         return self.predicted_s / self.measured_s - 1
 
 
-def cells(bases: Sequence[str]) -> Iterator[Cell]:
-    """Yields the settings of some scenarios; a micro-batch takes the same time however many there are."""
+def cells(bases: Sequence[str], thin: int = 1) -> Iterator[Cell]:
+    """Yields the settings of some scenarios, thinned; a micro-batch takes the same time however many there are."""
     for base in bases:
         micro_batches, segments = SHAPES[base]
         for m in micro_batches:
-            one = with_micro_batches(SCENARIOS[base], m)
+            one = with_micro_batches(SCENARIOS[base].thinned(thin), m)
             for number in segments:
                 for family in FOLDED:
                     yield Cell(base=base, scenario=one, system=find_system(f"{family}:{number}", one))
@@ -137,10 +137,15 @@ class GridReport:
 
 
 def measure_grid(
-    report: GridReport, bases: Sequence[str], hosts: Hosts, effort: Effort, timeout: float | None = None
+    report: GridReport,
+    bases: Sequence[str],
+    hosts: Hosts,
+    effort: Effort,
+    timeout: float | None = None,
+    thin: int = 1,
 ) -> None:
     """Fills `report`. Ranks are started once per number of ranks; before a scenario's cells its costs are measured."""
-    all_cells = list(cells(bases))
+    all_cells = list(cells(bases, thin))
     started, done = time.monotonic(), 0
     with ExitStack() as stack:
         sessions: dict[int, Session] = {}
@@ -151,7 +156,7 @@ def measure_grid(
                 sessions = {count: stack.enter_context(Session(hosts, count, timeout))}
             try:
                 if cell.base not in report.costs:
-                    report.costs[cell.base] = measure_costs(SCENARIOS[cell.base], sessions[count], effort)
+                    report.costs[cell.base] = measure_costs(SCENARIOS[cell.base].thinned(thin), sessions[count], effort)
                 runs = [
                     sessions[count].run(cell.scenario, cell.system, steps=effort.steps, warm_up=effort.warm_up)
                     for _ in range(effort.repetitions)

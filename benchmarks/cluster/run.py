@@ -92,10 +92,11 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     for name, given in (
         ("--systems", options.systems),
         ("--without-dp-sync", options.without_dp_sync),
-        ("--thin", options.thin > 1),
     ):
         if given and not compares:
             parser.error(f"{name} has an effect only with --scenario")
+    if options.thin > 1 and options.latency:
+        parser.error("--thin has no effect with --latency: nothing is computed there")
     if options.png and options.latency:
         parser.error("--png has no effect with --latency: it is a table")
     return options
@@ -136,8 +137,7 @@ def _measure(options: argparse.Namespace) -> Report | PreemptionReport | GridRep
         name = f"{scenario.name}, no gradients"
         scenario = replace(scenario, name=name, title="the pipeline alone", gradient_bytes=0)
     link = Link(rate_mbit=scenario.rate_mbit)
-    if options.thin > 1:
-        scenario, link = scenario.thinned(options.thin), link.thinned(options.thin)
+    scenario, link = scenario.thinned(options.thin), link.thinned(options.thin)
     entries = [find_systems(name, scenario) for name in options.systems or DEFAULT]
     with _hosts(options.loopback, scenario, link) as hosts, Session(hosts, scenario.ranks, options.timeout) as session:
         report = Report(scenario=scenario, network=hosts.description, shaped=hosts.shaped)
@@ -148,9 +148,10 @@ def _measure(options: argparse.Namespace) -> Report | PreemptionReport | GridRep
 def _measure_grid(options: argparse.Namespace) -> GridReport:
     bases = options.grid or GRID
     largest = max((SCENARIOS[base] for base in bases), key=lambda one: one.ranks)
-    with _hosts(options.loopback, largest) as hosts:
+    link = Link(rate_mbit=largest.rate_mbit).thinned(options.thin)
+    with _hosts(options.loopback, largest, link) as hosts:
         report = GridReport(network=hosts.description, shaped=hosts.shaped)
-        measure_grid(report, bases, hosts, _effort(options, repetitions=1, steps=3), options.timeout)
+        measure_grid(report, bases, hosts, _effort(options, repetitions=1, steps=3), options.timeout, options.thin)
     return report
 
 
