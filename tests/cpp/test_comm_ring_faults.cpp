@@ -5,6 +5,7 @@
 #include <array>
 #include <chrono>
 #include <cstdint>
+#include <future>
 #include <random>
 #include <span>
 #include <stdexcept>
@@ -197,12 +198,17 @@ TEST(RingFaults, AnotherJobsSecretAndASilentReplicaAreErrors) {
 }
 
 TEST(RingFaults, CloseInTheMiddleEndsAndWaitsThrow) {
-  const auto errors = Replicas{}.run([](int rank, BucketSync& sync) {
+  std::promise<void> closed;
+  const auto errors = Replicas{}.run([&, other = closed.get_future().share()](int rank, BucketSync& sync) {
     const TestBucket<float> bucket(0, std::vector<float>(1000));
     sync.begin(1, {0});
-    if (rank == 1) return;  // never reduces; its destructor closes
+    if (rank == 1) {  // never reduces; its destructor closes, but not first
+      other.wait_for(10s);
+      return;
+    }
     sync.reduce(bucket.collective());
     sync.close();
+    closed.set_value();
     EXPECT_THROW(sync.wait_reduced(0), comm::AbortedError);
     EXPECT_THROW(sync.begin(2, {}), comm::AbortedError);
     sync.close();
