@@ -51,8 +51,9 @@ class Transport {
     }
   }
 
-  /// Whether send_message copies a message that fits into its frame into the system's buffers and returns without waiting for the receiver, as a
-  /// rule: the executor's thread then sends small messages itself instead of waking the lane.
+  /// Whether send_message copies a message that fits into its frame into the system's buffers and returns without
+  /// waiting for the receiver, as a rule: the executor's thread then sends small messages itself instead of waking the
+  /// lane.
   virtual bool sends_at_once() const { return false; }
 
   /// Receive memory of desc.bytes() bytes on the rank's device. May later be reused for another desc of as
