@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from benchmarks.cluster.comparison import Effort, say
-from benchmarks.cluster.hosts import Hosts
 from benchmarks.cluster.prediction import PAYLOAD, Costs, predict_step
 from benchmarks.cluster.ranks import RanksFailed
 from benchmarks.cluster.report import Run
@@ -52,6 +50,8 @@ class Measured:
     cell: Cell
     predicted_s: float
     measured_s: float
+    stolen: float
+    """Of the cores' time, the share that this machine's host gave to others, in the worst run."""
 
     @property
     def error(self) -> float:
@@ -59,16 +59,15 @@ class Measured:
         return self.predicted_s / self.measured_s - 1
 
 
-def cells(bases: Sequence[str], thin: int = 1) -> Iterator[Cell]:
-    """Yields the settings of some scenarios, thinned; a micro-batch takes the same time however many there are."""
-    for base in bases:
-        micro_batches, segments = SHAPES[base]
-        for m in micro_batches:
-            one = with_micro_batches(SCENARIOS[base].thinned(thin), m)
-            for number in segments:
-                for family in FOLDED:
-                    yield Cell(base=base, scenario=one, system=find_system(f"{family}:{number}", one))
-            yield Cell(base=base, scenario=one, system=find_system(SINGLE, one))
+def cells(base: str, thin: int = 1) -> Iterator[Cell]:
+    """Yields the settings of a scenario, thinned; a micro-batch takes the same time however many there are."""
+    micro_batches, segments = SHAPES[base]
+    for m in micro_batches:
+        one = with_micro_batches(SCENARIOS[base].thinned(thin), m)
+        for number in segments:
+            for family in FOLDED:
+                yield Cell(base=base, scenario=one, system=find_system(f"{family}:{number}", one))
+        yield Cell(base=base, scenario=one, system=find_system(SINGLE, one))
 
 
 def with_micro_batches(scenario: Scenario, micro_batches: int) -> Scenario:
@@ -86,11 +85,17 @@ def with_micro_batches(scenario: Scenario, micro_batches: int) -> Scenario:
 class GridReport:
     """What has been measured so far."""
 
-    network: str
-    shaped: bool
+    networks: dict[str, str] = field(default_factory=dict)
+    """By scenario, as text."""
+    shaped: bool = False
     costs: dict[str, Costs] = field(default_factory=dict)
     results: list[Measured] = field(default_factory=list)
     failures: dict[str, list[str]] = field(default_factory=dict)
+
+    @property
+    def network(self) -> str:
+        """All of them."""
+        return "; ".join(f"{base}: {network}" for base, network in self.networks.items())
 
     def errors(self) -> list[float]:
         """Returns the absolute relative errors, ascending."""
@@ -104,9 +109,11 @@ class GridReport:
             f", {costs.step_s * 1e3:.1f} ms a step"
             for base, costs in self.costs.items()
         ]
-        rows += ["", f"{'cell':52}{'predicted s':>12}{'measured s':>12}{'error':>9}"]
+        rows += ["", f"{'cell':52}{'predicted s':>12}{'measured s':>12}{'error':>9}{'stolen':>8}"]
         for one in self.results:
-            rows.append(f"{one.cell.name:52}{one.predicted_s:12.3f}{one.measured_s:12.3f}{one.error:9.1%}")
+            rows.append(
+                f"{one.cell.name:52}{one.predicted_s:12.3f}{one.measured_s:12.3f}{one.error:9.1%}{one.stolen:8.1%}"
+            )
         rows += [f"{name:52} FAILED" for name in self.failures]
         errors = self.errors()
         if errors:
@@ -129,6 +136,7 @@ class GridReport:
                     "predicted_s": one.predicted_s,
                     "measured_s": one.measured_s,
                     "error": one.error,
+                    "stolen": one.stolen,
                 }
                 for one in self.results
             ],
@@ -136,46 +144,33 @@ class GridReport:
         }
 
 
-def measure_grid(
-    report: GridReport,
-    bases: Sequence[str],
-    hosts: Hosts,
-    effort: Effort,
-    timeout: float | None = None,
-    thin: int = 1,
-) -> None:
-    """Fills `report`. Ranks are started once per number of ranks; before a scenario's cells its costs are measured."""
-    all_cells = list(cells(bases, thin))
-    started, done = time.monotonic(), 0
-    with ExitStack() as stack:
-        sessions: dict[int, Session] = {}
-        for cell in all_cells:
-            count = cell.scenario.ranks
-            if count not in sessions:
-                stack.close()  # idle ranks of the other size would still wake up now and then
-                sessions = {count: stack.enter_context(Session(hosts, count, timeout))}
-            try:
-                if cell.base not in report.costs:
-                    report.costs[cell.base] = measure_costs(SCENARIOS[cell.base].thinned(thin), sessions[count], effort)
-                runs = [
-                    sessions[count].run(cell.scenario, cell.system, steps=effort.steps, warm_up=effort.warm_up)
-                    for _ in range(effort.repetitions)
-                ]
-            except RanksFailed as error:
-                report.failures.setdefault(cell.name, []).append(str(error))
-                continue
-            finally:
-                done += 1
-            one = Measured(
-                cell=cell,
-                predicted_s=predict_step(
-                    cell.scenario, cell.system, report.costs[cell.base], gather_order_of(runs[-1])
-                ),
-                measured_s=statistics.median(run.step_s for run in runs),
-            )
-            report.results.append(one)
-            left = (time.monotonic() - started) / done * (len(all_cells) - done)
-            say(f"[{done}/{len(all_cells)}] {cell.name}: error {one.error:.1%}; {left / 60:.1f} min left")
+def measure_grid(report: GridReport, base: str, session: Session, effort: Effort, thin: int = 1) -> None:
+    """Adds the cells of scenario `base`, thinned, to `report`, once its costs are measured."""
+    all_cells = list(cells(base, thin))
+    started = time.monotonic()
+    try:
+        report.costs[base] = costs = measure_costs(SCENARIOS[base].thinned(thin), session, effort)
+    except RanksFailed as error:
+        report.failures[f"{base}: the costs"] = [str(error)]
+        return
+    for done, cell in enumerate(all_cells, start=1):
+        try:
+            runs = [
+                session.run(cell.scenario, cell.system, steps=effort.steps, warm_up=effort.warm_up)
+                for _ in range(effort.repetitions)
+            ]
+        except RanksFailed as error:
+            report.failures.setdefault(cell.name, []).append(str(error))
+            continue
+        one = Measured(
+            cell=cell,
+            predicted_s=predict_step(cell.scenario, cell.system, costs, gather_order_of(runs[-1])),
+            measured_s=statistics.median(run.step_s for run in runs),
+            stolen=max(run.stolen for run in runs),
+        )
+        report.results.append(one)
+        left = (time.monotonic() - started) / done * (len(all_cells) - done)
+        say(f"[{done}/{len(all_cells)} of {base}] {cell.name}: error {one.error:.1%}; {left / 60:.1f} min left")
 
 
 def measure_costs(scenario: Scenario, session: Session, effort: Effort) -> Costs:

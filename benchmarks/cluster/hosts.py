@@ -13,7 +13,7 @@ import socket
 import subprocess
 import threading
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -21,6 +21,8 @@ CLONE_NEWNET = 0x40000000
 PROGRAMS = ("ip", "tc", "nsenter")
 SETUP_TIMEOUT = 30.0
 MAX_HOSTS = 200
+WINDOWS_MBIT = 100.0
+"""The rate for which the windows below are given. Those of other links, and so their queues, last as long."""
 PORT = 29500  # of the job's store; namespaces are empty, so it is free there
 
 
@@ -49,27 +51,23 @@ class Link:
     """In Mbit/s."""
     latency_ms: float = 200.0
     """A packet that would wait longer in the queue is dropped; bounded windows keep the queue far shorter."""
-    send_window: str = "4096 16384 65536"
-    """net.ipv4.tcp_wmem: least, first and greatest bytes in flight of a connection."""
-    receive_window: str = "4096 65536 131072"
-    """net.ipv4.tcp_rmem."""
     burst_s: float | None = None
     """What an idle link sends at once, in seconds at its rate. None: 4 ms or 32 kB, so that even the tick of a slow
     kernel is no limit."""
 
-    def thinned(self, factor: int) -> Link:
-        """Returns a link of a fraction of the rate whose windows, and so its queues, last as long."""
+    @property
+    def send_window(self) -> str:
+        """net.ipv4.tcp_wmem: least, first and greatest bytes in flight of a connection; 5 ms at most."""
+        return self._window(16384, 65536)
 
-        def less(window: str) -> str:
-            least, *others = window.split()
-            return " ".join([least, *(str(int(size) // factor) for size in others)])
+    @property
+    def receive_window(self) -> str:
+        """net.ipv4.tcp_rmem; 10 ms at most."""
+        return self._window(65536, 131072)
 
-        return replace(
-            self,
-            rate_mbit=self.rate_mbit / factor,
-            send_window=less(self.send_window),
-            receive_window=less(self.receive_window),
-        )
+    def _window(self, first: int, greatest: int) -> str:
+        share = self.rate_mbit / WINDOWS_MBIT
+        return f"4096 {round(first * share)} {round(greatest * share)}"
 
     def shape(self, device: str) -> str:
         """Returns the command that limits what leaves `device`."""

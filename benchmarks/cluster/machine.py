@@ -26,6 +26,12 @@ def describe_machine() -> dict[str, Any]:
     }
 
 
+def stolen_s() -> float:
+    """Returns the seconds of this machine's cores that its host has given to others since boot; 0 where it has none."""
+    total = Path("/proc/stat").read_text().splitlines()[0].split()  # cpu user nice system idle iowait irq softirq steal
+    return int(total[8]) / os.sysconf("SC_CLK_TCK")
+
+
 def describe_commit() -> dict[str, Any]:
     """Returns the commit, and whether files differ from it."""
     return {"commit": _git("rev-parse", "HEAD"), "changed_files": len(_git("status", "--porcelain").splitlines())}

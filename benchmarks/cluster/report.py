@@ -20,6 +20,8 @@ class Run:
     """Median over the measured steps."""
     steps_s: tuple[float, ...]
     """Each measured step, from one end to the next; a step has ended when the slowest rank has."""
+    stolen: float
+    """Of the time of the machine's cores during these steps, the share that its host gave to others."""
     sent_bytes: float | None
     """Bytes the busiest host sent per step, with headers; None when unshaped."""
     latency: Latency
@@ -85,7 +87,7 @@ class Report(Runs):
             f"communication {one.communication_s:.3f}); DP.sync alone {one.dp_sync_s:.3f} s",
             "",
             f"{'system':28}{'step s':>8}{'least':>8}{'most':>8}{'/ auto':>8}{'/ limit':>9}{'sent MB':>9}"
-            f"{'DP exposed':>11}{'PP ms':>7}{'PP|DP ms':>9}{'runs':>5}",
+            f"{'DP exposed':>11}{'PP ms':>7}{'PP|DP ms':>9}{'stolen':>8}{'runs':>5}",
         ]
         for name in sorted(self.runs, key=self.median_s):
             runs = self.runs[name]
@@ -96,7 +98,8 @@ class Report(Runs):
                 f"{median_text([run.sent_bytes for run in runs], 1e-6):>9}"
                 f"{median_text([_exposed(run) for run in runs]):>11}"
                 f"{median_text([run.latency.alone_ms for run in runs]):>7}"
-                f"{median_text([run.latency.beside_dp_ms for run in runs]):>9}{len(runs):5}"
+                f"{median_text([run.latency.beside_dp_ms for run in runs]):>9}"
+                f"{max(run.stolen for run in runs):8.1%}{len(runs):5}"
             )
         rows += [f"{name:28} FAILED {len(texts)} time(s)" for name, texts in self.failures.items()]
         rows += [f"{REFERENCE} chose {text}" for text in sorted({run.chosen() for run in self.runs.get(REFERENCE, [])})]

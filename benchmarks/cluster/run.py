@@ -136,22 +136,23 @@ def _measure(options: argparse.Namespace) -> Report | PreemptionReport | GridRep
     if options.without_dp_sync:
         name = f"{scenario.name}, no gradients"
         scenario = replace(scenario, name=name, title="the pipeline alone", gradient_bytes=0)
-    link = Link(rate_mbit=scenario.rate_mbit)
-    scenario, link = scenario.thinned(options.thin), link.thinned(options.thin)
+    scenario = scenario.thinned(options.thin)
     entries = [find_systems(name, scenario) for name in options.systems or DEFAULT]
-    with _hosts(options.loopback, scenario, link) as hosts, Session(hosts, scenario.ranks, options.timeout) as session:
+    with _hosts(options.loopback, scenario) as hosts, Session(hosts, scenario.ranks, options.timeout) as session:
         report = Report(scenario=scenario, network=hosts.description, shaped=hosts.shaped)
         compare(report, entries, session, effort)
     return report
 
 
 def _measure_grid(options: argparse.Namespace) -> GridReport:
-    bases = options.grid or GRID
-    largest = max((SCENARIOS[base] for base in bases), key=lambda one: one.ranks)
-    link = Link(rate_mbit=largest.rate_mbit).thinned(options.thin)
-    with _hosts(options.loopback, largest, link) as hosts:
-        report = GridReport(network=hosts.description, shaped=hosts.shaped)
-        measure_grid(report, bases, hosts, _effort(options, repetitions=1, steps=3), options.timeout, options.thin)
+    effort = _effort(options, repetitions=1, steps=3)
+    report = GridReport()
+    for base in options.grid or GRID:
+        scenario = SCENARIOS[base].thinned(options.thin)
+        with _hosts(options.loopback, scenario) as hosts, Session(hosts, scenario.ranks, options.timeout) as session:
+            report.networks[base] = hosts.description
+            report.shaped = hosts.shaped
+            measure_grid(report, base, session, effort, options.thin)
     return report
 
 

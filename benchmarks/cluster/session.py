@@ -18,11 +18,15 @@ from benchmarks.cluster.ranks import Ranks, RanksFailed, worker_command
 from benchmarks.cluster.report import Run
 from benchmarks.cluster.scenarios import Scenario
 from benchmarks.cluster.systems import Record, System
+from benchmarks.cluster.wake_up import VARIABLE, measure_wake_up_s
 
 SLOWEST = 8.0
 """A step may take this many times the limit before a run counts as failed."""
 START_S = 120.0
 """For starting the ranks and building a system, on a busy machine."""
+MAX_STOLEN = 0.02
+"""Of the cores' time. A run from which the machine's host took more is run again."""
+ATTEMPTS = 3
 NS_PER_S = 1e9
 
 
@@ -49,6 +53,9 @@ class Session:
     def run(self, scenario: Scenario, system: System, *, steps: int, warm_up: int) -> Run:
         """Returns one run of `system`: `warm_up` steps, or what the system needs, then `steps` measured ones.
 
+        While the host of a virtual machine gives its cores to others, sleeping layers wake up to 100 ms late. So
+        a run that lost much to it is run again, a few times at most; the one that lost least counts.
+
         Raises: RanksFailed.
         """
         if scenario.ranks != self._count:
@@ -57,18 +64,25 @@ class Session:
         request = {"scenario": asdict(scenario), "system": system.name, "steps": steps, "warm_up": warm_up}
         step = scenario.limit_s + scenario.communication_s
         timeout = self._timeout or START_S + SLOWEST * (steps + warm_up) * step
-        try:
-            results = self._start().ask(request, timeout)
-        except RanksFailed:
-            self.__exit__()
-            raise
-        return make_run(scenario, results)
+        runs: list[Run] = []
+        while len(runs) < ATTEMPTS and all(run.stolen > MAX_STOLEN for run in runs):
+            try:
+                runs.append(make_run(scenario, self._start().ask(request, timeout)))
+            except RanksFailed:
+                self.__exit__()
+                raise
+        return min(runs, key=lambda run: run.stolen)
 
     def _start(self) -> Ranks:
         if self._ranks is None:
             folder = Path(self._started.enter_context(tempfile.TemporaryDirectory(prefix="fold3d-cluster-")))
             paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
-            environment = {**os.environ, **self._hosts.environment(), "PYTHONPATH": paths}
+            environment = {
+                **os.environ,
+                **self._hosts.environment(),
+                "PYTHONPATH": paths,
+                VARIABLE: repr(measure_wake_up_s()),
+            }
             commands = [self._hosts.command(rank, worker_command(rank, self._count)) for rank in range(self._count)]
             self._ranks = self._started.enter_context(Ranks(commands, environment, folder))
         return self._ranks
@@ -86,6 +100,7 @@ def make_run(scenario: Scenario, results: list[dict[str, Any]]) -> Run:
     ]
     return Run(
         step_s=statistics.median(steps),
+        stolen=results[0]["stolen_s"] / ((ends[-1] - ends[0]) / NS_PER_S * (os.cpu_count() or 1)),
         steps_s=steps,
         sent_bytes=max(sent, default=None),
         latency=measure_latency(scenario, records),

@@ -2,40 +2,49 @@
 
 from __future__ import annotations
 
-import functools
 import time
-from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from benchmarks.cluster.scenarios import FLOAT_BYTES, Scenario
+from benchmarks.cluster.wake_up import wake_up_s
 
-_SLEEPS, _SLEEP_SECONDS = 50, 2e-3
+_WAKE_UP_S = wake_up_s()
 
 
 class VirtualLayer(nn.Module):
     """y = x + mean(weight), and its true gradients; each direction occupies the calling thread for a given time.
 
     The tensors are real, so what is stashed, sent, summed and updated has the bytes that are asked for. The little
-    arithmetic there is counts as part of the time.
+    arithmetic there is counts as part of the time, and so does adding to the gradient of `weight`, which an accelerator
+    does itself: a backward's time ends when that is done, before any hook that is registered later.
 
     Args:
         parameters: floats of `weight`.
         forward_s, backward_s: seconds of one call.
     """
 
+    due: float | None = None
+    """When the backward that is under way ends, by time.perf_counter()."""
+
     def __init__(self, parameters: int, forward_s: float, backward_s: float) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(parameters))
         self.forward_s = forward_s
         self.backward_s = backward_s
+        self.weight.register_post_accumulate_grad_hook(self._accumulated)  # type: ignore[no-untyped-call]
 
     def forward(self, x: Tensor) -> Tensor:
         """Returns a tensor of the shape of `x`."""
-        y: Tensor = _Occupy.apply(x, self.weight, self.forward_s, self.backward_s)  # type: ignore[no-untyped-call]
+        y: Tensor = _Occupy.apply(x, self.weight, self)  # type: ignore[no-untyped-call]
         return y
+
+    def _accumulated(self, _: Tensor) -> None:
+        assert self.due is not None, "`weight` has a gradient from elsewhere"
+        _sleep_until(self.due)
+        self.due = None
 
 
 class VirtualModel(nn.Module):
@@ -54,7 +63,6 @@ class VirtualModel(nn.Module):
 
 def make_layers(scenario: Scenario, count: int) -> list[VirtualLayer]:
     """Returns `count` layers, each with its share of a rank's time and gradient."""
-    wake_up_seconds()  # now, not in the first layer's time
     calls = scenario.layers * scenario.micro_batches
     parameters = max(1, scenario.gradient_bytes // scenario.layers // FLOAT_BYTES)
     return [VirtualLayer(parameters, scenario.forward_s / calls, scenario.backward_s / calls) for _ in range(count)]
@@ -67,39 +75,39 @@ def make_batch(scenario: Scenario) -> Tensor:
 
 class _Occupy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, forward_s: float, backward_s: float) -> Tensor:
-        end = time.perf_counter() + forward_s
+    def forward(ctx: Any, x: Tensor, weight: Tensor, layer: VirtualLayer) -> Tensor:
+        end = time.perf_counter() + layer.forward_s
         ctx.save_for_backward(weight)
-        ctx.backward_s = backward_s
+        ctx.layer = layer
         y = x + weight.mean()
         _sleep_until(end)
         return y
 
     @staticmethod
-    def backward(ctx: Any, *outputs: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        end = time.perf_counter() + ctx.backward_s
+    def backward(ctx: Any, *outputs: Tensor) -> tuple[Tensor, Tensor, None]:
+        layer: VirtualLayer = ctx.layer
+        assert layer.due is None, "the backward before took no time"
+        end = time.perf_counter() + layer.backward_s
         (gradient,) = outputs
         (weight,) = ctx.saved_tensors
         of_weight = (gradient.sum() / weight.numel()).expand_as(weight).contiguous()
-        _sleep_until(end)
-        return gradient, of_weight, None, None
+        if _is_accumulated(weight):
+            layer.due = end
+        else:
+            _sleep_until(end)
+        return gradient, of_weight, None
+
+
+def _is_accumulated(weight: Tensor) -> bool:
+    """Returns whether the backward that is under way adds to `weight.grad`; torch.autograd.grad does not."""
+    node = torch.autograd.graph.get_gradient_edge(weight).node
+    try:
+        return torch._C._will_engine_execute_node(node)  # type: ignore[attr-defined]
+    except RuntimeError:  # it asks for this very gradient
+        return False
 
 
 def _sleep_until(end: float) -> None:
-    left = end - time.perf_counter() - wake_up_seconds()
+    left = end - time.perf_counter() - _WAKE_UP_S
     if left > 0:
         time.sleep(left)
-
-
-@functools.cache
-def wake_up_seconds() -> float:
-    """Returns by how much a sleep on this machine is longer than asked for, measured by a tenth of a second of sleeps.
-
-    A layer's sleep is shorter by it, so that a layer takes its time and not a few percent more, whoever runs it.
-    """
-    late = []
-    for _ in range(_SLEEPS):
-        end = time.perf_counter() + _SLEEP_SECONDS
-        time.sleep(_SLEEP_SECONDS)
-        late.append(time.perf_counter() - end)
-    return max(0.0, median(late))

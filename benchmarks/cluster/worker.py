@@ -17,8 +17,10 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-PR_SET_PDEATHSIG, PR_SET_TIMERSLACK = 1, 29
-TIMER_SLACK_NS = 1000
+from benchmarks.cluster.machine import stolen_s
+from benchmarks.cluster.wake_up import wake_punctually
+
+PR_SET_PDEATHSIG = 1
 
 
 def die_with(parent: int) -> None:
@@ -57,14 +59,17 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
         system.step()
     system.warmed_up()
     sent_before = sent_bytes(interface)
+    stolen_before = stolen_s()
     ends = [time.monotonic_ns()]
     for _ in range(request["steps"]):
         system.step()
         ends.append(time.monotonic_ns())
+    stolen = stolen_s() - stolen_before
     sent_after = sent_bytes(interface)
     result = {
         "ends_ns": ends,
         "sent_bytes": (sent_after - sent_before) / request["steps"] if sent_before and sent_after else None,
+        "stolen_s": stolen,
         "records": system.records(),
         "account": system.account(),
         "choice": system.choice(),
@@ -79,8 +84,7 @@ def main() -> None:
     """Answers requests until standard input ends."""
     rank, world, parent = (int(text) for text in sys.argv[1:])
     die_with(parent)
-    # By default the kernel wakes sleepers up to 50 us late: 2 % of a layer's forward pass in scenario A.
-    ctypes.CDLL(None).prctl(PR_SET_TIMERSLACK, TIMER_SLACK_NS)
+    wake_punctually()
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # whatever a library prints is no answer
     import torch

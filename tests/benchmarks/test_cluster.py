@@ -30,6 +30,7 @@ from benchmarks.cluster.scenarios import SCENARIOS, Scenario
 from benchmarks.cluster.session import Session, make_run
 from benchmarks.cluster.systems import DEFAULT, FAMILIES, System, find_system, find_systems
 from benchmarks.cluster.virtual_layer import VirtualLayer
+from benchmarks.cluster.wake_up import VARIABLE, measure_wake_up_s, wake_up_s
 
 ROOT = Path(__file__).resolve().parents[2]
 NO_MESSAGES = Latency(alone_ms=None, beside_dp_ms=None, dp_sync_ms=None)
@@ -43,6 +44,7 @@ def test_scenarios_have_the_ratios_they_are_for() -> None:
     assert a.backward_s / a.forward_s == pytest.approx(2.44, abs=0.01)
     assert a.dp_sync_s / a.compute_s == pytest.approx(0.92, abs=0.005)
     assert b.dp_sync_s / b.compute_s == pytest.approx(0.47, abs=0.005)
+    assert b.compute_s == pytest.approx(1.152 + 2.826)  # what Table II gives for a step of this row
     assert c.compute_s == pytest.approx(4 * b.compute_s) and c.gradient_bytes == b.gradient_bytes
     for one in SCENARIOS.values():
         assert one.communication_s < one.compute_s
@@ -52,8 +54,9 @@ def test_thinned_scenarios_keep_their_times() -> None:
     one, thin = SCENARIOS["B"], SCENARIOS["B"].thinned(2)
     assert (thin.dp_sync_s, thin.limit_s) == pytest.approx((one.dp_sync_s, one.limit_s))
     assert thin.gradient_bytes == one.gradient_bytes // 2 and thin.rate_mbit == one.rate_mbit / 2
-    link = Link(rate_mbit=100.0).thinned(2)
-    assert (link.rate_mbit, link.send_window, link.receive_window) == (50.0, "4096 8192 32768", "4096 32768 65536")
+    links = [Link(rate_mbit=rate) for rate in (100.0, 50.0)]
+    assert [link.send_window for link in links] == ["4096 16384 65536", "4096 8192 32768"]
+    assert [link.receive_window for link in links] == ["4096 65536 131072", "4096 32768 65536"]
 
 
 def test_systems_by_name() -> None:
@@ -87,6 +90,28 @@ def test_virtual_layer_takes_its_time_and_has_true_gradients() -> None:
     torch.testing.assert_close(layer.weight.grad, weight.grad)
 
 
+def test_a_virtual_backward_ends_when_its_gradient_is_added() -> None:
+    layer = VirtualLayer(parameters=8, forward_s=0.0, backward_s=0.05)
+    seen: list[tuple[float, float]] = []
+    layer.weight.register_post_accumulate_grad_hook(  # whoever communicates when a gradient is there
+        lambda weight: seen.append((time.perf_counter(), float(weight.grad.sum())))
+    )
+    start = time.perf_counter()
+    layer(torch.ones(1, 4)).sum().backward()
+    assert len(seen) == 1 and seen[0][0] - start >= 0.05 and seen[0][1] == pytest.approx(4.0)
+    for inputs in (layer.weight, torch.ones(1, 4, requires_grad=True)):  # nothing is added, but the time is taken
+        output = layer(inputs if inputs.dim() == 2 else torch.ones(1, 4)).sum()
+        start = time.perf_counter()
+        torch.autograd.grad(output, inputs)
+        assert time.perf_counter() - start >= 0.05 and len(seen) == 1
+
+
+def test_wake_up_is_what_the_process_was_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert 0.0 <= measure_wake_up_s() < 0.02
+    monkeypatch.setenv(VARIABLE, "0.25")
+    assert wake_up_s() == 0.25
+
+
 def test_latency_is_from_computed_to_received() -> None:
     scenario = SCENARIOS["smoke"]
     sender = [("compute", "0F0", 0, 1_000_000), ("compute", "0F1", 1_000_000, 2_000_000)]
@@ -107,11 +132,47 @@ def test_a_step_ends_with_its_slowest_rank() -> None:
     def answer(*ends_ms: int) -> dict[str, Any]:
         passes = [("compute", "0F0", 0, 31_000_000), ("compute", "0B0", 0, 31_000_000)]
         ends = [end * 1_000_000 for end in ends_ms]
-        return {"ends_ns": ends, "sent_bytes": None, "records": [passes] * (len(ends) - 1), "account": {}, "choice": {}}
+        return {
+            "ends_ns": ends,
+            "stolen_s": 0.03,
+            "sent_bytes": None,
+            "records": [passes] * (len(ends) - 1),
+            "account": {},
+            "choice": {},
+        }
 
     run = make_run(SCENARIOS["smoke"], [answer(0, 110, 190, 300), answer(10, 90, 200, 400)])
     assert run.steps_s == pytest.approx((0.1, 0.09, 0.2)) and run.step_s == pytest.approx(0.1)
     assert run.action_s == pytest.approx(0.001)  # of 62 ms in two actions, the layers' part is 60
+    assert run.stolen == pytest.approx(0.03 / (0.39 * (os.cpu_count() or 1)))
+
+
+class Stolen(Session):
+    """Its ranks answer at once; each run loses another share of the cores' time."""
+
+    def __init__(self, *seconds: float) -> None:
+        self._count = SCENARIOS["smoke"].ranks
+        self._timeout = None
+        self.seconds = list(seconds)
+
+    def _start(self) -> Any:
+        return self
+
+    def ask(self, request: dict[str, Any], timeout: float) -> list[dict[str, Any]]:
+        answer = {"ends_ns": [0, 10**9], "stolen_s": self.seconds.pop(0), "sent_bytes": None}
+        return [answer | {"records": [], "account": {}, "choice": {}}] * self._count
+
+
+def test_a_run_from_which_much_was_stolen_is_run_again() -> None:
+    cores = os.cpu_count() or 1
+    for stolen, counted, left in (
+        ([0.01, 0.0], 0.01, 1),
+        ([0.2, 0.01, 0.0], 0.01, 1),
+        ([0.3, 0.1, 0.2, 0.0], 0.1, 1),
+    ):
+        session = Stolen(*(share * cores for share in stolen))
+        run = session.run(SCENARIOS["smoke"], find_system("torch-1f1b", SCENARIOS["smoke"]), steps=1, warm_up=1)
+        assert run.stolen == pytest.approx(counted) and len(session.seconds) == left
 
 
 def test_report_takes_medians() -> None:
@@ -126,7 +187,9 @@ def test_report_takes_medians() -> None:
 def report_of(times: dict[str, tuple[float, ...]]) -> Report:
     report = Report(scenario=SCENARIOS["A"], network="none", shaped=False)
     for name, of_one in times.items():
-        report.runs[name] = [Run(step_s=one, steps_s=(one,), sent_bytes=None, latency=NO_MESSAGES) for one in of_one]
+        report.runs[name] = [
+            Run(step_s=one, steps_s=(one,), stolen=0.0, sent_bytes=None, latency=NO_MESSAGES) for one in of_one
+        ]
     return report
 
 
@@ -140,7 +203,7 @@ class Pretended(Session):
         self.asked.append(system.name)
         if system.name == "torch-1f1b":
             raise RanksFailed("broken")
-        return Run(step_s=float(system.segments), steps_s=(), sent_bytes=None, latency=NO_MESSAGES)
+        return Run(step_s=float(system.segments), steps_s=(), stolen=0.0, sent_bytes=None, latency=NO_MESSAGES)
 
 
 def test_of_several_candidates_the_fastest_goes_on() -> None:
@@ -161,7 +224,7 @@ def test_preemption_is_compared_with_idle_and_with_off() -> None:
         ("preemption off", 9.0, 30.0, 1000.0),
     ):
         latency = Latency(alone_ms=alone, beside_dp_ms=beside, dp_sync_ms=dp_sync)
-        report.runs[name] = [Run(step_s=1.0, steps_s=(), sent_bytes=None, latency=latency)]
+        report.runs[name] = [Run(step_s=1.0, steps_s=(), stolen=0.0, sent_bytes=None, latency=latency)]
     assert set(report.runs) == set(variants(scenario))
     assert report.ratio_to_idle("preemption on") == pytest.approx(1.2)
     assert report.ratio_of_dp_sync("preemption on") == pytest.approx(1.05)
@@ -171,17 +234,19 @@ def test_preemption_is_compared_with_idle_and_with_off() -> None:
 
 def test_grid_holds_the_simulator_against_measurements(tmp_path: Path) -> None:
     """In a cluster whose steps take what the simulator says, the errors are what was put in."""
-    settings = list(cells(("A", "B", "D")))
+    settings = [cell for base in "ABD" for cell in cells(base)]
     assert len({cell.name for cell in settings}) == len(settings) > 40
     latency = Latency(alone_ms=1.0, beside_dp_ms=None, dp_sync_ms=None)
     alone = replace(SCENARIOS["A"], gradient_bytes=0)
-    costs = costs_of(alone, Run(step_s=1.3, steps_s=(), sent_bytes=None, latency=latency, action_s=1e-4))
+    costs = costs_of(alone, Run(step_s=1.3, steps_s=(), stolen=0.0, sent_bytes=None, latency=latency, action_s=1e-4))
     assert costs.action_s == 1e-4 and 0 < costs.latency_s < 1e-3 and 0 < costs.step_s < 0.3
-    report = GridReport(network="none", shaped=False)
+    report = GridReport(networks={"A": "none"})
     for cell, error in zip(settings[:3], (0.0, 0.1, -0.02), strict=False):
         predicted = predict_step(cell.scenario, cell.system, costs)
         assert cell.scenario.compute_s < predicted < 4 * cell.scenario.limit_s
-        report.results.append(Measured(cell=cell, predicted_s=predicted, measured_s=predicted / (1 + error)))
+        report.results.append(
+            Measured(cell=cell, predicted_s=predicted, measured_s=predicted / (1 + error), stolen=0.0)
+        )
     assert report.errors() == pytest.approx([0.0, 0.02, 0.1])
     assert "3 cells: median error 2.0%, worst 10.0%" in report.table()
     assert "median error 2.0%, worst 10.0%" in to_markdown({"command": "this", **report.as_json()})
