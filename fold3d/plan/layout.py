@@ -142,7 +142,7 @@ def _segment_borders(costs: list[float], pp: int, segments: int, first_share: fl
         return [pp * first for first in partition(groups, segments)] + [len(costs)]
     average = sum(groups) / (inner + (first_share if first_share != 1 else 0) + (last_share if last_share != 1 else 0))
     head = _take(groups, first_share * average, count - segments + 1) if first_share != 1 else 0
-    tail = _take(groups[::-1], last_share * average, count - head - segments + 2) if last_share != 1 else 0
+    tail = _take(groups[::-1], last_share * average, count - head - inner) if last_share != 1 else 0
     rest = partition(groups[head : count - tail], inner)
     begins = [0] * (head > 0) + [head + first for first in rest] + [count - tail] * (tail > 0)
     return [pp * begin for begin in begins] + [len(costs)]

@@ -5,12 +5,16 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 from fold3d.errors import ConfigError
 from fold3d.plan.layout import cut, layout_of
+from fold3d.plan.search import _MORE_SHARES
 from tests.plan.jobs import make_job
 
 JOB = make_job()
+SMALL = make_job(layers=8)
 
 
 def sizes(ranges, pp=2):
@@ -42,6 +46,19 @@ def test_unequal_blocks_and_leftovers():
     assert [end - first for first, end in cut(make_job(layers=5, pp=1), 2)] in ([2, 3], [3, 2])
     with pytest.raises(ConfigError, match=r"segments=9 times pp=2.*lower segments"):
         cut(make_job(layers=8), 9)
+
+
+@given(
+    times=st.lists(st.floats(0, 10), min_size=16, max_size=16),
+    segments=st.integers(1, 8),
+    shares=st.sampled_from(_MORE_SHARES),
+)
+@example(times=[1.0] * 8 + [0.01] * 8, segments=7, shares=(1.0, 0.5))  # its last segment took what the others need
+def test_any_times_and_shares_give_chunks_that_can_run(times, segments, shares):
+    job = dataclasses.replace(SMALL, profile=dataclasses.replace(SMALL.profile, forward=(0.0, *times, 0.0)))
+    ranges = cut(job, segments, *shares)
+    assert len(ranges) == 2 * segments
+    job.trace.check_ranges(list(ranges))
 
 
 def test_costs_add_up():
