@@ -34,6 +34,13 @@ class VirtualLayer(nn.Module):
         self.weight = nn.Parameter(torch.zeros(parameters))
         self.forward_s = forward_s
         self.backward_s = backward_s
+        self._watch_weight()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._watch_weight()  # a copy's weight has none of the hooks
+
+    def _watch_weight(self) -> None:
         self.weight.register_post_accumulate_grad_hook(self._accumulated)  # type: ignore[no-untyped-call]
 
     def forward(self, x: Tensor) -> Tensor:

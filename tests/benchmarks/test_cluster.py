@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import signal
@@ -99,6 +100,10 @@ def test_a_virtual_backward_ends_when_its_gradient_is_added() -> None:
     start = time.perf_counter()
     layer(torch.ones(1, 4)).sum().backward()
     assert len(seen) == 1 and seen[0][0] - start >= 0.05 and seen[0][1] == pytest.approx(4.0)
+    copied = copy.deepcopy(layer)
+    start = time.perf_counter()
+    copied(torch.ones(1, 4)).sum().backward()
+    assert time.perf_counter() - start >= 0.05 and copied.due is None and len(seen) == 1
     for inputs in (layer.weight, torch.ones(1, 4, requires_grad=True)):  # nothing is added, but the time is taken
         output = layer(inputs if inputs.dim() == 2 else torch.ones(1, 4)).sum()
         start = time.perf_counter()
