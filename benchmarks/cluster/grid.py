@@ -51,7 +51,7 @@ class Measured:
     predicted_s: float
     measured_s: float
     stolen: float
-    """Of the cores' time, the share that this machine's host gave to others, in the worst run."""
+    """Of the time for which the cores had work, the share that this machine's host gave to others, in the worst run."""
 
     @property
     def error(self) -> float:
@@ -148,13 +148,10 @@ def measure_grid(report: GridReport, base: str, session: Session, effort: Effort
     """Adds the cells of scenario `base`, thinned, to `report`, once its costs are measured."""
     all_cells = list(cells(base, thin))
     started = time.monotonic()
-    try:
-        report.costs[base] = costs = measure_costs(SCENARIOS[base].thinned(thin), session, effort)
-    except RanksFailed as error:
-        report.failures[f"{base}: the costs"] = [str(error)]
-        return
     for done, cell in enumerate(all_cells, start=1):
         try:
+            if base not in report.costs:
+                report.costs[base] = measure_costs(SCENARIOS[base].thinned(thin), session, effort)
             runs = [
                 session.run(cell.scenario, cell.system, steps=effort.steps, warm_up=effort.warm_up)
                 for _ in range(effort.repetitions)
@@ -164,7 +161,7 @@ def measure_grid(report: GridReport, base: str, session: Session, effort: Effort
             continue
         one = Measured(
             cell=cell,
-            predicted_s=predict_step(cell.scenario, cell.system, costs, gather_order_of(runs[-1])),
+            predicted_s=predict_step(cell.scenario, cell.system, report.costs[base], gather_order_of(runs[-1])),
             measured_s=statistics.median(run.step_s for run in runs),
             stolen=max(run.stolen for run in runs),
         )

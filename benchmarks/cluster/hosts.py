@@ -22,7 +22,7 @@ PROGRAMS = ("ip", "tc", "nsenter")
 SETUP_TIMEOUT = 30.0
 MAX_HOSTS = 200
 WINDOWS_MBIT = 100.0
-"""The rate for which the windows below are given. Those of other links, and so their queues, last as long."""
+"""The rate for which the windows below are given; those of other links are in proportion, and so are their queues."""
 PORT = 29500  # of the job's store; namespaces are empty, so it is free there
 
 
@@ -57,12 +57,12 @@ class Link:
 
     @property
     def send_window(self) -> str:
-        """net.ipv4.tcp_wmem: least, first and greatest bytes in flight of a connection; 5 ms at most."""
+        """net.ipv4.tcp_wmem: least, first and greatest bytes in flight of a connection; worth 5 ms at most."""
         return self._window(16384, 65536)
 
     @property
     def receive_window(self) -> str:
-        """net.ipv4.tcp_rmem; 10 ms at most."""
+        """net.ipv4.tcp_rmem; worth 10 ms at most."""
         return self._window(65536, 131072)
 
     def _window(self, first: int, greatest: int) -> str:

@@ -26,10 +26,12 @@ def describe_machine() -> dict[str, Any]:
     }
 
 
-def stolen_s() -> float:
-    """Returns the seconds of this machine's cores that its host has given to others since boot; 0 where it has none."""
-    total = Path("/proc/stat").read_text().splitlines()[0].split()  # cpu user nice system idle iowait irq softirq steal
-    return int(total[8]) / os.sysconf("SC_CLK_TCK")
+def core_ticks() -> tuple[int, int]:
+    """Returns the ticks of this machine's cores since boot: those with work to do, and of them those that its host gave
+    to others (0 on a physical machine)."""
+    line = Path("/proc/stat").read_text().splitlines()[0]
+    user, nice, system, _idle, _iowait, irq, softirq, steal = (int(ticks) for ticks in line.split()[1:9])
+    return user + nice + system + irq + softirq + steal, steal
 
 
 def describe_commit() -> dict[str, Any]:

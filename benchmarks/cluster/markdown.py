@@ -50,9 +50,10 @@ def _preemption(result: dict[str, Any]) -> str:
 
 def _grid(result: dict[str, Any]) -> str:
     median, worst = result["median_error"], result["worst_error"]
+    errors = f"median error {median:.1%}, worst {worst:.1%}" if result["grid"] else "no errors known"
     return _page(
         result,
-        f"{len(result['grid'])} settings: median error {median:.1%}, worst {worst:.1%}",
+        f"{len(result['grid'])} settings: {errors}",
         ("pp", "m", "system", "simulated, s", "measured, s", "error"),
         [
             (str(each["scenario"]["pp"]), str(each["scenario"]["micro_batches"]), each["system"],

@@ -21,11 +21,13 @@ class Run:
     steps_s: tuple[float, ...]
     """Each measured step, from one end to the next; a step has ended when the slowest rank has."""
     stolen: float
-    """Of the time of the machine's cores during these steps, the share that its host gave to others."""
+    """Of the time for which the machine's cores had work during these steps, the share that its host gave to others."""
     sent_bytes: float | None
     """Bytes the busiest host sent per step, with headers; None when unshaped."""
     latency: Latency
     """Of the messages between stages."""
+    dropped_s: float | None = None
+    """What `step_s` was in another run, from which more was stolen; None where there was none."""
     accounts: tuple[dict[str, float], ...] = ()
     """Where the time of the last step went, of each rank, in ms; empty where a system does not say."""
     choices: tuple[dict[str, Any], ...] = ()

@@ -112,7 +112,7 @@ SCENARIOS = {
         ),
         Scenario(
             name="B",
-            title="39B on A100 (Fold3D, Table II) at its own pace, bytes in miniature: DP.sync 0.47 x compute",
+            title="39B on A100 (Fold3D, Table II) at Megatron's pace, bytes in miniature: DP.sync 0.47 x compute",
             dp=2,
             pp=4,
             segments=4,

@@ -19,7 +19,7 @@ class VirtualLayer(nn.Module):
 
     The tensors are real, so what is stashed, sent, summed and updated has the bytes that are asked for. The little
     arithmetic there is counts as part of the time, and so does adding to the gradient of `weight`, which an accelerator
-    does itself: a backward's time ends when that is done, before any hook that is registered later.
+    does itself: a backward does not end before that is done, and hooks registered later run when it has ended.
 
     Args:
         parameters: floats of `weight`.
@@ -93,10 +93,10 @@ class _Occupy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *outputs: Tensor) -> tuple[Tensor, Tensor, None]:
         layer: VirtualLayer = ctx.layer
-        assert layer.due is None, "the backward before took no time"
-        end = time.perf_counter() + layer.backward_s
+        assert layer.due is None, "a layer may be used once in each backward"
         (gradient,) = outputs
-        (weight,) = ctx.saved_tensors
+        (weight,) = ctx.saved_tensors  # in a checkpoint, this runs the forward again
+        end = time.perf_counter() + layer.backward_s
         of_weight = (gradient.sum() / weight.numel()).expand_as(weight).contiguous()
         if _is_accumulated(weight):
             layer.due = end

@@ -17,7 +17,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from benchmarks.cluster.machine import stolen_s
+from benchmarks.cluster.machine import core_ticks
 from benchmarks.cluster.wake_up import wake_punctually
 
 PR_SET_PDEATHSIG = 1
@@ -59,17 +59,17 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
         system.step()
     system.warmed_up()
     sent_before = sent_bytes(interface)
-    stolen_before = stolen_s()
+    busy_before, stolen_before = core_ticks()
     ends = [time.monotonic_ns()]
     for _ in range(request["steps"]):
         system.step()
         ends.append(time.monotonic_ns())
-    stolen = stolen_s() - stolen_before
+    busy, stolen = core_ticks()
     sent_after = sent_bytes(interface)
     result = {
         "ends_ns": ends,
         "sent_bytes": (sent_after - sent_before) / request["steps"] if sent_before and sent_after else None,
-        "stolen_s": stolen,
+        "stolen": (stolen - stolen_before) / max(1, busy - busy_before),
         "records": system.records(),
         "account": system.account(),
         "choice": system.choice(),
