@@ -23,8 +23,8 @@ def draw_chart(report: Report, path: Path) -> None:
     one = report.scenario
     names = sorted(report.runs, key=report.median_s, reverse=True)
     medians = [report.ratio(name) for name in names]
-    least = [min(run.step_s for run in report.runs[name]) / one.limit_s for name in names]
-    most = [max(run.step_s for run in report.runs[name]) / one.limit_s for name in names]
+    least = [min(run.step_s for run in report.counted(name)) / one.limit_s for name in names]
+    most = [max(run.step_s for run in report.counted(name)) / one.limit_s for name in names]
     below = [median - low for median, low in zip(medians, least, strict=True)]
     above = [high - median for median, high in zip(medians, most, strict=True)]
     figure, axes = pyplot.subplots(figsize=(8, 1.4 + 0.36 * len(names)), layout="constrained")

@@ -28,7 +28,7 @@ def _comparison(result: dict[str, Any]) -> str:
         ("system", "step, s", "/ auto", "/ limit", "runs"),
         [
             (name, f"{each['median_s']:.3f}", _ratio(each["ratio_to_auto"]), _ratio(each["ratio_to_limit"]),
-             str(len(each["runs"])))
+             str(each["counted"]))
             for name, each in systems
         ],
     )  # fmt: skip

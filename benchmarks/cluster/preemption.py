@@ -34,12 +34,12 @@ class PreemptionReport(Runs):
 
     def message_ms(self, variant: str) -> float | None:
         """Returns the latency of messages: on an idle network, or while DP.sync is under way; median."""
-        latencies = [run.latency for run in self.runs.get(variant, [])]
+        latencies = [run.latency for run in self.counted(variant)]
         return _median([one.alone_ms if variant == IDLE else one.beside_dp_ms for one in latencies])
 
     def dp_sync_ms(self, variant: str) -> float | None:
         """Returns how long a rank is in DP.sync per step, median."""
-        return None if variant == IDLE else _median([run.latency.dp_sync_ms for run in self.runs.get(variant, [])])
+        return None if variant == IDLE else _median([run.latency.dp_sync_ms for run in self.counted(variant)])
 
     def ratio_to_idle(self, variant: str) -> float | None:
         """Returns the latency over that of an idle network."""

@@ -11,6 +11,9 @@ from benchmarks.cluster.latency import Latency
 from benchmarks.cluster.scenarios import Scenario
 from benchmarks.cluster.systems import REFERENCE
 
+MAX_STOLEN = 0.1
+"""Of the time for which the cores had work. A run from which the machine's host took more is not calm."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Run:
@@ -35,6 +38,11 @@ class Run:
     action_s: float | None = None
     """By how much a compute action takes longer than its layers; None where a system does not say."""
 
+    @property
+    def is_calm(self) -> bool:
+        """Whether the machine's host left the cores alone."""
+        return self.stolen <= MAX_STOLEN
+
     def chosen(self) -> str:
         """Returns rank 0's set-up as text."""
         if not self.choices:
@@ -58,14 +66,19 @@ class Runs:
     failures: dict[str, list[str]] = field(default_factory=dict)
     """What was said by those that broke."""
 
+    def counted(self, name: str) -> list[Run]:
+        """Returns the runs that count: the calm ones, or all where none was calm."""
+        runs = self.runs.get(name, [])
+        return [run for run in runs if run.is_calm] or runs
+
 
 @dataclass(kw_only=True, slots=True)
 class Report(Runs):
     """A comparison of systems."""
 
     def median_s(self, system: str) -> float:
-        """Returns the median over the repetitions of the seconds of a step."""
-        return statistics.median(run.step_s for run in self.runs[system])
+        """Returns the median over the repetitions that count of the seconds of a step."""
+        return statistics.median(run.step_s for run in self.counted(system))
 
     def ratio(self, system: str) -> float:
         """Returns the median step time over the scenario's limit."""
@@ -92,7 +105,7 @@ class Report(Runs):
             f"{'DP exposed':>11}{'PP ms':>7}{'PP|DP ms':>9}{'stolen':>8}{'runs':>5}",
         ]
         for name in sorted(self.runs, key=self.median_s):
-            runs = self.runs[name]
+            runs = self.counted(name)
             times = [run.step_s for run in runs]
             rows.append(
                 f"{name:28}{self.median_s(name):8.3f}{min(times):8.3f}{max(times):8.3f}"
@@ -101,7 +114,7 @@ class Report(Runs):
                 f"{median_text([_exposed(run) for run in runs]):>11}"
                 f"{median_text([run.latency.alone_ms for run in runs]):>7}"
                 f"{median_text([run.latency.beside_dp_ms for run in runs]):>9}"
-                f"{max(run.stolen for run in runs):8.1%}{len(runs):5}"
+                f"{max(run.stolen for run in runs):8.1%}{f'{len(runs)}/{len(self.runs[name])}':>5}"
             )
         rows += [f"{name:28} FAILED {len(texts)} time(s)" for name, texts in self.failures.items()]
         rows += [f"{REFERENCE} chose {text}" for text in sorted({run.chosen() for run in self.runs.get(REFERENCE, [])})]
@@ -118,6 +131,7 @@ class Report(Runs):
                 "median_s": self.median_s(name),
                 "ratio_to_auto": self.ratio_to_reference(name),
                 "ratio_to_limit": self.ratio(name),
+                "counted": len(self.counted(name)),
                 "runs": [asdict(run) for run in runs],
             }
             for name, runs in self.runs.items()

@@ -198,6 +198,16 @@ def test_report_takes_medians() -> None:
     assert "| torch-bfs:8 | 5.000 | 2.50 |" in page and "| fold3d-auto | 2.000 | 1.00 |" in page
 
 
+def test_disturbed_runs_count_only_where_none_is_calm() -> None:
+    report = report_of({"fold3d-auto": (1.0, 3.0, 2.0), "torch-1f1b": (4.0, 6.0)})
+    stolen = {"fold3d-auto": (0.0, 0.3, 0.05), "torch-1f1b": (0.2, 0.4)}
+    for name, shares in stolen.items():
+        report.runs[name] = [replace(run, stolen=share) for run, share in zip(report.runs[name], shares, strict=True)]
+    assert (report.median_s("fold3d-auto"), report.median_s("torch-1f1b")) == (1.5, 5.0)
+    assert [row.split()[-1] for row in report.table().splitlines()[5:7]] == ["2/3", "2/2"]
+    assert report.as_json()["systems"]["fold3d-auto"]["counted"] == 2
+
+
 def report_of(times: dict[str, tuple[float, ...]]) -> Report:
     report = Report(scenario=SCENARIOS["A"], network="none", shaped=False)
     for name, of_one in times.items():
