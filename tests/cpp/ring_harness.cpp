@@ -22,7 +22,7 @@ std::vector<std::string> Replicas::run(const std::function<void(int, comm::Bucke
     tcp.push_back(std::make_unique<comm::TcpRingLinks>(r, size, "127.0.0.1", std::string(32, 'r')));
   }
   gates.clear();
-  for (int r = 0; r < size; ++r) gates.push_back(std::make_shared<comm::HostGate>());
+  for (int r = 0; r < size; ++r) gates.push_back(std::make_shared<comm::HostGate>("", gate_options));
   std::vector<std::string> errors(static_cast<std::size_t>(size));
   std::vector<std::thread> threads;
   for (int rank = 0; rank < size; ++rank) {

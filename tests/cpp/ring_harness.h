@@ -23,6 +23,7 @@ struct Replicas {
   std::chrono::milliseconds timeout{60'000};
   comm::RingLoopbackOptions loopback = {};  // its size is filled in
   bool over_tcp = false;
+  comm::HostGate::Options gate_options = {};
   mutable std::vector<std::shared_ptr<comm::HostGate>> gates = {};  // one for each replica, made by run()
 
   /// A replica's gate, for a body.

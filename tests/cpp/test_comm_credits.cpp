@@ -69,7 +69,11 @@ TEST(BandwidthMeter, CountsWhatLeftTheMachineWhileThereWasSomethingToSend) {
 }
 
 TEST(BucketSync, ChunksWaitForMessagesButNotForEver) {
-  const Replicas replicas{.chunk_bytes = 64};
+  constexpr std::int64_t kPatience = 500'000'000;  // a busy machine may take the usual 5 ms to get to the first chunk
+  const Replicas replicas{
+      .chunk_bytes = 64,
+      .gate_options = {.arbiter = {.message_patience_ns = kPatience, .chunk_patience_ns = kPatience}},
+  };
   const auto errors = replicas.run([&](int rank, comm::BucketSync& sync) {
     const TestBucket<float> bucket(0, contents<float>(rank, 0, 1, 64));
     comm::HostGate& gate = *replicas.gate(rank);
