@@ -12,7 +12,7 @@ from benchmarks.cluster.comparison import Effort, say
 from benchmarks.cluster.prediction import PAYLOAD, Costs, predict_step
 from benchmarks.cluster.ranks import RanksFailed
 from benchmarks.cluster.report import Run
-from benchmarks.cluster.scenarios import SCENARIOS, Scenario
+from benchmarks.cluster.scenarios import Scenario
 from benchmarks.cluster.session import Session
 from benchmarks.cluster.systems import System, find_system
 
@@ -59,11 +59,12 @@ class Measured:
         return self.predicted_s / self.measured_s - 1
 
 
-def cells(base: str, thin: int = 1) -> Iterator[Cell]:
-    """Yields the settings of a scenario, thinned; a micro-batch takes the same time however many there are."""
+def cells(base: str, scenario: Scenario) -> Iterator[Cell]:
+    """Yields the settings of scenario `base`, here perhaps thinned; a micro-batch takes the same time however many
+    there are."""
     micro_batches, segments = SHAPES[base]
     for m in micro_batches:
-        one = with_micro_batches(SCENARIOS[base].thinned(thin), m)
+        one = with_micro_batches(scenario, m)
         for number in segments:
             for family in FOLDED:
                 yield Cell(base=base, scenario=one, system=find_system(f"{family}:{number}", one))
@@ -144,14 +145,14 @@ class GridReport:
         }
 
 
-def measure_grid(report: GridReport, base: str, session: Session, effort: Effort, thin: int = 1) -> None:
-    """Adds the cells of scenario `base`, thinned, to `report`, once its costs are measured."""
-    all_cells = list(cells(base, thin))
+def measure_grid(report: GridReport, base: str, scenario: Scenario, session: Session, effort: Effort) -> None:
+    """Adds the cells of scenario `base`, here perhaps thinned, to `report`, once its costs are measured."""
+    all_cells = list(cells(base, scenario))
     started = time.monotonic()
     for done, cell in enumerate(all_cells, start=1):
         try:
             if base not in report.costs:
-                report.costs[base] = measure_costs(SCENARIOS[base].thinned(thin), session, effort)
+                report.costs[base] = measure_costs(scenario, session, effort)
             runs = [
                 session.run(cell.scenario, cell.system, steps=effort.steps, warm_up=effort.warm_up)
                 for _ in range(effort.repetitions)

@@ -152,7 +152,7 @@ def _measure_grid(options: argparse.Namespace) -> GridReport:
         with _hosts(options.loopback, scenario) as hosts, Session(hosts, scenario.ranks, options.timeout) as session:
             report.networks[base] = hosts.description
             report.shaped = hosts.shaped
-            measure_grid(report, base, session, effort, options.thin)
+            measure_grid(report, base, scenario, session, effort)
     return report
 
 

@@ -258,7 +258,7 @@ def test_preemption_is_compared_with_idle_and_with_off() -> None:
 
 def test_grid_holds_the_simulator_against_measurements(tmp_path: Path) -> None:
     """In a cluster whose steps take what the simulator says, the errors are what was put in."""
-    settings = [cell for base in ("A", "B", "D") for cell in cells(base)]
+    settings = [cell for base in ("A", "B", "D") for cell in cells(base, SCENARIOS[base])]
     assert len({cell.name for cell in settings}) == len(settings) > 40
     latency = Latency(alone_ms=1.0, beside_dp_ms=None, dp_sync_ms=None)
     alone = replace(SCENARIOS["A"], gradient_bytes=0)
