@@ -86,12 +86,19 @@ def changed_environment(values: Mapping[str, str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def process_group(store_file: str, rank: int, world_size: int, timeout_s: float) -> Iterator[None]:
-    """Gives the body a default gloo group over a file rendezvous; no port is involved."""
+    """Gives the body a default gloo group over a file rendezvous; no port is involved.
+
+    The body starts when every rank is connected: one that ended its group earlier (a body without a collective
+    is over in no time) would cut the connections that gloo is still making on another rank.
+    """
     import torch.distributed as dist
 
     store = dist.FileStore(store_file, world_size)
     timeout = datetime.timedelta(seconds=timeout_s)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
+    if store.add("connected", 1) == world_size:
+        store.set("all connected", "")
+    store.wait(["all connected"], timeout)
     try:
         yield
     finally:

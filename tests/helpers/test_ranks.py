@@ -114,7 +114,7 @@ class TestLaunch:
         script = tmp_path / "script.py"
         script.write_text(
             "import os, sys\nimport torch.distributed as dist\n"
-            "dist.init_process_group('gloo')\nprint('hello', dist.get_rank(), sys.argv[1])\n"
+            "dist.init_process_group('gloo')\ndist.barrier()\nprint('hello', dist.get_rank(), sys.argv[1])\n"
             "dist.destroy_process_group()\nsys.exit(dist.is_initialized() or int(os.environ['RANK']))\n"
         )
         result = launch(script, 2, "there", timeout=60)
