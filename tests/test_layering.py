@@ -32,7 +32,7 @@ PYTHON_ROOMS = (
 )
 """Each may import itself and the rooms before it; `fold3d/__init__.py` only passes names on."""
 
-MAY_IMPORT_EXTENSION = {"schedule", "plan", "runtime"}
+MAY_IMPORT_EXTENSION = {"schedule", "trace", "plan", "runtime"}
 MAY_IMPORT_TRANSFORMERS = {"trace", "checkpoint", "trainer"}
 WITHOUT_PROCESS_GROUPS = {"errors", "config", "topology", "schedule", "trace", "plan"}
 MAY_PRINT = {"cli"}

@@ -66,6 +66,8 @@ void bind_schedule(py::module_& module) {
       .def_property_readonly("ranks", [](const Schedule& s) { return s.ranks; })
       .def_property_readonly("has_comm", [](const Schedule& s) { return core::has_comm(s); })
       .def_property_readonly("has_backward", [](const Schedule& s) { return core::has_backward(s); })
+      .def("reduce_order", &core::reduce_order, py::arg("stage"),
+           "Chunks of a stage in the order of their REDUCE_GRAD.")
       .def("csv", [](const Schedule& s) { return core::to_csv(s); })
       .def("__repr__", [](const Schedule& s) { return "<Schedule " + core::to_string(s.shape) + ">"; })
       .def("__hash__", [](const Schedule& s) { return py::hash(py::str(core::to_csv(s))); })

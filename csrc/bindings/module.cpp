@@ -2,6 +2,7 @@
 #include "bindings/bind_bucket_sync.h"
 #include "bindings/bind_core.h"
 #include "bindings/bind_gate.h"
+#include "bindings/bind_passage.h"
 #include "bindings/bind_runtime.h"
 #include "bindings/bind_simulator.h"
 #include "bindings/bind_tcp_links.h"
@@ -9,6 +10,7 @@
 PYBIND11_MODULE(_C, module) {
   module.doc() = "fold3d's C++ part: schedules, the executor and the communicator.";
   fold3d::bindings::bind_core(module);
+  fold3d::bindings::bind_passage(module);
   fold3d::bindings::bind_gate(module);  // before those whose signatures name it
   fold3d::bindings::bind_tcp_links(module);
   fold3d::bindings::bind_runtime(module);

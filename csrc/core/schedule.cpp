@@ -58,6 +58,14 @@ bool has_backward(const Schedule& schedule) {
   return contains(schedule, [](Kind kind) { return is_compute(kind) && kind != Kind::kForward; });
 }
 
+std::vector<int> reduce_order(const Schedule& schedule, int stage) {
+  std::vector<int> chunks;
+  for (const Action& action : schedule.ranks.at(static_cast<std::size_t>(stage))) {
+    if (action.kind == Kind::kReduce) chunks.push_back(action.chunk);
+  }
+  return chunks;
+}
+
 std::string to_csv(const Schedule& schedule) {
   std::string text;
   for (const auto& actions : schedule.ranks) {

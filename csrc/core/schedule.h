@@ -36,6 +36,9 @@ bool has_comm(const Schedule& schedule);
 /// True if a B, I or W occurs; false for the forward-only schedules of evaluation.
 bool has_backward(const Schedule& schedule);
 
+/// The chunks of `stage` in the order of their REDUCE_GRAD actions. Throws std::out_of_range if there is no such stage.
+std::vector<int> reduce_order(const Schedule& schedule, int stage);
+
 /// One line per rank, cells separated by commas: the CSV of torch.distributed.pipelining.
 std::string to_csv(const Schedule& schedule);
 

@@ -173,8 +173,7 @@ class Pipeline:
         self._inputs.set(micro_batches, lambda model, batch: one_number(call(model, batch)), list(keys))
         sync = self.dp_sync
         if sync is not None:
-            own = schedule.ranks[self._topology.pp_rank]
-            sync.begin(len(micro_batches), [action.chunk for action in own if action.kind == _C.Kind.REDUCE])
+            sync.begin(len(micro_batches), schedule.reduce_order(self._topology.pp_rank))
         losses = self._run(schedule, backward=True)
         if sync is not None:
             sync.end()

@@ -14,14 +14,10 @@ that it had in forward. The upper 16 bits mark a generator that carries a chain.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
 
 import torch
 
-_MASK64 = (1 << 64) - 1
-_MASK48 = (1 << 48) - 1
-_MARK = 0xF01D
-_MARK_BITS = _MARK << 48
+from fold3d._C import SEED_MARK, next_seed
 
 
 def constant_of(text: str) -> int:
@@ -29,40 +25,24 @@ def constant_of(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
-def advance(seed: int, constant: int) -> int:
-    """Returns the seed that follows `seed` in the chain at the module of `constant`.
-
-    The finaliser of splitmix64 (Steele, Lea and Flood 2014). The CPU generator uses the lower 32 bits only.
-    """
-    x = ((seed ^ constant) * 0xBF58476D1CE4E5B9) & _MASK64
-    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK64
-    return _MARK_BITS | ((x ^ (x >> 31)) & _MASK48)
-
-
 def start(key: tuple[int, int, int]) -> int:
     """Returns the first seed of the chain of `key` = (seed, step, global micro-batch)."""
     value = 0x9E3779B97F4A7C15
     for part in key:
-        value = advance(value, (part * 0x9E3779B97F4A7C15) & _MASK64)
+        value = next_seed(value, (part * 0x9E3779B97F4A7C15) % (1 << 64))
     return value
 
 
 def carried() -> int | None:
     """Returns the seed of the chain that the CPU generator carries, None if it carries none."""
     seed = torch.default_generator.initial_seed()
-    return seed if seed >> 48 == _MARK else None
+    return seed if seed >> 48 == SEED_MARK else None
 
 
-def generators_of(device: torch.device) -> tuple[torch.Generator, ...]:
+def generators_of(device: torch.device) -> list[torch.Generator]:
     """Returns the generators that modules on `device` draw from: the CPU's and the device's own."""
     if device.type == "cuda":
         index = device.index if device.index is not None else torch.cuda.current_device()
         torch.cuda.init()  # type: ignore[no-untyped-call]
-        return (torch.default_generator, torch.cuda.default_generators[index])
-    return (torch.default_generator,)
-
-
-def reseed(generators: Sequence[torch.Generator], seed: int) -> None:
-    """Gives every generator `seed`."""
-    for generator in generators:
-        generator.manual_seed(seed)
+        return [torch.default_generator, torch.cuda.default_generators[index]]
+    return [torch.default_generator]

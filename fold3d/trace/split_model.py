@@ -22,6 +22,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from fold3d._C import Passage, next_seed, reseed
 from fold3d.errors import TraceError
 from fold3d.trace import seeding
 from fold3d.trace.errors import SplitError
@@ -39,25 +40,18 @@ class ChunkExit(BaseException):
         self.owner = owner
 
 
-class _Run:
+class _Run(Passage):
     """One call of `SplitModel.run`."""
 
-    __slots__ = (
-        "checkpoint", "device", "generators", "hi", "last", "leaving", "lo", "outer_checkpoint", "position", "received",
-        "seed", "with_grad",
-    )  # fmt: skip
-
-    def __init__(self, lo: int, hi: int, last: bool) -> None:
+    def __init__(self, lo: int, hi: int, last: bool, device: torch.device, seed: int | None) -> None:
+        self.generators = [] if seed is None else seeding.generators_of(device)
+        super().__init__(lo, seed, self.generators)
         self.lo = lo
         self.hi = hi
         self.last = last
-        self.position = 0  # blocks passed so far, skipped ones included
+        self.device = device
         self.received: Any = None
         self.leaving: list[Tensor] | None = None
-        self.seed: int | None = None
-        self.device = torch.device("cpu")
-        self.generators: tuple[torch.Generator, ...] = ()
-        self.with_grad = torch.is_grad_enabled()
         self.outer_checkpoint = group_of_checkpoint()
         self.checkpoint: object = None
 
@@ -83,7 +77,7 @@ class SplitModel:
         self._recompute = recompute
         self._uniform = trace.uniform
         self._run: _Run | None = None
-        self._generators: tuple[torch.Generator, ...] = (torch.default_generator,)
+        self._generators = [torch.default_generator]
         # What a module that did not run itself returned inside a checkpoint of the user's own code, by the
         # checkpoint's frame: it must return the same when backward runs that code again.
         self._replaced: WeakKeyDictionary[Any, dict[str, Any]] = WeakKeyDictionary()
@@ -152,23 +146,19 @@ class SplitModel:
 
     def _begin(self, chunk: int, inputs: list[Tensor], key: tuple[int, int, int] | None) -> _Run:
         lo, hi = self._ranges[chunk]
-        run = _Run(lo, hi, hi == len(self._trace.blocks))
         structure = self._trace.structures[lo - 1] if lo else None
         expected = structure.num_tensors if structure else 0
         if len(inputs) != expected:
             before = f"block '{self._trace.blocks[lo - 1]}' returns {expected}" if lo else "the first chunk takes none"
             raise SplitError(f"chunk {chunk} was given {len(inputs)} tensors, but {before}")
+        device = inputs[0].device if inputs else self._device()
+        run = _Run(lo, hi, hi == len(self._trace.blocks), device, None if key is None else seeding.start(key))
+        if key is not None:
+            self._generators = run.generators
         if structure:
-            run.device = inputs[0].device
             # Code that writes into a block's output would write into a leaf, which autograd forbids.
             tensors = [t.clone() for t in inputs] if self._trace.modified[lo - 1] else inputs
             run.received = structure.unflatten(tensors)
-        elif key is not None:
-            run.device = self._device()
-        if key is not None:
-            run.generators = self._generators = seeding.generators_of(run.device)
-            run.seed = seeding.start(key)
-            seeding.reseed(run.generators, run.seed)
         return run
 
     def _device(self) -> torch.device:
@@ -200,8 +190,6 @@ class SplitModel:
     def _block_forward(self, index: int, name: str) -> Callable[[nn.Module, Callable[..., Any]], Callable[..., Any]]:
         enter = seeding.constant_of(f"{name}:enter")
         leave = seeding.constant_of(f"{name}:leave")
-        advance = seeding.advance
-        reseed = seeding.reseed
 
         def make(module: nn.Module, original: Callable[..., Any]) -> Callable[..., Any]:
             execute = recomputed(module, original) if self._recompute else original
@@ -212,25 +200,22 @@ class SplitModel:
                 run = self._run
                 if run is None:
                     return self._outside(name, original, enter, leave, args, kwargs)
+                if shape_only is None and run.skip(index, leave):
+                    return run.received
                 if run.leaving is not None:
                     self._leave_late(run, name)
-                if index != run.position:
+                if not run.enter(index):
                     self._out_of_order(run, name)
-                run.position = index + 1
                 if run.with_grad and not torch.is_grad_enabled():
                     self._refuse_reentrant(name)
-                seed = run.seed
-                if seed is not None and index >= run.lo:
-                    reseed(run.generators, advance(seed, enter))
                 if index >= run.lo:
+                    run.begin_module(enter)
                     output = execute(*args, **kwargs)
                 elif shape_only is None or index == run.lo - 1:
                     output = self._replace(run, name, run.received)
                 else:
                     output = self._replace(run, name, shape_only(run.device, args, kwargs))
-                if seed is not None:
-                    run.seed = seed = advance(seed, leave)
-                    reseed(run.generators, seed)
+                run.end_module(leave)
                 if index + 1 == run.hi and not run.last:
                     return self._leave(run, index, output)
                 return output
@@ -253,16 +238,12 @@ class SplitModel:
                     return self._outside(name, original, enter, leave, args, kwargs)
                 if run.leaving is not None:
                     self._leave_late(run, name)
-                seed = run.seed
-                if seed is not None:
-                    seeding.reseed(run.generators, seeding.advance(seed, enter))
+                run.begin_module(enter)
                 if run.position < run.lo and shape_only is not None:
                     output = self._replace(run, name, shape_only(run.device, args, kwargs))
                 else:
                     output = original(*args, **kwargs)
-                if seed is not None:
-                    run.seed = seed = seeding.advance(seed, leave)
-                    seeding.reseed(run.generators, seed)
+                run.end_module(leave)
                 return output
 
             return forward
@@ -284,11 +265,11 @@ class SplitModel:
             return original(*args, **kwargs)
         seed = seeding.carried()
         if seed is not None:
-            seeding.reseed(self._generators, seeding.advance(seed, enter))
+            reseed(self._generators, next_seed(seed, enter))
         replaced = self._replaced.get(frame_of_checkpoint(), {}) if self._replaced else {}
         output = replaced[name] if name in replaced else original(*args, **kwargs)
         if seed is not None:
-            seeding.reseed(self._generators, seeding.advance(seed, leave))
+            reseed(self._generators, next_seed(seed, leave))
         return output
 
     def _replace(self, run: _Run, name: str, output: Any) -> Any:

@@ -2,6 +2,7 @@
 #include <gtest/gtest.h>
 
 #include <stdexcept>
+#include <vector>
 
 #include "core/action.h"
 #include "core/generators/registry.h"
@@ -35,6 +36,13 @@ TEST(ScheduleText, RoundTrip) {
   for (const Schedule& schedule : {compute, lower(compute, true)}) {
     EXPECT_EQ(parse_csv(to_csv(schedule)), schedule);
   }
+}
+
+TEST(ScheduleText, ReduceOrder) {
+  const Schedule schedule = parse_csv("0F0,2F0,2B0,2REDUCE_GRAD,0B0,0REDUCE_GRAD\n1F0,3F0,3B0,1B0\n");
+  EXPECT_EQ(reduce_order(schedule, 0), (std::vector<int>{2, 0}));
+  EXPECT_TRUE(reduce_order(schedule, 1).empty());
+  EXPECT_THROW(reduce_order(schedule, 2), std::out_of_range);
 }
 
 TEST(ScheduleText, ReadsIdleStepsAndForeignLineEnds) {

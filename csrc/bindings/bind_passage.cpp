@@ -1,0 +1,33 @@
+#include "bindings/bind_passage.h"
+
+#include <pybind11/stl.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include "core/seed_chain.h"
+#include "runtime/passage.h"
+
+namespace py = pybind11;
+
+namespace fold3d::bindings {
+
+void bind_passage(py::module_& module) {
+  using runtime::Passage;
+  py::class_<Passage>(module, "Passage", "One forward of the model as one chunk: blocks passed, seeds on the way.")
+      .def(py::init<int, std::optional<std::uint64_t>, std::vector<at::Generator>>(), py::arg("lo"), py::arg("seed"),
+           py::arg("generators"),
+           "`lo`: the chunk's first block. `seed`: the chain's first, given to the generators at once; None: they are "
+           "left alone.")
+      .def("skip", &Passage::skip, py::arg("block"), py::arg("constant"),
+           "Passes a block in front of the chunk and reseeds as after it; False if anything is unusual.")
+      .def("enter", &Passage::enter, py::arg("block"), "Passes a block; False if it is not the next one.")
+      .def("begin_module", &Passage::begin_module, py::arg("constant"), "Reseeds; the chain does not move on.")
+      .def("end_module", &Passage::end_module, py::arg("constant"), "Reseeds, where the chain moves on.")
+      .def_property_readonly("position", &Passage::position, "The next block.")
+      .def_property_readonly("with_grad", &Passage::with_grad, "Whether the forward records for a backward.");
+  module.attr("SEED_MARK") = core::kSeedMark;
+  module.def("next_seed", &core::next_seed, py::arg("seed"), py::arg("constant"),
+             "The seed that follows `seed` in the chain at the module of `constant`.");
+  module.def("reseed", &runtime::reseed, py::arg("generators"), py::arg("seed"), "Gives every generator `seed`.");
+}
+
+}  // namespace fold3d::bindings

@@ -1,0 +1,51 @@
+#include "runtime/passage.h"
+
+#include <ATen/SavedTensorHooks.h>
+#include <c10/core/GradMode.h>
+
+#include <mutex>
+#include <utility>
+
+#include "core/seed_chain.h"
+
+namespace fold3d::runtime {
+
+void reseed(const std::vector<at::Generator>& generators, std::uint64_t seed) {
+  for (at::Generator generator : generators) {
+    const std::lock_guard lock(generator.mutex());
+    generator.set_current_seed(seed);
+  }
+}
+
+Passage::Passage(int lo, std::optional<std::uint64_t> seed, std::vector<at::Generator> generators)
+    : lo_(lo), with_grad_(c10::GradMode::is_enabled()), seed_(seed), generators_(std::move(generators)) {
+  if (seed_) reseed(generators_, *seed_);
+}
+
+bool Passage::skip(int block, std::uint64_t constant) {
+  if (block >= lo_ || block != position_ || c10::GradMode::is_enabled() != with_grad_ ||
+      !at::SavedTensorDefaultHooks::get_tls_state().stack.empty()) {
+    return false;
+  }
+  ++position_;
+  end_module(constant);
+  return true;
+}
+
+bool Passage::enter(int block) {
+  if (block != position_) return false;
+  ++position_;
+  return true;
+}
+
+void Passage::begin_module(std::uint64_t constant) {
+  if (seed_) reseed(generators_, core::next_seed(*seed_, constant));
+}
+
+void Passage::end_module(std::uint64_t constant) {
+  if (!seed_) return;
+  seed_ = core::next_seed(*seed_, constant);
+  reseed(generators_, *seed_);
+}
+
+}  // namespace fold3d::runtime

@@ -1,0 +1,72 @@
+"""Passage: which blocks it passes by itself, and the seeds that the generators have on the way."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fold3d._C import Passage, next_seed
+from fold3d.trace import seeding
+
+GENERATOR = torch.default_generator
+
+
+def test_seeds_are_what_they_always_were() -> None:
+    # Of an independent implementation in Python's whole numbers: masks must not change between versions.
+    assert next_seed(0, 0) == 0xF01D000000000000
+    assert next_seed(1, 2) == 0xF01D5EEDE31428F0
+    assert next_seed((1 << 64) - 1, 1) == 0xF01DB07013091771
+    assert seeding.start((1, 2, 3)) == 0xF01DE2E88A91B5C4
+    assert seeding.start((0, 0, 0)) == 0xF01D1A6DB89E73ED
+    assert seeding.constant_of("layers.0:leave") == 0x1477DCA1C327B4C0
+
+
+def test_the_chain_moves_on_at_the_end_of_modules_only() -> None:
+    passage = Passage(2, 5, [GENERATOR])
+    assert GENERATOR.initial_seed() == 5
+    passage.begin_module(7)
+    assert GENERATOR.initial_seed() == next_seed(5, 7) == seeding.carried()
+    passage.end_module(8)
+    assert GENERATOR.initial_seed() == next_seed(5, 8)
+    assert passage.skip(0, 9)
+    assert GENERATOR.initial_seed() == next_seed(next_seed(5, 8), 9)
+
+
+def test_draws_are_those_of_manual_seed() -> None:
+    passage = Passage(1, 5, [GENERATOR])
+    assert passage.skip(0, 6)
+    drawn = torch.rand(3), torch.randn(3)
+    torch.manual_seed(next_seed(5, 6))
+    assert all(torch.equal(a, b) for a, b in zip(drawn, (torch.rand(3), torch.randn(3)), strict=True))
+
+
+def test_skips_the_next_block_in_front_of_the_chunk_only() -> None:
+    passage = Passage(2, None, [])
+    assert not passage.skip(1, 0) and passage.position == 0
+    assert passage.skip(0, 0) and passage.skip(1, 0) and passage.position == 2
+    assert not passage.skip(2, 0), "the chunk's own"
+    assert not passage.enter(3)
+    assert passage.enter(2) and passage.position == 3
+
+
+@pytest.mark.parametrize("with_grad", [True, False])
+def test_leaves_unusual_surroundings_to_the_caller(with_grad) -> None:
+    with torch.set_grad_enabled(with_grad):
+        passage = Passage(3, 5, [GENERATOR])
+        assert passage.with_grad is with_grad
+        with torch.set_grad_enabled(not with_grad):
+            assert not passage.skip(0, 1)
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+            assert not passage.skip(0, 1)
+        assert passage.position == 0 and GENERATOR.initial_seed() == 5
+        assert passage.skip(0, 1)
+
+
+def test_without_a_seed_generators_are_left_alone() -> None:
+    torch.manual_seed(3)
+    before = torch.get_rng_state()
+    passage = Passage(2, None, [])
+    passage.begin_module(1)
+    passage.end_module(2)
+    assert passage.skip(0, 3)
+    assert torch.equal(torch.get_rng_state(), before)
