@@ -11,7 +11,7 @@ from typing import Any
 from benchmarks.cluster.comparison import Effort, say
 from benchmarks.cluster.prediction import PAYLOAD, Costs, predict_step
 from benchmarks.cluster.ranks import RanksFailed
-from benchmarks.cluster.report import Run
+from benchmarks.cluster.report import Run, counted
 from benchmarks.cluster.scenarios import Scenario
 from benchmarks.cluster.session import Session
 from benchmarks.cluster.systems import System, find_system
@@ -51,7 +51,7 @@ class Measured:
     predicted_s: float
     measured_s: float
     stolen: float
-    """Of the time for which the cores had work, the share that this machine's host gave to others, in the worst run."""
+    """As Run.stolen, of the worst run that counts."""
 
     @property
     def error(self) -> float:
@@ -153,10 +153,12 @@ def measure_grid(report: GridReport, base: str, scenario: Scenario, session: Ses
         try:
             if base not in report.costs:
                 report.costs[base] = measure_costs(scenario, session, effort)
-            runs = [
-                session.run(cell.scenario, cell.system, steps=effort.steps, warm_up=effort.warm_up)
-                for _ in range(effort.repetitions)
-            ]
+            runs = counted(
+                [
+                    session.run(cell.scenario, cell.system, steps=effort.steps, warm_up=effort.warm_up)
+                    for _ in range(effort.repetitions)
+                ]
+            )
         except RanksFailed as error:
             report.failures.setdefault(cell.name, []).append(str(error))
             continue

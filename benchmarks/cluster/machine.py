@@ -1,17 +1,27 @@
-"""describe_machine(): what a result depends on besides the code."""
+"""What a result depends on besides the code: describe_machine(), describe_commit(), wait_for_calm()."""
 
 from __future__ import annotations
 
+import hashlib
 import os
 import platform
 import subprocess
 import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 GIT_TIMEOUT = 30.0
+MAX_STOLEN = 0.1
+"""Of the time for which the cores had work. Where the machine's host took more it is not calm."""
+WAIT_S = 60.0
+"""The longest wait for calm."""
+_LOOK_S = 0.5
+_PAUSE_S = 2.0
 
 
 def describe_machine() -> dict[str, Any]:
@@ -32,6 +42,32 @@ def core_ticks() -> tuple[int, int]:
     line = Path("/proc/stat").read_text().splitlines()[0]
     user, nice, system, _idle, _iowait, irq, softirq, steal = (int(ticks) for ticks in line.split()[1:9])
     return user + nice + system + irq + softirq + steal, steal
+
+
+def stolen_now() -> float:
+    """Returns the share of its cores' time that the machine's host takes; all of them work for half a second."""
+    cores = len(os.sched_getaffinity(0))
+    busy_before, stolen_before = core_ticks()
+    end = time.monotonic() + _LOOK_S
+    with ThreadPoolExecutor(cores) as threads:
+        list(threads.map(_work_until, [end] * cores))
+    busy, stolen = core_ticks()
+    return (stolen - stolen_before) / max(1, busy - busy_before)
+
+
+def wait_for_calm(look: Callable[[], float] = stolen_now, pause_s: float = _PAUSE_S, most_s: float = WAIT_S) -> bool:
+    """Waits until the machine's host leaves the cores alone; returns whether it does before `most_s` are over."""
+    end = time.monotonic() + most_s
+    while look() > MAX_STOLEN:
+        if time.monotonic() >= end:
+            return False
+        time.sleep(pause_s)
+    return True
+
+
+def _work_until(end: float) -> None:
+    while time.monotonic() < end:
+        hashlib.pbkdf2_hmac("sha256", b"", b"", 10_000)  # without the GIL
 
 
 def describe_commit() -> dict[str, Any]:

@@ -8,11 +8,9 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from benchmarks.cluster.latency import Latency
+from benchmarks.cluster.machine import MAX_STOLEN
 from benchmarks.cluster.scenarios import Scenario
 from benchmarks.cluster.systems import REFERENCE
-
-MAX_STOLEN = 0.1
-"""Of the time for which the cores had work. A run from which the machine's host took more is not calm."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,6 +51,11 @@ class Run:
         return f"{one['segments']} segments, {one['schedule']} (N {one['group_size']}), buckets: {ways}{early}"
 
 
+def counted(runs: Sequence[Run]) -> Sequence[Run]:
+    """Returns the runs that count: the calm ones, or all where none was calm."""
+    return [run for run in runs if run.is_calm] or runs
+
+
 @dataclass(kw_only=True, slots=True)
 class Runs:
     """What has been measured so far on one network, by the name of what ran."""
@@ -66,10 +69,9 @@ class Runs:
     failures: dict[str, list[str]] = field(default_factory=dict)
     """What was said by those that broke."""
 
-    def counted(self, name: str) -> list[Run]:
-        """Returns the runs that count: the calm ones, or all where none was calm."""
-        runs = self.runs.get(name, [])
-        return [run for run in runs if run.is_calm] or runs
+    def counted(self, name: str) -> Sequence[Run]:
+        """Returns the runs of `name` that count."""
+        return counted(self.runs.get(name, []))
 
 
 @dataclass(kw_only=True, slots=True)

@@ -17,12 +17,13 @@ from typing import Any
 from benchmarks.cluster.comparison import Effort, compare
 from benchmarks.cluster.grid import SHAPES, GridReport, measure_grid
 from benchmarks.cluster.hosts import Hosts, Link, LoopbackHosts, NamespaceHosts, why_unavailable
-from benchmarks.cluster.machine import describe_commit, describe_machine
+from benchmarks.cluster.machine import describe_commit, describe_machine, wait_for_calm
 from benchmarks.cluster.preemption import PreemptionReport, measure_preemption
 from benchmarks.cluster.report import Report
 from benchmarks.cluster.scenarios import SCENARIOS, Scenario
 from benchmarks.cluster.session import Session
 from benchmarks.cluster.systems import DEFAULT, FAMILIES, find_systems
+from benchmarks.cluster.wake_up import measure_wake_up_s
 
 BUSY = 0.5
 """Load average above which the run warns."""
@@ -41,7 +42,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if load > BUSY:
         print(f"the machine is busy (load {load:.1f}): every time below is too long, and not equally", file=sys.stderr)
     try:
-        about, report = _about(options, arguments), _measure(options)
+        about = _about(options, arguments)
+        report = _measure(options, about["machine"]["wake_up_s"])
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
@@ -110,25 +112,27 @@ def _positive(text: str) -> int:
 
 
 def _about(options: argparse.Namespace, arguments: Sequence[str] | None) -> dict[str, Any]:
+    machine = describe_machine()
+    wait_for_calm()
     return {
         "command": shlex.join([Path(sys.executable).name, "-m", "benchmarks.cluster", *(arguments or sys.argv[1:])]),
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         **describe_commit(),
-        "machine": describe_machine(),
+        "machine": {**machine, "wake_up_s": measure_wake_up_s()},  # before there are ranks, and once for all of them
     }
 
 
-def _measure(options: argparse.Namespace) -> Report | PreemptionReport | GridReport:
+def _measure(options: argparse.Namespace, wake_up_s: float) -> Report | PreemptionReport | GridReport:
     """Raises: ValueError for systems that are unknown or do not fit the scenario."""
     if options.grid is not None:
-        return _measure_grid(options)
+        return _measure_grid(options, wake_up_s)
     scenario = SCENARIOS[options.latency or options.scenario or "A"]
     effort = _effort(options, repetitions=3, steps=scenario.steps)
     if options.latency:
         link = Link(rate_mbit=scenario.rate_mbit, burst_s=LATENCY_BURST_S)
         with (
             _hosts(options.loopback, scenario, link) as hosts,
-            Session(hosts, scenario.ranks, options.timeout) as session,
+            Session(hosts, scenario.ranks, wake_up_s, options.timeout) as session,
         ):
             found = PreemptionReport(scenario=scenario, network=hosts.description, shaped=hosts.shaped)
             measure_preemption(found, session, effort)
@@ -138,18 +142,24 @@ def _measure(options: argparse.Namespace) -> Report | PreemptionReport | GridRep
         scenario = replace(scenario, name=name, title="the pipeline alone", gradient_bytes=0)
     scenario = scenario.thinned(options.thin)
     entries = [find_systems(name, scenario) for name in options.systems or DEFAULT]
-    with _hosts(options.loopback, scenario) as hosts, Session(hosts, scenario.ranks, options.timeout) as session:
+    with (
+        _hosts(options.loopback, scenario) as hosts,
+        Session(hosts, scenario.ranks, wake_up_s, options.timeout) as session,
+    ):
         report = Report(scenario=scenario, network=hosts.description, shaped=hosts.shaped)
         compare(report, entries, session, effort)
     return report
 
 
-def _measure_grid(options: argparse.Namespace) -> GridReport:
+def _measure_grid(options: argparse.Namespace, wake_up_s: float) -> GridReport:
     effort = _effort(options, repetitions=1, steps=3)
     report = GridReport()
     for base in options.grid or GRID:
         scenario = SCENARIOS[base].thinned(options.thin)
-        with _hosts(options.loopback, scenario) as hosts, Session(hosts, scenario.ranks, options.timeout) as session:
+        with (
+            _hosts(options.loopback, scenario) as hosts,
+            Session(hosts, scenario.ranks, wake_up_s, options.timeout) as session,
+        ):
             report.networks[base] = hosts.description
             report.shaped = hosts.shaped
             measure_grid(report, base, scenario, session, effort)

@@ -13,12 +13,12 @@ from typing import Any
 
 from benchmarks.cluster.hosts import Hosts
 from benchmarks.cluster.latency import measure_latency
-from benchmarks.cluster.machine import ROOT
+from benchmarks.cluster.machine import ROOT, wait_for_calm
 from benchmarks.cluster.ranks import Ranks, RanksFailed, worker_command
 from benchmarks.cluster.report import Run
 from benchmarks.cluster.scenarios import Scenario
 from benchmarks.cluster.systems import Record, System
-from benchmarks.cluster.wake_up import VARIABLE, measure_wake_up_s
+from benchmarks.cluster.wake_up import VARIABLE
 
 SLOWEST = 8.0
 """A step may take this many times the limit before a run counts as failed."""
@@ -30,14 +30,15 @@ NS_PER_S = 1e9
 class Session:
     """A context manager. After a failed run the next one gets fresh ranks."""
 
-    def __init__(self, hosts: Hosts, ranks: int, timeout: float | None = None):
+    def __init__(self, hosts: Hosts, ranks: int, wake_up_s: float, timeout: float | None = None):
         """Args:
+        wake_up_s: how late this machine wakes up what sleeps, without ranks (measure_wake_up_s).
         timeout: seconds until a run counts as failed; None: by its scenario.
         """
         self._hosts = hosts
         self._count = ranks
         self._timeout = timeout
-        self._wake_up_s = measure_wake_up_s()  # before there are ranks, and the same for all that follow
+        self._wake_up_s = wake_up_s
         self._ranks: Ranks | None = None
         self._started = ExitStack()
 
@@ -52,7 +53,7 @@ class Session:
         """Returns one run of `system`: `warm_up` steps, or what the system needs, then `steps` measured ones.
 
         While the host of a virtual machine gives its cores to others, sleeping layers wake up to 100 ms late. So
-        a run that lost much to it is run once more; the one that lost less counts.
+        a run waits a while for the cores, and one that lost much is run once more; the one that lost less counts.
 
         Raises: RanksFailed.
         """
@@ -74,10 +75,15 @@ class Session:
 
     def _ask(self, scenario: Scenario, request: dict[str, Any], timeout: float) -> Run:
         try:
-            return make_run(scenario, self._start().ask(request, timeout))
+            ranks = self._start()
+            self._wait_for_calm()
+            return make_run(scenario, ranks.ask(request, timeout))
         except RanksFailed:
             self.__exit__()
             raise
+
+    def _wait_for_calm(self) -> None:
+        wait_for_calm()
 
     def _start(self) -> Ranks:
         if self._ranks is None:

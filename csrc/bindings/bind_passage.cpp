@@ -24,7 +24,7 @@ void bind_passage(py::module_& module) {
       .def("end_module", &Passage::end_module, py::arg("constant"), "Reseeds, where the chain moves on.")
       .def_property_readonly("position", &Passage::position, "The next block.")
       .def_property_readonly("with_grad", &Passage::with_grad, "Whether the forward records for a backward.");
-  module.attr("SEED_MARK") = core::kSeedMark;
+  module.def("is_chained", &core::is_chained, py::arg("seed"), "Whether `seed` is of a chain.");
   module.def("next_seed", &core::next_seed, py::arg("seed"), py::arg("constant"),
              "The seed that follows `seed` in the chain at the module of `constant`.");
   module.def("reseed", &runtime::reseed, py::arg("generators"), py::arg("seed"), "Gives every generator `seed`.");

@@ -17,7 +17,7 @@ import hashlib
 
 import torch
 
-from fold3d._C import SEED_MARK, next_seed
+from fold3d._C import is_chained, next_seed
 
 
 def constant_of(text: str) -> int:
@@ -36,7 +36,7 @@ def start(key: tuple[int, int, int]) -> int:
 def carried() -> int | None:
     """Returns the seed of the chain that the CPU generator carries, None if it carries none."""
     seed = torch.default_generator.initial_seed()
-    return seed if seed >> 48 == SEED_MARK else None
+    return seed if is_chained(seed) else None
 
 
 def generators_of(device: torch.device) -> list[torch.Generator]:

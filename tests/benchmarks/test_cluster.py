@@ -20,12 +20,13 @@ import torch
 
 from benchmarks.cluster.chart import draw_grid
 from benchmarks.cluster.comparison import Effort, compare
-from benchmarks.cluster.grid import GridReport, Measured, cells, costs_of
+from benchmarks.cluster.grid import GridReport, Measured, cells, costs_of, measure_grid
 from benchmarks.cluster.hosts import Link, NamespaceHosts, address, why_unavailable
 from benchmarks.cluster.latency import Latency, measure_latency
+from benchmarks.cluster.machine import stolen_now, wait_for_calm
 from benchmarks.cluster.markdown import to_markdown
 from benchmarks.cluster.prediction import Costs, predict_step
-from benchmarks.cluster.preemption import PreemptionReport, variants
+from benchmarks.cluster.preemption import PreemptionReport, measure_preemption, variants
 from benchmarks.cluster.ranks import Ranks, RanksFailed
 from benchmarks.cluster.report import Report, Run
 from benchmarks.cluster.scenarios import SCENARIOS, Scenario
@@ -161,9 +162,13 @@ class Stolen(Session):
         self._timeout = None
         self._started = ExitStack()
         self.shares = list(shares)
+        self.waits = 0
 
     def _start(self) -> Any:
         return self
+
+    def _wait_for_calm(self) -> None:
+        self.waits += 1
 
     def ask(self, request: dict[str, Any], timeout: float) -> list[dict[str, Any]]:
         share = self.shares.pop(0)
@@ -185,8 +190,17 @@ def test_a_run_from_which_much_was_stolen_is_run_again() -> None:
         run = session.run(SCENARIOS["smoke"], find_system("torch-1f1b", SCENARIOS["smoke"]), steps=1, warm_up=1)
         assert (run.stolen, run.dropped_s, len(session.shares)) == (counted, dropped, left)
         assert run.step_s == pytest.approx(counted)
+        assert session.waits == len(shares) - left, "each run waits for calm"
     with pytest.raises(RanksFailed):
         Stolen(None).run(SCENARIOS["smoke"], find_system("torch-1f1b", SCENARIOS["smoke"]), steps=1, warm_up=1)
+
+
+def test_runs_wait_for_calm_but_not_for_ever() -> None:
+    shares = [0.4, 0.11, 0.1, 0.5]
+    assert wait_for_calm(lambda: shares.pop(0), pause_s=0.0)
+    assert shares == [0.5]
+    assert not wait_for_calm(lambda: 0.2, pause_s=0.0, most_s=0.01)
+    assert 0.0 <= stolen_now() <= 1.0
 
 
 def test_report_takes_medians() -> None:
@@ -276,6 +290,28 @@ def test_grid_holds_the_simulator_against_measurements(tmp_path: Path) -> None:
     assert "median error 2.0%, worst 10.0%" in to_markdown({"command": "this", **report.as_json()})
     draw_grid(report, tmp_path / "grid.png")
     assert (tmp_path / "grid.png").stat().st_size > 1000
+
+
+class Bursts(Session):
+    """Answers at once; from every other run much is stolen, and it is slow."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def run(self, scenario: Scenario, system: System, *, steps: int, warm_up: int) -> Run:
+        self.calls += 1
+        step_s, stolen = (9.0, 0.3) if self.calls % 2 else (1.0, 0.02)
+        return Run(step_s=step_s, steps_s=(), stolen=stolen, sent_bytes=None, latency=NO_MESSAGES)
+
+
+def test_calm_runs_count_in_the_grid_and_beside_dp_sync() -> None:
+    session, effort = Bursts(), Effort(repetitions=2, steps=1, warm_up=1)
+    grid = GridReport(networks={"smoke": "none"})
+    measure_grid(grid, "smoke", SCENARIOS["smoke"], session, effort)
+    assert grid.results and all((one.measured_s, one.stolen) == (1.0, 0.02) for one in grid.results)
+    latencies = PreemptionReport(scenario=SCENARIOS["D"], network="none", shaped=False)
+    measure_preemption(latencies, session, Effort(repetitions=4, steps=1, warm_up=1))
+    assert [row.split()[-2:] for row in latencies.table().splitlines()[-3:]] == [["1.000", "2/4"]] * 3
 
 
 def test_the_simulator_knows_every_system_of_the_grid() -> None:
