@@ -15,7 +15,7 @@ import fold3d
 from benchmarks.cluster.scenarios import Scenario
 from benchmarks.cluster.systems import COMM_TIMEOUT, LANES, LEARNING_RATE, Record, System
 from benchmarks.cluster.virtual_layer import VirtualModel, make_batch
-from fold3d.runtime.account import Account
+from fold3d.runtime.step_output import StepOutput
 
 
 class Fold3dRank:
@@ -40,7 +40,7 @@ class Fold3dRank:
         self._waits = family.waits
         self._waited_ms = 0.0
         self._batch = {"x": make_batch(scenario)}
-        self._accounts: list[Account] = []
+        self._outputs: list[StepOutput] = []
         self._engine = fold3d.Engine(
             VirtualModel(scenario),
             config,
@@ -50,7 +50,7 @@ class Fold3dRank:
 
     def step(self) -> None:
         """Runs Engine.step, which also takes the exact global gradient norm."""
-        self._accounts.append(self._engine.step(self._batch).account)
+        self._outputs.append(self._engine.step(self._batch))
         if self._waits:
             start = time.perf_counter()
             self._engine.flush()
@@ -58,20 +58,20 @@ class Fold3dRank:
 
     def warmed_up(self) -> None:
         """Drops what was recorded so far."""
-        self._accounts.clear()
+        self._outputs.clear()
         if self._waits:
             _gather_as_reduced(self._engine)  # only now: fold3d plans its own order first
 
     def records(self) -> Sequence[Sequence[Record]]:
         """Returns each step's records of computing, receiving and DP.sync."""
         return [
-            [(lane, action, start, end) for lane, action, start, end, _ in account.records if lane in LANES]
-            for account in self._accounts
+            [(lane, action, start, end) for lane, action, start, end, _ in output.account.records if lane in LANES]
+            for output in self._outputs
         ]
 
     def account(self) -> dict[str, float]:
         """Returns the last step's account; with what was waited for after it, where that is part of the step."""
-        account = self._accounts[-1].log()
+        account = self._outputs[-1].account.log()
         for name in ("step_ms", "dp_exposed_ms"):
             account[name] = round(account[name] + self._waited_ms, 1)
         return account

@@ -6,21 +6,32 @@
 
 namespace fold3d::comm {
 
-/// As long as this lives, a reduce-scatter wants to send: gathers of the host yield to it. Nothing for a gather.
+/// A reduce-scatter's turn on the card: gathers of the host yield to it. Nothing for a gather. Used by one thread.
 class ReduceTurn {
  public:
-  ReduceTurn(HostGate& gate, HostGate::Traffic traffic, std::size_t bytes)
-      : gate_(traffic == HostGate::Traffic::kReduce ? &gate : nullptr) {
-    if (gate_) gate_->reduce_begins(bytes);
-  }
-  ~ReduceTurn() {
-    if (gate_) gate_->reduce_ends();
-  }
+  ReduceTurn(HostGate& gate, HostGate::Traffic traffic)
+      : gate_(traffic == HostGate::Traffic::kReduce ? &gate : nullptr) {}
+  ~ReduceTurn() { leave(); }
   ReduceTurn(const ReduceTurn&) = delete;
   ReduceTurn& operator=(const ReduceTurn&) = delete;
 
+  /// `bytes` are sent next. Follows an earlier turn without a gap into which a gather could slip.
+  void take(std::size_t bytes) {
+    if (gate_ == nullptr) return;
+    gate_->reduce_begins(bytes);
+    leave();
+    taken_ = true;
+  }
+
+  /// There is nothing to send for now.
+  void leave() {
+    if (taken_) gate_->reduce_ends();
+    taken_ = false;
+  }
+
  private:
   HostGate* const gate_;
+  bool taken_ = false;
 };
 
 }  // namespace fold3d::comm

@@ -127,10 +127,11 @@ std::size_t Ring::sendable(const Job& job) const {
 }
 
 void Ring::send_loop() {
+  ReduceTurn turn(*gate_, options_.traffic);
   std::unique_lock lock(mutex_);
   for (;;) {
     std::size_t length = 0;
-    may_send_.wait(lock, [&] {
+    const auto ready = [&] {
       if (stopped_) return true;
       if (sending_ == first_ + jobs_.size()) return false;
       const Job& next_job = job(sending_);
@@ -138,12 +139,19 @@ void Ring::send_loop() {
       const std::size_t left_of_shard = next_job.shard_bytes - next_job.sent % next_job.shard_bytes;
       length = std::min(credits_->chunk_bytes(), left_of_shard);
       return sendable(next_job) >= length;
-    });
+    };
+    if (!ready()) {
+      lock.unlock();
+      turn.leave();
+      lock.lock();
+      may_send_.wait(lock, ready);
+    }
     if (stopped_) return;
     Job& current = job(sending_);
     begin(current);
     const std::size_t position = current.sent;
     lock.unlock();
+    turn.take(length);
     send_chunk(current, position, length);
     lock.lock();
     current.sent += length;
@@ -203,7 +211,6 @@ void Ring::send_chunk(const Job& job, std::size_t position, std::size_t length) 
   const Place chunk = place(job, position, length, is_reduce ? options_.rank - 1 : options_.rank);
   const ChunkHeader header =
       chunk_header(options_.traffic, job.collective, job.shard_bytes, chunk.round, chunk.offset, length);
-  const ReduceTurn turn(*gate_, options_.traffic, length);
   gate_->hold(Direction::kSend, options_.traffic);
   const std::int64_t start_ns = now_ns();
   meter_.begins(start_ns, link_->unsent());

@@ -127,7 +127,8 @@ void C10dCollectives::run(const comm::Collective& collective) {
   const at::Tensor staging =
       at::empty({options_.size * std::min(chunk_length, shard_length)}, tensor_of(collective).options());
   const auto sent = static_cast<std::size_t>((options_.size - 1) * shard_length * shards.element_size());
-  const comm::ReduceTurn turn(*gate_, options_.traffic, sent);
+  comm::ReduceTurn turn(*gate_, options_.traffic);
+  turn.take(sent);
   std::size_t index = 0;
   for (std::int64_t offset = 0; offset < shard_length; offset += chunk_length) {
     DeviceEvent& done = chunk_done_[index++ % chunk_done_.size()];

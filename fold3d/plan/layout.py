@@ -17,6 +17,19 @@ Ranges = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
+class Shares:
+    """Times that segments shall have, relative to each other."""
+
+    first: float = 1.0
+    """Of the first segment. Less than 1 makes the reduce-scatters and gathers short that the next step waits for; more
+    than 1 lets it hide more gathers."""
+    last: float = 1.0
+    """Of the last segment. Less than 1 lets the first reduce-scatters begin earlier."""
+    grow: bool = False
+    """The others grow evenly from the first to the last; else they have 1."""
+
+
+@dataclass(frozen=True, slots=True)
 class BucketCost:
     """Consecutive layers of a chunk whose gradients are summed together."""
 
@@ -96,17 +109,14 @@ def places(trace: Trace) -> list[int]:
     return [block for block, reason in enumerate(trace.borders) if not reason or block == 0]
 
 
-def cut(job: Job, segments: int, first_share: float = 1.0, last_share: float = 1.0) -> Ranges:
-    """Returns the blocks of every chunk, in segments of about equal time, each cut into stages of about equal time.
+def cut(job: Job, segments: int, shares: Shares = Shares()) -> Ranges:
+    """Returns the blocks of every chunk: segments by `shares`, each cut into stages of about equal time.
 
     Stages of one segment work side by side, so a difference between them is idle time; a difference between segments is
     not.
 
     Args:
         segments: folds of the model; there must be pp * segments places to cut.
-        first_share: time of the first segment over that of the others. Less than 1 makes the reduce-scatters and
-            gathers short that the next step waits for; more than 1 lets it hide more gathers.
-        last_share: the same of the last segment: less than 1 lets the first reduce-scatters begin earlier.
     Raises: ConfigError if there are fewer places.
     """
     starts = places(job.trace)
@@ -123,20 +133,22 @@ def cut(job: Job, segments: int, first_share: float = 1.0, last_share: float = 1
     blocks[-1] += both[-1]
     costs = [sum(blocks[first:end]) for first, end in zip(starts, ends, strict=True)]
     firsts: list[int] = []
-    for first, end in pairwise(_segment_borders(costs, pp, segments, first_share, last_share)):
+    for first, end in pairwise(_segment_borders(costs, pp, segments, shares)):
         firsts += [first + offset for offset in partition(costs[first:end], pp)]
     begins = [starts[first] for first in firsts]
     return tuple(zip(begins, [*begins[1:], total], strict=True))
 
 
-def _segment_borders(costs: list[float], pp: int, segments: int, first_share: float, last_share: float) -> list[int]:
+def _segment_borders(costs: list[float], pp: int, segments: int, shares: Shares) -> list[int]:
     """Returns the first unit of every segment, and the number of units. Whole groups of pp units, so that a segment of
     equal blocks can be cut evenly; what is left over goes to the last group."""
     count = len(costs) // pp
     groups = [sum(costs[pp * k : pp * (k + 1)]) for k in range(count)]
     groups[-1] += sum(costs[pp * count :])
-    if segments < 3:
-        last_share = 1.0  # one share tells the sizes of both
+    if shares.grow:
+        return [pp * begin for begin in _growing(groups, segments, shares)] + [len(costs)]
+    # With two segments one share tells the sizes of both.
+    first_share, last_share = shares.first, shares.last if segments > 2 else 1.0
     inner = segments - (first_share != 1) - (last_share != 1)
     if inner < 1:
         return [pp * first for first in partition(groups, segments)] + [len(costs)]
@@ -146,6 +158,23 @@ def _segment_borders(costs: list[float], pp: int, segments: int, first_share: fl
     rest = partition(groups[head : count - tail], inner)
     begins = [0] * (head > 0) + [head + first for first in rest] + [count - tail] * (tail > 0)
     return [pp * begin for begin in begins] + [len(costs)]
+
+
+def _growing(groups: list[float], segments: int, shares: Shares) -> list[int]:
+    """Returns the first group of every segment, where the times are nearest to growing evenly."""
+    step = (shares.last - shares.first) / max(1, segments - 1)
+    wanted = [shares.first + step * k for k in range(segments)]
+    scale = sum(groups) / sum(wanted)
+    begins, passed, due = [0], 0.0, 0.0
+    for k in range(1, segments):
+        due += scale * wanted[k - 1]
+        begin = begins[-1] + 1
+        passed += groups[begin - 1]
+        while begin < len(groups) - (segments - k) and abs(passed + groups[begin] - due) <= abs(passed - due):
+            passed += groups[begin]
+            begin += 1
+        begins.append(begin)
+    return begins
 
 
 def _take(groups: list[float], time: float, most: int) -> int:

@@ -9,13 +9,18 @@ from fold3d.errors import ConfigError
 from fold3d.plan import candidates
 from fold3d.plan.choice import Choice, kind_of, reason_of
 from fold3d.plan.job import Fixed, Job
-from fold3d.plan.layout import Layout, Ranges, cut
+from fold3d.plan.layout import Layout, Ranges, Shares, cut
 from fold3d.plan.simulator import prediction_of
 from fold3d.plan.trial import Modes, Order, Trials
 
-_SHARES = ((1.0, 1.0), (0.25, 1.0), (1.0, 0.5))
-_MORE_SHARES = (*_SHARES, (0.5, 1.0), (1.5, 1.0), (0.5, 0.5))
-"""Of the first and the last segment, against the others."""
+_SHARES = (Shares(), Shares(first=0.25), Shares(last=0.5), Shares(first=0.5, last=1.3, grow=True))
+_MORE_SHARES = (
+    *_SHARES,
+    Shares(first=0.5),
+    Shares(first=1.5),
+    Shares(first=0.5, last=0.5),
+    Shares(first=0.3, last=1.2, grow=True),
+)
 _EQUAL = 1.003
 """Steps within this factor are equal: then fewer segments win, and the kinds of DP.sync in this order."""
 _KINDS = ("early", "mixed", "zero1", "serial")
@@ -159,12 +164,12 @@ def recheck(job: Job, choice: Choice, forward_ms: Sequence[float], backward_ms: 
     return better if better.step_ms < _WORTH_A_CHANGE * now else None
 
 
-def _cuts(job: Job, fixed: Fixed, segments: int, shares: Sequence[tuple[float, float]]) -> list[Ranges]:
+def _cuts(job: Job, fixed: Fixed, segments: int, shares: Sequence[Shares]) -> list[Ranges]:
     """Returns the cuts into so many segments that differ, the even one first."""
     if fixed.ranges is not None:
         job.trace.check_ranges(list(fixed.ranges))
         return [fixed.ranges]
-    return list(dict.fromkeys(cut(job, segments, first, last) for first, last in shares))
+    return list(dict.fromkeys(cut(job, segments, one) for one in shares))
 
 
 def _usual(layouts: list[Layout]) -> Layout:

@@ -366,7 +366,7 @@ class Engine(Supervised):
         self.optimizer.zero_grad(set_to_none=True)
         if scaler is not None:
             scaler.update(norm)
-        return StepOutput(loss=mean, grad_norm=norm, account=pipeline.account())
+        return StepOutput(loss=mean, grad_norm=norm, make_account=pipeline.account_later())
 
     def evaluate(self, batch: MicroBatch) -> torch.Tensor:
         """Returns the global batch's loss without gradients, in evaluation mode; any batch size; all ranks call."""
@@ -380,7 +380,7 @@ class Engine(Supervised):
 
     def account(self) -> Account:
         """Returns where this rank's time went in the last `run`."""
-        return self._built()[1].account()
+        return self._built()[1].account_later()()
 
     # State
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -235,12 +237,13 @@ class Pipeline:
         self._bounds = (self._bounds[0], time.monotonic_ns())
         self._records += self._take_records()
 
-    def account(self) -> Account:
-        """Returns where the time of the last step went."""
+    def account_later(self) -> Callable[[], Account]:
+        """Returns what makes the account of where the time of the last step went, at any later time."""
         expected = self._tuner.expected if self._tuner is not None else None
         assert self._gate is not None
         gate = {name: count - self._counted[name] for name, count in self._gate.counters().items()}
-        return make_account(self._records, *self._bounds, None if expected is None else expected.step_ms, gate)
+        step_ms = None if expected is None else expected.step_ms
+        return partial(make_account, tuple(self._records), *self._bounds, step_ms, gate)
 
     def tune(self, schedule: Schedule) -> Choice | None:
         """Looks at the step before the one that begins; every so often plans anew. All ranks of the job call.

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 
 from fold3d.runtime.account import Account
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class StepOutput:
     """What one optimizer step reports; the same on every rank, but for the account."""
 
@@ -17,5 +19,10 @@ class StepOutput:
     """Loss of the global batch, scalar."""
     grad_norm: torch.Tensor
     """Global gradient norm before clipping, scalar."""
-    account: Account
-    """Where this rank's time went."""
+    make_account: Callable[[], Account] = field(repr=False)
+    """Makes `account`."""
+
+    @cached_property
+    def account(self) -> Account:
+        """Where this rank's time went. Put together when it is first read: between steps the CPU has better to do."""
+        return self.make_account()

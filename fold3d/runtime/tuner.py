@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Sequence
+from functools import cache
 from statistics import mean
 from typing import Any
 
@@ -32,6 +33,8 @@ FIRST_STEPS = 3
 """Steps that are measured before the first plan; the first of them, which warms up, does not count."""
 EVERY = 50
 """Steps between looks at whether the times are still what the plan was made for."""
+SAMPLE = 10
+"""Of the steps between looks, every so manieth is looked into; of the others the length is enough."""
 DRIFT = 0.1
 """By which part measured steps may differ from the prediction before the gathers are planned again."""
 _PROBE_SECONDS = 0.5
@@ -66,17 +69,18 @@ class Tuner:
         self._steps += 1
         if self._steps == 1:
             return
+        self._lengths.append(step_ms)
+        self._since += 1
+        if self.expected is not None and self._since % SAMPLE != 0:
+            return
         gates = [(start, end) for lane, action, start, end, _ in records if lane == "wait" and "GATHER" in action]
         for lane, text, start, end, size in records:
             if lane == "compute":
-                action = parse_action(text)
                 spent = sum(b - a for a, b in without([(start, end)], gates)) / 1e9
-                self._times.setdefault((action.chunk, "F" if "F" in text else "B"), []).append(spent)
+                self._times.setdefault((_chunk_of(text), "F" if "F" in text else "B"), []).append(spent)
             elif lane == "send_f":
-                chunk = parse_action(text).chunk
+                chunk = _chunk_of(text)
                 self._activation_bytes[chunk] = max(size, self._activation_bytes.get(chunk, 0))
-        self._lengths.append(step_ms)
-        self._since += 1
 
     @property
     def is_due(self) -> bool:
@@ -201,3 +205,8 @@ class Tuner:
             )
         rate = links.bandwidth if math.isfinite(links.bandwidth) else _LOCAL
         return rate, links.pp_latency, links.hop_latency
+
+
+@cache  # every step has the same actions
+def _chunk_of(action: str) -> int:
+    return parse_action(action).chunk

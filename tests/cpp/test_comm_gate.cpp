@@ -11,6 +11,7 @@
 
 #include "comm/clock.h"
 #include "comm/host_gate.h"
+#include "comm/reduce_turn.h"
 #include "core/arbiter.h"
 
 namespace fold3d::test {
@@ -96,6 +97,29 @@ TEST(HostGate, GathersYieldToReducesAndReducesToNone) {
   EXPECT_EQ(gate.counters().yields, 1);
   EXPECT_EQ(gate.counters().preemptions, 0);
   gate.reduce_ends();
+  EXPECT_EQ(gate.hold(Direction::kSend, Traffic::kGather), 0);
+}
+
+TEST(HostGate, AGatherFindsNoGapBetweenTheChunksOfAReduce) {
+  HostGate gate("", kPatient);
+  comm::ReduceTurn turn(gate, Traffic::kReduce);
+  turn.take(64);
+  std::atomic<bool> passed{false};
+  auto gather = std::async(std::launch::async, [&] {
+    gate.hold(Direction::kSend, Traffic::kGather);
+    passed = true;
+  });
+  for (int chunk = 0; chunk < 10'000; ++chunk) {
+    turn.take(64);
+    std::this_thread::yield();
+  }
+  EXPECT_FALSE(passed);
+  turn.leave();
+  gather.get();
+  turn.leave();  // once more is nothing
+  EXPECT_EQ(gate.hold(Direction::kSend, Traffic::kGather), 0);
+  comm::ReduceTurn none(gate, Traffic::kGather);
+  none.take(64);
   EXPECT_EQ(gate.hold(Direction::kSend, Traffic::kGather), 0);
 }
 

@@ -9,7 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from fold3d.errors import ConfigError
-from fold3d.plan.layout import cut, layout_of
+from fold3d.plan.layout import Shares, cut, layout_of
 from fold3d.plan.search import _MORE_SHARES
 from tests.plan.jobs import make_job
 
@@ -32,10 +32,20 @@ def test_stages_of_a_segment_are_equal():
 
 
 def test_the_first_segment_may_differ():
-    assert sizes(cut(JOB, 4, 0.25))[0] == (1, 1)
-    assert sizes(cut(JOB, 4, 0.25))[1:] == [(5, 5)] * 3
-    assert sizes(cut(JOB, 5, 1.5))[0] == (4, 4)
-    assert sizes(cut(JOB, 16, 0.25)) == [(1, 1)] * 16  # there is no smaller one
+    small = Shares(first=0.25)
+    assert sizes(cut(JOB, 4, small))[0] == (1, 1)
+    assert sizes(cut(JOB, 4, small))[1:] == [(5, 5)] * 3
+    assert sizes(cut(JOB, 5, Shares(first=1.5)))[0] == (4, 4)
+    assert sizes(cut(JOB, 16, small)) == [(1, 1)] * 16  # there is no smaller one
+
+
+def test_segments_may_grow():
+    growing = Shares(first=0.5, last=1.3, grow=True)
+    assert [first for first, _ in sizes(cut(JOB, 7, growing))] == [1, 2, 2, 2, 3, 3, 3]
+    assert [first for first, _ in sizes(cut(JOB, 16, growing))] == [1] * 16
+    assert cut(JOB, 1, growing) == cut(JOB, 1)
+    falling = [first for first, _ in sizes(cut(JOB, 4, Shares(first=1.5, last=0.5, grow=True)))]
+    assert falling == sorted(falling, reverse=True) and sum(falling) == 16
 
 
 def test_unequal_blocks_and_leftovers():
@@ -53,10 +63,10 @@ def test_unequal_blocks_and_leftovers():
     segments=st.integers(1, 8),
     shares=st.sampled_from(_MORE_SHARES),
 )
-@example(times=[1.0] * 8 + [0.01] * 8, segments=7, shares=(1.0, 0.5))  # its last segment took what the others need
+@example(times=[1.0] * 8 + [0.01] * 8, segments=7, shares=Shares(last=0.5))  # the last one took what others need
 def test_any_times_and_shares_give_chunks_that_can_run(times, segments, shares):
     job = dataclasses.replace(SMALL, profile=dataclasses.replace(SMALL.profile, forward=(0.0, *times, 0.0)))
-    ranges = cut(job, segments, *shares)
+    ranges = cut(job, segments, shares)
     assert len(ranges) == 2 * segments
     job.trace.check_ranges(list(ranges))
 
