@@ -60,7 +60,7 @@ def main() -> None:
 
     python = row(PYTHON, 0.35, 1.0, "#eef4fb", "fold3d/")
     cpp = row(CPP, 2.75, 1.25, "#fdf3e4", "csrc/")
-    for index in (1, 3, 4):  # schedule, plan and runtime import the extension
+    for index in (1, 2, 3, 4):  # schedule, trace, plan and runtime import the extension
         axes.annotate(
             "",
             (cpp[3], 2.72),

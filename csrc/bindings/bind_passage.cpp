@@ -20,13 +20,16 @@ void bind_passage(py::module_& module) {
       .def("skip", &Passage::skip, py::arg("block"), py::arg("constant"),
            "Passes a block in front of the chunk and reseeds as after it; False if anything is unusual.")
       .def("enter", &Passage::enter, py::arg("block"), "Passes a block; False if it is not the next one.")
-      .def("begin_module", &Passage::begin_module, py::arg("constant"), "Reseeds; the chain does not move on.")
+      .def("begin_module", &Passage::begin_module, py::arg("constant"), "Reseeds; False inside of another module.")
       .def("end_module", &Passage::end_module, py::arg("constant"), "Reseeds, where the chain moves on.")
+      .def("leave_module", &Passage::leave_module, "It ends with an exception.")
       .def_property_readonly("position", &Passage::position, "The next block.")
       .def_property_readonly("with_grad", &Passage::with_grad, "Whether the forward records for a backward.");
-  module.def("is_chained", &core::is_chained, py::arg("seed"), "Whether `seed` is of a chain.");
+  module.def("is_between", &core::is_between, py::arg("seed"), "Whether `seed` is of a chain, between two modules.");
   module.def("next_seed", &core::next_seed, py::arg("seed"), py::arg("constant"),
-             "The seed that follows `seed` in the chain at the module of `constant`.");
+             "The seed that follows `seed` in the chain, behind the module of `constant`.");
+  module.def("seed_inside", &core::seed_inside, py::arg("seed"), py::arg("constant"),
+             "The seed inside of the module of `constant`, which follows `seed`.");
   module.def("reseed", &runtime::reseed, py::arg("generators"), py::arg("seed"), "Gives every generator `seed`.");
 }
 

@@ -38,11 +38,15 @@ bool Passage::enter(int block) {
   return true;
 }
 
-void Passage::begin_module(std::uint64_t constant) {
-  if (seed_) reseed(generators_, core::next_seed(*seed_, constant));
+bool Passage::begin_module(std::uint64_t constant) {
+  if (inside_) return false;
+  inside_ = true;
+  if (seed_) reseed(generators_, core::seed_inside(*seed_, constant));
+  return true;
 }
 
 void Passage::end_module(std::uint64_t constant) {
+  inside_ = false;
   if (!seed_) return;
   seed_ = core::next_seed(*seed_, constant);
   reseed(generators_, *seed_);

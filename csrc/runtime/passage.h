@@ -29,11 +29,15 @@ class Passage {
   /// Passes `block`; false if it is not the next one.
   bool enter(int block);
 
-  /// Reseeds at the beginning of the module of `constant`. The chain does not move on: skipped modules do not begin.
-  void begin_module(std::uint64_t constant);
+  /// Reseeds at the beginning of the module of `constant`. False inside of another module, whose own code it is: then
+  /// nothing is reseeded, and it has no end. The chain does not move on, because skipped blocks do not begin.
+  bool begin_module(std::uint64_t constant);
 
-  /// Reseeds at the end of the module of `constant`, where the chain moves on.
+  /// Reseeds at the end of the module of `constant` that began, where the chain moves on.
   void end_module(std::uint64_t constant);
+
+  /// The module that began ends with an exception, which somebody may catch.
+  void leave_module() { inside_ = false; }
 
   int position() const { return position_; }     ///< the next block
   bool with_grad() const { return with_grad_; }  ///< whether the forward records for a backward
@@ -42,6 +46,7 @@ class Passage {
   const int lo_;
   const bool with_grad_;
   int position_ = 0;
+  bool inside_ = false;
   std::optional<std::uint64_t> seed_;
   std::vector<at::Generator> generators_;
 };

@@ -4,11 +4,12 @@ Every block, and every module around the blocks, gets a new seed when it starts 
 (for code between modules). Both are hashes of the seed at the end of the module before and of the module's
 name, so the seeds between modules form a chain.
 Every chunk passes the same modules in the same order until it leaves, running some and skipping others, so
-the chain is the same in every layout.
+the chain is the same in every layout. A module that another one runs (a dropout that the blocks share) draws as
+that one's own code: it is not run where the other one is skipped.
 
 The chain is kept in the generator itself, as its seed. torch.utils.checkpoint saves and restores the
 generator's state, seed included, so a module that is run again inside a checkpoint in backward finds the seed
-that it had in forward. The upper 16 bits mark a generator that carries a chain.
+that it had in forward. The upper 16 bits tell whether the generator carries the chain or is inside a module.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import hashlib
 
 import torch
 
-from fold3d._C import is_chained, next_seed
+from fold3d._C import is_between, next_seed
 
 
 def constant_of(text: str) -> int:
@@ -34,9 +35,9 @@ def start(key: tuple[int, int, int]) -> int:
 
 
 def carried() -> int | None:
-    """Returns the seed of the chain that the CPU generator carries, None if it carries none."""
+    """Returns the seed of the chain that the CPU generator carries, None if it carries none or is inside a module."""
     seed = torch.default_generator.initial_seed()
-    return seed if is_chained(seed) else None
+    return seed if is_between(seed) else None
 
 
 def generators_of(device: torch.device) -> list[torch.Generator]:

@@ -22,7 +22,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from fold3d._C import Passage, next_seed, reseed
+from fold3d._C import Passage, next_seed, reseed, seed_inside
 from fold3d.errors import TraceError
 from fold3d.trace import seeding
 from fold3d.trace.errors import SplitError
@@ -210,7 +210,11 @@ class SplitModel:
                     self._refuse_reentrant(name)
                 if index >= run.lo:
                     run.begin_module(enter)
-                    output = execute(*args, **kwargs)
+                    try:
+                        output = execute(*args, **kwargs)
+                    except BaseException:
+                        run.leave_module()
+                        raise
                 elif shape_only is None or index == run.lo - 1:
                     output = self._replace(run, name, run.received)
                 else:
@@ -238,12 +242,18 @@ class SplitModel:
                     return self._outside(name, original, enter, leave, args, kwargs)
                 if run.leaving is not None:
                     self._leave_late(run, name)
-                run.begin_module(enter)
-                if run.position < run.lo and shape_only is not None:
-                    output = self._replace(run, name, shape_only(run.device, args, kwargs))
-                else:
-                    output = original(*args, **kwargs)
-                run.end_module(leave)
+                begins = run.begin_module(enter)
+                try:
+                    if run.position < run.lo and shape_only is not None:
+                        output = self._replace(run, name, shape_only(run.device, args, kwargs))
+                    else:
+                        output = original(*args, **kwargs)
+                except BaseException:
+                    if begins:
+                        run.leave_module()
+                    raise
+                if begins:
+                    run.end_module(leave)
                 return output
 
             return forward
@@ -265,7 +275,7 @@ class SplitModel:
             return original(*args, **kwargs)
         seed = seeding.carried()
         if seed is not None:
-            reseed(self._generators, next_seed(seed, enter))
+            reseed(self._generators, seed_inside(seed, enter))
         replaced = self._replaced.get(frame_of_checkpoint(), {}) if self._replaced else {}
         output = replaced[name] if name in replaced else original(*args, **kwargs)
         if seed is not None:

@@ -96,10 +96,10 @@ def process_group(store_file: str, rank: int, world_size: int, timeout_s: float)
     store = dist.FileStore(store_file, world_size)
     timeout = datetime.timedelta(seconds=timeout_s)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
-    if store.add("connected", 1) == world_size:
-        store.set("all connected", "")
-    store.wait(["all connected"], timeout)
     try:
+        if store.add("connected", 1) == world_size:
+            store.set("all connected", "")
+        store.wait(["all connected"], timeout)
         yield
     finally:
         if dist.is_initialized():

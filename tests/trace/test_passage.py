@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fold3d._C import Passage, next_seed
+from fold3d._C import Passage, next_seed, seed_inside
 from fold3d.trace import seeding
 
 GENERATOR = torch.default_generator
@@ -24,12 +24,20 @@ def test_seeds_are_what_they_always_were() -> None:
 def test_the_chain_moves_on_at_the_end_of_modules_only() -> None:
     passage = Passage(2, 5, [GENERATOR])
     assert GENERATOR.initial_seed() == 5
-    passage.begin_module(7)
-    assert GENERATOR.initial_seed() == next_seed(5, 7) == seeding.carried()
+    assert passage.begin_module(7)
+    assert GENERATOR.initial_seed() == seed_inside(5, 7) and seeding.carried() is None
     passage.end_module(8)
-    assert GENERATOR.initial_seed() == next_seed(5, 8)
+    assert GENERATOR.initial_seed() == next_seed(5, 8) == seeding.carried()
     assert passage.skip(0, 9)
     assert GENERATOR.initial_seed() == next_seed(next_seed(5, 8), 9)
+
+
+def test_a_module_inside_another_one_changes_nothing() -> None:
+    passage = Passage(2, 5, [GENERATOR])
+    assert passage.begin_module(7) and not passage.begin_module(9)
+    assert GENERATOR.initial_seed() == seed_inside(5, 7)
+    passage.leave_module()  # it failed, and somebody caught that
+    assert passage.begin_module(9) and GENERATOR.initial_seed() == seed_inside(5, 9)
 
 
 def test_draws_are_those_of_manual_seed() -> None:
@@ -65,7 +73,7 @@ def test_leaves_unusual_surroundings_to_the_caller(with_grad) -> None:
 def test_without_a_seed_generators_are_left_alone() -> None:
     torch.manual_seed(3)
     before = torch.get_rng_state()
-    passage = Passage(2, None, [])
+    passage = Passage(2, None, [GENERATOR])
     passage.begin_module(1)
     passage.end_module(2)
     assert passage.skip(0, 3)
