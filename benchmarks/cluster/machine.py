@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 GIT_TIMEOUT = 30.0
 MAX_STOLEN = 0.1
 """Of the time for which the cores had work. Where the machine's host took more it is not calm."""
-WAIT_S = 60.0
+WAIT_S = 30.0
 """The longest wait for calm."""
 _LOOK_S = 0.5
 _PAUSE_S = 2.0
@@ -58,9 +58,15 @@ def stolen_now() -> float:
 def wait_for_calm(look: Callable[[], float] = stolen_now, pause_s: float = _PAUSE_S, most_s: float = WAIT_S) -> bool:
     """Waits until the machine's host leaves the cores alone; returns whether it does before `most_s` are over."""
     end = time.monotonic() + most_s
-    while look() > MAX_STOLEN:
+    told = False
+    while (share := look()) > MAX_STOLEN:
         if time.monotonic() >= end:
             return False
+        if not told:
+            print(
+                f"this machine's host takes {share:.0%} of the cores: waiting for up to {most_s:.0f} s", file=sys.stderr
+            )
+            told = True
         time.sleep(pause_s)
     return True
 

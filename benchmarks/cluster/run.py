@@ -8,9 +8,10 @@ import os
 import shlex
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +43,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if load > BUSY:
         print(f"the machine is busy (load {load:.1f}): every time below is too long, and not equally", file=sys.stderr)
     try:
+        _check(options)
+        wait = _no_wait if options.loopback or why_unavailable() else wait_for_calm
         about = _about(options, arguments)
-        report = _measure(options, about["machine"]["wake_up_s"])
+        wait()
+        about["machine"]["wake_up_s"] = wake_up_s = measure_wake_up_s()  # before there are ranks, once for all of them
+        report = _measure(options, partial(Session, wake_up_s=wake_up_s, timeout=options.timeout, wait_for_calm=wait))
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
@@ -112,27 +117,35 @@ def _positive(text: str) -> int:
 
 
 def _about(options: argparse.Namespace, arguments: Sequence[str] | None) -> dict[str, Any]:
-    machine = describe_machine()
-    wait_for_calm()
     return {
         "command": shlex.join([Path(sys.executable).name, "-m", "benchmarks.cluster", *(arguments or sys.argv[1:])]),
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         **describe_commit(),
-        "machine": {**machine, "wake_up_s": measure_wake_up_s()},  # before there are ranks, and once for all of them
+        "machine": describe_machine(),
     }
 
 
-def _measure(options: argparse.Namespace, wake_up_s: float) -> Report | PreemptionReport | GridReport:
+def _check(options: argparse.Namespace) -> None:
     """Raises: ValueError for systems that are unknown or do not fit the scenario."""
+    for name in options.systems or ():
+        find_systems(name, SCENARIOS[options.scenario or "A"])
+
+
+def _no_wait() -> bool:
+    """Unshaped figures are no measurements: any machine will do."""
+    return True
+
+
+def _measure(options: argparse.Namespace, session_on: Callable[..., Session]) -> Report | PreemptionReport | GridReport:
     if options.grid is not None:
-        return _measure_grid(options, wake_up_s)
+        return _measure_grid(options, session_on)
     scenario = SCENARIOS[options.latency or options.scenario or "A"]
     effort = _effort(options, repetitions=3, steps=scenario.steps)
     if options.latency:
         link = Link(rate_mbit=scenario.rate_mbit, burst_s=LATENCY_BURST_S)
         with (
             _hosts(options.loopback, scenario, link) as hosts,
-            Session(hosts, scenario.ranks, wake_up_s, options.timeout) as session,
+            session_on(hosts, scenario.ranks) as session,
         ):
             found = PreemptionReport(scenario=scenario, network=hosts.description, shaped=hosts.shaped)
             measure_preemption(found, session, effort)
@@ -142,24 +155,18 @@ def _measure(options: argparse.Namespace, wake_up_s: float) -> Report | Preempti
         scenario = replace(scenario, name=name, title="the pipeline alone", gradient_bytes=0)
     scenario = scenario.thinned(options.thin)
     entries = [find_systems(name, scenario) for name in options.systems or DEFAULT]
-    with (
-        _hosts(options.loopback, scenario) as hosts,
-        Session(hosts, scenario.ranks, wake_up_s, options.timeout) as session,
-    ):
+    with _hosts(options.loopback, scenario) as hosts, session_on(hosts, scenario.ranks) as session:
         report = Report(scenario=scenario, network=hosts.description, shaped=hosts.shaped)
         compare(report, entries, session, effort)
     return report
 
 
-def _measure_grid(options: argparse.Namespace, wake_up_s: float) -> GridReport:
+def _measure_grid(options: argparse.Namespace, session_on: Callable[..., Session]) -> GridReport:
     effort = _effort(options, repetitions=1, steps=3)
     report = GridReport()
     for base in options.grid or GRID:
         scenario = SCENARIOS[base].thinned(options.thin)
-        with (
-            _hosts(options.loopback, scenario) as hosts,
-            Session(hosts, scenario.ranks, wake_up_s, options.timeout) as session,
-        ):
+        with _hosts(options.loopback, scenario) as hosts, session_on(hosts, scenario.ranks) as session:
             report.networks[base] = hosts.description
             report.shaped = hosts.shaped
             measure_grid(report, base, scenario, session, effort)

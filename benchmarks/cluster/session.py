@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import statistics
 import tempfile
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from itertools import pairwise
@@ -30,15 +31,24 @@ NS_PER_S = 1e9
 class Session:
     """A context manager. After a failed run the next one gets fresh ranks."""
 
-    def __init__(self, hosts: Hosts, ranks: int, wake_up_s: float, timeout: float | None = None):
+    def __init__(
+        self,
+        hosts: Hosts,
+        ranks: int,
+        wake_up_s: float,
+        timeout: float | None = None,
+        wait_for_calm: Callable[[], object] = wait_for_calm,
+    ):
         """Args:
         wake_up_s: how late this machine wakes up what sleeps, without ranks (measure_wake_up_s).
         timeout: seconds until a run counts as failed; None: by its scenario.
+        wait_for_calm: called before each run.
         """
         self._hosts = hosts
         self._count = ranks
         self._timeout = timeout
         self._wake_up_s = wake_up_s
+        self._wait_for_calm = wait_for_calm
         self._ranks: Ranks | None = None
         self._started = ExitStack()
 
@@ -81,9 +91,6 @@ class Session:
         except RanksFailed:
             self.__exit__()
             raise
-
-    def _wait_for_calm(self) -> None:
-        wait_for_calm()
 
     def _start(self) -> Ranks:
         if self._ranks is None:

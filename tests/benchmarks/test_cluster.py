@@ -163,11 +163,12 @@ class Stolen(Session):
         self._started = ExitStack()
         self.shares = list(shares)
         self.waits = 0
+        self._wait_for_calm = self._count_wait
 
     def _start(self) -> Any:
         return self
 
-    def _wait_for_calm(self) -> None:
+    def _count_wait(self) -> None:
         self.waits += 1
 
     def ask(self, request: dict[str, Any], timeout: float) -> list[dict[str, Any]]:
