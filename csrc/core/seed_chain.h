@@ -4,8 +4,8 @@
 
 namespace fold3d::core {
 
-/// The upper 16 bits of the seeds of a chain, by which a generator that carries one is known: between modules, and inside
-/// of one.
+/// The upper 16 bits of the seeds of a chain, by which a generator that carries one is known: between modules, and
+/// inside of one.
 inline constexpr std::uint64_t kBetweenMark = 0xF01D, kInsideMark = 0xF01E;
 
 /// 48 bits of `seed` and `constant`: the finaliser of splitmix64 (Steele, Lea and Flood 2014). CPU generators use the
