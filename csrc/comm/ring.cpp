@@ -140,12 +140,14 @@ void Ring::send_loop() {
       length = std::min(credits_->chunk_bytes(), left_of_shard);
       return sendable(next_job) >= length;
     };
-    if (!ready()) {
+    const auto leave_if_idle = [&] {
+      if (ready()) return;
       lock.unlock();
       turn.leave();
       lock.lock();
-      may_send_.wait(lock, ready);
-    }
+    };
+    leave_if_idle();
+    may_send_.wait(lock, ready);
     if (stopped_) return;
     Job& current = job(sending_);
     begin(current);
@@ -156,6 +158,7 @@ void Ring::send_loop() {
     lock.lock();
     current.sent += length;
     if (current.sent == current.total_bytes) ++sending_;
+    leave_if_idle();  // before the listener hears of the end, who may push a gather
     finish(lock);
   }
 }

@@ -45,6 +45,11 @@ bool Passage::begin_module(std::uint64_t constant) {
   return true;
 }
 
+void Passage::leave_module() {
+  inside_ = false;
+  if (seed_) reseed(generators_, *seed_);
+}
+
 void Passage::end_module(std::uint64_t constant) {
   inside_ = false;
   if (!seed_) return;

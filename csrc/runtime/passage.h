@@ -30,14 +30,14 @@ class Passage {
   bool enter(int block);
 
   /// Reseeds at the beginning of the module of `constant`. False inside of another module, whose own code it is: then
-  /// nothing is reseeded, and it has no end. The chain does not move on, because skipped blocks do not begin.
+  /// nothing is reseeded, and it has no end. The chain does not move on, because skip() does without a beginning.
   bool begin_module(std::uint64_t constant);
 
   /// Reseeds at the end of the module of `constant` that began, where the chain moves on.
   void end_module(std::uint64_t constant);
 
-  /// The module that began ends with an exception, which somebody may catch.
-  void leave_module() { inside_ = false; }
+  /// The module that began ends with an exception, which somebody may catch: as if it had not begun.
+  void leave_module();
 
   int position() const { return position_; }     ///< the next block
   bool with_grad() const { return with_grad_; }  ///< whether the forward records for a backward

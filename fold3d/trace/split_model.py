@@ -208,17 +208,17 @@ class SplitModel:
                     self._out_of_order(run, name)
                 if run.with_grad and not torch.is_grad_enabled():
                     self._refuse_reentrant(name)
-                if index >= run.lo:
-                    run.begin_module(enter)
-                    try:
+                run.begin_module(enter)
+                try:
+                    if index >= run.lo:
                         output = execute(*args, **kwargs)
-                    except BaseException:
-                        run.leave_module()
-                        raise
-                elif shape_only is None or index == run.lo - 1:
-                    output = self._replace(run, name, run.received)
-                else:
-                    output = self._replace(run, name, shape_only(run.device, args, kwargs))
+                    elif shape_only is None or index == run.lo - 1:
+                        output = self._replace(run, name, run.received)
+                    else:
+                        output = self._replace(run, name, shape_only(run.device, args, kwargs))
+                except BaseException:
+                    run.leave_module()
+                    raise
                 run.end_module(leave)
                 if index + 1 == run.hi and not run.last:
                     return self._leave(run, index, output)
@@ -277,7 +277,12 @@ class SplitModel:
         if seed is not None:
             reseed(self._generators, seed_inside(seed, enter))
         replaced = self._replaced.get(frame_of_checkpoint(), {}) if self._replaced else {}
-        output = replaced[name] if name in replaced else original(*args, **kwargs)
+        try:
+            output = replaced[name] if name in replaced else original(*args, **kwargs)
+        except BaseException:
+            if seed is not None:
+                reseed(self._generators, seed)
+            raise
         if seed is not None:
             reseed(self._generators, next_seed(seed, leave))
         return output

@@ -72,15 +72,17 @@ def test_masks_do_not_depend_on_the_layout(kind, recompute) -> None:
         assert all(torch.allclose(got[1][name], want[1][name], atol=1e-12) for name in want[1])
 
 
-def test_a_module_that_fails_inside_is_left() -> None:
+@pytest.mark.parametrize("checkpoints", [False, True], ids=["kept", "in checkpoints"])
+def test_a_module_that_fails_inside_is_left(checkpoints) -> None:
     class Failing(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             raise ValueError("not today")
 
     class Catching(_Model):
-        def __init__(self) -> None:
+        def __init__(self, checkpoints: bool) -> None:
             super().__init__("plain")
             self.failing = Failing()
+            self.checkpoints = checkpoints
 
         def forward(self, ids: Tensor) -> dict[str, Tensor]:
             x = self.drop(self.embed(ids))
@@ -88,14 +90,17 @@ def test_a_module_that_fails_inside_is_left() -> None:
                 try:
                     x = self.failing(x)
                 except ValueError:
-                    x = block(x)
+                    x = checkpoint(block, x, use_reentrant=False) if self.checkpoints else block(x)
             return {"loss": self.head(x).logsumexp(-1).square().mean()}
 
     torch.set_default_dtype(torch.float64)
-    model = Catching()
+    model = Catching(checkpoints)
+    plain = Catching(False)
+    plain.load_state_dict(model.state_dict())
     batch = {"ids": torch.randint(0, 16, (2, 5))}
     recording = trace(model, example=batch)
-    want = chained(ranks_of(model, recording, [(0, 4)], 1), recording, 1, batch, key=(3, 5, 7))
+    want = chained(ranks_of(plain, recording, [(0, 4)], 1), recording, 1, batch, key=(3, 5, 7))
     ranges = [(0, 2), (2, 4)]
     got = chained(ranks_of(model, recording, ranges, 2), recording, 2, batch, key=(3, 5, 7))
     assert float(got[0]) == pytest.approx(float(want[0]), abs=1e-12)
+    assert all(torch.allclose(got[1][name], want[1][name], atol=1e-12) for name in want[1])
