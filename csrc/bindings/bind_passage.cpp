@@ -13,10 +13,10 @@ namespace fold3d::bindings {
 void bind_passage(py::module_& module) {
   using runtime::Passage;
   py::class_<Passage>(module, "Passage", "One forward of the model as one chunk: blocks passed, seeds on the way.")
-      .def(py::init<int, std::optional<std::uint64_t>, std::vector<at::Generator>>(), py::arg("lo"), py::arg("seed"),
-           py::arg("generators"),
+      .def(py::init<int, std::optional<std::uint64_t>, std::vector<at::Generator>, std::vector<std::uint64_t>>(),
+           py::arg("lo"), py::arg("seed"), py::arg("generators"), py::arg("constants") = std::vector<std::uint64_t>(),
            "`lo`: the chunk's first block. `seed`: the chain's first, given to the generators at once; None: they are "
-           "left alone.")
+           "left alone. `constants`: of the ends of the blocks, by which seeds are known ahead.")
       .def("skip", &Passage::skip, py::arg("block"), py::arg("constant"),
            "Passes a block in front of the chunk and reseeds as after it; False if anything is unusual.")
       .def("enter", &Passage::enter, py::arg("block"), "Passes a block; False if it is not the next one.")

@@ -6,11 +6,13 @@
 #include "bindings/bind_runtime.h"
 #include "bindings/bind_simulator.h"
 #include "bindings/bind_tcp_links.h"
+#include "bindings/block_forward.h"
 
 PYBIND11_MODULE(_C, module) {
   module.doc() = "fold3d's C++ part: schedules, the executor and the communicator.";
   fold3d::bindings::bind_core(module);
   fold3d::bindings::bind_passage(module);
+  fold3d::bindings::bind_block_forward(module);
   fold3d::bindings::bind_gate(module);  // before those whose signatures name it
   fold3d::bindings::bind_tcp_links(module);
   fold3d::bindings::bind_runtime(module);

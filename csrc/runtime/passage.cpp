@@ -3,22 +3,19 @@
 #include <ATen/SavedTensorHooks.h>
 #include <c10/core/GradMode.h>
 
-#include <mutex>
 #include <utility>
 
 #include "core/seed_chain.h"
 
 namespace fold3d::runtime {
 
-void reseed(const std::vector<at::Generator>& generators, std::uint64_t seed) {
-  for (at::Generator generator : generators) {
-    const std::lock_guard lock(generator.mutex());
-    generator.set_current_seed(seed);
-  }
-}
-
-Passage::Passage(int lo, std::optional<std::uint64_t> seed, std::vector<at::Generator> generators)
-    : lo_(lo), with_grad_(c10::GradMode::is_enabled()), seed_(seed), generators_(std::move(generators)) {
+Passage::Passage(int lo, std::optional<std::uint64_t> seed, std::vector<at::Generator> generators,
+                 std::vector<std::uint64_t> constants)
+    : lo_(lo),
+      with_grad_(c10::GradMode::is_enabled()),
+      seed_(seed),
+      generators_(std::move(generators)),
+      ahead_(std::move(constants), lo) {
   if (seed_) reseed(generators_, *seed_);
 }
 
@@ -28,7 +25,9 @@ bool Passage::skip(int block, std::uint64_t constant) {
     return false;
   }
   ++position_;
-  end_module(constant);
+  if (!seed_) return true;
+  seed_ = core::next_seed(*seed_, constant);
+  ahead_.reseed(generators_, *seed_, block);
   return true;
 }
 

@@ -6,10 +6,9 @@
 #include <optional>
 #include <vector>
 
-namespace fold3d::runtime {
+#include "runtime/seeds_ahead.h"
 
-/// Gives every generator `seed`.
-void reseed(const std::vector<at::Generator>& generators, std::uint64_t seed);
+namespace fold3d::runtime {
 
 /// One forward of the model as one chunk: the blocks passed so far, and the seeds of random numbers on the way.
 ///
@@ -18,8 +17,9 @@ void reseed(const std::vector<at::Generator>& generators, std::uint64_t seed);
 class Passage {
  public:
   /// `lo`: the chunk's first block. `seed`: the first of the chain, given to the generators at once; none: the
-  /// generators are left alone.
-  Passage(int lo, std::optional<std::uint64_t> seed, std::vector<at::Generator> generators);
+  /// generators are left alone. `constants`: of the ends of the blocks, by which seeds are known ahead; may be empty.
+  Passage(int lo, std::optional<std::uint64_t> seed, std::vector<at::Generator> generators,
+          std::vector<std::uint64_t> constants = {});
 
   /// Passes `block` if it is the next one, in front of the chunk and in no unusual surroundings: under another grad
   /// mode than the forward or under hooks for saved tensors, such as those of a checkpoint. Reseeds as after it. False,
@@ -49,6 +49,7 @@ class Passage {
   bool inside_ = false;
   std::optional<std::uint64_t> seed_;
   std::vector<at::Generator> generators_;
+  SeedsAhead ahead_;
 };
 
 }  // namespace fold3d::runtime

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from statistics import median
-from types import FunctionType
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from fold3d.plan.calls import Call, TensorShape
+from fold3d.trace import drop_wrappers
 
 _MOST_RUNS = 5
 
@@ -98,9 +98,7 @@ def real_copy(module: nn.Module, device: torch.device, generator: torch.Generato
                 real = nn.Parameter(real, requires_grad=tensor.requires_grad)
             memo[id(tensor)] = real
     made: nn.Module = copy.deepcopy(module, memo)
-    for part in made.modules():
-        if isinstance(vars(part).get("forward"), FunctionType):  # a wrapper that runs the original module
-            del part.forward
+    drop_wrappers(made)
     return made
 
 

@@ -11,6 +11,7 @@ from fold3d.trace.model_trace import BlockCost, Trace
 from fold3d.trace.ownership import is_released, owned_parameters, release
 from fold3d.trace.split_model import SplitModel
 from fold3d.trace.structure import TreeStructure
+from fold3d.trace.wrappers import drop_wrappers
 
 __all__ = [
     "BlockCost",
@@ -18,6 +19,7 @@ __all__ = [
     "SplitModel",
     "Trace",
     "TreeStructure",
+    "drop_wrappers",
     "find_blocks",
     "is_released",
     "materialize",

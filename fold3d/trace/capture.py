@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Mapping
-from types import FunctionType
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from fold3d.trace.example import is_transformers_model, synthetic_example
 from fold3d.trace.model_trace import BlockCost, Trace
 from fold3d.trace.recorder import Recorder
 from fold3d.trace.structure import TreeStructure
+from fold3d.trace.wrappers import drop_wrappers
 
 
 def trace(model: nn.Module, *, blocks: str = "auto", example: Mapping[str, Any] | None = None) -> Trace:
@@ -93,11 +93,7 @@ def fake_copy(model: nn.Module, mode: FakeTensorMode, device: torch.device | str
             f"{type(model).__name__} cannot be copied for recording ({type(error).__name__}: {error}). "
             "Remove what copy.deepcopy cannot copy (locks, open files, generators) from its attributes."
         ) from error
-    for module in shadow.modules():
-        # A function put on the instance (a wrapper, or SplitModel's) is not copied and would run the original
-        # module. Bound methods, such as accelerate's, are bound to the copy.
-        if isinstance(vars(module).get("forward"), FunctionType):
-            del module.forward
+    drop_wrappers(shadow)
     return shadow
 
 

@@ -16,13 +16,14 @@ chunk, on what it received.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from inspect import unwrap
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
-from fold3d._C import Passage, next_seed, reseed, seed_inside
+from fold3d._C import Passage, PassageSlot, block_forward, next_seed, reseed, seed_inside
 from fold3d.errors import TraceError
 from fold3d.trace import seeding
 from fold3d.trace.errors import SplitError
@@ -43,9 +44,11 @@ class ChunkExit(BaseException):
 class _Run(Passage):
     """One call of `SplitModel.run`."""
 
-    def __init__(self, lo: int, hi: int, last: bool, device: torch.device, seed: int | None) -> None:
+    def __init__(
+        self, lo: int, hi: int, last: bool, device: torch.device, seed: int | None, constants: Sequence[int]
+    ) -> None:
         self.generators = [] if seed is None else seeding.generators_of(device)
-        super().__init__(lo, seed, self.generators)
+        super().__init__(lo, seed, self.generators, constants)
         self.lo = lo
         self.hi = hi
         self.last = last
@@ -77,6 +80,8 @@ class SplitModel:
         self._recompute = recompute
         self._uniform = trace.uniform
         self._run: _Run | None = None
+        self._slot = PassageSlot()  # the same run, for forwards in C++
+        self._constants = [seeding.constant_of(f"{name}:leave") for name in trace.blocks]
         self._generators = [torch.default_generator]
         # What a module that did not run itself returned inside a checkpoint of the user's own code, by the
         # checkpoint's frame: it must return the same when backward runs that code again.
@@ -105,6 +110,7 @@ class SplitModel:
             raise SplitError("a chunk is already running on this model: `run` must not be called from within `call`")
         run = self._begin(chunk, inputs, key)
         self._run = run
+        self._slot.begin(run, run.received)
         result = None
         returned = False
         try:
@@ -123,6 +129,7 @@ class SplitModel:
             ) from error
         finally:
             self._run = None
+            self._slot.end()
         if run.last:
             if run.position != run.hi:
                 raise SplitError(
@@ -152,7 +159,8 @@ class SplitModel:
             before = f"block '{self._trace.blocks[lo - 1]}' returns {expected}" if lo else "the first chunk takes none"
             raise SplitError(f"chunk {chunk} was given {len(inputs)} tensors, but {before}")
         device = inputs[0].device if inputs else self._device()
-        run = _Run(lo, hi, hi == len(self._trace.blocks), device, None if key is None else seeding.start(key))
+        seed = None if key is None else seeding.start(key)
+        run = _Run(lo, hi, hi == len(self._trace.blocks), device, seed, self._constants if self._uniform else [])
         if key is not None:
             self._generators = run.generators
         if structure:
@@ -189,19 +197,18 @@ class SplitModel:
 
     def _block_forward(self, index: int, name: str) -> Callable[[nn.Module, Callable[..., Any]], Callable[..., Any]]:
         enter = seeding.constant_of(f"{name}:enter")
-        leave = seeding.constant_of(f"{name}:leave")
+        leave = self._constants[index]
 
         def make(module: nn.Module, original: Callable[..., Any]) -> Callable[..., Any]:
             execute = recomputed(module, original) if self._recompute else original
-            # A skipped block returns what the chunk received, as long as all blocks return the like of it.
+            # A skipped block returns what the chunk received, as long as all blocks return the like of it, and C++
+            # skips it unless anything is unusual.
             shape_only = None if self._uniform else ShapeOnly(name, module)
 
             def forward(*args: Any, **kwargs: Any) -> Any:
                 run = self._run
                 if run is None:
                     return self._outside(name, original, enter, leave, args, kwargs)
-                if shape_only is None and run.skip(index, leave):
-                    return run.received
                 if run.leaving is not None:
                     self._leave_late(run, name)
                 if not run.enter(index):
@@ -224,7 +231,7 @@ class SplitModel:
                     return self._leave(run, index, output)
                 return output
 
-            return forward
+            return forward if shape_only is not None else block_forward(self._slot, index, leave, forward)
 
         return make
 
@@ -299,11 +306,10 @@ class SplitModel:
     def _install(self, name: str, make: Callable[[nn.Module, Callable[..., Any]], Callable[..., Any]]) -> None:
         module = self._model.get_submodule(name)
         own = vars(module).get("forward")  # an instance-level forward of somebody else
-        if hasattr(own, "fold3d_original"):
+        if own is not None and hasattr(unwrap(own), "fold3d_split"):
             raise TraceError(f"module '{name}' is already split; call `remove()` of the other SplitModel first")
-        original = module.forward
-        forward = make(module, original)
-        forward.fold3d_original = original  # type: ignore[attr-defined]
+        forward = make(module, module.forward)
+        unwrap(forward).fold3d_split = True
         module.forward = forward
 
         def undo() -> None:

@@ -78,3 +78,49 @@ def test_without_a_seed_generators_are_left_alone() -> None:
     passage.end_module(2)
     assert passage.skip(0, 3)
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def spoil_generator() -> None:
+    """Leaves it as a module does that drew an odd number of normal values, of which it keeps one."""
+    torch.normal(torch.zeros(3, dtype=torch.float64), 1.0)
+
+
+@pytest.mark.parametrize("blocks", [1, 2, 3, 8, 9, 21])
+def test_seeds_known_ahead_leave_the_same_states(blocks) -> None:
+    constants = [17 * block + 1 for block in range(blocks)]
+    passage, seed = Passage(blocks, 5, [GENERATOR], constants), 5
+    for block, constant in enumerate(constants):
+        spoil_generator()
+        assert passage.skip(block, constant)
+        seed = next_seed(seed, constant)
+        state = torch.get_rng_state()
+        torch.manual_seed(seed)
+        assert torch.equal(state, torch.get_rng_state()) and GENERATOR.initial_seed() == seed
+
+
+@pytest.mark.parametrize("moves_at", [0, 1, 7, 8])
+def test_seeds_known_ahead_allow_for_modules_between_the_blocks(moves_at) -> None:
+    constants = list(range(100, 116))
+    passage, seed = Passage(16, 5, [GENERATOR], constants), 5
+    for block, constant in enumerate(constants):
+        if block >= moves_at:
+            passage.begin_module(3)
+            passage.end_module(4)
+            seed = next_seed(seed, 4)
+        assert passage.skip(block, constant)
+        seed = next_seed(seed, constant)
+        state = torch.get_rng_state()
+        torch.manual_seed(seed)
+        assert torch.equal(state, torch.get_rng_state())
+
+
+def test_other_constants_than_announced_decide() -> None:
+    passage = Passage(5, 5, [GENERATOR], [1, 2, 3, 4, 5])
+    assert passage.skip(0, 1) and passage.skip(1, 22)
+    assert GENERATOR.initial_seed() == next_seed(next_seed(5, 1), 22)
+
+
+def test_generators_of_the_list_get_the_same_seed() -> None:
+    other = torch.Generator()
+    assert Passage(4, 5, [GENERATOR, other], [1, 2, 3, 4]).skip(0, 1)
+    assert torch.equal(GENERATOR.get_state(), other.get_state())

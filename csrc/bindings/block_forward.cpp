@@ -1,0 +1,147 @@
+#include "bindings/block_forward.h"
+
+#include <structmember.h>
+
+#include <cstddef>
+#include <exception>
+
+namespace py = pybind11;
+
+namespace fold3d::bindings {
+namespace {
+
+/// A module's forward that returns what the chunk received if its block is to be skipped, and else calls a function of
+/// Python. A type of CPython's own, because a forward is called for every block in front of the chunk, which makes the
+/// call itself the cost.
+struct BlockForward {
+  PyObject_HEAD;
+  vectorcallfunc vectorcall;
+  PyObject* slot_owner;
+  PyObject* otherwise;
+  PassageSlot* slot;
+  std::uint64_t constant;
+  int block;
+};
+
+BlockForward* of(PyObject* self) { return reinterpret_cast<BlockForward*>(self); }
+
+PyObject* call(PyObject* self, PyObject* const* args, std::size_t count, PyObject* names) {
+  const BlockForward* const forward = of(self);
+  if (forward->otherwise == nullptr) {
+    PyErr_SetString(PyExc_RuntimeError, "the forward of a module that is being deleted");
+    return nullptr;
+  }
+  try {
+    const PassageSlot& slot = *forward->slot;
+    if (slot.passage != nullptr && slot.passage->skip(forward->block, forward->constant)) {
+      return Py_NewRef(slot.received.ptr());
+    }
+  } catch (const std::exception& error) {
+    PyErr_SetString(PyExc_RuntimeError, error.what());
+    return nullptr;
+  }
+  return PyObject_Vectorcall(forward->otherwise, args, count, names);
+}
+
+int traverse(PyObject* self, visitproc visit, void* arg) {
+  Py_VISIT(Py_TYPE(self));
+  Py_VISIT(of(self)->slot_owner);
+  Py_VISIT(of(self)->otherwise);
+  return 0;
+}
+
+int clear(PyObject* self) {
+  Py_CLEAR(of(self)->otherwise);  // the slot is in no cycle
+  return 0;
+}
+
+void dealloc(PyObject* self) {
+  PyTypeObject* const type = Py_TYPE(self);
+  PyObject_GC_UnTrack(self);
+  Py_CLEAR(of(self)->otherwise);
+  Py_CLEAR(of(self)->slot_owner);
+  type->tp_free(self);
+  Py_DECREF(type);
+}
+
+PyObject* itself(PyObject* self, PyObject*) { return Py_NewRef(self); }
+
+PyMemberDef members[] = {
+    {"__vectorcalloffset__", T_PYSSIZET, offsetof(BlockForward, vectorcall), READONLY, nullptr},
+    {"__wrapped__", T_OBJECT_EX, offsetof(BlockForward, otherwise), READONLY, "What is called for all other blocks."},
+    {nullptr, 0, 0, 0, nullptr},
+};
+
+PyMethodDef methods[] = {
+    {"__deepcopy__", itself, METH_O, "Copies of modules share their functions."},
+    {nullptr, nullptr, 0, nullptr},
+};
+
+PyType_Slot slots[] = {
+    {Py_tp_call, reinterpret_cast<void*>(PyVectorcall_Call)},
+    {Py_tp_traverse, reinterpret_cast<void*>(traverse)},
+    {Py_tp_clear, reinterpret_cast<void*>(clear)},
+    {Py_tp_dealloc, reinterpret_cast<void*>(dealloc)},
+    {Py_tp_members, members},
+    {Py_tp_methods, methods},
+    {0, nullptr},
+};
+
+PyType_Spec spec = {
+    .name = "fold3d._C.BlockForward",
+    .basicsize = sizeof(BlockForward),
+    .itemsize = 0,
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_HAVE_VECTORCALL | Py_TPFLAGS_DISALLOW_INSTANTIATION,
+    .slots = slots,
+};
+
+py::object block_forward(const py::handle& type, py::object slot, int block, std::uint64_t constant,
+                         py::function otherwise) {
+  PassageSlot* const passages = &slot.cast<PassageSlot&>();
+  auto* const made = reinterpret_cast<PyTypeObject*>(type.ptr());
+  PyObject* const self = made->tp_alloc(made, 0);
+  if (self == nullptr) throw py::error_already_set();
+  BlockForward* const forward = of(self);
+  forward->vectorcall = call;
+  forward->slot = passages;
+  forward->slot_owner = slot.release().ptr();
+  forward->otherwise = otherwise.release().ptr();
+  forward->constant = constant;
+  forward->block = block;
+  return py::reinterpret_steal<py::object>(self);
+}
+
+}  // namespace
+
+void bind_block_forward(py::module_& module) {
+  py::class_<PassageSlot>(module, "PassageSlot", "The passage under way, where the blocks' forwards find it.")
+      .def(py::init<>())
+      .def(
+          "begin",
+          [](PassageSlot& slot, py::object passage, py::object received) {
+            slot.passage = &passage.cast<runtime::Passage&>();
+            slot.keeps = std::move(passage);
+            slot.received = std::move(received);
+          },
+          py::arg("passage"), py::arg("received"), "From now on skipped blocks return `received`.")
+      .def(
+          "end",
+          [](PassageSlot& slot) {
+            slot.passage = nullptr;
+            slot.received = slot.keeps = py::object();
+          },
+          "No passage is under way.");
+  const auto type = py::reinterpret_steal<py::object>(PyType_FromSpec(&spec));
+  if (!type) throw py::error_already_set();
+  module.attr("BlockForward") = type;
+  module.def(
+      "block_forward",
+      [type](py::object slot, int block, std::uint64_t constant, py::function otherwise) {
+        return block_forward(type, std::move(slot), block, constant, std::move(otherwise));
+      },
+      py::arg("slot"), py::arg("block"), py::arg("constant"), py::arg("otherwise"),
+      "A forward for a module: while the slot's passage may skip `block`, it returns what the chunk received; else it "
+      "calls `otherwise`.");
+}
+
+}  // namespace fold3d::bindings

@@ -1,0 +1,96 @@
+"""BlockForward: what a block's forward in C++ returns by itself, and how it behaves as an attribute of a module."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import inspect
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+from fold3d._C import BlockForward, Passage, PassageSlot, block_forward
+from fold3d.trace import drop_wrappers
+
+
+def make(slot: PassageSlot, block: int = 0) -> BlockForward:
+    """Returns one that otherwise tells its arguments."""
+    return block_forward(slot, block, 7, lambda *args, **kwargs: (args, kwargs))
+
+
+def test_returns_what_was_received_where_the_block_is_skipped() -> None:
+    slot, received = PassageSlot(), object()
+    forward = make(slot)
+    slot.begin(Passage(1, None, []), received)
+    assert forward("x", mask=3) is received
+    assert forward("x", mask=3) == (("x",), {"mask": 3}), "it is not the next block any more"
+
+
+def test_calls_the_function_when_no_passage_is_under_way() -> None:
+    slot = PassageSlot()
+    forward = make(slot)
+    assert forward(1, 2, a=3) == ((1, 2), {"a": 3})
+    slot.begin(Passage(1, None, []), None)
+    slot.end()
+    assert forward() == ((), {})
+
+
+def test_calls_the_function_in_unusual_surroundings() -> None:
+    slot = PassageSlot()
+    slot.begin(Passage(1, None, []), "received")
+    forward = make(slot)
+    with torch.no_grad():
+        assert forward(1) == ((1,), {})
+    assert forward(1) == "received"
+
+
+def test_an_exception_of_the_function_is_its_own() -> None:
+    def fail() -> None:
+        raise KeyError("here")
+
+    with pytest.raises(KeyError, match="here"):
+        block_forward(PassageSlot(), 0, 0, fail)()
+
+
+def test_the_slot_keeps_the_passage_until_the_end() -> None:
+    slot = PassageSlot()
+    slot.begin(Passage(2, None, []), 1)  # nobody else holds it
+    gc.collect()
+    assert make(slot)() == 1
+    slot.end()
+
+
+def test_needs_a_slot_and_is_made_by_the_function_only() -> None:
+    with pytest.raises(TypeError, match="incompatible"):
+        block_forward(None, 0, 0, print)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="incompatible"):
+        block_forward(PassageSlot(), 0, 0, None)  # type: ignore[arg-type]
+    with pytest.raises(TypeError):
+        BlockForward()
+
+
+def test_shows_the_signature_of_the_function() -> None:
+    assert str(inspect.signature(make(PassageSlot()))) == "(*args, **kwargs)"
+
+
+def test_is_collected_with_the_module_that_it_belongs_to() -> None:
+    module = nn.Linear(1, 1)
+    module.forward = block_forward(PassageSlot(), 0, 0, module.forward)
+    alive = weakref.ref(module)
+    del module
+    gc.collect()
+    assert alive() is None
+
+
+def test_copies_of_a_module_share_it_until_it_is_dropped() -> None:
+    module = nn.Linear(1, 1)
+    module.forward = block_forward(PassageSlot(), 0, 0, module.forward)
+    copied = copy.deepcopy(module)
+    assert copied.forward is module.forward
+    drop_wrappers(copied)
+    with torch.no_grad():
+        copied.weight += 1
+    x = torch.ones(1, 1)
+    assert not torch.equal(copied(x), module(x)), "the copy runs itself"
