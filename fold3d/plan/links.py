@@ -11,6 +11,8 @@ from fold3d import _C
 
 _SMALL = 64  # bytes of a message that is all latency
 _FEW = 5  # repetitions, of which the fastest counts: whatever else happens only adds time
+_LATENCY_SHARE = 0.1  # of the time for measuring, for each latency: one of its rounds should meet a machine at rest
+_MOST_ROUNDS = 100
 _LEAST_BURST = 1 << 18  # bytes
 _MOST_BURST = 1 << 28
 _FASTEST = 1e13  # bytes per second, where there is no network
@@ -75,7 +77,7 @@ def measure_links(
     pp_latency, pp_bandwidth = 0.0, math.inf
     if pass_on is not None:
         pass_on(_SMALL)  # connects
-        pp_latency = slowest([_fastest(pass_on, _SMALL)])[0] / 2
+        pp_latency = _latency(pass_on, seconds * _LATENCY_SHARE, slowest) / 2
         size = max(_LEAST_BURST, activation_bytes)
         size, spent = _grow(pass_on, size, seconds / 4, slowest)
         pp_bandwidth = size / _without(spent / 2, pp_latency)
@@ -83,7 +85,7 @@ def measure_links(
     if sum_up is not None:
         hops = 2 * (dp - 1)
         sum_up(_SMALL)
-        hop_latency = slowest([_fastest(sum_up, _SMALL)])[0] / hops
+        hop_latency = _latency(sum_up, seconds * _LATENCY_SHARE, slowest) / hops
         size, spent = _grow(sum_up, _LEAST_BURST, seconds / 2, slowest)
         dp_bandwidth = hops / dp * size / _without(spent, hops * hop_latency)
         if pass_on is None:
@@ -102,8 +104,16 @@ def _time(action: Callable[[int], None], size: int) -> float:
     return time.perf_counter() - begin
 
 
-def _fastest(action: Callable[[int], None], size: int) -> float:
-    return min(_time(action, size) for _ in range(_FEW))
+def _fastest(action: Callable[[int], None], size: int, rounds: int = _FEW) -> float:
+    return min(_time(action, size) for _ in range(rounds))
+
+
+def _latency(action: Callable[[int], None], seconds: float, slowest: Callable[[list[float]], list[float]]) -> float:
+    """Returns the seconds of the fastest of at least a few rounds with small messages, for about `seconds`."""
+    # Agreed, so that all ranks make as many.
+    once = slowest([_time(action, _SMALL)])[0]
+    rounds = max(_FEW, min(_MOST_ROUNDS, round(seconds / max(once, 1e-9))))
+    return slowest([_fastest(action, _SMALL, rounds)])[0]
 
 
 def _grow(

@@ -41,6 +41,30 @@ def test_speeds_are_found(monkeypatch):
     assert found.message_latency(1 << 20) == found.pp_latency  # PP.sync is faster than the card
 
 
+def test_a_machine_that_is_busy_at_first_does_not_count_as_a_slow_link(monkeypatch):
+    wire = Wire(monkeypatch)
+    fast = wire.pass_on
+
+    def pass_on(size):
+        fast(size)
+        wire.now += 0.003 if wire.calls <= 10 else 0.0
+
+    found = measure_links(pass_on=pass_on, sum_up=None, slowest=lambda x: x, dp=1, activation_bytes=8192, seconds=1.0)
+    assert found.pp_latency == pytest.approx(1e-4, rel=0.01)
+    assert found.pp_bandwidth == pytest.approx(1e8, rel=0.01)
+
+
+def test_slow_links_are_asked_a_few_times_only(monkeypatch):
+    wire = Wire(monkeypatch)
+
+    def pass_on(size):
+        wire.calls += 1
+        wire.now += 0.5
+
+    measure_links(pass_on=pass_on, sum_up=None, slowest=lambda x: x, dp=1, activation_bytes=8192, seconds=1.0)
+    assert wire.calls < 20
+
+
 def test_the_slowest_rank_decides_for_all(monkeypatch):
     wire = Wire(monkeypatch)
     found = measure_links(
