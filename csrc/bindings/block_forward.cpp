@@ -51,7 +51,7 @@ int traverse(PyObject* self, visitproc visit, void* arg) {
 }
 
 int clear(PyObject* self) {
-  Py_CLEAR(of(self)->otherwise);  // the slot is in no cycle
+  Py_CLEAR(of(self)->otherwise);  // between runs the slot refers to nothing
   return 0;
 }
 
@@ -73,6 +73,7 @@ PyMemberDef members[] = {
 };
 
 PyMethodDef methods[] = {
+    {"__copy__", itself, METH_NOARGS, "Copies of modules share their functions."},
     {"__deepcopy__", itself, METH_O, "Copies of modules share their functions."},
     {nullptr, nullptr, 0, nullptr},
 };

@@ -25,6 +25,7 @@ bool Passage::skip(int block, std::uint64_t constant) {
     return false;
   }
   ++position_;
+  inside_ = false;  // as at the end of a block that ran, also where a module around the blocks calls them
   if (!seed_) return true;
   seed_ = core::next_seed(*seed_, constant);
   ahead_.reseed(generators_, *seed_, block);

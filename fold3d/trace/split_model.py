@@ -109,11 +109,11 @@ class SplitModel:
         if self._run is not None:
             raise SplitError("a chunk is already running on this model: `run` must not be called from within `call`")
         run = self._begin(chunk, inputs, key)
-        self._run = run
-        self._slot.begin(run, run.received)
         result = None
         returned = False
         try:
+            self._run = run
+            self._slot.begin(run, run.received)
             result = call()
             returned = True
         except ChunkExit as leave:
@@ -128,8 +128,8 @@ class SplitModel:
                 "a training batch."
             ) from error
         finally:
+            self._slot.end()  # first: blocks that are skipped without a run would be so silently
             self._run = None
-            self._slot.end()
         if run.last:
             if run.position != run.hi:
                 raise SplitError(

@@ -40,6 +40,12 @@ def test_a_module_inside_another_one_changes_nothing() -> None:
     assert passage.begin_module(9) and GENERATOR.initial_seed() == seed_inside(5, 9)
 
 
+def test_a_skipped_block_ends_the_module_around_it_as_one_that_ran() -> None:
+    passage = Passage(2, 5, [GENERATOR])
+    assert passage.begin_module(7) and passage.skip(0, 9)
+    assert passage.begin_module(8) and GENERATOR.initial_seed() == seed_inside(next_seed(5, 9), 8)
+
+
 def test_draws_are_those_of_manual_seed() -> None:
     passage = Passage(1, 5, [GENERATOR])
     assert passage.skip(0, 6)

@@ -72,6 +72,50 @@ def test_masks_do_not_depend_on_the_layout(kind, recompute) -> None:
         assert all(torch.allclose(got[1][name], want[1][name], atol=1e-12) for name in want[1])
 
 
+class _Runner(nn.Module):
+    """Calls blocks that it does not own."""
+
+    def __init__(self, drop: nn.Module) -> None:
+        super().__init__()
+        self.drop = drop
+
+    def forward(self, blocks: list[nn.Module], x: Tensor) -> Tensor:
+        for block in blocks:
+            x = block(x)
+        return self.drop(x)
+
+
+class _Delegating(nn.Module):
+    """Its blocks are called by another module: all of them in one call, or each in a call of its own."""
+
+    def __init__(self, at_once: bool) -> None:
+        super().__init__()
+        self.drop = nn.Dropout(0.5)
+        self.embed = nn.Embedding(16, 8)
+        self.blocks = nn.ModuleList(_Block(nn.Dropout(0.5)) for _ in range(4))
+        self.runner = _Runner(nn.Identity() if at_once else self.drop)
+        self.head = nn.Linear(8, 16)
+        self.at_once = at_once
+
+    def forward(self, ids: Tensor) -> dict[str, Tensor]:
+        x = self.drop(self.embed(ids))
+        for blocks in [list(self.blocks)] if self.at_once else [[block] for block in self.blocks]:
+            x = self.runner(blocks, x)
+        return {"loss": self.head(x).logsumexp(-1).square().mean()}
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_blocks_that_another_module_calls_draw_the_same_in_every_layout(at_once) -> None:
+    torch.set_default_dtype(torch.float64)
+    model, batch = _Delegating(at_once), {"ids": torch.randint(0, 16, (2, 5))}
+    recording = trace(model, example=batch)
+    want = chained(ranks_of(model, recording, [(0, 4)], 1), recording, 1, batch, key=(3, 5, 7))
+    for ranges in ([(0, 2), (2, 4)], [(0, 1), (1, 2), (2, 3), (3, 4)]):
+        got = chained(ranks_of(model, recording, ranges, len(ranges)), recording, len(ranges), batch, key=(3, 5, 7))
+        assert float(got[0]) == pytest.approx(float(want[0]), abs=1e-12)
+        assert all(torch.allclose(got[1][name], want[1][name], atol=1e-12) for name in want[1])
+
+
 @pytest.mark.parametrize("checkpoints", [False, True], ids=["kept", "in checkpoints"])
 def test_a_module_that_fails_inside_is_left(checkpoints) -> None:
     class Failing(nn.Module):
