@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from benchmarks.cluster.progress import say
 from benchmarks.cluster.ranks import RanksFailed
 from benchmarks.cluster.report import Report
 from benchmarks.cluster.scenarios import Scenario
@@ -59,8 +59,3 @@ def run_once(report: Report, scenario: Scenario, system: System, session: Sessio
 def _fastest(report: Report, candidates: Sequence[System]) -> list[System]:
     known = [one for one in candidates if one.name in report.runs]
     return [min(known, key=lambda one: report.median_s(one.name))] if known else list(candidates[:1])
-
-
-def say(text: str) -> None:
-    """Prints progress."""
-    print(text, file=sys.stderr, flush=True)

@@ -8,8 +8,9 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from benchmarks.cluster.comparison import Effort, say
+from benchmarks.cluster.comparison import Effort
 from benchmarks.cluster.prediction import PAYLOAD, Costs, predict_step
+from benchmarks.cluster.progress import say
 from benchmarks.cluster.ranks import RanksFailed
 from benchmarks.cluster.report import Run, counted
 from benchmarks.cluster.scenarios import Scenario
@@ -52,6 +53,9 @@ class Measured:
     measured_s: float
     stolen: float
     """As Run.stolen, of the worst run that counts."""
+    counted: int
+    """Runs that count."""
+    runs: int
 
     @property
     def error(self) -> float:
@@ -138,6 +142,8 @@ class GridReport:
                     "measured_s": one.measured_s,
                     "error": one.error,
                     "stolen": one.stolen,
+                    "counted": one.counted,
+                    "runs": one.runs,
                 }
                 for one in self.results
             ],
@@ -153,20 +159,21 @@ def measure_grid(report: GridReport, base: str, scenario: Scenario, session: Ses
         try:
             if base not in report.costs:
                 report.costs[base] = measure_costs(scenario, session, effort)
-            runs = counted(
-                [
-                    session.run(cell.scenario, cell.system, steps=effort.steps, warm_up=effort.warm_up)
-                    for _ in range(effort.repetitions)
-                ]
-            )
+            every = [
+                session.run(cell.scenario, cell.system, steps=effort.steps, warm_up=effort.warm_up)
+                for _ in range(effort.repetitions)
+            ]
         except RanksFailed as error:
             report.failures.setdefault(cell.name, []).append(str(error))
             continue
+        runs = counted(every)
         one = Measured(
             cell=cell,
             predicted_s=predict_step(cell.scenario, cell.system, report.costs[base], gather_order_of(runs[-1])),
             measured_s=statistics.median(run.step_s for run in runs),
             stolen=max(run.stolen for run in runs),
+            counted=len(runs),
+            runs=len(every),
         )
         report.results.append(one)
         left = (time.monotonic() - started) / done * (len(all_cells) - done)

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from benchmarks.cluster.comparison import Effort, say
+from benchmarks.cluster.comparison import Effort
+from benchmarks.cluster.progress import say
 from benchmarks.cluster.ranks import RanksFailed
 from benchmarks.cluster.report import Runs, number
 from benchmarks.cluster.scenarios import Scenario
@@ -85,6 +86,7 @@ class PreemptionReport(Runs):
                     "ratio_to_idle": self.ratio_to_idle(name),
                     "dp_sync_ms": self.dp_sync_ms(name),
                     "ratio_of_dp_sync": self.ratio_of_dp_sync(name),
+                    "counted": len(self.counted(name)),
                     "runs": [asdict(run) for run in runs],
                 }
                 for name, runs in self.runs.items()

@@ -27,8 +27,8 @@ class Run:
     """Bytes the busiest host sent per step, with headers; None when unshaped."""
     latency: Latency
     """Of the messages between stages."""
-    dropped_s: float | None = None
-    """What `step_s` was in another run, from which more was stolen; None where there was none."""
+    dropped_s: tuple[float, ...] = ()
+    """What `step_s` was in the runs before or after it from which more was stolen, and which it replaces."""
     accounts: tuple[dict[str, float], ...] = ()
     """Where the time of the last step went, of each rank, in ms; empty where a system does not say."""
     choices: tuple[dict[str, Any], ...] = ()
@@ -52,8 +52,8 @@ class Run:
 
 
 def counted(runs: Sequence[Run]) -> Sequence[Run]:
-    """Returns the runs that count: the calm ones, or all where none was calm."""
-    return [run for run in runs if run.is_calm] or runs
+    """Returns the runs that count: the calm ones, or the calmest where none was calm."""
+    return [run for run in runs if run.is_calm] or sorted(runs, key=lambda run: run.stolen)[:1]
 
 
 @dataclass(kw_only=True, slots=True)

@@ -20,6 +20,7 @@ from benchmarks.cluster.grid import SHAPES, GridReport, measure_grid
 from benchmarks.cluster.hosts import Hosts, Link, LoopbackHosts, NamespaceHosts, why_unavailable
 from benchmarks.cluster.machine import describe_commit, describe_machine, wait_for_calm
 from benchmarks.cluster.preemption import PreemptionReport, measure_preemption
+from benchmarks.cluster.progress import say
 from benchmarks.cluster.report import Report
 from benchmarks.cluster.scenarios import SCENARIOS, Scenario
 from benchmarks.cluster.session import Session
@@ -41,14 +42,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that everything is put away
     load = os.getloadavg()[0]
     if load > BUSY:
-        print(f"the machine is busy (load {load:.1f}): every time below is too long, and not equally", file=sys.stderr)
+        say(f"the machine is busy (load {load:.1f}): every time below is too long, and not equally")
     try:
         _check(options)
-        wait = _no_wait if options.loopback or why_unavailable() else wait_for_calm
+        unshaped = options.loopback or _falls_back()
+        wait = _no_wait if unshaped else wait_for_calm
         about = _about(options, arguments)
         wait()
         about["machine"]["wake_up_s"] = wake_up_s = measure_wake_up_s()  # before there are ranks, once for all of them
-        report = _measure(options, partial(Session, wake_up_s=wake_up_s, timeout=options.timeout, wait_for_calm=wait))
+        report = _measure(
+            options,
+            partial(_hosts, unshaped),
+            partial(Session, wake_up_s=wake_up_s, timeout=options.timeout, wait_for_calm=wait),
+        )
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
@@ -136,15 +142,17 @@ def _no_wait() -> bool:
     return True
 
 
-def _measure(options: argparse.Namespace, session_on: Callable[..., Session]) -> Report | PreemptionReport | GridReport:
+def _measure(
+    options: argparse.Namespace, hosts_of: Callable[..., Hosts], session_on: Callable[..., Session]
+) -> Report | PreemptionReport | GridReport:
     if options.grid is not None:
-        return _measure_grid(options, session_on)
+        return _measure_grid(options, hosts_of, session_on)
     scenario = SCENARIOS[options.latency or options.scenario or "A"]
     effort = _effort(options, repetitions=3, steps=scenario.steps)
     if options.latency:
         link = Link(rate_mbit=scenario.rate_mbit, burst_s=LATENCY_BURST_S)
         with (
-            _hosts(options.loopback, scenario, link) as hosts,
+            hosts_of(scenario, link) as hosts,
             session_on(hosts, scenario.ranks) as session,
         ):
             found = PreemptionReport(scenario=scenario, network=hosts.description, shaped=hosts.shaped)
@@ -155,18 +163,20 @@ def _measure(options: argparse.Namespace, session_on: Callable[..., Session]) ->
         scenario = replace(scenario, name=name, title="the pipeline alone", gradient_bytes=0)
     scenario = scenario.thinned(options.thin)
     entries = [find_systems(name, scenario) for name in options.systems or DEFAULT]
-    with _hosts(options.loopback, scenario) as hosts, session_on(hosts, scenario.ranks) as session:
+    with hosts_of(scenario) as hosts, session_on(hosts, scenario.ranks) as session:
         report = Report(scenario=scenario, network=hosts.description, shaped=hosts.shaped)
         compare(report, entries, session, effort)
     return report
 
 
-def _measure_grid(options: argparse.Namespace, session_on: Callable[..., Session]) -> GridReport:
+def _measure_grid(
+    options: argparse.Namespace, hosts_of: Callable[..., Hosts], session_on: Callable[..., Session]
+) -> GridReport:
     effort = _effort(options, repetitions=1, steps=3)
     report = GridReport()
     for base in options.grid or GRID:
         scenario = SCENARIOS[base].thinned(options.thin)
-        with _hosts(options.loopback, scenario) as hosts, session_on(hosts, scenario.ranks) as session:
+        with hosts_of(scenario) as hosts, session_on(hosts, scenario.ranks) as session:
             report.networks[base] = hosts.description
             report.shaped = hosts.shaped
             measure_grid(report, base, scenario, session, effort)
@@ -177,10 +187,15 @@ def _effort(options: argparse.Namespace, *, repetitions: int, steps: int) -> Eff
     return Effort(repetitions=options.repetitions or repetitions, steps=options.steps or steps, warm_up=options.warm_up)
 
 
-def _hosts(loopback: bool, scenario: Scenario, link: Link | None = None) -> Hosts:
-    reason = "" if loopback else why_unavailable()
+def _falls_back() -> bool:
+    """Returns whether links cannot be limited here, and tells why."""
+    reason = why_unavailable()
     if reason:
-        print(f"{reason}: running UNSHAPED on the loopback interface instead", file=sys.stderr)
-    if loopback or reason:
+        say(f"{reason}: running UNSHAPED on the loopback interface instead")
+    return bool(reason)
+
+
+def _hosts(unshaped: bool, scenario: Scenario, link: Link | None = None) -> Hosts:
+    if unshaped:
         return LoopbackHosts()
     return NamespaceHosts(scenario.ranks, link or Link(rate_mbit=scenario.rate_mbit))
