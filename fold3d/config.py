@@ -53,7 +53,7 @@ class ParallelConfig:
     """How gradients are summed over the replicas; all ways give the same bits. "zero1": each replica steps its share of
     the parameters and gathers the others' under the next forward (1/dp of the optimizer's memory). "early": gradients
     are gathered under the backward, each replica steps everything (hides more). "serial": nothing is hidden; for
-    comparison. "auto": early."""
+    comparison. "auto": the planner's choice for each bucket where segments="auto", else early."""
     bucket_bytes: int | None = None
     """Layers' gradients are summed together until they have so many bytes; 0: each layer's alone. None: the planner's,
     or 1 MiB."""

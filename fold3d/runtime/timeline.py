@@ -42,18 +42,24 @@ class Event:
     micro_batch: int
 
 
-def write_trace(path: str | Path, records: Records, *, pp: int) -> None:
+def write_trace(path: str | Path, records: Records, *, pp: int, predicted_ms: float | None = None) -> None:
     """Writes the step as Chrome trace: process = rank, thread = lane, arrows from each SEND to its RECV.
 
-    The file appears complete or not at all. Called by one rank.
+    Each rank carries its account in milliseconds, as label and in `otherData`. The file appears complete or not at all.
+    Called by one rank.
+
+    Args:
+        predicted_ms: what the simulator said the step takes; None: nothing.
     """
     events = events_of(records)
+    accounts = _accounts(events)
     out: list[dict[str, Any]] = []
     for rank in sorted({event.rank for event in events}):
         name = f"rank {rank} (dp {rank // pp}, stage {rank % pp})"
         out += [
             _meta("process_name", rank, 0, name=name),
             _meta("process_sort_index", rank, 0, sort_index=rank),
+            _meta("process_labels", rank, 0, labels=_label(accounts[rank])),
         ]
         for row, lane in enumerate(LANES):
             out += [
@@ -84,13 +90,33 @@ def write_trace(path: str | Path, records: Records, *, pp: int) -> None:
         for event, phase, time in ((send, "s", send.start), (receive, "f", landing)):
             arrow = {"name": send.text, "cat": "transfer", "ph": phase, "id": number, "pid": event.rank}
             out.append(arrow | {"tid": LANES.index(event.lane), "ts": time / _US, "bp": "e"})
-    text = json.dumps({"displayTimeUnit": "ms", "otherData": {"summary": summary(records)}, "traceEvents": out})
+    about = {
+        "summary": summary(records, predicted_ms),
+        "predicted_step_ms": predicted_ms,
+        "accounts": {rank: _transfers_of(account) for rank, account in accounts.items()},
+    }
+    text = json.dumps({"displayTimeUnit": "ms", "otherData": about, "traceEvents": out})
     write_atomically(path, lambda temporary: Path(temporary).write_text(text))
 
 
-def summary(records: Records) -> str:
-    """Returns the step in one line: its length, and what the ranks did with it on average."""
-    accounts = _accounts(records)
+def _transfers_of(account: Account) -> dict[str, float]:
+    """Returns what the records tell; what the host's gate counts is no part of them."""
+    names = ("step_ms", "compute_ms", "bubble_ms", "pp_exposed_ms", "pp_hidden_ms", "dp_exposed_ms", "dp_hidden_ms")
+    numbers = account.log()
+    return {name: numbers[name] for name in names}
+
+
+def _label(account: Account) -> str:
+    return (
+        f"DP.sync exposed {account.exposed_dp_ms:.1f}, hidden {account.hidden_dp_ms:.1f} ms; "
+        f"PP.sync exposed {account.exposed_pp_ms:.1f}, hidden {account.hidden_pp_ms:.1f} ms; "
+        f"bubble {account.bubble_ms:.1f} ms"
+    )
+
+
+def summary(records: Records, predicted_ms: float | None = None) -> str:
+    """Returns the step in one line: its length, the predicted one, and what the ranks did with it on average."""
+    accounts = list(_accounts(events_of(records)).values())
     if not accounts:
         return "nothing was recorded"
     step = accounts[0].step_ms
@@ -99,8 +125,9 @@ def summary(records: Records) -> str:
         mean = sum(getattr(account, field) for account in accounts) / len(accounts)
         return f"{100 * mean / step:.0f} %" if step else "0 %"
 
+    predicted = "" if predicted_ms is None else f" (predicted {predicted_ms:.1f})"
     parts = [
-        f"step {step:.1f} ms on {len(accounts)} rank(s): compute {share('compute_ms')}",
+        f"step {step:.1f} ms{predicted} on {len(accounts)} rank(s): compute {share('compute_ms')}",
         f"bubble {share('bubble_ms')}",
         f"exposed PP.sync {share('exposed_pp_ms')}",
         f"exposed DP.sync {share('exposed_dp_ms')}",
@@ -110,13 +137,13 @@ def summary(records: Records) -> str:
     return ", ".join(parts) + f"; PP {sent:.1f} MiB, DP {summed:.1f} MiB"
 
 
-def _accounts(records: Records) -> list[Account]:
-    events = events_of(records)
-    return [
-        make_account([(e.lane, e.text, e.start, e.end, e.bytes) for e in mine], 0, last_ns(events))
+def _accounts(events: Sequence[Event]) -> dict[int, Account]:
+    return {
+        rank: make_account(
+            [(e.lane, e.text, e.start, e.end, e.bytes) for e in events if e.rank == rank], 0, last_ns(events)
+        )
         for rank in sorted({event.rank for event in events})
-        if (mine := [event for event in events if event.rank == rank])
-    ]
+    }
 
 
 def events_of(records: Records) -> list[Event]:

@@ -24,10 +24,13 @@ if TYPE_CHECKING:
 MS = 1e6  # nanoseconds
 
 
-def write_picture(path: str | Path, records: Records, *, pp: int, title: str = "") -> None:
+def write_picture(
+    path: str | Path, records: Records, *, pp: int, title: str = "", predicted_ms: float | None = None
+) -> None:
     """Draws the step as a PNG: per rank a row of forwards and backwards, communication in thin rows below.
 
-    Its title is `title` and the breakdown of the step. Called by one rank; ConfigError without matplotlib.
+    Its title is `title` and the breakdown of the step, with what the simulator predicted. Called by one rank;
+    ConfigError without matplotlib.
     """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -60,7 +63,7 @@ def write_picture(path: str | Path, records: Records, *, pp: int, title: str = "
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
     axes.tick_params(axis="y", length=0)
-    axes.set_title("\n".join(line for line in (title, summary(records)) if line), fontsize=10, loc="left")
+    axes.set_title("\n".join(line for line in (title, summary(records, predicted_ms)) if line), fontsize=10, loc="left")
     _legend(axes, events, pp)
     write_atomically(path, lambda temporary: figure.savefig(temporary, format="png"))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from statistics import mean
 from typing import Any
@@ -161,13 +162,18 @@ class Tuner:
         measured_rate = [share["bandwidth"] for share in shares if share["bandwidth"] > 0]
         forward = tuple(time_of(chunk, "F") for chunk in chunks)
         backward = tuple(time_of(chunk, "B") for chunk in chunks)
+        # The fastest: a rank measures too little where its neighbour was not ready, or its two rings shared the link.
+        # What the links did before training counts for the first plan only: they may have become slower since.
+        before = [self._links[0]] if self.expected is None or not measured_rate else []
+        bandwidth = max([*measured_rate, *before])
         if self._planned is not None and schedule.micro_batches == self._planned[0].micro_batches:
-            better = recheck(*self._planned, [1e3 * time for time in forward], [1e3 * time for time in backward])
+            job, choice = self._planned
+            if not before:
+                job = replace(job, links=replace(job.links, dp_bandwidth=bandwidth))
+            better = recheck(job, choice, [1e3 * time for time in forward], [1e3 * time for time in backward])
             if better is not None:
                 logger.info("with the times measured another schedule is faster. %s", better.reason)
                 return Expected(step_ms=better.step_ms, gather_order=better.gather_order), better
-        # The fastest: a rank measures too little where its neighbour was not ready, or its two rings shared the link.
-        bandwidth = max([*measured_rate, self._links[0]])
         measured = Measured(
             forward=forward,
             backward=backward,

@@ -278,12 +278,16 @@ class Trainer(EvaluatingTrainer):
     def _write_timeline(self) -> None:
         self._timeline_written = True
         step, world = self.state.global_step, self.args.world_size
-        records = gather_records(self.engine.account().records, self.args.process_index, world)
+        account = self.engine.account()
+        records = gather_records(account.records, self.args.process_index, world)
         if records is None:
             return
         path = Path(str(self.args.output_dir)) / "timeline" / f"step-{step}"
-        write_trace(path.with_suffix(".json"), records, pp=self.args.pp)
-        write_picture(path.with_suffix(".png"), records, pp=self.args.pp, title=f"optimizer step {step}")
+        pp, predicted_ms = self.args.pp, account.predicted_ms
+        write_trace(path.with_suffix(".json"), records, pp=pp, predicted_ms=predicted_ms)
+        write_picture(
+            path.with_suffix(".png"), records, pp=pp, title=f"optimizer step {step}", predicted_ms=predicted_ms
+        )
 
     def store_flos(self) -> None:
         """Adds the floating-point operations of all replicas; the stages of one compute one model together."""

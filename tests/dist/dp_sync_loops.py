@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -13,6 +14,8 @@ from torch.optim import Optimizer
 
 import fold3d
 from fold3d.errors import Fold3dError
+from fold3d.runtime.dp_sync.layout import BucketSpec
+from fold3d.runtime.dp_sync.plan import SyncPlan
 
 WORDS, WIDTH, MICRO_BATCHES = 11, 6, 2
 Batch = dict[str, Tensor]
@@ -82,11 +85,38 @@ def alone(steps: int, loss_fn: Callable[[nn.Module, Batch], Tensor] = share, nor
 
 
 def engine_of(model: nn.Module, dp_sync: str, **others: Any) -> fold3d.Engine:
-    """Returns an engine over two replicas."""
+    """Returns an engine over two replicas; `dp_sync` may be "mixed", as a planner short of memory would have it."""
+    mixed = dp_sync == "mixed"
     config = fold3d.ParallelConfig(
-        dp=2, segments=1, micro_batches=MICRO_BATCHES, blocks="layers", dp_sync=dp_sync, bucket_bytes=0
+        dp=2,
+        segments=1,
+        micro_batches=MICRO_BATCHES,
+        blocks="layers",
+        dp_sync="early" if mixed else dp_sync,
+        bucket_bytes=0,
     )
-    return fold3d.Engine(model, config, example=batches(0, 0)[0], **others)
+    with _alternating() if mixed else nullcontext():
+        engine = fold3d.Engine(model, config, example=batches(0, 0)[0], **others)
+    if mixed:
+        assert engine._pipeline is not None and engine._pipeline.dp_sync is not None
+        assert set(engine._pipeline.dp_sync.plan.modes) == {"early", "zero1"}
+    return engine
+
+
+@contextmanager
+def _alternating() -> Iterator[None]:
+    """Every other bucket is synchronised as zero1, the rest early."""
+
+    def make(buckets: Sequence[BucketSpec], _: str) -> SyncPlan:
+        modes = ["zero1" if number % 2 else "early" for number in range(1 + max(b.planned for b in buckets))]
+        return SyncPlan.of(buckets, modes, [number for number, mode in enumerate(modes) if mode == "early"])
+
+    plain = SyncPlan.make
+    SyncPlan.make = make  # type: ignore[method-assign,assignment]
+    try:
+        yield
+    finally:
+        SyncPlan.make = plain  # type: ignore[method-assign]
 
 
 def attached(model: nn.Module, dp_sync: str, make: Callable[[Any], Optimizer] = sgd) -> tuple[fold3d.Engine, Optimizer]:

@@ -9,7 +9,7 @@ from torch import Tensor
 from tests.dist import dp_sync_loops as loops
 from tests.helpers.ranks import RankPool
 
-WAYS = ("early", "zero1")
+WAYS = ("early", "zero1", "mixed")
 
 
 def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
@@ -51,7 +51,7 @@ def test_the_optimizer_moves_to_another_engine(ranks: RankPool, dp_sync: str) ->
 
 def test_bfloat16_has_the_same_bits_in_every_way(ranks: RankPool) -> None:
     first = ranks.run(loops.bfloat16, 2, "serial")[0]
-    for dp_sync in ("early", "zero1", "serial"):
+    for dp_sync in (*WAYS, "serial"):
         for found in ranks.run(loops.bfloat16, 2, dp_sync):
             assert all(torch.equal(found[name], tensor) for name, tensor in first.items())
 

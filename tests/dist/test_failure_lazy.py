@@ -27,18 +27,31 @@ FOLDED: dict[str, Any] = {"dp": 2, "pp": 2, "segments": 2, "bucket_bytes": 1}
 
 @pytest.mark.dist
 @pytest.mark.parametrize(
-    ("layout", "place", "what"),
+    ("layout", "failed", "place", "what"),
     [
-        ({"dp": 2, "dp_sync": "zero1"}, "stepped", "SIGKILL"),
-        ({"dp": 2, "dp_sync": "early"}, "stepped", "SIGSTOP"),
-        (FOLDED | {"dp_sync": "zero1"}, "optimizer", "SIGSTOP"),
-        (FOLDED | {"dp_sync": "early", "transport": "c10d"}, "forward", "SIGKILL"),
+        ({"dp": 2, "dp_sync": "zero1"}, 1, "stepped", "SIGKILL"),
+        ({"dp": 2, "dp_sync": "early"}, 1, "stepped", "SIGSTOP"),
+        (FOLDED | {"dp_sync": "zero1"}, 3, "optimizer", "SIGSTOP"),
+        (FOLDED | {"dp_sync": "early", "transport": "c10d"}, 3, "forward", "SIGKILL"),
+        (FOLDED | {"dp_sync": "early"}, 0, "forward", "SIGSTOP"),
+        (FOLDED | {"dp_sync": "zero1"}, 1, "forward", "SIGKILL"),
+        (FOLDED | {"dp_sync": "early"}, 2, "optimizer", "SIGKILL"),
     ],
-    ids=["gathers break off", "gathers stand still", "gathers are never sent", "between two layers"],
+    ids=[
+        "gathers break off",
+        "gathers stand still",
+        "gathers are never sent",
+        "between two layers",
+        "the first rank stands still",
+        "the last stage",
+        "the first stage",
+    ],
 )
-def test_a_rank_that_vanishes_during_a_lazy_gather(layout: dict[str, Any], place: str, what: str) -> None:
+def test_a_rank_that_vanishes_during_a_lazy_gather(
+    layout: dict[str, Any], failed: int, place: str, what: str
+) -> None:
     """Every other rank ends with an error that names it, although the step it vanished after was complete."""
-    processes, failed = layout["dp"] * layout.get("pp", 1), layout["dp"] * layout.get("pp", 1) - 1
+    processes = layout["dp"] * layout.get("pp", 1)
     width = WIDE if "pp" not in layout else 16
     trap = {"rank": failed, "place": place, "what": what}
     start = time.monotonic()

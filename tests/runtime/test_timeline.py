@@ -73,6 +73,21 @@ def test_trace_has_every_action_on_its_lane(tmp_path: Path) -> None:
     assert trace["otherData"]["summary"] == summary(RECORDS)
 
 
+def test_trace_has_the_account_of_each_rank_and_the_prediction(tmp_path: Path) -> None:
+    write_trace(tmp_path / "step.json", RECORDS, pp=2, predicted_ms=61.5)
+    trace = json.loads((tmp_path / "step.json").read_text())
+    about = trace["otherData"]
+    assert about["predicted_step_ms"] == 61.5 and "(predicted 61.5)" in about["summary"]
+    assert set(about["accounts"]) == {"0", "1", "2", "3"}
+    for rank, account in about["accounts"].items():
+        own = [r for records in RECORDS for r in records if r["rank"] == int(rank) and r["lane"] == "compute"]
+        assert account["compute_ms"] == pytest.approx(sum(r["end_ns"] - r["start_ns"] for r in own) / 1e6, abs=0.1)
+        label = next(
+            e["args"]["labels"] for e in trace["traceEvents"] if e["name"] == "process_labels" and e["pid"] == int(rank)
+        )
+        assert f"exposed {account['dp_exposed_ms']:.1f}, hidden {account['dp_hidden_ms']:.1f} ms" in label
+
+
 def test_arrows_join_each_send_to_its_receive(tmp_path: Path) -> None:
     write_trace(tmp_path / "step.json", RECORDS, pp=2)
     events = json.loads((tmp_path / "step.json").read_text())["traceEvents"]

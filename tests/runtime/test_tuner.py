@@ -1,0 +1,114 @@
+"""Tuner: when it looks, and that a step is predicted from what the links do now."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import fold3d
+from fold3d import schedule as schedules
+from fold3d.plan.links import Links
+from fold3d.runtime import tuner as tuner_module
+from fold3d.runtime.dp_sync.plan import SyncPlan
+from fold3d.runtime.tuner import EVERY, FIRST_STEPS, SAMPLE, Tuner
+from fold3d.topology import Topology
+
+MICRO_BATCHES = 2
+MS = 1_000_000
+BUCKET = 1_000_000  # bytes: 10 ms for each half of its sum at 50 MB/s
+RATE = 5e7
+
+
+class Sync:
+    """What the tuner asks of DP.sync; one chunk in four buckets on links of a rate that the test sets."""
+
+    def __init__(self) -> None:
+        specs = [SimpleNamespace(chunk=0, planned=number, stages=(0,)) for number in range(4)]
+        gradients = SimpleNamespace(nbytes=BUCKET)
+        self.buckets: list[Any] = [SimpleNamespace(spec=spec, gradients=gradients) for spec in specs]
+        self.plan = SyncPlan.make(specs, "early")  # type: ignore[arg-type]
+        self.rate = RATE
+
+    def bandwidth(self) -> float:
+        return self.rate
+
+    def flush(self) -> None:
+        pass
+
+
+def make_tuner(monkeypatch: pytest.MonkeyPatch) -> Tuner:
+    links = Links(pp_latency=1e-4, pp_bandwidth=RATE, dp_bandwidth=RATE, hop_latency=1e-4)
+    monkeypatch.setattr(tuner_module, "probe_links", lambda *_, **__: links)
+    topology = Topology(dp=2, pp=1, rank=0)
+    config = fold3d.ParallelConfig(dp=2, segments=1, micro_batches=MICRO_BATCHES)
+    return Tuner(topology, SimpleNamespace(world=None), config, torch.device("cpu"), None)  # type: ignore[arg-type]
+
+
+def observe(tuner: Tuner, steps: int, step_ms: float) -> None:
+    """Every step computes 10 ms forward and 20 ms backward for each micro-batch."""
+    records = []
+    for micro_batch in range(MICRO_BATCHES):
+        records += [
+            ("compute", f"0F{micro_batch}", 0, 10 * MS, 0),
+            ("compute", f"0B{micro_batch}", 10 * MS, 30 * MS, 0),
+        ]
+    for _ in range(steps):
+        tuner.observe(records, step_ms)
+
+
+def first_look(tuner: Tuner, sync: Sync) -> float:
+    """Returns the first prediction, in milliseconds."""
+    schedule = schedules.generate("1f1b", pp=1, segments=1, micro_batches=MICRO_BATCHES)
+    observe(tuner, FIRST_STEPS, 100.0)
+    assert tuner.is_due
+    assert tuner.look(schedule, sync) is None  # type: ignore[arg-type]
+    assert tuner.expected is not None
+    return tuner.expected.step_ms
+
+
+def look_again(tuner: Tuner, sync: Sync, step_ms: float) -> float:
+    schedule = schedules.generate("1f1b", pp=1, segments=1, micro_batches=MICRO_BATCHES)
+    observe(tuner, EVERY - 1, step_ms)
+    assert not tuner.is_due
+    observe(tuner, 1, step_ms)
+    assert tuner.is_due
+    tuner.look(schedule, sync)  # type: ignore[arg-type]
+    assert tuner.expected is not None and not tuner.is_due
+    return tuner.expected.step_ms
+
+
+def test_the_first_look_waits_for_measured_steps(monkeypatch) -> None:
+    tuner = make_tuner(monkeypatch)
+    observe(tuner, FIRST_STEPS - 1, 100.0)
+    assert not tuner.is_due and tuner.expected is None
+    assert 60.0 < first_look(make_tuner(monkeypatch), Sync()) < 60.0 + 8 * 10 + 10
+
+
+def test_as_long_as_steps_take_what_was_predicted_nothing_is_planned(monkeypatch) -> None:
+    tuner, sync = make_tuner(monkeypatch), Sync()
+    predicted = first_look(tuner, sync)
+    before, plan = tuner.expected, sync.plan
+    sync.rate = RATE / 4
+    assert look_again(tuner, sync, 1.05 * predicted) == predicted
+    assert tuner.expected is before and sync.plan is plan
+
+
+def test_links_that_became_slower_are_noticed(monkeypatch) -> None:
+    tuner, sync = make_tuner(monkeypatch), Sync()
+    predicted = first_look(tuner, sync)
+    sync.rate = RATE / 4
+    later = look_again(tuner, sync, 3 * predicted)
+    assert later > 2 * predicted, "the speed of before training does not count any more"
+    sync.rate = RATE
+    assert look_again(tuner, sync, predicted) == pytest.approx(predicted, rel=0.01)
+
+
+def test_of_the_steps_between_looks_some_are_looked_into(monkeypatch) -> None:
+    tuner, sync = make_tuner(monkeypatch), Sync()
+    first_look(tuner, sync)
+    observe(tuner, EVERY, 100.0)
+    assert {len(times) for times in tuner._times.values()} == {EVERY // SAMPLE * MICRO_BATCHES}
+    assert len(tuner._lengths) == EVERY
