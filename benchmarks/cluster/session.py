@@ -66,7 +66,7 @@ class Session:
 
         While the host of a virtual machine gives its cores to others, sleeping layers wake up to 100 ms late. So
         a run waits a while for the cores, and one that lost much is run again, twice at most; the one that lost least
-        counts.
+        counts. Unshaped runs are no measurements and run once.
 
         Raises: RanksFailed.
         """
@@ -78,7 +78,7 @@ class Session:
         timeout = self._timeout or START_S + SLOWEST * (steps + warm_up) * step
         runs = [self._ask(scenario, request, timeout)]
         try:
-            while not runs[-1].is_calm and len(runs) < MOST_RUNS:
+            while self._hosts.shaped and not runs[-1].is_calm and len(runs) < MOST_RUNS:
                 runs.append(self._ask(scenario, request, timeout))
         except RanksFailed:
             pass  # what was measured before it is a result

@@ -111,9 +111,9 @@ def _fastest(action: Callable[[int], None], size: int, rounds: int = _FEW) -> fl
 def _latency(action: Callable[[int], None], seconds: float, slowest: Callable[[list[float]], list[float]]) -> float:
     """Returns the seconds of the fastest of at least a few rounds with small messages, for about `seconds`."""
     # Agreed, so that all ranks make as many.
-    once = slowest([_time(action, _SMALL)])[0]
+    once = slowest([_fastest(action, _SMALL)])[0]
     rounds = max(_FEW, min(_MOST_ROUNDS, round(seconds / max(once, 1e-9))))
-    return slowest([_fastest(action, _SMALL, rounds)])[0]
+    return min(once, slowest([_fastest(action, _SMALL, rounds)])[0])
 
 
 def _grow(

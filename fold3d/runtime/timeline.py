@@ -100,10 +100,11 @@ def write_trace(path: str | Path, records: Records, *, pp: int, predicted_ms: fl
 
 
 def _transfers_of(account: Account) -> dict[str, float]:
-    """Returns what the records tell; what the host's gate counts is no part of them."""
-    names = ("step_ms", "compute_ms", "bubble_ms", "pp_exposed_ms", "pp_hidden_ms", "dp_exposed_ms", "dp_hidden_ms")
+    """Returns what the records tell, from the first to the last of any rank; DP.sync of the step before may be among
+    them, so this is no step's length, as in the logs."""
+    names = ("compute_ms", "bubble_ms", "pp_exposed_ms", "pp_hidden_ms", "dp_exposed_ms", "dp_hidden_ms")
     numbers = account.log()
-    return {name: numbers[name] for name in names}
+    return {"timeline_ms": numbers["step_ms"], **{name: numbers[name] for name in names}}
 
 
 def _label(account: Account) -> str:

@@ -38,6 +38,8 @@ SAMPLE = 10
 """Of the steps between looks, every so manieth is looked into; of the others the length is enough."""
 DRIFT = 0.1
 """By which part measured steps may differ from the prediction before the gathers are planned again."""
+SLOWER = 0.8
+"""Of the speed at the first look: a ring that has less left became slower; above, the measurement varies."""
 _PROBE_SECONDS = 0.5
 _LOCAL = 1e10
 """Bytes per second where nothing was sent yet."""
@@ -58,6 +60,7 @@ class Tuner:
         self._planned = planned
         self._topology, self._groups, self._config, self._device = topology, groups, config, device
         self._links: tuple[float, float, float] | None = None  # bandwidth, latency, hop latency
+        self._first_rates: list[float] | None = None  # by rank, in bytes per second
         self._steps = 0
         self._since = 0  # steps measured for the next look
         self._times: dict[tuple[int, str], list[float]] = {}
@@ -163,12 +166,10 @@ class Tuner:
         forward = tuple(time_of(chunk, "F") for chunk in chunks)
         backward = tuple(time_of(chunk, "B") for chunk in chunks)
         # The fastest: a rank measures too little where its neighbour was not ready, or its two rings shared the link.
-        # What the links did before training counts for the first plan only: they may have become slower since.
-        before = [self._links[0]] if self.expected is None or not measured_rate else []
-        bandwidth = max([*measured_rate, *before])
+        bandwidth = max([*measured_rate, self._links[0]]) * self._slowdown(shares)
         if self._planned is not None and schedule.micro_batches == self._planned[0].micro_batches:
             job, choice = self._planned
-            if not before:
+            if bandwidth < self._links[0]:
                 job = replace(job, links=replace(job.links, dp_bandwidth=bandwidth))
             better = recheck(job, choice, [1e3 * time for time in forward], [1e3 * time for time in backward])
             if better is not None:
@@ -192,6 +193,18 @@ class Tuner:
         expected = plan_gathers(schedule, measured)
         logger.info("measured %.1f ms a step, predicted %.1f ms", longest, expected.step_ms)
         return expected, None
+
+    def _slowdown(self, shares: Sequence[dict[str, Any]]) -> float:
+        """Returns the share of its speed at the first look that the slowest ring has left; 1.0 if it is about as fast.
+
+        Of rings that measure themselves, fold3d's own.
+        """
+        rates = [share["bandwidth"] for share in shares]
+        if self.expected is None or self._first_rates is None:
+            self._first_rates = rates
+        left = [now / first for now, first in zip(rates, self._first_rates, strict=True) if now > 0 and first > 0]
+        slowest = min(left, default=1.0)
+        return slowest if slowest < SLOWER else 1.0
 
     def _probe(self) -> tuple[float, float, float]:
         """Returns bandwidth (bytes per second), latency of a message and of a hop of the rings (seconds)."""

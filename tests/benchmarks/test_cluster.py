@@ -12,6 +12,7 @@ import time
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -157,7 +158,8 @@ def test_a_step_ends_with_its_slowest_rank() -> None:
 class Stolen(Session):
     """Its ranks answer at once; each run loses another share of the cores' time."""
 
-    def __init__(self, *shares: float | None) -> None:
+    def __init__(self, *shares: float | None, shaped: bool = True) -> None:
+        self._hosts: Any = SimpleNamespace(shaped=shaped)
         self._count = SCENARIOS["smoke"].ranks
         self._timeout = None
         self._started = ExitStack()
@@ -196,6 +198,9 @@ def test_a_run_from_which_much_was_stolen_is_run_again() -> None:
         assert session.waits == len(shares) - left, "each run waits for calm"
     with pytest.raises(RanksFailed):
         Stolen(None).run(SCENARIOS["smoke"], find_system("torch-1f1b", SCENARIOS["smoke"]), steps=1, warm_up=1)
+    unshaped = Stolen(0.2, 0.0, shaped=False)
+    unshaped.run(SCENARIOS["smoke"], find_system("torch-1f1b", SCENARIOS["smoke"]), steps=1, warm_up=1)
+    assert unshaped.shares == [0.0], "no measurement, so once is enough"
 
 
 def test_runs_wait_for_calm_but_not_for_ever() -> None:

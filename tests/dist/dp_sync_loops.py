@@ -111,12 +111,12 @@ def _alternating() -> Iterator[None]:
         modes = ["zero1" if number % 2 else "early" for number in range(1 + max(b.planned for b in buckets))]
         return SyncPlan.of(buckets, modes, [number for number, mode in enumerate(modes) if mode == "early"])
 
-    plain = SyncPlan.make
+    plain = SyncPlan.__dict__["make"]  # the classmethod itself
     SyncPlan.make = make  # type: ignore[method-assign,assignment]
     try:
         yield
     finally:
-        SyncPlan.make = plain  # type: ignore[method-assign]
+        SyncPlan.make = plain
 
 
 def attached(model: nn.Module, dp_sync: str, make: Callable[[Any], Optimizer] = sgd) -> tuple[fold3d.Engine, Optimizer]:

@@ -85,7 +85,9 @@ def test_trace_has_the_account_of_each_rank_and_the_prediction(tmp_path: Path) -
         label = next(
             e["args"]["labels"] for e in trace["traceEvents"] if e["name"] == "process_labels" and e["pid"] == int(rank)
         )
-        assert f"exposed {account['dp_exposed_ms']:.1f}, hidden {account['dp_hidden_ms']:.1f} ms" in label
+        assert f"DP.sync exposed {account['dp_exposed_ms']:.1f}, hidden {account['dp_hidden_ms']:.1f} ms" in label
+        assert f"PP.sync exposed {account['pp_exposed_ms']:.1f}, hidden {account['pp_hidden_ms']:.1f} ms" in label
+        assert f"bubble {account['bubble_ms']:.1f} ms" in label
 
 
 def test_arrows_join_each_send_to_its_receive(tmp_path: Path) -> None:

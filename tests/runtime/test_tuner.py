@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -39,12 +40,14 @@ class Sync:
         pass
 
 
-def make_tuner(monkeypatch: pytest.MonkeyPatch) -> Tuner:
-    links = Links(pp_latency=1e-4, pp_bandwidth=RATE, dp_bandwidth=RATE, hop_latency=1e-4)
-    monkeypatch.setattr(tuner_module, "probe_links", lambda *_, **__: links)
+LINKS = Links(pp_latency=1e-4, pp_bandwidth=RATE, dp_bandwidth=RATE, hop_latency=1e-4)
+
+
+def make_tuner(monkeypatch: pytest.MonkeyPatch, planned: Any = None) -> Tuner:
+    monkeypatch.setattr(tuner_module, "probe_links", lambda *_, **__: LINKS)
     topology = Topology(dp=2, pp=1, rank=0)
     config = fold3d.ParallelConfig(dp=2, segments=1, micro_batches=MICRO_BATCHES)
-    return Tuner(topology, SimpleNamespace(world=None), config, torch.device("cpu"), None)  # type: ignore[arg-type]
+    return Tuner(topology, SimpleNamespace(world=None), config, torch.device("cpu"), planned)  # type: ignore[arg-type]
 
 
 def observe(tuner: Tuner, steps: int, step_ms: float) -> None:
@@ -104,6 +107,39 @@ def test_links_that_became_slower_are_noticed(monkeypatch) -> None:
     assert later > 2 * predicted, "the speed of before training does not count any more"
     sync.rate = RATE
     assert look_again(tuner, sync, predicted) == pytest.approx(predicted, rel=0.01)
+
+
+def test_one_slow_ring_is_enough(monkeypatch) -> None:
+    tuner, schedule = make_tuner(monkeypatch), schedules.generate("1f1b", pp=1, segments=1, micro_batches=MICRO_BATCHES)
+    tuner._links = (RATE, 1e-4, 1e-4)
+    observe(tuner, FIRST_STEPS, 100.0)
+    share = tuner._share(Sync())  # type: ignore[arg-type]
+    found = tuner._expect(schedule, [share, share])
+    assert found is not None
+    tuner.expected = found[0]
+    slow = share | {"bandwidth": RATE / 4, "step_ms": 3 * tuner.expected.step_ms}
+    later = tuner._expect(schedule, [share, slow])
+    assert later is not None and later[0].step_ms > 2 * tuner.expected.step_ms
+    hardly = share | {"bandwidth": 0.9 * RATE, "step_ms": 3 * tuner.expected.step_ms}
+    same = tuner._expect(schedule, [share, hardly])
+    assert same is not None and same[0].step_ms == tuner.expected.step_ms
+
+
+def test_the_search_for_a_schedule_hears_of_slower_links_only(monkeypatch) -> None:
+    heard: list[float] = []
+    monkeypatch.setattr(tuner_module, "recheck", lambda job, *_: heard.append(job.links.dp_bandwidth))
+
+    @dataclass(frozen=True)
+    class Job:
+        micro_batches: int
+        links: Links
+
+    tuner, sync = make_tuner(monkeypatch, (Job(MICRO_BATCHES, LINKS), None)), Sync()
+    predicted = first_look(tuner, sync)
+    look_again(tuner, sync, 2 * predicted)
+    sync.rate = RATE / 2
+    look_again(tuner, sync, 3 * predicted)
+    assert heard == [RATE, RATE, RATE / 2]
 
 
 def test_of_the_steps_between_looks_some_are_looked_into(monkeypatch) -> None:
