@@ -91,7 +91,7 @@ def write_trace(path: str | Path, records: Records, *, pp: int, predicted_ms: fl
             arrow = {"name": send.text, "cat": "transfer", "ph": phase, "id": number, "pid": event.rank}
             out.append(arrow | {"tid": LANES.index(event.lane), "ts": time / _US, "bp": "e"})
     about = {
-        "summary": summary(records, predicted_ms),
+        "summary": _summary(list(accounts.values()), predicted_ms),
         "predicted_step_ms": predicted_ms,
         "accounts": {rank: _transfers_of(account) for rank, account in accounts.items()},
     }
@@ -117,7 +117,10 @@ def _label(account: Account) -> str:
 
 def summary(records: Records, predicted_ms: float | None = None) -> str:
     """Returns the step in one line: its length, the predicted one, and what the ranks did with it on average."""
-    accounts = list(_accounts(events_of(records)).values())
+    return _summary(list(_accounts(events_of(records)).values()), predicted_ms)
+
+
+def _summary(accounts: Sequence[Account], predicted_ms: float | None) -> str:
     if not accounts:
         return "nothing was recorded"
     step = accounts[0].step_ms

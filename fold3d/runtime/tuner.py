@@ -202,8 +202,8 @@ class Tuner:
         rates = [share["bandwidth"] for share in shares]
         if self.expected is None or self._first_rates is None:
             self._first_rates = rates
-        left = [now / first for now, first in zip(rates, self._first_rates, strict=True) if now > 0 and first > 0]
-        slowest = min(left, default=1.0)
+        pairs = zip(rates, self._first_rates, strict=True)
+        slowest = min((now / first for now, first in pairs if now > 0 and first > 0), default=1.0)
         return slowest if slowest < SLOWER else 1.0
 
     def _probe(self) -> tuple[float, float, float]:
