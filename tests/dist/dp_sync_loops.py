@@ -212,15 +212,18 @@ def reload_optimizer(dp_sync: str) -> tuple[dict[str, Tensor], dict[str, Tensor]
     return weights(model), weights(second)
 
 
-def bfloat16(dp_sync: str) -> dict[str, Tensor]:
-    """Three clipped steps of a bf16 model."""
-    model = build(dtype=torch.bfloat16)
-    engine = engine_of(model, dp_sync, optimizer=sgd, max_grad_norm=0.1)
-    for step in range(3):
+def low_precision(dp_sync: str, dtype: torch.dtype, scale: float | None) -> tuple[dict[str, Tensor], list[float]]:
+    """Five clipped steps of a model in `dtype`; with `scale` through a loss scaler. Returns weights and scales."""
+    model = build(dtype=dtype)
+    scaler = None if scale is None else torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=2)
+    engine = engine_of(model, dp_sync, optimizer=sgd, max_grad_norm=0.1, scaler=scaler)
+    scales = []
+    for step in range(5):
         parts = batches(step, engine.topology.dp_rank)
         engine.step({name: torch.cat([part[name] for part in parts]) for name in parts[0]})
+        scales.append(1.0 if scaler is None else scaler.get_scale())
     engine.close()
-    return weights(model)
+    return weights(model), scales
 
 
 class Coupled(torch.optim.SGD):

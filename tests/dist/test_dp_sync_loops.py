@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 from torch import Tensor
@@ -49,10 +51,21 @@ def test_the_optimizer_moves_to_another_engine(ranks: RankPool, dp_sync: str) ->
         assert_close(moved, expected)
 
 
-def test_bfloat16_has_the_same_bits_in_every_way(ranks: RankPool) -> None:
-    first = ranks.run(loops.bfloat16, 2, "serial")[0]
+@pytest.mark.parametrize(
+    ("dtype", "scale"), [(torch.bfloat16, None), (torch.float16, None), (torch.float16, 2.0**17)], ids=str
+)
+def test_low_precision_has_the_same_bits_in_every_way(
+    ranks: RankPool, dtype: torch.dtype, scale: float | None
+) -> None:
+    first, scales = ranks.run(loops.low_precision, 2, "serial", dtype, scale)[0]
+    if scale is not None:
+        assert scales[0] < scale, "the first step must overflow"
+        assert any(after > before for before, after in pairwise(scales)), "two steps in a row must be taken"
+    initial = dict(loops.build(dtype=dtype).named_parameters())
+    assert not any(torch.equal(first[name], tensor) for name, tensor in initial.items())
     for dp_sync in (*WAYS, "serial"):
-        for found in ranks.run(loops.bfloat16, 2, dp_sync):
+        for found, its_scales in ranks.run(loops.low_precision, 2, dp_sync, dtype, scale):
+            assert its_scales == scales
             assert all(torch.equal(found[name], tensor) for name, tensor in first.items())
 
 

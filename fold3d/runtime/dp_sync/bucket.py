@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -11,8 +12,10 @@ from torch.nn import Parameter
 
 from fold3d.runtime.dp_sync.layout import BucketSpec
 
-_ALIGN = 16
-"""A shard is a multiple of so many elements, so that vectorised loops start at the same places everywhere."""
+_ALIGN = 64
+"""Parameters and shards begin at multiples of so many elements: two AVX-512 registers of 16-bit numbers, what torch's
+vectorised loops take at a time. What is left over at a loop's end is rounded differently where parameters have 16 bits,
+so a shard may end within a parameter only where a loop over the whole parameter would not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +42,7 @@ class Bucket:
 
     Attributes:
         number: position in the order of the forward pass, the same on all replicas.
-        gradients: [n], n a multiple of the number of replicas; what lies behind the last parameter is padding.
+        gradients: [n], n a multiple of the number of replicas; what lies behind a parameter is padding.
         weights: [n], the parameters' own memory, once `flatten_parameters` was called; else None.
         views: per parameter, its gradient in the flat tensor.
         used: per parameter, whether any micro-batch of this step gave it a gradient.
@@ -51,10 +54,9 @@ class Bucket:
         self.names = spec.names
         self.parameters = [parameters[name] for name in spec.names]
         first = self.parameters[0]
-        sizes = [parameter.numel() for parameter in self.parameters]
-        self._starts = [sum(sizes[:i]) for i in range(len(sizes) + 1)]
-        step = replicas * _ALIGN
-        total = -(-self._starts[-1] // step) * step
+        sizes = [_round_up(parameter.numel(), _ALIGN) for parameter in self.parameters]
+        self._starts = [0, *itertools.accumulate(sizes)]
+        total = _round_up(self._starts[-1], replicas * _ALIGN)
         dtype = functools.reduce(torch.promote_types, (p.dtype for p in self.parameters), torch.float32)
         self.gradients = torch.zeros(total, dtype=dtype, device=first.device)
         self.weights: torch.Tensor | None = None
@@ -122,3 +124,7 @@ class Bucket:
         """Takes the gradients off the parameters."""
         for parameter in self.parameters:
             parameter.grad = None
+
+
+def _round_up(count: int, step: int) -> int:
+    return -(-count // step) * step
