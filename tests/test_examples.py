@@ -66,6 +66,21 @@ def test_the_example_trains_on_four_ranks(tmp_path: Path) -> None:
     assert model.config.n_layer == 4 and not any(p.is_meta for p in model.parameters())
 
 
+@pytest.mark.dist
+def test_the_example_plans_by_itself_and_says_what_was_hidden(tmp_path: Path) -> None:
+    """As `make demo` runs it: nothing is said about segments, schedule and DP.sync."""
+    layout = ["--dp", "2", "--pp", "2", "--gradient_accumulation_steps", "4", "--max_steps", "8"]
+    result = launch(EXAMPLE, 4, *TINY, *layout, "--output_dir", str(tmp_path), timeout=200)
+    assert [rank.returncode for rank in result] == [0] * 4, result.report()
+    said = result[0].stdout + result[0].stderr
+    for text in (
+        r"Chosen: \d+ segments?, \w",
+        r"DP\.sync: \d+ ms were hidden under",
+        r"simulator predicted \d+ ms a step",
+    ):
+        assert re.search(text, said), f"{text} is missing in\n{said}"
+
+
 def test_the_commands_of_the_readme_are_accepted() -> None:
     (block,) = re.findall(r"```\n(fold3d .*?)```", README, re.DOTALL)
     commands = [shlex.split(line, comments=True)[1:] for line in block.splitlines()]

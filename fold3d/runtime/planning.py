@@ -21,6 +21,7 @@ from fold3d.plan.profile import Profile, profile_model
 from fold3d.plan.resolve import with_choice
 from fold3d.plan.search import search
 from fold3d.runtime.agreement import agree
+from fold3d.runtime.announce import announce
 from fold3d.runtime.groups import Groups
 from fold3d.runtime.link_probe import probe_links
 from fold3d.runtime.rank_model import record
@@ -103,7 +104,7 @@ def choose(
     if topology.rank == 0:
         try:
             found = [_search(job, fixed_by(config))]
-            logger.info("%s", found[0].reason)
+            announce(logger, found[0].reason)
         except ConfigError as error:
             found = [error]
     if topology.world > 1:

@@ -20,6 +20,7 @@ from fold3d.plan.links import pause_bytes
 from fold3d.plan.measured import Expected, Measured, plan_gathers
 from fold3d.plan.search import recheck
 from fold3d.runtime.account import RawRecord, without
+from fold3d.runtime.announce import announce
 from fold3d.runtime.dp_sync import DpSync
 from fold3d.runtime.dp_sync.plan import SyncPlan
 from fold3d.runtime.groups import Groups
@@ -173,7 +174,7 @@ class Tuner:
                 job = replace(job, links=replace(job.links, dp_bandwidth=bandwidth))
             better = recheck(job, choice, [1e3 * time for time in forward], [1e3 * time for time in backward])
             if better is not None:
-                logger.info("with the times measured another schedule is faster. %s", better.reason)
+                announce(logger, f"With the times measured another schedule is faster. {better.reason}")
                 return Expected(step_ms=better.step_ms, gather_order=better.gather_order), better
         measured = Measured(
             forward=forward,
