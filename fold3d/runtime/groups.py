@@ -1,4 +1,4 @@
-"""Groups: the process groups of one rank. The only caller of torch.distributed.new_group."""
+"""Groups: the process groups of one rank."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from fold3d.runtime.shared_gloo import new_group
 from fold3d.topology import Topology
 
 PIPELINE_LINKS = ("forward", "forward_wrap", "backward", "backward_wrap")
@@ -35,7 +36,7 @@ class Groups:
     ):
         self.topology = topology
         self._timeout = timedelta(seconds=timeout)
-        self._backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        self._nccl = device.type == "cuda"
         self._made: list[Any] = []
         pipelines = [topology.pipeline(replica) for replica in range(topology.dp)]
         stages = [topology.replicas(stage) for stage in range(topology.pp)]
@@ -59,8 +60,8 @@ class Groups:
         for ranks in rank_lists:
             if len(ranks) < 2:
                 continue
-            group = dist.new_group(ranks, timeout=self._timeout, backend=self._backend)
-            if self.topology.rank in ranks:
+            group = new_group(ranks, self._timeout, nccl=self._nccl)
+            if group is not None:
                 own = group
                 self._made.append(group)
         return own

@@ -1,0 +1,76 @@
+"""Groups: connections of their own, but one thread of gloo for all of a process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from fold3d.runtime.groups import Groups
+from fold3d.topology import Topology
+from tests.helpers.ranks import RankPool
+
+
+def _gloo_threads() -> int:
+    names = [comm.read_text().strip() for comm in Path("/proc/self/task").glob("*/comm")]
+    return names.count("gloo_tcp_loop")
+
+
+def _use(with_links: bool) -> tuple[int, int, float]:
+    """Returns gloo's threads before and with Groups, and the ranks summed over the default group when they are gone."""
+    before = _gloo_threads()
+    topology = Topology(dp=2, pp=2, rank=dist.get_rank())
+    groups = Groups(topology, torch.device("cpu"), 30.0, [(0, 1)], with_links=with_links)
+    made = [groups.pipeline, groups.data, groups.world, groups.ties[0, 1]]
+    made += [*groups.links.values(), *groups.rings.values()]
+    for group in made if with_links else made[:4]:
+        total = torch.tensor([float(topology.rank)])
+        dist.all_reduce(total, group=group)
+        assert total.item() == sum(dist.get_process_group_ranks(group))
+    during = _gloo_threads()
+    groups.close()
+    total = torch.tensor([float(topology.rank)])
+    dist.all_reduce(total)
+    return before, during, total.item()
+
+
+def test_all_groups_share_the_thread_of_the_default_group(ranks: RankPool) -> None:
+    for with_links in (False, True):
+        for before, during, total in ranks.run(_use, 4, with_links):
+            assert (during, total) == (before, 6.0)
+
+
+def _receive_while_another_sums() -> tuple[float, float]:
+    groups = Groups(Topology(dp=1, pp=2, rank=dist.get_rank()), torch.device("cpu"), 30.0, ())
+    late, soon = torch.full((1,), 5.0), torch.ones(1)
+    if dist.get_rank() == 0:
+        late.zero_()
+        pending = dist.irecv(late, src=1, group=groups.pipeline)
+        dist.all_reduce(soon, group=groups.world)  # only then does rank 1 send
+        pending.wait()
+    else:
+        dist.all_reduce(soon, group=groups.world)
+        dist.send(late, dst=0, group=groups.pipeline)
+    groups.close()
+    return late.item(), soon.item()
+
+
+def test_a_call_that_waits_in_one_group_holds_up_no_other(ranks: RankPool) -> None:
+    assert ranks.run(_receive_while_another_sums, 2) == [(5.0, 2.0)] * 2
+
+
+def _own_groups_beside() -> tuple[str, str, list[str]]:
+    """Returns the backends of a user's groups that are made before and after ours, and what is registered by then."""
+    before = dist.new_group([0, 1], backend="cpu:gloo")
+    groups = Groups(Topology(dp=1, pp=2, rank=dist.get_rank()), torch.device("cpu"), 30.0, ())
+    after = dist.new_group([0, 1], backend="cpu:gloo")
+    groups.close()
+    return before.name(), after.name(), list(dist.Backend._plugins)
+
+
+def test_groups_of_the_user_are_what_they_were(ranks: RankPool) -> None:
+    """torch takes another default for "cpu:gloo" while a backend of somebody else's is registered."""
+    for before, after, registered in ranks.run(_own_groups_beside, 2):
+        assert before == after
+        assert not any("fold3d" in name.lower() for name in registered)
