@@ -13,6 +13,8 @@ machine.
 from __future__ import annotations
 
 import argparse
+import functools
+import itertools
 import json
 import statistics
 import tempfile
@@ -50,7 +52,7 @@ def messages(over_tcp: bool, stack: ExitStack) -> Action:
     first = topology.pp_rank == 0
 
     def pass_on(size: int) -> None:
-        message = torch.zeros(size, dtype=torch.uint8)
+        message = torch.zeros(size, dtype=torch.uint8)  # as tcp_messages makes its own
         other = 1 - topology.pp_rank
         for sends in (first, not first):
             if sends:
@@ -74,10 +76,11 @@ def sums(over_tcp: bool, stack: ExitStack) -> Action:
     gate = _C.HostGate("", True)
     sync = connect_replicas(topology, groups, gate, device, TIMEOUT, over_tcp=over_tcp, chunk_bytes=0)
     stack.callback(sync.close)
-    steps = iter(range(1, 1 << 30))
+    steps = itertools.count(1)
+    buffer = functools.cache(lambda size: torch.zeros(size // 4))
 
     def sum_up(size: int) -> None:
-        gradients = torch.zeros(size // 4)
+        gradients = buffer(size)
         sync.begin(next(steps), [])
         sync.reduce(0, gradients, 1.0)
         sync.wait_reduced(0)

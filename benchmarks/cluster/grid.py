@@ -114,10 +114,11 @@ class GridReport:
             f", {costs.step_s * 1e3:.1f} ms a step"
             for base, costs in self.costs.items()
         ]
-        rows += ["", f"{'cell':52}{'predicted s':>12}{'measured s':>12}{'error':>9}{'stolen':>8}"]
+        rows += ["", f"{'cell':52}{'predicted s':>12}{'measured s':>12}{'error':>9}{'stolen':>8}{'runs':>6}"]
         for one in self.results:
             rows.append(
                 f"{one.cell.name:52}{one.predicted_s:12.3f}{one.measured_s:12.3f}{one.error:9.1%}{one.stolen:8.1%}"
+                f"{f'{one.counted}/{one.runs}':>6}"
             )
         rows += [f"{name:52} FAILED" for name in self.failures]
         errors = self.errors()

@@ -61,7 +61,7 @@ class PreemptionReport(Runs):
             f"DP.sync: {one.dp_sync_s * 1e3:.0f} ms at full rate",
             "",
             f"{'':16}{'message ms':>11}{'/ idle':>8}{'messages':>10}{'DP.sync ms':>12}{'/ off':>8}{'step s':>9}"
-            f"{'runs':>6}",
+            f"{'stolen':>8}{'runs':>6}",
         ]
         for name, every in self.runs.items():
             runs = self.counted(name)
@@ -69,7 +69,8 @@ class PreemptionReport(Runs):
             rows.append(
                 f"{name:16}{_text(self.message_ms(name), 2):>11}{number(self.ratio_to_idle(name)):>8}{count:10}"
                 f"{_text(self.dp_sync_ms(name), 0):>12}{number(self.ratio_of_dp_sync(name)):>8}"
-                f"{statistics.median(run.step_s for run in runs):9.3f}{f'{len(runs)}/{len(every)}':>6}"
+                f"{statistics.median(run.step_s for run in runs):9.3f}{max(run.stolen for run in runs):8.1%}"
+                f"{f'{len(runs)}/{len(every)}':>6}"
             )
         rows += [f"{name:16}FAILED {len(texts)} time(s)" for name, texts in self.failures.items()]
         return "\n".join(rows)

@@ -56,11 +56,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             partial(Session, wake_up_s=wake_up_s, timeout=options.timeout, wait_for_calm=wait),
         )
     except ValueError as error:
-        print(error, file=sys.stderr)
+        say(str(error))
         return 2
     print(report.table())
     for name, texts in report.failures.items():
-        print(f"\n{name}: {texts[0]}", file=sys.stderr)
+        say(f"\n{name}: {texts[0]}")
     if options.json:
         options.json.write_text(json.dumps({**about, **report.as_json()}, indent=1) + "\n")
     if options.png:

@@ -22,7 +22,8 @@ class Groups:
     the other. `rings` sum gradients over the replicas of a stage and gather them, `data` is for the small control
     messages of those replicas, `pipeline` of the stages of one replica, `world` of all ranks; `ties` are for
     parameters that several stages share. On CUDA a group has gloo for host memory (message headers) and NCCL for device
-    memory. Without `with_links` activations and gradients travel otherwise and have no groups.
+    memory. Links and rings have a thread of gloo each, the other groups one together. Without `with_links` activations
+    and gradients travel otherwise and have no groups.
     """
 
     def __init__(
@@ -41,26 +42,30 @@ class Groups:
         pipelines = [topology.pipeline(replica) for replica in range(topology.dp)]
         stages = [topology.replicas(stage) for stage in range(topology.pp)]
         self.pipeline = self._own(pipelines)
-        links = {name: self._own(pipelines if with_links else []) for name in ("forward", "backward")}
+        links = {name: self._own(pipelines if with_links else [], own_thread=True) for name in ("forward", "backward")}
         # With two stages the link from the last stage back to the first joins the same pair of ranks as the inner link.
         for name in ("forward", "backward"):
-            links[f"{name}_wrap"] = self._own(pipelines) if with_links and topology.pp == 2 else links[name]
+            links[f"{name}_wrap"] = (
+                self._own(pipelines, own_thread=True) if with_links and topology.pp == 2 else links[name]
+            )
         self.links: dict[str, Any] = links
         self.data = self._own(stages)
-        self.rings: dict[str, Any] = {name: self._own(stages if with_links else []) for name in ("reduce", "gather")}
+        self.rings: dict[str, Any] = {
+            name: self._own(stages if with_links else [], own_thread=True) for name in ("reduce", "gather")
+        }
         self.world = self._own([list(range(topology.world))])
         self.ties: dict[tuple[int, ...], Any] = {
             tied: self._own([[topology.rank_of(replica, stage) for stage in tied] for replica in range(topology.dp)])
             for tied in sorted(set(tied_stages))
         }
 
-    def _own(self, rank_lists: list[list[int]]) -> Any:
+    def _own(self, rank_lists: list[list[int]], *, own_thread: bool = False) -> Any:
         """Makes one group per list, on every rank in the same order; returns the one this rank is in, None if alone."""
         own = None
         for ranks in rank_lists:
             if len(ranks) < 2:
                 continue
-            group = new_group(ranks, self._timeout, nccl=self._nccl)
+            group = new_group(ranks, self._timeout, nccl=self._nccl, own_thread=own_thread)
             if group is not None:
                 own = group
                 self._made.append(group)

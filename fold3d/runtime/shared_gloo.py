@@ -1,4 +1,4 @@
-"""new_group(): torch.distributed.new_group whose gloo shares one thread with all other groups of the process."""
+"""new_group(): torch.distributed.new_group, with one gloo thread for all groups of the process."""
 
 from __future__ import annotations
 
@@ -13,17 +13,19 @@ import torch.distributed as dist
 _NAME = "fold3d_gloo"
 
 
-def new_group(ranks: Sequence[int], timeout: timedelta, *, nccl: bool) -> Any:
+def new_group(ranks: Sequence[int], timeout: timedelta, *, nccl: bool, own_thread: bool) -> Any:
     """Returns a group of `ranks`, for host memory and with `nccl` for CUDA memory as well; None elsewhere.
 
     torch gives every gloo group a device of its own, and every device a thread that wakes up 100 times a second even
     when nobody calls it. Where several ranks share a host's cores, the wake-ups of some groups per rank are a third of
-    all and delay the passes. These groups use the device of the default group.
+    all and delay the passes. These groups use the device of the default group, unless `own_thread` is set: for tensors
+    that travel while those of other groups do.
 
     Collective: all ranks of the default group call it, in the same order.
     """
-    with _registered():
-        group = dist.new_group(list(ranks), timeout=timeout, backend=f"cpu:{_NAME},cuda:nccl" if nccl else _NAME)
+    with contextlib.nullcontext() if own_thread else _registered():
+        name = "gloo" if own_thread else _NAME
+        group = dist.new_group(list(ranks), timeout=timeout, backend=f"cpu:{name},cuda:nccl" if nccl else name)
     return None if group == dist.GroupMember.NON_GROUP_MEMBER else group
 
 
