@@ -285,7 +285,7 @@ class Engine(Supervised):
             names = cut.primary()
             # In the model's order: a set's differs between processes, and so would the last bit of the sum.
             primary = [parameter for name, parameter in cut.parameters.items() if name in names]
-            return gradients.global_norm(primary, pipeline.groups.pipeline)
+            return gradients.global_norm(primary, gradients.norm_dtype(cut.model), pipeline.groups.pipeline)
 
     def clip_grad_norm(self, max_norm: float) -> torch.Tensor:
         """Scales all gradients to a global norm of at most `max_norm`; returns the norm before; all ranks call.

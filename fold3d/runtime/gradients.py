@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.nn import Parameter
+from torch.nn import Module, Parameter
 
 
 def sum_tied(tied: Mapping[str, tuple[Parameter, Any]]) -> None:
@@ -34,17 +34,23 @@ def sum_tied(tied: Mapping[str, tuple[Parameter, Any]]) -> None:
             dist.all_reduce(parameter.grad, group=group)
 
 
-def global_norm(parameters: Iterable[Parameter], pipeline: Any) -> torch.Tensor:
-    """Returns the L2 norm of the gradients over all stages, fp32 or wider, identical on every rank of the pipeline.
+def norm_dtype(model: Module) -> torch.dtype:
+    """Returns fp32, or the dtype of the model's widest parameter if that is wider.
+
+    Of the whole model, also where a stage holds a part of it: all ranks must round the norm alike.
+    """
+    return functools.reduce(torch.promote_types, (parameter.dtype for parameter in model.parameters()), torch.float32)
+
+
+def global_norm(parameters: Iterable[Parameter], dtype: torch.dtype, pipeline: Any) -> torch.Tensor:
+    """Returns the L2 norm of the gradients over all stages, identical on every rank of the pipeline.
 
     Args:
         parameters: those this rank is responsible for: each parameter of the model belongs to one stage.
+        dtype: of the result, `norm_dtype`.
         pipeline: group of the stages, or None for one stage.
     """
-    parameters = list(parameters)
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    # The parameters' dtype: a stage whose parameters are all frozen has no gradients, and must not round more coarsely.
-    dtype = functools.reduce(torch.promote_types, (parameter.dtype for parameter in parameters), torch.float32)
     squares = torch.zeros((), dtype=torch.float64)
     if gradients:
         norms = torch.stack([norm.to(torch.float64).cpu() for norm in torch._foreach_norm(gradients)])

@@ -64,6 +64,7 @@ def load(cut: RankModel, optimizer: Optimizer | None, full: Mapping[str, Any]) -
         return
     saved: Mapping[str, Mapping[str, Any]] = full["optimizer"]
     for name, parameter in cut.parameters.items():
+        optimizer.state.pop(parameter, None)  # what came after the state was saved does not count
         if name in saved:
             optimizer.state[parameter] = {key: _like_parameter(value, parameter) for key, value in saved[name].items()}
 
@@ -83,5 +84,9 @@ def _to_cpu(value: Any) -> Any:
 def _like_parameter(value: Any, parameter: torch.Tensor) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
-    # Step counters are scalars that optimizers keep where they made them, on the CPU.
-    return value.clone() if value.ndim == 0 else value.to(parameter.device, copy=True)
+    if value.ndim == 0:
+        return value.clone()  # step counters: optimizers keep them where they made them, on the CPU
+    if value.shape != parameter.shape:
+        return value.to(parameter.device, copy=True)
+    # Laid out as the parameter is: fused optimizers go through the memory of both without a look at their strides.
+    return torch.empty_like(parameter, dtype=value.dtype, requires_grad=False).copy_(value)

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 from torch.nn import Parameter
 
 from fold3d.runtime.dp_sync.layout import BucketSpec
@@ -30,7 +31,12 @@ class Piece:
     """First element in the flat bucket."""
     stop: int
     offset: int
-    """First element in the parameter, flattened."""
+    """First element in the parameter, flattened as it lies in memory."""
+
+    def of(self, flat: Tensor) -> Tensor:
+        """Returns the piece's part of its bucket's flat tensor; a number without dimensions stays one."""
+        part = flat[self.start : self.stop]
+        return part if self.parameter.ndim else part.view(())
 
 
 class Bucket:
@@ -59,10 +65,10 @@ class Bucket:
         total = _round_up(self._starts[-1], replicas * _ALIGN)
         dtype = functools.reduce(torch.promote_types, (p.dtype for p in self.parameters), torch.float32)
         self.gradients = torch.zeros(total, dtype=dtype, device=first.device)
-        self.weights: torch.Tensor | None = None
+        self.weights: Tensor | None = None
         self.used = [False] * len(sizes)
         self.views = [
-            self.gradients[start : start + parameter.numel()].view_as(parameter)
+            laid_out(self.gradients[start : start + parameter.numel()], parameter)
             for start, parameter in zip(self._starts, self.parameters, strict=False)
         ]
         width = total // replicas
@@ -87,7 +93,7 @@ class Bucket:
         assert len(dtypes) == 1, "a bucket holds parameters of one dtype"
         self.weights = torch.zeros(self.gradients.numel(), dtype=dtypes.pop(), device=self.gradients.device)
         for start, parameter in zip(self._starts, self.parameters, strict=False):
-            view = self.weights[start : start + parameter.numel()].view_as(parameter)
+            view = laid_out(self.weights[start : start + parameter.numel()], parameter)
             view.copy_(parameter.data)
             parameter.data = view
 
@@ -124,6 +130,26 @@ class Bucket:
         """Takes the gradients off the parameters."""
         for parameter in self.parameters:
             parameter.grad = None
+
+
+def laid_out(flat: Tensor, parameter: Tensor) -> Tensor:
+    """Returns `flat` as a tensor of the parameter's shape that lies in memory as the parameter does.
+
+    As autograd lays gradients out: fused optimizers go through the memory of both without a look at their strides.
+    """
+    order = _memory_order(parameter)
+    return flat.view([parameter.shape[d] for d in order]).permute([order.index(d) for d in range(parameter.ndim)])
+
+
+def flattened(value: Tensor, parameter: Tensor) -> Tensor:
+    """Returns the elements of `value`, of the parameter's shape, in the order of the parameter's memory."""
+    return value.permute(_memory_order(parameter)).reshape(-1)
+
+
+def _memory_order(parameter: Tensor) -> list[int]:
+    """Returns the dimensions from the slowest to the fastest; as they are where elements lie apart or on another."""
+    order = sorted(range(parameter.ndim), key=parameter.stride, reverse=True)
+    return order if parameter.permute(order).is_contiguous() else list(range(parameter.ndim))
 
 
 def _round_up(count: int, step: int) -> int:

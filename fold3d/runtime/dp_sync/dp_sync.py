@@ -13,7 +13,6 @@ Every way gives the same bits: the same sums, the same norm, the same element-wi
 
 from __future__ import annotations
 
-import functools
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -32,6 +31,7 @@ from fold3d.runtime.dp_sync.gates import Gates
 from fold3d.runtime.dp_sync.handover import Handover
 from fold3d.runtime.dp_sync.plan import SyncPlan
 from fold3d.runtime.dp_sync.update import BucketOptimizer, Settings, check_separable
+from fold3d.runtime.gradients import norm_dtype
 from fold3d.runtime.groups import Groups
 from fold3d.runtime.progress import Progress
 from fold3d.runtime.rank_model import RankModel
@@ -207,7 +207,7 @@ class DpSync:
                 bucket.flatten_parameters()
                 weights = bucket.weights
                 assert weights is not None
-                tensors = [(piece, weights[piece.start : piece.stop]) for piece in bucket.pieces]
+                tensors = [(piece, piece.of(weights)) for piece in bucket.pieces]
                 part = BucketOptimizer(optimizer, tensors, sharded=True)
                 optimizer_state.scatter(bucket, part, optimizer)
             else:
@@ -291,7 +291,7 @@ class DpSync:
         self._sync.reduce(bucket.number, bucket.gradients, 1.0 / self._topology.dp)
 
     def _step_shard(self, bucket: Bucket, settings: Settings) -> None:
-        gradients = {p.index: bucket.gradients[p.start : p.stop] for p in bucket.pieces if bucket.used[p.index]}
+        gradients = {p.index: p.of(bucket.gradients) for p in bucket.pieces if bucket.used[p.index]}
         self._parts[bucket.number].step(gradients, settings)
         assert bucket.weights is not None
         self._sync.gather(bucket.number, bucket.weights)
@@ -326,9 +326,7 @@ class DpSync:
         votes = [torch.empty_like(mine) for _ in range(self._topology.world)]
         meeting.all_gather(votes, mine, self._groups.world, self._progress)
         total = torch.stack(votes).sum(0)  # in the order of the ranks: the same bits everywhere
-        owned = (self._cut.parameters[name] for name in sorted(primary))
-        dtype = functools.reduce(torch.promote_types, (p.dtype for p in owned), torch.float32)
-        return int(total[0]), total[1].sqrt().to(dtype)
+        return int(total[0]), total[1].sqrt().to(norm_dtype(self._cut.model))
 
     def _share_use(self) -> None:
         """A parameter counts as used when any replica, and of tied ones any stage, used it."""

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fold3d.runtime.dp_sync.bucket import Bucket, Piece
+from fold3d.runtime.dp_sync.bucket import Bucket, Piece, flattened, laid_out
 from fold3d.runtime.dp_sync.update import BucketOptimizer
 
 State = dict[Tensor, dict[str, Any]]
@@ -44,7 +44,7 @@ def gather(bucket: Bucket, part: BucketOptimizer, data: Any) -> State:
         owners = {index for _, _, keys in told for index, names in keys.items() if key in names}
         for piece in bucket.all_pieces:
             if piece.index in owners:
-                view = whole[piece.start : piece.stop].view_as(piece.parameter)
+                view = laid_out(whole[piece.start : piece.stop], piece.parameter)
                 result[piece.parameter][key] = view.clone()
     return result
 
@@ -75,4 +75,5 @@ def _slice(value: Any, piece: Piece) -> Any:
         return value
     if value.ndim == 0 or value.shape != piece.parameter.shape:
         return value.clone()
-    return value.reshape(-1)[piece.offset : piece.offset + piece.stop - piece.start].clone()
+    flat = flattened(value, piece.parameter)
+    return flat[piece.offset : piece.offset + piece.stop - piece.start].clone()
