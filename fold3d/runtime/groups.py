@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable
 from datetime import timedelta
 from typing import Any
@@ -82,8 +83,9 @@ class Groups:
     def close(self) -> None:
         """Destroys this rank's groups; the default group stays."""
         for group in self._made:
-            if dist.is_initialized():  # else the user destroyed all groups
-                dist.destroy_process_group(group)
+            with contextlib.suppress(ValueError):  # the user destroyed all groups, and perhaps made others since
+                if dist.is_initialized():
+                    dist.destroy_process_group(group)
         self._made.clear()
 
 

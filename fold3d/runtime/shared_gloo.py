@@ -1,8 +1,9 @@
-"""new_group(): torch.distributed.new_group, with one gloo thread for all groups of the process."""
+"""new_group(): torch.distributed.new_group, with one thread of gloo for all of them."""
 
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from functools import cache
@@ -18,8 +19,8 @@ def new_group(ranks: Sequence[int], timeout: timedelta, *, nccl: bool, own_threa
 
     torch gives every gloo group a device of its own, and every device a thread that wakes up 100 times a second even
     when nobody calls it. Where several ranks share a host's cores, the wake-ups of some groups per rank are a third of
-    all and delay the passes. These groups use the device of the default group, unless `own_thread` is set: for tensors
-    that travel while those of other groups do.
+    all and delay the passes. These groups share a device, unless `own_thread` is set: for tensors that travel while
+    those of other groups do.
 
     Collective: all ranks of the default group call it, in the same order.
     """
@@ -43,20 +44,16 @@ def _make(settings: Any, _: object) -> Any:
     gloo: Any = dist.ProcessGroupGloo  # torch's stubs name its options otherwise
     options = gloo._Options()
     options._timeout = settings.timeout
-    options._devices = [_device()]
+    options._devices = [_device(os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0])]
     options.global_ranks_in_group = settings.global_ranks_in_group
     options.group_name = settings.group_id
     return gloo(settings.store, settings.group_rank, settings.group_size, options)
 
 
-def _device() -> Any:
-    default = dist.group.WORLD
-    backends: list[Any] = [] if default is None else [default._get_backend(device) for device in default._device_types]
-    gloo: type[Any] = dist.ProcessGroupGloo
-    shared = [device for one in backends if isinstance(one, gloo) for device in one.options._devices]
-    return shared[0] if shared else _own_device()
-
-
 @cache
-def _own_device() -> Any:
-    return dist.ProcessGroupGloo.create_default_device()
+def _device(interface: str) -> Any:
+    """Returns this process's device on `interface`; without a name, where torch's own would be."""
+    # Never one that connects when it is first used (TORCH_GLOO_LAZY_INIT): groups made this way wait for ever on those.
+    if interface:
+        return dist.ProcessGroupGloo.create_device(interface=interface, lazy_init=False)
+    return dist.ProcessGroupGloo.create_default_device(lazy_init=False)
