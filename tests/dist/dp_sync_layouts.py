@@ -78,12 +78,12 @@ def alone(optimizer: str, dtype: torch.dtype) -> dict[str, Tensor]:
 class Job:
     """Two replicas that train `build(dtype)`."""
 
-    def __init__(self, dp_sync: str, optimizer: str, dtype: torch.dtype) -> None:
+    def __init__(self, dp_sync: str, optimizer: str, dtype: torch.dtype, bucket_bytes: int = 0) -> None:
         self.dtype = dtype
         self.model = build(dtype)
         mixed = dp_sync == "mixed"
         config = fold3d.ParallelConfig(
-            dp=2, micro_batches=MICRO_BATCHES, dp_sync="early" if mixed else dp_sync, bucket_bytes=0
+            dp=2, micro_batches=MICRO_BATCHES, dp_sync="early" if mixed else dp_sync, bucket_bytes=bucket_bytes
         )
         if mixed:
             with _alternating():
@@ -115,9 +115,9 @@ def train(dp_sync: str, optimizer: str, dtype: torch.dtype) -> dict[str, Tensor]
     return found
 
 
-def go_back(dp_sync: str, optimizer: str) -> tuple[dict[str, Tensor], ...]:
+def go_back(dp_sync: str, optimizer: str, bucket_bytes: int) -> tuple[dict[str, Tensor], ...]:
     """Returns the weights after two steps, and after going back to before the second, or the first, and on again."""
-    job = Job(dp_sync, optimizer, torch.float64)
+    job = Job(dp_sync, optimizer, torch.float64, bucket_bytes)
     saved = [job.engine.state_dict()]
     for step in range(2):
         job.train(step, step + 1)

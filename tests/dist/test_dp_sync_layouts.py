@@ -33,7 +33,13 @@ def test_same_bits_in_every_way_whatever_the_layout(ranks: RankPool, optimizer: 
 @pytest.mark.parametrize("dp_sync", ALL_WAYS)
 @pytest.mark.parametrize("optimizer", layouts.OPTIMIZERS)
 def test_going_back_to_an_earlier_state(ranks: RankPool, optimizer: str, dp_sync: str) -> None:
-    for expected, *others in ranks.run(layouts.go_back, 2, dp_sync, optimizer):
+    """With a bucket for each parameter, and with one for all, where a number lies beside tensors."""
+    for bucket_bytes in (0, 1 << 20):
+        _assert_same(ranks.run(layouts.go_back, 2, dp_sync, optimizer, bucket_bytes))
+
+
+def _assert_same(results: list[tuple[dict[str, torch.Tensor], ...]]) -> None:
+    for expected, *others in results:
         for found in others:
             assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 

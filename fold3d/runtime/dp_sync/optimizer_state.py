@@ -41,7 +41,12 @@ def gather(bucket: Bucket, part: BucketOptimizer, data: Any) -> State:
         shards = [torch.empty_like(own) for _ in told]
         dist.all_gather(shards, own, group=data)
         whole = torch.cat(shards)
-        owners = {index for _, _, keys in told for index, names in keys.items() if key in names}
+        owners = {
+            index
+            for _, values, keys in told
+            for index, names in keys.items()
+            if key in names and key not in values.get(index, {})
+        }
         for piece in bucket.all_pieces:
             if piece.index in owners:
                 view = laid_out(whole[piece.start : piece.stop], piece.parameter)
