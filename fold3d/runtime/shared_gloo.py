@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from functools import cache
 from typing import Any
 
 import torch.distributed as dist
+
+from fold3d.runtime.tcp import socket_interface
 
 _NAME = "fold3d_gloo"
 
@@ -44,7 +45,7 @@ def _make(settings: Any, _: object) -> Any:
     gloo: Any = dist.ProcessGroupGloo  # torch's stubs name its options otherwise
     options = gloo._Options()
     options._timeout = settings.timeout
-    options._devices = [_device(os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0])]
+    options._devices = [_device(socket_interface())]
     options.global_ranks_in_group = settings.global_ranks_in_group
     options.group_name = settings.group_id
     return gloo(settings.store, settings.group_rank, settings.group_size, options)

@@ -26,16 +26,21 @@ def uses_tcp(transport: str, device: torch.device) -> bool:
     return transport == "tcp" or (transport == "auto" and device.type == "cpu")
 
 
+def socket_interface() -> str:
+    """Returns the network interface that the user wants, as torch's own gloo groups take it; "" for any."""
+    return os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
+
+
 def local_address() -> str:
     """Returns the IPv4 address other ranks reach this one at.
 
     That of the interface GLOO_SOCKET_IFNAME if it is set, as for torch's own gloo groups; else the address this machine
     would use to reach MASTER_ADDR; else the loopback address.
     """
-    interface = os.environ.get("GLOO_SOCKET_IFNAME")
+    interface = socket_interface()
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         if interface:
-            request = struct.pack("256s", interface.split(",")[0].encode()[:15])
+            request = struct.pack("256s", interface.encode()[:15])
             return socket.inet_ntoa(fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)[20:24])
         master = os.environ.get("MASTER_ADDR")
         if not master:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, AdamW, Optimizer
 
 import fold3d
-from tests.dist.dp_sync_loops import _alternating, weights
+from tests.dist.dp_sync_loops import make_engine, weights
 
 MICRO_BATCHES, STEPS = 2, 3
 Batch = dict[str, Tensor]
@@ -81,15 +81,8 @@ class Job:
     def __init__(self, dp_sync: str, optimizer: str, dtype: torch.dtype, bucket_bytes: int = 0) -> None:
         self.dtype = dtype
         self.model = build(dtype)
-        mixed = dp_sync == "mixed"
-        config = fold3d.ParallelConfig(
-            dp=2, micro_batches=MICRO_BATCHES, dp_sync="early" if mixed else dp_sync, bucket_bytes=bucket_bytes
-        )
-        if mixed:
-            with _alternating():
-                self.engine = fold3d.Engine(self.model, config, example=batches(0, 0, dtype)[0])
-        else:
-            self.engine = fold3d.Engine(self.model, config, example=batches(0, 0, dtype)[0])
+        settings = {"micro_batches": MICRO_BATCHES, "bucket_bytes": bucket_bytes}
+        self.engine = make_engine(self.model, dp_sync, settings, example=batches(0, 0, dtype)[0])
         self.optimizer: Optimizer = OPTIMIZERS[optimizer](list(self.engine.owned.values()))
         self.engine.attach(self.optimizer)
 

@@ -85,22 +85,21 @@ def alone(steps: int, loss_fn: Callable[[nn.Module, Batch], Tensor] = share, nor
 
 
 def engine_of(model: nn.Module, dp_sync: str, **others: Any) -> fold3d.Engine:
-    """Returns an engine over two replicas; `dp_sync` may be "mixed", as a planner short of memory would have it."""
-    mixed = dp_sync == "mixed"
-    config = fold3d.ParallelConfig(
-        dp=2,
-        segments=1,
-        micro_batches=MICRO_BATCHES,
-        blocks="layers",
-        dp_sync="early" if mixed else dp_sync,
-        bucket_bytes=0,
-    )
-    with _alternating() if mixed else nullcontext():
-        engine = fold3d.Engine(model, config, example=batches(0, 0)[0], **others)
-    if mixed:
+    """Returns an engine over two replicas; `dp_sync` as in `make_engine`."""
+    settings = {"segments": 1, "micro_batches": MICRO_BATCHES, "blocks": "layers", "bucket_bytes": 0}
+    engine = make_engine(model, dp_sync, settings, example=batches(0, 0)[0], **others)
+    if dp_sync == "mixed":
         assert engine._pipeline is not None and engine._pipeline.dp_sync is not None
         assert set(engine._pipeline.dp_sync.plan.modes) == {"early", "zero1"}
     return engine
+
+
+def make_engine(model: nn.Module, dp_sync: str, settings: dict[str, Any], **others: Any) -> fold3d.Engine:
+    """Returns an engine over two replicas; `dp_sync` may be "mixed", as a planner short of memory would have it."""
+    mixed = dp_sync == "mixed"
+    config = fold3d.ParallelConfig(dp=2, dp_sync="early" if mixed else dp_sync, **settings)
+    with _alternating() if mixed else nullcontext():
+        return fold3d.Engine(model, config, **others)
 
 
 @contextmanager

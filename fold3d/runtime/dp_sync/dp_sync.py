@@ -74,6 +74,7 @@ class DpSync:
         self._parts: dict[int, BucketOptimizer] = {}
         self._pending: dict[int, Settings] = {}  # early buckets that are to be stepped when they are opened
         self._collected = False  # the optimizer's state is whole
+        self._norm_dtype = norm_dtype(cut.model)  # not in the vote, for which all ranks wait
         self._norm: torch.Tensor | None = None
         self._begun = False  # gradients are on their way that neither update() nor abandon() has taken
         self._handed_over = False  # all of them, so that they arrive whatever this rank does next
@@ -326,7 +327,7 @@ class DpSync:
         votes = [torch.empty_like(mine) for _ in range(self._topology.world)]
         meeting.all_gather(votes, mine, self._groups.world, self._progress)
         total = torch.stack(votes).sum(0)  # in the order of the ranks: the same bits everywhere
-        return int(total[0]), total[1].sqrt().to(norm_dtype(self._cut.model))
+        return int(total[0]), total[1].sqrt().to(self._norm_dtype)
 
     def _share_use(self) -> None:
         """A parameter counts as used when any replica, and of tied ones any stage, used it."""
