@@ -128,6 +128,7 @@ class ParallelConfig:
             )
         if dp == 1:
             given = {"dp_sync": self.dp_sync != AUTO, "bucket_bytes": self.bucket_bytes is not None}
+            given["preempt"] = not self.preempt
             for name in (name for name, is_given in given.items() if is_given):
                 raise ConfigError(f"{name}={getattr(self, name)!r} has no effect with one replica; leave it away")
         return dp

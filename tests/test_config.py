@@ -50,7 +50,7 @@ def test_a_grid_that_is_not_the_world(config: dict[str, int], world: int) -> Non
         ParallelConfig(**config).resolve_dp(world)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("settings", [{"dp_sync": "zero1"}, {"bucket_bytes": 4096}])
+@pytest.mark.parametrize("settings", [{"dp_sync": "zero1"}, {"bucket_bytes": 4096}, {"preempt": False}])
 def test_settings_of_replicas_need_several(settings: dict[str, object]) -> None:
     (name,) = settings
     with pytest.raises(ConfigError, match=f"{name}=.* has no effect with one replica; leave it away"):

@@ -56,7 +56,7 @@ class LoadRank:
         self._buckets = [torch.zeros(layer_floats) for _ in range(scenario.layers if layer_floats else 0)]
         self._sync = None
         if self._buckets:
-            self._sync = connect_replicas(topology, self._groups, gate, cpu, COMM_TIMEOUT, over_tcp=True, chunk_bytes=0)
+            self._sync = connect_replicas(topology, self._groups, gate, cpu, COMM_TIMEOUT, over_tcp=True)
         self._steps = 0
         self._begun = 0.0
         self._records: list[list[Record]] = []

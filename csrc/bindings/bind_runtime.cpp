@@ -64,14 +64,18 @@ class PyExecutor {
       if (links) transport = std::make_unique<comm::TcpTransport>(links, std::move(transport));
       communicator_ = std::make_shared<comm::Communicator>(std::move(transport), options, gate);
     }
-    executor_ = std::make_unique<runtime::Executor>(communicator_, stage, std::move(cells));
+    executor_ = std::make_shared<runtime::Executor>(communicator_, stage, std::move(cells));
   }
 
   ~PyExecutor() { close(); }
 
   std::vector<at::Tensor> run(const core::Schedule& schedule, int stage, bool backward) {
+    // A copy keeps it alive: what runs in a chunk, such as a loss or a signal's handler, may close.
+    std::shared_ptr<runtime::Executor> executor = open_executor();
     const py::gil_scoped_release release;
-    return executor().run(schedule.shape, schedule.ranks.at(static_cast<std::size_t>(stage)), backward);
+    auto results = executor->run(schedule.shape, schedule.ranks.at(static_cast<std::size_t>(stage)), backward);
+    executor.reset();  // without the GIL, as in close()
+    return results;
   }
 
   void abort(const std::string& reason) {
@@ -86,7 +90,7 @@ class PyExecutor {
 
   py::list take_spans() {
     py::list out;
-    for (const runtime::Span& span : executor().take_spans()) {
+    for (const runtime::Span& span : open_executor()->take_spans()) {
       out.append(py::make_tuple(span.is_wait ? "wait" : "compute", core::to_string(span.action), span.start_ns,
                                 span.end_ns, 0));
     }
@@ -113,13 +117,13 @@ class PyExecutor {
   }
 
  private:
-  runtime::Executor& executor() {
+  std::shared_ptr<runtime::Executor> open_executor() const {
     if (!executor_) throw std::runtime_error("the executor is closed");
-    return *executor_;
+    return executor_;
   }
 
   std::shared_ptr<comm::Communicator> communicator_;
-  std::unique_ptr<runtime::Executor> executor_;
+  std::shared_ptr<runtime::Executor> executor_;
 };
 
 }  // namespace

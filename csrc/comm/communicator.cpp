@@ -128,6 +128,7 @@ void Communicator::begin(const std::vector<core::Action>& program) {
     position = static_cast<int>(to.tasks.size());
     to.tasks.push_back(Task{.action = action, .tensors = {}, .waited = false});
   }
+  transport_->begin();
   pool_.next_step();
   ++step_;
   open_ = true;
@@ -158,7 +159,7 @@ void Communicator::send(const core::Action& send, Tensors tensors) {
   to.tasks[position].tensors = std::move(tensors);
   ++to.issued;
   gate_->message_begins(HostGate::Direction::kSend, bytes);
-  if (small && transport_->sends_at_once() && to.lane->run_here(position)) return;
+  if (small && transport_->sends_at_once(channel_of(id)) && to.lane->run_here(position)) return;
   to.lane->raise(to.issued);
 }
 

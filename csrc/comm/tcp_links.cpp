@@ -1,5 +1,7 @@
 #include "comm/tcp_links.h"
 
+#include <poll.h>
+
 #include <algorithm>
 #include <cerrno>
 #include <chrono>
@@ -85,6 +87,11 @@ void TcpLinks::send(Channel channel, std::span<const std::byte> first, std::span
   if (waiting > waiting_[index] - waiting_[index] / 4 && waiting < waiting_[index] + waiting_[index] / 4) return;
   waiting_[index] = waiting;
   outgoing_[index]->limit_waiting(waiting);
+}
+
+bool TcpLinks::has_room(Channel channel) const {
+  const auto& socket = outgoing_[static_cast<std::size_t>(channel)];
+  return socket && socket->ready(POLLOUT, Clock::now());  // the system says so of a third of its buffer
 }
 
 void TcpLinks::recv(Channel channel, std::span<std::byte> bytes) {

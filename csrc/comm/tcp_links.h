@@ -39,6 +39,8 @@ class TcpLinks {
   /// Sends `first`, then `second`, to the one peer this channel leads to: forward to the next stage, backward to the
   /// previous one. Returns when what is left takes about a millisecond.
   void send(Channel channel, std::span<const std::byte> first, std::span<const std::byte> second = {});
+  /// Whether a few kilobytes could be sent on this channel without waiting for the peer.
+  bool has_room(Channel channel) const;
   /// Fills `bytes` from the one peer this channel comes from.
   void recv(Channel channel, std::span<std::byte> bytes);
 

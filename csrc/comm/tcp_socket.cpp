@@ -52,14 +52,20 @@ TcpSocket::~TcpSocket() {
 void TcpSocket::shutdown() const { ::shutdown(fd_, SHUT_RDWR); }
 
 bool TcpSocket::ready(short events, Clock::time_point deadline) const {
-  pollfd request{fd_, events, 0};
-  return ::poll(&request, 1, milliseconds_until(deadline)) > 0;
+  for (;;) {
+    pollfd request{fd_, events, 0};
+    const int found = ::poll(&request, 1, milliseconds_until(deadline));
+    if (found > 0) return true;
+    const bool interrupted = found < 0 && errno == EINTR;
+    if (!interrupted && Clock::now() >= deadline) return false;
+  }
 }
 
 bool TcpSocket::write(std::span<const std::byte> bytes, Clock::time_point deadline) const {
   while (!bytes.empty()) {
     if (!ready(POLLOUT, deadline)) return false;
     const ssize_t moved = ::send(fd_, bytes.data(), bytes.size(), MSG_NOSIGNAL | MSG_DONTWAIT);
+    if (moved < 0 && (errno == EINTR || errno == EAGAIN)) continue;
     if (moved <= 0) return false;
     bytes = bytes.subspan(static_cast<std::size_t>(moved));
   }
@@ -70,6 +76,7 @@ bool TcpSocket::read(std::span<std::byte> bytes, Clock::time_point deadline) con
   while (!bytes.empty()) {
     if (!ready(POLLIN, deadline)) return false;
     const ssize_t moved = ::recv(fd_, bytes.data(), bytes.size(), MSG_DONTWAIT);
+    if (moved < 0 && (errno == EINTR || errno == EAGAIN)) continue;
     if (moved <= 0) return false;
     bytes = bytes.subspan(static_cast<std::size_t>(moved));
   }

@@ -29,6 +29,9 @@ class Transport {
  public:
   virtual ~Transport() = default;
 
+  /// A step begins; called by the thread that computes, while no other call is under way.
+  virtual void begin() {}
+
   /// Sends buffer->bytes() bytes; returns when the memory may be reused.
   virtual void send(Channel channel, int peer_stage, std::shared_ptr<Buffer> buffer) = 0;
 
@@ -51,10 +54,9 @@ class Transport {
     }
   }
 
-  /// Whether send_message copies a message that fits into its frame into the system's buffers and returns without
-  /// waiting for the receiver, as a rule: the executor's thread then sends small messages itself instead of waking the
-  /// lane.
-  virtual bool sends_at_once() const { return false; }
+  /// Whether send_message would now copy a message that fits into its frame into the system's buffers and return
+  /// without waiting for the receiver: the executor's thread then sends it itself instead of waking the lane.
+  virtual bool sends_at_once(Channel) const { return false; }
 
   /// Receive memory of desc.bytes() bytes on the rank's device. May later be reused for another desc of as
   /// many bytes.

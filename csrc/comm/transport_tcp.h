@@ -22,7 +22,7 @@ class TcpTransport final : public Transport {
   /// The frame and the first tensor go to the system in one call, and so, if they are small, in one packet.
   void send_message(Channel channel, int peer_stage, std::span<const std::byte> frame,
                     std::span<const Tensor> payload) override;
-  bool sends_at_once() const override { return true; }
+  bool sends_at_once(Channel channel) const override { return links_->has_room(channel); }
   std::shared_ptr<Buffer> allocate(const TensorDesc& desc) override;
   void abort(const std::string& reason) override;
 

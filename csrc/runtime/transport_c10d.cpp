@@ -54,6 +54,8 @@ void C10dTransport::transfer(comm::Channel channel, bool is_send, int peer_stage
   works_.wait(is_send ? pg.send(tensors, peer_stage, kTag) : pg.recv(tensors, peer_stage, kTag));
 }
 
+void C10dTransport::begin() { compute_stream_ = current_stream(device_); }
+
 void C10dTransport::send(comm::Channel channel, int peer_stage, std::shared_ptr<comm::Buffer> buffer) {
   const c10::Stream stream = side_stream(device_, /*high_priority=*/true);
   const c10::StreamGuard guard(stream);

@@ -31,6 +31,7 @@ class C10dTransport final : public comm::Transport {
   C10dTransport(const GroupNames& names, int stage, int num_stages, c10::Device device);
   ~C10dTransport() override;
 
+  void begin() override;
   void send(comm::Channel channel, int peer_stage, std::shared_ptr<comm::Buffer> buffer) override;
   void recv(comm::Channel channel, int peer_stage, std::shared_ptr<comm::Buffer> buffer) override;
   void send_frame(comm::Channel channel, int peer_stage, std::span<const std::byte> frame) override;
@@ -50,7 +51,7 @@ class C10dTransport final : public comm::Transport {
   int stage_;
   int num_stages_;
   c10::Device device_;
-  c10::Stream compute_stream_;  // the stream of the thread that made this object: where tensors are produced and used
+  c10::Stream compute_stream_;  // of the thread that computes, in this step: where tensors are produced and used
   AbortableWorks works_;
 };
 

@@ -7,6 +7,7 @@ indices in the order of the whole model's groups. A rank's optimizer numbers onl
 from __future__ import annotations
 
 import mmap
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,7 @@ from torch.serialization import set_default_mmap_options, skip_data
 
 from fold3d.checkpoint.stream import Entry
 from fold3d.errors import CheckpointError, ConfigError
+from fold3d.runtime.state import like_parameter
 
 FILE = "optimizer.pt"
 StateKey = tuple[str, str]
@@ -107,7 +109,9 @@ class OptimizerLayout:
         }
         local = self.local(owned)
         state = {
-            number: _copied(whole["state"][index_of[name]])
+            number: {
+                key: like_parameter(value, owned[name]) for key, value in whole["state"][index_of[name]].items()
+            }  # copies, which no longer live in the mapped file
             for number, name in enumerate(local)
             if index_of[name] in whole["state"]
         }
@@ -147,6 +151,9 @@ class OptimizerSink:
         whole = {"state": dict(sorted(state.items())), "param_groups": groups}
         with skip_data(materialize_fake_tensors=True):
             torch.save(whole, self._path)
+        with self._path.open("r+b") as file:
+            # Skipped data are holes: filling one through the mapping on a full disk would kill the process (SIGBUS).
+            os.posix_fallocate(file.fileno(), 0, os.fstat(file.fileno()).st_size)
         with set_default_mmap_options(mmap.MAP_SHARED):
             self._mapped = torch.load(self._path, mmap=True, weights_only=True)
 
@@ -158,8 +165,3 @@ class OptimizerSink:
     def close(self) -> None:
         """Unmaps the file."""
         self._mapped = {}
-
-
-def _copied(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a state whose tensors no longer live in the mapped file."""
-    return {key: value.clone() if isinstance(value, Tensor) else value for key, value in state.items()}

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 
 from fold3d._C import partition
@@ -55,14 +54,6 @@ class Layout:
     """Seconds of the whole optimizer update of a chunk on one rank."""
     buckets: tuple[tuple[BucketCost, ...], ...]
     """A chunk without trainable parameters has none."""
-
-    def with_times(self, forward: Sequence[float], backward: Sequence[float]) -> Layout:
-        """Returns the layout with measured times of the chunks; buckets keep their shares."""
-        if not len(forward) == len(backward) == len(self.ranges):
-            raise ConfigError(
-                f"{len(forward)} forward and {len(backward)} backward times for {len(self.ranges)} chunks: one each"
-            )
-        return replace(self, forward=tuple(forward), backward=tuple(backward))
 
     def of_stage(self, stage: int, pp: int) -> list[BucketCost]:
         """Returns the stage's buckets in forward order: number 0, 1, ..."""

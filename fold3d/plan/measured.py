@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fold3d import _C
+from fold3d.plan.simulator import Prediction, RankBreakdown, prediction_of
 
 _NS = 1e9  # nanoseconds per second
 _TRIES = 24
@@ -37,8 +38,15 @@ class Expected:
     """What the simulator says of it."""
 
     step_ms: float
+    stages: tuple[RankBreakdown, ...]
+    """Where a rank's time goes, by stage."""
     gather_order: tuple[tuple[int, ...], ...]
     """Per stage: its early buckets in the order of their gathers."""
+
+    @classmethod
+    def of(cls, prediction: Prediction, gather_order: tuple[tuple[int, ...], ...]) -> Expected:
+        """Returns what `prediction` says of a run whose buckets have other numbers than the simulated ones."""
+        return cls(step_ms=prediction.step_ms, stages=prediction.ranks, gather_order=gather_order)
 
 
 def plan_gathers(schedule: _C.Schedule, measured: Measured) -> Expected:
@@ -47,17 +55,16 @@ def plan_gathers(schedule: _C.Schedule, measured: Measured) -> Expected:
     early = model.dp_sync == "early" and measured.dp > 1
     most = max(sum(len(b) for b in measured.buckets[stage :: schedule.pp]) for stage in range(schedule.pp))
     limits = [-1, *range(0, most, max(1, -(-most // _TRIES)))] if early else [-1]
-    best = None
+    lengths = []
     for limit in limits:
         model.early_gathers = limit
-        step = _C.simulate_training(schedule, model, breakdown=False)
-        if best is None or step.step_ns < best.step_ns:
-            best = step
-    assert best is not None
-    orders = best.gather_order if early else [[] for _ in range(schedule.pp)]
+        lengths.append(_C.simulate_training(schedule, model, breakdown=False).step_ns)
+    model.early_gathers = limits[lengths.index(min(lengths))]
+    best = prediction_of(_C.simulate_training(schedule, model), early_gathers=None)
+    orders = best.gather_order if early else tuple(() for _ in range(schedule.pp))
     numbers = [_real_numbers(measured, stage, schedule.pp) for stage in range(schedule.pp)]
     found = (tuple(real[k] for k in order if k in real) for real, order in zip(numbers, orders, strict=True))
-    return Expected(step_ms=best.step_ns / 1e6, gather_order=tuple(found))
+    return Expected.of(best, tuple(found))
 
 
 def _real_numbers(measured: Measured, stage: int, pp: int) -> dict[int, int]:

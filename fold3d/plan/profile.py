@@ -22,7 +22,7 @@ from fold3d.trace import BlockCost, Trace
 _log = logging.getLogger(__name__)
 
 _FLOAT = 4  # bytes of a gradient: fp32
-_OPTIMIZER_SAMPLE = 1 << 20  # floats
+_OPTIMIZER_SAMPLE = (1024, 1024)  # floats; a matrix, since some optimizers take nothing else
 _FALLBACK_SIZE = 256  # of the matrices whose product tells the speed when no block can be run alone
 
 
@@ -86,7 +86,8 @@ def profile_model(
         trace: its recording.
         micro_batch: keyword arguments of the model's forward for one micro-batch; only shapes matter.
         recompute: the runtime will run each block's forward again in backward.
-        optimizer: makes the optimizer of a list of parameters; None: AdamW.
+        optimizer: makes the optimizer of a list of parameters, tried on a made-up one; where that fails, and for None,
+            AdamW stands for it.
         autocast: the context in which the model's forward runs.
         seconds: about how long to measure, all kinds together.
     """
@@ -113,7 +114,7 @@ def profile_model(
     complete = _fill(layers, flops, device)
     again = [recompute and 0 < index < len(complete) - 1 for index in range(len(complete))]
     handed = [_handed_on(calls.get(block), trace, index) for index, block in enumerate(trace.blocks)]
-    update, state = _time_optimizer(optimizer or torch.optim.AdamW, device)
+    update, state = _optimizer_cost(optimizer, device)
     return Profile(
         forward=tuple(layer.forward for layer in complete),
         backward=tuple(
@@ -194,6 +195,20 @@ def _handed_on(call: Call | None, trace: Trace, block: int) -> int:
     return sum(leaf.bytes for leaf in tree_leaves(call.result) if isinstance(leaf, TensorShape))
 
 
+def _optimizer_cost(
+    make: Callable[[list[nn.Parameter]], Optimizer] | None, device: torch.device
+) -> tuple[float, float]:
+    """Returns what `_time_optimizer` says of the user's optimizer, else of AdamW."""
+    if make is not None:
+        try:
+            return _time_optimizer(make, device)
+        except Exception as error:  # it may know its parameters by name; whether it can be used is not decided here
+            _log.info(
+                "the optimizer cannot be measured alone (%s: %s); AdamW stands for it", type(error).__name__, error
+            )
+    return _time_optimizer(torch.optim.AdamW, device)
+
+
 def _time_optimizer(
     make: Callable[[list[nn.Parameter]], Optimizer], device: torch.device, runs: int = 3
 ) -> tuple[float, float]:
@@ -205,8 +220,8 @@ def _time_optimizer(
     for _ in range(runs + 1):
         begin = time.perf_counter()
         optimizer.step()
-        float(parameter.detach()[0])  # waits for the device
+        float(parameter.detach()[0, 0])  # waits for the device
         times.append(time.perf_counter() - begin)
     tensors = [value for value in optimizer.state.get(parameter, {}).values() if isinstance(value, torch.Tensor)]
-    size = _FLOAT * _OPTIMIZER_SAMPLE
+    size = _FLOAT * parameter.numel()
     return median(times[1:]) / size, sum(t.numel() * t.element_size() for t in tensors) / size

@@ -152,7 +152,8 @@ def recheck(job: Job, choice: Choice, forward_ms: Sequence[float], backward_ms: 
         raise ConfigError(
             f"{len(forward_ms)} forward and {len(backward_ms)} backward times for {len(choice.ranges)} chunks: one each"
         )
-    measured = _with_times(job, choice.ranges, forward_ms, backward_ms)
+    # What an action costs beside its layers was measured with them.
+    measured = replace(_with_times(job, choice.ranges, forward_ms, backward_ms), action_seconds=0.0)
     fixed = Fixed(ranges=choice.ranges, bucket_bytes=choice.bucket_bytes, modes=choice.modes)
     if choice.dp_sync == "serial":
         fixed = replace(fixed, dp_sync="serial")
@@ -217,7 +218,7 @@ def _choice(state: _Search, winner: _Candidate, heuristic: _Candidate) -> Choice
     remarks = []
     if not state.fits(winner):
         remarks.append(
-            f"Nothing fits into memory_limit={job.memory_limit}: this needs {winner.memory} bytes, the least of all."
+            f"Nothing fits into the device's {job.memory_limit} bytes: this needs {winner.memory}, the least of all."
         )
     if not job.profile.measured:
         remarks.append("Layers could not be measured, so times are shares of FLOPs.")

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from fold3d.plan.simulator import RankBreakdown
+
 NS_PER_MS = 1e6
 RawRecord = tuple[str, str, int, int, int]
 """(lane, action text, start_ns, end_ns, bytes); times are this process's monotonic clock."""
@@ -19,7 +21,8 @@ class Account:
     """One step on one rank; times in milliseconds, sizes in bytes."""
 
     step_ms: float
-    """From the first action to the end of the optimizer's step, as far as it is not left to the next forward."""
+    """From the first action to the end of the optimizer's step, as far as it is not left to the next forward; and what
+    whoever read weights before that forward waited for them."""
     compute_ms: float
     """Forward and backward passes, without the waits inside."""
     bubble_ms: float
@@ -45,6 +48,8 @@ class Account:
     """Sent to other replicas."""
     predicted_ms: float | None
     """What the simulator says the step takes; None where nothing was measured to feed it."""
+    predicted: RankBreakdown | None
+    """And where it says that this rank's time goes."""
     records: tuple[RawRecord, ...]
     """Everything that was recorded, for the timeline. DP.sync of the step before may end in this one."""
 
@@ -64,6 +69,13 @@ class Account:
         }
         if self.predicted_ms is not None:
             numbers["predicted_step_ms"] = self.predicted_ms
+        if self.predicted is not None:
+            numbers |= {
+                "predicted_bubble_ms": self.predicted.bubble_ms,
+                "predicted_pp_exposed_ms": self.predicted.exposed_pp_ms,
+                "predicted_dp_exposed_ms": self.predicted.exposed_dp_ms,
+                "predicted_dp_hidden_ms": self.predicted.hidden_dp_ms,
+            }
         return {name: round(value, 1) for name, value in numbers.items()}
 
 
@@ -73,10 +85,12 @@ def make_account(
     end_ns: int,
     predicted_ms: float | None = None,
     gate: Mapping[str, int] | None = None,
+    predicted: RankBreakdown | None = None,
 ) -> Account:
     """Returns the account of one step from the records of its compute lane and its transfers.
 
     Args:
+        predicted_ms, predicted: what the simulator says; None: nothing was measured to feed it.
         gate: what the host's gate counted in the step; None: there was none.
     """
     gate = gate or {}
@@ -103,6 +117,7 @@ def make_account(
         pp_bytes=sum(size for lane, _, _, _, size in records if lane in ("send_f", "send_b")),
         dp_bytes=sum(size for lane, _, _, _, size in records if lane in ("reduce", "gather")),
         predicted_ms=predicted_ms,
+        predicted=predicted,
         records=tuple(records),
     )
 

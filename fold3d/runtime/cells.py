@@ -41,7 +41,3 @@ class Cells:
     def shared_stages(self) -> dict[str, tuple[int, ...]]:
         """Returns the parameters that more than one stage holds, with their stages."""
         return {name: stages for name in self.owners if len(stages := self.stages(name)) > 1}
-
-    def first_chunk_on(self, stage: int, name: str) -> int:
-        """Returns the first chunk of `stage` that needs `name`: its last backward completes the gradient there."""
-        return min(chunk for chunk in self.owners[name] if chunk % self.pp == stage)

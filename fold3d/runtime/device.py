@@ -15,6 +15,15 @@ def default_device() -> torch.device:
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
 
 
+def make_current(device: torch.device) -> torch.device:
+    """Makes a CUDA device this thread's current one, and gives it its index, by which other threads find it."""
+    if device.type != "cuda":
+        return device
+    if device.index is not None:
+        torch.cuda.set_device(device)
+    return torch.device("cuda", torch.cuda.current_device())
+
+
 @contextlib.contextmanager
 def rng_untouched(device: torch.device) -> Iterator[None]:
     """Seeding dropout inside must not change what data loaders and the user draw outside."""

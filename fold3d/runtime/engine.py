@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import weakref
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -23,7 +24,7 @@ from fold3d.runtime import gradients, loss, meeting, planning, state
 from fold3d.runtime.account import Account
 from fold3d.runtime.agreement import agree
 from fold3d.runtime.batch import MicroBatch, split_batch
-from fold3d.runtime.device import default_device, rng_untouched
+from fold3d.runtime.device import default_device, make_current, rng_untouched
 from fold3d.runtime.loss_scaler import LossScaler
 from fold3d.runtime.pipeline import Pipeline
 from fold3d.runtime.rank_model import RankModel, record
@@ -55,6 +56,8 @@ class Engine(Supervised):
         example: a micro-batch to record the model with, by argument name. HuggingFace models need none; other
             models that are cut are recorded with the first batch when it is missing.
         weights: folder with safetensors for a model on the meta device.
+        autocast: the context that `loss_fn` or the model's forward itself puts around the layers, such as
+            functools.partial(torch.autocast, "cpu", torch.bfloat16): the planner times layers in it.
         device: where parameters live; None: this process's CUDA device, or the CPU.
 
     Raises: ConfigError, TraceError before any process group is built; RankError from every method that runs the
@@ -71,6 +74,7 @@ class Engine(Supervised):
         scaler: torch.amp.GradScaler | None = None,
         example: Mapping[str, Any] | None = None,
         weights: str | None = None,
+        autocast: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
         device: torch.device | None = None,
     ):
         if max_grad_norm is not None and not max_grad_norm > 0:
@@ -86,10 +90,11 @@ class Engine(Supervised):
         self.max_grad_norm = max_grad_norm
         self.topology = Topology(dp=config.resolve_dp(world), pp=config.pp, rank=rank)
         self._use(without_planner(config, self.topology.dp) or config)
-        self.device = device or default_device()
+        self.device = make_current(device or default_device())
         self.optimizer: Optimizer | None = None
         self.step_index = 0
         self._make_optimizer = optimizer
+        self._autocast = autocast
         self._scaler = LossScaler(scaler) if scaler is not None and scaler.is_enabled() else None
         self._clip = 1.0
         self._weights = weights
@@ -120,7 +125,14 @@ class Engine(Supervised):
             # What the user has fixed stays fixed, so a schedule of theirs is never exchanged.
             may_change = self.config.schedule == AUTO and self.config.group_size == AUTO
             recording, settled, planned = planning.settle(
-                self.model, self.config, self.topology, self.device, example, self._make_optimizer, number
+                self.model,
+                self.config,
+                self.topology,
+                self.device,
+                example,
+                self._make_optimizer,
+                self._autocast,
+                number,
             )
             self._use(settled)
             if planned is not None:
@@ -267,14 +279,13 @@ class Engine(Supervised):
                 parameter.grad = None
         self._clip = 1.0
         with self._failing_together(self._step_name()), rng_untouched(self.device):
-            if reads_weights and pipeline.dp_sync is not None:
-                pipeline.dp_sync.flush()
             better = pipeline.tune(self.programs.training(len(micro_batches)))
             if better is not None:
                 self.choice = better
                 self._use(replace(self.config, schedule=better.schedule, group_size=better.group_size or AUTO))
+                self.plan = self._make_plan(cut)
             program = self.programs.training(len(micro_batches))
-            return pipeline.train(program, micro_batches, loss_fn, keys)
+            return pipeline.train(program, micro_batches, loss_fn, keys, reads_weights=reads_weights)
 
     def grad_norm(self) -> torch.Tensor:
         """Returns the exact global gradient norm, the same on every rank; all ranks of the job call."""

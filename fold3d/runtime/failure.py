@@ -161,6 +161,9 @@ class FailureBoard:
                 if turn % 2 == 0:
                     self._beat()
                     self._look_at_next()
+            except dist.DistStoreError as error:  # late with an answer, not gone: `_judge_store` counts the seconds
+                logger.debug("the job's store does not answer: %s", error)
+                continue
             except Exception as error:
                 logger.debug("the job's store is gone: %s", error)
                 self._lost_at = time.monotonic()

@@ -145,7 +145,7 @@ def tcp_messages(topology: Topology, groups: Groups, timeout: float) -> Iterator
 @contextmanager
 def _ring_sums(topology: Topology, groups: Groups, device: torch.device, timeout: float) -> Iterator[Action]:
     gate = _C.HostGate("", True)
-    sync = connect_replicas(topology, groups, gate, device, timeout, over_tcp=True, chunk_bytes=0)
+    sync = connect_replicas(topology, groups, gate, device, timeout, over_tcp=True)
     steps = iter(range(1, 1 << 30))
 
     def sum_up(size: int) -> None:

@@ -140,9 +140,7 @@ class Pipeline:
             plan = SyncPlan.of(buckets, self._choice.modes[stage], self._choice.gather_order[stage])
         else:
             plan = SyncPlan.make(buckets, "early" if config.dp_sync == "auto" else config.dp_sync)
-        sync = connect_replicas(
-            topology, self.groups, gate, device, config.timeout_seconds, over_tcp=over_tcp, chunk_bytes=0
-        )
+        sync = connect_replicas(topology, self.groups, gate, device, config.timeout_seconds, over_tcp=over_tcp)
         self.dp_sync = DpSync(cut, topology, self.groups, sync, plan, self.progress)
         self.progress.dp_sync = self.dp_sync
 
@@ -169,9 +167,18 @@ class Pipeline:
             dist.broadcast(tensor, source, group=self.groups.data)
 
     def train(
-        self, schedule: Schedule, micro_batches: list[MicroBatch], call: ModelCall, keys: list[DropoutKey]
+        self,
+        schedule: Schedule,
+        micro_batches: list[MicroBatch],
+        call: ModelCall,
+        keys: list[DropoutKey],
+        *,
+        reads_weights: bool,
     ) -> torch.Tensor:
         """Runs one step's forwards, backwards and gradient sums; returns the replica's loss on each of its ranks."""
+        self._begin_account()
+        if reads_weights and self.dp_sync is not None:
+            self.dp_sync.flush()
         self._inputs.set(micro_batches, lambda model, batch: one_number(call(model, batch)), list(keys))
         sync = self.dp_sync
         if sync is not None:
@@ -199,6 +206,7 @@ class Pipeline:
 
     def evaluate(self, schedule: Schedule, batch: MicroBatch, call: ModelCall) -> Any:
         """Runs one batch forward; returns the last chunk's result on every rank of the replica."""
+        self._begin_account()
         if self.dp_sync is not None:
             self.dp_sync.flush()
         self._trained = False
@@ -215,17 +223,20 @@ class Pipeline:
         assert self._executor is not None
         self._schedule = schedule
         self.progress.begin(schedule.micro_batches)
-        self._take_records()  # what ended before this run is not its business
-        assert self._gate is not None
-        self._counted = self._gate.counters()
-        start = time.monotonic_ns()
         try:
             with self.progress.during(self.progress.doing):  # whom an action waits for follows from the schedule
                 return list(self._executor.run(schedule, self._topology.pp_rank, backward))
         finally:
             self._inputs.clear()
-            self._bounds = (start, time.monotonic_ns())
-            self._records = self._take_records()
+            self.extend()
+
+    def _begin_account(self) -> None:
+        """A run begins; what is still recorded of the one before, nobody asked for."""
+        self._take_records()
+        self._records = []
+        assert self._gate is not None
+        self._counted = self._gate.counters()
+        self._bounds = (time.monotonic_ns(),) * 2
 
     def _take_records(self) -> list[RawRecord]:
         assert self._executor is not None
@@ -233,17 +244,28 @@ class Pipeline:
         return own if self.dp_sync is None else own + self.dp_sync.take_records()
 
     def extend(self) -> None:
-        """What happened since the run ended belongs to its step, too."""
+        """What happened since the account began, or was extended, belongs to its step."""
         self._bounds = (self._bounds[0], time.monotonic_ns())
         self._records += self._take_records()
 
+    def _extend_by_waits(self) -> None:
+        """Whoever read weights after the step waited for its DP.sync; what else they did is not the step's."""
+        start, end = self._bounds
+        later = self._take_records()
+        waited = sum(stop - begin for lane, _, begin, stop, _ in later if lane == "wait" and begin >= end)
+        self._bounds = (start, end + waited)
+        self._records += later
+
     def account_later(self) -> Callable[[], Account]:
         """Returns what makes the account of where the time of the last step went, at any later time."""
+        self._extend_by_waits()
         expected = self._tuner.expected if self._tuner is not None else None
         assert self._gate is not None
         gate = {name: count - self._counted[name] for name, count in self._gate.counters().items()}
-        step_ms = None if expected is None else expected.step_ms
-        return partial(make_account, tuple(self._records), *self._bounds, step_ms, gate)
+        step_ms, predicted = None, None
+        if expected is not None:
+            step_ms, predicted = expected.step_ms, expected.stages[self._topology.pp_rank]
+        return partial(make_account, tuple(self._records), *self._bounds, step_ms, gate, predicted)
 
     def tune(self, schedule: Schedule) -> Choice | None:
         """Looks at the step before the one that begins; every so often plans anew. All ranks of the job call.
@@ -252,6 +274,7 @@ class Pipeline:
         """
         assert self._tuner is not None
         if self._trained:
+            self._extend_by_waits()
             self._tuner.observe(self._records, (self._bounds[1] - self._bounds[0]) / NS_PER_MS)
         self._trained = True
         if self._tuner.is_due:

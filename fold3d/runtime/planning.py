@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -45,6 +46,7 @@ def settle(
     device: torch.device,
     example: Mapping[str, Any] | None,
     optimizer: Callable[[list[Parameter]], Optimizer] | None,
+    autocast: Callable[[], AbstractContextManager[Any]],
     number: int,
 ) -> tuple[Trace | None, ParallelConfig, tuple[Job, Choice] | None]:
     """Records the model and settles what is "auto"; all ranks of the job call.
@@ -57,7 +59,9 @@ def settle(
     try:
         recording = record(model, config, example)
         if recording is not None and example is not None:
-            profile = measure(model, recording, config, example, device, optimizer)
+            profile = profile_model(
+                model, recording, example, device, recompute=config.recompute, optimizer=optimizer, autocast=autocast
+            )
     except Exception as own:
         error = own
     agree(topology, "", number, error)  # nobody may wait for the measurements of a rank that failed
@@ -65,18 +69,6 @@ def settle(
         return recording, replace(config, segments=1), None
     job, choice = choose(recording, profile, config, topology, device)
     return recording, with_choice(config, choice), (job, choice)
-
-
-def measure(
-    model: Module,
-    recording: Trace,
-    config: ParallelConfig,
-    micro_batch: Mapping[str, Any],
-    device: torch.device,
-    optimizer: Callable[[list[Parameter]], Optimizer] | None,
-) -> Profile:
-    """Returns what the layers cost on this rank; the model is not cut yet. Talks to nobody."""
-    return profile_model(model, recording, micro_batch, device, recompute=config.recompute, optimizer=optimizer)
 
 
 def choose(

@@ -127,10 +127,6 @@ class RankModel:
         """Returns the parameters of this rank that receive gradients."""
         return {name: p for name, p in self.parameters.items() if p.requires_grad}
 
-    def of_chunk(self, chunk: int) -> list[Parameter]:
-        """Returns the trainable parameters whose gradient on this rank is complete when `chunk` is."""
-        return [p for name, p in self.trainable().items() if self.cells.first_chunk_on(self.stage, name) == chunk]
-
     def primary(self) -> set[str]:
         """Returns the names of the parameters this stage is responsible for."""
         return {name for name in self.parameters if self.cells.home(name) == self.stage}

@@ -63,10 +63,17 @@ def load(cut: RankModel, optimizer: Optimizer | None, full: Mapping[str, Any]) -
     if optimizer is None:
         return
     saved: Mapping[str, Mapping[str, Any]] = full["optimizer"]
+    groups = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
     for name, parameter in cut.parameters.items():
         optimizer.state.pop(parameter, None)  # what came after the state was saved does not count
         if name in saved:
-            optimizer.state[parameter] = {key: _like_parameter(value, parameter) for key, value in saved[name].items()}
+            group = groups.get(id(parameter), {})
+            # Where torch's optimizers keep their step counter.
+            on_device = bool(group.get("fused") or group.get("capturable"))
+            optimizer.state[parameter] = {
+                key: like_parameter(value, parameter, on_device=on_device and key == "step")
+                for key, value in saved[name].items()
+            }
 
 
 def _merge(mine: dict[str, Any], pipeline: Any) -> dict[str, Any]:
@@ -81,11 +88,16 @@ def _to_cpu(value: Any) -> Any:
     return value.detach().cpu().clone() if isinstance(value, torch.Tensor) else value
 
 
-def _like_parameter(value: Any, parameter: torch.Tensor) -> Any:
+def like_parameter(value: Any, parameter: torch.Tensor, *, on_device: bool = False) -> Any:
+    """Returns a copy of a value of the parameter's optimizer state for use beside it.
+
+    Args:
+        on_device: numbers go to the parameter's device; else they stay where they are.
+    """
     if not isinstance(value, torch.Tensor):
         return value
     if value.ndim == 0:
-        return value.clone()  # step counters: optimizers keep them where they made them, on the CPU
+        return value.to(parameter.device if on_device else value.device, copy=True)
     if value.shape != parameter.shape:
         return value.to(parameter.device, copy=True)
     # Laid out as the parameter is: fused optimizers go through the memory of both without a look at their strides.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-from fold3d.errors import Fold3dError, RankError
+from fold3d.errors import ConfigError, Fold3dError, RankError
 from fold3d.runtime.failure import is_communication_error
 from fold3d.runtime.pipeline import Pipeline
 
@@ -51,6 +51,8 @@ class Supervised:
             except RankError:
                 raise
             except BaseException as error:
+                if self._pipeline is None:  # nobody can be told any more
+                    raise ConfigError(f"the engine was closed in the middle of {doing}") from error
                 self._failure = self._pipeline.fail(error)
                 if not isinstance(error, Exception):
                     raise

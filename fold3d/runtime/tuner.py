@@ -68,11 +68,15 @@ class Tuner:
         self._lengths: list[float] = []
         self._activation_bytes: dict[int, int] = {}
         self.expected: Expected | None = None
+        # There the recorded times are those of launching kernels; the planner's, which waited for them, are better.
+        self._stays = device.type == "cuda"
+        if self._stays and planned is not None:
+            self.expected = Expected.of(planned[1].prediction, planned[1].gather_order)
 
     def observe(self, records: Sequence[RawRecord], step_ms: float) -> None:
         """Takes in what a step recorded."""
         self._steps += 1
-        if self._steps == 1:
+        if self._steps == 1 or self._stays:
             return
         self._lengths.append(step_ms)
         self._since += 1
@@ -90,7 +94,7 @@ class Tuner:
     @property
     def is_due(self) -> bool:
         """Whether it is time for `look`; the same on all ranks."""
-        return self._since >= (EVERY if self.expected is not None else FIRST_STEPS - 1)
+        return not self._stays and self._since >= (EVERY if self.expected is not None else FIRST_STEPS - 1)
 
     def look(self, schedule: Schedule, sync: DpSync | None) -> Choice | None:
         """Predicts the step, and plans the gathers where that is worth it; all ranks of the job call, between steps.
@@ -175,7 +179,7 @@ class Tuner:
             better = recheck(job, choice, [1e3 * time for time in forward], [1e3 * time for time in backward])
             if better is not None:
                 announce(logger, f"With the times measured another schedule is faster. {better.reason}")
-                return Expected(step_ms=better.step_ms, gather_order=better.gather_order), better
+                return Expected.of(better.prediction, better.gather_order), better
         measured = Measured(
             forward=forward,
             backward=backward,

@@ -70,7 +70,10 @@ class TrainingArguments(transformers.TrainingArguments):
     )
     bucket_bytes: int | None = field(
         default=None,
-        metadata={"help": "Layers' gradients are summed together until they have so many bytes. Default: 1 MiB."},
+        metadata={
+            "help": "Layers' gradients are summed together until they have so many bytes. Default: the planner's "
+            "choice, 1 MiB where there is none."
+        },
     )
     blocks: str = field(
         default="auto",

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import logging
-from collections.abc import Mapping
+import random
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import transformers
@@ -77,7 +80,14 @@ class Trainer(EvaluatingTrainer):
         self._timeline_written = False
         self.layout = None
         super().__init__(model, args, *others, **named)
-        self.engine = Engine(model, args.parallel, example=self._example(), weights=args.weights, device=args.device)
+        self.engine = Engine(
+            model,
+            args.parallel,
+            example=self._example(),
+            weights=args.weights,
+            autocast=self.accelerator.autocast,
+            device=args.device,
+        )
         self.accelerator.data_group = self.engine.groups.data
         self.callback_handler.callbacks.insert(0, FlushCallback(self.engine, self.callback_handler))
         if self._world is not None:  # the stock loop gathers over this group: no rank may wait there for ever
@@ -179,7 +189,7 @@ class Trainer(EvaluatingTrainer):
         if dataset is None or not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
             return self._synthetic_example() if stock else None
         collate = self._get_collator_with_removed_columns(self.data_collator)
-        with torch.random.fork_rng(devices=[]):
+        with _random_numbers_untouched():
             batch = collate([dataset[i] for i in range(min(len(dataset), self.args.train_batch_size))])
         taken = inspect.signature(self.model.forward).parameters
         takes_all = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in taken.values())
@@ -300,6 +310,18 @@ class Trainer(EvaluatingTrainer):
     def hyperparameter_search(self, *args: Any, **named: Any) -> Any:
         """Raises: ConfigError; it needs a fresh model for every trial."""
         raise ConfigError("hyperparameter_search is not available: start one job per trial")
+
+
+@contextlib.contextmanager
+def _random_numbers_untouched() -> Iterator[None]:
+    """Data sets and collators may draw from any of the generators that the stock Trainer seeds."""
+    of_python, of_numpy = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        random.setstate(of_python)
+        np.random.set_state(of_numpy)
 
 
 def _check_model(model: Module | None, model_init: Any) -> None:

@@ -30,6 +30,7 @@ from benchmarks.cluster.prediction import Costs, predict_step
 from benchmarks.cluster.preemption import PreemptionReport, measure_preemption, variants
 from benchmarks.cluster.ranks import Ranks, RanksFailed
 from benchmarks.cluster.report import Report, Run
+from benchmarks.cluster.run import _falls_back
 from benchmarks.cluster.scenarios import SCENARIOS, Scenario
 from benchmarks.cluster.session import Session, make_run
 from benchmarks.cluster.systems import DEFAULT, FAMILIES, System, find_system, find_systems
@@ -483,3 +484,10 @@ def namespace_of(process: psutil.Process) -> str:
 def namespaces() -> set[str]:
     """Returns the network namespaces in which some process runs."""
     return {namespace_of(process) for process in psutil.process_iter()} - {""}
+
+
+def test_without_root_a_run_is_unshaped_and_says_so(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    assert _falls_back()
+    said = capsys.readouterr()
+    assert "root" in said.out + said.err and "UNSHAPED" in said.out + said.err

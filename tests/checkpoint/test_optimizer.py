@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 from typing import Any
 
@@ -140,3 +142,54 @@ def test_foreign_parameters_are_refused() -> None:
     foreign = torch.optim.SGD([nn.Parameter(torch.zeros(3, 2))], lr=1.0)
     with pytest.raises(ConfigError, match=r"1 parameter\(s\) that are not the model's.*\(3, 2\)"):
         OptimizerLayout.restrict(foreign, {}, {})
+
+
+def image_model() -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    made = nn.Conv2d(3, 5, 3).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    return made, torch.optim.AdamW(made.parameters(), lr=0.01, fused=True)
+
+
+def image_step(module: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:
+    torch.manual_seed(seed)
+    optimizer.zero_grad()
+    module(torch.randn(2, 3, 8, 8)).square().sum().backward()
+    optimizer.step()
+
+
+def test_a_fused_optimizer_goes_on_with_parameters_that_are_not_contiguous(tmp_path: Path) -> None:
+    """It goes through the memory of parameter and state side by side, whatever their strides."""
+    before, optimizer = image_model()
+    own = dict(before.named_parameters())
+    layout = OptimizerLayout.restrict(optimizer, {id(p): name for name, p in own.items()}, own)
+    image_step(before, optimizer, 1)
+    write(tmp_path / "optimizer.pt", [(layout, optimizer, own)])
+    after, resumed = image_model()
+    after.load_state_dict(before.state_dict())
+    layout.load(tmp_path / "optimizer.pt", resumed, dict(after.named_parameters()))
+    image_step(before, optimizer, 2)
+    image_step(after, resumed, 2)
+    assert torch.equal(before.weight, after.weight)  # type: ignore[arg-type]
+
+
+def test_room_on_the_disk_is_there_before_the_file_is_filled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hole that cannot be filled later would end the process with a signal."""
+    module = nn.Linear(512, 512)
+    optimizer = torch.optim.AdamW(module.parameters())
+    module(torch.ones(1, 512)).sum().backward()
+    optimizer.step()
+    own = dict(module.named_parameters())
+    layout = OptimizerLayout.restrict(optimizer, {id(p): name for name, p in own.items()}, own)
+    path = tmp_path / "optimizer.pt"
+    tensors, rest = layout.state_tensors(optimizer, own, set(own))
+    sink = OptimizerSink(path, layout, optimizer.state_dict()["param_groups"])
+    sink.open({key: Entry.of(t) for key, t in tensors.items()}, [rest])
+    assert path.stat().st_blocks * 512 >= path.stat().st_size > 2 * module.weight.nbytes
+    sink.close()
+
+    def full(*_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(OSError, match="No space left"):
+        sink.open({key: Entry.of(t) for key, t in tensors.items()}, [rest])

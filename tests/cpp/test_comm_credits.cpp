@@ -68,7 +68,9 @@ TEST(BandwidthMeter, CountsWhatLeftTheMachineWhileThereWasSomethingToSend) {
   EXPECT_NEAR(meter.bandwidth(), 0.5e9, 1e7);
 }
 
-TEST(BucketSync, ChunksWaitForMessagesButNotForEver) {
+class ChunksWait : public testing::TestWithParam<comm::HostGate::Direction> {};
+
+TEST_P(ChunksWait, ForMessagesButNotForEver) {
   constexpr std::int64_t kPatience = 500'000'000;  // a busy machine may take the usual 5 ms to get to the first chunk
   const Replicas replicas{
       .chunk_bytes = 64,
@@ -77,7 +79,7 @@ TEST(BucketSync, ChunksWaitForMessagesButNotForEver) {
   const auto errors = replicas.run([&](int rank, comm::BucketSync& sync) {
     const TestBucket<float> bucket(0, contents<float>(rank, 0, 1, 64));
     comm::HostGate& gate = *replicas.gate(rank);
-    gate.message_begins(comm::HostGate::Direction::kSend, 0);  // and never ends: its receiver is stuck
+    gate.message_begins(GetParam(), 0);  // and never ends: the other side is stuck
     sync.begin(1, {});
     sync.reduce(bucket.collective());
     sync.wait_reduced(0);
@@ -86,6 +88,9 @@ TEST(BucketSync, ChunksWaitForMessagesButNotForEver) {
   });
   EXPECT_EQ(errors, (std::vector<std::string>{"", ""}));
 }
+
+INSTANTIATE_TEST_SUITE_P(BothWays, ChunksWait,
+                         testing::Values(comm::HostGate::Direction::kSend, comm::HostGate::Direction::kReceive));
 
 }  // namespace
 }  // namespace fold3d::test

@@ -2,6 +2,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
@@ -46,6 +47,27 @@ struct WatchedStage {
     return peer.recv_forward();
   }
 };
+
+/// A peer that takes nothing: small messages, which the caller's thread sends itself, fill the connection.
+TEST(TcpMessages, AFullConnectionEndsInATimeout) {
+  constexpr int kMessages = 20'000;  // more than all buffers between the two take
+  auto links = std::make_shared<comm::TcpLinks>(0, 2, "127.0.0.1", kSecret);
+  RawStage peer{kSecret};
+  comm::Loopback loopback{{.pp = 2}};
+  comm::Options options = options_for(2, 0);
+  options.timeout = std::chrono::milliseconds(500);
+  comm::Communicator communicator{std::make_unique<comm::TcpTransport>(links, loopback.connect(0)), options};
+  peer.meet(*links);
+  std::vector<core::Action> sends;
+  for (int k = 0; k < kMessages; ++k) sends.push_back(parse_action("0SEND_F" + std::to_string(k)));
+  communicator.begin(sends);
+  EXPECT_THROW(
+      {
+        for (const core::Action& send : sends) communicator.send(send, {make_tensor({1, 2, 3})});
+        communicator.finish();
+      },
+      comm::TimeoutError);
+}
 
 std::vector<std::int64_t> numbers(std::size_t count) {
   std::vector<std::int64_t> values(count);

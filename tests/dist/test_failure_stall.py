@@ -183,3 +183,35 @@ def test_a_store_that_does_not_answer() -> None:
     store.deaf = False
     for one, _ in made:
         one.close()
+
+
+class Slow:
+    """A store whose answers come later than a client waits for them."""
+
+    def __init__(self) -> None:
+        self.store = dist.HashStore()
+        self.refused = 0
+        self.slow = False
+
+    def multi_get(self, keys: list[str]) -> Any:
+        if self.slow:
+            self.refused += 1
+            raise dist.DistStoreError("wait timeout after 3000ms")
+        return self.store.multi_get(keys)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "clone":
+            raise AttributeError(name)
+        return getattr(self.store, name)
+
+
+def test_a_store_that_answers_late_has_not_ended() -> None:
+    store = Slow()
+    (_, _), (board, executor) = made = boards(2, 60.0, store)
+    with board._progress.during("a step"):
+        store.slow = True
+        assert board.cause(4.0) is None and store.refused >= 2
+        store.slow = False
+    assert board.publish("my own") == "my own" and executor.aborted == ["my own"]
+    for one, _ in made:
+        one.close()

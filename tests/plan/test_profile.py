@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import pickle
 import time
 
@@ -119,3 +120,23 @@ def test_ranks_agree_on_the_median():
     others = [dataclasses.replace(mine, forward=tuple(f * k for f in mine.forward)) for k in (1, 2, 9)]
     assert Profile.agreed(others).forward == others[1].forward
     assert Profile.agreed(others) == Profile.agreed(others[::-1])
+
+
+def test_an_optimizer_that_knows_its_parameters_is_no_obstacle() -> None:
+    model = Sleepers()
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    batch = {"x": torch.zeros(3, 8)}
+    recorded = trace(model, example=batch)
+
+    def by_name(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.SGD([{"params": [p], "weight_decay": 0.1 * len(names[id(p)])} for p in parameters], lr=0.1)
+
+    for optimizer in (by_name, torch.optim.LBFGS):
+        profile = profile_model(model, recorded, batch, CPU, optimizer=optimizer, seconds=0.1)
+        assert profile.optimizer_bytes == pytest.approx(2, abs=0.01), "AdamW stands for it"
+    plain = profile_model(
+        model, recorded, batch, CPU, optimizer=functools.partial(torch.optim.SGD, lr=0.1), seconds=0.1
+    )
+    assert plain.optimizer_bytes == 0
+    muon = profile_model(model, recorded, batch, CPU, optimizer=torch.optim.Muon, seconds=0.1)
+    assert muon.optimizer_bytes == pytest.approx(1, abs=0.01)

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
+import fold3d
+from fold3d.errors import ConfigError
+from fold3d.plan.simulator import RankBreakdown
 from fold3d.runtime.account import make_account, overlap_ns, without
 
 MS = 1_000_000
@@ -46,7 +50,17 @@ def test_account_tells_hidden_from_exposed() -> None:
     assert (account.pp_bytes, account.dp_bytes) == (512, 8192 + 1024)
     assert account.compute_ms + account.bubble_ms + account.exposed_pp_ms + account.exposed_dp_ms == account.step_ms
     assert "predicted_step_ms" not in account.log()
-    assert make_account(records, 0, 37 * MS, 36.0).log()["predicted_step_ms"] == 36.0
+    stage = RankBreakdown(
+        compute_ms=22.0, bubble_ms=3.0, exposed_pp_ms=1.0, exposed_dp_ms=10.0, hidden_dp_ms=12.0, pp_bytes=0, dp_bytes=0
+    )
+    predicted = make_account(records, 0, 37 * MS, 36.0, None, stage).log()
+    assert {name: value for name, value in predicted.items() if name.startswith("predicted")} == {
+        "predicted_step_ms": 36.0,
+        "predicted_bubble_ms": 3.0,
+        "predicted_pp_exposed_ms": 1.0,
+        "predicted_dp_exposed_ms": 10.0,
+        "predicted_dp_hidden_ms": 12.0,
+    }
 
 
 def test_account_tells_what_messages_and_dp_sync_cost_each_other() -> None:
@@ -74,3 +88,45 @@ def test_what_ended_before_the_step_does_not_count() -> None:
 )
 def test_without(spans: list[tuple[int, int]], holes: list[tuple[int, int]], expected: list[tuple[int, int]]) -> None:
     assert without(spans, holes) == expected
+
+
+class Gate:
+    """Counts what the test says."""
+
+    def __init__(self) -> None:
+        self.counted = {"preemptions": 7, "preempted_ns": 5 * MS, "delayed_ns": 3 * MS}
+
+    def counters(self) -> dict[str, int]:
+        return dict(self.counted)
+
+
+def test_a_step_s_account_has_what_the_gate_counted_in_it() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    batch = {"input": torch.ones(2, 2)}
+    engine = fold3d.Engine(model, fold3d.ParallelConfig(), example=batch)
+    gate = Gate()
+    engine._pipeline._gate = gate  # type: ignore[union-attr,assignment]
+
+    def loss(module: torch.nn.Module, micro_batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        gate.counted = {name: count + 2 * MS for name, count in gate.counted.items()}
+        return module(**micro_batch).sum()
+
+    for _ in range(2):
+        engine.run([batch, batch], loss)
+        account = engine.account()
+        assert account.preemptions == 4 * MS
+        assert account.pp_delayed_ms == account.dp_held_ms == 4
+    engine.close()
+
+
+def test_an_engine_that_is_closed_in_its_own_step_fails_in_good_order() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    batch = {"input": torch.ones(2, 2)}
+    engine = fold3d.Engine(model, fold3d.ParallelConfig(), example=batch)
+
+    def loss(module: torch.nn.Module, micro_batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        engine.close()
+        return module(**micro_batch).sum()
+
+    with pytest.raises(ConfigError, match="closed in the middle of step 1"):
+        engine.run([batch], loss)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import signal
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -214,3 +216,17 @@ def test_rings_over_process_groups(ranks: Any, size: int) -> None:
 def test_links_or_groups() -> None:
     with pytest.raises(ValueError, match="links or two groups"):
         _C.BucketSync(0, 2, _C.HostGate(), torch.device("cpu"), 1.0, "r", chunk_bytes=0)
+
+
+def test_a_signal_does_not_end_a_wait_for_a_neighbour() -> None:
+    links = [_C.RingLinks(replica, 2, "127.0.0.1", "s" * 32) for replica in (0, 1)]
+    before = signal.signal(signal.SIGALRM, lambda *_: None)
+    signal.setitimer(signal.ITIMER_REAL, 0.05, 0.05)
+    start = time.monotonic()
+    try:
+        with pytest.raises(RuntimeError, match="comm_timeout"):
+            links[0].connect(("127.0.0.1", links[1].port), 1.0)  # who never calls back
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, before)
+    assert time.monotonic() - start >= 1.0

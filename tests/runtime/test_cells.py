@@ -17,13 +17,11 @@ def test_tied_parameters_are_shared_by_their_stages() -> None:
     assert cells.shared_stages() == {"embed.weight": (0, 1)}
 
 
-def test_a_tie_inside_one_stage_is_not_shared_and_is_complete_at_its_first_chunk() -> None:
+def test_a_tie_inside_one_stage_is_not_shared() -> None:
     cells = Cells.from_chunks(1, [["embed.weight"], ["head.weight"]], TIED)
     assert cells.shared_stages() == {}
-    assert cells.first_chunk_on(0, "embed.weight") == 0
 
 
 def test_a_parameter_every_chunk_needs() -> None:
     cells = Cells.from_chunks(2, [["p", "a"], ["p"], ["p"], ["p"]], ())
     assert cells.shared_stages() == {"p": (0, 1)}
-    assert cells.first_chunk_on(1, "p") == 1

@@ -102,6 +102,9 @@ def test_logs_carry_the_account(unread: dict[str, Ranks]) -> None:
             logs = [entry for entry in outcome.extra["logs"] if "loss" in entry]
             assert len(logs) == 7 and all(entry[name] >= 0 for entry in logs for name in TIMES)
             assert all(entry["step_ms"] > 0 for entry in logs)
+            assert {"step", "bubble", "pp_exposed", "dp_exposed", "dp_hidden"} == {
+                name.removeprefix("predicted_").removesuffix("_ms") for name in logs[-1] if name.startswith("predicted")
+            }
             assert not any("dp_hidden_ms" in entry for entry in outcome.extra["logs"] if "loss" not in entry)
             if way == "serial":
                 assert all(entry["dp_hidden_ms"] == 0 for entry in logs)

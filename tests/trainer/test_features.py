@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -349,6 +351,28 @@ class Augmented(torch.utils.data.Dataset[dict[str, Tensor]]):
         row = rows(32)[index]
         flip = torch.randint(2, models.VOCABULARY, row["input_ids"].shape)
         return row | {"input_ids": torch.where(torch.rand(flip.shape) < 0.3, flip, row["input_ids"])}
+
+
+class Masked(Augmented):
+    """The same from the other generators that the stock Trainer seeds."""
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        row = rows(32)[index]
+        words = [random.randrange(models.VOCABULARY) if np.random.random() < 0.3 else int(w) for w in row["input_ids"]]
+        return row | {"input_ids": torch.tensor(words)}
+
+
+class Masks(Variant):
+    def arguments(self, named: dict[str, Any]) -> dict[str, Any]:
+        return named | {"train_dataset": Masked()}
+
+
+def test_planning_draws_no_random_numbers(ranks: RankPool, tmp_path: Path) -> None:
+    """Samples are read to time the model's layers with, before the first step."""
+    job = Job(str(tmp_path), variant=Masks())
+    ours = ranks.run(run_fold3d, 2, job, {"pp": 2, "segments": "auto"}, timeout=120.0)
+    assert_same(ours[0], run_stock(job), 1e-10)
+    assert_same(ours[1], ours[0], 0.0)
 
 
 class Augments(Variant):

@@ -25,13 +25,13 @@ def connect_replicas(
     timeout: float,
     *,
     over_tcp: bool,
-    chunk_bytes: int,
 ) -> _C.BucketSync:
     """Returns this rank's part in the DP.sync of its stage; all replicas of the stage call.
 
+    PP.sync may interrupt DP.sync every so many bytes as the measured bandwidth asks for.
+
     Args:
         timeout: seconds until a replica that does not come is an error.
-        chunk_bytes: PP.sync may interrupt DP.sync every so many bytes; 0: what the measured bandwidth asks for.
     """
     links = None
     if over_tcp:
@@ -49,7 +49,7 @@ def connect_replicas(
         device,
         timeout,
         topology.describe(topology.rank),
-        chunk_bytes=chunk_bytes,
+        chunk_bytes=0,
         links=links,
         reduce_group=groups.ring_names()["reduce"],
         gather_group=groups.ring_names()["gather"],
@@ -67,14 +67,16 @@ def join_host_gate(topology: Topology, groups: Groups, job: str, preempt: bool) 
     host = _host_identity()
     hosts: list[Any] = [None] * topology.world
     dist.all_gather_object(hosts, host, group=groups.world)
-    if hosts.count(host) == 1:
+    if len(set(hosts)) == topology.world:  # known to all: where any two share a host, every rank goes on
         return _C.HostGate("", preempt)
     token: list[Any] = [secrets.token_hex(8) if topology.rank == 0 else None]
     dist.broadcast_object_list(token, 0, group=groups.world)
     digest = hashlib.sha256(f"{job} {token[0]} {host}".encode()).hexdigest()[:24]
-    gate = _C.HostGate(f"/fold3d-{digest}", preempt)
-    dist.barrier(group=groups.world)  # everybody has it: the name can go, the memory lives as long as they do
-    gate.unlink()
+    gate = _C.HostGate(f"fold3d-{digest}", preempt)
+    try:
+        dist.barrier(group=groups.world)
+    finally:  # everybody has it, or nobody will need it: the name can go, the memory lives as long as they do
+        gate.unlink()
     return gate
 
 

@@ -17,7 +17,8 @@ State = dict[Tensor, dict[str, Any]]
 
 
 def gather(bucket: Bucket, part: BucketOptimizer, data: Any) -> State:
-    """Returns the whole state of a bucket's parameters, tensors on their device; all replicas of the stage call."""
+    """Returns the whole state of a bucket's parameters, numbers such as step counters on the CPU and tensors on their
+    device; all replicas of the stage call."""
     mine = {piece.index: part.twin.state[tensor] for piece, tensor in part.tensors if tensor in part.twin.state}
     flat: dict[str, Tensor] = {}
     plain: dict[int, dict[str, Any]] = {}
@@ -28,7 +29,8 @@ def gather(bucket: Bucket, part: BucketOptimizer, data: Any) -> State:
                 whole = flat.setdefault(key, torch.zeros(width, dtype=value.dtype, device=value.device))
                 whole[piece.start - bucket.shard.start : piece.stop - bucket.shard.start] = value
             else:
-                plain.setdefault(piece.index, {})[key] = value
+                # On the CPU: what is pickled on a device wants the same device where it is unpickled.
+                plain.setdefault(piece.index, {})[key] = value.cpu() if isinstance(value, Tensor) else value
     told: list[Any] = [None] * dist.get_world_size(data)
     kinds = {key: value.dtype for key, value in flat.items()}
     dist.all_gather_object(told, (kinds, plain, {index: list(state) for index, state in mine.items()}), group=data)

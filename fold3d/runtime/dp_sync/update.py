@@ -14,8 +14,9 @@ from torch.optim import Optimizer
 from fold3d.errors import ConfigError
 from fold3d.runtime.dp_sync.bucket import Piece
 
-_SAMPLE = (4, 6)
-_CUT = 11
+_SAMPLE = (96, 100)
+"""Some optimizers treat only tensors of 4,096 elements and more in blocks: each half has as many."""
+_CUT = 4611
 """Where the sample is cut: not at a row, so that whatever looks at rows, columns or norms shows."""
 
 

@@ -118,6 +118,18 @@ class MatricesOnly(torch.optim.SGD):
         super().step(closure)
 
 
+class Blockwise(torch.optim.SGD):
+    """Divides each 256 elements of a large gradient by their largest, as optimizers with 8-bit state do."""
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None and parameter.numel() >= 4096:
+                    blocks = parameter.grad.flatten().split(256)
+                    parameter.grad = torch.cat([block / block.abs().max() for block in blocks]).view_as(parameter)
+        super().step(closure)
+
+
 class Coupled(torch.optim.SGD):
     """Divides all gradients by their common norm, in groups that ask for it."""
 
@@ -135,6 +147,9 @@ def test_an_optimizer_that_looks_at_whole_matrices_may_not_be_cut() -> None:
         check_separable(kind(parameters, lr=0.0), parts=False)
     with pytest.raises(ConfigError, match=r"RowNorm gives other numbers.*early"):
         check_separable(RowNorm(parameters, lr=0.0), parts=True)
+    check_separable(Blockwise(parameters, lr=0.0), parts=False)
+    with pytest.raises(ConfigError, match=r"Blockwise gives other numbers.*early"):
+        check_separable(Blockwise(parameters, lr=0.0), parts=True)
     with pytest.raises(ConfigError, match=r"MatricesOnly cannot do .*only 2-D"):
         check_separable(MatricesOnly(parameters, lr=0.1), parts=True)
 

@@ -1,0 +1,287 @@
+"""What waits for DP.sync and what does not, on ranks whose streams tell when they are waited for."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+import fold3d
+from fold3d.plan import profile
+from fold3d.plan.choice import Choice
+from fold3d.runtime import tuner
+from fold3d.runtime.dp_sync import connect
+from fold3d.runtime.groups import Groups
+from fold3d.topology import Topology
+
+LAYERS, WIDTH, MICRO_BATCHES = 4, 6, 2
+WAIT = 0.02
+"""Seconds by which a wait for a gather is made longer."""
+
+
+class Block(nn.Module):
+    """A layer that can be cut off."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = x + torch.tanh(self.linear(x))
+        return out
+
+
+class Net(nn.Module):
+    """A chain of blocks; returns the mean square error."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(Block() for _ in range(LAYERS))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return (x - y).square().mean()
+
+
+class Watched:
+    """DP.sync's streams of one rank; every gather is waited for, a little longer than needed."""
+
+    def __init__(self, engine: fold3d.Engine) -> None:
+        assert engine._pipeline is not None and engine._pipeline.dp_sync is not None
+        self._streams = engine._pipeline.dp_sync._sync
+        self.seen: list[str] = []
+        engine._pipeline.dp_sync._sync = self  # type: ignore[assignment]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._streams, name)
+
+    def is_gathered(self, bucket: int) -> bool:
+        return False
+
+    def wait_gathered(self, bucket: int) -> None:
+        self._streams.wait_gathered(bucket)
+        time.sleep(WAIT)
+        self.seen.append(f"bucket {bucket}")
+
+
+def engine_of(**settings: Any) -> fold3d.Engine:
+    """Returns an engine with a bucket for each layer."""
+    fixed: dict[str, Any] = {"micro_batches": MICRO_BATCHES, "blocks": "layers", "bucket_bytes": 1}
+    config = fold3d.ParallelConfig(**({"segments": 1, "schedule": "aiao"} | fixed | settings))
+    return fold3d.Engine(Net().double(), config, optimizer=sgd, example=batch_of(0, 0))
+
+
+def sgd(parameters: Any) -> Optimizer:
+    """Returns SGD with momentum."""
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+def batch_of(step: int, replica: int) -> dict[str, Tensor]:
+    """Returns a replica's batch."""
+    generator = torch.Generator().manual_seed(10 * step + replica)
+    x = torch.randn(2 * MICRO_BATCHES, WIDTH, generator=generator, dtype=torch.float64)
+    return {"x": x, "y": x.roll(1, 0)}
+
+
+def alone(steps: int) -> dict[str, Tensor]:
+    """Returns the weights after so many steps of two replicas in one process."""
+    model = Net().double()
+    optimizer = sgd(model.parameters())
+    for step in range(steps):
+        optimizer.zero_grad()
+        for replica in range(2):
+            (model(**batch_of(step, replica)) / 2).backward()
+        optimizer.step()
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+def step_of(engine: fold3d.Engine, number: int) -> float:
+    """Runs a step; returns the loss."""
+    return engine.step(batch_of(number, engine.topology.dp_rank)).loss.item()
+
+
+def run_of(engine: fold3d.Engine, number: int) -> None:
+    """Runs a step of a loop of one's own, up to the optimizer."""
+    batch = batch_of(number, engine.topology.dp_rank)
+    parts = [{name: tensor[2 * k : 2 * k + 2] for name, tensor in batch.items()} for k in range(MICRO_BATCHES)]
+    engine.run(parts, lambda model, part: model(**part) / MICRO_BATCHES)
+
+
+def order_of_waits(dp_sync: str) -> list[str]:
+    """Returns in which order a step's forwards run and wait for the gathers of the step before."""
+    engine = engine_of(dp=2, dp_sync=dp_sync)
+    watched = Watched(engine)
+    step_of(engine, 0)
+    watched.seen.clear()
+    for name, module in engine.model.named_modules():
+        if not list(module.children()):
+            module.register_forward_pre_hook(lambda *_, name=name: watched.seen.append(name))
+    step_of(engine, 1)
+    names = {f"bucket {b.number}": b.names[0].rpartition(".")[0] for b in engine._pipeline.dp_sync.buckets}  # type: ignore[union-attr]
+    seen = [f"wait {names[event]}" if event in names else event for event in watched.seen]
+    engine.close()  # waits for all gathers of the last step
+    return seen
+
+
+def gathered_before_the_vote() -> tuple[int, int]:
+    """Returns how many buckets are gathered while no rank has begun the vote, and how many there are."""
+    engine = engine_of(dp=2, pp=2, segments=2, dp_sync="early", comm_timeout=5)
+    step_of(engine, 0)
+    engine.flush()
+    run_of(engine, 1)
+    assert engine._pipeline is not None and engine._pipeline.dp_sync is not None
+    sync, known = engine._pipeline.dp_sync, engine._pipeline._records
+    gathered = {action for lane, action, _, _, _ in known if lane == "gather"}
+    deadline = time.monotonic() + 5.0
+    while len(gathered) < len(sync.buckets) and time.monotonic() < deadline:
+        gathered |= {action for lane, action, _, _, _ in sync.take_records() if lane == "gather"}
+        time.sleep(0.01)
+    dist.barrier()  # a rank that goes on begins the vote
+    engine.grad_norm()
+    assert engine.optimizer is not None
+    engine.optimizer.step()
+    engine.close()
+    return len(gathered), len(sync.buckets)
+
+
+def accounts(dp_sync: str) -> dict[str, tuple[float, float, int]]:
+    """Returns by way of reading weights after a step: its exposed DP.sync, its length, and what the reader waited."""
+    found = {}
+    for way in ("nobody", "flush", "state_dict", "loss"):
+        engine = engine_of(dp=2, dp_sync=dp_sync)
+        step_of(engine, 0)
+        engine.flush()
+        watched = Watched(engine)
+        if way == "loss":
+            step_of(engine, 1)
+            watched.seen.clear()
+            run_of(engine, 2)  # which may read what it likes
+        else:
+            step_of(engine, 1)
+            watched.seen.clear()
+            if way == "flush":
+                engine.flush()
+            elif way == "state_dict":
+                engine.model.state_dict()
+        waited = len(watched.seen)
+        account = engine.account()
+        found[way] = (account.exposed_dp_ms, account.step_ms, waited)
+        engine.flush()
+        engine.close()
+    return found
+
+
+def gates(hosts: list[str]) -> tuple[list[str], list[str]]:
+    """Returns the shared memory that this rank has in use when ranks are on these hosts, and the names left over."""
+    topology = Topology(dp=dist.get_world_size(), pp=1, rank=dist.get_rank())
+    groups = Groups(topology, torch.device("cpu"), 20.0, (), with_links=False)
+    before = connect._host_identity
+    connect._host_identity = lambda: hosts[topology.rank]
+    try:
+        gate = connect.join_host_gate(topology, groups, "job", True)
+        found = _shared_memory()
+    finally:
+        connect._host_identity = before
+    left = [name for name in found if Path("/dev/shm", name).exists()]
+    dist.barrier()
+    del gate
+    groups.close()
+    return found, left
+
+
+def gate_of_an_engine() -> list[str]:
+    """Returns the shared memory in use by an engine."""
+    engine = engine_of(dp=2, pp=2, segments=2)
+    found = _shared_memory()
+    engine.close()
+    return found
+
+
+def broken_gate() -> list[str]:
+    """Returns what is left of the gate's shared memory when ranks fail while they join it."""
+    known = set(Path("/dev/shm").iterdir())
+    topology = Topology(dp=2, pp=1, rank=dist.get_rank())
+    groups = Groups(topology, torch.device("cpu"), 20.0, (), with_links=False)
+    before, connect.dist.barrier = connect.dist.barrier, _raise
+    try:
+        connect.join_host_gate(topology, groups, "job", True)
+    except ConnectionError:
+        pass
+    finally:
+        connect.dist.barrier = before
+    dist.barrier()
+    groups.close()
+    return [path.name for path in set(Path("/dev/shm").glob("fold3d-*")) - known]
+
+
+def _raise(*_: Any, **__: Any) -> None:
+    raise ConnectionError("a rank is gone")
+
+
+def _shared_memory() -> list[str]:
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    return sorted({line.split("/")[-1].split()[0] for line in lines if "/fold3d-" in line})
+
+
+def another_schedule() -> tuple[list[float], dict[str, Tensor], dict[str, Any]]:
+    """Trains through a look of the tuner that finds a better schedule; returns losses, own weights, and the plan."""
+    real, asked = tuner.recheck, []
+
+    def better(job: Any, choice: Choice, forward: Any, backward: Any) -> Choice | None:
+        asked.append(choice)
+        other = "aiao" if choice.schedule != "aiao" else "1f1b" if choice.segments == 1 else "interleaved"
+        return replace(choice, schedule=other, group_size=None)
+
+    tuner.recheck = better
+    try:
+        engine = engine_of(dp=2, pp=2, segments="auto", schedule="auto", bucket_bytes=None)
+        losses = [step_of(engine, step) for step in range(6)]
+    finally:
+        tuner.recheck = real
+    engine.flush()
+    plan = engine.plan
+    told: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(told, len(asked))
+    seen = {
+        "asked": sum(told),
+        "schedule": plan.config.schedule_name,
+        "csv": plan.schedule_csv,
+        "chosen": engine.choice.schedule if engine.choice else "",
+    }
+    weights = {name: p.detach().clone() for name, p in engine.owned.items()}
+    engine.close()
+    return losses, weights, seen
+
+
+def timed_under() -> list[Any]:
+    """Returns the kinds of numbers that a bf16 job's layers are timed with."""
+    real, seen = profile.time_call, []
+
+    def time_call(*args: Any, autocast: Any, **named: Any) -> Any:
+        with autocast():
+            seen.append(torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu"))
+        return real(*args, autocast=autocast, **named)
+
+    profile.time_call = time_call
+    try:
+        config = fold3d.ParallelConfig(dp=2, micro_batches=2, blocks="layers")
+        engine = fold3d.Engine(
+            Net(),
+            config,
+            example={name: tensor.float() for name, tensor in batch_of(0, 0).items()},
+            autocast=partial(torch.autocast, "cpu", torch.bfloat16),
+        )
+        engine.close()
+    finally:
+        profile.time_call = real
+    return seen
+
