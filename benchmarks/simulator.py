@@ -12,9 +12,9 @@ import time
 from collections.abc import Callable, Iterator
 
 from benchmarks.cluster.scenarios import SCENARIOS, Scenario
-from fold3d import _C
 from fold3d import schedule as schedules
 from fold3d.plan.simulator import Cluster, Work, step_ms
+from fold3d.schedule import Schedule
 
 WAYS = ("early", "zero1", "serial")
 
@@ -22,7 +22,7 @@ WAYS = ("early", "zero1", "serial")
 def configurations(scenario: Scenario) -> Iterator[Callable[[], float]]:
     """Returns calls that simulate one configuration each: numbers of segments, N, bandwidth and ways of DP.sync."""
     works: dict[int, Work] = {}
-    made: list[_C.Schedule] = []
+    made: list[Schedule] = []
     for segments in (1, 2, 4, 8):
         if segments > scenario.layers:
             continue
@@ -46,7 +46,7 @@ def configurations(scenario: Scenario) -> Iterator[Callable[[], float]]:
         cluster = Cluster(dp=scenario.dp, bandwidth=scenario.rate_mbit / 8 * 1e6 * (1 + speed / 1000), latency=2e-4)
         for schedule, way in itertools.product(made, WAYS):
 
-            def run(schedule: _C.Schedule = schedule, cluster: Cluster = cluster, way: str = way) -> float:
+            def run(schedule: Schedule = schedule, cluster: Cluster = cluster, way: str = way) -> float:
                 return step_ms(schedule, works[schedule.segments], cluster, dp_sync=way)
 
             yield run

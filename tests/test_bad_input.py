@@ -44,7 +44,9 @@ def batch_of(rows: int = 4, start: float = 0.0) -> dict[str, Tensor]:
 
 
 def engine(model: nn.Module | None = None, **settings: Any) -> Engine:
-    options = {name: settings.pop(name) for name in ("optimizer", "weights", "max_grad_norm") if name in settings}
+    options = {
+        name: settings.pop(name) for name in ("optimizer", "weights", "max_grad_norm", "autocast") if name in settings
+    }
     config = ParallelConfig(**{"blocks": "layers", "comm_timeout": 8.0, "segments": 1} | settings)
     return Engine(model or Net(), config, example=batch_of(), **{"optimizer": SGD} | options)
 
@@ -64,6 +66,7 @@ def engine(model: nn.Module | None = None, **settings: Any) -> Engine:
         (TraceError, r"blocks='h': .*'layers' \(4 x Linear", {"blocks": "h", "segments": 2}),
         (ConfigError, r"weights='here' has no effect: the model has weights of its own", {"weights": "here"}),
         (ConfigError, r"max_grad_norm=0.0: must be positive", {"max_grad_norm": 0.0}),
+        (ConfigError, r"autocast is a autocast object.*pass what makes it", {"autocast": torch.autocast("cpu")}),
         (ConfigError, r"optimizer is a SGD object.*pass what makes it", {"optimizer": SGD(Net().parameters())}),
     ],
 )

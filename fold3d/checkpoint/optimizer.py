@@ -110,7 +110,7 @@ class OptimizerLayout:
         local = self.local(owned)
         state = {
             number: {
-                key: like_parameter(value, owned[name]) for key, value in whole["state"][index_of[name]].items()
+                key: like_parameter(key, value, owned[name]) for key, value in whole["state"][index_of[name]].items()
             }  # copies, which no longer live in the mapped file
             for number, name in enumerate(local)
             if index_of[name] in whole["state"]

@@ -84,6 +84,11 @@ class Engine(Supervised):
                 f"optimizer is a {type(optimizer).__name__} object, made before the model is cut; pass what makes it, "
                 "such as functools.partial(torch.optim.AdamW, lr=1e-3)"
             )
+        if isinstance(autocast, AbstractContextManager) or not callable(autocast):
+            raise ConfigError(
+                f"autocast is a {type(autocast).__name__} object, which is entered once; pass what makes it, such as "
+                'functools.partial(torch.autocast, "cpu", torch.bfloat16)'
+            )
         world = dist.get_world_size() if dist.is_initialized() else 1
         rank = dist.get_rank() if dist.is_initialized() else 0
         self.model = model

@@ -71,6 +71,7 @@ class Pipeline:
         self._last_stage = topology.pp_rank == topology.pp - 1
         self._name = topology.describe(topology.rank)
         self._job = name
+        self._closed = False
         self._bounds = (0, 0)
         self._records: list[RawRecord] = []
         self._inputs = StepInputs()
@@ -239,6 +240,8 @@ class Pipeline:
         self._bounds = (time.monotonic_ns(),) * 2
 
     def _take_records(self) -> list[RawRecord]:
+        if self._closed:
+            return []
         assert self._executor is not None
         own = [*self._executor.take_spans(), *self._executor.take_records()]
         return own if self.dp_sync is None else own + self.dp_sync.take_records()
@@ -350,6 +353,7 @@ class Pipeline:
 
     def close(self) -> None:
         """Ends the executor's threads and destroys the groups, once the weights are final."""
+        self._closed = True
         if self.dp_sync is not None and self.progress.aborted is None:
             self.dp_sync.finish()
         if self._board is not None:

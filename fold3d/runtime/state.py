@@ -66,12 +66,12 @@ def load(cut: RankModel, optimizer: Optimizer | None, full: Mapping[str, Any]) -
     groups = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
     for name, parameter in cut.parameters.items():
         optimizer.state.pop(parameter, None)  # what came after the state was saved does not count
-        if name in saved:
-            group = groups.get(id(parameter), {})
+        group = groups.get(id(parameter))
+        if name in saved and group is not None:  # else the optimizer does not step it, such as one that is frozen now
             # Where torch's optimizers keep their step counter.
             on_device = bool(group.get("fused") or group.get("capturable"))
             optimizer.state[parameter] = {
-                key: like_parameter(value, parameter, on_device=on_device and key == "step")
+                key: like_parameter(key, value, parameter, on_device=on_device and key == "step")
                 for key, value in saved[name].items()
             }
 
@@ -88,15 +88,16 @@ def _to_cpu(value: Any) -> Any:
     return value.detach().cpu().clone() if isinstance(value, torch.Tensor) else value
 
 
-def like_parameter(value: Any, parameter: torch.Tensor, *, on_device: bool = False) -> Any:
+def like_parameter(key: str, value: Any, parameter: torch.Tensor, *, on_device: bool = False) -> Any:
     """Returns a copy of a value of the parameter's optimizer state for use beside it.
 
     Args:
+        key: its name in the state.
         on_device: numbers go to the parameter's device; else they stay where they are.
     """
     if not isinstance(value, torch.Tensor):
         return value
-    if value.ndim == 0:
+    if value.ndim == 0 and (parameter.ndim > 0 or key == "step"):
         return value.to(parameter.device if on_device else value.device, copy=True)
     if value.shape != parameter.shape:
         return value.to(parameter.device, copy=True)

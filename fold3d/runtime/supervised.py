@@ -51,12 +51,21 @@ class Supervised:
             except RankError:
                 raise
             except BaseException as error:
-                if self._pipeline is None:  # nobody can be told any more
-                    raise ConfigError(f"the engine was closed in the middle of {doing}") from error
+                if self._is_closed:  # nobody can be told any more
+                    if not isinstance(error, Exception):
+                        raise
+                    raise _closed_in(doing) from error
                 self._failure = self._pipeline.fail(error)
                 if not isinstance(error, Exception):
                     raise
                 raise RankError(self._failure) from error
+            else:
+                if self._is_closed:
+                    raise _closed_in(doing)
+
+    @property
+    def _is_closed(self) -> bool:
+        return self._pipeline is None
 
     def _raise_failure(self) -> None:
         """Raises RankError when another rank has failed meanwhile."""
@@ -65,3 +74,7 @@ class Supervised:
         if told is not None:
             self._failure = self._pipeline.fail(RankError(told))
             raise RankError(told)
+
+
+def _closed_in(doing: str) -> ConfigError:
+    return ConfigError(f"the engine was closed in the middle of {doing}")

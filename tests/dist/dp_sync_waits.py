@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import fold3d
+from fold3d.errors import Fold3dError
 from fold3d.plan import profile
 from fold3d.plan.choice import Choice
 from fold3d.runtime import tuner
@@ -260,6 +261,48 @@ def another_schedule() -> tuple[list[float], dict[str, Tensor], dict[str, Any]]:
     weights = {name: p.detach().clone() for name, p in engine.owned.items()}
     engine.close()
     return losses, weights, seen
+
+
+def close_in_the_backward() -> tuple[str, float]:
+    """Returns how a step ends in whose first backward this rank's engine is closed, and the seconds that takes."""
+    engine = engine_of(dp=2, pp=2, segments=2, dp_sync="early", comm_timeout=20)
+    for number in range(2):
+        step_of(engine, number)
+    if dist.get_rank() == 0:
+        next(iter(engine.owned.values())).register_hook(lambda _: engine.close())
+    start = time.monotonic()
+    try:
+        step_of(engine, 2)
+    except Fold3dError as error:
+        return str(error), time.monotonic() - start
+    return "", 0.0
+
+
+def norm_of_nothing() -> float:
+    """Returns the gradient norm before the first step."""
+    engine = engine_of(dp=2, dp_sync="zero1")
+    found = engine.grad_norm().item()
+    engine.close()
+    return found
+
+
+def thawed() -> list[str]:
+    """Returns the names with optimizer state after a state was loaded into an engine that trains less."""
+    engine = engine_of(dp=2, dp_sync="early")
+    step_of(engine, 0)
+    state = engine.state_dict()
+    engine.close()
+    model = Net().double()
+    model.layers[0].requires_grad_(False)
+    config = fold3d.ParallelConfig(dp=2, segments=1, micro_batches=MICRO_BATCHES, blocks="layers", dp_sync="early")
+    engine = fold3d.Engine(model, config, optimizer=sgd, example=batch_of(0, 0))
+    engine.load_state_dict(state)
+    assert engine.optimizer is not None
+    engine.optimizer.state_dict()  # finds every parameter with state in a group
+    names = [name for name, parameter in engine.owned.items() if engine.optimizer.state.get(parameter)]
+    step_of(engine, 1)
+    engine.close()
+    return names
 
 
 def timed_under() -> list[Any]:

@@ -70,3 +70,19 @@ def test_a_better_schedule_is_taken_and_changes_no_number(ranks: RankPool) -> No
 def test_layers_are_timed_as_the_job_computes_them(ranks: RankPool) -> None:
     for seen in ranks.run(jobs.timed_under, 2):
         assert seen and all(kind == torch.bfloat16 for kind in seen)
+
+
+def test_an_engine_closed_in_its_own_backward_waits_for_nothing(ranks: RankPool) -> None:
+    found = ranks.run(jobs.close_in_the_backward, 4)
+    text, seconds = found[0]
+    assert "the engine was closed in the middle of step 3" in text and seconds < 10.0
+    assert all(other and taken < 15.0 for other, taken in found[1:])
+
+
+def test_before_the_first_step_there_is_no_gradient(ranks: RankPool) -> None:
+    assert ranks.run(jobs.norm_of_nothing, 2) == [0.0, 0.0]
+
+
+def test_state_of_what_is_frozen_now_is_left_out(ranks: RankPool) -> None:
+    for names in ranks.run(jobs.thawed, 2):
+        assert names == [f"layers.{k}.linear.{kind}" for k in range(1, jobs.LAYERS) for kind in ("weight", "bias")]

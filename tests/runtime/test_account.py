@@ -130,3 +130,17 @@ def test_an_engine_that_is_closed_in_its_own_step_fails_in_good_order() -> None:
 
     with pytest.raises(ConfigError, match="closed in the middle of step 1"):
         engine.run([batch], loss)
+
+
+def test_whoever_closes_an_engine_in_its_step_and_leaves_is_let_go() -> None:
+    """As a signal's handler may."""
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    batch = {"input": torch.ones(2, 2)}
+    engine = fold3d.Engine(model, fold3d.ParallelConfig(), example=batch)
+
+    def loss(module: torch.nn.Module, micro_batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        engine.close()
+        raise SystemExit(7)
+
+    with pytest.raises(SystemExit, match="7"):
+        engine.run([batch], loss)

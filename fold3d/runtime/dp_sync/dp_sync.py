@@ -130,6 +130,8 @@ class DpSync:
 
     def norm(self) -> torch.Tensor:
         """Returns the exact global gradient norm, the same on every rank; all ranks of the job call (the vote)."""
+        if self._norm is None and not self._begun:  # no step has run
+            return torch.zeros((), dtype=self._norm_dtype)
         if self._norm is None:
             self._wait_reduced()
             for bucket in self._tied():
@@ -185,8 +187,9 @@ class DpSync:
         try:
             if self._begun and self._handed_over:
                 self._wait_reduced()
-            for bucket in self.buckets:
-                self._wait_gathered(bucket)
+            if self._handed_over or not self._begun:  # else gathers may wait for sums that nobody will begin
+                for bucket in self.buckets:
+                    self._wait_gathered(bucket)
             self.flush()
         except _C.CommError as error:
             logger.warning("the weights of the last step are incomplete: %s", error)
