@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
@@ -56,3 +57,11 @@ def test_pre_commit_runs_what_is_installed() -> None:
     assert text.count("- repo:") == text.count("- repo: local") == 1 and len(entries) == 5
     for program, *_ in entries:
         assert (BIN / Path(program).name).exists() or (ROOT / program).exists(), program
+
+
+def test_pytest_looks_into_every_folder_of_tests(pytestconfig: pytest.Config) -> None:
+    """By itself it passes over folders with some names, such as `dist`, without a word."""
+    patterns = pytestconfig.getini("norecursedirs")
+    folders = {path.parent.relative_to(ROOT) for path in (ROOT / "tests").rglob("test_*.py")}
+    missed = {str(f) for f in folders for part in f.parts for pattern in patterns if fnmatch(part, pattern)}
+    assert not missed and Path("tests/dist") in folders

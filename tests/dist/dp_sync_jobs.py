@@ -61,7 +61,7 @@ def _infinite(engine: fold3d.Engine, chunk: int) -> Iterator[None]:
     trace = engine.trace
     assert trace is not None
     block = trace.blocks[engine.plan.ranges[chunk][0]]
-    name, parameter = next((n, p) for n, p in engine.owned.items() if n.startswith(block + "."))
+    parameter = next(p for n, p in engine.owned.items() if n.startswith(block + "."))
     hook = parameter.register_hook(lambda gradient: gradient.index_fill(0, torch.tensor([0]), float("inf")))
     try:
         yield

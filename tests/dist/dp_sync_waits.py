@@ -185,11 +185,11 @@ def gates(hosts: list[str]) -> tuple[list[str], list[str]]:
     """Returns the shared memory that this rank has in use when ranks are on these hosts, and the names left over."""
     topology = Topology(dp=dist.get_world_size(), pp=1, rank=dist.get_rank())
     groups = Groups(topology, torch.device("cpu"), 20.0, (), with_links=False)
-    before = connect._host_identity
+    before, known = connect._host_identity, _shared_memory()
     connect._host_identity = lambda: hosts[topology.rank]
     try:
         gate = connect.join_host_gate(topology, groups, "job", True)
-        found = _shared_memory()
+        found = sorted(_shared_memory() - known)
     finally:
         connect._host_identity = before
     left = [name for name in found if Path("/dev/shm", name).exists()]
@@ -201,8 +201,9 @@ def gates(hosts: list[str]) -> tuple[list[str], list[str]]:
 
 def gate_of_an_engine() -> list[str]:
     """Returns the shared memory in use by an engine."""
+    known = _shared_memory()
     engine = engine_of(dp=2, pp=2, segments=2)
-    found = _shared_memory()
+    found = sorted(_shared_memory() - known)
     engine.close()
     return found
 
@@ -228,9 +229,10 @@ def _raise(*_: Any, **__: Any) -> None:
     raise ConnectionError("a rank is gone")
 
 
-def _shared_memory() -> list[str]:
+def _shared_memory() -> set[str]:
+    """Returns what this process has mapped, by gates of engines that nobody has collected yet, too."""
     lines = Path("/proc/self/maps").read_text().splitlines()
-    return sorted({line.split("/")[-1].split()[0] for line in lines if "/fold3d-" in line})
+    return {line.split("/")[-1].split()[0] for line in lines if "/fold3d-" in line}
 
 
 def another_schedule() -> tuple[list[float], dict[str, Tensor], dict[str, Any]]:
@@ -327,4 +329,3 @@ def timed_under() -> list[Any]:
     finally:
         profile.time_call = real
     return seen
-

@@ -60,5 +60,7 @@ def assert_same_bits(ours: Result, theirs: Result) -> None:
     for name, values in mine.items():
         assert values.keys() == other[name].keys()
         for key, value in values.items():
-            same = torch.equal(value, other[name][key]) if isinstance(value, torch.Tensor) else value == other[name][key]
+            same = (
+                torch.equal(value, other[name][key]) if isinstance(value, torch.Tensor) else value == other[name][key]
+            )
             assert same, f"{key} of {name} differs"

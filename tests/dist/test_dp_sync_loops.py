@@ -54,9 +54,7 @@ def test_the_optimizer_moves_to_another_engine(ranks: RankPool, dp_sync: str) ->
 @pytest.mark.parametrize(
     ("dtype", "scale"), [(torch.bfloat16, None), (torch.float16, None), (torch.float16, 2.0**17)], ids=str
 )
-def test_low_precision_has_the_same_bits_in_every_way(
-    ranks: RankPool, dtype: torch.dtype, scale: float | None
-) -> None:
+def test_low_precision_has_the_same_bits_in_every_way(ranks: RankPool, dtype: torch.dtype, scale: float | None) -> None:
     first, scales = ranks.run(loops.low_precision, 2, "serial", dtype, scale)[0]
     if scale is not None:
         assert scales[0] < scale, "the first step must overflow"

@@ -14,6 +14,8 @@ from tests.dist.failure_jobs import TIMEOUT, outcome
 from tests.helpers.launch import launch
 from tests.helpers.ranks import RankPool
 
+pytestmark = pytest.mark.slow
+
 PROMPT = 6.0
 """Seconds for the news of an error, on a machine whose cores are busy."""
 DIAGNOSIS = 3.0
@@ -49,9 +51,7 @@ FOLDED: dict[str, Any] = {"dp": 2, "pp": 2, "segments": 2, "bucket_bytes": 1}
         "the first stage",
     ],
 )
-def test_a_rank_that_vanishes_during_a_lazy_gather(
-    layout: dict[str, Any], failed: int, place: str, what: str
-) -> None:
+def test_a_rank_that_vanishes_during_a_lazy_gather(layout: dict[str, Any], failed: int, place: str, what: str) -> None:
     """Every other rank ends with an error that names it, although the step it vanished after was complete."""
     processes = layout["dp"] * layout.get("pp", 1)
     width = WIDE if "pp" not in layout else 16

@@ -13,7 +13,7 @@ from tests.dist import failure_trainer
 from tests.dist.failure_jobs import TIMEOUT
 from tests.helpers.launch import LaunchResult, launch
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
 GRACE = 5.0
 """Seconds a rank may stay in a call that cannot be interrupted."""
