@@ -11,7 +11,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 import fold3d
 from fold3d.errors import Fold3dError
@@ -21,6 +20,7 @@ from fold3d.runtime import tuner
 from fold3d.runtime.dp_sync import connect
 from fold3d.runtime.groups import Groups
 from fold3d.topology import Topology
+from tests.dist.dp_sync_loops import sgd
 
 LAYERS, WIDTH, MICRO_BATCHES = 4, 6, 2
 WAIT = 0.02
@@ -79,11 +79,6 @@ def engine_of(**settings: Any) -> fold3d.Engine:
     fixed: dict[str, Any] = {"micro_batches": MICRO_BATCHES, "blocks": "layers", "bucket_bytes": 1}
     config = fold3d.ParallelConfig(**({"segments": 1, "schedule": "aiao"} | fixed | settings))
     return fold3d.Engine(Net().double(), config, optimizer=sgd, example=batch_of(0, 0))
-
-
-def sgd(parameters: Any) -> Optimizer:
-    """Returns SGD with momentum."""
-    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
 
 
 def batch_of(step: int, replica: int) -> dict[str, Tensor]:

@@ -90,6 +90,13 @@ def test_without(spans: list[tuple[int, int]], holes: list[tuple[int, int]], exp
     assert without(spans, holes) == expected
 
 
+def small_engine() -> tuple[fold3d.Engine, dict[str, torch.Tensor]]:
+    """Returns an engine in this process alone, and a micro-batch."""
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    batch = {"input": torch.ones(2, 2)}
+    return fold3d.Engine(model, fold3d.ParallelConfig(), example=batch), batch
+
+
 class Gate:
     """Counts what the test says."""
 
@@ -101,9 +108,7 @@ class Gate:
 
 
 def test_a_step_s_account_has_what_the_gate_counted_in_it() -> None:
-    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
-    batch = {"input": torch.ones(2, 2)}
-    engine = fold3d.Engine(model, fold3d.ParallelConfig(), example=batch)
+    engine, batch = small_engine()
     gate = Gate()
     engine._pipeline._gate = gate  # type: ignore[union-attr,assignment]
 
@@ -120,9 +125,7 @@ def test_a_step_s_account_has_what_the_gate_counted_in_it() -> None:
 
 
 def test_an_engine_that_is_closed_in_its_own_step_fails_in_good_order() -> None:
-    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
-    batch = {"input": torch.ones(2, 2)}
-    engine = fold3d.Engine(model, fold3d.ParallelConfig(), example=batch)
+    engine, batch = small_engine()
 
     def loss(module: torch.nn.Module, micro_batch: dict[str, torch.Tensor]) -> torch.Tensor:
         engine.close()
@@ -134,9 +137,7 @@ def test_an_engine_that_is_closed_in_its_own_step_fails_in_good_order() -> None:
 
 def test_whoever_closes_an_engine_in_its_step_and_leaves_is_let_go() -> None:
     """As a signal's handler may."""
-    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
-    batch = {"input": torch.ones(2, 2)}
-    engine = fold3d.Engine(model, fold3d.ParallelConfig(), example=batch)
+    engine, batch = small_engine()
 
     def loss(module: torch.nn.Module, micro_batch: dict[str, torch.Tensor]) -> torch.Tensor:
         engine.close()
