@@ -52,11 +52,16 @@ class ParallelConfig:
     dp_sync: str = AUTO
     """How gradients are summed over the replicas; all ways give the same bits. "zero1": each replica steps its share of
     the parameters and gathers the others' under the next forward (1/dp of the optimizer's memory). "early": gradients
-    are gathered under the backward, each replica steps everything (hides more). "serial": nothing is hidden; for
-    comparison. "auto": the planner's choice for each bucket where segments="auto", else early."""
+    are gathered whenever the network is idle, each replica steps everything (hides more). "serial": nothing is hidden;
+    for comparison. "auto": the planner's choice for each bucket where it runs (segments="auto", or a memory_limit),
+    else early."""
     bucket_bytes: int | None = None
     """Layers' gradients are summed together until they have so many bytes; 0: each layer's alone. None: the planner's,
     or 1 MiB."""
+    memory_limit: int | None = None
+    """Bytes that a rank may use for weights, gradients, optimizer state and activations. With it the planner
+    runs also where `segments` is set, for a schedule with fewer micro-batches in flight, and for zero1 instead of early
+    in as many buckets as it takes. None: nine tenths of a GPU's memory where the planner runs, no limit on the CPU."""
     preempt: bool = True
     """Activations go before gradients on the network. False: first come, first served; for comparison."""
 
@@ -86,6 +91,9 @@ class ParallelConfig:
             raise ConfigError(
                 f"bucket_bytes={self.bucket_bytes!r}: must be a number of bytes, 0 for a bucket per layer"
             )
+        limit = self.memory_limit
+        if limit is not None and (not isinstance(limit, int) or isinstance(limit, bool) or limit < 1):
+            raise ConfigError(f"memory_limit={limit!r}: must be a positive number of bytes, or None")
         if not isinstance(self.preempt, bool):
             raise ConfigError(f"preempt={self.preempt!r}: must be True or False")
         if self.comm_timeout is not None and not self.comm_timeout > 0:

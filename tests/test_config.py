@@ -32,6 +32,8 @@ from fold3d.topology import Topology
         ({"bucket_bytes": -1}, "bucket_bytes=-1: must be a number of bytes"),
         ({"bucket_bytes": 1.5}, "bucket_bytes=1.5: must be a number of bytes"),
         ({"bucket_bytes": True}, "bucket_bytes=True: must be a number of bytes"),
+        ({"memory_limit": 0}, "memory_limit=0: must be a positive number of bytes"),
+        ({"memory_limit": 1e9}, "memory_limit=1000000000.0: must be a positive number of bytes"),
         ({"preempt": "no"}, "preempt='no': must be True or False"),
     ],
 )

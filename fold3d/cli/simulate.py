@@ -34,7 +34,7 @@ def add(subcommands: Any) -> None:
     cluster.add_argument("--no-preempt", action="store_true", help="PP.sync waits for whole buckets of DP.sync")
     made.add_argument("--dp-sync", choices=_DP_SYNC, default="zero1", help="how DP.sync is hidden, default zero1")
     made.add_argument(
-        "--bucket", type=float, metavar="MB", help="layers join up to so many gradients; default: none do"
+        "--bucket", type=float, metavar="MB", help="layers join until they have so many gradients; default: none do"
     )
     made.add_argument("--png", metavar="FILE", help="draw the step's timeline")
     made.set_defaults(run=run)

@@ -7,26 +7,49 @@ from typing import TYPE_CHECKING
 
 from fold3d import schedule as schedules
 from fold3d.config import AUTO, ParallelConfig
+from fold3d.errors import ConfigError
 
 if TYPE_CHECKING:
     from fold3d.plan.choice import Choice
 
 
-def without_planner(config: ParallelConfig, dp: int) -> ParallelConfig | None:
-    """Returns `config` with a number of segments where only one makes sense, None where the planner must choose.
+def settle_segments(config: ParallelConfig, dp: int) -> ParallelConfig:
+    """Returns `config` with a number of segments where only one makes sense; else the planner chooses one.
 
     Args:
         dp: replicas, resolved.
+    Raises: ConfigError when memory_limit is given and the planner has nothing to decide.
     """
-    if config.segments != AUTO:
-        return config
+    settled = replace(config, segments=_only_segments(config, dp))
+    if config.memory_limit is not None and not needs_planner(settled, dp):
+        raise ConfigError(
+            f"memory_limit={config.memory_limit} has no effect: "
+            + ("one process has nothing to spread" if dp * config.pp == 1 else "everything the planner chooses is set")
+            + '; leave it away, or set schedule or dp_sync to "auto"'
+        )
+    return settled
+
+
+def needs_planner(config: ParallelConfig, dp: int) -> bool:
+    """Returns whether something is left that the planner must see the model for.
+
+    Args:
+        config: from `settle_segments`.
+    """
+    if config.segments == AUTO:
+        return True
+    open_ways = config.schedule == AUTO or (dp > 1 and config.dp_sync == AUTO)
+    return config.memory_limit is not None and dp * config.pp > 1 and open_ways
+
+
+def _only_segments(config: ParallelConfig, dp: int) -> int | str:
     name = config.schedule
+    if config.segments != AUTO:
+        return config.segments
     if name.endswith(".csv"):
-        return replace(config, segments=schedules.load_csv(name).segments)
+        return schedules.load_csv(name).segments
     folds = name == AUTO or any(info.name == name and info.uses_segments for info in schedules.registry())
-    if not folds or (dp == 1 and config.pp == 1):
-        return replace(config, segments=1)
-    return None
+    return 1 if not folds or dp * config.pp == 1 else AUTO
 
 
 def with_choice(config: ParallelConfig, choice: Choice) -> ParallelConfig:

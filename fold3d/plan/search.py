@@ -218,8 +218,11 @@ def _choice(state: _Search, winner: _Candidate, heuristic: _Candidate) -> Choice
     remarks = []
     if not state.fits(winner):
         remarks.append(
-            f"Nothing fits into the device's {job.memory_limit} bytes: this needs {winner.memory}, the least of all."
+            f"Nothing fits into {job.memory_limit} bytes (setting memory_limit): this needs {winner.memory}, the least "
+            "of all."
         )
+    elif job.memory_limit is not None:
+        remarks.append(f"Needs about {winner.memory} of {job.memory_limit} bytes on the fullest rank.")
     if not job.profile.measured:
         remarks.append("Layers could not be measured, so times are shares of FLOPs.")
     return Choice(

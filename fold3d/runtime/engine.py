@@ -19,7 +19,7 @@ from fold3d.config import AUTO, ParallelConfig
 from fold3d.errors import ConfigError, RankError
 from fold3d.plan.choice import Choice
 from fold3d.plan.plan import Plan, Programs
-from fold3d.plan.resolve import without_planner
+from fold3d.plan.resolve import needs_planner, settle_segments
 from fold3d.runtime import gradients, loss, meeting, planning, state
 from fold3d.runtime.account import Account
 from fold3d.runtime.agreement import agree
@@ -94,7 +94,8 @@ class Engine(Supervised):
         self.model = model
         self.max_grad_norm = max_grad_norm
         self.topology = Topology(dp=config.resolve_dp(world), pp=config.pp, rank=rank)
-        self._use(without_planner(config, self.topology.dp) or config)
+        self._use(settle_segments(config, self.topology.dp))
+        self._plans = needs_planner(self.config, self.topology.dp)
         self.device = make_current(device or default_device())
         self.optimizer: Optimizer | None = None
         self.step_index = 0
@@ -109,7 +110,7 @@ class Engine(Supervised):
         self._failure: str | None = None
         self._closed = False
         # The planner times layers with a real micro-batch; the synthetic one of a transformers model will not do.
-        if example is not None or (is_transformers_model(model) and self.config.segments != AUTO):
+        if example is not None or (is_transformers_model(model) and not self._plans):
             self._build(example)
 
     # Construction
@@ -126,7 +127,7 @@ class Engine(Supervised):
         digest, number = "", next(_numbers)
         planned, may_change = None, False
         recording = None
-        if self.config.segments == AUTO:
+        if self._plans:
             # What the user has fixed stays fixed, so a schedule of theirs is never exchanged.
             may_change = self.config.schedule == AUTO and self.config.group_size == AUTO
             recording, settled, planned = planning.settle(

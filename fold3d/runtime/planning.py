@@ -23,6 +23,7 @@ from fold3d.plan.resolve import with_choice
 from fold3d.plan.search import search
 from fold3d.runtime.agreement import agree
 from fold3d.runtime.announce import announce
+from fold3d.runtime.dp_sync.update import check_separable
 from fold3d.runtime.groups import Groups
 from fold3d.runtime.link_probe import probe_links
 from fold3d.runtime.rank_model import record
@@ -37,6 +38,8 @@ _ACTION_SECONDS = 7e-4
 ms with 32 blocks and four ranks on two cores (A), 0.7 to 0.8 with 64 blocks and eight ranks (B)."""
 _BUCKET_SECONDS = 5e-4
 """What a collective costs beside its bytes."""
+_OF_DEVICE = 0.9
+"""Share of a GPU's memory that is planned with; the rest is the libraries' and lost between allocations."""
 
 
 def settle(
@@ -66,13 +69,23 @@ def settle(
         error = own
     agree(topology, "", number, error)  # nobody may wait for the measurements of a rank that failed
     if recording is None or profile is None:
+        if config.memory_limit is not None:
+            raise ConfigError(
+                f"memory_limit={config.memory_limit} cannot be kept: the model has no blocks that could be measured; "
+                'leave it away and, for less memory, set dp_sync="zero1"'
+            )
         return recording, replace(config, segments=1), None
-    job, choice = choose(recording, profile, config, topology, device)
+    job, choice = choose(recording, profile, config, topology, device, optimizer)
     return recording, with_choice(config, choice), (job, choice)
 
 
 def choose(
-    recording: Trace, profile: Profile, config: ParallelConfig, topology: Topology, device: torch.device
+    recording: Trace,
+    profile: Profile,
+    config: ParallelConfig,
+    topology: Topology,
+    device: torch.device,
+    optimizer: Callable[[list[Parameter]], Optimizer] | None = None,
 ) -> tuple[Job, Choice]:
     """Returns the fastest settings for everything that is "auto", the same on every rank; all ranks of the job call.
 
@@ -87,7 +100,7 @@ def choose(
         dp=topology.dp,
         pp=topology.pp,
         micro_batches=config.micro_batches,
-        memory_limit=_memory_limit(device),
+        memory_limit=_memory_limit(config, device),
         preempt=config.preempt,
         action_seconds=_ACTION_SECONDS,
         bucket_seconds=_BUCKET_SECONDS,
@@ -95,7 +108,7 @@ def choose(
     found: list[Any] = [None]
     if topology.rank == 0:
         try:
-            found = [_search(job, fixed_by(config))]
+            found = [_search(job, fixed_by(config), lambda: _steps_parts(optimizer))]
             announce(logger, found[0].reason)
         except ConfigError as error:
             found = [error]
@@ -107,14 +120,32 @@ def choose(
     return job, found[0]
 
 
-def _search(job: Job, fixed: Fixed) -> Choice:
+def _search(job: Job, fixed: Fixed, steps_parts: Callable[[], bool]) -> Choice:
     """Returns the best choice with early gathers, which hide more than the simulator tells (every replica's step of its
-    own shard comes before a zero1 gather, not under it); with zero1 in it only where memory asks for it."""
+    own shard comes before a zero1 gather, not under it); with zero1 in it only where memory asks for it.
+
+    Args:
+        steps_parts: whether the optimizer can be used with zero1; asked only where it matters.
+    """
     if fixed.dp_sync is not None or job.dp == 1:
         return search(job, fixed)
     early = search(job, replace(fixed, dp_sync="early"))
     fits = job.memory_limit is None or early.memory_bytes <= job.memory_limit
-    return early if fits else search(job, fixed)
+    return early if fits or not steps_parts() else search(job, fixed)
+
+
+def _steps_parts(make: Callable[[list[Parameter]], Optimizer] | None) -> bool:
+    """Returns whether the optimizer works element by element, as far as a made-up parameter tells: of one that cannot
+    be made of it, `DpSync.attach` finds out."""
+    try:
+        optimizer = (make or torch.optim.AdamW)([Parameter(torch.zeros(2, 2))])
+    except Exception:  # whatever a factory raises that looks for its own parameters
+        return True
+    try:
+        check_separable(optimizer, parts=True)
+    except ConfigError:
+        return False
+    return True
 
 
 def fixed_by(config: ParallelConfig) -> Fixed:
@@ -153,8 +184,8 @@ def _links(profile: Profile, topology: Topology, config: ParallelConfig, device:
         groups.close()
 
 
-def _memory_limit(device: torch.device) -> int | None:
-    """Returns the device's memory in bytes; None for host memory, which others use, too."""
-    if device.type != "cuda":
-        return None
-    return int(torch.cuda.get_device_properties(device).total_memory)
+def _memory_limit(config: ParallelConfig, device: torch.device) -> int | None:
+    """Returns the bytes a rank may use; None for host memory, which others use, too, unless the user says how much."""
+    if config.memory_limit is not None or device.type != "cuda":
+        return config.memory_limit
+    return int(_OF_DEVICE * torch.cuda.get_device_properties(device).total_memory)

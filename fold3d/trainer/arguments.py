@@ -12,7 +12,7 @@ import transformers
 from fold3d.config import AUTO, ParallelConfig
 from fold3d.errors import ConfigError
 from fold3d.plan.plan import Programs
-from fold3d.plan.resolve import without_planner
+from fold3d.plan.resolve import settle_segments
 from fold3d.trainer.refused import refuse_unsupported
 
 # How launchers tell a process the size of its job; the same names, in the same order, that accelerate looks at.
@@ -64,8 +64,8 @@ class TrainingArguments(transformers.TrainingArguments):
         default="auto",
         metadata={
             "help": "How gradients are summed over the replicas, always exactly: zero1 (each process steps its share "
-            "of the parameters: least memory), early (gradients travel under the backward: hides most), serial "
-            "(nothing is hidden), auto."
+            "of the parameters: least memory), early (gradients travel whenever the network is idle: hides most), "
+            "serial (nothing is hidden), auto."
         },
     )
     bucket_bytes: int | None = field(
@@ -73,6 +73,13 @@ class TrainingArguments(transformers.TrainingArguments):
         metadata={
             "help": "Layers' gradients are summed together until they have so many bytes. Default: the planner's "
             "choice, 1 MiB where there is none."
+        },
+    )
+    memory_limit: int | None = field(
+        default=None,
+        metadata={
+            "help": "Bytes that a process may use for weights, gradients, optimizer state and activations; the planner "
+            "keeps its choice under it. Default: nine tenths of a GPU's memory, no limit on the CPU."
         },
     )
     blocks: str = field(
@@ -109,10 +116,11 @@ class TrainingArguments(transformers.TrainingArguments):
         config = self.parallel
         world_size = _announced_world_size()
         dp = config.resolve_dp(world_size)
-        settled = without_planner(config, dp)
-        if settled is not None:
+        settled = settle_segments(config, dp)
+        is_settled = settled.segments != AUTO
+        if is_settled:
             Programs(settled, dp).compute(config.micro_batches)  # raises when the schedule cannot be made
-        if self.blocks != "auto" and settled is not None and settled.num_chunks == 1:
+        if self.blocks != "auto" and is_settled and settled.num_chunks == 1:
             raise ConfigError(
                 f"blocks={self.blocks!r} has no effect with pp=1 and segments=1: the model is not cut; leave it away"
             )
@@ -144,6 +152,7 @@ class TrainingArguments(transformers.TrainingArguments):
             group_size=_number_or_auto(self.group_size),
             dp_sync=self.dp_sync,
             bucket_bytes=self.bucket_bytes,
+            memory_limit=self.memory_limit,
             blocks=self.blocks,
             seed=self.seed,
             comm_timeout=self.comm_timeout,

@@ -15,7 +15,11 @@ _WHOLE_CAST = "it casts the model as a whole; use bf16=True, which evaluates und
 _COMPILED = "fold3d runs the model's own modules chunk by chunk and cannot look into a compiled model"
 
 _REFUSED: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "fp16": (bool, "loss scaling over pipeline stages is not available; use bf16=True, which needs no scaling"),
+    "fp16": (
+        bool,
+        "the Trainer does not pass its loss scaler on to fold3d; use bf16=True, which needs no scaling, or "
+        "Engine(scaler=...) in a loop of your own",
+    ),
     "fp16_full_eval": (bool, _WHOLE_CAST),
     "bf16_full_eval": (bool, _WHOLE_CAST),
     "deepspeed": (bool, "fold3d places the model itself; leave it away and set dp, pp and segments"),

@@ -25,7 +25,7 @@ from transformers.utils.import_utils import is_peft_available
 
 from fold3d.checkpoint import OptimizerLayout
 from fold3d.errors import ConfigError
-from fold3d.plan.resolve import without_planner
+from fold3d.plan.resolve import needs_planner, settle_segments
 from fold3d.runtime.account import gather_records
 from fold3d.runtime.engine import Engine
 from fold3d.runtime.timeline import write_trace
@@ -181,7 +181,8 @@ class Trainer(EvaluatingTrainer):
         transformers model need not be timed.
         """
         stock = isinstance(self.model, transformers.PreTrainedModel)
-        if stock and without_planner(self.args.parallel, self.accelerator.num_processes) is not None:
+        dp = self.accelerator.num_processes
+        if stock and not needs_planner(settle_segments(self.args.parallel, dp), dp):
             return None
         dataset = self.train_dataset if self.train_dataset is not None else self.eval_dataset
         if isinstance(dataset, Mapping):

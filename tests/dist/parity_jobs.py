@@ -284,8 +284,14 @@ def train(case: Case, **others: Any) -> Result:
         return (train_trainer if case.through == "trainer" else train_engine)(case, **others)
 
 
-def train_engine(case: Case, *, start: Any = None, steps: Sequence[int] = range(STEPS)) -> Result:
-    """Trains with Engine.step; `start`: a state_dict to begin with, `steps`: which batches to train on."""
+def train_engine(case: Case, *, start: Any = None, steps: Sequence[int] = range(STEPS), looks: bool = True) -> Result:
+    """Trains with Engine.step.
+
+    Args:
+        start: a state_dict to begin with.
+        steps: which batches to train on.
+        looks: whether all weights are read after every step, not only after the last.
+    """
     engine = engine_of(case)
     result = Result()
     for step in steps:
@@ -298,7 +304,8 @@ def train_engine(case: Case, *, start: Any = None, steps: Sequence[int] = range(
         out = engine.step(batch)
         result.losses.append(out.loss.item())
         result.norms.append(out.grad_norm.item())
-        result.digests.append(digests(engine))
+        if looks or step == steps[-1]:
+            result.digests.append(digests(engine))
     result.state = engine.state_dict()
     result.weights = result.state["model"]
     engine.close()

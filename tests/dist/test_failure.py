@@ -13,8 +13,6 @@ from fold3d.runtime import pipeline
 from tests.dist.failure_jobs import TIMEOUT, engine_of, outcome
 from tests.helpers.ranks import RankPool
 
-pytestmark = pytest.mark.slow
-
 PROMPT = 6.0
 """Seconds for the news of an error, on a machine whose cores are busy."""
 DIAGNOSIS = 3.0

@@ -38,6 +38,7 @@ def test_new_arguments_have_help() -> None:
         "group_size",
         "dp_sync",
         "bucket_bytes",
+        "memory_limit",
         "blocks",
         "comm_timeout",
         "timeline",
@@ -83,12 +84,15 @@ def test_settings_of_the_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TrainingArguments, "world_size", 4)
     monkeypatch.setattr(TrainingArguments, "n_gpu", 0)
     words = "--output_dir unused --use_cpu --pp 2 --segments auto --group_size auto --dp_sync zero1 --bucket_bytes 4096"
+    words += " --memory_limit 1000000"
     (args,) = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses(words.split())  # type: ignore[arg-type]
     assert (args.parallel.dp_sync, args.parallel.bucket_bytes, args.parallel.segments) == ("zero1", 4096, "auto")
+    assert args.parallel.memory_limit == 1_000_000
     for named, message in (
         ({"dp_sync": "zero3"}, "dp_sync='zero3': must be one of auto, zero1"),
         ({"bucket_bytes": -5}, "bucket_bytes=-5: must be a number of bytes"),
         ({"pp": 4, "dp_sync": "early"}, "dp_sync='early' has no effect with one replica"),
+        ({"segments": "2", "schedule": "aiao", "dp_sync": "zero1", "memory_limit": 9}, "memory_limit=9 has no effect"),
         ({"pp": 4, "bucket_bytes": 9}, "bucket_bytes=9 has no effect with one replica"),
     ):
         with pytest.raises(ConfigError, match=message):
@@ -124,7 +128,7 @@ ERRORS: dict[str, tuple[dict[str, Any], str]] = {
     "group_size 0": ({"group_size": "0"}, r"group_size=0: must be an integer of at least 1"),
     "dp_sync": ({"dp_sync": "later"}, r"dp_sync='later': must be one of auto, zero1, early, serial"),
     "dp_sync of one replica": ({"dp_sync": "zero1"}, r"dp_sync='zero1' has no effect with one replica"),
-    "fp16": ({"fp16": True}, r"fp16=True is not available: loss scaling.*use bf16=True"),
+    "fp16": ({"fp16": True}, r"fp16=True is not available: the Trainer does not pass its loss scaler.*use bf16=True"),
     "full eval": ({"bf16_full_eval": True}, r"bf16_full_eval=True is not available.*bf16=True"),
     "deepspeed": ({"deepspeed": {"zero_optimization": {}}}, r"deepspeed=.* is not available"),
     "fsdp": ({"fsdp": "full_shard"}, r"fsdp='full_shard' is not available: .*dp, pp and segments"),

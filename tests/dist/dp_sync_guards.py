@@ -1,0 +1,131 @@
+"""What ranks run that get in the way of DP.sync: gradients and weights at the wrong time, memory that is short."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+import fold3d
+from fold3d.errors import Fold3dError
+from tests.dist import dp_sync_waits as waits
+from tests.dist.dp_sync_loops import sgd
+
+
+class Branching(waits.Net):
+    """Reads its head's weight without running the head, when the batch says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(waits.WIDTH, waits.WIDTH)
+
+    def forward(self, x: Tensor, y: Tensor, more: Tensor | None = None) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        x = self.head(x) if more is None else linear(x, self.head.weight)
+        return (x - y).square().mean()
+
+
+def error_of(call: Callable[[], object]) -> str:
+    """Returns what `call` raises."""
+    try:
+        call()
+    except Fold3dError as error:
+        return str(error)
+    return ""
+
+
+def backward_of_one_s_own(dp_sync: str) -> str:
+    """Returns what becomes of a gradient that comes when the step's sums have begun."""
+    engine = waits.engine_of(dp=2, dp_sync=dp_sync)
+    waits.step_of(engine, 0)
+    waits.run_of(engine, 1)
+    text = error_of(lambda: engine.model(**waits.batch_of(1, 0)).backward())
+    engine.close()
+    return text
+
+
+def unrecorded_read(dp_sync: str) -> str:
+    """Returns what becomes of a step that reads a weight which nobody knew it reads."""
+    config = fold3d.ParallelConfig(dp=2, segments=1, micro_batches=1, blocks="layers", bucket_bytes=1, dp_sync=dp_sync)
+    engine = fold3d.Engine(Branching().double(), config, optimizer=sgd, example=waits.batch_of(0, 0))
+    batch = waits.batch_of(0, engine.topology.dp_rank)
+    known = {**batch, "more": torch.ones(len(batch["x"]), dtype=torch.float64)}
+
+    def step() -> None:
+        engine.run([known], lambda model, part: model(**part), reads_weights=False)
+        assert engine.optimizer is not None
+        engine.optimizer.step()
+
+    first = error_of(step)
+    text = first or error_of(step)
+    engine.close()
+    return text
+
+
+def other_memory() -> str:
+    """Returns what becomes of a step after a parameter was given other memory."""
+    engine = waits.engine_of(dp=2, dp_sync="zero1")
+    waits.step_of(engine, 0)
+    engine.flush()
+    for parameter in engine.owned.values():
+        parameter.data = parameter.data.clone()
+    text = error_of(lambda: waits.step_of(engine, 1))
+    engine.close()
+    return text
+
+
+def sum_under_the_backward() -> int:
+    """Returns how often the backward of the first layer waited in vain for the last layer's sum over the replicas."""
+    engine = waits.engine_of(dp=2, dp_sync="early", comm_timeout=10)
+    waits.step_of(engine, 0)
+    engine.flush()
+    assert engine._pipeline is not None and engine._pipeline.dp_sync is not None
+    sync = engine._pipeline.dp_sync
+    (last,) = (b.number for b in sync.buckets if any(f"layers.{waits.LAYERS - 1}." in name for name in b.names))
+    passes: list[bool] = []
+
+    def wait(*_: object) -> None:
+        passes.append(len(passes) < waits.MICRO_BATCHES - 1)
+        if not passes[-1]:
+            sync._sync.wait_reduced(last)  # all that is missing is the first layer, which comes after this
+
+    engine.model.get_submodule("layers.0").register_full_backward_pre_hook(wait)
+    waits.step_of(engine, 1)
+    engine.close()
+    return passes.count(False)
+
+
+def within(limit: int | None, **settings: object) -> tuple[int, set[str], dict[str, Tensor]]:
+    """Trains with so much memory a rank; returns what was planned to need, the ways of DP.sync, own weights."""
+    adam = functools.partial(torch.optim.Adam, lr=0.05)
+    config = fold3d.ParallelConfig(
+        dp=2, micro_batches=2, blocks="layers", bucket_bytes=1, memory_limit=limit, **settings
+    )  # type: ignore[arg-type]
+    engine = fold3d.Engine(waits.Net(), config, optimizer=adam, example=_single(0, 0))
+    for number in range(3):
+        engine.step(_single(number, engine.topology.dp_rank))
+    engine.flush()
+    weights = {name: parameter.detach().clone() for name, parameter in engine.owned.items()}
+    assert engine._pipeline is not None and engine._pipeline.dp_sync is not None
+    told: list[set[str]] = [set()] * dist.get_world_size()
+    dist.all_gather_object(told, set(engine._pipeline.dp_sync.plan.modes))
+    needs = 0 if engine.choice is None else engine.choice.memory_bytes
+    engine.close()
+    return needs, set().union(*told), weights
+
+
+def _single(step: int, replica: int) -> dict[str, Tensor]:
+    return {name: tensor.float() for name, tensor in waits.batch_of(step, replica).items()}
+
+
+def without_blocks() -> str:
+    """Returns what becomes of a memory limit for a model whose layers nobody can name."""
+    config = fold3d.ParallelConfig(dp=2, micro_batches=2, memory_limit=1 << 20)
+    model = nn.Linear(waits.WIDTH, 1)
+    model.forward = lambda x, y: nn.functional.linear(x, model.weight).mean()  # type: ignore[method-assign]
+    return error_of(lambda: fold3d.Engine(model, config, optimizer=sgd, example=_single(0, 0)))

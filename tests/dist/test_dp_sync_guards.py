@@ -1,0 +1,48 @@
+"""Sums begin bucket by bucket, what would make them wrong is refused by name, and memory decides how they gather."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.dist import dp_sync_guards as jobs
+from tests.helpers.ranks import RankPool
+
+
+def test_a_layer_is_summed_while_the_layers_before_it_compute(ranks: RankPool) -> None:
+    assert ranks.run(jobs.sum_under_the_backward, 2) == [1, 1]
+
+
+@pytest.mark.parametrize("dp_sync", ["early", "zero1"])
+def test_a_gradient_after_its_sum_has_begun(ranks: RankPool, dp_sync: str) -> None:
+    for text in ranks.run(jobs.backward_of_one_s_own, 2, dp_sync):
+        assert "got another gradient after its sum over the replicas had begun" in text, text
+
+
+@pytest.mark.parametrize("dp_sync", ["early", "zero1"])
+def test_a_weight_that_is_read_by_a_way_nobody_recorded(ranks: RankPool, dp_sync: str) -> None:
+    for text in ranks.run(jobs.unrecorded_read, 2, dp_sync):
+        assert "head.weight was read before it was up to date" in text and "reads_weights=True" in text, text
+
+
+def test_a_parameter_that_got_other_memory(ranks: RankPool) -> None:
+    for text in ranks.run(jobs.other_memory, 2):
+        assert "got other memory after the engine was built" in text, text
+
+
+@pytest.mark.parametrize("segments", [2, "auto"])
+def test_buckets_are_zero1_as_far_as_memory_asks_for_it(ranks: RankPool, segments: int | str) -> None:
+    settings = {"pp": 2, "segments": segments, "schedule": "aiao"}
+    plenty = ranks.run(jobs.within, 4, 1 << 30, **settings)
+    needs, ways, _ = plenty[0]
+    assert ways == {"early"}
+    tight = ranks.run(jobs.within, 4, needs * 9 // 10, **settings)
+    for (less, now, weights), (_, _, same) in zip(tight, plenty, strict=True):
+        assert less <= needs * 9 // 10 and "zero1" in now
+        if segments != "auto":  # else other layers may be here
+            assert all(torch.equal(weights[name], tensor) for name, tensor in same.items())
+
+
+def test_memory_of_a_model_without_blocks_is_not_planned(ranks: RankPool) -> None:
+    for text in ranks.run(jobs.without_blocks, 2):
+        assert "memory_limit=1048576 cannot be kept" in text and 'dp_sync="zero1"' in text, text

@@ -1,0 +1,54 @@
+"""What is left for the planner to choose."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from fold3d import ParallelConfig
+from fold3d.config import AUTO
+from fold3d.errors import ConfigError
+from fold3d.plan.resolve import needs_planner, settle_segments
+from fold3d.schedule import generate
+
+
+@pytest.mark.parametrize(
+    ("settings", "dp", "segments", "planned"),
+    [
+        ({"pp": 2}, 2, AUTO, True),
+        ({"pp": 1}, 2, AUTO, True),
+        ({"pp": 1}, 1, 1, False),
+        ({"pp": 2, "segments": 3}, 2, 3, False),
+        ({"pp": 2, "schedule": "1f1b"}, 2, 1, False),
+        ({"pp": 2, "schedule": "aiao"}, 2, AUTO, True),
+        ({"pp": 2, "segments": 3, "memory_limit": 1}, 2, 3, True),
+        ({"pp": 2, "segments": 3, "memory_limit": 1}, 1, 3, True),
+        ({"pp": 2, "segments": 3, "schedule": "aiao", "memory_limit": 1}, 2, 3, True),
+        ({"pp": 2, "segments": 3, "dp_sync": "early", "memory_limit": 1}, 2, 3, True),
+        ({"pp": 2, "schedule": "1f1b", "memory_limit": 1}, 2, 1, True),
+    ],
+)
+def test_what_is_planned(settings: dict[str, Any], dp: int, segments: int | str, planned: bool) -> None:
+    config = settle_segments(ParallelConfig(**settings), dp)
+    assert (config.segments, needs_planner(config, dp)) == (segments, planned)
+
+
+def test_a_schedule_of_one_s_own_says_how_often_it_folds(tmp_path: Any) -> None:
+    path = tmp_path / "mine.csv"
+    path.write_text(generate("aiao", pp=2, segments=3, micro_batches=2).csv())
+    config = settle_segments(ParallelConfig(pp=2, micro_batches=2, schedule=str(path), memory_limit=1 << 30), 2)
+    assert config.segments == 3 and needs_planner(config, 2)
+
+
+@pytest.mark.parametrize(
+    ("settings", "dp", "why"),
+    [
+        ({"pp": 1}, 1, "one process has nothing to spread"),
+        ({"pp": 2, "segments": 2, "schedule": "aiao"}, 1, "everything the planner chooses is set"),
+        ({"pp": 2, "segments": 2, "schedule": "aiao", "dp_sync": "early"}, 2, "everything the planner chooses is set"),
+    ],
+)
+def test_a_memory_limit_needs_something_to_choose(settings: dict[str, Any], dp: int, why: str) -> None:
+    with pytest.raises(ConfigError, match=f"memory_limit=5 has no effect: {why}"):
+        settle_segments(ParallelConfig(memory_limit=5, **settings), dp)
