@@ -10,10 +10,10 @@
 #include <utility>
 
 #include "comm/frame.h"
-#include "comm/tcp_links.h"
 #include "comm/transport_tcp.h"
 #include "core/generators/registry.h"
 #include "core/lower.h"
+#include "rank_threads.h"
 
 namespace fold3d::test {
 namespace {
@@ -81,7 +81,7 @@ std::vector<std::byte> frame_of(const std::string& send, std::uint32_t step, con
 TestRank::TestRank(std::unique_ptr<comm::Transport> transport, Settings settings)
     : settings_(std::move(settings)),
       random_(hash({settings_.seed, static_cast<std::uint64_t>(settings_.options.stage)})),
-      communicator_(std::move(transport), settings_.options) {}
+      communicator_(std::move(transport), settings_.options, settings_.gate) {}
 
 comm::Tensors TestRank::contents(const core::Action& send, int step_index) const {
   const std::uint64_t origin = hash({settings_.seed, key_of(send), static_cast<std::uint64_t>(step_index)});
@@ -125,47 +125,54 @@ void TestRank::step(const core::Schedule& schedule, int step_index) {
       for (const core::Action& needed : core::waits_for(schedule.shape, action, true, split)) {
         if (core::is_recv(needed.kind)) check(needed, communicator_.wait(needed), step_index);
       }
+      if (settings_.before) settings_.before(action);
       compute(action);
+    } else if (settings_.before) {
+      settings_.before(action);
     }
   }
   communicator_.finish();
 }
 
+Pipeline::Pipeline(RunSetup run)
+    : run_(std::move(run)), loopback_([this] {
+        comm::LoopbackOptions options = run_.loopback;
+        options.pp = run_.schedules.front().shape.pp;
+        return options;
+      }()) {
+  const int pp = run_.schedules.front().shape.pp;
+  for (int s = 0; run_.over_tcp && s < pp; ++s) {
+    links_.push_back(std::make_shared<comm::TcpLinks>(s, pp, "127.0.0.1", std::string(32, 'k')));
+  }
+}
+
+std::unique_ptr<TestRank> Pipeline::rank(int stage, std::shared_ptr<comm::HostGate> gate,
+                                         std::function<void(const core::Action&)> before) {
+  TestRank::Settings settings{.options = run_.options,
+                              .seed = run_.loopback.seed,
+                              .max_compute_us = run_.max_compute_us,
+                              .gate = std::move(gate),
+                              .before = std::move(before)};
+  settings.options.shape = run_.schedules.front().shape;
+  settings.options.stage = stage;
+  std::unique_ptr<comm::Transport> transport = loopback_.connect(stage);
+  if (run_.over_tcp) {
+    const int pp = settings.options.shape.pp;
+    const auto at = [&](int s) { return links_[static_cast<std::size_t>((s + pp) % pp)]; };
+    at(stage)->connect(at(stage + 1)->endpoint(), at(stage - 1)->endpoint(), run_.options.timeout);
+    transport = std::make_unique<comm::TcpTransport>(at(stage), std::move(transport));
+  }
+  return std::make_unique<TestRank>(std::move(transport), std::move(settings));
+}
+
 std::vector<std::string> run_ranks(const RunSetup& run) {
-  const int pp = run.schedules.front().shape.pp;
-  comm::LoopbackOptions loopback_options = run.loopback;
-  loopback_options.pp = pp;
-  comm::Loopback loopback(loopback_options);
-  std::vector<std::shared_ptr<comm::TcpLinks>> links;  // [stage]
-  for (int s = 0; run.over_tcp && s < pp; ++s) {
-    links.push_back(std::make_shared<comm::TcpLinks>(s, pp, "127.0.0.1", std::string(32, 'k')));
-  }
-  std::vector<std::string> errors(static_cast<std::size_t>(pp));
-  std::vector<std::thread> threads;
-  for (int s = 0; s < pp; ++s) {
-    threads.emplace_back([&, s] {
-      TestRank::Settings settings{
-          .options = run.options, .seed = loopback_options.seed, .max_compute_us = run.max_compute_us};
-      settings.options.shape = run.schedules.front().shape;
-      settings.options.stage = s;
-      try {
-        std::unique_ptr<comm::Transport> transport = loopback.connect(s);
-        if (run.over_tcp) {
-          const auto at = [&](int stage) { return links[static_cast<std::size_t>((stage + pp) % pp)]; };
-          at(s)->connect(at(s + 1)->endpoint(), at(s - 1)->endpoint(), run.options.timeout);
-          transport = std::make_unique<comm::TcpTransport>(at(s), std::move(transport));
-        }
-        TestRank rank(std::move(transport), settings);
-        for (int step = 0; step < run.steps; ++step) {
-          rank.step(run.schedules[static_cast<std::size_t>(step) % run.schedules.size()], step);
-        }
-      } catch (const std::exception& error) {
-        errors[static_cast<std::size_t>(s)] = error.what();
-      }
-    });
-  }
-  for (std::thread& thread : threads) thread.join();
-  return errors;
+  Pipeline pipeline(run);
+  return run_on_threads(run.schedules.front().shape.pp, [&](int stage) {
+    const auto rank = pipeline.rank(stage);
+    for (int step = 0; step < run.steps; ++step) {
+      rank->step(run.schedules[static_cast<std::size_t>(step) % run.schedules.size()], step);
+    }
+  });
 }
 
 core::Schedule lowered(const std::string& name, int pp, int segments, int micro_batches, int group_size) {
@@ -178,6 +185,25 @@ core::Schedule lowered_evaluation(const std::string& name, int pp, int segments,
     std::erase_if(rank, [](const core::Action& action) { return action.kind != core::Kind::kForward; });
   }
   return core::lower(schedule, false);
+}
+
+ScheduleCase random_case(std::mt19937_64& random, int least_pp, int most_pp) {
+  static const std::string kNames[] = {"gpipe", "1f1b", "interleaved", "fold", "aiao"};
+  ScheduleCase c{.name = kNames[random() % 5], .pp = 0, .segments = 1, .micro_batches = 0, .group_size = 0};
+  c.pp = least_pp + static_cast<int>(random() % static_cast<unsigned>(most_pp - least_pp + 1));
+  c.micro_batches = 1 + static_cast<int>(random() % 8);
+  if (c.name != "1f1b" && c.name != "gpipe") c.segments = 1 + static_cast<int>(random() % 3);
+  if (c.name == "fold") c.group_size = 1 + static_cast<int>(random() % static_cast<unsigned>(c.micro_batches));
+  return c;
+}
+
+core::Schedule lowered(const ScheduleCase& c) {
+  return lowered(c.name, c.pp, c.segments, c.micro_batches, c.group_size);
+}
+
+std::string to_string(const ScheduleCase& c) {
+  return c.name + " pp=" + std::to_string(c.pp) + " segments=" + std::to_string(c.segments) +
+         " m=" + std::to_string(c.micro_batches) + " N=" + std::to_string(c.group_size);
 }
 
 }  // namespace fold3d::test

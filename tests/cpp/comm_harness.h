@@ -4,11 +4,15 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <memory>
+#include <random>
 #include <string>
 #include <vector>
 
 #include "comm/communicator.h"
 #include "comm/host_buffer.h"
+#include "comm/host_gate.h"
+#include "comm/tcp_links.h"
 #include "comm/transport_loopback.h"
 #include "core/deps.h"
 #include "core/schedule.h"
@@ -35,6 +39,9 @@ class TestRank {
     comm::Options options;
     std::uint64_t seed = 0;  // of contents and sizes; the same on all ranks
     int max_compute_us = 0;  // random time of a compute action
+    std::shared_ptr<comm::HostGate> gate = nullptr;
+    /// Called by step() at a REDUCE_GRAD, and before a compute action whose messages are here.
+    std::function<void(const core::Action&)> before = nullptr;
   };
 
   TestRank(std::unique_ptr<comm::Transport> transport, Settings settings);
@@ -64,6 +71,21 @@ struct RunSetup {
   bool over_tcp = false;  // messages over TcpLinks instead of the loopback transport
 };
 
+/// The ranks of one pipeline, joined as the run wants it.
+class Pipeline {
+ public:
+  explicit Pipeline(RunSetup run);
+
+  /// The rank of a stage, at most once each. Over TCP it meets its neighbours, so each is made on its own thread.
+  std::unique_ptr<TestRank> rank(int stage, std::shared_ptr<comm::HostGate> gate = nullptr,
+                                 std::function<void(const core::Action&)> before = nullptr);
+
+ private:
+  const RunSetup run_;
+  comm::Loopback loopback_;
+  std::vector<std::shared_ptr<comm::TcpLinks>> links_;  // [stage]; only over TCP
+};
+
 /// What became of each rank: the text of its error, or empty.
 std::vector<std::string> run_ranks(const RunSetup& run);
 
@@ -72,5 +94,15 @@ core::Schedule lowered(const std::string& name, int pp, int segments, int micro_
 
 /// Its forward part, as evaluation runs it.
 core::Schedule lowered_evaluation(const std::string& name, int pp, int segments, int micro_batches);
+
+/// What names a schedule.
+struct ScheduleCase {
+  std::string name;
+  int pp, segments, micro_batches, group_size;
+};
+
+ScheduleCase random_case(std::mt19937_64& random, int least_pp, int most_pp);
+core::Schedule lowered(const ScheduleCase& c);
+std::string to_string(const ScheduleCase& c);
 
 }  // namespace fold3d::test

@@ -1,53 +1,49 @@
 #include "ring_harness.h"
 
 #include <cstring>
-#include <exception>
-#include <thread>
 #include <type_traits>
 #include <utility>
 
 #include "comm/ring.h"
-#include "comm/ring_links_tcp.h"
+#include "rank_threads.h"
 
 namespace fold3d::test {
 
 using Traffic = comm::HostGate::Traffic;
 
 std::vector<std::string> Replicas::run(const std::function<void(int, comm::BucketSync&)>& body) const {
-  comm::RingLoopbackOptions options = loopback;
-  options.size = size;
-  comm::RingLoopback loop(options);
-  std::vector<std::unique_ptr<comm::TcpRingLinks>> tcp;
-  for (int r = 0; over_tcp && r < size; ++r) {
-    tcp.push_back(std::make_unique<comm::TcpRingLinks>(r, size, "127.0.0.1", std::string(32, 'r')));
-  }
+  Rings rings(*this);
   gates.clear();
   for (int r = 0; r < size; ++r) gates.push_back(std::make_shared<comm::HostGate>("", gate_options));
-  std::vector<std::string> errors(static_cast<std::size_t>(size));
-  std::vector<std::thread> threads;
-  for (int rank = 0; rank < size; ++rank) {
-    threads.emplace_back([&, rank] {
-      try {
-        if (over_tcp)
-          tcp[static_cast<std::size_t>(rank)]->connect(tcp[static_cast<std::size_t>((rank + 1) % size)]->endpoint(),
-                                                       timeout);
-        const auto gate = gates[static_cast<std::size_t>(rank)];
-        auto credits = std::make_shared<comm::Credits>(chunk_bytes);
-        const auto ring = [&](Traffic traffic) {
-          return std::make_unique<comm::Ring>(
-              comm::Ring::Options{.rank = rank, .size = size, .traffic = traffic},
-              over_tcp ? tcp[static_cast<std::size_t>(rank)]->link(traffic) : loop.link(rank, traffic), gate, credits);
-        };
-        comm::BucketSync sync({.timeout = timeout, .name = "replica " + std::to_string(rank), .size = size}, gate,
-                              ring(Traffic::kReduce), ring(Traffic::kGather));
-        body(rank, sync);
-      } catch (const std::exception& error) {
-        errors[static_cast<std::size_t>(rank)] = error.what();
-      }
-    });
+  return run_on_threads(size, [&](int rank) {
+    const auto sync = rings.sync(rank, gate(rank));
+    body(rank, *sync);
+  });
+}
+
+Rings::Rings(const Replicas& replicas)
+    : size_(replicas.size), chunk_bytes_(replicas.chunk_bytes), timeout_(replicas.timeout), loopback_([&] {
+        comm::RingLoopbackOptions options = replicas.loopback;
+        options.size = replicas.size;
+        return options;
+      }()) {
+  for (int r = 0; replicas.over_tcp && r < size_; ++r) {
+    tcp_.push_back(std::make_unique<comm::TcpRingLinks>(r, size_, "127.0.0.1", std::string(32, 'r')));
   }
-  for (std::thread& thread : threads) thread.join();
-  return errors;
+}
+
+std::unique_ptr<comm::BucketSync> Rings::sync(int rank, const std::shared_ptr<comm::HostGate>& gate) {
+  comm::TcpRingLinks* const tcp = tcp_.empty() ? nullptr : tcp_[static_cast<std::size_t>(rank)].get();
+  if (tcp != nullptr) tcp->connect(tcp_[static_cast<std::size_t>((rank + 1) % size_)]->endpoint(), timeout_);
+  const auto credits = std::make_shared<comm::Credits>(chunk_bytes_);
+  const auto ring = [&](Traffic traffic) {
+    return std::make_unique<comm::Ring>(comm::Ring::Options{.rank = rank, .size = size_, .traffic = traffic},
+                                        tcp != nullptr ? tcp->link(traffic) : loopback_.link(rank, traffic), gate,
+                                        credits);
+  };
+  return std::make_unique<comm::BucketSync>(
+      comm::BucketSync::Options{.timeout = timeout_, .name = "replica " + std::to_string(rank), .size = size_}, gate,
+      ring(Traffic::kReduce), ring(Traffic::kGather));
 }
 
 template <class Value>

@@ -12,6 +12,7 @@
 #include "comm/credits.h"
 #include "comm/host_buffer.h"
 #include "comm/host_gate.h"
+#include "comm/ring_links_tcp.h"
 #include "comm/ring_loopback.h"
 
 namespace fold3d::test {
@@ -31,6 +32,23 @@ struct Replicas {
 
   /// Runs `body` on a thread for each replica; returns the texts of their errors, or empty ones.
   std::vector<std::string> run(const std::function<void(int rank, comm::BucketSync& sync)>& body) const;
+};
+
+/// The rings of one stage's replicas.
+class Rings {
+ public:
+  explicit Rings(const Replicas& replicas);
+
+  /// The BucketSync of a replica, at most once each. Over TCP it meets its neighbours, so each is made on its own
+  /// thread.
+  std::unique_ptr<comm::BucketSync> sync(int rank, const std::shared_ptr<comm::HostGate>& gate);
+
+ private:
+  const int size_;
+  const std::size_t chunk_bytes_;
+  const std::chrono::milliseconds timeout_;
+  comm::RingLoopback loopback_;
+  std::vector<std::unique_ptr<comm::TcpRingLinks>> tcp_;  // [replica]; only over TCP
 };
 
 /// `count` elements that depend on where they come from; sums of them in float depend on the order.

@@ -17,6 +17,7 @@
 #include "comm/errors.h"
 #include "comm/host_gate.h"
 #include "comm/shared_memory.h"
+#include "shared_name.h"
 
 namespace fold3d::test {
 namespace {
@@ -31,17 +32,6 @@ constexpr std::int64_t kShort = 100 * kMillisecond;  // still longer than this p
 const HostGate::Options kPatient{.arbiter = {.message_patience_ns = kForever, .chunk_patience_ns = kForever}};
 
 const HostGate::Options kQuick{.arbiter = {.message_patience_ns = kShort, .chunk_patience_ns = kForever}};
-
-/// A name that nobody else has, taken away at the end.
-class Name {
- public:
-  explicit Name(const std::string& test) : text_("fold3d-test-" + test + "-" + std::to_string(::getpid())) {}
-  ~Name() { ::shm_unlink(("/" + text_).c_str()); }
-  const std::string& text() const { return text_; }
-
- private:
-  const std::string text_;
-};
 
 /// A forked process; killed and collected at the end. The forked one starts no threads and never returns.
 class Child {
@@ -107,7 +97,7 @@ class Signal {
 };
 
 TEST(SharedGate, GatesOfOneNameSeeEachOthersMessages) {
-  const Name name("pair");
+  const SharedName name("pair");
   HostGate mine(name.text(), kQuick);
   {
     HostGate other(name.text(), kQuick);
@@ -124,7 +114,7 @@ TEST(SharedGate, GatesOfOneNameSeeEachOthersMessages) {
 }
 
 TEST(SharedGate, OpeningOneGateDoesNotOpenTheOthers) {
-  const Name name("open");
+  const SharedName name("open");
   HostGate failed(name.text(), kPatient);
   HostGate healthy(name.text(), kQuick);
   failed.message_begins(Direction::kSend, 1);
@@ -136,7 +126,7 @@ TEST(SharedGate, OpeningOneGateDoesNotOpenTheOthers) {
 }
 
 TEST(SharedGate, AfterUnlinkTheNameIsFreeAndTheGateWorks) {
-  const Name name("unlink");
+  const SharedName name("unlink");
   HostGate first(name.text(), kQuick);
   first.message_begins(Direction::kSend, 1);
   first.unlink();
@@ -147,7 +137,7 @@ TEST(SharedGate, AfterUnlinkTheNameIsFreeAndTheGateWorks) {
 }
 
 TEST(SharedGate, MemoryOfAnotherSizeOrVersionIsRefused) {
-  const Name size("size"), version("version");
+  const SharedName size("size"), version("version");
   const comm::SharedMemory small(size.text(), 64);
   EXPECT_THROW(HostGate{size.text()}, comm::CommError);
   {
@@ -162,7 +152,7 @@ TEST(SharedGate, MemoryOfAnotherSizeOrVersionIsRefused) {
 }
 
 TEST(SharedGate, AHoldIsWokenByAnotherProcess) {
-  const Name name("wake");
+  const SharedName name("wake");
   HostGate gate(name.text(), kPatient);
   constexpr int kRounds = 300;
   const Signal begun, held;
@@ -187,7 +177,7 @@ TEST(SharedGate, AHoldIsWokenByAnotherProcess) {
 }
 
 TEST(SharedGate, ManyProcessesLeaveNobodyWaiting) {
-  const Name name("many");
+  const SharedName name("many");
   const std::int64_t start = comm::now_ns();
   {
     std::vector<std::unique_ptr<Child>> children;
@@ -212,7 +202,7 @@ TEST(SharedGate, ManyProcessesLeaveNobodyWaiting) {
 }
 
 TEST(SharedGate, AProcessKilledInTheMiddleOfAMessageCostsPatienceOnly) {
-  const Name name("killed");
+  const SharedName name("killed");
   const HostGate::Options options{
       .arbiter = {.message_patience_ns = 20 * kMillisecond, .chunk_patience_ns = 40 * kMillisecond}};
   HostGate gate(name.text(), options);

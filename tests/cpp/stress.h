@@ -1,0 +1,30 @@
+#pragma once
+
+#include <chrono>
+#include <condition_variable>
+#include <mutex>
+#include <string>
+#include <thread>
+
+namespace fold3d::test {
+
+/// How many random runs a stress test makes: FOLD3D_STRESS_RUNS if it is set.
+int stress_runs(int normal, int under_tsan);
+
+/// Ends the process with a failure that tells `what` if it is still there after `limit`. For runs that may hang where
+/// no timeout reaches: a thread cannot be ended from outside, so the test could not even say which run it was.
+class Deadline {
+ public:
+  Deadline(std::chrono::seconds limit, std::string what);
+  ~Deadline();
+  Deadline(const Deadline&) = delete;
+  Deadline& operator=(const Deadline&) = delete;
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  bool met_ = false;
+  std::thread thread_;
+};
+
+}  // namespace fold3d::test
