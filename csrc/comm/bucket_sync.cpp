@@ -197,6 +197,7 @@ void BucketSync::abort(const std::string& reason) noexcept { fail(Failure::Kind:
 
 void BucketSync::close() noexcept {
   failure_.set(Failure::Kind::kAborted, options_.name + " closed its bucket sync");
+  gate_->open();  // a stream may be held for a message that is never sent
   reduce_stream_->stop();
   gather_stream_->stop();
   {

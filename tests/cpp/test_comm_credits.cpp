@@ -1,11 +1,13 @@
 // How much data-parallel traffic may be on its way: chunk and buffer sizes by speed, the measured speed, the gate.
 #include <gtest/gtest.h>
 
+#include <chrono>
 #include <cstdint>
 #include <limits>
 #include <memory>
 #include <stdexcept>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "comm/credits.h"
@@ -91,6 +93,24 @@ TEST_P(ChunksWait, ForMessagesButNotForEver) {
 
 INSTANTIATE_TEST_SUITE_P(BothWays, ChunksWait,
                          testing::Values(comm::HostGate::Direction::kSend, comm::HostGate::Direction::kReceive));
+
+TEST(ChunksHeld, DoNotHoldUpClosing) {
+  constexpr std::int64_t kPatience = 60'000'000'000;
+  const Replicas replicas{
+      .gate_options = {.arbiter = {.message_patience_ns = kPatience, .chunk_patience_ns = kPatience}},
+  };
+  const auto errors = replicas.run([&](int rank, comm::BucketSync& sync) {
+    const TestBucket<float> bucket(0, contents<float>(rank, 0, 1, 64));
+    replicas.gate(rank)->message_begins(comm::HostGate::Direction::kSend, 0);  // and never ends
+    sync.begin(1, {});
+    sync.reduce(bucket.collective());
+    std::this_thread::sleep_for(std::chrono::milliseconds(50));  // the chunk gets to the gate; else nothing is shown
+    const auto start = std::chrono::steady_clock::now();
+    sync.close();
+    EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::seconds(10));
+  });
+  EXPECT_EQ(errors, (std::vector<std::string>{"", ""}));
+}
 
 }  // namespace
 }  // namespace fold3d::test
