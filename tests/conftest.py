@@ -14,7 +14,10 @@ from collections.abc import Iterator
 import hypothesis
 import pytest
 
+from tests.helpers import cuda
 from tests.helpers.ranks import RankPool
+
+cuda.hide()
 
 hypothesis.settings.register_profile("fold3d", derandomize=True, deadline=None, print_blob=True)
 hypothesis.settings.load_profile("fold3d")
@@ -36,6 +39,14 @@ def ranks8() -> Iterator[RankPool]:
     pool.close()
 
 
+@pytest.fixture(scope="session")
+def cuda_ranks() -> Iterator[RankPool]:
+    """Two worker processes that see CUDA devices, for `cuda` tests."""
+    pool = RankPool(2, cuda=True)
+    yield pool
+    pool.close()
+
+
 @pytest.fixture(autouse=True)
 def _seeded() -> Iterator[None]:
     """Same random numbers for every test, whatever ran before; the default dtype is put back."""
@@ -49,21 +60,22 @@ def _seeded() -> Iterator[None]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks tests that start processes, and skips `cuda` tests without a device.
-
-    With FOLD3D_REQUIRE_CUDA=1 (a machine that should have a GPU) a missing device is a failure, not a skip.
-    """
+    """Marks tests that start processes."""
     for item in items:
-        if {"ranks", "ranks8"} & set(getattr(item, "fixturenames", ())):
+        if {"ranks", "ranks8", "cuda_ranks"} & set(getattr(item, "fixturenames", ())):
             item.add_marker(pytest.mark.dist)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    if item.get_closest_marker("cuda") is None:
-        return
-    import torch
+    """Skips `cuda` tests where there are fewer devices than they need.
 
-    if not torch.cuda.is_available():
-        if os.environ.get("FOLD3D_REQUIRE_CUDA") == "1":
-            pytest.fail("FOLD3D_REQUIRE_CUDA=1, but torch finds no CUDA device", pytrace=False)
-        pytest.skip("no CUDA device")
+    With FOLD3D_REQUIRE_CUDA=1 (a machine that should have a GPU) none at all is a failure, not a skip.
+    """
+    marker = item.get_closest_marker("cuda")
+    if marker is None:
+        return
+    needed, found = (*marker.args, 1)[0], cuda.device_count()
+    if not found and os.environ.get("FOLD3D_REQUIRE_CUDA") == "1":
+        pytest.fail("FOLD3D_REQUIRE_CUDA=1, but torch finds no CUDA device", pytrace=False)
+    if found < needed:
+        pytest.skip(f"{found} CUDA devices, the test needs {needed}")

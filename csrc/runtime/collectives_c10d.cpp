@@ -34,7 +34,10 @@ const at::Tensor& tensor_of(const comm::Collective& collective) {
 
 C10dCollectives::C10dCollectives(const Options& options, const std::string& group, c10::Device device,
                                  std::shared_ptr<HostGate> gate)
-    : options_(options), group_(c10d::resolve_process_group(group)), device_(device), gate_(std::move(gate)) {
+    : options_(options),
+      group_(c10d::resolve_process_group(group)),
+      stream_(side_stream(device, /*high_priority=*/false)),
+      gate_(std::move(gate)) {
   if (options_.size < 2 || group_->getRank() != options_.rank || group_->getSize() != options_.size) {
     throw std::invalid_argument("replica " + std::to_string(options_.rank) + " of " + std::to_string(options_.size) +
                                 " is rank " + std::to_string(group_->getRank()) + " of " +
@@ -115,9 +118,8 @@ void C10dCollectives::loop() noexcept {
 
 void C10dCollectives::run(const comm::Collective& collective) {
   const std::int64_t start_ns = comm::now_ns();
-  const c10::Stream stream = side_stream(device_, /*high_priority=*/false);
-  const c10::StreamGuard guard(stream);
-  static_cast<TensorBuffer&>(*collective.buffer).ready().block(stream);
+  const c10::StreamGuard guard(stream_);
+  static_cast<TensorBuffer&>(*collective.buffer).ready().block(stream_);
   const at::Tensor shards = tensor_of(collective).view({options_.size, -1});
   const std::int64_t shard_length = shards.size(1);
   const std::int64_t chunk_bytes =
@@ -134,9 +136,10 @@ void C10dCollectives::run(const comm::Collective& collective) {
     DeviceEvent& done = chunk_done_[index++ % chunk_done_.size()];
     done.synchronize();  // the chunk before the last
     run_chunk(collective, shards, offset, std::min(chunk_length, shard_length - offset), staging);
-    done.record(stream);
+    done.record(stream_);
   }
   for (const DeviceEvent& done : chunk_done_) done.synchronize();
+  check();  // what was aborted ends, too, with anything in its memory
   listener_->completed({.traffic = options_.traffic,
                         .bucket = collective.bucket,
                         .start_ns = start_ns,
@@ -153,10 +156,7 @@ void C10dCollectives::run_chunk(const comm::Collective& collective, const at::Te
   const at::Tensor part = shards.narrow(1, offset, length);
   staging = staging.narrow(0, 0, options_.size * length);
   gate_->hold(HostGate::Direction::kSend, options_.traffic);
-  {
-    const std::lock_guard lock(mutex_);
-    if (stopped_) throw comm::AbortedError("the stream was closed");
-  }
+  check();
   if (is_reduce) {
     staging.view({options_.size, length}).copy_(part);
     group_->reduce_scatter_single(own, staging)->wait();
@@ -165,6 +165,11 @@ void C10dCollectives::run_chunk(const comm::Collective& collective, const at::Te
     group_->all_gather_single(staging, own)->wait();
     part.copy_(staging.view({options_.size, length}));
   }
+}
+
+void C10dCollectives::check() const {
+  const std::lock_guard lock(mutex_);
+  if (stopped_) throw comm::AbortedError("the stream was closed");
 }
 
 }  // namespace fold3d::runtime

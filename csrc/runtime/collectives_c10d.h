@@ -23,6 +23,12 @@ namespace fold3d::runtime {
 /// Reduce-scatters or all-gathers of device memory by the group's library (NCCL), in chunks on a stream beside the
 /// compute stream; a thread asks the gate before each. At most two chunks are under way, so a pipeline message waits
 /// for no more. Sums have the library's order.
+///
+/// Host memory works as well (gloo), a chunk at a time; gloo's collectives cannot be aborted: stop() then returns when
+/// the group's time limit has passed.
+///
+/// The gate hears of no passed chunks and no speed: the time of a collective contains waiting for other replicas, which
+/// the library does not tell from sending.
 class C10dCollectives final : public comm::CollectiveStream {
  public:
   struct Options {
@@ -49,10 +55,11 @@ class C10dCollectives final : public comm::CollectiveStream {
   void run(const comm::Collective& collective);
   void run_chunk(const comm::Collective& collective, const at::Tensor& shards, std::int64_t offset, std::int64_t length,
                  at::Tensor staging);
+  void check() const;
 
   const Options options_;
   const c10::intrusive_ptr<c10d::ProcessGroup> group_;
-  const c10::Device device_;
+  const c10::Stream stream_;  // one for all collectives: freed memory is kept for the stream that it was used on
   const std::shared_ptr<comm::HostGate> gate_;
   Listener* listener_ = nullptr;
   std::array<DeviceEvent, 2> chunk_done_;  // of the last two chunks

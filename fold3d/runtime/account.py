@@ -38,7 +38,8 @@ class Account:
     preemptions: int
     """Chunks of DP.sync that waited for a message of PP.sync."""
     pp_delayed_ms: float
-    """By which chunks of DP.sync that were under way held up messages of PP.sync, all messages together."""
+    """By which chunks of DP.sync that were under way held up messages of PP.sync, all messages together. 0.0 on GPUs:
+    for how long NCCL's collectives send, and for how long they wait for another replica, nobody knows apart."""
     dp_held_ms: float
     """For how long chunks of DP.sync were held back for messages: sending time that DP.sync lost, both rings and
     directions together."""

@@ -122,7 +122,7 @@ class FailureBoard:
         with contextlib.suppress(Exception):
             self._ask(lambda: self._beat(closed=True), seconds=1.0)
         self._closed.set()
-        self._requests.put((lambda: None, Future()))  # wakes the thread, unless it has ended: nobody waits for an answer
+        self._requests.put((lambda: None, Future()))  # wakes the thread, if it has not ended yet
         for thread in (self._talker, self._watcher):
             if thread is not threading.current_thread():  # the garbage collector may close an engine on any thread
                 thread.join(timeout=1.0)

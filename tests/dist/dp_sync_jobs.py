@@ -12,6 +12,7 @@ from torch import Tensor
 
 import fold3d
 from fold3d.errors import ConfigError
+from fold3d.runtime.device import default_device
 from tests.dist import parity_jobs
 from tests.dist.parity_cases import Case
 
@@ -29,22 +30,22 @@ class Steps:
 
 
 def weights_of(engine: fold3d.Engine) -> dict[str, Tensor]:
-    """Returns a copy of this rank's parameters once they are up to date."""
+    """Returns a copy of this rank's parameters, on the CPU, once they are up to date."""
     engine.flush()
-    return {name: parameter.detach().clone() for name, parameter in engine.owned.items()}
+    return {name: parameter.detach().clone().cpu() for name, parameter in engine.owned.items()}
 
 
 def train_with_infinity(case: Case, bad_rank: int, bad_chunk: int, bad_step: int) -> Steps:
     """Trains with a loss scaler; in one step one rank's gradient of one chunk is infinite."""
     model = parity_jobs.build(case)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=1000)
+    scaler = torch.amp.GradScaler(default_device().type, init_scale=2.0**8, growth_interval=1000)
     config = parity_jobs.config_of(case)
     engine = fold3d.Engine(
         model, config, optimizer=parity_jobs.optimizer_of(model), max_grad_norm=parity_jobs.MAX_NORM, scaler=scaler
     )
     seen = Steps(scales=[], norms=[], weights=[weights_of(engine)])
     for step in range(STEPS):
-        batch = parity_jobs.replica_batch(case, step, engine.topology.dp_rank)
+        batch = parity_jobs.batch_of(engine, case, step)
         poison = step == bad_step and engine.topology.rank == bad_rank
         with _infinite(engine, bad_chunk) if poison else _nothing():
             out = engine.step(batch)
@@ -62,7 +63,8 @@ def _infinite(engine: fold3d.Engine, chunk: int) -> Iterator[None]:
     assert trace is not None
     block = trace.blocks[engine.plan.ranges[chunk][0]]
     parameter = next(p for n, p in engine.owned.items() if n.startswith(block + "."))
-    hook = parameter.register_hook(lambda gradient: gradient.index_fill(0, torch.tensor([0]), float("inf")))
+    first = torch.tensor([0], device=engine.device)
+    hook = parameter.register_hook(lambda gradient: gradient.index_fill(0, first, float("inf")))
     try:
         yield
     finally:
@@ -92,14 +94,14 @@ def read_lazily(case: Case) -> tuple[dict[str, Any], dict[str, Any], dict[str, A
     found = []
     for way in ("state_dict", "flush", "forward"):
         engine = parity_jobs.engine_of(case)
-        batch = parity_jobs.replica_batch(case, 0, engine.topology.dp_rank)
+        batch = parity_jobs.batch_of(engine, case, 0)
         engine.step(batch)
         if way == "state_dict":
             whole = engine.model.state_dict()
-            found.append({name: whole[name].clone() for name in engine.owned})
+            found.append({name: whole[name].clone().cpu() for name in engine.owned})
         elif way == "forward":
             engine.evaluate(batch)
-            found.append({name: p.detach().clone() for name, p in engine.owned.items()})
+            found.append({name: p.detach().clone().cpu() for name, p in engine.owned.items()})
         else:
             found.append(weights_of(engine))
         engine.close()

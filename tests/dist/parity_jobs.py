@@ -137,6 +137,16 @@ def replica_batch(case: Case, step: int, replica: int) -> Batch:
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
 
+def batch_of(engine: fold3d.Engine, case: Case, step: int) -> Batch:
+    """Returns the replica's batch where the engine computes."""
+    return on(engine.device, replica_batch(case, step, engine.topology.dp_rank))
+
+
+def on(device: torch.device, batch: Batch) -> Batch:
+    """Returns the batch on a device."""
+    return {name: tensor.to(device) for name, tensor in batch.items()}
+
+
 def dataset(case: Case, steps: int = STEPS) -> list[Batch]:
     """Returns the rows of all steps in order, for a Trainer that does not shuffle."""
     wholes = [global_batch(case, step) for step in range(steps)]
@@ -295,7 +305,7 @@ def train_engine(case: Case, *, start: Any = None, steps: Sequence[int] = range(
     engine = engine_of(case)
     result = Result()
     for step in steps:
-        batch = replica_batch(case, step, engine.topology.dp_rank)
+        batch = batch_of(engine, case, step)
         if start is not None:
             if case.family == "plain":
                 engine.evaluate(batch)  # a plain module is recorded with its first batch
@@ -340,6 +350,6 @@ def digests(engine: fold3d.Engine) -> dict[str, str]:
         assert engine.optimizer is not None
         state = engine.optimizer.state.get(parameter, {})
         tensors = [parameter.detach(), *(state[key] for key in sorted(state))]
-        text = b"".join(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() for tensor in tensors)
+        text = b"".join(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() for tensor in tensors)
         found[name] = hashlib.sha256(text).hexdigest()
     return found

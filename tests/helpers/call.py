@@ -70,18 +70,22 @@ def die_with_parent() -> None:
 
 
 @contextlib.contextmanager
-def changed_environment(values: Mapping[str, str]) -> Iterator[None]:
-    """Sets environment variables and puts the old ones back."""
+def changed_environment(values: Mapping[str, str | None]) -> Iterator[None]:
+    """Sets environment variables, or takes them away (None), and puts the old ones back."""
     before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
+    _change_environment(values)
     try:
         yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+        _change_environment(before)
+
+
+def _change_environment(values: Mapping[str, str | None]) -> None:
+    for name, value in values.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
 
 
 @contextlib.contextmanager

@@ -35,6 +35,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.helpers import call
+from tests.helpers.cuda import HIDDEN, SEEN
 
 START_TIMEOUT_S = 180.0
 """Importing torch on a machine whose cores are all busy is slow."""
@@ -57,10 +58,14 @@ class _Worker:
 
 
 class RankPool:
-    """`size` worker processes, started on first use; `run` uses the first `world_size`. Not thread-safe."""
+    """`size` worker processes, started on first use; `run` uses the first `world_size`. Not thread-safe.
 
-    def __init__(self, size: int) -> None:
+    With `cuda` they see the machine's CUDA devices, and engines take that of their local rank; else none.
+    """
+
+    def __init__(self, size: int, *, cuda: bool = False) -> None:
         self.size = size
+        self._environment = {"OMP_NUM_THREADS": "1"} | (SEEN if cuda else HIDDEN)
         self.starts = 0
         self._calls = 0
         self._workers: list[_Worker] = []
@@ -121,8 +126,7 @@ class RankPool:
         self.starts += 1
         self._folder = Path(tempfile.mkdtemp(prefix="fold3d-ranks-"))
         context = multiprocessing.get_context("spawn")
-        # Tests that want the accelerator start their own process: CPU ranks must not each claim it.
-        with call.changed_environment({"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}):
+        with call.changed_environment(self._environment):
             for rank in range(self.size):
                 ours, theirs = context.Pipe()
                 process = context.Process(
