@@ -61,7 +61,8 @@ class ParallelConfig:
     memory_limit: int | None = None
     """Bytes that a rank may use for weights, gradients, optimizer state and activations. With it the planner
     runs also where `segments` is set, for a schedule with fewer micro-batches in flight, and for zero1 instead of early
-    in as many buckets as it takes. None: nine tenths of a GPU's memory where the planner runs, no limit on the CPU."""
+    in as many buckets as it takes; where nothing fits, the engine is not built. None: nine tenths of a GPU's memory
+    where the planner runs (where nothing fits, what needs least), no limit on the CPU."""
     preempt: bool = True
     """Activations go before gradients on the network. False: first come, first served; for comparison."""
 

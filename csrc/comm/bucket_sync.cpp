@@ -184,9 +184,9 @@ void BucketSync::failed(Failure::Kind kind, const std::string& text) { fail(kind
 
 void BucketSync::fail(Failure::Kind kind, const std::string& text) noexcept {
   if (!failure_.set(kind, text)) return;
-  gate_->open();
   reduce_stream_->abort(text);
   gather_stream_->abort(text);
+  gate_->open();  // after that: who was held there must not begin anything
   {
     const std::lock_guard lock(mutex_);
   }  // whoever looked at the failure before is waiting now
@@ -196,8 +196,7 @@ void BucketSync::fail(Failure::Kind kind, const std::string& text) noexcept {
 void BucketSync::abort(const std::string& reason) noexcept { fail(Failure::Kind::kAborted, reason); }
 
 void BucketSync::close() noexcept {
-  failure_.set(Failure::Kind::kAborted, options_.name + " closed its bucket sync");
-  gate_->open();  // a stream may be held for a message that is never sent
+  fail(Failure::Kind::kAborted, options_.name + " closed its bucket sync");
   reduce_stream_->stop();
   gather_stream_->stop();
   {

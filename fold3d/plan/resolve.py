@@ -22,11 +22,12 @@ def settle_segments(config: ParallelConfig, dp: int) -> ParallelConfig:
     """
     settled = replace(config, segments=_only_segments(config, dp))
     if config.memory_limit is not None and not needs_planner(settled, dp):
-        raise ConfigError(
-            f"memory_limit={config.memory_limit} has no effect: "
-            + ("one process has nothing to spread" if dp * config.pp == 1 else "everything the planner chooses is set")
-            + '; leave it away, or set schedule or dp_sync to "auto"'
+        alone = "one process has nothing to spread; leave it away"
+        all_set = (
+            'everything that memory depends on is set; leave it away, or set schedule, group_size or dp_sync to "auto"'
         )
+        why = alone if dp * config.pp == 1 else all_set
+        raise ConfigError(f"memory_limit={config.memory_limit} has no effect: {why}")
     return settled
 
 
@@ -38,8 +39,9 @@ def needs_planner(config: ParallelConfig, dp: int) -> bool:
     """
     if config.segments == AUTO:
         return True
-    open_ways = config.schedule == AUTO or (dp > 1 and config.dp_sync == AUTO)
-    return config.memory_limit is not None and dp * config.pp > 1 and open_ways
+    open_order = config.schedule == AUTO or (config.schedule == "fold" and config.group_size == AUTO)
+    open_ways = dp > 1 and config.dp_sync == AUTO
+    return config.memory_limit is not None and dp * config.pp > 1 and (open_order or open_ways)
 
 
 def _only_segments(config: ParallelConfig, dp: int) -> int | str:

@@ -218,8 +218,8 @@ def _choice(state: _Search, winner: _Candidate, heuristic: _Candidate) -> Choice
     remarks = []
     if not state.fits(winner):
         remarks.append(
-            f"Nothing fits into {job.memory_limit} bytes (setting memory_limit): this needs {winner.memory}, the least "
-            "of all."
+            f"Nothing that was tried fits into {job.memory_limit} bytes (setting memory_limit): this needs "
+            f"{winner.memory}, the least."
         )
     elif job.memory_limit is not None:
         remarks.append(f"Needs about {winner.memory} of {job.memory_limit} bytes on the fullest rank.")

@@ -59,6 +59,7 @@ class Engine(Supervised):
         autocast: the context that `loss_fn` or the model's forward itself puts around the layers, such as
             functools.partial(torch.autocast, "cpu", torch.bfloat16): the planner times layers in it.
         device: where parameters live; None: this process's CUDA device, or the CPU.
+        optimizer_like: where the optimizer is attached later, makes one like it, for the planner to try; None: AdamW.
 
     Raises: ConfigError, TraceError before any process group is built; RankError from every method that runs the
         model, on every rank, when any rank fails.
@@ -76,6 +77,7 @@ class Engine(Supervised):
         weights: str | None = None,
         autocast: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
         device: torch.device | None = None,
+        optimizer_like: Callable[[list[Parameter]], Optimizer] | None = None,
     ):
         if max_grad_norm is not None and not max_grad_norm > 0:
             raise ConfigError(f"max_grad_norm={max_grad_norm}: must be positive; leave it None for no clipping")
@@ -100,6 +102,7 @@ class Engine(Supervised):
         self.optimizer: Optimizer | None = None
         self.step_index = 0
         self._make_optimizer = optimizer
+        self._planned_optimizer = optimizer or optimizer_like
         self._autocast = autocast
         self._scaler = LossScaler(scaler) if scaler is not None and scaler.is_enabled() else None
         self._clip = 1.0
@@ -136,7 +139,7 @@ class Engine(Supervised):
                 self.topology,
                 self.device,
                 example,
-                self._make_optimizer,
+                self._planned_optimizer,
                 self._autocast,
                 number,
             )
@@ -191,7 +194,10 @@ class Engine(Supervised):
         assert self._pipeline is not None
         sync = self._pipeline.dp_sync
         if sync is not None:
-            sync.attach(optimizer)
+            ways = (
+                [self.config.dp_sync] if self.choice is None else [way for stage in self.choice.modes for way in stage]
+            )
+            sync.attach(optimizer, parts="zero1" in ways)  # of all stages: all ranks raise, or none
             # The optimizer's own step finds no gradients and changes nothing.
             optimizer.register_step_pre_hook(lambda *_: self._update())
             optimizer.register_state_dict_pre_hook(lambda _: sync.before_state_dict())

@@ -108,10 +108,14 @@ def choose(
     found: list[Any] = [None]
     if topology.rank == 0:
         try:
-            found = [_search(job, fixed_by(config), lambda: _steps_parts(optimizer))]
-            announce(logger, found[0].reason)
+            choice = _search(job, fixed_by(config), lambda: _steps_parts(optimizer))
+            _check_memory(choice, config)
+            announce(logger, choice.reason)
+            found = [choice]
         except ConfigError as error:
             found = [error]
+        except Exception as error:  # the other ranks wait for an answer
+            found = [ConfigError(f"planning failed ({type(error).__name__}: {error}); set segments and schedule")]
     if topology.world > 1:
         dist.broadcast_object_list(found, 0)
     if isinstance(found[0], ConfigError):
@@ -143,9 +147,19 @@ def _steps_parts(make: Callable[[list[Parameter]], Optimizer] | None) -> bool:
         return True
     try:
         check_separable(optimizer, parts=True)
-    except ConfigError:
+    except Exception:
         return False
     return True
+
+
+def _check_memory(choice: Choice, config: ParallelConfig) -> None:
+    """Raises ConfigError when the best that was found needs more memory than the user allows."""
+    if config.memory_limit is not None and choice.memory_bytes > config.memory_limit:
+        raise ConfigError(
+            f"memory_limit={config.memory_limit}: the fullest rank would need about {choice.memory_bytes} bytes, "
+            f"the least that was found ({choice.segments} segments, {choice.schedule}, dp_sync {choice.dp_sync}); "
+            "raise memory_limit or pp, set recompute=True, or leave more of segments, schedule and dp_sync at auto"
+        )
 
 
 def fixed_by(config: ParallelConfig) -> Fixed:

@@ -19,6 +19,7 @@ import transformers
 from accelerate.utils.memory import clear_device_cache
 from torch import Tensor
 from torch.nn import Module
+from torch.optim import Optimizer
 from transformers.trainer_pt_utils import BatchRebalanceSampler
 from transformers.trainer_utils import seed_worker
 from transformers.utils.import_utils import is_peft_available
@@ -87,6 +88,7 @@ class Trainer(EvaluatingTrainer):
             weights=args.weights,
             autocast=self.accelerator.autocast,
             device=args.device,
+            optimizer_like=self._optimizer_like(),
         )
         self.accelerator.data_group = self.engine.groups.data
         self.callback_handler.callbacks.insert(0, FlushCallback(self.engine, self.callback_handler))
@@ -173,6 +175,16 @@ class Trainer(EvaluatingTrainer):
                 parameter.requires_grad_(False)
         names = {id(parameter): name for name, parameter in self.model.named_parameters()}
         self.layout = OptimizerLayout.restrict(self._plain_optimizer(), names, self.engine.owned)
+
+    def _optimizer_like(self) -> Any:
+        """Returns what makes an optimizer like the one of this training; None where the stock Trainer cannot tell."""
+        if isinstance(self.optimizer, Optimizer):
+            return functools.partial(type(self.optimizer), **self.optimizer.defaults)
+        try:
+            kind, settings = self.get_optimizer_cls_and_kwargs(self.args)
+        except Exception:  # a library that is missing is reported when the optimizer is made
+            return None
+        return functools.partial(kind, **settings)
 
     def _example(self) -> dict[str, Any] | None:
         """Returns a micro-batch of the training (else evaluation) data, to record the model and time its layers with.

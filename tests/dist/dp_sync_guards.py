@@ -80,7 +80,7 @@ def other_memory() -> str:
 
 
 def sum_under_the_backward() -> int:
-    """Returns how often the backward of the first layer waited in vain for the last layer's sum over the replicas."""
+    """Returns how often the first layer's backward waited for the last layer's sum; an error where it never comes."""
     engine = waits.engine_of(dp=2, dp_sync="early", comm_timeout=10)
     waits.step_of(engine, 0)
     engine.flush()
@@ -121,6 +121,23 @@ def within(limit: int | None, **settings: object) -> tuple[int, set[str], dict[s
 
 def _single(step: int, replica: int) -> dict[str, Tensor]:
     return {name: tensor.float() for name, tensor in waits.batch_of(step, replica).items()}
+
+
+def too_little(optimizer: str) -> str:
+    """Returns what becomes of an engine for which no memory suffices, or not with this optimizer."""
+    kinds = {"Adam": torch.optim.Adam, "Adafactor": torch.optim.Adafactor}
+    settings = {"dp": 2, "pp": 2, "segments": 2, "schedule": "aiao", "micro_batches": 2, "blocks": "layers"}
+    needs = fold3d.Engine(
+        waits.Net(),
+        fold3d.ParallelConfig(memory_limit=1 << 30, **settings),  # type: ignore[arg-type]
+        optimizer=kinds[optimizer],
+        example=_single(0, 0),
+    )
+    assert needs.choice is not None
+    limit = 10 if optimizer == "Adam" else needs.choice.memory_bytes - 1
+    needs.close()
+    config = fold3d.ParallelConfig(memory_limit=limit, **settings)  # type: ignore[arg-type]
+    return error_of(lambda: fold3d.Engine(waits.Net(), config, optimizer=kinds[optimizer], example=_single(0, 0)))
 
 
 def without_blocks() -> str:

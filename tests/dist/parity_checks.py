@@ -44,7 +44,7 @@ def assert_ranks_agree(results: list[Result], case: Case) -> None:
             for name, text in rank.items():
                 copies.setdefault(name, set()).add(text)
         different = [name for name, texts in copies.items() if len(texts) > 1]
-        assert not different, f"{case.name}: after step {step} copies of {different} differ"
+        assert not different, f"{case.name}: look {step}: copies of {different} differ"
 
 
 def assert_same_bits(ours: Result, theirs: Result) -> None:

@@ -46,3 +46,13 @@ def test_buckets_are_zero1_as_far_as_memory_asks_for_it(ranks: RankPool, segment
 def test_memory_of_a_model_without_blocks_is_not_planned(ranks: RankPool) -> None:
     for text in ranks.run(jobs.without_blocks, 2):
         assert "memory_limit=1048576 cannot be kept" in text and 'dp_sync="zero1"' in text, text
+
+
+@pytest.mark.parametrize("optimizer", ["Adam", "Adafactor"])
+def test_no_engine_where_nothing_fits(ranks: RankPool, optimizer: str) -> None:
+    """Adafactor looks at whole tensors, so zero1 is no way out."""
+    for text in ranks.run(jobs.too_little, 4, optimizer):
+        assert "bytes, the least that was found (2 segments, aiao, dp_sync" in text and "raise memory_limit" in text, (
+            text
+        )
+        assert optimizer == "Adam" or "dp_sync early" in text, text

@@ -27,6 +27,7 @@ from fold3d.schedule import generate
         ({"pp": 2, "segments": 3, "schedule": "aiao", "memory_limit": 1}, 2, 3, True),
         ({"pp": 2, "segments": 3, "dp_sync": "early", "memory_limit": 1}, 2, 3, True),
         ({"pp": 2, "schedule": "1f1b", "memory_limit": 1}, 2, 1, True),
+        ({"pp": 2, "segments": 3, "schedule": "fold", "memory_limit": 1}, 1, 3, True),
     ],
 )
 def test_what_is_planned(settings: dict[str, Any], dp: int, segments: int | str, planned: bool) -> None:
@@ -45,8 +46,12 @@ def test_a_schedule_of_one_s_own_says_how_often_it_folds(tmp_path: Any) -> None:
     ("settings", "dp", "why"),
     [
         ({"pp": 1}, 1, "one process has nothing to spread"),
-        ({"pp": 2, "segments": 2, "schedule": "aiao"}, 1, "everything the planner chooses is set"),
-        ({"pp": 2, "segments": 2, "schedule": "aiao", "dp_sync": "early"}, 2, "everything the planner chooses is set"),
+        ({"pp": 2, "segments": 2, "schedule": "aiao"}, 1, "everything that memory depends on is set"),
+        (
+            {"pp": 2, "segments": 2, "schedule": "aiao", "dp_sync": "early"},
+            2,
+            "everything that memory depends on is set",
+        ),
     ],
 )
 def test_a_memory_limit_needs_something_to_choose(settings: dict[str, Any], dp: int, why: str) -> None:

@@ -196,14 +196,16 @@ class DpSync:
 
     # The optimizer
 
-    def attach(self, optimizer: Optimizer) -> None:
+    def attach(self, optimizer: Optimizer, *, parts: bool) -> None:
         """Steps `optimizer` bucket by bucket from now on.
 
+        Args:
+            parts: whether any stage steps parts of parameters (zero1).
         Raises: ConfigError when parts of parameters shall be stepped and the optimizer cannot do that exactly.
         """
         if self._begun:
             raise ConfigError("attach the optimizer before the step's `run`, not between it and optimizer.step()")
-        check_separable(optimizer, parts="zero1" in self.plan.modes)
+        check_separable(optimizer, parts=parts)
         for bucket in self.buckets:
             bucket.detach()
             bucket.clear()
