@@ -1,4 +1,4 @@
-"""How many configurations the simulator gets through in a second: `python benchmarks/simulator.py`.
+"""How many configurations the simulator gets through in a second: `python -m benchmarks.simulator`.
 
 A configuration is a schedule, a cut and a way of DP.sync; simulating one means training steps until two take the same
 time. One core, with the planner's own call; schedules are generated before the clock starts, as a search keeps them.

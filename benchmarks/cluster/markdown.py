@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -74,5 +74,12 @@ def _ratio(value: float | None, digits: int = 2) -> str:
     return "-" if value is None else f"{value:.{digits}f}"
 
 
+def main() -> None:
+    """Prints the pages of the files named on the command line."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.cluster.markdown", description=__doc__)
+    parser.add_argument("results", nargs="+", type=Path, help="what --json wrote")
+    print("\n\n".join(to_markdown(json.loads(path.read_text())) for path in parser.parse_args().results))
+
+
 if __name__ == "__main__":
-    print("\n\n".join(to_markdown(json.loads(Path(name).read_text())) for name in sys.argv[1:]))
+    main()

@@ -1,0 +1,28 @@
+"""The benchmarks that the pages name start as the pages say."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "benchmarks/cluster/README.md"]
+COMMANDS = sorted(
+    {found for page in PAGES for found in re.findall(r"python ((?:-m )?benchmarks[\w./]*)", page.read_text())}
+)
+
+
+def test_the_pages_name_them_all() -> None:
+    named = {command.removeprefix("-m ").replace("/", ".").removesuffix(".py") for command in COMMANDS}
+    there = {f"benchmarks.{path.stem}" for path in (ROOT / "benchmarks").glob("*.py")}
+    assert there <= named
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_it_starts(command: str) -> None:
+    made = subprocess.run([sys.executable, *command.split(), "--help"], cwd=ROOT, capture_output=True, text=True)
+    assert made.returncode == 0 and "usage:" in made.stdout, made.stderr
