@@ -199,10 +199,6 @@ void BucketSync::close() noexcept {
   fail(Failure::Kind::kAborted, options_.name + " closed its bucket sync");
   reduce_stream_->stop();
   gather_stream_->stop();
-  {
-    const std::lock_guard lock(mutex_);
-  }
-  changed_.notify_all();
 }
 
 }  // namespace fold3d::comm

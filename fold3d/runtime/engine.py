@@ -194,10 +194,8 @@ class Engine(Supervised):
         assert self._pipeline is not None
         sync = self._pipeline.dp_sync
         if sync is not None:
-            ways = (
-                [self.config.dp_sync] if self.choice is None else [way for stage in self.choice.modes for way in stage]
-            )
-            sync.attach(optimizer, parts="zero1" in ways)  # of all stages: all ranks raise, or none
+            way = self.config.dp_sync if self.choice is None else self.choice.dp_sync
+            sync.attach(optimizer, parts=way in ("zero1", "mixed"))  # of all stages: all ranks raise, or none
             # The optimizer's own step finds no gradients and changes nothing.
             optimizer.register_step_pre_hook(lambda *_: self._update())
             optimizer.register_state_dict_pre_hook(lambda _: sync.before_state_dict())

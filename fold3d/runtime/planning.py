@@ -85,7 +85,7 @@ def choose(
     config: ParallelConfig,
     topology: Topology,
     device: torch.device,
-    optimizer: Callable[[list[Parameter]], Optimizer] | None = None,
+    optimizer: Callable[[list[Parameter]], Optimizer] | None,
 ) -> tuple[Job, Choice]:
     """Returns the fastest settings for everything that is "auto", the same on every rank; all ranks of the job call.
 

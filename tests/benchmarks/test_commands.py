@@ -24,5 +24,6 @@ def test_the_pages_name_them_all() -> None:
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_it_starts(command: str) -> None:
-    made = subprocess.run([sys.executable, *command.split(), "--help"], cwd=ROOT, capture_output=True, text=True)
+    words = [sys.executable, *command.split(), "--help"]
+    made = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=180)
     assert made.returncode == 0 and "usage:" in made.stdout, made.stderr

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -11,7 +12,6 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 import fold3d
-from fold3d.errors import Fold3dError
 from tests.dist import dp_sync_waits as waits
 from tests.dist.dp_sync_loops import sgd
 
@@ -30,21 +30,12 @@ class Branching(waits.Net):
         return (x - y).square().mean()
 
 
-def error_of(call: Callable[[], object]) -> str:
-    """Returns what `call` raises."""
-    try:
-        call()
-    except Fold3dError as error:
-        return str(error)
-    return ""
-
-
 def backward_of_one_s_own(dp_sync: str) -> str:
     """Returns what becomes of a gradient that comes when the step's sums have begun."""
     engine = waits.engine_of(dp=2, dp_sync=dp_sync)
     waits.step_of(engine, 0)
     waits.run_of(engine, 1)
-    text = error_of(lambda: engine.model(**waits.batch_of(1, 0)).backward())
+    text = waits.error_of(lambda: engine.model(**waits.batch_of(1, 0)).backward())
     engine.close()
     return text
 
@@ -61,8 +52,8 @@ def unrecorded_read(dp_sync: str) -> str:
         assert engine.optimizer is not None
         engine.optimizer.step()
 
-    first = error_of(step)
-    text = first or error_of(step)
+    first = waits.error_of(step)
+    text = first or waits.error_of(step)
     engine.close()
     return text
 
@@ -74,7 +65,7 @@ def other_memory() -> str:
     engine.flush()
     for parameter in engine.owned.values():
         parameter.data = parameter.data.clone()
-    text = error_of(lambda: waits.step_of(engine, 1))
+    text = waits.error_of(lambda: waits.step_of(engine, 1))
     engine.close()
     return text
 
@@ -87,26 +78,24 @@ def sum_under_the_backward() -> int:
     assert engine._pipeline is not None and engine._pipeline.dp_sync is not None
     sync = engine._pipeline.dp_sync
     (last,) = (b.number for b in sync.buckets if any(f"layers.{waits.LAYERS - 1}." in name for name in b.names))
-    passes: list[bool] = []
+    passes = waited = 0
 
     def wait(*_: object) -> None:
-        passes.append(len(passes) < waits.MICRO_BATCHES - 1)
-        if not passes[-1]:
+        nonlocal passes, waited
+        passes += 1
+        if passes == waits.MICRO_BATCHES:
             sync._sync.wait_reduced(last)  # all that is missing is the first layer, which comes after this
+            waited += 1
 
     engine.model.get_submodule("layers.0").register_full_backward_pre_hook(wait)
     waits.step_of(engine, 1)
     engine.close()
-    return passes.count(False)
+    return waited
 
 
-def within(limit: int | None, **settings: object) -> tuple[int, set[str], dict[str, Tensor]]:
+def within(limit: int | None, **settings: Any) -> tuple[int, set[str], dict[str, Tensor]]:
     """Trains with so much memory a rank; returns what was planned to need, the ways of DP.sync, own weights."""
-    adam = functools.partial(torch.optim.Adam, lr=0.05)
-    config = fold3d.ParallelConfig(
-        dp=2, micro_batches=2, blocks="layers", bucket_bytes=1, memory_limit=limit, **settings
-    )  # type: ignore[arg-type]
-    engine = fold3d.Engine(waits.Net(), config, optimizer=adam, example=_single(0, 0))
+    engine = _limited(limit, functools.partial(torch.optim.Adam, lr=0.05), bucket_bytes=1, **settings)
     for number in range(3):
         engine.step(_single(number, engine.topology.dp_rank))
     engine.flush()
@@ -119,25 +108,24 @@ def within(limit: int | None, **settings: object) -> tuple[int, set[str], dict[s
     return needs, set().union(*told), weights
 
 
+def _limited(limit: int | None, optimizer: Callable[..., torch.optim.Optimizer], **settings: Any) -> fold3d.Engine:
+    config = fold3d.ParallelConfig(dp=2, micro_batches=2, blocks="layers", memory_limit=limit, **settings)
+    return fold3d.Engine(waits.Net(), config, optimizer=optimizer, example=_single(0, 0))
+
+
 def _single(step: int, replica: int) -> dict[str, Tensor]:
     return {name: tensor.float() for name, tensor in waits.batch_of(step, replica).items()}
 
 
 def too_little(optimizer: str) -> str:
     """Returns what becomes of an engine for which no memory suffices, or not with this optimizer."""
-    kinds = {"Adam": torch.optim.Adam, "Adafactor": torch.optim.Adafactor}
-    settings = {"dp": 2, "pp": 2, "segments": 2, "schedule": "aiao", "micro_batches": 2, "blocks": "layers"}
-    needs = fold3d.Engine(
-        waits.Net(),
-        fold3d.ParallelConfig(memory_limit=1 << 30, **settings),  # type: ignore[arg-type]
-        optimizer=kinds[optimizer],
-        example=_single(0, 0),
-    )
-    assert needs.choice is not None
-    limit = 10 if optimizer == "Adam" else needs.choice.memory_bytes - 1
-    needs.close()
-    config = fold3d.ParallelConfig(memory_limit=limit, **settings)  # type: ignore[arg-type]
-    return error_of(lambda: fold3d.Engine(waits.Net(), config, optimizer=kinds[optimizer], example=_single(0, 0)))
+    kind = getattr(torch.optim, optimizer)
+    layout = {"pp": 2, "segments": 2, "schedule": "aiao"}
+    engine = _limited(1 << 30, kind, **layout)
+    assert engine.choice is not None
+    limit = 10 if optimizer == "Adam" else engine.choice.memory_bytes - 1
+    engine.close()
+    return waits.error_of(lambda: _limited(limit, kind, **layout))
 
 
 def without_blocks() -> str:
@@ -145,4 +133,4 @@ def without_blocks() -> str:
     config = fold3d.ParallelConfig(dp=2, micro_batches=2, memory_limit=1 << 20)
     model = nn.Linear(waits.WIDTH, 1)
     model.forward = lambda x, y: nn.functional.linear(x, model.weight).mean()  # type: ignore[method-assign]
-    return error_of(lambda: fold3d.Engine(model, config, optimizer=sgd, example=_single(0, 0)))
+    return waits.error_of(lambda: fold3d.Engine(model, config, optimizer=sgd, example=_single(0, 0)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -230,6 +231,15 @@ def _shared_memory() -> set[str]:
     return {line.split("/")[-1].split()[0] for line in lines if "/fold3d-" in line}
 
 
+def error_of(call: Callable[[], object]) -> str:
+    """Returns what `call` raises."""
+    try:
+        call()
+    except Fold3dError as error:
+        return str(error)
+    return ""
+
+
 def another_schedule() -> tuple[list[float], dict[str, Tensor], dict[str, Any]]:
     """Trains through a look of the tuner that finds a better schedule; returns losses, own weights, and the plan."""
     real, asked = tuner.recheck, []
@@ -268,11 +278,7 @@ def close_in_the_backward() -> tuple[str, float]:
     if dist.get_rank() == 0:
         next(iter(engine.owned.values())).register_hook(lambda _: engine.close())
     start = time.monotonic()
-    try:
-        step_of(engine, 2)
-    except Fold3dError as error:
-        return str(error), time.monotonic() - start
-    return "", 0.0
+    return error_of(lambda: step_of(engine, 2)), time.monotonic() - start
 
 
 def norm_of_nothing() -> float:
