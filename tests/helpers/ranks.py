@@ -10,7 +10,8 @@
 
 Each call gets a fresh gloo group over a file and the environment torchrun would set. A rank that raises fails
 the test with its traceback; so does one that hangs or dies, with the stacks of those that hang, and the pool
-starts anew.
+starts anew. A rank that is done keeps its groups until all are: one that took them down earlier would cut the
+connections that gloo is still making on a slower rank.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
@@ -41,6 +42,9 @@ START_TIMEOUT_S = 180.0
 """Importing torch on a machine whose cores are all busy is slow."""
 GRACE_S = 10.0
 """How long the other ranks may take to notice that one has failed."""
+LEAVE = "leave"
+"""Tells a rank whose function has returned to take its process groups down."""
+DIED = "the process died"
 
 
 class RankError(AssertionError):
@@ -96,17 +100,20 @@ class RankPool:
         self._start()
         assert self._folder is not None
         # Importing a test module may import transformers, which takes long on a busy machine: not the call's time.
-        self._ask(world_size, (ref, 0, "", 0, 0.0, (), {}))
+        self._ask(range(world_size), (ref, 0, "", 0, 0.0, (), {}))
         self._collect(world_size, time.monotonic() + START_TIMEOUT_S, grace, f"importing {ref}")
         self._calls += 1
         store = str(self._folder / f"store-{self._calls}")
-        self._ask(world_size, (ref, world_size, store, call.free_port(), timeout, args, kwargs))
-        return self._collect(world_size, time.monotonic() + timeout, grace, ref)
+        self._ask(range(world_size), (ref, world_size, store, call.free_port(), timeout, args, kwargs))
+        results = self._collect(world_size, time.monotonic() + timeout, grace, ref, holds=True)
+        self._ask(range(world_size), LEAVE)
+        self._collect(world_size, time.monotonic() + timeout, grace, f"ending the groups of {ref}")
+        return results
 
-    def _ask(self, world_size: int, request: tuple[Any, ...]) -> None:
+    def _ask(self, ranks: Iterable[int], request: Any) -> None:
         message = pickle.dumps(request)
-        for worker in self._workers[:world_size]:
-            worker.pipe.send_bytes(message)
+        for rank in ranks:
+            self._workers[rank].pipe.send_bytes(message)
 
     def close(self) -> None:
         """Kills the workers; the next `run` starts new ones."""
@@ -137,33 +144,35 @@ class RankPool:
                 self._workers.append(_Worker(process, ours))
         self._collect(self.size, time.monotonic() + START_TIMEOUT_S, GRACE_S, "starting the workers")
 
-    def _collect(self, world_size: int, deadline: float, grace: float, what: str) -> list[Any]:
-        """Receives one answer per rank; on any failure kills the pool and raises."""
+    def _collect(self, world_size: int, deadline: float, grace: float, what: str, *, holds: bool = False) -> list[Any]:
+        """Receives one answer per rank; raises on any failure, and kills the pool if a rank hangs or is dead.
+
+        Args:
+            holds: a rank with a good answer waits for LEAVE; on any failure all of them get it.
+        """
         results: dict[int, Any] = {}
         failures: dict[int, str] = {}
+        leaving: set[int] = set()
         waiting = {self._workers[rank].pipe: rank for rank in range(world_size)}
         while waiting and time.monotonic() < deadline:
             for pipe in wait(list(waiting), timeout=max(0.0, deadline - time.monotonic())):
                 assert isinstance(pipe, Connection)
                 rank = waiting.pop(pipe)
-                try:
-                    good, value = pickle.loads(pipe.recv_bytes())
-                except (EOFError, ConnectionError):
-                    self._workers[rank].process.join(1.0)
-                    good, value = (
-                        False,
-                        f"the process died, exit code {self._workers[rank].process.exitcode}\n",
-                    )
-                if good:
-                    results[rank] = value
-                else:
+                good, value = self._receive(rank)
+                if not good:
                     failures[rank] = value
+                elif rank not in leaving:
+                    results[rank] = value
             if failures:
                 deadline = min(deadline, time.monotonic() + grace)
                 grace = max(0.0, deadline - time.monotonic())
+                done = [rank for rank in results if holds and rank not in leaving]
+                self._ask(done, LEAVE)
+                leaving.update(done)
+                waiting |= {self._workers[rank].pipe: rank for rank in done}
         if not waiting and not failures:
             return [results[rank] for rank in range(world_size)]
-        dead = any(text.startswith("the process died") for text in failures.values())
+        dead = any(text.startswith(DIED) for text in failures.values())
         for rank in sorted(waiting.values()):
             failures[rank] = "did not come back; its threads:\n" + self._stacks(rank)
         if waiting or dead:
@@ -173,6 +182,15 @@ class RankPool:
         for rank, text in others:
             message += f"\nand rank {rank}: " + (text if text.startswith("did not") else text.strip().splitlines()[-1])
         raise RankError(message, failures)
+
+    def _receive(self, rank: int) -> tuple[bool, Any]:
+        """Returns whether the rank did what it was asked, and its result or what went wrong."""
+        try:
+            good, value = pickle.loads(self._workers[rank].pipe.recv_bytes())
+        except (EOFError, ConnectionError):
+            self._workers[rank].process.join(1.0)
+            return False, f"{DIED}, exit code {self._workers[rank].process.exitcode}\n"
+        return good, value
 
     def _stacks(self, rank: int) -> str:
         """Returns the Python stacks of a worker that hangs, even in a blocked C++ call (faulthandler)."""
@@ -199,10 +217,13 @@ def _serve(pipe: Connection, rank: int, folder: str) -> None:
             request = pipe.recv_bytes()
         except EOFError:
             return
-        answer = _answer(request, rank)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        pipe.send_bytes(answer)
+        _send(pipe, _answer(pipe, request, rank))
+
+
+def _send(pipe: Connection, answer: bytes) -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    pipe.send_bytes(answer)
 
 
 def _preload() -> None:
@@ -215,8 +236,12 @@ def _preload() -> None:
     gc.freeze()
 
 
-def _answer(request: bytes, rank: int) -> bytes:
-    """Runs one request and returns the pickled (good, result or traceback)."""
+def _answer(pipe: Connection, request: bytes, rank: int) -> bytes:
+    """Runs one request; returns the last of its pickled answers, (good, result or traceback).
+
+    A function that returned has its result sent at once; what is left to answer, when all ranks are done, is whether
+    its groups could be taken down.
+    """
     try:
         ref, world_size, store, port, timeout, args, kwargs = pickle.loads(request)
         modules = len(sys.modules)
@@ -229,8 +254,9 @@ def _answer(request: bytes, rank: int) -> bytes:
             call.changed_environment(call.rank_environment(rank, world_size, port)),
             call.process_group(store, rank, world_size, timeout),
         ):
-            result = function(*args, **kwargs)
-        return pickle.dumps((True, result))
+            _send(pipe, pickle.dumps((True, function(*args, **kwargs))))
+            pipe.recv_bytes()  # LEAVE
+        return pickle.dumps((True, None))
     except BaseException:  # the worker outlives whatever a test does, SystemExit included
         return pickle.dumps((False, traceback.format_exc()))
     finally:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import datetime
 import os
 import signal
 import subprocess
@@ -48,9 +50,25 @@ def raise_on(rank: int) -> None:
     dist.barrier()
 
 
+def raise_without_meeting(rank: int) -> None:
+    if dist.get_rank() == rank:
+        raise ValueError(f"broken on purpose on {rank}")
+
+
 def hang_on(rank: int) -> None:
     if dist.get_rank() == rank:
         threading.Event().wait(60)
+
+
+def first_leaves(seconds: float) -> float:
+    """Rank 0 returns at once; returns when its connections were cut, as seen from the others; `seconds` if never."""
+    if dist.get_rank() == 0:
+        return 0.0
+    start = time.monotonic()
+    never = dist.irecv(torch.zeros(1), src=0)
+    with contextlib.suppress(RuntimeError):
+        never.wait(datetime.timedelta(seconds=seconds))
+    return time.monotonic() - start
 
 
 def end_on(rank: int, how: str) -> None:
@@ -86,6 +104,18 @@ class TestPool:
         with pytest.raises(RankError, match="broken on purpose on 1") as caught:
             ranks.run(raise_on, 2, 1)
         assert "in raise_on" in caught.value.failures[1]
+        assert ranks.run(total, 4, 0)[0]["sum"] == 6 and ranks.starts == starts
+
+    def test_a_rank_that_is_done_keeps_its_groups_until_all_are(self, ranks: RankPool) -> None:
+        """gloo may still be connecting on the others; they would fail with "Connection closed by peer"."""
+        assert all(waited >= 0.5 for waited in ranks.run(first_leaves, 3, 0.5)[1:])
+
+    def test_good_ranks_leave_when_one_fails(self, ranks: RankPool) -> None:
+        ranks.run(total, 4, 0)
+        starts = ranks.starts
+        with pytest.raises(RankError, match="broken on purpose on 2") as caught:
+            ranks.run(raise_without_meeting, 4, 2)
+        assert list(caught.value.failures) == [2]
         assert ranks.run(total, 4, 0)[0]["sum"] == 6 and ranks.starts == starts
 
     def test_hang_shows_the_stack_and_restarts(self) -> None:
