@@ -42,9 +42,13 @@ class Programs:
         self._reduce = dp > 1
         self._training: dict[int, schedules.Schedule] = {}
         self._evaluation: schedules.Schedule | None = None
+        self._file: schedules.Schedule | None = None
 
     def compute(self, micro_batches: int) -> schedules.Schedule:
         """Returns the compute actions for `micro_batches` micro-batches.
+
+        A schedule from a file is for config.micro_batches; a step with fewer leaves out the actions of the missing
+        ones.
 
         Raises: ConfigError when the schedule is unknown, does not fit, or ignores a setting that was given.
         """
@@ -75,14 +79,19 @@ class Programs:
 
     def _from_file(self, path: str, micro_batches: int) -> schedules.Schedule:
         config = self._config
-        schedule = schedules.load_csv(path)
-        schedules.validate(schedule)
+        if self._file is None:  # read once: a step in the middle of training must not depend on the file
+            schedule = schedules.load_csv(path)
+            schedules.validate(schedule)
+            if isinstance(config.group_size, int):
+                raise ConfigError(
+                    f"group_size={config.group_size} has no effect with a schedule from a file; remove it"
+                )
+            self._file = schedule
+        schedule = self._file
         found = (schedule.pp, schedule.segments, schedule.micro_batches)
-        if found != (config.pp, config.num_segments, micro_batches):
+        if found != (config.pp, config.num_segments, config.micro_batches) or micro_batches > schedule.micro_batches:
             raise ConfigError(
                 f"schedule={path!r} is for (pp, segments, micro-batches) = {found}, this step has "
                 f"{(config.pp, config.num_segments, micro_batches)}; generate a file that fits, or name a schedule"
             )
-        if isinstance(config.group_size, int):
-            raise ConfigError(f"group_size={config.group_size} has no effect with a schedule from a file; remove it")
-        return schedule
+        return schedule if micro_batches == schedule.micro_batches else schedules.shortened(schedule, micro_batches)

@@ -467,7 +467,7 @@ class Engine(Supervised):
         if self.groups.data is not None:
             with self._failing_together("counting the labels of the global batch"):
                 meeting.all_reduce(total, self.groups.data, self._built()[1].progress)
-        return loss.token_share(total, self.topology.dp)
+        return loss.token_share(total, self.topology.dp, len(micro_batches))
 
     def _mean_over_replicas(self, value: torch.Tensor) -> torch.Tensor:
         mean = value.detach().clone()

@@ -8,6 +8,9 @@ from typing import Any
 
 import torch
 from torch.nn import Module
+from torch.utils._pytree import tree_map_only
+
+from fold3d.trace.labels import shifts_labels
 
 IGNORED = -100
 LossFunction = Callable[[Module, dict[str, Any]], torch.Tensor]
@@ -50,15 +53,19 @@ def takes_label_count(model: Module) -> bool:
 
 
 def count_labels(model: Module, micro_batches: Sequence[Mapping[str, Any]]) -> int | None:
-    """Returns how many labels the loss is summed over, None when the batches have none."""
-    # Causal language models predict position i + 1 at position i: the first label is never a target.
-    shifted = str(getattr(model, "loss_type", "")).endswith("ForCausalLM")
+    """Returns how many labels the loss is summed over, None when the batches have none.
+
+    Those of `shift_labels` where a batch has them: the model's loss then takes them as they are.
+    """
+    shifted = shifts_labels(model)
     total = 0
     for batch in micro_batches:
         labels = batch.get("labels")
         if not isinstance(labels, torch.Tensor):
             return None
-        total += int((labels[..., 1:] if shifted else labels).ne(IGNORED).sum())
+        ready = batch.get("shift_labels")
+        counted = ready if isinstance(ready, torch.Tensor) else labels[..., 1:] if shifted and labels.ndim else labels
+        total += int(counted.ne(IGNORED).sum())
     return total
 
 
@@ -68,11 +75,39 @@ def mean_share(micro_batches: int) -> LossFunction:
     return lambda model, batch: loss_of(model(**batch)) * share
 
 
-def token_share(labels: torch.Tensor, replicas: int) -> LossFunction:
+class _Count(torch.Tensor):
+    """A number that knows whether anybody calculated with it; what is calculated are plain tensors."""
+
+    used = False
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        def plain(count: _Count) -> torch.Tensor:
+            count.used = True
+            with torch._C.DisableTorchFunctionSubclass():
+                return count.as_subclass(torch.Tensor)
+
+        args, named = tree_map_only(_Count, plain, (args, dict(kwargs or {})))
+        return func(*args, **named)
+
+
+def token_share(labels: torch.Tensor, replicas: int, micro_batches: int) -> LossFunction:
     """Returns the loss function of models that divide their loss by the labels of the global batch.
+
+    A model that takes `num_items_in_batch` and whose loss does not look at it (a regression's, one of its own) has
+    returned a mean: its micro-batches count alike.
 
     Args:
         labels: their number over all replicas, scalar.
         replicas: the mean over them divides by their number again.
+        micro_batches: of a replica.
     """
-    return lambda model, batch: loss_of(model(**batch, num_items_in_batch=labels)) * replicas
+
+    def share(model: Module, batch: dict[str, Any]) -> torch.Tensor:
+        count = labels.as_subclass(_Count)
+        loss = loss_of(model(**batch, num_items_in_batch=count))
+        return loss * replicas if count.used else loss * (1.0 / micro_batches)
+
+    return share

@@ -17,7 +17,7 @@ from fold3d._C import (
     waits_for,
 )
 from fold3d.schedule.files import load_csv, parse_csv, save_csv
-from fold3d.schedule.library import forward_only, generate, lower, names, registry, validate
+from fold3d.schedule.library import forward_only, generate, lower, names, registry, shortened, validate
 
 __all__ = [
     "Action",
@@ -38,6 +38,7 @@ __all__ = [
     "peak_stash",
     "registry",
     "save_csv",
+    "shortened",
     "simulate",
     "validate",
     "waits_for",

@@ -68,6 +68,18 @@ def forward_only(pp: int, segments: int, micro_batches: int = 1) -> _C.Schedule:
     return _C.Schedule(pp, segments, micro_batches, ranks)
 
 
+def shortened(schedule: _C.Schedule, micro_batches: int) -> _C.Schedule:
+    """Returns the schedule of a step with fewer micro-batches: the actions of those that are missing are left out.
+
+    What is left keeps its order, so that it waits for nothing that it did not wait for before.
+
+    Args:
+        micro_batches: 1 to those of `schedule`.
+    """
+    ranks = [[action for action in rank if action.micro_batch < micro_batches] for rank in schedule.ranks]
+    return _C.Schedule(schedule.pp, schedule.segments, micro_batches, ranks)
+
+
 def lower(schedule: _C.Schedule, *, reduce: bool) -> _C.Schedule:
     """Returns the schedule with SEND and RECV, and if `reduce` REDUCE_GRAD after each chunk's last backward.
 

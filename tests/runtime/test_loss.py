@@ -1,0 +1,136 @@
+"""Engine.step divides by as many labels as the stock loss does."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    BertForSequenceClassification,
+    CLIPVisionConfig,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    ModernBertConfig,
+    ModernBertForMaskedLM,
+    PreTrainedModel,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+from fold3d import Engine, ParallelConfig
+from tests.helpers import data, models
+
+SGD = functools.partial(torch.optim.SGD, lr=0.1)
+ROWS, LENGTH = 4, 9
+
+
+def bert(**named: Any) -> BertConfig:
+    return BertConfig(
+        vocab_size=models.VOCABULARY,
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=32,
+        max_position_embeddings=32,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+        **named,
+    )
+
+
+def llava() -> PreTrainedModel:
+    vision = CLIPVisionConfig(
+        hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, image_size=8, patch_size=4
+    )
+    text = models.llama_config(layers=2)
+    return LlavaForConditionalGeneration(LlavaConfig(vision_config=vision, text_config=text, image_token_index=1))
+
+
+def t5() -> PreTrainedModel:
+    return T5ForConditionalGeneration(
+        T5Config(
+            vocab_size=models.VOCABULARY,
+            d_model=16,
+            d_kv=8,
+            d_ff=32,
+            num_layers=2,
+            num_heads=2,
+            dropout_rate=0.0,
+            decoder_start_token_id=0,
+        )
+    )
+
+
+def ragged() -> dict[str, Tensor]:
+    """Rows with different numbers of labels, which begin at the first position or later."""
+    batch = data.batch(ROWS, LENGTH, ragged=True)
+    batch["labels"][1, :2] = -100
+    return batch
+
+
+def first_step(model: nn.Module, batch: dict[str, Any]) -> float:
+    """Returns the loss of a step of two micro-batches."""
+    config = ParallelConfig(segments=1, micro_batches=2)
+    engine = Engine(model, config, optimizer=SGD, example={name: value[:2] for name, value in batch.items()})
+    loss = engine.step(batch).loss.item()
+    engine.close()
+    return loss
+
+
+def modern_bert() -> PreTrainedModel:
+    return ModernBertForMaskedLM(
+        ModernBertConfig(
+            vocab_size=models.VOCABULARY,
+            hidden_size=16,
+            intermediate_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            max_position_embeddings=32,
+            pad_token_id=0,
+            bos_token_id=0,
+            eos_token_id=0,
+            cls_token_id=0,
+            sep_token_id=0,
+        )
+    )
+
+
+@pytest.mark.parametrize("kind", ["causal", "masked", "conditional"])
+def test_the_mean_over_labels_is_the_stock_loss_of_the_whole_batch(kind: str) -> None:
+    made = {"causal": lambda: models.build(models.llama_config(layers=2)), "masked": modern_bert, "conditional": llava}
+    torch.manual_seed(0)
+    model, batch = made[kind]().train(), ragged()
+    expected = model(**batch).loss.item()
+    assert first_step(model, batch) == pytest.approx(expected, rel=1e-5)
+
+
+def test_labels_that_are_shifted_already() -> None:
+    model, batch = models.build(models.llama_config(layers=2)), ragged()
+    shifted = torch.full_like(batch["labels"], -100)
+    shifted[:, :-1] = batch["labels"][:, 1:]
+    shifted[2] = -100  # as at the borders of packed samples; `labels` still has some there
+    batch["shift_labels"] = shifted
+    expected = model(**batch).loss.item()
+    assert first_step(model, batch) == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["regression", "masked", "encoder-decoder"])
+def test_a_loss_that_does_not_look_at_the_count(kind: str) -> None:
+    """These take `num_items_in_batch` and return a mean of their own: micro-batches count alike."""
+    made = {
+        "regression": lambda: BertForSequenceClassification(bert(num_labels=1)),
+        "masked": lambda: BertForMaskedLM(bert()),
+        "encoder-decoder": t5,
+    }
+    torch.manual_seed(0)
+    model, batch = made[kind]().train(), ragged()
+    if kind == "regression":
+        batch["labels"] = torch.rand(ROWS)
+    halves = [{name: value[rows] for name, value in batch.items()} for rows in (slice(0, 2), slice(2, 4))]
+    expected = sum(model(**half).loss.item() for half in halves) / 2
+    assert first_step(model, batch) == pytest.approx(expected, rel=1e-5)
