@@ -10,7 +10,7 @@ export PIP_ROOT_USER_ACTION = ignore
 CSRC := $(shell find csrc -name '*.cpp' -o -name '*.h')
 TORCH := $(shell grep '^torch==' requirements.txt)
 
-.PHONY: all demo test test-cpp test-python test-slow lint format clean distclean
+.PHONY: all demo docs test test-cpp test-python test-slow lint format clean distclean
 .DELETE_ON_ERROR:
 
 all: .venv/.extension
@@ -32,6 +32,10 @@ test-slow: .venv/.extension
 
 lint: .venv/.extension
 	$(PY) -m pytest -q tests/test_quality.py tests/test_layering.py
+
+docs: .venv/.extension
+	.venv/bin/sphinx-build --quiet --fail-on-warning --keep-going -b html -d out/doctrees docs out/docs
+	@echo "out/docs/index.html"
 
 format: .venv/.requirements
 	.venv/bin/ruff check --fix-only --quiet .

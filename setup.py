@@ -7,6 +7,7 @@ import sys
 from setuptools import setup
 
 try:
+    import torch
     from torch.utils.cpp_extension import BuildExtension, CppExtension
 except ImportError:
     sys.exit(
@@ -23,11 +24,21 @@ sources = sorted(
     for pattern in (f"csrc/{room}/*.cpp", f"csrc/{room}/*/*.cpp")
     for path in glob.glob(os.path.join(here, pattern))
 )
+# The extension runs with the torch it was built against, and the Trainer overrides methods of transformers that every
+# minor version may change: both are held to what was built with, and to what the tests ran.
+requirements = [
+    f"torch=={'.'.join(torch.__version__.split('.')[:2])}.*",
+    "transformers>=5.23,<5.24",
+    "accelerate>=1.15",
+    "safetensors>=0.8",
+    "numpy",
+]
 flags = ["-std=c++20", "-O2", "-g0", "-fvisibility=hidden", "-Wall", "-Wextra", "-Wno-unused-parameter"]
 os.environ.setdefault("MAX_JOBS", "2")
 
 # CUDA is reached through c10's device-generic streams and events, so one set of sources serves CPU and CUDA torch.
 setup(
+    install_requires=requirements,
     ext_modules=[
         CppExtension(
             "fold3d._C",

@@ -45,7 +45,7 @@ class Engine(Supervised):
     meta device gets its weights by (seed, parameter name), or from `weights`, and is never whole on any rank.
 
     Args:
-        model: forward(**micro_batch) returns a loss: a tensor, or an object or dict with `loss`.
+        model: `forward(**micro_batch)` returns a loss: a tensor, or an object or dict with `loss`.
         config: how the model is spread.
         optimizer: makes the optimizer from a list of this rank's trainable parameters (never empty: a stage without
             any gets a parameter of no elements); element-wise optimizers (SGD, Adam, AdamW ...) give the

@@ -14,7 +14,7 @@ _NO_DDP = "fold3d does not use DistributedDataParallel, so it has no effect; lea
 _WHOLE_CAST = "it casts the model as a whole; use bf16=True, which evaluates under autocast as well"
 _COMPILED = "fold3d runs the model's own modules chunk by chunk and cannot look into a compiled model"
 
-_REFUSED: dict[str, tuple[Callable[[Any], bool], str]] = {
+REFUSED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "fp16": (
         bool,
         "the Trainer does not pass its loss scaler on to fold3d; use bf16=True, which needs no scaling, or "
@@ -53,7 +53,7 @@ _REFUSED: dict[str, tuple[Callable[[Any], bool], str]] = {
 
 def refuse_unsupported(args: transformers.TrainingArguments) -> None:
     """Raises ConfigError for the first stock argument (or accelerate setting) that fold3d does not carry out."""
-    for name, (is_set, reason) in _REFUSED.items():
+    for name, (is_set, reason) in REFUSED.items():
         value = getattr(args, name)
         if is_set(value):
             raise ConfigError(f"{name}={getattr(value, 'value', value)!r} is not available: {reason}")

@@ -1,0 +1,117 @@
+"""docs/compatibility.toml against the code: complete, and right about what is refused and what is not.
+
+After a wanted change:  python docs/tables.py
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import functools
+import inspect
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+
+from docs import tables
+from fold3d import TrainingArguments
+from fold3d.errors import ConfigError
+from fold3d.trainer.refused import REFUSED
+
+TESTS = Path(__file__).parents[1]
+TABLES = tables.tables()
+ARGUMENTS = TABLES["arguments"]
+FIELDS = {field.name: field for field in dataclasses.fields(transformers.TrainingArguments)}
+
+
+def made(**named: Any) -> TrainingArguments:
+    return TrainingArguments(**({"output_dir": "unused", "use_cpu": True} | named))
+
+
+def test_every_argument_is_there() -> None:
+    assert list(ARGUMENTS) == list(FIELDS)
+
+
+def test_every_public_name_of_the_trainer_is_there() -> None:
+    names = [name for name in dir(transformers.Trainer) if not name.startswith("_")]
+    assert sorted(TABLES["methods"]) == names
+
+
+def test_every_argument_of_the_constructor_is_there() -> None:
+    assert list(TABLES["parameters"]) == list(inspect.signature(transformers.Trainer.__init__).parameters)[1:]
+
+
+def test_everything_that_is_refused_is_there() -> None:
+    assert {name for name, row in ARGUMENTS.items() if "refused" in row} == set(REFUSED)
+
+
+@pytest.mark.parametrize("name", [name for name, row in ARGUMENTS.items() if "refused" in row])
+def test_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        made(**{name: ARGUMENTS[name]["refused"]})
+    assert str(caught.value).startswith(f"{name}=") and REFUSED[name][1] in str(caught.value)
+
+
+@pytest.mark.parametrize("name", [name for name, row in ARGUMENTS.items() if "value" in row])
+def test_is_not_refused(name: str) -> None:
+    row, field = ARGUMENTS[name], FIELDS[name]
+    default = field.default_factory() if field.default_factory is not dataclasses.MISSING else field.default
+    assert row["value"] != default, "the default shows nothing"
+    args = made(**{name: row["value"]}, **row.get("with", {}))
+    stock = transformers.TrainingArguments(
+        **({"output_dir": "unused", "use_cpu": True, name: row["value"]} | row.get("with", {}))
+    )
+    assert getattr(args, name) == getattr(stock, name) or name == "accelerator_config"
+
+
+@pytest.mark.parametrize("table", TABLES)
+def test_rows_are_whole(table: str) -> None:
+    for name, row in TABLES[table].items():
+        known = {"works", "differs", "untested", "refused", "tests"} | (
+            {"value", "with"} if table == "arguments" else set()
+        )
+        assert set(row) <= known, name
+        state = tables.state_of(row)
+        assert state in tables.STATES and ("refused" not in row or table == "arguments" or state == "refused")
+        assert row[state] or state in ("works", "untested"), f"{name}: what, then, is different?"
+        if table == "arguments" and state != "refused":
+            assert "value" in row or state == "untested", f"{name}: a value shows that it is not refused"
+        scripts_only = str(row[state]).startswith("Read by scripts alone")
+        assert bool(row.get("tests")) or state != "works" or scripts_only, f"{name}: which test says so?"
+        assert "tests" not in row or state != "untested", name
+
+
+@functools.cache
+def _contents(file: str) -> tuple[str, set[str]]:
+    """Returns the text of a test file, with that of its folder's jobs, and the names of its tests."""
+    path = TESTS / file
+    tree = ast.parse(path.read_text())
+    names = {
+        node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
+    }
+    jobs = [folder_file.read_text() for folder_file in sorted(path.parent.glob("*jobs*.py"))]
+    extra = [(TESTS / "dist" / "parity_extra.py").read_text()] if path.parent.name == "dist" else []
+    return "\n".join([path.read_text(), *jobs, *extra]), names
+
+
+@pytest.mark.parametrize("table", TABLES)
+def test_the_named_tests_exist(table: str) -> None:
+    for name, row in TABLES[table].items():
+        for test in row.get("tests", []):
+            file, _, function = test.partition("::")
+            text, names = _contents(file)
+            assert not function or function in names, f"{name}: {test}"
+            if table == "arguments" and row.get("with", {}).get(name) is None:
+                assert name in text, f"{test} does not mention {name}"
+
+
+@pytest.mark.parametrize("page", tables.PAGES, ids=lambda page: page.name)
+def test_pages_are_up_to_date(page: Path) -> None:
+    assert page.read_text() == tables.filled(page), "run: python docs/tables.py"
+
+
+def test_the_version_on_the_page() -> None:
+    minor = ".".join(transformers.__version__.split(".")[:2])
+    assert f"**transformers {minor}**" in tables.PAGE.read_text()
