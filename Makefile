@@ -9,8 +9,9 @@ export PIP_ROOT_USER_ACTION = ignore
 
 CSRC := $(shell find csrc -name '*.cpp' -o -name '*.h')
 TORCH := $(shell grep '^torch==' requirements.txt)
+LINT := tests/test_quality.py tests/test_layering.py
 
-.PHONY: all demo docs test test-cpp test-python test-slow lint format clean distclean
+.PHONY: all demo docs test test-cpp test-python test-unit test-dist test-slow lint format clean distclean
 .DELETE_ON_ERROR:
 
 all: .venv/.extension
@@ -19,19 +20,26 @@ demo: .venv/.extension
 	OMP_NUM_THREADS=1 .venv/bin/torchrun --standalone --nproc-per-node 4 examples/pretrain_gpt.py \
 	    --dp 2 --pp 2 --gradient_accumulation_steps 8 --timeline 50 --output_dir $(OUT)
 
-test: test-cpp test-python
+test: lint test-cpp test-unit test-dist
 
 test-cpp: .venv/.system
-	$(MAKE) -C tests/cpp plain asan tsan
+	$(MAKE) -C tests/cpp asan tsan
 
-test-python: .venv/.extension
-	$(PY) -m pytest -q -m "not slow"
+test-python: lint test-unit test-dist
+
+# One process each, so one for every core.
+test-unit: .venv/.extension
+	$(PY) -m pytest -q -m "not slow and not dist" $(LINT:%=--ignore=%) --numprocesses auto
+
+# Several processes each.
+test-dist: .venv/.extension
+	$(PY) -m pytest -q -m "not slow and dist"
 
 test-slow: .venv/.extension
-	$(PY) -m pytest -q -m slow
+	FOLD3D_ROTATION=all $(PY) -m pytest -q -m slow
 
 lint: .venv/.extension
-	$(PY) -m pytest -q tests/test_quality.py tests/test_layering.py
+	$(PY) -m pytest -q $(LINT) --numprocesses auto
 
 docs: .venv/.extension
 	.venv/bin/sphinx-build --quiet --fail-on-warning --keep-going -b html -d out/doctrees docs out/docs

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import hypothesis
 import pytest
 
-from tests.helpers import cuda
+from tests.helpers import cuda, rotation
 from tests.helpers.ranks import RankPool
 
 cuda.hide()
@@ -60,10 +60,20 @@ def _seeded() -> Iterator[None]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks tests that start processes."""
+    """Marks tests that start processes, and as slow those `rotating` ones whose turn it is not."""
+    turn = rotation.chosen()
     for item in items:
         if {"ranks", "ranks8", "cuda_ranks"} & set(getattr(item, "fixturenames", ())):
             item.add_marker(pytest.mark.dist)
+        if item.get_closest_marker("rotating") is not None and rotation.part_of(item.name) != turn:
+            item.add_marker(pytest.mark.slow)
+
+
+def pytest_report_header() -> str:
+    """Says which of the tests that take turns run, and how to run them again."""
+    turn = rotation.chosen()
+    which = "all are slow" if turn is None else f"part {turn} of {rotation.PARTS} ({rotation.VARIABLE}={turn})"
+    return f"rotating tests: {which}"
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

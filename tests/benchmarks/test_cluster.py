@@ -363,6 +363,7 @@ def test_ranks_answer_and_a_failed_one_ends_the_others(tmp_path: Path) -> None:
     assert not [child for child in psutil.Process().children() if child.name() == "sleep"]
 
 
+@pytest.mark.dist
 def test_one_run_on_loopback(tmp_path: Path) -> None:
     """fold3d and a torch schedule train the smallest scenario; everything it writes is labelled unshaped."""
     options = ["--loopback", "--scenario", "smoke", "--repetitions", "1", "--steps", "1"]
@@ -378,6 +379,7 @@ def test_one_run_on_loopback(tmp_path: Path) -> None:
     assert (tmp_path / "p.png").stat().st_size > 1000
 
 
+@pytest.mark.dist
 def test_messages_beside_dp_sync_on_loopback(tmp_path: Path) -> None:
     """The load runs without a limit, too: all messages arrive, DP.sync takes its time, and the table says unshaped."""
     options = ["--loopback", "--latency", "smoke", "--repetitions", "1", "--steps", "2", "--json", str(tmp_path / "j")]

@@ -118,6 +118,7 @@ class TestPool:
         assert list(caught.value.failures) == [2]
         assert ranks.run(total, 4, 0)[0]["sum"] == 6 and ranks.starts == starts
 
+    @pytest.mark.dist
     def test_hang_shows_the_stack_and_restarts(self) -> None:
         pool = RankPool(2)
         try:

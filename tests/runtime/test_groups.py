@@ -56,6 +56,7 @@ def _sum_lazily() -> None:
     groups.close()
 
 
+@pytest.mark.dist
 def test_where_torch_connects_lazily() -> None:
     result = launch(_sum_lazily, 2, env={"TORCH_GLOO_LAZY_INIT": "1"}, timeout=60)
     assert [rank.returncode for rank in result] == [0, 0], result.report()
