@@ -1,9 +1,8 @@
-"""What the README and the examples promise: the code in them runs, and the diff in them is the real one."""
+"""What the pages and the examples promise: the code in them runs, and the diff in them is the real one."""
 
 from __future__ import annotations
 
 import re
-import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +10,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM
 
-from fold3d.cli.main import parser
+from tests.helpers import pages
 from tests.helpers.launch import launch
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -81,17 +80,9 @@ def test_the_example_plans_by_itself_and_says_what_was_hidden(tmp_path: Path) ->
         assert re.search(text, said), f"{text} is missing in\n{said}"
 
 
-def test_the_commands_of_the_readme_are_accepted() -> None:
-    (block,) = re.findall(r"```\n(fold3d .*?)```", README, re.DOTALL)
-    commands = [shlex.split(line, comments=True)[1:] for line in block.splitlines()]
-    assert {command[0] for command in commands} == {"schedules", "draw", "validate", "simulate", "trace"}
-    for command in commands:
-        parser().parse_args(command)
-
-
 @pytest.mark.dist
-def test_the_engine_example_of_the_readme_runs(tmp_path: Path) -> None:
-    code = next(block for block in re.findall(r"```python\n(.*?)```", README, re.DOTALL) if "fold3d.Engine" in block)
+def test_the_engine_example_of_the_pages_runs(tmp_path: Path) -> None:
+    (code,) = pages.blocks(ROOT / "docs" / "engine.md", "python")
     before = (
         "from tests.helpers import data, models\n"
         "model = models.build_plain(layers=4)\n"
