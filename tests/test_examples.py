@@ -11,16 +11,11 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from tests.helpers import pages
+from tests.helpers.example import EXAMPLE, TINY
 from tests.helpers.launch import launch
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
-EXAMPLE = ROOT / "examples" / "pretrain_gpt.py"
-TINY = [
-    *("--layers", "4", "--hidden", "16", "--heads", "2", "--vocabulary", "300", "--length", "32"),
-    *("--megabytes", "0.01", "--eval_sequences", "8", "--max_steps", "3", "--logging_steps", "1"),
-    *("--gradient_accumulation_steps", "2", "--warmup_steps", "1"),
-]
 
 
 def diff_of_the_example() -> list[tuple[str, str]]:

@@ -19,14 +19,9 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 
 import fold3d
+from tests.helpers.example import EXAMPLE, TINY
 
 ROOT = Path(__file__).resolve().parents[1]
-EXAMPLE = ROOT / "examples" / "pretrain_gpt.py"
-TINY = [
-    *("--layers", "4", "--hidden", "16", "--heads", "2", "--vocabulary", "300", "--length", "32"),
-    *("--megabytes", "0.01", "--eval_sequences", "8", "--max_steps", "2", "--logging_steps", "1"),
-    *("--gradient_accumulation_steps", "2", "--warmup_steps", "1", "--pp", "2", "--segments", "2"),
-]
 
 
 def run(*words: object, cwd: Path, timeout: float = 120.0) -> str:
@@ -121,5 +116,18 @@ def test_the_source_distribution_builds_a_wheel_that_runs_the_example(tmp_path: 
     assert str(site) in run(python, "-c", "import fold3d; print(fold3d.__file__)", cwd=tmp_path)
     torchrun = (python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     out = tmp_path / "out"
-    said = run(*torchrun, EXAMPLE, *TINY, "--use_cpu", "--output_dir", out, cwd=tmp_path, timeout=300.0)
+    said = run(
+        *torchrun,
+        EXAMPLE,
+        *TINY,
+        "--pp",
+        "2",
+        "--segments",
+        "2",
+        "--use_cpu",
+        "--output_dir",
+        out,
+        cwd=tmp_path,
+        timeout=300.0,
+    )
     assert "eval_loss" in said and (out / "model.safetensors").stat().st_size > 0
