@@ -5,16 +5,30 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from fold3d.config import ParallelConfig
+from fold3d.errors import CheckpointError, ConfigError, Fold3dError, RankError, TraceError
 
 if TYPE_CHECKING:
     from fold3d.runtime.engine import Engine
+    from fold3d.trace.errors import SplitError
     from fold3d.trainer import Trainer, TrainingArguments
 
 __version__ = "0.1.0"
-__all__ = ["Engine", "ParallelConfig", "Trainer", "TrainingArguments"]
+__all__ = [
+    "CheckpointError",
+    "ConfigError",
+    "Engine",
+    "Fold3dError",
+    "ParallelConfig",
+    "RankError",
+    "SplitError",
+    "TraceError",
+    "Trainer",
+    "TrainingArguments",
+]
 
 _LAZY = {
     "Engine": "fold3d.runtime.engine",
+    "SplitError": "fold3d.trace.errors",
     "Trainer": "fold3d.trainer",
     "TrainingArguments": "fold3d.trainer",
 }
@@ -27,3 +41,7 @@ def __getattr__(name: str) -> Any:
     from importlib import import_module
 
     return getattr(import_module(_LAZY[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LAZY})

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import re
+import shlex
+import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 from fold3d.errors import ConfigError
 
@@ -12,6 +16,12 @@ DEFAULT_BUCKET_BYTES = 1 << 20
 TRANSPORTS = ("auto", "tcp", "c10d")
 DP_SYNC = ("zero1", "early", "serial")
 """Ways of DP.sync that can be asked for by name."""
+_UNITS = {"": 1, "b": 1} | {
+    f"{prefix}{unit}": base ** (power + 1)
+    for unit, base in (("b", 1000), ("ib", 1024))
+    for power, prefix in enumerate("kmgt")
+}
+_SIZE = re.compile(r"(?P<number>\d+(\.\d*)?(e\d+)?)\s*(?P<unit>[a-z]*)", re.ASCII | re.IGNORECASE)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,7 +35,7 @@ class ParallelConfig:
     pp: int = 1
     """Pipeline stages."""
     segments: int | str = AUTO
-    """Folds of the model; every segment is cut into pp chunks, so a rank holds `segments` chunks. "auto": the planner
+    """Consecutive parts of the model, each cut into pp chunks, so a rank holds `segments` chunks. "auto": the planner
     measures layers and network when the engine is built and takes what its simulator finds fastest; 1 where nothing can
     be hidden (one process, or a schedule that does not fold)."""
     micro_batches: int = 1
@@ -55,11 +65,12 @@ class ParallelConfig:
     are gathered whenever the network is idle, each replica steps everything (hides more). "serial": nothing is hidden;
     for comparison. "auto": the planner's choice for each bucket where it runs (segments="auto", or a memory_limit),
     else early."""
-    bucket_bytes: int | None = None
-    """Layers' gradients are summed together until they have so many bytes; 0: each layer's alone. None: the planner's,
-    or 1 MiB."""
-    memory_limit: int | None = None
-    """Bytes that a rank may use for weights, gradients, optimizer state and activations. With it the planner
+    bucket_bytes: int | float | str | None = None
+    """Layers' gradients are summed together until they have so many bytes; 0: each layer's alone. Also as text, "4MiB";
+    a number from then on. None: the planner's, or 1 MiB."""
+    memory_limit: int | float | str | None = None
+    """Bytes that a rank may use for weights, gradients, optimizer state and activations, also as text: "8GB" (8e9),
+    "512MiB" (512 * 2^20); a number from then on. With it the planner
     runs also where `segments` is set, for a schedule with fewer micro-batches in flight, and for zero1 instead of early
     in as many buckets as it takes; where nothing fits, the engine is not built. None: nine tenths of a GPU's memory
     where the planner runs (where nothing fits, what needs least), no limit on the CPU."""
@@ -87,14 +98,8 @@ class ParallelConfig:
             raise ConfigError(f'schedule={self.schedule!r}: must be a name, the path of a CSV file, or "auto"')
         if self.dp_sync not in (AUTO, *DP_SYNC):
             raise ConfigError(f"dp_sync={self.dp_sync!r}: must be one of {', '.join((AUTO, *DP_SYNC))}")
-        size = self.bucket_bytes
-        if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 0):
-            raise ConfigError(
-                f"bucket_bytes={self.bucket_bytes!r}: must be a number of bytes, 0 for a bucket per layer"
-            )
-        limit = self.memory_limit
-        if limit is not None and (not isinstance(limit, int) or isinstance(limit, bool) or limit < 1):
-            raise ConfigError(f"memory_limit={limit!r}: must be a positive number of bytes, or None")
+        for name, least in (("bucket_bytes", 0), ("memory_limit", 1)):
+            object.__setattr__(self, name, parse_bytes(name, getattr(self, name), least))
         if not isinstance(self.preempt, bool):
             raise ConfigError(f"preempt={self.preempt!r}: must be True or False")
         if self.comm_timeout is not None and not self.comm_timeout > 0:
@@ -107,6 +112,18 @@ class ParallelConfig:
         """Segments, once they are known."""
         assert isinstance(self.segments, int), "the planner has not chosen yet"
         return self.segments
+
+    @property
+    def bucket_size(self) -> int | None:
+        """`bucket_bytes`, a number."""
+        assert self.bucket_bytes is None or isinstance(self.bucket_bytes, int)
+        return self.bucket_bytes
+
+    @property
+    def memory_size(self) -> int | None:
+        """`memory_limit`, a number."""
+        assert self.memory_limit is None or isinstance(self.memory_limit, int)
+        return self.memory_limit
 
     @property
     def num_chunks(self) -> int:
@@ -131,13 +148,40 @@ class ParallelConfig:
         cells = self.tp * self.pp
         dp = self.dp if self.dp is not None else world_size // cells
         if dp * cells != world_size or dp < 1:
-            raise ConfigError(
-                f"dp*tp*pp = {dp}*{self.tp}*{self.pp} = {dp * cells}, but the job has {world_size} process(es); "
-                "start as many processes (torchrun --nproc-per-node) or change dp or pp"
-            )
+            wanted = dp * cells if self.dp is not None else cells * -(-world_size // cells)
+            asked = f"dp*tp*pp = {dp}*{self.tp}*{self.pp} = {wanted}" if self.dp is not None else f"pp={self.pp}"
+            needs = "" if self.dp is not None else f" needs {cells} processes, or a multiple of them"
+            how = f"start it with {_torchrun(wanted)}" if world_size == 1 else f"start {wanted} processes with torchrun"
+            raise ConfigError(f"{asked}{needs}, but the job has {world_size} process(es); {how}, or change dp or pp")
         if dp == 1:
             given = {"dp_sync": self.dp_sync != AUTO, "bucket_bytes": self.bucket_bytes is not None}
             given["preempt"] = not self.preempt
             for name in (name for name, is_given in given.items() if is_given):
-                raise ConfigError(f"{name}={getattr(self, name)!r} has no effect with one replica; leave it away")
+                raise ConfigError(f"{name}={getattr(self, name)!r} has no effect with one replica; remove it")
         return dp
+
+
+def parse_bytes(name: str, value: object, least: int = 0) -> int | None:
+    """Returns a setting in bytes: a whole number, or text such as "8GB" and "512MiB"; None stays None.
+
+    Raises: ConfigError, naming the setting and the forms, for anything else and for less than `least`.
+    """
+    if value is None:
+        return None
+    size: int | float | None = None
+    if isinstance(value, str) and (match := _SIZE.fullmatch(value.strip())):
+        unit = _UNITS.get(match["unit"].lower())
+        size = None if unit is None else float(match["number"]) * unit
+    elif isinstance(value, (int, float)) and not isinstance(value, bool):
+        size = value
+    if size is None or not least <= size < 2**63 or size != int(size):
+        kind = "a positive number of bytes" if least else "a number of bytes, 0 for a bucket per layer"
+        raise ConfigError(f'{name}={value!r}: must be {kind}, such as 8000000000, 8e9, "8GB", "512MiB", or None')
+    return int(size)
+
+
+def _torchrun(processes: int) -> str:
+    """Returns the command line that starts this script on so many processes."""
+    script = sys.argv[0] if sys.argv and Path(sys.argv[0]).suffix == ".py" else "SCRIPT.py"
+    words = [script, *sys.argv[1:]] if script != "SCRIPT.py" else [script, "..."]
+    return f"torchrun --standalone --nproc-per-node {processes} {shlex.join(words)}"

@@ -58,7 +58,11 @@ def engine(model: nn.Module | None = None, **settings: Any) -> Engine:
     "error, message, settings",
     [
         (ConfigError, r"dp\*tp\*pp = 1\*1\*2 = 2, but the job has 1 process", {"dp": 1, "pp": 2}),
-        (ConfigError, r"dp\*tp\*pp = 4\*1\*1 = 4, .* start as many processes", {"dp": 4}),
+        (
+            ConfigError,
+            r"dp\*tp\*pp = 4\*1\*1 = 4, .* start it with torchrun --standalone --nproc-per-node 4 ",
+            {"dp": 4},
+        ),
         (ConfigError, r"5 chunks \(pp \* segments\) .* has 4 blocks; lower segments or pp", {"segments": 5}),
         (ConfigError, r"'zigzag'.*aiao", {"schedule": "zigzag"}),
         (ConfigError, r"segments", {"schedule": "1f1b", "segments": 2}),

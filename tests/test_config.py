@@ -33,7 +33,16 @@ from fold3d.topology import Topology
         ({"bucket_bytes": 1.5}, "bucket_bytes=1.5: must be a number of bytes"),
         ({"bucket_bytes": True}, "bucket_bytes=True: must be a number of bytes"),
         ({"memory_limit": 0}, "memory_limit=0: must be a positive number of bytes"),
-        ({"memory_limit": 1e9}, "memory_limit=1000000000.0: must be a positive number of bytes"),
+        ({"memory_limit": "8 bananas"}, "memory_limit='8 bananas': must be a positive number of bytes, such as"),
+        (
+            {"memory_limit": "8G"},
+            """memory_limit='8G': must be a positive number of bytes, such as 8000000000, 8e9, "8GB\"""",
+        ),
+        ({"memory_limit": "-1GB"}, "memory_limit='-1GB': must be"),
+        ({"memory_limit": "0.3B"}, "memory_limit='0.3B': must be"),
+        ({"memory_limit": float("inf")}, "memory_limit=inf: must be"),
+        ({"memory_limit": float("nan")}, "memory_limit=nan: must be"),
+        ({"memory_limit": ""}, "memory_limit='': must be"),
         ({"preempt": "no"}, "preempt='no': must be True or False"),
     ],
 )
@@ -55,9 +64,41 @@ def test_a_grid_that_is_not_the_world(config: dict[str, int], world: int) -> Non
 @pytest.mark.parametrize("settings", [{"dp_sync": "zero1"}, {"bucket_bytes": 4096}, {"preempt": False}])
 def test_settings_of_replicas_need_several(settings: dict[str, object]) -> None:
     (name,) = settings
-    with pytest.raises(ConfigError, match=f"{name}=.* has no effect with one replica; leave it away"):
+    with pytest.raises(ConfigError, match=f"{name}=.* has no effect with one replica; remove it"):
         ParallelConfig(pp=2, **settings).resolve_dp(2)  # type: ignore[arg-type]
     assert ParallelConfig(pp=2, **settings).resolve_dp(4) == 2  # type: ignore[arg-type]
+
+
+def test_one_process_is_told_how_to_start_several(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["train.py", "--pp", "2", "--name", "my model"])
+    line = "torchrun --standalone --nproc-per-node {} train.py --pp 2 --name 'my model'"
+    with pytest.raises(ConfigError, match=re.escape(f"but the job has 1 process(es); start it with {line.format(2)}")):
+        ParallelConfig(pp=2).resolve_dp(1)
+    with pytest.raises(ConfigError, match=re.escape("dp*tp*pp = 3*1*2 = 6, but the job has 1 process(es); start it")):
+        ParallelConfig(dp=3, pp=2).resolve_dp(1)
+    with pytest.raises(ConfigError, match=r"pp=2 needs 2 processes, or a multiple of them, .* start 4 processes"):
+        ParallelConfig(pp=2).resolve_dp(3)
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("8GB", 8 * 10**9),
+        ("512MiB", 512 << 20),
+        ("1.5 gib", 3 << 29),
+        ("8e9", 8 * 10**9),
+        (8e9, 8 * 10**9),
+        ("64kB", 64000),
+        ("2TB", 2 * 10**12),
+        (" 4096 ", 4096),
+        ("4096B", 4096),
+        (4096, 4096),
+    ],
+)
+def test_sizes_in_words(text: object, size: int) -> None:
+    config = ParallelConfig(memory_limit=text, bucket_bytes=text)  # type: ignore[arg-type]
+    assert (config.memory_limit, config.bucket_bytes) == (size, size) == (config.memory_size, config.bucket_size)
+    assert type(config.memory_limit) is int
 
 
 def test_the_default_schedule_depends_on_segments() -> None:

@@ -68,7 +68,7 @@ def test_the_example_plans_by_itself_and_says_what_was_hidden(tmp_path: Path) ->
     assert [rank.returncode for rank in result] == [0] * 4, result.report()
     said = result[0].stdout + result[0].stderr
     for text in (
-        r"Chosen: \d+ segments?, \w",
+        r"fold3d: the planner chose \d+ segments?, \w",
         r"DP\.sync: \d+ ms were hidden under",
         r"simulator predicted \d+ ms a step",
     ):

@@ -71,7 +71,7 @@ class Fold3dRank:
 
     def account(self) -> dict[str, float]:
         """Returns the last step's account; with what was waited for after it, where that is part of the step."""
-        account = self._outputs[-1].account.log()
+        account = self._outputs[-1].account.log(dp=2, pp=2)  # all keys, whatever the layout
         for name in ("step_ms", "dp_exposed_ms"):
             account[name] = round(account[name] + self._waited_ms, 1)
         return account

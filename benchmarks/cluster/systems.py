@@ -151,7 +151,7 @@ def find_system(name: str, scenario: Scenario) -> System:
     if family is None:
         raise ValueError(f"system {base!r} is unknown; there are {', '.join(FAMILIES)}, some with :SEGMENTS")
     if number and not family.folds:
-        raise ValueError(f"system {name!r}: segments have no effect on {base}; leave :{number} away")
+        raise ValueError(f"system {name!r}: segments have no effect on {base}; remove :{number}")
     if number and not number.isdecimal():
         raise ValueError(f"system {name!r}: the number of segments must be an integer, not {number!r}")
     segments = int(number) if number else scenario.segments if family.folds else 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 from typing import TYPE_CHECKING, Any
 
 from fold3d.cli import schedule_option
@@ -45,6 +46,8 @@ def run(options: argparse.Namespace) -> None:
     from fold3d import schedule as schedules
     from fold3d.plan import simulator
 
+    if options.png and importlib.util.find_spec("matplotlib") is None:
+        raise ConfigError("--png needs matplotlib, which is not installed: pip install matplotlib")
     schedule = schedule_option.schedule_of(options, "simulate")
     schedules.validate(schedule)
     work = simulator.Work.even(
@@ -76,7 +79,7 @@ def run(options: argparse.Namespace) -> None:
         from fold3d.runtime.timeline_picture import write_picture
 
         title = f"{schedule_option.title_of(options)}, {options.dp_sync}: simulated"
-        write_picture(options.png, prediction.records, pp=schedule.pp, title=title)
+        write_picture(options.png, prediction.records, pp=schedule.pp, title=title, simulated=prediction.ranks)
         print(options.png)
 
 
@@ -108,4 +111,6 @@ def _report(schedule: Schedule, prediction: Prediction) -> str:
             f"{f'rank {rank}':<8}{part.compute_ms:>10.2f}{part.bubble_ms:>10.2f}"
             f"{part.exposed_pp_ms:>12.2f}{part.exposed_dp_ms:>12.2f}{part.hidden_dp_ms:>11.2f}"
         )
+    if any(part.exposed_dp_ms + part.exposed_pp_ms > 0 for part in prediction.ranks):
+        lines.append("exposed: what the step would be shorter by without it; another stage's wait for it counts, too")
     return "\n".join(lines)

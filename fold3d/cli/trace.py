@@ -27,7 +27,7 @@ def add(subcommands: Any) -> None:
         "arguments that returns a module, or a module and an example batch (a dict of tensors)",
     )
     made.add_argument("-p", "--pp", type=int, help="stages: also show the chunks")
-    made.add_argument("-s", "--segments", type=int, help="folds of the model: also show the chunks")
+    made.add_argument("-s", "--segments", type=int, help="parts of the model, each cut into pp: also show them")
     made.add_argument("--blocks", default="auto", help="name of the list of blocks, default: found by themselves")
     made.set_defaults(run=run)
 

@@ -29,10 +29,34 @@ class Choice:
     memory_bytes: int
     """Estimated need of the fullest rank: weights, gradients, optimizer state, activations."""
     prediction: Prediction
-    reason: str
-    """A paragraph for the log."""
+    name: str
+    """The settings in words."""
+    flags: str
+    """What the Trainer's command line must say to run with these settings and without the planner."""
+    remarks: tuple[str, ...]
+    """What else the user should know, a sentence each."""
     runners_up: tuple[tuple[str, float], ...]
     """What else was tried, with the milliseconds predicted for it; the best of each kind first."""
+
+    @property
+    def reason(self) -> str:
+        """A small table for the log: the settings, where a step's time goes, what else was tried, how to pin them."""
+        slowest = max(self.prediction.ranks, key=lambda rank: rank.compute_ms)
+        parts = (
+            ("compute", slowest.compute_ms),
+            ("bubble", slowest.bubble_ms),
+            ("exposed PP.sync", slowest.exposed_pp_ms),
+            ("exposed DP.sync", slowest.exposed_dp_ms),
+        )
+        why = " + ".join(f"{name} {ms:.1f}" for name, ms in parts if ms > 0 or name == "compute")
+        rows = [(f"{self.name} (chosen)", self.step_ms, "")]
+        rows += [(other, ms, f"  {100 * (ms / self.step_ms - 1):+.1f} %") for other, ms in self.runners_up]
+        width = max(len(name) for name, _, _ in rows)
+        lines = [f"the planner chose {self.name}", f"  {'settings':<{width}}  predicted step"]
+        lines += [f"  {name:<{width}}  {ms:9.1f} ms{more}" for name, ms, more in rows]
+        hidden = f"; {slowest.hidden_dp_ms:.1f} ms of DP.sync are hidden" if slowest.hidden_dp_ms > 0 else ""
+        lines.append(f"  a step: {why} ms{hidden}; no way of hiding needs less than {self.limit_ms:.1f} ms")
+        return "\n".join([*lines, *(f"  {remark}" for remark in self.remarks), f"  pin it with {self.flags}"])
 
     @property
     def step_ms(self) -> float:
@@ -51,16 +75,18 @@ def kind_of(modes: tuple[tuple[str, ...], ...]) -> str:
     return kinds.pop() if len(kinds) == 1 else "mixed" if kinds else "early"
 
 
-def reason_of(name: str, prediction: Prediction, runners_up: tuple[tuple[str, float], ...], remarks: list[str]) -> str:
-    """Returns the paragraph that says what was chosen, what it costs and what the alternatives would."""
-    slowest = max(prediction.ranks, key=lambda rank: rank.compute_ms)
-    parts = [
-        f"Chosen: {name}; predicted {prediction.step_ms:.1f} ms a step, "
-        f"{prediction.step_ms / max(1e-9, prediction.limit_ms):.2f} times the limit of {prediction.limit_ms:.1f} ms "
-        f"(compute {slowest.compute_ms:.1f}, bubble {slowest.bubble_ms:.1f}, exposed PP.sync "
-        f"{slowest.exposed_pp_ms:.1f}, exposed DP.sync {slowest.exposed_dp_ms:.1f}; hidden DP.sync "
-        f"{slowest.hidden_dp_ms:.1f})."
-    ]
-    if runners_up:
-        parts.append("Instead: " + "; ".join(f"{other} {step_ms:.1f} ms" for other, step_ms in runners_up) + ".")
-    return " ".join(parts + remarks)
+def flags_of(
+    *, segments: int, schedule: str, group_size: int | None, dp_sync: str, bucket_bytes: int, dp: int, limited: bool
+) -> str:
+    """Returns the command line flags that pin a choice.
+
+    Args:
+        limited: whether there is a memory_limit, which has no effect where everything is pinned.
+    """
+    flags = {"segments": segments, "schedule": schedule, "group_size": group_size}
+    if dp > 1:
+        flags |= {"dp_sync": None if dp_sync == "mixed" else dp_sync, "bucket_bytes": bucket_bytes}
+    words = " ".join(f"--{name} {value}" for name, value in flags.items() if value is not None)
+    if dp > 1 and dp_sync == "mixed":
+        return f"{words} (dp_sync stays auto: it differs from bucket to bucket, as memory_limit asks)"
+    return f"{words}{' and without memory_limit' if limited else ''}"

@@ -107,7 +107,7 @@ def cut(job: Job, segments: int, shares: Shares = Shares()) -> Ranges:
     not.
 
     Args:
-        segments: folds of the model; there must be pp * segments places to cut.
+        segments: parts of the model; there must be pp * segments places to cut.
     Raises: ConfigError if there are fewer places.
     """
     starts = places(job.trace)

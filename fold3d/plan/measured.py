@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fold3d import _C
 from fold3d.plan.simulator import Prediction, RankBreakdown, prediction_of
@@ -47,6 +47,10 @@ class Expected:
     def of(cls, prediction: Prediction, gather_order: tuple[tuple[int, ...], ...]) -> Expected:
         """Returns what `prediction` says of a run whose buckets have other numbers than the simulated ones."""
         return cls(step_ms=prediction.step_ms, stages=prediction.ranks, gather_order=gather_order)
+
+    def longer_by(self, other_ms: float) -> Expected:
+        """Returns what to expect of a step that has so much in it which is not simulated."""
+        return replace(self, step_ms=self.step_ms + other_ms)
 
 
 def plan_gathers(schedule: _C.Schedule, measured: Measured) -> Expected:

@@ -22,9 +22,9 @@ def settle_segments(config: ParallelConfig, dp: int) -> ParallelConfig:
     """
     settled = replace(config, segments=_only_segments(config, dp))
     if config.memory_limit is not None and not needs_planner(settled, dp):
-        alone = "one process has nothing to spread; leave it away"
+        alone = "one process has nothing to spread; remove it"
         all_set = (
-            'everything that memory depends on is set; leave it away, or set schedule, group_size or dp_sync to "auto"'
+            'everything that memory depends on is set; remove it, or set schedule, group_size or dp_sync to "auto"'
         )
         why = alone if dp * config.pp == 1 else all_set
         raise ConfigError(f"memory_limit={config.memory_limit} has no effect: {why}")

@@ -7,10 +7,11 @@ from dataclasses import dataclass, replace
 
 from fold3d.errors import ConfigError
 from fold3d.plan import candidates
-from fold3d.plan.choice import Choice, kind_of, reason_of
+from fold3d.plan.choice import Choice, flags_of, kind_of
 from fold3d.plan.job import Fixed, Job
 from fold3d.plan.layout import Layout, Ranges, Shares, cut
 from fold3d.plan.simulator import prediction_of
+from fold3d.plan.split import split_ranges
 from fold3d.plan.trial import Modes, Order, Trials
 
 _SHARES = (Shares(), Shares(first=0.25), Shares(last=0.5), Shares(first=0.5, last=1.3, grow=True))
@@ -197,9 +198,9 @@ def _try_heuristic(state: _Search, counts: list[int]) -> _Candidate:
 
 def _name(state: _Search, candidate: _Candidate) -> str:
     segments = candidate.segments(state.job.pp)
-    folds = "1 segment" if segments == 1 else f"{segments} segments"
+    number = "1 segment" if segments == 1 else f"{segments} segments"
     sync = f", DP.sync {kind_of(candidate.modes)}" if state.job.dp > 1 else ""
-    return f"{folds}, {candidate.order}{sync}"
+    return f"{number}, {candidate.order}{sync}"
 
 
 def _choice(state: _Search, winner: _Candidate, heuristic: _Candidate) -> Choice:
@@ -218,15 +219,27 @@ def _choice(state: _Search, winner: _Candidate, heuristic: _Candidate) -> Choice
     remarks = []
     if not state.fits(winner):
         remarks.append(
-            f"Nothing that was tried fits into {job.memory_limit} bytes (setting memory_limit): this needs "
-            f"{winner.memory}, the least."
+            f"nothing that was tried fits into {job.memory_limit} bytes (setting memory_limit): this needs "
+            f"{winner.memory}, the least"
         )
     elif job.memory_limit is not None:
-        remarks.append(f"Needs about {winner.memory} of {job.memory_limit} bytes on the fullest rank.")
+        remarks.append(f"needs about {winner.memory} of {job.memory_limit} bytes on the fullest rank")
     if not job.profile.measured:
-        remarks.append("Layers could not be measured, so times are shares of FLOPs.")
+        remarks.append("layers could not be measured, so times are shares of FLOPs")
+    segments = winner.segments(job.pp)
+    flags = flags_of(
+        segments=segments,
+        schedule=winner.order.name,
+        group_size=winner.order.group_size,
+        dp_sync=kind,
+        bucket_bytes=winner.layout.bucket_bytes,
+        dp=job.dp,
+        limited=job.memory_limit is not None,
+    )
+    if list(winner.layout.ranges) != split_ranges(job.trace, segments * job.pp):
+        flags += " (the model is then cut by FLOPs, here by measured times)"
     return Choice(
-        segments=winner.segments(job.pp),
+        segments=segments,
         ranges=winner.layout.ranges,
         schedule=winner.order.name,
         group_size=winner.order.group_size,
@@ -236,7 +249,9 @@ def _choice(state: _Search, winner: _Candidate, heuristic: _Candidate) -> Choice
         bucket_bytes=winner.layout.bucket_bytes,
         memory_bytes=winner.memory,
         prediction=prediction,
-        reason=reason_of(_name(state, winner), prediction, tuple(runners_up), remarks),
+        name=_name(state, winner),
+        flags=flags,
+        remarks=tuple(remarks),
         runners_up=tuple(runners_up),
     )
 

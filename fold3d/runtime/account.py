@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch.distributed as dist
@@ -54,30 +54,51 @@ class Account:
     records: tuple[RawRecord, ...]
     """Everything that was recorded, for the timeline. DP.sync of the step before may end in this one."""
 
-    def log(self) -> dict[str, float]:
-        """Returns the numbers worth logging, rounded."""
-        numbers = {
-            "step_ms": self.step_ms,
-            "compute_ms": self.compute_ms,
-            "bubble_ms": self.bubble_ms,
-            "pp_exposed_ms": self.exposed_pp_ms,
-            "pp_hidden_ms": self.hidden_pp_ms,
-            "dp_exposed_ms": self.exposed_dp_ms,
-            "dp_hidden_ms": self.hidden_dp_ms,
-            "preemptions": self.preemptions,
-            "pp_delayed_ms": self.pp_delayed_ms,
-            "dp_held_ms": self.dp_held_ms,
-        }
+    def lasting(self, step_ms: float) -> Account:
+        """Returns the account of a step that took longer than its actions: its batches were loaded before."""
+        return replace(self, step_ms=max(self.step_ms, step_ms))
+
+    def log(self, *, dp: int, pp: int) -> dict[str, float]:
+        """Returns the numbers worth logging, rounded to a tenth; what cannot be with so few replicas or stages is left
+        out.
+
+        compute, bubble, pp_exposed, dp_exposed and other add up to step_ms exactly; other_ms is what is in none of the
+        others: loss, norm, an optimizer that steps by itself, and what Python does between actions.
+        """
+        parts = {"compute_ms": self.compute_ms}
+        beside: dict[str, float] = {}
+        if pp > 1:
+            parts |= {"bubble_ms": self.bubble_ms, "pp_exposed_ms": self.exposed_pp_ms}
+            beside |= {"pp_hidden_ms": self.hidden_pp_ms}
+        if dp > 1:
+            parts |= {"dp_exposed_ms": self.exposed_dp_ms}
+            beside |= {"dp_hidden_ms": self.hidden_dp_ms}
+        if dp > 1 and pp > 1:
+            beside |= {
+                "preemptions": self.preemptions,
+                "pp_delayed_ms": self.pp_delayed_ms,
+                "dp_held_ms": self.dp_held_ms,
+            }
         if self.predicted_ms is not None:
-            numbers["predicted_step_ms"] = self.predicted_ms
-        if self.predicted is not None:
-            numbers |= {
+            beside |= {"predicted_step_ms": self.predicted_ms}
+        if self.predicted is not None and pp > 1:
+            beside |= {
                 "predicted_bubble_ms": self.predicted.bubble_ms,
                 "predicted_pp_exposed_ms": self.predicted.exposed_pp_ms,
+            }
+        if self.predicted is not None and dp > 1:
+            beside |= {
                 "predicted_dp_exposed_ms": self.predicted.exposed_dp_ms,
                 "predicted_dp_hidden_ms": self.predicted.hidden_dp_ms,
             }
-        return {name: round(value, 1) for name, value in numbers.items()}
+        rounded = {name: round(value, 1) for name, value in parts.items()}
+        other = round(self.step_ms, 1) - sum(rounded.values())
+        return {
+            "step_ms": round(self.step_ms, 1),
+            **rounded,
+            "other_ms": round(other, 1),
+            **{name: round(value, 1) for name, value in beside.items()},
+        }
 
 
 def make_account(
@@ -97,7 +118,7 @@ def make_account(
     gate = gate or {}
     spans = [(lane, action, start, end) for lane, action, start, end, _ in records if end > start_ns]
     waits = [(action, start, end) for lane, action, start, end in spans if lane == "wait"]
-    of_dp = [(start, end) for action, start, end in waits if action.endswith(("REDUCE_GRAD", "GATHER"))]
+    of_dp = [(start, end) for action, start, end in waits if waits_for_dp_sync(action)]
     of_pp = [(start, end) for action, start, end in waits if "RECV" in action]
     passes = [(start, end) for lane, _, start, end in spans if lane == "compute"]
     compute = without(passes, of_dp)
@@ -121,6 +142,11 @@ def make_account(
         predicted=predicted,
         records=tuple(records),
     )
+
+
+def waits_for_dp_sync(action: str) -> bool:
+    """Returns whether a wait for this action is one for DP.sync."""
+    return action.endswith(("REDUCE_GRAD", "GATHER"))
 
 
 Spans = Sequence[tuple[int, int]]

@@ -403,6 +403,15 @@ class Engine(Supervised):
         """Returns where this rank's time went in the last `run`."""
         return self._built()[1].account_later()()
 
+    def highest_of_replica(self, value: float) -> float:
+        """Returns the highest `value` that a stage of this replica gives; all ranks call."""
+        highest = torch.tensor(value, dtype=torch.float64)
+        _, pipeline = self._built()
+        if pipeline.groups.pipeline is not None:
+            with self._failing_together("comparing the stages"):
+                meeting.all_reduce(highest, pipeline.groups.pipeline, pipeline.progress, dist.ReduceOp.MAX)
+        return float(highest)
+
     # State
 
     def state_dict(self) -> dict[str, Any]:

@@ -134,7 +134,7 @@ class Pipeline:
         self, config: ParallelConfig, gate: _C.HostGate, device: torch.device, over_tcp: bool
     ) -> None:
         topology, cut = self._topology, self._cut
-        least = DEFAULT_BUCKET_BYTES if config.bucket_bytes is None else config.bucket_bytes
+        least = DEFAULT_BUCKET_BYTES if config.bucket_size is None else config.bucket_size
         buckets = bucket_layout(cut.trainable(), cut.cells, cut.trace, cut.ranges, topology.pp_rank, least)
         if self._choice is not None:
             stage = topology.pp_rank
@@ -262,7 +262,7 @@ class Pipeline:
     def account_later(self) -> Callable[[], Account]:
         """Returns what makes the account of where the time of the last step went, at any later time."""
         self._extend_by_waits()
-        expected = self._tuner.expected if self._tuner is not None else None
+        expected = self._tuner.believed if self._tuner is not None else None
         assert self._gate is not None
         gate = {name: count - self._counted[name] for name, count in self._gate.counters().items()}
         step_ms, predicted = None, None

@@ -72,7 +72,7 @@ def settle(
         if config.memory_limit is not None:
             raise ConfigError(
                 f"memory_limit={config.memory_limit} cannot be kept: the model has no blocks that could be measured; "
-                'leave it away and, for less memory, set dp_sync="zero1"'
+                'remove it and, for less memory, set dp_sync="zero1"'
             )
         return recording, replace(config, segments=1), None
     job, choice = choose(recording, profile, config, topology, device, optimizer)
@@ -154,7 +154,7 @@ def _steps_parts(make: Callable[[list[Parameter]], Optimizer] | None) -> bool:
 
 def _check_memory(choice: Choice, config: ParallelConfig) -> None:
     """Raises ConfigError when the best that was found needs more memory than the user allows."""
-    if config.memory_limit is not None and choice.memory_bytes > config.memory_limit:
+    if config.memory_size is not None and choice.memory_bytes > config.memory_size:
         raise ConfigError(
             f"memory_limit={config.memory_limit}: the fullest rank would need about {choice.memory_bytes} bytes, "
             f"the least that was found ({choice.segments} segments, {choice.schedule}, dp_sync {choice.dp_sync}); "
@@ -169,7 +169,7 @@ def fixed_by(config: ParallelConfig) -> Fixed:
         schedule=None if config.schedule == AUTO else config.schedule,
         group_size=config.group_size if isinstance(config.group_size, int) else None,
         dp_sync=None if config.dp_sync == AUTO else config.dp_sync,
-        bucket_bytes=config.bucket_bytes,
+        bucket_bytes=config.bucket_size,
     )
 
 
@@ -200,6 +200,6 @@ def _links(profile: Profile, topology: Topology, config: ParallelConfig, device:
 
 def _memory_limit(config: ParallelConfig, device: torch.device) -> int | None:
     """Returns the bytes a rank may use; None for host memory, which others use, too, unless the user says how much."""
-    if config.memory_limit is not None or device.type != "cuda":
-        return config.memory_limit
+    if config.memory_size is not None or device.type != "cuda":
+        return config.memory_size
     return int(_OF_DEVICE * torch.cuda.get_device_properties(device).total_memory)

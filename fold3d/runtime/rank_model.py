@@ -80,7 +80,7 @@ class RankModel:
         if weights is not None and not on_meta:
             raise ConfigError(
                 f"weights={weights!r} has no effect: the model has weights of its own; build it under "
-                "torch.device('meta'), or leave weights away"
+                "torch.device('meta'), or remove weights"
             )
         self.trace = recording
         names = [name for name, _ in model.named_parameters(remove_duplicate=False)]

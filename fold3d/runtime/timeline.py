@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fold3d.runtime.account import Account, make_account
+from fold3d.plan.simulator import RankBreakdown
+from fold3d.runtime.account import Account, make_account, waits_for_dp_sync
 
 Records = Sequence[Sequence[Mapping[str, Any]]]
 
@@ -61,7 +62,10 @@ def write_trace(path: str | Path, records: Records, *, pp: int, predicted_ms: fl
             _meta("process_sort_index", rank, 0, sort_index=rank),
             _meta("process_labels", rank, 0, labels=_label(accounts[rank])),
         ]
+        present = {event.lane for event in events if event.rank == rank}
         for row, lane in enumerate(LANES):
+            if lane not in present:
+                continue
             out += [
                 _meta("thread_name", rank, row, name=lane),
                 _meta("thread_sort_index", rank, row, sort_index=row),
@@ -76,6 +80,7 @@ def write_trace(path: str | Path, records: Records, *, pp: int, predicted_ms: fl
                 "tid": LANES.index(event.lane),
                 "ts": event.start / _US,
                 "dur": (event.end - event.start) / _US,
+                **_tint(event),
                 "args": {
                     "chunk": event.chunk,
                     "segment": event.chunk // pp,
@@ -99,11 +104,18 @@ def write_trace(path: str | Path, records: Records, *, pp: int, predicted_ms: fl
     write_atomically(path, lambda temporary: Path(temporary).write_text(text))
 
 
+def _tint(event: Event) -> dict[str, str]:
+    """Returns the colour of a wait, in Chrome's words."""
+    if event.lane != "wait":
+        return {}
+    return {"cname": "terrible" if waits_for_dp_sync(event.text) else "grey"}
+
+
 def _transfers_of(account: Account) -> dict[str, float]:
     """Returns what the records tell, from the first to the last of any rank; DP.sync of the step before may be among
     them, so this is no step's length, as in the logs."""
     names = ("compute_ms", "bubble_ms", "pp_exposed_ms", "pp_hidden_ms", "dp_exposed_ms", "dp_hidden_ms")
-    numbers = account.log()
+    numbers = account.log(dp=2, pp=2)
     return {"timeline_ms": numbers["step_ms"], **{name: numbers[name] for name in names}}
 
 
@@ -121,13 +133,24 @@ def summary(records: Records, predicted_ms: float | None = None) -> str:
 
 
 def _summary(accounts: Sequence[Account], predicted_ms: float | None) -> str:
-    if not accounts:
-        return "nothing was recorded"
-    step = accounts[0].step_ms
+    return shares(accounts, predicted_ms, accounts[0].step_ms) if accounts else "nothing was recorded"
+
+
+def shares(
+    accounts: Sequence[Account] | Sequence[RankBreakdown], predicted_ms: float | None, step: float | None = None
+) -> str:
+    """Returns what `accounts`, one of each rank, say of a step, in one line.
+
+    Args:
+        step: its milliseconds; None: the parts add up to it.
+    """
+    if step is None:
+        first = accounts[0]
+        step = first.compute_ms + first.bubble_ms + first.exposed_pp_ms + first.exposed_dp_ms
 
     def share(field: str) -> str:
         mean = sum(getattr(account, field) for account in accounts) / len(accounts)
-        return f"{100 * mean / step:.0f} %" if step else "0 %"
+        return f"{100 * mean / step:.1f} %" if step else "0 %"
 
     predicted = "" if predicted_ms is None else f" (predicted {predicted_ms:.1f})"
     parts = [

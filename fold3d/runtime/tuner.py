@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 import math
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
-from statistics import mean
+from statistics import mean, median
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from fold3d.plan.job import Job
 from fold3d.plan.links import pause_bytes
 from fold3d.plan.measured import Expected, Measured, plan_gathers
 from fold3d.plan.search import recheck
-from fold3d.runtime.account import RawRecord, without
+from fold3d.runtime.account import NS_PER_MS, RawRecord, merged, without
 from fold3d.runtime.announce import announce
 from fold3d.runtime.dp_sync import DpSync
 from fold3d.runtime.dp_sync.plan import SyncPlan
@@ -34,11 +35,13 @@ logger = logging.getLogger(__name__)
 FIRST_STEPS = 3
 """Steps that are measured before the first plan; the first of them, which warms up, does not count."""
 EVERY = 50
-"""Steps between looks at whether the times are still what the plan was made for."""
+"""Steps between looks at whether the times are still what the plan was made for; between the first ones fewer."""
 SAMPLE = 10
 """Of the steps between looks, every so manieth is looked into; of the others the length is enough."""
 DRIFT = 0.1
 """By which part measured steps may differ from the prediction before the gathers are planned again."""
+RECENT = 5
+"""Steps whose median decides whether a prediction is still worth showing."""
 SLOWER = 0.8
 """Of the speed at the first look: a ring that has less left became slower; above, the measurement varies."""
 _PROBE_SECONDS = 0.5
@@ -64,6 +67,9 @@ class Tuner:
         self._first_rates: list[float] | None = None  # by rank, in bytes per second
         self._steps = 0
         self._since = 0  # steps measured for the next look
+        self._until = FIRST_STEPS - 1  # so many steps
+        self._recent: deque[float] = deque(maxlen=RECENT)
+        self._others: list[float] = []
         self._times: dict[tuple[int, str], list[float]] = {}
         self._lengths: list[float] = []
         self._activation_bytes: dict[int, int] = {}
@@ -76,12 +82,17 @@ class Tuner:
     def observe(self, records: Sequence[RawRecord], step_ms: float) -> None:
         """Takes in what a step recorded."""
         self._steps += 1
-        if self._steps == 1 or self._stays:
+        if self._steps == 1:
+            return
+        self._recent.append(step_ms)
+        if self._stays:
             return
         self._lengths.append(step_ms)
         self._since += 1
         if self.expected is not None and self._since % SAMPLE != 0:
             return
+        busy = merged([(start, end) for lane, _, start, end, _ in records if lane in ("compute", "wait")])
+        self._others.append(max(0.0, step_ms - sum(end - start for start, end in busy) / NS_PER_MS))
         gates = [(start, end) for lane, action, start, end, _ in records if lane == "wait" and "GATHER" in action]
         for lane, text, start, end, size in records:
             if lane == "compute":
@@ -94,7 +105,14 @@ class Tuner:
     @property
     def is_due(self) -> bool:
         """Whether it is time for `look`; the same on all ranks."""
-        return not self._stays and self._since >= (EVERY if self.expected is not None else FIRST_STEPS - 1)
+        return not self._stays and self._since >= self._until
+
+    @property
+    def believed(self) -> Expected | None:
+        """What is expected of a step, unless the latest steps say otherwise."""
+        if self.expected is None or not self._recent:
+            return self.expected
+        return self.expected if abs(median(self._recent) / self.expected.step_ms - 1) <= DRIFT else None
 
     def look(self, schedule: Schedule, sync: DpSync | None) -> Choice | None:
         """Predicts the step, and plans the gathers where that is worth it; all ranks of the job call, between steps.
@@ -114,7 +132,8 @@ class Tuner:
             found = [self._expect(schedule, shares)]
         if self._groups.world is not None:
             dist.broadcast_object_list(found, 0, group=self._groups.world)
-        self._times, self._lengths, self._since = {}, [], 0
+        self._times, self._lengths, self._others, self._since = {}, [], [], 0
+        self._until = min(EVERY, max(SAMPLE, 2 * self._until))
         if found[0] is None:
             return None
         better: Choice | None
@@ -147,6 +166,7 @@ class Tuner:
             "buckets": buckets,
             "bandwidth": 0.0 if sync is None else sync.bandwidth(),
             "step_ms": mean(self._lengths) if self._lengths else 0.0,
+            "other_ms": mean(self._others) if self._others else 0.0,
             "serial": sync is not None and sync.plan.serial,
         }
 
@@ -160,6 +180,8 @@ class Tuner:
                 "steps take %.1f ms instead of the predicted %.1f: planning again", longest, self.expected.step_ms
             )
         assert self._links is not None
+        # Loss, norm and what Python does between actions are not simulated. Ranks that are early wait there for others.
+        other_ms = min(share["other_ms"] for share in shares)
         stages = [shares[stage :: self._topology.pp] for stage in range(self._topology.pp)]
         chunks = range(schedule.pp * schedule.segments)
 
@@ -178,8 +200,12 @@ class Tuner:
                 job = replace(job, links=replace(job.links, dp_bandwidth=bandwidth))
             better = recheck(job, choice, [1e3 * time for time in forward], [1e3 * time for time in backward])
             if better is not None:
-                announce(logger, f"With the times measured another schedule is faster. {better.reason}")
-                return Expected.of(better.prediction, better.gather_order), better
+                announce(
+                    logger,
+                    f"the planner changed its mind at step {self._steps}: with measured times {better.name} (predicted "
+                    f"{better.step_ms:.1f} ms a step) is faster than {choice.name}; pin it with {better.flags}",
+                )
+                return Expected.of(better.prediction, better.gather_order).longer_by(other_ms), better
         measured = Measured(
             forward=forward,
             backward=backward,
@@ -195,7 +221,7 @@ class Tuner:
             hop_latency=self._links[2],
             chunk_bytes=pause_bytes(bandwidth),
         )
-        expected = plan_gathers(schedule, measured)
+        expected = plan_gathers(schedule, measured).longer_by(other_ms)
         logger.info("measured %.1f ms a step, predicted %.1f ms", longest, expected.step_ms)
         return expected, None
 

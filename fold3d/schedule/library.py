@@ -44,7 +44,7 @@ def generate(
     Args:
         name: one of `names()`.
         pp: stages.
-        segments: folds of the model; chunk segment * pp + stage lives on that stage.
+        segments: consecutive parts of the model; chunk segment * pp + stage lives on that stage.
         micro_batches: m per step and pipeline; any number, also fewer than pp.
         group_size: N, micro-batches that pass a segment before the next starts; None is the default.
         turn: "all" or "1f1b", how the last segment turns around; None is the default.

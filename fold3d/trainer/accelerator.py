@@ -40,7 +40,7 @@ class ReplicaAccelerator(Accelerator):  # type: ignore[misc]
             if config.dispatch_batches:
                 raise ConfigError(
                     "accelerator_config.dispatch_batches=True deals batches out by process, but the stages of a "
-                    "replica need the same batch; leave it away"
+                    "replica need the same batch; remove it"
                 )
             config.dispatch_batches = False
         return accelerator

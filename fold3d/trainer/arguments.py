@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 import transformers
 
-from fold3d.config import AUTO, ParallelConfig
+from fold3d.config import AUTO, ParallelConfig, parse_bytes
 from fold3d.errors import ConfigError
 from fold3d.plan.plan import Programs
 from fold3d.plan.resolve import settle_segments
+from fold3d.trainer.reader import refuse_stock_trainer
 from fold3d.trainer.refused import refuse_unsupported
+
+if TYPE_CHECKING:
+    NumberOrAuto = int | str
+    Bytes = int | float | str
+else:  # HfArgumentParser reads the types, and would read `int | str` as int
+    NumberOrAuto = Bytes = str
 
 # How launchers tell a process the size of its job; the same names, in the same order, that accelerate looks at.
 _WORLD_SIZE_VARIABLES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
@@ -39,12 +48,12 @@ class TrainingArguments(transformers.TrainingArguments):
         default=1,
         metadata={"help": "Pipeline stages: the model's layers are spread over so many processes."},
     )
-    segments: str = field(
+    segments: NumberOrAuto = field(
         default=AUTO,
         metadata={
-            "help": "Folds of the model: every segment is cut into pp chunks, so a process holds one chunk of each "
-            "segment. More segments shorten the pipeline's idle time and let gradients travel earlier. auto: what is "
-            "fastest by measured times of layers and network."
+            "help": "Consecutive parts of the model, each cut into pp chunks, so that a process holds one chunk of "
+            "each segment. More segments shorten the pipeline's idle time and let gradients travel earlier. auto: "
+            "what is fastest by measured times of layers and network."
         },
     )
     schedule: str = field(
@@ -53,7 +62,7 @@ class TrainingArguments(transformers.TrainingArguments):
             "help": "Order of the micro-batches: a name that `fold3d schedules` lists, the path of a CSV file, or auto."
         },
     )
-    group_size: str = field(
+    group_size: NumberOrAuto = field(
         default=AUTO,
         metadata={
             "help": "Micro-batches that pass a segment before the next segment starts, or auto; only for schedules "
@@ -68,18 +77,19 @@ class TrainingArguments(transformers.TrainingArguments):
             "serial (nothing is hidden), auto."
         },
     )
-    bucket_bytes: int | None = field(
+    bucket_bytes: Bytes | None = field(
         default=None,
         metadata={
-            "help": "Layers' gradients are summed together until they have so many bytes. Default: the planner's "
-            "choice, 1 MiB where there is none."
+            "help": "Layers' gradients are summed together until they have so many bytes, such as 4MiB. Default: the "
+            "planner's choice, 1 MiB where there is none."
         },
     )
-    memory_limit: int | None = field(
+    memory_limit: Bytes | None = field(
         default=None,
         metadata={
-            "help": "Bytes that a process may use for weights, gradients, optimizer state and activations; the planner "
-            "keeps its choice under it. Default: nine tenths of a GPU's memory, no limit on the CPU."
+            "help": "Bytes that a process may use for weights, gradients, optimizer state and activations, such as 8GB "
+            "or 512MiB; the planner keeps its choice under it. Default: nine tenths of a GPU's memory, no limit on the "
+            "CPU."
         },
     )
     blocks: str = field(
@@ -87,6 +97,13 @@ class TrainingArguments(transformers.TrainingArguments):
         metadata={
             "help": "Name of the module list whose children are the model's blocks, e.g. transformer.h; 'auto' "
             "finds it."
+        },
+    )
+    recompute: bool = field(
+        default=False,
+        metadata={
+            "help": "Compute each block's activations again in the backward pass instead of keeping them, for any "
+            "model. Blocks that activation_checkpointing=True makes do so themselves are left to themselves."
         },
     )
     comm_timeout: float | None = field(
@@ -113,6 +130,9 @@ class TrainingArguments(transformers.TrainingArguments):
 
     def __post_init__(self) -> None:
         refuse_unsupported(self)
+        self.segments, self.group_size = _number_or_auto(self.segments), _number_or_auto(self.group_size)
+        self.bucket_bytes = parse_bytes("bucket_bytes", self.bucket_bytes)
+        self.memory_limit = parse_bytes("memory_limit", self.memory_limit)
         config = self.parallel
         world_size = _announced_world_size()
         dp = config.resolve_dp(world_size)
@@ -122,10 +142,15 @@ class TrainingArguments(transformers.TrainingArguments):
             Programs(settled, dp).compute(config.micro_batches)  # raises when the schedule cannot be made
         if self.blocks != "auto" and is_settled and settled.num_chunks == 1:
             raise ConfigError(
-                f"blocks={self.blocks!r} has no effect with pp=1 and segments=1: the model is not cut; leave it away"
+                f"blocks={self.blocks!r} has no effect with pp=1 and segments=1: the model is not cut; remove it"
             )
         if self.timeline is not None and self.timeline < 1:
             raise ConfigError(f"timeline={self.timeline}: must be an optimizer step, the first of which is 1")
+        if self.timeline is not None and importlib.util.find_spec("matplotlib") is None:
+            raise ConfigError(
+                f"timeline={self.timeline} draws a picture with matplotlib, which is not installed: "
+                "pip install matplotlib, or remove timeline"
+            )
         if self.timeline is not None and 0 < self.max_steps < self.timeline:
             raise ConfigError(f"timeline={self.timeline} has no effect: training ends after max_steps={self.max_steps}")
         if world_size > 1 and not torch.accelerator.is_available():
@@ -146,21 +171,27 @@ class TrainingArguments(transformers.TrainingArguments):
             dp=self.dp,
             tp=self.tp,
             pp=self.pp,
-            segments=_number_or_auto(self.segments),
+            segments=self.segments,
             micro_batches=self.gradient_accumulation_steps,
             schedule=self.schedule,
-            group_size=_number_or_auto(self.group_size),
+            group_size=self.group_size,
             dp_sync=self.dp_sync,
             bucket_bytes=self.bucket_bytes,
             memory_limit=self.memory_limit,
             blocks=self.blocks,
+            recompute=self.recompute,
             seed=self.seed,
             comm_timeout=self.comm_timeout,
         )
 
     @property
     def place_model_on_device(self) -> bool:
-        """False: the Engine places the share of the model that this process holds."""
+        """False: the Engine places the share of the model that this process holds.
+
+        The stock constructor asks this before it touches the model. Raises: ConfigError there, unless the Trainer is
+        fold3d's.
+        """
+        refuse_stock_trainer()
         return False
 
 

@@ -10,7 +10,7 @@ import transformers
 
 from fold3d.errors import ConfigError
 
-_NO_DDP = "fold3d does not use DistributedDataParallel, so it has no effect; leave it away"
+_NO_DDP = "fold3d does not use DistributedDataParallel, so it has no effect; remove it"
 _WHOLE_CAST = "it casts the model as a whole; use bf16=True, which evaluates under autocast as well"
 _COMPILED = "fold3d runs the model's own modules chunk by chunk and cannot look into a compiled model"
 
@@ -22,8 +22,8 @@ REFUSED: dict[str, tuple[Callable[[Any], bool], str]] = {
     ),
     "fp16_full_eval": (bool, _WHOLE_CAST),
     "bf16_full_eval": (bool, _WHOLE_CAST),
-    "deepspeed": (bool, "fold3d places the model itself; leave it away and set dp, pp and segments"),
-    "fsdp": (bool, "fold3d places the model itself; leave it away and set dp, pp and segments"),
+    "deepspeed": (bool, "fold3d places the model itself; remove it and set dp, pp and segments"),
+    "fsdp": (bool, "fold3d places the model itself; remove it and set dp, pp and segments"),
     "parallelism_config": (lambda value: value is not None, "set dp, pp and segments instead"),
     "torch_compile": (bool, _COMPILED),
     "torch_compile_backend": (lambda value: value is not None, _COMPILED),

@@ -1,4 +1,4 @@
-"""Throughput: tokens per second of training, evaluation and saving not counted."""
+"""Throughput: tokens and seconds of training steps, evaluation and saving not counted."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ class Throughput:
         self._tokens = 0
         self._seconds = 0.0
         self._started: float | None = None
+        self.step_ms = 0.0
+        """Milliseconds of the last step, from loading its batches to its end."""
 
     def start(self) -> None:
         """A step begins: its batches are about to be loaded."""
@@ -24,8 +26,9 @@ class Throughput:
     def stop(self) -> None:
         """The step has ended."""
         if self._started is not None:
-            self._seconds += time.perf_counter() - self._started
-            self._started = None
+            seconds = time.perf_counter() - self._started
+            self._seconds += seconds
+            self._started, self.step_ms = None, 1e3 * seconds
 
     def read(self) -> tuple[int, float]:
         """Returns tokens and seconds since the last reading."""

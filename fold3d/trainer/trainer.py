@@ -29,14 +29,18 @@ from fold3d.errors import ConfigError
 from fold3d.plan.resolve import needs_planner, settle_segments
 from fold3d.runtime.account import gather_records
 from fold3d.runtime.engine import Engine
+from fold3d.runtime.memory import peak_bytes
 from fold3d.runtime.timeline import write_trace
 from fold3d.runtime.timeline_picture import write_picture
 from fold3d.topology import Topology
 from fold3d.trace.example import synthetic_example
 from fold3d.trainer.accelerator import ReplicaAccelerator
 from fold3d.trainer.arguments import TrainingArguments
+from fold3d.trainer.console import printing_lines
+from fold3d.trainer.device_flops import peak_flops
 from fold3d.trainer.evaluating import EvaluatingTrainer
 from fold3d.trainer.flushing import FlushCallback
+from fold3d.trainer.reader import building_trainer
 from fold3d.trainer.throughput import Throughput
 
 logger = logging.getLogger(__name__)
@@ -77,10 +81,12 @@ class Trainer(EvaluatingTrainer):
         self._trainable = {name for name, parameter in before.items() if parameter.requires_grad}
         self._waiting: list[dict[str, Any]] = []
         self._throughput = Throughput()
-        self._tokens_per_second: float | None = None
+        self._flops_per_token: float | None = None
+        self._measured: dict[str, float] = {}
         self._timeline_written = False
         self.layout = None
-        super().__init__(model, args, *others, **named)
+        with building_trainer():
+            super().__init__(model, args, *others, **named)
         self.engine = Engine(
             model,
             args.parallel,
@@ -177,12 +183,20 @@ class Trainer(EvaluatingTrainer):
         self.layout = OptimizerLayout.restrict(self._plain_optimizer(), names, self.engine.owned)
 
     def _optimizer_like(self) -> Any:
-        """Returns what makes an optimizer like the one of this training; None where the stock Trainer cannot tell."""
+        """Returns what makes an optimizer like the one of this training; None where the stock Trainer cannot tell.
+
+        Raises: ConfigError when its library is not installed.
+        """
         if isinstance(self.optimizer, Optimizer):
             return functools.partial(type(self.optimizer), **self.optimizer.defaults)
         try:
             kind, settings = self.get_optimizer_cls_and_kwargs(self.args)
-        except Exception:  # a library that is missing is reported when the optimizer is made
+        except Exception as error:  # who wants more than the arguments may make it all the same
+            is_own = type(self).create_optimizer is not transformers.Trainer.create_optimizer
+            if "install" in str(error).lower() and not is_own and self.optimizer_cls_and_kwargs is None:
+                raise ConfigError(
+                    f"optim={getattr(self.args.optim, 'value', self.args.optim)!r} cannot be had: {error}"
+                ) from error
             return None
         return functools.partial(kind, **settings)
 
@@ -230,7 +244,11 @@ class Trainer(EvaluatingTrainer):
         self._throughput.start()
         samples, count = super().get_batch_samples(epoch_iterator, num_batches, device)
         name = getattr(self.model, "main_input_name", "input_ids")
-        self._throughput.count(sum(batch[name].numel() for batch in samples if name in batch))
+        inputs = [batch[name] for batch in samples if name in batch and not batch[name].is_floating_point()]
+        self._throughput.count(sum(tokens.numel() for tokens in inputs))
+        if self._flops_per_token is None and inputs:
+            batch = next(batch for batch in samples if name in batch)
+            self._flops_per_token = self.floating_point_ops(batch) / max(1, inputs[0].numel())
         return samples, count
 
     def training_step(
@@ -284,19 +302,39 @@ class Trainer(EvaluatingTrainer):
         if self.args.timeline == self.state.global_step and not self._timeline_written:
             self._write_timeline()
         if self.control.should_log and self.state.global_step > self._globalstep_last_logged:
-            tokens, seconds = self._throughput.read()
-            total = self.accelerator.gather(torch.tensor(tokens, device=self.args.device)).sum().item()
-            self._tokens_per_second = total / seconds if seconds > 0 and total > 0 else None
+            self._measured = self._measure()
         super()._maybe_log_save_evaluate(*args, **named)
 
+    def _measure(self) -> dict[str, float]:
+        """Returns what a training log says of speed, memory and this rank's last step; every rank calls."""
+        tokens, seconds = self._throughput.read()
+        mine = torch.tensor([[tokens, peak_bytes(self.args.device)]], dtype=torch.float64, device=self.args.device)
+        replicas = self.accelerator.gather(mine)
+        total, memory = replicas[:, 0].sum().item(), self.engine.highest_of_replica(replicas[:, 1].max().item())
+        measured = {"peak_memory_gb": round(memory / 1e9, 2)}
+        if total > 0 and seconds > 0:
+            measured["tokens_per_second"] = round(total / seconds, 1)
+            peak = peak_flops(self.args.device, self.accelerator.mixed_precision)
+            if peak is not None and self._flops_per_token:
+                used = self._flops_per_token * total / seconds
+                measured["mfu"] = round(used / (peak * self.args.world_size), 4)
+        topology = self.engine.topology
+        account = self.engine.account().lasting(self._throughput.step_ms)
+        return measured | account.log(dp=topology.dp, pp=topology.pp)
+
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Logs as the stock Trainer; training logs with `tokens_per_second` of all replicas and this rank's account."""
+        """Logs as the stock Trainer; training logs with the job's speed and memory and this rank's account.
+
+        Callbacks and `state.log_history` get all of it, the console one line.
+        """
         self._correct_speed(logs)
-        if "loss" in logs and self._tokens_per_second is not None:
-            logs["tokens_per_second"] = round(self._tokens_per_second, 1)
-            self._tokens_per_second = None
-            logs.update(self.engine.account().log())
-        super().log(logs, start_time)
+        if "loss" not in logs or not self._measured:
+            super().log(logs, start_time)
+            return
+        logs.update(self._measured)
+        self._measured = {}
+        with printing_lines(self.callback_handler):
+            super().log(logs, start_time)
 
     def _write_timeline(self) -> None:
         self._timeline_written = True

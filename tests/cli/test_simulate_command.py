@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 import shlex
+import sys
 
 import pytest
 
 from fold3d import schedule
 from fold3d.cli.main import main
+from fold3d.runtime import timeline, timeline_picture
 
 
 def run(capsys, line: str) -> tuple[int, str, str]:
@@ -55,3 +58,26 @@ def test_a_file(capsys, tmp_path, monkeypatch):
 def test_errors(capsys, line, message):
     code, out, err = run(capsys, line)
     assert code == 1 and not out and message in err
+
+
+def test_the_picture_says_what_the_text_says(capsys, tmp_path, monkeypatch):
+    """Share by share, and gathers have a row of their own."""
+    seen = {}
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(timeline_picture, "write_picture", lambda *args, **named: seen.update(named, records=args[1]))
+    code, out, _ = run(capsys, "simulate fold -p 4 -m 8 -s 2 --png out.png")
+    assert code == 0
+    title = timeline.shares(seen["simulated"], None)
+    step = float(re.search(r"step ([\d.]+) ms", out)[1])
+    rank0 = [float(number) for number in re.search(r"rank 0 +(.*)", out)[1].split()]
+    names = ("compute", "bubble", "exposed PP.sync", "exposed DP.sync", "hidden DP.sync")
+    for name, ms in zip(names, rank0, strict=True):  # the ranks are alike
+        assert f"{name} {100 * ms / step:.1f} %" in title
+    lanes = {record["lane"] for rank in seen["records"] for record in rank if record["action"].endswith("GATHER")}
+    assert lanes == {"gather", "wait"}
+
+
+def test_a_picture_without_matplotlib_is_refused_before_the_work(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    code, out, err = run(capsys, "simulate aiao -p 2 -m 4 -s 2 --png out.png")
+    assert code == 1 and not out and "--png needs matplotlib, which is not installed: pip install matplotlib" in err

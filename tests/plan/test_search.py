@@ -7,10 +7,12 @@ from dataclasses import replace
 
 import pytest
 
+from fold3d.config import ParallelConfig
 from fold3d.errors import ConfigError
 from fold3d.plan import candidates
 from fold3d.plan.job import Fixed
 from fold3d.plan.layout import cut, layout_of
+from fold3d.plan.resolve import needs_planner, settle_segments
 from fold3d.plan.search import recheck, search
 from fold3d.plan.trial import Order, Trials
 from tests.plan.jobs import evaluate, make_job
@@ -77,8 +79,12 @@ def test_the_choice_is_complete_and_the_same_every_time():
         assert sorted(choice.gather_order[stage]) == [n for n, mode in enumerate(modes) if mode == "early"]
     prediction = choice.prediction
     assert choice.limit_ms <= choice.step_ms == prediction.step_ms
-    for text in (f"{choice.segments} segments", choice.schedule, "hidden DP.sync", "Fold3D's heuristic"):
-        assert text in choice.reason
+    table = choice.reason.splitlines()
+    assert table[0] == f"the planner chose {choice.name}" and f"{choice.segments} segments" in choice.name
+    assert f"{choice.name} (chosen)" in table[2] and f"{choice.step_ms:.1f} ms" in table[2]
+    assert len(table) == 3 + len(choice.runners_up) + 2 and "Fold3D's heuristic" in table[-3]
+    assert "ms of DP.sync are hidden" in table[-2]
+    assert table[-1].startswith(f"  pin it with --segments {choice.segments} --schedule {choice.schedule} ")
     assert all(step_ms >= 0.99 * choice.step_ms for _, step_ms in choice.runners_up)
 
 
@@ -129,7 +135,7 @@ def test_memory_decides_between_early_and_zero1():
     within = search(job, Fixed(segments=4))
     assert within.memory_bytes < free.memory_bytes and within.dp_sync in ("mixed", "zero1")
     most = search(make_job(layers=8, micro_batches=4, memory_limit=1))
-    assert "Nothing that was tried fits into 1 bytes (setting memory_limit)" in most.reason
+    assert "nothing that was tried fits into 1 bytes (setting memory_limit)" in most.reason
     assert most.memory_bytes <= within.memory_bytes
 
 
@@ -173,3 +179,34 @@ def test_bad_settings():
         search(job, Fixed(segments=5))
     with pytest.raises(ConfigError, match="segments=2 has no effect"):
         search(job, Fixed(segments=2, schedule="1f1b"))
+
+
+def test_the_flags_pin_the_choice():
+    """With them nothing is left to choose, and what was chosen is used."""
+    for dp in (1, 2):
+        job = make_job(dp=dp, layers=8, micro_batches=4)
+        choice = search(job, Fixed(dp_sync="early" if dp > 1 else None))
+        words = choice.flags.split(" (")[0].split()
+        flags = dict(zip(words[::2], words[1::2], strict=True))
+        assert set(flags) >= {"--segments", "--schedule"} | ({"--dp_sync", "--bucket_bytes"} if dp > 1 else set())
+        config = ParallelConfig(
+            dp=dp,
+            pp=2,
+            micro_batches=4,
+            **{k.removeprefix("--"): int(v) if v.isdecimal() else v for k, v in flags.items()},
+        )
+        config.resolve_dp(2 * dp)
+        assert not needs_planner(settle_segments(config, dp), dp)
+        assert (config.segments, config.schedule) == (choice.segments, choice.schedule)
+        assert choice.group_size is None or config.group_size == choice.group_size
+        assert dp == 1 or (config.dp_sync, config.bucket_size) == (choice.dp_sync, choice.bucket_bytes)
+
+
+def test_the_flags_with_a_memory_limit():
+    """Where everything is pinned the limit would have no effect, which is an error; of a mixture it is the reason."""
+    free = search(make_job(layers=8, micro_batches=4), Fixed(dp_sync="early"))
+    roomy = search(make_job(layers=8, micro_batches=4, memory_limit=2 * free.memory_bytes), Fixed(dp_sync="early"))
+    assert "and without memory_limit" in roomy.flags and "needs about" in roomy.reason
+    tight = search(make_job(layers=8, micro_batches=4, memory_limit=free.memory_bytes - 1), Fixed(segments=4))
+    if tight.dp_sync == "mixed":
+        assert "--dp_sync" not in tight.flags and "dp_sync stays auto" in tight.flags

@@ -49,11 +49,11 @@ def test_account_tells_hidden_from_exposed() -> None:
     assert account.hidden_dp_ms == 2 + 3 + 6
     assert (account.pp_bytes, account.dp_bytes) == (512, 8192 + 1024)
     assert account.compute_ms + account.bubble_ms + account.exposed_pp_ms + account.exposed_dp_ms == account.step_ms
-    assert "predicted_step_ms" not in account.log()
+    assert "predicted_step_ms" not in account.log(dp=2, pp=2)
     stage = RankBreakdown(
         compute_ms=22.0, bubble_ms=3.0, exposed_pp_ms=1.0, exposed_dp_ms=10.0, hidden_dp_ms=12.0, pp_bytes=0, dp_bytes=0
     )
-    predicted = make_account(records, 0, 37 * MS, 36.0, None, stage).log()
+    predicted = make_account(records, 0, 37 * MS, 36.0, None, stage).log(dp=2, pp=2)
     assert {name: value for name, value in predicted.items() if name.startswith("predicted")} == {
         "predicted_step_ms": 36.0,
         "predicted_bubble_ms": 3.0,
@@ -63,9 +63,44 @@ def test_account_tells_hidden_from_exposed() -> None:
     }
 
 
+def test_the_parts_of_the_log_add_up_to_the_step() -> None:
+    """Whatever rounding does; what is in no part is said, too."""
+    records = [
+        ("compute", "0F0", 0, 10 * MS + 33_333, 0),
+        ("wait", "0RECV_B0", 11 * MS, 14 * MS + 44_444, 0),
+        ("compute", "0B0", 15 * MS, 30 * MS + 77_777, 0),
+        ("wait", "0REDUCE_GRAD", 31 * MS, 36 * MS + 66_666, 0),
+    ]
+    account = make_account(records, 0, 40 * MS)
+    for one in (account, account.lasting(55.55), account.lasting(3.0)):
+        log = one.log(dp=2, pp=2)
+        parts = ("compute_ms", "bubble_ms", "pp_exposed_ms", "dp_exposed_ms", "other_ms")
+        assert sum(log[name] for name in parts) == pytest.approx(log["step_ms"], abs=1e-6)
+    assert account.log(dp=2, pp=2)["other_ms"] == pytest.approx(40 - 10.03 - 15.08 - 3.04 - 5.07, abs=0.2)
+    assert account.lasting(55.55).log(dp=2, pp=2)["step_ms"] == pytest.approx(55.55, abs=0.051)
+    assert account.lasting(3.0).step_ms == 40
+
+
+@pytest.mark.parametrize(
+    ("dp", "pp", "absent", "present"),
+    [
+        (1, 1, {"bubble_ms", "pp_exposed_ms", "dp_exposed_ms", "preemptions", "predicted_bubble_ms"}, set()),
+        (1, 2, {"dp_exposed_ms", "dp_hidden_ms", "preemptions", "predicted_dp_hidden_ms"}, {"predicted_bubble_ms"}),
+        (2, 1, {"bubble_ms", "pp_hidden_ms", "preemptions", "dp_held_ms"}, {"dp_hidden_ms", "predicted_dp_hidden_ms"}),
+    ],
+)
+def test_what_cannot_be_in_a_layout_is_not_logged(dp: int, pp: int, absent: set[str], present: set[str]) -> None:
+    stage = RankBreakdown(
+        compute_ms=1.0, bubble_ms=1.0, exposed_pp_ms=1.0, exposed_dp_ms=1.0, hidden_dp_ms=1.0, pp_bytes=0, dp_bytes=0
+    )
+    log = make_account([], 0, MS, 1.0, None, stage).log(dp=dp, pp=pp)
+    assert not absent & set(log)
+    assert present | {"step_ms", "compute_ms", "other_ms", "predicted_step_ms"} <= set(log)
+
+
 def test_account_tells_what_messages_and_dp_sync_cost_each_other() -> None:
     gate = {"preemptions": 3, "yields": 9, "held_ns": 8 * MS, "preempted_ns": 5 * MS, "delayed_ns": 2 * MS}
-    log = make_account([], 0, MS, None, gate).log()
+    log = make_account([], 0, MS, None, gate).log(dp=2, pp=2)
     assert (log["preemptions"], log["dp_held_ms"], log["pp_delayed_ms"]) == (3, 5, 2)
     assert make_account([], 0, MS).preemptions == 0
 

@@ -25,7 +25,7 @@ def test_gathers_are_early_as_long_as_that_fits() -> None:
     short = _search(job, Fixed(segments=4), lambda: True)
     assert short.dp_sync in ("mixed", "zero1") and short.memory_bytes <= early.memory_bytes * 9 // 10
     whole = _search(job, Fixed(segments=4), lambda: False)
-    assert whole.dp_sync == "early" and "Nothing that was tried fits" in whole.reason
+    assert whole.dp_sync == "early" and "nothing that was tried fits" in whole.reason
 
 
 def test_what_the_user_fixed_stays() -> None:

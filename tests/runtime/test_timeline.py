@@ -60,7 +60,9 @@ def test_trace_has_every_action_on_its_lane(tmp_path: Path) -> None:
     trace = json.loads(path.read_text())
     events = trace["traceEvents"]
     names = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
-    assert names[0, 0] == "compute" and names[3, 6] == "reduce" and len(names) == 4 * 8
+    assert names[0, 0] == "compute" and names[3, 6] == "reduce"
+    lanes = {(e["pid"], e["tid"]) for e in events if e["ph"] == "X"}
+    assert set(names) == lanes, "no lane is empty"
     processes = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
     assert processes[3] == "rank 3 (dp 1, stage 1)"
 
@@ -68,6 +70,8 @@ def test_trace_has_every_action_on_its_lane(tmp_path: Path) -> None:
     assert len(slices) == sum(len(rank) for rank in RECORDS)
     assert min(e["ts"] for e in slices) == 0.0, "the trace starts at the first event"
     backward = next(e for e in slices if e["name"] == "1B0" and e["pid"] == 3)
+    waits = {e["name"]: e["cname"] for e in slices if e["cat"] == "wait"}
+    assert waits["0REDUCE_GRAD"] == "terrible" and waits["1RECV_F0"] == "grey"
     assert (backward["ts"], backward["dur"], backward["cat"]) == (22_000.0, 20_000.0, "backward")
     assert backward["args"] == {"chunk": 1, "segment": 0, "micro_batch": 0, "bytes": 0}
     assert trace["otherData"]["summary"] == summary(RECORDS)
@@ -124,8 +128,8 @@ def test_summary_tells_where_the_time_went() -> None:
     # Of 90 ms: compute 30 on every rank; waits for stages 40 and 12, of which messages arrive in 6 and 1; final wait
     # 20 and 0; no sum is hidden.
     assert summary(RECORDS) == (
-        "step 90.0 ms on 4 rank(s): compute 33 %, bubble 25 %, exposed PP.sync 4 %, "
-        "exposed DP.sync 11 %, hidden DP.sync 0 %; PP 4.0 MiB, DP 8.0 MiB"
+        "step 90.0 ms on 4 rank(s): compute 33.3 %, bubble 25.0 %, exposed PP.sync 3.9 %, "
+        "exposed DP.sync 11.1 %, hidden DP.sync 0.0 %; PP 4.0 MiB, DP 8.0 MiB"
     )
     assert summary([[], []]) == "nothing was recorded"
 
@@ -161,3 +165,33 @@ def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="disk full"):
         write_atomically(path, fail)
     assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
+
+
+def pixels(path: Path) -> tuple[int, int, int]:
+    """Returns the height of a picture, and how many of its pixels have the colours of exposed DP.sync and bubble."""
+    from matplotlib.image import imread
+
+    image = (imread(path)[..., :3] * 255).round().astype(int)
+    red = (image == (0xE4, 0x14, 0x1C)).all(-1).sum()
+    grey = (image == (0xDC, 0xDC, 0xDC)).all(-1).sum()
+    return image.shape[0], int(red), int(grey)
+
+
+def test_exposed_dp_sync_is_red_and_the_bubble_grey(tmp_path: Path) -> None:
+    """Of the four ranks' 360 ms, 40 are waits for DP.sync and 104 for stages."""
+    write_picture(tmp_path / "step.png", RECORDS, pp=2)
+    _, red, grey = pixels(tmp_path / "step.png")
+    assert red / grey == pytest.approx(40 / 104, rel=0.1)
+
+
+def test_a_wait_inside_a_forward_is_seen(tmp_path: Path) -> None:
+    records = [[record(0, "compute", "0F0", 0, 10), record(0, "wait", "0GATHER", 2, 6)]]
+    write_picture(tmp_path / "step.png", records, pp=1)
+    assert pixels(tmp_path / "step.png")[1] > 1000
+
+
+def test_a_lane_without_events_has_no_row(tmp_path: Path) -> None:
+    alone = [[record(0, "compute", "0F0", 0, 10), record(0, "compute", "0B0", 10, 30)]]
+    write_picture(tmp_path / "alone.png", alone, pp=1)
+    write_picture(tmp_path / "full.png", [RECORDS[0]], pp=1)
+    assert pixels(tmp_path / "alone.png")[0] < pixels(tmp_path / "full.png")[0] - 40

@@ -14,7 +14,7 @@ from fold3d import schedule as schedules
 from fold3d.plan.links import Links
 from fold3d.runtime import tuner as tuner_module
 from fold3d.runtime.dp_sync.plan import SyncPlan
-from fold3d.runtime.tuner import EVERY, FIRST_STEPS, SAMPLE, Tuner
+from fold3d.runtime.tuner import EVERY, FIRST_STEPS, RECENT, SAMPLE, Tuner
 from fold3d.topology import Topology
 
 MICRO_BATCHES = 2
@@ -50,14 +50,17 @@ def make_tuner(monkeypatch: pytest.MonkeyPatch, planned: Any = None) -> Tuner:
     return Tuner(topology, SimpleNamespace(world=None), config, torch.device("cpu"), planned)  # type: ignore[arg-type]
 
 
-def observe(tuner: Tuner, steps: int, step_ms: float) -> None:
-    """Every step computes 10 ms forward and 20 ms backward for each micro-batch."""
-    records = []
+def observe(tuner: Tuner, steps: int, step_ms: float, other_ms: float = 0.0) -> None:
+    """Every step computes 10 ms forward and 20 ms backward for each micro-batch, and waits but for `other_ms`."""
+    records: list[Any] = []
     for micro_batch in range(MICRO_BATCHES):
+        start = 30 * MS * micro_batch
         records += [
-            ("compute", f"0F{micro_batch}", 0, 10 * MS, 0),
-            ("compute", f"0B{micro_batch}", 10 * MS, 30 * MS, 0),
+            ("compute", f"0F{micro_batch}", start, start + 10 * MS, 0),
+            ("compute", f"0B{micro_batch}", start + 10 * MS, start + 30 * MS, 0),
         ]
+    computed = 30 * MS * MICRO_BATCHES
+    records.append(("wait", "0REDUCE_GRAD", computed, max(computed, round((step_ms - other_ms) * MS)), 0))
     for _ in range(steps):
         tuner.observe(records, step_ms)
 
@@ -74,9 +77,11 @@ def first_look(tuner: Tuner, sync: Sync) -> float:
 
 def look_again(tuner: Tuner, sync: Sync, step_ms: float) -> float:
     schedule = schedules.generate("1f1b", pp=1, segments=1, micro_batches=MICRO_BATCHES)
-    observe(tuner, EVERY - 1, step_ms)
-    assert not tuner.is_due
-    observe(tuner, 1, step_ms)
+    for _ in range(EVERY):
+        assert not tuner.is_due
+        observe(tuner, 1, step_ms)
+        if tuner.is_due:
+            break
     assert tuner.is_due
     tuner.look(schedule, sync)  # type: ignore[arg-type]
     assert tuner.expected is not None and not tuner.is_due
@@ -148,3 +153,39 @@ def test_of_the_steps_between_looks_some_are_looked_into(monkeypatch) -> None:
     observe(tuner, EVERY, 100.0)
     assert {len(times) for times in tuner._times.values()} == {EVERY // SAMPLE * MICRO_BATCHES}
     assert len(tuner._lengths) == EVERY
+
+
+def test_looks_become_rarer(monkeypatch) -> None:
+    tuner, sync = make_tuner(monkeypatch), Sync()
+    predicted = first_look(tuner, sync)
+    looked = []
+    for _ in range(5):
+        before = tuner._steps
+        look_again(tuner, sync, predicted)
+        looked.append(tuner._steps - before)
+    assert looked == [SAMPLE, 2 * SAMPLE, 4 * SAMPLE, EVERY, EVERY]
+
+
+def test_what_is_not_simulated_is_part_of_the_prediction(monkeypatch) -> None:
+    schedule = schedules.generate("1f1b", pp=1, segments=1, micro_batches=MICRO_BATCHES)
+    predictions = []
+    for other_ms in (0.0, 25.0):
+        tuner = make_tuner(monkeypatch)
+        observe(tuner, FIRST_STEPS, 150.0, other_ms)
+        tuner.look(schedule, Sync())  # type: ignore[arg-type]
+        assert tuner.expected is not None
+        predictions.append(tuner.expected.step_ms)
+    assert predictions[1] - predictions[0] == pytest.approx(25.0)
+
+
+def test_a_prediction_that_is_off_is_not_shown(monkeypatch) -> None:
+    tuner, sync = make_tuner(monkeypatch), Sync()
+    predicted = first_look(tuner, sync)
+    observe(tuner, RECENT, predicted)
+    assert tuner.believed is tuner.expected
+    observe(tuner, RECENT // 2, 2 * predicted)
+    assert tuner.believed is tuner.expected, "one slow step says nothing"
+    observe(tuner, 1, 2 * predicted)
+    assert tuner.believed is None
+    observe(tuner, RECENT, 1.05 * predicted)
+    assert tuner.believed is tuner.expected

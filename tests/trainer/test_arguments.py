@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,7 @@ def test_new_arguments_have_help() -> None:
         "bucket_bytes",
         "memory_limit",
         "blocks",
+        "recompute",
         "comm_timeout",
         "timeline",
         "weights",
@@ -84,7 +86,7 @@ def test_settings_of_the_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TrainingArguments, "world_size", 4)
     monkeypatch.setattr(TrainingArguments, "n_gpu", 0)
     words = "--output_dir unused --use_cpu --pp 2 --segments auto --group_size auto --dp_sync zero1 --bucket_bytes 4096"
-    words += " --memory_limit 1000000"
+    words += " --memory_limit 1MB"
     (args,) = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses(words.split())  # type: ignore[arg-type]
     assert (args.parallel.dp_sync, args.parallel.bucket_bytes, args.parallel.segments) == ("zero1", 4096, "auto")
     assert args.parallel.memory_limit == 1_000_000
@@ -98,6 +100,22 @@ def test_settings_of_the_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(ConfigError, match=message):
             arguments(**named)
     assert not dist.is_initialized()
+
+
+def test_types_are_what_was_meant() -> None:
+    """A command line gives text; what a script reads back is the number."""
+    words = "--output_dir unused --use_cpu --segments 2 --schedule fold --group_size 2 --recompute"
+    parser = HfArgumentParser(TrainingArguments)  # type: ignore[arg-type]
+    (args,) = parser.parse_args_into_dataclasses([*words.split(), "--gradient_accumulation_steps", "4"])
+    assert (args.segments, args.group_size, args.recompute) == (2, 2, True)
+    assert args.parallel.recompute
+
+
+def test_a_timeline_without_matplotlib_ends_before_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)  # as if it were not installed
+    assert arguments().timeline is None
+    with pytest.raises(ConfigError, match="timeline=3 draws a picture with matplotlib, which is not installed: pip"):
+        arguments(timeline=3)
 
 
 def test_pickles(tmp_path: Path) -> None:

@@ -52,6 +52,7 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
         {"pp": 2, "segments": 2},
         {"family": "opt", "arguments": {"activation_checkpointing": True}},
     ),
+    "recompute, by fold3d": (2, {"pp": 2, "segments": 2, "recompute": True}, {"family": "llama"}),
     "evaluation on the way": (
         4,
         {"pp": 2},
