@@ -20,6 +20,10 @@ demo: .venv/.extension
 	OMP_NUM_THREADS=1 .venv/bin/torchrun --standalone --nproc-per-node 4 examples/pretrain_gpt.py \
 	    --dp 2 --pp 2 --gradient_accumulation_steps 8 --timeline 50 --output_dir $(OUT)
 
+# Three systems on a network limited on this machine, in about two minutes; needs root, and says so.
+demo-network: .venv/.extension
+	OMP_NUM_THREADS=1 $(PY) -m benchmarks.cluster.demo --out out/demo-network
+
 test: lint test-cpp test-unit test-dist
 
 test-cpp: .venv/.system

@@ -76,6 +76,10 @@ class Fold3dRank:
             account[name] = round(account[name] + self._waited_ms, 1)
         return account
 
+    def timeline(self) -> Sequence[Sequence[Any]]:
+        """Returns the last step's records, with the waits of who reads weights after it."""
+        return self._engine.account().records
+
     def choice(self) -> dict[str, Any]:
         """Returns replica, segments, schedule, N, and DP.sync of each bucket."""
         config, sync = self._engine.plan.config, _dp_sync(self._engine).plan

@@ -95,6 +95,10 @@ class LoadRank:
         """Nothing is computed."""
         return {}
 
+    def timeline(self) -> Sequence[Sequence[Any]]:
+        """Returns nothing: no step of a training is run."""
+        return []
+
     def choice(self) -> dict[str, Any]:
         """Nothing is chosen."""
         return {}

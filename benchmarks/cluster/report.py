@@ -35,6 +35,8 @@ class Run:
     """How each rank was set up: segments, schedule, N, DP.sync and gathers; empty where a system does not say."""
     action_s: float | None = None
     """By how much a compute action takes longer than its layers; None where a system does not say."""
+    timelines: tuple[tuple[Sequence[Any], ...], ...] = ()
+    """The last step's records of each rank, for fold3d.runtime.timeline; empty unless asked for."""
 
     @property
     def is_calm(self) -> bool:

@@ -40,17 +40,22 @@ class Session:
         wake_up_s: float,
         timeout: float | None = None,
         wait_for_calm: Callable[[], object] = wait_for_calm,
+        progress: Path | None = None,
+        timelines: bool = False,
     ):
         """Args:
         wake_up_s: how late this machine wakes up what sleeps, without ranks (measure_wake_up_s).
         timeout: seconds until a run counts as failed; None: by its scenario.
         wait_for_calm: called before each run.
+        progress: file that gets the number of steps that a run has done.
+        timelines: keep each run's last step, see Run.timelines.
         """
         self._hosts = hosts
         self._count = ranks
         self._timeout = timeout
         self._wake_up_s = wake_up_s
         self._wait_for_calm = wait_for_calm
+        self._wanted = {"progress": None if progress is None else str(progress), "timeline": timelines}
         self._ranks: Ranks | None = None
         self._started = ExitStack()
 
@@ -74,6 +79,7 @@ class Session:
             raise ValueError(f"scenario {scenario.name} has {scenario.ranks} ranks, this session {self._count}")
         warm_up = max(warm_up, system.family.warm_up)
         request = {"scenario": asdict(scenario), "system": system.name, "steps": steps, "warm_up": warm_up}
+        request |= self._wanted
         step = scenario.limit_s + scenario.communication_s
         timeout = self._timeout or START_S + SLOWEST * (steps + warm_up) * step
         runs = [self._ask(scenario, request, timeout)]
@@ -128,6 +134,7 @@ def make_run(scenario: Scenario, results: list[dict[str, Any]]) -> Run:
         accounts=tuple(result["account"] for result in results if result["account"]),
         choices=tuple(result["choice"] for result in results if result["choice"]),
         action_s=_seconds_per_action(scenario, records),
+        timelines=tuple(tuple(result["timeline"]) for result in results if result["timeline"]),
     )
 
 

@@ -12,6 +12,7 @@ from torch.distributed.pipelining import PipelineStage, schedules
 
 from benchmarks.cluster.scenarios import Scenario
 from benchmarks.cluster.systems import LEARNING_RATE, Record
+from benchmarks.cluster.torch_timeline import TorchTimeline
 from benchmarks.cluster.virtual_layer import make_batch, make_layers
 
 
@@ -32,6 +33,7 @@ class TorchRank:
         layers_per_chunk = scenario.layers // segments
         modules = [nn.Sequential(*make_layers(scenario, layers_per_chunk)) for _ in range(segments)]
         chunks = segments * scenario.pp
+        self._timeline = TorchTimeline({k * scenario.pp + stage: list(module) for k, module in enumerate(modules)})
         stages = [
             PipelineStage(module, k * scenario.pp + stage, chunks, torch.device("cpu"), group=self._pipeline)
             for k, module in enumerate(modules)
@@ -58,16 +60,20 @@ class TorchRank:
         self._added[parameter] += 1
         if self._added[parameter] == self._micro_batches:
             self._added[parameter] = 0
-            self._works.append(dist.all_reduce(parameter.grad, group=self._data, async_op=True))
+            work = dist.all_reduce(parameter.grad, group=self._data, async_op=True)
+            self._timeline.sum_begins(parameter, work)
+            self._works.append(work)
 
     def step(self) -> None:
         """Runs the schedule, awaits the sums and updates. It takes no gradient norm."""
+        self._timeline.begin()
         inputs = (self._batch,) if self._is_first else ()
         # The target is not used, but the schedule divides it into micro-batches.
         keywords = {"target": self._batch, "losses": []} if self._is_last else {}
         self._schedule.step(*inputs, **keywords)
-        for work in self._works:
-            work.wait()
+        with self._timeline.waiting():
+            for work in self._works:
+                work.wait()
         self._works.clear()
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
@@ -82,6 +88,10 @@ class TorchRank:
     def account(self) -> dict[str, float]:
         """Returns nothing."""
         return {}
+
+    def timeline(self) -> Sequence[Sequence[Any]]:
+        """Returns what the layers and the sums of the last step recorded."""
+        return self._timeline.records()
 
     def choice(self) -> dict[str, Any]:
         """Returns nothing."""

@@ -28,6 +28,10 @@ class VirtualLayer(nn.Module):
 
     due: float | None = None
     """When the backward that is under way ends, by time.perf_counter()."""
+    spans: list[tuple[VirtualLayer, str, int, int]] | None = None
+    """Takes what was computed, where somebody wants to know: (layer, "F" or "B", start, end), ns of time.monotonic."""
+    began = 0
+    """When the backward that is under way began."""
 
     def __init__(self, parameters: int, forward_s: float, backward_s: float) -> None:
         super().__init__()
@@ -52,6 +56,12 @@ class VirtualLayer(nn.Module):
         assert self.due is not None, "`weight` has a gradient from elsewhere"
         _sleep_until(self.due)
         self.due = None
+        self.took("B", self.began)
+
+    def took(self, kind: str, start: int) -> None:
+        """A pass that began at `start` ends."""
+        if self.spans is not None:
+            self.spans.append((self, kind, start, time.monotonic_ns()))
 
 
 class VirtualModel(nn.Module):
@@ -83,11 +93,12 @@ def make_batch(scenario: Scenario) -> Tensor:
 class _Occupy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, layer: VirtualLayer) -> Tensor:
-        end = time.perf_counter() + layer.forward_s
+        start, end = time.monotonic_ns(), time.perf_counter() + layer.forward_s
         ctx.save_for_backward(weight)
         ctx.layer = layer
         y = x + weight.mean()
         _sleep_until(end)
+        layer.took("F", start)
         return y
 
     @staticmethod
@@ -96,7 +107,7 @@ class _Occupy(torch.autograd.Function):
         assert layer.due is None, "a layer may be used once in each backward"
         (gradient,) = outputs
         (weight,) = ctx.saved_tensors  # in a checkpoint, this runs the forward again
-        end = time.perf_counter() + layer.backward_s
+        end, layer.began = time.perf_counter() + layer.backward_s, time.monotonic_ns()
         of_weight = (gradient.sum() / weight.numel()).expand_as(weight).contiguous()
         if _is_accumulated(weight):
             layer.due = end

@@ -55,8 +55,11 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
     interface = os.environ["GLOO_SOCKET_IFNAME"]
     dist.barrier()  # nobody still measures the system before
     system = find_system(request["system"], scenario).on_this_rank(scenario)
-    for _ in range(request["warm_up"]):
+    watched = Path(request["progress"]) if request["progress"] and dist.get_rank() == 0 else None
+    for done in range(request["warm_up"]):
         system.step()
+        if watched is not None:
+            watched.write_text(str(done + 1))
     system.warmed_up()
     sent_before = sent_bytes(interface)
     busy_before, stolen_before = core_ticks()
@@ -64,6 +67,8 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
     for _ in range(request["steps"]):
         system.step()
         ends.append(time.monotonic_ns())
+        if watched is not None:
+            watched.write_text(str(request["warm_up"] + len(ends) - 1))
     busy, stolen = core_ticks()
     sent_after = sent_bytes(interface)
     result = {
@@ -73,6 +78,7 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
         "records": system.records(),
         "account": system.account(),
         "choice": system.choice(),
+        "timeline": system.timeline() if request["timeline"] else (),
     }
     system.close()
     del system

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from fold3d.errors import ConfigError
 from fold3d.plan.simulator import RankBreakdown
+from fold3d.runtime.account import waits_for_dp_sync
 from fold3d.runtime.timeline import (
     CATEGORY,
     LANES,
@@ -17,7 +18,6 @@ from fold3d.runtime.timeline import (
     last_ns,
     shares,
     summary,
-    waits_for_dp_sync,
     write_atomically,
 )
 

@@ -148,6 +148,7 @@ def test_a_step_ends_with_its_slowest_rank() -> None:
             "records": [passes] * (len(ends) - 1),
             "account": {},
             "choice": {},
+            "timeline": (),
         }
 
     run = make_run(SCENARIOS["smoke"], [answer(0, 110, 190, 300), answer(10, 90, 200, 400)])
@@ -167,6 +168,7 @@ class Stolen(Session):
         self.shares = list(shares)
         self.waits = 0
         self._wait_for_calm = self._count_wait
+        self._wanted = {}
 
     def _start(self) -> Any:
         return self
@@ -179,7 +181,7 @@ class Stolen(Session):
         if share is None:
             raise RanksFailed("broken")
         answer = {"ends_ns": [0, round(share * 10**9)], "stolen": share, "sent_bytes": None}
-        return [answer | {"records": [], "account": {}, "choice": {}}] * self._count
+        return [answer | {"records": [], "account": {}, "choice": {}, "timeline": ()}] * self._count
 
 
 def test_a_run_from_which_much_was_stolen_is_run_again() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import logging
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,10 +14,9 @@ from fold3d.runtime.announce import announce
 
 
 @pytest.fixture
-def root() -> Iterator[logging.Logger]:
+def root() -> logging.Logger:
     """A root logger of its own, as a script begins with."""
-    made = logging.RootLogger(logging.WARNING)
-    yield made
+    return logging.RootLogger(logging.WARNING)
 
 
 def logger_of(root: logging.Logger) -> logging.Logger:
