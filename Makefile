@@ -11,7 +11,7 @@ CSRC := $(shell find csrc -name '*.cpp' -o -name '*.h')
 TORCH := $(shell grep '^torch==' requirements.txt)
 LINT := tests/test_quality.py tests/test_layering.py
 
-.PHONY: all demo docs test test-cpp test-python test-unit test-dist test-slow lint format clean distclean
+.PHONY: all demo demo-network docs test test-cpp test-python test-unit test-dist test-slow lint format clean distclean
 .DELETE_ON_ERROR:
 
 all: .venv/.extension
