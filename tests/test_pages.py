@@ -19,6 +19,8 @@ from transformers import HfArgumentParser
 
 from fold3d import TrainingArguments
 from fold3d.cli.main import parser
+from fold3d.plan.simulator import RankBreakdown
+from fold3d.runtime.account import make_account
 from tests.helpers import pages, python_block
 from tests.helpers.example import EXAMPLE, TINY
 from tests.helpers.pages import PAGES, ROOT
@@ -162,6 +164,18 @@ def test_messages_are_those_of_the_code() -> None:
     for message in rows:
         for part in (part.strip(" ,:;()") for part in message.split("…")):
             assert part in texts_of_the_code(), f"{message}: nothing says {part!r}"
+
+
+def test_log_keys_are_those_of_the_code() -> None:
+    shown = re.findall(r"^\| `(\w+)` \|", (ROOT / "docs" / "log-keys.md").read_text(), re.MULTILINE)
+    part = RankBreakdown(
+        compute_ms=1, bubble_ms=1, exposed_pp_ms=1, exposed_dp_ms=1, hidden_dp_ms=1, pp_bytes=1, dp_bytes=1
+    )
+    account = make_account([], 0, 1_000_000, predicted_ms=1.0, predicted=part).log(dp=2, pp=2)
+    beside = ["tokens_per_second", "peak_memory_gb", "mfu"]
+    assert sorted(shown) == sorted([*account, *beside])
+    trainer = (ROOT / "fold3d" / "trainer" / "trainer.py").read_text()
+    assert all(f'"{key}"' in trainer for key in beside)
 
 
 SLURM = {

@@ -9,14 +9,18 @@ import ast
 import dataclasses
 import functools
 import inspect
+import sys
+import types
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import transformers
 
 from docs import tables
-from fold3d import TrainingArguments
+from fold3d import Trainer, TrainingArguments
 from fold3d.errors import ConfigError
 from fold3d.trainer.refused import REFUSED
 
@@ -66,6 +70,37 @@ def test_is_not_refused(name: str) -> None:
     assert getattr(args, name) == getattr(stock, name) or name == "accelerator_config"
 
 
+def placed(model: torch.nn.Module) -> None:
+    model.hf_device_map = {"": 0}  # type: ignore[assignment]
+
+
+def quantised(model: torch.nn.Module) -> None:
+    model.quantization_method = "bitsandbytes"  # type: ignore[assignment]
+
+
+def adapted(model: torch.nn.Module) -> None:
+    """As a library does that the tests do without."""
+    library = types.ModuleType("peft")
+    library.PeftModel = type(model)  # type: ignore[attr-defined]
+    sys.modules["peft"] = library
+
+
+@pytest.mark.parametrize("change, words", [(placed, "device_map"), (quantised, "quantised"), (adapted, "PEFT")])
+def test_models_that_are_refused(monkeypatch: pytest.MonkeyPatch, change: Callable[..., None], words: str) -> None:
+    monkeypatch.setattr("fold3d.trainer.trainer.is_peft_available", lambda: change is adapted)
+    monkeypatch.setitem(sys.modules, "peft", sys.modules.get("peft", types.ModuleType("peft")))
+    model = torch.nn.Linear(2, 2)
+    change(model)
+    with pytest.raises(ConfigError, match=words):
+        Trainer(model, made(), train_dataset=[])
+
+
+def test_several_gpus_in_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TrainingArguments, "n_gpu", 2)
+    with pytest.raises(ConfigError, match="start one process per GPU"):
+        made()
+
+
 @pytest.mark.parametrize("table", TABLES)
 def test_rows_are_whole(table: str) -> None:
     for name, row in TABLES[table].items():
@@ -81,6 +116,7 @@ def test_rows_are_whole(table: str) -> None:
         scripts_only = str(row[state]).startswith("Read by scripts alone")
         assert bool(row.get("tests")) or state != "works" or scripts_only, f"{name}: which test says so?"
         assert "tests" not in row or state != "untested", name
+        assert state != "refused" or "tests" in row or table == "arguments", f"{name}: which test sees it refused?"
 
 
 @functools.cache
