@@ -8,9 +8,11 @@ An ordinary transformers script; the two lines that differ from the stock one ar
 `make demo` does so. On one process it runs without torchrun and without --dp and --pp.
 """
 
+import math
 import pydoc_data.topics
 import statistics
 import sysconfig
+import textwrap
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -74,33 +76,50 @@ def make_sequences(tokenizer: PreTrainedTokenizerFast, texts: list[str], length:
     return [{"input_ids": row, "labels": row} for row in rows]
 
 
-def sample(folder: str, prompt: str) -> str:
-    """What the saved model makes of the prompt, read back with plain transformers."""
+def read_back(folder: str, prompts: list[str]) -> str:
+    """What the saved model expects after each prompt, and a sample, with plain transformers."""
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder)
-    ids = tokenizer(prompt, return_tensors="pt")
+    lines = ["What it expects next:"]
+    for prompt in prompts:
+        ids = tokenizer(prompt, return_tensors="pt")
+        with torch.no_grad():
+            likely = model(**ids).logits[0, -1].softmax(0).topk(4)
+        words = [f"{tokenizer.decode(k)!r} {p:.0%}" for p, k in zip(likely.values, likely.indices, strict=True)]
+        lines.append(f"  {prompt!r:28} {', '.join(words)}")
     out = model.generate(
-        **ids, max_length=model.config.n_positions, do_sample=True, top_k=20, pad_token_id=tokenizer.eos_token_id
+        **tokenizer(prompts[0], return_tensors="pt"),
+        max_length=model.config.n_positions,
+        do_sample=True,
+        temperature=0.7,
+        top_k=20,
+        repetition_penalty=1.15,
+        pad_token_id=tokenizer.eos_token_id,
     )
-    return tokenizer.decode(out[0])
+    return "\n".join([*lines, "A sample of the trained model:", *textwrap.wrap(tokenizer.decode(out[0]), 110)])
 
 
 def account(history: list[dict]) -> str:
-    """Where the time of a step went, on the process that logs; medians over the logged steps."""
-    steps = [entry for entry in history if "step_ms" in entry]
+    """Where the time of a step went, on the process that logs; of the logged step in the middle by length."""
+    steps = sorted((entry for entry in history if "step_ms" in entry), key=lambda entry: entry["step_ms"])
     if not steps:
         return "No step was logged with an account of its time."
-
-    def typical(name: str) -> float:
-        return statistics.median(entry[name] for entry in steps if name in entry)
-
-    text = (
-        f"A step took {typical('step_ms'):.0f} ms: compute {typical('compute_ms'):.0f}, bubble "
-        f"{typical('bubble_ms'):.0f}, waiting for activations {typical('pp_exposed_ms'):.1f}, waiting for DP.sync "
-        f"{typical('dp_exposed_ms'):.1f}.\nDP.sync: {typical('dp_hidden_ms'):.0f} ms were hidden under computation."
-    )
-    predicted = any("predicted_step_ms" in entry for entry in steps)
-    return text + (f" The simulator predicted {typical('predicted_step_ms'):.0f} ms a step." if predicted else "")
+    step = steps[len(steps) // 2]
+    parts = {"compute": "compute_ms", "bubble": "bubble_ms", "PP.sync": "pp_exposed_ms", "DP.sync": "dp_exposed_ms"}
+    sums = " + ".join(f"{name} {step[key]:.0f}" for name, key in [*parts.items(), ("other", "other_ms")] if key in step)
+    lines = [f"A step took {step['step_ms']:.0f} ms: {sums}."]
+    if step.get("dp_hidden_ms", 0) + step.get("dp_exposed_ms", 0) > 0:
+        hidden, exposed = step["dp_hidden_ms"], step["dp_exposed_ms"]
+        lines.append(
+            f"Summing the gradients over the replicas took {hidden + exposed:.0f} ms of network time; {hidden:.0f} ms "
+            f"({hidden / (hidden + exposed):.0%}) were hidden under computation."
+        )
+    said = [entry for entry in steps if "predicted_step_ms" in entry]
+    if said:
+        off = statistics.median(entry["step_ms"] / entry["predicted_step_ms"] - 1 for entry in said)
+        predicted = said[len(said) // 2]["predicted_step_ms"]
+        lines.append(f"The simulator predicted {predicted:.0f} ms a step; measured steps were {off:+.0%} off.")
+    return "\n".join(lines)
 
 
 def main() -> None:
@@ -157,6 +176,7 @@ def main() -> None:
     first = trainer.is_world_process_zero()
     if first:
         print(f"{model.num_parameters() / 1e6:.1f} M parameters, {len(sequences)} sequences of {script.length} tokens")
+    before = trainer.evaluate()["eval_loss"]
     trained = trainer.train()
     trainer.log_metrics("train", trained.metrics)
     metrics = trainer.evaluate()
@@ -164,8 +184,13 @@ def main() -> None:
     trainer.save_metrics("eval", metrics)
     trainer.save_model()
     if first:
+        after, steps = metrics["eval_loss"], trainer.state.global_step
+        print(
+            f"\nLoss on text that was held back: {before:.2f} before, {after:.2f} after {steps} steps. "
+            f"As if each token were one of {math.exp(after):.0f} instead of {math.exp(before):.0f}."
+        )
         print(f"\n{account(trainer.state.log_history)}")
-        print(f"\nA sample of the trained model:\n{sample(args.output_dir, script.prompt)}\n")
+        print(f"\n{read_back(args.output_dir, [script.prompt, 'If the', 'import', 'def __'])}\n")
         print("Where things lie:")
         for name, what in (
             ("model.safetensors", "the trained model, for AutoModelForCausalLM.from_pretrained"),
@@ -176,6 +201,12 @@ def main() -> None:
         ):
             for path in sorted(folder.glob(name)):
                 print(f"  {path!s:36} {what}")
+        print("Try next:")
+        for line in (
+            "sudo make demo-network                # the same idea on a network that is slow, against other orders",
+            ".venv/bin/fold3d simulate aiao -p 4 -m 16 -s 4 --png out/step.png   # a step on a cluster of yours",
+        ):
+            print(f"  {line}")
 
 
 if __name__ == "__main__":

@@ -51,7 +51,8 @@ def test_the_example_trains_on_four_ranks(tmp_path: Path) -> None:
     assert not result.orphans
     assert all(rank.stdout == "" for rank in result[1:]), "only rank 0 prints"
     said = result[0].stdout
-    for word in ("'loss'", "'grad_norm'", "'learning_rate'", "'tokens_per_second'", "eval_loss", "A sample of"):
+    assert re.search(r"step 3/3  loss \S+  grad \S+  lr \S+  \d+ tok/s  \d+ ms  .*other \d+ %", said), said
+    for word in ("eval_loss", "Loss on text that was held back", "What it expects next", "A sample of", "Try next"):
         assert word in said, f"{word} is missing in\n{said}"
     for name in ("model.safetensors", "timeline/step-2.png", "timeline/step-2.json", "eval_results.json"):
         assert (tmp_path / name).stat().st_size > 0
@@ -68,11 +69,14 @@ def test_the_example_plans_by_itself_and_says_what_was_hidden(tmp_path: Path) ->
     assert [rank.returncode for rank in result] == [0] * 4, result.report()
     said = result[0].stdout + result[0].stderr
     for text in (
-        r"fold3d: the planner chose \d+ segments?, \w",
-        r"DP\.sync: \d+ ms were hidden under",
-        r"simulator predicted \d+ ms a step",
+        r"\nfold3d: the planner chose \d+ segments?, \w",
+        r"pin it with --segments \d+ --schedule \w+ ",
+        r"A step took \d+ ms: compute \d+ \+ bubble \d+ \+ PP.sync \d+ \+ DP.sync \d+ \+ other \d+\.",
+        r"gradients over the replicas took \d+ ms of network time; \d+ ms \(\d+%\) were hidden under computation",
     ):
         assert re.search(text, said), f"{text} is missing in\n{said}"
+    everywhere = "".join(rank.stdout + rank.stderr for rank in result)
+    assert everywhere.count("the planner chose") == 1
 
 
 @pytest.mark.dist
