@@ -42,6 +42,7 @@ NAMES = {
 BAR = 44
 """Characters of the longest bar."""
 LOOK_S = 0.3
+FORMAT = "{desc}: step {n_fmt} of {total_fmt}, {elapsed} {bar}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -81,7 +82,11 @@ def measure(scenario: Scenario, hosts: Hosts, steps: int) -> Report:
     effort = Effort(repetitions=1, steps=steps, warm_up=1)
     total = sum(steps + max(effort.warm_up, system.family.warm_up) for system in systems)
     say(f"{scenario.ranks} hosts, {hosts_text(scenario, hosts)}; each system trains the same layers in turn")
-    with tempfile.TemporaryDirectory(prefix="fold3d-demo-") as folder, hosts, tqdm(total=total, unit="step") as bar:
+    with (
+        tempfile.TemporaryDirectory(prefix="fold3d-demo-") as folder,
+        hosts,
+        tqdm(total=total, bar_format=FORMAT) as bar,
+    ):
         progress = Path(folder) / "steps"
         calm = partial(wait_for_calm, most_s=0.0) if hosts.shaped else bool
         report = Report(scenario=scenario, network=hosts.description, shaped=hosts.shaped)
@@ -107,9 +112,10 @@ def following(bar: tqdm[None], progress: Path, system: System) -> Iterator[None]
 
     def look() -> None:
         text = progress.read_text() if progress.exists() else ""
-        if text:
-            bar.n = before + int(text)
-        bar.refresh()
+        done = before + int(text or 0)
+        if done != bar.n or sys.stderr.isatty():  # a log file needs no clock
+            bar.n = done
+            bar.refresh()
 
     def follow() -> None:
         while not ended.wait(LOOK_S):
@@ -184,7 +190,7 @@ def _verdict(report: Report, names: Sequence[str]) -> str:
     scenario = report.scenario
     network = f"links of {scenario.rate_mbit:g} Mbit/s" if report.shaped else "UNSHAPED links (no measurement)"
     others = [name for name in names if name != REFERENCE]
-    slower = " and ".join(f"{report.ratio_to_reference(name):.2f} times as long by {title_of(name)}" for name in others)
+    slower = ", ".join(f"{report.ratio_to_reference(name):.2f} times that with {title_of(name)}" for name in others)
     ours = _waited(report.runs[REFERENCE][-1])
     theirs = ", ".join(f"{_waited(report.runs[name][-1]):.0f} ms" for name in others)
     needed = 1e3 * scenario.dp_sync_s

@@ -16,6 +16,10 @@ RawRecord = tuple[str, str, int, int, int]
 """(lane, action text, start_ns, end_ns, bytes); times are this process's monotonic clock."""
 
 
+MEET = "MEET"
+"""Action of a wait in a small exchange with other ranks: the loss, the norm."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Account:
     """One step on one rank; times in milliseconds, sizes in bytes."""
@@ -26,13 +30,14 @@ class Account:
     compute_ms: float
     """Forward and backward passes, without the waits inside."""
     bubble_ms: float
-    """Waiting for other stages while nothing was on its way here."""
+    """Waiting for other stages while nothing was on its way here, also in small exchanges (loss, norm)."""
     exposed_pp_ms: float
     """Waiting for activations or gradients that were arriving."""
     hidden_pp_ms: float
     """Activations and gradients that arrived while the rank computed."""
     exposed_dp_ms: float
-    """Waiting for DP.sync: sums after the last backward, parameters before a layer's forward."""
+    """Waiting for DP.sync: sums after the last backward, parameters before a layer's forward; small exchanges while
+    sums are under way."""
     hidden_dp_ms: float
     """DP.sync under way while the rank computed."""
     preemptions: int
@@ -116,6 +121,7 @@ def make_account(
         gate: what the host's gate counted in the step; None: there was none.
     """
     gate = gate or {}
+    records = without_meetings_in_dp_sync(records)
     spans = [(lane, action, start, end) for lane, action, start, end, _ in records if end > start_ns]
     waits = [(action, start, end) for lane, action, start, end in spans if lane == "wait"]
     of_dp = [(start, end) for action, start, end in waits if waits_for_dp_sync(action)]
@@ -125,10 +131,11 @@ def make_account(
     arriving = merged([(start, end) for lane, _, start, end in spans if lane in ("recv_f", "recv_b")])
     dp_sync = merged([(start, end) for lane, _, start, end in spans if lane in ("reduce", "gather")])
     exposed_pp = overlap_ns(of_pp, arriving)
+    met = [(start, end) for action, start, end in waits if action == MEET]
     return Account(
         step_ms=(end_ns - start_ns) / NS_PER_MS,
         compute_ms=_length(compute) / NS_PER_MS,
-        bubble_ms=(_length(of_pp) - exposed_pp) / NS_PER_MS,
+        bubble_ms=(_length(of_pp) - exposed_pp + _length(met)) / NS_PER_MS,
         exposed_pp_ms=exposed_pp / NS_PER_MS,
         hidden_pp_ms=overlap_ns(arriving, compute) / NS_PER_MS,
         exposed_dp_ms=_length(of_dp) / NS_PER_MS,
@@ -147,6 +154,22 @@ def make_account(
 def waits_for_dp_sync(action: str) -> bool:
     """Returns whether a wait for this action is one for DP.sync."""
     return action.endswith(("REDUCE_GRAD", "GATHER"))
+
+
+def without_meetings_in_dp_sync(records: Sequence[RawRecord]) -> list[RawRecord]:
+    """Returns the records; what a small exchange took while DP.sync was under way has become a wait for DP.sync.
+
+    Who is late there is a replica whose gradients this rank would wait for as well.
+    """
+    met = [(start, end) for lane, action, start, end, _ in records if (lane, action) == ("wait", MEET)]
+    rest = [record for record in records if record[:2] != ("wait", MEET)]
+    if not met:
+        return rest
+    dp_sync = merged([(start, end) for lane, _, start, end, _ in rest if lane in ("reduce", "gather")])
+    alone = without(met, dp_sync)
+    rest += [("wait", MEET, start, end, 0) for start, end in alone]
+    rest += [("wait", "0REDUCE_GRAD", start, end, 0) for start, end in without(met, alone)]
+    return rest
 
 
 Spans = Sequence[tuple[int, int]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from datetime import timedelta
 from typing import Any
 
@@ -30,10 +31,12 @@ def _finish(work: Any, tensor: torch.Tensor, progress: Progress) -> None:
     if tensor.device.type != "cpu":  # for these to wait is to queue the next kernel; they end with their group
         work.wait()
         return
+    start = time.monotonic_ns()
     while not work.is_completed():
         try:
             work.wait(_LOOK)
         except RuntimeError:
             if progress.aborted is not None:
                 raise ConnectionError(progress.aborted) from None
+    progress.met.append((start, time.monotonic_ns()))
     work.wait()  # raises what went wrong

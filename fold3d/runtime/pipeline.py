@@ -16,7 +16,7 @@ from fold3d.errors import Fold3dError, RankError
 from fold3d.plan.choice import Choice
 from fold3d.plan.job import Job
 from fold3d.runtime import gradients, meeting
-from fold3d.runtime.account import NS_PER_MS, Account, RawRecord, make_account
+from fold3d.runtime.account import MEET, NS_PER_MS, Account, RawRecord, make_account
 from fold3d.runtime.agreement import check_same_batch, fingerprint
 from fold3d.runtime.batch import MicroBatch
 from fold3d.runtime.broadcast import broadcast_value
@@ -244,6 +244,8 @@ class Pipeline:
             return []
         assert self._executor is not None
         own = [*self._executor.take_spans(), *self._executor.take_records()]
+        own += [("wait", MEET, start, end, 0) for start, end in self.progress.met]
+        self.progress.met.clear()
         return own if self.dp_sync is None else own + self.dp_sync.take_records()
 
     def extend(self) -> None:

@@ -57,6 +57,9 @@ class Progress:
         self.doing = ""
         self.meets = False
         self.aborted: str | None = None
+        self.met: list[tuple[int, int]] = []
+        """When small exchanges with other ranks began and ended, ns of time.monotonic; whoever makes the account takes
+        them."""
         self._beat = 0
 
     def report(self, *, closed: bool = False) -> Report:

@@ -98,6 +98,21 @@ def test_what_cannot_be_in_a_layout_is_not_logged(dp: int, pp: int, absent: set[
     assert present | {"step_ms", "compute_ms", "other_ms", "predicted_step_ms"} <= set(log)
 
 
+def test_small_exchanges_count_as_what_they_wait_for() -> None:
+    """While sums are under way the late ones are replicas; else they are stages."""
+    records = [
+        ("compute", "0B0", 0, 10 * MS, 0),
+        ("reduce", "0REDUCE_GRAD", 5 * MS, 16 * MS, 4096),
+        ("wait", "MEET", 11 * MS, 19 * MS, 0),
+    ]
+    account = make_account(records, 0, 20 * MS)
+    assert (account.exposed_dp_ms, account.bubble_ms, account.compute_ms) == (5, 3, 10)
+    again = make_account(account.records, 0, 20 * MS)
+    assert (again.exposed_dp_ms, again.bubble_ms) == (5, 3), "the timeline says the same"
+    log = account.log(dp=2, pp=1)
+    assert (log["dp_exposed_ms"], log["other_ms"]) == (5, 5) and "bubble_ms" not in log
+
+
 def test_account_tells_what_messages_and_dp_sync_cost_each_other() -> None:
     gate = {"preemptions": 3, "yields": 9, "held_ns": 8 * MS, "preempted_ns": 5 * MS, "delayed_ns": 2 * MS}
     log = make_account([], 0, MS, None, gate).log(dp=2, pp=2)
