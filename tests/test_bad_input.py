@@ -48,7 +48,7 @@ def engine(model: nn.Module | None = None, **settings: Any) -> Engine:
         name: settings.pop(name) for name in ("optimizer", "weights", "max_grad_norm", "autocast") if name in settings
     }
     config = ParallelConfig(**{"blocks": "layers", "comm_timeout": 8.0, "segments": 1} | settings)
-    return Engine(model or Net(), config, example=batch_of(), **{"optimizer": SGD} | options)
+    return Engine(Net() if model is None else model, config, example=batch_of(), **{"optimizer": SGD} | options)
 
 
 # One process: refused before anything is built
@@ -77,6 +77,22 @@ def engine(model: nn.Module | None = None, **settings: Any) -> Engine:
 def test_an_engine_that_cannot_be(error: type[Exception], message: str, settings: dict[str, Any]) -> None:
     with pytest.raises(error, match=message):
         engine(**settings)
+
+
+@pytest.mark.parametrize("how", ["whole", "in place", "a block"])
+def test_a_compiled_model_cannot_be_cut(how: str) -> None:
+    """And nothing is compiled to find that out. Where nothing is cut it is none of fold3d's business."""
+    net = Net()
+    model: nn.Module = net
+    if how == "whole":
+        model = torch.compile(net)  # type: ignore[assignment]
+    elif how == "in place":
+        net.compile()
+    else:
+        net.layers[1] = torch.compile(net.layers[1])  # type: ignore[assignment]
+    where = r"module 'layers\.1'" if how == "a block" else "the model"
+    with pytest.raises(TraceError, match=rf"{where} is compiled \(torch\.compile\).*pass the model as it was before"):
+        engine(model, segments=2, blocks="auto")
 
 
 def test_a_batch_that_does_not_divide() -> None:

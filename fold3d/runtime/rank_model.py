@@ -23,12 +23,24 @@ def record(model: Module, config: ParallelConfig, example: Mapping[str, Any] | N
     Raises: TraceError for a model that must be cut and cannot be.
     """
     try:
+        _check_not_compiled(model)
         return trace(model, blocks=config.blocks, example=example)
     except TraceError:
         # Data parallelism alone needs no blocks, unless the user asked for something that is done per block.
         if config.pp > 1 or config.segments not in (1, AUTO) or config.recompute or config.blocks != "auto":
             raise
         return None
+
+
+def _check_not_compiled(model: Module) -> None:
+    for name, module in model.named_modules():
+        # What torch.compile(module) and module.compile() leave behind.
+        if "_orig_mod" in module._modules or getattr(module, "_compiled_call_impl", None) is not None:
+            what = f"module '{name}'" if name else "the model"
+            raise TraceError(
+                f"{what} is compiled (torch.compile), and fold3d runs the model's modules chunk by chunk and cannot "
+                "look into compiled ones; pass the model as it was before torch.compile"
+            )
 
 
 class WholeModel:
