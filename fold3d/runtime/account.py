@@ -60,8 +60,11 @@ class Account:
     """Everything that was recorded, for the timeline. DP.sync of the step before may end in this one."""
 
     def lasting(self, step_ms: float) -> Account:
-        """Returns the account of a step that took longer than its actions: its batches were loaded before."""
-        return replace(self, step_ms=max(self.step_ms, step_ms))
+        """Returns the account of a step that took longer than its actions: its batches were loaded before. So is the
+        prediction then."""
+        more = max(0.0, step_ms - self.step_ms)
+        predicted = None if self.predicted_ms is None else self.predicted_ms + more
+        return replace(self, step_ms=self.step_ms + more, predicted_ms=predicted)
 
     def log(self, *, dp: int, pp: int) -> dict[str, float]:
         """Returns the numbers worth logging, rounded to a tenth; what cannot be with so few replicas or stages is left

@@ -79,6 +79,8 @@ def test_the_parts_of_the_log_add_up_to_the_step() -> None:
     assert account.log(dp=2, pp=2)["other_ms"] == pytest.approx(40 - 10.03 - 15.08 - 3.04 - 5.07, abs=0.2)
     assert account.lasting(55.55).log(dp=2, pp=2)["step_ms"] == pytest.approx(55.55, abs=0.051)
     assert account.lasting(3.0).step_ms == 40
+    predicted = make_account(records, 0, 40 * MS, 41.0).lasting(50.0)
+    assert (predicted.step_ms, predicted.predicted_ms) == (50, 51), "loading is nobody's prediction"
 
 
 @pytest.mark.parametrize(
