@@ -256,7 +256,7 @@ class Pipeline:
     def _extend_by_waits(self) -> None:
         """Whoever read weights after the step waited for its DP.sync; what else they did is not the step's."""
         start, end = self._bounds
-        later = self._take_records()
+        later = [record for record in self._take_records() if record[:2] != ("wait", MEET) or record[2] < end]
         waited = sum(stop - begin for lane, _, begin, stop, _ in later if lane == "wait" and begin >= end)
         self._bounds = (start, end + waited)
         self._records += later

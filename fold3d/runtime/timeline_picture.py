@@ -33,7 +33,7 @@ _LABELS = {
     "reduce": "DP.sync: sums",
     "gather": "DP.sync: gathers",
 }
-"""The rows below a rank's computing; one without an event is left out."""
+"""The rows below a rank's computing; those in which it has nothing are left out."""
 _COLOURS = {
     "send_f": "#5b9bd5",
     "recv_f": "#5b9bd5",
@@ -59,7 +59,7 @@ def write_picture(
     simulated: Sequence[RankBreakdown] | None = None,
 ) -> None:
     """Draws the step as a PNG: per rank a row of forwards and backwards with the waits between them (red: for DP.sync,
-    grey: for another stage), below it a thin row for each kind of communication that there is.
+    grey: for another stage), below it a thin row for each kind of communication it has.
 
     Its title is `title` and the breakdown of the step, with what the simulator predicted. Called by one rank;
     ConfigError without matplotlib.
@@ -107,14 +107,14 @@ def write_picture(
 
 def _places(events: Sequence[Event], ranks: Sequence[int]) -> tuple[dict[int, dict[str, tuple[float, float]]], float]:
     """Returns top and height of the rows of each rank, by lane, and where the last one ends; in inches, downwards."""
-    present = {event.lane for event in events}
+    present = {(event.rank, event.lane) for event in events}
     top = 0.0
     places: dict[int, dict[str, tuple[float, float]]] = {}
     for rank in ranks:
         places[rank] = {"compute": (top, _COMPUTE_INCH)}
         top += _COMPUTE_INCH + 0.03
         for lane in _LABELS:
-            if lane in present:
+            if (rank, lane) in present:
                 places[rank][lane] = (top, _LANE_INCH - 0.03)
                 top += _LANE_INCH
         top += _GAP_INCH

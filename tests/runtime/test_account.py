@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 
@@ -173,6 +175,17 @@ def test_a_step_s_account_has_what_the_gate_counted_in_it() -> None:
         account = engine.account()
         assert account.preemptions == 4 * MS
         assert account.pp_delayed_ms == account.dp_held_ms == 4
+    engine.close()
+
+
+def test_exchanges_after_a_step_are_not_in_it() -> None:
+    """As a checkpoint has them: what it waits for another rank is no part of the step."""
+    engine, batch = small_engine()
+    engine.run([batch], lambda module, micro_batch: module(**micro_batch).sum())
+    now = time.monotonic_ns()
+    engine._pipeline.progress.met.append((now, now + 10_000 * MS))  # type: ignore[union-attr]
+    account = engine.account()
+    assert account.step_ms < 5_000 and account.bubble_ms == 0
     engine.close()
 
 

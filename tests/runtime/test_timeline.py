@@ -195,3 +195,7 @@ def test_a_lane_without_events_has_no_row(tmp_path: Path) -> None:
     write_picture(tmp_path / "alone.png", alone, pp=1)
     write_picture(tmp_path / "full.png", [RECORDS[0]], pp=1)
     assert pixels(tmp_path / "alone.png")[0] < pixels(tmp_path / "full.png")[0] - 40
+    other = [record | {"rank": 1} for record in alone[0]]
+    write_picture(tmp_path / "other.png", [RECORDS[0], other], pp=1)
+    more = pixels(tmp_path / "other.png")[0] - pixels(tmp_path / "full.png")[0]
+    assert more < 0.75 * 110, "what another rank has needs no row of this one"
