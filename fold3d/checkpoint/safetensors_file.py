@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fold3d.checkpoint.stream import Entry, as_bytes
+from fold3d.checkpoint.stream import Entry
+from fold3d.runtime.broadcast import as_bytes
 
 _MAX_HEADER = 100_000_000  # the limit of the safetensors library
 _NAMES = {

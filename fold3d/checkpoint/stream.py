@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fold3d.runtime.broadcast import as_bytes
 from fold3d.topology import Topology
 
 Key = TypeVar("Key", bound=Hashable)
@@ -112,8 +113,3 @@ class Stream(Generic[Key]):
     def _wait(self, work: dist.Work | None) -> None:
         assert work is not None
         work.wait(self._patience)
-
-
-def as_bytes(tensor: Tensor) -> Tensor:
-    """Returns the elements of `tensor` as a flat uint8 tensor: [number of elements * element size]."""
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)

@@ -7,9 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch.distributed as dist
-
 from fold3d.plan.simulator import RankBreakdown
+from fold3d.runtime.world_group import WorldGroup
 
 NS_PER_MS = 1e6
 RawRecord = tuple[str, str, int, int, int]
@@ -222,17 +221,16 @@ def overlap_ns(first: Spans, second: Spans) -> int:
     return total
 
 
-def gather_records(records: Sequence[RawRecord], rank: int, world: int) -> list[list[dict[str, Any]]] | None:
+def gather_records(records: Sequence[RawRecord], world: WorldGroup) -> list[list[dict[str, Any]]] | None:
     """Returns all ranks' records on one clock on rank 0, None elsewhere. Every rank of the job must call.
 
     Clocks of different machines are lined up at a barrier, so they agree to about the time a barrier takes.
     """
-    if world > 1:
-        dist.barrier()
+    world.barrier()
     origin = time.monotonic_ns()
     mine = [
         {
-            "rank": rank,
+            "rank": world.topology.rank,
             "lane": lane,
             "action": action,
             "start_ns": start - origin,
@@ -241,8 +239,4 @@ def gather_records(records: Sequence[RawRecord], rank: int, world: int) -> list[
         }
         for lane, action, start, end, size in records
     ]
-    if world == 1:
-        return [mine]
-    gathered: list[list[dict[str, Any]]] | None = [[] for _ in range(world)] if rank == 0 else None
-    dist.gather_object(mine, gathered)
-    return gathered
+    return world.gather(mine)

@@ -9,13 +9,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fold3d.errors import ConfigError, RankError
+from fold3d.errors import ConfigError, Fold3dError, RankError
+from fold3d.runtime.world_group import WorldGroup
 from fold3d.topology import Topology
 
 _SAMPLE = 1024
+_NAMED = 8
+"""How many ranks a message names."""
 
 
-def agree(topology: Topology, digest: str, number: int, error: Exception | None) -> int:
+def agree(world: WorldGroup, digest: str, number: int, error: Exception | None) -> int:
     """Meets all ranks of the job after each has made its plan; returns rank 0's `number`.
 
     Args:
@@ -24,26 +27,34 @@ def agree(topology: Topology, digest: str, number: int, error: Exception | None)
         error: why this rank has no plan.
     Raises: `error` itself; RankError when another rank has no plan; ConfigError when the plans differ.
     """
+    topology = world.topology
+
+    def verdict(shares: list[tuple[str, int, str]]) -> int:
+        failed = [(rank, text) for rank, (_, _, text) in enumerate(shares) if text]
+        if failed:
+            rank, text = failed[0]
+            raise RankError(f"{topology.describe(rank)} failed in building the engine: {text}")
+        digests = [share[0] for share in shares]
+        different = [rank for rank in range(topology.world) if digests[rank] != digests[0]]
+        if different:
+            named = different[:_NAMED] + (["..."] if len(different) > _NAMED else [])
+            hashes = [digests[rank] for rank in [0, *different[:_NAMED]]]
+            raise ConfigError(
+                f"ranks {named} have another plan than rank 0 (hashes {hashes}); start every process with the same "
+                "script, arguments and library versions"
+            )
+        return shares[0][1]
+
     text = "" if error is None else f"{type(error).__name__}: {error}"
-    shares: list[Any] = [None] * topology.world
-    if topology.world > 1:
-        dist.all_gather_object(shares, (digest, number, text))
-    if error is not None:
-        raise error
-    if topology.world == 1:
-        return number
-    failed = [(rank, text) for rank, (_, _, text) in enumerate(shares) if text]
-    if failed:
-        rank, text = failed[0]
-        raise RankError(f"{topology.describe(rank)} failed in building the engine: {text}")
-    digests = [share[0] for share in shares]
-    different = [rank for rank in range(topology.world) if digests[rank] != digests[0]]
-    if different:
-        raise ConfigError(
-            f"ranks {different} have another plan than rank 0 (hashes {digests}); start every process with the same "
-            "script, arguments and library versions"
-        )
-    return int(shares[0][1])
+    try:
+        return world.decide((digest, number, text), verdict, timeout=world.patience)
+    except Fold3dError:
+        if error is not None:
+            raise error from None
+        raise
+    except dist.DistError as lost:
+        rank = topology.describe(topology.rank)
+        raise RankError(f"{rank} met nobody in building the engine: {lost}") from (error or lost)
 
 
 def fingerprint(micro_batches: Sequence[Mapping[str, Any]]) -> int:

@@ -47,3 +47,8 @@ def broadcast_value(value: Any, source: int, group: Any) -> Any:
         return tensor
 
     return tree_map_only(_TensorHere, receive, header[0])
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns the elements of `tensor` as a flat uint8 tensor: [number of elements * element size]."""
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)

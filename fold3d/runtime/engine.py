@@ -20,16 +20,18 @@ from fold3d.errors import ConfigError, RankError
 from fold3d.plan.choice import Choice
 from fold3d.plan.plan import Plan, Programs
 from fold3d.plan.resolve import needs_planner, settle_segments
-from fold3d.runtime import gradients, loss, meeting, planning, state
+from fold3d.runtime import gradients, loss, planning, state
 from fold3d.runtime.account import Account
 from fold3d.runtime.agreement import agree
 from fold3d.runtime.batch import MicroBatch, split_batch
 from fold3d.runtime.device import default_device, make_current, rng_untouched
+from fold3d.runtime.groups import Groups
 from fold3d.runtime.loss_scaler import LossScaler
 from fold3d.runtime.pipeline import Pipeline
 from fold3d.runtime.rank_model import RankModel, record
 from fold3d.runtime.step_output import StepOutput
 from fold3d.runtime.supervised import Supervised
+from fold3d.runtime.world_group import WorldGroup
 from fold3d.topology import Topology
 from fold3d.trace import Trace
 from fold3d.trace.example import is_transformers_model
@@ -110,6 +112,7 @@ class Engine(Supervised):
         self.choice: Choice | None = None
         self._cut: RankModel | None = None
         self._pipeline: Pipeline | None = None
+        self._world: WorldGroup | None = None
         self._failure: str | None = None
         self._closed = False
         # The planner times layers with a real micro-batch; the synthetic one of a transformers model will not do.
@@ -136,7 +139,7 @@ class Engine(Supervised):
             recording, settled, planned = planning.settle(
                 self.model,
                 self.config,
-                self.topology,
+                self.world,
                 self.device,
                 example,
                 self._planned_optimizer,
@@ -154,11 +157,11 @@ class Engine(Supervised):
             digest = self.plan.digest()
         except Exception as own:
             error = own
-        name = f"{digest}/{agree(self.topology, digest, number, error)}"
+        name = f"{digest}/{agree(self.world, digest, number, error)}"
         cut = self._cut
         assert cut is not None
         self._pipeline = Pipeline(
-            cut, self.config, self.topology, self.device, name, self.choice, planned if may_change else None
+            cut, self.config, self.world, self.device, name, self.choice, planned if may_change else None
         )
         # Threads that outlive the interpreter abort the process: a script that never calls close() must end well.
         self._at_exit = weakref.finalize(self, self._pipeline.close)
@@ -247,8 +250,16 @@ class Engine(Supervised):
         return state.own_buffers(self._built()[0])
 
     @property
-    def groups(self) -> Any:
-        """The process groups of this rank (`pipeline`, `data`; None where the rank is alone)."""
+    def world(self) -> WorldGroup:
+        """All ranks of the job, for what they exchange besides steps; all ranks must ask for it the first time."""
+        if self._world is None:
+            self._world = WorldGroup(self.topology, self.config.timeout_seconds)
+        return self._world
+
+    @property
+    def groups(self) -> Groups:
+        """The groups of this rank: `data`, the replicas of its stage; `pipeline`, the stages of its replica, a process
+        group of torch's (None where there is one stage)."""
         return self._built()[1].groups
 
     # One's own loop, or a trainer's
@@ -306,7 +317,7 @@ class Engine(Supervised):
             names = cut.primary()
             # In the model's order: a set's differs between processes, and so would the last bit of the sum.
             primary = [parameter for name, parameter in cut.parameters.items() if name in names]
-            return gradients.global_norm(primary, gradients.norm_dtype(cut.model), pipeline.groups.pipeline)
+            return gradients.global_norm(primary, gradients.norm_dtype(cut.model), self.world.pipeline)
 
     def clip_grad_norm(self, max_norm: float) -> torch.Tensor:
         """Scales all gradients to a global norm of at most `max_norm`; returns the norm before; all ranks call.
@@ -406,10 +417,9 @@ class Engine(Supervised):
     def highest_of_replica(self, value: float) -> float:
         """Returns the highest `value` that a stage of this replica gives; all ranks call."""
         highest = torch.tensor(value, dtype=torch.float64)
-        _, pipeline = self._built()
-        if pipeline.groups.pipeline is not None:
-            with self._failing_together("comparing the stages"):
-                meeting.all_reduce(highest, pipeline.groups.pipeline, pipeline.progress, dist.ReduceOp.MAX)
+        self._built()
+        with self._failing_together("comparing the stages"):
+            self.world.pipeline.all_reduce(highest, torch.maximum)
         return float(highest)
 
     # State
@@ -462,6 +472,8 @@ class Engine(Supervised):
             self._at_exit.detach()
             self._pipeline.close()
             self._pipeline = None
+        if self._world is not None:
+            self._world.close()
         if self._cut is not None:
             self._cut.split.remove()
             self._cut = None
@@ -473,18 +485,15 @@ class Engine(Supervised):
         if count is None:
             return loss.mean_share(len(micro_batches))
         total = torch.tensor(count)
-        if self.groups.data is not None:
-            with self._failing_together("counting the labels of the global batch"):
-                meeting.all_reduce(total, self.groups.data, self._built()[1].progress)
+        with self._failing_together("counting the labels of the global batch"):
+            self.groups.data.all_reduce(total)
         return loss.token_share(total, self.topology.dp, len(micro_batches))
 
     def _mean_over_replicas(self, value: torch.Tensor) -> torch.Tensor:
         mean = value.detach().clone()
-        if self.groups.data is not None:
-            with self._failing_together("the mean loss over the replicas"):
-                meeting.all_reduce(mean, self.groups.data, self._built()[1].progress)
-            mean /= self.topology.dp
-        return mean
+        with self._failing_together("the mean loss over the replicas"):
+            self.groups.data.all_reduce(mean)
+        return mean / self.topology.dp
 
     def _step_name(self) -> str:
         return f"step {self.step_index}"

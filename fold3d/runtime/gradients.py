@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.nn import Module, Parameter
+
+from fold3d.runtime.tree_group import TreeGroup
 
 
 def sum_tied(tied: Mapping[str, tuple[Parameter, Any]]) -> None:
@@ -42,22 +44,25 @@ def norm_dtype(model: Module) -> torch.dtype:
     return functools.reduce(torch.promote_types, (parameter.dtype for parameter in model.parameters()), torch.float32)
 
 
-def global_norm(parameters: Iterable[Parameter], dtype: torch.dtype, pipeline: Any) -> torch.Tensor:
+def global_norm(parameters: Iterable[Parameter], dtype: torch.dtype, pipeline: TreeGroup) -> torch.Tensor:
     """Returns the L2 norm of the gradients over all stages, identical on every rank of the pipeline.
 
     Args:
         parameters: those this rank is responsible for: each parameter of the model belongs to one stage.
         dtype: of the result, `norm_dtype`.
-        pipeline: group of the stages, or None for one stage.
+        pipeline: the stages; squares are summed in its order.
     """
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    squares = torch.zeros((), dtype=torch.float64)
-    if gradients:
-        norms = torch.stack([norm.to(torch.float64).cpu() for norm in torch._foreach_norm(gradients)])
-        squares = norms.square().sum()
-    if pipeline is not None:
-        dist.all_reduce(squares, group=pipeline)
+    squares = sum_of_squares([parameter.grad for parameter in parameters if parameter.grad is not None])
+    pipeline.all_reduce(squares)
     return squares.sqrt().to(dtype)
+
+
+def sum_of_squares(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Returns the sum of the squares of all elements, a scalar of fp64 in host memory."""
+    if not tensors:
+        return torch.zeros((), dtype=torch.float64)
+    norms = torch.stack([norm.to(torch.float64).cpu() for norm in torch._foreach_norm(list(tensors))])
+    return norms.square().sum()
 
 
 def clip_coefficient(norm: torch.Tensor, max_norm: float) -> float:

@@ -40,6 +40,7 @@ def probe_links(
     All pipelines and all replicas measure at the same time, so ranks that share a network card share it here, too.
 
     Args:
+        groups: with links and rings unless `over_tcp`.
         device: where the tensors that travel are.
         timeout: seconds that no message and no sum may take longer than.
         over_tcp: as in training: links and rings of our own, else torch's process groups.
@@ -49,9 +50,8 @@ def probe_links(
     """
 
     def slowest(values: list[float]) -> list[float]:
-        # In host memory: the numbers are needed there, and gloo is at hand on every device.
         found = torch.tensor(values, dtype=torch.float64)
-        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=groups.world)
+        groups.world.all_reduce(found, torch.maximum)
         return [float(value) for value in found]
 
     with ExitStack() as stack:
@@ -189,10 +189,11 @@ def _sums(topology: Topology, groups: Groups, device: torch.device) -> Iterator[
         mine = torch.zeros(max(1, size // dp), dtype=torch.uint8, device=device)
         other = torch.empty_like(mine)
         for _ in range(2 * (dp - 1)):
-            _exchange([(dist.irecv, other, (replica - 1) % dp), (dist.isend, mine, (replica + 1) % dp)], groups.data)
+            ways = [(dist.irecv, other, (replica - 1) % dp), (dist.isend, mine, (replica + 1) % dp)]
+            _exchange(ways, groups.rings["reduce"])
 
     def all_reduce(size: int) -> None:
-        dist.all_reduce(torch.zeros(max(1, size // _FLOAT), device=device), group=groups.data)
+        dist.all_reduce(torch.zeros(max(1, size // _FLOAT), device=device), group=groups.data.library)
         _wait(device)
 
     yield ring if device.type == "cpu" else all_reduce

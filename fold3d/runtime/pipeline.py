@@ -28,13 +28,13 @@ from fold3d.runtime.dp_sync.plan import SyncPlan
 from fold3d.runtime.failure import FailureBoard, is_communication_error
 from fold3d.runtime.groups import Groups
 from fold3d.runtime.loss import one_number
-from fold3d.runtime.progress import Progress, Report
+from fold3d.runtime.progress import Report
 from fold3d.runtime.rank_model import RankModel
 from fold3d.runtime.stall import holding_up
 from fold3d.runtime.tcp import connect_stages, uses_tcp
 from fold3d.runtime.tuner import Tuner
+from fold3d.runtime.world_group import WorldGroup
 from fold3d.schedule import Schedule
-from fold3d.topology import Topology
 
 _CAUSE_SECONDS = 0.5
 """How long a rank whose communication broke waits for the rank that failed to say why, before it looks around."""
@@ -53,7 +53,7 @@ class Pipeline:
         self,
         cut: RankModel,
         config: ParallelConfig,
-        topology: Topology,
+        world: WorldGroup,
         device: torch.device,
         name: str,
         choice: Choice | None,
@@ -67,7 +67,8 @@ class Pipeline:
         self._choice = choice
         self._replan = replan
         self._cut = cut
-        self._topology = topology
+        self._world = world
+        self._topology = topology = world.topology
         self._last_stage = topology.pp_rank == topology.pp - 1
         self._name = topology.describe(topology.rank)
         self._job = name
@@ -83,7 +84,7 @@ class Pipeline:
         self._counted: dict[str, int] = {}  # by the gate before the last run
         self._executor: _C.Executor | None = None
         self._groups: Groups | None = None
-        self.progress = Progress()
+        self.progress = world.progress
         self._board: FailureBoard | None = None
         if topology.world > 1:
             store = dist.distributed_c10d._get_default_store()
@@ -106,7 +107,9 @@ class Pipeline:
         shared = cut.cells.shared_stages()
         over_tcp = uses_tcp(config.transport, device)
         timeout = config.timeout_seconds
-        self._groups = groups = Groups(topology, device, timeout, shared.values(), with_links=not over_tcp)
+        self._groups = groups = Groups(
+            topology, device, timeout, shared.values(), with_links=not over_tcp, world=self._world
+        )
         self._tied = {
             name: (cut.parameters[name], groups.ties[stages])
             for name, stages in shared.items()
@@ -160,12 +163,9 @@ class Pipeline:
             group = self.groups.ties[shared[name]]
             source = self._topology.rank_of(self._topology.dp_rank, shared[name][0])
             dist.broadcast(self._cut.parameters[name].data, source, group=group)
-        if self.groups.data is None:
-            return
-        source = self._topology.rank_of(0, self._topology.pp_rank)
         buffers = [b for b in self._cut.model.buffers() if b.device.type != "meta"]
         for tensor in [*(p.data for p in self._cut.parameters.values()), *buffers]:
-            dist.broadcast(tensor, source, group=self.groups.data)
+            self.groups.data.broadcast(tensor, timeout=self._world.patience)
 
     def train(
         self,

@@ -9,7 +9,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
@@ -28,7 +27,7 @@ from fold3d.runtime.groups import Groups
 from fold3d.runtime.link_probe import probe_links
 from fold3d.runtime.rank_model import record
 from fold3d.runtime.tcp import uses_tcp
-from fold3d.topology import Topology
+from fold3d.runtime.world_group import WorldGroup
 from fold3d.trace import Trace
 
 logger = logging.getLogger(__name__)
@@ -45,7 +44,7 @@ _OF_DEVICE = 0.9
 def settle(
     model: Module,
     config: ParallelConfig,
-    topology: Topology,
+    world: WorldGroup,
     device: torch.device,
     example: Mapping[str, Any] | None,
     optimizer: Callable[[list[Parameter]], Optimizer] | None,
@@ -67,7 +66,7 @@ def settle(
             )
     except Exception as own:
         error = own
-    agree(topology, "", number, error)  # nobody may wait for the measurements of a rank that failed
+    agree(world, "", number, error)  # nobody may wait for the measurements of a rank that failed
     if recording is None or profile is None:
         if config.memory_limit is not None:
             raise ConfigError(
@@ -75,7 +74,7 @@ def settle(
                 'remove it and, for less memory, set dp_sync="zero1"'
             )
         return recording, replace(config, segments=1), None
-    job, choice = choose(recording, profile, config, topology, device, optimizer)
+    job, choice = choose(recording, profile, config, world, device, optimizer)
     return recording, with_choice(config, choice), (job, choice)
 
 
@@ -83,7 +82,7 @@ def choose(
     recording: Trace,
     profile: Profile,
     config: ParallelConfig,
-    topology: Topology,
+    world: WorldGroup,
     device: torch.device,
     optimizer: Callable[[list[Parameter]], Optimizer] | None,
 ) -> tuple[Job, Choice]:
@@ -91,8 +90,9 @@ def choose(
 
     Raises: ConfigError on every rank when the model cannot be spread as asked.
     """
-    profile = _agreed(profile, topology)
-    links = _links(profile, topology, config, device)
+    topology = world.topology
+    profile = world.decide(profile, Profile.agreed, timeout=world.patience)
+    links = _links(profile, world, config, device)
     job = Job(
         trace=recording,
         profile=profile,
@@ -105,23 +105,22 @@ def choose(
         action_seconds=_ACTION_SECONDS,
         bucket_seconds=_BUCKET_SECONDS,
     )
-    found: list[Any] = [None]
+    found: Choice | ConfigError | None = None
     if topology.rank == 0:
         try:
             choice = _search(job, fixed_by(config), lambda: _steps_parts(optimizer))
             _check_memory(choice, config)
             announce(logger, choice.reason)
-            found = [choice]
+            found = choice
         except ConfigError as error:
-            found = [error]
+            found = error
         except Exception as error:  # the other ranks wait for an answer
-            found = [ConfigError(f"planning failed ({type(error).__name__}: {error}); set segments and schedule")]
-    if topology.world > 1:
-        dist.broadcast_object_list(found, 0)
-    if isinstance(found[0], ConfigError):
-        raise found[0]
-    assert isinstance(found[0], Choice)
-    return job, found[0]
+            found = ConfigError(f"planning failed ({type(error).__name__}: {error}); set segments and schedule")
+    found = world.share(found, timeout=world.patience)
+    if isinstance(found, ConfigError):
+        raise found
+    assert isinstance(found, Choice)
+    return job, found
 
 
 def _search(job: Job, fixed: Fixed, steps_parts: Callable[[], bool]) -> Choice:
@@ -173,23 +172,16 @@ def fixed_by(config: ParallelConfig) -> Fixed:
     )
 
 
-def _agreed(profile: Profile, topology: Topology) -> Profile:
-    profiles: list[Any] = [profile]
-    if topology.world > 1:
-        profiles = [None] * topology.world
-        dist.all_gather_object(profiles, profile)
-    return Profile.agreed(profiles)
-
-
-def _links(profile: Profile, topology: Topology, config: ParallelConfig, device: torch.device) -> Links:
-    groups = Groups(topology, device, config.timeout_seconds, (), with_links=False)
+def _links(profile: Profile, world: WorldGroup, config: ParallelConfig, device: torch.device) -> Links:
+    topology, over_tcp = world.topology, uses_tcp(config.transport, device)
+    groups = Groups(topology, device, config.timeout_seconds, (), with_links=not over_tcp, world=world)
     try:
         return probe_links(
             topology,
             groups,
             device,
             config.timeout_seconds,
-            over_tcp=uses_tcp(config.transport, device),
+            over_tcp=over_tcp,
             activation_bytes=max(profile.activation_bytes),
         )
     except RuntimeError as error:

@@ -9,14 +9,15 @@ from functools import cache
 from typing import Any
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
 
 from fold3d.runtime.tcp import socket_interface
 
 _NAME = "fold3d_gloo"
 
 
-def new_group(ranks: Sequence[int], timeout: timedelta, *, nccl: bool, own_thread: bool) -> Any:
-    """Returns a group of `ranks`, for host memory and with `nccl` for CUDA memory as well; None elsewhere.
+def new_group(ranks: Sequence[int], timeout: timedelta, *, gloo: bool, nccl: bool, own_thread: bool) -> Any:
+    """Returns a group of `ranks`, with `gloo` for host memory and with `nccl` for CUDA memory; None elsewhere.
 
     torch gives every gloo group a device of its own, and every device a thread that wakes up 100 times a second even
     when nobody calls it. Where several ranks share a host's cores, the wake-ups of some groups per rank are a third of
@@ -27,7 +28,9 @@ def new_group(ranks: Sequence[int], timeout: timedelta, *, nccl: bool, own_threa
     """
     with contextlib.nullcontext() if own_thread else _registered():
         name = "gloo" if own_thread else _NAME
-        group = dist.new_group(list(ranks), timeout=timeout, backend=f"cpu:{name},cuda:nccl" if nccl else name)
+        both = f"cpu:{name},cuda:nccl"
+        backend = both if gloo and nccl else name if gloo else "nccl"
+        group = dist.new_group(list(ranks), timeout=timeout, backend=backend)
     return None if group == dist.GroupMember.NON_GROUP_MEMBER else group
 
 
@@ -41,14 +44,35 @@ def _registered() -> Iterator[None]:
         dist.Backend._plugins.pop(_NAME.upper(), None)
 
 
+def connect_few(name: str, place: int, size: int, timeout: timedelta) -> Any:
+    """Returns a group of a few ranks, each connected with each, that only its members make.
+
+    It is ProcessGroupGloo itself, of which torch.distributed does not know, with one thread beside the shared one.
+
+    Args:
+        name: given to no other group of the job's store.
+        place: this process's among the `size` members.
+    """
+    options = _options(timeout)
+    options._threads = 1  # their calls come one after the other
+    options.group_name = name
+    store = PrefixStore(f"fold3d/{name}", dist.distributed_c10d._get_default_store())
+    return dist.ProcessGroupGloo(store, place, size, options)
+
+
 def _make(settings: Any, _: object) -> Any:
-    gloo: Any = dist.ProcessGroupGloo  # torch's stubs name its options otherwise
-    options = gloo._Options()
-    options._timeout = settings.timeout
-    options._devices = [_device(socket_interface())]
+    options = _options(settings.timeout)
     options.global_ranks_in_group = settings.global_ranks_in_group
     options.group_name = settings.group_id
-    return gloo(settings.store, settings.group_rank, settings.group_size, options)
+    return dist.ProcessGroupGloo(settings.store, settings.group_rank, settings.group_size, options)
+
+
+def _options(timeout: timedelta) -> Any:
+    gloo: Any = dist.ProcessGroupGloo  # torch's stubs name its options otherwise
+    options = gloo._Options()
+    options._timeout = timeout
+    options._devices = [_device(socket_interface())]
+    return options
 
 
 @cache

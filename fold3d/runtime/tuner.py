@@ -12,7 +12,6 @@ from statistics import mean, median
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from fold3d.config import ParallelConfig
 from fold3d.plan.choice import Choice
@@ -123,22 +122,12 @@ class Tuner:
             if sync is not None:
                 sync.flush()  # what is still on its way would be measured, too
             self._links = self._probe()
-        shares: list[Any] = [self._share(sync)]
-        if self._groups.world is not None:
-            shares = [None] * self._topology.world
-            dist.all_gather_object(shares, self._share(sync), group=self._groups.world)
-        found: list[Any] = [None]
-        if self._topology.rank == 0:
-            found = [self._expect(schedule, shares)]
-        if self._groups.world is not None:
-            dist.broadcast_object_list(found, 0, group=self._groups.world)
+        found = self._groups.world.decide(self._share(sync), lambda shares: self._expect(schedule, shares))
         self._times, self._lengths, self._others, self._since = {}, [], [], 0
         self._until = min(EVERY, max(SAMPLE, 2 * self._until))
-        if found[0] is None:
+        if found is None:
             return None
-        better: Choice | None
-        self.expected, better = found[0]
-        assert self.expected is not None
+        self.expected, better = found
         if better is not None:
             assert self._planned is not None
             self._planned = (self._planned[0], better)

@@ -6,12 +6,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils.operations import recursively_apply
 from torch import Tensor
 
 from fold3d.errors import ConfigError
+from fold3d.runtime.tree_group import TreeGroup
 from fold3d.topology import Topology
 
 
@@ -23,7 +23,7 @@ class ReplicaAccelerator(Accelerator):  # type: ignore[misc]
     """
 
     topology: Topology
-    data_group: dist.ProcessGroup | None
+    replicas: TreeGroup | None
 
     @classmethod
     def adopt(cls, accelerator: Accelerator, topology: Topology) -> ReplicaAccelerator:
@@ -34,7 +34,7 @@ class ReplicaAccelerator(Accelerator):  # type: ignore[misc]
         accelerator.__class__ = cls
         assert isinstance(accelerator, cls)
         accelerator.topology = topology
-        accelerator.data_group = None
+        accelerator.replicas = None
         config = accelerator.dataloader_config
         if topology.world > 1:
             if config.dispatch_batches:
@@ -66,10 +66,8 @@ class ReplicaAccelerator(Accelerator):  # type: ignore[misc]
         return recursively_apply(self._gather_one, tensor, error_on_other_type=True)
 
     def _gather_one(self, tensor: Tensor) -> Tensor:
-        piece = tensor[None] if tensor.ndim == 0 else tensor.contiguous()
-        pieces = [torch.empty_like(piece) for _ in range(self.topology.dp)]
-        dist.all_gather(pieces, piece, group=self.data_group)
-        return torch.cat(pieces)
+        assert self.replicas is not None
+        return torch.cat(self.replicas.all_gather(tensor[None] if tensor.ndim == 0 else tensor))
 
     def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
         """Returns `tensor` padded along `dim` to the longest of all replicas; every rank calls."""
@@ -87,8 +85,8 @@ class ReplicaAccelerator(Accelerator):  # type: ignore[misc]
             return self._without_filling(self.gather(input_data), tensors=True)
         gathered = input_data
         if self.topology.dp > 1:
-            shares: list[Any] = [None] * self.topology.dp
-            dist.all_gather_object(shares, input_data, group=self.data_group)
+            assert self.replicas is not None
+            shares = self.replicas.share(self.replicas.gather(input_data))
             gathered = [item for share in shares for item in share]
         return self._without_filling(gathered, tensors=False)
 

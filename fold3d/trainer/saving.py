@@ -165,12 +165,9 @@ class CheckpointingTrainer(transformers.Trainer):
         with self._together(what), tempfile.TemporaryDirectory() as private:
             super()._save_rng_state(private)
             files = {path.name: path.read_bytes() for path in Path(private).iterdir()}
-        shares: list[Any] = [files]
-        if self._world is not None:
-            shares = [None] * self.args.world_size
-            dist.gather_object(files, shares if self.args.process_index == 0 else None, dst=0)
+        shares = self.engine.world.gather(files, timeout=self.args.ddp_timeout)
         with self._together(what):
-            if self.args.process_index == 0:
+            if shares is not None:
                 for name, content in ((n, c) for share in shares for n, c in share.items()):
                     (Path(output_dir) / name).write_bytes(content)
 
@@ -233,7 +230,7 @@ class CheckpointingTrainer(transformers.Trainer):
         return dist.group.WORLD if self.args.world_size > 1 else None
 
     def _together(self, what: str) -> AbstractContextManager[None]:
-        return together(what, self._world, self.args.ddp_timeout)
+        return together(what, self.engine.world, self.args.ddp_timeout)
 
     @property
     def _stream(self) -> Stream[Any]:

@@ -96,7 +96,7 @@ class Trainer(EvaluatingTrainer):
             device=args.device,
             optimizer_like=self._optimizer_like(),
         )
-        self.accelerator.data_group = self.engine.groups.data
+        self.accelerator.replicas = self.engine.groups.data
         self.callback_handler.callbacks.insert(0, FlushCallback(self.engine, self.callback_handler))
         if self._world is not None:  # the stock loop gathers over this group: no rank may wait there for ever
             limit = timedelta(seconds=args.parallel.timeout_seconds)
@@ -338,9 +338,9 @@ class Trainer(EvaluatingTrainer):
 
     def _write_timeline(self) -> None:
         self._timeline_written = True
-        step, world = self.state.global_step, self.args.world_size
+        step = self.state.global_step
         account = self.engine.account()
-        records = gather_records(account.records, self.args.process_index, world)
+        records = gather_records(account.records, self.engine.world)
         if records is None:
             return
         path = Path(str(self.args.output_dir)) / "timeline" / f"step-{step}"

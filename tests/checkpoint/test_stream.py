@@ -15,6 +15,7 @@ from torch import Tensor
 from fold3d.checkpoint import Stream, WeightsSink, together
 from fold3d.checkpoint.stream import Entry
 from fold3d.errors import CheckpointError
+from fold3d.runtime.world_group import WorldGroup
 from fold3d.topology import Topology
 from tests.helpers.ranks import RankPool
 
@@ -38,7 +39,7 @@ def own(topology: Topology) -> dict[str, Tensor]:
 def send_weights(folder: str, dp: int) -> None:
     topology, group = pipeline(dp)
     stream: Stream[str] = Stream(topology, group, 30)
-    with together("saving", dist.group.WORLD, 30):
+    with together("saving", WorldGroup(topology, 30), 30):
         stream.send(own(topology), None, WeightsSink(Path(folder)))
 
 
@@ -65,7 +66,7 @@ def send_to_full_disk(room: int) -> str:
     topology, group = pipeline(dp=2)
     stream: Stream[str] = Stream(topology, group, 30)
     try:
-        with together("saving", dist.group.WORLD, 30):
+        with together("saving", WorldGroup(topology, 30), 30):
             stream.send(own(topology), None, Failing(room))
     except (OSError, CheckpointError) as error:
         return f"{type(error).__name__}: {error}"

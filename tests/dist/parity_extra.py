@@ -189,7 +189,7 @@ def fussy(case: Case, example_step: int, attached: bool) -> tuple[jobs.Result, l
         without.append({name for name, p in engine.owned.items() if p.grad is None})
         result.norms.append(engine.clip_grad_norm(jobs.MAX_NORM).item())
         if case.dp > 1:  # run returns the replica's loss
-            torch.distributed.all_reduce(loss, group=engine.groups.data)
+            engine.groups.data.all_reduce(loss)
         result.losses.append(loss.item() / case.dp)
         optimizer.step()
         if attached:

@@ -24,12 +24,15 @@ def _use(with_links: bool) -> tuple[int, int, float]:
     before = _gloo_threads()
     topology = Topology(dp=2, pp=2, rank=dist.get_rank())
     groups = Groups(topology, torch.device("cpu"), 30.0, [(0, 1)], with_links=with_links)
-    made = [groups.pipeline, groups.data, groups.world, groups.ties[0, 1]]
+    made = [groups.pipeline, groups.ties[0, 1]]
     made += [*groups.links.values(), *groups.rings.values()]
-    for group in made if with_links else made[:4]:
+    for group in made if with_links else made[:2]:
         total = torch.tensor([float(topology.rank)])
         dist.all_reduce(total, group=group)
         assert total.item() == sum(dist.get_process_group_ranks(group))
+    total = torch.tensor([float(topology.rank)])
+    groups.world.all_reduce(total)
+    assert total.item() == 6.0
     during = _gloo_threads()
     groups.close()
     total = torch.tensor([float(topology.rank)])
@@ -49,10 +52,12 @@ def _sum_lazily() -> None:
     """torch's own groups connect when they are first used."""
     dist.all_reduce(torch.ones(1))
     groups = Groups(Topology(dp=1, pp=2, rank=dist.get_rank()), torch.device("cpu"), 30.0, (), with_links=True)
-    for group in (groups.pipeline, groups.world, *groups.links.values()):
+    for group in (groups.pipeline, *groups.links.values()):
         total = torch.ones(1)
         dist.all_reduce(total, group=group)
         assert total.item() == 2.0
+    groups.world.all_reduce(total)
+    assert total.item() == 4.0
     groups.close()
 
 
@@ -68,10 +73,10 @@ def _receive_while_another_sums() -> tuple[float, float]:
     if dist.get_rank() == 0:
         late.zero_()
         pending = dist.irecv(late, src=1, group=groups.pipeline)
-        dist.all_reduce(soon, group=groups.world)  # only then does rank 1 send
+        groups.world.all_reduce(soon)  # only then does rank 1 send
         pending.wait()
     else:
-        dist.all_reduce(soon, group=groups.world)
+        groups.world.all_reduce(soon)
         dist.send(late, dst=0, group=groups.pipeline)
     groups.close()
     return late.item(), soon.item()

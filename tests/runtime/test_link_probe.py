@@ -17,7 +17,7 @@ from fold3d.topology import Topology
 def _probe(dp: int, pp: int, over_tcp: bool):
     topology = Topology(dp=dp, pp=pp, rank=dist.get_rank())
     device = torch.device("cpu")
-    groups = Groups(topology, device, 30.0, (), with_links=False)
+    groups = Groups(topology, device, 30.0, (), with_links=not over_tcp)
     try:
         return probe_links(topology, groups, device, 30.0, over_tcp=over_tcp, activation_bytes=8192, seconds=0.2)
     finally:

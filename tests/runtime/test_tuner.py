@@ -47,7 +47,8 @@ def make_tuner(monkeypatch: pytest.MonkeyPatch, planned: Any = None) -> Tuner:
     monkeypatch.setattr(tuner_module, "probe_links", lambda *_, **__: LINKS)
     topology = Topology(dp=2, pp=1, rank=0)
     config = fold3d.ParallelConfig(dp=2, segments=1, micro_batches=MICRO_BATCHES)
-    return Tuner(topology, SimpleNamespace(world=None), config, torch.device("cpu"), planned)  # type: ignore[arg-type]
+    alone = SimpleNamespace(decide=lambda value, verdict: verdict([value]))
+    return Tuner(topology, SimpleNamespace(world=alone), config, torch.device("cpu"), planned)  # type: ignore[arg-type]
 
 
 def observe(tuner: Tuner, steps: int, step_ms: float, other_ms: float = 0.0) -> None:

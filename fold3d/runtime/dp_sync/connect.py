@@ -6,10 +6,8 @@ import hashlib
 import os
 import secrets
 from pathlib import Path
-from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from fold3d import _C
 from fold3d.runtime.groups import Groups
@@ -35,12 +33,10 @@ def connect_replicas(
     """
     links = None
     if over_tcp:
-        secret: list[Any] = [secrets.token_hex(32) if topology.dp_rank == 0 else None]
-        dist.broadcast_object_list(secret, topology.rank_of(0, topology.pp_rank), group=groups.data)
+        secret = groups.data.share(secrets.token_hex(32))
         host = local_address()
-        links = _C.RingLinks(topology.dp_rank, topology.dp, host, secret[0])
-        endpoints: list[Any] = [None] * topology.dp
-        dist.all_gather_object(endpoints, (host, links.port), group=groups.data)
+        links = _C.RingLinks(topology.dp_rank, topology.dp, host, secret)
+        endpoints = groups.data.share(groups.data.gather((host, links.port)))
         links.connect(endpoints[(topology.dp_rank + 1) % topology.dp], timeout)
     return _C.BucketSync(
         topology.dp_rank,
@@ -65,16 +61,13 @@ def join_host_gate(topology: Topology, groups: Groups, job: str, preempt: bool) 
     if topology.world == 1:
         return _C.HostGate("", preempt)
     host = _host_identity()
-    hosts: list[Any] = [None] * topology.world
-    dist.all_gather_object(hosts, host, group=groups.world)
-    if len(set(hosts)) == topology.world:  # known to all: where any two share a host, every rank goes on
+    token = groups.world.decide(host, lambda hosts: "" if len(set(hosts)) == topology.world else secrets.token_hex(8))
+    if not token:  # known to all: where any two share a host, every rank goes on
         return _C.HostGate("", preempt)
-    token: list[Any] = [secrets.token_hex(8) if topology.rank == 0 else None]
-    dist.broadcast_object_list(token, 0, group=groups.world)
-    digest = hashlib.sha256(f"{job} {token[0]} {host}".encode()).hexdigest()[:24]
+    digest = hashlib.sha256(f"{job} {token} {host}".encode()).hexdigest()[:24]
     gate = _C.HostGate(f"fold3d-{digest}", preempt)
     try:
-        dist.barrier(group=groups.world)
+        groups.world.barrier()
     finally:  # everybody has it, or nobody will need it: the name can go, the memory lives as long as they do
         gate.unlink()
     return gate

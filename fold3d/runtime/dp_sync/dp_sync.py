@@ -4,7 +4,7 @@ The order of one step (Fold3D section V, made exact):
 
     backward       a bucket is reduce-scattered as soon as its gradients are complete; an "early" bucket's reduced
                    gradients are gathered in idle network time
-    vote           one exchange of numbers over all ranks: the exact global norm
+    vote           one exchange of numbers, over the replicas and then over the stages: the exact global norm
     update         a "zero1" bucket's own shard is stepped, its parameters are gathered
     next forward   layer by layer: what a layer needs is waited for, an "early" bucket is stepped, the layer runs
 
@@ -31,6 +31,7 @@ from fold3d.runtime.dp_sync.gates import Gates
 from fold3d.runtime.dp_sync.handover import Handover
 from fold3d.runtime.dp_sync.plan import SyncPlan
 from fold3d.runtime.dp_sync.update import BucketOptimizer, Settings, check_separable
+from fold3d.runtime.dp_sync.vote import vote
 from fold3d.runtime.gradients import norm_dtype
 from fold3d.runtime.groups import Groups
 from fold3d.runtime.progress import Progress
@@ -138,7 +139,10 @@ class DpSync:
                 shard, group = bucket.gradients[bucket.shard], self._groups.ties[bucket.spec.stages]
                 meeting.all_reduce(shard, group, self._progress)
             unused = sum(not used for bucket in self.buckets for used in bucket.used)
-            total, self._norm = self._vote(unused)
+            primary = self._cut.primary()
+            shards = [b.gradients[p.start : p.stop] for b in self.buckets for p in b.pieces if p.name in primary]
+            total, norm = vote(unused, shards, self._groups.world)
+            self._norm = norm.to(self._norm_dtype)
             if total:
                 self._share_use()
         return self._norm
@@ -319,25 +323,10 @@ class DpSync:
         for bucket in buckets:
             self._wait_gathered(bucket)
 
-    def _vote(self, unused: int) -> tuple[int, torch.Tensor]:
-        """Returns the sum of `unused` over all ranks and the global norm, fp32 or wider."""
-        primary = self._cut.primary()
-        pieces = [(b, p) for b in self.buckets for p in b.pieces if p.name in primary]
-        mine = torch.zeros(2, dtype=torch.float64)
-        mine[0] = unused
-        if pieces:
-            shards = [bucket.gradients[piece.start : piece.stop] for bucket, piece in pieces]
-            norms = torch.stack([norm.to(torch.float64).cpu() for norm in torch._foreach_norm(shards)])
-            mine[1] = norms.square().sum()
-        votes = [torch.empty_like(mine) for _ in range(self._topology.world)]
-        meeting.all_gather(votes, mine, self._groups.world, self._progress)
-        total = torch.stack(votes).sum(0)  # in the order of the ranks: the same bits everywhere
-        return int(total[0]), total[1].sqrt().to(self._norm_dtype)
-
     def _share_use(self) -> None:
         """A parameter counts as used when any replica, and of tied ones any stage, used it."""
         flags = torch.tensor([used for bucket in self.buckets for used in bucket.used], dtype=torch.uint8)
-        meeting.all_reduce(flags, self._groups.data, self._progress, dist.ReduceOp.MAX)
+        self._groups.data.all_reduce(flags, torch.maximum)
         values = iter(flags.tolist())
         for bucket in self.buckets:
             bucket.used = [bool(next(values)) for _ in bucket.used]

@@ -5,18 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
 from fold3d.runtime.dp_sync.bucket import Bucket, Piece, flattened, laid_out
 from fold3d.runtime.dp_sync.update import BucketOptimizer
+from fold3d.runtime.tree_group import TreeGroup
 
 State = dict[Tensor, dict[str, Any]]
 """Parameter -> its optimizer state."""
 
 
-def gather(bucket: Bucket, part: BucketOptimizer, data: Any) -> State:
+def gather(bucket: Bucket, part: BucketOptimizer, data: TreeGroup) -> State:
     """Returns the whole state of a bucket's parameters, numbers such as step counters on the CPU and tensors on their
     device; all replicas of the stage call."""
     mine = {piece.index: part.twin.state[tensor] for piece, tensor in part.tensors if tensor in part.twin.state}
@@ -31,18 +31,15 @@ def gather(bucket: Bucket, part: BucketOptimizer, data: Any) -> State:
             else:
                 # On the CPU: what is pickled on a device wants the same device where it is unpickled.
                 plain.setdefault(piece.index, {})[key] = value.cpu() if isinstance(value, Tensor) else value
-    told: list[Any] = [None] * dist.get_world_size(data)
     kinds = {key: value.dtype for key, value in flat.items()}
-    dist.all_gather_object(told, (kinds, plain, {index: list(state) for index, state in mine.items()}), group=data)
+    told = data.share(data.gather((kinds, plain, {index: list(state) for index, state in mine.items()})))
     result: State = {}
     for _, values, keys in told:
         for index in keys:
             result.setdefault(bucket.parameters[index], {}).update(values.get(index, {}))
     for key, dtype in sorted({item for kinds, _, _ in told for item in kinds.items()}, key=lambda item: item[0]):
         own = flat.get(key, torch.zeros(width, dtype=dtype, device=bucket.gradients.device))
-        shards = [torch.empty_like(own) for _ in told]
-        dist.all_gather(shards, own, group=data)
-        whole = torch.cat(shards)
+        whole = torch.cat(data.all_gather(own))
         owners = {
             index
             for _, values, keys in told

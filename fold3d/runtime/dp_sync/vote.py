@@ -1,0 +1,26 @@
+"""vote(): the one exchange of a step over all ranks, between the sums of gradients and the optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fold3d.runtime.gradients import sum_of_squares
+from fold3d.runtime.world_group import WorldGroup
+
+
+def vote(unused: int, shards: Sequence[Tensor], world: WorldGroup) -> tuple[int, Tensor]:
+    """Returns the sum of `unused` over all ranks, and the L2 norm of everybody's `shards`; all ranks of the job call.
+
+    The norm is fp64, in host memory, and the same bits on every rank; it is infinite or no number where any gradient of
+    any rank is. Squares are summed in fp64: on a rank in the order of `shards`, then in that of `WorldGroup`.
+
+    Args:
+        unused: parameters without a gradient on this rank.
+        shards: gradients that no other rank brings, any shapes.
+    """
+    mine = torch.stack([torch.tensor(float(unused), dtype=torch.float64), sum_of_squares(shards)])
+    world.all_reduce(mine)
+    return int(mine[0]), mine[1].sqrt()
