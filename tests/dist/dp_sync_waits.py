@@ -25,6 +25,8 @@ from fold3d.topology import Topology
 from tests.dist.dp_sync_loops import sgd
 
 LAYERS, WIDTH, MICRO_BATCHES = 4, 6, 2
+CLOSING_TIMEOUT = 40.0
+"""Seconds (comm_timeout) that nobody may wait out when an engine is closed in the middle of a step."""
 WAIT = 0.02
 """Seconds by which a wait for a gather is made longer."""
 
@@ -269,7 +271,7 @@ def another_schedule() -> tuple[list[float], dict[str, Tensor], dict[str, Any]]:
 
 def close_in_the_backward() -> tuple[str, float]:
     """Returns how a step ends in whose first backward this rank's engine is closed, and the seconds that takes."""
-    engine = engine_of(dp=2, pp=2, segments=2, dp_sync="early", comm_timeout=20)
+    engine = engine_of(dp=2, pp=2, segments=2, dp_sync="early", comm_timeout=CLOSING_TIMEOUT)
     for number in range(2):
         step_of(engine, number)
     if dist.get_rank() == 0:

@@ -89,8 +89,9 @@ def test_records_are_a_timeline(tmp_path):
 
     made = predict(MADE, work(activation_bytes=10_000), cluster(), dp_sync="early", timeline=True)
     events = events_of(made.records)
-    assert {event.lane for event in events} == {"compute", "wait", "send_f", "send_b", "reduce"}
-    assert {event.kind for event in events if event.lane == "reduce"} == {"REDUCE_GRAD", "GATHER"}
+    assert {event.lane for event in events} == {"compute", "wait", "send_f", "send_b", "reduce", "gather"}
+    kinds = {lane: {event.kind for event in events if event.lane == lane} for lane in ("reduce", "gather")}
+    assert kinds == {"reduce": {"REDUCE_GRAD"}, "gather": {"GATHER"}}
     assert last_ns(events) <= made.step_ms * 1e6
     spent = dict.fromkeys(("compute", "wait"), 0)
     for event in events:

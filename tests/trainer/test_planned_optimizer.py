@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import transformers
 
 import fold3d
 from fold3d.runtime.planning import _steps_parts
 
 
-def planned(optim: str, optimizer: torch.optim.Optimizer | None = None) -> Any:
-    args = fold3d.TrainingArguments(output_dir="unused", use_cpu=True, optim=optim, report_to=[])
-    stock = transformers.Trainer.get_optimizer_cls_and_kwargs
-    trainer: Any = SimpleNamespace(optimizer=optimizer, args=args, get_optimizer_cls_and_kwargs=stock)
-    return fold3d.Trainer._optimizer_like(trainer)
+class OwnOptimizer(fold3d.Trainer):
+    """Makes its optimizer itself, whatever the arguments name."""
+
+    def create_optimizer(self, model: Any = None) -> Any:
+        return torch.optim.SGD(self.model.parameters(), lr=0.1)
+
+
+def planned(
+    optim: str, optimizer: torch.optim.Optimizer | None = None, kind: type[fold3d.Trainer] = fold3d.Trainer
+) -> Any:
+    trainer = object.__new__(kind)  # only what the question needs: no model, no data
+    trainer.args = fold3d.TrainingArguments(output_dir="unused", use_cpu=True, optim=optim, report_to=[])
+    trainer.optimizer, trainer.optimizer_cls_and_kwargs = optimizer, None
+    return trainer._optimizer_like()
 
 
 @pytest.mark.parametrize(("optim", "parts"), [("adamw_torch", True), ("sgd", True), ("adafactor", False)])
@@ -32,4 +39,9 @@ def test_given_to_the_trainer() -> None:
 
 
 def test_of_a_library_that_is_missing() -> None:
-    assert planned("galore_adamw") is None
+    with pytest.raises(fold3d.ConfigError, match="optim='galore_adamw' cannot be had: .*install"):
+        planned("galore_adamw")
+
+
+def test_of_a_library_that_is_missing_and_not_asked_for() -> None:
+    assert planned("galore_adamw", kind=OwnOptimizer) is None
