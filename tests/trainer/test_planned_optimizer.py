@@ -39,7 +39,7 @@ def test_given_to_the_trainer() -> None:
 
 
 def test_of_a_library_that_is_missing() -> None:
-    with pytest.raises(fold3d.ConfigError, match="optim='galore_adamw' cannot be had: .*install"):
+    with pytest.raises(fold3d.ConfigError, match=r"optim='galore_adamw' cannot be had: .*install"):
         planned("galore_adamw")
 
 
