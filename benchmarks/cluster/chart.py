@@ -2,12 +2,73 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from benchmarks.cluster.grid import GridReport
 from benchmarks.cluster.report import Report
+from fold3d.runtime.account import waits_for_dp_sync
 
 COLOURS = {"fold3d": "#1f6f8b", "torch": "#c9a227"}
+STEP_COLOURS = {
+    "forward": "#9cc3e4",
+    "backward": "#2f6fa7",
+    "waits for a stage (bubble)": "#dcdcdc",
+    "waits for DP.sync": "#e4141c",
+    "DP.sync under way": "#7a4fa3",
+}
+"""What a rank does, and below it what its network does for the sum of the gradients."""
+MS = 1e6  # nanoseconds
+
+
+def draw_steps(report: Report, path: Path, titles: Mapping[str, str]) -> None:
+    """Writes a PNG: the last step of rank 0 of each system, the fastest first, on one axis of time.
+
+    Args:
+        titles: the systems' names in words.
+
+    Raises: ImportError without matplotlib (the extra `draw`).
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+    from matplotlib.patches import Patch
+
+    names = sorted(report.runs, key=report.median_s)
+    figure, axes = pyplot.subplots(figsize=(11, 0.9 + 0.8 * len(names)), layout="constrained")
+    for row, name in enumerate(names):
+        records = report.runs[name][-1].timelines[0]
+        origin = min(start for lane, _, start, _, _ in records if lane in ("compute", "wait"))
+        bars: dict[str, list[tuple[float, float]]] = {what: [] for what in STEP_COLOURS}
+        for lane, action, start, end, _ in records:
+            what = _what(lane, action)
+            if what is not None and end > origin:
+                begin = max(start, origin)
+                bars[what].append(((begin - origin) / MS, (end - begin) / MS))
+        for what, spans in bars.items():  # waits are drawn over the forward that they happen in
+            top, height = (row + 0.3, 0.14) if what.startswith("DP.sync") else (row - 0.3, 0.56)
+            axes.broken_barh(spans, (top, height), facecolors=STEP_COLOURS[what], edgecolors="white", linewidth=0.15)
+        axes.text(0, row - 0.34, titles[name], va="bottom", fontsize=10)
+    axes.set_ylim(len(names) - 0.45, -0.65)
+    axes.set_xlim(left=0)
+    axes.set_yticks([])
+    axes.set_xlabel("milliseconds")
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)
+    patches = [Patch(color=colour, label=what) for what, colour in STEP_COLOURS.items()]
+    figure.legend(handles=patches, loc="outside upper center", ncols=len(patches), fontsize=9, frameon=False)
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+
+
+def _what(lane: str, action: str) -> str | None:
+    """Returns the name of a record's colour, None for what is not drawn."""
+    if lane == "wait":
+        return "waits for DP.sync" if waits_for_dp_sync(action) else "waits for a stage (bubble)"
+    if lane == "compute":
+        return "forward" if "F" in action else "backward"
+    return "DP.sync under way" if lane in ("reduce", "gather") else None
 
 
 def draw_chart(report: Report, path: Path) -> None:

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from benchmarks.cluster.chart import draw_chart
+from benchmarks.cluster.chart import draw_chart, draw_steps
 from benchmarks.cluster.comparison import Effort, run_once
 from benchmarks.cluster.hosts import Hosts, Link, LoopbackHosts, NamespaceHosts, why_unavailable
 from benchmarks.cluster.machine import wait_for_calm
@@ -42,7 +42,7 @@ NAMES = {
 BAR = 44
 """Characters of the longest bar."""
 LOOK_S = 0.3
-FORMAT = "{desc}: step {n_fmt} of {total_fmt}, {elapsed} {bar}"
+FORMAT = "{desc}step {n_fmt} of {total_fmt}, {elapsed} {bar}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -142,10 +142,11 @@ def title_of(name: str) -> str:
 
 
 def write(report: Report, out: Path) -> dict[str, list[Path]]:
-    """Writes chart and timelines; returns their paths by the name of the system, the chart's by ""."""
+    """Writes chart, steps and timelines; returns their paths by the name of the system, those of all by ""."""
     out.mkdir(parents=True, exist_ok=True)
-    written = {"": [out / "chart.png"]}
+    written = {"": [out / "chart.png", out / "steps.png"]}
     draw_chart(report, out / "chart.png")
+    draw_steps(report, out / "steps.png", {name: title_of(name) for name in report.runs})
     for name, runs in report.runs.items():
         path = out / f"timeline-{name.replace(':', '-')}"
         records = [
@@ -182,7 +183,8 @@ def describe(report: Report, written: dict[str, list[Path]]) -> str:
     for name in names:
         lines += [f"  {path}" for path in written[name][:1]]
     lines += [f"  {written[names[0]][1].parent}/*.json  the same for https://ui.perfetto.dev"]
-    lines += [f"  {written[''][0]}  the bars as a picture", ""]
+    chart, steps = written[""]
+    lines += [f"  {steps}  one host of each, below each other", f"  {chart}  the bars as a picture", ""]
     return "\n".join([*lines, _verdict(report, names)])
 
 

@@ -45,7 +45,7 @@ def test_all_of_it_on_loopback(tmp_path: Path) -> None:
     assert first.startswith("On UNSHAPED links") and first.count("times that with") == 2
     assert last.startswith("The sum of the gradients needs") and "hidden), the others" in last
     assert "step 15 of 15" in done.stderr and "s a step: fold3d, as it plans itself" in done.stderr
-    for name in ("chart", "timeline-fold3d-auto", "timeline-torch-bfs-2", "timeline-fold3d-interleaved-npp-2"):
+    for name in ("chart", "steps", "timeline-fold3d-auto", "timeline-torch-bfs-2", "timeline-fold3d-interleaved-npp-2"):
         assert f"{tmp_path}/{name}.png" in done.stdout
         assert (tmp_path / f"{name}.png").stat().st_size > 1000
     for path in tmp_path.glob("*.json"):
@@ -87,7 +87,8 @@ def test_the_result_in_words() -> None:
 
     report = Report(scenario=SCENARIOS["A"], network="", shaped=True)
     report.runs = {"fold3d-auto": [run(1.2, 100)], "torch-bfs:4": [run(1.8, 600)]}
-    written = {name: [Path(f"out/{name}.png"), Path(f"out/{name}.json")] for name in ("", *report.runs)}
+    written = {name: [Path(f"out/{name}.png"), Path(f"out/{name}.json")] for name in report.runs}
+    written[""] = [Path("out/chart.png"), Path("out/steps.png")]
     text = demo.describe(report, written)
     ours, theirs = (next(line for line in text.splitlines() if line.startswith(name)) for name in ("fold3d", "torch"))
     assert theirs.count("█") == demo.BAR and ours.count("█") == round(demo.BAR * 1.2 / 1.8)
