@@ -12,7 +12,7 @@ import torch.distributed as dist
 from benchmarks.cluster.scenarios import FLOAT_BYTES, Scenario
 from benchmarks.cluster.systems import COMM_TIMEOUT, LANES, Record, System
 from fold3d import _C, schedule
-from fold3d.runtime.dp_sync.connect import connect_replicas, join_host_gate
+from fold3d.runtime.dp_sync.connect import connect_replicas, find_hosts, join_host_gate
 from fold3d.runtime.groups import Groups
 from fold3d.runtime.tcp import connect_stages
 from fold3d.topology import Topology
@@ -36,6 +36,7 @@ class LoadRank:
         cpu = torch.device("cpu")
         self._groups = Groups(topology, cpu, COMM_TIMEOUT, (), with_links=False)
         gate = join_host_gate(topology, self._groups, f"load of {world}", system.family.preempt)
+        hosts = find_hosts(self._groups)
         message_s = scenario.activation_bytes * 8 / (scenario.rate_mbit * 1e6)
         self._pace_s = message_s / _SHARE
         seconds = scenario.dp_sync_s / (1 - _SHARE) if scenario.gradient_bytes else _ALONE_S
@@ -51,12 +52,13 @@ class LoadRank:
             topology.describe(topology.rank),
             connect_stages(topology, self._groups.pipeline, COMM_TIMEOUT),
             gate,
+            list(hosts.stages),
         )
         layer_floats = scenario.gradient_bytes // scenario.layers // FLOAT_BYTES // scenario.dp * scenario.dp
         self._buckets = [torch.zeros(layer_floats) for _ in range(scenario.layers if layer_floats else 0)]
         self._sync = None
         if self._buckets:
-            self._sync = connect_replicas(topology, self._groups, gate, cpu, COMM_TIMEOUT, over_tcp=True)
+            self._sync = connect_replicas(topology, self._groups, gate, cpu, COMM_TIMEOUT, over_tcp=True, hosts=hosts)
         self._steps = 0
         self._begun = 0.0
         self._records: list[list[Record]] = []

@@ -49,7 +49,7 @@ class PyBucketSync {
  public:
   PyBucketSync(int rank, int size, std::shared_ptr<HostGate> gate, const py::object& device, double timeout_seconds,
                const std::string& name, std::size_t chunk_bytes, const std::shared_ptr<comm::TcpRingLinks>& links,
-               const std::string& reduce_group, const std::string& gather_group, bool library)
+               const std::string& reduce_group, const std::string& gather_group, bool library, const core::Hosts& hosts)
       : device_(py::cast<c10::Device>(device)), credits_(std::make_shared<comm::Credits>(chunk_bytes)) {
     const bool has_groups = !reduce_group.empty() && !gather_group.empty();
     const bool has_rings = device_.is_cpu() && !library;
@@ -61,7 +61,7 @@ class PyBucketSync {
       const std::string& group = traffic == Traffic::kReduce ? reduce_group : gather_group;
       if (!has_rings) {
         return std::make_unique<runtime::C10dCollectives>(
-            runtime::C10dCollectives::Options{rank, size, traffic, chunk_bytes}, group, device_, gate);
+            runtime::C10dCollectives::Options{rank, size, traffic, chunk_bytes, hosts}, group, device_, gate);
       }
       std::shared_ptr<comm::RingLink> link;
       if (links) {
@@ -69,8 +69,8 @@ class PyBucketSync {
       } else {
         link = std::make_shared<runtime::C10dRingLink>(group, rank, size);
       }
-      return std::make_unique<comm::Ring>(comm::Ring::Options{.rank = rank, .size = size, .traffic = traffic}, link,
-                                          gate, credits_);
+      return std::make_unique<comm::Ring>(
+          comm::Ring::Options{.rank = rank, .size = size, .traffic = traffic, .hosts = hosts}, link, gate, credits_);
     };
     auto reduce_stream = stream(Traffic::kReduce);
     auto gather_stream = stream(Traffic::kGather);
@@ -166,13 +166,16 @@ void bind_bucket_sync(py::module_& module) {
       module, "BucketSync",
       "DP.sync of one rank: reduce-scatters and all-gathers of flat buckets over the replicas of its stage.")
       .def(py::init<int, int, std::shared_ptr<HostGate>, py::object, double, const std::string&, std::size_t,
-                    const std::shared_ptr<comm::TcpRingLinks>&, const std::string&, const std::string&, bool>(),
+                    const std::shared_ptr<comm::TcpRingLinks>&, const std::string&, const std::string&, bool,
+                    const core::Hosts&>(),
            py::arg("rank"), py::arg("size"), py::arg("gate"), py::arg("device"), py::arg("timeout_seconds"),
            py::arg("name"), py::kw_only(), py::arg("chunk_bytes"), py::arg("links") = nullptr,
            py::arg("reduce_group") = "", py::arg("gather_group") = "", py::arg("library") = false,
+           py::arg("hosts") = core::Hosts{},
            "The collectives go over `links`, or over two process groups of the replicas, given by name, with host or "
            "device memory. chunk_bytes: 0 follows the measured speed. library: the groups' own collectives carry host "
-           "memory, too, as they always do device memory, in the place of rings; for tests of these without a device.")
+           "memory, too, as they always do device memory, in the place of rings; for tests of these without a device. "
+           "hosts: of each replica, as numbers; none: a host for each.")
       .def("begin", &PyBucketSync::begin, py::arg("step"), py::arg("gather_order"),
            "Begins a step; the buckets of gather_order are gathered behind their reduce-scatters, in this order.")
       .def("reduce", &PyBucketSync::reduce, py::arg("bucket"), py::arg("gradients"), py::arg("scale"),

@@ -48,7 +48,8 @@ class PyExecutor {
  public:
   PyExecutor(const std::vector<py::object>& chunks, int stage, int pp, const std::map<std::string, std::string>& groups,
              const py::object& device, double timeout_seconds, const std::string& name,
-             const std::shared_ptr<comm::TcpLinks>& links, const std::shared_ptr<comm::HostGate>& gate) {
+             const std::shared_ptr<comm::TcpLinks>& links, const std::shared_ptr<comm::HostGate>& gate,
+             const core::Hosts& hosts) {
     std::vector<std::shared_ptr<runtime::Chunk>> cells;
     for (const py::object& chunk : chunks) cells.push_back(std::make_shared<PyChunk>(chunk));
     if (pp > 1) {
@@ -59,6 +60,7 @@ class PyExecutor {
       options.stage = stage;
       options.timeout = std::chrono::milliseconds(static_cast<std::int64_t>(timeout_seconds * 1000));
       options.name = name;
+      options.hosts = hosts;
       std::unique_ptr<comm::Transport> transport =
           std::make_unique<runtime::C10dTransport>(names, stage, pp, py::cast<c10::Device>(device));
       if (links) transport = std::make_unique<comm::TcpTransport>(links, std::move(transport));
@@ -133,9 +135,10 @@ void bind_runtime(py::module_& module) {
   py::class_<PyExecutor>(module, "Executor", "Walks a rank's actions; owns the rank's communicator.")
       .def(py::init<const std::vector<py::object>&, int, int, const std::map<std::string, std::string>&, py::object,
                     double, const std::string&, const std::shared_ptr<comm::TcpLinks>&,
-                    const std::shared_ptr<comm::HostGate>&>(),
+                    const std::shared_ptr<comm::HostGate>&, const core::Hosts&>(),
            py::arg("chunks"), py::arg("stage"), py::arg("pp"), py::arg("groups"), py::arg("device"),
-           py::arg("timeout_seconds"), py::arg("name"), py::arg("links") = nullptr, py::arg("gate") = nullptr)
+           py::arg("timeout_seconds"), py::arg("name"), py::arg("links") = nullptr, py::arg("gate") = nullptr,
+           py::arg("hosts") = core::Hosts{}, "`hosts`: of each stage, as numbers; none: a host for each.")
       .def("run", &PyExecutor::run, py::arg("schedule"), py::arg("stage"), py::arg("backward"),
            "Runs one rank's part of a lowered schedule; returns the last chunk's loss of every micro-batch.")
       .def("abort", &PyExecutor::abort, py::arg("reason"), "Ends all communication; any thread.")

@@ -34,6 +34,7 @@ Options checked(Options options) {
   }
   if (options.timeout.count() <= 0) reject("the timeout (setting comm_timeout) must be positive");
   if (options.receive_ahead < 0) reject("receive_ahead must not be negative");
+  core::check_hosts(options.hosts, options.shape.pp, "communicator");
   return options;
 }
 
@@ -158,7 +159,7 @@ void Communicator::send(const core::Action& send, Tensors tensors) {
   const std::size_t bytes = payload_bytes(tensors);
   to.tasks[position].tensors = std::move(tensors);
   ++to.issued;
-  gate_->message_begins(HostGate::Direction::kSend, bytes);
+  if (uses_card(send)) gate_->message_begins(HostGate::Direction::kSend, bytes);
   if (small && transport_->sends_at_once(channel_of(id)) && to.lane->run_here(position)) return;
   to.lane->raise(to.issued);
 }
@@ -226,9 +227,17 @@ void Communicator::fail(Failure::Kind kind, const std::string& text) noexcept {
   }
 }
 
+int Communicator::peer_of(const core::Action& action) const {
+  return options_.shape.stage_of(core::other_end(action).chunk);
+}
+
+bool Communicator::uses_card(const core::Action& action) const {
+  return core::uses_card(options_.hosts, options_.stage, peer_of(action));
+}
+
 std::string Communicator::describe(const core::Action& action) const {
   const std::string text = core::to_string(action);
-  const std::string peer = "stage " + std::to_string(options_.shape.stage_of(core::other_end(action).chunk));
+  const std::string peer = "stage " + std::to_string(peer_of(action));
   return text + (core::is_send(action.kind) ? " to " : " from ") + peer;
 }
 

@@ -18,6 +18,7 @@
 #include "comm/tensor.h"
 #include "comm/transport.h"
 #include "core/action.h"
+#include "core/hosts.h"
 #include "core/schedule.h"
 
 namespace fold3d::comm {
@@ -28,11 +29,13 @@ struct Options {
   std::chrono::milliseconds timeout{300'000};  ///< longest blocking wait (setting comm_timeout), > 0
   int receive_ahead = 4;                       ///< messages a receive lane may run beyond the program counter, >= 0
   std::string name = {};                       ///< how errors call this rank; empty: "stage S"
+  core::Hosts hosts = {};                      ///< of each stage
 };
 
 /// Owns the pipeline messages of one rank: four lanes (send and receive of each direction), each a thread with
 /// one FIFO in the order of the program, so the order on every link is a function of the plan and never of
-/// arrival time. It tells the host's gate about every message, so that data-parallel traffic lets it pass.
+/// arrival time. It tells the host's gate about every message from or to another host, so that data-parallel traffic
+/// lets it pass.
 ///
 /// One step: begin(program); then, walking the program, pass() and later wait() for each RECV and send() for
 /// each SEND, in program order; finish().
@@ -109,6 +112,8 @@ class Communicator {
   void run_recv(Line& line, LaneId id, Task& task);
   void fail(Failure::Kind kind, const std::string& text) noexcept;
   std::string describe(const core::Action& action) const;
+  int peer_of(const core::Action& action) const;
+  bool uses_card(const core::Action& action) const;
 
   const Options options_;
   const std::string name_;

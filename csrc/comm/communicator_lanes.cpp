@@ -64,7 +64,7 @@ void Communicator::run(LaneId id, std::size_t index) noexcept {
 
 void Communicator::run_send(Line& own, LaneId id, Task& task) {
   const Channel channel = channel_of(id);
-  const int peer = options_.shape.stage_of(core::other_end(task.action).chunk);
+  const int peer = peer_of(task.action);
   const std::int64_t start_ns = now_ns();
   const bool is_inline = write_frame(own.frame, task.action, step_, task.tensors);
   const std::span<const Tensor> all(task.tensors);
@@ -75,13 +75,13 @@ void Communicator::run_send(Line& own, LaneId id, Task& task) {
                   .end_ns = now_ns(),
                   .bytes = payload_bytes(task.tensors)});
   task.tensors.clear();
-  gate_->message_ends(HostGate::Direction::kSend);
+  if (uses_card(task.action)) gate_->message_ends(HostGate::Direction::kSend);
 }
 
 void Communicator::run_recv(Line& own, LaneId id, Task& task) {
   const Channel channel = channel_of(id);
   const core::Action expected = core::other_end(task.action);
-  const int peer = options_.shape.stage_of(expected.chunk);
+  const int peer = peer_of(task.action);
   transport_->recv_frame(channel, peer, own.frame);
   const std::int64_t start_ns = now_ns();
   const Header header = read_frame(own.frame);
@@ -95,12 +95,13 @@ void Communicator::run_recv(Line& own, LaneId id, Task& task) {
   if (header.is_inline) {
     copy_inline(header.payload, tensors);
   } else {
+    const bool announced = uses_card(task.action);
     // Only now: a frame that has not arrived says nothing about when its payload wants the card.
-    gate_->message_begins(HostGate::Direction::kReceive, payload_bytes(tensors));
+    if (announced) gate_->message_begins(HostGate::Direction::kReceive, payload_bytes(tensors));
     for (const Tensor& tensor : tensors) {
       if (tensor.buffer->bytes() > 0) transport_->recv(channel, peer, tensor.buffer);
     }
-    gate_->message_ends(HostGate::Direction::kReceive);
+    if (announced) gate_->message_ends(HostGate::Direction::kReceive);
   }
   own.log.append(
       {.action = task.action, .lane = id, .start_ns = start_ns, .end_ns = now_ns(), .bytes = payload_bytes(tensors)});

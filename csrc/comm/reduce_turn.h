@@ -6,11 +6,12 @@
 
 namespace fold3d::comm {
 
-/// A reduce-scatter's turn on the card: gathers of the host yield to it. Nothing for a gather. Used by one thread.
+/// A reduce-scatter's turn on the card: gathers of the host yield to it. Nothing for a gather, nor for what stays
+/// within the host. Used by one thread.
 class ReduceTurn {
  public:
-  ReduceTurn(HostGate& gate, HostGate::Traffic traffic)
-      : gate_(traffic == HostGate::Traffic::kReduce ? &gate : nullptr) {}
+  ReduceTurn(HostGate& gate, HostGate::Traffic traffic, bool uses_card)
+      : gate_(uses_card && traffic == HostGate::Traffic::kReduce ? &gate : nullptr) {}
   ~ReduceTurn() { leave(); }
   ReduceTurn(const ReduceTurn&) = delete;
   ReduceTurn& operator=(const ReduceTurn&) = delete;

@@ -24,16 +24,25 @@ std::string name_of(Traffic traffic, const Collective& collective) {
          std::to_string(collective.step) + ")";
 }
 
+Ring::Options checked(Ring::Options options) {
+  if (options.size < 2 || options.rank < 0 || options.rank >= options.size) {
+    throw std::invalid_argument("ring: there is no replica " + std::to_string(options.rank) + " among " +
+                                std::to_string(options.size) + "; a ring has at least 2");
+  }
+  core::check_hosts(options.hosts, options.size, "ring");
+  return options;
+}
+
 }  // namespace
 
 Ring::Ring(const Options& options, std::shared_ptr<RingLink> link, std::shared_ptr<HostGate> gate,
            std::shared_ptr<Credits> credits)
-    : options_(options), link_(std::move(link)), gate_(std::move(gate)), credits_(std::move(credits)) {
-  if (options_.size < 2 || options_.rank < 0 || options_.rank >= options_.size) {
-    throw std::invalid_argument("ring: there is no replica " + std::to_string(options_.rank) + " among " +
-                                std::to_string(options_.size) + "; a ring has at least 2");
-  }
-}
+    : options_(checked(options)),
+      sends_by_card_(core::uses_card(options_.hosts, options_.rank, next())),
+      receives_by_card_(core::uses_card(options_.hosts, previous(), options_.rank)),
+      link_(std::move(link)),
+      gate_(std::move(gate)),
+      credits_(std::move(credits)) {}
 
 Ring::~Ring() { stop(); }
 
@@ -127,7 +136,7 @@ std::size_t Ring::sendable(const Job& job) const {
 }
 
 void Ring::send_loop() {
-  ReduceTurn turn(*gate_, options_.traffic);
+  ReduceTurn turn(*gate_, options_.traffic, sends_by_card_);
   std::unique_lock lock(mutex_);
   for (;;) {
     std::size_t length = 0;
@@ -214,13 +223,13 @@ void Ring::send_chunk(const Job& job, std::size_t position, std::size_t length) 
   const Place chunk = place(job, position, length, is_reduce ? options_.rank - 1 : options_.rank);
   const ChunkHeader header =
       chunk_header(options_.traffic, job.collective, job.shard_bytes, chunk.round, chunk.offset, length);
-  gate_->hold(Direction::kSend, options_.traffic);
+  if (sends_by_card_) gate_->hold(Direction::kSend, options_.traffic);
   const std::int64_t start_ns = now_ns();
   meter_.begins(start_ns, link_->unsent());
   link_->send(std::as_bytes(std::span(&header, 1)), chunk.bytes);
   const std::int64_t end_ns = now_ns();
   meter_.ends(end_ns, length, link_->unsent());
-  gate_->passed(Direction::kSend, start_ns, end_ns);
+  if (sends_by_card_) gate_->passed(Direction::kSend, start_ns, end_ns);
   adapt();
 }
 
@@ -229,7 +238,7 @@ void Ring::adapt() {
   const double bandwidth = meter_.bandwidth();
   if (bandwidth == 0.0) return;
   credits_->set_bandwidth(bandwidth);
-  gate_->set_bandwidth(bandwidth);
+  if (sends_by_card_) gate_->set_bandwidth(bandwidth);  // else it is not the card's
   const std::size_t limit = credits_->buffer_bytes(link_->round_trip_seconds());
   if (limit > limit_ - limit_ / 4 && limit < limit_ + limit_ / 4) return;  // each change costs two system calls
   limit_ = limit;
@@ -250,7 +259,7 @@ std::size_t Ring::recv_chunk(Job& job, std::size_t position) {
                                    header.bytes));
   const auto length = static_cast<std::size_t>(header.bytes);
   // A payload that is not read closes the connection's window: so the peer leaves the card to others, too.
-  gate_->hold(Direction::kReceive, options_.traffic);
+  if (receives_by_card_) gate_->hold(Direction::kReceive, options_.traffic);
   const std::int64_t start_ns = now_ns();
   const std::span<std::byte> target = place(job, position, length, first_shard).bytes;
   if (is_reduce) {
@@ -258,7 +267,7 @@ std::size_t Ring::recv_chunk(Job& job, std::size_t position) {
   } else {
     link_->recv(target);
   }
-  gate_->passed(Direction::kReceive, start_ns, now_ns());
+  if (receives_by_card_) gate_->passed(Direction::kReceive, start_ns, now_ns());
   return length;
 }
 

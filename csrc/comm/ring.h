@@ -15,6 +15,7 @@
 #include "comm/credits.h"
 #include "comm/host_gate.h"
 #include "comm/ring_link.h"
+#include "core/hosts.h"
 
 namespace fold3d::comm {
 
@@ -25,7 +26,7 @@ namespace fold3d::comm {
 /// Shards travel in chunks. A byte of round s may be sent as soon as the same byte of round s - 1 was received, and
 /// sending runs into the next collective while this one still receives, so a row of buckets keeps the line busy. Before
 /// each chunk the sender, and before each payload the receiver, asks the gate whether something more urgent wants the
-/// card.
+/// card; not where the replica at the other end is on the same host.
 ///
 /// The order of a sum is fixed: shard k is summed from replica k + 1 around the ring to its owner k, whose addition
 /// comes last and multiplies by the scale. So results do not depend on time or chunk size, to the bit.
@@ -37,6 +38,7 @@ class Ring final : public CollectiveStream {
     int rank = 0;                                            ///< replica, [0, size)
     int size = 2;                                            ///< replicas of the stage, >= 2
     HostGate::Traffic traffic = HostGate::Traffic::kReduce;  ///< reduce-scatters or all-gathers
+    core::Hosts hosts = {};                                  ///< of each replica
   };
 
   /// Throws std::invalid_argument for options out of range.
@@ -85,6 +87,7 @@ class Ring final : public CollectiveStream {
   int previous() const { return (options_.rank + options_.size - 1) % options_.size; }
 
   const Options options_;
+  const bool sends_by_card_, receives_by_card_;
   const std::shared_ptr<RingLink> link_;
   const std::shared_ptr<HostGate> gate_;
   const std::shared_ptr<Credits> credits_;

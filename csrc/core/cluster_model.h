@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "core/arbiter.h"
+#include "core/hosts.h"
 #include "core/schedule.h"
 
 namespace fold3d::core {
@@ -39,7 +40,7 @@ struct BucketModel {
 /// Shape::num_chunks() entries. Rank = replica * pp + stage.
 struct ClusterModel {
   int dp = 1;                          ///< replicas
-  std::vector<int> hosts;              ///< host of every rank; empty = a host for each
+  Hosts hosts;                         ///< of every rank
   double bandwidth = 1e9;              ///< bytes per second of a host's network card, each way
   std::int64_t latency_ns = 0;         ///< pipeline message: end of sending until arrival; also paid within a host
   std::int64_t hop_latency_ns = 0;     ///< the same for a hop of the ring (dp-1 per collective) and of the vote
@@ -76,7 +77,7 @@ struct ClusterModel {
   /// what its first gets from the previous one: r replicas tell everything.
   int distinct_replicas(int pp) const;
 
-  int host_of(int rank) const { return hosts.empty() ? rank : hosts[static_cast<std::size_t>(rank)]; }
+  int host_of(int rank) const { return core::host_of(hosts, rank); }
 };
 
 }  // namespace fold3d::core

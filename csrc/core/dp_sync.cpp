@@ -124,15 +124,14 @@ void DpSyncLanes::start_flows(std::int64_t now, int number) {
   int local = 0;
   for (int replica = 0; replica < replicas_; ++replica) {
     const int rank = replica * shape_.pp + stage_number;
-    const int from = model_.host_of(rank);
-    const int to = model_.host_of((replica + 1) % replicas_ * shape_.pp + stage_number);
-    // Within a host the card is not used; but the last hop leads to the next block of replicas, if there is one.
+    const int next = (replica + 1) % replicas_ * shape_.pp + stage_number;
+    // The last hop leads to the next block of replicas, on other hosts, if there is one.
     const bool leaves_block = replica + 1 == replicas_ && replicas_ < model_.dp;
-    if (from == to && !leaves_block) {
+    if (!uses_card(model_.hosts, rank, next) && !leaves_block) {
       ++local;
     } else {
       flows_.push_back({number, rank});
-      network_.start_flow(now, from, to, collective.bytes, collective.gather ? 1 : 0,
+      network_.start_flow(now, model_.host_of(rank), model_.host_of(next), collective.bytes, collective.gather ? 1 : 0,
                           static_cast<int>(flows_.size()) - 1);
     }
   }

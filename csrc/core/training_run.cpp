@@ -188,7 +188,7 @@ void TrainingRun::feed(std::int64_t now, int from, const SimulatedProgram::Edge&
   if (!edge.through || !parts_.messages) return arrived(now, to, edge.node);
   // Chunk c hands activations to c + 1 and gets their gradient, of the same size, back.
   const std::int64_t bytes = model_.activation_bytes[at(std::min(source.chunk, target.chunk))];
-  if (bytes == 0 || model_.host_of(from) == model_.host_of(to)) {
+  if (bytes == 0 || !uses_card(model_.hosts, from, to)) {
     events_.push(now + model_.latency_ns, Event::Type::kArrived, to, edge.node);
     return;
   }

@@ -26,6 +26,14 @@ std::string name_of(Traffic traffic, const comm::Collective& collective) {
          std::to_string(collective.step) + ")";
 }
 
+bool spans_hosts(const core::Hosts& hosts, int size) {
+  core::check_hosts(hosts, size, "collectives");
+  for (int replica = 1; replica < size; ++replica) {
+    if (core::uses_card(hosts, 0, replica)) return true;
+  }
+  return false;
+}
+
 const at::Tensor& tensor_of(const comm::Collective& collective) {
   return static_cast<TensorBuffer&>(*collective.buffer).tensor();
 }
@@ -35,6 +43,7 @@ const at::Tensor& tensor_of(const comm::Collective& collective) {
 C10dCollectives::C10dCollectives(const Options& options, const std::string& group, c10::Device device,
                                  std::shared_ptr<HostGate> gate)
     : options_(options),
+      uses_card_(spans_hosts(options.hosts, options.size)),
       group_(c10d::resolve_process_group(group)),
       stream_(side_stream(device, /*high_priority=*/false)),
       gate_(std::move(gate)) {
@@ -129,7 +138,7 @@ void C10dCollectives::run(const comm::Collective& collective) {
   const at::Tensor staging =
       at::empty({options_.size * std::min(chunk_length, shard_length)}, tensor_of(collective).options());
   const auto sent = static_cast<std::size_t>((options_.size - 1) * shard_length * shards.element_size());
-  comm::ReduceTurn turn(*gate_, options_.traffic);
+  comm::ReduceTurn turn(*gate_, options_.traffic, uses_card_);
   turn.take(sent);
   std::size_t index = 0;
   for (std::int64_t offset = 0; offset < shard_length; offset += chunk_length) {
@@ -155,7 +164,7 @@ void C10dCollectives::run_chunk(const comm::Collective& collective, const at::Te
   at::Tensor own = shards[options_.rank].narrow(0, offset, length);
   const at::Tensor part = shards.narrow(1, offset, length);
   staging = staging.narrow(0, 0, options_.size * length);
-  gate_->hold(HostGate::Direction::kSend, options_.traffic);
+  if (uses_card_) gate_->hold(HostGate::Direction::kSend, options_.traffic);
   check();
   if (is_reduce) {
     staging.view({options_.size, length}).copy_(part);

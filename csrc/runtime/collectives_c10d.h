@@ -15,6 +15,7 @@
 
 #include "comm/collective_stream.h"
 #include "comm/host_gate.h"
+#include "core/hosts.h"
 #include "runtime/device.h"
 #include "runtime/tensor_buffer.h"
 
@@ -36,6 +37,7 @@ class C10dCollectives final : public comm::CollectiveStream {
     int size = 2;
     comm::HostGate::Traffic traffic = comm::HostGate::Traffic::kReduce;
     std::size_t chunk_bytes = 0;  ///< what a replica sends in a chunk, the same on all; 0: 4 MiB
+    core::Hosts hosts = {};       ///< of each replica
   };
 
   /// Resolves the group by name; its ranks are the replicas of the stage, and nobody else uses it. Throws c10::Error
@@ -58,6 +60,7 @@ class C10dCollectives final : public comm::CollectiveStream {
   void check() const;
 
   const Options options_;
+  const bool uses_card_;  // the library goes round the replicas as it likes: wherever they are on several hosts
   const c10::intrusive_ptr<c10d::ProcessGroup> group_;
   const c10::Stream stream_;  // one for all collectives: freed memory is kept for the stream that it was used on
   const std::shared_ptr<comm::HostGate> gate_;

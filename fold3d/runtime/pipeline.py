@@ -22,7 +22,7 @@ from fold3d.runtime.batch import MicroBatch
 from fold3d.runtime.broadcast import broadcast_value
 from fold3d.runtime.chunk import DropoutKey, ModelCall, PipelineChunk, StepInputs
 from fold3d.runtime.dp_sync import DpSync
-from fold3d.runtime.dp_sync.connect import connect_replicas, join_host_gate
+from fold3d.runtime.dp_sync.connect import Hosts, connect_replicas, find_hosts, join_host_gate
 from fold3d.runtime.dp_sync.layout import bucket_layout
 from fold3d.runtime.dp_sync.plan import SyncPlan
 from fold3d.runtime.failure import FailureBoard, is_communication_error
@@ -119,8 +119,9 @@ class Pipeline:
         self._tuner = Tuner(topology, groups, config, device, self._replan)
         self._gate = gate = join_host_gate(topology, groups, self._job, config.preempt)
         self._counted = gate.counters()
+        hosts = find_hosts(groups)
         if topology.dp > 1:
-            self._connect_replicas(config, gate, device, over_tcp)
+            self._connect_replicas(config, gate, hosts, device, over_tcp)
         self._executor = self.progress.executor = _C.Executor(
             [self._make_chunk(v, v == config.num_chunks - 1) for v in topology.chunks(config.num_segments)],
             topology.pp_rank,
@@ -131,10 +132,11 @@ class Pipeline:
             self._name,
             connect_stages(topology, groups.pipeline, timeout) if over_tcp and topology.pp > 1 else None,
             gate,
+            list(hosts.stages),
         )
 
     def _connect_replicas(
-        self, config: ParallelConfig, gate: _C.HostGate, device: torch.device, over_tcp: bool
+        self, config: ParallelConfig, gate: _C.HostGate, hosts: Hosts, device: torch.device, over_tcp: bool
     ) -> None:
         topology, cut = self._topology, self._cut
         least = DEFAULT_BUCKET_BYTES if config.bucket_size is None else config.bucket_size
@@ -144,7 +146,9 @@ class Pipeline:
             plan = SyncPlan.of(buckets, self._choice.modes[stage], self._choice.gather_order[stage])
         else:
             plan = SyncPlan.make(buckets, "early" if config.dp_sync == "auto" else config.dp_sync)
-        sync = connect_replicas(topology, self.groups, gate, device, config.timeout_seconds, over_tcp=over_tcp)
+        sync = connect_replicas(
+            topology, self.groups, gate, device, config.timeout_seconds, over_tcp=over_tcp, hosts=hosts
+        )
         self.dp_sync = DpSync(cut, topology, self.groups, sync, plan, self.progress)
         self.progress.dp_sync = self.dp_sync
 

@@ -22,7 +22,11 @@ std::vector<std::string> Replicas::run(const std::function<void(int, comm::Bucke
 }
 
 Rings::Rings(const Replicas& replicas)
-    : size_(replicas.size), chunk_bytes_(replicas.chunk_bytes), timeout_(replicas.timeout), loopback_([&] {
+    : size_(replicas.size),
+      chunk_bytes_(replicas.chunk_bytes),
+      timeout_(replicas.timeout),
+      hosts_(replicas.hosts),
+      loopback_([&] {
         comm::RingLoopbackOptions options = replicas.loopback;
         options.size = replicas.size;
         return options;
@@ -37,9 +41,9 @@ std::unique_ptr<comm::BucketSync> Rings::sync(int rank, const std::shared_ptr<co
   if (tcp != nullptr) tcp->connect(tcp_[static_cast<std::size_t>((rank + 1) % size_)]->endpoint(), timeout_);
   const auto credits = std::make_shared<comm::Credits>(chunk_bytes_);
   const auto ring = [&](Traffic traffic) {
-    return std::make_unique<comm::Ring>(comm::Ring::Options{.rank = rank, .size = size_, .traffic = traffic},
-                                        tcp != nullptr ? tcp->link(traffic) : loopback_.link(rank, traffic), gate,
-                                        credits);
+    return std::make_unique<comm::Ring>(
+        comm::Ring::Options{.rank = rank, .size = size_, .traffic = traffic, .hosts = hosts_},
+        tcp != nullptr ? tcp->link(traffic) : loopback_.link(rank, traffic), gate, credits);
   };
   return std::make_unique<comm::BucketSync>(
       comm::BucketSync::Options{.timeout = timeout_, .name = "replica " + std::to_string(rank), .size = size_}, gate,

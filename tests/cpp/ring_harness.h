@@ -14,6 +14,7 @@
 #include "comm/host_gate.h"
 #include "comm/ring_links_tcp.h"
 #include "comm/ring_loopback.h"
+#include "core/hosts.h"
 
 namespace fold3d::test {
 
@@ -25,6 +26,7 @@ struct Replicas {
   comm::RingLoopbackOptions loopback = {};  // its size is filled in
   bool over_tcp = false;
   comm::HostGate::Options gate_options = {};
+  core::Hosts hosts = {};                                           // of each replica, as the rings see it
   mutable std::vector<std::shared_ptr<comm::HostGate>> gates = {};  // one for each replica, made by run()
 
   /// A replica's gate, for a body.
@@ -47,6 +49,7 @@ class Rings {
   const int size_;
   const std::size_t chunk_bytes_;
   const std::chrono::milliseconds timeout_;
+  const core::Hosts hosts_;
   comm::RingLoopback loopback_;
   std::vector<std::unique_ptr<comm::TcpRingLinks>> tcp_;  // [replica]; only over TCP
 };

@@ -96,6 +96,47 @@ TEST(CommunicatorGate, AReceiveIsPendingFromItsFrameUntilItsPayload) {
   EXPECT_EQ(gate->counters().message_bytes, 8000);
 }
 
+TEST(CommunicatorGate, HearsNothingOfMessagesWithinTheHost) {  // they take nothing of its card
+  comm::Loopback loopback({.pp = 2});
+  const auto gate = patient_gate();
+  comm::Options options = options_for(2, 1);
+  options.hosts = {7, 7};
+  Communicator communicator(loopback.connect(1), options, gate);
+  const auto peer = loopback.connect(0);
+  communicator.begin(program({"1RECV_F0", "1SEND_B0"}));
+  const comm::Tensor large = make_tensor(std::vector<std::int64_t>(1000));
+  communicator.send(parse_action("1SEND_B0"), {large});  // which nobody receives yet
+  EXPECT_EQ(gate->hold(Direction::kSend, Traffic::kGather), 0);
+  peer->send_frame(Channel::kForward, 1, frame_of("0SEND_F0", 1, {large}));
+  EXPECT_EQ(gate->hold(Direction::kReceive, Traffic::kGather), 0);
+  peer->send(Channel::kForward, 1, large.buffer);
+  communicator.wait(parse_action("1RECV_F0"));
+  std::vector<std::byte> frame(comm::kFrameBytes);
+  peer->recv_frame(Channel::kBackward, 1, frame);
+  peer->recv(Channel::kBackward, 1, make_tensor(std::vector<std::int64_t>(1000)).buffer);
+  communicator.finish();
+  EXPECT_EQ(gate->counters().messages, 0);
+}
+
+TEST(CommunicatorGate, TellsHostsApartByTheirStages) {  // stages 0 and 1 on one host, 2 on another
+  const auto gate = patient_gate();
+  comm::Loopback loopback({.pp = 3});
+  comm::Options options = options_for(3, 1);
+  options.hosts = {4, 4, 9};
+  Communicator middle(loopback.connect(1), options, gate);
+  const auto before = loopback.connect(0), after = loopback.connect(2);
+  middle.begin(program({"1SEND_F0", "1SEND_B0"}));
+  middle.send(parse_action("1SEND_F0"), {make_tensor({1})});
+  middle.send(parse_action("1SEND_B0"), {make_tensor({1})});
+  std::vector<std::byte> frame(comm::kFrameBytes);
+  before->recv_frame(Channel::kBackward, 1, frame);
+  after->recv_frame(Channel::kForward, 1, frame);
+  middle.finish();
+  EXPECT_EQ(gate->counters().messages, 1);
+  options.hosts = {4, 4};
+  EXPECT_THROW(Communicator(loopback.connect(1), options, gate), std::invalid_argument);
+}
+
 TEST(CommunicatorGate, AFailureOpensIt) {
   comm::Loopback loopback({.pp = 2});
   const auto gate = patient_gate();

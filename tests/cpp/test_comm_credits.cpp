@@ -19,6 +19,7 @@ namespace {
 
 using comm::BandwidthMeter;
 using comm::Credits;
+using comm::HostGate;
 
 TEST(Credits, AChunkIsWorthAFixedTimeWithinBounds) {
   Credits credits(0);
@@ -93,6 +94,73 @@ TEST_P(ChunksWait, ForMessagesButNotForEver) {
 
 INSTANTIATE_TEST_SUITE_P(BothWays, ChunksWait,
                          testing::Values(comm::HostGate::Direction::kSend, comm::HostGate::Direction::kReceive));
+
+/// Messages are pending for as long as the test runs: a chunk that waited for them would end it by the timeout.
+TEST(ChunksWithinAHost, WaitForNobody) {
+  constexpr std::int64_t kForever = 600'000'000'000;
+  const HostGate::Options patient{.arbiter = {.message_patience_ns = kForever, .chunk_patience_ns = kForever}};
+  const Replicas together{.gate_options = patient, .hosts = {3, 3}};
+  const auto errors = together.run([&](int rank, comm::BucketSync& sync) {
+    const TestBucket<float> bucket(0, contents<float>(rank, 0, 1, 64));
+    HostGate& gate = *together.gate(rank);
+    for (const auto direction : {HostGate::Direction::kSend, HostGate::Direction::kReceive}) {
+      gate.message_begins(direction, 0);
+    }
+    gate.reduce_begins();  // another stage's, through the card
+    sync.begin(1, {0});
+    sync.reduce(bucket.collective());
+    sync.wait_reduced(0);
+    sync.wait_gathered(0);
+    EXPECT_EQ(gate.counters().preemptions + gate.counters().yields, 0);
+    EXPECT_EQ(gate.counters().delayed_ns, 0);
+  });
+  EXPECT_EQ(errors, (std::vector<std::string>{"", ""}));
+}
+
+TEST(ChunksWithinAHost, AreToldApartByNeighbour) {
+  constexpr std::int64_t kPatience = 200'000'000;
+  const Replicas replicas{
+      .size = 3,
+      .chunk_bytes = 64,
+      .gate_options = {.arbiter = {.message_patience_ns = kPatience, .chunk_patience_ns = kPatience}},
+      .hosts = {3, 3, 5},
+  };
+  const auto errors = replicas.run([&](int rank, comm::BucketSync& sync) {
+    const TestBucket<float> bucket(0, contents<float>(rank, 0, 1, 48));
+    HostGate& gate = *replicas.gate(rank);
+    gate.message_begins(HostGate::Direction::kSend, 0);
+    sync.begin(1, {});
+    sync.reduce(bucket.collective());
+    sync.wait_reduced(0);
+    sync.wait_gathered(0);
+    const bool leaves_host = rank != 0;  // from 0 to 1 stays within
+    EXPECT_EQ(gate.counters().preemptions > 0, leaves_host) << "replica " << rank;
+  });
+  EXPECT_EQ(errors, (std::vector<std::string>{"", "", ""}));
+}
+
+TEST(ChunksWithinAHost, SayNothingOfTheCardsSpeed) {
+  constexpr std::int64_t kPatience = 20'000'000;
+  const Replicas replicas{
+      .chunk_bytes = 1 << 12,
+      .over_tcp = true,
+      .gate_options = {.arbiter = {.message_patience_ns = kPatience, .chunk_patience_ns = kPatience}},
+      .hosts = {3, 3},
+  };
+  const auto errors = replicas.run([&](int rank, comm::BucketSync& sync) {
+    for (int step = 1; step <= 4; ++step) {
+      const TestBucket<float> bucket(0, contents<float>(rank, 0, step, 1 << 16));
+      sync.begin(step, {});
+      sync.reduce(bucket.collective());
+      sync.wait_reduced(0);
+    }
+    // At a known speed, a message of a gigabyte would be waited for, for longer.
+    HostGate& gate = *replicas.gate(rank);
+    gate.message_begins(HostGate::Direction::kSend, 1 << 30);
+    EXPECT_LT(gate.hold(HostGate::Direction::kSend, HostGate::Traffic::kReduce), 10 * kPatience);
+  });
+  EXPECT_EQ(errors, (std::vector<std::string>{"", ""}));
+}
 
 TEST(ChunksHeld, DoNotHoldUpClosing) {
   constexpr std::int64_t kPatience = 60'000'000'000;

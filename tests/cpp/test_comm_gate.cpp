@@ -102,7 +102,7 @@ TEST(HostGate, GathersYieldToReducesAndReducesToNone) {
 
 TEST(HostGate, AGatherFindsNoGapBetweenTheChunksOfAReduce) {
   HostGate gate("", kPatient);
-  comm::ReduceTurn turn(gate, Traffic::kReduce);
+  comm::ReduceTurn turn(gate, Traffic::kReduce, true);
   turn.take(64);
   std::atomic<bool> passed{false};
   auto gather = std::async(std::launch::async, [&] {
@@ -118,7 +118,7 @@ TEST(HostGate, AGatherFindsNoGapBetweenTheChunksOfAReduce) {
   gather.get();
   turn.leave();  // once more is nothing
   EXPECT_EQ(gate.hold(Direction::kSend, Traffic::kGather), 0);
-  comm::ReduceTurn none(gate, Traffic::kGather);
+  comm::ReduceTurn none(gate, Traffic::kGather, true);
   none.take(64);
   EXPECT_EQ(gate.hold(Direction::kSend, Traffic::kGather), 0);
 }

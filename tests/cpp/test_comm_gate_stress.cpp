@@ -137,6 +137,13 @@ class Meeting {
   std::barrier<>& barrier_;
 };
 
+/// Of `count` ranks from `first` on, `step` apart.
+core::Hosts hosts_of(const Job& job, int first, int count, int step) {
+  core::Hosts hosts;
+  for (int k = 0; k < count; ++k) hosts.push_back(job.hosts[static_cast<std::size_t>(first + k * step)]);
+  return hosts;
+}
+
 /// Runs a job; the texts of its ranks' errors, as run_on_threads() has them.
 std::vector<std::string> run(const Job& job, std::mt19937_64& random, std::deque<Host>& hosts) {
   const int pp = job.schedule.pp;
@@ -152,7 +159,9 @@ std::vector<std::string> run(const Job& job, std::mt19937_64& random, std::deque
     pipelines.emplace_back(
         RunSetup{.schedules = {schedule},
                  .loopback = {.max_delay = std::chrono::microseconds(random() % 3 * 150), .seed = random()},
-                 .options = {.timeout = kTimeout, .receive_ahead = static_cast<int>(random() % 5)},
+                 .options = {.timeout = kTimeout,
+                             .receive_ahead = static_cast<int>(random() % 5),
+                             .hosts = hosts_of(job, replica * pp, pp, 1)},
                  .steps = job.steps,
                  .max_compute_us = static_cast<int>(random() % 3 * 100),
                  .over_tcp = random() % 8 == 0});
@@ -165,7 +174,8 @@ std::vector<std::string> run(const Job& job, std::mt19937_64& random, std::deque
                                 .loopback = {.capacity = 1u << (6 + random() % 9),
                                              .max_delay = std::chrono::microseconds(random() % 3 * 100),
                                              .seed = random()},
-                                .over_tcp = random() % 8 == 0});
+                                .over_tcp = random() % 8 == 0,
+                                .hosts = hosts_of(job, stage, job.dp, pp)});
   }
   const std::uint64_t seed = random();
   std::barrier meeting(job.dp * pp);

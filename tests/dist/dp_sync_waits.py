@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fold3d
+from fold3d import _C, schedule
 from fold3d.errors import Fold3dError
 from fold3d.plan import profile
 from fold3d.plan.choice import Choice
@@ -198,13 +199,32 @@ def gates(hosts: list[str]) -> tuple[list[str], list[str]]:
     return found, left
 
 
-def gate_of_an_engine() -> list[str]:
-    """Returns the shared memory in use by an engine."""
-    known = _shared_memory()
-    engine = engine_of(dp=2, pp=2, segments=2)
+def traffic_of_an_engine(hosts: str) -> tuple[int, list[str]]:
+    """Returns how many messages of a step this rank told its host's gate of, and the shared memory of that gate."""
+    known, before = _shared_memory(), connect._host_identity
+    connect._host_identity = lambda: hosts[dist.get_rank()]
+    try:
+        engine = engine_of(dp=2, pp=2, segments=2)
+    finally:
+        connect._host_identity = before
     found = sorted(_shared_memory() - known)
+    step_of(engine, 0)
+    assert engine._pipeline is not None and engine._pipeline._gate is not None
+    messages = engine._pipeline._gate.counters()["messages"]
     engine.close()
-    return found
+    return messages, found
+
+
+def simulated_messages(hosts: str) -> list[bool]:
+    """Returns which ranks send messages through a card of theirs when the same step is simulated."""
+    order = schedule.generate("aiao", pp=2, segments=2, micro_batches=MICRO_BATCHES)
+    model = _C.ClusterModel()
+    model.dp, model.hosts, model.bandwidth = 2, [hosts.index(host) for host in hosts], 1e9
+    model.forward_ns = model.backward_ns = model.activation_bytes = model.gradient_bytes = [1000] * 4
+    model.layers = [1] * 4
+    step = _C.simulate_training(order, model)
+    replicas = len(hosts) // len(step.ranks)  # those that do the same are simulated once
+    return [rank.pp_bytes > 0 for rank in step.ranks] * replicas
 
 
 def broken_gate() -> list[str]:

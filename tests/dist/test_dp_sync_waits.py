@@ -32,7 +32,7 @@ def test_whoever_reads_weights_waits_on_the_step_s_account(ranks: RankPool, dp_s
             assert length >= exposed >= waited * jobs.WAIT * 1e3
 
 
-@pytest.mark.parametrize("hosts", ["xxy", "xyy", "xyx", "xxx"])
+@pytest.mark.parametrize("hosts", ["xxy", "xyy", "xyx"])
 def test_ranks_of_a_host_share_a_gate_wherever_the_others_are(ranks: RankPool, hosts: str) -> None:
     found = ranks.run(jobs.gates, 3, list(hosts))
     by_host: dict[str, set[str]] = {}
@@ -43,13 +43,18 @@ def test_ranks_of_a_host_share_a_gate_wherever_the_others_are(ranks: RankPool, h
     assert len(set().union(*by_host.values())) == len(by_host)
 
 
-def test_ranks_alone_on_their_hosts_share_nothing(ranks: RankPool) -> None:
-    assert ranks.run(jobs.gates, 3, list("xyz")) == [([], [])] * 3
+@pytest.mark.parametrize("hosts", ["xyz", "xxx"])
+def test_ranks_share_nothing_where_each_or_none_needs_a_card(ranks: RankPool, hosts: str) -> None:
+    assert ranks.run(jobs.gates, 3, list(hosts)) == [([], [])] * 3
 
 
-def test_the_ranks_of_an_engine_here_share_one_gate(ranks: RankPool) -> None:
-    found = ranks.run(jobs.gate_of_an_engine, 4)
-    assert found == [found[0]] * 4 and len(found[0]) == 1
+@pytest.mark.parametrize("hosts", ["xxxx", "xxyy", "xyxy", "xxyz"])
+def test_messages_stop_the_card_of_their_host_where_the_simulator_sends_them_through_it(
+    ranks: RankPool, hosts: str
+) -> None:
+    found = ranks.run(jobs.traffic_of_an_engine, 4, hosts)
+    assert [messages > 0 for messages, _ in found] == jobs.simulated_messages(hosts)
+    assert all(len(names) == (hosts != "xxxx") for _, names in found)
 
 
 def test_a_gate_that_is_not_finished_leaves_nothing_behind(ranks: RankPool) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import hashlib
 import os
 import secrets
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -23,12 +25,14 @@ def connect_replicas(
     timeout: float,
     *,
     over_tcp: bool,
+    hosts: Hosts | None = None,
 ) -> _C.BucketSync:
     """Returns this rank's part in the DP.sync of its stage; all replicas of the stage call.
 
     PP.sync may interrupt DP.sync every so many bytes as the measured bandwidth asks for.
 
     Args:
+        hosts: where the replicas are; None: a host for each.
         timeout: seconds until a replica that does not come is an error.
     """
     links = None
@@ -49,7 +53,29 @@ def connect_replicas(
         links=links,
         reduce_group=groups.ring_names()["reduce"],
         gather_group=groups.ring_names()["gather"],
+        hosts=[] if hosts is None else list(hosts.replicas),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Hosts:
+    """Where those are with whom this rank exchanges messages and gradients; numbers that only tell hosts apart."""
+
+    stages: tuple[int, ...]
+    """Of this rank's replica."""
+    replicas: tuple[int, ...]
+    """Of this rank's stage."""
+
+
+def find_hosts(groups: Groups) -> Hosts:
+    """Returns who shares a host, and so a network card, with whom; all ranks of the job call."""
+    host = _host_identity()
+
+    def numbers(group: Any) -> tuple[int, ...]:
+        found = group.share(group.gather(host))
+        return tuple(found.index(name) for name in found)
+
+    return Hosts(stages=numbers(groups.world.pipeline), replicas=numbers(groups.data))
 
 
 def join_host_gate(topology: Topology, groups: Groups, job: str, preempt: bool) -> _C.HostGate:
@@ -61,8 +87,11 @@ def join_host_gate(topology: Topology, groups: Groups, job: str, preempt: bool) 
     if topology.world == 1:
         return _C.HostGate("", preempt)
     host = _host_identity()
-    token = groups.world.decide(host, lambda hosts: "" if len(set(hosts)) == topology.world else secrets.token_hex(8))
-    if not token:  # known to all: where any two share a host, every rank goes on
+    # Nobody has to wait for another where each has a card, and where none is used.
+    token = groups.world.decide(
+        host, lambda hosts: "" if len(set(hosts)) in (1, topology.world) else secrets.token_hex(8)
+    )
+    if not token:  # known to all: else every rank goes on
         return _C.HostGate("", preempt)
     digest = hashlib.sha256(f"{job} {token} {host}".encode()).hexdigest()[:24]
     gate = _C.HostGate(f"fold3d-{digest}", preempt)
