@@ -26,6 +26,7 @@ ARGUMENTS = {
     "save_steps": 4,
 }
 TIMES = ("step_ms", "dp_hidden_ms", "dp_exposed_ms", "bubble_ms", "pp_exposed_ms", "dp_held_ms", "preemptions")
+PREDICTED = {f"predicted_{part}" for part in ("step", "bubble", "pp_exposed", "dp_exposed", "dp_hidden")}
 
 Ranks = list[Outcome]
 
@@ -102,9 +103,9 @@ def test_logs_carry_the_account(unread: dict[str, Ranks]) -> None:
             logs = [entry for entry in outcome.extra["logs"] if "loss" in entry]
             assert len(logs) == 7 and all(entry[name] >= 0 for entry in logs for name in TIMES)
             assert all(entry["step_ms"] > 0 for entry in logs)
-            assert {"step", "bubble", "pp_exposed", "dp_exposed", "dp_hidden"} == {
-                name.removeprefix("predicted_").removesuffix("_ms") for name in logs[-1] if name.startswith("predicted")
-            }
+            for entry in logs:  # a prediction that steps are off from is left out: tests/runtime/test_tuner.py
+                predicted = {name.removesuffix("_ms") for name in entry if name.startswith("predicted")}
+                assert predicted in (set(), PREDICTED)
             assert not any("dp_hidden_ms" in entry for entry in outcome.extra["logs"] if "loss" not in entry)
             if way == "serial":
                 assert all(entry["dp_hidden_ms"] == 0 for entry in logs)
