@@ -15,7 +15,7 @@ class TraceError(Fold3dError, ValueError):
     """The model cannot be cut into chunks; the message says what was found and which setting helps."""
 
 
-class CheckpointError(Fold3dError, RuntimeError):
+class CheckpointError(Fold3dError, ValueError, RuntimeError):
     """A checkpoint is missing, cut short or belongs to another model."""
 
 

@@ -1,7 +1,8 @@
 """Manifest: fold3d.json, the last file written into a checkpoint; says what must be there.
 
 Nothing in it depends on the layout: a checkpoint resumes under any dp, pp and segments. Checkpoints of the stock
-Trainer have no manifest; those are judged by what their own files say about themselves.
+Trainer have no manifest. Files that say of themselves whether they are whole are judged by that, with or without one:
+people divide weights into other files and edit a trainer_state.json.
 """
 
 from __future__ import annotations
@@ -18,6 +19,9 @@ NAME = "fold3d.json"
 _VERSION = 1
 _STATE = "trainer_state.json"
 _INDEX = "model.safetensors.index.json"
+_WEIGHTS = "model*.safetensors"
+_TELLING = (".safetensors", ".json", ".pt", ".pth")
+"""Files that show by themselves whether they are whole."""
 
 
 def write(folder: Path, *, step_index: int) -> None:
@@ -42,52 +46,63 @@ def step_index(folder: Path) -> int:
 def check(folder: Path) -> None:
     """Raises CheckpointError unless the checkpoint's files are there and whole. Reads sizes and headers only."""
     if not folder.is_dir():
-        raise CheckpointError(f"no checkpoint at {folder}: the folder does not exist")
-    problem = _against_manifest(folder) if (folder / NAME).is_file() else _against_itself(folder)
+        raise CheckpointError(f"Can't find a valid checkpoint at {folder}: the folder does not exist")
+    problem = _in_weights(folder) or _in_recorded(folder) or _in_present(folder)
     if problem is not None:
         raise CheckpointError(
             f"the checkpoint {folder} is cut short: {problem}. Resume from an earlier one, or copy it again"
         )
 
 
-def _against_manifest(folder: Path) -> str | None:
-    files = _load(folder / NAME).get("files", {})
-    for name, size in files.items():
+def _in_weights(folder: Path) -> str | None:
+    """The weights may have been divided into other files since: an index and the files themselves say what counts."""
+    weights = {path.name for path in folder.glob(_WEIGHTS)}
+    if (folder / _INDEX).is_file():
+        missing = sorted(set(_load(folder / _INDEX)["weight_map"].values()) - weights)
+        if missing:
+            return f"{missing[0]} is missing, {_INDEX} names it"
+    return None if weights else f"it holds no {_WEIGHTS}"
+
+
+def _in_recorded(folder: Path) -> str | None:
+    if not (folder / NAME).is_file():
+        return None
+    for name, size in _load(folder / NAME).get("files", {}).items():
         path = folder / name
+        if path.match(_WEIGHTS) or name == _INDEX:
+            continue
         if not path.is_file():
             return f"{name} is missing"
-        if path.stat().st_size != size:
+        if path.suffix not in _TELLING and path.stat().st_size < size:
             return f"{name} has {path.stat().st_size} bytes, {NAME} says {size}"
     return None
 
 
-def _against_itself(folder: Path) -> str | None:
-    weights = sorted(folder.glob("model*.safetensors"))
-    if (folder / _INDEX).is_file():
-        named = set(_load(folder / _INDEX)["weight_map"].values())
-        missing = sorted(named - {path.name for path in weights})
-        if missing:
-            return f"{missing[0]} is missing, {_INDEX} names it"
-    if not weights:
-        return "it holds no model*.safetensors"
-    for path in weights:
-        problem = safetensors_file.defect(path)
+def _in_present(folder: Path) -> str | None:
+    """What the files say about themselves: some may have been written again, a trainer_state.json for one."""
+    for path in sorted(path for path in folder.iterdir() if path.suffix in _TELLING):
+        problem = None
+        if path.suffix == ".safetensors":
+            problem = safetensors_file.defect(path)
+        elif path.suffix == ".json":
+            _parsed(path)
+        elif not zipfile.is_zipfile(path):
+            # torch.save writes a zip archive, its table of contents at the end: gone when the file is cut.
+            problem = f"{path.name} ({path.stat().st_size} bytes) is no complete torch file"
         if problem is not None:
             return problem
-    for path in sorted([*folder.glob("*.pt"), *folder.glob("*.pth")]):
-        # torch.save writes a zip archive, its table of contents at the end: gone when the file is cut.
-        if not zipfile.is_zipfile(path):
-            return f"{path.name} ({path.stat().st_size} bytes) is no complete torch file"
-    if (folder / _STATE).is_file():
-        _load(folder / _STATE)
     return None
 
 
 def _load(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text())
-    except ValueError as error:
-        raise CheckpointError(f"{path} is cut short: {error}") from error
+    content = _parsed(path)
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} does not hold a JSON object")
     return content
+
+
+def _parsed(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text())
+    except ValueError as error:
+        raise CheckpointError(f"{path} is cut short: {error}") from error

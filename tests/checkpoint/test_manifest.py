@@ -67,8 +67,11 @@ def test_no_weights(folder: Path) -> None:
 
 
 def test_no_folder(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"no checkpoint at .*checkpoint-9: the folder does not exist"):
+    with pytest.raises(
+        ValueError, match=r"Can't find a valid checkpoint at .*checkpoint-9: the folder does not exist"
+    ) as error:
         manifest.check(tmp_path / "checkpoint-9")
+    assert isinstance(error.value, CheckpointError)
     with pytest.raises(CheckpointError, match="not a Trainer checkpoint"):
         manifest.step_index(tmp_path)
 
@@ -78,4 +81,33 @@ def test_manifest_itself_cut(folder: Path) -> None:
     path = folder / manifest.NAME
     path.write_text(path.read_text()[:30])
     with pytest.raises(CheckpointError, match=r"fold3d\.json is cut short"):
+        manifest.check(folder)
+
+
+def test_weights_divided_into_other_files(folder: Path) -> None:
+    manifest.write(folder, step_index=4)
+    (folder / "model.safetensors").unlink()
+    names = [f"model-0000{i}-of-00002.safetensors" for i in (1, 2)]
+    for name in names:
+        save_file({name[:11]: torch.zeros(20)}, folder / name)
+    index = {"metadata": {}, "weight_map": {name[:11]: name for name in names}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    manifest.check(folder)
+    (folder / names[1]).write_bytes((folder / names[1]).read_bytes()[:-8])
+    with pytest.raises(CheckpointError, match=f"cut short.*{names[1]}"):
+        manifest.check(folder)
+
+
+def test_an_edited_state(folder: Path) -> None:
+    manifest.write(folder, step_index=4)
+    (folder / "trainer_state.json").write_text("{}")
+    manifest.check(folder)
+
+
+def test_a_text_that_is_shorter_than_it_was(folder: Path) -> None:
+    (folder / "vocab.txt").write_text("one two three")
+    manifest.write(folder, step_index=4)
+    manifest.check(folder)
+    (folder / "vocab.txt").write_text("one t")
+    with pytest.raises(CheckpointError, match=r"vocab\.txt has 5 bytes"):
         manifest.check(folder)
