@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map, tree_map_only
 
+from fold3d.trace.arguments import Arguments
 from fold3d.trace.capture import fake_copy
 
 
@@ -53,14 +54,12 @@ def record_calls(model: nn.Module, names: Iterable[str], micro_batch: Mapping[st
     for name in dict.fromkeys(names):
         shadow.get_submodule(name).register_forward_hook(_keep(calls, name), with_kwargs=True)
     with mode:
-        kwargs = {
-            key: torch.empty(value.shape, dtype=value.dtype) if isinstance(value, Tensor) else value
-            for key, value in micro_batch.items()
-        }
-    if "use_cache" in inspect.signature(shadow.forward).parameters:
+        kwargs = tree_map_only(Tensor, lambda value: torch.empty(value.shape, dtype=value.dtype), dict(micro_batch))
+    called = micro_batch.called(shadow) if isinstance(micro_batch, Arguments) else shadow
+    if "use_cache" in inspect.signature(called.forward).parameters:
         kwargs.setdefault("use_cache", False)
     with mode, torch.no_grad():
-        shadow(**kwargs)
+        called(**kwargs)
     return calls
 
 

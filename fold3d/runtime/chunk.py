@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fold3d.runtime.batch import MicroBatch
-from fold3d.trace import SplitModel
+from fold3d.trace import SplitModel, WholeModel
 
 if TYPE_CHECKING:
     from fold3d.runtime.dp_sync import DpSync
-    from fold3d.runtime.rank_model import WholeModel
 
 ModelCall = Callable[[torch.nn.Module, MicroBatch], Any]
 DropoutKey = tuple[int, int, int]

@@ -16,7 +16,7 @@ from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
 from fold3d.config import AUTO, ParallelConfig
-from fold3d.errors import ConfigError, RankError
+from fold3d.errors import ConfigError
 from fold3d.plan.choice import Choice
 from fold3d.plan.plan import Plan, Programs
 from fold3d.plan.resolve import needs_planner, settle_segments
@@ -24,22 +24,21 @@ from fold3d.runtime import gradients, loss, planning, state
 from fold3d.runtime.account import Account
 from fold3d.runtime.agreement import agree
 from fold3d.runtime.batch import MicroBatch, split_batch
+from fold3d.runtime.built import Built
+from fold3d.runtime.chunk import ModelCall
 from fold3d.runtime.device import default_device, make_current, rng_untouched
-from fold3d.runtime.groups import Groups
 from fold3d.runtime.loss_scaler import LossScaler
 from fold3d.runtime.pipeline import Pipeline
-from fold3d.runtime.rank_model import RankModel, record
+from fold3d.runtime.rank_model import RankModel, arguments_of, record
 from fold3d.runtime.step_output import StepOutput
-from fold3d.runtime.supervised import Supervised
 from fold3d.runtime.world_group import WorldGroup
 from fold3d.topology import Topology
-from fold3d.trace import Trace
 from fold3d.trace.example import is_transformers_model
 
 _numbers = itertools.count()  # of the engines of one process
 
 
-class Engine(Supervised):
+class Engine(Built):
     """Trains `model` as one of dp * pp processes; every process makes the same calls in the same order.
 
     The model's own forward runs on every rank, restricted to the layers the rank holds; the model object is cut in
@@ -56,7 +55,8 @@ class Engine(Supervised):
         scaler: scales losses so that fp16 gradients do not vanish; `step` leaves the parameters alone on every rank
             when the gradients of any rank are not finite. Its scale must be the same on all ranks. None: no scaling.
         example: a micro-batch to record the model with, by argument name. HuggingFace models need none; other
-            models that are cut are recorded with the first batch when it is missing.
+            models that are cut are recorded with the first batch when it is missing. A function that returns one (or
+            None): the first batch records any model, the function is asked where the model is needed before.
         weights: folder with safetensors for a model on the meta device.
         autocast: the context that `loss_fn` or the model's forward itself puts around the layers, such as
             functools.partial(torch.autocast, "cpu", torch.bfloat16): the planner times layers in it.
@@ -75,7 +75,7 @@ class Engine(Supervised):
         optimizer: Callable[[list[Parameter]], Optimizer] | None = None,
         max_grad_norm: float | None = None,
         scaler: torch.amp.GradScaler | None = None,
-        example: Mapping[str, Any] | None = None,
+        example: Mapping[str, Any] | Callable[[], Mapping[str, Any] | None] | None = None,
         weights: str | None = None,
         autocast: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
         device: torch.device | None = None,
@@ -113,13 +113,23 @@ class Engine(Supervised):
         self._cut: RankModel | None = None
         self._pipeline: Pipeline | None = None
         self._world: WorldGroup | None = None
+        self._fallback: Callable[[], Mapping[str, Any] | None] = lambda: None
+        self.on_build: list[Callable[[], None]] = []
         self._failure: str | None = None
         self._closed = False
         # The planner times layers with a real micro-batch; the synthetic one of a transformers model will not do.
-        if example is not None or (is_transformers_model(model) and not self._plans):
+        at_once = is_transformers_model(model) and not self._plans
+        if callable(example):
+            self._fallback, at_once, example = example, False, None
+        if example is not None or not self._records or at_once:
             self._build(example)
 
     # Construction
+
+    @property
+    def _records(self) -> bool:
+        """Whether a recording is of use: to cut the model, or to know which layer waits for which parameters."""
+        return self._plans or self.config.num_chunks > 1 or self.topology.dp > 1
 
     def _use(self, config: ParallelConfig) -> None:
         """Settles the settings, except where the planner must see the model first."""
@@ -128,12 +138,17 @@ class Engine(Supervised):
         if config.segments != AUTO:
             self.programs.training(config.micro_batches)  # a bad schedule ends here
 
-    def _build(self, example: Mapping[str, Any] | None) -> None:
+    def _build(self, example: Mapping[str, Any] | None, call: ModelCall | None = None) -> None:
         error: Exception | None = None
+        if self._records and example is not None and call is not None:
+            try:
+                example = arguments_of(self.model, self.config, example, call)
+            except Exception as own:
+                error = own
         digest, number = "", next(_numbers)
         planned, may_change = None, False
         recording = None
-        if self._plans:
+        if self._plans and error is None:
             # What the user has fixed stays fixed, so a schedule of theirs is never exchanged.
             may_change = self.config.schedule == AUTO and self.config.group_size == AUTO
             recording, settled, planned = planning.settle(
@@ -150,7 +165,10 @@ class Engine(Supervised):
             if planned is not None:
                 self.choice = planned[1]
         try:
-            recording = recording or record(self.model, self.config, example)
+            if error is not None:
+                raise error
+            if recording is None and self._records:
+                recording = record(self.model, self.config, example)
             ranges = None if self.choice is None else self.choice.ranges
             self._cut = RankModel(self.model, self.config, self.topology, self.device, recording, ranges, self._weights)
             self.plan = self._make_plan(self._cut)
@@ -177,6 +195,8 @@ class Engine(Supervised):
             except BaseException:
                 self.close()
                 raise
+        for settle in self.on_build:
+            settle()
 
     def attach(self, optimizer: Optimizer) -> None:
         """Makes `optimizer.step()` part of DP.sync: it returns at once, each layer is updated before its next forward.
@@ -214,54 +234,6 @@ class Engine(Supervised):
             schedule_csv=self.programs.compute(self.config.micro_batches).csv(),
         )
 
-    def _built(self, batch: Mapping[str, Any] | None = None) -> tuple[RankModel, Pipeline]:
-        if self._failure is not None:
-            raise RankError(f"this engine stopped at an earlier failure: {self._failure}")
-        if self._closed:
-            raise ConfigError("this engine is closed; make a new one, with a new model")
-        if self._cut is None:
-            if batch is None:
-                raise ConfigError(
-                    "the model has not been recorded yet; pass example=<a micro-batch> to Engine, or call step or "
-                    "evaluate first"
-                )
-            self._build(batch)
-        assert self._cut is not None and self._pipeline is not None
-        return self._cut, self._pipeline
-
-    @property
-    def trace(self) -> Trace | None:
-        """What was recorded of the model; None for a model that is not cut and has no recognisable blocks."""
-        return self._built()[0].trace
-
-    @property
-    def owned(self) -> dict[str, Parameter]:
-        """Parameters with storage on this rank, by canonical name."""
-        return self._built()[0].parameters
-
-    @property
-    def primary(self) -> set[str]:
-        """Names of the parameters this rank's stage is responsible for: each of the model belongs to one stage."""
-        return self._built()[0].primary()
-
-    @property
-    def buffers(self) -> dict[str, torch.Tensor]:
-        """Persistent buffers this rank's stage is responsible for, by name."""
-        return state.own_buffers(self._built()[0])
-
-    @property
-    def world(self) -> WorldGroup:
-        """All ranks of the job, for what they exchange besides steps; all ranks must ask for it the first time."""
-        if self._world is None:
-            self._world = WorldGroup(self.topology, self.config.timeout_seconds)
-        return self._world
-
-    @property
-    def groups(self) -> Groups:
-        """The groups of this rank: `data`, the replicas of its stage; `pipeline`, the stages of its replica, a process
-        group of torch's (None where there is one stage)."""
-        return self._built()[1].groups
-
     # One's own loop, or a trainer's
 
     def run(
@@ -287,7 +259,7 @@ class Engine(Supervised):
         """
         if not micro_batches:
             raise ValueError("run needs at least one micro-batch")
-        cut, pipeline = self._built(micro_batches[0])
+        cut, pipeline = self._built(micro_batches[0], loss_fn)
         key_step = self.step_index
         self.step_index += 1
         # Micro-batch i of replica d is number i * dp + d of the global batch, as a stock data loader deals them out.
@@ -346,6 +318,8 @@ class Engine(Supervised):
 
     def flush(self) -> None:
         """Brings this rank's parameters up to date, which `optimizer.step()` may have left to the next forward."""
+        if not self.is_built:  # they are as the user made them
+            return
         _, pipeline = self._built()
         if pipeline.dp_sync is not None:
             with self._failing_together(f"waiting for the weights of {self._step_name()}"):
@@ -359,7 +333,7 @@ class Engine(Supervised):
             fn: runs on every chunk; on all but the last one the model call inside does not return. Its result may be
                 any nesting of tensors and plain Python values.
         """
-        _, pipeline = self._built(batch)
+        _, pipeline = self._built(batch, fn)
         with self._failing_together("an evaluation"):
             return pipeline.evaluate(self.programs.evaluation(), batch, fn)
 
@@ -376,7 +350,7 @@ class Engine(Supervised):
                 Other values go to every micro-batch unchanged.
         """
         micro_batches = split_batch(batch, self.config.micro_batches)
-        _, pipeline = self._built(micro_batches[0])
+        _, pipeline = self._built(micro_batches[0], loss.first_call(self.model))
         if self.optimizer is None:
             raise ConfigError("step needs an optimizer: pass optimizer=functools.partial(torch.optim.AdamW, lr=...)")
         share, scaler = self._share_of_loss(micro_batches), self._scaler
@@ -402,7 +376,7 @@ class Engine(Supervised):
 
     def evaluate(self, batch: MicroBatch) -> torch.Tensor:
         """Returns the global batch's loss without gradients, in evaluation mode; any batch size; all ranks call."""
-        self._built(batch)
+        self._built(batch, loss.first_call(self.model))
         was_training = self.model.training
         self.model.eval()
         try:

@@ -69,6 +69,17 @@ def count_labels(model: Module, micro_batches: Sequence[Mapping[str, Any]]) -> i
     return total
 
 
+def first_call(model: Module) -> LossFunction:
+    """Returns what calls the model as `mean_share` or `token_share` will, for recording it."""
+    counts = takes_label_count(model)
+
+    def call(module: Module, batch: dict[str, Any]) -> torch.Tensor:
+        labels = counts and isinstance(batch.get("labels"), torch.Tensor)
+        return loss_of(module(**batch, num_items_in_batch=torch.ones(()))) if labels else loss_of(module(**batch))
+
+    return call
+
+
 def mean_share(micro_batches: int) -> LossFunction:
     """Returns the loss function of models whose loss is a mean: every micro-batch counts alike."""
     share = 1.0 / micro_batches

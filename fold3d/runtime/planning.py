@@ -13,7 +13,7 @@ from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
 from fold3d.config import AUTO, ParallelConfig
-from fold3d.errors import ConfigError, RankError
+from fold3d.errors import ConfigError, RankError, TraceError
 from fold3d.plan.choice import Choice
 from fold3d.plan.job import Fixed, Job
 from fold3d.plan.links import Links
@@ -64,9 +64,15 @@ def settle(
             profile = profile_model(
                 model, recording, example, device, recompute=config.recompute, optimizer=optimizer, autocast=autocast
             )
-    except Exception as own:
+    except TraceError as own:
         error = own
-    agree(world, "", number, error)  # nobody may wait for the measurements of a rank that failed
+    except Exception as own:
+        if config.pp > 1 or config.memory_limit is not None:
+            error = own
+        else:  # what need not be cut trains all the same
+            logger.warning("the model stays in one piece, it cannot be measured (%s: %s)", type(own).__name__, own)
+    # Nobody may wait for the measurements of a rank that failed, or has none.
+    agree(world, "measured" if profile else "", number, error)
     if recording is None or profile is None:
         if config.memory_limit is not None:
             raise ConfigError(

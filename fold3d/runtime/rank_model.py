@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -14,22 +14,66 @@ from fold3d.errors import ConfigError, TraceError
 from fold3d.plan.split import split_ranges
 from fold3d.runtime.cells import Cells
 from fold3d.topology import Topology
-from fold3d.trace import SplitModel, Trace, is_released, materialize, owned_parameters, release, trace
+from fold3d.trace import (
+    SplitModel,
+    Trace,
+    WholeModel,
+    find_blocks,
+    is_released,
+    materialize,
+    owned_parameters,
+    release,
+    tied_groups,
+    trace,
+)
+from fold3d.trace.arguments import arguments_of as find_arguments
+
+logger = logging.getLogger(__name__)
+
+
+def arguments_of(
+    model: Module, config: ParallelConfig, example: Mapping[str, Any], call: Callable[[Module, dict[str, Any]], Any]
+) -> Mapping[str, Any]:
+    """Returns the arguments with which call(model, example) calls the model; the example where no blocks are known.
+
+    Raises: TraceError when it does not call the model, and whatever it raises before.
+    """
+    try:
+        _check_not_compiled(model)
+        blocks = find_blocks(model, config.blocks)
+    except TraceError:  # of which `record` tells, if it matters
+        return example
+    return find_arguments(model, blocks, lambda: call(model, dict(example)))
 
 
 def record(model: Module, config: ParallelConfig, example: Mapping[str, Any] | None) -> Trace | None:
-    """Returns the recording of the model; None for one without blocks that need not be cut.
+    """Returns the recording of the model; None for one that cannot be recorded and need not be cut.
 
     Raises: TraceError for a model that must be cut and cannot be.
     """
     try:
         _check_not_compiled(model)
         return trace(model, blocks=config.blocks, example=example)
-    except TraceError:
-        # Data parallelism alone needs no blocks, unless the user asked for something that is done per block.
-        if config.pp > 1 or config.segments not in (1, AUTO) or config.recompute or config.blocks != "auto":
+    except TraceError as error:
+        # Data parallelism alone needs no blocks, unless the user has named them.
+        if config.pp > 1 or config.segments not in (1, AUTO) or config.blocks != AUTO:
             raise
+        logger.info("the model stays in one piece: %s", error)
         return None
+
+
+def _blocks_of(model: Module, config: ParallelConfig) -> list[str]:
+    """Returns the blocks of a model that is not cut, as far as they are needed and can be told without running it.
+
+    Raises: TraceError when something is asked for that is done per block.
+    """
+    try:
+        _check_not_compiled(model)
+        return find_blocks(model, config.blocks)
+    except TraceError:
+        if config.recompute:
+            raise
+        return []
 
 
 def _check_not_compiled(model: Module) -> None:
@@ -41,26 +85,6 @@ def _check_not_compiled(model: Module) -> None:
                 f"{what} is compiled (torch.compile), and fold3d runs the model's modules chunk by chunk and cannot "
                 "look into compiled ones; pass the model as it was before torch.compile"
             )
-
-
-class WholeModel:
-    """A model that is not cut and has no blocks fold3d can name: stands where a SplitModel stands."""
-
-    def run(
-        self,
-        chunk: int,
-        call: Callable[[], Any],
-        inputs: list[torch.Tensor],
-        key: tuple[int, int, int] | None,
-    ) -> tuple[list[torch.Tensor], Any]:
-        """Runs `call`; dropout is seeded once, by the key alone."""
-        if key is not None:
-            digest = hashlib.sha256(repr(key).encode()).digest()
-            torch.manual_seed(int.from_bytes(digest[:7], "little"))
-        return [], call()
-
-    def remove(self) -> None:
-        """Nothing was installed."""
 
 
 class RankModel:
@@ -103,16 +127,17 @@ class RankModel:
         else:
             self.ranges = list(ranges) if ranges is not None else split_ranges(self.trace, config.num_chunks)
             of_chunk = [owned_parameters(model, self.trace, self.ranges, v) for v in range(config.num_chunks)]
-        self.cells = Cells.from_chunks(config.pp, of_chunk, self.trace.tied if self.trace else ())
+        self.cells = Cells.from_chunks(config.pp, of_chunk, tied_groups(model))
         keep = {name for v in topology.chunks(config.num_segments) for name in of_chunk[v]}
         if on_meta:
             _refuse_cut_model(model, keep)
             materialize(model, keep, seed=config.seed, folder=weights)
         release(model, keep)
         _move(model, device)
-        if self.trace is None:
-            self.split = WholeModel()
+        if config.num_chunks == 1:
+            self.split = WholeModel(model, _blocks_of(model, config), recompute=config.recompute)
         else:
+            assert self.trace is not None, "what is cut was recorded"
             self.split = SplitModel(model, self.trace, self.ranges, recompute=config.recompute)
         self.parameters: dict[str, Parameter] = {
             name: parameter for name, parameter in model.named_parameters() if parameter.device.type != "meta"

@@ -25,16 +25,16 @@ class Supervised:
         Raises: RankError when another rank failed or cannot be reached, else what the body raised. fold3d's own errors
             pass untold: they are raised on every rank by themselves.
         """
-        pipeline = self._pipeline
-        if pipeline is None:  # nobody else can be waiting for this rank yet
-            yield
-            return
-        with pipeline.progress.during(doing):
+        before = self._pipeline  # None: the body builds it
+        with before.progress.during(doing) if before is not None else contextlib.nullcontext():
             try:
                 yield
             except Fold3dError:
                 raise
             except BaseException as error:
+                pipeline = self._pipeline
+                if pipeline is None:  # ended, or not built: who waits for this rank in building sees it go
+                    raise
                 if self._failure is None:
                     self._failure = pipeline.fail(error)
                 if isinstance(error, Exception) and is_communication_error(error):

@@ -10,8 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_map_only
 
 from fold3d.errors import TraceError
+from fold3d.trace.arguments import Arguments
 from fold3d.trace.blocks import find_blocks
 from fold3d.trace.example import is_transformers_model, synthetic_example
 from fold3d.trace.model_trace import BlockCost, Trace
@@ -30,8 +32,8 @@ def trace(model: nn.Module, *, blocks: str = "auto", example: Mapping[str, Any] 
     Args:
         model: a transformers model or any module; parameters may be real or on the meta device.
         blocks: see `find_blocks`.
-        example: keyword arguments of the model's forward; tensors of any device, only shape and dtype matter.
-            None: made up for transformers models.
+        example: keyword arguments of the model's forward; tensors of any device, only shape and dtype matter. May
+            be `Arguments` of one of the modules that the blocks lie in. None: made up for transformers models.
     Raises: TraceError if the blocks cannot be found, the model is an encoder-decoder, an example is needed,
         or the forward cannot run on fake tensors.
     """
@@ -59,13 +61,14 @@ def _record(model: nn.Module, names: list[str], example: Mapping[str, Any]) -> R
     for module in shadow.modules():
         if getattr(module, "gradient_checkpointing", False):
             setattr(module, "gradient_checkpointing", False)  # noqa: B010 (no Tensor and no Module)
-    kwargs = {k: _fake(v, mode) if isinstance(v, Tensor) else v for k, v in example.items()}
-    if "use_cache" in inspect.signature(shadow.forward).parameters:
+    kwargs = {k: tree_map_only(Tensor, lambda tensor: _fake(tensor, mode), v) for k, v in example.items()}
+    called = example.called(shadow) if isinstance(example, Arguments) else shadow
+    if "use_cache" in inspect.signature(called.forward).parameters:
         kwargs.setdefault("use_cache", False)
     recorder = Recorder(shadow, names)
     try:
         with mode, torch.no_grad(), recorder:
-            recorder.read_result(shadow(**kwargs))
+            recorder.read_result(called(**kwargs))
     except TraceError:
         raise
     except Exception as error:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,8 @@ class CheckpointingTrainer(transformers.Trainer):
     state: Any
     engine: Engine
     layout: OptimizerLayout | None
+    _to_load: list[Callable[[], None]]
+    """What waits for the model to be cut."""
 
     # Saving
 
@@ -175,6 +178,11 @@ class CheckpointingTrainer(transformers.Trainer):
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         folder = Path(resume_from_checkpoint)
+        if not self.engine.is_built:
+            with self._together(f"loading {folder}"):
+                manifest.check(folder)
+            self._to_load.append(functools.partial(self._load_from_checkpoint, resume_from_checkpoint))
+            return
         self._load_weights(folder)
         self.engine.step_index = manifest.step_index(folder)
 
@@ -191,6 +199,9 @@ class CheckpointingTrainer(transformers.Trainer):
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
+            return
+        if not self.engine.is_built:
+            self._to_load.append(functools.partial(self._load_optimizer_and_scheduler, checkpoint))
             return
         with self._together(f"loading the optimizer of {checkpoint}"):
             state, schedule = Path(checkpoint) / optimizer_file.FILE, Path(checkpoint) / SCHEDULER

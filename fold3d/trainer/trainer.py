@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import inspect
 import logging
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,6 @@ from transformers.utils.import_utils import is_peft_available
 
 from fold3d.checkpoint import OptimizerLayout
 from fold3d.errors import ConfigError
-from fold3d.plan.resolve import needs_planner, settle_segments
 from fold3d.runtime.account import gather_records
 from fold3d.runtime.engine import Engine
 from fold3d.runtime.memory import peak_bytes
@@ -52,6 +52,10 @@ class Trainer(EvaluatingTrainer):
     Takes the same arguments; `args` are `fold3d.TrainingArguments`. The model may have its weights or be built on the
     meta device. Every process constructs the Trainer and makes the same calls.
 
+    Args:
+        example: a micro-batch as the model's forward takes it, by argument name, to record a model that is cut with.
+            None: the first micro-batch of the training, or the evaluation, whatever comes first.
+
     What differs from the stock Trainer: `compute_loss` runs once per chunk of the model, and only on the last one does
     the model call inside return; `on_substep_end` fires before the step's computation; a process holds the parameters
     of its own layers, the others stay on the meta device.
@@ -64,6 +68,7 @@ class Trainer(EvaluatingTrainer):
         model: Module | None = None,
         args: TrainingArguments | None = None,
         *others: Any,
+        example: Mapping[str, Any] | None = None,
         **named: Any,
     ) -> None:
         stock = inspect.signature(transformers.Trainer.__init__)
@@ -77,8 +82,10 @@ class Trainer(EvaluatingTrainer):
                 f"args is a {type(args).__module__}.{type(args).__name__}; import TrainingArguments from fold3d too"
             )
         # The engine replaces parameters of other ranks: an optimizer the user made knows the objects of before.
-        before = dict(model.named_parameters())
-        self._trainable = {name for name, parameter in before.items() if parameter.requires_grad}
+        self._before = dict(model.named_parameters())
+        self._trainable: set[str] = set()
+        self._to_load: list[Callable[[], None]] = []
+        self.current_gradient_accumulation_steps = 1  # of a training_step outside of train()
         self._waiting: list[dict[str, Any]] = []
         self._throughput = Throughput()
         self._flops_per_token: float | None = None
@@ -90,20 +97,20 @@ class Trainer(EvaluatingTrainer):
         self.engine = Engine(
             model,
             args.parallel,
-            example=self._example(),
+            example=self._example if example is None else example,
             weights=args.weights,
             autocast=self.accelerator.autocast,
             device=args.device,
             optimizer_like=self._optimizer_like(),
         )
-        self.accelerator.replicas = self.engine.groups.data
+        self.accelerator.replicas = self.engine.world.data
         self.callback_handler.callbacks.insert(0, FlushCallback(self.engine, self.callback_handler))
         if self._world is not None:  # the stock loop gathers over this group: no rank may wait there for ever
             limit = timedelta(seconds=args.parallel.timeout_seconds)
             dist.distributed_c10d._set_pg_timeout(limit, self._world)
-        if self.optimizer is not None:
-            names = {id(parameter): name for name, parameter in before.items()}
-            self.layout = OptimizerLayout.restrict(self.optimizer, names, self.engine.owned)
+        self.engine.on_build.append(self._use_engine)
+        if self.engine.is_built:
+            self._use_engine()
 
     # Set-up
 
@@ -155,7 +162,7 @@ class Trainer(EvaluatingTrainer):
         if self.layout is None:
             self._create_optimizer_over_whole_model()
         made = self._plain_optimizer()
-        if self.engine.optimizer is None:
+        if self.engine.is_built and self.engine.optimizer is None:
             self.engine.attach(made)
         resume = resume_from_checkpoint
         prepared = super()._prepare_for_training(max_steps, train_dataloader, resume)  # type: ignore[no-untyped-call]
@@ -166,7 +173,11 @@ class Trainer(EvaluatingTrainer):
         return prepared
 
     def _create_optimizer_over_whole_model(self) -> None:
-        """Makes the optimizer as the stock Trainer would, over all parameters, and keeps this rank's."""
+        """Makes the optimizer as the stock Trainer would, over all parameters, and keeps this rank's if it is cut."""
+        if not self.engine.is_built:
+            self.create_optimizer()
+            self._before = dict(self.model.named_parameters())
+            return
         elsewhere = [
             parameter
             for name, parameter in self.model.named_parameters()
@@ -181,6 +192,19 @@ class Trainer(EvaluatingTrainer):
                 parameter.requires_grad_(False)
         names = {id(parameter): name for name, parameter in self.model.named_parameters()}
         self.layout = OptimizerLayout.restrict(self._plain_optimizer(), names, self.engine.owned)
+
+    def _use_engine(self) -> None:
+        """The model has been cut: the optimizer keeps this rank's parameters, and what is to be loaded is."""
+        self._trainable = {name for name, parameter in self._before.items() if parameter.requires_grad}
+        names = {id(parameter): name for name, parameter in self._before.items()}
+        self._before = {}  # the memory of parameters of other ranks is free
+        if self.optimizer is not None:
+            self.layout = OptimizerLayout.restrict(self._plain_optimizer(), names, self.engine.owned)
+            if self.is_in_train:
+                self.engine.attach(self._plain_optimizer())
+        for load in self._to_load:
+            load()
+        self._to_load.clear()
 
     def _optimizer_like(self) -> Any:
         """Returns what makes an optimizer like the one of this training; None where the stock Trainer cannot tell.
@@ -201,21 +225,17 @@ class Trainer(EvaluatingTrainer):
         return functools.partial(kind, **settings)
 
     def _example(self) -> dict[str, Any] | None:
-        """Returns a micro-batch of the training (else evaluation) data, to record the model and time its layers with.
+        """Returns a micro-batch of the training (else evaluation) data, for a model needed before any was drawn.
 
-        Without what the model's forward does not take: an overridden `compute_loss` may have use for it. None where a
-        transformers model need not be timed.
+        Without what the model's forward does not take: an overridden `compute_loss` may have use for it.
         """
         stock = isinstance(self.model, transformers.PreTrainedModel)
-        dp = self.accelerator.num_processes
-        if stock and not needs_planner(settle_segments(self.args.parallel, dp), dp):
-            return None
         dataset = self.train_dataset if self.train_dataset is not None else self.eval_dataset
         if isinstance(dataset, Mapping):
             dataset = next(iter(dataset.values()), None)
         if dataset is None or not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
             return self._synthetic_example() if stock else None
-        collate = self._get_collator_with_removed_columns(self.data_collator)
+        collate = self._get_collator_with_removed_columns(copy.deepcopy(self.data_collator))
         with _random_numbers_untouched():
             batch = collate([dataset[i] for i in range(min(len(dataset), self.args.train_batch_size))])
         taken = inspect.signature(self.model.forward).parameters
