@@ -143,8 +143,8 @@ class PyBucketSync {
 void bind_links(py::module_& module) {
   py::class_<comm::TcpRingLinks, std::shared_ptr<comm::TcpRingLinks>>(
       module, "RingLinks", "The lines of one replica around the ring of its stage over TCP, for host memory.")
-      .def(py::init<int, int, const std::string&, std::string>(), py::arg("rank"), py::arg("size"), py::arg("host"),
-           py::arg("secret"))
+      .def(py::init<int, int, const std::string&, std::string, std::string>(), py::arg("rank"), py::arg("size"),
+           py::arg("host"), py::arg("secret"), py::arg("job") = "")
       .def_property_readonly("port", [](const comm::TcpRingLinks& links) { return links.endpoint().port; })
       .def(
           "connect",
@@ -153,7 +153,9 @@ void bind_links(py::module_& module) {
             links.connect({next.first, next.second}, milliseconds(timeout_seconds));
           },
           py::arg("next"), py::arg("timeout_seconds"),
-          "Connects to where the next replica listens; all replicas of the stage call.");
+          "Connects to where the next replica listens; all replicas of the stage call.")
+      .def("abort", &comm::TcpRingLinks::abort, py::arg("reason"), py::call_guard<py::gil_scoped_release>(),
+           "Ends connect() and all use of the lines with an error; any thread.");
 }
 
 }  // namespace

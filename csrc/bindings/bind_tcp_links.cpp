@@ -32,8 +32,8 @@ comm::Channel channel_of(bool forward) { return forward ? comm::Channel::kForwar
 void bind_tcp_links(py::module_& module) {
   py::class_<comm::TcpLinks, std::shared_ptr<comm::TcpLinks>>(
       module, "TcpLinks", "The point-to-point links of one stage over TCP, for host memory.")
-      .def(py::init<int, int, const std::string&, std::string>(), py::arg("stage"), py::arg("num_stages"),
-           py::arg("host"), py::arg("secret"))
+      .def(py::init<int, int, const std::string&, std::string, std::string>(), py::arg("stage"), py::arg("num_stages"),
+           py::arg("host"), py::arg("secret"), py::arg("job") = "")
       .def_property_readonly("port", [](const comm::TcpLinks& links) { return links.endpoint().port; })
       .def(
           "connect",

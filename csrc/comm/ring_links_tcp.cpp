@@ -2,9 +2,11 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <cstdint>
 #include <mutex>
 #include <stdexcept>
 #include <utility>
+#include <vector>
 
 #include "comm/errors.h"
 
@@ -68,10 +70,11 @@ class TcpRingLinks::Link final : public RingLink {
   std::string reason_;
 };
 
-TcpRingLinks::TcpRingLinks(int rank, int size, const std::string& host, std::string secret)
+TcpRingLinks::TcpRingLinks(int rank, int size, const std::string& host, std::string secret, std::string job)
     : rank_(rank),
       size_(size),
-      door_(std::make_unique<TcpDoor>(host, std::move(secret))),
+      door_(std::make_unique<TcpDoor>(
+          host, TcpDoor::Job{.secret = std::move(secret), .name = std::move(job), .peers = "replica"})),
       endpoint_(door_->endpoint()) {
   if (size < 2 || rank < 0 || rank >= size) {
     throw std::invalid_argument("ring links: there is no replica " + std::to_string(rank) + " among " +
@@ -83,32 +86,32 @@ TcpRingLinks::~TcpRingLinks() = default;
 
 void TcpRingLinks::connect(const Endpoint& next_endpoint, std::chrono::milliseconds timeout) {
   if (!door_) throw std::logic_error("ring links: connect() was called before");
-  const auto deadline = TcpSocket::Clock::now() + timeout;
   const int next = (rank_ + 1) % size_;
   const int previous = (rank_ + size_ - 1) % size_;
-  std::array<std::unique_ptr<TcpSocket>, kNumLines> outgoing, incoming;
-  for (std::size_t i = 0; i < kNumLines; ++i) {
-    outgoing[i] = door_->call(next_endpoint, static_cast<std::uint8_t>(kFirstLine + i), deadline);
-    if (!outgoing[i]) fail("could not connect to", next, errno);
+  std::vector<TcpDoor::Call> calls;
+  std::vector<Line> guests;
+  for (std::uint8_t number = kFirstLine; number < kFirstLine + kNumLines; ++number) {
+    calls.push_back({.to = next_endpoint, .line = {.number = number, .caller = rank_, .callee = next}});
+    guests.push_back({.number = number, .caller = previous, .callee = rank_});
   }
-  const auto missing = [&](std::uint8_t line) {
-    return line >= kFirstLine && line < kFirstLine + kNumLines && !incoming[line - kFirstLine];
-  };
-  while (!incoming[0] || !incoming[1]) {
-    std::uint8_t line = 0;
-    auto socket = door_->open(missing, line, deadline);
-    if (!socket) fail("waited for a connection from", previous, ETIMEDOUT);
-    incoming[line - kFirstLine] = std::move(socket);
-  }
+  auto [outgoing, incoming] = door_->meet(calls, guests, TcpSocket::Clock::now() + timeout);
+  const std::lock_guard lock(mutex_);
+  if (aborted_) throw AbortedError(reason_);
   for (std::size_t i = 0; i < kNumLines; ++i) {
-    const auto answer = door_->confirm(*outgoing[i], static_cast<std::uint8_t>(kFirstLine + i), deadline);
-    if (answer == TcpDoor::Answer::kNone) fail("got no answer from", next, ETIMEDOUT);
-    if (answer == TcpDoor::Answer::kStranger) {
-      throw ProtocolError("what listens where replica " + std::to_string(next) + " should is a stranger");
-    }
     links_[i] = std::make_shared<Link>(std::move(outgoing[i]), std::move(incoming[i]), next, previous);
   }
   door_.reset();
+}
+
+void TcpRingLinks::abort(const std::string& reason) noexcept {
+  const std::lock_guard lock(mutex_);
+  if (aborted_) return;
+  aborted_ = true;
+  reason_ = reason;
+  if (door_) door_->abort(reason);
+  for (const auto& link : links_) {
+    if (link) link->abort(reason);
+  }
 }
 
 std::shared_ptr<RingLink> TcpRingLinks::link(HostGate::Traffic traffic) const {

@@ -1,46 +1,65 @@
 #pragma once
 
-#include <cstdint>
-#include <functional>
+#include <chrono>
 #include <memory>
+#include <mutex>
 #include <string>
+#include <vector>
 
+#include "comm/handshake.h"
 #include "comm/tcp_socket.h"
 
 namespace fold3d::comm {
 
 /// How ranks of a job find each other over TCP: each listens at its door, calls at others' and lets in only who knows
-/// the job's secret. Whoever calls says one half of it and the number of the line it wants; whoever opens answers with
-/// the other half; a stranger's connection is closed. What travels is not encrypted.
-///
-/// To connect in a circle without order: call() everybody, then open() for everybody, then confirm() the calls.
-/// One thread at a time.
+/// the job's secret (Handshake). What travels afterwards is not encrypted. abort() from any thread.
 class TcpDoor {
  public:
   using Clock = TcpSocket::Clock;
-  enum class Answer : std::uint8_t { kYes, kNone, kStranger };
 
-  /// Listens on a free port of `host`, a numeric address. `secret`: the same text on all ranks, at least 32 characters.
-  /// Throws CommError when the address cannot be used.
-  TcpDoor(const std::string& host, std::string secret);
+  /// What the ranks of one door have in common.
+  struct Job {
+    std::string secret;           ///< at least 32 characters
+    std::string name = {};        ///< told to nobody, but the same on all ranks
+    std::string peers = "stage";  ///< what a rank is called in errors
+  };
+  struct Call {
+    Endpoint to;
+    Line line;
+  };
+  /// In the order of the calls, and of the guests.
+  struct Connections {
+    std::vector<std::unique_ptr<TcpSocket>> outgoing, incoming;
+  };
+
+  /// Listens on a free port of `host`, a numeric address. Throws CommError when the address or the secret cannot be
+  /// used.
+  TcpDoor(const std::string& host, Job job);
   ~TcpDoor();
 
   const Endpoint& endpoint() const { return endpoint_; }
 
-  /// A connection to a rank that listens, which may not have accepted it yet. Null, with errno set, when that failed
-  /// before the deadline.
-  std::unique_ptr<TcpSocket> call(const Endpoint& to, std::uint8_t line, Clock::time_point deadline) const;
-  /// The next caller who knows the secret and wants a line that `wanted` accepts, and that line. Null when the deadline
-  /// passed.
-  std::unique_ptr<TcpSocket> open(const std::function<bool(std::uint8_t)>& wanted, std::uint8_t& line,
-                                  Clock::time_point deadline) const;
-  /// Whether the rank that was called is one of the job.
-  Answer confirm(const TcpSocket& called, std::uint8_t line, Clock::time_point deadline) const;
+  /// Makes all `calls` and lets in all `guests`, in whatever order they come; strangers are shown out and hold up
+  /// nobody. The other ends do the same in the meantime.
+  /// Throws TimeoutError at the deadline, ProtocolError when a stranger listens where a rank should, AbortedError, and
+  /// CommError as soon as a rank cannot be reached for good: it listened before, so nobody waits for its return.
+  Connections meet(const std::vector<Call>& calls, const std::vector<Line>& guests, Clock::time_point deadline);
+
+  /// Ends the present and later meetings with AbortedError(reason). Idempotent; the first reason stays.
+  void abort(const std::string& reason) noexcept;
 
  private:
-  const std::string secret_;
+  friend class TcpMeeting;
+  void check_aborted() const;
+
+  const Job job_;
+  const Handshake handshake_;
   Endpoint endpoint_;
   std::unique_ptr<TcpSocket> listener_;
+
+  mutable std::mutex mutex_;  // guards what follows
+  bool aborted_ = false;
+  std::string reason_;
 };
 
 }  // namespace fold3d::comm

@@ -23,10 +23,10 @@ constexpr double kWaitingSeconds = 1e-3;
 
 }  // namespace
 
-TcpLinks::TcpLinks(int stage, int num_stages, const std::string& host, std::string secret)
+TcpLinks::TcpLinks(int stage, int num_stages, const std::string& host, std::string secret, std::string job)
     : stage_(stage),
       num_stages_(num_stages),
-      door_(std::make_unique<TcpDoor>(host, std::move(secret))),
+      door_(std::make_unique<TcpDoor>(host, TcpDoor::Job{.secret = std::move(secret), .name = std::move(job)})),
       endpoint_(door_->endpoint()) {
   waiting_.fill(kLeastWaitingBytes);
 }
@@ -36,39 +36,22 @@ TcpLinks::~TcpLinks() = default;
 void TcpLinks::connect(const Endpoint& next_endpoint, const Endpoint& previous_endpoint,
                        std::chrono::milliseconds timeout) {
   if (!door_) throw std::logic_error("TCP links: connect() was called before");
-  const auto deadline = Clock::now() + timeout;
-  const auto peer = [this](Channel channel) { return channel == Channel::kForward ? next() : previous(); };
-  for (const Channel channel : {Channel::kForward, Channel::kBackward}) {
-    const Endpoint& to = channel == Channel::kForward ? next_endpoint : previous_endpoint;
-    auto socket = door_->call(to, static_cast<std::uint8_t>(channel), deadline);
-    if (!socket) fail("could not connect to", peer(channel), errno);
-    socket->limit_waiting(kLeastWaitingBytes);
-    const std::lock_guard lock(mutex_);
-    outgoing_[static_cast<std::size_t>(channel)] = std::move(socket);
-  }
-  accept_peers(deadline);
-  for (const Channel channel : {Channel::kForward, Channel::kBackward}) {
-    const TcpSocket& socket = *outgoing_[static_cast<std::size_t>(channel)];
-    const TcpDoor::Answer answer = door_->confirm(socket, static_cast<std::uint8_t>(channel), deadline);
-    if (answer == TcpDoor::Answer::kNone) fail("got no answer from", peer(channel), ETIMEDOUT);
-    if (answer == TcpDoor::Answer::kStranger) {
-      throw ProtocolError("what listens where stage " + std::to_string(peer(channel)) + " should is a stranger");
-    }
-  }
+  constexpr auto kForward = static_cast<std::uint8_t>(Channel::kForward);
+  constexpr auto kBackward = static_cast<std::uint8_t>(Channel::kBackward);
+  auto [outgoing, incoming] =
+      door_->meet({{.to = next_endpoint, .line = {.number = kForward, .caller = stage_, .callee = next()}},
+                   {.to = previous_endpoint, .line = {.number = kBackward, .caller = stage_, .callee = previous()}}},
+                  {{.number = kForward, .caller = previous(), .callee = stage_},
+                   {.number = kBackward, .caller = next(), .callee = stage_}},
+                  Clock::now() + timeout);
+  for (const auto& socket : outgoing) socket->limit_waiting(kLeastWaitingBytes);
   const std::lock_guard lock(mutex_);
-  door_.reset();
   if (aborted_) throw AbortedError(reason_);
-}
-
-void TcpLinks::accept_peers(Clock::time_point deadline) {
-  const auto missing = [this](std::uint8_t line) { return line < incoming_.size() && !incoming_[line]; };
-  while (missing(0) || missing(1)) {
-    std::uint8_t line = 0;
-    auto socket = door_->open(missing, line, deadline);
-    if (!socket) fail("waited for a connection from", incoming_[0] ? next() : previous(), ETIMEDOUT);
-    const std::lock_guard lock(mutex_);
-    incoming_[line] = std::move(socket);
+  for (const std::size_t channel : {kForward, kBackward}) {
+    outgoing_[channel] = std::move(outgoing[channel]);
+    incoming_[channel] = std::move(incoming[channel]);
   }
+  door_.reset();
 }
 
 void TcpLinks::send(Channel channel, std::span<const std::byte> first, std::span<const std::byte> second) {
@@ -114,6 +97,7 @@ void TcpLinks::abort(const std::string& reason) noexcept {
   if (aborted_) return;
   aborted_ = true;
   reason_ = reason;
+  if (door_) door_->abort(reason);
   for (const auto* sockets : {&outgoing_, &incoming_}) {
     for (const auto& socket : *sockets) {
       if (socket) socket->shutdown();

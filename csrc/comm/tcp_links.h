@@ -22,9 +22,9 @@ namespace fold3d::comm {
 /// Threads: as comm::Transport says; abort() from any thread.
 class TcpLinks {
  public:
-  /// Listens on a free port of `host`. `secret`: the same text on all stages, at least 32 characters.
-  /// Throws CommError when the address cannot be used.
-  TcpLinks(int stage, int num_stages, const std::string& host, std::string secret);
+  /// Listens on a free port of `host`. `secret`, at least 32 characters, and `job`, what these links are part of: the
+  /// same texts on all stages. Throws CommError when the address or the secret cannot be used.
+  TcpLinks(int stage, int num_stages, const std::string& host, std::string secret, std::string job = "");
   ~TcpLinks();
   TcpLinks(const TcpLinks&) = delete;
   TcpLinks& operator=(const TcpLinks&) = delete;
@@ -33,7 +33,7 @@ class TcpLinks {
   const Endpoint& endpoint() const { return endpoint_; }
 
   /// Connects to the neighbours: `next` is where stage + 1 listens, `previous` stage - 1, both modulo num_stages. All
-  /// stages call. Throws TimeoutError, CommError.
+  /// stages call. Throws what TcpDoor::meet() throws.
   void connect(const Endpoint& next, const Endpoint& previous, std::chrono::milliseconds timeout);
 
   /// Sends `first`, then `second`, to the one peer this channel leads to: forward to the next stage, backward to the
@@ -48,7 +48,6 @@ class TcpLinks {
   void abort(const std::string& reason) noexcept;
 
  private:
-  void accept_peers(std::chrono::steady_clock::time_point deadline);
   [[noreturn]] void fail(const char* what, int peer, int error) const;
   int next() const { return (stage_ + 1) % num_stages_; }
   int previous() const { return (stage_ + num_stages_ - 1) % num_stages_; }
@@ -60,7 +59,7 @@ class TcpLinks {
   std::array<std::unique_ptr<TcpSocket>, 2> outgoing_, incoming_;  // [channel]
   std::array<std::size_t, 2> waiting_;                             // what send() leaves unsent; its thread only
 
-  mutable std::mutex mutex_;  // guards what follows, and the sockets against abort() while connect() makes them
+  mutable std::mutex mutex_;  // guards what follows, door_ and the sockets against abort() during connect()
   bool aborted_ = false;
   std::string reason_;
 };

@@ -7,7 +7,6 @@
 #include <sys/ioctl.h>
 #include <sys/socket.h>
 #include <sys/uio.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <array>
@@ -15,6 +14,8 @@
 #include <cstdint>
 #include <cstring>
 #include <fstream>
+
+#include "comm/fork_guard.h"
 
 namespace fold3d::comm {
 namespace {
@@ -45,8 +46,12 @@ void set_buffer(int fd, int option, std::size_t bytes, std::size_t limit) {
 
 }  // namespace
 
+TcpSocket::TcpSocket(int fd) : fd_(fd) {
+  if (fd_ >= 0) keep_from_children(fd_);
+}
+
 TcpSocket::~TcpSocket() {
-  if (fd_ >= 0) ::close(fd_);
+  if (fd_ >= 0) close_guarded(fd_);
 }
 
 void TcpSocket::shutdown() const { ::shutdown(fd_, SHUT_RDWR); }
@@ -61,26 +66,32 @@ bool TcpSocket::ready(short events, Clock::time_point deadline) const {
   }
 }
 
-bool TcpSocket::write(std::span<const std::byte> bytes, Clock::time_point deadline) const {
-  while (!bytes.empty()) {
-    if (!ready(POLLOUT, deadline)) return false;
-    const ssize_t moved = ::send(fd_, bytes.data(), bytes.size(), MSG_NOSIGNAL | MSG_DONTWAIT);
-    if (moved < 0 && (errno == EINTR || errno == EAGAIN)) continue;
-    if (moved <= 0) return false;
-    bytes = bytes.subspan(static_cast<std::size_t>(moved));
-  }
-  return true;
+int TcpSocket::send_now(std::span<const std::byte> bytes) const {
+  const ssize_t sent = ::send(fd_, bytes.data(), bytes.size(), MSG_NOSIGNAL | MSG_DONTWAIT);
+  if (sent < 0) return errno;
+  return static_cast<std::size_t>(sent) == bytes.size() ? 0 : ENOBUFS;
 }
 
-bool TcpSocket::read(std::span<std::byte> bytes, Clock::time_point deadline) const {
-  while (!bytes.empty()) {
-    if (!ready(POLLIN, deadline)) return false;
-    const ssize_t moved = ::recv(fd_, bytes.data(), bytes.size(), MSG_DONTWAIT);
-    if (moved < 0 && (errno == EINTR || errno == EAGAIN)) continue;
-    if (moved <= 0) return false;
-    bytes = bytes.subspan(static_cast<std::size_t>(moved));
+int TcpSocket::recv_now(std::span<std::byte> bytes, std::size_t& got) const {
+  while (got < bytes.size()) {
+    const ssize_t moved = ::recv(fd_, bytes.data() + got, bytes.size() - got, MSG_DONTWAIT);
+    if (moved == 0) return kClosedByPeer;
+    if (moved < 0 && errno == EAGAIN) return 0;
+    if (moved < 0 && errno != EINTR) return errno;
+    if (moved > 0) got += static_cast<std::size_t>(moved);
   }
-  return true;
+  return 0;
+}
+
+int TcpSocket::pending_error() const {
+  int error = 0;
+  socklen_t size = sizeof(error);
+  return ::getsockopt(fd_, SOL_SOCKET, SO_ERROR, &error, &size) == 0 ? error : errno;
+}
+
+void TcpSocket::set_no_delay() const {
+  const int yes = 1;
+  ::setsockopt(fd_, IPPROTO_TCP, TCP_NODELAY, &yes, sizeof(yes));
 }
 
 int TcpSocket::send_all(std::span<const std::byte> first, std::span<const std::byte> second) const {

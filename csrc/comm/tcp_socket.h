@@ -13,14 +13,15 @@ struct Endpoint {
   int port = 0;
 };
 
-/// Owns a connected or listening TCP socket. Sending and receiving may come from two threads at the same time,
-/// shutdown() from any.
+/// Owns a connected or listening TCP socket; forked children do not keep it. Sending and receiving may come from two
+/// threads at the same time, shutdown() from any.
 class TcpSocket {
  public:
   using Clock = std::chrono::steady_clock;
   static constexpr int kClosedByPeer = -1;
 
-  explicit TcpSocket(int fd) : fd_(fd) {}
+  /// `fd`: -1 where the system gave none.
+  explicit TcpSocket(int fd);
   ~TcpSocket();
   TcpSocket(const TcpSocket&) = delete;
   TcpSocket& operator=(const TcpSocket&) = delete;
@@ -31,9 +32,14 @@ class TcpSocket {
   /// Waits until one of `events` (as of poll) is there; false when the deadline passed before.
   bool ready(short events, Clock::time_point deadline) const;
 
-  /// Move all bytes before the deadline, else return false. For greetings; nothing else is on the connection yet.
-  bool write(std::span<const std::byte> bytes, Clock::time_point deadline) const;
-  bool read(std::span<std::byte> bytes, Clock::time_point deadline) const;
+  /// For greetings, which never wait. Sends a few bytes, on a connection that carries nothing yet; 0 or an errno value.
+  int send_now(std::span<const std::byte> bytes) const;
+  /// Fills `bytes`, of which `got` are there, as far as possible now. 0, an errno value, or kClosedByPeer.
+  int recv_now(std::span<std::byte> bytes, std::size_t& got) const;
+  /// What became of a connection that the system was to open: 0 or an errno value.
+  int pending_error() const;
+  /// Small messages travel at once.
+  void set_no_delay() const;
 
   /// Sends both parts, one after the other; returns when they are in the system's buffers. 0, or what went wrong: an
   /// errno value. Ends only with the connection; shutdown() ends it.

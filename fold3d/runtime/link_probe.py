@@ -115,7 +115,7 @@ class _Watch:
 @contextmanager
 def tcp_messages(topology: Topology, groups: Groups, timeout: float) -> Iterator[Action]:
     """All stages at once: a message to the next stage, then one to the stage before, as in forward and backward."""
-    links = connect_stages(topology, groups.pipeline, timeout)
+    links = connect_stages(topology, groups.world, timeout)
     stage = topology.pp_rank
     watch = _Watch(links, timeout)
 

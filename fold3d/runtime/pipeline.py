@@ -130,7 +130,7 @@ class Pipeline:
             device,
             timeout,
             self._name,
-            connect_stages(topology, groups.pipeline, timeout) if over_tcp and topology.pp > 1 else None,
+            connect_stages(topology, groups.world, timeout) if over_tcp and topology.pp > 1 else None,
             gate,
             list(hosts.stages),
         )

@@ -61,6 +61,7 @@ class Progress:
         """When small exchanges with other ranks began and ended, ns of time.monotonic; whoever makes the account takes
         them."""
         self._beat = 0
+        self._connecting: list[Any] = []
 
     def report(self, *, closed: bool = False) -> Report:
         """Returns the next report. Any thread; costs nothing where the rank works."""
@@ -94,6 +95,17 @@ class Progress:
     def abort(self, message: str) -> None:
         """Ends all communication of this rank; any thread."""
         self.aborted = message
-        for part in (self.executor, self.dp_sync):
+        for part in (*self._connecting, self.executor, self.dp_sync):
             if part is not None:
                 part.abort(message)
+
+    @contextlib.contextmanager
+    def ending(self, part: Any) -> Iterator[None]:
+        """`part.abort(message)` is called if the job fails while the body runs, or has failed before."""
+        self._connecting.append(part)
+        try:
+            if self.aborted is not None:
+                part.abort(self.aborted)
+            yield
+        finally:
+            self._connecting.remove(part)

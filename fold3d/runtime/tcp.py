@@ -7,14 +7,16 @@ import os
 import secrets
 import socket
 import struct
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 
 from fold3d import _C
 from fold3d.errors import ConfigError
 from fold3d.topology import Topology
+
+if TYPE_CHECKING:  # whose groups listen at socket_interface()
+    from fold3d.runtime.world_group import WorldGroup
 
 _SIOCGIFADDR = 0x8915  # Linux: address of a network interface
 
@@ -49,20 +51,21 @@ def local_address() -> str:
         return str(probe.getsockname()[0])
 
 
-def connect_stages(topology: Topology, pipeline: Any, timeout: float) -> _C.TcpLinks:
+def connect_stages(topology: Topology, world: WorldGroup, timeout: float) -> _C.TcpLinks:
     """Returns this stage's links to its neighbours; all ranks of the replica call.
 
     Args:
-        pipeline: group of the stages. Addresses and the replica's secret travel over it.
+        world: addresses and the links' secret travel over its connections.
         timeout: seconds until a stage that does not connect is an error.
+    Raises: RuntimeError (CommError, or torch's own) when one cannot be reached, or the job has failed.
     """
-    secret: list[Any] = [secrets.token_hex(32) if topology.pp_rank == 0 else None]
-    dist.broadcast_object_list(secret, topology.rank_of(topology.dp_rank, 0), group=pipeline)
+    pipeline = world.pipeline
+    secret = pipeline.share(secrets.token_hex(32))
     host = local_address()
-    links = _C.TcpLinks(topology.pp_rank, topology.pp, host, secret[0])
-    endpoints: list[Any] = [None] * topology.pp
-    dist.all_gather_object(endpoints, (host, links.port), group=pipeline)
-    links.connect(
-        endpoints[(topology.pp_rank + 1) % topology.pp], endpoints[(topology.pp_rank - 1) % topology.pp], timeout
-    )
+    links = _C.TcpLinks(topology.pp_rank, topology.pp, host, secret, f"stages of replica {topology.dp_rank}")
+    endpoints = pipeline.share(pipeline.gather((host, links.port)))
+    with world.progress.ending(links):
+        links.connect(
+            endpoints[(topology.pp_rank + 1) % topology.pp], endpoints[(topology.pp_rank - 1) % topology.pp], timeout
+        )
     return links

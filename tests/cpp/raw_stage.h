@@ -1,24 +1,21 @@
 #pragma once
 
-#include <array>
 #include <cstddef>
-#include <memory>
 #include <span>
 #include <string>
 #include <vector>
 
 #include "comm/tcp_door.h"
 #include "comm/tcp_links.h"
-#include "comm/tcp_socket.h"
 
 namespace fold3d::test {
 
 /// Stage 1 of two without a transport: sees each byte that stage 0 sends, and sends it any bytes.
 class RawStage {
  public:
-  explicit RawStage(const std::string& secret) : door_("127.0.0.1", secret) {}
+  explicit RawStage(const std::string& secret) : door_("127.0.0.1", {.secret = secret}) {}
 
-  /// Connects with the links of stage 0. Throws what they throw, and std::runtime_error.
+  /// Connects with the links of stage 0. Throws what they throw.
   void meet(comm::TcpLinks& first);
 
   void send_backward(std::span<const std::byte> bytes) const;
@@ -27,7 +24,7 @@ class RawStage {
 
  private:
   comm::TcpDoor door_;
-  std::array<std::unique_ptr<comm::TcpSocket>, 2> outgoing_, incoming_;  // [channel]
+  comm::TcpDoor::Connections connections_;  // [channel]
 };
 
 }  // namespace fold3d::test

@@ -39,9 +39,10 @@ def connect_replicas(
     if over_tcp:
         secret = groups.data.share(secrets.token_hex(32))
         host = local_address()
-        links = _C.RingLinks(topology.dp_rank, topology.dp, host, secret)
+        links = _C.RingLinks(topology.dp_rank, topology.dp, host, secret, f"replicas of stage {topology.pp_rank}")
         endpoints = groups.data.share(groups.data.gather((host, links.port)))
-        links.connect(endpoints[(topology.dp_rank + 1) % topology.dp], timeout)
+        with groups.world.progress.ending(links):
+            links.connect(endpoints[(topology.dp_rank + 1) % topology.dp], timeout)
     return _C.BucketSync(
         topology.dp_rank,
         topology.dp,
