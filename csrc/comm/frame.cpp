@@ -1,6 +1,5 @@
 #include "comm/frame.h"
 
-#include <algorithm>
 #include <cstring>
 #include <limits>
 #include <stdexcept>
@@ -108,8 +107,22 @@ Prefix read_prefix(Reader& reader) {
   return prefix;
 }
 
+void check_field(const char* name, std::uint64_t value, std::uint64_t least, std::uint64_t most) {
+  if (value >= least && value <= most) return;
+  throw ProtocolError("the header is damaged: its " + std::string(name) + " is " + std::to_string(value) +
+                      ", which must be " + std::to_string(least) + " to " + std::to_string(most));
+}
+
+constexpr std::uint64_t kMostIndex = std::numeric_limits<std::int32_t>::max();
+
+/// As an unsigned number; a negative one is beyond every bound.
+std::uint64_t widened(std::int32_t value) { return static_cast<std::uint64_t>(std::int64_t{value}); }
+
 TensorDesc read_desc(Reader& reader) {
   const auto prefix = get<TensorPrefix>(reader);
+  check_field("element size", prefix.element_bytes, 1, kMostElementBytes);
+  check_field("flag for gradients", prefix.requires_grad, 0, 1);
+  check_field("number of dimensions", prefix.dimensions, 0, kMostDimensions);
   TensorDesc desc{.dtype = prefix.dtype,
                   .element_bytes = prefix.element_bytes,
                   .requires_grad = prefix.requires_grad != 0,
@@ -136,8 +149,14 @@ bool write_frame(std::span<std::byte> frame, const core::Action& send, std::uint
   bool on_host = true;
   for (const Tensor& tensor : tensors) {
     const std::size_t bytes = checked_bytes(tensor);
-    if (tensor.desc.shape.size() > std::numeric_limits<std::uint8_t>::max()) {
-      throw std::invalid_argument("a tensor to send has more than 255 dimensions");
+    if (tensor.desc.shape.size() > kMostDimensions) {
+      throw std::invalid_argument("a tensor to send has " + std::to_string(tensor.desc.shape.size()) +
+                                  " dimensions, more than " + std::to_string(kMostDimensions));
+    }
+    if (tensor.desc.element_bytes > kMostElementBytes || bytes > kMostPayloadBytes - prefix.payload_bytes) {
+      throw std::invalid_argument("the tensors that leave a chunk have more than " + std::to_string(kMostPayloadBytes) +
+                                  " bytes, or elements of more than " + std::to_string(kMostElementBytes) +
+                                  "; use more micro-batches, or cut the model elsewhere");
     }
     prefix.payload_bytes += bytes;
     on_host = on_host && (bytes == 0 || tensor.buffer->host_data() != nullptr);
@@ -164,11 +183,23 @@ std::size_t used_bytes(std::span<const std::byte> start) {
 }
 
 Header read_frame(std::span<const std::byte> frame) {
-  Reader reader(frame.first(std::min(frame.size(), used_bytes(frame))));
+  const std::size_t used = used_bytes(frame);
+  if (used > frame.size()) {
+    throw ProtocolError("the header announces a frame of " + std::to_string(used) + " bytes, of which only " +
+                        std::to_string(frame.size()) + " are here");
+  }
+  Reader reader(frame.first(used));
   const Prefix prefix = read_prefix(reader);
   if (prefix.kind > static_cast<std::uint8_t>(core::Kind::kReduce)) {
     throw ProtocolError("the header names the unknown action kind " + std::to_string(prefix.kind));
   }
+  if (!core::is_send(static_cast<core::Kind>(prefix.kind))) {
+    throw ProtocolError("the header names the action kind " + std::to_string(prefix.kind) + ", which sends nothing");
+  }
+  check_field("flag for inline bytes", prefix.is_inline, 0, 1);
+  check_field("chunk", widened(prefix.chunk), 0, kMostIndex);
+  check_field("micro-batch", widened(prefix.micro_batch), 0, kMostIndex);
+  check_field("number of payload bytes", prefix.payload_bytes, 0, kMostPayloadBytes);
   Header header;
   header.send = {
       .chunk = prefix.chunk, .kind = static_cast<core::Kind>(prefix.kind), .micro_batch = prefix.micro_batch};

@@ -58,6 +58,10 @@ class Transport {
   /// without waiting for the receiver: the executor's thread then sends it itself instead of waking the lane.
   virtual bool sends_at_once(Channel) const { return false; }
 
+  /// Throws ProtocolError when there is no such tensor: a dtype that nobody knows, or whose elements have another size.
+  /// Asked before memory is reserved for what a peer announces.
+  virtual void check(const TensorDesc&) const {}
+
   /// Receive memory of desc.bytes() bytes on the rank's device. May later be reused for another desc of as
   /// many bytes.
   virtual std::shared_ptr<Buffer> allocate(const TensorDesc& desc) = 0;

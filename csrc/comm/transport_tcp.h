@@ -23,6 +23,7 @@ class TcpTransport final : public Transport {
   void send_message(Channel channel, int peer_stage, std::span<const std::byte> frame,
                     std::span<const Tensor> payload) override;
   bool sends_at_once(Channel channel) const override { return links_->has_room(channel); }
+  void check(const TensorDesc& desc) const override { memory_->check(desc); }
   std::shared_ptr<Buffer> allocate(const TensorDesc& desc) override;
   void abort(const std::string& reason) override;
 

@@ -23,6 +23,12 @@ int stress_runs(int normal, int under_tsan) {
   return kTsan ? under_tsan : normal;
 }
 
+int fuzz_runs(int normal) {
+  const char* const wanted = std::getenv("FOLD3D_FUZZ_RUNS");
+  if (wanted != nullptr) return std::atoi(wanted);
+  return kTsan ? normal / 50 : normal;
+}
+
 Deadline::Deadline(std::chrono::seconds limit, std::string what)
     : thread_([this, limit, what = std::move(what)] {
         std::unique_lock lock(mutex_);

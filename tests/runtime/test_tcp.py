@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import struct
 import threading
 import time
+import types
 from typing import Any
 
 import pytest
+import torch
 
 from fold3d import _C
+from fold3d.schedule import generate, lower
 
 SECRET = "s" * 64
 HOST = "127.0.0.1"
+SEND_F = 4  # as core::Kind has it
+FLOAT, BFLOAT16, QUINT8, NOTHING = 6, 15, 13, 200  # as c10::ScalarType has them, and not
 
 
 def test_a_refused_connection_says_so_and_where() -> None:
@@ -66,3 +72,66 @@ def test_who_gets_in(secret: str, job: str, connects: bool) -> None:
 def test_a_short_secret_is_refused() -> None:
     with pytest.raises(_C.CommError, match="needs at least 32"):
         _C.TcpLinks(0, 2, HOST, "short")
+
+
+# What arrives
+
+
+def frame(dtype: int, element_bytes: int, **changed: int) -> torch.Tensor:
+    """The head of a message, see csrc/comm/frame.cpp: two elements and their bytes."""
+    fields = {"kind": SEND_F, "is_inline": 1, "chunk": 0, "dimensions": 1} | changed
+    payload = bytes(2 * element_bytes)
+    tensor = struct.pack("=BBBB", dtype, element_bytes, 0, fields["dimensions"]) + struct.pack("=q", 2)
+    used = 32 + len(tensor) + len(payload)
+    prefix = struct.pack(
+        "=IHBBHHiiIQ",
+        0x46334431,
+        2,
+        fields["kind"],
+        fields["is_inline"],
+        1,
+        used,
+        fields["chunk"],
+        0,
+        1,
+        changed.get("payload_bytes", len(payload)),
+    )
+    return torch.frombuffer(bytearray(prefix + tensor + payload), dtype=torch.uint8)
+
+
+@pytest.mark.parametrize(
+    "head, error",
+    [
+        (frame(FLOAT, 4), ""),
+        (frame(BFLOAT16, 2), ""),
+        (frame(FLOAT, 2), "an element of Float has 4 bytes, not 2"),
+        (frame(BFLOAT16, 4), "an element of BFloat16 has 2 bytes, not 4"),
+        (frame(QUINT8, 1), "unknown dtype 13"),
+        (frame(NOTHING, 4), "unknown dtype 200"),
+        (frame(FLOAT, 0), "its element size is 0"),
+        (frame(FLOAT, 200), "its element size is 200, which must be 1 to 16"),
+        (frame(FLOAT, 4, dimensions=65), "its number of dimensions is 65"),
+        (frame(FLOAT, 4, is_inline=2), "its flag for inline bytes is 2"),
+        (frame(FLOAT, 4, is_inline=0, payload_bytes=1 << 40), "its number of payload bytes is 1099511627776"),
+        (frame(FLOAT, 4, chunk=-1), "its chunk is "),
+        (frame(FLOAT, 4, kind=0), "which sends nothing"),
+    ],
+)
+def test_a_damaged_message_is_refused(head: torch.Tensor, error: str) -> None:
+    """Before memory is reserved for it, or anything is read as what it is not."""
+    first, second = _C.TcpLinks(0, 2, HOST, SECRET), _C.TcpLinks(1, 2, HOST, SECRET)
+    assert connect_both(first, second, 30.0) == []
+    arrived: list[torch.Tensor] = []
+
+    def forward(micro_batch: int, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+        arrived.extend(inputs)
+        raise ZeroDivisionError("that is enough")
+
+    groups = dict.fromkeys(("forward", "forward_wrap", "backward", "backward_wrap"), "")
+    chunk = types.SimpleNamespace(forward=forward, reduce=None)
+    executor = _C.Executor([chunk], 1, 2, groups, torch.device("cpu"), 30.0, "stage 1", second)
+    first.send(head, True)
+    with pytest.raises(_C.CommError if error else ZeroDivisionError, match=error or "enough"):
+        executor.run(lower(generate("1f1b", pp=2, segments=1, micro_batches=1), reduce=False), 1, False)
+    assert [(list(t.shape), t.element_size()) for t in arrived] == ([] if error else [([2], int(head[33]))])
+    executor.close()
