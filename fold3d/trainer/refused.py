@@ -34,10 +34,6 @@ REFUSED: dict[str, tuple[Callable[[Any], bool], str]] = {
         "processes would choose different sizes; set per_device_train_batch_size and, for more memory, raise "
         "gradient_accumulation_steps or pp",
     ),
-    "enable_jit_checkpoint": (
-        bool,
-        "processes get the signal at different steps, and a checkpoint is written by all of them; set save_steps",
-    ),
     "save_on_each_node": (bool, "rank 0 writes the checkpoint of the whole model; use a folder all nodes see"),
     "ddp_find_unused_parameters": (lambda value: value is not None, _NO_DDP),
     "ddp_bucket_cap_mb": (lambda value: value is not None, _NO_DDP),

@@ -40,6 +40,7 @@ from fold3d.trainer.console import printing_lines
 from fold3d.trainer.device_flops import peak_flops
 from fold3d.trainer.evaluating import EvaluatingTrainer
 from fold3d.trainer.flushing import FlushCallback
+from fold3d.trainer.preemption import together
 from fold3d.trainer.reader import building_trainer
 from fold3d.trainer.throughput import Throughput
 
@@ -104,7 +105,9 @@ class Trainer(EvaluatingTrainer):
             optimizer_like=self._optimizer_like(),
         )
         self.accelerator.replicas = self.engine.world.data
-        self.callback_handler.callbacks.insert(0, FlushCallback(self.engine, self.callback_handler))
+        callbacks = self.callback_handler.callbacks
+        callbacks[:] = [together(callback, self.engine.world) for callback in callbacks]
+        callbacks.insert(0, FlushCallback(self.engine, self.callback_handler))
         if self._world is not None:  # the stock loop gathers over this group: no rank may wait there for ever
             limit = timedelta(seconds=args.parallel.timeout_seconds)
             dist.distributed_c10d._set_pg_timeout(limit, self._world)

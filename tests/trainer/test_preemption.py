@@ -1,0 +1,91 @@
+"""enable_jit_checkpoint: a signal makes all ranks save and stop after the same step, and nothing is lost."""
+
+from __future__ import annotations
+
+import os
+import signal
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+import transformers
+
+from tests.helpers.ranks import RankPool
+from tests.trainer.jobs import Job, Variant, assert_same, run_fold3d, run_stock
+
+ARGUMENTS = {"enable_jit_checkpoint": True, "save_strategy": "steps", "save_steps": 100}
+STEP = 2
+
+
+class Told(transformers.TrainerCallback):
+    """In the middle of a step, the last rank alone is asked to end."""
+
+    def __init__(self, *, by_signal: bool = False) -> None:
+        self.by_signal = by_signal
+        self.trainer: Any = None
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Before the step that makes `STEP` steps."""
+        if state.global_step != STEP - 1:
+            return
+        if self.by_signal:
+            self.manager.kill_wait = 0
+            os.kill(os.getpid(), signal.SIGTERM)
+        elif not dist.is_initialized() or dist.get_rank() == dist.get_world_size() - 1:
+            self.manager.is_checkpoint_requested = True
+
+    @property
+    def manager(self) -> Any:
+        """What waits for the signal."""
+        callbacks = self.trainer.callback_handler.callbacks
+        (manager,) = [one.jit_manager for one in callbacks if hasattr(one, "jit_manager")]
+        return manager
+
+
+class Preempted(Variant):
+    """Says after which step training ended."""
+
+    def __init__(self, *, by_signal: bool = False) -> None:
+        self.told = Told(by_signal=by_signal)
+
+    def trainer(self, base: type[Any]) -> type[Any]:
+        told = self.told
+
+        class Trainer(base):  # type: ignore[misc]
+            def __init__(self, *args: Any, **named: Any) -> None:
+                super().__init__(*args, **named)
+                told.trainer = self
+                self.add_callback(told)
+
+        return Trainer
+
+    def after(self, trainer: Any) -> int:
+        self.told.trainer = None
+        steps: int = trainer.state.global_step
+        return steps
+
+
+@pytest.mark.parametrize("layout", [{"pp": 2, "segments": 2}, {"dp": 2, "dp_sync": "zero1"}], ids=["pp", "dp"])
+def test_all_ranks_save_after_the_same_step(ranks: RankPool, tmp_path: Path, layout: dict[str, Any]) -> None:
+    job = Job(str(tmp_path / "told"), samples=40, variant=Preempted(), arguments=ARGUMENTS)
+    assert [one.extra for one in ranks.run(run_fold3d, 2, job, layout)] == [STEP, STEP]
+    folder = tmp_path / "told" / f"checkpoint-{STEP}"
+    assert [path.name for path in folder.parent.iterdir()] == [folder.name]
+
+    resumed = replace(job, folder=str(tmp_path / "again"), resume=str(folder), variant=Variant())
+    stock = run_stock(Job(str(tmp_path / "stock"), samples=40), replicas=layout.get("dp", 1))
+    ours = ranks.run(run_fold3d, 2, resumed, layout)[0]
+    assert ours.column("loss")[-2:] == pytest.approx(stock.column("loss")[-2:], rel=1e-6)
+    assert_same(replace(ours, logs=[], metrics={}), replace(stock, logs=[], metrics={}), 1e-10)
+
+
+def test_a_signal(tmp_path: Path) -> None:
+    """On one process it is the stock callback that saves: when the step begins that follows the signal."""
+    before = signal.getsignal(signal.SIGTERM)
+    arguments = ARGUMENTS | {"max_steps": 1000}
+    job = Job(str(tmp_path), variant=Preempted(by_signal=True), arguments=arguments)
+    steps = run_fold3d(job, {}).extra
+    assert STEP <= steps < 1000 and (tmp_path / f"checkpoint-{steps}").is_dir()
+    assert signal.getsignal(signal.SIGTERM) is before
