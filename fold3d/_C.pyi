@@ -141,6 +141,8 @@ class HostGate:
 
 # ---- csrc/bindings/bind_tcp_links.cpp ----
 
+def keep_from_children(descriptor: int, inode: int) -> None: ...
+
 class TcpLinks:
     def __init__(self, stage: int, num_stages: int, host: str, secret: str, job: str = "") -> None: ...
     @property

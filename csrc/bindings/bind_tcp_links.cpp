@@ -4,12 +4,14 @@
 #include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <cstdint>
 #include <memory>
 #include <span>
 #include <stdexcept>
 #include <string>
 #include <utility>
 
+#include "comm/fork_guard.h"
 #include "comm/tcp_links.h"
 
 namespace py = pybind11;
@@ -30,6 +32,9 @@ comm::Channel channel_of(bool forward) { return forward ? comm::Channel::kForwar
 }  // namespace
 
 void bind_tcp_links(py::module_& module) {
+  module.def("keep_from_children", py::overload_cast<int, std::uint64_t>(&comm::keep_from_children),
+             py::arg("descriptor"), py::arg("inode"),
+             "Processes forked from now on do not keep this socket; nothing happens once the descriptor is another's.");
   py::class_<comm::TcpLinks, std::shared_ptr<comm::TcpLinks>>(
       module, "TcpLinks", "The point-to-point links of one stage over TCP, for host memory.")
       .def(py::init<int, int, const std::string&, std::string, std::string>(), py::arg("stage"), py::arg("num_stages"),

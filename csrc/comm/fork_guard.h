@@ -1,5 +1,7 @@
 #pragma once
 
+#include <cstdint>
+
 namespace fold3d::comm {
 
 /// Forked children, such as the workers of a data loader, do not keep these descriptors: a connection whose owner was
@@ -10,5 +12,9 @@ void keep_from_children(int fd);
 
 /// Closes such a descriptor.
 void close_guarded(int fd);
+
+/// As keep_from_children(), for a socket of a library, which closes it whenever it likes: a child gives it up only if
+/// the descriptor is still the socket with this `inode`.
+void keep_from_children(int fd, std::uint64_t inode);
 
 }  // namespace fold3d::comm

@@ -11,6 +11,7 @@ from typing import Any
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
+from fold3d.runtime.forked import kept_from_children
 from fold3d.runtime.tcp import socket_interface
 
 _NAME = "fold3d_gloo"
@@ -26,7 +27,7 @@ def new_group(ranks: Sequence[int], timeout: timedelta, *, gloo: bool, nccl: boo
 
     Collective: all ranks of the default group call it, in the same order.
     """
-    with contextlib.nullcontext() if own_thread else _registered():
+    with kept_from_children(), contextlib.nullcontext() if own_thread else _registered():
         name = "gloo" if own_thread else _NAME
         both = f"cpu:{name},cuda:nccl"
         backend = both if gloo and nccl else name if gloo else "nccl"
@@ -57,7 +58,8 @@ def connect_few(name: str, place: int, size: int, timeout: timedelta) -> Any:
     options._threads = 1  # their calls come one after the other
     options.group_name = name
     store = PrefixStore(f"fold3d/{name}", dist.distributed_c10d._get_default_store())
-    return dist.ProcessGroupGloo(store, place, size, options)
+    with kept_from_children():
+        return dist.ProcessGroupGloo(store, place, size, options)
 
 
 def _make(settings: Any, _: object) -> Any:

@@ -4,6 +4,7 @@
 #include <poll.h>
 #include <signal.h>
 #include <sys/socket.h>
+#include <sys/stat.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -13,6 +14,7 @@
 #include <memory>
 #include <thread>
 
+#include "comm/fork_guard.h"
 #include "comm/tcp_socket.h"
 
 namespace fold3d::test {
@@ -87,6 +89,36 @@ TEST(Fork, AChildsOwnFilesAreSafeFromTheParentsObjects) {
   ::waitpid(child, &status, 0);
   EXPECT_EQ(status, 0);
   EXPECT_FALSE(other.ready(POLLIN, TcpSocket::Clock::now())) << "the child ended its parent's connection";
+}
+
+TEST(Fork, ALibrarysConnectionEndsWithItToo) {
+  const auto [near, far] = connection();
+  const TcpSocket peer(near);
+  struct stat found{};
+  ASSERT_EQ(::fstat(far, &found), 0);
+  comm::keep_from_children(far, found.st_ino);
+  const Sleeper worker;
+  ::close(far);
+  EXPECT_TRUE(peer.ready(POLLIN, TcpSocket::Clock::now() + 5s)) << "the child holds the connection";
+}
+
+TEST(Fork, WhatTookTheNumberOfALibrarysConnectionIsLeftAlone) {
+  const auto [near, far] = connection();
+  struct stat found{};
+  ASSERT_EQ(::fstat(far, &found), 0);
+  comm::keep_from_children(far, found.st_ino);
+  ::close(far);
+  const std::array<int, 2> others = connection();
+  ASSERT_EQ(others[0], far) << "numbers are given from below";
+  const pid_t child = ::fork();
+  if (child == 0) {
+    char byte = 7;
+    ::_exit(::write(others[0], &byte, 1) == 1 && ::read(others[1], &byte, 1) == 1 && byte == 7 ? 0 : 1);
+  }
+  int status = -1;
+  ::waitpid(child, &status, 0);
+  EXPECT_EQ(status, 0);
+  for (const int fd : {near, others[0], others[1]}) ::close(fd);
 }
 
 TEST(Fork, ForksWhileOthersConnect) {

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import socket
+import sys
 import time
 from typing import Any
 
@@ -21,6 +23,8 @@ from tests.helpers.ranks import RankPool
 
 PROMPT = 8.0
 """Seconds for something that takes none, on a machine whose cores are busy."""
+LATE = 20.0
+"""Seconds for what takes a few: the others look around for who failed, and call again where a call was refused."""
 STRANGERS = 200
 PLANNED = {"schedule": "1f1b", "comm_timeout": 100.0}
 """Links are made once, and nobody waits for less."""
@@ -105,21 +109,21 @@ def test_a_rank_that_breaks_while_connecting_ends_the_others(
 
 
 class Numbers(torch.utils.data.Dataset[torch.Tensor]):
+    """Whose later items take long: a worker that makes one does not look whether its parent lives."""
+
     def __len__(self) -> int:
         return 64
 
     def __getitem__(self, index: int) -> torch.Tensor:
+        time.sleep(0.0 if index == 0 else 2 * LATE)
         return torch.tensor(float(index))
 
 
-def train_with_workers(workers: int) -> None:
-    """Rank 1 is killed between two steps, while its data loader's workers live."""
-    engine, batch = engine_of({"pp": 2} | PLANNED)
+def train_with_workers(layout: dict[str, Any]) -> None:
+    """The last rank is killed between two steps, while its data loader's workers live."""
+    engine, batch = engine_of(PLANNED | layout)
     loader = torch.utils.data.DataLoader(
-        Numbers(),
-        num_workers=workers,
-        persistent_workers=workers > 0,
-        multiprocessing_context="fork" if workers else None,
+        Numbers(), num_workers=2, persistent_workers=True, multiprocessing_context="fork"
     )
     iterator = iter(loader)
     next(iterator)
@@ -131,14 +135,51 @@ def train_with_workers(workers: int) -> None:
             engine.step(batch)
         except RankError as error:
             say(f"noticed {time.monotonic()}")
-            raise SystemExit(str(error)) from None
+            sys.stderr.write(str(error))
+            sys.stderr.flush()
+            os._exit(1)  # or the workers would be waited for
 
 
 @pytest.mark.rotating
-@pytest.mark.parametrize("workers", [0, 2])
-def test_workers_do_not_keep_a_dead_ranks_connections(workers: int) -> None:
-    result = launch(train_with_workers, 2, workers, timeout=100)
+@pytest.mark.parametrize("layout", [{"pp": 2}, {"dp": 2, "dp_sync": "early"}], ids=["pp", "dp"])
+def test_workers_do_not_keep_a_dead_ranks_connections(layout: dict[str, Any]) -> None:
+    result = launch(train_with_workers, 2, layout, timeout=100)
     times = {line.split()[0]: float(line.split()[1]) for one in result for line in one.stdout.splitlines()}
     assert set(times) == {"killed", "noticed"}, result.report()
-    assert times["noticed"] - times["killed"] < PROMPT, result.report()
-    assert "rank 1 (replica 0, stage 1) " in result[0].stderr, result.report()
+    assert times["noticed"] - times["killed"] < LATE, result.report()
+    assert "rank 1 (replica " in result[0].stderr and "is dead or stopped" in result[0].stderr, result.report()
+
+
+# A rank that dies
+
+
+def dying(layout: dict[str, Any]) -> None:
+    """The last rank is killed when all others wait for it."""
+    for links in (_C.TcpLinks, _C.RingLinks):
+        links.connect = functools.partialmethod(_die_or, links.connect)  # type: ignore[method-assign,assignment]
+    try:
+        engine_of(PLANNED | layout)
+    except RankError as error:
+        say(f"noticed {time.monotonic()}")
+        raise SystemExit(str(error)) from None
+
+
+def _die_or(links: Any, connect: Any, *args: Any) -> None:
+    if dist.get_rank() == dist.get_world_size() - 1:
+        time.sleep(0.5)
+        say(f"killed {time.monotonic()}")
+        os.kill(os.getpid(), signal.SIGKILL)
+    connect(links, *args)
+
+
+@pytest.mark.rotating
+@pytest.mark.parametrize("layout", [{"pp": 3}, {"dp": 3, "dp_sync": "early"}], ids=["pp", "dp"])
+def test_a_rank_that_is_killed_while_connecting_ends_the_others(layout: dict[str, Any]) -> None:
+    result = launch(dying, 3, layout, timeout=100)
+    said = [line.split() for one in result for line in one.stdout.splitlines()]
+    killed = [float(when) for what, when in said if what == "killed"]
+    noticed = [float(when) for what, when in said if what == "noticed"]
+    assert len(killed) == 1 and len(noticed) == 2, result.report()
+    assert max(noticed) - killed[0] < LATE, result.report()
+    for one in result[:2]:
+        assert "rank 2 (replica " in one.stderr, result.report()
