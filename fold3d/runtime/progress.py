@@ -101,11 +101,14 @@ class Progress:
 
     @contextlib.contextmanager
     def ending(self, part: Any) -> Iterator[None]:
-        """`part.abort(message)` is called if the job fails while the body runs, or has failed before."""
+        """`part.abort(message)` is called if the job fails while the body runs, or has failed before, or the body does."""
         self._connecting.append(part)
         try:
             if self.aborted is not None:
                 part.abort(self.aborted)
             yield
+        except BaseException as error:
+            part.abort(str(error))  # its door is shut: others need not wait for this rank
+            raise
         finally:
             self._connecting.remove(part)

@@ -86,9 +86,9 @@ def breaking(part: str, layout: dict[str, Any]) -> tuple[str, float]:
     links.connect = connect
     start = time.monotonic()
     try:
-        engine_of(PLANNED | layout)
+        engine_of(layout)
         return "", 0.0
-    except RankError as error:
+    except (RankError, OSError) as error:
         return str(error), time.monotonic() - start
     finally:
         dist.barrier()
@@ -100,9 +100,16 @@ def test_a_rank_that_breaks_while_connecting_ends_the_others(
     ranks: RankPool, part: str, layout: dict[str, Any]
 ) -> None:
     """Long before comm_timeout, and with its own words."""
-    for error, seconds in ranks.run(breaking, 3, part, layout, timeout=90):
+    for error, seconds in ranks.run(breaking, 3, part, PLANNED | layout, timeout=90):
         assert "failed in building the engine: OSError: no route to host" in error
         assert seconds < PROMPT
+
+
+def test_a_rank_that_breaks_while_links_are_measured_ends_the_others(ranks: RankPool) -> None:
+    """Before there is an engine whose failure could be told: its door is shut."""
+    found = ranks.run(breaking, 2, "TcpLinks", {"pp": 2, "segments": "auto", "comm_timeout": 100.0}, timeout=90)
+    assert "could not connect to stage 1 at " in found[0][0], found
+    assert found[1][0] == "no route to host" and max(seconds for _, seconds in found) < LATE, found
 
 
 # Forked workers
