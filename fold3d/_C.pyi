@@ -130,7 +130,13 @@ class BlockForward:
     __wrapped__: Callable[..., Any]
     def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
-def block_forward(slot: PassageSlot, block: int, constant: int, otherwise: Callable[..., Any]) -> BlockForward: ...
+def block_forward(
+    slot: PassageSlot,
+    block: int,
+    constant: int,
+    otherwise: Callable[..., Any],
+    original: Callable[..., Any],
+) -> BlockForward: ...
 
 # ---- csrc/bindings/bind_gate.cpp ----
 

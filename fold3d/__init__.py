@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from fold3d.config import ParallelConfig
-from fold3d.errors import CheckpointError, ConfigError, Fold3dError, RankError, TraceError
+from fold3d.errors import CheckpointError, ConfigError, Fold3dError, MissingWeightsError, RankError, TraceError
 
 if TYPE_CHECKING:
     from fold3d.runtime.engine import Engine
@@ -18,6 +18,7 @@ __all__ = [
     "ConfigError",
     "Engine",
     "Fold3dError",
+    "MissingWeightsError",
     "ParallelConfig",
     "RankError",
     "SplitError",

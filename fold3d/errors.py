@@ -19,5 +19,9 @@ class CheckpointError(Fold3dError, ValueError, RuntimeError):
     """A checkpoint is missing, cut short or belongs to another model."""
 
 
+class MissingWeightsError(Fold3dError, RuntimeError):
+    """Somebody asked for the values of weights that lie in other processes; the message names the call to use."""
+
+
 class RankError(Fold3dError, RuntimeError):
     """A rank failed in a step: names the rank, the action it was in and the cause. Raised on every rank."""

@@ -12,12 +12,13 @@ namespace {
 
 /// A module's forward that returns what the chunk received if its block is to be skipped, and else calls a function of
 /// Python. A type of CPython's own, because a forward is called for every block in front of the chunk, which makes the
-/// call itself the cost.
+/// call itself the cost. Copies and pickles of the module have the forward that it had before.
 struct BlockForward {
   PyObject_HEAD;
   vectorcallfunc vectorcall;
   PyObject* slot_owner;
   PyObject* otherwise;
+  PyObject* original;
   PassageSlot* slot;
   std::uint64_t constant;
   int block;
@@ -33,7 +34,7 @@ PyObject* call(PyObject* self, PyObject* const* args, std::size_t count, PyObjec
   }
   try {
     const PassageSlot& slot = *forward->slot;
-    if (slot.passage != nullptr && slot.passage->skip(forward->block, forward->constant)) {
+    if (forward->block >= 0 && slot.passage != nullptr && slot.passage->skip(forward->block, forward->constant)) {
       return Py_NewRef(slot.received.ptr());
     }
   } catch (const std::exception& error) {
@@ -47,10 +48,12 @@ int traverse(PyObject* self, visitproc visit, void* arg) {
   Py_VISIT(Py_TYPE(self));
   Py_VISIT(of(self)->slot_owner);
   Py_VISIT(of(self)->otherwise);
+  Py_VISIT(of(self)->original);
   return 0;
 }
 
 int clear(PyObject* self) {
+  Py_CLEAR(of(self)->original);
   Py_CLEAR(of(self)->otherwise);  // between runs the slot refers to nothing
   return 0;
 }
@@ -58,6 +61,7 @@ int clear(PyObject* self) {
 void dealloc(PyObject* self) {
   PyTypeObject* const type = Py_TYPE(self);
   PyObject_GC_UnTrack(self);
+  Py_CLEAR(of(self)->original);
   Py_CLEAR(of(self)->otherwise);
   Py_CLEAR(of(self)->slot_owner);
   type->tp_free(self);
@@ -66,6 +70,18 @@ void dealloc(PyObject* self) {
 
 PyObject* itself(PyObject* self, PyObject*) { return Py_NewRef(self); }
 
+PyObject* copied(PyObject* self, PyObject* memo) {
+  PyObject* const module = PyImport_ImportModule("copy");
+  if (module == nullptr) return nullptr;
+  PyObject* const made = PyObject_CallMethod(module, "deepcopy", "OO", of(self)->original, memo);
+  Py_DECREF(module);
+  return made;
+}
+
+PyObject* reduced(PyObject* self, PyObject* protocol) {
+  return PyObject_CallMethod(of(self)->original, "__reduce_ex__", "O", protocol);
+}
+
 PyMemberDef members[] = {
     {"__vectorcalloffset__", T_PYSSIZET, offsetof(BlockForward, vectorcall), READONLY, nullptr},
     {"__wrapped__", T_OBJECT_EX, offsetof(BlockForward, otherwise), READONLY, "What is called for all other blocks."},
@@ -73,8 +89,9 @@ PyMemberDef members[] = {
 };
 
 PyMethodDef methods[] = {
-    {"__copy__", itself, METH_NOARGS, "Copies of modules share their functions."},
-    {"__deepcopy__", itself, METH_O, "Copies of modules share their functions."},
+    {"__copy__", itself, METH_NOARGS, "Shallow copies of modules share everything."},
+    {"__deepcopy__", copied, METH_O, "A copy of the forward from before, bound to the copy of the module."},
+    {"__reduce_ex__", reduced, METH_O, "The forward from before is pickled in its place."},
     {nullptr, nullptr, 0, nullptr},
 };
 
@@ -97,7 +114,7 @@ PyType_Spec spec = {
 };
 
 py::object block_forward(const py::handle& type, py::object slot, int block, std::uint64_t constant,
-                         py::function otherwise) {
+                         py::function otherwise, py::function original) {
   PassageSlot* const passages = &slot.cast<PassageSlot&>();
   auto* const made = reinterpret_cast<PyTypeObject*>(type.ptr());
   PyObject* const self = made->tp_alloc(made, 0);
@@ -107,6 +124,7 @@ py::object block_forward(const py::handle& type, py::object slot, int block, std
   forward->slot = passages;
   forward->slot_owner = slot.release().ptr();
   forward->otherwise = otherwise.release().ptr();
+  forward->original = original.release().ptr();
   forward->constant = constant;
   forward->block = block;
   return py::reinterpret_steal<py::object>(self);
@@ -137,12 +155,13 @@ void bind_block_forward(py::module_& module) {
   module.attr("BlockForward") = type;
   module.def(
       "block_forward",
-      [type](py::object slot, int block, std::uint64_t constant, py::function otherwise) {
-        return block_forward(type, std::move(slot), block, constant, std::move(otherwise));
+      [type](py::object slot, int block, std::uint64_t constant, py::function otherwise, py::function original) {
+        return block_forward(type, std::move(slot), block, constant, std::move(otherwise), std::move(original));
       },
-      py::arg("slot"), py::arg("block"), py::arg("constant"), py::arg("otherwise"),
-      "A forward for a module: while the slot's passage may skip `block`, it returns what the chunk received; else it "
-      "calls `otherwise`.");
+      py::arg("slot"), py::arg("block"), py::arg("constant"), py::arg("otherwise"), py::arg("original"),
+      "A forward for a module: while the slot's passage may skip `block` (never where that is negative), it returns "
+      "what "
+      "the chunk received; else it calls `otherwise`. Copies of the module get `original`, bound to them.");
 }
 
 }  // namespace fold3d::bindings

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch.nn import Parameter
+from torch.nn import Module, Parameter
 
 from fold3d.config import ParallelConfig
 from fold3d.errors import ConfigError, RankError
@@ -17,6 +17,7 @@ from fold3d.runtime.groups import Groups
 from fold3d.runtime.pipeline import Pipeline
 from fold3d.runtime.rank_model import RankModel
 from fold3d.runtime.supervised import Supervised
+from fold3d.runtime.turns import take_turn
 from fold3d.runtime.world_group import WorldGroup
 from fold3d.topology import Topology
 from fold3d.trace import Trace
@@ -25,6 +26,7 @@ from fold3d.trace import Trace
 class Built(Supervised):
     """The half of `Engine` that has the model recorded and cut when it is first needed."""
 
+    model: Module
     config: ParallelConfig
     topology: Topology
     device: torch.device
@@ -37,6 +39,20 @@ class Built(Supervised):
 
     def _build(self, example: Mapping[str, Any] | None, call: ModelCall | None = None) -> None:
         raise NotImplementedError
+
+    def _take_turn(self) -> None:
+        """Makes the model this engine's, which another one may have used since."""
+        if not take_turn(self, self.model) or self._pipeline is None:
+            return
+        if self._pipeline.dp_sync is not None:
+            self._pipeline.dp_sync.resume()
+
+    def rest(self) -> None:
+        """Another engine is about to use the model. Raises: ConfigError between `run` and the optimizer's step."""
+        if self._pipeline is not None and self._pipeline.dp_sync is not None:
+            self._pipeline.dp_sync.rest()
+        if self._cut is not None:
+            self._cut.split.remove()  # its next run puts back what it needs
 
     @property
     def is_built(self) -> bool:

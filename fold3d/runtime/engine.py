@@ -139,6 +139,7 @@ class Engine(Built):
             self.programs.training(config.micro_batches)  # a bad schedule ends here
 
     def _build(self, example: Mapping[str, Any] | None, call: ModelCall | None = None) -> None:
+        self._take_turn()
         error: Exception | None = None
         if self._records and example is not None and call is not None:
             try:
@@ -181,6 +182,7 @@ class Engine(Built):
         self._pipeline = Pipeline(
             cut, self.config, self.world, self.device, name, self.choice, planned if may_change else None
         )
+        weakref.finalize(self, cut.split.remove).atexit = False
         # Threads that outlive the interpreter abort the process: a script that never calls close() must end well.
         self._at_exit = weakref.finalize(self, self._pipeline.close)
         if self._pipeline.dp_sync is not None:
@@ -260,6 +262,7 @@ class Engine(Built):
         if not micro_batches:
             raise ValueError("run needs at least one micro-batch")
         cut, pipeline = self._built(micro_batches[0], loss_fn)
+        self._take_turn()
         key_step = self.step_index
         self.step_index += 1
         # Micro-batch i of replica d is number i * dp + d of the global batch, as a stock data loader deals them out.
@@ -333,6 +336,7 @@ class Engine(Built):
             fn: runs on every chunk; on all but the last one the model call inside does not return. Its result may be
                 any nesting of tensors and plain Python values.
         """
+        self._take_turn()
         _, pipeline = self._built(batch, fn)
         with self._failing_together("an evaluation"):
             return pipeline.evaluate(self.programs.evaluation(), batch, fn)

@@ -7,9 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from fold3d.trace.missing import MissingWeight
 from fold3d.trace.model_trace import Trace
-
-_RELEASED = "_fold3d_released"
 
 
 def owned_parameters(model: nn.Module, trace: Trace, ranges: Sequence[tuple[int, int]], chunk: int) -> list[str]:
@@ -37,21 +36,18 @@ def release(model: nn.Module, keep: set[str]) -> None:
     """Moves every parameter whose names are all outside `keep` to the meta device, in place, and frees its
     memory.
 
-    The model, its modules and all names stay; a released parameter has shape and dtype but no storage, no
-    gradient and requires_grad=False. Tied parameters stay tied. Buffers stay. The memory is free once nobody
-    else (an optimizer, for one) holds the old parameter.
+    The model, its modules and all names stay; a released parameter is a `MissingWeight`. Tied parameters stay tied,
+    buffers stay. The memory is free once nobody else (an optimizer, for one) holds the old parameter.
     """
     holders = parameter_holders(model)
     for parameter, names in holders:
-        if keep.isdisjoint(names) and not (parameter.is_meta and not parameter.requires_grad):
-            released = nn.Parameter(parameter.detach().to("meta"), requires_grad=False)
-            setattr(released, _RELEASED, True)
-            replace_parameter(model, names, released)
+        if keep.isdisjoint(names) and not isinstance(parameter, MissingWeight):
+            replace_parameter(model, names, MissingWeight(parameter, names[0]))
 
 
 def is_released(parameter: nn.Parameter) -> bool:
     """Returns whether `release` took the parameter's storage."""
-    return getattr(parameter, _RELEASED, False)
+    return isinstance(parameter, MissingWeight)
 
 
 def parameter_holders(model: nn.Module) -> list[tuple[nn.Parameter, list[str]]]:

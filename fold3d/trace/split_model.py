@@ -23,8 +23,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from fold3d._C import Passage, PassageSlot, block_forward, next_seed, reseed, seed_inside
-from fold3d.errors import TraceError
+from fold3d._C import BlockForward, Passage, PassageSlot, block_forward, next_seed, reseed, seed_inside
+from fold3d.errors import MissingWeightsError, TraceError
 from fold3d.trace import seeding
 from fold3d.trace.errors import SplitError
 from fold3d.trace.model_trace import Trace
@@ -87,10 +87,7 @@ class SplitModel:
         # checkpoint's frame: it must return the same when backward runs that code again.
         self._replaced: WeakKeyDictionary[Any, dict[str, Any]] = WeakKeyDictionary()
         self._undo: list[Callable[[], None]] = []
-        for index, name in enumerate(trace.blocks):
-            self._install(name, self._block_forward(index, name))
-        for name in dict.fromkeys((*trace.prologue, *trace.between, *trace.epilogue)):
-            self._install(name, self._outer_forward(name))
+        self.install()
 
     def run(
         self, chunk: int, call: Callable[[], Any], inputs: list[Tensor], key: tuple[int, int, int] | None
@@ -108,6 +105,8 @@ class SplitModel:
         """
         if self._run is not None:
             raise SplitError("a chunk is already running on this model: `run` must not be called from within `call`")
+        if not self._undo:  # another SplitModel took its turn
+            self.install()
         run = self._begin(chunk, inputs, key)
         result = None
         returned = False
@@ -120,7 +119,8 @@ class SplitModel:
             if leave.owner is not self:
                 raise
         except (RuntimeError, NotImplementedError) as error:
-            if "meta" not in str(error) or isinstance(error, SplitError):
+            of_missing = isinstance(error, MissingWeightsError) or "meta" in str(error)
+            if not of_missing or isinstance(error, SplitError):
                 raise
             raise SplitError(
                 f"chunk {chunk} (blocks {run.lo} to {run.hi - 1}) read a parameter that belongs to another "
@@ -144,8 +144,19 @@ class SplitModel:
             )
         return run.leaving, None
 
+    def install(self) -> None:
+        """Puts the instance forwards on the model, in the place of another SplitModel's."""
+        try:
+            for index, name in enumerate(self._trace.blocks):
+                self._install(name, self._block_forward(index, name))
+            for name in dict.fromkeys((*self._trace.prologue, *self._trace.between, *self._trace.epilogue)):
+                self._install(name, self._outer_forward(name))
+        except TraceError:
+            self.remove()
+            raise
+
     def remove(self) -> None:
-        """Takes the instance forwards off the model again."""
+        """Takes the instance forwards off the model again. The next `run` puts them back."""
         while self._undo:
             self._undo.pop()()
 
@@ -195,11 +206,11 @@ class SplitModel:
 
     # -- instance forwards --
 
-    def _block_forward(self, index: int, name: str) -> Callable[[nn.Module, Callable[..., Any]], Callable[..., Any]]:
+    def _block_forward(self, index: int, name: str) -> Callable[[nn.Module, Callable[..., Any]], BlockForward]:
         enter = seeding.constant_of(f"{name}:enter")
         leave = self._constants[index]
 
-        def make(module: nn.Module, original: Callable[..., Any]) -> Callable[..., Any]:
+        def make(module: nn.Module, original: Callable[..., Any]) -> BlockForward:
             execute = recomputed(module, original) if self._recompute else original
             # A skipped block returns what the chunk received, as long as all blocks return the like of it, and C++
             # skips it unless anything is unusual.
@@ -231,15 +242,15 @@ class SplitModel:
                     return self._leave(run, index, output)
                 return output
 
-            return forward if shape_only is not None else block_forward(self._slot, index, leave, forward)
+            return block_forward(self._slot, -1 if shape_only is not None else index, leave, forward, original)
 
         return make
 
-    def _outer_forward(self, name: str) -> Callable[[nn.Module, Callable[..., Any]], Callable[..., Any]]:
+    def _outer_forward(self, name: str) -> Callable[[nn.Module, Callable[..., Any]], BlockForward]:
         enter = seeding.constant_of(f"{name}:enter")
         leave = seeding.constant_of(f"{name}:leave")
 
-        def make(module: nn.Module, original: Callable[..., Any]) -> Callable[..., Any]:
+        def make(module: nn.Module, original: Callable[..., Any]) -> BlockForward:
             has_parameters = next(module.parameters(), None) is not None
             shape_only = ShapeOnly(name, module) if has_parameters else None
 
@@ -263,7 +274,7 @@ class SplitModel:
                     run.end_module(leave)
                 return output
 
-            return forward
+            return block_forward(self._slot, -1, leave, forward, original)
 
         return make
 
@@ -303,16 +314,24 @@ class SplitModel:
                 self._replaced.setdefault(frame, {})[name] = output
         return output
 
-    def _install(self, name: str, make: Callable[[nn.Module, Callable[..., Any]], Callable[..., Any]]) -> None:
+    def _install(self, name: str, make: Callable[[nn.Module, Callable[..., Any]], BlockForward]) -> None:
         module = self._model.get_submodule(name)
         own = vars(module).get("forward")  # an instance-level forward of somebody else
-        if own is not None and hasattr(unwrap(own), "fold3d_split"):
-            raise TraceError(f"module '{name}' is already split; call `remove()` of the other SplitModel first")
+        if isinstance(own, BlockForward):
+            own.__wrapped__.fold3d_split.remove()  # type: ignore[attr-defined]
+            own = vars(module).get("forward")
+        if own is not None and isinstance(unwrap(own, stop=lambda f: isinstance(f, BlockForward)), BlockForward):
+            raise TraceError(
+                f"module '{name}' is already split, and its forward was replaced since; take off what replaced it "
+                "before another engine uses the model"
+            )
         forward = make(module, module.forward)
-        unwrap(forward).fold3d_split = True
+        forward.__wrapped__.fold3d_split = self  # type: ignore[attr-defined]
         module.forward = forward
 
         def undo() -> None:
+            if vars(module).get("forward") is not forward:  # somebody put theirs around it
+                return
             if own is None:
                 del module.forward
             else:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fold3d._C import Passage, next_seed, reseed, seed_inside
+from fold3d._C import Passage, PassageSlot, block_forward, next_seed, reseed, seed_inside
 from fold3d.trace import seeding
 from fold3d.trace.recompute import recomputed
 from fold3d.trace.recorder import outer_modules
@@ -32,10 +32,15 @@ class WholeModel:
         self.generators = [torch.default_generator]
         self._device = next((p.device for p in model.parameters()), torch.device("cpu"))
         self._undo: list[Callable[[], None]] = []
+        self._model, self._blocks, self._recomputes = model, tuple(blocks), recompute
+        self._install()
+
+    def _install(self) -> None:
+        model, blocks = self._model, self._blocks
         outer = outer_modules(model, blocks) if blocks else []
         for name, module in [*((name, model.get_submodule(name)) for name in blocks), *outer]:
             self._seed_around(name, module, is_block=name in blocks)
-            if recompute and name in blocks:
+            if self._recomputes and name in blocks:
                 self._recompute(module)
 
     def run(
@@ -47,6 +52,8 @@ class WholeModel:
             key: (seed, step, global micro-batch) of the dropout masks; None: no reseeding (evaluation).
         Returns: an empty list and what `call` returned.
         """
+        if not self._undo:  # another engine took its turn
+            self._install()
         if key is None:
             return [], call()
         self.generators = seeding.generators_of(self._device)
@@ -58,13 +65,16 @@ class WholeModel:
             self.passage = self.begun = None
 
     def remove(self) -> None:
-        """Takes the hooks off the model again."""
+        """Takes the hooks off the model again. The next `run` puts them back."""
         while self._undo:
             self._undo.pop()()
 
     def _recompute(self, module: nn.Module) -> None:
         own = vars(module).get("forward")
-        module.forward = recomputed(module, module.forward)
+        original = module.forward
+        checkpointed: Any = recomputed(module, original)
+        checkpointed.fold3d_split = self
+        module.forward = block_forward(PassageSlot(), -1, 0, checkpointed, original)
 
         def undo() -> None:
             if own is None:

@@ -5,19 +5,20 @@ from __future__ import annotations
 import copy
 import gc
 import inspect
+import pickle
 import weakref
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import nn
 
 from fold3d._C import BlockForward, Passage, PassageSlot, block_forward
-from fold3d.trace import drop_wrappers
 
 
 def make(slot: PassageSlot, block: int = 0) -> BlockForward:
     """Returns one that otherwise tells its arguments."""
-    return block_forward(slot, block, 7, lambda *args, **kwargs: (args, kwargs))
+    return block_forward(slot, block, 7, lambda *args, **kwargs: (args, kwargs), print)
 
 
 def test_returns_what_was_received_where_the_block_is_skipped() -> None:
@@ -51,7 +52,7 @@ def test_an_exception_of_the_function_is_its_own() -> None:
         raise KeyError("here")
 
     with pytest.raises(KeyError, match="here"):
-        block_forward(PassageSlot(), 0, 0, fail)()
+        block_forward(PassageSlot(), 0, 0, fail, fail)()
 
 
 def test_the_slot_keeps_the_passage_until_the_end() -> None:
@@ -64,9 +65,9 @@ def test_the_slot_keeps_the_passage_until_the_end() -> None:
 
 def test_needs_a_slot_and_is_made_by_the_function_only() -> None:
     with pytest.raises(TypeError, match="incompatible"):
-        block_forward(None, 0, 0, print)  # type: ignore[arg-type]
+        block_forward(None, 0, 0, print, print)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="incompatible"):
-        block_forward(PassageSlot(), 0, 0, None)  # type: ignore[arg-type]
+        block_forward(PassageSlot(), 0, 0, None, print)  # type: ignore[arg-type]
     with pytest.raises(TypeError):
         BlockForward()
 
@@ -77,20 +78,27 @@ def test_shows_the_signature_of_the_function() -> None:
 
 def test_is_collected_with_the_module_that_it_belongs_to() -> None:
     module = nn.Linear(1, 1)
-    module.forward = block_forward(PassageSlot(), 0, 0, module.forward)
+    module.forward = block_forward(PassageSlot(), 0, 0, module.forward, module.forward)
     alive = weakref.ref(module)
     del module
     gc.collect()
     assert alive() is None
 
 
-def test_copies_of_a_module_share_it_until_it_is_dropped() -> None:
+@pytest.mark.parametrize("how", [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module))])
+def test_copies_of_a_module_run_themselves(how: Callable[[nn.Module], nn.Module]) -> None:
     module = nn.Linear(1, 1)
-    module.forward = block_forward(PassageSlot(), 0, 0, module.forward)
-    copied = copy.deepcopy(module)
-    assert copied.forward is module.forward is copy.copy(module.forward)
-    drop_wrappers(copied)
+    x = torch.ones(1, 1)
+    want = module(x)
+    module.forward = block_forward(PassageSlot(), 0, 0, lambda _: torch.zeros(1, 1), module.forward)
+    copied = how(module)
+    assert torch.equal(module(x), torch.zeros(1, 1)) and torch.equal(copied(x), want)
     with torch.no_grad():
         copied.weight += 1
-    x = torch.ones(1, 1)
-    assert not torch.equal(copied(x), module(x)), "the copy runs itself"
+    assert torch.equal(copied(x), want + 1) and not torch.equal(copied.weight, module.weight)
+
+
+def test_never_skips_with_a_negative_number() -> None:
+    slot = PassageSlot()
+    slot.begin(Passage(1, None, []), "received")
+    assert make(slot, -1)("x") == (("x",), {})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import functools
 from typing import Any
 
 import pytest
@@ -418,11 +418,26 @@ def test_overhead_of_a_block_is_a_few_microseconds() -> None:
     assert seconds((1, 2, 3)) < 40e-6  # about 6 us: two generators' states are filled
 
 
-def test_a_model_that_is_split_cannot_be_split_again() -> None:
+def test_two_take_turns_on_a_model() -> None:
+    model, batch = plain(), tokens()
+    recorded = record(model, batch)
+    want = model(**batch)["loss"]
+    first, second = SplitModel(model, recorded, [(0, 4)]), SplitModel(model, recorded, [(0, 4)])
+    for split in (first, second, second, first):
+        assert torch.equal(split.run(0, lambda: model(**batch)["loss"], [], (1, 2, 3))[1], want)
+    second.remove()  # it has nothing on the model
+    assert "forward" in vars(model.layers[0])
+    first.remove()
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_a_forward_that_was_replaced_since() -> None:
     from fold3d.errors import TraceError
 
     model = plain()
     recorded = record(model, tokens())
     SplitModel(model, recorded, HALVES)
-    with pytest.raises(TraceError, match="already split"), contextlib.ExitStack():
+    layer = model.layers[1]
+    layer.forward = functools.wraps(layer.forward)(lambda x: x)
+    with pytest.raises(TraceError, match="already split, and its forward was replaced since"):
         SplitModel(model, recorded, HALVES)

@@ -88,10 +88,14 @@ class Bucket:
                 yield Piece(name, parameter, index, start, stop, start - begin)
 
     def flatten_parameters(self) -> None:
-        """Moves the parameters into one flat tensor, so that an all-gather can write them in place."""
-        dtypes = {parameter.dtype for parameter in self.parameters}
-        assert len(dtypes) == 1, "a bucket holds parameters of one dtype"
-        self.weights = torch.zeros(self.gradients.numel(), dtype=dtypes.pop(), device=self.gradients.device)
+        """Moves the parameters into one flat tensor, so that an all-gather can write them in place.
+
+        Called again when they have other memory: they move back, and what holds parts of the flat tensor stays right.
+        """
+        if self.weights is None:
+            dtypes = {parameter.dtype for parameter in self.parameters}
+            assert len(dtypes) == 1, "a bucket holds parameters of one dtype"
+            self.weights = torch.zeros(self.gradients.numel(), dtype=dtypes.pop(), device=self.gradients.device)
         for start, parameter in zip(self._starts, self.parameters, strict=False):
             view = laid_out(self.weights[start : start + parameter.numel()], parameter)
             view.copy_(parameter.data)

@@ -198,6 +198,25 @@ class DpSync:
         except _C.CommError as error:
             logger.warning("the weights of the last step are incomplete: %s", error)
 
+    def rest(self) -> None:
+        """Another engine is about to use the model: weights become final, gradients are not ours.
+
+        Raises: ConfigError between `run` and the optimizer's step.
+        """
+        if self._begun:
+            raise ConfigError(
+                "another engine was about to use the model between this one's run and optimizer.step(); step first"
+            )
+        self.flush()
+        self._handover.listens = False
+
+    def resume(self) -> None:
+        """The model is ours again; what the other engine made of the weights is kept."""
+        self._handover.listens = True
+        for bucket in self.buckets:
+            if bucket.weights is not None and not all(bucket.holds(parameter) for parameter in bucket.parameters):
+                bucket.flatten_parameters()
+
     # The optimizer
 
     def attach(self, optimizer: Optimizer, *, parts: bool) -> None:

@@ -11,6 +11,24 @@ from torch.utils.hooks import RemovableHandle
 from fold3d.runtime.dp_sync.bucket import Bucket
 
 
+class Hook:
+    """A hook of ours on a module. Copies and pickles of the module have one that does nothing."""
+
+    def __init__(self, call: Callable[[], None]):
+        self._call = call
+
+    def __call__(self, *_: Any, **__: Any) -> None:
+        """Whatever the hook is given, it only waits."""
+        self._call()
+
+    def __reduce__(self) -> Any:
+        return Hook, (_nothing,)
+
+
+def _nothing() -> None:
+    """What a hook in a copy calls."""
+
+
 class Gates:
     """Which buckets are not up to date, and what must not run before they are."""
 
@@ -40,13 +58,14 @@ class Gates:
         ]
 
         # Whoever reads weights the usual way gets them whole; what is loaded is not stepped once more.
-        def before_state_dict(*_: Any) -> None:
+        def before_state_dict() -> None:
             if self._closed:
                 read()
 
+        hook = Hook(before_state_dict)
         for module in model.modules():
-            self._hooks.append(module.register_state_dict_pre_hook(before_state_dict))  # type: ignore[no-untyped-call]
-            self._hooks.append(module.register_load_state_dict_pre_hook(before_state_dict))  # type: ignore[no-untyped-call]
+            self._hooks.append(module.register_state_dict_pre_hook(hook))  # type: ignore[no-untyped-call]
+            self._hooks.append(module.register_load_state_dict_pre_hook(hook))  # type: ignore[no-untyped-call]
 
     def close(self, bucket: Bucket) -> None:
         """The bucket is about to change: nobody may read it before it is open again."""
@@ -75,12 +94,12 @@ class Gates:
                 self._open_bucket(bucket)
                 del self._closed[bucket.number]
 
-    def _hook(self, waiting: Sequence[Bucket]) -> Callable[[Module, Any], None]:
-        def before_forward(*_: Any) -> None:
+    def _hook(self, waiting: Sequence[Bucket]) -> Hook:
+        def before_forward() -> None:
             if self._closed:
                 self._open(waiting)
 
-        return before_forward
+        return Hook(before_forward)
 
     def remove(self) -> None:
         """Takes the hooks off the model."""

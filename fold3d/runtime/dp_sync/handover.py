@@ -40,6 +40,8 @@ class Handover:
         self._order: list[int] = []
         self._next = 0
         self._held = False
+        self.listens = True
+        """Whether gradients are this engine's: another one may be training the model."""
         self._hooks: list[RemovableHandle] = []
         for position, bucket in enumerate(self._buckets):
             for index, parameter in enumerate(bucket.parameters):
@@ -80,6 +82,8 @@ class Handover:
 
     def _hook(self, position: int, bucket: Bucket, index: int) -> Callable[[Parameter], None]:
         def accumulated(_: Parameter) -> None:
+            if not self.listens:
+                return
             if self._complete[position]:
                 self._refuse_late(bucket.names[index])
             if self._is_stale(bucket):

@@ -1,0 +1,88 @@
+"""MissingWeight: stands for a parameter whose values another rank has."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from fold3d.errors import MissingWeightsError
+
+_INSTEAD = (
+    'The whole model is saved by trainer.save_model() and returned by engine.state_dict()["model"]; every process must '
+    "call them"
+)
+
+
+class _Missing(Tensor):
+    """Shape and dtype are known and may be computed with; whoever asks for values is told where they are."""
+
+    weight: str
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        try:
+            with torch._C.DisableTorchFunctionSubclass():
+                result = func(*args, **(kwargs or {}))
+        except (RuntimeError, NotImplementedError, TypeError) as error:
+            if "meta" not in str(error).lower() or isinstance(error, MissingWeightsError):
+                raise
+            raise _refusal(_first_name((args, kwargs))) from error
+        return _named(result, _first_name((args, kwargs)))
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise _refusal(self.weight)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise _refusal(self.weight)
+
+
+class MissingTensor(_Missing):
+    """What was computed from a missing weight's shape."""
+
+
+class MissingWeight(_Missing, nn.Parameter):
+    """A parameter of the shape and dtype of `parameter`, without storage, gradient or values.
+
+    Attributes:
+        weight: its name in the model, for messages.
+        trainable: whether it is trained where it lies.
+    """
+
+    trainable: bool
+
+    def __new__(cls, parameter: nn.Parameter, name: str) -> MissingWeight:
+        made: MissingWeight = Tensor._make_subclass(cls, parameter.detach().to("meta"), False)
+        made.weight, made.trainable = name, parameter.requires_grad
+        return made
+
+    def __init__(self, parameter: nn.Parameter, name: str) -> None:
+        """`parameter` is only looked at."""
+
+
+def _named(result: Any, name: str) -> Any:
+    """Returns `result` with the tensors in it marked as missing."""
+
+    def mark(tensor: Tensor) -> Tensor:
+        if isinstance(tensor, _Missing) or not tensor.is_meta:
+            return tensor
+        marked = tensor.as_subclass(MissingTensor)
+        marked.weight = name
+        return marked
+
+    return mark(result) if isinstance(result, Tensor) else tree_map_only(Tensor, mark, result)
+
+
+def _first_name(value: Any) -> str:
+    names: list[str] = []
+    tree_map_only(_Missing, lambda tensor: names.append(tensor.weight), value)
+    return names[0] if names else "a weight"
+
+
+def _refusal(name: str) -> MissingWeightsError:
+    return MissingWeightsError(
+        f"{name} lies in another process, this one has its shape but no values, so it can neither compute with the "
+        f"whole model nor copy or save it. {_INSTEAD}"
+    )

@@ -1,0 +1,186 @@
+"""Copies of a model that an engine uses are models of their own; engines take turns on a model."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import io
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.swa_utils import AveragedModel
+
+from fold3d import ConfigError, Engine, MissingWeightsError, ParallelConfig
+from tests.helpers import data, models
+from tests.helpers.ranks import RankPool
+
+SGD = functools.partial(torch.optim.SGD, lr=0.1)
+Copy = Callable[[nn.Module], nn.Module]
+
+
+def saved(model: nn.Module) -> nn.Module:
+    """Writes the model with torch.save and reads it again."""
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    loaded: nn.Module = torch.load(file, weights_only=False)
+    return loaded
+
+
+def averaged(model: nn.Module) -> nn.Module:
+    """Returns what an average of weights begins with."""
+    module: nn.Module = AveragedModel(model).module
+    return module
+
+
+WAYS: dict[str, Copy] = {"deepcopy": copy.deepcopy, "torch.save": saved, "AveragedModel": averaged}
+
+
+def batch(rows: int) -> dict[str, torch.Tensor]:
+    """Returns `rows` samples."""
+    return data.batch(rows, 8)
+
+
+def compare(way: str, layout: dict[str, Any], on_meta: bool = False) -> list[float]:
+    """Trains a step, copies, changes the copy, trains on; returns losses of the original and of copies."""
+    device = "meta" if on_meta else "cpu"
+    model = models.build(models.gpt2_config(), dtype=torch.float64, device=device)
+    config = ParallelConfig(micro_batches=2, **layout)
+    engine = Engine(model, config, optimizer=SGD)
+    engine.step(batch(4))
+    if config.resolve_dp(engine.topology.world) > 1:
+        engine.flush()
+    copied = WAYS[way](model)
+    original = model(**batch(2)).loss.item()
+    first = copied(**batch(2)).loss.item()
+    with torch.no_grad():
+        for parameter in copied.parameters():
+            parameter.zero_()
+    zeroed = copied(**batch(2)).loss.item()
+    again = model(**batch(2)).loss.item()
+    copied.load_state_dict(model.state_dict())
+    engine.step(batch(4))
+    kept = copied(**batch(2)).loss.item()
+    Engine(copied, ParallelConfig(segments=2)).evaluate(batch(2)) if engine.topology.world == 1 else None
+    engine.close()
+    return [original, first, again, kept, zeroed]
+
+
+ONE = [{"segments": 1}, {"segments": 2}, {"segments": 4, "recompute": True}, {"segments": 1, "recompute": True}]
+
+
+@pytest.mark.parametrize("layout", ONE, ids=str)
+@pytest.mark.parametrize("way", WAYS)
+def test_on_one_process(way: str, layout: dict[str, Any]) -> None:
+    original, first, again, kept, zeroed = compare(way, layout)
+    assert original == first == again == kept
+    assert zeroed == pytest.approx(torch.tensor(64.0).log().item())
+
+
+@pytest.mark.parametrize("dp_sync", ["zero1", "early"])
+@pytest.mark.parametrize("way", WAYS)
+def test_on_replicas(ranks: RankPool, way: str, dp_sync: str) -> None:
+    layout = {"dp": 2, "segments": 2, "dp_sync": dp_sync, "bucket_bytes": 4096}
+    for original, first, again, kept, zeroed in ranks.run(compare, 2, way, layout):
+        assert original == first == again == kept
+        assert zeroed == pytest.approx(torch.tensor(64.0).log().item())
+
+
+def refused(way: str) -> str:
+    """Returns what copying a part of a model raises."""
+    engine = Engine(models.build(models.gpt2_config()), ParallelConfig(pp=2, segments=1, micro_batches=2))
+    try:
+        WAYS[way](engine.model)
+    except MissingWeightsError as error:
+        return str(error)
+    finally:
+        engine.close()
+    return "nothing"
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_part_of_a_model_is_not_copied(ranks: RankPool, way: str) -> None:
+    assert all("engine.state_dict()" in text for text in ranks.run(refused, 2, way))
+
+
+def take_turns(first: dict[str, Any], second: dict[str, Any], how: str) -> tuple[list[float], list[float]]:
+    """Trains and evaluates with two engines in turn, and with one alone; returns the losses of both."""
+    outcomes = []
+    for engines in (2, 1):
+        model = models.build(models.gpt2_config(dropout=0.1), dtype=torch.float64)
+        one = Engine(model, ParallelConfig(micro_batches=2, seed=3, **first), optimizer=SGD)
+        losses = [one.step(batch(4)).loss.item()]
+        other = one
+        if engines == 2:
+            other = Engine(model, ParallelConfig(micro_batches=2, seed=3, **second), optimizer=SGD)
+        losses.append(other.evaluate(batch(2)).item())
+        losses.append(one.step(batch(4)).loss.item())
+        if how == "both train":
+            other.step_index = one.step_index
+            losses.append(other.step(batch(4)).loss.item())
+            one.step_index = other.step_index
+            losses.append(one.step(batch(4)).loss.item())
+        losses.append(other.evaluate(batch(2)).item())
+        losses.append(one.evaluate(batch(2)).item())
+        one.close()
+        other.close()
+        assert not any("forward" in vars(module) for module in model.modules())
+        outcomes.append(losses)
+    return outcomes[0], outcomes[1]
+
+
+@pytest.mark.parametrize("how", ["one trains", "both train"])
+@pytest.mark.parametrize("second", ONE[1:], ids=str)
+@pytest.mark.parametrize("first", ONE[:3], ids=str)
+def test_engines_take_turns_on_one_process(first: dict[str, Any], second: dict[str, Any], how: str) -> None:
+    in_turn, alone = take_turns(first, second, how)
+    torch.testing.assert_close(in_turn, alone, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("how", ["one trains", "both train"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"pp": 2, "segments": 2},
+        {"dp": 2, "segments": 1, "dp_sync": "zero1", "bucket_bytes": 4096},
+        {"dp": 2, "segments": 1, "dp_sync": "early", "bucket_bytes": 4096},
+    ],
+    ids=str,
+)
+def test_engines_take_turns_on_two_processes(ranks: RankPool, layout: dict[str, Any], how: str) -> None:
+    for in_turn, alone in ranks.run(take_turns, 2, layout, layout, how):
+        torch.testing.assert_close(in_turn, alone, rtol=0, atol=1e-12)
+
+
+def test_an_engine_that_is_gone_leaves_the_model_free() -> None:
+    model = models.build(models.gpt2_config(), dtype=torch.float64)
+    losses = []
+    for segments in (1, 2, 2, 1):
+        engine = Engine(model, ParallelConfig(segments=segments))
+        losses.append(engine.evaluate(batch(2)).item())
+        del engine
+    assert len(set(losses)) == 1, losses
+
+
+def interrupt() -> str:
+    """Evaluates with another engine between run and step."""
+    model = models.build(models.gpt2_config())
+    config = ParallelConfig(dp=2, segments=1, micro_batches=2)
+    one, other = Engine(model, config, optimizer=SGD), None
+    one.run([batch(2), batch(2)], lambda module, rows: module(**rows).loss)
+    try:
+        other = Engine(model, config)
+    except ConfigError as error:
+        return str(error)
+    finally:
+        one.close()
+        if other is not None:
+            other.close()
+    return "nothing"
+
+
+def test_no_turn_between_run_and_step(ranks: RankPool) -> None:
+    assert all("between this one's run and optimizer.step()" in text for text in ranks.run(interrupt, 2))

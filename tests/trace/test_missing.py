@@ -1,0 +1,103 @@
+"""A weight of another rank: its shape may be asked for, its values may not."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.swa_utils import AveragedModel
+
+from fold3d.errors import MissingWeightsError
+from fold3d.trace import is_released, release
+from fold3d.trace.missing import MissingWeight
+from tests.helpers import models
+from tests.trace.zoo import tokens
+
+NAME = "transformer.h.2.mlp.c_fc.weight"
+
+
+@pytest.fixture
+def model() -> nn.Module:
+    """GPT-2, of which this process has all but two layers."""
+    model = models.build(models.gpt2_config())
+    release(model, {name for name, _ in model.named_parameters() if not name.startswith(("transformer.h.2", "x"))})
+    return model
+
+
+def weight(model: nn.Module) -> Any:
+    return model.get_parameter(NAME)
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        copy.deepcopy,
+        pickle.dumps,
+        lambda model: torch.save(model, io.BytesIO()),
+        lambda model: torch.save(model.state_dict(), io.BytesIO()),
+        lambda model: torch.save({"epoch": 1, "weights": [*model.state_dict().values()]}, io.BytesIO()),
+        AveragedModel,
+        lambda model: model.generate(tokens()["input_ids"], max_new_tokens=2),
+        lambda model: model(**tokens()),
+        lambda model: sum(p.norm() for p in model.parameters()).item(),
+        lambda model: sum(p.detach().pow(2).sum() for p in model.parameters()).item(),
+        lambda model: float(weight(model).abs().max()),
+        lambda model: weight(model).tolist(),
+        lambda model: weight(model).data.numpy(),
+        lambda model: weight(model).cpu(),
+        lambda model: weight(model).clone().cpu(),
+        lambda model: bool((weight(model) > 0).all()),
+        lambda model: torch.zeros(weight(model).shape) + weight(model),
+        lambda model: torch.zeros(weight(model).shape).copy_(weight(model)),
+        lambda model: torch.nn.utils.parameters_to_vector(model.parameters()),
+    ],
+)
+def test_values_are_refused(model: nn.Module, read: Callable[[nn.Module], Any]) -> None:
+    with pytest.raises(
+        MissingWeightsError, match=r"transformer\.h\.2.*in another process.*trainer\.save_model.*engine"
+    ):
+        read(model)
+
+
+def test_save_pretrained_is_refused_before_a_weight_is_written(model: nn.Module, tmp_path: Path) -> None:
+    with pytest.raises(MissingWeightsError, match="every process must call"):
+        model.save_pretrained(tmp_path)  # type: ignore[operator]
+    assert not list(tmp_path.glob("*.safetensors"))
+
+
+def test_what_needs_no_values_works(model: nn.Module) -> None:
+    parameter = weight(model)
+    assert isinstance(parameter, MissingWeight) and isinstance(parameter, nn.Parameter) and is_released(parameter)
+    assert parameter.shape == (16, 64) and parameter.dtype == torch.float32 and parameter.is_meta
+    assert parameter.numel() == 1024 and parameter.grad is None and not parameter.requires_grad and parameter.trainable
+    assert parameter.weight == NAME and parameter in set(model.parameters())
+    assert "MissingWeight" in repr(parameter)
+    assert model.num_parameters() > 1024  # type: ignore[operator]
+    assert torch.empty_like(parameter).shape == parameter.shape
+    model.double()
+    assert weight(model).dtype == torch.float64
+    with pytest.raises(MissingWeightsError):
+        weight(model).sum().item()
+
+
+@pytest.mark.filterwarnings("ignore:for transformer")
+def test_loading_the_whole_model_fills_what_is_here(model: nn.Module) -> None:
+    whole = models.build(models.gpt2_config(), seed=1).state_dict()
+    model.load_state_dict(whole)
+    here = model.get_parameter("transformer.h.1.mlp.c_fc.weight")
+    assert torch.equal(here, whole["transformer.h.1.mlp.c_fc.weight"]) and is_released(weight(model))
+
+
+def test_errors_that_are_not_about_values_stay_what_they_are(model: nn.Module) -> None:
+    with pytest.raises(RuntimeError) as error:
+        weight(model).reshape(3)
+    assert not isinstance(error.value, MissingWeightsError)
+    with pytest.raises(TypeError):
+        weight(model).sum(nonsense=1)
