@@ -101,7 +101,7 @@ class Progress:
 
     @contextlib.contextmanager
     def ending(self, part: Any) -> Iterator[None]:
-        """`part.abort(message)` is called if the job fails while the body runs, or has failed before, or the body does."""
+        """`part.abort(message)` is called if the job has failed, or fails while the body runs, or the body fails."""
         self._connecting.append(part)
         try:
             if self.aborted is not None:
