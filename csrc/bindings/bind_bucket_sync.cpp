@@ -5,6 +5,7 @@
 #include <memory>
 #include <utility>
 
+#include "bindings/signals.h"
 #include "comm/bucket_sync.h"
 #include "comm/credits.h"
 #include "comm/ring.h"
@@ -75,7 +76,8 @@ class PyBucketSync {
     auto reduce_stream = stream(Traffic::kReduce);
     auto gather_stream = stream(Traffic::kGather);
     sync_ = std::make_shared<comm::BucketSync>(
-        comm::BucketSync::Options{.timeout = milliseconds(timeout_seconds), .name = name, .size = size},
+        comm::BucketSync::Options{
+            .timeout = milliseconds(timeout_seconds), .name = name, .size = size, .while_waiting = &handle_signals},
         std::move(gate), std::move(reduce_stream), std::move(gather_stream));
   }
 
@@ -125,14 +127,14 @@ class PyBucketSync {
     return *sync_;
   }
 
-  /// The copy keeps it alive: another thread may close meanwhile.
+  /// It stays alive: another thread may close meanwhile.
   template <class Call>
   void without_gil(Call call) {
     sync();
     std::shared_ptr<comm::BucketSync> copy = sync_;
     const py::gil_scoped_release release;
-    call(*copy);
-    copy.reset();
+    const std::shared_ptr<comm::BucketSync> sync = std::move(copy);  // goes without the GIL, as in close()
+    call(*sync);
   }
 
   const c10::Device device_;

@@ -6,6 +6,7 @@
 #include <memory>
 #include <utility>
 
+#include "bindings/signals.h"
 #include "comm/communicator.h"
 #include "comm/errors.h"
 #include "comm/transport_tcp.h"
@@ -61,6 +62,7 @@ class PyExecutor {
       options.timeout = std::chrono::milliseconds(static_cast<std::int64_t>(timeout_seconds * 1000));
       options.name = name;
       options.hosts = hosts;
+      options.while_waiting = &handle_signals;
       std::unique_ptr<comm::Transport> transport =
           std::make_unique<runtime::C10dTransport>(names, stage, pp, py::cast<c10::Device>(device));
       if (links) transport = std::make_unique<comm::TcpTransport>(links, std::move(transport));
@@ -72,20 +74,19 @@ class PyExecutor {
   ~PyExecutor() { close(); }
 
   std::vector<at::Tensor> run(const core::Schedule& schedule, int stage, bool backward) {
-    // A copy keeps it alive: what runs in a chunk, such as a loss or a signal's handler, may close.
-    std::shared_ptr<runtime::Executor> executor = open_executor();
+    // It stays alive: what runs in a chunk, such as a loss or a signal's handler, may close.
+    std::shared_ptr<runtime::Executor> copy = open_executor();
     const py::gil_scoped_release release;
-    auto results = executor->run(schedule.shape, schedule.ranks.at(static_cast<std::size_t>(stage)), backward);
-    executor.reset();  // without the GIL, as in close()
-    return results;
+    const std::shared_ptr<runtime::Executor> executor = std::move(copy);  // goes without the GIL, as in close()
+    return executor->run(schedule.shape, schedule.ranks.at(static_cast<std::size_t>(stage)), backward);
   }
 
   void abort(const std::string& reason) {
-    // A copy keeps it alive: another thread may close while this one aborts.
-    std::shared_ptr<comm::Communicator> communicator = communicator_;
+    // It stays alive: another thread may close while this one aborts.
+    std::shared_ptr<comm::Communicator> copy = communicator_;
     const py::gil_scoped_release release;
+    const std::shared_ptr<comm::Communicator> communicator = std::move(copy);  // goes without the GIL, as in close()
     if (communicator) communicator->abort(reason);
-    communicator.reset();  // without the GIL, as in close()
   }
 
   std::string current_action() const { return executor_ ? executor_->current_action() : ""; }

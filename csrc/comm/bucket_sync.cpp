@@ -4,6 +4,7 @@
 #include <stdexcept>
 #include <utility>
 
+#include "comm/clock.h"
 #include "comm/errors.h"
 
 namespace fold3d::comm {
@@ -150,9 +151,20 @@ bool BucketSync::is_gathered(int number) {
 
 template <class Done>
 void BucketSync::wait(const std::string& what, Traffic traffic, Done done) {
-  const auto deadline = std::chrono::steady_clock::now() + options_.timeout;
+  using Clock = std::chrono::steady_clock;
+  const auto deadline = Clock::now() + options_.timeout;
   std::unique_lock lock(mutex_);
-  const bool ended = changed_.wait_until(lock, deadline, [&] { return failure_.is_set() || done(); });
+  const auto look = [&] {
+    return changed_.wait_until(lock, std::min(deadline, Clock::now() + kLook),
+                               [&] { return failure_.is_set() || done(); });
+  };
+  bool ended = look();
+  while (!ended && Clock::now() < deadline) {
+    lock.unlock();
+    if (options_.while_waiting) options_.while_waiting();
+    lock.lock();
+    ended = look();
+  }
   if (ended && !failure_.is_set()) return;
   if (!failure_.is_set()) {
     const std::string text = options_.name + ": the " + what + " was not done after " + seconds(options_.timeout) +

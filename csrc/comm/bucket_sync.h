@@ -4,6 +4,7 @@
 #include <condition_variable>
 #include <cstdint>
 #include <deque>
+#include <functional>
 #include <limits>
 #include <memory>
 #include <mutex>
@@ -35,6 +36,7 @@ class BucketSync final : private CollectiveStream::Listener {
     std::chrono::milliseconds timeout{300'000};  ///< longest blocking wait (setting comm_timeout), > 0
     std::string name = "this rank";              ///< how errors call it
     int size = 2;                                ///< replicas of the stage
+    std::function<void()> while_waiting = {};    ///< called by who waits, every kLook; what it throws ends the wait
   };
 
   /// Starts the streams. `gate` is opened when the streams fail.

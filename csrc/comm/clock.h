@@ -5,6 +5,9 @@
 
 namespace fold3d::comm {
 
+/// How often a long wait looks whether its thread is wanted elsewhere, as by a signal.
+inline constexpr std::chrono::milliseconds kLook{100};
+
 /// The clock of every record and deadline, in nanoseconds.
 inline std::int64_t now_ns() {
   using std::chrono::steady_clock;

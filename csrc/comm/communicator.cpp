@@ -4,6 +4,7 @@
 #include <stdexcept>
 #include <utility>
 
+#include "comm/clock.h"
 #include "comm/errors.h"
 #include "comm/frame.h"
 #include "comm/links.h"
@@ -165,7 +166,12 @@ void Communicator::send(const core::Action& send, Tensors tensors) {
 }
 
 void Communicator::wait_done(LaneId id, std::size_t count, const core::Action& action) {
-  const Lane::Outcome outcome = line(id).lane->wait(count, Lane::Clock::now() + options_.timeout);
+  const Lane::Clock::time_point deadline = Lane::Clock::now() + options_.timeout;
+  Lane::Outcome outcome = line(id).lane->wait(count, std::min(deadline, Lane::Clock::now() + kLook));
+  while (outcome == Lane::Outcome::kTimeout && Lane::Clock::now() < deadline) {
+    if (options_.while_waiting) options_.while_waiting();
+    outcome = line(id).lane->wait(count, std::min(deadline, Lane::Clock::now() + kLook));
+  }
   if (outcome == Lane::Outcome::kTimeout) {
     fail(Failure::Kind::kTimeout,
          name_ + " waited " + seconds(options_.timeout) + " for " + describe(action) +

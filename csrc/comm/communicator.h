@@ -4,6 +4,7 @@
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -30,6 +31,7 @@ struct Options {
   int receive_ahead = 4;                       ///< messages a receive lane may run beyond the program counter, >= 0
   std::string name = {};                       ///< how errors call this rank; empty: "stage S"
   core::Hosts hosts = {};                      ///< of each stage
+  std::function<void()> while_waiting = {};    ///< called by who waits, every kLook; what it throws ends the wait
 };
 
 /// Owns the pipeline messages of one rank: four lanes (send and receive of each direction), each a thread with

@@ -101,6 +101,8 @@ void C10dTransport::check(const comm::TensorDesc& desc) const {
 }
 
 std::shared_ptr<comm::Buffer> C10dTransport::allocate(const comm::TensorDesc& desc) {
+  // Freed memory is given to whoever allocates on the same stream next: to those that come after its last readers.
+  const c10::StreamGuard guard(compute_stream_);
   const auto options = at::TensorOptions().device(device_).dtype(at::kByte);
   return std::make_shared<TensorBuffer>(at::empty({static_cast<std::int64_t>(desc.bytes())}, options));
 }

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from fold3d import _C
+from fold3d.runtime.interrupt import EXIT_STATUS, is_interruption
 from fold3d.runtime.progress import Progress, Report
 from fold3d.topology import Topology
 
@@ -35,6 +36,8 @@ _PAUSE_SECONDS = 2.0
 """A thread of ours that slept this much longer than asked was itself stopped, or held up by the store."""
 _GRACE_SECONDS = 5.0
 """How long a rank may stay in a blocking call once the job has failed."""
+_GRACE_AFTER_INTERRUPT_SECONDS = 1.0
+"""The same once somebody pressed Ctrl-C."""
 _UNINTERRUPTIBLE = ("torch.distributed", "fold3d.checkpoint")
 """Modules whose blocking calls nothing ends but their own time limit, which may be an hour."""
 
@@ -238,6 +241,8 @@ class FailureBoard:
             place = (id(frame), frame.f_lasti) if frame is not None and module.startswith(_UNINTERRUPTIBLE) else None
             if place is None or place != blocked:
                 blocked, since = place, now
+            elif is_interruption(self._message) and now - since > _GRACE_AFTER_INTERRUPT_SECONDS:
+                self._end_process_quietly()
             elif now - since > _GRACE_SECONDS:
                 self._end_process("".join(traceback.format_stack(frame)))
 
@@ -270,6 +275,11 @@ class FailureBoard:
         )
         sys.stderr.flush()
         os._exit(1)
+
+    def _end_process_quietly(self) -> None:
+        sys.stderr.write(f"fold3d: {self._topology.describe(self._topology.rank)} stops: {self._message}\n")
+        sys.stderr.flush()
+        os._exit(EXIT_STATUS)
 
 
 def is_communication_error(error: BaseException) -> bool:

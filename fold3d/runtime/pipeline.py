@@ -27,6 +27,7 @@ from fold3d.runtime.dp_sync.layout import bucket_layout
 from fold3d.runtime.dp_sync.plan import SyncPlan
 from fold3d.runtime.failure import FailureBoard, is_communication_error
 from fold3d.runtime.groups import Groups
+from fold3d.runtime.interrupt import INTERRUPTED, end_with_a_line, swallow_repeats
 from fold3d.runtime.loss import one_number
 from fold3d.runtime.progress import Report
 from fold3d.runtime.rank_model import RankModel
@@ -88,6 +89,7 @@ class Pipeline:
         self._board: FailureBoard | None = None
         if topology.world > 1:
             store = dist.distributed_c10d._get_default_store()
+            end_with_a_line(self._name)
             self._board = FailureBoard(store, name, topology, config.timeout_seconds, self.progress)
         with self.progress.during("building the engine", meets=True):
             try:
@@ -151,6 +153,11 @@ class Pipeline:
         )
         self.dp_sync = DpSync(cut, topology, self.groups, sync, plan, self.progress)
         self.progress.dp_sync = self.dp_sync
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether there is no other rank: a step that failed then leaves nobody in the middle of it."""
+        return self._board is None
 
     @property
     def groups(self) -> Groups:
@@ -297,6 +304,8 @@ class Pipeline:
         """Ends communication, tells the other ranks, returns the message that every rank raises."""
         if self._board is None:
             return self._own_message(error)
+        if isinstance(error, KeyboardInterrupt):
+            swallow_repeats()
         message = self._board.cause(0)
         if message is None:
             message = self._diagnose(error) if is_communication_error(error) else self._own_message(error)
@@ -310,6 +319,8 @@ class Pipeline:
         return None if self._board is None else self._board.cause(0)
 
     def _own_message(self, error: BaseException) -> str:
+        if isinstance(error, KeyboardInterrupt):
+            return f"{self._name} {INTERRUPTED} {self.progress.report().where()}"
         return f"{self._name} failed {self.progress.report().where()}: {type(error).__name__}: {error}"
 
     def _diagnose(self, error: BaseException) -> str:

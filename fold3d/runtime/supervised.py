@@ -11,7 +11,7 @@ from fold3d.runtime.pipeline import Pipeline
 
 
 class Supervised:
-    """Tells the other ranks of failures, and stops for theirs."""
+    """Tells the other ranks of failures, and stops for theirs. A rank that is alone goes on after a failure."""
 
     _pipeline: Pipeline | None
     _failure: str | None
@@ -33,8 +33,8 @@ class Supervised:
                 raise
             except BaseException as error:
                 pipeline = self._pipeline
-                if pipeline is None:  # ended, or not built: who waits for this rank in building sees it go
-                    raise
+                if pipeline is None or pipeline.is_alone:
+                    raise  # ended, or not built (who waits for this rank in building sees it go), or nobody is there
                 if self._failure is None:
                     self._failure = pipeline.fail(error)
                 if isinstance(error, Exception) and is_communication_error(error):
@@ -55,10 +55,12 @@ class Supervised:
                     if not isinstance(error, Exception):
                         raise
                     raise _closed_in(doing) from error
-                self._failure = self._pipeline.fail(error)
+                message = self._pipeline.fail(error)
+                if not self._pipeline.is_alone:
+                    self._failure = message
                 if not isinstance(error, Exception):
                     raise
-                raise RankError(self._failure) from error
+                raise RankError(message) from error
             else:
                 if self._is_closed:
                     raise _closed_in(doing)

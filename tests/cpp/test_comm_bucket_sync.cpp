@@ -167,6 +167,27 @@ TEST(BucketSync, RecordsTellEachCollectiveOnce) {
   });
 }
 
+TEST(BucketSync, AWaitLooksMeanwhileWhetherItIsWantedElsewhere) {  // as by Ctrl-C
+  struct Interrupted {};
+  comm::RingLoopback loop({.size = 2});
+  auto gate = std::make_shared<HostGate>();
+  const auto ring = [&](HostGate::Traffic traffic) {
+    return std::make_unique<comm::Ring>(comm::Ring::Options{.rank = 0, .size = 2, .traffic = traffic},
+                                        loop.link(0, traffic), gate, std::make_shared<comm::Credits>(0));
+  };
+  int looks = 0;
+  const auto interrupt = [&looks] {
+    if (++looks == 2) throw Interrupted();
+  };
+  BucketSync sync({.timeout = 60s, .name = "r", .size = 2, .while_waiting = interrupt}, gate,
+                  ring(HostGate::Traffic::kReduce), ring(HostGate::Traffic::kGather));
+  const TestBucket<float> bucket(0, contents<float>(0, 0, 1, 8));
+  sync.begin(1, {});
+  sync.reduce(bucket.collective());  // the other replica does not come
+  EXPECT_THROW(sync.wait_reduced(0), Interrupted);
+  EXPECT_EQ(looks, 2);
+}
+
 TEST(BucketSync, RefusesWhatContradictsThePlan) {
   expect_clean({.size = 2}, [](int rank, BucketSync& sync) {
     const TestBucket<float> bucket(0, contents<float>(rank, 0, 1, 8));

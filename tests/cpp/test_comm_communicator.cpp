@@ -147,6 +147,20 @@ TEST(Waits, TimeoutNamesWhatAndHowLongAndTheSetting) {
   EXPECT_EQ(error_of<comm::TimeoutError>([&] { communicator.begin({}); }), text);
 }
 
+TEST(Waits, LookMeanwhileWhetherTheyAreWantedElsewhere) {  // as by Ctrl-C
+  struct Interrupted {};
+  comm::Loopback loopback({.pp = 2});
+  comm::Options options = options_for(2, 1);
+  int looks = 0;
+  options.while_waiting = [&looks] {
+    if (++looks == 3) throw Interrupted();
+  };
+  Communicator receiver(loopback.connect(1), options);
+  receiver.begin(program({"1RECV_F0", "1SEND_B0"}));
+  EXPECT_THROW(receiver.wait(parse_action("1RECV_F0")), Interrupted);
+  EXPECT_EQ(looks, 3);
+}
+
 TEST(Waits, FinishTimesOutWhenNobodyReceives) {
   comm::Loopback loopback({.pp = 2});
   Communicator communicator(loopback.connect(0), options_for(2, 0, 20ms));

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,8 @@ from fold3d.errors import RankError
 
 TIMEOUT = 4.0
 """comm_timeout of the jobs, seconds."""
+PRESSED_AFTER = 1.0
+"""Seconds from the beginning of the step until all ranks get Ctrl-C."""
 BLOCKS = 8
 MICRO_BATCHES = 4
 
@@ -30,7 +33,10 @@ def say(line: str) -> None:
 
 @dataclass
 class Trap:
-    """Springs once: on `rank`, at `place` of step `step` (from 1), the second time it is reached where it is often."""
+    """Springs once: on `rank`, at `place` of step `step` (from 1), the second time it is reached where it is often.
+
+    `what`: "raise", "sleep", the name of a signal, or "Ctrl-C": it sleeps, and all ranks get SIGINT meanwhile.
+    """
 
     rank: int
     place: str
@@ -51,7 +57,7 @@ class Trap:
         say(f"trap {self.sprang}")
         if self.what == "raise":
             raise ZeroDivisionError(f"broken in {place}")
-        if self.what == "sleep":
+        if self.what in ("sleep", "Ctrl-C"):
             time.sleep(2 * TIMEOUT)
         else:
             os.kill(os.getpid(), getattr(signal, self.what))
@@ -136,11 +142,15 @@ def train(
     """
     global trap
     trap = Trap(**trap_settings)
+    if trap.what in ("SIGINT", "Ctrl-C"):
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell has it ignored in the background
     engine, batch = engine_of(layout, width=width)
     for parameter in engine.owned.values():
         parameter.register_post_accumulate_grad_hook(_hook)
     for step in range(1, steps + 1):
         trap.now = step
+        if trap.what == "Ctrl-C" and step == trap.step:
+            threading.Timer(PRESSED_AFTER, os.kill, (os.getpid(), signal.SIGINT)).start()
         trap.visit("outside")
         if trap.place == "loss":
             engine.run([{name: t[i::MICRO_BATCHES] for name, t in batch.items()} for i in range(MICRO_BATCHES)], _loss)
