@@ -13,6 +13,7 @@ from fold3d.errors import ConfigError, RankError
 from fold3d.runtime import state
 from fold3d.runtime.chunk import ModelCall
 from fold3d.runtime.device import rng_untouched
+from fold3d.runtime.failure import is_communication_error
 from fold3d.runtime.groups import Groups
 from fold3d.runtime.pipeline import Pipeline
 from fold3d.runtime.rank_model import RankModel
@@ -53,6 +54,24 @@ class Built(Supervised):
             self._pipeline.dp_sync.rest()
         if self._cut is not None:
             self._cut.split.remove()  # its next run puts back what it needs
+
+    def meet(self, call: str) -> None:
+        """Waits until every rank has come to the same `call`, such as "trainer.save_model()".
+
+        Raises: RankError that names the call when a rank does not come within comm_timeout, or comes to another one.
+        """
+        if self.topology.world == 1:
+            return
+        self._built()
+        with self._failing_together(f"{call}, which every process must call"):
+            try:
+                self.world.decide(call, _same_call, timeout=self.config.timeout_seconds)
+            except RankError:
+                raise
+            except Exception as error:
+                if not is_communication_error(error):
+                    raise
+                raise ConnectionError(f"every process must call {call}, and not all of them did: {error}") from error
 
     @property
     def is_built(self) -> bool:
@@ -111,3 +130,9 @@ class Built(Supervised):
         """The groups of this rank: `data`, the replicas of its stage; `pipeline`, the stages of its replica, a process
         group of torch's (None where there is one stage)."""
         return self._built()[1].groups
+
+
+def _same_call(calls: list[str]) -> None:
+    other = next((rank for rank, call in enumerate(calls) if call != calls[0]), None)
+    if other is not None:
+        raise RankError(f"every process must call {calls[0]}, but rank {other} calls {calls[other]}")

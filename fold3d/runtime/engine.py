@@ -407,6 +407,7 @@ class Engine(Built):
 
         The same on every rank, on the CPU, independent of dp, pp and segments.
         """
+        self.meet("engine.state_dict()")
         cut, pipeline = self._built()
         with self._failing_together("gathering the state"), self.whole_optimizer_state():
             return {

@@ -37,6 +37,12 @@ class EvaluatingTrainer(CheckpointingTrainer):
             self._label_count = None
         return loss, logits, labels
 
+    def evaluate(self, *args: Any, **named: Any) -> Any:
+        """Evaluates; the same arguments and result as the stock Trainer's. Every process calls."""
+        if self.engine.is_built:
+            self.engine.meet("trainer.evaluate()")
+        return super().evaluate(*args, **named)
+
     def evaluation_loop(self, *args: Any, **named: Any) -> Any:
         """Runs the stock evaluation loop."""
         with self.engine.supervise("evaluating"):
@@ -45,7 +51,9 @@ class EvaluatingTrainer(CheckpointingTrainer):
         return output
 
     def predict(self, *args: Any, **named: Any) -> Any:
-        """Predicts; the same arguments and result as the stock Trainer's."""
+        """Predicts; the same arguments and result as the stock Trainer's. Every process calls."""
+        if self.engine.is_built:
+            self.engine.meet("trainer.predict()")
         output = super().predict(*args, **named)
         self._correct_speed(output.metrics)
         return output

@@ -67,6 +67,8 @@ class CheckpointingTrainer(transformers.Trainer):
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Saves weights, configuration and processing class so that `from_pretrained` loads them; all ranks call."""
         output_dir = output_dir or str(self.args.output_dir)
+        if not _internal_call:
+            self.engine.meet("trainer.save_model()")
         self.engine.flush()
         with self.engine.supervise("saving the model"), self._together(f"saving the model to {output_dir}"):
             # A checkpoint keeps the tensors as they are in memory: any run can resume from it, and from_pretrained

@@ -198,7 +198,12 @@ class Trainer(EvaluatingTrainer):
 
     def _use_engine(self) -> None:
         """The model has been cut: the optimizer keeps this rank's parameters, and what is to be loaded is."""
-        self._trainable = {name for name, parameter in self._before.items() if parameter.requires_grad}
+        self._trainable = {
+            # Of weights in other processes the engine before knows.
+            name
+            for name, parameter in self._before.items()
+            if getattr(parameter, "trainable", parameter.requires_grad)
+        }
         names = {id(parameter): name for name, parameter in self._before.items()}
         self._before = {}  # the memory of parameters of other ranks is free
         if self.optimizer is not None:
