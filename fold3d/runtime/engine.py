@@ -27,7 +27,9 @@ from fold3d.runtime.batch import MicroBatch, split_batch
 from fold3d.runtime.built import Built
 from fold3d.runtime.chunk import ModelCall
 from fold3d.runtime.device import default_device, make_current, rng_untouched
+from fold3d.runtime.engine_arguments import check_arguments
 from fold3d.runtime.loss_scaler import LossScaler
+from fold3d.runtime.optimizer_hooks import OptimizerHooks
 from fold3d.runtime.pipeline import Pipeline
 from fold3d.runtime.rank_model import RankModel, arguments_of, record
 from fold3d.runtime.step_output import StepOutput
@@ -81,18 +83,7 @@ class Engine(Built):
         device: torch.device | None = None,
         optimizer_like: Callable[[list[Parameter]], Optimizer] | None = None,
     ):
-        if max_grad_norm is not None and not max_grad_norm > 0:
-            raise ConfigError(f"max_grad_norm={max_grad_norm}: must be positive; leave it None for no clipping")
-        if optimizer is not None and not callable(optimizer):
-            raise ConfigError(
-                f"optimizer is a {type(optimizer).__name__} object, made before the model is cut; pass what makes it, "
-                "such as functools.partial(torch.optim.AdamW, lr=1e-3)"
-            )
-        if isinstance(autocast, AbstractContextManager) or not callable(autocast):
-            raise ConfigError(
-                f"autocast is a {type(autocast).__name__} object, which is entered once; pass what makes it, such as "
-                'functools.partial(torch.autocast, "cpu", torch.bfloat16)'
-            )
+        check_arguments(max_grad_norm, optimizer, autocast)
         world = dist.get_world_size() if dist.is_initialized() else 1
         rank = dist.get_rank() if dist.is_initialized() else 0
         self.model = model
@@ -108,6 +99,7 @@ class Engine(Built):
         self._autocast = autocast
         self._scaler = LossScaler(scaler) if scaler is not None and scaler.is_enabled() else None
         self._clip = 1.0
+        self.hooks: OptimizerHooks | None = None
         self._weights = weights
         self.choice: Choice | None = None
         self._cut: RankModel | None = None
@@ -153,14 +145,8 @@ class Engine(Built):
             # What the user has fixed stays fixed, so a schedule of theirs is never exchanged.
             may_change = self.config.schedule == AUTO and self.config.group_size == AUTO
             recording, settled, planned = planning.settle(
-                self.model,
-                self.config,
-                self.world,
-                self.device,
-                example,
-                self._planned_optimizer,
-                self._autocast,
-                number,
+                *(self.model, self.config, self.world, self.device, example),
+                *(self._planned_optimizer, self._autocast, number),
             )
             self._use(settled)
             if planned is not None:
@@ -204,7 +190,7 @@ class Engine(Built):
         """Makes `optimizer.step()` part of DP.sync: it returns at once, each layer is updated before its next forward.
 
         For a training loop of one's own, which calls `run`, `grad_norm` or `clip_grad_norm`, `optimizer.step()` and
-        reads weights after `flush`. Gradients are then not in `.grad`. An optimizer given to the constructor is
+        reads weights after `flush`. Gradients are then not in `.grad` (see `run`). One given to the constructor is
         attached already. With one replica `optimizer.step()` stays as it is.
 
         Raises: ConfigError when dp_sync="zero1" and the optimizer does not work element by element.
@@ -221,11 +207,9 @@ class Engine(Built):
         if sync is not None:
             way = self.config.dp_sync if self.choice is None else self.choice.dp_sync
             sync.attach(optimizer, parts=way in ("zero1", "mixed"))  # of all stages: all ranks raise, or none
-            # The optimizer's own step finds no gradients and changes nothing.
-            optimizer.register_step_pre_hook(lambda *_: self._update())
-            optimizer.register_state_dict_pre_hook(lambda _: sync.before_state_dict())
-            optimizer.register_load_state_dict_pre_hook(lambda *_: self.flush())
-            optimizer.register_load_state_dict_post_hook(lambda _: sync.split_state())
+            self.hooks = OptimizerHooks(optimizer, sync, flush=self.flush, before=self._update, after=self._updated)
+        else:
+            optimizer.register_step_pre_hook(self._pipeline.share_tied_gradients)
 
     def _make_plan(self, cut: RankModel) -> Plan:
         return Plan(
@@ -244,11 +228,12 @@ class Engine(Built):
         loss_fn: Callable[[Module, MicroBatch], torch.Tensor],
         *,
         reads_weights: bool = True,
+        reads_gradients: bool = False,
     ) -> torch.Tensor:
         """Runs forward, backward and the gradient sums of one optimizer step; all ranks call.
 
-        Afterwards `.grad` of this rank's parameters is the mean over the replicas, unless an optimizer is attached that
-        takes the gradients from where they are. The global RNG is as before.
+        Afterwards `.grad` of this rank's parameters is the mean over the replicas. An attached optimizer takes them
+        from elsewhere: reading `.grad` then raises ConfigError, unless `reads_gradients`. The global RNG is as before.
 
         Args:
             micro_batches: this replica's, the same on each of its stages.
@@ -257,6 +242,8 @@ class Engine(Built):
                 last one the model call inside does not return.
             reads_weights: whether `loss_fn` may read weights otherwise than by calling the model; False lets layers be
                 updated one by one while others compute.
+            reads_gradients: whether `.grad` is read or changed before `optimizer.step()`, which steps what it finds;
+                all ranks say the same, and all replicas make the same of them.
         Returns: the replica's loss, scalar, on each of its ranks.
         """
         if not micro_batches:
@@ -281,13 +268,17 @@ class Engine(Built):
                 self._use(replace(self.config, schedule=better.schedule, group_size=better.group_size or AUTO))
                 self.plan = self._make_plan(cut)
             program = self.programs.training(len(micro_batches))
-            return pipeline.train(program, micro_batches, loss_fn, keys, reads_weights=reads_weights)
+            if self.hooks is not None:
+                self.hooks.put_innermost()
+            return pipeline.train(
+                program, micro_batches, loss_fn, keys, reads_weights=reads_weights, reads_gradients=reads_gradients
+            )
 
     def grad_norm(self) -> torch.Tensor:
         """Returns the exact global gradient norm, the same on every rank; all ranks of the job call."""
         cut, pipeline = self._built()
         with self._failing_together(f"the gradient norm of {self._step_name()}", meets=True):
-            if pipeline.dp_sync is not None and pipeline.dp_sync.optimizer is not None:
+            if pipeline.dp_sync is not None and pipeline.dp_sync.keeps_gradients:
                 return pipeline.dp_sync.norm()
             names = cut.primary()
             # In the model's order: a set's differs between processes, and so would the last bit of the sum.
@@ -305,7 +296,7 @@ class Engine(Built):
 
     def _scale_gradients(self, coefficient: float) -> None:
         cut, pipeline = self._built()
-        if pipeline.dp_sync is not None and pipeline.dp_sync.optimizer is not None:
+        if pipeline.dp_sync is not None and pipeline.dp_sync.keeps_gradients:
             self._clip = coefficient
         else:
             gradients.scale(cut.parameters.values(), coefficient)
@@ -319,9 +310,16 @@ class Engine(Built):
         self._clip = 1.0
         pipeline.extend()
 
+    def _updated(self) -> None:
+        """The optimizer's own step is over; hooks of the user's that come now find gradients and weights."""
+        assert self._pipeline is not None and self._pipeline.dp_sync is not None and self.hooks is not None
+        self._pipeline.dp_sync.updated()
+        if self.hooks.others_after:
+            self.flush()
+
     def flush(self) -> None:
         """Brings this rank's parameters up to date, which `optimizer.step()` may have left to the next forward."""
-        if not self.is_built:  # they are as the user made them
+        if self._pipeline is None and self._failure is None:  # as the user made them, or final
             return
         _, pipeline = self._built()
         if pipeline.dp_sync is not None:

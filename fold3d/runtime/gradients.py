@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.nn import Module, Parameter
 
 from fold3d.runtime.tree_group import TreeGroup
+from fold3d.topology import Topology
 
 
 def sum_tied(tied: Mapping[str, tuple[Parameter, Any]]) -> None:
@@ -34,6 +35,24 @@ def sum_tied(tied: Mapping[str, tuple[Parameter, Any]]) -> None:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             dist.all_reduce(parameter.grad, group=group)
+
+
+def share_first(
+    gradient: torch.Tensor, used: list[bool], stages: Sequence[int], topology: Topology, group: Any
+) -> None:
+    """Gives the gradients of a parameter that several stages hold the first one's values, in place.
+
+    Whoever changes gradients may do otherwise on each stage (noise from a generator that has been drawn from
+    before), and the copies of the parameter must stay equal.
+
+    Args:
+        used: whether there is a gradient, one flag; the first stage's becomes everybody's.
+    """
+    source = topology.rank_of(topology.dp_rank, stages[0])
+    flag = torch.tensor(used, dtype=torch.uint8)
+    dist.broadcast(flag, source, group=group)
+    used[:] = [bool(one) for one in flag.tolist()]
+    dist.broadcast(gradient, source, group=group)
 
 
 def norm_dtype(model: Module) -> torch.dtype:

@@ -81,6 +81,7 @@ class Pipeline:
         self._schedule: Schedule | None = None
         self._tuner: Tuner | None = None
         self._trained = False  # the last run was a step
+        self._gradients_read = False  # its gradients may have been changed
         self._gate: _C.HostGate | None = None
         self._counted: dict[str, int] = {}  # by the gate before the last run
         self._executor: _C.Executor | None = None
@@ -186,15 +187,17 @@ class Pipeline:
         keys: list[DropoutKey],
         *,
         reads_weights: bool,
+        reads_gradients: bool,
     ) -> torch.Tensor:
         """Runs one step's forwards, backwards and gradient sums; returns the replica's loss on each of its ranks."""
         self._begin_account()
+        self._gradients_read = reads_gradients
         if reads_weights and self.dp_sync is not None:
             self.dp_sync.flush()
         self._inputs.set(micro_batches, lambda model, batch: one_number(call(model, batch)), list(keys))
         sync = self.dp_sync
         if sync is not None:
-            sync.begin(len(micro_batches), schedule.reduce_order(self._topology.pp_rank))
+            sync.begin(len(micro_batches), schedule.reduce_order(self._topology.pp_rank), whole=reads_gradients)
         losses = self._run(schedule, backward=True)
         if sync is not None:
             sync.end()
@@ -205,6 +208,16 @@ class Pipeline:
         if self._last_stage:
             loss = torch.stack([value.double().reshape(()) for value in losses]).sum().cpu()
         return self._meet(loss, micro_batches).to(torch.get_default_dtype())
+
+    def share_tied_gradients(self, *_: Any) -> None:
+        """Gives the copies of tied weights the first stage's gradients, if others may have changed them; for dp = 1."""
+        if not self._gradients_read:
+            return
+        for name, (parameter, group) in sorted(self._tied.items()):
+            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            used = [parameter.grad is not None]
+            gradients.share_first(gradient, used, self._cut.cells.stages(name), self._topology, group)
+            parameter.grad = gradient if used[0] else None
 
     def _meet(self, value: torch.Tensor, micro_batches: list[MicroBatch]) -> torch.Tensor:
         """Returns the sum of `value`, fp64 scalar, over the stages, once all of them had the same micro-batches."""
@@ -370,7 +383,7 @@ class Pipeline:
 
     def close(self) -> None:
         """Ends the executor's threads and destroys the groups, once the weights are final."""
-        self._closed = True
+        self._closed, self._gradients_read = True, False
         if self.dp_sync is not None and self.progress.aborted is None:
             self.dp_sync.finish()
         if self._board is not None:

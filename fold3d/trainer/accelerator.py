@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils.operations import recursively_apply
+from accelerate.utils.operations import recursively_apply, reduce
 from torch import Tensor
 
 from fold3d.errors import ConfigError
@@ -23,6 +23,7 @@ class ReplicaAccelerator(Accelerator):  # type: ignore[misc]
     """
 
     topology: Topology
+    flag_tensor: Tensor | None
     replicas: TreeGroup | None
 
     @classmethod
@@ -73,7 +74,42 @@ class ReplicaAccelerator(Accelerator):  # type: ignore[misc]
         """Returns `tensor` padded along `dim` to the longest of all replicas; every rank calls."""
         if self.topology.dp == 1:
             return tensor
-        return super().pad_across_processes(tensor, dim, pad_index, pad_first)
+        arguments = {"dim": dim, "pad_index": pad_index, "pad_first": pad_first}
+        return recursively_apply(self._pad_one, tensor, error_on_other_type=True, **arguments)
+
+    def _pad_one(self, tensor: Tensor, dim: int, pad_index: int, pad_first: bool) -> Tensor:
+        if not -tensor.ndim <= dim < tensor.ndim:
+            return tensor
+        longest = int(self._gather_one(torch.tensor(tensor.shape[dim])).max())
+        if longest == tensor.shape[dim]:
+            return tensor
+        shape = list(tensor.shape)
+        shape[dim] = longest
+        padded = tensor.new_full(shape, pad_index)
+        padded.narrow(dim, longest - tensor.shape[dim] if pad_first else 0, tensor.shape[dim]).copy_(tensor)
+        return padded
+
+    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+        """Returns the "sum", "mean" or "max" of the replicas' tensors, in any nesting, or copies of one's own ("none");
+        every rank calls. Each replica counts once, however many processes it has; `scale` is for TPUs."""
+        return recursively_apply(self._reduce_one, tensor, error_on_other_type=True, reduction=reduction)
+
+    def _reduce_one(self, tensor: Tensor, reduction: str) -> Tensor:
+        total = tensor.detach().clone()
+        if self.topology.dp > 1 and reduction != "none":
+            assert self.replicas is not None
+            self.replicas.all_reduce(total, torch.maximum if reduction == "max" else torch.add)
+            if reduction == "mean":
+                total /= self.topology.dp
+        return total
+
+    def check_trigger(self) -> bool:
+        """Returns whether any process has called `set_trigger` since the last check; every rank calls."""
+        mine: Tensor | None = self.flag_tensor
+        mine = torch.tensor(0, device=self.device) if mine is None else mine
+        is_set = bool(reduce(mine, "max") >= 1)  # over all processes: a stage may be the only one to see the reason
+        self.flag_tensor = torch.tensor(0, device=self.device)
+        return is_set
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Returns `gather(input_data)` without the samples that only filled up the last batch; every rank calls."""

@@ -30,6 +30,7 @@ from fold3d.errors import ConfigError
 from fold3d.runtime.account import gather_records
 from fold3d.runtime.engine import Engine
 from fold3d.runtime.memory import peak_bytes
+from fold3d.runtime.optimizer_hooks import has_hooks
 from fold3d.runtime.timeline import write_trace
 from fold3d.runtime.timeline_picture import write_picture
 from fold3d.topology import Topology
@@ -39,7 +40,9 @@ from fold3d.trainer.arguments import TrainingArguments
 from fold3d.trainer.console import printing_lines
 from fold3d.trainer.device_flops import peak_flops
 from fold3d.trainer.evaluating import EvaluatingTrainer
-from fold3d.trainer.flushing import FlushCallback
+from fold3d.trainer.flushing import FlushingHandler
+from fold3d.trainer.overrides import flush_before, gradient_readers
+from fold3d.trainer.parameter_count import counting_parameters
 from fold3d.trainer.preemption import together
 from fold3d.trainer.reader import building_trainer
 from fold3d.trainer.throughput import Throughput
@@ -63,6 +66,15 @@ class Trainer(EvaluatingTrainer):
 
     Raises: ConfigError for what cannot work, TraceError for a model that cannot be cut.
     """
+
+    reads_weights = True
+    """Whether methods that a subclass overrides may read weights otherwise than by calling the model: they find them
+    complete, at the price of waiting for them. False: they read none."""
+    reads_gradients = True
+    """Whether methods that a subclass overrides where gradients are complete (`training_step`), and hooks of the
+    optimizer's step, may read or change them. False: they do not."""
+    _told_of_loss = False
+    _gradients_are_read: bool | None = None  # until a training has begun
 
     def __init__(
         self,
@@ -107,7 +119,8 @@ class Trainer(EvaluatingTrainer):
         self.accelerator.replicas = self.engine.world.data
         callbacks = self.callback_handler.callbacks
         callbacks[:] = [together(callback, self.engine.world) for callback in callbacks]
-        callbacks.insert(0, FlushCallback(self.engine, self.callback_handler))
+        FlushingHandler.adopt(self.callback_handler, self.engine)
+        flush_before(self, self.engine.flush, self.engine.topology.dp)
         if self._world is not None:  # the stock loop gathers over this group: no rank may wait there for ever
             limit = timedelta(seconds=args.parallel.timeout_seconds)
             dist.distributed_c10d._set_pg_timeout(limit, self._world)
@@ -260,11 +273,23 @@ class Trainer(EvaluatingTrainer):
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **named: Any) -> Any:
         """Trains; the same arguments and result as the stock Trainer's."""
-        with self.engine.supervise("training"):
+        with self.engine.supervise("training"), counting_parameters(self._count_trainable):
             self._clean_output_dir()
+            self._gradients_are_read = None
             result = super().train(resume_from_checkpoint, *args, **named)
             self.engine.flush()
             return result
+
+    def _count_trainable(self) -> int:
+        """Returns how many parameters of the whole model are trained; those of other ranks as they were at first."""
+        if not self.engine.is_built:
+            return sum(parameter.numel() for parameter in self.model.parameters() if parameter.requires_grad)
+        owned = self.engine.owned
+        return sum(
+            parameter.numel()
+            for name, parameter in self.model.named_parameters()
+            if (parameter.requires_grad if name in owned else name in self._trainable)
+        )
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> Any:
         """Returns the micro-batches of one optimizer step and the number of labels in them, over all replicas."""
@@ -294,13 +319,47 @@ class Trainer(EvaluatingTrainer):
             return torch.zeros((), device=self.args.device)
         micro_batches, self._waiting = self._waiting, []
         share = functools.partial(self._share_of_loss, num_items_in_batch=num_items_in_batch)
-        # A compute_loss of the user's may read weights besides calling the model.
-        overridden = type(self).compute_loss is not transformers.Trainer.compute_loss
-        loss = self.engine.run(micro_batches, share, reads_weights=overridden or self.compute_loss_func is not None)
+        if self._gradients_are_read is None:
+            self._gradients_are_read = self._agree_on_gradients()
+        loss = self.engine.run(
+            micro_batches,
+            share,
+            reads_weights=self._loss_reads_weights(),
+            reads_gradients=self._gradients_are_read,
+        )
         every = self.args.torch_empty_cache_steps
         if every is not None and self.state.global_step % every == 0:
             clear_device_cache()
         return loss.to(self.args.device)
+
+    def _agree_on_gradients(self) -> bool:
+        """Returns whether any process has somebody who may look at gradients; every rank calls."""
+        if self.args.world_size == 1:
+            return False
+        of_the_user = has_hooks(self._plain_optimizer(), besides=(self.engine.optimizer, self.engine.hooks))
+        readers = gradient_readers(self, of_the_user)
+        if readers and self.engine.topology.dp > 1:
+            logger.warning(
+                "%s may read or change gradients, so every step waits for their sums over the replicas; if it does "
+                "neither, set the class attribute reads_gradients = False",
+                ", ".join(readers),
+            )
+        found = torch.tensor(bool(readers))
+        self.engine.world.all_reduce(found, torch.logical_or, timeout=self.args.ddp_timeout)
+        return bool(found)
+
+    def _loss_reads_weights(self) -> bool:
+        """Whether the computation of the loss may read weights besides calling the model."""
+        function = self.compute_loss_func
+        if function is not None and getattr(function, "reads_weights", True) and self.reads_weights:
+            if not self._told_of_loss and self.engine.topology.dp > 1:
+                logger.warning(
+                    "compute_loss_func may read weights, so every step waits for them before it; if it reads none, set "
+                    "compute_loss_func.reads_weights = False"
+                )
+            self._told_of_loss = True
+            return True
+        return self.reads_weights and type(self).compute_loss is not transformers.Trainer.compute_loss
 
     def _share_of_loss(self, model: Module, inputs: dict[str, Any], num_items_in_batch: Any) -> Tensor:
         with self.compute_loss_context_manager():

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 import fold3d
 from fold3d.errors import Fold3dError
 from fold3d.runtime.dp_sync.layout import BucketSpec
+from fold3d.runtime.dp_sync.pending import PendingGradient
 from fold3d.runtime.dp_sync.plan import SyncPlan
 
 WORDS, WIDTH, MICRO_BATCHES = 11, 6, 2
@@ -249,7 +250,7 @@ def misuse(what: str, dp_sync: str) -> str:
         if what == "unfreeze":
             model.embedding.requires_grad_(True)
         engine.run(batches(0, replica), share)
-        assert all(parameter.grad is None for parameter in model.parameters())
+        assert all(isinstance(parameter.grad, PendingGradient) for parameter in model.parameters())
         if what == "own gradients":
             model.head.weight.grad = torch.ones_like(model.head.weight)
         if what == "late group":

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from fold3d.runtime.dp_sync.layout import BucketSpec
+from fold3d.runtime.dp_sync.pending import PendingGradient
 
 _ALIGN = 64
 """Parameters and shards begin at multiples of so many elements: two AVX-512 registers of 16-bit numbers, what torch's
@@ -67,6 +68,7 @@ class Bucket:
         self.gradients = torch.zeros(total, dtype=dtype, device=first.device)
         self.weights: Tensor | None = None
         self.used = [False] * len(sizes)
+        self._pending: list[PendingGradient] = []
         self.views = [
             laid_out(self.gradients[start : start + parameter.numel()], parameter)
             for start, parameter in zip(self._starts, self.parameters, strict=False)
@@ -130,10 +132,28 @@ class Bucket:
         for parameter, view, used in zip(self.parameters, self.views, self.used, strict=True):
             parameter.grad = (view if view.dtype == parameter.dtype else view.to(parameter.dtype)) if used else None
 
+    def take_back(self) -> None:
+        """Makes what `.grad` holds now, after `expose`, the gradients: whatever was changed, set or taken away."""
+        for index, (parameter, view) in enumerate(zip(self.parameters, self.views, strict=True)):
+            gradient, was_used = parameter.grad, self.used[index]
+            self.used[index] = gradient is not None
+            if gradient is None:
+                view.zero_()
+            elif gradient is not view and not (was_used and torch.equal(gradient, view.to(gradient.dtype))):
+                view.copy_(gradient)  # else it is the same, rounded to the parameter's dtype
+
     def detach(self) -> None:
         """Takes the gradients off the parameters."""
         for parameter in self.parameters:
             parameter.grad = None
+
+    def veil(self, *, taken: bool) -> None:
+        """Lets whoever reads or changes `.grad` know that the gradients are not there, or no more (`taken`)."""
+        if not self._pending:
+            self._pending = [PendingGradient.of(*both) for both in zip(self.names, self.parameters, strict=True)]
+        for parameter, pending in zip(self.parameters, self._pending, strict=True):
+            pending.taken = taken
+            parameter.grad = pending
 
 
 def laid_out(flat: Tensor, parameter: Tensor) -> Tensor:

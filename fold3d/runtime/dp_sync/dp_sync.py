@@ -19,6 +19,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from fold3d import _C
@@ -29,10 +31,11 @@ from fold3d.runtime.dp_sync import optimizer_state
 from fold3d.runtime.dp_sync.bucket import Bucket
 from fold3d.runtime.dp_sync.gates import Gates
 from fold3d.runtime.dp_sync.handover import Handover
+from fold3d.runtime.dp_sync.pending import PendingGradient
 from fold3d.runtime.dp_sync.plan import SyncPlan
 from fold3d.runtime.dp_sync.update import BucketOptimizer, Settings, check_separable
 from fold3d.runtime.dp_sync.vote import vote
-from fold3d.runtime.gradients import norm_dtype
+from fold3d.runtime.gradients import norm_dtype, share_first
 from fold3d.runtime.groups import Groups
 from fold3d.runtime.progress import Progress
 from fold3d.runtime.rank_model import RankModel
@@ -46,7 +49,8 @@ _ACTION = {"reduce": "REDUCE_GRAD", "gather": "GATHER"}
 class DpSync:
     """DP.sync of one rank; all replicas of a stage make the same calls. For dp > 1.
 
-    Without an optimizer (`attach`) a step ends with the mean gradients in `.grad`; with one, with `update`.
+    Without an optimizer (`attach`) a step ends with the mean gradients in `.grad`; with one, with `update`. A `whole`
+    step does both: `update` takes what was made of the gradients meanwhile.
     """
 
     def __init__(
@@ -79,26 +83,32 @@ class DpSync:
         self._norm: torch.Tensor | None = None
         self._begun = False  # gradients are on their way that neither update() nor abandon() has taken
         self._handed_over = False  # all of them, so that they arrive whatever this rank does next
+        self._whole = (
+            False  # this step's, or the last one's, gradients are whole in `.grad` although there is an optimizer
+        )
+        self._shown: list[tuple[Parameter, Tensor | None]] = []  # what `.grad` held when a whole step was taken
         self._step = 0
         self._waits: list[RawRecord] = []
 
     # One step
 
-    def begin(self, micro_batches: int, chunks: Sequence[int]) -> None:
+    def begin(self, micro_batches: int, chunks: Sequence[int], *, whole: bool = False) -> None:
         """Prepares the gradients of one step; what the step before left to do stays to be done.
 
         Args:
             chunks: of this rank, in the order of their last backwards.
+            whole: the gradients shall be in `.grad` between `end` and `update`, which takes them from there.
         """
         if self._begun:
             self.abandon()
         self.check_trainable()
         for bucket in self.buckets:
-            if self._optimizer is None:
+            if self._optimizer is None or self._whole:
                 bucket.clear()
             if not self._gates.is_closed(bucket):
                 bucket.attach()
-        self._norm = None
+        self._norm, self._shown = None, []
+        self._whole = whole and self._optimizer is not None
         self._begun, self._handed_over = True, False
         self._step += 1
         lazy = self._optimizer is not None and not self.plan.serial
@@ -115,19 +125,27 @@ class DpSync:
         self._handover.chunk_done(chunk)
 
     def end(self) -> None:
-        """All backwards are done. Without an optimizer, leaves the mean gradients in `.grad`, tied ones not summed."""
+        """All backwards are done. Without an optimizer, leaves the mean gradients in `.grad`, tied ones not summed; a
+        whole step has these summed, too."""
         self._handover.release()
         self._handed_over = True
-        if self._optimizer is not None:
+        if self._optimizer is not None and not self._whole:
             for bucket in self.buckets:
-                bucket.detach()  # nobody may take half-summed gradients for the mean
+                bucket.veil(taken=False)  # nobody may take half-summed gradients for the mean
             return
         self._wait_reduced()
+        if self._whole:
+            self._sum_tied()
         self._gather_gradients(self.buckets)
         self._share_use()
         for bucket in self.buckets:
             bucket.expose()
-        self._begun = False
+        self._begun = self._whole
+
+    @property
+    def keeps_gradients(self) -> bool:
+        """Whether the step's gradients are not in `.grad`, so that `norm` and `update` have to be asked."""
+        return self._optimizer is not None and not self._whole
 
     def norm(self) -> torch.Tensor:
         """Returns the exact global gradient norm, the same on every rank; all ranks of the job call (the vote)."""
@@ -135,9 +153,7 @@ class DpSync:
             return torch.zeros((), dtype=self._norm_dtype)
         if self._norm is None:
             self._wait_reduced()
-            for bucket in self._tied():
-                shard, group = bucket.gradients[bucket.shard], self._groups.ties[bucket.spec.stages]
-                meeting.all_reduce(shard, group, self._progress)
+            self._sum_tied()
             unused = sum(not used for bucket in self.buckets for used in bucket.used)
             primary = self._cut.primary()
             shards = [b.gradients[p.start : p.stop] for b in self.buckets for p in b.pieces if p.name in primary]
@@ -155,8 +171,12 @@ class DpSync:
         assert self._optimizer is not None
         if not self._begun:  # there are no gradients: as an optimizer that finds none
             return
-        self._check_gradients()
-        self.norm()
+        self._check_parameters()
+        if self._whole:
+            self._take_back()
+        else:
+            self._check_gradients()
+            self.norm()
         settings = Settings.of(self._optimizer, coefficient)
         for bucket in self.buckets:
             bucket.detach()
@@ -164,12 +184,22 @@ class DpSync:
                 self._step_shard(bucket, settings)
             else:
                 self._pending[bucket.number] = settings
-                if self.plan.serial or bucket.number not in self.plan.gather_order:
+                planned = bucket.number in self.plan.gather_order and not self.plan.serial
+                if not planned and not self._whole:
                     self._sync.gather(bucket.number, bucket.gradients)
             self._gates.close(bucket)
         self._begun = False
-        if self.plan.serial:
+        if self.plan.serial or self._whole:
             self.flush()
+
+    def updated(self) -> None:
+        """The optimizer's own step is over: `.grad` holds what it took, or says that it is gone."""
+        if self._whole:
+            for parameter, gradient in self._shown:
+                parameter.grad = gradient
+        elif self._optimizer is not None and self._step:
+            for bucket in self.buckets:
+                bucket.veil(taken=True)
 
     def abandon(self) -> None:
         """Drops the gradients of a step that will not be taken, such as one with infinite gradients."""
@@ -180,7 +210,7 @@ class DpSync:
                 self._wait_gathered(bucket)
                 bucket.detach()
                 bucket.clear()
-        self._begun = False
+        self._begun = self._whole = False
 
     def flush(self) -> None:
         """Brings all parameters of this rank up to date. Meets nobody: the other replicas' part is under way."""
@@ -297,16 +327,31 @@ class DpSync:
 
     # Inside
 
+    def _take_back(self) -> None:
+        """Makes what `.grad` holds the step's gradients; copies of tied weights get those of the first stage."""
+        self._shown = [(parameter, parameter.grad) for bucket in self.buckets for parameter in bucket.parameters]
+        for bucket in self.buckets:
+            bucket.take_back()
+        for bucket in self._tied():
+            stages = bucket.spec.stages
+            share_first(bucket.gradients, bucket.used, stages, self._topology, self._groups.ties[stages])
+
     def _check_gradients(self) -> None:
         """Raises ConfigError when somebody meant to give the optimizer gradients of their own."""
+        for bucket in self.buckets:
+            for name, parameter in zip(bucket.names, bucket.parameters, strict=True):
+                if not isinstance(parameter.grad, PendingGradient):
+                    what = "taken away" if parameter.grad is None else "set"
+                    raise ConfigError(
+                        f"{name}.grad was {what} between run and optimizer.step(), but the summed gradients are not in "
+                        ".grad; clip with engine.clip_grad_norm, or pass reads_gradients=True to Engine.run"
+                    )
+
+    def _check_parameters(self) -> None:
+        """Raises ConfigError when parameters or groups are not what the optimizer was attached with."""
         assert self._optimizer is not None
         for bucket in self.buckets:
             for name, parameter in zip(bucket.names, bucket.parameters, strict=True):
-                if parameter.grad is not None:
-                    raise ConfigError(
-                        f"{name}.grad was set between run and optimizer.step(), but the summed gradients are not in "
-                        ".grad; clip with engine.clip_grad_norm, or do not attach the optimizer to change them yourself"
-                    )
                 if bucket.weights is not None and not bucket.holds(parameter):
                     raise ConfigError(
                         f"{name} got other memory after the engine was built (.data was assigned, or .to() called); "
@@ -324,7 +369,8 @@ class DpSync:
         self._parts[bucket.number].step(gradients, settings)
         assert bucket.weights is not None
         self._sync.gather(bucket.number, bucket.weights)
-        bucket.clear()
+        if not self._whole:
+            bucket.clear()
 
     def _open(self, bucket: Bucket) -> None:
         self._wait_gathered(bucket)
@@ -332,15 +378,23 @@ class DpSync:
         if settings is not None:
             gradients = {k: view for k, view in enumerate(bucket.views) if bucket.used[k]}
             self._parts[bucket.number].step(gradients, settings)
-            bucket.clear()
+            if not self._whole:
+                bucket.clear()
         if self._begun:
             bucket.attach()
 
     def _gather_gradients(self, buckets: Sequence[Bucket]) -> None:
+        planned = self.plan.gather_order if self._optimizer is not None and not self.plan.serial else ()
         for bucket in buckets:
-            self._sync.gather(bucket.number, bucket.gradients)
+            if bucket.number not in planned:  # else it is on its way
+                self._sync.gather(bucket.number, bucket.gradients)
         for bucket in buckets:
             self._wait_gathered(bucket)
+
+    def _sum_tied(self) -> None:
+        for bucket in self._tied():
+            shard, group = bucket.gradients[bucket.shard], self._groups.ties[bucket.spec.stages]
+            meeting.all_reduce(shard, group, self._progress)
 
     def _share_use(self) -> None:
         """A parameter counts as used when any replica, and of tied ones any stage, used it."""

@@ -1,0 +1,24 @@
+"""What an Engine's arguments must be, before anything is built."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+from fold3d.errors import ConfigError
+
+
+def check_arguments(max_grad_norm: float | None, optimizer: Any, autocast: Any) -> None:
+    """Raises ConfigError for the first argument that is not what Engine can use."""
+    if max_grad_norm is not None and not max_grad_norm > 0:
+        raise ConfigError(f"max_grad_norm={max_grad_norm}: must be positive; leave it None for no clipping")
+    if optimizer is not None and not callable(optimizer):
+        raise ConfigError(
+            f"optimizer is a {type(optimizer).__name__} object, made before the model is cut; pass what makes it, "
+            "such as functools.partial(torch.optim.AdamW, lr=1e-3)"
+        )
+    if isinstance(autocast, AbstractContextManager) or not callable(autocast):
+        raise ConfigError(
+            f"autocast is a {type(autocast).__name__} object, which is entered once; pass what makes it, such as "
+            'functools.partial(torch.autocast, "cpu", torch.bfloat16)'
+        )

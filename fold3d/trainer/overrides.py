@@ -1,0 +1,85 @@
+"""Overrides: the Trainer's methods that a user's class replaces, which may read what is not complete yet."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import transformers
+
+from fold3d.trainer.flushing import may_read
+
+logger = logging.getLogger(__name__)
+
+_EVERY_STEP = (
+    *("compute_loss", "training_step", "get_batch_samples", "floating_point_ops", "_maybe_log_save_evaluate"),
+    *("_prepare_inputs", "_prepare_input", "_get_num_items_in_batch", "_get_learning_rate", "_clip_grad_norm"),
+    *("_get_grad_norm", "_track_num_input_tokens", "compute_loss_context_manager", "autocast_smart_context_manager"),
+)
+
+
+def overridden(trainer: transformers.Trainer) -> list[str]:
+    """Returns the names of the stock Trainer's methods that a class neither transformers' nor fold3d's replaces."""
+    names = []
+    for name in dir(transformers.Trainer):
+        if name.startswith("__") or not callable(getattr(transformers.Trainer, name)):
+            continue
+        owner = next((kind for kind in type(trainer).__mro__ if name in vars(kind)), None)
+        if owner is not None and owner.__module__.split(".")[0] not in ("transformers", "fold3d"):
+            names.append(name)
+    return names
+
+
+def gradient_readers(trainer: transformers.Trainer, hooks: bool) -> list[str]:
+    """Returns what may read or change gradients before, or after, the optimizer's step, by name.
+
+    Args:
+        hooks: whether the user has hooks at the optimizer's step.
+    """
+    readers = [
+        f"{type(callback).__name__}.{event}"
+        for callback in trainer.callback_handler.callbacks
+        for event in ("on_pre_optimizer_step", "on_optimizer_step")
+        if may_read(callback, event, "reads_gradients")
+    ]
+    if getattr(trainer, "reads_gradients", True):
+        methods = ("training_step", "_clip_grad_norm", "_get_grad_norm")
+        readers += [f"{type(trainer).__name__}.{name}" for name in methods if name in overridden(trainer)]
+        readers += ["a hook of the optimizer's step"] if hooks else []
+    return readers
+
+
+def flush_before(trainer: transformers.Trainer, flush: Callable[[], None], replicas: int) -> None:
+    """Lets every overridden method of `trainer` find the weights complete, unless it has `reads_weights = False`.
+
+    It is said once where that costs something in each step.
+
+    Args:
+        flush: waits for the weights.
+        replicas: where there is one, they are complete anyway.
+    """
+    if replicas == 1 or not getattr(trainer, "reads_weights", True):
+        return
+    told = set()
+
+    def flushing(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def call(*args: Any, **named: Any) -> Any:
+            if name in _EVERY_STEP and name not in told and trainer.is_in_train:
+                told.add(name)
+                logger.warning(
+                    "%s.%s may read weights, so every step waits for them before it; if it reads none but through the "
+                    "model's call, set the class attribute reads_weights = False",
+                    type(trainer).__name__,
+                    name,
+                )
+            if name != "compute_loss":  # which the engine knows of; within a step layers are complete one by one
+                flush()
+            return method(*args, **named)
+
+        return call
+
+    for name in overridden(trainer):
+        setattr(trainer, name, flushing(name, getattr(trainer, name)))

@@ -1,0 +1,75 @@
+"""Gradients between the backward pass and the optimizer are there, and what is made of them counts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.helpers.ranks import RankPool
+from tests.trainer import gradient_jobs as jobs
+from tests.trainer.jobs import Job, assert_same, run_fold3d, run_stock
+
+ARGUMENTS = {"max_steps": 4, "max_grad_norm": 0.02, "learning_rate": 1e-3}
+LAYOUTS = [
+    {"dp": 2, "dp_sync": "early"},
+    {"dp": 2, "dp_sync": "zero1", "bucket_bytes": 1},
+    {"dp": 2, "dp_sync": "serial"},
+    {"dp": 2, "pp": 2, "segments": 2, "dp_sync": "early", "bucket_bytes": 1},
+    {"dp": 2, "pp": 2, "dp_sync": "zero1"},
+    {"pp": 2, "segments": 2},
+]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: "-".join(map(str, layout.values())))
+def test_whatever_is_made_of_gradients_counts(ranks: RankPool, tmp_path: Path, layout: dict[str, Any]) -> None:
+    """Values clipped before the norm; noise, zeros, other tensors and none after it: the stock Trainer's weights."""
+    dp, pp = layout.get("dp", 1), layout.get("pp", 1)
+    job = Job(str(tmp_path), arguments=ARGUMENTS, variant=jobs.Changed())
+    found = ranks.run(run_fold3d, dp * pp, job, layout)
+    stock = run_stock(job, replicas=dp)
+    assert min(stock.column("grad_norm")) > ARGUMENTS["max_grad_norm"], "the norm is clipped, too"
+    for rank, outcome in enumerate(found):
+        outcome.metrics = stock.metrics  # which depend on the number of samples that are evaluated together
+        assert_same(outcome, stock, 1e-12)
+        for mine, theirs in zip(outcome.extra, stock.extra, strict=True):
+            for ours, whole in zip(mine, theirs, strict=True):
+                assert ours and set(ours) <= set(whole), rank
+                assert all(abs(ours[name] - whole[name]) < 1e-12 for name in ours)
+    names = set().union(*(step for outcome in found for step in outcome.extra[0]))
+    assert names == set(stock.extra[0][0])
+
+
+@pytest.mark.parametrize("layout", [{"dp": 2, "pp": 2}, {"pp": 2}], ids=str)
+def test_copies_of_tied_weights_stay_equal(ranks: RankPool, tmp_path: Path, layout: dict[str, Any]) -> None:
+    """Also where their stages draw other noise."""
+    job = Job(str(tmp_path), arguments=ARGUMENTS, variant=jobs.Sequential())
+    found = ranks.run(run_fold3d, layout.get("dp", 1) * 2, job, layout)
+    assert all(outcome.extra.equal(found[0].extra) for outcome in found[:2])
+
+
+def test_a_callback_that_says_it_reads_none_and_does(ranks: RankPool, tmp_path: Path) -> None:
+    job = Job(str(tmp_path), arguments=ARGUMENTS, variant=jobs.Denied())
+    for text in ranks.run(jobs.refused, 2, job, {"dp": 2, "dp_sync": "early"}):
+        assert ".grad was read or changed" in text and "on_pre_optimizer_step" in text, text
+
+
+def test_a_reader_of_one_process_is_one_for_all(ranks: RankPool, tmp_path: Path) -> None:
+    job = Job(str(tmp_path), arguments=ARGUMENTS, variant=jobs.Counts())
+    for outcome in ranks.run(run_fold3d, 2, job, {"dp": 2, "dp_sync": "early"}):
+        assert outcome.extra == [True] * 4
+
+
+@pytest.mark.parametrize("dp_sync", ["early", "zero1", "serial"])
+def test_a_loop_of_one_s_own(ranks: RankPool, dp_sync: str) -> None:
+    """Asked for, gradients are whole; not asked for, they cannot be taken for something else."""
+    expected = jobs.stock_loop()
+    for _, weights in ranks.run(jobs.own_loop, 2, dp_sync, True):
+        for name, value in expected.items():
+            torch.testing.assert_close(weights[name], value, rtol=0, atol=1e-14)
+    for errors, _ in ranks.run(jobs.own_loop, 2, dp_sync, False):
+        for number, text in enumerate(errors):
+            assert "reads_gradients=True" in text, errors
+            assert ("has taken" in text) == (number % 5 == 4)

@@ -1,0 +1,62 @@
+"""What a user's code asks, counts and reads through the Trainer means what it means in the stock Trainer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.helpers import models
+from tests.helpers.ranks import RankPool
+from tests.trainer import user_jobs as jobs
+from tests.trainer.jobs import Job
+
+
+@pytest.mark.parametrize("layout", [{"dp": 2, "pp": 2}, {"pp": 2}, {"dp": 2}], ids=str)
+def test_the_accelerator_counts_replicas(ranks: RankPool, tmp_path: Path, layout: dict[str, Any]) -> None:
+    """Sums and means too: stages of a replica bring the same number, and it counts once."""
+    dp = layout.get("dp", 1)
+    for found in ranks.run(jobs.exchanges, dp * layout.get("pp", 1), Job(str(tmp_path)), layout):
+        each = [torch.tensor([own + 1.0, 10.0 * own]) for own in range(dp)]
+        total = torch.stack(each).sum(0)
+        assert found["sum"].equal(total) and found["default"].equal(total) and found["mean"].equal(total / dp)
+        assert found["max"].equal(each[-1]) and not found["none"].any()
+        assert found["gathered"].equal(torch.cat(each)) and found["of metrics"].equal(torch.cat(each))
+        assert found["objects"] == [f"replica {own}" for own in range(dp)]
+        rows = [[1.0] * (own + 1) + [-1.0] * (dp - 1 - own) for own in range(dp)]
+        assert found["padded"].tolist() == rows
+        assert found["padded first"].tolist() == [
+            x for own in range(dp) for x in [0.0] * (dp - 1 - own) + [1.0] * (own + 1)
+        ]
+        assert found["triggered"] == [True, False]
+
+
+@pytest.mark.parametrize("way", ["early", "zero1"])
+def test_whoever_reads_weights_sees_them_whole(ranks: RankPool, tmp_path: Path, way: str) -> None:
+    """In on_push_begin, in an overridden `log` and behind the optimizer; and fold3d is not in the user's list."""
+    arguments = {"logging_strategy": "steps", "logging_steps": 1}
+    job = Job(str(tmp_path), arguments=arguments)
+    layout = {"dp": 2, "pp": 2, "segments": 2, "bucket_bytes": 1}
+    found = ranks.run(jobs.reads, 4, job, layout | {"dp_sync": way})
+    whole = models.build(models.MODELS["gpt2"](layers=4))
+    count = sum(parameter.numel() for parameter in whole.parameters())
+    for mine, serial in zip(found, ranks.run(jobs.reads, 4, job, layout | {"dp_sync": "serial"}), strict=True):
+        for where in ("push", "log", "hook"):
+            assert len(set(mine[where])) >= 4 and mine[where] == serial[where], where
+        assert not any("lush" in name for name in mine["listed"]) and len(mine["listed"]) == 4
+        assert mine["parameters"] in ([f"  Number of trainable parameters = {count:,}"], [])  # process 0 tells
+    assert found[0]["parameters"]
+
+
+def test_what_costs_the_overlap_is_said_once(ranks: RankPool, tmp_path: Path) -> None:
+    layout = {"dp": 2, "dp_sync": "early"}
+    job = Job(str(tmp_path))
+    for texts in ranks.run(jobs.told, 2, job, layout, jobs.Loss):
+        (text,) = texts
+        assert text.startswith("Loss.compute_loss may read weights, so every step waits") and "reads_weights" in text
+    for texts in ranks.run(jobs.told, 2, job, layout, jobs.Loss, jobs.mean_loss):
+        assert any(text.startswith("compute_loss_func may read weights") for text in texts)
+    assert ranks.run(jobs.told, 2, job, layout, jobs.PlainLoss, jobs.mean_loss) == [[], []]
+    assert ranks.run(jobs.told, 2, job, {"pp": 2}, jobs.Loss) == [[], []], "with one replica nothing waits"
