@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
@@ -20,6 +20,7 @@ from fold3d.errors import ConfigError
 from fold3d.plan.choice import Choice
 from fold3d.plan.plan import Plan, Programs
 from fold3d.plan.resolve import needs_planner, settle_segments
+from fold3d.plan.split import split_ranges
 from fold3d.runtime import gradients, loss, planning, state
 from fold3d.runtime.account import Account
 from fold3d.runtime.agreement import agree
@@ -151,12 +152,23 @@ class Engine(Built):
             self._use(settled)
             if planned is not None:
                 self.choice = planned[1]
+        ranges: Sequence[tuple[int, int]] | None = None
         try:
             if error is not None:
                 raise error
             if recording is None and self._records:
                 recording = record(self.model, self.config, example)
-            ranges = None if self.choice is None else self.choice.ranges
+            if self.choice is None and self.config.num_chunks > 1 and recording is not None:
+                ranges = split_ranges(recording, self.config.num_chunks)
+        except Exception as own:
+            error = own
+        if self.topology.dp > 1 and self.choice is None:  # replicas have recorded micro-batches of different sizes
+            agree(self.world, "", number, error)
+            ranges = self.world.share(ranges, timeout=self.world.patience)
+        try:
+            if error is not None:
+                raise error
+            ranges = ranges if self.choice is None else self.choice.ranges
             self._cut = RankModel(self.model, self.config, self.topology, self.device, recording, ranges, self._weights)
             self.plan = self._make_plan(self._cut)
             digest = self.plan.digest()

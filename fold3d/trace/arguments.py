@@ -1,12 +1,13 @@
-"""Arguments: how a loss function calls the model, found out without running the model."""
+"""Arguments: how a loss function calls the model, found out without running the model; forms of calls."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten
 
 from fold3d.errors import TraceError
 
@@ -37,15 +38,18 @@ def arguments_of(model: nn.Module, blocks: Iterable[str], call: Callable[[], Any
     Raises: TraceError when `call` does not call the model; whatever `call` raises before.
     """
     undo: list[Callable[[], None]] = []
+    reached: _Reached | None = None
     try:
         for name in ancestors(blocks):
             undo.append(_intercept(model.get_submodule(name), name))
         call()
-    except _Reached as reached:
-        return _by_name(model, reached)
+    except _Reached as found:
+        reached = found
     finally:
         for remove in reversed(undo):
             remove()
+    if reached is not None:
+        return by_name(model, reached.module, reached.args_of, reached.kwargs_of)
     raise TraceError(
         f"the loss function returned without calling {type(model).__name__}, so what it wants of it cannot be told; "
         "call the model that it is given, model(**inputs)"
@@ -81,22 +85,47 @@ def _intercept(module: nn.Module, name: str) -> Callable[[], None]:
     return undo
 
 
-def _by_name(model: nn.Module, reached: _Reached) -> Arguments:
-    forward = model.get_submodule(reached.module).forward
+def by_name(model: nn.Module, module: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+    """Returns the arguments of a call of module `module`, each by its name.
+
+    Raises: TraceError for arguments that the forward does not take, or that have no name.
+    """
+    called = model.get_submodule(module)
+    found = Arguments(kwargs)
+    found.module = module
+    if not args:
+        return found
+    forward = inspect.signature(called.forward)
     try:
-        bound = inspect.signature(forward).bind(*reached.args_of, **reached.kwargs_of)
+        bound = forward.bind_partial(*args)
     except TypeError as error:
-        raise TraceError(f"the loss function calls {type(model).__name__} with wrong arguments: {error}") from error
-    found = Arguments()
-    found.module = reached.module
-    for name, parameter in bound.signature.parameters.items():
-        if name not in bound.arguments:
-            continue
-        if parameter.kind is inspect.Parameter.VAR_KEYWORD:
-            found.update(bound.arguments[name])
-        elif parameter.kind in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.POSITIONAL_ONLY):
-            if bound.arguments[name] != ():
-                raise TraceError(f"the loss function calls the model with arguments that have no name (*{name})")
-        else:
-            found[name] = bound.arguments[name]
+        raise TraceError(f"{type(called).__name__} is called with wrong arguments: {error}") from error
+    for name, value in bound.arguments.items():
+        if forward.parameters[name].kind is not inspect.Parameter.POSITIONAL_OR_KEYWORD:
+            raise TraceError(f"{type(called).__name__} is called with arguments that have no name (*{name})")
+        found[name] = value
     return found
+
+
+Form = tuple[Any, ...]
+"""What calls of the model must have in common to run the same code: names and kinds of arguments, not their sizes."""
+
+
+def form_of(arguments: Mapping[str, Any]) -> Form:
+    """Returns the form of a call: what is no number of any size counts by its value, a tensor by its kind."""
+    named = {name: None if name == "num_items_in_batch" else arguments[name] for name in sorted(arguments)}
+    leaves, spec = tree_flatten(named)
+    counts = "num_items_in_batch" in arguments
+    return (getattr(arguments, "module", ""), counts, str(spec), *(_kind(leaf) for leaf in leaves))
+
+
+def _kind(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor):
+        return leaf.ndim, leaf.dtype
+    return (type(leaf), leaf) if isinstance(leaf, (bool, int, str)) else type(leaf)
+
+
+def describe(arguments: Mapping[str, Any]) -> str:
+    """Returns the call in words, e.g. "model(input_ids=..., output_hidden_states=True)"."""
+    named = [f"{k}={v!r}" if isinstance(v, (bool, int, str)) else f"{k}=..." for k, v in arguments.items()]
+    return f"{getattr(arguments, 'module', '') or 'model'}({', '.join(named)})"

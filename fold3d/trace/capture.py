@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
 from fold3d.errors import TraceError
-from fold3d.trace.arguments import Arguments
+from fold3d.trace.arguments import Arguments, Form, form_of
 from fold3d.trace.blocks import find_blocks
 from fold3d.trace.example import is_transformers_model, synthetic_example
 from fold3d.trace.model_trace import BlockCost, Trace
@@ -51,8 +51,12 @@ def trace(model: nn.Module, *, blocks: str = "auto", example: Mapping[str, Any] 
                 "it: pass `example`, a dict of tensors as its forward takes them."
             )
         example = synthetic_example(model)
-    recorder = _record(model, names, example)
-    return _summarise(model, names, recorder)
+    return trace_call(model, names, example)
+
+
+def trace_call(model: nn.Module, blocks: list[str], example: Mapping[str, Any]) -> Trace:
+    """Returns what one forward of `model` on `example` says about `blocks`; see `trace`."""
+    return _summarise(model, blocks, _record(model, blocks, example), form_of(example))
 
 
 def _record(model: nn.Module, names: list[str], example: Mapping[str, Any]) -> Recorder:
@@ -108,7 +112,7 @@ def _fake(tensor: Tensor, mode: FakeTensorMode, device: torch.device | str = "cp
     return fake
 
 
-def _summarise(model: nn.Module, names: list[str], recorder: Recorder) -> Trace:
+def _summarise(model: nn.Module, names: list[str], recorder: Recorder, form: Form) -> Trace:
     missing = [name for name in names if name not in recorder.order]
     if missing:
         raise TraceError(
@@ -130,7 +134,8 @@ def _summarise(model: nn.Module, names: list[str], recorder: Recorder) -> Trace:
     shared |= {alias for name in shared for alias in aliases.get(name, ())}
     uses = [{alias for name in r.parameters for alias in aliases.get(name, (name,))} for r in regions]
     used = set().union(*uses) | shared
-    uses[0] |= {name for name in sizes if name not in used}
+    unread = {name for name in sizes if name not in used}
+    uses[0] |= unread
 
     def count(parameters: set[str]) -> int:
         return sum(sizes[name] for name in {canonical.get(name, name) for name in parameters})
@@ -169,6 +174,8 @@ def _summarise(model: nn.Module, names: list[str], recorder: Recorder) -> Trace:
             flops=regions[0].other_flops,
         ),
         epilogue_cost=BlockCost(name="epilogue", parameters=count(uses[last]), flops=regions[last].other_flops),
+        unread=tuple(name for name in order if name in unread),
+        form=form,
     )
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from fold3d.errors import TraceError
+from fold3d.trace.arguments import Form
 from fold3d.trace.structure import TreeStructure
 
 
@@ -66,6 +67,10 @@ class Trace:
     """Size of each block."""
     prologue_cost: BlockCost
     epilogue_cost: BlockCost
+    unread: tuple[str, ...] = ()
+    """Parameters that nothing reads in the recorded call."""
+    form: Form = ()
+    """Of the recorded call."""
 
     @property
     def uniform(self) -> bool:

@@ -8,9 +8,9 @@ and the modules around them:
     blocks before the chunk                       -> return what the chunk received
     the chunk's last block                        -> its output leaves, and an exception ends the forward
 
-Nothing is installed on the model itself, so wrappers around `model.forward` (autocast, for one) keep working.
-Forward hooks of the modules run as always, with one shift: those of a chunk's last block run on the next
-chunk, on what it received.
+On the model itself, and on what lies between it and the blocks, are hooks only (see `CallGuard`), so wrappers around
+`model.forward` (autocast, for one) keep working. Forward hooks of the modules run as always, with one shift: those of a
+chunk's last block run on the next chunk, on what it received.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from fold3d._C import BlockForward, Passage, PassageSlot, block_forward, next_seed, reseed, seed_inside
 from fold3d.errors import MissingWeightsError, TraceError
 from fold3d.trace import seeding
+from fold3d.trace.call_guard import CallGuard
 from fold3d.trace.errors import SplitError
 from fold3d.trace.model_trace import Trace
 from fold3d.trace.recompute import frame_of_checkpoint, group_of_checkpoint, in_reentrant_checkpoint, recomputed
@@ -87,6 +88,8 @@ class SplitModel:
         # checkpoint's frame: it must return the same when backward runs that code again.
         self._replaced: WeakKeyDictionary[Any, dict[str, Any]] = WeakKeyDictionary()
         self._undo: list[Callable[[], None]] = []
+        self._outer = list(dict.fromkeys((*trace.prologue, *trace.between, *trace.epilogue)))
+        self._guard = CallGuard(model, trace, ranges, lambda: self._run is not None, self._use_outer)
         self.install()
 
     def run(
@@ -110,6 +113,7 @@ class SplitModel:
         run = self._begin(chunk, inputs, key)
         result = None
         returned = False
+        self._guard.begin()
         try:
             self._run = run
             self._slot.begin(run, run.received)
@@ -149,8 +153,10 @@ class SplitModel:
         try:
             for index, name in enumerate(self._trace.blocks):
                 self._install(name, self._block_forward(index, name))
-            for name in dict.fromkeys((*self._trace.prologue, *self._trace.between, *self._trace.epilogue)):
+            for name in self._outer:
                 self._install(name, self._outer_forward(name))
+            self._guard.install()
+            self._undo.append(self._guard.remove)
         except TraceError:
             self.remove()
             raise
@@ -313,6 +319,12 @@ class SplitModel:
             if frame is not None:
                 self._replaced.setdefault(frame, {})[name] = output
         return output
+
+    def _use_outer(self, names: Sequence[str]) -> None:
+        """Modules around the blocks that only another form of call runs."""
+        for name in names:
+            self._install(name, self._outer_forward(name))
+            self._outer.append(name)
 
     def _install(self, name: str, make: Callable[[nn.Module, Callable[..., Any]], BlockForward]) -> None:
         module = self._model.get_submodule(name)

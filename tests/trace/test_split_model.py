@@ -308,7 +308,7 @@ class TestAroundTheModel:
     @pytest.mark.parametrize("chunk", [0, 1])
     def test_errors_in_the_model_pass_and_leave_it_usable(self, chunk: int) -> None:
         model = build("gpt2")
-        recorded = record(model)
+        recorded = record(model, tokens())
         ranks = ranks_of(model, recorded, HALVES, 2)
         batch = tokens()
         hooked = ranks[chunk]._model.transformer.h[chunk * 2]
@@ -328,7 +328,7 @@ class TestAroundTheModel:
         import weakref
 
         model = build("gpt2")
-        recorded = record(model)
+        recorded = record(model, tokens())
         split = SplitModel(model, recorded, HALVES)
         seen: list[Any] = []
         model.transformer.h[0].register_forward_hook(lambda m, a, out: seen.append(weakref.ref(out)))
