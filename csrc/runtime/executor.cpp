@@ -3,6 +3,8 @@
 #include <ATen/ops/zeros_like.h>
 #include <c10/core/GradMode.h>
 #include <torch/csrc/autograd/autograd.h>
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/variable.h>
 
 #include <chrono>
 #include <stdexcept>
@@ -33,6 +35,20 @@ std::vector<at::Tensor> cut(const std::vector<at::Tensor>& tensors) {
     if (tensor.requires_grad()) leaves.back().set_requires_grad(true);
   }
   return leaves;
+}
+
+torch::autograd::edge_list roots_of(const std::vector<at::Tensor>& outputs) {
+  torch::autograd::edge_list roots;
+  for (const at::Tensor& output : outputs) {
+    if (output.requires_grad()) roots.push_back(torch::autograd::impl::gradient_edge(output));
+  }
+  return roots;
+}
+
+/// As torch::autograd::backward() of the outputs whose `roots` these are.
+void run_graph(const torch::autograd::edge_list& roots, const std::vector<at::Tensor>& gradients) {
+  torch::autograd::Engine::get_default_engine().execute(roots, gradients, /*keep_graph=*/false, /*create_graph=*/false,
+                                                        /*accumulate_grad=*/true);
 }
 
 /// Gradients of those inputs that require one, zeros where nothing reached an input.
@@ -70,6 +86,20 @@ std::vector<at::Tensor> Executor::run(const core::Shape& shape, const std::vecto
   results_.assign(stage_ == shape.stage_of(shape.num_chunks() - 1) ? static_cast<std::size_t>(shape.micro_batches) : 0,
                   at::Tensor());
   const c10::AutoGradMode grad_mode(backward);
+  try {
+    run_all(program);
+  } catch (...) {
+    stashes_.clear();
+    results_.clear();
+    throw;
+  }
+  stashes_.clear();
+  const std::lock_guard lock(mutex_);
+  running_ = false;
+  return std::move(results_);
+}
+
+void Executor::run_all(const std::vector<Action>& program) {
   if (communicator_) communicator_->begin(program);
   for (const Action& action : program) {
     {
@@ -84,10 +114,6 @@ std::vector<at::Tensor> Executor::run(const core::Shape& shape, const std::vecto
     communicator_->finish();
     spans_.push_back({program.empty() ? Action{} : program.back(), true, start, now_ns()});
   }
-  stashes_.clear();
-  const std::lock_guard lock(mutex_);
-  running_ = false;
-  return std::move(results_);
 }
 
 void Executor::execute(const Action& action) {
@@ -139,22 +165,24 @@ void Executor::forward(const Action& action) {
     if (!own.outputs.empty()) result = own.outputs.front().detach();
   } else if (is_local(action.chunk, next)) {
     stash(next, action.micro_batch).inputs = cut(own.outputs);
+    own.roots = roots_of(own.outputs);
+    own.outputs.clear();
   }
 }
 
 void Executor::backward(const Action& action) {
   Stash own = std::move(stash(action.chunk, action.micro_batch));
   stash(action.chunk, action.micro_batch) = Stash{};
-  std::vector<at::Tensor> roots;
-  for (const at::Tensor& output : own.outputs) {
-    if (output.requires_grad()) roots.push_back(output);
+  if (action.chunk + 1 == shape_.num_chunks()) {
+    const std::vector<at::Tensor> losses = std::move(own.outputs);
+    if (!losses.empty() && losses.front().requires_grad()) torch::autograd::backward(losses);
+  } else {
+    if (own.roots.size() != own.gradients.size()) {
+      throw std::runtime_error(core::to_string(action) + ": " + std::to_string(own.gradients.size()) +
+                               " gradients arrived for " + std::to_string(own.roots.size()) + " outputs");
+    }
+    if (!own.roots.empty()) run_graph(std::exchange(own.roots, {}), std::exchange(own.gradients, {}));
   }
-  if (roots.size() != own.gradients.size() && action.chunk + 1 != shape_.num_chunks()) {
-    throw std::runtime_error(core::to_string(action) + ": " + std::to_string(own.gradients.size()) +
-                             " gradients arrived for " + std::to_string(roots.size()) + " outputs");
-  }
-  own.outputs.clear();
-  if (!roots.empty()) torch::autograd::backward(roots, own.gradients);
   std::vector<at::Tensor> gradients = input_gradients(own.inputs);
   const int previous = action.chunk - 1;
   if (previous < 0) return;
@@ -170,8 +198,13 @@ void Executor::send(const Action& action) {
   const bool is_forward = action.kind == Kind::kSendForward;
   comm::Tensors message;
   for (const at::Tensor& tensor : is_forward ? own.outputs : own.gradients) message.push_back(wrap(tensor));
+  if (is_forward && backward_) {
+    own.roots = roots_of(own.outputs);
+    own.outputs.clear();
+  } else {
+    own = Stash{};
+  }
   communicator_->send(action, std::move(message));
-  if (!is_forward || !backward_) own = Stash{};
 }
 
 std::string Executor::current_action() const {

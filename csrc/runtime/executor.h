@@ -2,6 +2,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <torch/csrc/autograd/function.h>
 
 #include <cstdint>
 #include <memory>
@@ -35,7 +36,8 @@ class Executor {
 
   /// Runs `program`, a lowered list of actions with `shape`. Gradients accumulate in the parameters' .grad.
   /// Returns the last chunk's output of every micro-batch in order, detached (empty on other ranks).
-  /// Throws what a chunk or the communicator threw; the caller then aborts the communicator.
+  /// Throws what a chunk or the communicator threw; the caller then aborts the communicator. Nothing of the run is kept
+  /// then, but current_action() still tells where it was.
   std::vector<at::Tensor> run(const core::Shape& shape, const std::vector<core::Action>& program, bool backward);
 
   /// Text of the action in progress ("" between runs), for error messages.
@@ -45,9 +47,12 @@ class Executor {
   std::vector<Span> take_spans();
 
  private:
-  /// One micro-batch on one chunk between its forward and its backward.
+  /// One micro-batch on one chunk between its forward and its backward. `outputs`: until they are handed on, and the
+  /// last chunk's until its backward. `roots`: where the gradients of those outputs that require one go into the graph,
+  /// which keeps of the outputs what it needs itself.
   struct Stash {
     std::vector<at::Tensor> inputs, outputs, gradients;
+    torch::autograd::edge_list roots;
   };
 
   Stash& stash(int chunk, int micro_batch);
@@ -57,6 +62,7 @@ class Executor {
   void backward(const core::Action& action);
   void send(const core::Action& action);
   void execute(const core::Action& action);
+  void run_all(const std::vector<core::Action>& program);
 
   std::shared_ptr<comm::Communicator> communicator_;
   int stage_;
