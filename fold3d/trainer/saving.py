@@ -35,8 +35,10 @@ from fold3d.checkpoint import (
 )
 from fold3d.checkpoint import optimizer as optimizer_file
 from fold3d.checkpoint.names import converts_weights, persistent_buffers, saved_names
-from fold3d.errors import ConfigError
+from fold3d.errors import CheckpointError, ConfigError
 from fold3d.runtime.engine import Engine
+from fold3d.trace import is_released
+from fold3d.trace.pretrained import PretrainedFolder
 from fold3d.trainer.arguments import TrainingArguments
 
 logger = logging.getLogger(__name__)
@@ -59,6 +61,8 @@ class CheckpointingTrainer(transformers.Trainer):
     state: Any
     engine: Engine
     layout: OptimizerLayout | None
+    _pushes = False
+    """Under way to the hub, which gets what `save_model` writes."""
     _to_load: list[Callable[[], None]]
     """What waits for the model to be cut."""
 
@@ -73,12 +77,22 @@ class CheckpointingTrainer(transformers.Trainer):
         with self.engine.supervise("saving the model"), self._together(f"saving the model to {output_dir}"):
             # A checkpoint keeps the tensors as they are in memory: any run can resume from it, and from_pretrained
             # loads both forms.
-            if converts_weights(self.model) and not _internal_call:
+            if converts_weights(self.model) and (self._pushes or not _internal_call):
                 self._save_converted(output_dir)
             else:
                 self._save(output_dir)
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    def push_to_hub(self, *args: Any, **named: Any) -> Any:
+        """Uploads what `save_model` writes; arguments and result as the stock Trainer's. Every process calls."""
+        self.engine.meet("trainer.push_to_hub()")
+        self.engine.flush()  # for on_push_begin
+        self._pushes = True
+        try:
+            return super().push_to_hub(*args, **named)
+        finally:
+            self._pushes = False
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None) -> None:
         folder = Path(output_dir or str(self.args.output_dir))
@@ -196,8 +210,22 @@ class CheckpointingTrainer(transformers.Trainer):
         with self._together(f"loading {folder}"):
             manifest.check(folder)
             self.engine.flush()
+            if type(self.model).load_state_dict is not Module.load_state_dict:
+                self._load_as_the_model_does(folder)
+                return
             targets = {name: p.data for name, p in self.engine.owned.items()} | persistent_buffers(self.model)
             load_weights(self.model, targets, folder)
+
+    def _load_as_the_model_does(self, folder: Path) -> None:
+        """Loads by the model's own `load_state_dict`, as the stock Trainer does."""
+        elsewhere = [name for name, parameter in self.model.named_parameters() if is_released(parameter)]
+        if elsewhere:
+            raise CheckpointError(
+                f"{type(self.model).__name__} overrides load_state_dict, which takes the whole model, and this process "
+                f"has a part of it ({elsewhere[0]} lies in another); resume with pp=1, or remove the override"
+            )
+        source = PretrainedFolder(folder)
+        self._issue_warnings_after_load(self.model.load_state_dict(dict(source.read(source.keys())), strict=False))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:

@@ -21,6 +21,7 @@ from accelerate.utils.memory import clear_device_cache
 from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
+from transformers.integrations.integration_utils import WandbCallback
 from transformers.trainer_pt_utils import BatchRebalanceSampler
 from transformers.trainer_utils import seed_worker
 from transformers.utils.import_utils import is_peft_available
@@ -107,6 +108,7 @@ class Trainer(EvaluatingTrainer):
         self.layout = None
         with building_trainer():
             super().__init__(model, args, *others, **named)
+        _check_callbacks(self.callback_handler.callbacks)
         self.engine = Engine(
             model,
             args.parallel,
@@ -477,3 +479,14 @@ def _check_model(model: Module | None, model_init: Any) -> None:
         raise ConfigError("the model was loaded with device_map, but fold3d places it; load it without")
     if getattr(model, "quantization_method", None) is not None:
         raise ConfigError("quantised models are not available: load the model without quantization_config")
+
+
+def _check_callbacks(callbacks: list[Any]) -> None:
+    """Raises ConfigError for callbacks of transformers that need the whole model."""
+    for callback in callbacks:
+        way = getattr(callback, "_log_model", None)
+        if isinstance(callback, WandbCallback) and way is not None and way.is_enabled:
+            raise ConfigError(
+                f"WANDB_LOG_MODEL={way.value} is not available: at the end transformers' callback has a stock Trainer "
+                "save the model, of which a process may have a part; remove it and log what trainer.save_model() wrote"
+            )
