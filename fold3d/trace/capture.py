@@ -80,9 +80,15 @@ def _record(model: nn.Module, names: list[str], example: Mapping[str, Any]) -> R
             f"{type(model).__name__} could not be recorded: its forward failed on the example "
             f"{ {k: tuple(v.shape) if isinstance(v, Tensor) else v for k, v in example.items()} } with "
             f"{type(error).__name__}: {error}. The forward is run on tensors without values, so it must "
-            "not branch on them; check that `example` has the keys and shapes of a training batch."
+            f"not branch on them; {_remedy(error)}."
         ) from error
     return recorder
+
+
+def _remedy(error: Exception) -> str:
+    if "BF16" in str(error):  # torch's grouped matrix product, without values, takes nothing else
+        return 'call model.set_experts_implementation("batched_mm") before, or train in bfloat16'
+    return "check that `example` has the keys and shapes of a training batch"
 
 
 def fake_copy(model: nn.Module, mode: FakeTensorMode, device: torch.device | str = "cpu") -> nn.Module:

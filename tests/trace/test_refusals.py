@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from fold3d.errors import TraceError
 from fold3d.trace import SplitError, SplitModel, owned_parameters, release
 from tests.trace.chains import assert_equal, chained, ranks_of, record, whole
 from tests.trace.zoo import Plain, build, checkpointed, plain, tokens
@@ -151,3 +152,17 @@ def test_exceptions_named_meta_are_not_mistaken() -> None:
 
     with pytest.raises(ValueError, match=r"^meta$"):
         split.run(0, call, [], None)
+
+
+def test_experts_in_float32_are_told_what_helps() -> None:
+    from transformers import AutoModelForCausalLM, MixtralConfig
+
+    config = MixtralConfig(
+        num_hidden_layers=2, hidden_size=16, intermediate_size=16, num_attention_heads=2, num_key_value_heads=2,
+        vocab_size=32, num_local_experts=2, use_cache=False,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config)
+    with pytest.raises(TraceError, match="set_experts_implementation"):
+        record(model)
+    model.set_experts_implementation("batched_mm")
+    assert len(record(model).blocks) == 2
