@@ -55,7 +55,7 @@ class MissingWeight(_Missing, nn.Parameter):
 
     def __new__(cls, parameter: nn.Parameter, name: str) -> MissingWeight:
         made: MissingWeight = Tensor._make_subclass(cls, parameter.detach().to("meta"), False)
-        made.weight, made.trainable = name, parameter.requires_grad
+        made.weight, made.trainable = name, getattr(parameter, "trainable", parameter.requires_grad)
         return made
 
     def __init__(self, parameter: nn.Parameter, name: str) -> None:

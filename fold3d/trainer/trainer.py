@@ -36,6 +36,7 @@ from fold3d.runtime.timeline import write_trace
 from fold3d.runtime.timeline_picture import write_picture
 from fold3d.topology import Topology
 from fold3d.trace.example import synthetic_example
+from fold3d.trace.missing import MissingWeight
 from fold3d.trainer.accelerator import ReplicaAccelerator
 from fold3d.trainer.arguments import TrainingArguments
 from fold3d.trainer.console import printing_lines
@@ -192,15 +193,8 @@ class Trainer(EvaluatingTrainer):
 
     def _create_optimizer_over_whole_model(self) -> None:
         """Makes the optimizer as the stock Trainer would, over all parameters, and keeps this rank's if it is cut."""
-        if not self.engine.is_built:
-            self.create_optimizer()
-            self._before = dict(self.model.named_parameters())
-            return
-        elsewhere = [
-            parameter
-            for name, parameter in self.model.named_parameters()
-            if name in self._trainable and name not in self.engine.owned
-        ]
+        # Weights of other ranks, of this training's engine or of an earlier one's.
+        elsewhere = [p for p in self.model.parameters() if isinstance(p, MissingWeight) and p.trainable]
         for parameter in elsewhere:
             parameter.requires_grad_(True)
         try:
@@ -208,6 +202,9 @@ class Trainer(EvaluatingTrainer):
         finally:
             for parameter in elsewhere:
                 parameter.requires_grad_(False)
+        if not self.engine.is_built:
+            self._before = dict(self.model.named_parameters())
+            return
         names = {id(parameter): name for name, parameter in self.model.named_parameters()}
         self.layout = OptimizerLayout.restrict(self._plain_optimizer(), names, self.engine.owned)
 

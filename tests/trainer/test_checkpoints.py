@@ -10,14 +10,25 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, MixtralConfig
 
+import fold3d
 from fold3d.checkpoint import OptimizerSink
 from fold3d.errors import CheckpointError
 from tests.helpers.launch import launch
 from tests.helpers.ranks import RankPool
-from tests.trainer.jobs import Job, Outcome, Variant, assert_same, run_fold3d, run_stock
+from tests.trainer.jobs import (
+    Job,
+    Outcome,
+    Variant,
+    assert_same,
+    run_fold3d,
+    run_stock,
+    stock_arguments,
+    trainer_arguments,
+)
 
 FOLDED = {"dp": 2, "pp": 2, "segments": 2, "dp_sync": "zero1", "bucket_bytes": 1}
 """Each replica has half of the optimizer's state."""
@@ -78,6 +89,26 @@ def test_optimizer_file_equals_the_stock_one(folded: tuple[Job, Outcome], tmp_pa
             found = ours["state"][index][key]
             assert found.dtype == value.dtype
             torch.testing.assert_close(found, value, rtol=0, atol=1e-10)
+
+
+def train_twice(job: Job, ours: bool, layout: dict[str, Any]) -> None:
+    """Trains one model with two Trainers, one after the other, the second of which saves; called on every rank."""
+    base: Any = fold3d if ours else transformers
+    named = trainer_arguments(job)
+    for saving in ("no", "steps"):
+        args = base.TrainingArguments(**(stock_arguments(job) | {"save_strategy": saving} | layout))
+        base.Trainer(args=args, **named).train()
+
+
+def test_a_second_trainer_on_the_model_saves_the_whole_optimizer(ranks: RankPool, tmp_path: Path) -> None:
+    arguments = {"max_steps": 2, "save_steps": 2}
+    ours, stock = (Job(str(tmp_path / name), arguments=arguments) for name in ("ours", "stock"))
+    ranks.run(train_twice, 2, ours, True, {"pp": 2, "segments": 2})
+    train_twice(stock, False, {})
+    found, wanted = (torch.load(Path(job.folder) / "checkpoint-2" / "optimizer.pt") for job in (ours, stock))
+    assert found["param_groups"] == wanted["param_groups"] and found["state"].keys() == wanted["state"].keys()
+    for index, state in wanted["state"].items():
+        torch.testing.assert_close(found["state"][index]["exp_avg"], state["exp_avg"], rtol=0, atol=1e-10)
 
 
 def test_stock_trainer_resumes_ours(folded: tuple[Job, Outcome], tmp_path: Path) -> None:
