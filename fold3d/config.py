@@ -54,6 +54,9 @@ class ParallelConfig:
     """Seed of dropout masks and, for models built on the meta device, of the initial weights."""
     comm_timeout: float | None = None
     """Seconds a rank waits for another before the step fails on every rank. None: 300."""
+    patience: float | None = None
+    """Seconds a rank waits for one that gives signs of life but is busy, such as writing a file alone; for one that is
+    silent it waits comm_timeout. None: comm_timeout."""
 
     transport: str = "auto"
     """How activations and gradients travel: "tcp" (host memory, connections of fold3d's own), "c10d" (torch's process
@@ -104,6 +107,8 @@ class ParallelConfig:
             raise ConfigError(f"preempt={self.preempt!r}: must be True or False")
         if self.comm_timeout is not None and not self.comm_timeout > 0:
             raise ConfigError(f"comm_timeout={self.comm_timeout}: must be a positive number of seconds")
+        if self.patience is not None and not self.patience > 0:
+            raise ConfigError(f"patience={self.patience}: must be a positive number of seconds")
         if not self.blocks:
             raise ConfigError('blocks="": name the ModuleList that holds the blocks, or leave it at "auto"')
 
@@ -137,7 +142,12 @@ class ParallelConfig:
 
     @property
     def timeout_seconds(self) -> float:
-        """The communication timeout in force, in seconds."""
+        """Seconds that a rank waits in an exchange."""
+        return self.silence_seconds if self.patience is None else float(self.patience)
+
+    @property
+    def silence_seconds(self) -> float:
+        """Seconds until a rank that gives no sign of life has failed."""
         return DEFAULT_COMM_TIMEOUT if self.comm_timeout is None else float(self.comm_timeout)
 
     def resolve_dp(self, world_size: int) -> int:

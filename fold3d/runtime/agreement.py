@@ -60,21 +60,47 @@ def agree(world: WorldGroup, digest: str, number: int, error: Exception | None) 
 def fingerprint(micro_batches: Sequence[Mapping[str, Any]]) -> int:
     """Returns a number below 2**32 that differs, almost surely, between different micro-batches.
 
-    Names, shapes, dtypes and a sample of at most 1024 values per tensor in host memory: microseconds, whatever the
-    size. Values that are no tensors are left out, and so are those of tensors on a device, which would have to wait.
+    Names, shapes, dtypes and a sample of at most 1024 values per tensor: microseconds, whatever the size. The samples
+    of tensors on a device are reduced to one number there, so that the host waits once. Values that are no tensors
+    are left out.
     """
     code = len(micro_batches)
+    samples: list[torch.Tensor] = []
     for batch in micro_batches:
         for name in sorted(batch):
             tensor = batch[name]
             if not isinstance(tensor, torch.Tensor):
                 continue
             code = zlib.crc32(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode(), code)
-            if tensor.device.type == "cpu" and tensor.layout == torch.strided and tensor.numel():
-                flat = tensor.detach().reshape(-1)
-                sample = flat[:: -(-flat.numel() // _SAMPLE)].contiguous()
-                code = zlib.crc32(sample.view(torch.uint8).numpy().tobytes(), code)
+            if tensor.layout != torch.strided or not tensor.numel():
+                continue
+            flat = tensor.detach().reshape(-1)
+            sample = flat[:: -(-flat.numel() // _SAMPLE)].contiguous().view(torch.uint8)
+            if _is_in_host_memory(tensor):
+                code = zlib.crc32(sample.numpy().tobytes(), code)
+            elif tensor.device.type != "meta":
+                samples.append(sample)
+    if samples:
+        code = zlib.crc32(hashed(samples).cpu().numpy().tobytes(), code)
     return code
+
+
+def _is_in_host_memory(tensor: torch.Tensor) -> bool:
+    return tensor.device.type == "cpu"
+
+
+def hashed(samples: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Returns one int64 that differs, almost surely, between different bytes, on their device and without waiting.
+
+    Each byte is weighed by a number that depends on its place, and the sum wraps around.
+
+    Args:
+        samples: uint8, on one device, in order.
+    """
+    data = torch.cat([sample.reshape(-1) for sample in samples]).to(torch.int64) + 1
+    place = torch.arange(1, data.numel() + 1, device=data.device)
+    weight = place * 0x5851F42D4C957F2D  # Knuth's multiplier; products wrap, which is what mixes the bits
+    return (data * (weight ^ (weight >> 29))).sum()
 
 
 def check_same_batch(topology: Topology, fingerprints: Sequence[int]) -> None:

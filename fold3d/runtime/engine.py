@@ -28,6 +28,7 @@ from fold3d.runtime.batch import MicroBatch, split_batch
 from fold3d.runtime.built import Built
 from fold3d.runtime.chunk import ModelCall
 from fold3d.runtime.device import default_device, make_current, rng_untouched
+from fold3d.runtime.dp_sync.update import check_separable
 from fold3d.runtime.engine_arguments import check_arguments
 from fold3d.runtime.loss_scaler import LossScaler
 from fold3d.runtime.optimizer_hooks import OptimizerHooks
@@ -221,6 +222,8 @@ class Engine(Built):
             sync.attach(optimizer, parts=way in ("zero1", "mixed"))  # of all stages: all ranks raise, or none
             self.hooks = OptimizerHooks(optimizer, sync, flush=self.flush, before=self._update, after=self._updated)
         else:
+            if self.topology.pp > 1:
+                check_separable(optimizer, parts=False)  # each stage steps its own parameters
             optimizer.register_step_pre_hook(self._pipeline.share_tied_gradients)
 
     def _make_plan(self, cut: RankModel) -> Plan:

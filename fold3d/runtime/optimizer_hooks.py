@@ -32,6 +32,9 @@ class OptimizerHooks:
         optimizer.register_state_dict_pre_hook(lambda _: sync.before_state_dict())
         optimizer.register_load_state_dict_pre_hook(lambda *_: flush())
         optimizer.register_load_state_dict_post_hook(lambda _: sync.split_state())
+        for name in ("train", "eval"):  # of optimizers that keep other weights for evaluation
+            if callable(switch := getattr(optimizer, name, None)):
+                setattr(optimizer, name, _after(flush, switch))
         self._before = cast(OrderedDict[int, Any], optimizer._optimizer_step_pre_hooks)
         self._after = cast(OrderedDict[int, Any], optimizer._optimizer_step_post_hooks)
         self._own = (
@@ -48,6 +51,14 @@ class OptimizerHooks:
     def others_after(self) -> bool:
         """Whether the user has hooks after the step, which may read weights, too."""
         return len(self._after) > 1 or bool(_global_optimizer_post_hooks)
+
+
+def _after(flush: Callable[[], None], switch: Callable[[], Any]) -> Callable[[], Any]:
+    def flushing() -> Any:
+        flush()
+        return switch()
+
+    return flushing
 
 
 def has_hooks(optimizer: Optimizer, besides: tuple[object, object]) -> bool:

@@ -91,7 +91,7 @@ class Pipeline:
         if topology.world > 1:
             store = dist.distributed_c10d._get_default_store()
             end_with_a_line(self._name)
-            self._board = FailureBoard(store, name, topology, config.timeout_seconds, self.progress)
+            self._board = FailureBoard(store, name, topology, config.silence_seconds, self.progress)
         with self.progress.during("building the engine", meets=True):
             try:
                 self._connect(config, device)

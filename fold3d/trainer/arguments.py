@@ -109,8 +109,9 @@ class TrainingArguments(transformers.TrainingArguments):
     comm_timeout: float | None = field(
         default=None,
         metadata={
-            "help": "Seconds a process waits for another before the job fails on every process. Default: 300. "
-            "While a checkpoint is written, ddp_timeout counts instead."
+            "help": "Seconds a process waits for another before the job fails on every process; while a checkpoint "
+            "is written, ddp_timeout counts instead. Default: ddp_timeout (1800) for one that gives signs of life, 300 "
+            "for one that is silent."
         },
     )
     timeline: int | None = field(
@@ -182,6 +183,7 @@ class TrainingArguments(transformers.TrainingArguments):
             recompute=self.recompute,
             seed=self.seed,
             comm_timeout=self.comm_timeout,
+            patience=None if self.comm_timeout is not None else float(self.ddp_timeout),
         )
 
     @property

@@ -124,9 +124,8 @@ class Trainer(EvaluatingTrainer):
         callbacks[:] = [together(callback, self.engine.world) for callback in callbacks]
         FlushingHandler.adopt(self.callback_handler, self.engine)
         flush_before(self, self.engine.flush, self.engine.topology.dp)
-        if self._world is not None:  # the stock loop gathers over this group: no rank may wait there for ever
-            limit = timedelta(seconds=args.parallel.timeout_seconds)
-            dist.distributed_c10d._set_pg_timeout(limit, self._world)
+        if self._world is not None and args.comm_timeout is not None:  # where the stock loop gathers, too
+            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=args.comm_timeout), self._world)
         self.engine.on_build.append(self._use_engine)
         if self.engine.is_built:
             self._use_engine()

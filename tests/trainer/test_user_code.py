@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+import fold3d
 from tests.helpers import models
 from tests.helpers.ranks import RankPool
 from tests.trainer import user_jobs as jobs
@@ -60,3 +61,19 @@ def test_what_costs_the_overlap_is_said_once(ranks: RankPool, tmp_path: Path) ->
         assert any(text.startswith("compute_loss_func may read weights") for text in texts)
     assert ranks.run(jobs.told, 2, job, layout, jobs.PlainLoss, jobs.mean_loss) == [[], []]
     assert ranks.run(jobs.told, 2, job, {"pp": 2}, jobs.Loss) == [[], []], "with one replica nothing waits"
+
+
+def test_the_time_limit_is_that_of_the_user(ranks: RankPool, tmp_path: Path) -> None:
+    """Process 0 may be busy for ddp_timeout, not for the 300 seconds of comm_timeout's default."""
+    for is_as_before, exchanges, silence in ranks.run(
+        jobs.time_limits, 2, Job(str(tmp_path), arguments={"ddp_timeout": 900})
+    ):
+        assert is_as_before and exchanges == 900 and silence == 300
+    args = fold3d.TrainingArguments(output_dir=str(tmp_path), use_cpu=True, comm_timeout=20)
+    assert args.parallel.timeout_seconds == args.parallel.silence_seconds == 20
+
+
+def test_a_busy_process_keeps_the_others_waiting(ranks: RankPool, tmp_path: Path) -> None:
+    job = Job(str(tmp_path), arguments={"ddp_timeout": 120}, variant=jobs.Busy())
+    for outcome in ranks.run(jobs.impatient, 2, job, {"pp": 2}):
+        assert len(outcome.column("loss")) == 4

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import transformers
 
 import fold3d
-from tests.trainer.jobs import Job, stock_arguments, trainer_arguments
+from fold3d import config
+from tests.trainer.jobs import Job, Outcome, Variant, run_fold3d, stock_arguments, trainer_arguments
 from tests.trainer.sync_jobs import Warnings, weights_of
 
 
@@ -144,3 +147,37 @@ def told(job: Job, layout: dict[str, Any], kind: type[Any], func: Any = None) ->
     texts = messages("fold3d.trainer", trainer.train)
     trainer.engine.close()
     return texts
+
+
+def time_limits(job: Job) -> tuple[bool, float, float]:
+    """Returns whether the stock loop's group has the limit it was made with, and the seconds of both others."""
+    group: Any = dist.distributed_c10d._get_default_group()
+    options = group._get_backend(torch.device("cpu")).options
+    before = options._timeout
+    trainer = build(job, {"dp": 2})
+    settings = trainer.engine.config
+    trainer.engine.close()
+    return bool(options._timeout == before), settings.timeout_seconds, settings.silence_seconds
+
+
+class Works(transformers.TrainerCallback):  # type: ignore[misc]
+    """Keeps process 0 busy for longer than a silent one would be waited for."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **named: Any) -> None:
+        if state.global_step == 2 and args.process_index == 0:
+            time.sleep(6.0)
+
+
+class Busy(Variant):
+    def arguments(self, named: dict[str, Any]) -> dict[str, Any]:
+        return named | {"callbacks": [Works()]}
+
+
+def impatient(job: Job, layout: dict[str, Any]) -> Outcome:
+    """Trains with a default for silent ranks that is shorter than process 0 is busy."""
+    default = config.DEFAULT_COMM_TIMEOUT
+    config.DEFAULT_COMM_TIMEOUT = 3.0
+    try:
+        return run_fold3d(job, layout)
+    finally:
+        config.DEFAULT_COMM_TIMEOUT = default

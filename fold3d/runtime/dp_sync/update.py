@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import math
 from collections import OrderedDict, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,10 +14,13 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fold3d.errors import ConfigError
+from fold3d.runtime.device import rng_untouched
 from fold3d.runtime.dp_sync.bucket import Piece
 
 _SAMPLE = (96, 100)
 """Some optimizers treat only tensors of 4,096 elements and more in blocks: each half has as many."""
+_STEPS = 3
+"""Enough for optimizers that estimate a step size from how far all parameters have come, which shows in the second."""
 _CUT = 4611
 """Where the sample is cut: not at a row, so that whatever looks at rows, columns or norms shows."""
 
@@ -78,29 +83,41 @@ class BucketOptimizer:
 def check_separable(optimizer: Optimizer, *, parts: bool) -> None:
     """Raises ConfigError unless the optimizer steps each tensor by itself, and if `parts`, each element.
 
-    Found out by trying, with the settings of each group: two steps on two small matrices together must give the same
-    numbers as on each alone, or on the halves of each.
+    Found out by trying, with the settings of each group, on the device and in the dtype of its parameters, in the mode
+    for training: a few steps on two small matrices together must give the same numbers as on each alone, or on the
+    halves of each, in the matrices and in what the optimizer keeps in its groups.
     """
     name = type(optimizer).__name__
+    first = next((p for group in optimizer.param_groups for p in group["params"]), torch.empty(0))
+    with rng_untouched(first.device):
+        _check_separable(optimizer, name, functools.partial(_samples, first), parts=parts)
+
+
+def _check_separable(optimizer: Optimizer, name: str, draw: Callable[[], list[_Sample]], *, parts: bool) -> None:
     for group in optimizer.param_groups:
         settings = {k: v for k, v in group.items() if k != "params"}
         if "lr" in settings:
             settings["lr"] = 0.1  # a schedule may begin at zero, where nothing shows
         try:
-            together = _tried(optimizer, settings, [_samples()])
+            together = _tried(optimizer, settings, [draw()])
         except Exception as error:
             raise ConfigError(
-                f"{name} cannot be stepped layer by layer, as several replicas need it "
+                f"{name} cannot be stepped layer by layer, as several stages or replicas need it "
                 f"({type(error).__name__}: {error}); use another optimizer"
             ) from error
-        if not _same(together, _tried(optimizer, settings, [[sample] for sample in _samples()])):
+        if not _same(together, _tried(optimizer, settings, [[sample] for sample in draw()])):
             raise ConfigError(
-                f"{name} gives other numbers for parameters together than for each alone, but with several replicas "
-                "layers are stepped one after the other; use an optimizer that treats parameters independently"
+                f"{name} gives other numbers for parameters together than for each alone, but with several stages or "
+                "replicas layers are stepped apart; use an optimizer that treats parameters independently"
             )
         if not parts:
             continue
-        halves = [[part] for sample in _samples() for part in _cut(sample)]
+        if callable(getattr(optimizer, "eval", None)):
+            raise ConfigError(
+                f'dp_sync="zero1" divides the optimizer\'s state, but {name} computes the weights for evaluation from '
+                'all of it; set dp_sync="early"'
+            )
+        halves = [[part] for sample in draw() for part in _cut(sample)]
         try:
             cut = _tried(optimizer, settings, halves)
         except Exception as error:
@@ -116,12 +133,20 @@ def check_separable(optimizer: Optimizer, *, parts: bool) -> None:
 
 
 _Sample = tuple[Tensor, ...]
-"""A tensor and its gradients of two steps."""
+"""A tensor and its gradients of some steps."""
+_Outcome = tuple[Tensor, list[dict[str, float]]]
+"""All elements, and the numbers that each twin has in its group."""
 
 
-def _samples() -> list[_Sample]:
+def _samples(like: Tensor) -> list[_Sample]:
     generator = torch.Generator().manual_seed(0)
-    return [tuple(torch.randn(_SAMPLE, generator=generator) for _ in range(3)) for _ in range(2)]
+    samples = []
+    for _ in range(2):
+        start, slope = (torch.randn(_SAMPLE, generator=generator) for _ in range(2))
+        # About the same way in each step, so that who estimates how far it is sees parameters come along.
+        steps = [slope + 0.3 * torch.randn(_SAMPLE, generator=generator) for _ in range(_STEPS)]
+        samples.append(tuple(one.to(device=like.device, dtype=like.dtype) for one in (start, *steps)))
+    return samples
 
 
 def _cut(sample: _Sample) -> list[_Sample]:
@@ -129,26 +154,43 @@ def _cut(sample: _Sample) -> list[_Sample]:
     return [tuple(tensor[:_CUT].clone() for tensor in flat), tuple(tensor[_CUT:].clone() for tensor in flat)]
 
 
-def _tried(optimizer: Optimizer, settings: Mapping[str, Any], twins: Sequence[Sequence[_Sample]]) -> Tensor:
-    """Returns all elements after two steps, in order, when each entry of `twins` is stepped by a twin of its own."""
+def _tried(optimizer: Optimizer, settings: Mapping[str, Any], twins: Sequence[Sequence[_Sample]]) -> _Outcome:
+    """Returns what some steps lead to, in order, when each entry of `twins` is stepped by a twin of its own."""
+    numbers: list[dict[str, float]] = []
     for samples in twins:
         twin = _twin(optimizer, [{**settings, "params": [sample[0] for sample in samples]}])
-        for step in (1, 2):
+        for_training = getattr(twin, "train", None)
+        if callable(for_training):  # of those that keep other weights for evaluation
+            for_training()
+        for step in range(1, 1 + _STEPS):
             for sample in samples:
                 sample[0].grad = sample[step].clone()
             twin.step()
-    return torch.cat([sample[0].flatten() for samples in twins for sample in samples])
+        group = twin.param_groups[0].items()
+        numbers.append({key: float(value) for key, value in group if _is_number(value)})
+    return torch.cat([sample[0].flatten() for samples in twins for sample in samples]), numbers
 
 
-def _same(first: Tensor, second: Tensor) -> bool:
-    return torch.allclose(first, second, rtol=1e-5, atol=1e-7)
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1)
+
+
+def _same(together: _Outcome, apart: _Outcome) -> bool:
+    """Whether the elements agree, and what twins count or estimate for all of their parameters."""
+    (first, (common,)), (second, numbers) = together, apart
+    rough = first.dtype in (torch.float16, torch.bfloat16)
+    alike = torch.allclose(first, second, rtol=1e-2 if rough else 1e-5, atol=1e-2 if rough else 1e-7)
+    return alike and all(
+        own.keys() == common.keys() and all(math.isclose(own[key], common[key], rel_tol=1e-4) for key in own)
+        for own in numbers
+    )
 
 
 def _twin(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
     """Returns an optimizer of the same class over other tensors, without a constructor's checks and conversions."""
     twin: Optimizer = type(optimizer).__new__(type(optimizer))
-    # `step` in the instance is a learning rate schedule's wrapper around the original's.
-    vars(twin).update({name: value for name, value in vars(optimizer).items() if name != "step"})
+    # These in the instance are wrappers around the original's, by a learning rate schedule and by OptimizerHooks.
+    vars(twin).update({name: value for name, value in vars(optimizer).items() if name not in ("step", "train", "eval")})
     twin.state = defaultdict(dict)
     twin.param_groups = groups
     twin._optimizer_step_pre_hooks = OrderedDict()

@@ -163,6 +163,71 @@ def test_an_optimizer_that_looks_at_all_parameters_is_refused() -> None:
         check_separable(torch.optim.LBFGS([Parameter(torch.ones(2))]), parts=False)
 
 
+class Distance(torch.optim.SGD):
+    """Estimates its step size from how far all parameters have come, from almost nothing, as D-Adaptation does."""
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group.setdefault("d", 1e-6)
+            come, total = 0.0, 0.0
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    start = self.state[parameter].setdefault("start", parameter.detach().clone())
+                    come += float((parameter.grad * (start - parameter.detach())).sum())
+                    total += float(parameter.grad.abs().sum())
+            group["d"] = max(group["d"], come / max(total, 1e-12))
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.data.add_(parameter.grad, alpha=-group["d"])
+
+
+class TwoModes(torch.optim.SGD):
+    """Steps only in the mode for training, as schedule-free optimizers do."""
+
+    def __init__(self, parameters: object, lr: float) -> None:
+        super().__init__(parameters, lr=lr)  # type: ignore[arg-type]
+        for group in self.param_groups:
+            group["train_mode"] = False
+
+    def train(self) -> None:
+        for group in self.param_groups:
+            group["train_mode"] = True
+
+    def eval(self) -> None:
+        for group in self.param_groups:
+            group["train_mode"] = False
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        if not self.param_groups[0]["train_mode"]:
+            raise RuntimeError("not in train mode")
+        super().step(closure)
+
+
+class Particular(torch.optim.SGD):
+    """Steps parameters of one dtype only, as optimizers with kernels for one device do."""
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            assert all(parameter.dtype == torch.float64 for parameter in group["params"]), "only float64"
+        super().step(closure)
+
+
+def test_what_is_estimated_from_all_parameters_is_found_out() -> None:
+    with pytest.raises(ConfigError, match=r"Distance gives other numbers for parameters together"):
+        check_separable(Distance([Parameter(torch.ones(2))], lr=1.0), parts=False)
+
+
+def test_it_is_tried_as_it_will_be_used() -> None:
+    """In the mode for training, in the dtype and on the device of its parameters, and drawing no random numbers."""
+    check_separable(TwoModes([Parameter(torch.ones(2))], lr=0.1), parts=False)
+    with pytest.raises(ConfigError, match=r"TwoModes computes the weights for evaluation.*early"):
+        check_separable(TwoModes([Parameter(torch.ones(2))], lr=0.1), parts=True)
+    check_separable(Particular([Parameter(torch.ones(2, dtype=torch.float64))], lr=0.1), parts=True)
+    before = torch.get_rng_state()
+    check_separable(make("adamw", model()), parts=True)
+    assert torch.equal(before, torch.get_rng_state())
+
+
 def test_the_probe_leaves_the_optimizer_alone() -> None:
     parameters = model()
     optimizer = make("adamw", parameters)
