@@ -166,7 +166,7 @@ def fold3d_executor(name: str, segments: int, transport: str) -> Callable[[], No
 
     topology, device = Topology(dp=1, pp=STAGES, rank=dist.get_rank()), torch.device("cpu")
     groups = Groups(topology, device, 60.0, [], with_links=transport == "c10d")
-    links = connect_stages(topology, groups.pipeline, 60.0) if transport == "tcp" else None
+    links = connect_stages(topology, groups.world, 60.0) if transport == "tcp" else None
     source = torch.ones(1, WIDTH)
     last = STAGES * segments - 1
     chunks = [EmptyChunk(Scale(), source if v == 0 else None, v == last) for v in topology.chunks(segments)]

@@ -50,7 +50,7 @@ class LoadRank:
             cpu,
             COMM_TIMEOUT,
             topology.describe(topology.rank),
-            connect_stages(topology, self._groups.pipeline, COMM_TIMEOUT),
+            connect_stages(topology, self._groups.world, COMM_TIMEOUT),
             gate,
             list(hosts.stages),
         )

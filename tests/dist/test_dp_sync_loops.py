@@ -73,7 +73,7 @@ def test_low_precision_has_the_same_bits_in_every_way(ranks: RankPool, dtype: to
         ("own gradients", "early", "head.weight.grad was set between run and optimizer.step(); engine.clip_grad_norm"),
         ("late group", "early", "parameter group was added; new Engine"),
         ("state", "zero1", "each replica keeps a part of the optimizer's state; engine.state_dict()"),
-        ("coupled", "early", "Coupled gives other numbers for parameters together; layers are stepped one after"),
+        ("coupled", "early", "Coupled gives other numbers for parameters together; layers are stepped apart"),
         ("unfreeze", "early", "embedding.weight was frozen when the engine was built; make a new Engine"),
     ],
 )
