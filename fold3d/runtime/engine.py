@@ -424,7 +424,7 @@ class Engine(Built):
         cut, pipeline = self._built()
         with self._failing_together("gathering the state"), self.whole_optimizer_state():
             return {
-                "model": state.gather_model(cut, pipeline.groups.pipeline),
+                "model": state.gather_model(cut, pipeline.groups.pipeline, pipeline.groups.data),
                 "optimizer": state.gather_optimizer(cut, self.optimizer, pipeline.groups.pipeline),
                 "step_index": self.step_index,
             }

@@ -11,14 +11,17 @@ from torch.optim import Optimizer
 
 from fold3d.errors import CheckpointError
 from fold3d.runtime.rank_model import RankModel
+from fold3d.runtime.tree_group import TreeGroup
 
 Tensors = dict[str, torch.Tensor]
 
 
-def gather_model(cut: RankModel, pipeline: Any) -> Tensors:
-    """Returns every parameter and persistent buffer of the model on the CPU, on every rank of the replica."""
+def gather_model(cut: RankModel, pipeline: Any, data: TreeGroup) -> Tensors:
+    """Returns every parameter, and every persistent buffer of replica 0's, on the CPU; all ranks of the job call."""
     mine = {name: cut.parameters[name].detach().cpu() for name in cut.primary()}
-    mine.update({name: tensor.detach().cpu() for name, tensor in own_buffers(cut).items()})
+    buffers = {name: tensor.detach().cpu() for name, tensor in own_buffers(cut).items()}
+    if buffers:
+        mine.update(data.share(buffers))
     merged: Tensors = _merge(mine, pipeline)
     order = [name for name in cut.model.state_dict() if name in merged]
     return {name: merged[name].clone() for name in order}

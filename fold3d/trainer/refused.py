@@ -37,7 +37,10 @@ REFUSED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "save_on_each_node": (bool, "rank 0 writes the checkpoint of the whole model; use a folder all nodes see"),
     "ddp_find_unused_parameters": (lambda value: value is not None, _NO_DDP),
     "ddp_bucket_cap_mb": (lambda value: value is not None, _NO_DDP),
-    "ddp_broadcast_buffers": (lambda value: value is not None, _NO_DDP),
+    "ddp_broadcast_buffers": (
+        lambda value: value is False,
+        "before a step all replicas take replica 0's buffers, as with True; remove it",
+    ),
     "ddp_static_graph": (lambda value: value is not None, _NO_DDP),
     "optim": (
         lambda value: any(word in str(getattr(value, "value", value)) for word in ("lomo", "layerwise")),

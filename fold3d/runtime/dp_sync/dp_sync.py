@@ -4,7 +4,8 @@ The order of one step (Fold3D section V, made exact):
 
     backward       a bucket is reduce-scattered as soon as its gradients are complete; an "early" bucket's reduced
                    gradients are gathered in idle network time
-    vote           one exchange of numbers, over the replicas and then over the stages: the exact global norm
+    vote           one exchange of numbers, over the replicas and then over the stages: the exact global norm, and
+                   whether the next step begins with buffers of replica 0
     update         a "zero1" bucket's own shard is stepped, its parameters are gathered
     next forward   layer by layer: what a layer needs is waited for, an "early" bucket is stepped, the layer runs
 
@@ -29,6 +30,7 @@ from fold3d.runtime import meeting
 from fold3d.runtime.account import RawRecord
 from fold3d.runtime.dp_sync import optimizer_state
 from fold3d.runtime.dp_sync.bucket import Bucket
+from fold3d.runtime.dp_sync.buffers import BufferSync
 from fold3d.runtime.dp_sync.gates import Gates
 from fold3d.runtime.dp_sync.handover import Handover
 from fold3d.runtime.dp_sync.pending import PendingGradient
@@ -64,6 +66,7 @@ class DpSync:
     ):
         self._cut, self._topology, self._groups, self._sync = cut, topology, groups, sync
         self._progress = progress
+        self._buffers = BufferSync(cut, groups.data, progress)
         self.plan = plan
         self.buckets = [
             Bucket(number, spec, cut.parameters, topology.dp, topology.dp_rank)
@@ -102,6 +105,7 @@ class DpSync:
         if self._begun:
             self.abandon()
         self.check_trainable()
+        self._buffers.begin()
         for bucket in self.buckets:
             if self._optimizer is None or self._whole:
                 bucket.clear()
@@ -157,7 +161,8 @@ class DpSync:
             unused = sum(not used for bucket in self.buckets for used in bucket.used)
             primary = self._cut.primary()
             shards = [b.gradients[p.start : p.stop] for b in self.buckets for p in b.pieces if p.name in primary]
-            total, norm = vote(unused, shards, self._groups.world)
+            (total, changed), norm = vote([unused, self._buffers.changed()], shards, self._groups.world)
+            self._buffers.agree(changed > 0)
             self._norm = norm.to(self._norm_dtype)
             if total:
                 self._share_use()
@@ -398,9 +403,11 @@ class DpSync:
 
     def _share_use(self) -> None:
         """A parameter counts as used when any replica, and of tied ones any stage, used it."""
-        flags = torch.tensor([used for bucket in self.buckets for used in bucket.used], dtype=torch.uint8)
+        used = [used for bucket in self.buckets for used in bucket.used]
+        flags = torch.tensor([self._buffers.changed(), *used], dtype=torch.uint8)
         self._groups.data.all_reduce(flags, torch.maximum)
         values = iter(flags.tolist())
+        self._buffers.agree(bool(next(values)))
         for bucket in self.buckets:
             bucket.used = [bool(next(values)) for _ in bucket.used]
         for bucket in self._tied():

@@ -11,16 +11,16 @@ from fold3d.runtime.gradients import sum_of_squares
 from fold3d.runtime.world_group import WorldGroup
 
 
-def vote(unused: int, shards: Sequence[Tensor], world: WorldGroup) -> tuple[int, Tensor]:
-    """Returns the sum of `unused` over all ranks, and the L2 norm of everybody's `shards`; all ranks of the job call.
+def vote(counts: Sequence[int], shards: Sequence[Tensor], world: WorldGroup) -> tuple[list[int], Tensor]:
+    """Returns the sums of `counts` over all ranks, and the L2 norm of everybody's `shards`; all ranks of the job call.
 
     The norm is fp64, in host memory, and the same bits on every rank; it is infinite or no number where any gradient of
     any rank is. Squares are summed in fp64: on a rank in the order of `shards`, then in that of `WorldGroup`.
 
     Args:
-        unused: parameters without a gradient on this rank.
+        counts: this rank's, as many as every rank's.
         shards: gradients that no other rank brings, any shapes.
     """
-    mine = torch.stack([torch.tensor(float(unused), dtype=torch.float64), sum_of_squares(shards)])
+    mine = torch.cat([torch.tensor(counts, dtype=torch.float64), sum_of_squares(shards).reshape(1)])
     world.all_reduce(mine)
-    return int(mine[0]), mine[1].sqrt()
+    return [int(count) for count in mine[:-1]], mine[-1].sqrt()
