@@ -31,6 +31,17 @@ def ranks() -> Iterator[RankPool]:
     pool.close()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def new_workers_after_failures(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Modules of failed jobs end their workers: gloo's threads may spin on connections that a job broke off, for ever."""
+    if ".test_failure" not in request.module.__name__:
+        yield
+        return
+    pool: RankPool = request.getfixturevalue("ranks")
+    yield
+    pool.close()
+
+
 @pytest.fixture(scope="session")
 def ranks8() -> Iterator[RankPool]:
     """Eight worker processes, for the handful of tests that need more than four."""
