@@ -33,7 +33,7 @@ def ranks() -> Iterator[RankPool]:
 
 @pytest.fixture(scope="module", autouse=True)
 def new_workers_after_failures(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Modules of failed jobs end their workers: gloo's threads may spin on connections that a job broke off, for ever."""
+    """Modules of failed jobs end their workers: gloo's threads may spin on connections that broke off."""
     if ".test_failure" not in request.module.__name__:
         yield
         return
