@@ -48,6 +48,7 @@ from fold3d.trainer.parameter_count import counting_parameters
 from fold3d.trainer.preemption import together
 from fold3d.trainer.reader import building_trainer
 from fold3d.trainer.throughput import Throughput
+from fold3d.trainer.waiting import Waiting
 
 logger = logging.getLogger(__name__)
 
@@ -101,7 +102,7 @@ class Trainer(EvaluatingTrainer):
         self._trainable: set[str] = set()
         self._to_load: list[Callable[[], None]] = []
         self.current_gradient_accumulation_steps = 1  # of a training_step outside of train()
-        self._waiting: list[dict[str, Any]] = []
+        self._waiting = Waiting()
         self._throughput = Throughput()
         self._flops_per_token: float | None = None
         self._measured: dict[str, float] = {}
@@ -179,6 +180,7 @@ class Trainer(EvaluatingTrainer):
             logger.warning("timeline=%s: resumed after step %s, none is written", timeline, self.state.global_step)
         if self.layout is None:
             self._create_optimizer_over_whole_model()
+        self._waiting.clear()
         made = self._plain_optimizer()
         if self.engine.is_built and self.engine.optimizer is None:
             self.engine.attach(made)
@@ -291,7 +293,6 @@ class Trainer(EvaluatingTrainer):
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> Any:
         """Returns the micro-batches of one optimizer step and the number of labels in them, over all replicas."""
-        self._waiting.clear()  # a callback may have ended the last step before all of its micro-batches came
         self._throughput.start()
         samples, count = super().get_batch_samples(epoch_iterator, num_batches, device)
         name = getattr(self.model, "main_input_name", "input_ids")
@@ -312,11 +313,15 @@ class Trainer(EvaluatingTrainer):
         model.train()
         if callable(getattr(self.optimizer, "train", None)):
             self.optimizer.train()
-        self._waiting.append(self._prepare_inputs(inputs))
-        if len(self._waiting) < self.current_gradient_accumulation_steps:
+        steps = self.current_gradient_accumulation_steps
+        waiting = self._waiting.add(self._prepare_inputs(inputs), (num_items_in_batch, steps))
+        if waiting < steps or not self.accelerator.gradient_state.sync_gradients:
             return torch.zeros((), device=self.args.device)
-        micro_batches, self._waiting = self._waiting, []
-        share = functools.partial(self._share_of_loss, num_items_in_batch=num_items_in_batch)
+        micro_batches, divisors_of = self._waiting.take()
+
+        def share(module: Module, batch: dict[str, Any]) -> Tensor:
+            return self._share_of_loss(module, batch, *divisors_of(batch))
+
         if self._gradients_are_read is None:
             self._gradients_are_read = self._agree_on_gradients()
         loss = self.engine.run(
@@ -359,7 +364,7 @@ class Trainer(EvaluatingTrainer):
             return True
         return self.reads_weights and type(self).compute_loss is not transformers.Trainer.compute_loss
 
-    def _share_of_loss(self, model: Module, inputs: dict[str, Any], num_items_in_batch: Any) -> Tensor:
+    def _share_of_loss(self, model: Module, inputs: dict[str, Any], num_items_in_batch: Any, steps: int) -> Tensor:
         with self.compute_loss_context_manager():
             loss = self.compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
         assert isinstance(loss, Tensor)
@@ -367,7 +372,7 @@ class Trainer(EvaluatingTrainer):
         if scaled is None:
             scaled = self.model_accepts_loss_kwargs and num_items_in_batch is not None
             scaled = scaled or self.compute_loss_func is not None
-        return loss if scaled else loss / self.current_gradient_accumulation_steps
+        return loss if scaled else loss / steps
 
     def _clip_grad_norm(self, model: Module) -> Tensor:
         return self.engine.clip_grad_norm(self.args.max_grad_norm)

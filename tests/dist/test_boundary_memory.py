@@ -128,6 +128,10 @@ def test_what_was_sent_is_given_back(ranks: RankPool, kind: str, recompute: bool
 # After an exception
 
 
+RELEASED_S = 5.0
+"""Seconds within which threads let go of what they had in their hands."""
+
+
 class Broken(RuntimeError):
     """What the loss raises."""
 
@@ -160,9 +164,14 @@ def left_after_an_error(layout: dict[str, Any]) -> tuple[str, list[str], str]:
         except fold3d.RankError as error:
             text = str(error)
         del micro_batches
-        gc.collect()
-        left = [kind for kind in ("received", "sent") if boundaries.bytes(kind)]
-        left += ["graph" for one in seen if one() is not None] + ["batch" for one in users if one() is not None]
+        until = time.monotonic() + RELEASED_S
+        while True:
+            gc.collect()
+            left = [kind for kind in ("received", "sent") if boundaries.bytes(kind)]
+            left += ["graph" for one in seen if one() is not None] + ["batch" for one in users if one() is not None]
+            if not left or time.monotonic() > until:
+                break
+            time.sleep(0.05)
         try:
             engine.run(batches(), loss)
             again = "goes on"

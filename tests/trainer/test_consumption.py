@@ -120,6 +120,23 @@ def test_a_plain_module_on_a_stream(ranks: RankPool, tmp_path: Path, processes: 
     assert_same(ranks.run(run_fold3d, processes, job, layout)[0], run_stock(job), 1e-10)
 
 
+class Passes(IterableDataset[dict[str, Tensor]]):
+    """Without a length; a pass ends within an optimizer step of four micro-batches."""
+
+    def __iter__(self) -> Any:
+        yield from rows(10)
+
+
+@pytest.mark.parametrize(("processes", "layout"), LAYOUTS, ids=lambda value: str(value))
+def test_a_pass_that_ends_within_a_step(
+    ranks: RankPool, tmp_path: Path, processes: int, layout: dict[str, Any]
+) -> None:
+    """The gradients of its last micro-batches count in the first step of the next pass."""
+    steps = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4, "max_steps": 7}
+    job = Job(str(tmp_path), variant=Keeps(Passes), arguments=steps)
+    assert_same(ranks.run(run_fold3d, processes, job, layout)[0], run_stock(job), 1e-10)
+
+
 class Evaluates(Keeps):
     """Evaluation comes first, with batches of its own; it draws what the stock Trainer draws."""
 
