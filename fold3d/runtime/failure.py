@@ -13,6 +13,7 @@ import traceback
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from datetime import timedelta
+from types import FrameType
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -227,7 +228,9 @@ class FailureBoard:
     # The thread that never blocks
 
     def _watch(self) -> None:
-        blocked: tuple[int, int] | None = None
+        # Frames hold the step's tensors: only that of a blocking call is kept, and until the next look.
+        place: tuple[FrameType, int] | None = None
+        blocked: tuple[FrameType, int] | None = None
         now = since = time.monotonic()
         while not self._closed.wait(_LOOK_SECONDS):
             before, now = now, time.monotonic()
@@ -235,16 +238,22 @@ class FailureBoard:
                 self._contact = now
             self._judge_store(now)
             if self._message is None or self._raised:
+                place = blocked = None
                 continue
-            frame = sys._current_frames().get(self._trainer)
-            module = "" if frame is None else str(frame.f_globals.get("__name__", ""))
-            place = (id(frame), frame.f_lasti) if frame is not None and module.startswith(_UNINTERRUPTIBLE) else None
+            place = self._blocking_place()
             if place is None or place != blocked:
                 blocked, since = place, now
             elif is_interruption(self._message) and now - since > _GRACE_AFTER_INTERRUPT_SECONDS:
                 self._end_process_quietly()
             elif now - since > _GRACE_SECONDS:
-                self._end_process("".join(traceback.format_stack(frame)))
+                self._end_process("".join(traceback.format_stack(place[0])))
+
+    def _blocking_place(self) -> tuple[FrameType, int] | None:
+        """Returns where the thread that trains stands, if that is a call that nothing ends."""
+        frame = sys._current_frames().get(self._trainer)
+        if frame is None or not str(frame.f_globals.get("__name__", "")).startswith(_UNINTERRUPTIBLE):
+            return None
+        return frame, frame.f_lasti
 
     def _judge_store(self, now: float) -> None:
         silent = now - self._contact

@@ -128,7 +128,7 @@ def test_what_was_sent_is_given_back(ranks: RankPool, kind: str, recompute: bool
 # After an exception
 
 
-RELEASED_S = 20.0
+RELEASED_S = 5.0
 """Seconds within which threads let go of what they had in their hands."""
 
 
