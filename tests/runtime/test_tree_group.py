@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import operator
 import os
@@ -141,16 +142,17 @@ def test_a_world_of_one_needs_nobody() -> None:
 
 def _connected() -> list[socket.socket]:
     """Returns this process's connected TCP sockets, as copies."""
-    found = []
-    for name in os.listdir("/proc/self/fd"):
-        try:
+    found, names = [], []
+    for name in os.listdir("/proc/self/fd"):  # before the first copy, which may get the number of the listing
+        with contextlib.suppress(OSError):  # closed meanwhile
             if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
-                one = socket.socket(fileno=os.dup(int(name)))
-                if one.type == socket.SOCK_STREAM and one.family in (socket.AF_INET, socket.AF_INET6):
-                    one.getpeername()
-                    found.append(one)
-        except OSError:
-            continue  # closed meanwhile, or no connection
+                names.append(int(name))
+    for number in names:
+        with contextlib.suppress(OSError):  # closed meanwhile, or no connection
+            one = socket.socket(fileno=os.dup(number))
+            if one.type == socket.SOCK_STREAM and one.family in (socket.AF_INET, socket.AF_INET6):
+                one.getpeername()
+                found.append(one)
     return found
 
 
