@@ -35,9 +35,9 @@ test-python: lint test-unit test-dist
 test-unit: .venv/.extension
 	$(PY) -m pytest -q -m "not slow and not dist" $(LINT:%=--ignore=%) --numprocesses auto
 
-# Several processes each.
+# Several processes each, most of which wait: two at a time, in the order in which they are collected.
 test-dist: .venv/.extension
-	$(PY) -m pytest -q -m "not slow and dist"
+	$(PY) -m pytest -q -m "not slow and dist" --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 test-slow: .venv/.extension
 	FOLD3D_ROTATION=all $(PY) -m pytest -q -m slow

@@ -34,12 +34,16 @@ def ranks() -> Iterator[RankPool]:
 @pytest.fixture(scope="module", autouse=True)
 def new_workers_after_failures(request: pytest.FixtureRequest) -> Iterator[None]:
     """Modules of failed jobs end their workers: gloo's threads may spin on connections that broke off."""
-    if ".test_failure" not in request.module.__name__:
+    if not _fails_jobs(request.module.__name__):
         yield
         return
     pool: RankPool = request.getfixturevalue("ranks")
     yield
     pool.close()
+
+
+def _fails_jobs(module: str) -> bool:
+    return ".test_failure" in module
 
 
 @pytest.fixture(scope="session")
@@ -71,8 +75,12 @@ def _seeded() -> Iterator[None]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks tests that start processes, and as slow those `rotating` ones whose turn it is not."""
+    """Marks tests that start processes, and as slow those `rotating` ones whose turn it is not.
+
+    Modules of failed jobs, which end their workers, come last: the others share theirs.
+    """
     turn = rotation.chosen()
+    items.sort(key=lambda item: _fails_jobs(item.module.__name__) if isinstance(item, pytest.Function) else False)
     for item in items:
         if {"ranks", "ranks8", "cuda_ranks"} & set(getattr(item, "fixturenames", ())):
             item.add_marker(pytest.mark.dist)
