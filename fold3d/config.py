@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import shlex
 import sys
@@ -188,6 +189,12 @@ def parse_bytes(name: str, value: object, least: int = 0) -> int | None:
         kind = "a positive number of bytes" if least else "a number of bytes, 0 for a bucket per layer"
         raise ConfigError(f'{name}={value!r}: must be {kind}, such as 8000000000, 8e9, "8GB", "512MiB", or None')
     return int(size)
+
+
+def text_of_bytes(size: int) -> str:
+    """Returns a size as the settings take it, such as "812 B" or "7.98 GB": rounded up, so that it is enough."""
+    unit, word = next(((10**e, w) for e, w in ((9, "GB"), (6, "MB"), (3, "kB")) if size >= 10**e), (1, "B"))
+    return f"{math.ceil(size / unit * 100) / 100:g} {word}"
 
 
 def _torchrun(processes: int) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from fold3d.config import text_of_bytes
 from fold3d.errors import ConfigError
 from fold3d.plan import candidates
 from fold3d.plan.choice import Choice, flags_of, kind_of
@@ -219,11 +220,13 @@ def _choice(state: _Search, winner: _Candidate, heuristic: _Candidate) -> Choice
     remarks = []
     if not state.fits(winner):
         remarks.append(
-            f"nothing that was tried fits into {job.memory_limit} bytes (setting memory_limit): this needs "
-            f"{winner.memory}, the least"
+            f"nothing that was tried fits into {text_of_bytes(job.memory_limit or 0)} (setting memory_limit): this "
+            f"needs {text_of_bytes(winner.memory)}, the least"
         )
     elif job.memory_limit is not None:
-        remarks.append(f"needs about {winner.memory} of {job.memory_limit} bytes on the fullest rank")
+        remarks.append(
+            f"needs about {text_of_bytes(winner.memory)} of {text_of_bytes(job.memory_limit)} on the fullest rank"
+        )
     if not job.profile.measured:
         remarks.append("layers could not be measured, so times are shares of FLOPs")
     segments = winner.segments(job.pp)

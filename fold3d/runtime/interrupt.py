@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import signal
 import sys
@@ -66,7 +67,8 @@ class _Hook:
             self._before(kind, error, trace)
             return
         with contextlib.suppress(ValueError):  # not on the main thread
-            signal.signal(signal.SIGINT, signal.SIG_IGN)  # what the interpreter still does takes no time
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # what the interpreter still does takes a moment
+        gc.freeze()  # its last search for cycles, through all that torch and transformers are, took the most of it
         logger.debug("%s", line, exc_info=(kind, error, trace))
         sys.stderr.write(f"fold3d: {line}\n")
         sys.stderr.flush()

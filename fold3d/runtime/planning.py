@@ -12,7 +12,7 @@ import torch
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
-from fold3d.config import AUTO, ParallelConfig
+from fold3d.config import AUTO, ParallelConfig, text_of_bytes
 from fold3d.errors import ConfigError, RankError, TraceError
 from fold3d.plan.choice import Choice
 from fold3d.plan.job import Fixed, Job
@@ -161,8 +161,9 @@ def _check_memory(choice: Choice, config: ParallelConfig) -> None:
     """Raises ConfigError when the best that was found needs more memory than the user allows."""
     if config.memory_size is not None and choice.memory_bytes > config.memory_size:
         raise ConfigError(
-            f"memory_limit={config.memory_limit}: the fullest rank would need about {choice.memory_bytes} bytes, "
-            f"the least that was found ({choice.segments} segments, {choice.schedule}, dp_sync {choice.dp_sync}); "
+            f"memory_limit={config.memory_limit}: the fullest rank would need about "
+            f"{text_of_bytes(choice.memory_bytes)}, the least that was found ({choice.segments} segments, "
+            f"{choice.schedule}, dp_sync {choice.dp_sync}); "
             "raise memory_limit or pp, set recompute=True, or leave more of segments, schedule and dp_sync at auto"
         )
 

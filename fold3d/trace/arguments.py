@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
 from fold3d.errors import TraceError
+from fold3d.trace.wrappers import wrap
 
 
 class Arguments(dict[str, Any]):
@@ -72,15 +73,11 @@ def _intercept(module: nn.Module, name: str) -> Callable[[], None]:
         raise _Reached(name, args, kwargs)
 
     handle = module.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
-    own = vars(module).get("forward")
-    module.forward = forward  # who calls model.forward comes by no hook
+    unwrap = wrap(module, forward)  # who calls model.forward comes by no hook
 
     def undo() -> None:
         handle.remove()
-        if own is None:
-            del module.forward
-        else:
-            module.forward = own
+        unwrap()
 
     return undo
 

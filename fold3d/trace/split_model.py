@@ -31,6 +31,7 @@ from fold3d.trace.errors import SplitError
 from fold3d.trace.model_trace import Trace
 from fold3d.trace.recompute import frame_of_checkpoint, group_of_checkpoint, in_reentrant_checkpoint, recomputed
 from fold3d.trace.shapes import ShapeOnly
+from fold3d.trace.wrappers import wrap
 
 
 class ChunkExit(BaseException):
@@ -339,17 +340,7 @@ class SplitModel:
             )
         forward = make(module, module.forward)
         forward.__wrapped__.fold3d_split = self  # type: ignore[attr-defined]
-        module.forward = forward
-
-        def undo() -> None:
-            if vars(module).get("forward") is not forward:  # somebody put theirs around it
-                return
-            if own is None:
-                del module.forward
-            else:
-                module.forward = own
-
-        self._undo.append(undo)
+        self._undo.append(wrap(module, forward))
 
     # -- refusals --
 

@@ -12,6 +12,7 @@ from fold3d._C import Passage, PassageSlot, block_forward, next_seed, reseed, se
 from fold3d.trace import seeding
 from fold3d.trace.recompute import recomputed
 from fold3d.trace.recorder import outer_modules
+from fold3d.trace.wrappers import wrap
 
 
 class WholeModel:
@@ -70,19 +71,10 @@ class WholeModel:
             self._undo.pop()()
 
     def _recompute(self, module: nn.Module) -> None:
-        own = vars(module).get("forward")
         original = module.forward
         checkpointed: Any = recomputed(module, original)
         checkpointed.fold3d_split = self
-        module.forward = block_forward(PassageSlot(), -1, 0, checkpointed, original)
-
-        def undo() -> None:
-            if own is None:
-                del module.forward
-            else:
-                module.forward = own
-
-        self._undo.append(undo)
+        self._undo.append(wrap(module, block_forward(PassageSlot(), -1, 0, checkpointed, original)))
 
     def _seed_around(self, name: str, module: nn.Module, *, is_block: bool) -> None:
         hooks = _Around(self, name, is_block)

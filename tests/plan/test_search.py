@@ -135,7 +135,7 @@ def test_memory_decides_between_early_and_zero1():
     within = search(job, Fixed(segments=4))
     assert within.memory_bytes < free.memory_bytes and within.dp_sync in ("mixed", "zero1")
     most = search(make_job(layers=8, micro_batches=4, memory_limit=1))
-    assert "nothing that was tried fits into 1 bytes (setting memory_limit)" in most.reason
+    assert "nothing that was tried fits into 1 B (setting memory_limit)" in most.reason
     assert most.memory_bytes <= within.memory_bytes
 
 

@@ -86,9 +86,8 @@ class DpSync:
         self._norm: torch.Tensor | None = None
         self._begun = False  # gradients are on their way that neither update() nor abandon() has taken
         self._handed_over = False  # all of them, so that they arrive whatever this rank does next
-        self._whole = (
-            False  # this step's, or the last one's, gradients are whole in `.grad` although there is an optimizer
-        )
+        # This step's, or the last one's, gradients are whole in `.grad` although there is an optimizer.
+        self._whole = False
         self._shown: list[tuple[Parameter, Tensor | None]] = []  # what `.grad` held when a whole step was taken
         self._step = 0
         self._waits: list[RawRecord] = []
