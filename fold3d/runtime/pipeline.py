@@ -29,6 +29,7 @@ from fold3d.runtime.failure import FailureBoard, is_communication_error
 from fold3d.runtime.groups import Groups
 from fold3d.runtime.interrupt import INTERRUPTED, end_with_a_line, swallow_repeats
 from fold3d.runtime.loss import one_number
+from fold3d.runtime.part_hooks import PartHooks
 from fold3d.runtime.progress import Report
 from fold3d.runtime.rank_model import RankModel
 from fold3d.runtime.stall import holding_up
@@ -77,6 +78,7 @@ class Pipeline:
         self._bounds = (0, 0)
         self._records: list[RawRecord] = []
         self._inputs = StepInputs()
+        self._part_hooks = PartHooks(cut.parameters, cut.cells.owners)
         self.dp_sync: DpSync | None = None
         self._schedule: Schedule | None = None
         self._tuner: Tuner | None = None
@@ -191,6 +193,7 @@ class Pipeline:
     ) -> torch.Tensor:
         """Runs one step's forwards, backwards and gradient sums; returns the replica's loss on each of its ranks."""
         self._begin_account()
+        self._part_hooks.look()
         self._gradients_read = reads_gradients
         if reads_weights and self.dp_sync is not None:
             self.dp_sync.flush()
