@@ -14,8 +14,6 @@ from typing import Any
 
 TAIL_CHARACTERS = 3000
 READ_BYTES = 1 << 16
-LOOK_S = 1.0
-"""How long Ctrl-C may go unnoticed."""
 END_S = 5.0
 """How long a rank that has closed its answers may take to end."""
 
@@ -89,10 +87,8 @@ class Ranks:
                 except BrokenPipeError:
                     self._fail_ended(rank)
             while selector.get_map():
-                left = deadline - time.monotonic()
-                # Not all of it at once: Python sees a signal that came just before a wait when the wait is over.
-                events = selector.select(min(LOOK_S, max(0.0, left)))
-                if left <= 0 and not events:
+                events = selector.select(max(0.0, deadline - time.monotonic()))
+                if not events:
                     self._fail_late(min(key.data for key in selector.get_map().values()), timeout)
                 for key, _ in events:
                     piece = os.read(key.fd, READ_BYTES)

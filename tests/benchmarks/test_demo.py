@@ -60,7 +60,9 @@ def test_after_ctrl_c_nothing_is_left(tmp_path: Path) -> None:
     before = namespaces()
     command = [*DEMO, "--scenario", "smoke", "--thin", "1", "--steps", "100000", "--out", str(tmp_path / "out")]
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    before_it = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell has it ignored in the background
     run = subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True)
+    signal.signal(signal.SIGINT, before_it)
     try:
         workers = wait_for_workers(run.pid)
         own = {namespace_of(worker) for worker in workers} - before
