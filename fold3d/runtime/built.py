@@ -12,7 +12,7 @@ from fold3d.config import ParallelConfig
 from fold3d.errors import ConfigError, RankError
 from fold3d.runtime import state
 from fold3d.runtime.chunk import ModelCall
-from fold3d.runtime.device import rng_untouched
+from fold3d.runtime.device import all_rng_untouched
 from fold3d.runtime.failure import is_communication_error
 from fold3d.runtime.groups import Groups
 from fold3d.runtime.pipeline import Pipeline
@@ -93,7 +93,7 @@ class Built(Supervised):
                     "the model has not been recorded yet; pass example=<a micro-batch> to Engine or Trainer, or train "
                     "or evaluate first"
                 )
-            with rng_untouched(self.device):
+            with all_rng_untouched(self.device):
                 self._build(batch, call)
         assert self._cut is not None and self._pipeline is not None
         return self._cut, self._pipeline

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fold3d.runtime.batch import MicroBatch
-from fold3d.trace import SplitModel, WholeModel
+from fold3d.trace import SplitError, SplitModel, WholeModel
 
 if TYPE_CHECKING:
     from fold3d.runtime.dp_sync import DpSync
@@ -47,8 +47,14 @@ class PipelineChunk:
         split: SplitModel | WholeModel,
         inputs: StepInputs,
         dp_sync: DpSync | None,
+        *,
+        is_alone: bool,
     ):
+        """Args:
+        is_alone: whether this is the process's only chunk.
+        """
         self.index = index
+        self._is_alone = is_alone
         self._is_last = is_last
         self._model = model
         self._split = split
@@ -62,10 +68,18 @@ class PipelineChunk:
         assert call is not None
         if self._dp_sync is not None:
             self._dp_sync.before_chunk(self.index)
+        before = {} if self._is_alone else _versions(batch)
         # A shallow copy: a loss function may take labels out of the batch, and every chunk needs them.
         sent, result = self._split.run(
             self.index, lambda: call(self._model, dict(batch)), received, step.keys[micro_batch]
         )
+        changed = [] if self._is_alone else [name for name, now in _versions(batch).items() if now != before[name]]
+        if changed:
+            raise SplitError(
+                f"the loss function or the model's forward changed {changed[0]!r} of the micro-batch in place. They "
+                "run once for each chunk of the model, and this process has several, so it would be changed several "
+                "times: change a copy, or set segments=1"
+            )
         if not self._is_last:
             return sent
         step.results[micro_batch] = result if not isinstance(result, torch.Tensor) else result.detach()
@@ -75,3 +89,12 @@ class PipelineChunk:
         """The last backward of this chunk is done."""
         assert self._dp_sync is not None, "only schedules for several replicas reduce"
         self._dp_sync.chunk_done(self.index)
+
+
+def _versions(batch: MicroBatch) -> dict[str, int]:
+    """Returns how often each tensor was changed in place."""
+    return {
+        name: value._version
+        for name, value in batch.items()
+        if isinstance(value, torch.Tensor) and not value.is_inference()
+    }

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 from collections.abc import Iterator
 
+import numpy as np
 import torch
 
 
@@ -29,3 +31,15 @@ def rng_untouched(device: torch.device) -> Iterator[None]:
     """Seeding dropout inside must not change what data loaders and the user draw outside."""
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         yield
+
+
+@contextlib.contextmanager
+def all_rng_untouched(device: torch.device) -> Iterator[None]:
+    """The same for Python's and numpy's generators, too: samples and losses may draw from any that are seeded."""
+    of_python, of_numpy = random.getstate(), np.random.get_state()
+    try:
+        with rng_untouched(device):
+            yield
+    finally:
+        random.setstate(of_python)
+        np.random.set_state(of_numpy)

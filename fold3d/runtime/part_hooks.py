@@ -1,28 +1,37 @@
-"""PartHooks: says when a hook of the user's sees the gradient of a tied weight in parts."""
+"""PartHooks: says when a hook of the user's sees parts of what it would see of a model that is not cut."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
 from itertools import chain
+from typing import Any
 
-from torch.nn import Parameter
+from torch.nn import Module, Parameter
 
 logger = logging.getLogger(__name__)
 
 
 class PartHooks:
-    """Looks at the parameters that several chunks use: backward reaches them once for each chunk.
+    """Looks at the parameters that several chunks use, and at the modules that chunks replace.
 
-    A hook that logs or draws the gradient sees several parts of it, and one that changes it, by clipping say, changes
-    each part, which in general is not what it does to their sum.
+    Backward reaches such a parameter once for each chunk: a hook that logs or draws the gradient sees several parts of
+    it, and one that changes it, by clipping say, changes each part, which in general is not what it does to their sum.
+    Hooks of a module run in every chunk, also where something stands in for the module or for what it returned.
 
     Args:
         parameters: canonical name -> parameter with storage on this rank.
         owners: canonical name -> chunks that need it.
+        modules: name -> blocks and modules around them; empty for a model that is not cut.
     """
 
-    def __init__(self, parameters: Mapping[str, Parameter], owners: Mapping[str, Sequence[int]]) -> None:
+    def __init__(
+        self,
+        parameters: Mapping[str, Parameter],
+        owners: Mapping[str, Sequence[int]],
+        modules: Mapping[str, Module],
+    ) -> None:
+        self._modules = modules
         self._shared = {
             name: (parameter, len(owners[name]))
             for name, parameter in parameters.items()
@@ -31,7 +40,16 @@ class PartHooks:
         self._said: set[str] = set()
 
     def look(self) -> None:
-        """Warns, once per parameter, of hooks that have been registered."""
+        """Warns, once per parameter and module, of hooks that have been registered."""
+        hooked = [name for name, one in self._modules.items() if name not in self._said and _is_hooked_module(one)]
+        if hooked:
+            self._said.update(hooked)
+            logger.warning(
+                "hooks of %s run in every chunk of the model, also in those that do not run the module: what they "
+                "see, keep for the loss or return may be a stand-in, and then the numbers are wrong. Hook a module "
+                "inside of a block, return what the loss needs from the model, or set pp=1 and segments=1",
+                ", ".join(hooked),
+            )
         for name, (parameter, chunks) in self._shared.items():
             if name not in self._said and _is_hooked(parameter):
                 self._said.add(name)
@@ -43,7 +61,21 @@ class PartHooks:
                 )
 
 
+_KNOWN = ("fold3d.", "torch.", "transformers.", "accelerate.", "peft.")
+"""Whose hooks of modules are right: spectral norms, noise on embeddings, embeddings that are to have gradients."""
+
+
 def _is_hooked(parameter: Parameter) -> bool:
-    hooks = (parameter._backward_hooks, getattr(parameter, "_post_accumulate_grad_hooks", None))
+    post_accumulate = getattr(parameter, "_post_accumulate_grad_hooks", None)
+    return _any_of_others((parameter._backward_hooks, post_accumulate), ("fold3d.",))
+
+
+def _is_hooked_module(module: Module) -> bool:
+    forward = (module._forward_pre_hooks, module._forward_hooks)
+    return _any_of_others((*forward, module._backward_pre_hooks, module._backward_hooks), _KNOWN)
+
+
+def _any_of_others(hooks: Sequence[Mapping[int, Any] | None], known: tuple[str, ...]) -> bool:
+    """Returns whether there is a hook whose code lies in none of the `known` packages."""
     found = chain.from_iterable((one or {}).values() for one in hooks)
-    return any(not str(getattr(hook, "__module__", "")).startswith("fold3d.") for hook in found)
+    return any(not str(getattr(hook, "__module__", "")).startswith(known) for hook in found)

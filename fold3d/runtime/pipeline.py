@@ -78,7 +78,7 @@ class Pipeline:
         self._bounds = (0, 0)
         self._records: list[RawRecord] = []
         self._inputs = StepInputs()
-        self._part_hooks = PartHooks(cut.parameters, cut.cells.owners)
+        self._part_hooks = PartHooks(cut.parameters, cut.cells.owners, cut.replaced())
         self.dp_sync: DpSync | None = None
         self._schedule: Schedule | None = None
         self._tuner: Tuner | None = None
@@ -169,7 +169,15 @@ class Pipeline:
         return self._groups
 
     def _make_chunk(self, index: int, is_last: bool) -> PipelineChunk:
-        return PipelineChunk(index, is_last, self._cut.model, self._cut.split, self._inputs, self.dp_sync)
+        return PipelineChunk(
+            index,
+            is_last,
+            self._cut.model,
+            self._cut.split,
+            self._inputs,
+            self.dp_sync,
+            is_alone=self._cut.cells.pp == len(self._cut.ranges),
+        )
 
     def _share_weights(self, shared: dict[str, tuple[int, ...]]) -> None:
         """Replica 0's weights, and of copies in several stages the first stage's, become everybody's."""

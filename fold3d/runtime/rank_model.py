@@ -43,7 +43,9 @@ def arguments_of(
         blocks = find_blocks(model, config.blocks)
     except TraceError:  # of which `record` tells, if it matters
         return example
-    return find_arguments(model, blocks, lambda: call(model, dict(example)))
+    # What `call` changes in place, it changes again when it trains with this very micro-batch.
+    own = {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in example.items()}
+    return find_arguments(model, blocks, lambda: call(model, own))
 
 
 def record(model: Module, config: ParallelConfig, example: Mapping[str, Any] | None) -> Trace | None:
@@ -159,6 +161,14 @@ class RankModel:
         parts = name.split(".")
         prefixes = (".".join(parts[:end]) for end in range(len(parts), 0, -1))
         return next((self._stage_of_prefix[prefix] for prefix in prefixes if prefix in self._stage_of_prefix), 0)
+
+    def replaced(self) -> dict[str, Module]:
+        """Returns the modules for which something stands in where another chunk runs them, by name."""
+        if self.trace is None or isinstance(self.split, WholeModel):
+            return {}
+        names = dict.fromkeys((*self.trace.prologue, *self.trace.blocks, *self.trace.between, *self.trace.epilogue))
+        modules = {name: self.model.get_submodule(name) for name in names}
+        return {name: module for name, module in modules.items() if next(module.parameters(), None) is not None}
 
     def trainable(self) -> dict[str, Parameter]:
         """Returns the parameters of this rank that receive gradients."""

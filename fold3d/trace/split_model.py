@@ -28,6 +28,7 @@ from fold3d.errors import MissingWeightsError, TraceError
 from fold3d.trace import seeding
 from fold3d.trace.call_guard import CallGuard
 from fold3d.trace.errors import SplitError
+from fold3d.trace.front_buffers import FrontBuffers
 from fold3d.trace.model_trace import Trace
 from fold3d.trace.recompute import frame_of_checkpoint, group_of_checkpoint, in_reentrant_checkpoint, recomputed
 from fold3d.trace.shapes import ShapeOnly
@@ -90,6 +91,7 @@ class SplitModel:
         self._replaced: WeakKeyDictionary[Any, dict[str, Any]] = WeakKeyDictionary()
         self._undo: list[Callable[[], None]] = []
         self._outer = list(dict.fromkeys((*trace.prologue, *trace.between, *trace.epilogue)))
+        self._front = FrontBuffers(model, trace.blocks)
         self._guard = CallGuard(model, trace, ranges, lambda: self._run is not None, self._use_outer)
         self.install()
 
@@ -118,7 +120,8 @@ class SplitModel:
         try:
             self._run = run
             self._slot.begin(run, run.received)
-            result = call()
+            with self._front.of_chunk(chunk):
+                result = call()
             returned = True
         except ChunkExit as leave:
             if leave.owner is not self:

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import inspect
 import logging
-import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 import transformers
@@ -29,6 +26,7 @@ from transformers.utils.import_utils import is_peft_available
 from fold3d.checkpoint import OptimizerLayout
 from fold3d.errors import ConfigError
 from fold3d.runtime.account import gather_records
+from fold3d.runtime.device import all_rng_untouched
 from fold3d.runtime.engine import Engine
 from fold3d.runtime.memory import peak_bytes
 from fold3d.runtime.optimizer_hooks import has_hooks
@@ -257,7 +255,7 @@ class Trainer(EvaluatingTrainer):
         if dataset is None or not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
             return self._synthetic_example() if stock else None
         collate = self._get_collator_with_removed_columns(copy.deepcopy(self.data_collator))
-        with _random_numbers_untouched():
+        with all_rng_untouched(torch.device("cpu")):
             batch = collate([dataset[i] for i in range(min(len(dataset), self.args.train_batch_size))])
         taken = inspect.signature(self.model.forward).parameters
         takes_all = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in taken.values())
@@ -451,18 +449,6 @@ class Trainer(EvaluatingTrainer):
     def hyperparameter_search(self, *args: Any, **named: Any) -> Any:
         """Raises: ConfigError; it needs a fresh model for every trial."""
         raise ConfigError("hyperparameter_search is not available: start one job per trial")
-
-
-@contextlib.contextmanager
-def _random_numbers_untouched() -> Iterator[None]:
-    """Data sets and collators may draw from any of the generators that the stock Trainer seeds."""
-    of_python, of_numpy = random.getstate(), np.random.get_state()
-    try:
-        with torch.random.fork_rng(devices=[]):
-            yield
-    finally:
-        random.setstate(of_python)
-        np.random.set_state(of_numpy)
 
 
 def _check_model(model: Module | None, model_init: Any) -> None:

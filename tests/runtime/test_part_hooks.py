@@ -70,7 +70,22 @@ def test_a_hook_that_sees_parts_is_said_once(hook: Callable[[nn.Module], Any]) -
     assert "a hook of first.weight sees its gradient in 2 parts" in text and "on_pre_optimizer_step" in text
 
 
-@pytest.mark.parametrize(("segments", "hook"), [(1, of_gradient), (2, of_one_layer), (2, None)])
+def of_a_block(model: nn.Module) -> None:
+    model.get_submodule("layers.1").register_forward_hook(lambda module, args, output: output + args[0])
+
+
+def of_torch(model: nn.Module) -> None:
+    torch.nn.utils.spectral_norm(model.get_submodule("layers.1"))
+
+
+def test_a_hook_of_a_block_is_said_once() -> None:
+    (text,) = train({"segments": 2}, of_a_block)
+    assert text.startswith("hooks of layers.1 run in every chunk of the model") and "set pp=1 and segments=1" in text
+
+
+@pytest.mark.parametrize(
+    ("segments", "hook"), [(1, of_gradient), (1, of_a_block), (2, of_one_layer), (2, of_torch), (2, None)]
+)
 def test_whole_gradients_need_no_words(segments: int, hook: Callable[[nn.Module], Any] | None) -> None:
     assert not train({"segments": segments}, hook)
 
