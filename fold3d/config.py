@@ -194,7 +194,7 @@ def parse_bytes(name: str, value: object, least: int = 0) -> int | None:
 def text_of_bytes(size: int) -> str:
     """Returns a size as the settings take it, such as "812 B" or "7.98 GB": rounded up, so that it is enough."""
     unit, word = next(((10**e, w) for e, w in ((9, "GB"), (6, "MB"), (3, "kB")) if size >= 10**e), (1, "B"))
-    return f"{math.ceil(size / unit * 100) / 100:g} {word}"
+    return f"{math.ceil(size / unit * 100) / 100:.2f}".rstrip("0").rstrip(".") + f" {word}"
 
 
 def _torchrun(processes: int) -> str:

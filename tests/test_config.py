@@ -115,7 +115,10 @@ def test_topology_covers_the_grid_once() -> None:
     assert cells[3].chunks(3) == [1, 3, 5]
 
 
-@pytest.mark.parametrize("size, text", [(1, "1 B"), (999, "999 B"), (1500, "1.5 kB"), (7_981_000_001, "7.99 GB")])
+@pytest.mark.parametrize(
+    "size, text",
+    [(1, "1 B"), (999, "999 B"), (1500, "1.5 kB"), (7_981_000_001, "7.99 GB"), (12_345_678_900_001, "12345.68 GB")],
+)
 def test_what_a_message_says_is_enough(size: int, text: str) -> None:
     assert text_of_bytes(size) == text
     assert (ParallelConfig(memory_limit=text).memory_size or 0) >= size

@@ -326,7 +326,8 @@ class DpSync:
             if parameter.requires_grad and parameter.numel() and id(parameter) not in self._summed:
                 raise ConfigError(
                     f"{name} was frozen when the engine was built and is trained now: its gradients would not be "
-                    "summed over the replicas; make a new Engine after unfreezing"
+                    "summed over the replicas. Let it be trainable in the first step (it may be frozen later), or go "
+                    "on with a new Engine or Trainer after unfreezing"
                 )
 
     # Inside
