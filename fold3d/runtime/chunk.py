@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from fold3d.runtime.batch import MicroBatch
+from fold3d.runtime.drawn_numbers import DrawnNumbers
 from fold3d.trace import SplitError, SplitModel, WholeModel
 
 if TYPE_CHECKING:
@@ -25,11 +27,13 @@ class StepInputs:
         self.call: ModelCall | None = None
         self.keys: list[DropoutKey | None] = []
         self.results: list[Any] = []
+        self.drawn = DrawnNumbers()
 
     def set(self, micro_batches: list[MicroBatch], call: ModelCall, keys: list[DropoutKey | None]) -> None:
         """Starts a run over `micro_batches`; `keys[i]` seeds the dropout of micro-batch i, None leaves it alone."""
         self.micro_batches, self.call, self.keys = micro_batches, call, keys
         self.results = [None] * len(micro_batches)
+        self.drawn = DrawnNumbers()
 
     def clear(self) -> None:
         """Drops the references to the run's data."""
@@ -70,9 +74,10 @@ class PipelineChunk:
             self._dp_sync.before_chunk(self.index)
         before = {} if self._is_alone else _versions(batch)
         # A shallow copy: a loss function may take labels out of the batch, and every chunk needs them.
-        sent, result = self._split.run(
-            self.index, lambda: call(self._model, dict(batch)), received, step.keys[micro_batch]
-        )
+        with contextlib.nullcontext() if self._is_alone else step.drawn.of(micro_batch):
+            sent, result = self._split.run(
+                self.index, lambda: call(self._model, dict(batch)), received, step.keys[micro_batch]
+            )
         changed = [] if self._is_alone else [name for name, now in _versions(batch).items() if now != before[name]]
         if changed:
             raise SplitError(

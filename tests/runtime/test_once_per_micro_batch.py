@@ -102,20 +102,25 @@ def test_micro_batches_changed_in_place(ranks: RankPool) -> None:
     assert "changed 'y' of the micro-batch in place" in text and "set segments=1" in text
 
 
-def draws(layout: dict[str, int]) -> tuple[float, float]:
-    """Returns the next numbers of Python and numpy after a step whose loss function draws from them."""
+def draws(layout: dict[str, int]) -> tuple[float, float, float]:
+    """Returns the loss of a step whose loss function draws from Python and numpy, and their next numbers."""
 
     def loss(model: nn.Module, batch: dict[str, Any]) -> Tensor:
-        factor = random.random() + np.random.rand()
-        return factor * model(x=batch["x"]).square().mean()
+        x = batch["x"] * (random.random() + np.random.rand())
+        return random.random() * model(x=x).square().mean()
 
     random.seed(1)
     np.random.seed(1)
+    torch.manual_seed(0)
     engine = Engine(Chain(), ParallelConfig(micro_batches=2, blocks="layers", **layout))
-    engine.run([{"x": torch.ones(2, 4)}] * 2, loss)
+    value = engine.run([{"x": torch.ones(2, 4)}] * 2, loss).item()
     engine.close()
-    return random.random(), np.random.rand()
+    return value, random.random(), np.random.rand()
 
 
-def test_finding_out_how_the_model_is_called_draws_nothing(ranks: RankPool) -> None:
-    assert ranks.run(draws, 2, {"pp": 2}) == [draws({"segments": 1})] * 2
+def test_random_numbers_of_python_and_numpy(ranks: RankPool) -> None:
+    """Chunks drew one after the other, and so did finding out how the model is called."""
+    alone = draws({"segments": 1})
+    for found in (draws({"segments": 2}), draws({"segments": 4}), *ranks.run(draws, 2, {"pp": 2, "segments": 2})):
+        assert found == pytest.approx(alone, rel=1e-6)
+        assert found[1:] == alone[1:]
