@@ -6,9 +6,13 @@ import contextlib
 import os
 import random
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import torch
+
+LibraryState = tuple[Any, Any]
+"""Of Python's generator, and of numpy's."""
 
 
 def default_device() -> torch.device:
@@ -36,10 +40,20 @@ def rng_untouched(device: torch.device) -> Iterator[None]:
 @contextlib.contextmanager
 def all_rng_untouched(device: torch.device) -> Iterator[None]:
     """The same for Python's and numpy's generators, too: samples and losses may draw from any that are seeded."""
-    of_python, of_numpy = random.getstate(), np.random.get_state()
+    state = library_rng_state()
     try:
         with rng_untouched(device):
             yield
     finally:
-        random.setstate(of_python)
-        np.random.set_state(of_numpy)
+        set_library_rng_state(state)
+
+
+def library_rng_state() -> LibraryState:
+    """Returns the states of Python's and numpy's generators."""
+    return random.getstate(), np.random.get_state()
+
+
+def set_library_rng_state(state: LibraryState) -> None:
+    """Puts them back."""
+    random.setstate(state[0])
+    np.random.set_state(state[1])

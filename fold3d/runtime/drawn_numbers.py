@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import random
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 
-State = tuple[Any, Any]
+from fold3d.runtime.device import LibraryState, library_rng_state, set_library_rng_state
 
 
 class DrawnNumbers:
@@ -20,40 +18,31 @@ class DrawnNumbers:
     """
 
     def __init__(self) -> None:
-        self._before: dict[int, State | None] = {}
+        self._before: dict[int, LibraryState | None] = {}
 
     @contextlib.contextmanager
     def of(self, micro_batch: int) -> Iterator[None]:
         """Around the run of a chunk for `micro_batch`."""
         if micro_batch not in self._before:
-            before = _state()
+            before = library_rng_state()
             try:
                 yield
             finally:
                 # Most loss functions draw nothing; then there is nothing to do for later chunks.
-                self._before[micro_batch] = None if _same(before, _state()) else before
+                self._before[micro_batch] = None if _same(before, library_rng_state()) else before
             return
         drawn = self._before[micro_batch]
         if drawn is None:
             yield
             return
-        now = _state()
-        _set_state(drawn)
+        now = library_rng_state()
+        set_library_rng_state(drawn)
         try:
             yield
         finally:
-            _set_state(now)
+            set_library_rng_state(now)
 
 
-def _state() -> State:
-    return random.getstate(), np.random.get_state()
-
-
-def _set_state(state: State) -> None:
-    random.setstate(state[0])
-    np.random.set_state(state[1])
-
-
-def _same(one: State, other: State) -> bool:
+def _same(one: LibraryState, other: LibraryState) -> bool:
     of_one, of_other = one[1], other[1]
     return bool(one[0] == other[0] and of_one[2:] == of_other[2:] and np.array_equal(of_one[1], of_other[1]))
