@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from fold3d import Engine, ParallelConfig
-from fold3d.runtime.chunk import PipelineChunk
+from fold3d.stage.model_chunk import PipelineChunk
 
 BLOCKS, BATCH, STEPS = 8, 2, 3
 MB = 1e6

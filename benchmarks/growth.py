@@ -184,7 +184,7 @@ COLUMNS = {
 
 def by_formula(pp: int) -> None:
     """Prints what the vote takes in jobs that this machine cannot hold."""
-    from fold3d.runtime.world_group import connections, messages, rounds
+    from fold3d.comms.world_group import connections, messages, rounds
     from fold3d.topology import Topology
 
     print(f"\nBy formula, pp={pp}: connections of the rank that has most, and the vote; in brackets with groups of all")

@@ -40,8 +40,8 @@ Table = dict[str, dict[str, float]]
 
 def messages(over_tcp: bool, stack: ExitStack) -> Action:
     """Returns what passes so many bytes on to the next stage and back."""
-    from fold3d.runtime.groups import Groups
-    from fold3d.runtime.link_probe import tcp_messages
+    from fold3d.comms.groups import Groups
+    from fold3d.profile.link_probe import tcp_messages
     from fold3d.topology import Topology
 
     topology = Topology(dp=1, pp=RANKS, rank=dist.get_rank())
@@ -66,8 +66,8 @@ def messages(over_tcp: bool, stack: ExitStack) -> Action:
 def sums(over_tcp: bool, stack: ExitStack) -> Action:
     """Returns what sums so many bytes over the replicas."""
     from fold3d import _C
-    from fold3d.runtime.dp_sync.connect import connect_replicas
-    from fold3d.runtime.groups import Groups
+    from fold3d.comms.groups import Groups
+    from fold3d.comms.rings import connect_replicas
     from fold3d.topology import Topology
 
     topology, device = Topology(dp=RANKS, pp=1, rank=dist.get_rank()), torch.device("cpu")

@@ -8,7 +8,7 @@ from fold3d.config import ParallelConfig
 from fold3d.errors import CheckpointError, ConfigError, Fold3dError, MissingWeightsError, RankError, TraceError
 
 if TYPE_CHECKING:
-    from fold3d.runtime.engine import Engine
+    from fold3d.engine.engine import Engine
     from fold3d.trace.errors import SplitError
     from fold3d.trainer import Trainer, TrainingArguments
 
@@ -28,7 +28,7 @@ __all__ = [
 ]
 
 _LAZY = {
-    "Engine": "fold3d.runtime.engine",
+    "Engine": "fold3d.engine.engine",
     "SplitError": "fold3d.trace.errors",
     "Trainer": "fold3d.trainer",
     "TrainingArguments": "fold3d.trainer",

@@ -19,8 +19,8 @@ from transformers import HfArgumentParser
 
 from fold3d import TrainingArguments
 from fold3d.cli.main import parser
+from fold3d.observe.step_breakdown import make_account
 from fold3d.plan.simulator import RankBreakdown
-from fold3d.runtime.account import make_account
 from tests.helpers import pages, python_block
 from tests.helpers.example import EXAMPLE, TINY
 from tests.helpers.pages import PAGES, ROOT

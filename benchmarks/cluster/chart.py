@@ -7,7 +7,7 @@ from pathlib import Path
 
 from benchmarks.cluster.grid import GridReport
 from benchmarks.cluster.report import Report
-from fold3d.runtime.account import waits_for_dp_sync
+from fold3d.observe.step_breakdown import waits_for_dp_sync
 
 COLOURS = {"fold3d": "#1f6f8b", "torch": "#c9a227"}
 STEP_COLOURS = {

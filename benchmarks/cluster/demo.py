@@ -29,9 +29,9 @@ from benchmarks.cluster.scenarios import SCENARIOS, Scenario
 from benchmarks.cluster.session import Session
 from benchmarks.cluster.systems import REFERENCE, System, find_system
 from benchmarks.cluster.wake_up import measure_wake_up_s
-from fold3d.runtime.account import Account, make_account
-from fold3d.runtime.timeline import write_trace
-from fold3d.runtime.timeline_picture import write_picture
+from fold3d.observe.step_breakdown import Account, make_account
+from fold3d.observe.timeline import write_trace
+from fold3d.observe.timeline_picture import write_picture
 
 NAMES = {
     REFERENCE: "fold3d, as it plans itself",

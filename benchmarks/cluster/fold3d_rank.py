@@ -15,7 +15,7 @@ import fold3d
 from benchmarks.cluster.scenarios import Scenario
 from benchmarks.cluster.systems import COMM_TIMEOUT, LANES, LEARNING_RATE, Record, System
 from benchmarks.cluster.virtual_layer import VirtualModel, make_batch
-from fold3d.runtime.step_output import StepOutput
+from fold3d.observe.step_output import StepOutput
 
 
 class Fold3dRank:

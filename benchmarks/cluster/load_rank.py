@@ -12,9 +12,9 @@ import torch.distributed as dist
 from benchmarks.cluster.scenarios import FLOAT_BYTES, Scenario
 from benchmarks.cluster.systems import COMM_TIMEOUT, LANES, Record, System
 from fold3d import _C, schedule
-from fold3d.runtime.dp_sync.connect import connect_replicas, find_hosts, join_host_gate
-from fold3d.runtime.groups import Groups
-from fold3d.runtime.tcp import connect_stages
+from fold3d.comms.groups import Groups
+from fold3d.comms.rings import connect_replicas, find_hosts, join_host_gate
+from fold3d.comms.tcp import connect_stages
 from fold3d.topology import Topology
 
 _SHARE = 0.4

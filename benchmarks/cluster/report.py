@@ -36,7 +36,7 @@ class Run:
     action_s: float | None = None
     """By how much a compute action takes longer than its layers; None where a system does not say."""
     timelines: tuple[tuple[Sequence[Any], ...], ...] = ()
-    """The last step's records of each rank, for fold3d.runtime.timeline; empty unless asked for."""
+    """The last step's records of each rank, for fold3d.observe.timeline; empty unless asked for."""
 
     @property
     def is_calm(self) -> bool:

@@ -34,7 +34,7 @@ class Rank(Protocol):
         """Returns where the last step's time went, in ms; empty where the system does not say."""
 
     def timeline(self) -> Sequence[Sequence[Any]]:
-        """Returns the last step's records for fold3d.runtime.timeline: lane, action, start, end, bytes."""
+        """Returns the last step's records for fold3d.observe.timeline: lane, action, start, end, bytes."""
 
     def choice(self) -> dict[str, Any]:
         """Returns how this rank is set up; empty where the system does not say."""

@@ -7,8 +7,8 @@ from contextlib import contextmanager
 
 import torch
 
+from fold3d.comms.world_group import WorldGroup
 from fold3d.errors import CheckpointError
-from fold3d.runtime.world_group import WorldGroup
 
 
 @contextmanager

@@ -21,8 +21,8 @@ from torch.optim import Optimizer
 from torch.serialization import set_default_mmap_options, skip_data
 
 from fold3d.checkpoint.stream import Entry
+from fold3d.engine.state import like_parameter
 from fold3d.errors import CheckpointError, ConfigError
-from fold3d.runtime.state import like_parameter
 
 FILE = "optimizer.pt"
 StateKey = tuple[str, str]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fold3d.checkpoint.stream import Entry
-from fold3d.runtime.broadcast import as_bytes
+from fold3d.comms.broadcast import as_bytes
 
 _MAX_HEADER = 100_000_000  # the limit of the safetensors library
 _NAMES = {

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fold3d.runtime.broadcast import as_bytes
+from fold3d.comms.broadcast import as_bytes
 from fold3d.topology import Topology
 
 Key = TypeVar("Key", bound=Hashable)

@@ -16,7 +16,7 @@ from fold3d.checkpoint.names import tied_groups
 from fold3d.checkpoint.safetensors_file import SafetensorsWriter
 from fold3d.checkpoint.stream import Entry
 from fold3d.errors import CheckpointError
-from fold3d.trace import pretrained
+from fold3d.weights import pretrained
 
 FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"

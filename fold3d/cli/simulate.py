@@ -76,7 +76,7 @@ def run(options: argparse.Namespace) -> None:
     )
     print(_report(schedule, prediction))
     if options.png:
-        from fold3d.runtime.timeline_picture import write_picture
+        from fold3d.observe.timeline_picture import write_picture
 
         title = f"{schedule_option.title_of(options)}, {options.dp_sync}: simulated"
         write_picture(options.png, prediction.records, pp=schedule.pp, title=title, simulated=prediction.ranks)

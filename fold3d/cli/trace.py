@@ -110,8 +110,8 @@ def _print_blocks(traced: Trace) -> None:
 
 
 def _print_chunks(model: nn.Module, traced: Trace, pp: int, segments: int) -> None:
-    from fold3d.plan.split import split_ranges
-    from fold3d.trace import owned_parameters
+    from fold3d.placement.partition import split_ranges
+    from fold3d.weights.ownership import owned_parameters
 
     ranges = split_ranges(traced, pp * segments)
     parameters = dict(model.named_parameters(remove_duplicate=False))

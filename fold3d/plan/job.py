@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 from fold3d.config import DP_SYNC
 from fold3d.errors import ConfigError
-from fold3d.plan.links import Links, pause_bytes
-from fold3d.plan.profile import Profile
+from fold3d.plan.costs import Links, Profile, pause_bytes
 from fold3d.trace import Trace
 
 

@@ -7,9 +7,9 @@ from itertools import pairwise
 
 from fold3d._C import partition
 from fold3d.errors import ConfigError
-from fold3d.plan.buckets import cut_buckets
+from fold3d.placement.buckets import cut_buckets
+from fold3d.placement.layers import chunk_layers
 from fold3d.plan.job import Job
-from fold3d.plan.layers import chunk_layers
 from fold3d.trace import Trace
 
 Ranges = tuple[tuple[int, int], ...]

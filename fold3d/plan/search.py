@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 
 from fold3d.config import text_of_bytes
 from fold3d.errors import ConfigError
+from fold3d.placement.partition import split_ranges
 from fold3d.plan import candidates
 from fold3d.plan.choice import Choice, flags_of, kind_of
 from fold3d.plan.job import Fixed, Job
 from fold3d.plan.layout import Layout, Ranges, Shares, cut
 from fold3d.plan.simulator import prediction_of
-from fold3d.plan.split import split_ranges
 from fold3d.plan.trial import Modes, Order, Trials
 
 _SHARES = (Shares(), Shares(first=0.25), Shares(last=0.5), Shares(first=0.5, last=1.3, grow=True))

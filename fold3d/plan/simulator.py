@@ -8,7 +8,7 @@ from itertools import pairwise
 
 from fold3d import _C
 from fold3d.errors import ConfigError
-from fold3d.plan.buckets import cut_buckets
+from fold3d.placement.buckets import cut_buckets
 from fold3d.schedule import parse_action
 
 _NS = 1e9  # nanoseconds per second
@@ -123,7 +123,7 @@ class Prediction:
     steady: bool
     """False: they never did; step_ms is that of the last one."""
     records: tuple[tuple[dict[str, str | int], ...], ...]
-    """Per rank what the timeline shows (fold3d.runtime.timeline); empty unless asked for."""
+    """Per rank what the timeline shows (fold3d.observe.timeline); empty unless asked for."""
 
 
 def predict(

@@ -10,8 +10,8 @@ from accelerate import Accelerator
 from accelerate.utils.operations import recursively_apply, reduce
 from torch import Tensor
 
+from fold3d.comms.tree_group import TreeGroup
 from fold3d.errors import ConfigError
-from fold3d.runtime.tree_group import TreeGroup
 from fold3d.topology import Topology
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from transformers import TrainerCallback
 from transformers.trainer_callback import CallbackHandler
 
-from fold3d.runtime.engine import Engine
+from fold3d.engine.engine import Engine
 
 logger = logging.getLogger(__name__)
 

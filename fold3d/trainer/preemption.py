@@ -8,7 +8,7 @@ import torch
 from transformers import TrainerCallback
 from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 
-from fold3d.runtime.world_group import WorldGroup
+from fold3d.comms.world_group import WorldGroup
 
 
 class PreemptionCallback(JITCheckpointCallback):

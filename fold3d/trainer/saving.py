@@ -35,11 +35,11 @@ from fold3d.checkpoint import (
 )
 from fold3d.checkpoint import optimizer as optimizer_file
 from fold3d.checkpoint.names import converts_weights, persistent_buffers, saved_names
+from fold3d.engine.engine import Engine
 from fold3d.errors import CheckpointError, ConfigError
-from fold3d.runtime.engine import Engine
-from fold3d.trace import is_released
-from fold3d.trace.pretrained import PretrainedFolder
 from fold3d.trainer.arguments import TrainingArguments
+from fold3d.weights.ownership import is_released
+from fold3d.weights.pretrained import PretrainedFolder
 
 logger = logging.getLogger(__name__)
 

@@ -24,29 +24,29 @@ from transformers.trainer_utils import seed_worker
 from transformers.utils.import_utils import is_peft_available
 
 from fold3d.checkpoint import OptimizerLayout
+from fold3d.data_parallel.optimizer_hooks import has_hooks
+from fold3d.device import all_rng_untouched
+from fold3d.engine.engine import Engine
 from fold3d.errors import ConfigError
-from fold3d.runtime.account import gather_records
-from fold3d.runtime.device import all_rng_untouched
-from fold3d.runtime.engine import Engine
-from fold3d.runtime.memory import peak_bytes
-from fold3d.runtime.optimizer_hooks import has_hooks
-from fold3d.runtime.timeline import write_trace
-from fold3d.runtime.timeline_picture import write_picture
+from fold3d.observe.memory import peak_bytes
+from fold3d.observe.step_breakdown import gather_records
+from fold3d.observe.timeline import write_trace
+from fold3d.observe.timeline_picture import write_picture
 from fold3d.topology import Topology
 from fold3d.trace.example import synthetic_example
-from fold3d.trace.missing import MissingWeight
 from fold3d.trainer.accelerator import ReplicaAccelerator
 from fold3d.trainer.arguments import TrainingArguments
-from fold3d.trainer.console import printing_lines
-from fold3d.trainer.device_flops import peak_flops
 from fold3d.trainer.evaluating import EvaluatingTrainer
 from fold3d.trainer.flushing import FlushingHandler
+from fold3d.trainer.logs.console import printing_lines
+from fold3d.trainer.logs.device_flops import peak_flops
+from fold3d.trainer.logs.parameter_count import counting_parameters
+from fold3d.trainer.logs.throughput import Throughput
 from fold3d.trainer.overrides import flush_before, gradient_readers
-from fold3d.trainer.parameter_count import counting_parameters
 from fold3d.trainer.preemption import together
 from fold3d.trainer.reader import building_trainer
-from fold3d.trainer.throughput import Throughput
 from fold3d.trainer.waiting import Waiting
+from fold3d.weights.missing import MissingWeight
 
 logger = logging.getLogger(__name__)
 

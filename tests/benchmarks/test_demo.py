@@ -21,7 +21,7 @@ from benchmarks.cluster.report import Report, Run
 from benchmarks.cluster.scenarios import SCENARIOS
 from benchmarks.cluster.torch_timeline import TorchTimeline
 from benchmarks.cluster.virtual_layer import VirtualLayer
-from fold3d.runtime.account import make_account
+from fold3d.observe.step_breakdown import make_account
 from tests.benchmarks.test_cluster import ROOT, namespace_of, namespaces, needs_namespaces, wait_for_workers
 
 MS = 1_000_000

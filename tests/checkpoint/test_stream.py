@@ -14,8 +14,8 @@ from torch import Tensor
 
 from fold3d.checkpoint import Stream, WeightsSink, together
 from fold3d.checkpoint.stream import Entry
+from fold3d.comms.world_group import WorldGroup
 from fold3d.errors import CheckpointError
-from fold3d.runtime.world_group import WorldGroup
 from fold3d.topology import Topology
 from tests.helpers.ranks import RankPool
 

@@ -10,7 +10,7 @@ import pytest
 
 from fold3d import schedule
 from fold3d.cli.main import main
-from fold3d.runtime import timeline, timeline_picture
+from fold3d.observe import timeline, timeline_picture
 
 
 def run(capsys, line: str) -> tuple[int, str, str]:

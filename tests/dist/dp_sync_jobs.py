@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 import fold3d
+from fold3d.device import default_device
 from fold3d.errors import ConfigError
-from fold3d.runtime.device import default_device
 from tests.dist import parity_jobs
 from tests.dist.parity_cases import Case
 

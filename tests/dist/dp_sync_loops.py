@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import fold3d
+from fold3d.data_parallel.bucket_schedule import SyncPlan
+from fold3d.data_parallel.pending import PendingGradient
 from fold3d.errors import Fold3dError
-from fold3d.runtime.dp_sync.layout import BucketSpec
-from fold3d.runtime.dp_sync.pending import PendingGradient
-from fold3d.runtime.dp_sync.plan import SyncPlan
+from fold3d.placement.bucket_layout import BucketSpec
 
 WORDS, WIDTH, MICRO_BATCHES = 11, 6, 2
 Batch = dict[str, Tensor]

@@ -16,12 +16,12 @@ from torch import Tensor, nn
 
 import fold3d
 from fold3d import _C, schedule
+from fold3d.comms import rings
+from fold3d.comms.groups import Groups
+from fold3d.engine import replanner
 from fold3d.errors import Fold3dError
-from fold3d.plan import profile
 from fold3d.plan.choice import Choice
-from fold3d.runtime import tuner
-from fold3d.runtime.dp_sync import connect
-from fold3d.runtime.groups import Groups
+from fold3d.profile import layers as profile
 from fold3d.topology import Topology
 from tests.dist.dp_sync_loops import sgd
 
@@ -185,13 +185,13 @@ def gates(hosts: list[str]) -> tuple[list[str], list[str]]:
     """Returns the shared memory that this rank has in use when ranks are on these hosts, and the names left over."""
     topology = Topology(dp=dist.get_world_size(), pp=1, rank=dist.get_rank())
     groups = Groups(topology, torch.device("cpu"), 20.0, (), with_links=False)
-    before, known = connect._host_identity, _shared_memory()
-    connect._host_identity = lambda: hosts[topology.rank]
+    before, known = rings._host_identity, _shared_memory()
+    rings._host_identity = lambda: hosts[topology.rank]
     try:
-        gate = connect.join_host_gate(topology, groups, "job", True)
+        gate = rings.join_host_gate(topology, groups, "job", True)
         found = sorted(_shared_memory() - known)
     finally:
-        connect._host_identity = before
+        rings._host_identity = before
     left = [name for name in found if Path("/dev/shm", name).exists()]
     dist.barrier()
     del gate
@@ -201,12 +201,12 @@ def gates(hosts: list[str]) -> tuple[list[str], list[str]]:
 
 def traffic_of_an_engine(hosts: str) -> tuple[int, list[str]]:
     """Returns how many messages of a step this rank told its host's gate of, and the shared memory of that gate."""
-    known, before = _shared_memory(), connect._host_identity
-    connect._host_identity = lambda: hosts[dist.get_rank()]
+    known, before = _shared_memory(), rings._host_identity
+    rings._host_identity = lambda: hosts[dist.get_rank()]
     try:
         engine = engine_of(dp=2, pp=2, segments=2)
     finally:
-        connect._host_identity = before
+        rings._host_identity = before
     found = sorted(_shared_memory() - known)
     step_of(engine, 0)
     assert engine._pipeline is not None and engine._pipeline._gate is not None
@@ -234,7 +234,7 @@ def broken_gate() -> list[str]:
     groups = Groups(topology, torch.device("cpu"), 20.0, (), with_links=False)
     groups.world.barrier = _raise  # type: ignore[method-assign]
     with contextlib.suppress(ConnectionError):
-        connect.join_host_gate(topology, groups, "job", True)
+        rings.join_host_gate(topology, groups, "job", True)
     dist.barrier()
     groups.close()
     return [path.name for path in set(Path("/dev/shm").glob("fold3d-*")) - known]
@@ -261,19 +261,19 @@ def error_of(call: Callable[[], object]) -> str:
 
 def another_schedule() -> tuple[list[float], dict[str, Tensor], dict[str, Any]]:
     """Trains through a look of the tuner that finds a better schedule; returns losses, own weights, and the plan."""
-    real, asked = tuner.recheck, []
+    real, asked = replanner.recheck, []
 
     def better(job: Any, choice: Choice, forward: Any, backward: Any) -> Choice | None:
         asked.append(choice)
         other = "aiao" if choice.schedule != "aiao" else "1f1b" if choice.segments == 1 else "interleaved"
         return replace(choice, schedule=other, group_size=None)
 
-    tuner.recheck = better
+    replanner.recheck = better
     try:
         engine = engine_of(dp=2, pp=2, segments="auto", schedule="auto", bucket_bytes=None)
         losses = [step_of(engine, step) for step in range(6)]
     finally:
-        tuner.recheck = real
+        replanner.recheck = real
     engine.flush()
     plan = engine.plan
     told: list[Any] = [None] * dist.get_world_size()

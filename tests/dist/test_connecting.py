@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 from fold3d import _C
+from fold3d.comms.tcp import local_address
 from fold3d.errors import RankError
-from fold3d.runtime.tcp import local_address
 from tests.dist.failure_jobs import engine_of, say
 from tests.helpers.launch import launch
 from tests.helpers.ranks import RankPool

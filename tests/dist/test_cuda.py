@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fold3d.runtime.device import default_device
+from fold3d.device import default_device
 from tests.dist import dp_sync_jobs, parity_jobs
 from tests.dist.parity_cases import STEPS, Case
 from tests.dist.parity_checks import TOLERANCE, assert_all_names, assert_equal, assert_ranks_agree, assert_same_bits

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from fold3d.engine import pipeline
 from fold3d.errors import RankError
-from fold3d.runtime import pipeline
 from tests.dist.failure_jobs import TIMEOUT, engine_of, outcome
 from tests.helpers.ranks import RankPool
 

@@ -9,10 +9,10 @@ import pytest
 import torch.distributed as dist
 
 from fold3d import schedule as schedules
-from fold3d.runtime import failure
-from fold3d.runtime.failure import FailureBoard
-from fold3d.runtime.progress import Progress, Report
-from fold3d.runtime.stall import holding_up
+from fold3d.faults import failure
+from fold3d.faults.failure import FailureBoard
+from fold3d.faults.progress import Progress, Report
+from fold3d.faults.stall import holding_up
 from fold3d.topology import Topology
 
 RUN = 5

@@ -8,9 +8,8 @@ import torch
 from torch import nn
 
 from fold3d.plan.choice import Choice
+from fold3d.plan.costs import Links, Profile
 from fold3d.plan.job import Fixed, Job
-from fold3d.plan.links import Links
-from fold3d.plan.profile import Profile
 from fold3d.plan.search import search
 from fold3d.trace import trace
 

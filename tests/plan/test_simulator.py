@@ -85,7 +85,7 @@ def test_step_ms_is_the_short_way():
 
 
 def test_records_are_a_timeline(tmp_path):
-    from fold3d.runtime.timeline import events_of, last_ns, write_trace
+    from fold3d.observe.timeline import events_of, last_ns, write_trace
 
     made = predict(MADE, work(activation_bytes=10_000), cluster(), dp_sync="early", timeline=True)
     events = events_of(made.records)

@@ -10,7 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fold3d.trace import SplitModel, Trace, owned_parameters, release, trace
+from fold3d.stage.split_model import SplitModel
+from fold3d.trace import Trace, trace
+from fold3d.weights.ownership import owned_parameters, release
 
 Ranges = list[tuple[int, int]]
 

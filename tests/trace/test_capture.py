@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from fold3d.errors import TraceError
-from fold3d.trace import SplitModel, find_blocks, trace
+from fold3d.stage.split_model import SplitModel
+from fold3d.trace import find_blocks, trace
 from tests.trace.chains import assert_equal, chained, ranks_of, record, whole
 from tests.trace.zoo import Plain, build, checkpointed, plain, tokens
 

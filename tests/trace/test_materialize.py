@@ -14,7 +14,9 @@ from safetensors.torch import save_file
 from torch import nn
 
 from fold3d.errors import CheckpointError, TraceError
-from fold3d.trace import SplitModel, materialize, owned_parameters
+from fold3d.stage.split_model import SplitModel
+from fold3d.weights.materialize import materialize
+from fold3d.weights.ownership import owned_parameters
 from tests.trace.chains import assert_equal, chained, record, whole
 from tests.trace.zoo import FAMILIES, Block, Plain, build, tokens
 

@@ -15,8 +15,8 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from fold3d.errors import MissingWeightsError
-from fold3d.trace import is_released, release
-from fold3d.trace.missing import MissingWeight
+from fold3d.weights.missing import MissingWeight
+from fold3d.weights.ownership import is_released, release
 from tests.helpers import models
 from tests.trace.zoo import tokens
 

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from fold3d.errors import ConfigError
-from fold3d.plan.split import split_ranges
-from fold3d.trace import owned_parameters, release
+from fold3d.placement.partition import split_ranges
+from fold3d.weights.ownership import owned_parameters, release
 from tests.trace.chains import record
 from tests.trace.test_capture import Skipping
 from tests.trace.zoo import FAMILIES, build, plain, tokens

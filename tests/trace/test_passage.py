@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from fold3d import seeding
 from fold3d._C import Passage, next_seed, seed_inside
-from fold3d.trace import seeding
 
 GENERATOR = torch.default_generator
 

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from fold3d.errors import TraceError
-from fold3d.trace import SplitError, SplitModel, owned_parameters, release
+from fold3d.stage.split_model import SplitModel
+from fold3d.trace import SplitError
+from fold3d.weights.ownership import owned_parameters, release
 from tests.trace.chains import assert_equal, chained, ranks_of, record, whole
 from tests.trace.zoo import Plain, build, checkpointed, plain, tokens
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fold3d.trace import SplitModel
+from fold3d.stage.split_model import SplitModel
 from tests.trace.chains import assert_equal, chained, cuts, loss_of, ranks_of, record, whole
 from tests.trace.zoo import FAMILIES, FURTHER, build, checkpointed, plain, tokens
 

@@ -103,7 +103,7 @@ def test_logs_carry_the_account(unread: dict[str, Ranks]) -> None:
             logs = [entry for entry in outcome.extra["logs"] if "loss" in entry]
             assert len(logs) == 7 and all(entry[name] >= 0 for entry in logs for name in TIMES)
             assert all(entry["step_ms"] > 0 for entry in logs)
-            for entry in logs:  # a prediction that steps are off from is left out: tests/runtime/test_tuner.py
+            for entry in logs:  # a prediction that steps are off from is left out: tests/engine/test_replanner.py
                 predicted = {name.removesuffix("_ms") for name in entry if name.startswith("predicted")}
                 assert predicted in (set(), PREDICTED)
             assert not any("dp_hidden_ms" in entry for entry in outcome.extra["logs"] if "loss" not in entry)

@@ -1,0 +1,112 @@
+"""Groups: the process groups of one rank."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fold3d.comms.shared_gloo import new_group
+from fold3d.comms.tree_group import TreeGroup
+from fold3d.comms.world_group import WorldGroup
+from fold3d.topology import Topology
+
+PIPELINE_LINKS = ("forward", "forward_wrap", "backward", "backward_wrap")
+
+
+class Groups:
+    """Process groups of one rank; every rank of the job must construct it at the same point.
+
+    `links` carry activations and gradients (group rank = stage): one per direction, so that one never queues behind
+    the other. `rings` sum gradients over the replicas of a stage and gather them. `pipeline` is for the other messages
+    of the stages of one replica, `ties` for parameters that several stages share. On CUDA these have gloo for host
+    memory (message headers) and NCCL for device memory, but rings only NCCL: in a gloo group every rank is connected
+    with every other, so none is over replicas where gradients need none. What replicas, and all ranks, tell each other
+    goes over the trees of `data` and `world`. Links and rings have a thread of gloo each, the other groups one
+    together. Without `with_links` activations and gradients travel otherwise and have no groups.
+    """
+
+    def __init__(
+        self,
+        topology: Topology,
+        device: torch.device,
+        timeout: float,
+        tied_stages: Iterable[tuple[int, ...]],
+        *,
+        with_links: bool = True,
+        world: WorldGroup | None = None,
+    ):
+        """Args:
+        timeout: seconds that a rank may take to come.
+        world: that of the job, which stays when these groups are closed; None: makes one.
+        """
+        self.topology = topology
+        self._timeout = timedelta(seconds=timeout)
+        self._nccl = device.type == "cuda"
+        self._made: list[Any] = []
+        pipelines = [topology.pipeline(replica) for replica in range(topology.dp)]
+        stages = [topology.replicas(stage) for stage in range(topology.pp)]
+        self.pipeline = self._own(pipelines)
+        links = {name: self._own(pipelines if with_links else [], own_thread=True) for name in ("forward", "backward")}
+        # With two stages the link from the last stage back to the first joins the same pair of ranks as the inner link.
+        for name in ("forward", "backward"):
+            links[f"{name}_wrap"] = (
+                self._own(pipelines, own_thread=True) if with_links and topology.pp == 2 else links[name]
+            )
+        self.links: dict[str, Any] = links
+        self._own_world = world is None
+        self.world = WorldGroup(topology, timeout) if world is None else world
+        self.rings: dict[str, Any] = {
+            name: self._own(stages if with_links else [], own_thread=True, device_only=self._nccl)
+            for name in ("reduce", "gather")
+        }
+        if self._nccl:
+            self.data.library = self._own(stages, device_only=True)
+        self.ties: dict[tuple[int, ...], Any] = {
+            tied: self._own([[topology.rank_of(replica, stage) for stage in tied] for replica in range(topology.dp)])
+            for tied in sorted(set(tied_stages))
+        }
+
+    @property
+    def data(self) -> TreeGroup:
+        """The replicas of this rank's stage."""
+        return self.world.data
+
+    def _own(self, rank_lists: list[list[int]], *, own_thread: bool = False, device_only: bool = False) -> Any:
+        """Makes one group per list, on every rank in the same order; returns the one this rank is in, None if alone."""
+        own = None
+        for ranks in rank_lists:
+            if len(ranks) < 2:
+                continue
+            gloo = not device_only
+            group = new_group(ranks, self._timeout, gloo=gloo, nccl=self._nccl, own_thread=own_thread)
+            if group is not None:
+                own = group
+                self._made.append(group)
+        return own
+
+    def link_names(self) -> dict[str, str]:
+        """Returns the names under which C++ finds the links; empty strings where there is nobody to talk to."""
+        return _names(self.links)
+
+    def ring_names(self) -> dict[str, str]:
+        """Returns the names under which C++ finds the rings."""
+        return _names(self.rings)
+
+    def close(self) -> None:
+        """Destroys this rank's groups; the default group stays, and the world it was given."""
+        for group in self._made:
+            with contextlib.suppress(ValueError):  # the user destroyed all groups, and perhaps made others since
+                if dist.is_initialized():
+                    dist.destroy_process_group(group)
+        self._made.clear()
+        if self._own_world:
+            self.world.close()
+
+
+def _names(groups: dict[str, Any]) -> dict[str, str]:
+    return {name: group.group_name if group is not None else "" for name, group in groups.items()}

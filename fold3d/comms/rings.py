@@ -1,0 +1,111 @@
+"""Connecting the replicas of a stage: rings for DP.sync, and the gate that the ranks of a host share."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import secrets
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fold3d import _C
+from fold3d.comms.groups import Groups
+from fold3d.comms.tcp import local_address
+from fold3d.topology import Topology
+
+
+def connect_replicas(
+    topology: Topology,
+    groups: Groups,
+    gate: _C.HostGate,
+    device: torch.device,
+    timeout: float,
+    *,
+    over_tcp: bool,
+    hosts: Hosts | None = None,
+) -> _C.BucketSync:
+    """Returns this rank's part in the DP.sync of its stage; all replicas of the stage call.
+
+    PP.sync may interrupt DP.sync every so many bytes as the measured bandwidth asks for.
+
+    Args:
+        hosts: where the replicas are; None: a host for each.
+        timeout: seconds until a replica that does not come is an error.
+    """
+    links = None
+    if over_tcp:
+        secret = groups.data.share(secrets.token_hex(32))
+        host = local_address()
+        links = _C.RingLinks(topology.dp_rank, topology.dp, host, secret, f"replicas of stage {topology.pp_rank}")
+        endpoints = groups.data.share(groups.data.gather((host, links.port)))
+        with groups.world.progress.ending(links):
+            links.connect(endpoints[(topology.dp_rank + 1) % topology.dp], timeout)
+    return _C.BucketSync(
+        topology.dp_rank,
+        topology.dp,
+        gate,
+        device,
+        timeout,
+        topology.describe(topology.rank),
+        chunk_bytes=0,
+        links=links,
+        reduce_group=groups.ring_names()["reduce"],
+        gather_group=groups.ring_names()["gather"],
+        hosts=[] if hosts is None else list(hosts.replicas),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Hosts:
+    """Where those are with whom this rank exchanges messages and gradients; numbers that only tell hosts apart."""
+
+    stages: tuple[int, ...]
+    """Of this rank's replica."""
+    replicas: tuple[int, ...]
+    """Of this rank's stage."""
+
+
+def find_hosts(groups: Groups) -> Hosts:
+    """Returns who shares a host, and so a network card, with whom; all ranks of the job call."""
+    host = _host_identity()
+
+    def numbers(group: Any) -> tuple[int, ...]:
+        found = group.share(group.gather(host))
+        return tuple(found.index(name) for name in found)
+
+    return Hosts(stages=numbers(groups.world.pipeline), replicas=numbers(groups.data))
+
+
+def join_host_gate(topology: Topology, groups: Groups, job: str, preempt: bool) -> _C.HostGate:
+    """Returns the gate that this host's ranks share, since they share its network card; all ranks of the job call.
+
+    Args:
+        job: names this engine; the same on every rank.
+    """
+    if topology.world == 1:
+        return _C.HostGate("", preempt)
+    host = _host_identity()
+    # Nobody has to wait for another where each has a card, and where none is used.
+    token = groups.world.decide(
+        host, lambda hosts: "" if len(set(hosts)) in (1, topology.world) else secrets.token_hex(8)
+    )
+    if not token:  # known to all: else every rank goes on
+        return _C.HostGate("", preempt)
+    digest = hashlib.sha256(f"{job} {token} {host}".encode()).hexdigest()[:24]
+    gate = _C.HostGate(f"fold3d-{digest}", preempt)
+    try:
+        groups.world.barrier()
+    finally:  # everybody has it, or nobody will need it: the name can go, the memory lives as long as they do
+        gate.unlink()
+    return gate
+
+
+def _host_identity() -> str:
+    """Returns what ranks with the same network card have in common: the running system and its network namespace."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    system = boot.read_text().strip() if boot.exists() else os.uname().nodename
+    namespace = Path("/proc/self/ns/net")
+    return f"{system} {os.stat(namespace).st_ino if namespace.exists() else 0}"

@@ -1,0 +1,86 @@
+"""new_group(): torch.distributed.new_group, with one thread of gloo for all of them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+from functools import cache
+from typing import Any
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
+
+from fold3d.comms.forked import kept_from_children
+from fold3d.comms.tcp import socket_interface
+
+_NAME = "fold3d_gloo"
+
+
+def new_group(ranks: Sequence[int], timeout: timedelta, *, gloo: bool, nccl: bool, own_thread: bool) -> Any:
+    """Returns a group of `ranks`, with `gloo` for host memory and with `nccl` for CUDA memory; None elsewhere.
+
+    torch gives every gloo group a device of its own, and every device a thread that wakes up 100 times a second even
+    when nobody calls it. Where several ranks share a host's cores, the wake-ups of some groups per rank are a third of
+    all and delay the passes. These groups share a device, unless `own_thread` is set: for tensors that travel while
+    those of other groups do.
+
+    Collective: all ranks of the default group call it, in the same order.
+    """
+    with kept_from_children(), contextlib.nullcontext() if own_thread else _registered():
+        name = "gloo" if own_thread else _NAME
+        both = f"cpu:{name},cuda:nccl"
+        backend = both if gloo and nccl else name if gloo else "nccl"
+        group = dist.new_group(list(ranks), timeout=timeout, backend=backend)
+    return None if group == dist.GroupMember.NON_GROUP_MEMBER else group
+
+
+@contextlib.contextmanager
+def _registered() -> Iterator[None]:
+    # Only for as long: which backend torch takes for the user's own groups depends on whether there are others.
+    dist.Backend.register_backend(_NAME, _make, extended_api=True, devices=["cpu"])
+    try:
+        yield
+    finally:
+        dist.Backend._plugins.pop(_NAME.upper(), None)
+
+
+def connect_few(name: str, place: int, size: int, timeout: timedelta) -> Any:
+    """Returns a group of a few ranks, each connected with each, that only its members make.
+
+    It is ProcessGroupGloo itself, of which torch.distributed does not know, with one thread beside the shared one.
+
+    Args:
+        name: given to no other group of the job's store.
+        place: this process's among the `size` members.
+    """
+    options = _options(timeout)
+    options._threads = 1  # their calls come one after the other
+    options.group_name = name
+    store = PrefixStore(f"fold3d/{name}", dist.distributed_c10d._get_default_store())
+    with kept_from_children():
+        return dist.ProcessGroupGloo(store, place, size, options)
+
+
+def _make(settings: Any, _: object) -> Any:
+    options = _options(settings.timeout)
+    options.global_ranks_in_group = settings.global_ranks_in_group
+    options.group_name = settings.group_id
+    return dist.ProcessGroupGloo(settings.store, settings.group_rank, settings.group_size, options)
+
+
+def _options(timeout: timedelta) -> Any:
+    gloo: Any = dist.ProcessGroupGloo  # torch's stubs name its options otherwise
+    options = gloo._Options()
+    options._timeout = timeout
+    options._devices = [_device(socket_interface())]
+    return options
+
+
+@cache
+def _device(interface: str) -> Any:
+    """Returns this process's device on `interface`; without a name, where torch's own would be."""
+    # Never one that connects when it is first used (TORCH_GLOO_LAZY_INIT): groups made this way wait for ever on those.
+    if interface:
+        return dist.ProcessGroupGloo.create_device(interface=interface, lazy_init=False)
+    return dist.ProcessGroupGloo.create_default_device(lazy_init=False)

@@ -1,0 +1,192 @@
+"""TreeGroup: collectives of small values, whose connections per process do not grow with the number of ranks."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fold3d.comms.broadcast import as_bytes
+from fold3d.comms.family import Family
+from fold3d.comms.tree import Tree
+from fold3d.faults.progress import Progress
+
+Combine = Callable[[Tensor, Tensor], Tensor]
+"""Of two tensors of one shape and dtype, element by element."""
+
+
+class TreeGroup:
+    """An ordered list of ranks that exchange small values over a `Tree`: up to its first member, and down again.
+
+    All of them construct it and make the same calls in the same order. Sums have one order, that of the tree: a
+    member's own value, then the sums of the subtrees below it, in ascending order. What comes down is the first
+    member's, so all have the same bits. Tensors travel through host memory, unless `library` is there for theirs.
+
+    A wait ends after `timeout` seconds, and within a moment when `progress` is told of a failure: methods raise
+    DistNetworkError then, and when a rank cannot be reached.
+    """
+
+    def __init__(
+        self,
+        ranks: Sequence[int],
+        rank: int,
+        name: str,
+        *,
+        patience: float,
+        timeout: float,
+        progress: Progress,
+        tree: Tree | None = None,
+    ):
+        """Args:
+        ranks: in the job, with `rank`, this process's, among them.
+        name: the same for all members, given to no other group of the job's store.
+        patience: seconds until a member that does not construct it is an error.
+        """
+        self.ranks = list(ranks)
+        self.index = self.ranks.index(rank)
+        self.timeout, self.progress = timeout, progress
+        self.tree = tree or Tree(len(self.ranks))
+        self.library: Any = None
+        """Process group of the same ranks for tensors in device memory, once there is one."""
+        above = self.tree.parent(self.index)
+        self._above = None if above is None else self._meet(above, rank, name, patience)
+        self._below = self._meet(self.index, rank, name, patience) if self.tree.children(self.index) else None
+
+    def _meet(self, top: int, rank: int, name: str, patience: float) -> Family:
+        return Family([self.ranks[member] for member in self.tree.family(top)], rank, f"{name}/{top}", patience)
+
+    @property
+    def size(self) -> int:
+        """Number of members."""
+        return len(self.ranks)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process is the first member."""
+        return self.index == 0
+
+    # Up
+
+    def reduce(self, tensor: Tensor, combine: Combine = torch.add, *, timeout: float | None = None) -> Tensor:
+        """Returns the combination of everybody's `tensor`, in host memory, to the first member; a part to others."""
+        total = tensor.detach().cpu().clone()
+        if self._below is not None:
+            for block in self._below.gather(as_bytes(total), self._limit(timeout), self.progress)[1:]:
+                total = combine(total, block.view(total.dtype).reshape(total.shape))
+        if self._above is not None:
+            self._above.gather(as_bytes(total), self._limit(timeout), self.progress)
+        return total
+
+    def gather(self, value: Any, *, timeout: float | None = None) -> list[Any] | None:
+        """Returns everybody's `value`, anything that pickles, in their order to the first member, None to others."""
+        shares = [pickle.dumps(value)]
+        if self._below is not None:
+            for packed in self._collect(self._below, b"", timeout)[1:]:
+                shares += pickle.loads(packed)
+        if self._above is not None:
+            self._collect(self._above, pickle.dumps(shares), timeout)
+        return [pickle.loads(share) for share in shares] if self.is_first else None
+
+    def _collect(self, family: Family, packed: bytes, timeout: float | None) -> list[bytes]:
+        limit = self._limit(timeout)
+        sizes = family.sizes(len(packed), limit, self.progress)
+        block = torch.zeros(max(sizes), dtype=torch.uint8)
+        block[: len(packed)] = _tensor(packed)
+        blocks = family.gather(block, limit, self.progress)
+        return [bytes(block[:size].numpy()) for block, size in zip(blocks, sizes, strict=False)]
+
+    # Down
+
+    def broadcast(self, tensor: Tensor, *, timeout: float | None = None) -> None:
+        """Fills everybody's `tensor` with the first member's."""
+        if self.size == 1 or tensor.numel() == 0:
+            return
+        if self.library is not None and tensor.device.type != "cpu":
+            dist.broadcast(tensor, self.ranks[0], group=self.library)
+            return
+        host = tensor.detach().cpu()
+        block = as_bytes(host)
+        self._spread(block, timeout)
+        if not self.is_first and (block.data_ptr() != tensor.data_ptr()):
+            tensor.detach().copy_(block.view(host.dtype).reshape(host.shape))
+
+    def share(self, value: Any, *, timeout: float | None = None) -> Any:
+        """Returns the first member's `value`, anything that pickles; others' are ignored."""
+        if self.size == 1:
+            return value
+        packed = _tensor(pickle.dumps(value)) if self.is_first else torch.empty(0, dtype=torch.uint8)
+        size = torch.tensor([packed.numel()])
+        self._spread(as_bytes(size), timeout)
+        block = packed if self.is_first else torch.empty(int(size), dtype=torch.uint8)
+        self._spread(block, timeout)
+        return value if self.is_first else pickle.loads(bytes(block.numpy()))
+
+    def _spread(self, block: Tensor, timeout: float | None) -> None:
+        for family in (self._above, self._below):
+            if family is not None:
+                family.spread(block, self._limit(timeout), self.progress)
+
+    # Up and down
+
+    def all_reduce(self, tensor: Tensor, combine: Combine = torch.add, *, timeout: float | None = None) -> None:
+        """Combines everybody's `tensor`, in place."""
+        if self.size > 1:
+            total = self.reduce(tensor, combine, timeout=timeout)
+            self.broadcast(total, timeout=timeout)
+            tensor.detach().copy_(total)
+
+    def all_gather(self, tensor: Tensor) -> list[Tensor]:
+        """Returns everybody's `tensor`, all of one shape and dtype, in their order, on its device."""
+        if self.size == 1:
+            return [tensor.detach().clone()]
+        if self.library is not None and tensor.device.type != "cpu":
+            shares = [torch.empty_like(tensor) for _ in self.ranks]
+            dist.all_gather(shares, tensor.contiguous(), group=self.library)
+            return shares
+        own = as_bytes(tensor.detach().cpu())
+        whole = torch.empty((self.size, own.numel()), dtype=torch.uint8)
+        if own.numel():
+            self._fill(whole, own)
+            self._spread(whole.reshape(-1), None)
+        return [row.view(tensor.dtype).reshape(tensor.shape).to(tensor.device) for row in whole]
+
+    def _fill(self, whole: Tensor, own: Tensor) -> None:
+        """Brings everybody's `own` into the first member's `whole`; a subtree is a range of its rows."""
+        limit = self._limit(None)
+        whole[self.index] = own
+        if self._below is not None:
+            children = self.tree.children(self.index)
+            blocks = self._below.gather(self._rows(self.index, whole), limit, self.progress)
+            for child, block in zip(children, blocks[1:], strict=True):
+                rows = self.tree.subtree(child)
+                whole[rows.start : rows.stop] = block.view(-1, own.numel())[: len(rows)]
+        parent = self.tree.parent(self.index)
+        if self._above is not None and parent is not None:
+            self._above.gather(self._rows(parent, whole), limit, self.progress)
+
+    def _rows(self, top: int, whole: Tensor) -> Tensor:
+        """Returns this member's subtree in a block of the one size that the family of `top` has."""
+        most = max(len(self.tree.subtree(child)) for child in self.tree.children(top))
+        rows = self.tree.subtree(self.index)
+        block = torch.zeros((most, whole.shape[1]), dtype=torch.uint8)
+        if self.index != top:  # the top's own is not looked at
+            block[: len(rows)] = whole[rows.start : rows.stop]
+        return block.reshape(-1)
+
+    def close(self) -> None:
+        """Ends the connections."""
+        for family in (self._above, self._below):
+            if family is not None:
+                family.close()
+        self._above = self._below = None
+
+    def _limit(self, timeout: float | None) -> float:
+        return self.timeout if timeout is None else timeout
+
+
+def _tensor(data: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)

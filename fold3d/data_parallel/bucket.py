@@ -1,0 +1,180 @@
+"""Bucket: gradients of consecutive layers, flat, summed over the replicas as one."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from fold3d.data_parallel.pending import PendingGradient
+from fold3d.placement.bucket_layout import BucketSpec
+
+_ALIGN = 64
+"""Parameters and shards begin at multiples of so many elements: two AVX-512 registers of 16-bit numbers, what torch's
+vectorised loops take at a time. What is left over at a loop's end is rounded differently where parameters have 16 bits,
+so a shard may end within a parameter only where a loop over the whole parameter would not."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """The part of one parameter that lies in one shard of a bucket; positions count elements."""
+
+    name: str
+    parameter: Parameter
+    index: int
+    """Of the parameter in its bucket."""
+    start: int
+    """First element in the flat bucket."""
+    stop: int
+    offset: int
+    """First element in the parameter, flattened as it lies in memory."""
+
+    def of(self, flat: Tensor) -> Tensor:
+        """Returns the piece's part of its bucket's flat tensor; a number without dimensions stays one."""
+        part = flat[self.start : self.stop]
+        return part if self.parameter.ndim else part.view(())
+
+
+class Bucket:
+    """Main gradients of some parameters of one chunk, laid out flat: fp32, or the parameters' dtype if that is wider.
+
+    The flat tensor has as many equal shards as there are replicas; replica r owns shard r after the reduce-scatter. A
+    parameter in the main gradients' dtype accumulates straight into its view, another one's gradients are added by
+    `accumulate`.
+
+    Attributes:
+        number: position in the order of the forward pass, the same on all replicas.
+        gradients: [n], n a multiple of the number of replicas; what lies behind a parameter is padding.
+        weights: [n], the parameters' own memory, once `flatten_parameters` was called; else None.
+        views: per parameter, its gradient in the flat tensor.
+        used: per parameter, whether any micro-batch of this step gave it a gradient.
+    """
+
+    def __init__(self, number: int, spec: BucketSpec, parameters: Mapping[str, Parameter], replicas: int, rank: int):
+        self.number = number
+        self.spec = spec
+        self.names = spec.names
+        self.parameters = [parameters[name] for name in spec.names]
+        first = self.parameters[0]
+        sizes = [_round_up(parameter.numel(), _ALIGN) for parameter in self.parameters]
+        self._starts = [0, *itertools.accumulate(sizes)]
+        total = _round_up(self._starts[-1], replicas * _ALIGN)
+        dtype = functools.reduce(torch.promote_types, (p.dtype for p in self.parameters), torch.float32)
+        self.gradients = torch.zeros(total, dtype=dtype, device=first.device)
+        self.weights: Tensor | None = None
+        self.used = [False] * len(sizes)
+        self._pending: list[PendingGradient] = []
+        self.views = [
+            laid_out(self.gradients[start : start + parameter.numel()], parameter)
+            for start, parameter in zip(self._starts, self.parameters, strict=False)
+        ]
+        width = total // replicas
+        self.shard = slice(rank * width, (rank + 1) * width)
+        self.pieces = list(self._pieces_in(self.shard))
+
+    @property
+    def all_pieces(self) -> list[Piece]:
+        """The parameters whole."""
+        return list(self._pieces_in(slice(0, self.gradients.numel())))
+
+    def _pieces_in(self, shard: slice) -> Iterator[Piece]:
+        for index, (name, parameter) in enumerate(zip(self.names, self.parameters, strict=True)):
+            begin, end = self._starts[index], self._starts[index] + parameter.numel()
+            start, stop = max(begin, shard.start), min(end, shard.stop)
+            if start < stop:
+                yield Piece(name, parameter, index, start, stop, start - begin)
+
+    def flatten_parameters(self) -> None:
+        """Moves the parameters into one flat tensor, so that an all-gather can write them in place.
+
+        Called again when they have other memory: they move back, and what holds parts of the flat tensor stays right.
+        """
+        if self.weights is None:
+            dtypes = {parameter.dtype for parameter in self.parameters}
+            assert len(dtypes) == 1, "a bucket holds parameters of one dtype"
+            self.weights = torch.zeros(self.gradients.numel(), dtype=dtypes.pop(), device=self.gradients.device)
+        for start, parameter in zip(self._starts, self.parameters, strict=False):
+            view = laid_out(self.weights[start : start + parameter.numel()], parameter)
+            view.copy_(parameter.data)
+            parameter.data = view
+
+    def holds(self, parameter: Parameter) -> bool:
+        """Whether the parameter's memory is in `weights`."""
+        assert self.weights is not None
+        begin = self.weights.data_ptr()
+        return begin <= parameter.data_ptr() < begin + self.weights.nbytes
+
+    def attach(self) -> None:
+        """Lets autograd accumulate into the flat gradients from now on."""
+        for parameter, view in zip(self.parameters, self.views, strict=True):
+            parameter.grad = view if view.dtype == parameter.dtype else None
+
+    def accumulate(self, index: int) -> None:
+        """A backward pass gave parameter `index` a gradient."""
+        self.used[index] = True
+        parameter, view = self.parameters[index], self.views[index]
+        if parameter.grad is not None and parameter.grad is not view:
+            view.add_(parameter.grad)
+            parameter.grad = None
+
+    def clear(self) -> None:
+        """Begins the next step's sum at zero."""
+        self.gradients.zero_()
+        self.used = [False] * len(self.used)
+
+    def expose(self) -> None:
+        """Sets every `.grad` to the gradients as they are, None where nobody used the parameter."""
+        for parameter, view, used in zip(self.parameters, self.views, self.used, strict=True):
+            parameter.grad = (view if view.dtype == parameter.dtype else view.to(parameter.dtype)) if used else None
+
+    def take_back(self) -> None:
+        """Makes what `.grad` holds now, after `expose`, the gradients: whatever was changed, set or taken away."""
+        for index, (parameter, view) in enumerate(zip(self.parameters, self.views, strict=True)):
+            gradient, was_used = parameter.grad, self.used[index]
+            self.used[index] = gradient is not None
+            if gradient is None:
+                view.zero_()
+            elif gradient is not view and not (was_used and torch.equal(gradient, view.to(gradient.dtype))):
+                view.copy_(gradient)  # else it is the same, rounded to the parameter's dtype
+
+    def detach(self) -> None:
+        """Takes the gradients off the parameters."""
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    def veil(self, *, taken: bool) -> None:
+        """Lets whoever reads or changes `.grad` know that the gradients are not there, or no more (`taken`)."""
+        if not self._pending:
+            self._pending = [PendingGradient.of(*both) for both in zip(self.names, self.parameters, strict=True)]
+        for parameter, pending in zip(self.parameters, self._pending, strict=True):
+            pending.taken = taken
+            parameter.grad = pending
+
+
+def laid_out(flat: Tensor, parameter: Tensor) -> Tensor:
+    """Returns `flat` as a tensor of the parameter's shape that lies in memory as the parameter does.
+
+    As autograd lays gradients out: fused optimizers go through the memory of both without a look at their strides.
+    """
+    order = _memory_order(parameter)
+    return flat.view([parameter.shape[d] for d in order]).permute([order.index(d) for d in range(parameter.ndim)])
+
+
+def flattened(value: Tensor, parameter: Tensor) -> Tensor:
+    """Returns the elements of `value`, of the parameter's shape, in the order of the parameter's memory."""
+    return value.permute(_memory_order(parameter)).reshape(-1)
+
+
+def _memory_order(parameter: Tensor) -> list[int]:
+    """Returns the dimensions from the slowest to the fastest; as they are where elements lie apart or on another."""
+    order = sorted(range(parameter.ndim), key=parameter.stride, reverse=True)
+    return order if parameter.permute(order).is_contiguous() else list(range(parameter.ndim))
+
+
+def _round_up(count: int, step: int) -> int:
+    return -(-count // step) * step

@@ -1,0 +1,202 @@
+"""Stepping a user's optimizer bucket by bucket, later than it was asked to and with the settings of that moment."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from fold3d.data_parallel.bucket import Piece
+from fold3d.device import rng_untouched
+from fold3d.errors import ConfigError
+
+_SAMPLE = (96, 100)
+"""Some optimizers treat only tensors of 4,096 elements and more in blocks: each half has as many."""
+_STEPS = 3
+"""Enough for optimizers that estimate a step size from how far all parameters have come, which shows in the second."""
+_CUT = 4611
+"""Where the sample is cut: not at a row, so that whatever looks at rows, columns or norms shows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What `optimizer.step()` was called with: the settings of its groups, and how gradients are scaled for it."""
+
+    groups: tuple[Mapping[str, Any], ...]
+    coefficient: float
+    """Clipping; 1.0 changes nothing."""
+
+    @classmethod
+    def of(cls, optimizer: Optimizer, coefficient: float) -> Settings:
+        """Returns the settings as they are now; a schedule may change them before a bucket is updated."""
+        kept = ({k: _copy(v) for k, v in group.items() if k != "params"} for group in optimizer.param_groups)
+        return cls(tuple(kept), coefficient)
+
+
+class BucketOptimizer:
+    """A twin of the user's optimizer over some tensors, in the groups of the parameters that they are part of."""
+
+    def __init__(self, optimizer: Optimizer, tensors: Sequence[tuple[Piece, Tensor]], *, sharded: bool):
+        """Args:
+        tensors: what to step; each stands for its piece's parameter. Those of parameters that the optimizer does not
+            have are left alone.
+        sharded: the twin keeps a state of its own; else the tensors are the parameters, and the state is the
+            optimizer's.
+        """
+        self._optimizer = optimizer
+        self._sharded = sharded
+        number = {id(p): k for k, group in enumerate(optimizer.param_groups) for p in group["params"]}
+        self.tensors = [(piece, tensor) for piece, tensor in tensors if id(piece.parameter) in number]
+        groups: list[dict[str, Any]] = [{**group, "params": []} for group in optimizer.param_groups]
+        for piece, tensor in self.tensors:
+            groups[number[id(piece.parameter)]]["params"].append(tensor)
+        self.twin = _twin(optimizer, groups)
+
+    def step(self, gradients: Mapping[int, Tensor], settings: Settings) -> None:
+        """Updates the tensors.
+
+        Args:
+            gradients: index of the parameter in its bucket -> gradient of the tensor; those that are missing are
+                skipped, as torch's optimizers skip parameters without gradient. Scaled in place.
+        """
+        if settings.coefficient != 1.0 and gradients:
+            torch._foreach_mul_(list(gradients.values()), settings.coefficient)
+        if not self._sharded:
+            self.twin.state = self._optimizer.state
+        for group, kept in zip(self.twin.param_groups, settings.groups, strict=True):
+            group.update(kept)
+        for piece, tensor in self.tensors:
+            gradient = gradients.get(piece.index)
+            tensor.grad = None if gradient is None else gradient.to(tensor.dtype)
+        self.twin.step()
+        for _, tensor in self.tensors:
+            tensor.grad = None
+
+
+def check_separable(optimizer: Optimizer, *, parts: bool) -> None:
+    """Raises ConfigError unless the optimizer steps each tensor by itself, and if `parts`, each element.
+
+    Found out by trying, with the settings of each group, on the device and in the dtype of its parameters, in the mode
+    for training: a few steps on two small matrices together must give the same numbers as on each alone, or on the
+    halves of each, in the matrices and in what the optimizer keeps in its groups.
+    """
+    name = type(optimizer).__name__
+    first = next((p for group in optimizer.param_groups for p in group["params"]), torch.empty(0))
+    with rng_untouched(first.device):
+        _check_separable(optimizer, name, functools.partial(_samples, first), parts=parts)
+
+
+def _check_separable(optimizer: Optimizer, name: str, draw: Callable[[], list[_Sample]], *, parts: bool) -> None:
+    for group in optimizer.param_groups:
+        settings = {k: v for k, v in group.items() if k != "params"}
+        if "lr" in settings:
+            settings["lr"] = 0.1  # a schedule may begin at zero, where nothing shows
+        try:
+            together = _tried(optimizer, settings, [draw()])
+        except Exception as error:
+            raise ConfigError(
+                f"{name} cannot be stepped layer by layer, as several stages or replicas need it "
+                f"({type(error).__name__}: {error}); use another optimizer"
+            ) from error
+        if not _same(together, _tried(optimizer, settings, [[sample] for sample in draw()])):
+            raise ConfigError(
+                f"{name} gives other numbers for parameters together than for each alone, but with several stages or "
+                "replicas layers are stepped apart; use an optimizer that treats parameters independently"
+            )
+        if not parts:
+            continue
+        if callable(getattr(optimizer, "eval", None)):
+            raise ConfigError(
+                f'dp_sync="zero1" divides the optimizer\'s state, but {name} computes the weights for evaluation from '
+                'all of it; set dp_sync="early"'
+            )
+        halves = [[part] for sample in draw() for part in _cut(sample)]
+        try:
+            cut = _tried(optimizer, settings, halves)
+        except Exception as error:
+            raise ConfigError(
+                f'dp_sync="zero1" steps parts of parameters, which {name} cannot do ({type(error).__name__}: {error}); '
+                'set dp_sync="early"'
+            ) from error
+        if not _same(together, cut):
+            raise ConfigError(
+                f'dp_sync="zero1" steps parts of parameters, but {name} gives other numbers for a part than for the '
+                'whole: it does not work element by element; set dp_sync="early"'
+            )
+
+
+_Sample = tuple[Tensor, ...]
+"""A tensor and its gradients of some steps."""
+_Outcome = tuple[Tensor, list[dict[str, float]]]
+"""All elements, and the numbers that each twin has in its group."""
+
+
+def _samples(like: Tensor) -> list[_Sample]:
+    generator = torch.Generator().manual_seed(0)
+    samples = []
+    for _ in range(2):
+        start, slope = (torch.randn(_SAMPLE, generator=generator) for _ in range(2))
+        # About the same way in each step, so that who estimates how far it is sees parameters come along.
+        steps = [slope + 0.3 * torch.randn(_SAMPLE, generator=generator) for _ in range(_STEPS)]
+        samples.append(tuple(one.to(device=like.device, dtype=like.dtype) for one in (start, *steps)))
+    return samples
+
+
+def _cut(sample: _Sample) -> list[_Sample]:
+    flat = [tensor.flatten() for tensor in sample]
+    return [tuple(tensor[:_CUT].clone() for tensor in flat), tuple(tensor[_CUT:].clone() for tensor in flat)]
+
+
+def _tried(optimizer: Optimizer, settings: Mapping[str, Any], twins: Sequence[Sequence[_Sample]]) -> _Outcome:
+    """Returns what some steps lead to, in order, when each entry of `twins` is stepped by a twin of its own."""
+    numbers: list[dict[str, float]] = []
+    for samples in twins:
+        twin = _twin(optimizer, [{**settings, "params": [sample[0] for sample in samples]}])
+        for_training = getattr(twin, "train", None)
+        if callable(for_training):  # of those that keep other weights for evaluation
+            for_training()
+        for step in range(1, 1 + _STEPS):
+            for sample in samples:
+                sample[0].grad = sample[step].clone()
+            twin.step()
+        group = twin.param_groups[0].items()
+        numbers.append({key: float(value) for key, value in group if _is_number(value)})
+    return torch.cat([sample[0].flatten() for samples in twins for sample in samples]), numbers
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1)
+
+
+def _same(together: _Outcome, apart: _Outcome) -> bool:
+    """Whether the elements agree, and what twins count or estimate for all of their parameters."""
+    (first, (common,)), (second, numbers) = together, apart
+    rough = first.dtype in (torch.float16, torch.bfloat16)
+    alike = torch.allclose(first, second, rtol=1e-2 if rough else 1e-5, atol=1e-2 if rough else 1e-7)
+    return alike and all(
+        own.keys() == common.keys() and all(math.isclose(own[key], common[key], rel_tol=1e-4) for key in own)
+        for own in numbers
+    )
+
+
+def _twin(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
+    """Returns an optimizer of the same class over other tensors, without a constructor's checks and conversions."""
+    twin: Optimizer = type(optimizer).__new__(type(optimizer))
+    # These in the instance are wrappers around the original's, by a learning rate schedule and by OptimizerHooks.
+    vars(twin).update({name: value for name, value in vars(optimizer).items() if name not in ("step", "train", "eval")})
+    twin.state = defaultdict(dict)
+    twin.param_groups = groups
+    twin._optimizer_step_pre_hooks = OrderedDict()
+    twin._optimizer_step_post_hooks = OrderedDict()
+    return twin
+
+
+def _copy(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value

@@ -1,0 +1,48 @@
+"""SyncPlan: how each bucket of a rank is synchronised."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from fold3d.placement.bucket_layout import BucketSpec
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SyncPlan:
+    """The buckets of one stage in the order of the forward pass, the same on all its replicas."""
+
+    buckets: tuple[BucketSpec, ...]
+    modes: tuple[str, ...]
+    """Per bucket "zero1" or "early"."""
+    gather_order: tuple[int, ...]
+    """Early buckets in the order in which their gradients are gathered, each once it is reduced. Tied buckets are not
+    among them: their sum ends with the vote."""
+    serial: bool
+    """No DP.sync before the pipeline is done, none after the step: the baseline that hides nothing."""
+
+    @classmethod
+    def make(cls, buckets: Sequence[BucketSpec], dp_sync: str) -> SyncPlan:
+        """Returns the plan for one way of all buckets: "zero1", "early" (gathers in the order of the forward pass) or
+        "serial"."""
+        planned = 1 + max((bucket.planned for bucket in buckets), default=-1)
+        return cls.of(buckets, (dp_sync,) * planned, range(planned) if dp_sync == "early" else ())
+
+    @classmethod
+    def of(cls, buckets: Sequence[BucketSpec], modes: Sequence[str], gather_order: Sequence[int]) -> SyncPlan:
+        """Returns the plan of one stage.
+
+        Args:
+            modes: per planned bucket "zero1", "early" or "serial" (all or none).
+            gather_order: planned early buckets.
+        """
+        numbers: dict[int, list[int]] = {}
+        for number, bucket in enumerate(buckets):
+            if len(bucket.stages) == 1:
+                numbers.setdefault(bucket.planned, []).append(number)
+        return cls(
+            buckets=tuple(buckets),
+            modes=tuple("zero1" if modes[bucket.planned] == "zero1" else "early" for bucket in buckets),
+            gather_order=tuple(number for planned in gather_order for number in numbers.get(planned, ())),
+            serial="serial" in modes,
+        )

@@ -1,0 +1,73 @@
+"""OptimizerHooks: what the engine does right before and after an optimizer's own step, and when its state is read."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any, cast
+
+from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+
+from fold3d.data_parallel.dp_sync import DpSync
+
+
+class OptimizerHooks:
+    """Hooks of the engine's; those at `optimizer.step()` run inside of all that the user has there."""
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        sync: DpSync,
+        *,
+        flush: Callable[[], None],
+        before: Callable[[], None],
+        after: Callable[[], None],
+    ):
+        """Args:
+        flush: before a state is loaded.
+        before: takes the gradients; the optimizer's own step then finds none and changes nothing.
+        after: the optimizer's own step is over.
+        """
+        optimizer.register_state_dict_pre_hook(lambda _: sync.before_state_dict())
+        optimizer.register_load_state_dict_pre_hook(lambda *_: flush())
+        optimizer.register_load_state_dict_post_hook(lambda _: sync.split_state())
+        for name in ("train", "eval"):  # of optimizers that keep other weights for evaluation
+            if callable(switch := getattr(optimizer, name, None)):
+                setattr(optimizer, name, _after(flush, switch))
+        self._before = cast(OrderedDict[int, Any], optimizer._optimizer_step_pre_hooks)
+        self._after = cast(OrderedDict[int, Any], optimizer._optimizer_step_post_hooks)
+        self._own = (
+            optimizer.register_step_pre_hook(lambda *_: before()).id,
+            optimizer.register_step_post_hook(lambda *_: after()).id,
+        )
+
+    def put_innermost(self) -> None:
+        """Lets hooks that were registered meanwhile run before and after the engine's."""
+        self._before.move_to_end(self._own[0])
+        self._after.move_to_end(self._own[1], last=False)
+
+    @property
+    def others_after(self) -> bool:
+        """Whether the user has hooks after the step, which may read weights, too."""
+        return len(self._after) > 1 or bool(_global_optimizer_post_hooks)
+
+
+def _after(flush: Callable[[], None], switch: Callable[[], Any]) -> Callable[[], Any]:
+    def flushing() -> Any:
+        flush()
+        return switch()
+
+    return flushing
+
+
+def has_hooks(optimizer: Optimizer, besides: tuple[object, object]) -> bool:
+    """Whether anybody has hooks at the optimizer's step, which may read gradients.
+
+    Args:
+        besides: what has one before and one after the step of its own, or None.
+    """
+    before, after = (0 if owner is None else 1 for owner in besides)
+    counts = len(optimizer._optimizer_step_pre_hooks), len(optimizer._optimizer_step_post_hooks)
+    elsewhere = bool(_global_optimizer_pre_hooks or _global_optimizer_post_hooks)
+    return elsewhere or counts[0] > before or counts[1] > after

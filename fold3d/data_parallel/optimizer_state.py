@@ -1,0 +1,83 @@
+"""The optimizer's state when every replica has a part of it: put together for a checkpoint, taken apart after one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from fold3d.comms.tree_group import TreeGroup
+from fold3d.data_parallel.bucket import Bucket, Piece, flattened, laid_out
+from fold3d.data_parallel.bucket_optimizer import BucketOptimizer
+
+State = dict[Tensor, dict[str, Any]]
+"""Parameter -> its optimizer state."""
+
+
+def gather(bucket: Bucket, part: BucketOptimizer, data: TreeGroup) -> State:
+    """Returns the whole state of a bucket's parameters, numbers such as step counters on the CPU and tensors on their
+    device; all replicas of the stage call."""
+    mine = {piece.index: part.twin.state[tensor] for piece, tensor in part.tensors if tensor in part.twin.state}
+    flat: dict[str, Tensor] = {}
+    plain: dict[int, dict[str, Any]] = {}
+    width = bucket.shard.stop - bucket.shard.start
+    for piece, tensor in part.tensors:
+        for key, value in mine.get(piece.index, {}).items():
+            if _is_split(value, tensor):
+                whole = flat.setdefault(key, torch.zeros(width, dtype=value.dtype, device=value.device))
+                whole[piece.start - bucket.shard.start : piece.stop - bucket.shard.start] = value
+            else:
+                # On the CPU: what is pickled on a device wants the same device where it is unpickled.
+                plain.setdefault(piece.index, {})[key] = value.cpu() if isinstance(value, Tensor) else value
+    kinds = {key: value.dtype for key, value in flat.items()}
+    told = data.share(data.gather((kinds, plain, {index: list(state) for index, state in mine.items()})))
+    result: State = {}
+    for _, values, keys in told:
+        for index in keys:
+            result.setdefault(bucket.parameters[index], {}).update(values.get(index, {}))
+    for key, dtype in sorted({item for kinds, _, _ in told for item in kinds.items()}, key=lambda item: item[0]):
+        own = flat.get(key, torch.zeros(width, dtype=dtype, device=bucket.gradients.device))
+        whole = torch.cat(data.all_gather(own))
+        owners = {
+            index
+            for _, values, keys in told
+            for index, names in keys.items()
+            if key in names and key not in values.get(index, {})
+        }
+        for piece in bucket.all_pieces:
+            if piece.index in owners:
+                view = laid_out(whole[piece.start : piece.stop], piece.parameter)
+                result[piece.parameter][key] = view.clone()
+    return result
+
+
+def scatter(bucket: Bucket, part: BucketOptimizer, optimizer: Optimizer) -> None:
+    """Takes this rank's part of the optimizer's state of a bucket's parameters and drops the rest."""
+    part.twin.state.clear()
+    for piece, tensor in part.tensors:
+        state = optimizer.state.get(piece.parameter)
+        if state is not None:
+            part.twin.state[tensor] = {key: _slice(value, piece) for key, value in state.items()}
+    drop(bucket, optimizer)
+
+
+def drop(bucket: Bucket, optimizer: Optimizer) -> None:
+    """Forgets the whole state of a bucket's parameters."""
+    for parameter in bucket.parameters:
+        optimizer.state.pop(parameter, None)
+
+
+def _is_split(value: Any, tensor: Tensor) -> bool:
+    """Whether a state has an element for each of the tensor's; else it is a number such as a step counter."""
+    return isinstance(value, Tensor) and value.ndim > 0 and value.shape == tensor.shape
+
+
+def _slice(value: Any, piece: Piece) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    if value.ndim == 0 or value.shape != piece.parameter.shape:
+        return value.clone()
+    flat = flattened(value, piece.parameter)
+    return flat[piece.offset : piece.offset + piece.stop - piece.start].clone()

@@ -1,0 +1,108 @@
+"""Gates: a layer's first forward waits until its own parameters are up to date, and for nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch.nn import Module
+from torch.utils.hooks import RemovableHandle
+
+from fold3d.data_parallel.bucket import Bucket
+
+
+class Hook:
+    """A hook of ours on a module. Copies and pickles of the module have one that does nothing."""
+
+    def __init__(self, call: Callable[[], None]):
+        self._call = call
+
+    def __call__(self, *_: Any, **__: Any) -> None:
+        """Whatever the hook is given, it only waits."""
+        self._call()
+
+    def __reduce__(self) -> Any:
+        return Hook, (_nothing,)
+
+
+def _nothing() -> None:
+    """What a hook in a copy calls."""
+
+
+class Gates:
+    """Which buckets are not up to date, and what must not run before they are."""
+
+    def __init__(
+        self,
+        model: Module,
+        buckets: Sequence[Bucket],
+        open_bucket: Callable[[Bucket], None],
+        read: Callable[[], None],
+    ):
+        """Args:
+        open_bucket: brings one bucket up to date; blocks until that is done.
+        read: called before somebody reads or replaces weights through a state_dict; opens all.
+        """
+        self._open_bucket = open_bucket
+        self._closed: dict[int, Bucket] = {}
+        self._of_chunk: dict[int, list[Bucket]] = {}
+        of_module: dict[str, list[Bucket]] = {}
+        for bucket in buckets:
+            for chunk in bucket.spec.chunks:
+                self._of_chunk.setdefault(chunk, []).append(bucket)
+            for name in bucket.spec.modules:
+                of_module.setdefault(name, []).append(bucket)
+        self._hooks: list[RemovableHandle] = [
+            model.get_submodule(name).register_forward_pre_hook(self._hook(waiting), prepend=True)
+            for name, waiting in of_module.items()
+        ]
+
+        # Whoever reads weights the usual way gets them whole; what is loaded is not stepped once more.
+        def before_state_dict() -> None:
+            if self._closed:
+                read()
+
+        hook = Hook(before_state_dict)
+        for module in model.modules():
+            self._hooks.append(module.register_state_dict_pre_hook(hook))  # type: ignore[no-untyped-call]
+            self._hooks.append(module.register_load_state_dict_pre_hook(hook))  # type: ignore[no-untyped-call]
+
+    def close(self, bucket: Bucket) -> None:
+        """The bucket is about to change: nobody may read it before it is open again."""
+        self._closed[bucket.number] = bucket
+
+    def is_closed(self, bucket: Bucket) -> bool:
+        """Whether the bucket is not up to date."""
+        return bucket.number in self._closed
+
+    def before_chunk(self, chunk: int) -> None:
+        """Opens what is read in chunk `chunk` by nobody knows which module."""
+        if self._closed:
+            self._open(self._of_chunk.get(chunk, ()))
+
+    def open_chunk(self, chunk: int) -> None:
+        """Opens all of a chunk's buckets."""
+        self._open([bucket for bucket in list(self._closed.values()) if bucket.spec.chunk == chunk])
+
+    def open_all(self) -> None:
+        """Brings all parameters of this rank up to date."""
+        self._open(list(self._closed.values()))
+
+    def _open(self, buckets: Sequence[Bucket]) -> None:
+        for bucket in buckets:
+            if bucket.number in self._closed:
+                self._open_bucket(bucket)
+                del self._closed[bucket.number]
+
+    def _hook(self, waiting: Sequence[Bucket]) -> Hook:
+        def before_forward() -> None:
+            if self._closed:
+                self._open(waiting)
+
+        return Hook(before_forward)
+
+    def remove(self) -> None:
+        """Takes the hooks off the model."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()

@@ -1,0 +1,114 @@
+"""Handover: gives buckets to the network the moment their gradients are complete, in one order on all replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from torch.nn import Parameter
+from torch.utils.hooks import RemovableHandle
+
+from fold3d.data_parallel.bucket import Bucket
+from fold3d.errors import ConfigError
+
+
+class Handover:
+    """Counts gradients as backward passes produce them.
+
+    A parameter gets one gradient per micro-batch from every chunk that reads it, so a bucket is complete when all of
+    them have come, layer by layer within a chunk's last backward; what a micro-batch did not use is complete when the
+    chunk's last backward is. Replicas may complete buckets in different orders; all hand them over in the planned one.
+    """
+
+    def __init__(
+        self,
+        buckets: Sequence[Bucket],
+        uses: Mapping[str, int],
+        push: Callable[[Bucket], None],
+        is_stale: Callable[[Bucket], bool],
+    ):
+        """Args:
+        uses: parameter name -> chunks of this rank that read it.
+        push: called on the thread that runs backward.
+        is_stale: whether the bucket's parameters are still those of the step before.
+        """
+        self._is_stale = is_stale
+        self._buckets = list(buckets)
+        self._push = push
+        self._uses = [sum(uses[name] for name in bucket.names) for bucket in self._buckets]
+        self._missing = [0] * len(self._buckets)
+        self._complete = [True] * len(self._buckets)
+        self._order: list[int] = []
+        self._next = 0
+        self._held = False
+        self.listens = True
+        """Whether gradients are this engine's: another one may be training the model."""
+        self._hooks: list[RemovableHandle] = []
+        for position, bucket in enumerate(self._buckets):
+            for index, parameter in enumerate(bucket.parameters):
+                hook = self._hook(position, bucket, index)
+                self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
+
+    def begin(self, micro_batches: int, chunks: Sequence[int], *, hold: bool) -> None:
+        """Starts a step.
+
+        Args:
+            chunks: of this rank, in the order of their last backwards.
+            hold: hand nothing over before `release`.
+        """
+        self._missing = [uses * micro_batches for uses in self._uses]
+        self._complete = [False] * len(self._buckets)
+        of_chunk = {chunk: [k for k, b in enumerate(self._buckets) if b.spec.chunk == chunk] for chunk in chunks}
+        self._order = [k for chunk in chunks for k in reversed(of_chunk[chunk])]
+        self._next = 0
+        self._held = hold
+
+    def chunk_done(self, chunk: int) -> None:
+        """The chunk's last backward is done: its buckets are complete, whatever was used."""
+        for position, bucket in enumerate(self._buckets):
+            if bucket.spec.chunk == chunk:
+                self._complete[position] = True
+        self._advance()
+
+    def release(self) -> None:
+        """Hands over what was held."""
+        self._held = False
+        self._advance()
+
+    def remove(self) -> None:
+        """Takes the hooks off the parameters."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+    def _hook(self, position: int, bucket: Bucket, index: int) -> Callable[[Parameter], None]:
+        def accumulated(_: Parameter) -> None:
+            if not self.listens:
+                return
+            if self._complete[position]:
+                self._refuse_late(bucket.names[index])
+            if self._is_stale(bucket):
+                raise ConfigError(
+                    f"{bucket.names[index]} was read before it was up to date, by code that was not recorded; pass "
+                    "reads_weights=True to Engine.run, or an `example` with all keys of a training batch"
+                )
+            bucket.accumulate(index)
+            self._missing[position] -= 1
+            if self._missing[position] == 0:
+                self._complete[position] = True
+                self._advance()
+
+        return accumulated
+
+    def _advance(self) -> None:
+        while not self._held and self._next < len(self._order) and self._complete[self._order[self._next]]:
+            bucket = self._buckets[self._order[self._next]]
+            self._next += 1
+            self._push(bucket)
+
+    @staticmethod
+    def _refuse_late(name: str) -> None:
+        raise ConfigError(
+            f"{name} got another gradient after its sum over the replicas had begun: one micro-batch gave it several "
+            "(a reentrant checkpoint inside a block does), or backward ran outside the engine; use recompute=True "
+            "instead of the model's own checkpointing"
+        )

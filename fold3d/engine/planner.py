@@ -1,0 +1,204 @@
+"""Planning on all ranks: times the model's layers and the network, and lets rank 0 choose how the model is spread."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.nn import Module, Parameter
+from torch.optim import Optimizer
+
+from fold3d.comms.consistency import agree
+from fold3d.comms.groups import Groups
+from fold3d.comms.tcp import uses_tcp
+from fold3d.comms.world_group import WorldGroup
+from fold3d.config import AUTO, ParallelConfig, text_of_bytes
+from fold3d.data_parallel.bucket_optimizer import check_separable
+from fold3d.errors import ConfigError, RankError, TraceError
+from fold3d.observe.announce import announce
+from fold3d.plan.choice import Choice
+from fold3d.plan.costs import Links, Profile
+from fold3d.plan.job import Fixed, Job
+from fold3d.plan.resolve import with_choice
+from fold3d.plan.search import search
+from fold3d.profile.layers import profile_model
+from fold3d.profile.link_probe import probe_links
+from fold3d.stage.rank_model import record
+from fold3d.trace import Trace
+
+logger = logging.getLogger(__name__)
+
+_ACTION_SECONDS = 7e-4
+"""What an action costs beside the layers: executor, skipped blocks, hooks, waking up. benchmarks/cluster measures 0.45
+ms with 32 blocks and four ranks on two cores (A), 0.7 to 0.8 with 64 blocks and eight ranks (B)."""
+_BUCKET_SECONDS = 5e-4
+"""What a collective costs beside its bytes."""
+_OF_DEVICE = 0.9
+"""Share of a GPU's memory that is planned with; the rest is the libraries' and lost between allocations."""
+
+
+def settle(
+    model: Module,
+    config: ParallelConfig,
+    world: WorldGroup,
+    device: torch.device,
+    example: Mapping[str, Any] | None,
+    optimizer: Callable[[list[Parameter]], Optimizer] | None,
+    autocast: Callable[[], AbstractContextManager[Any]],
+    number: int,
+) -> tuple[Trace | None, ParallelConfig, tuple[Job, Choice] | None]:
+    """Records the model and settles what is "auto"; all ranks of the job call.
+
+    Returns: the recording, the settings, and the choice behind them; None where there is nothing to fold.
+    Raises: TraceError, ConfigError; RankError when another rank failed.
+    """
+    error: Exception | None = None
+    profile = recording = None
+    try:
+        recording = record(model, config, example)
+        if recording is not None and example is not None:
+            profile = profile_model(
+                model, recording, example, device, recompute=config.recompute, optimizer=optimizer, autocast=autocast
+            )
+    except TraceError as own:
+        error = own
+    except Exception as own:
+        if config.pp > 1 or config.memory_limit is not None:
+            error = own
+        else:  # what need not be cut trains all the same
+            logger.warning("the model stays in one piece, it cannot be measured (%s: %s)", type(own).__name__, own)
+    # Nobody may wait for the measurements of a rank that failed, or has none.
+    agree(world, "measured" if profile else "", number, error)
+    if recording is None or profile is None:
+        if config.memory_limit is not None:
+            raise ConfigError(
+                f"memory_limit={config.memory_limit} cannot be kept: the model has no blocks that could be measured; "
+                'remove it and, for less memory, set dp_sync="zero1"'
+            )
+        return recording, replace(config, segments=1), None
+    job, choice = choose(recording, profile, config, world, device, optimizer)
+    return recording, with_choice(config, choice), (job, choice)
+
+
+def choose(
+    recording: Trace,
+    profile: Profile,
+    config: ParallelConfig,
+    world: WorldGroup,
+    device: torch.device,
+    optimizer: Callable[[list[Parameter]], Optimizer] | None,
+) -> tuple[Job, Choice]:
+    """Returns the fastest settings for everything that is "auto", the same on every rank; all ranks of the job call.
+
+    Raises: ConfigError on every rank when the model cannot be spread as asked.
+    """
+    topology = world.topology
+    profile = world.decide(profile, Profile.agreed, timeout=world.patience)
+    links = _links(profile, world, config, device)
+    job = Job(
+        trace=recording,
+        profile=profile,
+        links=links,
+        dp=topology.dp,
+        pp=topology.pp,
+        micro_batches=config.micro_batches,
+        memory_limit=_memory_limit(config, device),
+        preempt=config.preempt,
+        action_seconds=_ACTION_SECONDS,
+        bucket_seconds=_BUCKET_SECONDS,
+    )
+    found: Choice | ConfigError | None = None
+    if topology.rank == 0:
+        try:
+            choice = _search(job, fixed_by(config), lambda: _steps_parts(optimizer))
+            _check_memory(choice, config)
+            announce(logger, choice.reason)
+            found = choice
+        except ConfigError as error:
+            found = error
+        except Exception as error:  # the other ranks wait for an answer
+            found = ConfigError(f"planning failed ({type(error).__name__}: {error}); set segments and schedule")
+    found = world.share(found, timeout=world.patience)
+    if isinstance(found, ConfigError):
+        raise found
+    assert isinstance(found, Choice)
+    return job, found
+
+
+def _search(job: Job, fixed: Fixed, steps_parts: Callable[[], bool]) -> Choice:
+    """Returns the best choice with early gathers, which hide more than the simulator tells (every replica's step of its
+    own shard comes before a zero1 gather, not under it); with zero1 in it only where memory asks for it.
+
+    Args:
+        steps_parts: whether the optimizer can be used with zero1; asked only where it matters.
+    """
+    if fixed.dp_sync is not None or job.dp == 1:
+        return search(job, fixed)
+    early = search(job, replace(fixed, dp_sync="early"))
+    fits = job.memory_limit is None or early.memory_bytes <= job.memory_limit
+    return early if fits or not steps_parts() else search(job, fixed)
+
+
+def _steps_parts(make: Callable[[list[Parameter]], Optimizer] | None) -> bool:
+    """Returns whether the optimizer works element by element, as far as a made-up parameter tells: of one that cannot
+    be made of it, `DpSync.attach` finds out."""
+    try:
+        optimizer = (make or torch.optim.AdamW)([Parameter(torch.zeros(2, 2))])
+    except Exception:  # whatever a factory raises that looks for its own parameters
+        return True
+    try:
+        check_separable(optimizer, parts=True)
+    except Exception:
+        return False
+    return True
+
+
+def _check_memory(choice: Choice, config: ParallelConfig) -> None:
+    """Raises ConfigError when the best that was found needs more memory than the user allows."""
+    if config.memory_size is not None and choice.memory_bytes > config.memory_size:
+        raise ConfigError(
+            f"memory_limit={config.memory_limit}: the fullest rank would need about "
+            f"{text_of_bytes(choice.memory_bytes)}, the least that was found ({choice.segments} segments, "
+            f"{choice.schedule}, dp_sync {choice.dp_sync}); "
+            "raise memory_limit or pp, set recompute=True, or leave more of segments, schedule and dp_sync at auto"
+        )
+
+
+def fixed_by(config: ParallelConfig) -> Fixed:
+    """Returns what the user has decided."""
+    return Fixed(
+        segments=None if config.segments == AUTO else config.num_segments,
+        schedule=None if config.schedule == AUTO else config.schedule,
+        group_size=config.group_size if isinstance(config.group_size, int) else None,
+        dp_sync=None if config.dp_sync == AUTO else config.dp_sync,
+        bucket_bytes=config.bucket_size,
+    )
+
+
+def _links(profile: Profile, world: WorldGroup, config: ParallelConfig, device: torch.device) -> Links:
+    topology, over_tcp = world.topology, uses_tcp(config.transport, device)
+    groups = Groups(topology, device, config.timeout_seconds, (), with_links=not over_tcp, world=world)
+    try:
+        return probe_links(
+            topology,
+            groups,
+            device,
+            config.timeout_seconds,
+            over_tcp=over_tcp,
+            activation_bytes=max(profile.activation_bytes),
+        )
+    except RuntimeError as error:
+        raise RankError(f"{topology.describe(topology.rank)} could not measure the network: {error}") from error
+    finally:
+        groups.close()
+
+
+def _memory_limit(config: ParallelConfig, device: torch.device) -> int | None:
+    """Returns the bytes a rank may use; None for host memory, which others use, too, unless the user says how much."""
+    if config.memory_size is not None or device.type != "cuda":
+        return config.memory_size
+    return int(_OF_DEVICE * torch.cuda.get_device_properties(device).total_memory)

@@ -1,0 +1,251 @@
+"""Tuner: predicts steps from measured times, plans the gathers with them, and looks again when the times drift."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+from statistics import mean, median
+from typing import Any
+
+import torch
+
+from fold3d.comms.groups import Groups
+from fold3d.comms.tcp import uses_tcp
+from fold3d.config import ParallelConfig
+from fold3d.data_parallel.bucket_schedule import SyncPlan
+from fold3d.data_parallel.dp_sync import DpSync
+from fold3d.observe.announce import announce
+from fold3d.observe.step_breakdown import NS_PER_MS, RawRecord, merged, without
+from fold3d.plan.choice import Choice
+from fold3d.plan.costs import pause_bytes
+from fold3d.plan.job import Job
+from fold3d.plan.measured import Expected, Measured, plan_gathers
+from fold3d.plan.search import recheck
+from fold3d.profile.link_probe import probe_links
+from fold3d.schedule import Schedule, parse_action
+from fold3d.topology import Topology
+
+logger = logging.getLogger(__name__)
+
+FIRST_STEPS = 3
+"""Steps that are measured before the first plan; the first of them, which warms up, does not count."""
+EVERY = 50
+"""Steps between looks at whether the times are still what the plan was made for; between the first ones fewer."""
+SAMPLE = 10
+"""Of the steps between looks, every so manieth is looked into; of the others the length is enough."""
+DRIFT = 0.1
+"""By which part measured steps may differ from the prediction before the gathers are planned again."""
+RECENT = 5
+"""Steps whose median decides whether a prediction is still worth showing."""
+SLOWER = 0.8
+"""Of the speed at the first look: a ring that has less left became slower; above, the measurement varies."""
+_PROBE_SECONDS = 0.5
+_LOCAL = 1e10
+"""Bytes per second where nothing was sent yet."""
+
+
+class Tuner:
+    """Of one rank; all ranks of the job call the same methods at the same steps."""
+
+    def __init__(
+        self,
+        topology: Topology,
+        groups: Groups,
+        config: ParallelConfig,
+        device: torch.device,
+        planned: tuple[Job, Choice] | None,
+    ):
+        """`planned`: what the planner chose a schedule for, if it may choose another; the same on every rank."""
+        self._planned = planned
+        self._topology, self._groups, self._config, self._device = topology, groups, config, device
+        self._links: tuple[float, float, float] | None = None  # bandwidth, latency, hop latency
+        self._first_rates: list[float] | None = None  # by rank, in bytes per second
+        self._steps = 0
+        self._since = 0  # steps measured for the next look
+        self._until = FIRST_STEPS - 1  # so many steps
+        self._recent: deque[float] = deque(maxlen=RECENT)
+        self._others: list[float] = []
+        self._times: dict[tuple[int, str], list[float]] = {}
+        self._lengths: list[float] = []
+        self._activation_bytes: dict[int, int] = {}
+        self.expected: Expected | None = None
+        # There the recorded times are those of launching kernels; the planner's, which waited for them, are better.
+        self._stays = device.type == "cuda"
+        if self._stays and planned is not None:
+            self.expected = Expected.of(planned[1].prediction, planned[1].gather_order)
+
+    def observe(self, records: Sequence[RawRecord], step_ms: float) -> None:
+        """Takes in what a step recorded."""
+        self._steps += 1
+        if self._steps == 1:
+            return
+        self._recent.append(step_ms)
+        if self._stays:
+            return
+        self._lengths.append(step_ms)
+        self._since += 1
+        if self.expected is not None and self._since % SAMPLE != 0:
+            return
+        busy = merged([(start, end) for lane, _, start, end, _ in records if lane in ("compute", "wait")])
+        self._others.append(max(0.0, step_ms - sum(end - start for start, end in busy) / NS_PER_MS))
+        gates = [(start, end) for lane, action, start, end, _ in records if lane == "wait" and "GATHER" in action]
+        for lane, text, start, end, size in records:
+            if lane == "compute":
+                spent = sum(b - a for a, b in without([(start, end)], gates)) / 1e9
+                self._times.setdefault((_chunk_of(text), "F" if "F" in text else "B"), []).append(spent)
+            elif lane == "send_f":
+                chunk = _chunk_of(text)
+                self._activation_bytes[chunk] = max(size, self._activation_bytes.get(chunk, 0))
+
+    @property
+    def is_due(self) -> bool:
+        """Whether it is time for `look`; the same on all ranks."""
+        return not self._stays and self._since >= self._until
+
+    @property
+    def believed(self) -> Expected | None:
+        """What is expected of a step, unless the latest steps say otherwise."""
+        if self.expected is None or not self._recent:
+            return self.expected
+        return self.expected if abs(median(self._recent) / self.expected.step_ms - 1) <= DRIFT else None
+
+    def look(self, schedule: Schedule, sync: DpSync | None) -> Choice | None:
+        """Predicts the step, and plans the gathers where that is worth it; all ranks of the job call, between steps.
+
+        Returns: a choice with a better schedule for the times measured, which the caller takes from the next step on.
+        """
+        if self._links is None:
+            if sync is not None:
+                sync.flush()  # what is still on its way would be measured, too
+            self._links = self._probe()
+        found = self._groups.world.decide(self._share(sync), lambda shares: self._expect(schedule, shares))
+        self._times, self._lengths, self._others, self._since = {}, [], [], 0
+        self._until = min(EVERY, max(SAMPLE, 2 * self._until))
+        if found is None:
+            return None
+        self.expected, better = found
+        if better is not None:
+            assert self._planned is not None
+            self._planned = (self._planned[0], better)
+        if sync is not None and not sync.plan.serial:
+            plan = sync.plan
+            planned: dict[int, str] = {b.planned: m for b, m in zip(plan.buckets, plan.modes, strict=True)}
+            modes = [planned[number] for number in range(len(planned))]
+            sync.plan = SyncPlan.of(plan.buckets, modes, self.expected.gather_order[self._topology.pp_rank])
+        return better
+
+    def _share(self, sync: DpSync | None) -> dict[str, Any]:
+        """Returns what rank 0 must know of this rank."""
+        buckets: dict[int, list[tuple[int, bool]]] = {}
+        if sync is not None:
+            sizes: dict[tuple[int, int], tuple[int, bool]] = {}
+            for bucket, mode in zip(sync.buckets, sync.plan.modes, strict=True):
+                key = (bucket.spec.chunk, bucket.spec.planned)
+                size = sizes.get(key, (0, True))[0] + bucket.gradients.nbytes
+                sizes[key] = (size, mode == "zero1")
+            for (chunk, _), entry in sorted(sizes.items()):
+                buckets.setdefault(chunk, []).append(entry)
+        return {
+            "times": {key: mean(values) for key, values in self._times.items()},
+            "activations": self._activation_bytes,
+            "buckets": buckets,
+            "bandwidth": 0.0 if sync is None else sync.bandwidth(),
+            "step_ms": mean(self._lengths) if self._lengths else 0.0,
+            "other_ms": mean(self._others) if self._others else 0.0,
+            "serial": sync is not None and sync.plan.serial,
+        }
+
+    def _expect(self, schedule: Schedule, shares: Sequence[dict[str, Any]]) -> tuple[Expected, Choice | None] | None:
+        """Returns a new expectation and perhaps a better schedule, None when the present expectation still holds."""
+        longest = max(share["step_ms"] for share in shares)
+        if self.expected is not None and abs(longest / self.expected.step_ms - 1) <= DRIFT:
+            return None
+        if self.expected is not None:
+            logger.info(
+                "steps take %.1f ms instead of the predicted %.1f: planning again", longest, self.expected.step_ms
+            )
+        assert self._links is not None
+        # Loss, norm and what Python does between actions are not simulated. Ranks that are early wait there for others.
+        other_ms = min(share["other_ms"] for share in shares)
+        stages = [shares[stage :: self._topology.pp] for stage in range(self._topology.pp)]
+        chunks = range(schedule.pp * schedule.segments)
+
+        def time_of(chunk: int, kind: str) -> float:
+            values = [share["times"].get((chunk, kind), 0.0) for share in stages[chunk % schedule.pp]]
+            return max(1e-9, float(mean(values)))
+
+        measured_rate = [share["bandwidth"] for share in shares if share["bandwidth"] > 0]
+        forward = tuple(time_of(chunk, "F") for chunk in chunks)
+        backward = tuple(time_of(chunk, "B") for chunk in chunks)
+        # The fastest: a rank measures too little where its neighbour was not ready, or its two rings shared the link.
+        bandwidth = max([*measured_rate, self._links[0]]) * self._slowdown(shares)
+        if self._planned is not None and schedule.micro_batches == self._planned[0].micro_batches:
+            job, choice = self._planned
+            if bandwidth < self._links[0]:
+                job = replace(job, links=replace(job.links, dp_bandwidth=bandwidth))
+            better = recheck(job, choice, [1e3 * time for time in forward], [1e3 * time for time in backward])
+            if better is not None:
+                announce(
+                    logger,
+                    f"the planner changed its mind at step {self._steps}: with measured times {better.name} (predicted "
+                    f"{better.step_ms:.1f} ms a step) is faster than {choice.name}; pin it with {better.flags}",
+                )
+                return Expected.of(better.prediction, better.gather_order).longer_by(other_ms), better
+        measured = Measured(
+            forward=forward,
+            backward=backward,
+            activation_bytes=tuple(
+                max(share["activations"].get(chunk, 0) for share in stages[chunk % schedule.pp]) for chunk in chunks
+            ),
+            buckets=tuple(tuple(stages[chunk % schedule.pp][0]["buckets"].get(chunk, ())) for chunk in chunks),
+            dp=self._topology.dp,
+            serial=shares[0]["serial"],
+            preempt=self._config.preempt,
+            bandwidth=bandwidth,
+            latency=self._links[1],
+            hop_latency=self._links[2],
+            chunk_bytes=pause_bytes(bandwidth),
+        )
+        expected = plan_gathers(schedule, measured).longer_by(other_ms)
+        logger.info("measured %.1f ms a step, predicted %.1f ms", longest, expected.step_ms)
+        return expected, None
+
+    def _slowdown(self, shares: Sequence[dict[str, Any]]) -> float:
+        """Returns the share of its speed at the first look that the slowest ring has left; 1.0 if it is about as fast.
+
+        Of rings that measure themselves, fold3d's own.
+        """
+        rates = [share["bandwidth"] for share in shares]
+        if self.expected is None or self._first_rates is None:
+            self._first_rates = rates
+        pairs = zip(rates, self._first_rates, strict=True)
+        slowest = min((now / first for now, first in pairs if now > 0 and first > 0), default=1.0)
+        return slowest if slowest < SLOWER else 1.0
+
+    def _probe(self) -> tuple[float, float, float]:
+        """Returns bandwidth (bytes per second), latency of a message and of a hop of the rings (seconds)."""
+        if self._topology.world == 1:
+            return _LOCAL, 0.0, 0.0
+        if self._planned is not None:
+            links = self._planned[0].links
+        else:
+            links = probe_links(
+                self._topology,
+                self._groups,
+                self._device,
+                self._config.timeout_seconds,
+                over_tcp=uses_tcp(self._config.transport, self._device),
+                activation_bytes=max(self._activation_bytes.values(), default=0),
+                seconds=_PROBE_SECONDS,
+            )
+        rate = links.bandwidth if math.isfinite(links.bandwidth) else _LOCAL
+        return rate, links.pp_latency, links.hop_latency
+
+
+@cache  # every step has the same actions
+def _chunk_of(action: str) -> int:
+    return parse_action(action).chunk

@@ -1,0 +1,105 @@
+"""Who holds up a run: found from the plan and from where each rank is, when a wait has reached its time limit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from fold3d import _C
+from fold3d.faults.progress import Report
+from fold3d.schedule import Schedule, waits_for
+from fold3d.topology import Topology
+
+
+def holding_up(schedule: Schedule, topology: Topology, run: int, reports: Mapping[int, Report]) -> list[int]:
+    """Returns the ranks that `topology.rank` waits for in the end: they wait for nobody and have not finished the run.
+
+    A rank that waits for a message waits for its sender, which may itself wait for another; one that meets others waits
+    for those that are not there. The chain ends at the rank that computes for long, sleeps, or never began.
+
+    Args:
+        schedule: the lowered schedule of the run under way on `topology.rank`.
+        run: its number, as in Report.run.
+        reports: of all ranks that talk to each other in the run; those without a report are taken for waiting.
+    """
+    chain = _Chain(schedule, topology, run, reports)
+    seen, todo, ends = {topology.rank}, [topology.rank], []
+    while todo:
+        rank = todo.pop()
+        blockers = chain.blockers(rank)
+        if not blockers and rank != topology.rank:
+            ends.append(rank)
+        todo += blockers - seen
+        seen |= blockers
+    return sorted(ends)
+
+
+class _Chain:
+    def __init__(self, schedule: Schedule, topology: Topology, run: int, reports: Mapping[int, Report]):
+        self._schedule, self._topology, self._run, self._reports = schedule, topology, run, reports
+        self._index = [{action.text: k for k, action in enumerate(actions)} for actions in schedule.ranks]
+
+    def _stage(self, rank: int) -> int:
+        return rank % self._topology.pp
+
+    def _position(self, rank: int) -> float:
+        """Index of the action the rank is in: -1 before the run, infinity after it."""
+        report = self._reports[rank]
+        if report.run < self._run or report.closed:
+            return -1.0
+        if report.run > self._run or not report.action:
+            return float("inf")
+        return self._index[self._stage(rank)].get(report.action, float("inf"))
+
+    def _has_passed(self, rank: int, action: _C.Action) -> bool:
+        return rank not in self._reports or self._position(rank) > self._index[self._stage(rank)][action.text]
+
+    def blockers(self, rank: int) -> set[int]:
+        """Returns the ranks that have not yet done what `rank` waits for now."""
+        report = self._reports.get(rank)
+        if report is None or report.closed:
+            return set()
+        if not report.action:
+            return self._absent(rank, report) if report.meets else set()
+        if report.run != self._run or not 0 <= self._position(rank) < float("inf"):
+            return set()
+        stage, replica = self._stage(rank), rank // self._topology.pp
+        program = self._schedule.ranks[stage]
+        here = int(self._position(rank))
+        waits = [need for need in waits_for(self._schedule, program[here]) if need.kind in _RECEIVES]
+        others = [(replica, need) for wait in waits for need in waits_for(self._schedule, wait)]
+        if here == len(program) - 1:  # the run ends when everything that was sent has arrived
+            others += [(replica, self._receive(action)) for action in program if action.kind in _RECEIVER_OF]
+        blockers = set()
+        for other, action in others:
+            peer = self._topology.rank_of(other, action.chunk % self._topology.pp)
+            if peer != rank and not self._has_passed(peer, action):
+                blockers.add(peer)
+        if not blockers and report.meets:  # nothing of the schedule keeps it: it waits for parameters
+            return self._absent(rank, report)
+        return blockers
+
+    def _absent(self, rank: int, report: Report) -> set[int]:
+        """Returns those that `rank` may meet and that have not come as far, or are elsewhere in the same run."""
+        replica, stage = divmod(rank, self._topology.pp)
+        peers = set(self._topology.replicas(stage))
+        if not report.action:  # in an action, a rank meets the other replicas of its stage only: for their parameters
+            peers.update(self._topology.pipeline(replica))
+        peers &= set(self._reports)
+        here = (report.run, report.action, report.doing)
+        return {
+            peer
+            for peer, other in self._reports.items()
+            if peer in peers and other.run <= report.run and (other.run, other.action, other.doing) != here
+        }
+
+    @staticmethod
+    def _receive(send: _C.Action) -> _C.Action:
+        step = 1 if send.kind == _C.Kind.SEND_FORWARD else -1
+        return _C.Action(send.chunk + step, _RECEIVER_OF[send.kind], send.micro_batch)
+
+
+_RECEIVES = (_C.Kind.RECV_FORWARD, _C.Kind.RECV_BACKWARD)
+_RECEIVER_OF = {
+    _C.Kind.SEND_FORWARD: _C.Kind.RECV_FORWARD,
+    _C.Kind.SEND_BACKWARD: _C.Kind.RECV_BACKWARD,
+}

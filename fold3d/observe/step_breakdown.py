@@ -1,0 +1,242 @@
+"""Account: where one step's time went on this rank."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from fold3d.comms.world_group import WorldGroup
+from fold3d.plan.simulator import RankBreakdown
+
+NS_PER_MS = 1e6
+RawRecord = tuple[str, str, int, int, int]
+"""(lane, action text, start_ns, end_ns, bytes); times are this process's monotonic clock."""
+
+
+MEET = "MEET"
+"""Action of a wait in a small exchange with other ranks: the loss, the norm."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Account:
+    """One step on one rank; times in milliseconds, sizes in bytes."""
+
+    step_ms: float
+    """From the first action to the end of the optimizer's step, as far as it is not left to the next forward; and what
+    whoever read weights before that forward waited for them."""
+    compute_ms: float
+    """Forward and backward passes, without the waits inside."""
+    bubble_ms: float
+    """Waiting for other stages while nothing was on its way here, also in small exchanges (loss, norm)."""
+    exposed_pp_ms: float
+    """Waiting for activations or gradients that were arriving."""
+    hidden_pp_ms: float
+    """Activations and gradients that arrived while the rank computed."""
+    exposed_dp_ms: float
+    """Waiting for DP.sync: sums after the last backward, parameters before a layer's forward; small exchanges while
+    sums are under way."""
+    hidden_dp_ms: float
+    """DP.sync under way while the rank computed."""
+    preemptions: int
+    """Chunks of DP.sync that waited for a message of PP.sync."""
+    pp_delayed_ms: float
+    """By which chunks of DP.sync that were under way held up messages of PP.sync, all messages together. 0.0 on GPUs:
+    for how long NCCL's collectives send, and for how long they wait for another replica, nobody knows apart."""
+    dp_held_ms: float
+    """For how long chunks of DP.sync were held back for messages: sending time that DP.sync lost, both rings and
+    directions together."""
+    pp_bytes: int
+    """Sent to other stages."""
+    dp_bytes: int
+    """Sent to other replicas."""
+    predicted_ms: float | None
+    """What the simulator says the step takes; None where nothing was measured to feed it."""
+    predicted: RankBreakdown | None
+    """And where it says that this rank's time goes."""
+    records: tuple[RawRecord, ...]
+    """Everything that was recorded, for the timeline. DP.sync of the step before may end in this one."""
+
+    def lasting(self, step_ms: float) -> Account:
+        """Returns the account of a step that took longer than its actions: its batches were loaded before. So is the
+        prediction then."""
+        more = max(0.0, step_ms - self.step_ms)
+        predicted = None if self.predicted_ms is None else self.predicted_ms + more
+        return replace(self, step_ms=self.step_ms + more, predicted_ms=predicted)
+
+    def log(self, *, dp: int, pp: int) -> dict[str, float]:
+        """Returns the numbers worth logging, rounded to a tenth; what cannot be with so few replicas or stages is left
+        out.
+
+        compute, bubble, pp_exposed, dp_exposed and other add up to step_ms exactly; other_ms is what is in none of the
+        others: loss, norm, an optimizer that steps by itself, and what Python does between actions.
+        """
+        parts = {"compute_ms": self.compute_ms}
+        beside: dict[str, float] = {}
+        if pp > 1:
+            parts |= {"bubble_ms": self.bubble_ms, "pp_exposed_ms": self.exposed_pp_ms}
+            beside |= {"pp_hidden_ms": self.hidden_pp_ms}
+        if dp > 1:
+            parts |= {"dp_exposed_ms": self.exposed_dp_ms}
+            beside |= {"dp_hidden_ms": self.hidden_dp_ms}
+        if dp > 1 and pp > 1:
+            beside |= {
+                "preemptions": self.preemptions,
+                "pp_delayed_ms": self.pp_delayed_ms,
+                "dp_held_ms": self.dp_held_ms,
+            }
+        if self.predicted_ms is not None:
+            beside |= {"predicted_step_ms": self.predicted_ms}
+        if self.predicted is not None and pp > 1:
+            beside |= {
+                "predicted_bubble_ms": self.predicted.bubble_ms,
+                "predicted_pp_exposed_ms": self.predicted.exposed_pp_ms,
+            }
+        if self.predicted is not None and dp > 1:
+            beside |= {
+                "predicted_dp_exposed_ms": self.predicted.exposed_dp_ms,
+                "predicted_dp_hidden_ms": self.predicted.hidden_dp_ms,
+            }
+        rounded = {name: round(value, 1) for name, value in parts.items()}
+        other = round(self.step_ms, 1) - sum(rounded.values())
+        return {
+            "step_ms": round(self.step_ms, 1),
+            **rounded,
+            "other_ms": round(other, 1),
+            **{name: round(value, 1) for name, value in beside.items()},
+        }
+
+
+def make_account(
+    records: Sequence[RawRecord],
+    start_ns: int,
+    end_ns: int,
+    predicted_ms: float | None = None,
+    gate: Mapping[str, int] | None = None,
+    predicted: RankBreakdown | None = None,
+) -> Account:
+    """Returns the account of one step from the records of its compute lane and its transfers.
+
+    Args:
+        predicted_ms, predicted: what the simulator says; None: nothing was measured to feed it.
+        gate: what the host's gate counted in the step; None: there was none.
+    """
+    gate = gate or {}
+    records = without_meetings_in_dp_sync(records)
+    spans = [(lane, action, start, end) for lane, action, start, end, _ in records if end > start_ns]
+    waits = [(action, start, end) for lane, action, start, end in spans if lane == "wait"]
+    of_dp = [(start, end) for action, start, end in waits if waits_for_dp_sync(action)]
+    of_pp = [(start, end) for action, start, end in waits if "RECV" in action]
+    passes = [(start, end) for lane, _, start, end in spans if lane == "compute"]
+    compute = without(passes, of_dp)
+    arriving = merged([(start, end) for lane, _, start, end in spans if lane in ("recv_f", "recv_b")])
+    dp_sync = merged([(start, end) for lane, _, start, end in spans if lane in ("reduce", "gather")])
+    exposed_pp = overlap_ns(of_pp, arriving)
+    met = [(start, end) for action, start, end in waits if action == MEET]
+    return Account(
+        step_ms=(end_ns - start_ns) / NS_PER_MS,
+        compute_ms=_length(compute) / NS_PER_MS,
+        bubble_ms=(_length(of_pp) - exposed_pp + _length(met)) / NS_PER_MS,
+        exposed_pp_ms=exposed_pp / NS_PER_MS,
+        hidden_pp_ms=overlap_ns(arriving, compute) / NS_PER_MS,
+        exposed_dp_ms=_length(of_dp) / NS_PER_MS,
+        hidden_dp_ms=overlap_ns(dp_sync, compute) / NS_PER_MS,
+        preemptions=gate.get("preemptions", 0),
+        pp_delayed_ms=gate.get("delayed_ns", 0) / NS_PER_MS,
+        dp_held_ms=gate.get("preempted_ns", 0) / NS_PER_MS,
+        pp_bytes=sum(size for lane, _, _, _, size in records if lane in ("send_f", "send_b")),
+        dp_bytes=sum(size for lane, _, _, _, size in records if lane in ("reduce", "gather")),
+        predicted_ms=predicted_ms,
+        predicted=predicted,
+        records=tuple(records),
+    )
+
+
+def waits_for_dp_sync(action: str) -> bool:
+    """Returns whether a wait for this action is one for DP.sync."""
+    return action.endswith(("REDUCE_GRAD", "GATHER"))
+
+
+def without_meetings_in_dp_sync(records: Sequence[RawRecord]) -> list[RawRecord]:
+    """Returns the records; what a small exchange took while DP.sync was under way has become a wait for DP.sync.
+
+    Who is late there is a replica whose gradients this rank would wait for as well.
+    """
+    met = [(start, end) for lane, action, start, end, _ in records if (lane, action) == ("wait", MEET)]
+    rest = [record for record in records if record[:2] != ("wait", MEET)]
+    if not met:
+        return rest
+    dp_sync = merged([(start, end) for lane, _, start, end, _ in rest if lane in ("reduce", "gather")])
+    alone = without(met, dp_sync)
+    rest += [("wait", MEET, start, end, 0) for start, end in alone]
+    rest += [("wait", "0REDUCE_GRAD", start, end, 0) for start, end in without(met, alone)]
+    return rest
+
+
+Spans = Sequence[tuple[int, int]]
+
+
+def _length(spans: Spans) -> int:
+    return sum(end - start for start, end in spans)
+
+
+def merged(spans: Spans) -> list[tuple[int, int]]:
+    """Returns the union of intervals as disjoint ones, ascending."""
+    out: list[tuple[int, int]] = []
+    for start, end in sorted(spans):
+        if out and start <= out[-1][1]:
+            out[-1] = (out[-1][0], max(end, out[-1][1]))
+        else:
+            out.append((start, end))
+    return out
+
+
+def without(spans: Spans, holes: Spans) -> list[tuple[int, int]]:
+    """Returns what is left of disjoint intervals when those in `holes` are cut out."""
+    out = []
+    disjoint = merged(holes)
+    for start, end in sorted(spans):
+        for hole_start, hole_end in disjoint:
+            if hole_end <= start or hole_start >= end:
+                continue
+            if start < hole_start:
+                out.append((start, hole_start))
+            start = hole_end
+        if start < end:
+            out.append((start, end))
+    return out
+
+
+def overlap_ns(first: Spans, second: Spans) -> int:
+    """Returns for how long both lists of disjoint intervals are inside one of theirs, in their unit."""
+    total, a, b = 0, sorted(first), sorted(second)
+    i = j = 0
+    while i < len(a) and j < len(b):
+        total += max(0, min(a[i][1], b[j][1]) - max(a[i][0], b[j][0]))
+        if a[i][1] < b[j][1]:
+            i += 1
+        else:
+            j += 1
+    return total
+
+
+def gather_records(records: Sequence[RawRecord], world: WorldGroup) -> list[list[dict[str, Any]]] | None:
+    """Returns all ranks' records on one clock on rank 0, None elsewhere. Every rank of the job must call.
+
+    Clocks of different machines are lined up at a barrier, so they agree to about the time a barrier takes.
+    """
+    world.barrier()
+    origin = time.monotonic_ns()
+    mine = [
+        {
+            "rank": world.topology.rank,
+            "lane": lane,
+            "action": action,
+            "start_ns": start - origin,
+            "end_ns": end - origin,
+            "bytes": size,
+        }
+        for lane, action, start, end, size in records
+    ]
+    return world.gather(mine)

@@ -1,0 +1,235 @@
+"""The timeline of one step over all ranks: its events, a one-line summary, Chrome trace JSON for Perfetto.
+
+It takes, per rank, the records of `account.gather_records`: dicts with
+    rank, lane (compute, wait, send_f, recv_f, send_b, recv_b, reduce or gather), action (text, "2F0"),
+    start_ns, end_ns (one clock for all ranks, any origin), bytes (payload, 0 for computation).
+Ranks are numbered as `Topology` does: rank // pp is the replica, rank % pp the stage.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fold3d.observe.step_breakdown import Account, make_account, waits_for_dp_sync
+from fold3d.plan.simulator import RankBreakdown
+
+Records = Sequence[Sequence[Mapping[str, Any]]]
+
+LANES = ("compute", "wait", "send_f", "recv_f", "send_b", "recv_b", "reduce", "gather")
+"""Top to bottom, wherever they are shown."""
+_ACTION = re.compile(r"(?P<chunk>\d+)(?P<kind>[A-Z_]+?)(?P<micro_batch>\d*)$")
+CATEGORY = {"F": "forward", "B": "backward", "I": "backward", "W": "backward"}
+_US = 1e3  # nanoseconds in Chrome's time unit
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One record with its action taken apart; times in nanoseconds after the first event of the step."""
+
+    rank: int
+    lane: str
+    text: str
+    start: int
+    end: int
+    bytes: int
+    chunk: int
+    kind: str
+    micro_batch: int
+
+
+def write_trace(path: str | Path, records: Records, *, pp: int, predicted_ms: float | None = None) -> None:
+    """Writes the step as Chrome trace: process = rank, thread = lane, arrows from each SEND to its RECV.
+
+    Each rank carries its account in milliseconds, as label and in `otherData`. The file appears complete or not at all.
+    Called by one rank.
+
+    Args:
+        predicted_ms: what the simulator said the step takes; None: nothing.
+    """
+    events = events_of(records)
+    accounts = _accounts(events)
+    out: list[dict[str, Any]] = []
+    for rank in sorted({event.rank for event in events}):
+        name = f"rank {rank} (dp {rank // pp}, stage {rank % pp})"
+        out += [
+            _meta("process_name", rank, 0, name=name),
+            _meta("process_sort_index", rank, 0, sort_index=rank),
+            _meta("process_labels", rank, 0, labels=_label(accounts[rank])),
+        ]
+        present = {event.lane for event in events if event.rank == rank}
+        for row, lane in enumerate(LANES):
+            if lane not in present:
+                continue
+            out += [
+                _meta("thread_name", rank, row, name=lane),
+                _meta("thread_sort_index", rank, row, sort_index=row),
+            ]
+    for event in events:
+        out.append(
+            {
+                "name": event.text,
+                "cat": CATEGORY.get(event.kind, event.lane),
+                "ph": "X",
+                "pid": event.rank,
+                "tid": LANES.index(event.lane),
+                "ts": event.start / _US,
+                "dur": (event.end - event.start) / _US,
+                **_tint(event),
+                "args": {
+                    "chunk": event.chunk,
+                    "segment": event.chunk // pp,
+                    "micro_batch": event.micro_batch,
+                    "bytes": event.bytes,
+                },
+            }
+        )
+    for number, (send, receive) in enumerate(_transfers(events, pp)):
+        # An arrow may not end before it begins nor outside its slice; clocks agree only to a barrier's time.
+        landing = max(receive.start, min(send.start, receive.end - 1))
+        for event, phase, time in ((send, "s", send.start), (receive, "f", landing)):
+            arrow = {"name": send.text, "cat": "transfer", "ph": phase, "id": number, "pid": event.rank}
+            out.append(arrow | {"tid": LANES.index(event.lane), "ts": time / _US, "bp": "e"})
+    about = {
+        "summary": _summary(list(accounts.values()), predicted_ms),
+        "predicted_step_ms": predicted_ms,
+        "accounts": {rank: _transfers_of(account) for rank, account in accounts.items()},
+    }
+    text = json.dumps({"displayTimeUnit": "ms", "otherData": about, "traceEvents": out})
+    write_atomically(path, lambda temporary: Path(temporary).write_text(text))
+
+
+def _tint(event: Event) -> dict[str, str]:
+    """Returns the colour of a wait, in Chrome's words."""
+    if event.lane != "wait":
+        return {}
+    return {"cname": "terrible" if waits_for_dp_sync(event.text) else "grey"}
+
+
+def _transfers_of(account: Account) -> dict[str, float]:
+    """Returns what the records tell, from the first to the last of any rank; DP.sync of the step before may be among
+    them, so this is no step's length, as in the logs."""
+    names = ("compute_ms", "bubble_ms", "pp_exposed_ms", "pp_hidden_ms", "dp_exposed_ms", "dp_hidden_ms")
+    numbers = account.log(dp=2, pp=2)
+    return {"timeline_ms": numbers["step_ms"], **{name: numbers[name] for name in names}}
+
+
+def _label(account: Account) -> str:
+    return (
+        f"DP.sync exposed {account.exposed_dp_ms:.1f}, hidden {account.hidden_dp_ms:.1f} ms; "
+        f"PP.sync exposed {account.exposed_pp_ms:.1f}, hidden {account.hidden_pp_ms:.1f} ms; "
+        f"bubble {account.bubble_ms:.1f} ms"
+    )
+
+
+def summary(records: Records, predicted_ms: float | None = None) -> str:
+    """Returns the step in one line: its length, the predicted one, and what the ranks did with it on average."""
+    return _summary(list(_accounts(events_of(records)).values()), predicted_ms)
+
+
+def _summary(accounts: Sequence[Account], predicted_ms: float | None) -> str:
+    return shares(accounts, predicted_ms, accounts[0].step_ms) if accounts else "nothing was recorded"
+
+
+def shares(
+    accounts: Sequence[Account] | Sequence[RankBreakdown], predicted_ms: float | None, step: float | None = None
+) -> str:
+    """Returns what `accounts`, one of each rank, say of a step, in one line.
+
+    Args:
+        step: its milliseconds; None: the parts add up to it.
+    """
+    if step is None:
+        first = accounts[0]
+        step = first.compute_ms + first.bubble_ms + first.exposed_pp_ms + first.exposed_dp_ms
+
+    def share(field: str) -> str:
+        mean = sum(getattr(account, field) for account in accounts) / len(accounts)
+        return f"{100 * mean / step:.1f} %" if step else "0 %"
+
+    predicted = "" if predicted_ms is None else f" (predicted {predicted_ms:.1f})"
+    parts = [
+        f"step {step:.1f} ms{predicted} on {len(accounts)} rank(s): compute {share('compute_ms')}",
+        f"bubble {share('bubble_ms')}",
+        f"exposed PP.sync {share('exposed_pp_ms')}",
+        f"exposed DP.sync {share('exposed_dp_ms')}",
+        f"hidden DP.sync {share('hidden_dp_ms')}",
+    ]
+    sent, summed = (sum(getattr(a, field) for a in accounts) / 2**20 for field in ("pp_bytes", "dp_bytes"))
+    return ", ".join(parts) + f"; PP {sent:.1f} MiB, DP {summed:.1f} MiB"
+
+
+def _accounts(events: Sequence[Event]) -> dict[int, Account]:
+    return {
+        rank: make_account(
+            [(e.lane, e.text, e.start, e.end, e.bytes) for e in events if e.rank == rank], 0, last_ns(events)
+        )
+        for rank in sorted({event.rank for event in events})
+    }
+
+
+def events_of(records: Records) -> list[Event]:
+    """Returns the records of all ranks, taken apart and in order of start; ValueError for an unknown lane."""
+    flat = [record for rank in records for record in rank]
+    origin = min((int(record["start_ns"]) for record in flat), default=0)
+    events = []
+    for record in flat:
+        match = _ACTION.match(record["action"])
+        if record["lane"] not in LANES:
+            lanes = ", ".join(LANES)
+            raise ValueError(f"lane {record['lane']!r} of {record['action']!r} is none of {lanes}")
+        events.append(
+            Event(
+                rank=record["rank"],
+                lane=record["lane"],
+                text=record["action"],
+                start=record["start_ns"] - origin,
+                end=record["end_ns"] - origin,
+                bytes=record["bytes"],
+                chunk=int(match["chunk"]) if match else 0,
+                kind=match["kind"] if match else record["action"],
+                micro_batch=int(match["micro_batch"] or -1) if match else -1,
+            )
+        )
+    return sorted(events, key=lambda event: (event.start, event.rank))
+
+
+def last_ns(events: Sequence[Event]) -> int:
+    """Returns the length of the step in nanoseconds."""
+    return max((event.end for event in events), default=0)
+
+
+def _transfers(events: Sequence[Event], pp: int) -> list[tuple[Event, Event]]:
+    """Returns every SEND with its RECV: chunk c's output is chunk c+1's input, gradients go the other way."""
+    received = {(e.rank, e.chunk, e.kind, e.micro_batch): e for e in events if e.lane in ("recv_f", "recv_b")}
+    pairs = []
+    for send in events:
+        if send.lane not in ("send_f", "send_b"):
+            continue
+        chunk = send.chunk + (1 if send.lane == "send_f" else -1)
+        peer = send.rank // pp * pp + chunk % pp
+        receive = received.get((peer, chunk, send.kind.replace("SEND", "RECV"), send.micro_batch))
+        if receive is not None:
+            pairs.append((send, receive))
+    return pairs
+
+
+def _meta(kind: str, rank: int, row: int, **args: Any) -> dict[str, Any]:
+    return {"name": kind, "ph": "M", "pid": rank, "tid": row, "args": args}
+
+
+def write_atomically(path: str | Path, write: Callable[[str], object]) -> None:
+    """Calls `write` with a temporary name beside `path`, then renames: nobody ever sees half a file."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        write(str(temporary))
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)

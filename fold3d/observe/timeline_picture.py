@@ -1,0 +1,189 @@
+"""The timeline of one step as a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fold3d.errors import ConfigError
+from fold3d.observe.step_breakdown import waits_for_dp_sync
+from fold3d.observe.timeline import (
+    CATEGORY,
+    LANES,
+    Event,
+    Records,
+    events_of,
+    last_ns,
+    shares,
+    summary,
+    write_atomically,
+)
+from fold3d.plan.simulator import RankBreakdown
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+MS = 1e6  # nanoseconds
+_LABELS = {
+    "send_f": "sends activations",
+    "recv_f": "gets activations",
+    "send_b": "sends gradients",
+    "recv_b": "gets gradients",
+    "reduce": "DP.sync: sums",
+    "gather": "DP.sync: gathers",
+}
+"""The rows below a rank's computing; those in which it has nothing are left out."""
+_COLOURS = {
+    "send_f": "#5b9bd5",
+    "recv_f": "#5b9bd5",
+    "send_b": "#e07b39",
+    "recv_b": "#e07b39",
+    "reduce": "#7a4fa3",
+    "gather": "#b28fce",
+}
+_BUBBLE, _EXPOSED = "#dcdcdc", "#e4141c"
+_SEGMENTS = ("#1f77b4", "#2ca02c", "#ff7f0e", "#17becf", "#8c564b", "#bcbd22", "#e377c2")
+"""Neither grey nor red, which waits have."""
+_COMPUTE_INCH, _LANE_INCH, _GAP_INCH = 0.5, 0.17, 0.12
+_TALLEST = 60.0
+
+
+def write_picture(
+    path: str | Path,
+    records: Records,
+    *,
+    pp: int,
+    title: str = "",
+    predicted_ms: float | None = None,
+    simulated: Sequence[RankBreakdown] | None = None,
+) -> None:
+    """Draws the step as a PNG: per rank a row of forwards and backwards with the waits between them (red: for DP.sync,
+    grey: for another stage), below it a thin row for each kind of communication it has.
+
+    Its title is `title` and the breakdown of the step, with what the simulator predicted. Called by one rank;
+    ConfigError without matplotlib.
+
+    Args:
+        simulated: the breakdown of a step that was simulated; None: what the records tell.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ConfigError(
+            "drawing a timeline needs matplotlib, which is not installed: pip install matplotlib"
+        ) from error
+    events = events_of(records)
+    ranks = sorted({event.rank for event in events})
+    places, bottom = _places(events, ranks)
+    # A figure with its own canvas: pyplot would keep it alive and could pick a display.
+    figure = Figure(figsize=(14, min(_TALLEST, 1.3 + bottom)), dpi=110, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    ticks = []
+    for rank in ranks:
+        mine = [event for event in events if event.rank == rank]
+        for lane, (top, height) in places[rank].items():
+            _bars(axes, [event for event in mine if event.lane == lane], top, height, pp)
+            ticks.append((top + height / 2, _tick(rank, lane, pp)))
+        top, height = places[rank]["compute"]
+        _waits(axes, [event for event in mine if event.lane == "wait"], top, height)
+        _numbers(axes, mine, (top, height), last_ns(events))
+    axes.set_yticks([y for y, _ in ticks], [label for _, label in ticks])
+    for label in axes.get_yticklabels():
+        label.set_fontsize(9 if label.get_text().startswith("rank") else 7)
+    axes.set_ylim(bottom, -_GAP_INCH)
+    axes.set_xlim(0, max(last_ns(events), 1) / MS)
+    axes.set_xlabel("milliseconds")
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)
+    axes.tick_params(axis="y", length=0)
+    about = summary(records, predicted_ms) if simulated is None else shares(simulated, predicted_ms)
+    axes.set_title("\n".join(line for line in (title, about) if line), fontsize=10, loc="left")
+    _legend(axes, events, pp)
+    write_atomically(path, lambda temporary: figure.savefig(temporary, format="png"))
+
+
+def _places(events: Sequence[Event], ranks: Sequence[int]) -> tuple[dict[int, dict[str, tuple[float, float]]], float]:
+    """Returns top and height of the rows of each rank, by lane, and where the last one ends; in inches, downwards."""
+    present = {(event.rank, event.lane) for event in events}
+    top = 0.0
+    places: dict[int, dict[str, tuple[float, float]]] = {}
+    for rank in ranks:
+        places[rank] = {"compute": (top, _COMPUTE_INCH)}
+        top += _COMPUTE_INCH + 0.03
+        for lane in _LABELS:
+            if (rank, lane) in present:
+                places[rank][lane] = (top, _LANE_INCH - 0.03)
+                top += _LANE_INCH
+        top += _GAP_INCH
+    return places, max(top, _COMPUTE_INCH)
+
+
+def _colour(event: Event, pp: int) -> tuple[float, float, float]:
+    """Returns a hue per segment, light forward and full backward; communication and waits have fixed colours."""
+    from matplotlib import colors
+
+    if event.lane == "wait":
+        return colors.to_rgb(_EXPOSED if waits_for_dp_sync(event.text) else _BUBBLE)
+    if event.lane != "compute":
+        return colors.to_rgb(_COLOURS[event.lane])
+    hue = colors.to_rgb(_SEGMENTS[event.chunk // pp % len(_SEGMENTS)])
+    white = {"F": 0.55, "I": 0.15, "W": 0.3}.get(event.kind, 0.0)
+    red, green, blue = (part + (1 - part) * white for part in hue)
+    return red, green, blue
+
+
+def _bars(axes: Axes, events: Sequence[Event], top: float, height: float, pp: int) -> None:
+    if events:
+        spans = [(event.start / MS, (event.end - event.start) / MS) for event in events]
+        colours = [_colour(event, pp) for event in events]
+        # A transfer may be shorter than a pixel; an edge in its own colour keeps it visible.
+        edges = "white" if events[0].lane == "compute" else colours
+        axes.broken_barh(spans, (top, height), facecolors=colours, edgecolors=edges, linewidth=0.4)
+
+
+def _waits(axes: Axes, events: Sequence[Event], top: float, height: float) -> None:
+    """Draws them over the row they happen in: a layer waits for its parameters in the middle of a forward."""
+    for dp_sync in (False, True):
+        spans = [
+            (event.start / MS, (event.end - event.start) / MS)
+            for event in events
+            if waits_for_dp_sync(event.text) == dp_sync
+        ]
+        colour = _EXPOSED if dp_sync else _BUBBLE
+        axes.broken_barh(spans, (top, height), facecolors=colour, edgecolors="none", zorder=2)
+
+
+def _numbers(axes: Axes, events: Sequence[Event], place: tuple[float, float], last: int) -> None:
+    """Writes the micro-batch into each box that is wide enough to read it."""
+    for event in events:
+        if event.lane == "compute" and event.end - event.start > 0.008 * last:
+            middle = (event.start + event.end) / 2 / MS
+            y, colour = place[0] + place[1] / 2, "black" if event.kind == "F" else "white"
+            axes.text(middle, y, str(event.micro_batch), ha="center", va="center", fontsize=7, color=colour)
+
+
+def _tick(rank: int, lane: str, pp: int) -> str:
+    return f"rank {rank}\ndp {rank // pp} stage {rank % pp}" if lane == "compute" else _LABELS[lane]
+
+
+def _legend(axes: Axes, events: Sequence[Event], pp: int) -> None:
+    from matplotlib.patches import Patch
+
+    found: dict[str, tuple[float, float, float]] = {}
+    for event in sorted(events, key=lambda event: (LANES.index(event.lane), event.chunk // pp, event.kind != "F")):
+        found.setdefault(_meaning(event, pp), _colour(event, pp))
+    patches = [Patch(color=colour, label=name) for name, colour in found.items()]
+    if patches:
+        axes.legend(handles=patches, loc="upper left", bbox_to_anchor=(1.005, 1.0), fontsize=8, frameon=False)
+
+
+def _meaning(event: Event, pp: int) -> str:
+    if event.lane == "wait":
+        return "waits for DP.sync" if waits_for_dp_sync(event.text) else "waits for a stage (bubble)"
+    if event.lane == "compute":
+        return f"{CATEGORY.get(event.kind, event.kind)}, segment {event.chunk // pp}"
+    pipeline: Mapping[str, str] = {"f": "PP.sync: activations", "b": "PP.sync: gradients"}
+    return _LABELS[event.lane] if event.lane in ("reduce", "gather") else pipeline[event.lane[-1]]

@@ -1,0 +1,4 @@
+"""Which chunk and stage holds, needs and sums which parameter; how a model is partitioned; what a bucket is.
+
+Names and numbers: no tensors move here, no process group. Used by the planner, the engine and DP.sync.
+"""

@@ -1,0 +1,125 @@
+"""Which parameter of a rank lies in which bucket, and what has to wait for it. Names and numbers only."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from torch.nn import Parameter
+
+from fold3d.placement.buckets import cut_buckets
+from fold3d.placement.layers import chunk_layers
+from fold3d.placement.parameter_placement import Cells
+from fold3d.trace import Trace
+
+_FP32_BYTES = 4
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BucketSpec:
+    """Parameters that are summed together, all of one dtype."""
+
+    chunk: int
+    """Its last backward completes the gradients on this rank."""
+    names: tuple[str, ...]
+    """Canonical parameter names in the order of the layout."""
+    modules: tuple[str, ...]
+    """Modules whose forward must wait until the parameters are up to date."""
+    chunks: tuple[int, ...]
+    """Chunks of this rank whose whole forward must wait, where no module is known that alone reads them."""
+    stages: tuple[int, ...]
+    """More than one: the stages with a copy of the bucket's only parameter (tied weights)."""
+    planned: int
+    """Number of the planner's bucket that it is part of, in the stage. The planner knows neither dtypes nor ties."""
+
+
+def bucket_layout(
+    parameters: Mapping[str, Parameter],
+    cells: Cells,
+    trace: Trace | None,
+    ranges: Sequence[tuple[int, int]],
+    stage: int,
+    least_bytes: int,
+) -> list[BucketSpec]:
+    """Returns the buckets of one rank in the order of the forward pass, the same on all replicas of the stage.
+
+    Args:
+        parameters: trainable ones with storage on this rank, by canonical name.
+        ranges: [first, end) block of every chunk of the whole model.
+        least_bytes: layers of a chunk join until a bucket's gradients have as many, in fp32.
+    """
+    readers = _Readers(trace)
+    layers_of = chunk_layers(trace, ranges, cells.pp) if trace is not None else None
+    specs: list[BucketSpec] = []
+    planned = 0
+    for chunk in range(stage, len(ranges), cells.pp):
+        if layers_of is not None:
+            layers = [layer.parameters for layer in layers_of[chunk]]
+        else:  # of a model that is not cut nothing is known but the order in which it names its parameters
+            layers = [(name,) for name in parameters]
+        mine = [[name for name in layer if name in parameters and parameters[name].numel()] for layer in layers]
+        sizes = [sum(_FP32_BYTES * parameters[name].numel() for name in layer) for layer in mine]
+        for lo, hi in cut_buckets(sizes, least_bytes):
+            names = [name for layer in mine[lo:hi] for name in layer]
+            for part in _parts(names, parameters, cells):
+                specs.append(_spec(chunk, part, planned, cells, stage, readers))
+            planned += 1
+    return specs
+
+
+def _parts(names: list[str], parameters: Mapping[str, Parameter], cells: Cells) -> list[list[str]]:
+    """Returns each tied parameter alone, so that it lies alike on all of its stages, then the others by dtype."""
+    tied = [name for name in names if len(cells.stages(name)) > 1]
+    others: dict[str, list[str]] = {}
+    for name in names:
+        if name not in tied:
+            others.setdefault(str(parameters[name].dtype), []).append(name)
+    return [*([name] for name in tied), *others.values()]
+
+
+def _spec(chunk: int, names: list[str], planned: int, cells: Cells, stage: int, readers: _Readers) -> BucketSpec:
+    modules: dict[str, None] = {}
+    waiting: set[int] = set()
+    for name in names:
+        found = readers.modules(name)
+        modules.update(dict.fromkeys(found))
+        if not found:
+            waiting.update(owner for owner in cells.owners[name] if owner % cells.pp == stage)
+    return BucketSpec(
+        chunk=chunk,
+        names=tuple(names),
+        modules=tuple(modules),
+        chunks=tuple(sorted(waiting)),
+        stages=cells.stages(names[0]),
+        planned=planned,
+    )
+
+
+class _Readers:
+    """Which modules read a parameter, as far as the recording proves it."""
+
+    def __init__(self, trace: Trace | None):
+        self._trace = trace
+        self._block = {name: k for k, name in enumerate(trace.blocks)} if trace else {}
+        self._outer = {*trace.prologue, *trace.epilogue} if trace else set()
+        self._aliases = {name: group for group in trace.tied for name in group} if trace else {}
+
+    def modules(self, name: str) -> tuple[str, ...]:
+        """Returns the modules whose forwards alone read parameter `name`; none when others may."""
+        trace = self._trace
+        aliases = self._aliases.get(name, (name,))
+        if trace is None or not set(aliases).isdisjoint((*trace.shared, *trace.direct)):
+            return ()
+        inside = [self._enclosing(alias) for alias in aliases]
+        regions = {k for k, used in enumerate(trace.uses) if not set(aliases).isdisjoint(used)}
+        allowed: set[int] = set()
+        for module in inside:
+            if module is None:
+                return ()
+            allowed |= {self._block[module]} if module in self._block else {0, len(trace.blocks)}
+        return tuple(dict.fromkeys(module for module in inside if module)) if regions <= allowed else ()
+
+    def _enclosing(self, name: str) -> str | None:
+        parts = name.split(".")
+        prefixes = (".".join(parts[:end]) for end in range(len(parts) - 1, 0, -1))
+        return next((prefix for prefix in prefixes if prefix in self._block or prefix in self._outer), None)

@@ -1,0 +1,88 @@
+"""What the planner counts with: Profile, the costs of a model's layers, and Links, those of the network. Measured by
+`fold3d.profile`, made up by tests and the command line."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+
+from fold3d import _C
+
+_FASTEST = 1e13  # bytes per second, where there is no network
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Profile:
+    """Costs of one micro-batch and one update. "Per layer" has blocks + 2 entries: prologue, blocks, epilogue."""
+
+    forward: tuple[float, ...]
+    """Seconds per layer."""
+    backward: tuple[float, ...]
+    """Seconds per layer; with what is recomputed, if that was asked for."""
+    saved_bytes: tuple[int, ...]
+    """Per layer: kept from forward to backward."""
+    activation_bytes: tuple[int, ...]
+    """Per block (no entries for prologue and epilogue): what it hands to the next one."""
+    gradient_bytes: Mapping[str, int]
+    """Canonical parameter name -> bytes of its fp32 gradient; 0 if it is frozen."""
+    parameter_bytes: Mapping[str, int]
+    """Canonical parameter name -> bytes of the parameter itself, frozen ones, too."""
+    update_seconds: float
+    """Optimizer, per byte of gradients."""
+    optimizer_bytes: float
+    """State that the optimizer keeps, per byte of gradients."""
+    measured: bool
+    """False: no layer could be run alone; forward and backward are shares of FLOPs."""
+
+    @staticmethod
+    def agreed(profiles: Sequence[Profile]) -> Profile:
+        """Returns the element-wise median of the ranks' measurements: the same on every rank that passes the same."""
+
+        def middle(name: str) -> tuple[float, ...]:
+            return tuple(median(times) for times in zip(*(getattr(p, name) for p in profiles), strict=True))
+
+        return replace(
+            profiles[0],
+            forward=middle("forward"),
+            backward=middle("backward"),
+            update_seconds=median(profile.update_seconds for profile in profiles),
+            measured=all(profile.measured for profile in profiles),
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Links:
+    """Of one rank while all others communicate, too: what ranks of one host share is shared out already."""
+
+    pp_latency: float
+    """Seconds for a small message to a neighbouring stage."""
+    pp_bandwidth: float
+    """Bytes per second, each way."""
+    dp_bandwidth: float
+    """Bytes per second that a rank sends while gradients are summed."""
+    hop_latency: float
+    """Seconds for a hop of the ring of replicas."""
+
+    @property
+    def bandwidth(self) -> float:
+        """Bytes per second of a network card in the simulator: DP.sync's, or PP.sync's if there is only that."""
+        found = self.dp_bandwidth if math.isfinite(self.dp_bandwidth) else self.pp_bandwidth
+        return min(found, _FASTEST)
+
+    def message_latency(self, message_bytes: int) -> float:
+        """Returns what a message takes beyond its bytes at `bandwidth`, in seconds."""
+        more = message_bytes * (1 / self.pp_bandwidth - 1 / self.bandwidth)
+        return self.pp_latency + max(0.0, more)
+
+
+def pause_bytes(bandwidth: float) -> int:
+    """Returns what DP.sync sends before a waiting message of PP.sync: a chunk, and what lies in the system's buffers.
+
+    Both follow the bandwidth (bytes per second), as csrc/comm/credits.h says.
+
+    Raises:
+        ValueError: for a bandwidth that is not positive and finite.
+    """
+    return _C.pause_bytes(bandwidth)

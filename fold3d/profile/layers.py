@@ -1,0 +1,188 @@
+"""profile_model(): what each layer of a model costs on this machine, measured before the model is cut."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from statistics import median
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
+
+from fold3d.plan.costs import Profile
+from fold3d.profile.calls import Call, TensorShape, record_calls
+from fold3d.profile.stopwatch import Timing, time_call
+from fold3d.trace import BlockCost, Trace
+
+_log = logging.getLogger(__name__)
+
+_FLOAT = 4  # bytes of a gradient: fp32
+_OPTIMIZER_SAMPLE = (1024, 1024)  # floats; a matrix, since some optimizers take nothing else
+_FALLBACK_SIZE = 256  # of the matrices whose product tells the speed when no block can be run alone
+
+
+def profile_model(
+    model: nn.Module,
+    trace: Trace,
+    micro_batch: Mapping[str, Any],
+    device: torch.device,
+    *,
+    recompute: bool = False,
+    optimizer: Callable[[list[nn.Parameter]], Optimizer] | None = None,
+    autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    seconds: float = 2.0,
+) -> Profile:
+    """Returns what the layers of `model` cost on `device`. Any rank may call it alone; no process group is used.
+
+    Of each kind of layer (class, shapes of parameters and arguments) one is copied to the device and run a few times;
+    layers that cannot be run alone get their share by FLOPs. Neither the model nor random numbers are touched.
+
+    Args:
+        model: before it is cut; parameters may be on the meta device.
+        trace: its recording.
+        micro_batch: keyword arguments of the model's forward for one micro-batch; only shapes matter.
+        recompute: the runtime will run each block's forward again in backward.
+        optimizer: makes the optimizer of a list of parameters, tried on a made-up one; where that fails, and for None,
+            AdamW stands for it.
+        autocast: the context in which the model's forward runs.
+        seconds: about how long to measure, all kinds together.
+    """
+    _log.info("measuring %d blocks for about %.1f s", len(trace.blocks), seconds)
+    names = [*trace.prologue, *trace.blocks, *trace.epilogue]
+    try:
+        calls = record_calls(model, names, micro_batch)
+    except Exception as error:  # whatever a model raises on tensors without values
+        _log.warning("the model's parts cannot be measured (%s: %s); FLOPs decide", type(error).__name__, error)
+        calls = {}
+    kinds = {name: _kind(model.get_submodule(name), call) for name, call in calls.items()}
+    timings: dict[str, Timing | None] = {}
+    share = seconds / max(1, len(set(kinds.values())))
+    for name, kind in kinds.items():
+        if kind not in timings:
+            timings[kind] = _time(model, name, calls[name], device, share, autocast)
+    entries: list[tuple[Sequence[str], BlockCost]] = [
+        (trace.prologue, trace.prologue_cost),
+        *(((block,), cost) for block, cost in zip(trace.blocks, trace.costs, strict=True)),
+        (trace.epilogue, trace.epilogue_cost),
+    ]
+    layers = [_sum([timings[kinds[name]] if name in kinds else None for name in parts]) for parts, _ in entries]
+    flops = [cost.flops for _, cost in entries]
+    complete = _fill(layers, flops, device)
+    again = [recompute and 0 < index < len(complete) - 1 for index in range(len(complete))]
+    handed = [_handed_on(calls.get(block), trace, index) for index, block in enumerate(trace.blocks)]
+    update, state = _optimizer_cost(optimizer, device)
+    return Profile(
+        forward=tuple(layer.forward for layer in complete),
+        backward=tuple(
+            layer.backward + (layer.forward if more else 0) for layer, more in zip(complete, again, strict=True)
+        ),
+        saved_bytes=tuple(
+            handed[max(0, index - 2)] if more else layer.saved_bytes
+            for index, (layer, more) in enumerate(zip(complete, again, strict=True))
+        ),
+        activation_bytes=tuple(handed),
+        gradient_bytes={name: _FLOAT * p.numel() if p.requires_grad else 0 for name, p in model.named_parameters()},
+        parameter_bytes={name: p.numel() * p.element_size() for name, p in model.named_parameters()},
+        update_seconds=update,
+        optimizer_bytes=state,
+        measured=any(timing is not None for timing in timings.values()),
+    )
+
+
+def _kind(module: nn.Module, call: Call) -> str:
+    """Returns a text that is the same for modules that cost the same: whole numbers may be a layer's index."""
+    tensors = [(name, tuple(t.shape), t.dtype) for name, t in (*module.named_parameters(), *module.named_buffers())]
+    settings = [
+        (key, value)
+        for part in module.modules()
+        for key, value in vars(part).items()
+        if isinstance(value, (bool, float, str))
+    ]
+    shapes = [leaf for leaf in tree_leaves((call.args, call.kwargs)) if isinstance(leaf, TensorShape)]
+    return repr((type(module), tensors, settings, shapes))
+
+
+def _time(
+    model: nn.Module,
+    name: str,
+    call: Call,
+    device: torch.device,
+    seconds: float,
+    autocast: Callable[[], AbstractContextManager[Any]],
+) -> Timing | None:
+    try:
+        return time_call(model.get_submodule(name), call, device, seconds=seconds, autocast=autocast)
+    except Exception as error:  # made-up values: anything may go wrong in foreign code
+        _log.info("'%s' cannot be measured alone (%s: %s); FLOPs decide", name, type(error).__name__, error)
+        return None
+
+
+def _sum(parts: list[Timing | None]) -> Timing | None:
+    known = [part for part in parts if part is not None]
+    if len(known) < len(parts):
+        return None
+    return Timing(
+        sum(part.forward for part in known),
+        sum(part.backward for part in known),
+        sum(part.saved_bytes for part in known),
+    )
+
+
+def _fill(layers: list[Timing | None], flops: list[int], device: torch.device) -> list[Timing]:
+    """Gives layers that were not measured their share by FLOPs; a backward is two forwards."""
+    known = [(layer, work) for layer, work in zip(layers, flops, strict=True) if layer is not None and work > 0]
+    if known:
+        rate = sum(layer.forward for layer, _ in known) / sum(work for _, work in known)
+    else:
+        matrix = torch.ones(_FALLBACK_SIZE, _FALLBACK_SIZE, device=device)
+        begin = time.perf_counter()
+        float((matrix @ matrix).sum())
+        rate = (time.perf_counter() - begin) / (2 * _FALLBACK_SIZE**3)
+    return [
+        Timing(rate * work, 2 * rate * work, 0) if layer is None else layer
+        for layer, work in zip(layers, flops, strict=True)
+    ]
+
+
+def _handed_on(call: Call | None, trace: Trace, block: int) -> int:
+    """Returns the bytes of the tensors that the block returns."""
+    if call is None:  # of the recorded example, which may have had another batch size
+        return sum(TensorShape(shape, dtype).bytes for shape, dtype in trace.shapes[block])
+    return sum(leaf.bytes for leaf in tree_leaves(call.result) if isinstance(leaf, TensorShape))
+
+
+def _optimizer_cost(
+    make: Callable[[list[nn.Parameter]], Optimizer] | None, device: torch.device
+) -> tuple[float, float]:
+    """Returns what `_time_optimizer` says of the user's optimizer, else of AdamW."""
+    if make is not None:
+        try:
+            return _time_optimizer(make, device)
+        except Exception as error:  # it may know its parameters by name; whether it can be used is not decided here
+            _log.info(
+                "the optimizer cannot be measured alone (%s: %s); AdamW stands for it", type(error).__name__, error
+            )
+    return _time_optimizer(torch.optim.AdamW, device)
+
+
+def _time_optimizer(
+    make: Callable[[list[nn.Parameter]], Optimizer], device: torch.device, runs: int = 3
+) -> tuple[float, float]:
+    """Returns the seconds of an update and the bytes of its state, each per byte of gradients."""
+    parameter = nn.Parameter(torch.zeros(_OPTIMIZER_SAMPLE, device=device))
+    parameter.grad = torch.ones_like(parameter)
+    optimizer = make([parameter])
+    times = []
+    for _ in range(runs + 1):
+        begin = time.perf_counter()
+        optimizer.step()
+        float(parameter.detach()[0, 0])  # waits for the device
+        times.append(time.perf_counter() - begin)
+    tensors = [value for value in optimizer.state.get(parameter, {}).values() if isinstance(value, torch.Tensor)]
+    size = _FLOAT * parameter.numel()
+    return median(times[1:]) / size, sum(t.numel() * t.element_size() for t in tensors) / size

@@ -1,0 +1,212 @@
+"""probe_links(): measures the network between the ranks of a job, by what training will use: its links and rings."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fold3d import _C
+from fold3d.comms.groups import Groups
+from fold3d.comms.rings import connect_replicas
+from fold3d.comms.tcp import connect_stages
+from fold3d.plan.costs import Links
+from fold3d.profile.links import measure_links
+from fold3d.topology import Topology
+
+_FLOAT = 4  # bytes
+
+Action = Callable[[int], None]
+"""Moves so many bytes and returns when they are here."""
+
+
+def probe_links(
+    topology: Topology,
+    groups: Groups,
+    device: torch.device,
+    timeout: float,
+    *,
+    over_tcp: bool,
+    activation_bytes: int,
+    seconds: float = 1.0,
+) -> Links:
+    """Returns latency and bandwidth of PP.sync and DP.sync, the slowest of all ranks; all ranks of the job call it.
+
+    All pipelines and all replicas measure at the same time, so ranks that share a network card share it here, too.
+
+    Args:
+        groups: with links and rings unless `over_tcp`.
+        device: where the tensors that travel are.
+        timeout: seconds that no message and no sum may take longer than.
+        over_tcp: as in training: links and rings of our own, else torch's process groups.
+        activation_bytes: of a pipeline message.
+        seconds: about how long to measure, at most twice as long.
+    Raises: RuntimeError (CommError, or torch's own) when a rank is gone or does not come.
+    """
+
+    def slowest(values: list[float]) -> list[float]:
+        found = torch.tensor(values, dtype=torch.float64)
+        groups.world.all_reduce(found, torch.maximum)
+        return [float(value) for value in found]
+
+    with ExitStack() as stack:
+        pass_on = sum_up = None
+        if topology.pp > 1:
+            messages = tcp_messages(topology, groups, timeout) if over_tcp else _messages(topology, groups, device)
+            pass_on = stack.enter_context(messages)
+        if topology.dp > 1:
+            sums = _ring_sums(topology, groups, device, timeout) if over_tcp else _sums(topology, groups, device)
+            sum_up = stack.enter_context(sums)
+        return measure_links(
+            pass_on=pass_on,
+            sum_up=sum_up,
+            slowest=slowest,
+            dp=topology.dp,
+            activation_bytes=activation_bytes,
+            seconds=seconds,
+        )
+
+
+class _Watch:
+    """Ends the links when one wait takes too long. A thread of its own, which the waits never wake: they are timed."""
+
+    def __init__(self, links: _C.TcpLinks, timeout: float) -> None:
+        self._links, self._timeout = links, timeout
+        self._lock = threading.Lock()
+        self._wait: tuple[float, int] | None = None  # deadline, stage
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="fold3d-probe-watch", daemon=True)
+        self._thread.start()
+
+    def waits_for(self, stage: int) -> None:
+        """This rank waits for `stage` from now on."""
+        with self._lock:
+            self._wait = (time.monotonic() + self._timeout, stage)
+
+    def rests(self) -> None:
+        """This rank waits for nobody."""
+        with self._lock:
+            self._wait = None
+
+    def end(self) -> None:
+        """Ends the thread."""
+        self._ended.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        left = self._timeout
+        while not self._ended.wait(left):
+            with self._lock:
+                wait = self._wait
+            left = self._timeout if wait is None else wait[0] - time.monotonic()
+            if wait is not None and left <= 0:
+                self._links.abort(
+                    f"stage {wait[1]} did not answer within {self._timeout:g} s while the network was measured "
+                    "(setting comm_timeout)"
+                )
+                return
+
+
+@contextmanager
+def tcp_messages(topology: Topology, groups: Groups, timeout: float) -> Iterator[Action]:
+    """All stages at once: a message to the next stage, then one to the stage before, as in forward and backward."""
+    links = connect_stages(topology, groups.world, timeout)
+    stage = topology.pp_rank
+    watch = _Watch(links, timeout)
+
+    def pass_on(size: int) -> None:
+        mine, other = (torch.zeros(max(1, size), dtype=torch.uint8) for _ in range(2))
+        for forward in (True, False):
+            sends = stage < topology.pp - 1 if forward else stage > 0
+            receives = stage > 0 if forward else stage < topology.pp - 1
+            arrival = receiver.submit(links.recv, other, forward) if receives else None
+            ahead, behind = (stage + 1, stage - 1) if forward else (stage - 1, stage + 1)
+            if sends:
+                watch.waits_for(ahead)
+                links.send(mine, forward)
+            if arrival is not None:
+                watch.waits_for(behind)
+                arrival.result()
+            watch.rests()
+
+    with ThreadPoolExecutor(1, "fold3d-probe") as receiver:
+        try:
+            yield pass_on
+        finally:
+            watch.end()
+            links.abort("the network has been measured")
+
+
+@contextmanager
+def _ring_sums(topology: Topology, groups: Groups, device: torch.device, timeout: float) -> Iterator[Action]:
+    gate = _C.HostGate("", True)
+    sync = connect_replicas(topology, groups, gate, device, timeout, over_tcp=True)
+    steps = iter(range(1, 1 << 30))
+
+    def sum_up(size: int) -> None:
+        gradients = torch.zeros(-(-size // (_FLOAT * topology.dp)) * topology.dp)
+        sync.begin(next(steps), [])
+        sync.reduce(0, gradients, 1.0)
+        sync.wait_reduced(0)
+        sync.gather(0, gradients)
+        sync.wait_gathered(0)
+
+    try:
+        yield sum_up
+    finally:
+        sync.close()
+
+
+@contextmanager
+def _messages(topology: Topology, groups: Groups, device: torch.device) -> Iterator[Action]:
+    """As tcp_messages, by torch's process group."""
+    stage, pp = topology.pp_rank, topology.pp
+
+    def pass_on(size: int) -> None:
+        for step in (1, -1):
+            ways = [(dist.irecv, stage - step), (dist.isend, stage + step)]
+            message = [torch.zeros(max(1, size), dtype=torch.uint8, device=device) for _ in ways]
+            _exchange(
+                [(way, t, peer) for t, (way, peer) in zip(message, ways, strict=True) if 0 <= peer < pp],
+                groups.pipeline,
+            )
+        _wait(device)
+
+    yield pass_on
+
+
+@contextmanager
+def _sums(topology: Topology, groups: Groups, device: torch.device) -> Iterator[Action]:
+    """What a ring of replicas sends, without the sums: gloo's own all-reduce is slower than fold3d's. NCCL's is not."""
+    dp, replica = topology.dp, topology.dp_rank
+
+    def ring(size: int) -> None:
+        mine = torch.zeros(max(1, size // dp), dtype=torch.uint8, device=device)
+        other = torch.empty_like(mine)
+        for _ in range(2 * (dp - 1)):
+            ways = [(dist.irecv, other, (replica - 1) % dp), (dist.isend, mine, (replica + 1) % dp)]
+            _exchange(ways, groups.rings["reduce"])
+
+    def all_reduce(size: int) -> None:
+        dist.all_reduce(torch.zeros(max(1, size // _FLOAT), device=device), group=groups.data.library)
+        _wait(device)
+
+    yield ring if device.type == "cpu" else all_reduce
+
+
+def _exchange(ways: list[tuple[Any, torch.Tensor, int]], group: Any) -> None:
+    """Sends and receives at the same time; (dist.isend or dist.irecv, tensor, group rank of the other)."""
+    operations = [dist.P2POp(way, tensor, group=group, group_peer=peer) for way, tensor, peer in ways]
+    for work in dist.batch_isend_irecv(operations):
+        work.wait()
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

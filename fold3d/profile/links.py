@@ -1,0 +1,88 @@
+"""measure_links(): latency and bandwidth of the links that PP.sync and DP.sync use, the same numbers on all ranks."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+
+from fold3d.plan.costs import Links
+
+_SMALL = 64  # bytes of a message that is all latency
+_FEW = 5  # repetitions, of which the fastest counts: whatever else happens only adds time
+_LATENCY_SHARE = 0.1  # of the time for measuring, for each latency: one of its rounds should meet a machine at rest
+_MOST_ROUNDS = 100
+_LEAST_BURST = 1 << 18  # bytes
+_MOST_BURST = 1 << 28
+
+
+def measure_links(
+    *,
+    pass_on: Callable[[int], None] | None,
+    sum_up: Callable[[int], None] | None,
+    slowest: Callable[[list[float]], list[float]],
+    dp: int,
+    activation_bytes: int,
+    seconds: float = 1.0,
+) -> Links:
+    """Returns what the slowest rank measured; all ranks call it with the same arguments.
+
+    Args:
+        pass_on: exchanges messages of so many bytes with the neighbouring stages, one way and back, and returns when
+            they are here. None: there is one stage.
+        sum_up: sums so many bytes over the replicas, as DP.sync does, and returns when the sum is here. None: there is
+            one replica.
+        slowest: element-wise maximum over all ranks.
+        activation_bytes: of a pipeline message.
+        seconds: about how long to measure; growing to the size that is measured may take as long again.
+    """
+    pp_latency, pp_bandwidth = 0.0, math.inf
+    if pass_on is not None:
+        pass_on(_SMALL)  # connects
+        pp_latency = _latency(pass_on, seconds * _LATENCY_SHARE, slowest) / 2
+        size = max(_LEAST_BURST, activation_bytes)
+        size, spent = _grow(pass_on, size, seconds / 4, slowest)
+        pp_bandwidth = size / _without(spent / 2, pp_latency)
+    hop_latency, dp_bandwidth = pp_latency, pp_bandwidth
+    if sum_up is not None:
+        hops = 2 * (dp - 1)
+        sum_up(_SMALL)
+        hop_latency = _latency(sum_up, seconds * _LATENCY_SHARE, slowest) / hops
+        size, spent = _grow(sum_up, _LEAST_BURST, seconds / 2, slowest)
+        dp_bandwidth = hops / dp * size / _without(spent, hops * hop_latency)
+        if pass_on is None:
+            pp_latency, pp_bandwidth = hop_latency, dp_bandwidth
+    return Links(pp_latency=pp_latency, pp_bandwidth=pp_bandwidth, dp_bandwidth=dp_bandwidth, hop_latency=hop_latency)
+
+
+def _without(spent: float, latency: float) -> float:
+    """Returns the time that the bytes took: at least half, because latencies vary from one measurement to the next."""
+    return max(1e-9, spent - latency, spent / 2)
+
+
+def _time(action: Callable[[int], None], size: int) -> float:
+    begin = time.perf_counter()
+    action(size)
+    return time.perf_counter() - begin
+
+
+def _fastest(action: Callable[[int], None], size: int, rounds: int = _FEW) -> float:
+    return min(_time(action, size) for _ in range(rounds))
+
+
+def _latency(action: Callable[[int], None], seconds: float, slowest: Callable[[list[float]], list[float]]) -> float:
+    """Returns the seconds of the fastest of at least a few rounds with small messages, for about `seconds`."""
+    # Agreed, so that all ranks make as many.
+    once = slowest([_fastest(action, _SMALL)])[0]
+    rounds = max(_FEW, min(_MOST_ROUNDS, round(seconds / max(once, 1e-9))))
+    return min(once, slowest([_fastest(action, _SMALL, rounds)])[0])
+
+
+def _grow(
+    action: Callable[[int], None], size: int, seconds: float, slowest: Callable[[list[float]], list[float]]
+) -> tuple[int, float]:
+    """Doubles the size until once takes `seconds` / _FEW; returns it with the seconds of the fastest of a few times."""
+    # Agreed, so that all ranks go on or stop together.
+    while slowest([_time(action, size)])[0] < seconds / _FEW and size < _MOST_BURST:
+        size *= 2
+    return size, slowest([_fastest(action, size)])[0]

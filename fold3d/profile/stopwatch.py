@@ -1,0 +1,141 @@
+"""time_call(): how long one module takes, forward and backward, on a copy of it with made-up values."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from statistics import quantiles
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from fold3d.profile.calls import Call, TensorShape
+from fold3d.trace import drop_wrappers
+
+_MOST_RUNS = 15
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Of one call on one micro-batch."""
+
+    forward: float
+    """Seconds."""
+    backward: float
+    saved_bytes: int
+    """Kept from forward to backward, parameters aside."""
+
+
+def time_call(
+    module: nn.Module,
+    call: Call,
+    device: torch.device,
+    *,
+    seconds: float,
+    autocast: Callable[[], AbstractContextManager[Any]],
+) -> Timing:
+    """Returns the lower quartile of several runs in training mode, after one that does not count.
+
+    What else the machine does only adds time; the fastest run of all may have been lucky.
+
+    Neither the module nor the state of torch's random numbers changes.
+
+    Args:
+        module: its parameters may be on the meta device.
+        seconds: stop after the run that passes this time; there is at least one that counts.
+    Raises: whatever the module raises on values that are made up.
+    """
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices), torch.enable_grad():
+        generator = torch.Generator().manual_seed(0)
+        made = real_copy(module, device, generator).train()
+        parameters = {p.data_ptr() for p in made.parameters()}
+        begin = time.perf_counter()
+        forwards: list[float] = []
+        backwards: list[float] = []
+        saved = 0
+        while len(forwards) < 2 or (len(forwards) <= _MOST_RUNS and time.perf_counter() - begin < seconds):
+            args, kwargs = _inputs(call, device, generator)
+            kept: dict[int, int] = {}
+
+            def pack(tensor: Tensor, kept: dict[int, int] = kept) -> Tensor:
+                if tensor.data_ptr() not in parameters:
+                    kept[tensor.data_ptr()] = tensor.numel() * tensor.element_size()
+                return tensor
+
+            with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+                start = _now(device)
+                with autocast():
+                    result = made(*args, **kwargs)
+                middle = _now(device)
+            outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor) and leaf.requires_grad]
+            gradients = [torch.ones_like(output) for output in outputs]
+            between = _now(device)
+            if outputs:
+                torch.autograd.backward(outputs, gradients)
+            forwards.append(middle - start)
+            backwards.append(_now(device) - between)
+            saved = sum(kept.values())
+    return Timing(_lower_quartile(forwards[1:]), _lower_quartile(backwards[1:]), saved)
+
+
+def _lower_quartile(times: list[float]) -> float:
+    return quantiles(times, n=4, method="inclusive")[0] if len(times) > 1 else times[0]
+
+
+def real_copy(module: nn.Module, device: torch.device, generator: torch.Generator) -> nn.Module:
+    """Returns a copy of `module` on `device`; what is on the meta device gets small random values."""
+    memo: dict[int, Any] = {}
+    for part in module.modules():
+        for tensor in (*part._parameters.values(), *part._buffers.values(), *vars(part).values()):
+            if not isinstance(tensor, Tensor) or id(tensor) in memo:
+                continue
+            if tensor.is_meta:
+                real = _values(TensorShape(tuple(tensor.shape), tensor.dtype), device, generator) * 0.02
+                real = real.to(tensor.dtype)
+            else:
+                real = tensor.detach().to(device, copy=True)
+            if isinstance(tensor, nn.Parameter):
+                real = nn.Parameter(real, requires_grad=tensor.requires_grad)
+            memo[id(tensor)] = real
+    made: nn.Module = copy.deepcopy(module, memo)
+    drop_wrappers(made)
+    return made
+
+
+def _inputs(call: Call, device: torch.device, generator: torch.Generator) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Returns arguments with made-up values; the first one with a fraction is what a backward goes back to."""
+    first = True
+
+    def fill(leaf: Any) -> Any:
+        nonlocal first
+        if not isinstance(leaf, TensorShape):
+            return leaf
+        values = _values(leaf, device, generator)
+        if leaf.dtype.is_floating_point and first:
+            first = False
+            # Of no leaf: modules may write into what they are given.
+            return values.requires_grad_().view_as(values) * 1.0
+        return values
+
+    filled: tuple[tuple[Any, ...], dict[str, Any]] = tree_map(fill, (call.args, call.kwargs))
+    return filled
+
+
+def _values(like: TensorShape, device: torch.device, generator: torch.Generator) -> Tensor:
+    if like.dtype.is_floating_point:
+        return torch.randn(like.shape, generator=generator).to(device, like.dtype)
+    if like.dtype == torch.bool:
+        return torch.ones(like.shape, dtype=torch.bool, device=device)
+    return torch.zeros(like.shape, dtype=like.dtype, device=device)
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()

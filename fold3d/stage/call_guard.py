@@ -1,0 +1,151 @@
+"""CallGuard: lets only those calls into a model that is cut which have been proved right for the cut."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from fold3d.errors import TraceError
+from fold3d.trace.arguments import Arguments, Form, ancestors, by_name, describe, form_of
+from fold3d.trace.capture import trace_call
+from fold3d.trace.errors import SplitError
+from fold3d.trace.model_trace import Trace
+from fold3d.weights.ownership import owned_parameters
+
+_WAYS_OUT = (
+    "Set pp=1 and segments=1, where nothing is cut and all outputs are there; or use fewer chunks (pp * segments), or "
+    "compute it from what the model returns at its end"
+)
+
+
+class CallGuard:
+    """Looks at every call of a model that runs chunk by chunk: how often it is called, and in which form.
+
+    A form (see `form_of`) that was not recorded is recorded when it comes, in training and in evaluation: arguments may
+    ask for outputs, or run code, for which a later chunk needs what an earlier one computed.
+
+    Args:
+        is_running: whether a chunk runs.
+        use_modules: called with the names of modules around the blocks that another form runs.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        trace: Trace,
+        ranges: Sequence[tuple[int, int]],
+        is_running: Callable[[], bool],
+        use_modules: Callable[[Sequence[str]], None],
+    ) -> None:
+        self._model = weakref.ref(model)
+        self._trace, self._ranges = trace, list(ranges)
+        self._is_running, self._use_modules = is_running, use_modules
+        self._known: set[Form] = {trace.form}
+        self._inside: str | None = None
+        self._calls = 0
+        self._undo: list[Callable[[], None]] = []
+
+    def install(self) -> None:
+        """Puts hooks on the model and on what holds its blocks."""
+        model = self._model()
+        assert model is not None
+        for name in ancestors(self._trace.blocks):
+            module, watch = model.get_submodule(name), _Watch(self, name)
+            entered = module.register_forward_pre_hook(watch.before, prepend=True, with_kwargs=True)
+            left = module.register_forward_hook(watch.after, always_call=True)
+            self._undo += [entered.remove, left.remove]
+
+    def begin(self) -> None:
+        """A chunk begins: the model has not been called yet."""
+        self._inside, self._calls = None, 0
+
+    def remove(self) -> None:
+        """Takes the hooks off the model."""
+        while self._undo:
+            self._undo.pop()()
+
+    def entered(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Module `name`, the model or one that holds blocks, is called."""
+        if self._inside is None and self._is_running():
+            self._inside = name
+            self._enter(name, args, kwargs)
+
+    def left(self, name: str) -> None:
+        """Its forward has ended."""
+        if self._inside == name:
+            self._inside = None
+
+    def _enter(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        model = self._model()
+        assert model is not None
+        self._calls += 1
+        if self._calls > 1:
+            raise SplitError(
+                "the loss function calls the model a second time for one micro-batch, and a model that is cut runs "
+                "once. Put both inputs into one batch (torch.cat) and divide its outputs, or set pp=1 and segments=1, "
+                "where nothing is cut"
+            )
+        arguments = by_name(model, name, args, kwargs)
+        form = form_of(arguments)
+        if form not in self._known:
+            self._prove(model, arguments)
+            self._known.add(form)
+
+    def _prove(self, model: nn.Module, arguments: Arguments) -> None:
+        """Records the call and compares. Raises: SplitError when the chunks would not give what the model would."""
+        try:
+            with torch.random.fork_rng(devices=[]), torch.autocast("cpu", enabled=False):
+                found = trace_call(model, list(self._trace.blocks), arguments)
+        except TraceError as error:
+            raise SplitError(f"{describe(arguments)} differs from the call that was recorded: {error}") from error
+        reason = self._difference(model, found)
+        if reason:
+            raise SplitError(
+                f"{describe(arguments)} cannot be run on this cut of the model, which was recorded without such a "
+                f"call: {reason}. {_WAYS_OUT}"
+            )
+        known = {*self._trace.prologue, *self._trace.between, *self._trace.epilogue}
+        self._use_modules([n for n in (*found.prologue, *found.between, *found.epilogue) if n not in known])
+
+    def _difference(self, model: nn.Module, found: Trace) -> str:
+        trace, blocks = self._trace, self._trace.blocks
+        if found.blocks != blocks:
+            return "the blocks run in another order"
+        if found.uniform != trace.uniform:
+            return "the blocks return other things"
+        for lo, _ in self._ranges[1:]:
+            if found.borders[lo]:
+                return f"{found.borders[lo]}, and the cut before block '{blocks[lo]}' lies between"
+            if found.structures[lo - 1] != trace.structures[lo - 1]:
+                return f"block '{blocks[lo - 1]}' returns something else"
+            if found.modified[lo - 1] and not trace.modified[lo - 1]:
+                return f"what block '{blocks[lo - 1]}' returns is written to in place"
+        absent = {n for n, p in model.named_parameters(remove_duplicate=False) if p.is_meta}.difference(found.unread)
+        for chunk in range(len(self._ranges)):
+            needed = set(owned_parameters(model, found, self._ranges, chunk))
+            lost = needed.difference(owned_parameters(model, trace, self._ranges, chunk)).intersection(absent)
+            if lost:
+                return f"chunk {chunk} would need {sorted(lost)[0]}, which lies on another rank"
+        return ""
+
+
+class _Watch:
+    """The hooks of one module. Those of a copy of it, deep or pickled, watch nothing."""
+
+    def __init__(self, guard: CallGuard | None, name: str) -> None:
+        self._guard, self._name = guard, name
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Watch, (None, self._name)
+
+    def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._guard is not None:
+            self._guard.entered(self._name, args, kwargs)
+
+    def after(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self._guard is not None:
+            self._guard.left(self._name)

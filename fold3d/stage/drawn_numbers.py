@@ -1,0 +1,48 @@
+"""DrawnNumbers: Python's and numpy's random numbers that a loss function draws for a micro-batch are drawn once."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import numpy as np
+
+from fold3d.device import LibraryState, library_rng_state, set_library_rng_state
+
+
+class DrawnNumbers:
+    """Of one run, for a process with several chunks: the loss function runs for each, and all must see the same.
+
+    The first chunk that runs a micro-batch draws, in the order in which one process would; later ones draw the same
+    again, and leave the generators as they were. torch's generators are seeded per micro-batch anyway.
+    """
+
+    def __init__(self) -> None:
+        self._before: dict[int, LibraryState | None] = {}
+
+    @contextlib.contextmanager
+    def of(self, micro_batch: int) -> Iterator[None]:
+        """Around the run of a chunk for `micro_batch`."""
+        if micro_batch not in self._before:
+            before = library_rng_state()
+            try:
+                yield
+            finally:
+                # Most loss functions draw nothing; then there is nothing to do for later chunks.
+                self._before[micro_batch] = None if _same(before, library_rng_state()) else before
+            return
+        drawn = self._before[micro_batch]
+        if drawn is None:
+            yield
+            return
+        now = library_rng_state()
+        set_library_rng_state(drawn)
+        try:
+            yield
+        finally:
+            set_library_rng_state(now)
+
+
+def _same(one: LibraryState, other: LibraryState) -> bool:
+    of_one, of_other = one[1], other[1]
+    return bool(one[0] == other[0] and of_one[2:] == of_other[2:] and np.array_equal(of_one[1], of_other[1]))

@@ -1,0 +1,191 @@
+"""RankModel: the user's model cut down to what one rank holds."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.nn import Module, Parameter
+
+from fold3d.config import AUTO, ParallelConfig
+from fold3d.errors import ConfigError, TraceError
+from fold3d.placement.parameter_placement import Cells
+from fold3d.placement.partition import split_ranges
+from fold3d.stage.split_model import SplitModel
+from fold3d.stage.whole_model import WholeModel
+from fold3d.topology import Topology
+from fold3d.trace import Trace, find_blocks, tied_groups, trace
+from fold3d.trace.arguments import arguments_of as find_arguments
+from fold3d.weights.materialize import materialize
+from fold3d.weights.ownership import is_released, owned_parameters, release
+
+logger = logging.getLogger(__name__)
+
+
+def arguments_of(
+    model: Module, config: ParallelConfig, example: Mapping[str, Any], call: Callable[[Module, dict[str, Any]], Any]
+) -> Mapping[str, Any]:
+    """Returns the arguments with which call(model, example) calls the model; the example where no blocks are known.
+
+    Raises: TraceError when it does not call the model, and whatever it raises before.
+    """
+    try:
+        _check_not_compiled(model)
+        blocks = find_blocks(model, config.blocks)
+    except TraceError:  # of which `record` tells, if it matters
+        return example
+    # What `call` changes in place, it changes again when it trains with this very micro-batch.
+    own = {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in example.items()}
+    return find_arguments(model, blocks, lambda: call(model, own))
+
+
+def record(model: Module, config: ParallelConfig, example: Mapping[str, Any] | None) -> Trace | None:
+    """Returns the recording of the model; None for one that cannot be recorded and need not be cut.
+
+    Raises: TraceError for a model that must be cut and cannot be.
+    """
+    try:
+        _check_not_compiled(model)
+        return trace(model, blocks=config.blocks, example=example)
+    except TraceError as error:
+        # Data parallelism alone needs no blocks, unless the user has named them.
+        if config.pp > 1 or config.segments not in (1, AUTO) or config.blocks != AUTO:
+            raise
+        logger.info("the model stays in one piece: %s", error)
+        return None
+
+
+def _blocks_of(model: Module, config: ParallelConfig) -> list[str]:
+    """Returns the blocks of a model that is not cut, as far as they are needed and can be told without running it.
+
+    Raises: TraceError when something is asked for that is done per block.
+    """
+    try:
+        _check_not_compiled(model)
+        return find_blocks(model, config.blocks)
+    except TraceError:
+        if config.recompute:
+            raise
+        return []
+
+
+def _check_not_compiled(model: Module) -> None:
+    for name, module in model.named_modules():
+        # What torch.compile(module) and module.compile() leave behind.
+        if "_orig_mod" in module._modules or getattr(module, "_compiled_call_impl", None) is not None:
+            what = f"module '{name}'" if name else "the model"
+            raise TraceError(
+                f"{what} is compiled (torch.compile), and fold3d runs the model's modules chunk by chunk and cannot "
+                "look into compiled ones; pass the model as it was before torch.compile"
+            )
+
+
+class RankModel:
+    """Cuts `model` in place: names and module objects stay, parameters of other ranks lose their storage.
+
+    Attributes:
+        split: runs one chunk of the model.
+        ranges: blocks [first, end) of every chunk.
+        parameters: canonical name -> parameter with storage on this rank, in the model's order.
+        cells: which stage holds which parameter.
+    """
+
+    def __init__(
+        self,
+        model: Module,
+        config: ParallelConfig,
+        topology: Topology,
+        device: torch.device,
+        recording: Trace | None,
+        ranges: Sequence[tuple[int, int]] | None,
+        weights: str | None,
+    ):
+        """Args:
+        recording: what `record` returned.
+        ranges: [first, end) block of every chunk; None: chunks of about equal cost.
+        """
+        self.model = model
+        on_meta = any(p.device.type == "meta" for p in model.parameters())
+        if weights is not None and not on_meta:
+            raise ConfigError(
+                f"weights={weights!r} has no effect: the model has weights of its own; build it under "
+                "torch.device('meta'), or remove weights"
+            )
+        self.trace = recording
+        names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+        self.split: SplitModel | WholeModel
+        if self.trace is None:
+            self.ranges: list[tuple[int, int]] = [(0, 0)]
+            of_chunk = [names]
+        else:
+            self.ranges = list(ranges) if ranges is not None else split_ranges(self.trace, config.num_chunks)
+            of_chunk = [owned_parameters(model, self.trace, self.ranges, v) for v in range(config.num_chunks)]
+        self.cells = Cells.from_chunks(config.pp, of_chunk, tied_groups(model))
+        keep = {name for v in topology.chunks(config.num_segments) for name in of_chunk[v]}
+        if on_meta:
+            _refuse_cut_model(model, keep)
+            materialize(model, keep, seed=config.seed, folder=weights)
+        release(model, keep)
+        _move(model, device)
+        if config.num_chunks == 1:
+            self.split = WholeModel(model, _blocks_of(model, config), recompute=config.recompute)
+        else:
+            assert self.trace is not None, "what is cut was recorded"
+            self.split = SplitModel(model, self.trace, self.ranges, recompute=config.recompute)
+        self.parameters: dict[str, Parameter] = {
+            name: parameter for name, parameter in model.named_parameters() if parameter.device.type != "meta"
+        }
+        self.stage = topology.pp_rank
+        self._stage_of_prefix = self._prefixes()
+
+    def _prefixes(self) -> dict[str, int]:
+        if self.trace is None:
+            return {}
+        stages = dict.fromkeys(self.trace.prologue, 0)
+        stages.update(dict.fromkeys(self.trace.epilogue, self.cells.pp - 1))
+        for chunk, (first, end) in enumerate(self.ranges):
+            stages.update(dict.fromkeys(self.trace.blocks[first:end], chunk % self.cells.pp))
+        return stages
+
+    def stage_of_module(self, name: str) -> int:
+        """Returns the stage that runs the module a parameter or buffer name lies in; 0 for what all stages run."""
+        parts = name.split(".")
+        prefixes = (".".join(parts[:end]) for end in range(len(parts), 0, -1))
+        return next((self._stage_of_prefix[prefix] for prefix in prefixes if prefix in self._stage_of_prefix), 0)
+
+    def replaced(self) -> dict[str, Module]:
+        """Returns the modules for which something stands in where another chunk runs them, by name."""
+        if self.trace is None or isinstance(self.split, WholeModel):
+            return {}
+        names = dict.fromkeys((*self.trace.prologue, *self.trace.blocks, *self.trace.between, *self.trace.epilogue))
+        modules = {name: self.model.get_submodule(name) for name in names}
+        return {name: module for name, module in modules.items() if next(module.parameters(), None) is not None}
+
+    def trainable(self) -> dict[str, Parameter]:
+        """Returns the parameters of this rank that receive gradients."""
+        return {name: p for name, p in self.parameters.items() if p.requires_grad}
+
+    def primary(self) -> set[str]:
+        """Returns the names of the parameters this stage is responsible for."""
+        return {name for name in self.parameters if self.cells.home(name) == self.stage}
+
+
+def _refuse_cut_model(model: Module, keep: set[str]) -> None:
+    """Raises ConfigError when `model` was cut before and needed weights are gone; drawing others would be silent."""
+    gone = [name for name, p in model.named_parameters(remove_duplicate=False) if name in keep and is_released(p)]
+    if gone:
+        raise ConfigError(
+            f"the model was cut by another Engine, and this rank needs {len(gone)} weights that only other ranks kept "
+            f"({gone[0]}, ...); build the model anew and load the first engine's state_dict()"
+        )
+
+
+def _move(model: Module, device: torch.device) -> None:
+    """Moves what has storage to `device`; parameters of other ranks stay on meta."""
+    for module in model.modules():
+        for store in (module._parameters, module._buffers):
+            for tensor in store.values():
+                if tensor is not None and tensor.device.type != "meta" and tensor.device != device:
+                    tensor.data = tensor.data.to(device)

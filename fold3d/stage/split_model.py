@@ -1,0 +1,364 @@
+"""SplitModel: runs one chunk of an unmodified model by the model's own forward.
+
+The forward of the whole model is called on every chunk, so masks, positions and rotary tables are built by
+the model's own code from the micro-batch. Only three things differ, by instance-level forwards on the blocks
+and the modules around them:
+
+    modules before the chunk that have parameters -> zeros of the right shapes
+    blocks before the chunk                       -> return what the chunk received
+    the chunk's last block                        -> its output leaves, and an exception ends the forward
+
+On the model itself, and on what lies between it and the blocks, are hooks only (see `CallGuard`), so wrappers around
+`model.forward` (autocast, for one) keep working. Forward hooks of the modules run as always, with one shift: those of a
+chunk's last block run on the next chunk, on what it received.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from inspect import unwrap
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from fold3d import seeding
+from fold3d._C import BlockForward, Passage, PassageSlot, block_forward, next_seed, reseed, seed_inside
+from fold3d.errors import MissingWeightsError, TraceError
+from fold3d.stage.call_guard import CallGuard
+from fold3d.stage.front_buffers import FrontBuffers
+from fold3d.stage.recompute import frame_of_checkpoint, group_of_checkpoint, in_reentrant_checkpoint, recomputed
+from fold3d.stage.shapes import ShapeOnly
+from fold3d.trace.errors import SplitError
+from fold3d.trace.model_trace import Trace
+from fold3d.trace.wrappers import wrap
+
+
+class ChunkExit(BaseException):
+    """Ends the model's forward after the chunk's last block. No Exception, so that no `except Exception`
+    swallows it."""
+
+    def __init__(self, owner: SplitModel) -> None:
+        super().__init__("the chunk is done")
+        self.owner = owner
+
+
+class _Run(Passage):
+    """One call of `SplitModel.run`."""
+
+    def __init__(
+        self, lo: int, hi: int, last: bool, device: torch.device, seed: int | None, constants: Sequence[int]
+    ) -> None:
+        self.generators = [] if seed is None else seeding.generators_of(device)
+        super().__init__(lo, seed, self.generators, constants)
+        self.lo = lo
+        self.hi = hi
+        self.last = last
+        self.device = device
+        self.received: Any = None
+        self.leaving: list[Tensor] | None = None
+        self.outer_checkpoint = group_of_checkpoint()
+        self.checkpoint: object = None
+
+
+class SplitModel:
+    """Runs any chunk of `model`; one model object serves all chunks of a rank.
+
+    Args:
+        model: the model; parameters that this rank does not own may be on the meta device (see `release`).
+        trace: its recording.
+        ranges: [first, end) block of every chunk of the whole model, in chunk order.
+        recompute: recompute each block in backward instead of keeping its activations (training mode only).
+    Raises: TraceError if the ranges do not cover the blocks or cut where the model cannot be cut.
+    """
+
+    def __init__(
+        self, model: nn.Module, trace: Trace, ranges: Sequence[tuple[int, int]], *, recompute: bool = False
+    ) -> None:
+        trace.check_ranges(list(ranges))
+        self._model = model
+        self._trace = trace
+        self._ranges = tuple(ranges)
+        self._recompute = recompute
+        self._uniform = trace.uniform
+        self._run: _Run | None = None
+        self._slot = PassageSlot()  # the same run, for forwards in C++
+        self._constants = [seeding.constant_of(f"{name}:leave") for name in trace.blocks]
+        self._generators = [torch.default_generator]
+        # What a module that did not run itself returned inside a checkpoint of the user's own code, by the
+        # checkpoint's frame: it must return the same when backward runs that code again.
+        self._replaced: WeakKeyDictionary[Any, dict[str, Any]] = WeakKeyDictionary()
+        self._undo: list[Callable[[], None]] = []
+        self._outer = list(dict.fromkeys((*trace.prologue, *trace.between, *trace.epilogue)))
+        self._front = FrontBuffers(model, trace.blocks)
+        self._guard = CallGuard(model, trace, ranges, lambda: self._run is not None, self._use_outer)
+        self.install()
+
+    def run(
+        self, chunk: int, call: Callable[[], Any], inputs: list[Tensor], key: tuple[int, int, int] | None
+    ) -> tuple[list[Tensor], Any]:
+        """Runs `call`, which calls the model once, as chunk `chunk`.
+
+        Args:
+            chunk: index into `ranges`.
+            call: calls `model(**micro_batch)`, perhaps inside a loss function.
+            inputs: the tensors that the chunk before handed over, in its order; empty for chunk 0.
+            key: (seed, step, global micro-batch): dropout masks depend on it and on the module, never on the
+                layout. The global generators are left in another state. None: no reseeding (evaluation).
+        Returns: the tensors that leave and None; for the last chunk an empty list and what `call` returned.
+        Raises: SplitError if the forward ran otherwise than recorded, and whatever `call` raises.
+        """
+        if self._run is not None:
+            raise SplitError("a chunk is already running on this model: `run` must not be called from within `call`")
+        if not self._undo:  # another SplitModel took its turn
+            self.install()
+        run = self._begin(chunk, inputs, key)
+        result = None
+        returned = False
+        self._guard.begin()
+        try:
+            self._run = run
+            self._slot.begin(run, run.received)
+            with self._front.of_chunk(chunk):
+                result = call()
+            returned = True
+        except ChunkExit as leave:
+            if leave.owner is not self:
+                raise
+        except (RuntimeError, NotImplementedError) as error:
+            of_missing = isinstance(error, MissingWeightsError) or "meta" in str(error)
+            if not of_missing or isinstance(error, SplitError):
+                raise
+            raise SplitError(
+                f"chunk {chunk} (blocks {run.lo} to {run.hi - 1}) read a parameter that belongs to another "
+                f"chunk: {error}. The recording did not see that read: pass an `example` with all keys of "
+                "a training batch."
+            ) from error
+        finally:
+            self._slot.end()  # first: blocks that are skipped without a run would be so silently
+            self._run = None
+        if run.last:
+            if run.position != run.hi:
+                raise SplitError(
+                    f"the model ran {run.position} of its {run.hi} blocks; the call must run the model's "
+                    "whole forward once"
+                )
+            return [], result
+        if returned or run.leaving is None:
+            raise SplitError(
+                f"the call ended before block '{self._trace.blocks[run.hi - 1]}', the last of chunk "
+                f"{chunk}, was done: it must run the model's whole forward once"
+            )
+        return run.leaving, None
+
+    def install(self) -> None:
+        """Puts the instance forwards on the model, in the place of another SplitModel's."""
+        try:
+            for index, name in enumerate(self._trace.blocks):
+                self._install(name, self._block_forward(index, name))
+            for name in self._outer:
+                self._install(name, self._outer_forward(name))
+            self._guard.install()
+            self._undo.append(self._guard.remove)
+        except TraceError:
+            self.remove()
+            raise
+
+    def remove(self) -> None:
+        """Takes the instance forwards off the model again. The next `run` puts them back."""
+        while self._undo:
+            self._undo.pop()()
+
+    # -- one run --
+
+    def _begin(self, chunk: int, inputs: list[Tensor], key: tuple[int, int, int] | None) -> _Run:
+        lo, hi = self._ranges[chunk]
+        structure = self._trace.structures[lo - 1] if lo else None
+        expected = structure.num_tensors if structure else 0
+        if len(inputs) != expected:
+            before = f"block '{self._trace.blocks[lo - 1]}' returns {expected}" if lo else "the first chunk takes none"
+            raise SplitError(f"chunk {chunk} was given {len(inputs)} tensors, but {before}")
+        device = inputs[0].device if inputs else self._device()
+        seed = None if key is None else seeding.start(key)
+        run = _Run(lo, hi, hi == len(self._trace.blocks), device, seed, self._constants if self._uniform else [])
+        if key is not None:
+            self._generators = run.generators
+        if structure:
+            # Code that writes into a block's output would write into a leaf, which autograd forbids.
+            tensors = [t.clone() for t in inputs] if self._trace.modified[lo - 1] else inputs
+            run.received = structure.unflatten(tensors)
+        return run
+
+    def _device(self) -> torch.device:
+        parameter = next(self._model.get_submodule(self._trace.blocks[0]).parameters(), None)
+        return torch.device("cpu") if parameter is None else parameter.device
+
+    def _leave(self, run: _Run, index: int, output: Any) -> Any:
+        """The chunk's last block is done: ends the forward, at once or as soon as no checkpoint is in the
+        way."""
+        run.leaving = self._trace.structures[index].flatten(output, self._trace.blocks[index])
+        run.checkpoint = group_of_checkpoint()
+        if run.checkpoint is run.outer_checkpoint:
+            raise ChunkExit(self)
+        # The user's code called torch.utils.checkpoint around this block. An exception through it would leave
+        # the checkpoint half-built, so the exit waits for the next module that starts.
+        return output
+
+    def _leave_late(self, run: _Run, name: str) -> None:
+        if run.checkpoint is not None and group_of_checkpoint() is run.checkpoint:
+            raise SplitError(
+                "one torch.utils.checkpoint call of the model covers both block "
+                f"'{self._trace.blocks[run.hi - 1]}' and '{name}', so the model cannot be cut between "
+                "them. Checkpoint each block on its own, or switch that off and set recompute=True."
+            )
+        raise ChunkExit(self)
+
+    # -- instance forwards --
+
+    def _block_forward(self, index: int, name: str) -> Callable[[nn.Module, Callable[..., Any]], BlockForward]:
+        enter = seeding.constant_of(f"{name}:enter")
+        leave = self._constants[index]
+
+        def make(module: nn.Module, original: Callable[..., Any]) -> BlockForward:
+            execute = recomputed(module, original) if self._recompute else original
+            # A skipped block returns what the chunk received, as long as all blocks return the like of it, and C++
+            # skips it unless anything is unusual.
+            shape_only = None if self._uniform else ShapeOnly(name, module)
+
+            def forward(*args: Any, **kwargs: Any) -> Any:
+                run = self._run
+                if run is None:
+                    return self._outside(name, original, enter, leave, args, kwargs)
+                if run.leaving is not None:
+                    self._leave_late(run, name)
+                if not run.enter(index):
+                    self._out_of_order(run, name)
+                if run.with_grad and not torch.is_grad_enabled():
+                    self._refuse_reentrant(name)
+                run.begin_module(enter)
+                try:
+                    if index >= run.lo:
+                        output = execute(*args, **kwargs)
+                    elif shape_only is None or index == run.lo - 1:
+                        output = self._replace(run, name, run.received)
+                    else:
+                        output = self._replace(run, name, shape_only(run.device, args, kwargs))
+                except BaseException:
+                    run.leave_module()
+                    raise
+                run.end_module(leave)
+                if index + 1 == run.hi and not run.last:
+                    return self._leave(run, index, output)
+                return output
+
+            return block_forward(self._slot, -1 if shape_only is not None else index, leave, forward, original)
+
+        return make
+
+    def _outer_forward(self, name: str) -> Callable[[nn.Module, Callable[..., Any]], BlockForward]:
+        enter = seeding.constant_of(f"{name}:enter")
+        leave = seeding.constant_of(f"{name}:leave")
+
+        def make(module: nn.Module, original: Callable[..., Any]) -> BlockForward:
+            has_parameters = next(module.parameters(), None) is not None
+            shape_only = ShapeOnly(name, module) if has_parameters else None
+
+            def forward(*args: Any, **kwargs: Any) -> Any:
+                run = self._run
+                if run is None:
+                    return self._outside(name, original, enter, leave, args, kwargs)
+                if run.leaving is not None:
+                    self._leave_late(run, name)
+                begins = run.begin_module(enter)
+                try:
+                    if run.position < run.lo and shape_only is not None:
+                        output = self._replace(run, name, shape_only(run.device, args, kwargs))
+                    else:
+                        output = original(*args, **kwargs)
+                except BaseException:
+                    if begins:
+                        run.leave_module()
+                    raise
+                if begins:
+                    run.end_module(leave)
+                return output
+
+            return block_forward(self._slot, -1, leave, forward, original)
+
+        return make
+
+    def _outside(
+        self,
+        name: str,
+        original: Callable[..., Any],
+        enter: int,
+        leave: int,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Called with no chunk running: by the user, or by backward through a checkpoint of the user's own
+        code."""
+        if torch._C._current_graph_task_id() == -1:  # not in backward
+            return original(*args, **kwargs)
+        seed = seeding.carried()
+        if seed is not None:
+            reseed(self._generators, seed_inside(seed, enter))
+        replaced = self._replaced.get(frame_of_checkpoint(), {}) if self._replaced else {}
+        try:
+            output = replaced[name] if name in replaced else original(*args, **kwargs)
+        except BaseException:
+            if seed is not None:
+                reseed(self._generators, seed)
+            raise
+        if seed is not None:
+            reseed(self._generators, next_seed(seed, leave))
+        return output
+
+    def _replace(self, run: _Run, name: str, output: Any) -> Any:
+        """Returns `output`, which stands for what module `name` would return; remembers it for
+        checkpoints."""
+        if run.with_grad and group_of_checkpoint() is not run.outer_checkpoint:
+            frame = frame_of_checkpoint()
+            if frame is not None:
+                self._replaced.setdefault(frame, {})[name] = output
+        return output
+
+    def _use_outer(self, names: Sequence[str]) -> None:
+        """Modules around the blocks that only another form of call runs."""
+        for name in names:
+            self._install(name, self._outer_forward(name))
+            self._outer.append(name)
+
+    def _install(self, name: str, make: Callable[[nn.Module, Callable[..., Any]], BlockForward]) -> None:
+        module = self._model.get_submodule(name)
+        own = vars(module).get("forward")  # an instance-level forward of somebody else
+        if isinstance(own, BlockForward):
+            own.__wrapped__.fold3d_split.remove()  # type: ignore[attr-defined]
+            own = vars(module).get("forward")
+        if own is not None and isinstance(unwrap(own, stop=lambda f: isinstance(f, BlockForward)), BlockForward):
+            raise TraceError(
+                f"module '{name}' is already split, and its forward was replaced since; take off what replaced it "
+                "before another engine uses the model"
+            )
+        forward = make(module, module.forward)
+        forward.__wrapped__.fold3d_split = self  # type: ignore[attr-defined]
+        self._undo.append(wrap(module, forward))
+
+    # -- refusals --
+
+    def _out_of_order(self, run: _Run, name: str) -> None:
+        expected = self._trace.blocks[run.position] if run.position < len(self._trace.blocks) else "the end"
+        raise SplitError(
+            f"block '{name}' ran where {expected} was due. The blocks must run once each and in the "
+            "recorded order in every forward, and the call must run the model once (no layerdrop, no "
+            "second pass)."
+        )
+
+    def _refuse_reentrant(self, name: str) -> None:
+        if in_reentrant_checkpoint():
+            raise SplitError(
+                f"block '{name}' runs inside a reentrant torch.utils.checkpoint, through which no gradient "
+                "reaches another chunk. Pass use_reentrant=False to checkpoint, or switch it off and set "
+                "recompute=True."
+            )

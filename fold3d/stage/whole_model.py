@@ -1,0 +1,125 @@
+"""WholeModel: a model that is not cut runs by its own forward; only dropout is seeded, as in every other layout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fold3d import seeding
+from fold3d._C import Passage, PassageSlot, block_forward, next_seed, reseed, seed_inside
+from fold3d.stage.recompute import recomputed
+from fold3d.trace.recorder import outer_modules
+from fold3d.trace.wrappers import wrap
+
+
+class WholeModel:
+    """Stands where a SplitModel stands, for a model of one chunk: nothing is recorded, replaced or skipped.
+
+    So a loss function may call the model as often as it likes, read all of its outputs and pass any argument. Masks of
+    dropout follow the chain of seeds (see `seeding`) by hooks around the blocks and around what lies outside of them;
+    further calls of a micro-batch go on with the chain.
+
+    Args:
+        blocks: names of the model's blocks, see `find_blocks`; empty where none are known: the micro-batch alone seeds.
+        recompute: recompute each block in backward instead of keeping its activations (training mode only).
+    """
+
+    def __init__(self, model: nn.Module, blocks: Sequence[str], *, recompute: bool = False) -> None:
+        self.passage: Passage | None = None
+        self.begun: nn.Module | None = None
+        self.generators = [torch.default_generator]
+        self._device = next((p.device for p in model.parameters()), torch.device("cpu"))
+        self._undo: list[Callable[[], None]] = []
+        self._model, self._blocks, self._recomputes = model, tuple(blocks), recompute
+        self._install()
+
+    def _install(self) -> None:
+        model, blocks = self._model, self._blocks
+        outer = outer_modules(model, blocks) if blocks else []
+        for name, module in [*((name, model.get_submodule(name)) for name in blocks), *outer]:
+            self._seed_around(name, module, is_block=name in blocks)
+            if self._recomputes and name in blocks:
+                self._recompute(module)
+
+    def run(
+        self, chunk: int, call: Callable[[], Any], inputs: list[Tensor], key: tuple[int, int, int] | None
+    ) -> tuple[list[Tensor], Any]:
+        """Runs `call`, as `SplitModel.run` does for the last chunk.
+
+        Args:
+            key: (seed, step, global micro-batch) of the dropout masks; None: no reseeding (evaluation).
+        Returns: an empty list and what `call` returned.
+        """
+        if not self._undo:  # another engine took its turn
+            self._install()
+        if key is None:
+            return [], call()
+        self.generators = seeding.generators_of(self._device)
+        self.passage = Passage(0, seeding.start(key), self.generators)
+        self.begun = None
+        try:
+            return [], call()
+        finally:
+            self.passage = self.begun = None
+
+    def remove(self) -> None:
+        """Takes the hooks off the model again. The next `run` puts them back."""
+        while self._undo:
+            self._undo.pop()()
+
+    def _recompute(self, module: nn.Module) -> None:
+        original = module.forward
+        checkpointed: Any = recomputed(module, original)
+        checkpointed.fold3d_split = self
+        self._undo.append(wrap(module, block_forward(PassageSlot(), -1, 0, checkpointed, original)))
+
+    def _seed_around(self, name: str, module: nn.Module, *, is_block: bool) -> None:
+        hooks = _Around(self, name, is_block)
+        # Next to the forward itself: what other hooks draw is not the module's.
+        before = module.register_forward_pre_hook(hooks.before)
+        after = module.register_forward_hook(hooks.after, prepend=True)
+        self._undo += [before.remove, after.remove]
+
+
+class _Around:
+    """The hooks of one module. Those of a copy of it, deep or pickled, belong to no model and do nothing."""
+
+    def __init__(self, whole: WholeModel | None, name: str, is_block: bool) -> None:
+        self._whole, self._is_block = whole, is_block
+        self._enter = seeding.constant_of(f"{name}:enter")
+        self._leave = seeding.constant_of(f"{name}:leave")
+        self._carried: int | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Around, (None, "", False)
+
+    def before(self, module: nn.Module, args: Any) -> None:
+        whole = self._whole
+        if whole is None:
+            return
+        if whole.passage is not None:
+            if whole.passage.begin_module(self._enter):
+                whole.begun = module
+        elif (seed := _seed_in_backward()) is not None:
+            reseed(whole.generators, seed_inside(seed, self._enter))
+            self._carried = seed
+
+    def after(self, module: nn.Module, args: Any, output: Any) -> None:
+        whole = self._whole
+        if whole is None:
+            return
+        if whole.passage is not None:
+            if whole.begun is module or self._is_block:
+                whole.begun = None
+                whole.passage.end_module(self._leave)
+        elif self._carried is not None:
+            reseed(whole.generators, next_seed(self._carried, self._leave))
+            self._carried = None
+
+
+def _seed_in_backward() -> int | None:
+    """Returns the chain's seed that a checkpoint of the user's own code restored to run modules again in backward."""
+    return seeding.carried() if torch._C._current_graph_task_id() != -1 else None

@@ -1,0 +1,111 @@
+"""materialize(): gives the owned parameters of a model built on the meta device their values."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from fold3d.errors import TraceError
+from fold3d.weights.named_init import initialise
+from fold3d.weights.ownership import parameter_holders, replace_parameter
+from fold3d.weights.pretrained import load
+
+_log = logging.getLogger(__name__)
+
+
+def materialize(model: nn.Module, keep: set[str], *, seed: int, folder: str | Path | None = None) -> None:
+    """Makes the parameters in `keep`, and all buffers, of a model on the meta device real, on the CPU, in
+    place.
+
+    Values come from `folder` where given, else (and for what the folder lacks, with a warning) from the
+    model's own initialisation, with random numbers that depend on (seed, name) only: any subset gets the same
+    bits. Parameters and buffers that are real already keep their values; tied parameters stay tied;
+    parameters outside `keep` stay on meta.
+
+    Args:
+        keep: names of parameters; one name of a tied parameter is enough.
+        seed: seed of the initial values.
+        folder: folder with safetensors weights, see `PretrainedFolder`.
+    Raises: TraceError if a value cannot be known (a parameter without an initialisation, a tensor that is no
+        parameter and no buffer); CheckpointError for a bad folder.
+    """
+    _refuse_lost_attributes(model)
+    groups: dict[str, tuple[str, ...]] = {}
+    fresh: dict[str, Tensor] = {}
+    for parameter, names in parameter_holders(model):
+        if parameter.is_meta and not keep.isdisjoint(names):
+            real = nn.Parameter(_unset_like(parameter), requires_grad=parameter.requires_grad)
+            vars(real).update(vars(parameter))
+            replace_parameter(model, names, real)
+            fresh[names[0]] = real
+            groups[names[0]] = tuple(names)
+    buffers = _allocate_buffers(model)
+    fresh.update(buffers)
+    versions = {name: tensor._version for name, tensor in fresh.items()}
+    loaded = load(model, fresh, groups, folder) if folder is not None else set()
+    rest = {name: tensor for name, tensor in fresh.items() if name not in loaded}
+    absent = [name for name in rest if name not in buffers]
+    if folder is not None and absent:
+        _log.warning(
+            "%s has no values for %d parameters (%s%s); they start from their initial values",
+            folder, len(absent), ", ".join(absent[:3]), ", ..." if len(absent) > 3 else "",
+        )  # fmt: skip
+    if rest:
+        initialise(model, rest, seed)
+        _refuse_unset(model, rest, versions, buffers)
+
+
+def _unset_like(tensor: Tensor) -> Tensor:
+    real = torch.empty_like(tensor, device="cpu", requires_grad=False)
+    # NaN marks what is still to be filled; one-byte floats have no fill and are checked by version only
+    return real.fill_(float("nan")) if _is_marked(real) else real
+
+
+def _is_marked(tensor: Tensor) -> bool:
+    return (tensor.is_floating_point() or tensor.is_complex()) and tensor.element_size() > 1
+
+
+def _allocate_buffers(model: nn.Module) -> dict[str, Tensor]:
+    found: dict[int, Tensor] = {}
+    fresh: dict[str, Tensor] = {}
+    for prefix, module in model.named_modules():
+        for key, buffer in module._buffers.items():
+            if buffer is None or not buffer.is_meta:
+                continue
+            if id(buffer) not in found:
+                found[id(buffer)] = _unset_like(buffer)
+                fresh[f"{prefix}.{key}" if prefix else key] = found[id(buffer)]
+            module._buffers[key] = found[id(buffer)]
+    return fresh
+
+
+def _refuse_lost_attributes(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        for key, value in vars(module).items():
+            if isinstance(value, Tensor) and value.is_meta:
+                raise TraceError(
+                    f"'{name}.{key}' is a tensor on the meta device that is no parameter and no buffer, so "
+                    "its values are lost. Register it as a buffer, compute it in forward, or build the "
+                    "model on a real device."
+                )
+
+
+def _refuse_unset(
+    model: nn.Module, tensors: dict[str, Tensor], versions: dict[str, int], buffers: dict[str, Tensor]
+) -> None:
+    present = {id(t) for t in (*model.parameters(), *model.buffers())}
+    for name, tensor in tensors.items():
+        if id(tensor) not in present:  # the initialisation put another tensor in its place
+            continue
+        unset = bool(torch.isnan(tensor).any()) if _is_marked(tensor) else tensor._version == versions[name]
+        if unset and tensor.numel():
+            kind = "buffer" if name in buffers else "parameter"
+            holder = model.get_submodule(name.rpartition(".")[0])
+            raise TraceError(
+                f"{kind} '{name}' was built on the meta device and {type(holder).__name__} has no "
+                "initialisation for it (reset_parameters, or _init_weights of a transformers model, must "
+                "fill it). Add one, pass a pretrained folder, or build the model on a real device."
+            )

@@ -1,0 +1,66 @@
+"""Which parameters a chunk needs, and letting go of the others."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from fold3d.trace.model_trace import Trace
+from fold3d.weights.missing import MissingWeight
+
+
+def owned_parameters(model: nn.Module, trace: Trace, ranges: Sequence[tuple[int, int]], chunk: int) -> list[str]:
+    """Returns the names of the parameters that chunk `chunk` needs, in the model's order.
+
+    These are the parameters of its blocks, of what runs before them in their regions (the prologue for the
+    first chunk), of the epilogue for the last chunk, and the shared ones. Every name of a tied parameter is
+    listed. A parameter that the forward never reads belongs to the first chunk, so that it is saved.
+
+    Args:
+        ranges: [first, end) block of every chunk of the whole model.
+    """
+    trace.check_ranges(list(ranges))
+    lo, hi = ranges[chunk]
+    needed = set(trace.shared)
+    for region in range(lo, hi + (hi == len(trace.blocks))):
+        needed.update(trace.uses[region])
+    for group in trace.tied:
+        if needed.intersection(group):
+            needed.update(group)
+    return [name for name, _ in model.named_parameters(remove_duplicate=False) if name in needed]
+
+
+def release(model: nn.Module, keep: set[str]) -> None:
+    """Moves every parameter whose names are all outside `keep` to the meta device, in place, and frees its
+    memory.
+
+    The model, its modules and all names stay; a released parameter is a `MissingWeight`. Tied parameters stay tied,
+    buffers stay. The memory is free once nobody else (an optimizer, for one) holds the old parameter.
+    """
+    holders = parameter_holders(model)
+    for parameter, names in holders:
+        if keep.isdisjoint(names) and not isinstance(parameter, MissingWeight):
+            replace_parameter(model, names, MissingWeight(parameter, names[0]))
+
+
+def is_released(parameter: nn.Parameter) -> bool:
+    """Returns whether `release` took the parameter's storage."""
+    return isinstance(parameter, MissingWeight)
+
+
+def parameter_holders(model: nn.Module) -> list[tuple[nn.Parameter, list[str]]]:
+    """Returns every parameter with all its names, in the model's order."""
+    found: dict[int, tuple[nn.Parameter, list[str]]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        found.setdefault(id(parameter), (parameter, []))[1].append(name)
+    return list(found.values())
+
+
+def replace_parameter(model: nn.Module, names: Sequence[str], parameter: torch.nn.Parameter) -> None:
+    """Puts `parameter` in the place of the one that has these names."""
+    for name in names:
+        holder, _, attribute = name.rpartition(".")
+        # setattr and not _parameters[...]: recurrent modules keep a second list of their weights
+        setattr(model.get_submodule(holder), attribute, parameter)

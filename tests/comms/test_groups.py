@@ -1,0 +1,102 @@
+"""Groups: connections of their own, but one thread of gloo for all that carry control messages."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fold3d.comms.groups import Groups
+from fold3d.topology import Topology
+from tests.helpers.launch import launch
+from tests.helpers.ranks import RankPool
+
+
+def _gloo_threads() -> int:
+    names = [comm.read_text().strip() for comm in Path("/proc/self/task").glob("*/comm")]
+    return names.count("gloo_tcp_loop")
+
+
+def _use(with_links: bool) -> tuple[int, int, float]:
+    """Returns gloo's threads before and with Groups, and the ranks summed over the default group when they are gone."""
+    before = _gloo_threads()
+    topology = Topology(dp=2, pp=2, rank=dist.get_rank())
+    groups = Groups(topology, torch.device("cpu"), 30.0, [(0, 1)], with_links=with_links)
+    made = [groups.pipeline, groups.ties[0, 1]]
+    made += [*groups.links.values(), *groups.rings.values()]
+    for group in made if with_links else made[:2]:
+        total = torch.tensor([float(topology.rank)])
+        dist.all_reduce(total, group=group)
+        assert total.item() == sum(dist.get_process_group_ranks(group))
+    total = torch.tensor([float(topology.rank)])
+    groups.world.all_reduce(total)
+    assert total.item() == 6.0
+    during = _gloo_threads()
+    groups.close()
+    total = torch.tensor([float(topology.rank)])
+    dist.all_reduce(total)
+    return before, during, total.item()
+
+
+@pytest.mark.parametrize(("with_links", "own"), [(False, 0), (True, 6)])
+def test_control_groups_share_a_thread(ranks: RankPool, with_links: bool, own: int) -> None:
+    """Four links and two rings have their own; the shared one may be there from an earlier test."""
+    for before, during, total in ranks.run(_use, 4, with_links):
+        assert during - before - own in (0, 1)
+        assert total == 6.0
+
+
+def _sum_lazily() -> None:
+    """torch's own groups connect when they are first used."""
+    dist.all_reduce(torch.ones(1))
+    groups = Groups(Topology(dp=1, pp=2, rank=dist.get_rank()), torch.device("cpu"), 30.0, (), with_links=True)
+    for group in (groups.pipeline, *groups.links.values()):
+        total = torch.ones(1)
+        dist.all_reduce(total, group=group)
+        assert total.item() == 2.0
+    groups.world.all_reduce(total)
+    assert total.item() == 4.0
+    groups.close()
+
+
+@pytest.mark.dist
+def test_where_torch_connects_lazily() -> None:
+    result = launch(_sum_lazily, 2, env={"TORCH_GLOO_LAZY_INIT": "1"}, timeout=60)
+    assert [rank.returncode for rank in result] == [0, 0], result.report()
+
+
+def _receive_while_another_sums() -> tuple[float, float]:
+    groups = Groups(Topology(dp=1, pp=2, rank=dist.get_rank()), torch.device("cpu"), 30.0, ())
+    late, soon = torch.full((1,), 5.0), torch.ones(1)
+    if dist.get_rank() == 0:
+        late.zero_()
+        pending = dist.irecv(late, src=1, group=groups.pipeline)
+        groups.world.all_reduce(soon)  # only then does rank 1 send
+        pending.wait()
+    else:
+        groups.world.all_reduce(soon)
+        dist.send(late, dst=0, group=groups.pipeline)
+    groups.close()
+    return late.item(), soon.item()
+
+
+def test_a_call_that_waits_in_one_group_holds_up_no_other(ranks: RankPool) -> None:
+    assert ranks.run(_receive_while_another_sums, 2) == [(5.0, 2.0)] * 2
+
+
+def _own_groups_beside() -> tuple[str, str, list[str]]:
+    """Returns the backends of a user's groups that are made before and after ours, and what is registered by then."""
+    before = dist.new_group([0, 1], backend="cpu:gloo")
+    groups = Groups(Topology(dp=1, pp=2, rank=dist.get_rank()), torch.device("cpu"), 30.0, ())
+    after = dist.new_group([0, 1], backend="cpu:gloo")
+    groups.close()
+    return before.name(), after.name(), list(dist.Backend._plugins)
+
+
+def test_groups_of_the_user_are_what_they_were(ranks: RankPool) -> None:
+    """torch takes another default for "cpu:gloo" while a backend of somebody else's is registered."""
+    for before, after, registered in ranks.run(_own_groups_beside, 2):
+        assert before == after
+        assert not any("fold3d" in name.lower() for name in registered)

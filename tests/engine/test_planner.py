@@ -1,0 +1,58 @@
+"""What the planner takes where memory is short, and where it is not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from fold3d import ParallelConfig
+from fold3d.engine.planner import _memory_limit, _search, _steps_parts
+from fold3d.plan.job import Fixed
+from tests.plan.jobs import evaluate, make_job
+
+
+def test_gathers_are_early_as_long_as_that_fits() -> None:
+    free = _search(make_job(layers=8, micro_batches=4), Fixed(segments=4), bool)
+    assert free.dp_sync == "early"
+    least = free.memory_bytes
+    enough = _search(make_job(layers=8, micro_batches=4, memory_limit=least), Fixed(segments=4), bool)
+    assert enough.dp_sync == "early" and enough.memory_bytes <= least
+    early = evaluate(make_job(layers=8, micro_batches=4), Fixed(segments=4, dp_sync="early"))
+    job = make_job(layers=8, micro_batches=4, memory_limit=early.memory_bytes * 9 // 10)
+    short = _search(job, Fixed(segments=4), lambda: True)
+    assert short.dp_sync in ("mixed", "zero1") and short.memory_bytes <= early.memory_bytes * 9 // 10
+    whole = _search(job, Fixed(segments=4), lambda: False)
+    assert whole.dp_sync == "early" and "nothing that was tried fits" in whole.reason
+
+
+def test_what_the_user_fixed_stays() -> None:
+    job = make_job(layers=8, micro_batches=4, memory_limit=1)
+    assert _search(job, Fixed(segments=4, dp_sync="early"), lambda: True).dp_sync == "early"
+
+
+def _unmakeable(_: Any) -> torch.optim.Optimizer:
+    raise KeyError("layers.0.weight")
+
+
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [
+        (None, True),
+        (torch.optim.AdamW, True),
+        (torch.optim.SGD, True),
+        (torch.optim.Adafactor, False),
+        (torch.optim.LBFGS, False),
+        (_unmakeable, True),
+    ],
+)
+def test_zero1_is_planned_for_optimizers_that_can_do_it(make: Callable[..., Any] | None, expected: bool) -> None:
+    assert _steps_parts(make) is expected
+
+
+def test_host_memory_is_limited_by_the_user_only() -> None:
+    cpu = torch.device("cpu")
+    assert _memory_limit(ParallelConfig(), cpu) is None
+    assert _memory_limit(ParallelConfig(memory_limit=12345), cpu) == 12345

@@ -1,0 +1,53 @@
+"""chunk_layers against what the trace says about who needs which parameter."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from fold3d.placement.layers import PROLOGUE, chunk_layers
+from fold3d.placement.partition import split_ranges
+from fold3d.trace import trace
+from fold3d.weights.ownership import owned_parameters
+
+
+class Tied(nn.Module):
+    """An embedding whose weight is also the head's, a norm between, and a scale that every block's caller reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 6)
+        self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+        self.scale = nn.Parameter(torch.ones(6))
+        self.norm = nn.LayerNorm(6)
+        self.head = nn.Linear(6, 11, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, x):
+        y = self.embed(x)
+        for block in self.blocks:
+            y = block(y) * self.scale
+        return self.head(self.norm(y)).sum()
+
+
+@pytest.mark.parametrize("pp, segments", [(1, 1), (1, 2), (2, 1), (2, 2)])
+def test_layers_hold_what_their_stage_owns(pp, segments):
+    model = Tied()
+    recorded = trace(model, example={"x": torch.zeros(2, 3, dtype=torch.long)})
+    ranges = split_ranges(recorded, pp * segments)
+    chunks = chunk_layers(recorded, ranges, pp)
+    canonical = recorded.canonical()
+    assert [layer.block for layers in chunks for layer in layers] == [PROLOGUE, *range(4), 4]
+    for stage in range(pp):
+        names = [name for chunk in chunks[stage::pp] for layer in chunk for name in layer.parameters]
+        owned = {
+            canonical.get(name, name)
+            for chunk in range(stage, len(ranges), pp)
+            for name in owned_parameters(model, recorded, ranges, chunk)
+        }
+        assert len(names) == len(set(names)) and set(names) == owned
+    assert "embed.weight" in chunks[0][0].parameters and "scale" in chunks[0][0].parameters
+    assert chunks[0][1].parameters == ("blocks.0.weight", "blocks.0.bias")
+    epilogue = chunks[-1][-1].parameters
+    assert "norm.weight" in epilogue and ("embed.weight" in epilogue) == (pp > 1)

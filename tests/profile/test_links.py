@@ -1,0 +1,98 @@
+"""measure_links against links of known speed; the clock is the test's own."""
+
+from __future__ import annotations
+
+import math
+import time
+
+import pytest
+
+from fold3d.plan.costs import Links, pause_bytes
+from fold3d.profile.links import measure_links
+
+
+class Wire:
+    """Ways to send bytes that take `latency` and `bandwidth`, by moving the clock."""
+
+    def __init__(self, monkeypatch) -> None:
+        self.now = 0.0
+        self.calls = 0
+        monkeypatch.setattr(time, "perf_counter", lambda: self.now)
+
+    def pass_on(self, size):
+        self.calls += 1
+        self.now += 2 * (1e-4 + size / 1e8)
+
+    def sum_up(self, size):  # dp = 4
+        self.calls += 1
+        self.now += 6 * 5e-5 + 6 / 4 * size / 5e7
+
+
+def test_speeds_are_found(monkeypatch):
+    wire = Wire(monkeypatch)
+    found = measure_links(
+        pass_on=wire.pass_on, sum_up=wire.sum_up, slowest=lambda x: x, dp=4, activation_bytes=8192, seconds=1.0
+    )
+    assert found.pp_latency == pytest.approx(1e-4, rel=0.01)
+    assert found.pp_bandwidth == pytest.approx(1e8, rel=0.01)
+    assert found.hop_latency == pytest.approx(5e-5, rel=0.01)
+    assert found.dp_bandwidth == pytest.approx(5e7, rel=0.01)
+    assert wire.now < 2 * 1.0
+    assert found.bandwidth == found.dp_bandwidth
+    assert found.message_latency(1 << 20) == found.pp_latency  # PP.sync is faster than the card
+
+
+def test_a_machine_that_is_busy_at_first_does_not_count_as_a_slow_link(monkeypatch):
+    wire = Wire(monkeypatch)
+    fast = wire.pass_on
+
+    def pass_on(size):
+        fast(size)
+        wire.now += 0.05 if wire.calls == 2 else 0.003 if wire.calls <= 10 else 0.0
+
+    found = measure_links(pass_on=pass_on, sum_up=None, slowest=lambda x: x, dp=1, activation_bytes=8192, seconds=1.0)
+    assert found.pp_latency == pytest.approx(1e-4, rel=0.01)
+    assert found.pp_bandwidth == pytest.approx(1e8, rel=0.01)
+
+
+def test_slow_links_are_asked_a_few_times_only(monkeypatch):
+    wire = Wire(monkeypatch)
+
+    def pass_on(size):
+        wire.calls += 1
+        wire.now += 0.5
+
+    measure_links(pass_on=pass_on, sum_up=None, slowest=lambda x: x, dp=1, activation_bytes=8192, seconds=1.0)
+    assert wire.calls < 20
+
+
+def test_the_slowest_rank_decides_for_all(monkeypatch):
+    wire = Wire(monkeypatch)
+    found = measure_links(
+        pass_on=wire.pass_on, sum_up=None, slowest=lambda x: [3 * value for value in x], dp=1, activation_bytes=0
+    )
+    assert found.pp_latency == pytest.approx(3e-4, rel=0.01)
+    assert found.pp_bandwidth == pytest.approx(1e8 / 3, rel=0.01)
+    assert found.dp_bandwidth == found.pp_bandwidth
+
+
+def test_without_a_network():
+    def never(size):
+        raise AssertionError
+
+    found = measure_links(pass_on=None, sum_up=None, slowest=never, dp=1, activation_bytes=8192)
+    assert found.bandwidth == 1e13 and found.message_latency(8192) == 0
+
+
+def test_what_cannot_be_paused_follows_the_bandwidth():
+    assert pause_bytes(1e6) == (8 << 10) + (4 << 10)
+    assert pause_bytes(128e6) == 128_000 + 51_200
+    assert pause_bytes(1e10) == (4 << 20) + 4_000_000
+    with pytest.raises(ValueError, match="positive and finite"):
+        pause_bytes(math.inf)
+
+
+def test_slow_messages_are_latency():
+    links = Links(pp_latency=1e-4, pp_bandwidth=1e7, dp_bandwidth=1e8, hop_latency=0)
+    assert links.message_latency(10_000) == pytest.approx(1e-4 + 1e-3 - 1e-4)
+    assert math.isinf(Links(pp_latency=0, pp_bandwidth=math.inf, dp_bandwidth=1, hop_latency=0).pp_bandwidth)

@@ -1,0 +1,57 @@
+"""time_call: on a module whose time is the test's own."""
+
+from __future__ import annotations
+
+import time
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch import nn
+
+from fold3d.profile.calls import Call, TensorShape
+from fold3d.profile.stopwatch import Timing, time_call
+
+CLOCK = [0.0]
+
+
+class Busy(nn.Module):
+    """A forward that takes one after the other of `seconds`; a backward takes no time."""
+
+    def __init__(self, *seconds: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+        self.seconds = list(seconds)
+        self.runs = 0
+
+    def forward(self, x):
+        CLOCK[0] += self.seconds[self.runs % len(self.seconds)]
+        RUNS[0] = self.runs = self.runs + 1
+        return x * self.weight
+
+
+RUNS = [0]
+
+
+def measure(monkeypatch, *durations: float, seconds: float = 10.0) -> Timing:
+    monkeypatch.setattr(time, "perf_counter", lambda: CLOCK[0])
+    shape = TensorShape((2, 4), torch.float32)
+    call = Call((shape,), {}, shape)
+    return time_call(Busy(*durations), call, torch.device("cpu"), seconds=seconds, autocast=nullcontext)
+
+
+def test_disturbed_runs_do_not_count(monkeypatch):
+    found = measure(monkeypatch, 5.0, *(0.01, 0.05, 0.09) * 10)
+    assert found.forward == pytest.approx(0.01)
+    assert found.backward == 0.0
+
+
+def test_one_lucky_run_does_not_count_either(monkeypatch):
+    assert measure(monkeypatch, 0.02, 0.001, *(0.02,) * 30).forward == pytest.approx(0.02)
+
+
+def test_stops_when_the_time_is_over(monkeypatch):
+    assert measure(monkeypatch, 1.0, seconds=0.5).forward == pytest.approx(1.0)
+    assert RUNS[0] == 2, "one to warm up, one that counts"
+    measure(monkeypatch, 0.001, seconds=10.0)
+    assert 5 < RUNS[0] < 50
