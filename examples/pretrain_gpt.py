@@ -99,12 +99,12 @@ def read_back(folder: str, prompts: list[str]) -> str:
     return "\n".join([*lines, "A sample of the trained model:", *textwrap.wrap(tokenizer.decode(out[0]), 110)])
 
 
-def account(history: list[dict]) -> str:
+def breakdown(history: list[dict]) -> str:
     """Where the time of a step went, on the process that logs; of the logged step in the middle by length."""
     steps = sorted((entry for entry in history if "step_ms" in entry), key=lambda entry: entry["step_ms"])
     if not steps:
-        return "No step was logged with an account of its time."
-    # A step whose sums ran under the next one has none in its own account.
+        return "No step was logged with a breakdown of its time."
+    # A step whose sums ran under the next one has none in its own breakdown.
     summed = [entry for entry in steps if entry.get("dp_hidden_ms", 0) + entry.get("dp_exposed_ms", 0) > 0] or steps
     step = summed[len(summed) // 2]
     parts = {"compute": "compute_ms", "bubble": "bubble_ms", "PP.sync": "pp_exposed_ms", "DP.sync": "dp_exposed_ms"}
@@ -191,7 +191,7 @@ def main() -> None:
             f"\nLoss on text that was held back: {before:.2f} before, {after:.2f} after {steps} steps. "
             f"As if each token were one of {math.exp(after):.0f} instead of {math.exp(before):.0f}."
         )
-        print(f"\n{account(trainer.state.log_history)}")
+        print(f"\n{breakdown(trainer.state.log_history)}")
         print(f"\n{read_back(args.output_dir, [script.prompt, 'If the', 'import', 'def __'])}\n")
         print("Where things lie:")
         for name, what in (

@@ -19,7 +19,7 @@ from transformers import HfArgumentParser
 
 from fold3d import TrainingArguments
 from fold3d.cli.main import parser
-from fold3d.observe.step_breakdown import make_account
+from fold3d.observe.step_breakdown import make_breakdown
 from fold3d.plan.simulator import RankBreakdown
 from tests.helpers import pages, python_block
 from tests.helpers.example import EXAMPLE, TINY
@@ -171,9 +171,9 @@ def test_log_keys_are_those_of_the_code() -> None:
     part = RankBreakdown(
         compute_ms=1, bubble_ms=1, exposed_pp_ms=1, exposed_dp_ms=1, hidden_dp_ms=1, pp_bytes=1, dp_bytes=1
     )
-    account = make_account([], 0, 1_000_000, predicted_ms=1.0, predicted=part).log(dp=2, pp=2)
+    breakdown = make_breakdown([], 0, 1_000_000, predicted_ms=1.0, predicted=part).log(dp=2, pp=2)
     beside = ["tokens_per_second", "peak_memory_gb", "mfu"]
-    assert sorted(shown) == sorted([*account, *beside])
+    assert sorted(shown) == sorted([*breakdown, *beside])
     trainer = (ROOT / "fold3d" / "trainer" / "trainer.py").read_text()
     assert all(f'"{key}"' in trainer for key in beside)
 

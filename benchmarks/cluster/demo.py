@@ -29,7 +29,7 @@ from benchmarks.cluster.scenarios import SCENARIOS, Scenario
 from benchmarks.cluster.session import Session
 from benchmarks.cluster.systems import REFERENCE, System, find_system
 from benchmarks.cluster.wake_up import measure_wake_up_s
-from fold3d.observe.step_breakdown import Account, make_account
+from fold3d.observe.step_breakdown import StepBreakdown, make_breakdown
 from fold3d.observe.timeline import write_trace
 from fold3d.observe.timeline_picture import write_picture
 
@@ -206,13 +206,13 @@ def _verdict(report: Report, names: Sequence[str]) -> str:
 
 def _waited(run: Run) -> float:
     """Returns how many ms the rank with most of it waited for DP.sync in the last step."""
-    return max(_account(records).exposed_dp_ms for records in run.timelines)
+    return max(_breakdown(records).exposed_dp_ms for records in run.timelines)
 
 
-def _account(records: Sequence[Sequence[object]]) -> Account:
+def _breakdown(records: Sequence[Sequence[object]]) -> StepBreakdown:
     raw = [(str(r[0]), str(r[1]), int(str(r[2])), int(str(r[3])), int(str(r[4]))) for r in records]
     computed = [start for lane, _, start, _, _ in raw if lane in ("compute", "wait")]
-    return make_account(raw, min(computed), max(end for _, _, _, end, _ in raw))
+    return make_breakdown(raw, min(computed), max(end for _, _, _, end, _ in raw))
 
 
 if __name__ == "__main__":

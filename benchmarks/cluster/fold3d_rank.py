@@ -65,20 +65,20 @@ class Fold3dRank:
     def records(self) -> Sequence[Sequence[Record]]:
         """Returns each step's records of computing, receiving and DP.sync."""
         return [
-            [(lane, action, start, end) for lane, action, start, end, _ in output.account.records if lane in LANES]
+            [(lane, action, start, end) for lane, action, start, end, _ in output.breakdown.records if lane in LANES]
             for output in self._outputs
         ]
 
-    def account(self) -> dict[str, float]:
-        """Returns the last step's account; with what was waited for after it, where that is part of the step."""
-        account = self._outputs[-1].account.log(dp=2, pp=2)  # all keys, whatever the layout
+    def breakdown(self) -> dict[str, float]:
+        """Returns the last step's breakdown; with what was waited for after it, where that is part of the step."""
+        breakdown = self._outputs[-1].breakdown.log(dp=2, pp=2)  # all keys, whatever the layout
         for name in ("step_ms", "dp_exposed_ms"):
-            account[name] = round(account[name] + self._waited_ms, 1)
-        return account
+            breakdown[name] = round(breakdown[name] + self._waited_ms, 1)
+        return breakdown
 
     def timeline(self) -> Sequence[Sequence[Any]]:
         """Returns the last step's records, with the waits of who reads weights after it."""
-        return self._engine.account().records
+        return self._engine.breakdown().records
 
     def choice(self) -> dict[str, Any]:
         """Returns replica, segments, schedule, N, and DP.sync of each bucket."""

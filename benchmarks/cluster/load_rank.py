@@ -93,7 +93,7 @@ class LoadRank:
         """Returns each step's records."""
         return self._records
 
-    def account(self) -> dict[str, float]:
+    def breakdown(self) -> dict[str, float]:
         """Nothing is computed."""
         return {}
 

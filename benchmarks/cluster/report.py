@@ -29,7 +29,7 @@ class Run:
     """Of the messages between stages."""
     dropped_s: tuple[float, ...] = ()
     """What `step_s` was in the runs before or after it from which more was stolen, and which it replaces."""
-    accounts: tuple[dict[str, float], ...] = ()
+    breakdowns: tuple[dict[str, float], ...] = ()
     """Where the time of the last step went, of each rank, in ms; empty where a system does not say."""
     choices: tuple[dict[str, Any], ...] = ()
     """How each rank was set up: segments, schedule, N, DP.sync and gathers; empty where a system does not say."""
@@ -153,7 +153,7 @@ class Report(Runs):
 
 def _exposed(run: Run) -> float | None:
     """Milliseconds that the rank with most waited for DP.sync."""
-    return max((account["dp_exposed_ms"] for account in run.accounts), default=None)
+    return max((breakdown["dp_exposed_ms"] for breakdown in run.breakdowns), default=None)
 
 
 def number(value: float | None) -> str:

@@ -131,7 +131,7 @@ def make_run(scenario: Scenario, results: list[dict[str, Any]]) -> Run:
         steps_s=steps,
         sent_bytes=max(sent, default=None),
         latency=measure_latency(scenario, records),
-        accounts=tuple(result["account"] for result in results if result["account"]),
+        breakdowns=tuple(result["breakdown"] for result in results if result["breakdown"]),
         choices=tuple(result["choice"] for result in results if result["choice"]),
         action_s=_seconds_per_action(scenario, records),
         timelines=tuple(tuple(result["timeline"]) for result in results if result["timeline"]),

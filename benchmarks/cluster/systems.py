@@ -30,7 +30,7 @@ class Rank(Protocol):
     def records(self) -> Sequence[Sequence[Record]]:
         """Returns what was recorded, step by step; empty where the system does not say."""
 
-    def account(self) -> dict[str, float]:
+    def breakdown(self) -> dict[str, float]:
         """Returns where the last step's time went, in ms; empty where the system does not say."""
 
     def timeline(self) -> Sequence[Sequence[Any]]:

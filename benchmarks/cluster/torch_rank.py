@@ -85,7 +85,7 @@ class TorchRank:
         """Returns nothing: torch's runtime keeps no records."""
         return []
 
-    def account(self) -> dict[str, float]:
+    def breakdown(self) -> dict[str, float]:
         """Returns nothing."""
         return {}
 

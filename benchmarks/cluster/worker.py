@@ -76,7 +76,7 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
         "sent_bytes": (sent_after - sent_before) / request["steps"] if sent_before and sent_after else None,
         "stolen": (stolen - stolen_before) / max(1, busy - busy_before),
         "records": system.records(),
-        "account": system.account(),
+        "breakdown": system.breakdown(),
         "choice": system.choice(),
         "timeline": system.timeline() if request["timeline"] else (),
     }

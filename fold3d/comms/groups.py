@@ -26,7 +26,7 @@ class Groups:
     of the stages of one replica, `ties` for parameters that several stages share. On CUDA these have gloo for host
     memory (message headers) and NCCL for device memory, but rings only NCCL: in a gloo group every rank is connected
     with every other, so none is over replicas where gradients need none. What replicas, and all ranks, tell each other
-    goes over the trees of `data` and `world`. Links and rings have a thread of gloo each, the other groups one
+    goes over the trees of `data` and `world`. NetworkCosts and rings have a thread of gloo each, the other groups one
     together. Without `with_links` activations and gradients travel otherwise and have no groups.
     """
 

@@ -1,4 +1,4 @@
-"""SyncPlan: how each bucket of a rank is synchronised."""
+"""BucketSchedule: how each bucket of a rank is synchronised."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from fold3d.placement.bucket_layout import BucketSpec
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SyncPlan:
+class BucketSchedule:
     """The buckets of one stage in the order of the forward pass, the same on all its replicas."""
 
     buckets: tuple[BucketSpec, ...]
@@ -22,14 +22,14 @@ class SyncPlan:
     """No DP.sync before the pipeline is done, none after the step: the baseline that hides nothing."""
 
     @classmethod
-    def make(cls, buckets: Sequence[BucketSpec], dp_sync: str) -> SyncPlan:
+    def make(cls, buckets: Sequence[BucketSpec], dp_sync: str) -> BucketSchedule:
         """Returns the plan for one way of all buckets: "zero1", "early" (gathers in the order of the forward pass) or
         "serial"."""
         planned = 1 + max((bucket.planned for bucket in buckets), default=-1)
         return cls.of(buckets, (dp_sync,) * planned, range(planned) if dp_sync == "early" else ())
 
     @classmethod
-    def of(cls, buckets: Sequence[BucketSpec], modes: Sequence[str], gather_order: Sequence[int]) -> SyncPlan:
+    def of(cls, buckets: Sequence[BucketSpec], modes: Sequence[str], gather_order: Sequence[int]) -> BucketSchedule:
         """Returns the plan of one stage.
 
         Args:

@@ -4,7 +4,7 @@ The order of one step (Fold3D section V, made exact):
 
     backward       a bucket is reduce-scattered as soon as its gradients are complete; an "early" bucket's reduced
                    gradients are gathered in idle network time
-    vote           one exchange of numbers, over the replicas and then over the stages: the exact global norm, and
+    norm           one exchange of numbers, over the replicas and then over the stages: the exact global norm, and
                    whether the next step begins with buffers of replica 0
     update         a "zero1" bucket's own shard is stepped, its parameters are gathered
     next forward   layer by layer: what a layer needs is waited for, an "early" bucket is stepped, the layer runs
@@ -30,13 +30,13 @@ from fold3d.comms.groups import Groups
 from fold3d.data_parallel import optimizer_state
 from fold3d.data_parallel.bucket import Bucket
 from fold3d.data_parallel.bucket_optimizer import BucketOptimizer, Settings, check_separable
-from fold3d.data_parallel.bucket_schedule import SyncPlan
+from fold3d.data_parallel.bucket_schedule import BucketSchedule
 from fold3d.data_parallel.buffers import BufferSync
-from fold3d.data_parallel.grad_norm import vote
+from fold3d.data_parallel.grad_norm import all_reduce_norm
 from fold3d.data_parallel.gradients import norm_dtype, share_first
-from fold3d.data_parallel.parameter_readiness import Gates
+from fold3d.data_parallel.parameter_readiness import ParameterReadiness
 from fold3d.data_parallel.pending import PendingGradient
-from fold3d.data_parallel.reducer import Handover
+from fold3d.data_parallel.reducer import Reducer
 from fold3d.errors import ConfigError
 from fold3d.faults.progress import Progress
 from fold3d.observe.step_breakdown import RawRecord
@@ -61,7 +61,7 @@ class DpSync:
         topology: Topology,
         groups: Groups,
         sync: _C.BucketSync,
-        plan: SyncPlan,
+        plan: BucketSchedule,
         progress: Progress,
     ):
         self._cut, self._topology, self._groups, self._sync = cut, topology, groups, sync
@@ -73,9 +73,9 @@ class DpSync:
             for number, spec in enumerate(plan.buckets)
         ]
         self._summed = {id(parameter) for bucket in self.buckets for parameter in bucket.parameters}
-        uses = {name: sum(v % topology.pp == topology.pp_rank for v in c) for name, c in cut.cells.owners.items()}
-        self._gates = Gates(cut.model, self.buckets, self._open, lambda: self.read())
-        self._handover = Handover(self.buckets, uses, self._reduce, self._gates.is_closed)
+        uses = {name: sum(v % topology.pp == topology.pp_rank for v in c) for name, c in cut.placement.owners.items()}
+        self._readiness = ParameterReadiness(cut.model, self.buckets, self._open, lambda: self.read())
+        self._reducer = Reducer(self.buckets, uses, self._reduce, self._readiness.is_closed)
         self.read: Callable[[], None] = self.flush
         """What makes weights complete for whoever reads them; the engine puts in one that tells of failures."""
         self._optimizer: Optimizer | None = None
@@ -108,7 +108,7 @@ class DpSync:
         for bucket in self.buckets:
             if self._optimizer is None or self._whole:
                 bucket.clear()
-            if not self._gates.is_closed(bucket):
+            if not self._readiness.is_closed(bucket):
                 bucket.attach()
         self._norm, self._shown = None, []
         self._whole = whole and self._optimizer is not None
@@ -116,21 +116,21 @@ class DpSync:
         self._step += 1
         lazy = self._optimizer is not None and not self.plan.serial
         self._sync.begin(self._step, list(self.plan.gather_order) if lazy else [])
-        self._handover.begin(micro_batches, chunks, hold=self.plan.serial)
+        self._reducer.begin(micro_batches, chunks, hold=self.plan.serial)
 
     def before_chunk(self, chunk: int) -> None:
         """Waits for the parameters that any module of the chunk may read."""
-        self._gates.before_chunk(chunk)
+        self._readiness.before_chunk(chunk)
 
     def chunk_done(self, chunk: int) -> None:
         """The chunk's last backward is done."""
-        self._gates.open_chunk(chunk)  # of layers that no forward came by
-        self._handover.chunk_done(chunk)
+        self._readiness.open_chunk(chunk)  # of layers that no forward came by
+        self._reducer.chunk_done(chunk)
 
     def end(self) -> None:
         """All backwards are done. Without an optimizer, leaves the mean gradients in `.grad`, tied ones not summed; a
         whole step has these summed, too."""
-        self._handover.release()
+        self._reducer.release()
         self._handed_over = True
         if self._optimizer is not None and not self._whole:
             for bucket in self.buckets:
@@ -151,7 +151,7 @@ class DpSync:
         return self._optimizer is not None and not self._whole
 
     def norm(self) -> torch.Tensor:
-        """Returns the exact global gradient norm, the same on every rank; all ranks of the job call (the vote)."""
+        """Returns the exact global gradient norm, the same on every rank; all ranks call (one all-reduce)."""
         if self._norm is None and not self._begun:  # no step has run
             return torch.zeros((), dtype=self._norm_dtype)
         if self._norm is None:
@@ -160,7 +160,7 @@ class DpSync:
             unused = sum(not used for bucket in self.buckets for used in bucket.used)
             primary = self._cut.primary()
             shards = [b.gradients[p.start : p.stop] for b in self.buckets for p in b.pieces if p.name in primary]
-            (total, changed), norm = vote([unused, self._buffers.changed()], shards, self._groups.world)
+            (total, changed), norm = all_reduce_norm([unused, self._buffers.changed()], shards, self._groups.world)
             self._buffers.agree(changed > 0)
             self._norm = norm.to(self._norm_dtype)
             if total:
@@ -191,7 +191,7 @@ class DpSync:
                 planned = bucket.number in self.plan.gather_order and not self.plan.serial
                 if not planned and not self._whole:
                     self._sync.gather(bucket.number, bucket.gradients)
-            self._gates.close(bucket)
+            self._readiness.close(bucket)
         self._begun = False
         if self.plan.serial or self._whole:
             self.flush()
@@ -207,7 +207,7 @@ class DpSync:
 
     def abandon(self) -> None:
         """Drops the gradients of a step that will not be taken, such as one with infinite gradients."""
-        self._handover.release()
+        self._reducer.release()
         self._wait_reduced()
         for bucket in self.buckets:
             if bucket.number not in self._pending:
@@ -218,7 +218,7 @@ class DpSync:
 
     def flush(self) -> None:
         """Brings all parameters of this rank up to date. Meets nobody: the other replicas' part is under way."""
-        self._gates.open_all()
+        self._readiness.open_all()
 
     def finish(self) -> None:
         """Waits for what is under way: the weights become final, and no replica misses what this rank passes on."""
@@ -242,11 +242,11 @@ class DpSync:
                 "another engine was about to use the model between this one's run and optimizer.step(); step first"
             )
         self.flush()
-        self._handover.listens = False
+        self._reducer.listens = False
 
     def resume(self) -> None:
         """The model is ours again; what the other engine made of the weights is kept."""
-        self._handover.listens = True
+        self._reducer.listens = True
         for bucket in self.buckets:
             if bucket.weights is not None and not all(bucket.holds(parameter) for parameter in bucket.parameters):
                 bucket.flatten_parameters()
@@ -457,6 +457,6 @@ class DpSync:
 
     def close(self) -> None:
         """Ends the threads and takes the hooks off the model."""
-        self._gates.remove()
-        self._handover.remove()
+        self._readiness.remove()
+        self._reducer.remove()
         self._sync.close()

@@ -1,4 +1,4 @@
-"""vote(): the one exchange of a step over all ranks, between the sums of gradients and the optimizer."""
+"""all_reduce_norm(): the one exchange of a step over all ranks, between the sums of gradients and the optimizer."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fold3d.comms.world_group import WorldGroup
 from fold3d.data_parallel.gradients import sum_of_squares
 
 
-def vote(counts: Sequence[int], shards: Sequence[Tensor], world: WorldGroup) -> tuple[list[int], Tensor]:
+def all_reduce_norm(counts: Sequence[int], shards: Sequence[Tensor], world: WorldGroup) -> tuple[list[int], Tensor]:
     """Returns the sums of `counts` over all ranks, and the L2 norm of everybody's `shards`; all ranks of the job call.
 
     The norm is fp64, in host memory, and the same bits on every rank; it is infinite or no number where any gradient of

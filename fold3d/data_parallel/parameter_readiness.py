@@ -1,4 +1,4 @@
-"""Gates: a layer's first forward waits until its own parameters are up to date, and for nothing else."""
+"""ParameterReadiness: a layer's first forward waits until its own parameters are up to date, and for nothing else."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _nothing() -> None:
     """What a hook in a copy calls."""
 
 
-class Gates:
+class ParameterReadiness:
     """Which buckets are not up to date, and what must not run before they are."""
 
     def __init__(

@@ -48,7 +48,7 @@ class PendingGradient(Tensor):
     ) -> Any:
         first = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, PendingGradient))
         if func in _ADD and torch._C._current_graph_task_id() >= 0:
-            return first  # a backward pass that adds to it; the hook behind it (Handover) says what is wrong with that
+            return first  # a backward pass that adds to it; the hook behind it (Reducer) says what is wrong with that
         if func is torch.ops.aten.detach.default:
             return first
         if first.taken and func in _ZERO:

@@ -1,4 +1,4 @@
-"""Handover: gives buckets to the network the moment their gradients are complete, in one order on all replicas."""
+"""Reducer: gives buckets to the network the moment their gradients are complete, in one order on all replicas."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fold3d.data_parallel.bucket import Bucket
 from fold3d.errors import ConfigError
 
 
-class Handover:
+class Reducer:
     """Counts gradients as backward passes produce them.
 
     A parameter gets one gradient per micro-batch from every chunk that reads it, so a bucket is complete when all of

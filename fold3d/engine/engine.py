@@ -28,7 +28,7 @@ from fold3d.engine.built import Built
 from fold3d.engine.loss_scaler import LossScaler
 from fold3d.engine.pipeline import Pipeline
 from fold3d.errors import ConfigError
-from fold3d.observe.step_breakdown import Account
+from fold3d.observe.step_breakdown import StepBreakdown
 from fold3d.observe.step_output import StepOutput
 from fold3d.placement.partition import split_ranges
 from fold3d.plan.choice import Choice
@@ -390,7 +390,7 @@ class Engine(Built):
         self.optimizer.zero_grad(set_to_none=True)
         if scaler is not None:
             scaler.update(norm)
-        return StepOutput(loss=mean, grad_norm=norm, make_account=pipeline.account_later())
+        return StepOutput(loss=mean, grad_norm=norm, make_breakdown=pipeline.breakdown_later())
 
     def evaluate(self, batch: MicroBatch) -> torch.Tensor:
         """Returns the global batch's loss without gradients, in evaluation mode; any batch size; all ranks call."""
@@ -402,9 +402,12 @@ class Engine(Built):
         finally:
             self.model.train(was_training)
 
-    def account(self) -> Account:
+    def breakdown(self) -> StepBreakdown:
         """Returns where this rank's time went in the last `run`."""
-        return self._built()[1].account_later()()
+        return self._built()[1].breakdown_later()()
+
+    account = breakdown
+    """Its former name."""
 
     def highest_of_replica(self, value: float) -> float:
         """Returns the highest `value` that a stage of this replica gives; all ranks call."""

@@ -20,16 +20,16 @@ from fold3d.comms.tcp import connect_stages, uses_tcp
 from fold3d.comms.world_group import WorldGroup
 from fold3d.config import DEFAULT_BUCKET_BYTES, ParallelConfig
 from fold3d.data_parallel import gradients
-from fold3d.data_parallel.bucket_schedule import SyncPlan
+from fold3d.data_parallel.bucket_schedule import BucketSchedule
 from fold3d.data_parallel.dp_sync import DpSync
 from fold3d.engine.loss import one_number
-from fold3d.engine.replanner import Tuner
+from fold3d.engine.replanner import Replanner
 from fold3d.errors import Fold3dError, RankError
 from fold3d.faults.failure import FailureBoard, is_communication_error
 from fold3d.faults.interrupt import INTERRUPTED, end_with_a_line, swallow_repeats
 from fold3d.faults.progress import Report
 from fold3d.faults.stall import holding_up
-from fold3d.observe.step_breakdown import MEET, NS_PER_MS, Account, RawRecord, make_account
+from fold3d.observe.step_breakdown import MEET, NS_PER_MS, RawRecord, StepBreakdown, make_breakdown
 from fold3d.placement.bucket_layout import bucket_layout
 from fold3d.plan.choice import Choice
 from fold3d.plan.job import Job
@@ -79,10 +79,10 @@ class Pipeline:
         self._bounds = (0, 0)
         self._records: list[RawRecord] = []
         self._inputs = StepInputs()
-        self._part_hooks = PartHooks(cut.parameters, cut.cells.owners, cut.replaced())
+        self._part_hooks = PartHooks(cut.parameters, cut.placement.owners, cut.replaced())
         self.dp_sync: DpSync | None = None
         self._schedule: Schedule | None = None
-        self._tuner: Tuner | None = None
+        self._replanner: Replanner | None = None
         self._trained = False  # the last run was a step
         self._gradients_read = False  # its gradients may have been changed
         self._gate: _C.HostGate | None = None
@@ -110,7 +110,7 @@ class Pipeline:
 
     def _connect(self, config: ParallelConfig, device: torch.device) -> None:
         topology, cut = self._topology, self._cut
-        shared = cut.cells.shared_stages()
+        shared = cut.placement.shared_stages()
         over_tcp = uses_tcp(config.transport, device)
         timeout = config.timeout_seconds
         self._groups = groups = Groups(
@@ -122,7 +122,7 @@ class Pipeline:
             if topology.pp_rank in stages and cut.parameters[name].requires_grad
         }
         self._share_weights(shared)
-        self._tuner = Tuner(topology, groups, config, device, self._replan)
+        self._replanner = Replanner(topology, groups, config, device, self._replan)
         self._gate = gate = join_host_gate(topology, groups, self._job, config.preempt)
         self._counted = gate.counters()
         hosts = find_hosts(groups)
@@ -146,12 +146,12 @@ class Pipeline:
     ) -> None:
         topology, cut = self._topology, self._cut
         least = DEFAULT_BUCKET_BYTES if config.bucket_size is None else config.bucket_size
-        buckets = bucket_layout(cut.trainable(), cut.cells, cut.trace, cut.ranges, topology.pp_rank, least)
+        buckets = bucket_layout(cut.trainable(), cut.placement, cut.trace, cut.ranges, topology.pp_rank, least)
         if self._choice is not None:
             stage = topology.pp_rank
-            plan = SyncPlan.of(buckets, self._choice.modes[stage], self._choice.gather_order[stage])
+            plan = BucketSchedule.of(buckets, self._choice.modes[stage], self._choice.gather_order[stage])
         else:
-            plan = SyncPlan.make(buckets, "early" if config.dp_sync == "auto" else config.dp_sync)
+            plan = BucketSchedule.make(buckets, "early" if config.dp_sync == "auto" else config.dp_sync)
         sync = connect_replicas(
             topology, self.groups, gate, device, config.timeout_seconds, over_tcp=over_tcp, hosts=hosts
         )
@@ -177,7 +177,7 @@ class Pipeline:
             self._cut.split,
             self._inputs,
             self.dp_sync,
-            is_alone=self._cut.cells.pp == len(self._cut.ranges),
+            is_alone=self._cut.placement.pp == len(self._cut.ranges),
         )
 
     def _share_weights(self, shared: dict[str, tuple[int, ...]]) -> None:
@@ -201,7 +201,7 @@ class Pipeline:
         reads_gradients: bool,
     ) -> torch.Tensor:
         """Runs one step's forwards, backwards and gradient sums; returns the replica's loss on each of its ranks."""
-        self._begin_account()
+        self._begin_breakdown()
         self._part_hooks.look()
         self._gradients_read = reads_gradients
         if reads_weights and self.dp_sync is not None:
@@ -228,7 +228,7 @@ class Pipeline:
         for name, (parameter, group) in sorted(self._tied.items()):
             gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             used = [parameter.grad is not None]
-            gradients.share_first(gradient, used, self._cut.cells.stages(name), self._topology, group)
+            gradients.share_first(gradient, used, self._cut.placement.stages(name), self._topology, group)
             parameter.grad = gradient if used[0] else None
 
     def _meet(self, value: torch.Tensor, micro_batches: list[MicroBatch]) -> torch.Tensor:
@@ -243,7 +243,7 @@ class Pipeline:
 
     def evaluate(self, schedule: Schedule, batch: MicroBatch, call: ModelCall) -> Any:
         """Runs one batch forward; returns the last chunk's result on every rank of the replica."""
-        self._begin_account()
+        self._begin_breakdown()
         if self.dp_sync is not None:
             self.dp_sync.flush()
         self._trained = False
@@ -267,7 +267,7 @@ class Pipeline:
             self._inputs.clear()
             self.extend()
 
-    def _begin_account(self) -> None:
+    def _begin_breakdown(self) -> None:
         """A run begins; what is still recorded of the one before, nobody asked for."""
         self._take_records()
         self._records = []
@@ -285,7 +285,7 @@ class Pipeline:
         return own if self.dp_sync is None else own + self.dp_sync.take_records()
 
     def extend(self) -> None:
-        """What happened since the account began, or was extended, belongs to its step."""
+        """What happened since the breakdown began, or was extended, belongs to its step."""
         self._bounds = (self._bounds[0], time.monotonic_ns())
         self._records += self._take_records()
 
@@ -297,30 +297,30 @@ class Pipeline:
         self._bounds = (start, end + waited)
         self._records += later
 
-    def account_later(self) -> Callable[[], Account]:
-        """Returns what makes the account of where the time of the last step went, at any later time."""
+    def breakdown_later(self) -> Callable[[], StepBreakdown]:
+        """Returns what makes the breakdown of where the time of the last step went, at any later time."""
         self._extend_by_waits()
-        expected = self._tuner.believed if self._tuner is not None else None
+        expected = self._replanner.believed if self._replanner is not None else None
         assert self._gate is not None
         gate = {name: count - self._counted[name] for name, count in self._gate.counters().items()}
         step_ms, predicted = None, None
         if expected is not None:
             step_ms, predicted = expected.step_ms, expected.stages[self._topology.pp_rank]
-        return partial(make_account, tuple(self._records), *self._bounds, step_ms, gate, predicted)
+        return partial(make_breakdown, tuple(self._records), *self._bounds, step_ms, gate, predicted)
 
     def tune(self, schedule: Schedule) -> Choice | None:
         """Looks at the step before the one that begins; every so often plans anew. All ranks of the job call.
 
         Returns: a choice with a better schedule, to be used from now on.
         """
-        assert self._tuner is not None
+        assert self._replanner is not None
         if self._trained:
             self._extend_by_waits()
-            self._tuner.observe(self._records, (self._bounds[1] - self._bounds[0]) / NS_PER_MS)
+            self._replanner.observe(self._records, (self._bounds[1] - self._bounds[0]) / NS_PER_MS)
         self._trained = True
-        if self._tuner.is_due:
+        if self._replanner.is_due:
             with self.progress.during("planning from measured times", meets=True):
-                return self._tuner.look(schedule, self.dp_sync)
+                return self._replanner.look(schedule, self.dp_sync)
         return None
 
     # Failures

@@ -21,12 +21,12 @@ from fold3d.data_parallel.bucket_optimizer import check_separable
 from fold3d.errors import ConfigError, RankError, TraceError
 from fold3d.observe.announce import announce
 from fold3d.plan.choice import Choice
-from fold3d.plan.costs import Links, Profile
+from fold3d.plan.costs import NetworkCosts, Profile
 from fold3d.plan.job import Fixed, Job
 from fold3d.plan.resolve import with_choice
 from fold3d.plan.search import search
 from fold3d.profile.layers import profile_model
-from fold3d.profile.link_probe import probe_links
+from fold3d.profile.network_probe import probe_network
 from fold3d.stage.rank_model import record
 from fold3d.trace import Trace
 
@@ -98,11 +98,11 @@ def choose(
     """
     topology = world.topology
     profile = world.decide(profile, Profile.agreed, timeout=world.patience)
-    links = _links(profile, world, config, device)
+    network = _network(profile, world, config, device)
     job = Job(
         trace=recording,
         profile=profile,
-        links=links,
+        network=network,
         dp=topology.dp,
         pp=topology.pp,
         micro_batches=config.micro_batches,
@@ -179,11 +179,11 @@ def fixed_by(config: ParallelConfig) -> Fixed:
     )
 
 
-def _links(profile: Profile, world: WorldGroup, config: ParallelConfig, device: torch.device) -> Links:
+def _network(profile: Profile, world: WorldGroup, config: ParallelConfig, device: torch.device) -> NetworkCosts:
     topology, over_tcp = world.topology, uses_tcp(config.transport, device)
     groups = Groups(topology, device, config.timeout_seconds, (), with_links=not over_tcp, world=world)
     try:
-        return probe_links(
+        return probe_network(
             topology,
             groups,
             device,

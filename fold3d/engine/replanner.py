@@ -1,4 +1,4 @@
-"""Tuner: predicts steps from measured times, plans the gathers with them, and looks again when the times drift."""
+"""Replanner: predicts steps from measured times, plans the gathers with them, and looks again when the times drift."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch
 from fold3d.comms.groups import Groups
 from fold3d.comms.tcp import uses_tcp
 from fold3d.config import ParallelConfig
-from fold3d.data_parallel.bucket_schedule import SyncPlan
+from fold3d.data_parallel.bucket_schedule import BucketSchedule
 from fold3d.data_parallel.dp_sync import DpSync
 from fold3d.observe.announce import announce
 from fold3d.observe.step_breakdown import NS_PER_MS, RawRecord, merged, without
@@ -25,7 +25,7 @@ from fold3d.plan.costs import pause_bytes
 from fold3d.plan.job import Job
 from fold3d.plan.measured import Expected, Measured, plan_gathers
 from fold3d.plan.search import recheck
-from fold3d.profile.link_probe import probe_links
+from fold3d.profile.network_probe import probe_network
 from fold3d.schedule import Schedule, parse_action
 from fold3d.topology import Topology
 
@@ -48,7 +48,7 @@ _LOCAL = 1e10
 """Bytes per second where nothing was sent yet."""
 
 
-class Tuner:
+class Replanner:
     """Of one rank; all ranks of the job call the same methods at the same steps."""
 
     def __init__(
@@ -135,7 +135,7 @@ class Tuner:
             plan = sync.plan
             planned: dict[int, str] = {b.planned: m for b, m in zip(plan.buckets, plan.modes, strict=True)}
             modes = [planned[number] for number in range(len(planned))]
-            sync.plan = SyncPlan.of(plan.buckets, modes, self.expected.gather_order[self._topology.pp_rank])
+            sync.plan = BucketSchedule.of(plan.buckets, modes, self.expected.gather_order[self._topology.pp_rank])
         return better
 
     def _share(self, sync: DpSync | None) -> dict[str, Any]:
@@ -186,7 +186,7 @@ class Tuner:
         if self._planned is not None and schedule.micro_batches == self._planned[0].micro_batches:
             job, choice = self._planned
             if bandwidth < self._links[0]:
-                job = replace(job, links=replace(job.links, dp_bandwidth=bandwidth))
+                job = replace(job, network=replace(job.network, dp_bandwidth=bandwidth))
             better = recheck(job, choice, [1e3 * time for time in forward], [1e3 * time for time in backward])
             if better is not None:
                 announce(
@@ -231,9 +231,9 @@ class Tuner:
         if self._topology.world == 1:
             return _LOCAL, 0.0, 0.0
         if self._planned is not None:
-            links = self._planned[0].links
+            links = self._planned[0].network
         else:
-            links = probe_links(
+            links = probe_network(
                 self._topology,
                 self._groups,
                 self._device,

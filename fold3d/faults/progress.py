@@ -58,7 +58,7 @@ class Progress:
         self.meets = False
         self.aborted: str | None = None
         self.met: list[tuple[int, int]] = []
-        """When small exchanges with other ranks began and ended, ns of time.monotonic; whoever makes the account takes
+        """When small exchanges with other ranks began and ended, ns of time.monotonic; the breakdown takes
         them."""
         self._beat = 0
         self._connecting: list[Any] = []

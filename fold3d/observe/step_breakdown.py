@@ -1,4 +1,4 @@
-"""Account: where one step's time went on this rank."""
+"""StepBreakdown: where one step's time went on this rank."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MEET = "MEET"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Account:
+class StepBreakdown:
     """One step on one rank; times in milliseconds, sizes in bytes."""
 
     step_ms: float
@@ -58,8 +58,8 @@ class Account:
     records: tuple[RawRecord, ...]
     """Everything that was recorded, for the timeline. DP.sync of the step before may end in this one."""
 
-    def lasting(self, step_ms: float) -> Account:
-        """Returns the account of a step that took longer than its actions: its batches were loaded before. So is the
+    def lasting(self, step_ms: float) -> StepBreakdown:
+        """Returns the breakdown of a step that took longer than its actions: its batches were loaded before. So is the
         prediction then."""
         more = max(0.0, step_ms - self.step_ms)
         predicted = None if self.predicted_ms is None else self.predicted_ms + more
@@ -108,15 +108,15 @@ class Account:
         }
 
 
-def make_account(
+def make_breakdown(
     records: Sequence[RawRecord],
     start_ns: int,
     end_ns: int,
     predicted_ms: float | None = None,
     gate: Mapping[str, int] | None = None,
     predicted: RankBreakdown | None = None,
-) -> Account:
-    """Returns the account of one step from the records of its compute lane and its transfers.
+) -> StepBreakdown:
+    """Returns the breakdown of one step from the records of its compute lane and its transfers.
 
     Args:
         predicted_ms, predicted: what the simulator says; None: nothing was measured to feed it.
@@ -134,7 +134,7 @@ def make_account(
     dp_sync = merged([(start, end) for lane, _, start, end in spans if lane in ("reduce", "gather")])
     exposed_pp = overlap_ns(of_pp, arriving)
     met = [(start, end) for action, start, end in waits if action == MEET]
-    return Account(
+    return StepBreakdown(
         step_ms=(end_ns - start_ns) / NS_PER_MS,
         compute_ms=_length(compute) / NS_PER_MS,
         bubble_ms=(_length(of_pp) - exposed_pp + _length(met)) / NS_PER_MS,

@@ -8,21 +8,26 @@ from functools import cached_property
 
 import torch
 
-from fold3d.observe.step_breakdown import Account
+from fold3d.observe.step_breakdown import StepBreakdown
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepOutput:
-    """What one optimizer step reports; the same on every rank, but for the account."""
+    """What one optimizer step reports; the same on every rank, but for the breakdown."""
 
     loss: torch.Tensor
     """Loss of the global batch, scalar."""
     grad_norm: torch.Tensor
     """Global gradient norm before clipping, scalar."""
-    make_account: Callable[[], Account] = field(repr=False)
-    """Makes `account`."""
+    make_breakdown: Callable[[], StepBreakdown] = field(repr=False)
+    """Makes `breakdown`."""
 
     @cached_property
-    def account(self) -> Account:
+    def breakdown(self) -> StepBreakdown:
         """Where this rank's time went. Put together when it is first read: between steps the CPU has better to do."""
-        return self.make_account()
+        return self.make_breakdown()
+
+    @property
+    def account(self) -> StepBreakdown:
+        """`breakdown`, by its former name."""
+        return self.breakdown

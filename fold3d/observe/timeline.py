@@ -1,6 +1,6 @@
 """The timeline of one step over all ranks: its events, a one-line summary, Chrome trace JSON for Perfetto.
 
-It takes, per rank, the records of `account.gather_records`: dicts with
+It takes, per rank, the records of `breakdown.gather_records`: dicts with
     rank, lane (compute, wait, send_f, recv_f, send_b, recv_b, reduce or gather), action (text, "2F0"),
     start_ns, end_ns (one clock for all ranks, any origin), bytes (payload, 0 for computation).
 Ranks are numbered as `Topology` does: rank // pp is the replica, rank % pp the stage.
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fold3d.observe.step_breakdown import Account, make_account, waits_for_dp_sync
+from fold3d.observe.step_breakdown import StepBreakdown, make_breakdown, waits_for_dp_sync
 from fold3d.plan.simulator import RankBreakdown
 
 Records = Sequence[Sequence[Mapping[str, Any]]]
@@ -46,21 +46,21 @@ class Event:
 def write_trace(path: str | Path, records: Records, *, pp: int, predicted_ms: float | None = None) -> None:
     """Writes the step as Chrome trace: process = rank, thread = lane, arrows from each SEND to its RECV.
 
-    Each rank carries its account in milliseconds, as label and in `otherData`. The file appears complete or not at all.
+    Each rank carries its breakdown in milliseconds, as label and in `otherData`. The file appears whole or not at all.
     Called by one rank.
 
     Args:
         predicted_ms: what the simulator said the step takes; None: nothing.
     """
     events = events_of(records)
-    accounts = _accounts(events)
+    breakdowns = _accounts(events)
     out: list[dict[str, Any]] = []
     for rank in sorted({event.rank for event in events}):
         name = f"rank {rank} (dp {rank // pp}, stage {rank % pp})"
         out += [
             _meta("process_name", rank, 0, name=name),
             _meta("process_sort_index", rank, 0, sort_index=rank),
-            _meta("process_labels", rank, 0, labels=_label(accounts[rank])),
+            _meta("process_labels", rank, 0, labels=_label(breakdowns[rank])),
         ]
         present = {event.lane for event in events if event.rank == rank}
         for row, lane in enumerate(LANES):
@@ -96,9 +96,9 @@ def write_trace(path: str | Path, records: Records, *, pp: int, predicted_ms: fl
             arrow = {"name": send.text, "cat": "transfer", "ph": phase, "id": number, "pid": event.rank}
             out.append(arrow | {"tid": LANES.index(event.lane), "ts": time / _US, "bp": "e"})
     about = {
-        "summary": _summary(list(accounts.values()), predicted_ms),
+        "summary": _summary(list(breakdowns.values()), predicted_ms),
         "predicted_step_ms": predicted_ms,
-        "accounts": {rank: _transfers_of(account) for rank, account in accounts.items()},
+        "breakdowns": {rank: _transfers_of(breakdown) for rank, breakdown in breakdowns.items()},
     }
     text = json.dumps({"displayTimeUnit": "ms", "otherData": about, "traceEvents": out})
     write_atomically(path, lambda temporary: Path(temporary).write_text(text))
@@ -111,19 +111,19 @@ def _tint(event: Event) -> dict[str, str]:
     return {"cname": "terrible" if waits_for_dp_sync(event.text) else "grey"}
 
 
-def _transfers_of(account: Account) -> dict[str, float]:
+def _transfers_of(breakdown: StepBreakdown) -> dict[str, float]:
     """Returns what the records tell, from the first to the last of any rank; DP.sync of the step before may be among
     them, so this is no step's length, as in the logs."""
     names = ("compute_ms", "bubble_ms", "pp_exposed_ms", "pp_hidden_ms", "dp_exposed_ms", "dp_hidden_ms")
-    numbers = account.log(dp=2, pp=2)
+    numbers = breakdown.log(dp=2, pp=2)
     return {"timeline_ms": numbers["step_ms"], **{name: numbers[name] for name in names}}
 
 
-def _label(account: Account) -> str:
+def _label(breakdown: StepBreakdown) -> str:
     return (
-        f"DP.sync exposed {account.exposed_dp_ms:.1f}, hidden {account.hidden_dp_ms:.1f} ms; "
-        f"PP.sync exposed {account.exposed_pp_ms:.1f}, hidden {account.hidden_pp_ms:.1f} ms; "
-        f"bubble {account.bubble_ms:.1f} ms"
+        f"DP.sync exposed {breakdown.exposed_dp_ms:.1f}, hidden {breakdown.hidden_dp_ms:.1f} ms; "
+        f"PP.sync exposed {breakdown.exposed_pp_ms:.1f}, hidden {breakdown.hidden_pp_ms:.1f} ms; "
+        f"bubble {breakdown.bubble_ms:.1f} ms"
     )
 
 
@@ -132,41 +132,41 @@ def summary(records: Records, predicted_ms: float | None = None) -> str:
     return _summary(list(_accounts(events_of(records)).values()), predicted_ms)
 
 
-def _summary(accounts: Sequence[Account], predicted_ms: float | None) -> str:
-    return shares(accounts, predicted_ms, accounts[0].step_ms) if accounts else "nothing was recorded"
+def _summary(breakdowns: Sequence[StepBreakdown], predicted_ms: float | None) -> str:
+    return shares(breakdowns, predicted_ms, breakdowns[0].step_ms) if breakdowns else "nothing was recorded"
 
 
 def shares(
-    accounts: Sequence[Account] | Sequence[RankBreakdown], predicted_ms: float | None, step: float | None = None
+    breakdowns: Sequence[StepBreakdown] | Sequence[RankBreakdown], predicted_ms: float | None, step: float | None = None
 ) -> str:
-    """Returns what `accounts`, one of each rank, say of a step, in one line.
+    """Returns what `breakdowns`, one of each rank, say of a step, in one line.
 
     Args:
         step: its milliseconds; None: the parts add up to it.
     """
     if step is None:
-        first = accounts[0]
+        first = breakdowns[0]
         step = first.compute_ms + first.bubble_ms + first.exposed_pp_ms + first.exposed_dp_ms
 
     def share(field: str) -> str:
-        mean = sum(getattr(account, field) for account in accounts) / len(accounts)
+        mean = sum(getattr(breakdown, field) for breakdown in breakdowns) / len(breakdowns)
         return f"{100 * mean / step:.1f} %" if step else "0 %"
 
     predicted = "" if predicted_ms is None else f" (predicted {predicted_ms:.1f})"
     parts = [
-        f"step {step:.1f} ms{predicted} on {len(accounts)} rank(s): compute {share('compute_ms')}",
+        f"step {step:.1f} ms{predicted} on {len(breakdowns)} rank(s): compute {share('compute_ms')}",
         f"bubble {share('bubble_ms')}",
         f"exposed PP.sync {share('exposed_pp_ms')}",
         f"exposed DP.sync {share('exposed_dp_ms')}",
         f"hidden DP.sync {share('hidden_dp_ms')}",
     ]
-    sent, summed = (sum(getattr(a, field) for a in accounts) / 2**20 for field in ("pp_bytes", "dp_bytes"))
+    sent, summed = (sum(getattr(a, field) for a in breakdowns) / 2**20 for field in ("pp_bytes", "dp_bytes"))
     return ", ".join(parts) + f"; PP {sent:.1f} MiB, DP {summed:.1f} MiB"
 
 
-def _accounts(events: Sequence[Event]) -> dict[int, Account]:
+def _accounts(events: Sequence[Event]) -> dict[int, StepBreakdown]:
     return {
-        rank: make_account(
+        rank: make_breakdown(
             [(e.lane, e.text, e.start, e.end, e.bytes) for e in events if e.rank == rank], 0, last_ns(events)
         )
         for rank in sorted({event.rank for event in events})

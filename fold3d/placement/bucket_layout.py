@@ -9,7 +9,7 @@ from torch.nn import Parameter
 
 from fold3d.placement.buckets import cut_buckets
 from fold3d.placement.layers import chunk_layers
-from fold3d.placement.parameter_placement import Cells
+from fold3d.placement.parameter_placement import ParameterPlacement
 from fold3d.trace import Trace
 
 _FP32_BYTES = 4
@@ -35,7 +35,7 @@ class BucketSpec:
 
 def bucket_layout(
     parameters: Mapping[str, Parameter],
-    cells: Cells,
+    placement: ParameterPlacement,
     trace: Trace | None,
     ranges: Sequence[tuple[int, int]],
     stage: int,
@@ -49,10 +49,10 @@ def bucket_layout(
         least_bytes: layers of a chunk join until a bucket's gradients have as many, in fp32.
     """
     readers = _Readers(trace)
-    layers_of = chunk_layers(trace, ranges, cells.pp) if trace is not None else None
+    layers_of = chunk_layers(trace, ranges, placement.pp) if trace is not None else None
     specs: list[BucketSpec] = []
     planned = 0
-    for chunk in range(stage, len(ranges), cells.pp):
+    for chunk in range(stage, len(ranges), placement.pp):
         if layers_of is not None:
             layers = [layer.parameters for layer in layers_of[chunk]]
         else:  # of a model that is not cut nothing is known but the order in which it names its parameters
@@ -61,15 +61,15 @@ def bucket_layout(
         sizes = [sum(_FP32_BYTES * parameters[name].numel() for name in layer) for layer in mine]
         for lo, hi in cut_buckets(sizes, least_bytes):
             names = [name for layer in mine[lo:hi] for name in layer]
-            for part in _parts(names, parameters, cells):
-                specs.append(_spec(chunk, part, planned, cells, stage, readers))
+            for part in _parts(names, parameters, placement):
+                specs.append(_spec(chunk, part, planned, placement, stage, readers))
             planned += 1
     return specs
 
 
-def _parts(names: list[str], parameters: Mapping[str, Parameter], cells: Cells) -> list[list[str]]:
+def _parts(names: list[str], parameters: Mapping[str, Parameter], placement: ParameterPlacement) -> list[list[str]]:
     """Returns each tied parameter alone, so that it lies alike on all of its stages, then the others by dtype."""
-    tied = [name for name in names if len(cells.stages(name)) > 1]
+    tied = [name for name in names if len(placement.stages(name)) > 1]
     others: dict[str, list[str]] = {}
     for name in names:
         if name not in tied:
@@ -77,20 +77,22 @@ def _parts(names: list[str], parameters: Mapping[str, Parameter], cells: Cells) 
     return [*([name] for name in tied), *others.values()]
 
 
-def _spec(chunk: int, names: list[str], planned: int, cells: Cells, stage: int, readers: _Readers) -> BucketSpec:
+def _spec(
+    chunk: int, names: list[str], planned: int, placement: ParameterPlacement, stage: int, readers: _Readers
+) -> BucketSpec:
     modules: dict[str, None] = {}
     waiting: set[int] = set()
     for name in names:
         found = readers.modules(name)
         modules.update(dict.fromkeys(found))
         if not found:
-            waiting.update(owner for owner in cells.owners[name] if owner % cells.pp == stage)
+            waiting.update(owner for owner in placement.owners[name] if owner % placement.pp == stage)
     return BucketSpec(
         chunk=chunk,
         names=tuple(names),
         modules=tuple(modules),
         chunks=tuple(sorted(waiting)),
-        stages=cells.stages(names[0]),
+        stages=placement.stages(names[0]),
         planned=planned,
     )
 

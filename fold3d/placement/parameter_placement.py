@@ -1,4 +1,4 @@
-"""Cells: which parameters of the model live on which chunk and stage. Pure arithmetic on names."""
+"""ParameterPlacement: which parameters of the model live on which chunk and stage. Pure arithmetic on names."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Cells:
+class ParameterPlacement:
     """Ownership of a model's parameters.
 
     A parameter that several chunks need (tied weights, parameters held by the parents of the blocks) has a copy on
@@ -19,7 +19,9 @@ class Cells:
     """Canonical parameter name -> chunks that need it, ascending."""
 
     @classmethod
-    def from_chunks(cls, pp: int, names_of_chunk: Sequence[Sequence[str]], tied: Sequence[Sequence[str]]) -> Cells:
+    def from_chunks(
+        cls, pp: int, names_of_chunk: Sequence[Sequence[str]], tied: Sequence[Sequence[str]]
+    ) -> ParameterPlacement:
         """Returns the ownership when chunk v needs `names_of_chunk[v]` and each group in `tied` is one tensor."""
         canonical = {name: group[0] for group in tied for name in group}
         owners: dict[str, list[int]] = {}

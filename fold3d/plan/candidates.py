@@ -80,8 +80,8 @@ def heuristic_segments(job: Job, counts: list[int]) -> int:
     profile = job.profile
     compute = (sum(profile.forward) + sum(profile.backward)) / job.pp * job.micro_batches
     gradients = sum(profile.gradient_bytes.values()) / job.pp
-    dp_sync = 2 * (job.dp - 1) / job.dp * gradients / job.links.dp_bandwidth
-    message = max(profile.activation_bytes) / job.links.pp_bandwidth + job.links.pp_latency
+    dp_sync = 2 * (job.dp - 1) / job.dp * gradients / job.network.dp_bandwidth
+    message = max(profile.activation_bytes) / job.network.pp_bandwidth + job.network.pp_latency
     best = counts[0]
     for segments in counts:
         pp_sync = (2 * segments - 1) * job.micro_batches * message if job.pp > 1 else 0.0

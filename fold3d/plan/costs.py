@@ -1,4 +1,4 @@
-"""What the planner counts with: Profile, the costs of a model's layers, and Links, those of the network. Measured by
+"""What the planner counts with: Profile, the costs of a model's layers, and NetworkCosts. Measured by
 `fold3d.profile`, made up by tests and the command line."""
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Profile:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Links:
+class NetworkCosts:
     """Of one rank while all others communicate, too: what ranks of one host share is shared out already."""
 
     pp_latency: float

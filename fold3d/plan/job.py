@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from fold3d.config import DP_SYNC
 from fold3d.errors import ConfigError
-from fold3d.plan.costs import Links, Profile, pause_bytes
+from fold3d.plan.costs import NetworkCosts, Profile, pause_bytes
 from fold3d.trace import Trace
 
 
@@ -16,7 +16,7 @@ class Job:
 
     trace: Trace
     profile: Profile
-    links: Links
+    network: NetworkCosts
     dp: int
     """Replicas."""
     pp: int
@@ -37,7 +37,7 @@ class Job:
     @property
     def pause_bytes(self) -> int:
         """What is sent before a waiting message of PP.sync."""
-        return pause_bytes(self.links.bandwidth) if self.chunk_bytes is None else self.chunk_bytes
+        return pause_bytes(self.network.bandwidth) if self.chunk_bytes is None else self.chunk_bytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -79,9 +79,9 @@ class Trials:
         job = self.job
         model = _C.ClusterModel()
         model.dp = job.dp
-        model.bandwidth = job.links.bandwidth
-        model.latency_ns = round(_NS * job.links.message_latency(max(layout.activation_bytes)))
-        model.hop_latency_ns = round(_NS * job.links.hop_latency)
+        model.bandwidth = job.network.bandwidth
+        model.latency_ns = round(_NS * job.network.message_latency(max(layout.activation_bytes)))
+        model.hop_latency_ns = round(_NS * job.network.hop_latency)
         model.chunk_bytes = job.pause_bytes
         model.preempt = job.preempt
         model.action_ns = round(_NS * job.action_seconds)

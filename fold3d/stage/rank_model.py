@@ -11,7 +11,7 @@ from torch.nn import Module, Parameter
 
 from fold3d.config import AUTO, ParallelConfig
 from fold3d.errors import ConfigError, TraceError
-from fold3d.placement.parameter_placement import Cells
+from fold3d.placement.parameter_placement import ParameterPlacement
 from fold3d.placement.partition import split_ranges
 from fold3d.stage.split_model import SplitModel
 from fold3d.stage.whole_model import WholeModel
@@ -89,7 +89,7 @@ class RankModel:
         split: runs one chunk of the model.
         ranges: blocks [first, end) of every chunk.
         parameters: canonical name -> parameter with storage on this rank, in the model's order.
-        cells: which stage holds which parameter.
+        placement: which stage holds which parameter.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class RankModel:
         else:
             self.ranges = list(ranges) if ranges is not None else split_ranges(self.trace, config.num_chunks)
             of_chunk = [owned_parameters(model, self.trace, self.ranges, v) for v in range(config.num_chunks)]
-        self.cells = Cells.from_chunks(config.pp, of_chunk, tied_groups(model))
+        self.placement = ParameterPlacement.from_chunks(config.pp, of_chunk, tied_groups(model))
         keep = {name for v in topology.chunks(config.num_segments) for name in of_chunk[v]}
         if on_meta:
             _refuse_cut_model(model, keep)
@@ -144,9 +144,9 @@ class RankModel:
         if self.trace is None:
             return {}
         stages = dict.fromkeys(self.trace.prologue, 0)
-        stages.update(dict.fromkeys(self.trace.epilogue, self.cells.pp - 1))
+        stages.update(dict.fromkeys(self.trace.epilogue, self.placement.pp - 1))
         for chunk, (first, end) in enumerate(self.ranges):
-            stages.update(dict.fromkeys(self.trace.blocks[first:end], chunk % self.cells.pp))
+            stages.update(dict.fromkeys(self.trace.blocks[first:end], chunk % self.placement.pp))
         return stages
 
     def stage_of_module(self, name: str) -> int:
@@ -169,7 +169,7 @@ class RankModel:
 
     def primary(self) -> set[str]:
         """Returns the names of the parameters this stage is responsible for."""
-        return {name for name in self.parameters if self.cells.home(name) == self.stage}
+        return {name for name in self.parameters if self.placement.home(name) == self.stage}
 
 
 def _refuse_cut_model(model: Module, keep: set[str]) -> None:

@@ -407,11 +407,11 @@ class Trainer(EvaluatingTrainer):
                 used = self._flops_per_token * total / seconds
                 measured["mfu"] = round(used / (peak * self.args.world_size), 4)
         topology = self.engine.topology
-        account = self.engine.account().lasting(self._throughput.step_ms)
-        return measured | account.log(dp=topology.dp, pp=topology.pp)
+        breakdown = self.engine.breakdown().lasting(self._throughput.step_ms)
+        return measured | breakdown.log(dp=topology.dp, pp=topology.pp)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Logs as the stock Trainer; training logs with the job's speed and memory and this rank's account.
+        """Logs as the stock Trainer; training logs with the job's speed and memory and this rank's breakdown.
 
         Callbacks and `state.log_history` get all of it, the console one line.
         """
@@ -427,12 +427,12 @@ class Trainer(EvaluatingTrainer):
     def _write_timeline(self) -> None:
         self._timeline_written = True
         step = self.state.global_step
-        account = self.engine.account()
-        records = gather_records(account.records, self.engine.world)
+        breakdown = self.engine.breakdown()
+        records = gather_records(breakdown.records, self.engine.world)
         if records is None:
             return
         path = Path(str(self.args.output_dir)) / "timeline" / f"step-{step}"
-        pp, predicted_ms = self.args.pp, account.predicted_ms
+        pp, predicted_ms = self.args.pp, breakdown.predicted_ms
         write_trace(path.with_suffix(".json"), records, pp=pp, predicted_ms=predicted_ms)
         write_picture(
             path.with_suffix(".png"), records, pp=pp, title=f"optimizer step {step}", predicted_ms=predicted_ms

@@ -146,7 +146,7 @@ def test_a_step_ends_with_its_slowest_rank() -> None:
             "stolen": 0.03,
             "sent_bytes": None,
             "records": [passes] * (len(ends) - 1),
-            "account": {},
+            "breakdown": {},
             "choice": {},
             "timeline": (),
         }
@@ -181,7 +181,7 @@ class Stolen(Session):
         if share is None:
             raise RanksFailed("broken")
         answer = {"ends_ns": [0, round(share * 10**9)], "stolen": share, "sent_bytes": None}
-        return [answer | {"records": [], "account": {}, "choice": {}, "timeline": ()}] * self._count
+        return [answer | {"records": [], "breakdown": {}, "choice": {}, "timeline": ()}] * self._count
 
 
 def test_a_run_from_which_much_was_stolen_is_run_again() -> None:
@@ -377,7 +377,7 @@ def test_one_run_on_loopback(tmp_path: Path) -> None:
     assert not result["shaped"] and "UNSHAPED" in result["network"] and "UNSHAPED" in done.stdout
     assert set(result["systems"]) == {"fold3d-aiao-early:2", "fold3d-interleaved-npp:2", "torch-bfs:2"}
     assert all(system["ratio_to_limit"] > 0 for system in result["systems"].values())  # one step measures nothing
-    assert result["systems"]["fold3d-aiao-early:2"]["runs"][0]["accounts"]
+    assert result["systems"]["fold3d-aiao-early:2"]["runs"][0]["breakdowns"]
     assert (tmp_path / "p.png").stat().st_size > 1000
 
 

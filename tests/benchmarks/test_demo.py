@@ -21,7 +21,7 @@ from benchmarks.cluster.report import Report, Run
 from benchmarks.cluster.scenarios import SCENARIOS
 from benchmarks.cluster.torch_timeline import TorchTimeline
 from benchmarks.cluster.virtual_layer import VirtualLayer
-from fold3d.observe.step_breakdown import make_account
+from fold3d.observe.step_breakdown import make_breakdown
 from tests.benchmarks.test_cluster import ROOT, namespace_of, namespaces, needs_namespaces, wait_for_workers
 
 MS = 1_000_000
@@ -123,5 +123,5 @@ def test_a_step_of_torch_as_fold3d_records_it() -> None:
     assert computed == ["0F0", "2F0", "2B0", "0B0", "0F1", "2F1", "2B1", "0B1"]
     (sum_of_gradients,) = [record for record in records if record[0] == "reduce"]
     assert sum_of_gradients[1] == "2REDUCE_GRAD" and sum_of_gradients[4] == 16
-    account = make_account(records, records[0][2], max(record[3] for record in records))
-    assert account.compute_ms == pytest.approx(2 * 3 * 3, rel=0.5)
+    breakdown = make_breakdown(records, records[0][2], max(record[3] for record in records))
+    assert breakdown.compute_ms == pytest.approx(2 * 3 * 3, rel=0.5)

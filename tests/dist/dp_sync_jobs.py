@@ -128,7 +128,7 @@ def overlap(case: Case) -> tuple[int, int]:
     engine = parity_jobs.engine_of(case)
     for step in range(2):
         engine.step(parity_jobs.replica_batch(case, step, engine.topology.dp_rank))
-    records = engine.account().records
+    records = engine.breakdown().records
     engine.close()
     end = max(end for lane, action, _, end, _ in records if lane == "compute" and "B" in action)
     sums = [start for lane, _, start, _, _ in records if lane == "reduce"]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import fold3d
-from fold3d.data_parallel.bucket_schedule import SyncPlan
+from fold3d.data_parallel.bucket_schedule import BucketSchedule
 from fold3d.data_parallel.pending import PendingGradient
 from fold3d.errors import Fold3dError
 from fold3d.placement.bucket_layout import BucketSpec
@@ -107,16 +107,16 @@ def make_engine(model: nn.Module, dp_sync: str, settings: dict[str, Any], **othe
 def _alternating() -> Iterator[None]:
     """Every other bucket is synchronised as zero1, the rest early."""
 
-    def make(buckets: Sequence[BucketSpec], _: str) -> SyncPlan:
+    def make(buckets: Sequence[BucketSpec], _: str) -> BucketSchedule:
         modes = ["zero1" if number % 2 else "early" for number in range(1 + max(b.planned for b in buckets))]
-        return SyncPlan.of(buckets, modes, [number for number, mode in enumerate(modes) if mode == "early"])
+        return BucketSchedule.of(buckets, modes, [number for number, mode in enumerate(modes) if mode == "early"])
 
-    plain = SyncPlan.__dict__["make"]  # the classmethod itself
-    SyncPlan.make = make  # type: ignore[method-assign,assignment]
+    plain = BucketSchedule.__dict__["make"]  # the classmethod itself
+    BucketSchedule.make = make  # type: ignore[method-assign,assignment]
     try:
         yield
     finally:
-        SyncPlan.make = plain
+        BucketSchedule.make = plain
 
 
 def attached(model: nn.Module, dp_sync: str, make: Callable[[Any], Optimizer] = sgd) -> tuple[fold3d.Engine, Optimizer]:

@@ -154,7 +154,7 @@ def gathered_before_the_vote() -> tuple[int, int]:
     return len(gathered), len(sync.buckets)
 
 
-def accounts(dp_sync: str) -> dict[str, tuple[float, float, int]]:
+def breakdowns(dp_sync: str) -> dict[str, tuple[float, float, int]]:
     """Returns by way of reading weights after a step: its exposed DP.sync, its length, and what the reader waited."""
     found = {}
     for way in ("nobody", "flush", "state_dict", "loss"):
@@ -174,8 +174,8 @@ def accounts(dp_sync: str) -> dict[str, tuple[float, float, int]]:
             elif way == "state_dict":
                 engine.model.state_dict()
         waited = len(watched.seen)
-        account = engine.account()
-        found[way] = (account.exposed_dp_ms, account.step_ms, waited)
+        breakdown = engine.breakdown()
+        found[way] = (breakdown.exposed_dp_ms, breakdown.step_ms, waited)
         engine.flush()
         engine.close()
     return found
@@ -260,7 +260,7 @@ def error_of(call: Callable[[], object]) -> str:
 
 
 def another_schedule() -> tuple[list[float], dict[str, Tensor], dict[str, Any]]:
-    """Trains through a look of the tuner that finds a better schedule; returns losses, own weights, and the plan."""
+    """Trains through a look of the replanner that finds a better schedule; returns losses, weights, and the plan."""
     real, asked = replanner.recheck, []
 
     def better(job: Any, choice: Choice, forward: Any, backward: Any) -> Choice | None:

@@ -27,7 +27,7 @@ LATE = 20.0
 """Seconds for what takes a few: the others look around for who failed, and call again where a call was refused."""
 STRANGERS = 200
 PLANNED = {"schedule": "1f1b", "comm_timeout": 100.0}
-"""Links are made once, and nobody waits for less."""
+"""NetworkCosts are made once, and nobody waits for less."""
 
 
 # Strangers

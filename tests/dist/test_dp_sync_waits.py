@@ -23,8 +23,8 @@ def test_early_gathers_do_not_wait_for_the_vote(ranks: RankPool) -> None:
 
 
 @pytest.mark.parametrize("dp_sync", ["early", "zero1"])
-def test_whoever_reads_weights_waits_on_the_step_s_account(ranks: RankPool, dp_sync: str) -> None:
-    for found in ranks.run(jobs.accounts, 2, dp_sync):
+def test_whoever_reads_weights_waits_on_the_step_s_breakdown(ranks: RankPool, dp_sync: str) -> None:
+    for found in ranks.run(jobs.breakdowns, 2, dp_sync):
         nobody, _, waited = found.pop("nobody")
         assert waited == 0 and nobody < len(LAYERS) * jobs.WAIT * 1e3
         for exposed, length, waited in found.values():

@@ -1,4 +1,4 @@
-"""Tuner: when it looks, and that a step is predicted from what the links do now."""
+"""Replanner: when it looks, and that a step is predicted from what the links do now."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import torch
 
 import fold3d
 from fold3d import schedule as schedules
-from fold3d.data_parallel.bucket_schedule import SyncPlan
-from fold3d.engine import replanner as tuner_module
-from fold3d.engine.replanner import EVERY, FIRST_STEPS, RECENT, SAMPLE, Tuner
-from fold3d.plan.costs import Links
+from fold3d.data_parallel.bucket_schedule import BucketSchedule
+from fold3d.engine import replanner as replanner_module
+from fold3d.engine.replanner import EVERY, FIRST_STEPS, RECENT, SAMPLE, Replanner
+from fold3d.plan.costs import NetworkCosts
 from fold3d.topology import Topology
 
 MICRO_BATCHES = 2
@@ -24,13 +24,13 @@ RATE = 5e7
 
 
 class Sync:
-    """What the tuner asks of DP.sync; one chunk in four buckets on links of a rate that the test sets."""
+    """What the replanner asks of DP.sync; one chunk in four buckets on links of a rate that the test sets."""
 
     def __init__(self) -> None:
         specs = [SimpleNamespace(chunk=0, planned=number, stages=(0,)) for number in range(4)]
         gradients = SimpleNamespace(nbytes=BUCKET)
         self.buckets: list[Any] = [SimpleNamespace(spec=spec, gradients=gradients) for spec in specs]
-        self.plan = SyncPlan.make(specs, "early")  # type: ignore[arg-type]
+        self.plan = BucketSchedule.make(specs, "early")  # type: ignore[arg-type]
         self.rate = RATE
 
     def bandwidth(self) -> float:
@@ -40,18 +40,18 @@ class Sync:
         pass
 
 
-LINKS = Links(pp_latency=1e-4, pp_bandwidth=RATE, dp_bandwidth=RATE, hop_latency=1e-4)
+LINKS = NetworkCosts(pp_latency=1e-4, pp_bandwidth=RATE, dp_bandwidth=RATE, hop_latency=1e-4)
 
 
-def make_tuner(monkeypatch: pytest.MonkeyPatch, planned: Any = None) -> Tuner:
-    monkeypatch.setattr(tuner_module, "probe_links", lambda *_, **__: LINKS)
+def make_tuner(monkeypatch: pytest.MonkeyPatch, planned: Any = None) -> Replanner:
+    monkeypatch.setattr(replanner_module, "probe_network", lambda *_, **__: LINKS)
     topology = Topology(dp=2, pp=1, rank=0)
     config = fold3d.ParallelConfig(dp=2, segments=1, micro_batches=MICRO_BATCHES)
     alone = SimpleNamespace(decide=lambda value, verdict: verdict([value]))
-    return Tuner(topology, SimpleNamespace(world=alone), config, torch.device("cpu"), planned)  # type: ignore[arg-type]
+    return Replanner(topology, SimpleNamespace(world=alone), config, torch.device("cpu"), planned)  # type: ignore[arg-type]
 
 
-def observe(tuner: Tuner, steps: int, step_ms: float, other_ms: float = 0.0) -> None:
+def observe(replanner: Replanner, steps: int, step_ms: float, other_ms: float = 0.0) -> None:
     """Every step computes 10 ms forward and 20 ms backward for each micro-batch, and waits but for `other_ms`."""
     records: list[Any] = []
     for micro_batch in range(MICRO_BATCHES):
@@ -63,107 +63,110 @@ def observe(tuner: Tuner, steps: int, step_ms: float, other_ms: float = 0.0) -> 
     computed = 30 * MS * MICRO_BATCHES
     records.append(("wait", "0REDUCE_GRAD", computed, max(computed, round((step_ms - other_ms) * MS)), 0))
     for _ in range(steps):
-        tuner.observe(records, step_ms)
+        replanner.observe(records, step_ms)
 
 
-def first_look(tuner: Tuner, sync: Sync) -> float:
+def first_look(replanner: Replanner, sync: Sync) -> float:
     """Returns the first prediction, in milliseconds."""
     schedule = schedules.generate("1f1b", pp=1, segments=1, micro_batches=MICRO_BATCHES)
-    observe(tuner, FIRST_STEPS, 100.0)
-    assert tuner.is_due
-    assert tuner.look(schedule, sync) is None  # type: ignore[arg-type]
-    assert tuner.expected is not None
-    return tuner.expected.step_ms
+    observe(replanner, FIRST_STEPS, 100.0)
+    assert replanner.is_due
+    assert replanner.look(schedule, sync) is None  # type: ignore[arg-type]
+    assert replanner.expected is not None
+    return replanner.expected.step_ms
 
 
-def look_again(tuner: Tuner, sync: Sync, step_ms: float) -> float:
+def look_again(replanner: Replanner, sync: Sync, step_ms: float) -> float:
     schedule = schedules.generate("1f1b", pp=1, segments=1, micro_batches=MICRO_BATCHES)
     for _ in range(EVERY):
-        assert not tuner.is_due
-        observe(tuner, 1, step_ms)
-        if tuner.is_due:
+        assert not replanner.is_due
+        observe(replanner, 1, step_ms)
+        if replanner.is_due:
             break
-    assert tuner.is_due
-    tuner.look(schedule, sync)  # type: ignore[arg-type]
-    assert tuner.expected is not None and not tuner.is_due
-    return tuner.expected.step_ms
+    assert replanner.is_due
+    replanner.look(schedule, sync)  # type: ignore[arg-type]
+    assert replanner.expected is not None and not replanner.is_due
+    return replanner.expected.step_ms
 
 
 def test_the_first_look_waits_for_measured_steps(monkeypatch) -> None:
-    tuner = make_tuner(monkeypatch)
-    observe(tuner, FIRST_STEPS - 1, 100.0)
-    assert not tuner.is_due and tuner.expected is None
+    replanner = make_tuner(monkeypatch)
+    observe(replanner, FIRST_STEPS - 1, 100.0)
+    assert not replanner.is_due and replanner.expected is None
     assert 60.0 < first_look(make_tuner(monkeypatch), Sync()) < 60.0 + 8 * 10 + 10
 
 
 def test_as_long_as_steps_take_what_was_predicted_nothing_is_planned(monkeypatch) -> None:
-    tuner, sync = make_tuner(monkeypatch), Sync()
-    predicted = first_look(tuner, sync)
-    before, plan = tuner.expected, sync.plan
+    replanner, sync = make_tuner(monkeypatch), Sync()
+    predicted = first_look(replanner, sync)
+    before, plan = replanner.expected, sync.plan
     sync.rate = RATE / 4
-    assert look_again(tuner, sync, 1.05 * predicted) == predicted
-    assert tuner.expected is before and sync.plan is plan
+    assert look_again(replanner, sync, 1.05 * predicted) == predicted
+    assert replanner.expected is before and sync.plan is plan
 
 
 def test_links_that_became_slower_are_noticed(monkeypatch) -> None:
-    tuner, sync = make_tuner(monkeypatch), Sync()
-    predicted = first_look(tuner, sync)
+    replanner, sync = make_tuner(monkeypatch), Sync()
+    predicted = first_look(replanner, sync)
     sync.rate = RATE / 4
-    later = look_again(tuner, sync, 3 * predicted)
+    later = look_again(replanner, sync, 3 * predicted)
     assert later > 2 * predicted, "the speed of before training does not count any more"
     sync.rate = RATE
-    assert look_again(tuner, sync, predicted) == pytest.approx(predicted, rel=0.01)
+    assert look_again(replanner, sync, predicted) == pytest.approx(predicted, rel=0.01)
 
 
 def test_one_slow_ring_is_enough(monkeypatch) -> None:
-    tuner, schedule = make_tuner(monkeypatch), schedules.generate("1f1b", pp=1, segments=1, micro_batches=MICRO_BATCHES)
-    tuner._links = (RATE, 1e-4, 1e-4)
-    observe(tuner, FIRST_STEPS, 100.0)
-    share = tuner._share(Sync())  # type: ignore[arg-type]
-    found = tuner._expect(schedule, [share, share])
+    replanner, schedule = (
+        make_tuner(monkeypatch),
+        schedules.generate("1f1b", pp=1, segments=1, micro_batches=MICRO_BATCHES),
+    )
+    replanner._links = (RATE, 1e-4, 1e-4)
+    observe(replanner, FIRST_STEPS, 100.0)
+    share = replanner._share(Sync())  # type: ignore[arg-type]
+    found = replanner._expect(schedule, [share, share])
     assert found is not None
-    tuner.expected = found[0]
-    slow = share | {"bandwidth": RATE / 4, "step_ms": 3 * tuner.expected.step_ms}
-    later = tuner._expect(schedule, [share, slow])
-    assert later is not None and later[0].step_ms > 2 * tuner.expected.step_ms
-    hardly = share | {"bandwidth": 0.9 * RATE, "step_ms": 3 * tuner.expected.step_ms}
-    same = tuner._expect(schedule, [share, hardly])
-    assert same is not None and same[0].step_ms == tuner.expected.step_ms
+    replanner.expected = found[0]
+    slow = share | {"bandwidth": RATE / 4, "step_ms": 3 * replanner.expected.step_ms}
+    later = replanner._expect(schedule, [share, slow])
+    assert later is not None and later[0].step_ms > 2 * replanner.expected.step_ms
+    hardly = share | {"bandwidth": 0.9 * RATE, "step_ms": 3 * replanner.expected.step_ms}
+    same = replanner._expect(schedule, [share, hardly])
+    assert same is not None and same[0].step_ms == replanner.expected.step_ms
 
 
 def test_the_search_for_a_schedule_hears_of_slower_links_only(monkeypatch) -> None:
     heard: list[float] = []
-    monkeypatch.setattr(tuner_module, "recheck", lambda job, *_: heard.append(job.links.dp_bandwidth))
+    monkeypatch.setattr(replanner_module, "recheck", lambda job, *_: heard.append(job.network.dp_bandwidth))
 
     @dataclass(frozen=True)
     class Job:
         micro_batches: int
-        links: Links
+        network: NetworkCosts
 
-    tuner, sync = make_tuner(monkeypatch, (Job(MICRO_BATCHES, LINKS), None)), Sync()
-    predicted = first_look(tuner, sync)
-    look_again(tuner, sync, 2 * predicted)
+    replanner, sync = make_tuner(monkeypatch, (Job(MICRO_BATCHES, LINKS), None)), Sync()
+    predicted = first_look(replanner, sync)
+    look_again(replanner, sync, 2 * predicted)
     sync.rate = RATE / 2
-    look_again(tuner, sync, 3 * predicted)
+    look_again(replanner, sync, 3 * predicted)
     assert heard == [RATE, RATE, RATE / 2]
 
 
 def test_of_the_steps_between_looks_some_are_looked_into(monkeypatch) -> None:
-    tuner, sync = make_tuner(monkeypatch), Sync()
-    first_look(tuner, sync)
-    observe(tuner, EVERY, 100.0)
-    assert {len(times) for times in tuner._times.values()} == {EVERY // SAMPLE * MICRO_BATCHES}
-    assert len(tuner._lengths) == EVERY
+    replanner, sync = make_tuner(monkeypatch), Sync()
+    first_look(replanner, sync)
+    observe(replanner, EVERY, 100.0)
+    assert {len(times) for times in replanner._times.values()} == {EVERY // SAMPLE * MICRO_BATCHES}
+    assert len(replanner._lengths) == EVERY
 
 
 def test_looks_become_rarer(monkeypatch) -> None:
-    tuner, sync = make_tuner(monkeypatch), Sync()
-    predicted = first_look(tuner, sync)
+    replanner, sync = make_tuner(monkeypatch), Sync()
+    predicted = first_look(replanner, sync)
     looked = []
     for _ in range(5):
-        before = tuner._steps
-        look_again(tuner, sync, predicted)
-        looked.append(tuner._steps - before)
+        before = replanner._steps
+        look_again(replanner, sync, predicted)
+        looked.append(replanner._steps - before)
     assert looked == [SAMPLE, 2 * SAMPLE, 4 * SAMPLE, EVERY, EVERY]
 
 
@@ -171,22 +174,22 @@ def test_what_is_not_simulated_is_part_of_the_prediction(monkeypatch) -> None:
     schedule = schedules.generate("1f1b", pp=1, segments=1, micro_batches=MICRO_BATCHES)
     predictions = []
     for other_ms in (0.0, 25.0):
-        tuner = make_tuner(monkeypatch)
-        observe(tuner, FIRST_STEPS, 150.0, other_ms)
-        tuner.look(schedule, Sync())  # type: ignore[arg-type]
-        assert tuner.expected is not None
-        predictions.append(tuner.expected.step_ms)
+        replanner = make_tuner(monkeypatch)
+        observe(replanner, FIRST_STEPS, 150.0, other_ms)
+        replanner.look(schedule, Sync())  # type: ignore[arg-type]
+        assert replanner.expected is not None
+        predictions.append(replanner.expected.step_ms)
     assert predictions[1] - predictions[0] == pytest.approx(25.0)
 
 
 def test_a_prediction_that_is_off_is_not_shown(monkeypatch) -> None:
-    tuner, sync = make_tuner(monkeypatch), Sync()
-    predicted = first_look(tuner, sync)
-    observe(tuner, RECENT, predicted)
-    assert tuner.believed is tuner.expected
-    observe(tuner, RECENT // 2, 2 * predicted)
-    assert tuner.believed is tuner.expected, "one slow step says nothing"
-    observe(tuner, 1, 2 * predicted)
-    assert tuner.believed is None
-    observe(tuner, RECENT, 1.05 * predicted)
-    assert tuner.believed is tuner.expected
+    replanner, sync = make_tuner(monkeypatch), Sync()
+    predicted = first_look(replanner, sync)
+    observe(replanner, RECENT, predicted)
+    assert replanner.believed is replanner.expected
+    observe(replanner, RECENT // 2, 2 * predicted)
+    assert replanner.believed is replanner.expected, "one slow step says nothing"
+    observe(replanner, 1, 2 * predicted)
+    assert replanner.believed is None
+    observe(replanner, RECENT, 1.05 * predicted)
+    assert replanner.believed is replanner.expected

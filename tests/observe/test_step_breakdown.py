@@ -9,7 +9,7 @@ import torch
 
 import fold3d
 from fold3d.errors import ConfigError
-from fold3d.observe.step_breakdown import make_account, overlap_ns, without
+from fold3d.observe.step_breakdown import make_breakdown, overlap_ns, without
 from fold3d.plan.simulator import RankBreakdown
 
 MS = 1_000_000
@@ -42,20 +42,23 @@ def test_account_tells_hidden_from_exposed() -> None:
         ("send_f", "0SEND_F0", 10 * MS, 11 * MS, 512),
         ("wait", "0REDUCE_GRAD", 30 * MS, 37 * MS, 0),
     ]
-    account = make_account(records, 0, 37 * MS)
-    assert account.step_ms == 37
-    assert account.compute_ms == 23
-    assert account.bubble_ms == 2
-    assert account.exposed_pp_ms == 2
-    assert account.exposed_dp_ms == 3 + 7
-    assert account.hidden_dp_ms == 2 + 3 + 6
-    assert (account.pp_bytes, account.dp_bytes) == (512, 8192 + 1024)
-    assert account.compute_ms + account.bubble_ms + account.exposed_pp_ms + account.exposed_dp_ms == account.step_ms
-    assert "predicted_step_ms" not in account.log(dp=2, pp=2)
+    breakdown = make_breakdown(records, 0, 37 * MS)
+    assert breakdown.step_ms == 37
+    assert breakdown.compute_ms == 23
+    assert breakdown.bubble_ms == 2
+    assert breakdown.exposed_pp_ms == 2
+    assert breakdown.exposed_dp_ms == 3 + 7
+    assert breakdown.hidden_dp_ms == 2 + 3 + 6
+    assert (breakdown.pp_bytes, breakdown.dp_bytes) == (512, 8192 + 1024)
+    assert (
+        breakdown.compute_ms + breakdown.bubble_ms + breakdown.exposed_pp_ms + breakdown.exposed_dp_ms
+        == breakdown.step_ms
+    )
+    assert "predicted_step_ms" not in breakdown.log(dp=2, pp=2)
     stage = RankBreakdown(
         compute_ms=22.0, bubble_ms=3.0, exposed_pp_ms=1.0, exposed_dp_ms=10.0, hidden_dp_ms=12.0, pp_bytes=0, dp_bytes=0
     )
-    predicted = make_account(records, 0, 37 * MS, 36.0, None, stage).log(dp=2, pp=2)
+    predicted = make_breakdown(records, 0, 37 * MS, 36.0, None, stage).log(dp=2, pp=2)
     assert {name: value for name, value in predicted.items() if name.startswith("predicted")} == {
         "predicted_step_ms": 36.0,
         "predicted_bubble_ms": 3.0,
@@ -73,15 +76,15 @@ def test_the_parts_of_the_log_add_up_to_the_step() -> None:
         ("compute", "0B0", 15 * MS, 30 * MS + 77_777, 0),
         ("wait", "0REDUCE_GRAD", 31 * MS, 36 * MS + 66_666, 0),
     ]
-    account = make_account(records, 0, 40 * MS)
-    for one in (account, account.lasting(55.55), account.lasting(3.0)):
+    breakdown = make_breakdown(records, 0, 40 * MS)
+    for one in (breakdown, breakdown.lasting(55.55), breakdown.lasting(3.0)):
         log = one.log(dp=2, pp=2)
         parts = ("compute_ms", "bubble_ms", "pp_exposed_ms", "dp_exposed_ms", "other_ms")
         assert sum(log[name] for name in parts) == pytest.approx(log["step_ms"], abs=1e-6)
-    assert account.log(dp=2, pp=2)["other_ms"] == pytest.approx(40 - 10.03 - 15.08 - 3.04 - 5.07, abs=0.2)
-    assert account.lasting(55.55).log(dp=2, pp=2)["step_ms"] == pytest.approx(55.55, abs=0.051)
-    assert account.lasting(3.0).step_ms == 40
-    predicted = make_account(records, 0, 40 * MS, 41.0).lasting(50.0)
+    assert breakdown.log(dp=2, pp=2)["other_ms"] == pytest.approx(40 - 10.03 - 15.08 - 3.04 - 5.07, abs=0.2)
+    assert breakdown.lasting(55.55).log(dp=2, pp=2)["step_ms"] == pytest.approx(55.55, abs=0.051)
+    assert breakdown.lasting(3.0).step_ms == 40
+    predicted = make_breakdown(records, 0, 40 * MS, 41.0).lasting(50.0)
     assert (predicted.step_ms, predicted.predicted_ms) == (50, 51), "loading is nobody's prediction"
 
 
@@ -97,7 +100,7 @@ def test_what_cannot_be_in_a_layout_is_not_logged(dp: int, pp: int, absent: set[
     stage = RankBreakdown(
         compute_ms=1.0, bubble_ms=1.0, exposed_pp_ms=1.0, exposed_dp_ms=1.0, hidden_dp_ms=1.0, pp_bytes=0, dp_bytes=0
     )
-    log = make_account([], 0, MS, 1.0, None, stage).log(dp=dp, pp=pp)
+    log = make_breakdown([], 0, MS, 1.0, None, stage).log(dp=dp, pp=pp)
     assert not absent & set(log)
     assert present | {"step_ms", "compute_ms", "other_ms", "predicted_step_ms"} <= set(log)
 
@@ -109,25 +112,25 @@ def test_small_exchanges_count_as_what_they_wait_for() -> None:
         ("reduce", "0REDUCE_GRAD", 5 * MS, 16 * MS, 4096),
         ("wait", "MEET", 11 * MS, 19 * MS, 0),
     ]
-    account = make_account(records, 0, 20 * MS)
-    assert (account.exposed_dp_ms, account.bubble_ms, account.compute_ms) == (5, 3, 10)
-    again = make_account(account.records, 0, 20 * MS)
+    breakdown = make_breakdown(records, 0, 20 * MS)
+    assert (breakdown.exposed_dp_ms, breakdown.bubble_ms, breakdown.compute_ms) == (5, 3, 10)
+    again = make_breakdown(breakdown.records, 0, 20 * MS)
     assert (again.exposed_dp_ms, again.bubble_ms) == (5, 3), "the timeline says the same"
-    log = account.log(dp=2, pp=1)
+    log = breakdown.log(dp=2, pp=1)
     assert (log["dp_exposed_ms"], log["other_ms"]) == (5, 5) and "bubble_ms" not in log
 
 
 def test_account_tells_what_messages_and_dp_sync_cost_each_other() -> None:
     gate = {"preemptions": 3, "yields": 9, "held_ns": 8 * MS, "preempted_ns": 5 * MS, "delayed_ns": 2 * MS}
-    log = make_account([], 0, MS, None, gate).log(dp=2, pp=2)
+    log = make_breakdown([], 0, MS, None, gate).log(dp=2, pp=2)
     assert (log["preemptions"], log["dp_held_ms"], log["pp_delayed_ms"]) == (3, 5, 2)
-    assert make_account([], 0, MS).preemptions == 0
+    assert make_breakdown([], 0, MS).preemptions == 0
 
 
 def test_what_ended_before_the_step_does_not_count() -> None:
     records = [("wait", "0GATHER", -9 * MS, -3 * MS, 0), ("compute", "0F0", 0, 4 * MS, 0)]
-    account = make_account(records, 0, 4 * MS)
-    assert (account.exposed_dp_ms, account.compute_ms) == (0, 4)
+    breakdown = make_breakdown(records, 0, 4 * MS)
+    assert (breakdown.exposed_dp_ms, breakdown.compute_ms) == (0, 4)
 
 
 @pytest.mark.parametrize(
@@ -172,9 +175,9 @@ def test_a_step_s_account_has_what_the_gate_counted_in_it() -> None:
 
     for _ in range(2):
         engine.run([batch, batch], loss)
-        account = engine.account()
-        assert account.preemptions == 4 * MS
-        assert account.pp_delayed_ms == account.dp_held_ms == 4
+        breakdown = engine.breakdown()
+        assert breakdown.preemptions == 4 * MS
+        assert breakdown.pp_delayed_ms == breakdown.dp_held_ms == 4
     engine.close()
 
 
@@ -184,8 +187,8 @@ def test_exchanges_after_a_step_are_not_in_it() -> None:
     engine.run([batch], lambda module, micro_batch: module(**micro_batch).sum())
     now = time.monotonic_ns()
     engine._pipeline.progress.met.append((now, now + 10_000 * MS))  # type: ignore[union-attr]
-    account = engine.account()
-    assert account.step_ms < 5_000 and account.bubble_ms == 0
+    breakdown = engine.breakdown()
+    assert breakdown.step_ms < 5_000 and breakdown.bubble_ms == 0
     engine.close()
 
 

@@ -82,16 +82,16 @@ def test_trace_has_the_account_of_each_rank_and_the_prediction(tmp_path: Path) -
     trace = json.loads((tmp_path / "step.json").read_text())
     about = trace["otherData"]
     assert about["predicted_step_ms"] == 61.5 and "(predicted 61.5)" in about["summary"]
-    assert set(about["accounts"]) == {"0", "1", "2", "3"}
-    for rank, account in about["accounts"].items():
+    assert set(about["breakdowns"]) == {"0", "1", "2", "3"}
+    for rank, breakdown in about["breakdowns"].items():
         own = [r for records in RECORDS for r in records if r["rank"] == int(rank) and r["lane"] == "compute"]
-        assert account["compute_ms"] == pytest.approx(sum(r["end_ns"] - r["start_ns"] for r in own) / 1e6, abs=0.1)
+        assert breakdown["compute_ms"] == pytest.approx(sum(r["end_ns"] - r["start_ns"] for r in own) / 1e6, abs=0.1)
         label = next(
             e["args"]["labels"] for e in trace["traceEvents"] if e["name"] == "process_labels" and e["pid"] == int(rank)
         )
-        assert f"DP.sync exposed {account['dp_exposed_ms']:.1f}, hidden {account['dp_hidden_ms']:.1f} ms" in label
-        assert f"PP.sync exposed {account['pp_exposed_ms']:.1f}, hidden {account['pp_hidden_ms']:.1f} ms" in label
-        assert f"bubble {account['bubble_ms']:.1f} ms" in label
+        assert f"DP.sync exposed {breakdown['dp_exposed_ms']:.1f}, hidden {breakdown['dp_hidden_ms']:.1f} ms" in label
+        assert f"PP.sync exposed {breakdown['pp_exposed_ms']:.1f}, hidden {breakdown['pp_hidden_ms']:.1f} ms" in label
+        assert f"bubble {breakdown['bubble_ms']:.1f} ms" in label
 
 
 def test_arrows_join_each_send_to_its_receive(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from fold3d.plan.choice import Choice
-from fold3d.plan.costs import Links, Profile
+from fold3d.plan.costs import NetworkCosts, Profile
 from fold3d.plan.job import Fixed, Job
 from fold3d.plan.search import search
 from fold3d.trace import trace
@@ -65,10 +65,16 @@ def make_job(
         optimizer_bytes=2.0,
         measured=True,
     )
-    links = Links(pp_latency=2e-4, pp_bandwidth=bandwidth, dp_bandwidth=bandwidth, hop_latency=2e-4)
+    network = NetworkCosts(pp_latency=2e-4, pp_bandwidth=bandwidth, dp_bandwidth=bandwidth, hop_latency=2e-4)
     values = {"action_seconds": 3e-4, "bucket_seconds": 3e-4}
     return Job(
-        trace=recorded, profile=profile, links=links, dp=dp, pp=pp, micro_batches=micro_batches, **(values | changes)
+        trace=recorded,
+        profile=profile,
+        network=network,
+        dp=dp,
+        pp=pp,
+        micro_batches=micro_batches,
+        **(values | changes),
     )
 
 

@@ -38,7 +38,7 @@ def scenario_limit_ms(job, segments=4):
     bubble = compute * (job.pp - 1) / (segments * job.micro_batches)
     messages = (2 * segments - (job.pp == 2)) * job.micro_batches * job.profile.activation_bytes[0]
     gradients = sum(job.profile.gradient_bytes.values()) / job.pp  # dp = 2: all of them leave once
-    return 1e3 * max(compute + bubble, (gradients + messages) / job.links.bandwidth)
+    return 1e3 * max(compute + bubble, (gradients + messages) / job.network.bandwidth)
 
 
 @pytest.mark.parametrize("name", SCENARIOS)

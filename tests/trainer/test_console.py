@@ -142,7 +142,7 @@ LINE = re.compile(
 )
 
 
-def check_account(entry: dict[str, float]) -> None:
+def check_breakdown(entry: dict[str, float]) -> None:
     parts = ("compute_ms", "bubble_ms", "pp_exposed_ms", "dp_exposed_ms", "other_ms")
     assert sum(entry.get(name, 0.0) for name in parts) == pytest.approx(entry["step_ms"], abs=1e-6)
     assert entry["other_ms"] >= -0.3
@@ -162,7 +162,7 @@ def test_one_process(tmp_path: Path, bar: bool) -> None:
     steps = [entry for entry in history if "loss" in entry]
     assert [dict(entry, step=0) for entry in steps] == [dict(entry, step=0) for entry in seen if "loss" in entry]
     for entry in steps:
-        check_account(entry)
+        check_breakdown(entry)
         assert not {"bubble_ms", "dp_exposed_ms", "preemptions"} & set(entry)
     assert not any("step_ms" in entry for entry in history if "eval_loss" in entry)
     assert (ProgressCallback if bar else PrinterCallback) in kinds
@@ -176,7 +176,7 @@ def test_four_ranks(ranks: RankPool, tmp_path: Path) -> None:
     assert len(lines) == 2 and all(re.search(r"bubble \d+ %  PP.sync \d+ %  DP.sync \d+ %", line) for line in lines)
     for entry in history:
         if "loss" in entry:
-            check_account(entry)
+            check_breakdown(entry)
             assert {"bubble_ms", "pp_hidden_ms", "dp_exposed_ms", "dp_hidden_ms", "preemptions"} <= set(entry)
     highest = [[entry["peak_memory_gb"] for entry in result[2] if "loss" in entry] for result in results]
     assert all(one == highest[0] for one in highest), "of the fullest rank, said by all"

@@ -97,7 +97,7 @@ def test_a_callback_that_reads_none_is_not_waited_for(
     assert early != [event for event in read["early"][0].extra["seen"] if event[0] == "step_end"]
 
 
-def test_logs_carry_the_account(unread: dict[str, Ranks]) -> None:
+def test_logs_carry_the_breakdown(unread: dict[str, Ranks]) -> None:
     for way in WAYS:
         for outcome in unread[way]:
             logs = [entry for entry in outcome.extra["logs"] if "loss" in entry]

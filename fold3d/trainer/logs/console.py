@@ -18,7 +18,7 @@ _PARTS = {
     "dp_exposed_ms": "DP.sync",
     "other_ms": "other",
 }
-"""Keys of the account that add up to step_ms, and what the line calls them."""
+"""Keys of the breakdown that add up to step_ms, and what the line calls them."""
 _SAID = {
     "loss",
     "grad_norm",

@@ -1,4 +1,4 @@
-"""probe_links on this machine's loopback, over our own links and over gloo: plausible, and the same on all ranks."""
+"""probe_network on this machine's loopback, over our own links and over gloo: plausible, and the same on all ranks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from fold3d._C import CommError
 from fold3d.comms.groups import Groups
-from fold3d.profile.link_probe import probe_links, tcp_messages
+from fold3d.profile.network_probe import probe_network, tcp_messages
 from fold3d.topology import Topology
 
 
@@ -19,7 +19,7 @@ def _probe(dp: int, pp: int, over_tcp: bool):
     device = torch.device("cpu")
     groups = Groups(topology, device, 30.0, (), with_links=not over_tcp)
     try:
-        return probe_links(topology, groups, device, 30.0, over_tcp=over_tcp, activation_bytes=8192, seconds=0.2)
+        return probe_network(topology, groups, device, 30.0, over_tcp=over_tcp, activation_bytes=8192, seconds=0.2)
     finally:
         groups.close()
 

@@ -1,4 +1,4 @@
-"""measure_links against links of known speed; the clock is the test's own."""
+"""measure_network against links of known speed; the clock is the test's own."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from fold3d.plan.costs import Links, pause_bytes
-from fold3d.profile.links import measure_links
+from fold3d.plan.costs import NetworkCosts, pause_bytes
+from fold3d.profile.network import measure_network
 
 
 class Wire:
@@ -30,7 +30,7 @@ class Wire:
 
 def test_speeds_are_found(monkeypatch):
     wire = Wire(monkeypatch)
-    found = measure_links(
+    found = measure_network(
         pass_on=wire.pass_on, sum_up=wire.sum_up, slowest=lambda x: x, dp=4, activation_bytes=8192, seconds=1.0
     )
     assert found.pp_latency == pytest.approx(1e-4, rel=0.01)
@@ -50,7 +50,7 @@ def test_a_machine_that_is_busy_at_first_does_not_count_as_a_slow_link(monkeypat
         fast(size)
         wire.now += 0.05 if wire.calls == 2 else 0.003 if wire.calls <= 10 else 0.0
 
-    found = measure_links(pass_on=pass_on, sum_up=None, slowest=lambda x: x, dp=1, activation_bytes=8192, seconds=1.0)
+    found = measure_network(pass_on=pass_on, sum_up=None, slowest=lambda x: x, dp=1, activation_bytes=8192, seconds=1.0)
     assert found.pp_latency == pytest.approx(1e-4, rel=0.01)
     assert found.pp_bandwidth == pytest.approx(1e8, rel=0.01)
 
@@ -62,13 +62,13 @@ def test_slow_links_are_asked_a_few_times_only(monkeypatch):
         wire.calls += 1
         wire.now += 0.5
 
-    measure_links(pass_on=pass_on, sum_up=None, slowest=lambda x: x, dp=1, activation_bytes=8192, seconds=1.0)
+    measure_network(pass_on=pass_on, sum_up=None, slowest=lambda x: x, dp=1, activation_bytes=8192, seconds=1.0)
     assert wire.calls < 20
 
 
 def test_the_slowest_rank_decides_for_all(monkeypatch):
     wire = Wire(monkeypatch)
-    found = measure_links(
+    found = measure_network(
         pass_on=wire.pass_on, sum_up=None, slowest=lambda x: [3 * value for value in x], dp=1, activation_bytes=0
     )
     assert found.pp_latency == pytest.approx(3e-4, rel=0.01)
@@ -80,7 +80,7 @@ def test_without_a_network():
     def never(size):
         raise AssertionError
 
-    found = measure_links(pass_on=None, sum_up=None, slowest=never, dp=1, activation_bytes=8192)
+    found = measure_network(pass_on=None, sum_up=None, slowest=never, dp=1, activation_bytes=8192)
     assert found.bandwidth == 1e13 and found.message_latency(8192) == 0
 
 
@@ -93,6 +93,6 @@ def test_what_cannot_be_paused_follows_the_bandwidth():
 
 
 def test_slow_messages_are_latency():
-    links = Links(pp_latency=1e-4, pp_bandwidth=1e7, dp_bandwidth=1e8, hop_latency=0)
+    links = NetworkCosts(pp_latency=1e-4, pp_bandwidth=1e7, dp_bandwidth=1e8, hop_latency=0)
     assert links.message_latency(10_000) == pytest.approx(1e-4 + 1e-3 - 1e-4)
-    assert math.isinf(Links(pp_latency=0, pp_bandwidth=math.inf, dp_bandwidth=1, hop_latency=0).pp_bandwidth)
+    assert math.isinf(NetworkCosts(pp_latency=0, pp_bandwidth=math.inf, dp_bandwidth=1, hop_latency=0).pp_bandwidth)

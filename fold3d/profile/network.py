@@ -1,4 +1,4 @@
-"""measure_links(): latency and bandwidth of the links that PP.sync and DP.sync use, the same numbers on all ranks."""
+"""measure_network(): latency and bandwidth of the links that PP.sync and DP.sync use, the same numbers on all ranks."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable
 
-from fold3d.plan.costs import Links
+from fold3d.plan.costs import NetworkCosts
 
 _SMALL = 64  # bytes of a message that is all latency
 _FEW = 5  # repetitions, of which the fastest counts: whatever else happens only adds time
@@ -16,7 +16,7 @@ _LEAST_BURST = 1 << 18  # bytes
 _MOST_BURST = 1 << 28
 
 
-def measure_links(
+def measure_network(
     *,
     pass_on: Callable[[int], None] | None,
     sum_up: Callable[[int], None] | None,
@@ -24,7 +24,7 @@ def measure_links(
     dp: int,
     activation_bytes: int,
     seconds: float = 1.0,
-) -> Links:
+) -> NetworkCosts:
     """Returns what the slowest rank measured; all ranks call it with the same arguments.
 
     Args:
@@ -52,7 +52,9 @@ def measure_links(
         dp_bandwidth = hops / dp * size / _without(spent, hops * hop_latency)
         if pass_on is None:
             pp_latency, pp_bandwidth = hop_latency, dp_bandwidth
-    return Links(pp_latency=pp_latency, pp_bandwidth=pp_bandwidth, dp_bandwidth=dp_bandwidth, hop_latency=hop_latency)
+    return NetworkCosts(
+        pp_latency=pp_latency, pp_bandwidth=pp_bandwidth, dp_bandwidth=dp_bandwidth, hop_latency=hop_latency
+    )
 
 
 def _without(spent: float, latency: float) -> float:

@@ -1,4 +1,4 @@
-"""probe_links(): measures the network between the ranks of a job, by what training will use: its links and rings."""
+"""probe_network(): measures the network between the ranks of a job, by what training will use: its links and rings."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from fold3d import _C
 from fold3d.comms.groups import Groups
 from fold3d.comms.rings import connect_replicas
 from fold3d.comms.tcp import connect_stages
-from fold3d.plan.costs import Links
-from fold3d.profile.links import measure_links
+from fold3d.plan.costs import NetworkCosts
+from fold3d.profile.network import measure_network
 from fold3d.topology import Topology
 
 _FLOAT = 4  # bytes
@@ -26,7 +26,7 @@ Action = Callable[[int], None]
 """Moves so many bytes and returns when they are here."""
 
 
-def probe_links(
+def probe_network(
     topology: Topology,
     groups: Groups,
     device: torch.device,
@@ -35,7 +35,7 @@ def probe_links(
     over_tcp: bool,
     activation_bytes: int,
     seconds: float = 1.0,
-) -> Links:
+) -> NetworkCosts:
     """Returns latency and bandwidth of PP.sync and DP.sync, the slowest of all ranks; all ranks of the job call it.
 
     All pipelines and all replicas measure at the same time, so ranks that share a network card share it here, too.
@@ -63,7 +63,7 @@ def probe_links(
         if topology.dp > 1:
             sums = _ring_sums(topology, groups, device, timeout) if over_tcp else _sums(topology, groups, device)
             sum_up = stack.enter_context(sums)
-        return measure_links(
+        return measure_network(
             pass_on=pass_on,
             sum_up=sum_up,
             slowest=slowest,
