@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -222,6 +223,26 @@ def test_one_file_makes_process_groups() -> None:
     texts = {name(path): path.read_text() for path in python_files(*PYTHON_ROOMS)}
     assert [path for path, text in texts.items() if "dist.new_group(" in text] == ["fold3d/comms/shared_gloo.py"]
     assert [path for path, text in texts.items() if "import new_group" in text] == ["fold3d/comms/groups.py"]
+
+
+def test_no_module_imports_in_a_circle() -> None:
+    """Imports in functions and for type checkers count, too: what needs one to be imported late is in the wrong place.
+
+    `fold3d/__init__.py` only passes on.
+    """
+    paths = {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+        for folder in ("fold3d", "benchmarks", "tests")
+        for path in (ROOT / folder).rglob("*.py")
+    }
+    paths.pop("fold3d")
+    graph = {module: {found for found in imports(path) if found in paths} - {module} for module, path in paths.items()}
+    # A package's own file is imported with each of its modules, and may import them.
+    graph = {module: {one for one in found if not module.startswith(f"{one}.")} for module, found in graph.items()}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        pytest.fail(" -> ".join(error.args[1]))
 
 
 def test_print_is_for_the_command_line() -> None:

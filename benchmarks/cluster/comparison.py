@@ -6,12 +6,12 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from benchmarks.cluster.progress import say
-from benchmarks.cluster.ranks import RanksFailed
-from benchmarks.cluster.report import Report
+from benchmarks.cluster.results.progress import say
+from benchmarks.cluster.results.report import Report
 from benchmarks.cluster.scenarios import Scenario
 from benchmarks.cluster.session import Session
 from benchmarks.cluster.systems import System
+from benchmarks.cluster.testbed.ranks import RanksFailed
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

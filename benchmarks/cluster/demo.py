@@ -19,16 +19,16 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from benchmarks.cluster.chart import draw_chart, draw_steps
 from benchmarks.cluster.comparison import Effort, run_once
-from benchmarks.cluster.hosts import Hosts, Link, LoopbackHosts, NamespaceHosts, why_unavailable
-from benchmarks.cluster.machine import wait_for_calm
-from benchmarks.cluster.progress import say
-from benchmarks.cluster.report import Report, Run
+from benchmarks.cluster.results.chart import draw_chart, draw_steps
+from benchmarks.cluster.results.progress import say
+from benchmarks.cluster.results.report import Report, Run
 from benchmarks.cluster.scenarios import SCENARIOS, Scenario
 from benchmarks.cluster.session import Session
 from benchmarks.cluster.systems import REFERENCE, System, find_system
-from benchmarks.cluster.wake_up import measure_wake_up_s
+from benchmarks.cluster.testbed.hosts import Hosts, Link, LoopbackHosts, NamespaceHosts, why_unavailable
+from benchmarks.cluster.testbed.machine import wait_for_calm
+from benchmarks.cluster.testbed.wake_up import measure_wake_up_s
 from fold3d.observe.step_breakdown import StepBreakdown, make_breakdown
 from fold3d.observe.timeline import write_trace
 from fold3d.observe.timeline_picture import write_picture

@@ -10,12 +10,12 @@ from typing import Any
 
 from benchmarks.cluster.comparison import Effort
 from benchmarks.cluster.prediction import PAYLOAD, Costs, predict_step
-from benchmarks.cluster.progress import say
-from benchmarks.cluster.ranks import RanksFailed
-from benchmarks.cluster.report import Run, counted
+from benchmarks.cluster.results.progress import say
+from benchmarks.cluster.results.report import Run, counted
 from benchmarks.cluster.scenarios import Scenario
 from benchmarks.cluster.session import Session
 from benchmarks.cluster.systems import System, find_system
+from benchmarks.cluster.testbed.ranks import RanksFailed
 
 FOLDED = ("fold3d-aiao-zero1", "fold3d-aiao-early", "fold3d-interleaved-npp", "fold3d-interleaved-serial")
 SINGLE = "fold3d-1f1b"

@@ -9,12 +9,12 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from benchmarks.cluster.comparison import Effort
-from benchmarks.cluster.progress import say
-from benchmarks.cluster.ranks import RanksFailed
-from benchmarks.cluster.report import Runs, number
+from benchmarks.cluster.results.progress import say
+from benchmarks.cluster.results.report import Runs, number
 from benchmarks.cluster.scenarios import Scenario
 from benchmarks.cluster.session import Session
 from benchmarks.cluster.systems import System, find_system
+from benchmarks.cluster.testbed.ranks import RanksFailed
 
 IDLE, ORDERED, UNORDERED = "no DP.sync", "preemption on", "preemption off"
 

@@ -17,15 +17,15 @@ from typing import Any
 
 from benchmarks.cluster.comparison import Effort, compare
 from benchmarks.cluster.grid import SHAPES, GridReport, measure_grid
-from benchmarks.cluster.hosts import Hosts, Link, LoopbackHosts, NamespaceHosts, why_unavailable
-from benchmarks.cluster.machine import describe_commit, describe_machine, wait_for_calm
 from benchmarks.cluster.preemption import PreemptionReport, measure_preemption
-from benchmarks.cluster.progress import say
-from benchmarks.cluster.report import Report
+from benchmarks.cluster.results.progress import say
+from benchmarks.cluster.results.report import Report
 from benchmarks.cluster.scenarios import SCENARIOS, Scenario
 from benchmarks.cluster.session import Session
 from benchmarks.cluster.systems import DEFAULT, FAMILIES, find_systems
-from benchmarks.cluster.wake_up import measure_wake_up_s
+from benchmarks.cluster.testbed.hosts import Hosts, Link, LoopbackHosts, NamespaceHosts, why_unavailable
+from benchmarks.cluster.testbed.machine import describe_commit, describe_machine, wait_for_calm
+from benchmarks.cluster.testbed.wake_up import measure_wake_up_s
 
 BUSY = 0.5
 """Load average above which the run warns."""
@@ -64,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.json:
         options.json.write_text(json.dumps({**about, **report.as_json()}, indent=1) + "\n")
     if options.png:
-        from benchmarks.cluster.chart import draw_chart, draw_grid
+        from benchmarks.cluster.results.chart import draw_chart, draw_grid
 
         if isinstance(report, GridReport):
             draw_grid(report, options.png)

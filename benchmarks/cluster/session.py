@@ -12,14 +12,14 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from benchmarks.cluster.hosts import Hosts
-from benchmarks.cluster.latency import measure_latency
-from benchmarks.cluster.machine import ROOT, wait_for_calm
-from benchmarks.cluster.ranks import Ranks, RanksFailed, worker_command
-from benchmarks.cluster.report import Run
+from benchmarks.cluster.results.latency import measure_latency
+from benchmarks.cluster.results.report import Run
 from benchmarks.cluster.scenarios import Scenario
 from benchmarks.cluster.systems import Record, System
-from benchmarks.cluster.wake_up import VARIABLE
+from benchmarks.cluster.testbed.hosts import Hosts
+from benchmarks.cluster.testbed.machine import ROOT, wait_for_calm
+from benchmarks.cluster.testbed.ranks import Ranks, RanksFailed, worker_command
+from benchmarks.cluster.testbed.wake_up import VARIABLE
 
 SLOWEST = 8.0
 """A step may take this many times the limit before a run counts as failed."""

@@ -1,4 +1,4 @@
-"""System: what can be compared, by name, and how it is built on one rank."""
+"""System: what can be compared, by name."""
 
 from __future__ import annotations
 
@@ -118,21 +118,6 @@ class System:
     def group_size(self, scenario: Scenario) -> int | str:
         """Returns the setting N."""
         return scenario.micro_batches if self.family.group_size == "m" else self.family.group_size
-
-    def on_this_rank(self, scenario: Scenario) -> Rank:
-        """Builds the system on the calling rank of an initialized job; all ranks call."""
-        # Imported here: the process that starts the ranks needs neither.
-        if self.family.library == "fold3d":
-            from benchmarks.cluster.fold3d_rank import Fold3dRank
-
-            return Fold3dRank(scenario, self)
-        if self.family.library == "load":
-            from benchmarks.cluster.load_rank import LoadRank
-
-            return LoadRank(scenario, self)
-        from benchmarks.cluster.torch_rank import TorchRank
-
-        return TorchRank(scenario, self.family.schedule, self.segments)
 
 
 def find_systems(name: str, scenario: Scenario) -> list[System]:

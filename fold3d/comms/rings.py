@@ -13,7 +13,7 @@ import torch
 
 from fold3d import _C
 from fold3d.comms.groups import Groups
-from fold3d.comms.tcp import local_address
+from fold3d.comms.interface import local_address
 from fold3d.topology import Topology
 
 

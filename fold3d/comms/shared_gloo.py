@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
 from fold3d.comms.forked import kept_from_children
-from fold3d.comms.tcp import socket_interface
+from fold3d.comms.interface import socket_interface
 
 _NAME = "fold3d_gloo"
 

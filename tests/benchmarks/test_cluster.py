@@ -19,23 +19,23 @@ import psutil
 import pytest
 import torch
 
-from benchmarks.cluster.chart import draw_grid
 from benchmarks.cluster.comparison import Effort, compare
 from benchmarks.cluster.grid import GridReport, Measured, cells, costs_of, measure_grid
-from benchmarks.cluster.hosts import Link, NamespaceHosts, address, why_unavailable
-from benchmarks.cluster.latency import Latency, measure_latency
-from benchmarks.cluster.machine import stolen_now, wait_for_calm
-from benchmarks.cluster.markdown import to_markdown
+from benchmarks.cluster.on_rank.virtual_layer import VirtualLayer
 from benchmarks.cluster.prediction import Costs, predict_step
 from benchmarks.cluster.preemption import PreemptionReport, measure_preemption, variants
-from benchmarks.cluster.ranks import Ranks, RanksFailed
-from benchmarks.cluster.report import Report, Run
+from benchmarks.cluster.results.chart import draw_grid
+from benchmarks.cluster.results.latency import Latency, measure_latency
+from benchmarks.cluster.results.markdown import to_markdown
+from benchmarks.cluster.results.report import Report, Run
 from benchmarks.cluster.run import _falls_back
 from benchmarks.cluster.scenarios import SCENARIOS, Scenario
 from benchmarks.cluster.session import Session, make_run
 from benchmarks.cluster.systems import DEFAULT, FAMILIES, System, find_system, find_systems
-from benchmarks.cluster.virtual_layer import VirtualLayer
-from benchmarks.cluster.wake_up import VARIABLE, measure_wake_up_s, wake_up_s
+from benchmarks.cluster.testbed.hosts import Link, NamespaceHosts, address, why_unavailable
+from benchmarks.cluster.testbed.machine import stolen_now, wait_for_calm
+from benchmarks.cluster.testbed.ranks import Ranks, RanksFailed
+from benchmarks.cluster.testbed.wake_up import VARIABLE, measure_wake_up_s, wake_up_s
 
 ROOT = Path(__file__).resolve().parents[2]
 NO_MESSAGES = Latency(alone_ms=None, beside_dp_ms=None, dp_sync_ms=None)
@@ -472,7 +472,7 @@ def wait_for_workers(parent: int) -> list[psutil.Process]:
 def is_worker(process: psutil.Process) -> bool:
     """Returns whether it is a rank, and no longer the program that enters the namespace before it."""
     try:
-        return "benchmarks.cluster.worker" in process.cmdline() and process.name().startswith("python")
+        return "benchmarks.cluster.on_rank.worker" in process.cmdline() and process.name().startswith("python")
     except psutil.Error:  # one of the short commands that set up the hosts
         return False
 

@@ -16,11 +16,11 @@ import pytest
 import torch
 
 from benchmarks.cluster import demo
-from benchmarks.cluster.latency import Latency
-from benchmarks.cluster.report import Report, Run
+from benchmarks.cluster.on_rank.torch_timeline import TorchTimeline
+from benchmarks.cluster.on_rank.virtual_layer import VirtualLayer
+from benchmarks.cluster.results.latency import Latency
+from benchmarks.cluster.results.report import Report, Run
 from benchmarks.cluster.scenarios import SCENARIOS
-from benchmarks.cluster.torch_timeline import TorchTimeline
-from benchmarks.cluster.virtual_layer import VirtualLayer
 from fold3d.observe.step_breakdown import make_breakdown
 from tests.benchmarks.test_cluster import ROOT, namespace_of, namespaces, needs_namespaces, wait_for_workers
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from fold3d import _C
-from fold3d.comms.tcp import local_address
+from fold3d.comms.interface import local_address
 from fold3d.errors import RankError
 from tests.dist.failure_jobs import engine_of, say
 from tests.helpers.launch import launch

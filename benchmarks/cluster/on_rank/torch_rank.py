@@ -10,10 +10,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, schedules
 
+from benchmarks.cluster.on_rank.torch_timeline import TorchTimeline
+from benchmarks.cluster.on_rank.virtual_layer import make_batch, make_layers
 from benchmarks.cluster.scenarios import Scenario
 from benchmarks.cluster.systems import LEARNING_RATE, Record
-from benchmarks.cluster.torch_timeline import TorchTimeline
-from benchmarks.cluster.virtual_layer import make_batch, make_layers
 
 
 class TorchRank:

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from benchmarks.cluster.virtual_layer import VirtualLayer
+from benchmarks.cluster.on_rank.virtual_layer import VirtualLayer
 
 RawRecord = tuple[str, str, int, int, int]
 """(lane, action, start, end, bytes); times in ns of the machine's monotonic clock."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from benchmarks.cluster.grid import GridReport
-from benchmarks.cluster.report import Report
+from benchmarks.cluster.results.report import Report
 from fold3d.observe.step_breakdown import waits_for_dp_sync
 
 COLOURS = {"fold3d": "#1f6f8b", "torch": "#c9a227"}

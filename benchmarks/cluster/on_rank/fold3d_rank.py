@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 
 import fold3d
+from benchmarks.cluster.on_rank.virtual_layer import VirtualModel, make_batch
 from benchmarks.cluster.scenarios import Scenario
 from benchmarks.cluster.systems import COMM_TIMEOUT, LANES, LEARNING_RATE, Record, System
-from benchmarks.cluster.virtual_layer import VirtualModel, make_batch
 from fold3d.observe.step_output import StepOutput
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.cluster.scenarios import FLOAT_BYTES, Scenario
-from benchmarks.cluster.wake_up import wake_up_s
+from benchmarks.cluster.testbed.wake_up import wake_up_s
 
 _WAKE_UP_S = wake_up_s()
 

@@ -1,4 +1,4 @@
-"""One rank of the cluster: `python -m benchmarks.cluster.worker RANK WORLD PARENT`, started by session.py.
+"""One rank of the cluster: `python -m benchmarks.cluster.on_rank.worker RANK WORLD PARENT`, started by session.py.
 
 It reads one JSON object per line from standard input, each a run of one system, and answers each with one line.
 """
@@ -17,8 +17,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from benchmarks.cluster.machine import core_ticks
-from benchmarks.cluster.wake_up import wake_punctually
+from benchmarks.cluster.testbed.machine import core_ticks
+from benchmarks.cluster.testbed.wake_up import wake_punctually
 
 PR_SET_PDEATHSIG = 1
 
@@ -48,13 +48,14 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
     """
     import torch.distributed as dist
 
+    from benchmarks.cluster.on_rank.make_rank import make_rank
     from benchmarks.cluster.scenarios import Scenario
     from benchmarks.cluster.systems import find_system
 
     scenario = Scenario(**request["scenario"])
     interface = os.environ["GLOO_SOCKET_IFNAME"]
     dist.barrier()  # nobody still measures the system before
-    system = find_system(request["system"], scenario).on_this_rank(scenario)
+    system = make_rank(find_system(request["system"], scenario), scenario)
     watched = Path(request["progress"]) if request["progress"] and dist.get_rank() == 0 else None
     for done in range(request["warm_up"]):
         system.step()

@@ -118,4 +118,4 @@ class Ranks:
 
 def worker_command(rank: int, world: int) -> list[str]:
     """Returns the command of one rank of a job of `world` ranks."""
-    return [sys.executable, "-m", "benchmarks.cluster.worker", str(rank), str(world), str(os.getpid())]
+    return [sys.executable, "-m", "benchmarks.cluster.on_rank.worker", str(rank), str(world), str(os.getpid())]

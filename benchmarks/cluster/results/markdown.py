@@ -1,4 +1,4 @@
-"""`python -m benchmarks.cluster.markdown FILE...`: results written by --json as tables for a page."""
+"""`python -m benchmarks.cluster.results.markdown FILE...`: results written by --json as tables for a page."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def _ratio(value: float | None, digits: int = 2) -> str:
 
 def main() -> None:
     """Prints the pages of the files named on the command line."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.cluster.markdown", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.cluster.results.markdown", description=__doc__)
     parser.add_argument("results", nargs="+", type=Path, help="what --json wrote")
     print("\n\n".join(to_markdown(json.loads(path.read_text())) for path in parser.parse_args().results))
 

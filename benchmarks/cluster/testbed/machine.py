@@ -14,9 +14,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from benchmarks.cluster.progress import say
+from benchmarks.cluster.results.progress import say
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 GIT_TIMEOUT = 30.0
 MAX_STOLEN = 0.03
 """Of the time for which the cores had work. Where the machine's host took more it is not calm: at 4 to 9 % the steps of

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from benchmarks.cluster.latency import Latency
-from benchmarks.cluster.machine import MAX_STOLEN
+from benchmarks.cluster.results.latency import Latency
 from benchmarks.cluster.scenarios import Scenario
 from benchmarks.cluster.systems import REFERENCE
+from benchmarks.cluster.testbed.machine import MAX_STOLEN
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
