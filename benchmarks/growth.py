@@ -177,7 +177,7 @@ COLUMNS = {
     "sockets": ("of fold3d", ".0f"),
     "threads": ("threads of fold3d", ".0f"),
     "memory": ("resident, MB", ".0f"),
-    "vote": ("vote, ms", ".1f"),
+    "vote": ("norm, ms", ".1f"),
     "step": ("step, ms", ".1f"),
 }
 
