@@ -16,13 +16,9 @@ except ImportError:
         "pip's isolated build environment cannot see the torch you use."
     )
 
-ROOMS = ("core", "comm", "runtime", "bindings")  # each may include the ones before it
 here = os.path.dirname(os.path.abspath(__file__))
 sources = sorted(
-    os.path.relpath(path, here)
-    for room in ROOMS
-    for pattern in (f"csrc/{room}/*.cpp", f"csrc/{room}/*/*.cpp")
-    for path in glob.glob(os.path.join(here, pattern))
+    os.path.relpath(path, here) for path in glob.glob(os.path.join(here, "csrc", "**", "*.cpp"), recursive=True)
 )
 # The extension runs with the torch it was built against, and the Trainer overrides methods of transformers that every
 # minor version may change: both are held to what was built with, and to what the tests ran.

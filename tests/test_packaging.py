@@ -58,7 +58,7 @@ def test_a_build_finds_all_its_files(described: tuple[set[str], Message]) -> Non
         if path.suffix in suffixes or path.name == "py.typed"
     }
     needed = in_the_tree | {"setup.py", "pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md", "MANIFEST.in"}
-    assert "csrc/core/action.h" in needed and "fold3d/py.typed" in needed
+    assert "csrc/core/ir/action.h" in needed and "fold3d/py.typed" in needed
     assert not needed - listed
     extra = {name for name in listed - needed if not Path(name).is_absolute()}
     assert not extra, "neither tests nor what a build leaves belongs there"

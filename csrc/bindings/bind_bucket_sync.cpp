@@ -1,18 +1,19 @@
-#include "bindings/bind_bucket_sync.h"
+#include "bindings/bindings.h"
 
 #include <pybind11/stl.h>
+#include <torch/csrc/utils/pybind.h>
 
 #include <memory>
 #include <utility>
 
 #include "bindings/signals.h"
-#include "comm/bucket_sync.h"
-#include "comm/credits.h"
-#include "comm/ring.h"
-#include "comm/ring_links_tcp.h"
-#include "runtime/collectives_c10d.h"
-#include "runtime/ring_link_c10d.h"
-#include "runtime/tensor_buffer.h"
+#include "comm/ring/bucket_sync.h"
+#include "comm/ring/credits.h"
+#include "comm/ring/ring.h"
+#include "comm/tcp/ring_links_tcp.h"
+#include "runtime/c10d/collectives_c10d.h"
+#include "runtime/c10d/ring_link_c10d.h"
+#include "runtime/executor/tensor_buffer.h"
 
 namespace py = pybind11;
 

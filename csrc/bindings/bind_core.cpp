@@ -1,17 +1,17 @@
-#include "bindings/bind_core.h"
+#include "bindings/bindings.h"
 
 #include <pybind11/operators.h>
 #include <pybind11/stl.h>
 
-#include "core/deps.h"
 #include "core/generators/registry.h"
-#include "core/grid.h"
-#include "core/lower.h"
+#include "core/ir/deps.h"
+#include "core/ir/schedule.h"
+#include "core/ir/stash.h"
+#include "core/ir/timeline.h"
 #include "core/partition.h"
-#include "core/schedule.h"
-#include "core/stash.h"
-#include "core/timeline.h"
-#include "core/validate.h"
+#include "core/passes/grid.h"
+#include "core/passes/lower.h"
+#include "core/passes/validate.h"
 
 namespace py = pybind11;
 

@@ -1,9 +1,9 @@
-#include "bindings/bind_gate.h"
+#include "bindings/bindings.h"
 
 #include <memory>
 #include <string>
 
-#include "comm/host_gate.h"
+#include "comm/arbiter/host_gate.h"
 
 namespace py = pybind11;
 

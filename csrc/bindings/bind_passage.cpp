@@ -1,10 +1,10 @@
-#include "bindings/bind_passage.h"
+#include "bindings/bindings.h"
 
 #include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
 
-#include "core/seed_chain.h"
-#include "runtime/passage.h"
+#include "core/random/seed_chain.h"
+#include "runtime/skip/passage.h"
 
 namespace py = pybind11;
 

@@ -1,17 +1,18 @@
-#include "bindings/bind_runtime.h"
+#include "bindings/bindings.h"
 
 #include <pybind11/stl.h>
+#include <torch/csrc/utils/pybind.h>
 
 #include <map>
 #include <memory>
 #include <utility>
 
 #include "bindings/signals.h"
-#include "comm/communicator.h"
-#include "comm/errors.h"
-#include "comm/transport_tcp.h"
-#include "runtime/executor.h"
-#include "runtime/transport_c10d.h"
+#include "comm/base/errors.h"
+#include "comm/p2p/communicator.h"
+#include "comm/tcp/transport_tcp.h"
+#include "runtime/c10d/transport_c10d.h"
+#include "runtime/executor/executor.h"
 
 namespace py = pybind11;
 

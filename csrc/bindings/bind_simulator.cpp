@@ -1,4 +1,4 @@
-#include "bindings/bind_simulator.h"
+#include "bindings/bindings.h"
 
 #include <pybind11/stl.h>
 
@@ -6,7 +6,7 @@
 #include <tuple>
 #include <vector>
 
-#include "core/simulate.h"
+#include "core/sim/simulate.h"
 
 namespace py = pybind11;
 

@@ -1,4 +1,4 @@
-#include "bindings/bind_tcp_links.h"
+#include "bindings/bindings.h"
 
 #include <ATen/core/Tensor.h>
 #include <pybind11/stl.h>
@@ -11,8 +11,8 @@
 #include <string>
 #include <utility>
 
-#include "comm/fork_guard.h"
-#include "comm/tcp_links.h"
+#include "comm/socket/fork_guard.h"
+#include "comm/tcp/tcp_links.h"
 
 namespace py = pybind11;
 

@@ -4,7 +4,7 @@
 
 #include <cstdint>
 
-#include "runtime/passage.h"
+#include "runtime/skip/passage.h"
 
 namespace fold3d::bindings {
 

@@ -1,11 +1,5 @@
 // fold3d._C: table of contents.
-#include "bindings/bind_bucket_sync.h"
-#include "bindings/bind_core.h"
-#include "bindings/bind_gate.h"
-#include "bindings/bind_passage.h"
-#include "bindings/bind_runtime.h"
-#include "bindings/bind_simulator.h"
-#include "bindings/bind_tcp_links.h"
+#include "bindings/bindings.h"
 #include "bindings/block_forward.h"
 
 PYBIND11_MODULE(_C, module) {

@@ -80,7 +80,7 @@ class NetworkCosts:
 def pause_bytes(bandwidth: float) -> int:
     """Returns what DP.sync sends before a waiting message of PP.sync: a chunk, and what lies in the system's buffers.
 
-    Both follow the bandwidth (bytes per second), as csrc/comm/credits.h says.
+    Both follow the bandwidth (bytes per second), as csrc/comm/ring/credits.h says.
 
     Raises:
         ValueError: for a bandwidth that is not positive and finite.

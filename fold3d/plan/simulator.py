@@ -13,7 +13,7 @@ from fold3d.schedule import parse_action
 
 _NS = 1e9  # nanoseconds per second
 DP_SYNC = ("zero1", "early", "blocking", "serial", "unvoted")
-"""Ways to hide DP.sync (or not), as in csrc/core/cluster_model.h."""
+"""Ways to hide DP.sync (or not), as in csrc/core/sim/cluster_model.h."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -78,7 +78,7 @@ def test_a_short_secret_is_refused() -> None:
 
 
 def frame(dtype: int, element_bytes: int, **changed: int) -> torch.Tensor:
-    """The head of a message, see csrc/comm/frame.cpp: two elements and their bytes."""
+    """The head of a message, see csrc/comm/p2p/frame.cpp: two elements and their bytes."""
     fields = {"kind": SEND_F, "is_inline": 1, "chunk": 0, "dimensions": 1} | changed
     payload = bytes(2 * element_bytes)
     tensor = struct.pack("=BBBB", dtype, element_bytes, 0, fields["dimensions"]) + struct.pack("=q", 2)

@@ -1,6 +1,6 @@
 #pragma once
 
-#include "core/schedule.h"
+#include "core/ir/schedule.h"
 
 namespace fold3d::core {
 

@@ -3,7 +3,7 @@
 #include <string>
 #include <vector>
 
-#include "core/schedule.h"
+#include "core/ir/schedule.h"
 
 namespace fold3d::core {
 

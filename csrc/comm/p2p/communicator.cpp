@@ -1,0 +1,250 @@
+#include "comm/p2p/communicator.h"
+
+#include <algorithm>
+#include <stdexcept>
+#include <utility>
+
+#include "comm/base/clock.h"
+#include "comm/base/errors.h"
+#include "comm/p2p/frame.h"
+#include "comm/p2p/links.h"
+#include "core/ir/deps.h"
+
+namespace fold3d::comm {
+namespace {
+
+constexpr int kAbsent = -1;
+
+bool is_recv(LaneId id) { return id == LaneId::kRecvForward || id == LaneId::kRecvBackward; }
+
+/// Whether a message surely fits into its frame.
+bool is_small(const Tensors& tensors) {
+  std::size_t total = 0;
+  for (const Tensor& tensor : tensors) {
+    if (tensor.buffer && tensor.buffer->host_data() == nullptr) return false;
+    total += tensor.desc.bytes();
+  }
+  return total <= kFrameBytes / 2;
+}
+
+Options checked(Options options) {
+  const auto reject = [](const std::string& what) { throw std::invalid_argument("communicator: " + what); };
+  if (options.shape.pp < 1 || options.shape.segments < 1) reject("pp and segments must be at least 1");
+  if (options.stage < 0 || options.stage >= options.shape.pp) {
+    reject("stage " + std::to_string(options.stage) + " is not in [0, pp = " + std::to_string(options.shape.pp) + ")");
+  }
+  if (options.timeout.count() <= 0) reject("the timeout (setting comm_timeout) must be positive");
+  if (options.receive_ahead < 0) reject("receive_ahead must not be negative");
+  core::check_hosts(options.hosts, options.shape.pp, "communicator");
+  return options;
+}
+
+std::string seconds(std::chrono::milliseconds time) {
+  const std::string fraction = std::to_string(1000 + time.count() % 1000).substr(1);
+  return std::to_string(time.count() / 1000) + "." + fraction + " s";
+}
+
+}  // namespace
+
+Communicator::Communicator(std::unique_ptr<Transport> transport, Options options, std::shared_ptr<HostGate> gate)
+    : options_(checked(std::move(options))),
+      name_(options_.name.empty() ? "stage " + std::to_string(options_.stage) : options_.name),
+      transport_(std::move(transport)),
+      pool_(*transport_),
+      gate_(gate ? std::move(gate) : std::make_shared<HostGate>()) {
+  for (std::size_t i = 0; i < kNumLanes; ++i) {
+    const auto id = static_cast<LaneId>(i);
+    lines_[i].frame.resize(kFrameBytes);
+    lines_[i].lane = std::make_unique<Lane>(to_string(id), [this, id](std::size_t index) { run(id, index); });
+  }
+}
+
+Communicator::~Communicator() {
+  const bool busy = std::any_of(lines_.begin(), lines_.end(), [](const Line& l) { return !l.lane->idle(); });
+  if (busy) fail(Failure::Kind::kAborted, name_ + " closed its communicator in the middle of a step");
+  {
+    const std::lock_guard lock(fail_mutex_);
+  }
+  for (Line& each : lines_) each.lane->stop();
+  for (Line& each : lines_) each.lane.reset();
+}
+
+void Communicator::check_belongs(const core::Action& action) const {
+  const core::Shape& shape = options_.shape;
+  const auto reject = [&](const std::string& why) {
+    throw std::invalid_argument(name_ + ": " + core::to_string(action) + " cannot be in its program: " + why);
+  };
+  if (action.chunk < 0 || action.chunk >= shape.num_chunks()) {
+    reject("there are " + std::to_string(shape.num_chunks()) + " chunks");
+  }
+  if (shape.stage_of(action.chunk) != options_.stage) {
+    reject("chunk " + std::to_string(action.chunk) + " belongs to stage " +
+           std::to_string(shape.stage_of(action.chunk)));
+  }
+  if (action.micro_batch < 0) reject("a message needs a micro-batch");
+  const int other = core::other_end(action).chunk;
+  if (other < 0 || other >= shape.num_chunks())
+    reject("there is no chunk " + std::to_string(other) + " at its other end");
+  if (shape.stage_of(other) == options_.stage) reject("its other end is on the same rank");
+}
+
+std::size_t Communicator::key_of(const core::Action& action) const {
+  return static_cast<std::size_t>(action.chunk) * static_cast<std::size_t>(micro_batches_) +
+         static_cast<std::size_t>(std::max(action.micro_batch, 0));
+}
+
+std::size_t Communicator::position_of(LaneId id, const core::Action& action) {
+  const bool in_range =
+      action.chunk >= 0 && action.chunk < options_.shape.num_chunks() && action.micro_batch < micro_batches_;
+  const int position = open_ && in_range ? line(id).positions[key_of(action)] : kAbsent;
+  if (position == kAbsent) {
+    throw std::logic_error(name_ + ": " + core::to_string(action) + " is not in the program of the step under way");
+  }
+  return static_cast<std::size_t>(position);
+}
+
+void Communicator::begin(const std::vector<core::Action>& program) {
+  failure_.check();
+  if (open_) throw std::logic_error(name_ + ": begin() before finish() of the step before");
+  int micro_batches = 1;
+  for (const core::Action& action : program) {
+    if (!is_message(action.kind)) continue;
+    check_belongs(action);
+    micro_batches = std::max(micro_batches, action.micro_batch + 1);
+  }
+  micro_batches_ = micro_batches;
+  const std::size_t num_keys =
+      static_cast<std::size_t>(options_.shape.num_chunks()) * static_cast<std::size_t>(micro_batches);
+  for (Line& each : lines_) {
+    each.tasks.clear();
+    each.positions.assign(num_keys, kAbsent);
+    each.issued = 0;
+  }
+  for (const core::Action& action : program) {
+    if (!is_message(action.kind)) continue;
+    Line& to = line(lane_of(action.kind));
+    int& position = to.positions[key_of(action)];
+    if (position != kAbsent) {
+      throw std::invalid_argument(name_ + ": " + core::to_string(action) + " occurs twice in its program");
+    }
+    position = static_cast<int>(to.tasks.size());
+    to.tasks.push_back(Task{.action = action, .tensors = {}, .waited = false});
+  }
+  transport_->begin();
+  pool_.next_step();
+  ++step_;
+  open_ = true;
+  for (Line& each : lines_) each.lane->start(each.tasks.size());
+  for (const LaneId id : {LaneId::kRecvForward, LaneId::kRecvBackward}) {
+    line(id).lane->raise(static_cast<std::size_t>(options_.receive_ahead));
+  }
+}
+
+void Communicator::pass(const core::Action& recv) {
+  failure_.check();
+  const LaneId id = lane_of(recv.kind);
+  line(id).lane->raise(position_of(id, recv) + 1 + static_cast<std::size_t>(options_.receive_ahead));
+}
+
+void Communicator::send(const core::Action& send, Tensors tensors) {
+  failure_.check();
+  const LaneId id = lane_of(send.kind);
+  Line& to = line(id);
+  const std::size_t position = position_of(id, send);
+  if (position != to.issued) {
+    const std::string due = to.issued < to.tasks.size() ? core::to_string(to.tasks[to.issued].action) : "nothing";
+    throw std::logic_error(name_ + ": " + core::to_string(send) + " is out of order; the program asks for " + due +
+                           " next on this lane");
+  }
+  const bool small = is_small(tensors);
+  const std::size_t bytes = payload_bytes(tensors);
+  to.tasks[position].tensors = std::move(tensors);
+  ++to.issued;
+  if (uses_card(send)) gate_->message_begins(HostGate::Direction::kSend, bytes);
+  if (small && transport_->sends_at_once(channel_of(id)) && to.lane->run_here(position)) return;
+  to.lane->raise(to.issued);
+}
+
+void Communicator::wait_done(LaneId id, std::size_t count, const core::Action& action) {
+  const Lane::Clock::time_point deadline = Lane::Clock::now() + options_.timeout;
+  Lane::Outcome outcome = line(id).lane->wait(count, std::min(deadline, Lane::Clock::now() + kLook));
+  while (outcome == Lane::Outcome::kTimeout && Lane::Clock::now() < deadline) {
+    if (options_.while_waiting) options_.while_waiting();
+    outcome = line(id).lane->wait(count, std::min(deadline, Lane::Clock::now() + kLook));
+  }
+  if (outcome == Lane::Outcome::kTimeout) {
+    fail(Failure::Kind::kTimeout,
+         name_ + " waited " + seconds(options_.timeout) + " for " + describe(action) +
+             " (setting comm_timeout): a rank is dead, stopped or much slower than the others; if "
+             "the step is only slow, raise comm_timeout");
+  }
+  failure_.check();
+}
+
+Tensors Communicator::wait(const core::Action& recv) {
+  pass(recv);
+  const LaneId id = lane_of(recv.kind);
+  const std::size_t position = position_of(id, recv);
+  Task& task = line(id).tasks[position];
+  if (task.waited) throw std::logic_error(name_ + ": " + core::to_string(recv) + " was waited for twice");
+  wait_done(id, position + 1, recv);
+  task.waited = true;
+  return std::move(task.tensors);
+}
+
+void Communicator::finish() {
+  failure_.check();
+  if (!open_) throw std::logic_error(name_ + ": finish() without begin()");
+  for (std::size_t i = 0; i < kNumLanes; ++i) {
+    const Line& each = lines_[i];
+    for (std::size_t k = is_recv(static_cast<LaneId>(i)) ? 0 : each.issued; k < each.tasks.size(); ++k) {
+      if (!each.tasks[k].waited) {
+        throw std::logic_error(name_ + ": the step ends, but " + core::to_string(each.tasks[k].action) +
+                               " was never done");
+      }
+    }
+  }
+  for (const LaneId id : {LaneId::kSendForward, LaneId::kSendBackward}) {
+    const Line& each = line(id);
+    if (!each.tasks.empty()) wait_done(id, each.tasks.size(), each.tasks.back().action);
+  }
+  failure_.check();
+  open_ = false;
+}
+
+void Communicator::abort(const std::string& reason) { fail(Failure::Kind::kAborted, reason); }
+
+std::vector<Record> Communicator::take_records() {
+  std::vector<Record> records;
+  for (Line& each : lines_) each.log.take(records);
+  return records;
+}
+
+void Communicator::fail(Failure::Kind kind, const std::string& text) noexcept {
+  if (failure_.is_set()) return;
+  const std::lock_guard lock(fail_mutex_);
+  if (!failure_.set(kind, text)) return;
+  for (Line& each : lines_) each.lane->stop();  // first: ends the waits, however long the transport takes
+  gate_->open();
+  try {
+    transport_->abort(text);
+  } catch (...) {
+    // The first error is kept already; nothing is left to tell.
+  }
+}
+
+int Communicator::peer_of(const core::Action& action) const {
+  return options_.shape.stage_of(core::other_end(action).chunk);
+}
+
+bool Communicator::uses_card(const core::Action& action) const {
+  return core::uses_card(options_.hosts, options_.stage, peer_of(action));
+}
+
+std::string Communicator::describe(const core::Action& action) const {
+  const std::string text = core::to_string(action);
+  const std::string peer = "stage " + std::to_string(peer_of(action));
+  return text + (core::is_send(action.kind) ? " to " : " from ") + peer;
+}
+
+}  // namespace fold3d::comm

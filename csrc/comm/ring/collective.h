@@ -1,0 +1,48 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+
+#include "comm/arbiter/host_gate.h"
+#include "comm/base/tensor.h"
+
+namespace fold3d::comm {
+
+/// What the elements of a bucket are, as far as sums are concerned.
+enum class Element : std::uint8_t { kFloat32, kFloat64, kOther };
+
+/// A reduce-scatter or an all-gather of one bucket over the replicas of a stage, in place. Shard r of the bucket, the
+/// r-th of as many equal parts as there are replicas, belongs to replica r.
+///
+/// Reduce-scatter: afterwards shard r holds, on replica r, the sum over all replicas times `scale`; the other shards
+/// hold nothing of use. All-gather: afterwards every shard holds what its owner had in it.
+struct Collective {
+  std::int64_t step = 0;
+  int bucket = 0;
+  std::shared_ptr<Buffer> buffer;  ///< nobody else touches its memory until the collective is complete
+  std::uint8_t element_bytes = 1;
+  Element element = Element::kOther;  ///< of a reduce-scatter: not kOther
+  double scale = 1.0;                 ///< of a reduce-scatter
+};
+
+/// One collective as it happened on one rank; times are std::chrono::steady_clock nanoseconds.
+struct CollectiveRecord {
+  HostGate::Traffic traffic = HostGate::Traffic::kReduce;
+  int bucket = 0;
+  std::int64_t start_ns = 0;  ///< its first chunk began to be sent or received
+  std::int64_t end_ns = 0;
+  std::size_t bytes = 0;  ///< sent by this rank
+};
+
+/// "reduce" or "gather".
+inline const char* to_string(HostGate::Traffic traffic) {
+  return traffic == HostGate::Traffic::kReduce ? "reduce" : "gather";
+}
+
+/// Throws std::invalid_argument when the bucket is empty or cannot be cut into `size` equal shards of whole elements,
+/// or when its elements cannot be summed.
+void check_collective(HostGate::Traffic traffic, const Collective& collective, int size);
+
+}  // namespace fold3d::comm

@@ -1,0 +1,37 @@
+#pragma once
+
+#include <string>
+
+#include "comm/base/failure.h"
+#include "comm/ring/collective.h"
+
+namespace fold3d::comm {
+
+/// A FIFO of collectives of one kind: reduce-scatters or all-gathers. Every replica pushes the same ones in the same
+/// order. Thread-safe.
+class CollectiveStream {
+ public:
+  /// Who is told. Calls come from the stream's threads, without any lock held.
+  class Listener {
+   public:
+    virtual ~Listener() = default;
+    virtual void completed(const CollectiveRecord& record) = 0;
+    /// The stream has ended; not called after abort().
+    virtual void failed(Failure::Kind kind, const std::string& text) = 0;
+  };
+
+  virtual ~CollectiveStream() = default;
+
+  /// Once, before anything else. `listener` lives until stop() has returned.
+  virtual void start(Listener& listener) = 0;
+  /// Queues a collective that check_collective() accepts. Never blocks.
+  virtual void push(Collective collective) = 0;
+  /// Ends the stream: nothing completes any more. Idempotent, the first reason stays.
+  virtual void abort(const std::string& reason) noexcept = 0;
+  /// Aborts, and returns when the stream's threads have ended.
+  virtual void stop() noexcept = 0;
+  /// What the oldest collective waits for, for error messages; empty when there is none.
+  virtual std::string waits_for() const = 0;
+};
+
+}  // namespace fold3d::comm

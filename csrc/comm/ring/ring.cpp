@@ -1,0 +1,286 @@
+#include "comm/ring/ring.h"
+
+#include <pthread.h>
+
+#include <algorithm>
+#include <stdexcept>
+#include <utility>
+
+#include "comm/arbiter/reduce_turn.h"
+#include "comm/base/clock.h"
+#include "comm/base/errors.h"
+#include "comm/ring/ring_chunk.h"
+
+namespace fold3d::comm {
+namespace {
+
+using Direction = HostGate::Direction;
+using Traffic = HostGate::Traffic;
+
+constexpr std::size_t kAddBytes = 128u << 10;  // received and added while they lie in the cache; cuts no element
+
+std::string name_of(Traffic traffic, const Collective& collective) {
+  return std::string(to_string(traffic)) + " of bucket " + std::to_string(collective.bucket) + " (step " +
+         std::to_string(collective.step) + ")";
+}
+
+Ring::Options checked(Ring::Options options) {
+  if (options.size < 2 || options.rank < 0 || options.rank >= options.size) {
+    throw std::invalid_argument("ring: there is no replica " + std::to_string(options.rank) + " among " +
+                                std::to_string(options.size) + "; a ring has at least 2");
+  }
+  core::check_hosts(options.hosts, options.size, "ring");
+  return options;
+}
+
+}  // namespace
+
+Ring::Ring(const Options& options, std::shared_ptr<RingLink> link, std::shared_ptr<HostGate> gate,
+           std::shared_ptr<Credits> credits)
+    : options_(checked(options)),
+      sends_by_card_(core::uses_card(options_.hosts, options_.rank, next())),
+      receives_by_card_(core::uses_card(options_.hosts, previous(), options_.rank)),
+      link_(std::move(link)),
+      gate_(std::move(gate)),
+      credits_(std::move(credits)) {}
+
+Ring::~Ring() { stop(); }
+
+void Ring::start(Listener& listener) {
+  listener_ = &listener;
+  sender_ = std::thread([this] { guard(&Ring::send_loop, sending_); });
+  receiver_ = std::thread([this] { guard(&Ring::recv_loop, receiving_); });
+  const std::string name = to_string(options_.traffic);
+  pthread_setname_np(sender_.native_handle(), (name + "_send").c_str());
+  pthread_setname_np(receiver_.native_handle(), (name + "_recv").c_str());
+}
+
+void Ring::push(Collective collective) {
+  {
+    const std::lock_guard lock(mutex_);
+    if (stopped_) return;
+    const auto size = static_cast<std::size_t>(options_.size);
+    const std::size_t shard_bytes = collective.buffer->bytes() / size;
+    jobs_.push_back({.collective = std::move(collective),
+                     .shard_bytes = shard_bytes,
+                     .total_bytes = (size - 1) * shard_bytes,
+                     .sent = 0,
+                     .received = 0,
+                     .start_ns = 0});
+  }
+  may_send_.notify_one();
+  may_recv_.notify_one();
+}
+
+void Ring::abort(const std::string& reason) noexcept {
+  {
+    const std::lock_guard lock(mutex_);
+    stopped_ = true;
+  }
+  may_send_.notify_all();
+  may_recv_.notify_all();
+  link_->abort(reason);
+}
+
+void Ring::stop() noexcept {
+  abort("the stream was closed");
+  for (std::thread* thread : {&sender_, &receiver_}) {
+    if (thread->joinable()) thread->join();
+  }
+}
+
+std::string Ring::waits_for() const {
+  const std::lock_guard lock(mutex_);
+  if (jobs_.empty()) return {};
+  const Job& oldest = jobs_.front();
+  const std::string of_total = " of " + std::to_string(oldest.total_bytes) + " bytes";
+  const std::string name = name_of(options_.traffic, oldest.collective);
+  if (oldest.received < oldest.total_bytes) {
+    return "the " + name + " waits for replica " + std::to_string(previous()) + ", which sent " +
+           std::to_string(oldest.received) + of_total;
+  }
+  return "the " + name + " waits for replica " + std::to_string(next()) + " to take what is left after " +
+         std::to_string(oldest.sent) + of_total;
+}
+
+void Ring::guard(void (Ring::*loop)(), const std::uint64_t& number) noexcept {
+  try {
+    (this->*loop)();
+  } catch (const AbortedError&) {
+    // whoever aborted knows why
+  } catch (const ProtocolError& error) {
+    fail(Failure::Kind::kProtocol, number, error.what());
+  } catch (const std::exception& error) {
+    fail(Failure::Kind::kError, number, error.what());
+  }
+}
+
+/// `number`: the job under way, sending_ or receiving_.
+void Ring::fail(Failure::Kind kind, const std::uint64_t& number, const std::string& cause) noexcept {
+  std::string name;
+  {
+    const std::lock_guard lock(mutex_);
+    if (stopped_) return;
+    name = name_of(options_.traffic, job(number).collective);
+  }
+  listener_->failed(kind, name + " failed: " + cause);
+}
+
+void Ring::begin(Job& job) {
+  if (job.start_ns == 0) job.start_ns = now_ns();
+}
+
+/// How many bytes beyond `sent` may go: those of the first round always, the others once they were received.
+std::size_t Ring::sendable(const Job& job) const {
+  return std::min(job.shard_bytes + job.received, job.total_bytes) - job.sent;
+}
+
+void Ring::send_loop() {
+  ReduceTurn turn(*gate_, options_.traffic, sends_by_card_);
+  std::unique_lock lock(mutex_);
+  for (;;) {
+    std::size_t length = 0;
+    const auto ready = [&] {
+      if (stopped_) return true;
+      if (sending_ == first_ + jobs_.size()) return false;
+      const Job& next_job = job(sending_);
+      // A whole chunk, or what is left of the shard: small pieces would cost more than they gain.
+      const std::size_t left_of_shard = next_job.shard_bytes - next_job.sent % next_job.shard_bytes;
+      length = std::min(credits_->chunk_bytes(), left_of_shard);
+      return sendable(next_job) >= length;
+    };
+    const auto leave_if_idle = [&] {
+      if (ready()) return;
+      lock.unlock();
+      turn.leave();
+      lock.lock();
+    };
+    leave_if_idle();
+    may_send_.wait(lock, ready);
+    if (stopped_) return;
+    Job& current = job(sending_);
+    begin(current);
+    const std::size_t position = current.sent;
+    lock.unlock();
+    turn.take(length);
+    send_chunk(current, position, length);
+    lock.lock();
+    current.sent += length;
+    if (current.sent == current.total_bytes) ++sending_;
+    leave_if_idle();  // before the listener hears of the end, who may push a gather
+    finish(lock);
+  }
+}
+
+void Ring::recv_loop() {
+  std::unique_lock lock(mutex_);
+  for (;;) {
+    may_recv_.wait(lock, [&] { return stopped_ || receiving_ < first_ + jobs_.size(); });
+    if (stopped_) return;
+    Job& current = job(receiving_);
+    const std::size_t position = current.received;
+    lock.unlock();
+    const std::size_t length = recv_chunk(current, position);
+    lock.lock();
+    current.received += length;
+    if (current.received == current.total_bytes) ++receiving_;
+    may_send_.notify_one();
+    finish(lock);
+  }
+}
+
+/// Hands the oldest collective to the listener if it is complete. Both threads come here after every chunk, so there is
+/// never a second one.
+void Ring::finish(std::unique_lock<std::mutex>& lock) {
+  if (jobs_.empty() || stopped_) return;
+  Job& oldest = jobs_.front();
+  if (oldest.sent < oldest.total_bytes || oldest.received < oldest.total_bytes) return;
+  const CollectiveRecord record{.traffic = options_.traffic,
+                                .bucket = oldest.collective.bucket,
+                                .start_ns = oldest.start_ns,
+                                .end_ns = now_ns(),
+                                .bytes = oldest.total_bytes};
+  std::shared_ptr<Buffer> buffer = std::move(oldest.collective.buffer);
+  jobs_.pop_front();
+  ++first_;
+  lock.unlock();
+  listener_->completed(record);
+  buffer.reset();  // without the lock: freeing a tensor may have to wait for the interpreter
+  lock.lock();
+}
+
+/// The chunk at `position`, when the shards of the rounds are first_shard, first_shard - 1, ...
+Ring::Place Ring::place(const Job& job, std::size_t position, std::size_t length, int first_shard) const {
+  const int round = static_cast<int>(position / job.shard_bytes);
+  const int shard = (first_shard - round + 2 * options_.size) % options_.size;
+  const std::size_t offset = position % job.shard_bytes;
+  std::byte* const data = job.collective.buffer->host_data();
+  return {round, offset, {data + static_cast<std::size_t>(shard) * job.shard_bytes + offset, length}};
+}
+
+void Ring::send_chunk(const Job& job, std::size_t position, std::size_t length) {
+  const bool is_reduce = options_.traffic == Traffic::kReduce;
+  const Place chunk = place(job, position, length, is_reduce ? options_.rank - 1 : options_.rank);
+  const ChunkHeader header =
+      chunk_header(options_.traffic, job.collective, job.shard_bytes, chunk.round, chunk.offset, length);
+  if (sends_by_card_) gate_->hold(Direction::kSend, options_.traffic);
+  const std::int64_t start_ns = now_ns();
+  meter_.begins(start_ns, link_->unsent());
+  link_->send(std::as_bytes(std::span(&header, 1)), chunk.bytes);
+  const std::int64_t end_ns = now_ns();
+  meter_.ends(end_ns, length, link_->unsent());
+  if (sends_by_card_) gate_->passed(Direction::kSend, start_ns, end_ns);
+  adapt();
+}
+
+/// The measured speed decides about later chunks.
+void Ring::adapt() {
+  const double bandwidth = meter_.bandwidth();
+  if (bandwidth == 0.0) return;
+  credits_->set_bandwidth(bandwidth);
+  if (sends_by_card_) gate_->set_bandwidth(bandwidth);  // else it is not the card's
+  const std::size_t limit = credits_->buffer_bytes(link_->round_trip_seconds());
+  if (limit > limit_ - limit_ / 4 && limit < limit_ + limit_ / 4) return;  // each change costs two system calls
+  limit_ = limit;
+  link_->limit_buffers(limit);
+}
+
+std::size_t Ring::recv_chunk(Job& job, std::size_t position) {
+  const bool is_reduce = options_.traffic == Traffic::kReduce;
+  ChunkHeader header;
+  link_->recv(std::as_writable_bytes(std::span(&header, 1)));
+  {
+    const std::lock_guard lock(mutex_);
+    begin(job);
+  }
+  const int first_shard = (is_reduce ? options_.rank - 2 : options_.rank - 1);
+  const Place expected = place(job, position, 0, first_shard);
+  check_chunk(header, chunk_header(options_.traffic, job.collective, job.shard_bytes, expected.round, expected.offset,
+                                   header.bytes));
+  const auto length = static_cast<std::size_t>(header.bytes);
+  // A payload that is not read closes the connection's window: so the peer leaves the card to others, too.
+  if (receives_by_card_) gate_->hold(Direction::kReceive, options_.traffic);
+  const std::int64_t start_ns = now_ns();
+  const std::span<std::byte> target = place(job, position, length, first_shard).bytes;
+  if (is_reduce) {
+    recv_and_add(job, target, expected.round);
+  } else {
+    link_->recv(target);
+  }
+  if (receives_by_card_) gate_->passed(Direction::kReceive, start_ns, now_ns());
+  return length;
+}
+
+void Ring::recv_and_add(const Job& job, std::span<std::byte> target, int round) {
+  const bool is_last = round == options_.size - 2;  // this replica owns the shard
+  const std::size_t length = target.size();
+  const std::size_t block = link_->can_split() ? std::min(kAddBytes, length) : length;
+  received_.resize(std::max(received_.size(), block));
+  for (std::size_t done = 0; done < length; done += block) {
+    const std::span<std::byte> part = std::span(received_).first(std::min(block, length - done));
+    link_->recv(part);
+    add_scaled(target.subspan(done, part.size()), part, job.collective.element, is_last ? job.collective.scale : 1.0);
+  }
+}
+
+}  // namespace fold3d::comm

@@ -1,0 +1,172 @@
+#include "comm/socket/tcp_socket.h"
+
+#include <linux/sockios.h>
+#include <linux/tcp.h>
+#include <netinet/in.h>
+#include <poll.h>
+#include <sys/ioctl.h>
+#include <sys/socket.h>
+#include <sys/uio.h>
+
+#include <algorithm>
+#include <array>
+#include <cerrno>
+#include <cstdint>
+#include <cstring>
+#include <fstream>
+
+#include "comm/socket/fork_guard.h"
+
+namespace fold3d::comm {
+namespace {
+
+int milliseconds_until(TcpSocket::Clock::time_point deadline) {
+  const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(deadline - TcpSocket::Clock::now()).count();
+  return static_cast<int>(std::clamp<std::int64_t>(left, 0, 1'000'000));
+}
+
+void wait_for(int fd, short events) {
+  pollfd request{fd, events, 0};
+  ::poll(&request, 1, -1);  // shutdown() ends this
+}
+
+/// The system grants no more than this, silently; 0 when it does not say.
+std::size_t system_limit(const char* path) {
+  std::ifstream file(path);
+  std::size_t limit = 0;
+  file >> limit;
+  return file ? limit : 0;
+}
+
+void set_buffer(int fd, int option, std::size_t bytes, std::size_t limit) {
+  if (bytes > limit) return;
+  const int value = static_cast<int>(bytes);
+  ::setsockopt(fd, SOL_SOCKET, option, &value, sizeof(value));
+}
+
+}  // namespace
+
+TcpSocket::TcpSocket(int fd) : fd_(fd) {
+  if (fd_ >= 0) keep_from_children(fd_);
+}
+
+TcpSocket::~TcpSocket() {
+  if (fd_ >= 0) close_guarded(fd_);
+}
+
+void TcpSocket::shutdown() const { ::shutdown(fd_, SHUT_RDWR); }
+
+bool TcpSocket::ready(short events, Clock::time_point deadline) const {
+  for (;;) {
+    pollfd request{fd_, events, 0};
+    const int found = ::poll(&request, 1, milliseconds_until(deadline));
+    if (found > 0) return true;
+    const bool interrupted = found < 0 && errno == EINTR;
+    if (!interrupted && Clock::now() >= deadline) return false;
+  }
+}
+
+int TcpSocket::send_now(std::span<const std::byte> bytes) const {
+  const ssize_t sent = ::send(fd_, bytes.data(), bytes.size(), MSG_NOSIGNAL | MSG_DONTWAIT);
+  if (sent < 0) return errno;
+  return static_cast<std::size_t>(sent) == bytes.size() ? 0 : ENOBUFS;
+}
+
+int TcpSocket::recv_now(std::span<std::byte> bytes, std::size_t& got) const {
+  while (got < bytes.size()) {
+    const ssize_t moved = ::recv(fd_, bytes.data() + got, bytes.size() - got, MSG_DONTWAIT);
+    if (moved == 0) return kClosedByPeer;
+    if (moved < 0 && errno == EAGAIN) return 0;
+    if (moved < 0 && errno != EINTR) return errno;
+    if (moved > 0) got += static_cast<std::size_t>(moved);
+  }
+  return 0;
+}
+
+int TcpSocket::pending_error() const {
+  int error = 0;
+  socklen_t size = sizeof(error);
+  return ::getsockopt(fd_, SOL_SOCKET, SO_ERROR, &error, &size) == 0 ? error : errno;
+}
+
+void TcpSocket::set_no_delay() const {
+  const int yes = 1;
+  ::setsockopt(fd_, IPPROTO_TCP, TCP_NODELAY, &yes, sizeof(yes));
+}
+
+int TcpSocket::send_all(std::span<const std::byte> first, std::span<const std::byte> second) const {
+  while (!first.empty() || !second.empty()) {
+    std::array<iovec, 2> parts{iovec{const_cast<std::byte*>(first.data()), first.size()},
+                               iovec{const_cast<std::byte*>(second.data()), second.size()}};
+    msghdr message{};
+    message.msg_iov = parts.data();
+    message.msg_iovlen = parts.size();
+    const ssize_t sent = ::sendmsg(fd_, &message, MSG_NOSIGNAL);
+    if (sent >= 0) {
+      const std::size_t of_first = std::min(first.size(), static_cast<std::size_t>(sent));
+      first = first.subspan(of_first);
+      second = second.subspan(static_cast<std::size_t>(sent) - of_first);
+    } else if (errno == EAGAIN) {
+      wait_for(fd_, POLLOUT);
+    } else if (errno != EINTR) {
+      return errno;
+    }
+  }
+  return 0;
+}
+
+int TcpSocket::recv_all(std::span<std::byte> bytes) const {
+  while (!bytes.empty()) {
+    const ssize_t got = ::recv(fd_, bytes.data(), bytes.size(), 0);
+    if (got > 0) {
+      bytes = bytes.subspan(static_cast<std::size_t>(got));
+    } else if (got == 0) {
+      return kClosedByPeer;
+    } else if (errno == EAGAIN) {
+      wait_for(fd_, POLLIN);
+    } else if (errno != EINTR) {
+      return errno;
+    }
+  }
+  return 0;
+}
+
+std::size_t TcpSocket::unsent() const {
+  int bytes = 0;
+  return ::ioctl(fd_, SIOCOUTQ, &bytes) == 0 ? static_cast<std::size_t>(bytes) : 0;
+}
+
+double TcpSocket::round_trip_seconds() const {
+  tcp_info info{};
+  socklen_t size = sizeof(info);
+  if (::getsockopt(fd_, IPPROTO_TCP, TCP_INFO, &info, &size) != 0) return 0.0;
+  return static_cast<double>(info.tcpi_min_rtt) * 1e-6;
+}
+
+std::size_t TcpSocket::segment_bytes() const {
+  int bytes = 0;
+  socklen_t size = sizeof(bytes);
+  if (::getsockopt(fd_, IPPROTO_TCP, TCP_MAXSEG, &bytes, &size) != 0) return 0;
+  return static_cast<std::size_t>(bytes);
+}
+
+void TcpSocket::limit_send_buffer(std::size_t bytes) const {
+  static const std::size_t limit = system_limit("/proc/sys/net/core/wmem_max");
+  set_buffer(fd_, SO_SNDBUF, bytes / 2, limit);  // the system doubles it, and takes that for data
+}
+
+void TcpSocket::limit_recv_buffer(std::size_t bytes) const {
+  static const std::size_t limit = system_limit("/proc/sys/net/core/rmem_max");
+  set_buffer(fd_, SO_RCVBUF, bytes, limit);
+}
+
+void TcpSocket::limit_waiting(std::size_t bytes) const {
+  const int value = static_cast<int>(bytes);
+  ::setsockopt(fd_, IPPROTO_TCP, TCP_NOTSENT_LOWAT, &value, sizeof(value));
+}
+
+std::string text_of_socket_error(int error) {
+  return error == TcpSocket::kClosedByPeer ? "closed by the peer" : std::strerror(error);
+}
+
+}  // namespace fold3d::comm

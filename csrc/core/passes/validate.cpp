@@ -1,0 +1,236 @@
+#include "core/passes/validate.h"
+
+#include <algorithm>
+#include <stdexcept>
+
+#include "core/ir/action_table.h"
+#include "core/ir/deps.h"
+#include "core/passes/grid.h"
+
+namespace fold3d::core {
+namespace {
+
+[[noreturn]] void fail(const Schedule& schedule, Cell cell, const std::string& message) {
+  throw std::invalid_argument(grid(schedule, cell, "invalid schedule (" + to_string(schedule.shape) + "): " + message));
+}
+
+std::string on_rank(const Action& action, int rank) { return to_string(action) + " on rank " + std::to_string(rank); }
+
+/// Where each action stands: step in its rank's list, or kAbsent.
+using Positions = ActionTable<int>;
+constexpr int kAbsent = -1;
+
+// ---- 1. inside the shape, on the right rank, once ----
+
+Positions positions_of(const Schedule& schedule) {
+  const Shape& shape = schedule.shape;
+  Positions positions(shape, kAbsent);
+  for (int rank = 0; rank < shape.pp; ++rank) {
+    const auto& actions = schedule.ranks[static_cast<std::size_t>(rank)];
+    for (int step = 0; step < static_cast<int>(actions.size()); ++step) {
+      const Action& action = actions[static_cast<std::size_t>(step)];
+      const Cell cell{rank, step};
+      if (!positions.contains(action)) {
+        fail(schedule, cell,
+             to_string(action) + " lies outside: chunks are 0.." + std::to_string(shape.num_chunks() - 1) +
+                 ", micro-batches 0.." + std::to_string(shape.micro_batches - 1));
+      }
+      if (shape.stage_of(action.chunk) != rank) {
+        fail(schedule, cell,
+             on_rank(action, rank) + ": chunk " + std::to_string(action.chunk) + " belongs to rank " +
+                 std::to_string(shape.stage_of(action.chunk)) + " (chunk % pp)");
+      }
+      if (positions[action] != kAbsent) {
+        fail(schedule, cell,
+             on_rank(action, rank) + " occurs twice, first in step " + std::to_string(positions[action]));
+      }
+      positions[action] = step;
+    }
+  }
+  return positions;
+}
+
+// ---- 2. nothing missing, nothing idle ----
+
+/// Marks the place where a missing action was needed first: the first action of its rank that waits for it,
+/// else the end of the rank.
+Cell place_of_missing(const Schedule& schedule, const Action& missing, bool with_comm, const SplitBackward& split) {
+  const int rank = schedule.shape.stage_of(missing.chunk);
+  const auto& actions = schedule.ranks[static_cast<std::size_t>(rank)];
+  for (int step = 0; step < static_cast<int>(actions.size()); ++step) {
+    const auto waits = waits_for(schedule.shape, actions[static_cast<std::size_t>(step)], with_comm, split);
+    if (std::find(waits.begin(), waits.end(), missing) != waits.end()) return {rank, step};
+  }
+  return {rank, static_cast<int>(actions.size())};
+}
+
+struct Extent {
+  bool forward_only;
+  bool with_comm;
+  bool with_reduce;
+};
+
+std::vector<Action> needed_actions(const Shape& shape, const Extent& extent, const SplitBackward& split) {
+  std::vector<Action> needed;
+  for (int chunk = 0; chunk < shape.num_chunks(); ++chunk) {
+    for (int i = 0; i < shape.micro_batches; ++i) {
+      std::vector<Action> producers{{chunk, Kind::kForward, i}};
+      if (!extent.forward_only) producers.push_back(split.input_gradient(chunk, i));
+      for (const Action& producer : producers) {
+        needed.push_back(producer);
+        const auto send = send_after(shape, producer);
+        if (!extent.with_comm || !send) continue;
+        needed.push_back(*send);
+        needed.push_back(other_end(*send));
+      }
+      if (split(chunk, i)) needed.push_back(split.last_backward(chunk, i));
+    }
+    if (extent.with_reduce) needed.push_back({chunk, Kind::kReduce, -1});
+  }
+  return needed;
+}
+
+std::string why_not_needed(const Action& action, const Extent& extent) {
+  if (is_send(action.kind) || is_recv(action.kind)) return " has no other end: no result crosses a stage border there";
+  if (extent.forward_only) return " does not belong into a forward-only schedule";
+  return " does not go together with I and W: a backward is either B, or I and W";
+}
+
+void check_complete(const Schedule& schedule, const Positions& positions, bool forward_only,
+                    const SplitBackward& split) {
+  Extent extent{forward_only, has_comm(schedule), false};
+  for (int chunk = 0; chunk < schedule.shape.num_chunks() && !forward_only; ++chunk) {
+    extent.with_reduce = extent.with_reduce || positions[{chunk, Kind::kReduce, -1}] != kAbsent;
+  }
+  ActionTable<char> is_needed(schedule.shape, 0);
+  for (const Action& action : needed_actions(schedule.shape, extent, split)) {
+    is_needed[action] = 1;
+    if (positions[action] == kAbsent) {
+      fail(schedule, place_of_missing(schedule, action, extent.with_comm, split),
+           on_rank(action, schedule.shape.stage_of(action.chunk)) + " is missing");
+    }
+  }
+  for (int rank = 0; rank < schedule.shape.pp; ++rank) {
+    for (const Action& action : schedule.ranks[static_cast<std::size_t>(rank)]) {
+      if (is_needed[action]) continue;
+      fail(schedule, {rank, positions[action]}, on_rank(action, rank) + why_not_needed(action, extent));
+    }
+  }
+}
+
+// ---- 3. runs in this order ----
+
+/// Runs all lists at once, each in its own order, until the end or until nobody can go on.
+class Replay {
+ public:
+  Replay(const Schedule& schedule, const Positions& positions, bool with_comm, const SplitBackward& split)
+      : schedule_(schedule),
+        positions_(positions),
+        with_comm_(with_comm),
+        split_(split),
+        done_(schedule.shape, 0),
+        next_(schedule.ranks.size(), 0) {}
+
+  void run() {
+    for (bool progress = true; progress;) {
+      progress = false;
+      for (int rank = 0; rank < schedule_.shape.pp; ++rank) {
+        while (advance(rank)) progress = true;
+      }
+    }
+    for (int rank = 0; rank < schedule_.shape.pp; ++rank) {
+      if (head(rank) != nullptr) explain(rank);
+    }
+  }
+
+ private:
+  const Action* head(int rank) const {
+    const auto& actions = schedule_.ranks[static_cast<std::size_t>(rank)];
+    const std::size_t step = next_[static_cast<std::size_t>(rank)];
+    return step < actions.size() ? &actions[step] : nullptr;
+  }
+  int owner(const Action& action) const { return schedule_.shape.stage_of(action.chunk); }
+  void complete(const Action& action) {
+    done_[action] = 1;
+    ++next_[static_cast<std::size_t>(owner(action))];
+  }
+
+  /// What keeps the head of a rank from running; nullptr if nothing does. A SEND also waits until its RECV is
+  /// at the head of its rank; a RECV is completed by its SEND.
+  bool blocker(const Action& action, Action* found) const {
+    if (!is_recv(action.kind)) {
+      for (const Action& wait : waits_for(schedule_.shape, action, with_comm_, split_)) {
+        if (done_[wait]) continue;
+        *found = wait;
+        return true;
+      }
+    }
+    if (!is_send(action.kind) && !is_recv(action.kind)) return false;
+    *found = other_end(action);
+    const Action* other = head(owner(*found));
+    return is_recv(action.kind) || other == nullptr || *other != *found;
+  }
+
+  bool advance(int rank) {
+    const Action* action = head(rank);
+    Action found;
+    if (action == nullptr || blocker(*action, &found)) return false;
+    if (is_send(action->kind)) complete(other_end(*action));
+    complete(*action);
+    return true;
+  }
+
+  /// Follows "waits for" from one stuck head to the next until an action comes after its own waiter in the
+  /// same list, or a rank repeats.
+  [[noreturn]] void explain(int rank) const {
+    std::string chain;
+    std::vector<bool> seen(next_.size(), false);
+    for (;;) {
+      const Action& action = *head(rank);
+      Action wait;
+      blocker(action, &wait);
+      const int step = static_cast<int>(next_[static_cast<std::size_t>(rank)]);
+      if (owner(wait) == rank) {
+        fail(schedule_, {rank, step},
+             on_rank(action, rank) + " comes before " + to_string(wait) + " (step " + std::to_string(positions_[wait]) +
+                 "), which it waits for");
+      }
+      if (seen[static_cast<std::size_t>(rank)]) fail(schedule_, {rank, step}, "deadlock: " + chain);
+      seen[static_cast<std::size_t>(rank)] = true;
+      chain += (chain.empty() ? "" : "; ") + on_rank(action, rank) + " waits for " + on_rank(wait, owner(wait));
+      rank = owner(wait);
+    }
+  }
+
+  const Schedule& schedule_;
+  const Positions& positions_;
+  bool with_comm_;
+  const SplitBackward& split_;
+  ActionTable<char> done_;
+  std::vector<std::size_t> next_;
+};
+
+}  // namespace
+
+void validate(const Schedule& schedule, bool forward_only) {
+  const Shape& shape = schedule.shape;
+  if (shape.pp < 1 || shape.segments < 1 || shape.micro_batches < 1 ||
+      static_cast<int>(schedule.ranks.size()) != shape.pp) {
+    throw std::invalid_argument("invalid schedule (" + to_string(shape) + "): it has lists for " +
+                                std::to_string(schedule.ranks.size()) +
+                                " ranks, and pp, segments and m must be at least 1");
+  }
+  const Positions positions = positions_of(schedule);
+  const SplitBackward split(schedule);
+  for (int rank = 0; rank < shape.pp; ++rank) {
+    for (const Action& action : schedule.ranks[static_cast<std::size_t>(rank)]) {
+      const bool feedable = !(action.kind == Kind::kRecvForward && action.chunk == 0) &&
+                            !(action.kind == Kind::kRecvBackward && action.chunk == shape.num_chunks() - 1);
+      if (!feedable) fail(schedule, {rank, positions[action]}, on_rank(action, rank) + " has no sender");
+    }
+  }
+  check_complete(schedule, positions, forward_only, split);
+  Replay(schedule, positions, has_comm(schedule), split).run();
+}
+
+}  // namespace fold3d::core

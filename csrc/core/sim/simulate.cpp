@@ -1,0 +1,68 @@
+#include "core/sim/simulate.h"
+
+#include <algorithm>
+#include <stdexcept>
+#include <string>
+
+#include "core/sim/simulated_program.h"
+#include "core/sim/training_run.h"
+
+namespace fold3d::core {
+namespace {
+
+constexpr int kLeastSteps = 3;  // one without DP.sync before it, two to compare
+
+/// What the step would take without DP.sync; `messages` false: and with communication for free.
+std::int64_t without_dp_sync(const SimulatedProgram& program, const ClusterModel& model, bool messages,
+                             const SimulationOptions& options) {
+  TrainingRun run(program, model, {messages, /*dp_sync=*/false}, {options.max_steps, false, false});
+  run.run();
+  return run.step_ns();
+}
+
+}  // namespace
+
+TrainingStep simulate_training(const Schedule& schedule, const ClusterModel& model, const SimulationOptions& options) {
+  model.check(schedule.shape);
+  if (options.max_steps < kLeastSteps) {
+    throw std::invalid_argument("max_steps is " + std::to_string(options.max_steps) + "; a steady state needs " +
+                                std::to_string(kLeastSteps));
+  }
+  const SimulatedProgram program(schedule);
+  TrainingRun run(program, model, {}, options);
+  run.run();
+
+  TrainingStep result;
+  result.step_ns = run.step_ns();
+  result.steps = run.steps();
+  result.steady = run.steady();
+  result.early_gathers = run.early_gathers();
+  result.gather_order = run.gather_order();
+  result.preemptions = run.network().counters().preemptions;
+  result.longest_message_wait_ns = run.network().counters().longest_wait_ns;
+  result.mean_message_wait_ns = run.messages() > 0 ? run.network().counters().total_wait_ns / run.messages() : 0;
+  if (options.spans) result.spans = run.take_spans();
+
+  const Shape& shape = schedule.shape;
+  result.ranks.resize(static_cast<std::size_t>(model.distinct_replicas(shape.pp) * shape.pp));
+  for (int rank = 0; rank < static_cast<int>(result.ranks.size()); ++rank) {
+    RankAccount& account = result.ranks[static_cast<std::size_t>(rank)];
+    account.compute_ns = run.compute_ns(rank % shape.pp);
+    account.pp_bytes = run.message_bytes(rank);
+    account.dp_bytes = run.dp_bytes(rank);
+  }
+  if (!options.breakdown) return result;
+
+  const std::int64_t with_messages = without_dp_sync(program, model, true, options);
+  const std::int64_t ideal = without_dp_sync(program, model, false, options);
+  result.limit_ns = std::max(ideal, run.network().duration(run.busiest_card_bytes()));
+  for (RankAccount& account : result.ranks) {
+    account.bubble_ns = ideal - account.compute_ns;
+    account.exposed_pp_ns = with_messages - ideal;
+    account.exposed_dp_ns = result.step_ns - with_messages;
+    account.hidden_dp_ns = std::max<std::int64_t>(0, run.network().duration(account.dp_bytes) - account.exposed_dp_ns);
+  }
+  return result;
+}
+
+}  // namespace fold3d::core

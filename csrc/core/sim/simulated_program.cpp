@@ -1,0 +1,53 @@
+#include "core/sim/simulated_program.h"
+
+#include <stdexcept>
+
+#include "core/ir/action_table.h"
+#include "core/ir/deps.h"
+
+namespace fold3d::core {
+
+SimulatedProgram::SimulatedProgram(const Schedule& schedule) : shape(schedule.shape) {
+  if (!has_backward(schedule)) {
+    throw std::invalid_argument("the simulator runs training steps, but the schedule has no backward");
+  }
+  const SplitBackward split(schedule);
+  ActionTable<int> node_of(shape, -1);
+  ranks.resize(schedule.ranks.size());
+  const auto num_chunks = static_cast<std::size_t>(shape.num_chunks());
+  std::vector<int> last_backward(num_chunks, -1);
+  std::vector<bool> forward_seen(num_chunks, false);
+  for (std::size_t rank = 0; rank < schedule.ranks.size(); ++rank) {
+    for (const Action& action : schedule.ranks[rank]) {
+      if (!is_compute(action.kind)) continue;
+      if (!node_of.contains(action)) {
+        throw std::invalid_argument(to_string(action) + " lies outside " + to_string(shape));
+      }
+      const auto number = static_cast<int>(nodes.size());
+      const auto chunk = static_cast<std::size_t>(action.chunk);
+      nodes.push_back({action, 0, {}, action.kind == Kind::kForward && !forward_seen[chunk], false});
+      node_of[action] = number;
+      ranks[rank].push_back(number);
+      if (action.kind == Kind::kForward) forward_seen[chunk] = true;
+      if (action == split.last_backward(action.chunk, action.micro_batch)) last_backward[chunk] = number;
+    }
+  }
+  for (const int number : last_backward) {
+    if (number >= 0) nodes[static_cast<std::size_t>(number)].last_backward = true;
+  }
+  for (std::size_t number = 0; number < nodes.size(); ++number) {
+    for (Action wait : waits_for(shape, nodes[number].action, /*with_comm=*/true, split)) {
+      const bool through = is_recv(wait.kind);
+      // What the RECV waits for is its SEND, and that waits for the action that made the data.
+      if (through) wait = waits_for(shape, other_end(wait), true, split).front();
+      if (node_of[wait] < 0) {
+        throw std::invalid_argument(to_string(nodes[number].action) + " waits for " + to_string(wait) +
+                                    ", which the schedule lacks");
+      }
+      nodes[static_cast<std::size_t>(node_of[wait])].feeds.push_back({static_cast<int>(number), through});
+      ++nodes[number].waits;
+    }
+  }
+}
+
+}  // namespace fold3d::core

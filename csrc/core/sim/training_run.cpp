@@ -1,0 +1,279 @@
+#include "core/sim/training_run.h"
+
+#include <algorithm>
+#include <stdexcept>
+
+namespace fold3d::core {
+namespace {
+
+int number_of_hosts(const ClusterModel& model, int ranks) {
+  int hosts = 0;
+  for (int rank = 0; rank < ranks; ++rank) hosts = std::max(hosts, model.host_of(rank) + 1);
+  return hosts;
+}
+
+std::size_t at(int index) { return static_cast<std::size_t>(index); }
+
+}  // namespace
+
+TrainingRun::TrainingRun(const SimulatedProgram& program, const ClusterModel& model, const Parts& parts,
+                         const SimulationOptions& options)
+    : program_(program),
+      model_(model),
+      parts_(parts),
+      options_(options),
+      replicas_(model.distinct_replicas(program.shape.pp)),
+      network_(number_of_hosts(model, replicas_ * program.shape.pp),
+               {model.bandwidth, model.chunk_bytes, model.preempt, model.arbiter}, events_),
+      dp_sync_(program.shape, model, replicas_, events_, network_),
+      ranks_(at(replicas_ * program.shape.pp)),
+      arrivals_(at(replicas_) * program.nodes.size(), 0),
+      finished_(at(options.max_steps), 0),
+      last_step_(options.max_steps - 1),
+      message_bytes_(ranks_.size(), 0),
+      dp_bytes_(ranks_.size(), 0) {
+  const int hosts = number_of_hosts(model, replicas_ * program.shape.pp);
+  card_sent_.assign(at(hosts), 0);
+  card_received_.assign(at(hosts), 0);
+}
+
+void TrainingRun::run() {
+  for (int rank = 0; rank < static_cast<int>(ranks_.size()); ++rank) try_start(0, rank);
+  while (!events_.empty()) dispatch(events_.pop());
+  for (int rank = 0; rank < static_cast<int>(ranks_.size()); ++rank) {
+    if (ranks_[at(rank)].step <= last_step_ && !program_.ranks[at(stage_of(rank))].empty()) {
+      throw std::invalid_argument("the schedule stops: " + to_string(current(rank).action) + " on rank " +
+                                  std::to_string(rank) + " waits for ever; validate() tells what is wrong");
+    }
+  }
+}
+
+void TrainingRun::dispatch(const Event& event) {
+  switch (event.type) {
+    case Event::Type::kComputed:
+      return computed(event.time, event.a);
+    case Event::Type::kProduced:
+      return dp_sync_.produced(event.time, event.b);
+    case Event::Type::kArrived:
+      return arrived(event.time, event.a, event.b);
+    case Event::Type::kMessageSent:
+    case Event::Type::kBurstSent:
+    case Event::Type::kNetworkWake: {
+      Network::Sent what;
+      if (network_.handle(event, what)) sent(what);
+      return network_.start_what_can(event.time);
+    }
+    case Event::Type::kCollectiveStart:
+    case Event::Type::kCollectiveDone:
+    case Event::Type::kVoted:
+    case Event::Type::kUpdated:
+      if (!dp_sync_.handle(event)) return;
+      for (int rank = 0; rank < static_cast<int>(ranks_.size()); ++rank) try_start(event.time, rank);
+  }
+}
+
+const SimulatedProgram::Node& TrainingRun::current(int rank) const {
+  return program_.nodes[at(program_.ranks[at(stage_of(rank))][ranks_[at(rank)].next])];
+}
+
+int& TrainingRun::arrivals(int rank, int node) {
+  return arrivals_[at(rank / program_.shape.pp) * program_.nodes.size() + at(node)];
+}
+
+/// Starts the rank's next action, or goes on with a forward that waited for DP.sync, if nothing is missing.
+void TrainingRun::try_start(std::int64_t now, int rank_number) {
+  Rank& rank = ranks_[at(rank_number)];
+  const auto& list = program_.ranks[at(stage_of(rank_number))];
+  if (rank.busy || rank.step > last_step_ || list.empty()) return;
+  if (rank.bucket >= 0) return start_buckets(now, rank_number);
+  const SimulatedProgram::Node& node = current(rank_number);
+  // A step's arrivals are complete before those of the next one begin, so counting them all is enough.
+  if (arrivals(rank_number, list[rank.next]) < (rank.step + 1) * node.waits) return;
+  std::int64_t duration = duration_of(node.action);
+  if (node.first_forward && rank.step > 0) {
+    const SimulatedBuckets& buckets = dp_sync_.buckets();
+    const int chunk = node.action.chunk;
+    if (!parts_.dp_sync) {
+      duration += update_of(chunk);
+    } else if (buckets.first(chunk) < buckets.end(chunk)) {
+      rank.bucket = buckets.first(chunk);
+      return start_buckets(now, rank_number);
+    }
+  }
+  if (parts_.dp_sync && node.last_backward) gradients(now, rank_number, node.action, duration);
+  compute(now, rank_number, duration);
+}
+
+/// Computes as many layers of a chunk's first forward as are up to date, after what is left of their update.
+void TrainingRun::start_buckets(std::int64_t now, int rank_number) {
+  Rank& rank = ranks_[at(rank_number)];
+  const SimulatedBuckets& buckets = dp_sync_.buckets();
+  const int chunk = current(rank_number).action.chunk;
+  const int first = rank.bucket;
+  if (!dp_sync_.is_updated(stage_of(rank_number), rank.step)) return;
+  std::int64_t update = 0;
+  while (rank.bucket < buckets.end(chunk) && dp_sync_.is_open(rank.bucket, rank.step)) {
+    update += buckets[rank.bucket].zero1 ? 0 : buckets[rank.bucket].update_ns;
+    ++rank.bucket;
+  }
+  if (rank.bucket == first) return;
+  const std::int64_t begin = first == buckets.first(chunk) ? -model_.action_ns : buckets[first].forward_begin;
+  compute(now, rank_number, update + buckets[rank.bucket - 1].forward_end - begin);
+}
+
+void TrainingRun::compute(std::int64_t now, int rank, std::int64_t duration) {
+  ranks_[at(rank)].busy = true;
+  events_.push(now + duration, Event::Type::kComputed, rank);
+  if (options_.spans) {
+    spans_.push_back({rank, SimulatedSpan::Lane::kCompute, current(rank).action, now, now + duration, 0});
+  }
+}
+
+/// Announces when the chunk's buckets will be complete: the backward goes through its layers from last to first.
+void TrainingRun::gradients(std::int64_t start, int rank, const Action& action, std::int64_t duration) {
+  if (model_.dp_sync == DpSync::kSerial) return;  // end_of_program
+  const SimulatedBuckets& buckets = dp_sync_.buckets();
+  const std::int64_t computing = duration - model_.action_ns;
+  for (int bucket = buckets.end(action.chunk) - 1; bucket >= buckets.first(action.chunk); --bucket) {
+    const std::int64_t after = model_.action_ns + buckets.produced_after(bucket, computing);
+    events_.push(start + after, Event::Type::kProduced, rank, bucket);
+  }
+}
+
+void TrainingRun::computed(std::int64_t now, int rank_number) {
+  Rank& rank = ranks_[at(rank_number)];
+  rank.busy = false;
+  const SimulatedProgram::Node& node = current(rank_number);
+  if (rank.bucket >= 0) {
+    if (rank.bucket < dp_sync_.buckets().end(node.action.chunk)) return start_buckets(now, rank_number);
+    rank.bucket = -1;
+  }
+  const int number = program_.ranks[at(stage_of(rank_number))][rank.next];
+  if (++rank.next == program_.ranks[at(stage_of(rank_number))].size()) end_of_program(now, rank_number);
+  for (const SimulatedProgram::Edge& edge : node.feeds) feed(now, rank_number, edge, number);
+  try_start(now, rank_number);
+}
+
+void TrainingRun::end_of_program(std::int64_t now, int rank_number) {
+  Rank& rank = ranks_[at(rank_number)];
+  const int step = rank.step;
+  rank.next = 0;
+  ++rank.step;
+  if (parts_.dp_sync && model_.dp_sync == DpSync::kSerial) {
+    const Shape& shape = program_.shape;
+    for (int chunk = shape.num_chunks() - shape.pp + stage_of(rank_number); chunk >= 0; chunk -= shape.pp) {
+      for (int bucket = dp_sync_.buckets().end(chunk) - 1; bucket >= dp_sync_.buckets().first(chunk); --bucket) {
+        dp_sync_.produced(now, bucket);
+      }
+    }
+  }
+  if (++finished_[at(step)] < static_cast<int>(ranks_.size())) return;
+  ends_.push_back(now);
+  // The first step meets no DP.sync of a step before it, so it is no sample of the steady state.
+  const std::size_t samples = ends_.size() - (parts_.dp_sync ? 1 : 0);
+  const auto length = [this](std::size_t n) { return ends_[n] - (n == 0 ? 0 : ends_[n - 1]); };
+  if (samples >= 2 && length(ends_.size() - 1) == length(ends_.size() - 2)) {
+    steady_ = true;
+    // A rank may already be one step ahead; that step is then completed by all.
+    bool ahead = false;
+    for (const Rank& other : ranks_) ahead = ahead || (other.step == step + 1 && (other.next > 0 || other.busy));
+    last_step_ = std::min(last_step_, ahead ? step + 1 : step);
+  }
+}
+
+void TrainingRun::feed(std::int64_t now, int from, const SimulatedProgram::Edge& edge, int from_node) {
+  const Action& source = program_.nodes[at(from_node)].action;
+  const Action& target = program_.nodes[at(edge.node)].action;
+  const int to = from - stage_of(from) + program_.shape.stage_of(target.chunk);
+  if (!edge.through || !parts_.messages) return arrived(now, to, edge.node);
+  // Chunk c hands activations to c + 1 and gets their gradient, of the same size, back.
+  const std::int64_t bytes = model_.activation_bytes[at(std::min(source.chunk, target.chunk))];
+  if (bytes == 0 || !uses_card(model_.hosts, from, to)) {
+    events_.push(now + model_.latency_ns, Event::Type::kArrived, to, edge.node);
+    return;
+  }
+  messages_.push_back({from, to, from_node, edge.node});
+  network_.send_message(now, model_.host_of(from), model_.host_of(to), bytes, static_cast<int>(messages_.size()) - 1);
+}
+
+void TrainingRun::arrived(std::int64_t now, int rank, int node) {
+  ++arrivals(rank, node);
+  try_start(now, rank);
+}
+
+void TrainingRun::sent(const Network::Sent& what) {
+  card_sent_[at(what.from)] += what.bytes;
+  card_received_[at(what.to)] += what.bytes;
+  SimulatedSpan span{0, SimulatedSpan::Lane::kCompute, {}, what.start, what.end, what.bytes};
+  if (what.message) {
+    const Message& message = messages_[at(what.token)];
+    const Action& source = program_.nodes[at(message.from_node)].action;
+    const bool forward = source.kind == Kind::kForward;
+    span.rank = message.from_rank;
+    span.lane = forward ? SimulatedSpan::Lane::kSendForward : SimulatedSpan::Lane::kSendBackward;
+    span.action = {source.chunk, forward ? Kind::kSendForward : Kind::kSendBackward, source.micro_batch};
+    message_bytes_[at(span.rank)] += what.bytes;
+    events_.push(what.end + model_.latency_ns, Event::Type::kArrived, message.to_rank, message.to_node);
+  } else {
+    const DpSyncLanes::FlowInfo flow = dp_sync_.flow_info(what.token);
+    span.rank = flow.rank;
+    span.lane = flow.gather ? SimulatedSpan::Lane::kGather : SimulatedSpan::Lane::kReduceScatter;
+    span.action = {flow.chunk, Kind::kReduce, -1};
+    dp_bytes_[at(span.rank)] += what.bytes;
+    if (what.finished) dp_sync_.flow_sent(what.end, what.token);
+  }
+  if (options_.spans) spans_.push_back(span);
+}
+
+std::int64_t TrainingRun::duration_of(const Action& action) const {
+  const std::int64_t backward = model_.backward_ns[at(action.chunk)];
+  switch (action.kind) {
+    case Kind::kForward:
+      return model_.action_ns + model_.forward_ns[at(action.chunk)];
+    case Kind::kBackwardInput:
+      return model_.action_ns + backward / 2;
+    case Kind::kBackwardWeight:
+      return model_.action_ns + backward - backward / 2;
+    default:
+      return model_.action_ns + backward;
+  }
+}
+
+std::int64_t TrainingRun::compute_ns(int stage) const {
+  std::int64_t sum = 0;
+  for (const int node : program_.ranks[at(stage)]) sum += duration_of(program_.nodes[at(node)].action);
+  for (int chunk = stage; chunk < program_.shape.num_chunks(); chunk += program_.shape.pp) sum += update_of(chunk);
+  return sum;
+}
+
+/// What the optimizer computes of the chunk in one step, after the vote or before the first forward.
+std::int64_t TrainingRun::update_of(int chunk) const {
+  const SimulatedBuckets& buckets = dp_sync_.buckets();
+  std::int64_t sum = 0;
+  for (int bucket = buckets.first(chunk); bucket < buckets.end(chunk); ++bucket) {
+    sum += buckets[bucket].zero1 ? buckets.share_of_update(bucket) : buckets[bucket].update_ns;
+  }
+  return sum;
+}
+
+std::int64_t TrainingRun::busiest_card_bytes() const {
+  return std::max(*std::max_element(card_sent_.begin(), card_sent_.end()),
+                  *std::max_element(card_received_.begin(), card_received_.end())) /
+         steps();
+}
+
+std::vector<SimulatedSpan> TrainingRun::take_spans() {
+  const std::int64_t start = start_of_last_step();
+  std::vector<SimulatedSpan> seen;
+  for (SimulatedSpan span : spans_) {
+    if (span.end_ns <= start || span.start_ns >= ends_.back()) continue;
+    span.start_ns = std::max(span.start_ns, start) - start;
+    span.end_ns = std::min(span.end_ns, ends_.back()) - start;
+    seen.push_back(span);
+  }
+  std::stable_sort(seen.begin(), seen.end(),
+                   [](const SimulatedSpan& x, const SimulatedSpan& y) { return x.start_ns < y.start_ns; });
+  return seen;
+}
+
+}  // namespace fold3d::core

@@ -1,0 +1,184 @@
+#include "runtime/c10d/collectives_c10d.h"
+
+#include <ATen/ops/empty.h>
+#include <pthread.h>
+#include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
+
+#include <algorithm>
+#include <stdexcept>
+#include <utility>
+
+#include "comm/arbiter/reduce_turn.h"
+#include "comm/base/clock.h"
+#include "comm/base/errors.h"
+
+namespace fold3d::runtime {
+
+namespace {
+
+using comm::HostGate;
+using Traffic = HostGate::Traffic;
+
+constexpr std::int64_t kChunkBytes = 4 << 20;
+
+std::string name_of(Traffic traffic, const comm::Collective& collective) {
+  return std::string(comm::to_string(traffic)) + " of bucket " + std::to_string(collective.bucket) + " (step " +
+         std::to_string(collective.step) + ")";
+}
+
+bool spans_hosts(const core::Hosts& hosts, int size) {
+  core::check_hosts(hosts, size, "collectives");
+  for (int replica = 1; replica < size; ++replica) {
+    if (core::uses_card(hosts, 0, replica)) return true;
+  }
+  return false;
+}
+
+const at::Tensor& tensor_of(const comm::Collective& collective) {
+  return static_cast<TensorBuffer&>(*collective.buffer).tensor();
+}
+
+}  // namespace
+
+C10dCollectives::C10dCollectives(const Options& options, const std::string& group, c10::Device device,
+                                 std::shared_ptr<HostGate> gate)
+    : options_(options),
+      uses_card_(spans_hosts(options.hosts, options.size)),
+      group_(c10d::resolve_process_group(group)),
+      stream_(side_stream(device, /*high_priority=*/false)),
+      gate_(std::move(gate)) {
+  if (options_.size < 2 || group_->getRank() != options_.rank || group_->getSize() != options_.size) {
+    throw std::invalid_argument("replica " + std::to_string(options_.rank) + " of " + std::to_string(options_.size) +
+                                " is rank " + std::to_string(group_->getRank()) + " of " +
+                                std::to_string(group_->getSize()) + " in the group of its stage");
+  }
+}
+
+C10dCollectives::~C10dCollectives() { stop(); }
+
+void C10dCollectives::start(Listener& listener) {
+  listener_ = &listener;
+  thread_ = std::thread([this] { loop(); });
+  pthread_setname_np(thread_.native_handle(), comm::to_string(options_.traffic));
+}
+
+void C10dCollectives::push(comm::Collective collective) {
+  {
+    const std::lock_guard lock(mutex_);
+    if (stopped_) return;
+    queue_.push_back(std::move(collective));
+  }
+  changed_.notify_one();
+}
+
+void C10dCollectives::abort(const std::string&) noexcept {
+  bool busy = false;
+  {
+    const std::lock_guard lock(mutex_);
+    if (stopped_) return;
+    stopped_ = true;
+    busy = !queue_.empty();
+  }
+  changed_.notify_one();
+  if (!busy) return;
+  try {
+    group_->abort();  // ends the library's kernels, which may wait for a replica that is gone
+  } catch (const std::exception&) {
+    // the library has ended it already, or cannot: its own time-out ends the kernels then
+  }
+}
+
+void C10dCollectives::stop() noexcept {
+  abort("the stream was closed");
+  if (thread_.joinable()) thread_.join();
+}
+
+std::string C10dCollectives::waits_for() const {
+  const std::lock_guard lock(mutex_);
+  if (queue_.empty()) return {};
+  return "the " + name_of(options_.traffic, queue_.front()) + " waits for the other replicas of the stage";
+}
+
+void C10dCollectives::loop() noexcept {
+  std::unique_lock lock(mutex_);
+  for (;;) {
+    changed_.wait(lock, [&] { return stopped_ || !queue_.empty(); });
+    if (stopped_) return;
+    const comm::Collective& current = queue_.front();  // stays where it is while others are pushed
+    lock.unlock();
+    try {
+      run(current);
+    } catch (const std::exception& error) {
+      lock.lock();
+      if (stopped_) return;  // whoever aborted knows why
+      lock.unlock();
+      listener_->failed(comm::Failure::Kind::kError, name_of(options_.traffic, current) + " failed: " + error.what());
+      return;
+    }
+    lock.lock();
+    if (stopped_) return;
+    std::shared_ptr<comm::Buffer> buffer = std::move(queue_.front().buffer);
+    queue_.pop_front();
+    lock.unlock();
+    buffer.reset();  // without the lock: freeing a tensor may have to wait for the interpreter
+    lock.lock();
+  }
+}
+
+void C10dCollectives::run(const comm::Collective& collective) {
+  const std::int64_t start_ns = comm::now_ns();
+  const c10::StreamGuard guard(stream_);
+  static_cast<TensorBuffer&>(*collective.buffer).ready().block(stream_);
+  const at::Tensor shards = tensor_of(collective).view({options_.size, -1});
+  const std::int64_t shard_length = shards.size(1);
+  const std::int64_t chunk_bytes =
+      options_.chunk_bytes == 0 ? kChunkBytes : static_cast<std::int64_t>(options_.chunk_bytes);
+  const std::int64_t chunk_length =
+      std::max<std::int64_t>(chunk_bytes / ((options_.size - 1) * shards.element_size()), 1);
+  const at::Tensor staging =
+      at::empty({options_.size * std::min(chunk_length, shard_length)}, tensor_of(collective).options());
+  const auto sent = static_cast<std::size_t>((options_.size - 1) * shard_length * shards.element_size());
+  comm::ReduceTurn turn(*gate_, options_.traffic, uses_card_);
+  turn.take(sent);
+  std::size_t index = 0;
+  for (std::int64_t offset = 0; offset < shard_length; offset += chunk_length) {
+    DeviceEvent& done = chunk_done_[index++ % chunk_done_.size()];
+    done.synchronize();  // the chunk before the last
+    run_chunk(collective, shards, offset, std::min(chunk_length, shard_length - offset), staging);
+    done.record(stream_);
+  }
+  for (const DeviceEvent& done : chunk_done_) done.synchronize();
+  check();  // what was aborted ends, too, with anything in its memory
+  listener_->completed({.traffic = options_.traffic,
+                        .bucket = collective.bucket,
+                        .start_ns = start_ns,
+                        .end_ns = comm::now_ns(),
+                        .bytes = sent});
+}
+
+/// Elements [offset, offset + length) of every shard. `shards`: [size, shard length]; `staging`: [size * length] or
+/// more.
+void C10dCollectives::run_chunk(const comm::Collective& collective, const at::Tensor& shards, std::int64_t offset,
+                                std::int64_t length, at::Tensor staging) {
+  const bool is_reduce = options_.traffic == Traffic::kReduce;
+  at::Tensor own = shards[options_.rank].narrow(0, offset, length);
+  const at::Tensor part = shards.narrow(1, offset, length);
+  staging = staging.narrow(0, 0, options_.size * length);
+  if (uses_card_) gate_->hold(HostGate::Direction::kSend, options_.traffic);
+  check();
+  if (is_reduce) {
+    staging.view({options_.size, length}).copy_(part);
+    group_->reduce_scatter_single(own, staging)->wait();
+    if (collective.scale != 1.0) own.mul_(collective.scale);
+  } else {
+    group_->all_gather_single(staging, own)->wait();
+    part.copy_(staging.view({options_.size, length}));
+  }
+}
+
+void C10dCollectives::check() const {
+  const std::lock_guard lock(mutex_);
+  if (stopped_) throw comm::AbortedError("the stream was closed");
+}
+
+}  // namespace fold3d::runtime

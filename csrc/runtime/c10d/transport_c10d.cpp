@@ -1,0 +1,112 @@
+#include "runtime/c10d/transport_c10d.h"
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/from_blob.h>
+#include <c10/core/ScalarType.h>
+#include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
+
+#include <string>
+#include <vector>
+
+#include "comm/base/errors.h"
+#include "runtime/executor/tensor_buffer.h"
+
+namespace fold3d::runtime {
+
+namespace {
+
+constexpr int kTag = 0;  // one sender and one receiver per channel: order alone pairs the messages
+
+TensorBuffer& as_tensor(const std::shared_ptr<comm::Buffer>& buffer) { return static_cast<TensorBuffer&>(*buffer); }
+
+at::Tensor bytes_view(const std::byte* data, std::size_t size) {
+  return at::from_blob(const_cast<std::byte*>(data), {static_cast<std::int64_t>(size)}, at::kByte);
+}
+
+/// Whether elements of this dtype lie one after the other and say all about themselves.
+bool is_dense(at::ScalarType dtype) { return dtype != at::ScalarType::Undefined && !c10::isQIntType(dtype); }
+
+}  // namespace
+
+C10dTransport::C10dTransport(const GroupNames& names, int stage, int num_stages, c10::Device device)
+    : stage_(stage), num_stages_(num_stages), device_(device), compute_stream_(current_stream(device)) {
+  if (!names.forward.empty()) {
+    forward_ = c10d::resolve_process_group(names.forward);
+    forward_wrap_ = c10d::resolve_process_group(names.forward_wrap);
+    backward_ = c10d::resolve_process_group(names.backward);
+    backward_wrap_ = c10d::resolve_process_group(names.backward_wrap);
+  }
+}
+
+C10dTransport::~C10dTransport() = default;
+
+bool C10dTransport::sends_over_wrap(comm::Channel channel) const {
+  return channel == comm::Channel::kForward ? stage_ == num_stages_ - 1 : stage_ == 0;
+}
+
+bool C10dTransport::receives_over_wrap(comm::Channel channel) const {
+  return channel == comm::Channel::kForward ? stage_ == 0 : stage_ == num_stages_ - 1;
+}
+
+c10d::ProcessGroup& C10dTransport::group(comm::Channel channel, bool wrap) const {
+  if (channel == comm::Channel::kForward) return wrap ? *forward_wrap_ : *forward_;
+  return wrap ? *backward_wrap_ : *backward_;
+}
+
+void C10dTransport::transfer(comm::Channel channel, bool is_send, int peer_stage, const at::Tensor& tensor) {
+  works_.check();
+  auto& pg = group(channel, is_send ? sends_over_wrap(channel) : receives_over_wrap(channel));
+  std::vector<at::Tensor> tensors{tensor};
+  works_.wait(is_send ? pg.send(tensors, peer_stage, kTag) : pg.recv(tensors, peer_stage, kTag));
+}
+
+void C10dTransport::begin() { compute_stream_ = current_stream(device_); }
+
+void C10dTransport::send(comm::Channel channel, int peer_stage, std::shared_ptr<comm::Buffer> buffer) {
+  const c10::Stream stream = side_stream(device_, /*high_priority=*/true);
+  const c10::StreamGuard guard(stream);
+  as_tensor(buffer).ready().block(stream);
+  transfer(channel, /*is_send=*/true, peer_stage, as_tensor(buffer).tensor());
+}
+
+void C10dTransport::recv(comm::Channel channel, int peer_stage, std::shared_ptr<comm::Buffer> buffer) {
+  const c10::Stream stream = side_stream(device_, /*high_priority=*/true);
+  const c10::StreamGuard guard(stream);
+  // Pooled memory may still be read by kernels queued before it was given back: receive behind them.
+  DeviceEvent reusable;
+  reusable.record(compute_stream_);
+  reusable.block(stream);
+  transfer(channel, /*is_send=*/false, peer_stage, as_tensor(buffer).tensor());
+}
+
+void C10dTransport::send_frame(comm::Channel channel, int peer_stage, std::span<const std::byte> frame) {
+  transfer(channel, /*is_send=*/true, peer_stage, bytes_view(frame.data(), frame.size()));
+}
+
+void C10dTransport::recv_frame(comm::Channel channel, int peer_stage, std::span<std::byte> frame) {
+  transfer(channel, /*is_send=*/false, peer_stage, bytes_view(frame.data(), frame.size()));
+}
+
+void C10dTransport::check(const comm::TensorDesc& desc) const {
+  const auto dtype = static_cast<at::ScalarType>(desc.dtype);
+  if (desc.dtype >= static_cast<std::uint8_t>(at::ScalarType::NumOptions) || !is_dense(dtype)) {
+    throw comm::ProtocolError("the header of a message is damaged: it has a tensor of the unknown dtype " +
+                              std::to_string(desc.dtype));
+  }
+  if (c10::elementSize(dtype) != desc.element_bytes) {
+    throw comm::ProtocolError(std::string("the header of a message is damaged: an element of ") + c10::toString(dtype) +
+                              " has " + std::to_string(c10::elementSize(dtype)) + " bytes, not " +
+                              std::to_string(desc.element_bytes));
+  }
+}
+
+std::shared_ptr<comm::Buffer> C10dTransport::allocate(const comm::TensorDesc& desc) {
+  // Freed memory is given to whoever allocates on the same stream next: to those that come after its last readers.
+  const c10::StreamGuard guard(compute_stream_);
+  const auto options = at::TensorOptions().device(device_).dtype(at::kByte);
+  return std::make_shared<TensorBuffer>(at::empty({static_cast<std::int64_t>(desc.bytes())}, options));
+}
+
+void C10dTransport::abort(const std::string& reason) { works_.abort(reason); }
+
+}  // namespace fold3d::runtime

@@ -1,0 +1,116 @@
+// Every registered schedule at many sizes: lowering, validator, lengths, stash.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <map>
+#include <stdexcept>
+
+#include "core/generators/fold.h"
+#include "core/generators/registry.h"
+#include "core/ir/deps.h"
+#include "core/ir/stash.h"
+#include "core/ir/timeline.h"
+#include "core/passes/lower.h"
+#include "core/passes/validate.h"
+
+namespace fold3d::core {
+namespace {
+
+// Core has no threads: sanitizers need every path once, not every size.
+#if defined(__SANITIZE_THREAD__) || defined(__SANITIZE_ADDRESS__)
+constexpr int kMaxMicroBatches = 5;
+#else
+constexpr int kMaxMicroBatches = 20;
+#endif
+
+/// Calls check(schedule, what) for every schedule of the registry, and all N and turns of the family, at many sizes.
+template <class Check>
+void for_each_schedule(int max_pp, int max_segments, int max_micro_batches, Check check) {
+  for (int pp = 1; pp <= max_pp; ++pp) {
+    for (int segments = 1; segments <= max_segments; ++segments) {
+      for (int m = 1; m <= max_micro_batches; ++m) {
+        const Shape shape{pp, segments, m};
+        for (const SchedulerInfo& info : registry()) {
+          if (info.uses_segments || segments == 1) check(generate(info.name, {shape, 0, ""}), info.name);
+        }
+        for (const int n : {1, 2, pp - 1, pp, m - 1, m}) {
+          if (n < 1) continue;
+          check(fold_order(shape, n, Turn::kAll), "all, N=" + std::to_string(n));
+          check(fold_order(shape, n, Turn::kOneFOneB), "1f1b, N=" + std::to_string(n));
+        }
+      }
+    }
+  }
+}
+
+TEST(CoreSchedules, LoweredWithoutDeadlockAtEverySize) {
+  for_each_schedule(8, 4, kMaxMicroBatches, [](const Schedule& schedule, const std::string& what) {
+    try {
+      validate(lower(schedule, true));
+    } catch (const std::exception& error) {
+      ADD_FAILURE() << what << ": " << error.what();
+    }
+  });
+}
+
+TEST(CoreSchedules, ReceivesComeInTheOrderOfTheSends) {
+  for_each_schedule(4, 3, 7, [](const Schedule& schedule, const std::string& what) {
+    const Schedule lowered = lower(schedule, false);
+    std::map<std::pair<int, Kind>, std::vector<Action>> sent;  // by sending rank and direction, as the RECVs to come
+    std::map<std::pair<int, Kind>, std::vector<Action>> received;
+    for (const auto& actions : lowered.ranks) {
+      for (const Action& a : actions) {
+        if (is_send(a.kind)) sent[{lowered.shape.stage_of(a.chunk), other_end(a).kind}].push_back(other_end(a));
+        if (is_recv(a.kind)) received[{lowered.shape.stage_of(other_end(a).chunk), a.kind}].push_back(a);
+      }
+    }
+    EXPECT_EQ(sent, received) << what << " " << to_string(schedule.shape);
+  });
+}
+
+TEST(CoreSchedules, LengthsOfThePapers) {
+  for (int pp = 1; pp <= 8; ++pp) {
+    for (int segments = 1; segments <= 4; ++segments) {
+      for (int m = 1; m <= kMaxMicroBatches; ++m) {
+        const Shape shape{pp, segments, m};
+        const double round = 3;  // F + B
+        const auto length = [&](const char* name) { return simulate(generate(name, {shape, 0, ""})).makespan; };
+        if (segments == 1) {
+          EXPECT_EQ(length("gpipe"), (m + pp - 1) * round);
+          EXPECT_EQ(length("1f1b"), (m + pp - 1) * round);
+        }
+        if (m >= pp) {
+          EXPECT_EQ(length("interleaved"), (segments * m + pp - 1) * round);
+        }
+        EXPECT_EQ(length("aiao"), ((segments - 1) * std::max(m, pp) + m + pp - 1) * round);
+      }
+    }
+  }
+}
+
+TEST(CoreSchedules, StashOfThePapers) {
+  const auto stash = [](const char* name, Shape shape) { return peak_stash(generate(name, {shape, 0, ""})); };
+  EXPECT_EQ(stash("gpipe", {3, 1, 5}), (std::vector<int>{5, 5, 5}));
+  EXPECT_EQ(stash("1f1b", {3, 1, 5}), (std::vector<int>{3, 2, 1}));
+  EXPECT_EQ(stash("interleaved", {4, 2, 16}).front(), 4 * (2 + 1) - 1);
+  EXPECT_EQ(stash("aiao", {2, 3, 5}), (std::vector<int>{15, 15}));
+}
+
+TEST(CoreSchedules, TransfersDelayTheNextStageOnly) {
+  const Schedule schedule = generate("1f1b", {Shape{2, 1, 1}, 0, ""});
+  EXPECT_EQ(simulate(schedule, {1, 2, 0.5}).makespan, 2 * (1 + 2 + 0.5));
+  const Schedule alone = generate("aiao", {Shape{1, 3, 2}, 0, ""});
+  EXPECT_EQ(simulate(alone, {1, 2, 0.5}).makespan, 3 * 2 * (1 + 2));
+}
+
+TEST(Registry, RejectsWhatHasNoEffect) {
+  EXPECT_THROW(generate("nothing", {}), std::invalid_argument);
+  EXPECT_THROW(generate("1f1b", {Shape{2, 2, 4}, 0, ""}), std::invalid_argument);
+  EXPECT_THROW(generate("aiao", {Shape{2, 2, 4}, 2, ""}), std::invalid_argument);
+  EXPECT_THROW(generate("fold", {Shape{2, 2, 4}, -1, ""}), std::invalid_argument);
+  EXPECT_THROW(generate("fold", {Shape{2, 2, 4}, 2, "half"}), std::invalid_argument);
+  EXPECT_THROW(generate("gpipe", {Shape{0, 1, 4}, 0, ""}), std::invalid_argument);
+}
+
+}  // namespace
+}  // namespace fold3d::core

@@ -1,0 +1,94 @@
+// The parts of the communicator one by one: lane, buffer pool.
+#include <gtest/gtest.h>
+
+#include <chrono>
+#include <cstdint>
+#include <future>
+#include <memory>
+#include <thread>
+#include <vector>
+
+#include "comm/p2p/buffer_pool.h"
+#include "comm/p2p/lane.h"
+#include "loopback/transport_loopback.h"
+
+namespace fold3d::test {
+namespace {
+
+using namespace std::chrono_literals;
+using comm::Lane;
+
+Lane::Clock::time_point in(std::chrono::milliseconds time) { return Lane::Clock::now() + time; }
+
+TEST(Lane, RunsWhatIsAllowedInOrderAndNoMore) {
+  std::vector<std::size_t> ran;  // read after wait(), which orders it
+  Lane lane("test", [&](std::size_t k) { ran.push_back(k); });
+  lane.start(5);
+  lane.raise(3);
+  ASSERT_EQ(lane.wait(3, in(10s)), Lane::Outcome::kDone);
+  EXPECT_EQ(ran, (std::vector<std::size_t>{0, 1, 2}));
+  EXPECT_FALSE(lane.idle());
+  EXPECT_EQ(lane.wait(4, in(5ms)), Lane::Outcome::kTimeout);
+  lane.raise(2);    // never lowers
+  lane.raise(100);  // never beyond the step
+  ASSERT_EQ(lane.wait(5, in(10s)), Lane::Outcome::kDone);
+  EXPECT_TRUE(lane.idle());
+  lane.start(1);  // the next step counts from 0
+  lane.raise(1);
+  ASSERT_EQ(lane.wait(1, in(10s)), Lane::Outcome::kDone);
+  EXPECT_EQ(ran, (std::vector<std::size_t>{0, 1, 2, 3, 4, 0}));
+}
+
+TEST(Lane, StopEndsAWaitAndDoneWins) {
+  Lane lane("test", [](std::size_t) {});
+  lane.start(2);
+  lane.raise(1);
+  ASSERT_EQ(lane.wait(1, in(10s)), Lane::Outcome::kDone);
+  auto waiting = std::async(std::launch::async, [&] { return lane.wait(2, in(60s)); });
+  lane.stop();
+  EXPECT_EQ(waiting.get(), Lane::Outcome::kStopped);
+  EXPECT_EQ(lane.wait(1, in(0ms)), Lane::Outcome::kDone);
+  lane.raise(2);  // runs nothing any more
+  EXPECT_EQ(lane.wait(2, in(0ms)), Lane::Outcome::kStopped);
+}
+
+comm::TensorDesc bytes_desc(std::int64_t bytes) {
+  return {.dtype = 0, .element_bytes = 1, .requires_grad = false, .shape = {bytes}};
+}
+
+TEST(BufferPool, ReusesBySizeAndKeepsNoMoreThanAStepNeeded) {
+  comm::Loopback loopback({});
+  const auto transport = loopback.connect(0);
+  comm::BufferPool pool(*transport);
+  auto a = pool.acquire(bytes_desc(100));
+  auto b = pool.acquire(bytes_desc(100));
+  auto c = pool.acquire(bytes_desc(7));
+  const comm::Buffer* const first = a.get();
+  EXPECT_EQ(a->bytes(), 100u);
+  a.reset();
+  EXPECT_EQ(pool.num_free(), 1u);
+  EXPECT_EQ(pool.acquire(bytes_desc(100)).get(), first);  // and comes back at once
+  b.reset();
+  c.reset();
+  EXPECT_EQ(pool.num_free(), 3u);
+  pool.next_step();  // the step before used two of 100 and one of 7
+  EXPECT_EQ(pool.num_free(), 3u);
+  pool.acquire(bytes_desc(100)).reset();
+  pool.next_step();  // ... now one of 100
+  EXPECT_EQ(pool.num_free(), 1u);
+  pool.next_step();
+  EXPECT_EQ(pool.num_free(), 0u);
+}
+
+TEST(BufferPool, ABufferOutlivesThePool) {
+  comm::Loopback loopback({});
+  const auto transport = loopback.connect(0);
+  auto pool = std::make_unique<comm::BufferPool>(*transport);
+  auto held = pool->acquire(bytes_desc(64));
+  pool.reset();
+  held->host_data()[63] = std::byte{1};
+  held.reset();
+}
+
+}  // namespace
+}  // namespace fold3d::test
