@@ -4,6 +4,7 @@
 #include <pybind11/stl.h>
 
 #include "core/generators/registry.h"
+#include "core/ir/action_kinds.h"
 #include "core/ir/deps.h"
 #include "core/ir/schedule.h"
 #include "core/ir/stash.h"
@@ -24,17 +25,12 @@ using core::Schedule;
 using core::Shape;
 
 void bind_action(py::module_& module) {
-  py::enum_<Kind>(module, "Kind", "What an action does.")
-      .value("FORWARD", Kind::kForward)
-      .value("BACKWARD", Kind::kBackward)
-      .value("BACKWARD_INPUT", Kind::kBackwardInput)
-      .value("BACKWARD_WEIGHT", Kind::kBackwardWeight)
-      .value("SEND_FORWARD", Kind::kSendForward)
-      .value("RECV_FORWARD", Kind::kRecvForward)
-      .value("SEND_BACKWARD", Kind::kSendBackward)
-      .value("RECV_BACKWARD", Kind::kRecvBackward)
-      .value("REDUCE", Kind::kReduce)
-      .def_property_readonly("text", [](Kind kind) { return std::string(core::to_string(kind)); })
+  py::enum_<Kind> kind(module, "Kind", "What an action does.");
+  for (int k = 0; k < core::kNumKinds; ++k) {
+    const core::ActionKind& entry = core::about(static_cast<Kind>(k));
+    kind.value(entry.python_name.data(), entry.kind);
+  }
+  kind.def_property_readonly("text", [](Kind kind) { return std::string(core::to_string(kind)); })
       .def_property_readonly("is_compute", [](Kind kind) { return core::is_compute(kind); });
 
   py::class_<Action>(module, "Action", "One cell of a schedule; immutable, compared by value.")

@@ -190,7 +190,7 @@ Header read_frame(std::span<const std::byte> frame) {
   }
   Reader reader(frame.first(used));
   const Prefix prefix = read_prefix(reader);
-  if (prefix.kind > static_cast<std::uint8_t>(core::Kind::kReduce)) {
+  if (prefix.kind >= core::kNumKinds) {
     throw ProtocolError("the header names the unknown action kind " + std::to_string(prefix.kind));
   }
   if (!core::is_send(static_cast<core::Kind>(prefix.kind))) {

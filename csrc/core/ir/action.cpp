@@ -1,20 +1,23 @@
 #include "core/ir/action.h"
 
-#include <array>
 #include <charconv>
 #include <stdexcept>
+
+#include "core/ir/action_kinds.h"
 
 namespace fold3d::core {
 namespace {
 
-constexpr std::array<std::string_view, kNumKinds> kNames = {"F",      "B",      "I",      "W",          "SEND_F",
-                                                            "RECV_F", "SEND_B", "RECV_B", "REDUCE_GRAD"};
-
 [[noreturn]] void reject(std::string_view text, const std::string& why) {
-  throw std::invalid_argument(
-      "'" + std::string(text) + "' is not an action: " + why +
-      ". Write <chunk><kind><micro-batch>, as in 2F0 or 1SEND_F3, with a kind out of F B I W SEND_F "
-      "RECV_F SEND_B RECV_B, or <chunk>REDUCE_GRAD without a micro-batch");
+  std::string kinds;
+  std::string without_micro_batch;
+  for (int k = 0; k < kNumKinds; ++k) {
+    const ActionKind& kind = about(static_cast<Kind>(k));
+    (kind.has_micro_batch ? kinds : without_micro_batch) += " " + std::string(kind.text);
+  }
+  throw std::invalid_argument("'" + std::string(text) + "' is not an action: " + why +
+                              ". Write <chunk><kind><micro-batch>, as in 2F0 or 1SEND_F3, with a kind out of" + kinds +
+                              ", or <chunk>" + without_micro_batch.substr(1) + " without a micro-batch");
 }
 
 bool is_digit(char c) { return c >= '0' && c <= '9'; }
@@ -36,12 +39,12 @@ std::string_view trim(std::string_view text) {
 
 }  // namespace
 
-std::string_view to_string(Kind kind) { return kNames[static_cast<std::size_t>(kind)]; }
+std::string_view to_string(Kind kind) { return about(kind).text; }
 
 std::string to_string(const Action& action) {
   std::string text = std::to_string(action.chunk);
   text += to_string(action.kind);
-  if (action.kind != Kind::kReduce) text += std::to_string(action.micro_batch);
+  if (about(action.kind).has_micro_batch) text += std::to_string(action.micro_batch);
   return text;
 }
 
@@ -55,11 +58,12 @@ Action parse_action(std::string_view text) {
   if (kind_begin == 0) reject(text, "it does not begin with the number of a chunk");
 
   for (int k = 0; k < kNumKinds; ++k) {
-    if (kNames[static_cast<std::size_t>(k)] != kind_text) continue;
-    Action action{parse_number(cell.substr(0, kind_begin), text), static_cast<Kind>(k), -1};
+    const ActionKind& kind = about(static_cast<Kind>(k));
+    if (kind.text != kind_text) continue;
+    Action action{parse_number(cell.substr(0, kind_begin), text), kind.kind, -1};
     const std::string_view number = cell.substr(kind_end);
-    if (action.kind == Kind::kReduce) {
-      if (!number.empty()) reject(text, "REDUCE_GRAD covers all micro-batches and takes no number");
+    if (!kind.has_micro_batch) {
+      if (!number.empty()) reject(text, std::string(kind.text) + " covers all micro-batches and takes no number");
       return action;
     }
     if (number.empty()) reject(text, "the micro-batch is missing");
@@ -69,11 +73,8 @@ Action parse_action(std::string_view text) {
   reject(text, "the kind '" + std::string(kind_text) + "' is unknown");
 }
 
-bool is_compute(Kind kind) {
-  return kind == Kind::kForward || kind == Kind::kBackward || kind == Kind::kBackwardInput ||
-         kind == Kind::kBackwardWeight;
-}
-bool is_send(Kind kind) { return kind == Kind::kSendForward || kind == Kind::kSendBackward; }
-bool is_recv(Kind kind) { return kind == Kind::kRecvForward || kind == Kind::kRecvBackward; }
+bool is_compute(Kind kind) { return about(kind).role == Role::kCompute; }
+bool is_send(Kind kind) { return about(kind).role == Role::kSend; }
+bool is_recv(Kind kind) { return about(kind).role == Role::kRecv; }
 
 }  // namespace fold3d::core

@@ -7,7 +7,8 @@
 
 namespace fold3d::core {
 
-/// What one cell of a schedule does. The text of a kind (in quotes) is that of torch.distributed.pipelining.
+/// What one cell of a schedule does; core/ir/action_kinds.cpp describes each. Texts are those of
+/// torch.distributed.pipelining.
 enum class Kind : std::uint8_t {
   kForward,         ///< "F": forward of a chunk on a micro-batch
   kBackward,        ///< "B": whole backward (input and weight gradients)

@@ -3,6 +3,7 @@
 #include <cstddef>
 #include <vector>
 
+#include "core/ir/action_kinds.h"
 #include "core/ir/schedule.h"
 
 namespace fold3d::core {
@@ -19,7 +20,7 @@ class ActionTable {
                initial) {}
 
   bool contains(const Action& a) const {
-    const bool number_fits = a.kind == Kind::kReduce ? a.micro_batch == -1 : a.micro_batch >= 0;
+    const bool number_fits = about(a.kind).has_micro_batch ? a.micro_batch >= 0 : a.micro_batch == -1;
     return a.chunk >= 0 && a.chunk < shape_.num_chunks() && number_fits && a.micro_batch < shape_.micro_batches;
   }
   T& operator[](const Action& a) { return cells_[index(a)]; }
@@ -33,7 +34,7 @@ class ActionTable {
   }
 
   Shape shape_;
-  int columns_;  // one column more than micro-batches: REDUCE_GRAD has micro-batch -1
+  int columns_;  // one column more than micro-batches: those of actions without one, which have -1
   std::vector<T> cells_;
 };
 

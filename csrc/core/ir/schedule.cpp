@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <stdexcept>
 
+#include "core/ir/action_kinds.h"
+
 namespace fold3d::core {
 namespace {
 
@@ -55,7 +57,7 @@ bool has_comm(const Schedule& schedule) {
 }
 
 bool has_backward(const Schedule& schedule) {
-  return contains(schedule, [](Kind kind) { return is_compute(kind) && kind != Kind::kForward; });
+  return contains(schedule, [](Kind kind) { return is_compute(kind) && about(kind).occurs != Occurs::kAlways; });
 }
 
 std::vector<int> reduce_order(const Schedule& schedule, int stage) {

@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "core/ir/action_kinds.h"
+
 namespace fold3d::core {
 
 std::vector<int> peak_stash(const Schedule& schedule) {
@@ -10,8 +12,8 @@ std::vector<int> peak_stash(const Schedule& schedule) {
     int stashed = 0;
     int peak = 0;
     for (const Action& action : actions) {
-      if (action.kind == Kind::kForward) peak = std::max(peak, ++stashed);
-      if (action.kind == Kind::kBackward || action.kind == Kind::kBackwardWeight) --stashed;
+      stashed += about(action.kind).stash;
+      peak = std::max(peak, stashed);
     }
     peaks.push_back(peak);
   }

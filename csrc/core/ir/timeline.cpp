@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <stdexcept>
 
+#include "core/ir/action_kinds.h"
 #include "core/ir/action_table.h"
 #include "core/ir/deps.h"
 
@@ -10,20 +11,6 @@ namespace fold3d::core {
 namespace {
 
 constexpr double kNotYet = -1;
-
-double cost_of(Kind kind, const Costs& costs) {
-  switch (kind) {
-    case Kind::kForward:
-      return costs.forward;
-    case Kind::kBackward:
-      return costs.backward;
-    case Kind::kBackwardInput:
-    case Kind::kBackwardWeight:
-      return costs.backward / 2;
-    default:
-      return 0;
-  }
-}
 
 class Simulation {
  public:
@@ -68,7 +55,8 @@ class Simulation {
       const bool same_stage = schedule_.shape.stage_of(wait.chunk) == schedule_.shape.stage_of(action.chunk);
       begin = std::max(begin, ends_[wait] + (same_stage ? 0 : costs_.send));
     }
-    const double cost = cost_of(action.kind, costs_);
+    // As on any other chunk also where the input needs no gradient: a picture shows the schedule, not a model.
+    const double cost = time_of(action.kind, /*chunk=*/1, costs_.forward, costs_.backward);
     ends_[action] = begin + cost;
     spans.push_back({action, begin, begin + cost});
     timeline_.makespan = std::max(timeline_.makespan, begin + cost);

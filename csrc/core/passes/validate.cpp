@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <stdexcept>
 
+#include "core/ir/action_kinds.h"
 #include "core/ir/action_table.h"
 #include "core/ir/deps.h"
 #include "core/passes/grid.h"
@@ -70,20 +71,33 @@ struct Extent {
   bool with_reduce;
 };
 
+bool occurs(Occurs where, const Extent& extent, bool is_split) {
+  switch (where) {
+    case Occurs::kAlways:
+      return true;
+    case Occurs::kWhole:
+      return !extent.forward_only && !is_split;
+    case Occurs::kSplit:
+      return !extent.forward_only && is_split;
+    case Occurs::kForOthers:
+      return false;
+  }
+  return false;
+}
+
 std::vector<Action> needed_actions(const Shape& shape, const Extent& extent, const SplitBackward& split) {
   std::vector<Action> needed;
   for (int chunk = 0; chunk < shape.num_chunks(); ++chunk) {
     for (int i = 0; i < shape.micro_batches; ++i) {
-      std::vector<Action> producers{{chunk, Kind::kForward, i}};
-      if (!extent.forward_only) producers.push_back(split.input_gradient(chunk, i));
-      for (const Action& producer : producers) {
-        needed.push_back(producer);
-        const auto send = send_after(shape, producer);
+      for (int k = 0; k < kNumKinds; ++k) {
+        const Action action{chunk, static_cast<Kind>(k), i};
+        if (!occurs(about(action.kind).occurs, extent, split(chunk, i))) continue;
+        needed.push_back(action);
+        const auto send = send_after(shape, action);
         if (!extent.with_comm || !send) continue;
         needed.push_back(*send);
         needed.push_back(other_end(*send));
       }
-      if (split(chunk, i)) needed.push_back(split.last_backward(chunk, i));
     }
     if (extent.with_reduce) needed.push_back({chunk, Kind::kReduce, -1});
   }
@@ -224,8 +238,9 @@ void validate(const Schedule& schedule, bool forward_only) {
   const SplitBackward split(schedule);
   for (int rank = 0; rank < shape.pp; ++rank) {
     for (const Action& action : schedule.ranks[static_cast<std::size_t>(rank)]) {
-      const bool feedable = !(action.kind == Kind::kRecvForward && action.chunk == 0) &&
-                            !(action.kind == Kind::kRecvBackward && action.chunk == shape.num_chunks() - 1);
+      if (!is_recv(action.kind)) continue;
+      const int sender = other_end(action).chunk;
+      const bool feedable = sender >= 0 && sender < shape.num_chunks();
       if (!feedable) fail(schedule, {rank, positions[action]}, on_rank(action, rank) + " has no sender");
     }
   }

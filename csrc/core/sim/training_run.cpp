@@ -3,6 +3,9 @@
 #include <algorithm>
 #include <stdexcept>
 
+#include "core/ir/action_kinds.h"
+#include "core/ir/deps.h"
+
 namespace fold3d::core {
 namespace {
 
@@ -208,10 +211,10 @@ void TrainingRun::sent(const Network::Sent& what) {
   if (what.message) {
     const Message& message = messages_[at(what.token)];
     const Action& source = program_.nodes[at(message.from_node)].action;
-    const bool forward = source.kind == Kind::kForward;
     span.rank = message.from_rank;
+    span.action = *send_after(program_.shape, source);
+    const bool forward = span.action.kind == Kind::kSendForward;
     span.lane = forward ? SimulatedSpan::Lane::kSendForward : SimulatedSpan::Lane::kSendBackward;
-    span.action = {source.chunk, forward ? Kind::kSendForward : Kind::kSendBackward, source.micro_batch};
     message_bytes_[at(span.rank)] += what.bytes;
     events_.push(what.end + model_.latency_ns, Event::Type::kArrived, message.to_rank, message.to_node);
   } else {
@@ -226,17 +229,8 @@ void TrainingRun::sent(const Network::Sent& what) {
 }
 
 std::int64_t TrainingRun::duration_of(const Action& action) const {
-  const std::int64_t backward = model_.backward_ns[at(action.chunk)];
-  switch (action.kind) {
-    case Kind::kForward:
-      return model_.action_ns + model_.forward_ns[at(action.chunk)];
-    case Kind::kBackwardInput:
-      return model_.action_ns + backward / 2;
-    case Kind::kBackwardWeight:
-      return model_.action_ns + backward - backward / 2;
-    default:
-      return model_.action_ns + backward;
-  }
+  const std::size_t chunk = at(action.chunk);
+  return model_.action_ns + time_of(action.kind, action.chunk, model_.forward_ns[chunk], model_.backward_ns[chunk]);
 }
 
 std::int64_t TrainingRun::compute_ns(int stage) const {

@@ -2,7 +2,6 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <torch/csrc/autograd/function.h>
 
 #include <cstdint>
 #include <memory>
@@ -13,6 +12,7 @@
 #include "comm/p2p/communicator.h"
 #include "core/ir/schedule.h"
 #include "runtime/executor/chunk.h"
+#include "runtime/executor/run_state.h"
 
 namespace fold3d::runtime {
 
@@ -23,7 +23,8 @@ struct Span {
   std::int64_t start_ns, end_ns;
 };
 
-/// Runs one rank's part of a schedule, in program order, on the calling thread.
+/// Runs one rank's part of a schedule, in program order, on the calling thread; what it does for each kind of action
+/// stands in handlers.cpp.
 ///
 /// An action starts when what core::waits_for names is complete: earlier actions of this rank are, by program order;
 /// a receive is waited for. Sends are handed to the communicator and finish in the background; run() returns when they
@@ -47,31 +48,15 @@ class Executor {
   std::vector<Span> take_spans();
 
  private:
-  /// One micro-batch on one chunk between its forward and its backward. `outputs`: until they are handed on, and the
-  /// last chunk's until its backward. `roots`: where the gradients of those outputs that require one go into the graph,
-  /// which keeps of the outputs what it needs itself.
-  struct Stash {
-    std::vector<at::Tensor> inputs, outputs, gradients;
-    torch::autograd::edge_list roots;
-  };
-
-  Stash& stash(int chunk, int micro_batch);
-  bool is_local(int chunk, int other_chunk) const;
-  void wait_for_receives(const core::Action& action);
-  void forward(const core::Action& action);
-  void backward(const core::Action& action);
-  void send(const core::Action& action);
-  void execute(const core::Action& action);
   void run_all(const std::vector<core::Action>& program);
+  void compute(const core::Action& action);
+  void wait_for_receives(const core::Action& action);
 
   std::shared_ptr<comm::Communicator> communicator_;
   int stage_;
   std::vector<std::shared_ptr<Chunk>> chunks_;
 
-  core::Shape shape_{};
-  bool backward_ = true;
-  std::vector<Stash> stashes_;       // [segment * micro_batches + micro_batch]
-  std::vector<at::Tensor> results_;  // [micro_batch]
+  RunState state_;  // of the run in progress
   std::vector<Span> spans_;
 
   mutable std::mutex mutex_;  // guards current_

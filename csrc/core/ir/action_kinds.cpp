@@ -1,0 +1,131 @@
+#include "core/ir/action_kinds.h"
+
+#include <array>
+#include <stdexcept>
+
+#include "core/ir/deps.h"
+
+namespace fold3d::core {
+namespace {
+
+/// Whether what the action's chunk needs of its `neighbour` comes in a message.
+bool through_link(const Waiting& now, int neighbour) {
+  return now.with_comm && now.shape.stage_of(neighbour) != now.shape.stage_of(now.action.chunk);
+}
+
+std::vector<Action> input(const Waiting& now) {
+  const auto [chunk, kind, i] = now.action;
+  if (chunk == 0) return {};
+  if (through_link(now, chunk - 1)) return {{chunk, Kind::kRecvForward, i}};
+  return {{chunk - 1, Kind::kForward, i}};
+}
+
+std::vector<Action> forward_and_output_gradient(const Waiting& now) {
+  const auto [chunk, kind, i] = now.action;
+  const Action forward{chunk, Kind::kForward, i};
+  if (chunk == now.shape.num_chunks() - 1) return {forward};
+  if (through_link(now, chunk + 1)) return {forward, {chunk, Kind::kRecvBackward, i}};
+  return {forward, now.split.input_gradient(chunk + 1, i)};
+}
+
+std::vector<Action> output(const Waiting& now) { return {{now.action.chunk, Kind::kForward, now.action.micro_batch}}; }
+
+std::vector<Action> input_gradient(const Waiting& now) {
+  return {now.split.input_gradient(now.action.chunk, now.action.micro_batch)};
+}
+
+std::vector<Action> sender(const Waiting& now) {
+  const Action send = other_end(now.action);
+  if (send.chunk < 0 || send.chunk >= now.shape.num_chunks()) {
+    throw std::invalid_argument(to_string(now.action) + " has no sender: chunk " + std::to_string(now.action.chunk) +
+                                " is the " + (send.chunk < 0 ? "first" : "last") + " chunk of " + to_string(now.shape));
+  }
+  return {send};
+}
+
+std::vector<Action> all_gradients(const Waiting& now) {
+  std::vector<Action> waits;
+  for (int i = 0; i < now.shape.micro_batches; ++i) waits.push_back(now.split.last_backward(now.action.chunk, i));
+  return waits;
+}
+
+constexpr std::array<ActionKind, kNumKinds> kKinds = {{
+    {.kind = Kind::kForward,
+     .text = "F",
+     .python_name = "FORWARD",
+     .role = Role::kCompute,
+     .occurs = Occurs::kAlways,
+     .sent_by = Kind::kSendForward,
+     .work = {.forward = 2},
+     .stash = 1,
+     .waits_for = input},
+    {.kind = Kind::kBackward,
+     .text = "B",
+     .python_name = "BACKWARD",
+     .role = Role::kCompute,
+     .occurs = Occurs::kWhole,
+     .sent_by = Kind::kSendBackward,
+     .work = {.backward = 2, .backward_of_first = 2},
+     .stash = -1,
+     .waits_for = forward_and_output_gradient},
+    {.kind = Kind::kBackwardInput,
+     .text = "I",
+     .python_name = "BACKWARD_INPUT",
+     .role = Role::kCompute,
+     .occurs = Occurs::kSplit,
+     .sent_by = Kind::kSendBackward,
+     .work = {.backward = 1, .backward_of_first = 0},
+     .waits_for = forward_and_output_gradient},
+    {.kind = Kind::kBackwardWeight,
+     .text = "W",
+     .python_name = "BACKWARD_WEIGHT",
+     .role = Role::kCompute,
+     .occurs = Occurs::kSplit,
+     .work = {.backward = 1, .backward_of_first = 2},
+     .stash = -1,
+     .waits_for = input_gradient},
+    {.kind = Kind::kSendForward,
+     .text = "SEND_F",
+     .python_name = "SEND_FORWARD",
+     .role = Role::kSend,
+     .other_end = OtherEnd{Kind::kRecvForward, 1},
+     .waits_for = output},
+    {.kind = Kind::kRecvForward,
+     .text = "RECV_F",
+     .python_name = "RECV_FORWARD",
+     .role = Role::kRecv,
+     .other_end = OtherEnd{Kind::kSendForward, -1},
+     .waits_for = sender},
+    {.kind = Kind::kSendBackward,
+     .text = "SEND_B",
+     .python_name = "SEND_BACKWARD",
+     .role = Role::kSend,
+     .other_end = OtherEnd{Kind::kRecvBackward, -1},
+     .waits_for = input_gradient},
+    {.kind = Kind::kRecvBackward,
+     .text = "RECV_B",
+     .python_name = "RECV_BACKWARD",
+     .role = Role::kRecv,
+     .other_end = OtherEnd{Kind::kSendBackward, 1},
+     .waits_for = sender},
+    {.kind = Kind::kReduce,
+     .text = "REDUCE_GRAD",
+     .python_name = "REDUCE",
+     .role = Role::kReduce,
+     .has_micro_batch = false,
+     .waits_for = all_gradients},
+}};
+
+constexpr bool in_order() {
+  for (std::size_t k = 0; k < kKinds.size(); ++k) {
+    if (kKinds[k].kind != static_cast<Kind>(k)) return false;
+  }
+  return true;
+}
+static_assert(in_order(), "one entry for each Kind, in the order of the enumeration");
+
+}  // namespace
+
+const ActionKind& about(Kind kind) { return kKinds.at(static_cast<std::size_t>(kind)); }
+
+}  // namespace fold3d::core

@@ -1,0 +1,39 @@
+// What the actions of one run hand to each other.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <torch/csrc/autograd/function.h>
+
+#include <memory>
+#include <vector>
+
+#include "comm/p2p/communicator.h"
+#include "core/ir/schedule.h"
+#include "runtime/executor/chunk.h"
+
+namespace fold3d::runtime {
+
+/// One micro-batch on one chunk between its forward and its backward. `outputs`: until they are handed on, and the
+/// last chunk's until its backward. `roots`: where the gradients of those outputs that require one go into the graph,
+/// which keeps of the outputs what it needs itself.
+struct Stash {
+  std::vector<at::Tensor> inputs, outputs, gradients;
+  torch::autograd::edge_list roots;
+};
+
+struct RunState {
+  core::Shape shape{};
+  bool backward = true;
+  comm::Communicator* communicator = nullptr;  // null when the rank talks to nobody
+  std::vector<std::shared_ptr<Chunk>> chunks;  // [segment]
+  std::vector<Stash> stashes;                  // [segment * micro_batches + micro_batch]
+  std::vector<at::Tensor> results;             // [micro_batch], on the last stage
+
+  Stash& stash(int chunk, int micro_batch) {
+    return stashes[static_cast<std::size_t>(chunk / shape.pp * shape.micro_batches + micro_batch)];
+  }
+  Chunk& chunk(int number) { return *chunks[static_cast<std::size_t>(number / shape.pp)]; }
+  bool is_local(int number, int other) const { return shape.stage_of(number) == shape.stage_of(other); }
+};
+
+}  // namespace fold3d::runtime
