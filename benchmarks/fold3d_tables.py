@@ -117,7 +117,7 @@ def cluster_of(row: Row, latency: float) -> Cluster:
         bandwidth=bandwidth,
         latency=latency,
         hop_latency=0.0,  # the row's DP.sync has it inside
-        chunk_bytes=round(bandwidth / 4000),
+        slice_bytes=round(bandwidth / 4000),
     )
 
 

@@ -98,9 +98,9 @@ def generate(
 def simulate(schedule: Schedule, forward: float = 1.0, backward: float = 2.0, send: float = 0.0) -> Timeline: ...
 def partition(cost: list[float], parts: int) -> list[int]: ...
 
-# ---- csrc/bindings/bind_passage.cpp ----
+# ---- csrc/bindings/bind_forward_cursor.cpp ----
 
-class Passage:
+class ForwardCursor:
     def __init__(
         self, lo: int, seed: int | None, generators: Sequence[torch.Generator], constants: Sequence[int] = []
     ) -> None: ...
@@ -121,9 +121,9 @@ def reseed(generators: Sequence[torch.Generator], seed: int) -> None: ...
 
 # ---- csrc/bindings/block_forward.cpp ----
 
-class PassageSlot:
+class CurrentForward:
     def __init__(self) -> None: ...
-    def begin(self, passage: Passage, received: object) -> None: ...
+    def begin(self, cursor: ForwardCursor, received: object) -> None: ...
     def end(self) -> None: ...
 
 class BlockForward:
@@ -131,25 +131,25 @@ class BlockForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
 def block_forward(
-    slot: PassageSlot,
+    slot: CurrentForward,
     block: int,
     constant: int,
     otherwise: Callable[..., Any],
     original: Callable[..., Any],
 ) -> BlockForward: ...
 
-# ---- csrc/bindings/bind_gate.cpp ----
+# ---- csrc/bindings/bind_nic_arbiter.cpp ----
 
-class HostGate:
+class NicArbiter:
     def __init__(self, name: str = "", preempt: bool = True) -> None: ...
     def counters(self) -> dict[str, int]: ...
     def unlink(self) -> None: ...
 
-# ---- csrc/bindings/bind_tcp_links.cpp ----
+# ---- csrc/bindings/bind_tcp_peers.cpp ----
 
 def keep_from_children(descriptor: int, inode: int) -> None: ...
 
-class TcpLinks:
+class TcpPeers:
     def __init__(self, stage: int, num_stages: int, host: str, secret: str, job: str = "") -> None: ...
     @property
     def port(self) -> int: ...
@@ -174,8 +174,8 @@ class Executor:
         device: torch.device,
         timeout_seconds: float,
         name: str,
-        links: TcpLinks | None = None,
-        gate: HostGate | None = None,
+        peers: TcpPeers | None = None,
+        arbiter: NicArbiter | None = None,
         hosts: Sequence[int] = ...,
     ) -> None: ...
     def run(self, schedule: Schedule, stage: int, backward: bool) -> list[torch.Tensor]: ...
@@ -187,7 +187,7 @@ class Executor:
 
 # ---- csrc/bindings/bind_bucket_sync.cpp ----
 
-class RingLinks:
+class RingPeers:
     def __init__(self, rank: int, size: int, host: str, secret: str, job: str = "") -> None: ...
     @property
     def port(self) -> int: ...
@@ -199,13 +199,13 @@ class BucketSync:
         self,
         rank: int,
         size: int,
-        gate: HostGate,
+        arbiter: NicArbiter,
         device: torch.device,
         timeout_seconds: float,
         name: str,
         *,
-        chunk_bytes: int,
-        links: RingLinks | None = None,
+        slice_bytes: int,
+        peers: RingPeers | None = None,
         reduce_group: str = "",
         gather_group: str = "",
         library: bool = False,
@@ -232,7 +232,7 @@ class ClusterModel:
     bandwidth: float
     latency_ns: int
     hop_latency_ns: int
-    chunk_bytes: int
+    slice_bytes: int
     preempt: bool
     dp_sync: str
     early_gathers: int
@@ -249,7 +249,7 @@ class ClusterModel:
     gradient_bytes: list[int]
     def __init__(self) -> None: ...
 
-class RankAccount:
+class RankBreakdown:
     @property
     def compute_ns(self) -> int: ...
     @property
@@ -289,7 +289,7 @@ class TrainingStep:
     @property
     def limit_ns(self) -> int: ...
     @property
-    def ranks(self) -> list[RankAccount]: ...
+    def ranks(self) -> list[RankBreakdown]: ...
     @property
     def gather_order(self) -> list[list[int]]: ...
     @property
@@ -303,6 +303,6 @@ class TrainingStep:
     @property
     def spans(self) -> list[SimulatedSpan]: ...
 
-def simulate_training(
+def simulate_step(
     schedule: Schedule, model: ClusterModel, max_steps: int = 8, breakdown: bool = True, spans: bool = False
 ) -> TrainingStep: ...

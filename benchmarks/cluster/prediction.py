@@ -39,7 +39,7 @@ def predict_step(
     """
     # Imported here: they load torch, which comparing systems does not need.
     from fold3d import schedule as schedules
-    from fold3d._C import ClusterModel, pause_bytes, simulate_training
+    from fold3d._C import ClusterModel, pause_bytes, simulate_step
     from fold3d.plan.simulator import Work
 
     family, passes = system.family, scenario.micro_batches
@@ -63,7 +63,7 @@ def predict_step(
     model.bandwidth = scenario.rate_mbit * 1e6 / 8 * PAYLOAD
     model.latency_ns = model.hop_latency_ns = round(costs.latency_s * NS_PER_S)
     model.action_ns = round(costs.action_s * NS_PER_S)
-    model.chunk_bytes = pause_bytes(model.bandwidth)
+    model.slice_bytes = pause_bytes(model.bandwidth)
     model.preempt = family.preempt
     model.forward_ns = [round(seconds * NS_PER_S) for seconds in work.forward]
     model.backward_ns = [round(seconds * NS_PER_S) for seconds in work.backward]
@@ -76,5 +76,5 @@ def predict_step(
             model.early_gathers = 0
         else:
             model.gather_order = [list(of_stage) for of_stage in gather_order]
-    step = simulate_training(schedule, model, breakdown=False)
+    step = simulate_step(schedule, model, breakdown=False)
     return step.step_ns / NS_PER_S + costs.step_s

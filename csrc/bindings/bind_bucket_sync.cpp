@@ -10,9 +10,9 @@
 #include "comm/ring/bucket_sync.h"
 #include "comm/ring/credits.h"
 #include "comm/ring/ring.h"
-#include "comm/tcp/ring_links_tcp.h"
+#include "comm/tcp/tcp_ring_peers.h"
 #include "runtime/c10d/collectives_c10d.h"
-#include "runtime/c10d/ring_link_c10d.h"
+#include "runtime/c10d/ring_connection_c10d.h"
 #include "runtime/executor/tensor_buffer.h"
 
 namespace py = pybind11;
@@ -21,8 +21,8 @@ namespace fold3d::bindings {
 
 namespace {
 
-using comm::HostGate;
-using Traffic = HostGate::Traffic;
+using comm::NicArbiter;
+using Traffic = NicArbiter::Traffic;
 
 std::chrono::milliseconds milliseconds(double seconds) {
   return std::chrono::milliseconds(static_cast<std::int64_t>(seconds * 1000));
@@ -49,37 +49,39 @@ comm::Collective collective_of(int bucket, const at::Tensor& tensor, double scal
 /// What Python sees as `BucketSync`.
 class PyBucketSync {
  public:
-  PyBucketSync(int rank, int size, std::shared_ptr<HostGate> gate, const py::object& device, double timeout_seconds,
-               const std::string& name, std::size_t chunk_bytes, const std::shared_ptr<comm::TcpRingLinks>& links,
-               const std::string& reduce_group, const std::string& gather_group, bool library, const core::Hosts& hosts)
-      : device_(py::cast<c10::Device>(device)), credits_(std::make_shared<comm::Credits>(chunk_bytes)) {
+  PyBucketSync(int rank, int size, std::shared_ptr<NicArbiter> arbiter, const py::object& device,
+               double timeout_seconds, const std::string& name, std::size_t slice_bytes,
+               const std::shared_ptr<comm::TcpRingPeers>& peers, const std::string& reduce_group,
+               const std::string& gather_group, bool library, const core::Hosts& hosts)
+      : device_(py::cast<c10::Device>(device)), credits_(std::make_shared<comm::Credits>(slice_bytes)) {
     const bool has_groups = !reduce_group.empty() && !gather_group.empty();
     const bool has_rings = device_.is_cpu() && !library;
-    if ((links != nullptr) == has_groups || (links && !has_rings)) {
+    if ((peers != nullptr) == has_groups || (peers && !has_rings)) {
       throw std::invalid_argument(
-          "a bucket sync needs links or two groups, not both; links are for rings in host memory only");
+          "a bucket sync needs peers or two groups, not both; peers are for rings in host memory only");
     }
     const auto stream = [&](Traffic traffic) -> std::unique_ptr<comm::CollectiveStream> {
       const std::string& group = traffic == Traffic::kReduce ? reduce_group : gather_group;
       if (!has_rings) {
         return std::make_unique<runtime::C10dCollectives>(
-            runtime::C10dCollectives::Options{rank, size, traffic, chunk_bytes, hosts}, group, device_, gate);
+            runtime::C10dCollectives::Options{rank, size, traffic, slice_bytes, hosts}, group, device_, arbiter);
       }
-      std::shared_ptr<comm::RingLink> link;
-      if (links) {
-        link = links->link(traffic);
+      std::shared_ptr<comm::RingConnection> connection;
+      if (peers) {
+        connection = peers->connection(traffic);
       } else {
-        link = std::make_shared<runtime::C10dRingLink>(group, rank, size);
+        connection = std::make_shared<runtime::C10dRingConnection>(group, rank, size);
       }
       return std::make_unique<comm::Ring>(
-          comm::Ring::Options{.rank = rank, .size = size, .traffic = traffic, .hosts = hosts}, link, gate, credits_);
+          comm::Ring::Options{.rank = rank, .size = size, .traffic = traffic, .hosts = hosts}, connection, arbiter,
+          credits_);
     };
     auto reduce_stream = stream(Traffic::kReduce);
     auto gather_stream = stream(Traffic::kGather);
     sync_ = std::make_shared<comm::BucketSync>(
         comm::BucketSync::Options{
             .timeout = milliseconds(timeout_seconds), .name = name, .size = size, .while_waiting = &handle_signals},
-        std::move(gate), std::move(reduce_stream), std::move(gather_stream));
+        std::move(arbiter), std::move(reduce_stream), std::move(gather_stream));
   }
 
   ~PyBucketSync() { close(); }
@@ -143,42 +145,42 @@ class PyBucketSync {
   std::shared_ptr<comm::BucketSync> sync_;
 };
 
-void bind_links(py::module_& module) {
-  py::class_<comm::TcpRingLinks, std::shared_ptr<comm::TcpRingLinks>>(
-      module, "RingLinks", "The lines of one replica around the ring of its stage over TCP, for host memory.")
+void bind_ring_peers(py::module_& module) {
+  py::class_<comm::TcpRingPeers, std::shared_ptr<comm::TcpRingPeers>>(
+      module, "RingPeers", "The lines of one replica around the ring of its stage over TCP, for host memory.")
       .def(py::init<int, int, const std::string&, std::string, std::string>(), py::arg("rank"), py::arg("size"),
            py::arg("host"), py::arg("secret"), py::arg("job") = "")
-      .def_property_readonly("port", [](const comm::TcpRingLinks& links) { return links.endpoint().port; })
+      .def_property_readonly("port", [](const comm::TcpRingPeers& peers) { return peers.endpoint().port; })
       .def(
           "connect",
-          [](comm::TcpRingLinks& links, const std::pair<std::string, int>& next, double timeout_seconds) {
+          [](comm::TcpRingPeers& peers, const std::pair<std::string, int>& next, double timeout_seconds) {
             const py::gil_scoped_release release;
-            links.connect({next.first, next.second}, milliseconds(timeout_seconds));
+            peers.connect({next.first, next.second}, milliseconds(timeout_seconds));
           },
           py::arg("next"), py::arg("timeout_seconds"),
           "Connects to where the next replica listens; all replicas of the stage call.")
-      .def("abort", &comm::TcpRingLinks::abort, py::arg("reason"), py::call_guard<py::gil_scoped_release>(),
+      .def("abort", &comm::TcpRingPeers::abort, py::arg("reason"), py::call_guard<py::gil_scoped_release>(),
            "Ends connect() and all use of the lines with an error; any thread.");
 }
 
 }  // namespace
 
 void bind_bucket_sync(py::module_& module) {
-  bind_links(module);
+  bind_ring_peers(module);
   module.def("pause_bytes", &comm::Credits::pause_bytes, py::arg("bandwidth"),
              "What DP.sync sends before a waiting message of PP.sync at this bandwidth, in bytes per second.");
   py::class_<PyBucketSync>(
       module, "BucketSync",
       "DP.sync of one rank: reduce-scatters and all-gathers of flat buckets over the replicas of its stage.")
-      .def(py::init<int, int, std::shared_ptr<HostGate>, py::object, double, const std::string&, std::size_t,
-                    const std::shared_ptr<comm::TcpRingLinks>&, const std::string&, const std::string&, bool,
+      .def(py::init<int, int, std::shared_ptr<NicArbiter>, py::object, double, const std::string&, std::size_t,
+                    const std::shared_ptr<comm::TcpRingPeers>&, const std::string&, const std::string&, bool,
                     const core::Hosts&>(),
-           py::arg("rank"), py::arg("size"), py::arg("gate"), py::arg("device"), py::arg("timeout_seconds"),
-           py::arg("name"), py::kw_only(), py::arg("chunk_bytes"), py::arg("links") = nullptr,
+           py::arg("rank"), py::arg("size"), py::arg("arbiter"), py::arg("device"), py::arg("timeout_seconds"),
+           py::arg("name"), py::kw_only(), py::arg("slice_bytes"), py::arg("peers") = nullptr,
            py::arg("reduce_group") = "", py::arg("gather_group") = "", py::arg("library") = false,
            py::arg("hosts") = core::Hosts{},
-           "The collectives go over `links`, or over two process groups of the replicas, given by name, with host or "
-           "device memory. chunk_bytes: 0 follows the measured speed. library: the groups' own collectives carry host "
+           "The collectives go over `peers`, or over two process groups of the replicas, given by name, with host or "
+           "device memory. slice_bytes: 0 follows the measured speed. library: the groups' own collectives carry host "
            "memory, too, as they always do device memory, in the place of rings; for tests of these without a device. "
            "hosts: of each replica, as numbers; none: a host for each.")
       .def("begin", &PyBucketSync::begin, py::arg("step"), py::arg("gather_order"),

@@ -50,7 +50,7 @@ class PyExecutor {
  public:
   PyExecutor(const std::vector<py::object>& chunks, int stage, int pp, const std::map<std::string, std::string>& groups,
              const py::object& device, double timeout_seconds, const std::string& name,
-             const std::shared_ptr<comm::TcpLinks>& links, const std::shared_ptr<comm::HostGate>& gate,
+             const std::shared_ptr<comm::TcpPeers>& peers, const std::shared_ptr<comm::NicArbiter>& arbiter,
              const core::Hosts& hosts) {
     std::vector<std::shared_ptr<runtime::Chunk>> cells;
     for (const py::object& chunk : chunks) cells.push_back(std::make_shared<PyChunk>(chunk));
@@ -66,8 +66,8 @@ class PyExecutor {
       options.while_waiting = &handle_signals;
       std::unique_ptr<comm::Transport> transport =
           std::make_unique<runtime::C10dTransport>(names, stage, pp, py::cast<c10::Device>(device));
-      if (links) transport = std::make_unique<comm::TcpTransport>(links, std::move(transport));
-      communicator_ = std::make_shared<comm::Communicator>(std::move(transport), options, gate);
+      if (peers) transport = std::make_unique<comm::TcpTransport>(peers, std::move(transport));
+      communicator_ = std::make_shared<comm::Communicator>(std::move(transport), options, arbiter);
     }
     executor_ = std::make_shared<runtime::Executor>(communicator_, stage, std::move(cells));
   }
@@ -105,7 +105,7 @@ class PyExecutor {
     py::list out;
     if (!communicator_) return out;
     for (const comm::Record& record : communicator_->take_records()) {
-      out.append(py::make_tuple(comm::to_string(record.lane), core::to_string(record.action), record.start_ns,
+      out.append(py::make_tuple(comm::to_string(record.queue), core::to_string(record.action), record.start_ns,
                                 record.end_ns, record.bytes));
     }
     return out;
@@ -136,10 +136,10 @@ void bind_runtime(py::module_& module) {
   py::register_exception<comm::CommError>(module, "CommError", PyExc_RuntimeError);
   py::class_<PyExecutor>(module, "Executor", "Walks a rank's actions; owns the rank's communicator.")
       .def(py::init<const std::vector<py::object>&, int, int, const std::map<std::string, std::string>&, py::object,
-                    double, const std::string&, const std::shared_ptr<comm::TcpLinks>&,
-                    const std::shared_ptr<comm::HostGate>&, const core::Hosts&>(),
+                    double, const std::string&, const std::shared_ptr<comm::TcpPeers>&,
+                    const std::shared_ptr<comm::NicArbiter>&, const core::Hosts&>(),
            py::arg("chunks"), py::arg("stage"), py::arg("pp"), py::arg("groups"), py::arg("device"),
-           py::arg("timeout_seconds"), py::arg("name"), py::arg("links") = nullptr, py::arg("gate") = nullptr,
+           py::arg("timeout_seconds"), py::arg("name"), py::arg("peers") = nullptr, py::arg("arbiter") = nullptr,
            py::arg("hosts") = core::Hosts{}, "`hosts`: of each stage, as numbers; none: a host for each.")
       .def("run", &PyExecutor::run, py::arg("schedule"), py::arg("stage"), py::arg("backward"),
            "Runs one rank's part of a lowered schedule; returns the last chunk's loss of every micro-batch.")

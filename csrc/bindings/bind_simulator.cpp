@@ -15,7 +15,7 @@ namespace {
 
 using core::BucketModel;
 using core::ClusterModel;
-using core::RankAccount;
+using core::RankBreakdown;
 using core::SimulatedSpan;
 using core::TrainingStep;
 
@@ -69,7 +69,7 @@ void bind_model(py::module_& module) {
       .def_readwrite("bandwidth", &ClusterModel::bandwidth)
       .def_readwrite("latency_ns", &ClusterModel::latency_ns)
       .def_readwrite("hop_latency_ns", &ClusterModel::hop_latency_ns)
-      .def_readwrite("chunk_bytes", &ClusterModel::chunk_bytes)
+      .def_readwrite("slice_bytes", &ClusterModel::slice_bytes)
       .def_readwrite("preempt", &ClusterModel::preempt)
       .def_property(
           "dp_sync", [](const ClusterModel& model) { return std::string(core::to_string(model.dp_sync)); },
@@ -89,14 +89,14 @@ void bind_model(py::module_& module) {
 }
 
 void bind_step(py::module_& module) {
-  py::class_<RankAccount>(module, "RankAccount", "Where a simulated rank's step goes.")
-      .def_readonly("compute_ns", &RankAccount::compute_ns)
-      .def_readonly("bubble_ns", &RankAccount::bubble_ns)
-      .def_readonly("exposed_pp_ns", &RankAccount::exposed_pp_ns)
-      .def_readonly("exposed_dp_ns", &RankAccount::exposed_dp_ns)
-      .def_readonly("hidden_dp_ns", &RankAccount::hidden_dp_ns)
-      .def_readonly("pp_bytes", &RankAccount::pp_bytes)
-      .def_readonly("dp_bytes", &RankAccount::dp_bytes);
+  py::class_<RankBreakdown>(module, "RankBreakdown", "Where a simulated rank's step goes.")
+      .def_readonly("compute_ns", &RankBreakdown::compute_ns)
+      .def_readonly("bubble_ns", &RankBreakdown::bubble_ns)
+      .def_readonly("exposed_pp_ns", &RankBreakdown::exposed_pp_ns)
+      .def_readonly("exposed_dp_ns", &RankBreakdown::exposed_dp_ns)
+      .def_readonly("hidden_dp_ns", &RankBreakdown::hidden_dp_ns)
+      .def_readonly("pp_bytes", &RankBreakdown::pp_bytes)
+      .def_readonly("dp_bytes", &RankBreakdown::dp_bytes);
   py::class_<SimulatedSpan>(module, "SimulatedSpan", "One thing that a rank does in the simulated step.")
       .def_readonly("rank", &SimulatedSpan::rank)
       .def_property_readonly("lane", &lane_of)
@@ -124,9 +124,9 @@ void bind_simulator(py::module_& module) {
   bind_model(module);
   bind_step(module);
   module.def(
-      "simulate_training",
+      "simulate_step",
       [](const core::Schedule& schedule, const ClusterModel& model, int max_steps, bool breakdown, bool spans) {
-        return core::simulate_training(schedule, model, {max_steps, breakdown, spans});
+        return core::simulate_step(schedule, model, {max_steps, breakdown, spans});
       },
       py::arg("schedule"), py::arg("model"), py::arg("max_steps") = 8, py::arg("breakdown") = true,
       py::arg("spans") = false, py::call_guard<py::gil_scoped_release>());

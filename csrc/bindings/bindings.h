@@ -9,22 +9,22 @@ namespace fold3d::bindings {
 /// std::invalid_argument becomes ValueError.
 void bind_core(pybind11::module_& module);
 
-/// Adds Passage and the chain of seeds: what passing the blocks of a model needs of C++.
-void bind_passage(pybind11::module_& module);
+/// Adds ForwardCursor and the chain of seeds: what passing the blocks of a model needs of C++.
+void bind_forward_cursor(pybind11::module_& module);
 
-/// Adds HostGate: what the runtime's objects share.
-void bind_gate(pybind11::module_& module);
+/// Adds NicArbiter: what the runtime's objects share.
+void bind_nic_arbiter(pybind11::module_& module);
 
-/// Adds TcpLinks: what the executor's messages travel over in host memory.
-void bind_tcp_links(pybind11::module_& module);
+/// Adds TcpPeers: what the executor's messages travel over in host memory.
+void bind_tcp_peers(pybind11::module_& module);
 
 /// Executor and its error type.
 void bind_runtime(pybind11::module_& module);
 
-/// RingLinks and BucketSync. After HostGate and CommError.
+/// RingPeers and BucketSync. After NicArbiter and CommError.
 void bind_bucket_sync(pybind11::module_& module);
 
-/// Adds the simulator of training steps: ClusterModel, TrainingStep and simulate_training. Times in nanoseconds.
+/// Adds the simulator of training steps: ClusterModel, TrainingStep and simulate_step. Times in nanoseconds.
 void bind_simulator(pybind11::module_& module);
 
 }  // namespace fold3d::bindings

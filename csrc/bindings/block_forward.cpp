@@ -19,7 +19,7 @@ struct BlockForward {
   PyObject* slot_owner;
   PyObject* otherwise;
   PyObject* original;
-  PassageSlot* slot;
+  CurrentForward* slot;
   std::uint64_t constant;
   int block;
 };
@@ -33,8 +33,8 @@ PyObject* call(PyObject* self, PyObject* const* args, std::size_t count, PyObjec
     return nullptr;
   }
   try {
-    const PassageSlot& slot = *forward->slot;
-    if (forward->block >= 0 && slot.passage != nullptr && slot.passage->skip(forward->block, forward->constant)) {
+    const CurrentForward& slot = *forward->slot;
+    if (forward->block >= 0 && slot.cursor != nullptr && slot.cursor->skip(forward->block, forward->constant)) {
       return Py_NewRef(slot.received.ptr());
     }
   } catch (const std::exception& error) {
@@ -115,13 +115,13 @@ PyType_Spec spec = {
 
 py::object block_forward(const py::handle& type, py::object slot, int block, std::uint64_t constant,
                          py::function otherwise, py::function original) {
-  PassageSlot* const passages = &slot.cast<PassageSlot&>();
+  CurrentForward* const cursors = &slot.cast<CurrentForward&>();
   auto* const made = reinterpret_cast<PyTypeObject*>(type.ptr());
   PyObject* const self = made->tp_alloc(made, 0);
   if (self == nullptr) throw py::error_already_set();
   BlockForward* const forward = of(self);
   forward->vectorcall = call;
-  forward->slot = passages;
+  forward->slot = cursors;
   forward->slot_owner = slot.release().ptr();
   forward->otherwise = otherwise.release().ptr();
   forward->original = original.release().ptr();
@@ -133,23 +133,23 @@ py::object block_forward(const py::handle& type, py::object slot, int block, std
 }  // namespace
 
 void bind_block_forward(py::module_& module) {
-  py::class_<PassageSlot>(module, "PassageSlot", "The passage under way, where the blocks' forwards find it.")
+  py::class_<CurrentForward>(module, "CurrentForward", "The cursor under way, where the blocks' forwards find it.")
       .def(py::init<>())
       .def(
           "begin",
-          [](PassageSlot& slot, py::object passage, py::object received) {
-            slot.passage = &passage.cast<runtime::Passage&>();
-            slot.keeps = std::move(passage);
+          [](CurrentForward& slot, py::object cursor, py::object received) {
+            slot.cursor = &cursor.cast<runtime::ForwardCursor&>();
+            slot.keeps = std::move(cursor);
             slot.received = std::move(received);
           },
-          py::arg("passage"), py::arg("received"), "From now on skipped blocks return `received`.")
+          py::arg("cursor"), py::arg("received"), "From now on skipped blocks return `received`.")
       .def(
           "end",
-          [](PassageSlot& slot) {
-            slot.passage = nullptr;
+          [](CurrentForward& slot) {
+            slot.cursor = nullptr;
             slot.received = slot.keeps = py::object();
           },
-          "No passage is under way.");
+          "No cursor is under way.");
   const auto type = py::reinterpret_steal<py::object>(PyType_FromSpec(&spec));
   if (!type) throw py::error_already_set();
   module.attr("BlockForward") = type;
@@ -159,7 +159,7 @@ void bind_block_forward(py::module_& module) {
         return block_forward(type, std::move(slot), block, constant, std::move(otherwise), std::move(original));
       },
       py::arg("slot"), py::arg("block"), py::arg("constant"), py::arg("otherwise"), py::arg("original"),
-      "A forward for a module: while the slot's passage may skip `block` (never where that is negative), it returns "
+      "A forward for a module: while the slot's cursor may skip `block` (never where that is negative), it returns "
       "what "
       "the chunk received; else it calls `otherwise`. Copies of the module get `original`, bound to them.");
 }

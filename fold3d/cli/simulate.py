@@ -63,7 +63,7 @@ def run(options: argparse.Namespace) -> None:
         bandwidth=options.bandwidth * 1e9 / 8,
         latency=options.latency / 1e6,
         ranks_per_host=options.ranks_per_host,
-        chunk_bytes=round(options.chunk * 1e6),
+        slice_bytes=round(options.chunk * 1e6),
         preempt=not options.no_preempt,
     )
     prediction = simulator.predict(

@@ -1,4 +1,4 @@
-"""Connecting the replicas of a stage: rings for DP.sync, and the gate that the ranks of a host share."""
+"""Connecting the replicas of a stage: rings for DP.sync, and the arbiter that the ranks of a host share."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fold3d.topology import Topology
 def connect_replicas(
     topology: Topology,
     groups: Groups,
-    gate: _C.HostGate,
+    arbiter: _C.NicArbiter,
     device: torch.device,
     timeout: float,
     *,
@@ -35,23 +35,23 @@ def connect_replicas(
         hosts: where the replicas are; None: a host for each.
         timeout: seconds until a replica that does not come is an error.
     """
-    links = None
+    peers = None
     if over_tcp:
         secret = groups.data.share(secrets.token_hex(32))
         host = local_address()
-        links = _C.RingLinks(topology.dp_rank, topology.dp, host, secret, f"replicas of stage {topology.pp_rank}")
-        endpoints = groups.data.share(groups.data.gather((host, links.port)))
-        with groups.world.progress.ending(links):
-            links.connect(endpoints[(topology.dp_rank + 1) % topology.dp], timeout)
+        peers = _C.RingPeers(topology.dp_rank, topology.dp, host, secret, f"replicas of stage {topology.pp_rank}")
+        endpoints = groups.data.share(groups.data.gather((host, peers.port)))
+        with groups.world.progress.ending(peers):
+            peers.connect(endpoints[(topology.dp_rank + 1) % topology.dp], timeout)
     return _C.BucketSync(
         topology.dp_rank,
         topology.dp,
-        gate,
+        arbiter,
         device,
         timeout,
         topology.describe(topology.rank),
-        chunk_bytes=0,
-        links=links,
+        slice_bytes=0,
+        peers=peers,
         reduce_group=groups.ring_names()["reduce"],
         gather_group=groups.ring_names()["gather"],
         hosts=[] if hosts is None else list(hosts.replicas),
@@ -79,28 +79,28 @@ def find_hosts(groups: Groups) -> Hosts:
     return Hosts(stages=numbers(groups.world.pipeline), replicas=numbers(groups.data))
 
 
-def join_host_gate(topology: Topology, groups: Groups, job: str, preempt: bool) -> _C.HostGate:
-    """Returns the gate that this host's ranks share, since they share its network card; all ranks of the job call.
+def join_nic_arbiter(topology: Topology, groups: Groups, job: str, preempt: bool) -> _C.NicArbiter:
+    """Returns the arbiter that this host's ranks share, since they share its network card; all ranks of the job call.
 
     Args:
         job: names this engine; the same on every rank.
     """
     if topology.world == 1:
-        return _C.HostGate("", preempt)
+        return _C.NicArbiter("", preempt)
     host = _host_identity()
     # Nobody has to wait for another where each has a card, and where none is used.
     token = groups.world.decide(
         host, lambda hosts: "" if len(set(hosts)) in (1, topology.world) else secrets.token_hex(8)
     )
     if not token:  # known to all: else every rank goes on
-        return _C.HostGate("", preempt)
+        return _C.NicArbiter("", preempt)
     digest = hashlib.sha256(f"{job} {token} {host}".encode()).hexdigest()[:24]
-    gate = _C.HostGate(f"fold3d-{digest}", preempt)
+    arbiter = _C.NicArbiter(f"fold3d-{digest}", preempt)
     try:
         groups.world.barrier()
     finally:  # everybody has it, or nobody will need it: the name can go, the memory lives as long as they do
-        gate.unlink()
-    return gate
+        arbiter.unlink()
+    return arbiter
 
 
 def _host_identity() -> str:

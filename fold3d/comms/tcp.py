@@ -14,27 +14,27 @@ from fold3d.topology import Topology
 
 
 def uses_tcp(transport: str, device: torch.device) -> bool:
-    """Returns whether messages and sums travel over TCP links of our own. Raises: ConfigError if they cannot."""
+    """Returns whether messages and sums travel over TCP connections of our own. Raises: ConfigError if they cannot."""
     if transport == "tcp" and device.type != "cpu":
         raise ConfigError('transport="tcp" moves host memory, but parameters are on a GPU; use "c10d" or "auto"')
     return transport == "tcp" or (transport == "auto" and device.type == "cpu")
 
 
-def connect_stages(topology: Topology, world: WorldGroup, timeout: float) -> _C.TcpLinks:
-    """Returns this stage's links to its neighbours; all ranks of the replica call.
+def connect_stages(topology: Topology, world: WorldGroup, timeout: float) -> _C.TcpPeers:
+    """Returns this stage's connections to its neighbours; all ranks of the replica call.
 
     Args:
-        world: addresses and the links' secret travel over its connections.
+        world: addresses and the connections' secret travel over its connections.
         timeout: seconds until a stage that does not connect is an error.
     Raises: RuntimeError (CommError, or torch's own) when one cannot be reached, or the job has failed.
     """
     pipeline = world.pipeline
     secret = pipeline.share(secrets.token_hex(32))
     host = local_address()
-    links = _C.TcpLinks(topology.pp_rank, topology.pp, host, secret, f"stages of replica {topology.dp_rank}")
-    endpoints = pipeline.share(pipeline.gather((host, links.port)))
-    with world.progress.ending(links):
-        links.connect(
+    peers = _C.TcpPeers(topology.pp_rank, topology.pp, host, secret, f"stages of replica {topology.dp_rank}")
+    endpoints = pipeline.share(pipeline.gather((host, peers.port)))
+    with world.progress.ending(peers):
+        peers.connect(
             endpoints[(topology.pp_rank + 1) % topology.pp], endpoints[(topology.pp_rank - 1) % topology.pp], timeout
         )
-    return links
+    return peers

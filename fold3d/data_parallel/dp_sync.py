@@ -170,7 +170,7 @@ class DpSync:
     def update(self, coefficient: float) -> None:
         """Begins the optimizer's step, with its settings of now and gradients scaled by `coefficient`.
 
-        Parameters are up to date when their gates are open (`flush` opens all).
+        Parameters are up to date when their arbiters are open (`flush` opens all).
         """
         assert self._optimizer is not None
         if not self._begun:  # there are no gradients: as an optimizer that finds none

@@ -15,7 +15,7 @@ from fold3d.comms import abortable_collectives
 from fold3d.comms.broadcast import broadcast_value
 from fold3d.comms.consistency import check_same_batch, fingerprint
 from fold3d.comms.groups import Groups
-from fold3d.comms.rings import Hosts, connect_replicas, find_hosts, join_host_gate
+from fold3d.comms.rings import Hosts, connect_replicas, find_hosts, join_nic_arbiter
 from fold3d.comms.tcp import connect_stages, uses_tcp
 from fold3d.comms.world_group import WorldGroup
 from fold3d.config import DEFAULT_BUCKET_BYTES, ParallelConfig
@@ -85,8 +85,8 @@ class Pipeline:
         self._replanner: Replanner | None = None
         self._trained = False  # the last run was a step
         self._gradients_read = False  # its gradients may have been changed
-        self._gate: _C.HostGate | None = None
-        self._counted: dict[str, int] = {}  # by the gate before the last run
+        self._arbiter: _C.NicArbiter | None = None
+        self._counted: dict[str, int] = {}  # by the arbiter before the last run
         self._executor: _C.Executor | None = None
         self._groups: Groups | None = None
         self.progress = world.progress
@@ -123,11 +123,11 @@ class Pipeline:
         }
         self._share_weights(shared)
         self._replanner = Replanner(topology, groups, config, device, self._replan)
-        self._gate = gate = join_host_gate(topology, groups, self._job, config.preempt)
-        self._counted = gate.counters()
+        self._arbiter = arbiter = join_nic_arbiter(topology, groups, self._job, config.preempt)
+        self._counted = arbiter.counters()
         hosts = find_hosts(groups)
         if topology.dp > 1:
-            self._connect_replicas(config, gate, hosts, device, over_tcp)
+            self._connect_replicas(config, arbiter, hosts, device, over_tcp)
         self._executor = self.progress.executor = _C.Executor(
             [self._make_chunk(v, v == config.num_chunks - 1) for v in topology.chunks(config.num_segments)],
             topology.pp_rank,
@@ -137,12 +137,12 @@ class Pipeline:
             timeout,
             self._name,
             connect_stages(topology, groups.world, timeout) if over_tcp and topology.pp > 1 else None,
-            gate,
+            arbiter,
             list(hosts.stages),
         )
 
     def _connect_replicas(
-        self, config: ParallelConfig, gate: _C.HostGate, hosts: Hosts, device: torch.device, over_tcp: bool
+        self, config: ParallelConfig, arbiter: _C.NicArbiter, hosts: Hosts, device: torch.device, over_tcp: bool
     ) -> None:
         topology, cut = self._topology, self._cut
         least = DEFAULT_BUCKET_BYTES if config.bucket_size is None else config.bucket_size
@@ -153,7 +153,7 @@ class Pipeline:
         else:
             plan = BucketSchedule.make(buckets, "early" if config.dp_sync == "auto" else config.dp_sync)
         sync = connect_replicas(
-            topology, self.groups, gate, device, config.timeout_seconds, over_tcp=over_tcp, hosts=hosts
+            topology, self.groups, arbiter, device, config.timeout_seconds, over_tcp=over_tcp, hosts=hosts
         )
         self.dp_sync = DpSync(cut, topology, self.groups, sync, plan, self.progress)
         self.progress.dp_sync = self.dp_sync
@@ -271,8 +271,8 @@ class Pipeline:
         """A run begins; what is still recorded of the one before, nobody asked for."""
         self._take_records()
         self._records = []
-        assert self._gate is not None
-        self._counted = self._gate.counters()
+        assert self._arbiter is not None
+        self._counted = self._arbiter.counters()
         self._bounds = (time.monotonic_ns(),) * 2
 
     def _take_records(self) -> list[RawRecord]:
@@ -301,12 +301,12 @@ class Pipeline:
         """Returns what makes the breakdown of where the time of the last step went, at any later time."""
         self._extend_by_waits()
         expected = self._replanner.believed if self._replanner is not None else None
-        assert self._gate is not None
-        gate = {name: count - self._counted[name] for name, count in self._gate.counters().items()}
+        assert self._arbiter is not None
+        arbiter = {name: count - self._counted[name] for name, count in self._arbiter.counters().items()}
         step_ms, predicted = None, None
         if expected is not None:
             step_ms, predicted = expected.step_ms, expected.stages[self._topology.pp_rank]
-        return partial(make_breakdown, tuple(self._records), *self._bounds, step_ms, gate, predicted)
+        return partial(make_breakdown, tuple(self._records), *self._bounds, step_ms, arbiter, predicted)
 
     def tune(self, schedule: Schedule) -> Choice | None:
         """Looks at the step before the one that begins; every so often plans anew. All ranks of the job call.

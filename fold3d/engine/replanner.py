@@ -92,10 +92,10 @@ class Replanner:
             return
         busy = merged([(start, end) for lane, _, start, end, _ in records if lane in ("compute", "wait")])
         self._others.append(max(0.0, step_ms - sum(end - start for start, end in busy) / NS_PER_MS))
-        gates = [(start, end) for lane, action, start, end, _ in records if lane == "wait" and "GATHER" in action]
+        arbiters = [(start, end) for lane, action, start, end, _ in records if lane == "wait" and "GATHER" in action]
         for lane, text, start, end, size in records:
             if lane == "compute":
-                spent = sum(b - a for a, b in without([(start, end)], gates)) / 1e9
+                spent = sum(b - a for a, b in without([(start, end)], arbiters)) / 1e9
                 self._times.setdefault((_chunk_of(text), "F" if "F" in text else "B"), []).append(spent)
             elif lane == "send_f":
                 chunk = _chunk_of(text)
@@ -208,7 +208,7 @@ class Replanner:
             bandwidth=bandwidth,
             latency=self._links[1],
             hop_latency=self._links[2],
-            chunk_bytes=pause_bytes(bandwidth),
+            slice_bytes=pause_bytes(bandwidth),
         )
         expected = plan_gathers(schedule, measured).longer_by(other_ms)
         logger.info("measured %.1f ms a step, predicted %.1f ms", longest, expected.step_ms)

@@ -113,16 +113,16 @@ def make_breakdown(
     start_ns: int,
     end_ns: int,
     predicted_ms: float | None = None,
-    gate: Mapping[str, int] | None = None,
+    arbiter: Mapping[str, int] | None = None,
     predicted: RankBreakdown | None = None,
 ) -> StepBreakdown:
     """Returns the breakdown of one step from the records of its compute lane and its transfers.
 
     Args:
         predicted_ms, predicted: what the simulator says; None: nothing was measured to feed it.
-        gate: what the host's gate counted in the step; None: there was none.
+        arbiter: what the host's arbiter counted in the step; None: there was none.
     """
-    gate = gate or {}
+    arbiter = arbiter or {}
     records = without_meetings_in_dp_sync(records)
     spans = [(lane, action, start, end) for lane, action, start, end, _ in records if end > start_ns]
     waits = [(action, start, end) for lane, action, start, end in spans if lane == "wait"]
@@ -142,9 +142,9 @@ def make_breakdown(
         hidden_pp_ms=overlap_ns(arriving, compute) / NS_PER_MS,
         exposed_dp_ms=_length(of_dp) / NS_PER_MS,
         hidden_dp_ms=overlap_ns(dp_sync, compute) / NS_PER_MS,
-        preemptions=gate.get("preemptions", 0),
-        pp_delayed_ms=gate.get("delayed_ns", 0) / NS_PER_MS,
-        dp_held_ms=gate.get("preempted_ns", 0) / NS_PER_MS,
+        preemptions=arbiter.get("preemptions", 0),
+        pp_delayed_ms=arbiter.get("delayed_ns", 0) / NS_PER_MS,
+        dp_held_ms=arbiter.get("preempted_ns", 0) / NS_PER_MS,
         pp_bytes=sum(size for lane, _, _, _, size in records if lane in ("send_f", "send_b")),
         dp_bytes=sum(size for lane, _, _, _, size in records if lane in ("reduce", "gather")),
         predicted_ms=predicted_ms,

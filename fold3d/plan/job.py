@@ -25,7 +25,7 @@ class Job:
     """Per step and replica."""
     memory_limit: int | None = None
     """Bytes that a rank may use for weights, gradients, optimizer and activations; None: any."""
-    chunk_bytes: int | None = None
+    slice_bytes: int | None = None
     """DP.sync can be paused for PP.sync every so many bytes; None: as the runtime does it on these links."""
     preempt: bool = True
     """Whether it is."""
@@ -37,7 +37,7 @@ class Job:
     @property
     def pause_bytes(self) -> int:
         """What is sent before a waiting message of PP.sync."""
-        return pause_bytes(self.network.bandwidth) if self.chunk_bytes is None else self.chunk_bytes
+        return pause_bytes(self.network.bandwidth) if self.slice_bytes is None else self.slice_bytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

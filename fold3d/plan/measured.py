@@ -30,7 +30,7 @@ class Measured:
     latency: float
     """Seconds of a pipeline message besides its bytes."""
     hop_latency: float
-    chunk_bytes: int
+    slice_bytes: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,9 +62,9 @@ def plan_gathers(schedule: _C.Schedule, measured: Measured) -> Expected:
     lengths = []
     for limit in limits:
         model.early_gathers = limit
-        lengths.append(_C.simulate_training(schedule, model, breakdown=False).step_ns)
+        lengths.append(_C.simulate_step(schedule, model, breakdown=False).step_ns)
     model.early_gathers = limits[lengths.index(min(lengths))]
-    best = prediction_of(_C.simulate_training(schedule, model), early_gathers=None)
+    best = prediction_of(_C.simulate_step(schedule, model), early_gathers=None)
     orders = best.gather_order if early else tuple(() for _ in range(schedule.pp))
     numbers = [_real_numbers(measured, stage, schedule.pp) for stage in range(schedule.pp)]
     found = (tuple(real[k] for k in order if k in real) for real, order in zip(numbers, orders, strict=True))
@@ -89,7 +89,7 @@ def _model(measured: Measured) -> _C.ClusterModel:
     model.bandwidth = measured.bandwidth
     model.latency_ns = round(_NS * measured.latency)
     model.hop_latency_ns = round(_NS * measured.hop_latency)
-    model.chunk_bytes = measured.chunk_bytes
+    model.slice_bytes = measured.slice_bytes
     model.preempt = measured.preempt
     model.forward_ns = [round(_NS * seconds) for seconds in measured.forward]
     model.backward_ns = [round(_NS * seconds) for seconds in measured.backward]

@@ -77,7 +77,7 @@ class Cluster:
     """The same for a hop of DP.sync's rings and of the vote; None = latency."""
     ranks_per_host: int = 1
     """Ranks replica * pp + stage are placed in order; those of one host share its card."""
-    chunk_bytes: int = 1 << 20
+    slice_bytes: int = 1 << 20
     """DP.sync may be paused for PP.sync every so many bytes."""
     preempt: bool = True
     """False: first come, first served, and a bucket's transfer is not interrupted."""
@@ -162,7 +162,7 @@ def predict(
         if early and early_gathers is None:
             early_gathers = _best_early_gathers(schedule, model, max_steps)
         model.early_gathers = early_gathers if early and early_gathers is not None else -1
-        step = _C.simulate_training(schedule, model, max_steps, True, timeline)
+        step = _C.simulate_step(schedule, model, max_steps, True, timeline)
     except ValueError as error:
         raise ConfigError(str(error)) from None
     return prediction_of(step, early_gathers=model.early_gathers if early else None, timeline=timeline)
@@ -192,7 +192,7 @@ def step_ms(schedule: _C.Schedule, work: Work, cluster: Cluster, *, dp_sync: str
     model = _model(schedule, work, cluster)
     try:
         model.dp_sync = dp_sync
-        return _C.simulate_training(schedule, model, breakdown=False).step_ns / 1e6
+        return _C.simulate_step(schedule, model, breakdown=False).step_ns / 1e6
     except ValueError as error:
         raise ConfigError(str(error)) from None
 
@@ -207,7 +207,7 @@ def _model(schedule: _C.Schedule, work: Work, cluster: Cluster) -> _C.ClusterMod
     model.bandwidth = cluster.bandwidth
     model.latency_ns = round(cluster.latency * _NS)
     model.hop_latency_ns = round((cluster.latency if cluster.hop_latency is None else cluster.hop_latency) * _NS)
-    model.chunk_bytes = cluster.chunk_bytes
+    model.slice_bytes = cluster.slice_bytes
     model.preempt = cluster.preempt
     model.forward_ns = _nanoseconds(work.forward)
     model.backward_ns = _nanoseconds(work.backward)
@@ -241,13 +241,13 @@ def _best_early_gathers(schedule: _C.Schedule, model: _C.ClusterModel, max_steps
     best, shortest = 0, 0
     for number in range(most):
         model.early_gathers = number
-        length = _C.simulate_training(schedule, model, max_steps, False).step_ns
+        length = _C.simulate_step(schedule, model, max_steps, False).step_ns
         if number == 0 or length < shortest:
             best, shortest = number, length
     return best
 
 
-def _breakdown(rank: _C.RankAccount) -> RankBreakdown:
+def _breakdown(rank: _C.RankBreakdown) -> RankBreakdown:
     return RankBreakdown(
         compute_ms=rank.compute_ns / 1e6,
         bubble_ms=rank.bubble_ns / 1e6,

@@ -73,7 +73,7 @@ class Trials:
                 model.gather_order = [list(numbers) for numbers in gather_order]
             else:
                 model.early_gathers = early_gathers
-        return _C.simulate_training(made, model, breakdown=breakdown)
+        return _C.simulate_step(made, model, breakdown=breakdown)
 
     def _model(self, layout: Layout, modes: Modes) -> _C.ClusterModel:
         job = self.job
@@ -82,7 +82,7 @@ class Trials:
         model.bandwidth = job.network.bandwidth
         model.latency_ns = round(_NS * job.network.message_latency(max(layout.activation_bytes)))
         model.hop_latency_ns = round(_NS * job.network.hop_latency)
-        model.chunk_bytes = job.pause_bytes
+        model.slice_bytes = job.pause_bytes
         model.preempt = job.preempt
         model.action_ns = round(_NS * job.action_seconds)
         model.bucket_ns = round(_NS * job.bucket_seconds)

@@ -1,4 +1,4 @@
-"""probe_network(): measures the network between the ranks of a job, by what training will use: its links and rings."""
+"""probe_network(): measures the network between the ranks of a job, by what training will use."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ def probe_network(
     All pipelines and all replicas measure at the same time, so ranks that share a network card share it here, too.
 
     Args:
-        groups: with links and rings unless `over_tcp`.
+        groups: with p2p groups and rings unless `over_tcp`.
         device: where the tensors that travel are.
         timeout: seconds that no message and no sum may take longer than.
-        over_tcp: as in training: links and rings of our own, else torch's process groups.
+        over_tcp: as in training: connections and rings of our own, else torch's process groups.
         activation_bytes: of a pipeline message.
         seconds: about how long to measure, at most twice as long.
     Raises: RuntimeError (CommError, or torch's own) when a rank is gone or does not come.
@@ -74,10 +74,10 @@ def probe_network(
 
 
 class _Watch:
-    """Ends the links when one wait takes too long. A thread of its own, which the waits never wake: they are timed."""
+    """Ends the connections when one wait takes too long. A thread of its own, which no wait wakes: they are timed."""
 
-    def __init__(self, links: _C.TcpLinks, timeout: float) -> None:
-        self._links, self._timeout = links, timeout
+    def __init__(self, peers: _C.TcpPeers, timeout: float) -> None:
+        self._peers, self._timeout = peers, timeout
         self._lock = threading.Lock()
         self._wait: tuple[float, int] | None = None  # deadline, stage
         self._ended = threading.Event()
@@ -106,7 +106,7 @@ class _Watch:
                 wait = self._wait
             left = self._timeout if wait is None else wait[0] - time.monotonic()
             if wait is not None and left <= 0:
-                self._links.abort(
+                self._peers.abort(
                     f"stage {wait[1]} did not answer within {self._timeout:g} s while the network was measured "
                     "(setting comm_timeout)"
                 )
@@ -116,20 +116,20 @@ class _Watch:
 @contextmanager
 def tcp_messages(topology: Topology, groups: Groups, timeout: float) -> Iterator[Action]:
     """All stages at once: a message to the next stage, then one to the stage before, as in forward and backward."""
-    links = connect_stages(topology, groups.world, timeout)
+    peers = connect_stages(topology, groups.world, timeout)
     stage = topology.pp_rank
-    watch = _Watch(links, timeout)
+    watch = _Watch(peers, timeout)
 
     def pass_on(size: int) -> None:
         mine, other = (torch.zeros(max(1, size), dtype=torch.uint8) for _ in range(2))
         for forward in (True, False):
             sends = stage < topology.pp - 1 if forward else stage > 0
             receives = stage > 0 if forward else stage < topology.pp - 1
-            arrival = receiver.submit(links.recv, other, forward) if receives else None
+            arrival = receiver.submit(peers.recv, other, forward) if receives else None
             ahead, behind = (stage + 1, stage - 1) if forward else (stage - 1, stage + 1)
             if sends:
                 watch.waits_for(ahead)
-                links.send(mine, forward)
+                peers.send(mine, forward)
             if arrival is not None:
                 watch.waits_for(behind)
                 arrival.result()
@@ -140,13 +140,13 @@ def tcp_messages(topology: Topology, groups: Groups, timeout: float) -> Iterator
             yield pass_on
         finally:
             watch.end()
-            links.abort("the network has been measured")
+            peers.abort("the network has been measured")
 
 
 @contextmanager
 def _ring_sums(topology: Topology, groups: Groups, device: torch.device, timeout: float) -> Iterator[Action]:
-    gate = _C.HostGate("", True)
-    sync = connect_replicas(topology, groups, gate, device, timeout, over_tcp=True)
+    arbiter = _C.NicArbiter("", True)
+    sync = connect_replicas(topology, groups, arbiter, device, timeout, over_tcp=True)
     steps = iter(range(1, 1 << 30))
 
     def sum_up(size: int) -> None:

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from fold3d import seeding
-from fold3d._C import BlockForward, Passage, PassageSlot, block_forward, next_seed, reseed, seed_inside
+from fold3d._C import BlockForward, CurrentForward, ForwardCursor, block_forward, next_seed, reseed, seed_inside
 from fold3d.errors import MissingWeightsError, TraceError
 from fold3d.stage.call_guard import CallGuard
 from fold3d.stage.front_buffers import FrontBuffers
@@ -44,7 +44,7 @@ class ChunkExit(BaseException):
         self.owner = owner
 
 
-class _Run(Passage):
+class _Run(ForwardCursor):
     """One call of `SplitModel.run`."""
 
     def __init__(
@@ -83,7 +83,7 @@ class SplitModel:
         self._recompute = recompute
         self._uniform = trace.uniform
         self._run: _Run | None = None
-        self._slot = PassageSlot()  # the same run, for forwards in C++
+        self._slot = CurrentForward()  # the same run, for forwards in C++
         self._constants = [seeding.constant_of(f"{name}:leave") for name in trace.blocks]
         self._generators = [torch.default_generator]
         # What a module that did not run itself returned inside a checkpoint of the user's own code, by the

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fold3d import seeding
-from fold3d._C import Passage, PassageSlot, block_forward, next_seed, reseed, seed_inside
+from fold3d._C import CurrentForward, ForwardCursor, block_forward, next_seed, reseed, seed_inside
 from fold3d.stage.recompute import recomputed
 from fold3d.trace.recorder import outer_modules
 from fold3d.trace.wrappers import wrap
@@ -28,7 +28,7 @@ class WholeModel:
     """
 
     def __init__(self, model: nn.Module, blocks: Sequence[str], *, recompute: bool = False) -> None:
-        self.passage: Passage | None = None
+        self.cursor: ForwardCursor | None = None
         self.begun: nn.Module | None = None
         self.generators = [torch.default_generator]
         self._device = next((p.device for p in model.parameters()), torch.device("cpu"))
@@ -58,12 +58,12 @@ class WholeModel:
         if key is None:
             return [], call()
         self.generators = seeding.generators_of(self._device)
-        self.passage = Passage(0, seeding.start(key), self.generators)
+        self.cursor = ForwardCursor(0, seeding.start(key), self.generators)
         self.begun = None
         try:
             return [], call()
         finally:
-            self.passage = self.begun = None
+            self.cursor = self.begun = None
 
     def remove(self) -> None:
         """Takes the hooks off the model again. The next `run` puts them back."""
@@ -74,7 +74,7 @@ class WholeModel:
         original = module.forward
         checkpointed: Any = recomputed(module, original)
         checkpointed.fold3d_split = self
-        self._undo.append(wrap(module, block_forward(PassageSlot(), -1, 0, checkpointed, original)))
+        self._undo.append(wrap(module, block_forward(CurrentForward(), -1, 0, checkpointed, original)))
 
     def _seed_around(self, name: str, module: nn.Module, *, is_block: bool) -> None:
         hooks = _Around(self, name, is_block)
@@ -100,8 +100,8 @@ class _Around:
         whole = self._whole
         if whole is None:
             return
-        if whole.passage is not None:
-            if whole.passage.begin_module(self._enter):
+        if whole.cursor is not None:
+            if whole.cursor.begin_module(self._enter):
                 whole.begun = module
         elif (seed := _seed_in_backward()) is not None:
             reseed(whole.generators, seed_inside(seed, self._enter))
@@ -111,10 +111,10 @@ class _Around:
         whole = self._whole
         if whole is None:
             return
-        if whole.passage is not None:
+        if whole.cursor is not None:
             if whole.begun is module or self._is_block:
                 whole.begun = None
-                whole.passage.end_module(self._leave)
+                whole.cursor.end_module(self._leave)
         elif self._carried is not None:
             reseed(whole.generators, next_seed(self._carried, self._leave))
             self._carried = None

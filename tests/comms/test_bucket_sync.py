@@ -18,22 +18,22 @@ from fold3d import _C
 Body = Callable[[int, Any], Any]
 
 
-def run_replicas(size: int, body: Body, timeout: float = 30.0, chunk_bytes: int = 0) -> list[Any]:
+def run_replicas(size: int, body: Body, timeout: float = 30.0, slice_bytes: int = 0) -> list[Any]:
     """Returns what `body(rank, sync)` returned on each replica, or the exception it raised."""
-    all_links = [_C.RingLinks(rank, size, "127.0.0.1", "s" * 32) for rank in range(size)]
+    all_peers = [_C.RingPeers(rank, size, "127.0.0.1", "s" * 32) for rank in range(size)]
 
     def replica(rank: int) -> Any:
-        links = all_links[rank]
-        links.connect(("127.0.0.1", all_links[(rank + 1) % size].port), timeout)
+        peers = all_peers[rank]
+        peers.connect(("127.0.0.1", all_peers[(rank + 1) % size].port), timeout)
         sync = _C.BucketSync(
             rank,
             size,
-            _C.HostGate(),
+            _C.NicArbiter(),
             torch.device("cpu"),
             timeout,
             f"replica {rank}",
-            chunk_bytes=chunk_bytes,
-            links=links,
+            slice_bytes=slice_bytes,
+            peers=peers,
         )
         try:
             return body(rank, sync)
@@ -61,7 +61,7 @@ def test_early_buckets_end_as_the_mean_everywhere(size: int, dtype: torch.dtype)
         sync.wait_gathered(0)
         return gradients
 
-    gathered = run_replicas(size, body, chunk_bytes=1 << 10)
+    gathered = run_replicas(size, body, slice_bytes=1 << 10)
     for gradients in gathered:
         torch.testing.assert_close(gradients, mean)
         assert torch.equal(gradients, gathered[0])
@@ -188,11 +188,11 @@ def _over_groups(size: int) -> None:
     sync = _C.BucketSync(
         rank,
         size,
-        _C.HostGate(),
+        _C.NicArbiter(),
         torch.device("cpu"),
         30.0,
         f"replica {rank}",
-        chunk_bytes=1 << 10,
+        slice_bytes=1 << 10,
         reduce_group=reduce_group.group_name,
         gather_group=gather_group.group_name,
     )
@@ -214,18 +214,18 @@ def test_rings_over_process_groups(ranks: Any, size: int) -> None:
 
 
 def test_links_or_groups() -> None:
-    with pytest.raises(ValueError, match="links or two groups"):
-        _C.BucketSync(0, 2, _C.HostGate(), torch.device("cpu"), 1.0, "r", chunk_bytes=0)
+    with pytest.raises(ValueError, match="peers or two groups"):
+        _C.BucketSync(0, 2, _C.NicArbiter(), torch.device("cpu"), 1.0, "r", slice_bytes=0)
 
 
 def test_a_signal_does_not_end_a_wait_for_a_neighbour() -> None:
-    links = [_C.RingLinks(replica, 2, "127.0.0.1", "s" * 32) for replica in (0, 1)]
+    peers = [_C.RingPeers(replica, 2, "127.0.0.1", "s" * 32) for replica in (0, 1)]
     before = signal.signal(signal.SIGALRM, lambda *_: None)
     signal.setitimer(signal.ITIMER_REAL, 0.05, 0.05)
     start = time.monotonic()
     try:
         with pytest.raises(RuntimeError, match="comm_timeout"):
-            links[0].connect(("127.0.0.1", links[1].port), 1.0)  # who never calls back
+            peers[0].connect(("127.0.0.1", peers[1].port), 1.0)  # who never calls back
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0.0)
         signal.signal(signal.SIGALRM, before)

@@ -181,26 +181,26 @@ def breakdowns(dp_sync: str) -> dict[str, tuple[float, float, int]]:
     return found
 
 
-def gates(hosts: list[str]) -> tuple[list[str], list[str]]:
+def arbiters(hosts: list[str]) -> tuple[list[str], list[str]]:
     """Returns the shared memory that this rank has in use when ranks are on these hosts, and the names left over."""
     topology = Topology(dp=dist.get_world_size(), pp=1, rank=dist.get_rank())
     groups = Groups(topology, torch.device("cpu"), 20.0, (), with_links=False)
     before, known = rings._host_identity, _shared_memory()
     rings._host_identity = lambda: hosts[topology.rank]
     try:
-        gate = rings.join_host_gate(topology, groups, "job", True)
+        arbiter = rings.join_nic_arbiter(topology, groups, "job", True)
         found = sorted(_shared_memory() - known)
     finally:
         rings._host_identity = before
     left = [name for name in found if Path("/dev/shm", name).exists()]
     dist.barrier()
-    del gate
+    del arbiter
     groups.close()
     return found, left
 
 
 def traffic_of_an_engine(hosts: str) -> tuple[int, list[str]]:
-    """Returns how many messages of a step this rank told its host's gate of, and the shared memory of that gate."""
+    """Returns how many messages of a step this rank told its host's arbiter of, and its shared memory."""
     known, before = _shared_memory(), rings._host_identity
     rings._host_identity = lambda: hosts[dist.get_rank()]
     try:
@@ -209,8 +209,8 @@ def traffic_of_an_engine(hosts: str) -> tuple[int, list[str]]:
         rings._host_identity = before
     found = sorted(_shared_memory() - known)
     step_of(engine, 0)
-    assert engine._pipeline is not None and engine._pipeline._gate is not None
-    messages = engine._pipeline._gate.counters()["messages"]
+    assert engine._pipeline is not None and engine._pipeline._arbiter is not None
+    messages = engine._pipeline._arbiter.counters()["messages"]
     engine.close()
     return messages, found
 
@@ -222,19 +222,19 @@ def simulated_messages(hosts: str) -> list[bool]:
     model.dp, model.hosts, model.bandwidth = 2, [hosts.index(host) for host in hosts], 1e9
     model.forward_ns = model.backward_ns = model.activation_bytes = model.gradient_bytes = [1000] * 4
     model.layers = [1] * 4
-    step = _C.simulate_training(order, model)
+    step = _C.simulate_step(order, model)
     replicas = len(hosts) // len(step.ranks)  # those that do the same are simulated once
     return [rank.pp_bytes > 0 for rank in step.ranks] * replicas
 
 
 def broken_gate() -> list[str]:
-    """Returns what is left of the gate's shared memory when ranks fail while they join it."""
+    """Returns what is left of the arbiter's shared memory when ranks fail while they join it."""
     known = set(Path("/dev/shm").iterdir())
     topology = Topology(dp=2, pp=1, rank=dist.get_rank())
     groups = Groups(topology, torch.device("cpu"), 20.0, (), with_links=False)
     groups.world.barrier = _raise  # type: ignore[method-assign]
     with contextlib.suppress(ConnectionError):
-        rings.join_host_gate(topology, groups, "job", True)
+        rings.join_nic_arbiter(topology, groups, "job", True)
     dist.barrier()
     groups.close()
     return [path.name for path in set(Path("/dev/shm").glob("fold3d-*")) - known]
@@ -245,7 +245,7 @@ def _raise(*_: Any, **__: Any) -> None:
 
 
 def _shared_memory() -> set[str]:
-    """Returns what this process has mapped, by gates of engines that nobody has collected yet, too."""
+    """Returns what this process has mapped, by arbiters of engines that nobody has collected yet, too."""
     lines = Path("/proc/self/maps").read_text().splitlines()
     return {line.split("/")[-1].split()[0] for line in lines if "/fold3d-" in line}
 

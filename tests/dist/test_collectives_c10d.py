@@ -38,11 +38,11 @@ def bucket_sync(*, library: bool = True, timeout: float = 30.0, limit: float = 6
     sync = _C.BucketSync(
         dist.get_rank(),
         dist.get_world_size(),
-        _C.HostGate(),
+        _C.NicArbiter(),
         torch.device("cpu"),
         timeout,
         f"replica {dist.get_rank()}",
-        chunk_bytes=CHUNK_BYTES,
+        slice_bytes=CHUNK_BYTES,
         reduce_group=groups[0].group_name,
         gather_group=groups[1].group_name,
         library=library,
@@ -189,19 +189,19 @@ def test_nothing_completes_after_an_abort(ranks: RankPool) -> None:
 
 def refused() -> tuple[str, str]:
     group = dist.new_group().group_name
-    make = functools.partial(_C.BucketSync, library=True, chunk_bytes=0)
-    rank, gate, device = dist.get_rank(), _C.HostGate(), torch.device("cpu")
+    make = functools.partial(_C.BucketSync, library=True, slice_bytes=0)
+    rank, arbiter, device = dist.get_rank(), _C.NicArbiter(), torch.device("cpu")
     with pytest.raises(ValueError) as wrong_rank:
-        make(1 - rank, 2, gate, device, 1.0, "r", reduce_group=group, gather_group=group)
+        make(1 - rank, 2, arbiter, device, 1.0, "r", reduce_group=group, gather_group=group)
     with pytest.raises(ValueError) as with_links:
-        make(rank, 2, gate, device, 1.0, "r", links=_C.RingLinks(rank, 2, "127.0.0.1", "s" * 32))
+        make(rank, 2, arbiter, device, 1.0, "r", peers=_C.RingPeers(rank, 2, "127.0.0.1", "s" * 32))
     return str(wrong_rank.value), str(with_links.value)
 
 
 def test_refused(ranks: RankPool) -> None:
     wrong_rank, with_links = ranks.run(refused, 2)[0]
     assert wrong_rank == "replica 1 of 2 is rank 0 of 2 in the group of its stage"
-    assert "links are for rings in host memory only" in with_links
+    assert "peers are for rings in host memory only" in with_links
 
 
 # Whole training
@@ -211,7 +211,7 @@ def train(case: Case, library: bool) -> parity_jobs.Result:
     bucket_sync = _C.BucketSync
 
     def make(*args: Any, **named: Any) -> Any:
-        return bucket_sync(*args, **(named | {"chunk_bytes": CHUNK_BYTES, "library": library}))
+        return bucket_sync(*args, **(named | {"slice_bytes": CHUNK_BYTES, "library": library}))
 
     with mock.patch.object(_C, "BucketSync", make):
         return parity_jobs.train(case)

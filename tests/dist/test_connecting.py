@@ -61,7 +61,7 @@ def flooded(part: str, layout: dict[str, Any]) -> tuple[float, float]:
     return max(seconds), loss
 
 
-@pytest.mark.parametrize("part, layout", [("TcpLinks", {"pp": 2}), ("RingLinks", {"dp": 2, "dp_sync": "early"})])
+@pytest.mark.parametrize("part, layout", [("TcpPeers", {"pp": 2}), ("RingPeers", {"dp": 2, "dp_sync": "early"})])
 def test_strangers_at_the_door_hold_up_nobody(ranks: RankPool, part: str, layout: dict[str, Any]) -> None:
     for seconds, loss in ranks.run(flooded, 2, part, layout):
         assert seconds < PROMPT and loss > 0
@@ -95,7 +95,7 @@ def breaking(part: str, layout: dict[str, Any]) -> tuple[str, float]:
         links.connect = original
 
 
-@pytest.mark.parametrize("part, layout", [("TcpLinks", {"pp": 3}), ("RingLinks", {"dp": 3, "dp_sync": "early"})])
+@pytest.mark.parametrize("part, layout", [("TcpPeers", {"pp": 3}), ("RingPeers", {"dp": 3, "dp_sync": "early"})])
 def test_a_rank_that_breaks_while_connecting_ends_the_others(
     ranks: RankPool, part: str, layout: dict[str, Any]
 ) -> None:
@@ -107,7 +107,7 @@ def test_a_rank_that_breaks_while_connecting_ends_the_others(
 
 def test_a_rank_that_breaks_while_links_are_measured_ends_the_others(ranks: RankPool) -> None:
     """Before there is an engine whose failure could be told: its door is shut."""
-    found = ranks.run(breaking, 2, "TcpLinks", {"pp": 2, "segments": "auto", "comm_timeout": 100.0}, timeout=90)
+    found = ranks.run(breaking, 2, "TcpPeers", {"pp": 2, "segments": "auto", "comm_timeout": 100.0}, timeout=90)
     assert "could not connect to stage 1 at " in found[0][0], found
     assert found[1][0] == "no route to host" and max(seconds for _, seconds in found) < LATE, found
 
@@ -162,7 +162,7 @@ def test_workers_do_not_keep_a_dead_ranks_connections(layout: dict[str, Any]) ->
 
 def dying(layout: dict[str, Any]) -> None:
     """The last rank is killed when all others wait for it."""
-    for links in (_C.TcpLinks, _C.RingLinks):
+    for links in (_C.TcpPeers, _C.RingPeers):
         links.connect = functools.partialmethod(_die_or, links.connect)  # type: ignore[method-assign,assignment]
     try:
         engine_of(PLANNED | layout)

@@ -34,7 +34,7 @@ def test_whoever_reads_weights_waits_on_the_step_s_breakdown(ranks: RankPool, dp
 
 @pytest.mark.parametrize("hosts", ["xxy", "xyy", "xyx"])
 def test_ranks_of_a_host_share_a_gate_wherever_the_others_are(ranks: RankPool, hosts: str) -> None:
-    found = ranks.run(jobs.gates, 3, list(hosts))
+    found = ranks.run(jobs.arbiters, 3, list(hosts))
     by_host: dict[str, set[str]] = {}
     for host, (names, left) in zip(hosts, found, strict=True):
         assert len(names) == 1 and not left
@@ -45,7 +45,7 @@ def test_ranks_of_a_host_share_a_gate_wherever_the_others_are(ranks: RankPool, h
 
 @pytest.mark.parametrize("hosts", ["xyz", "xxx"])
 def test_ranks_share_nothing_where_each_or_none_needs_a_card(ranks: RankPool, hosts: str) -> None:
-    assert ranks.run(jobs.gates, 3, list(hosts)) == [([], [])] * 3
+    assert ranks.run(jobs.arbiters, 3, list(hosts)) == [([], [])] * 3
 
 
 @pytest.mark.parametrize("hosts", ["xxxx", "xxyy", "xyxy", "xxyz"])

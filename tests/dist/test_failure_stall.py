@@ -22,7 +22,7 @@ def report(action: str, run: int = RUN, *, closed: bool = False) -> Report:
     return Report(beat=1, run=run, micro_batches=4, action=action, doing="step 5", meets=False, closed=closed)
 
 
-def gate(action: str, run: int = RUN) -> Report:
+def arbiter(action: str, run: int = RUN) -> Report:
     """In front of a layer whose parameters have not arrived."""
     return Report(beat=1, run=run, micro_batches=4, action=action, doing="the gather", meets=True, closed=False)
 
@@ -78,9 +78,9 @@ def test_the_chain_goes_through_collectives() -> None:
 def test_the_chain_goes_through_gates() -> None:
     """Rank 0 waits for parameters of rank 2, which has not stepped; rank 1 for activations of rank 0."""
     stuck = doing("the optimizer", RUN - 1)
-    assert late(2, 2, 0, [gate("0F0"), "1F0", stuck, "1F0"]) == [2]
-    assert late(2, 2, 1, [gate("0F0"), "1F0", stuck, "1F0"]) == [2]
-    assert late(2, 2, 3, ["0F1", "1F0", "0F1", gate("1F0")]) == [1], "it computes"
+    assert late(2, 2, 0, [arbiter("0F0"), "1F0", stuck, "1F0"]) == [2]
+    assert late(2, 2, 1, [arbiter("0F0"), "1F0", stuck, "1F0"]) == [2]
+    assert late(2, 2, 3, ["0F1", "1F0", "0F1", arbiter("1F0")]) == [1], "it computes"
 
 
 def test_whoever_has_left_is_late() -> None:

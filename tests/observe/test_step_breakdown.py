@@ -121,8 +121,8 @@ def test_small_exchanges_count_as_what_they_wait_for() -> None:
 
 
 def test_account_tells_what_messages_and_dp_sync_cost_each_other() -> None:
-    gate = {"preemptions": 3, "yields": 9, "held_ns": 8 * MS, "preempted_ns": 5 * MS, "delayed_ns": 2 * MS}
-    log = make_breakdown([], 0, MS, None, gate).log(dp=2, pp=2)
+    arbiter = {"preemptions": 3, "yields": 9, "held_ns": 8 * MS, "preempted_ns": 5 * MS, "delayed_ns": 2 * MS}
+    log = make_breakdown([], 0, MS, None, arbiter).log(dp=2, pp=2)
     assert (log["preemptions"], log["dp_held_ms"], log["pp_delayed_ms"]) == (3, 5, 2)
     assert make_breakdown([], 0, MS).preemptions == 0
 
@@ -166,11 +166,11 @@ class Gate:
 
 def test_a_step_s_account_has_what_the_gate_counted_in_it() -> None:
     engine, batch = small_engine()
-    gate = Gate()
-    engine._pipeline._gate = gate  # type: ignore[union-attr,assignment]
+    arbiter = Gate()
+    engine._pipeline._arbiter = arbiter  # type: ignore[union-attr,assignment]
 
     def loss(module: torch.nn.Module, micro_batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        gate.counted = {name: count + 2 * MS for name, count in gate.counted.items()}
+        arbiter.counted = {name: count + 2 * MS for name, count in arbiter.counted.items()}
         return module(**micro_batch).sum()
 
     for _ in range(2):

@@ -72,7 +72,7 @@ def test_hosts_and_preemption():
     apart, shared = (predict(MADE, talk, cluster(ranks_per_host=n), dp_sync="serial") for n in (1, 2))
     assert 40 < shared.step_ms - apart.step_ms < 50  # stage 1 ends a little earlier and begins to sum
     assert all(rank.pp_bytes == 0 for rank in shared.ranks)
-    small = cluster(chunk_bytes=10_000)
+    small = cluster(slice_bytes=10_000)
     on, off = (predict(MADE, talk, dataclasses.replace(small, preempt=flag), dp_sync="early") for flag in (True, False))
     assert on.preemptions > 0 and on.longest_pp_wait_ms <= 0.01 + 0.05
     assert off.preemptions == 0 and off.longest_pp_wait_ms > 1
@@ -115,7 +115,7 @@ def test_uneven_layers_keep_their_sum():
     [
         ({"dp": 0}, "dp is 0"),
         ({"bandwidth": 0.0}, "bandwidth"),
-        ({"chunk_bytes": 0}, "chunk_bytes is 0"),
+        ({"slice_bytes": 0}, "slice_bytes is 0"),
         ({"ranks_per_host": 0}, "ranks_per_host is 0"),
     ],
 )

@@ -13,34 +13,34 @@ import pytest
 import torch
 from torch import nn
 
-from fold3d._C import BlockForward, Passage, PassageSlot, block_forward
+from fold3d._C import BlockForward, CurrentForward, ForwardCursor, block_forward
 
 
-def make(slot: PassageSlot, block: int = 0) -> BlockForward:
+def make(slot: CurrentForward, block: int = 0) -> BlockForward:
     """Returns one that otherwise tells its arguments."""
     return block_forward(slot, block, 7, lambda *args, **kwargs: (args, kwargs), print)
 
 
 def test_returns_what_was_received_where_the_block_is_skipped() -> None:
-    slot, received = PassageSlot(), object()
+    slot, received = CurrentForward(), object()
     forward = make(slot)
-    slot.begin(Passage(1, None, []), received)
+    slot.begin(ForwardCursor(1, None, []), received)
     assert forward("x", mask=3) is received
     assert forward("x", mask=3) == (("x",), {"mask": 3}), "it is not the next block any more"
 
 
 def test_calls_the_function_when_no_passage_is_under_way() -> None:
-    slot = PassageSlot()
+    slot = CurrentForward()
     forward = make(slot)
     assert forward(1, 2, a=3) == ((1, 2), {"a": 3})
-    slot.begin(Passage(1, None, []), None)
+    slot.begin(ForwardCursor(1, None, []), None)
     slot.end()
     assert forward() == ((), {})
 
 
 def test_calls_the_function_in_unusual_surroundings() -> None:
-    slot = PassageSlot()
-    slot.begin(Passage(1, None, []), "received")
+    slot = CurrentForward()
+    slot.begin(ForwardCursor(1, None, []), "received")
     forward = make(slot)
     with torch.no_grad():
         assert forward(1) == ((1,), {})
@@ -52,12 +52,12 @@ def test_an_exception_of_the_function_is_its_own() -> None:
         raise KeyError("here")
 
     with pytest.raises(KeyError, match="here"):
-        block_forward(PassageSlot(), 0, 0, fail, fail)()
+        block_forward(CurrentForward(), 0, 0, fail, fail)()
 
 
 def test_the_slot_keeps_the_passage_until_the_end() -> None:
-    slot = PassageSlot()
-    slot.begin(Passage(2, None, []), 1)  # nobody else holds it
+    slot = CurrentForward()
+    slot.begin(ForwardCursor(2, None, []), 1)  # nobody else holds it
     gc.collect()
     assert make(slot)() == 1
     slot.end()
@@ -67,18 +67,18 @@ def test_needs_a_slot_and_is_made_by_the_function_only() -> None:
     with pytest.raises(TypeError, match="incompatible"):
         block_forward(None, 0, 0, print, print)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="incompatible"):
-        block_forward(PassageSlot(), 0, 0, None, print)  # type: ignore[arg-type]
+        block_forward(CurrentForward(), 0, 0, None, print)  # type: ignore[arg-type]
     with pytest.raises(TypeError):
         BlockForward()
 
 
 def test_shows_the_signature_of_the_function() -> None:
-    assert str(inspect.signature(make(PassageSlot()))) == "(*args, **kwargs)"
+    assert str(inspect.signature(make(CurrentForward()))) == "(*args, **kwargs)"
 
 
 def test_is_collected_with_the_module_that_it_belongs_to() -> None:
     module = nn.Linear(1, 1)
-    module.forward = block_forward(PassageSlot(), 0, 0, module.forward, module.forward)
+    module.forward = block_forward(CurrentForward(), 0, 0, module.forward, module.forward)
     alive = weakref.ref(module)
     del module
     gc.collect()
@@ -90,7 +90,7 @@ def test_copies_of_a_module_run_themselves(how: Callable[[nn.Module], nn.Module]
     module = nn.Linear(1, 1)
     x = torch.ones(1, 1)
     want = module(x)
-    module.forward = block_forward(PassageSlot(), 0, 0, lambda _: torch.zeros(1, 1), module.forward)
+    module.forward = block_forward(CurrentForward(), 0, 0, lambda _: torch.zeros(1, 1), module.forward)
     copied = how(module)
     assert torch.equal(module(x), torch.zeros(1, 1)) and torch.equal(copied(x), want)
     with torch.no_grad():
@@ -99,6 +99,6 @@ def test_copies_of_a_module_run_themselves(how: Callable[[nn.Module], nn.Module]
 
 
 def test_never_skips_with_a_negative_number() -> None:
-    slot = PassageSlot()
-    slot.begin(Passage(1, None, []), "received")
+    slot = CurrentForward()
+    slot.begin(ForwardCursor(1, None, []), "received")
     assert make(slot, -1)("x") == (("x",), {})

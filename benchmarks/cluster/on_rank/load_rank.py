@@ -13,7 +13,7 @@ from benchmarks.cluster.scenarios import FLOAT_BYTES, Scenario
 from benchmarks.cluster.systems import COMM_TIMEOUT, LANES, Record, System
 from fold3d import _C, schedule
 from fold3d.comms.groups import Groups
-from fold3d.comms.rings import connect_replicas, find_hosts, join_host_gate
+from fold3d.comms.rings import connect_replicas, find_hosts, join_nic_arbiter
 from fold3d.comms.tcp import connect_stages
 from fold3d.topology import Topology
 
@@ -35,7 +35,7 @@ class LoadRank:
         self._topology = topology = Topology(dp=scenario.dp, pp=scenario.pp, rank=dist.get_rank())
         cpu = torch.device("cpu")
         self._groups = Groups(topology, cpu, COMM_TIMEOUT, (), with_links=False)
-        gate = join_host_gate(topology, self._groups, f"load of {world}", system.family.preempt)
+        arbiter = join_nic_arbiter(topology, self._groups, f"load of {world}", system.family.preempt)
         hosts = find_hosts(self._groups)
         message_s = scenario.activation_bytes * 8 / (scenario.rate_mbit * 1e6)
         self._pace_s = message_s / _SHARE
@@ -51,14 +51,16 @@ class LoadRank:
             COMM_TIMEOUT,
             topology.describe(topology.rank),
             connect_stages(topology, self._groups.world, COMM_TIMEOUT),
-            gate,
+            arbiter,
             list(hosts.stages),
         )
         layer_floats = scenario.gradient_bytes // scenario.layers // FLOAT_BYTES // scenario.dp * scenario.dp
         self._buckets = [torch.zeros(layer_floats) for _ in range(scenario.layers if layer_floats else 0)]
         self._sync = None
         if self._buckets:
-            self._sync = connect_replicas(topology, self._groups, gate, cpu, COMM_TIMEOUT, over_tcp=True, hosts=hosts)
+            self._sync = connect_replicas(
+                topology, self._groups, arbiter, cpu, COMM_TIMEOUT, over_tcp=True, hosts=hosts
+            )
         self._steps = 0
         self._begun = 0.0
         self._records: list[list[Record]] = []

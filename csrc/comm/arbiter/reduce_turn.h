@@ -2,7 +2,7 @@
 
 #include <cstddef>
 
-#include "comm/arbiter/host_gate.h"
+#include "comm/arbiter/nic_arbiter.h"
 
 namespace fold3d::comm {
 
@@ -10,28 +10,28 @@ namespace fold3d::comm {
 /// within the host. Used by one thread.
 class ReduceTurn {
  public:
-  ReduceTurn(HostGate& gate, HostGate::Traffic traffic, bool uses_card)
-      : gate_(uses_card && traffic == HostGate::Traffic::kReduce ? &gate : nullptr) {}
+  ReduceTurn(NicArbiter& arbiter, NicArbiter::Traffic traffic, bool uses_card)
+      : arbiter_(uses_card && traffic == NicArbiter::Traffic::kReduce ? &arbiter : nullptr) {}
   ~ReduceTurn() { leave(); }
   ReduceTurn(const ReduceTurn&) = delete;
   ReduceTurn& operator=(const ReduceTurn&) = delete;
 
   /// `bytes` are sent next. Follows an earlier turn without a gap into which a gather could slip.
   void take(std::size_t bytes) {
-    if (gate_ == nullptr) return;
-    gate_->reduce_begins(bytes);
+    if (arbiter_ == nullptr) return;
+    arbiter_->reduce_begins(bytes);
     leave();
     taken_ = true;
   }
 
   /// There is nothing to send for now.
   void leave() {
-    if (taken_) gate_->reduce_ends();
+    if (taken_) arbiter_->reduce_ends();
     taken_ = false;
   }
 
  private:
-  HostGate* const gate_;
+  NicArbiter* const arbiter_;
   bool taken_ = false;
 };
 

@@ -2,15 +2,15 @@
 
 namespace fold3d::comm {
 
-const char* to_string(LaneId lane) {
-  switch (lane) {
-    case LaneId::kSendForward:
+const char* to_string(QueueId queue) {
+  switch (queue) {
+    case QueueId::kSendForward:
       return "send_f";
-    case LaneId::kRecvForward:
+    case QueueId::kRecvForward:
       return "recv_f";
-    case LaneId::kSendBackward:
+    case QueueId::kSendBackward:
       return "send_b";
-    case LaneId::kRecvBackward:
+    case QueueId::kRecvBackward:
       break;
   }
   return "recv_b";

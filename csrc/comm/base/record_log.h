@@ -7,7 +7,7 @@
 
 namespace fold3d::comm {
 
-/// Records of one lane. Thread-safe; the lane appends, anybody takes.
+/// Records of one queue. Thread-safe; the queue appends, anybody takes.
 class RecordLog {
  public:
   void append(const Record& record) {

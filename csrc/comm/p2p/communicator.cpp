@@ -7,7 +7,7 @@
 #include "comm/base/clock.h"
 #include "comm/base/errors.h"
 #include "comm/p2p/frame.h"
-#include "comm/p2p/links.h"
+#include "comm/p2p/message_routing.h"
 #include "core/ir/deps.h"
 
 namespace fold3d::comm {
@@ -15,7 +15,7 @@ namespace {
 
 constexpr int kAbsent = -1;
 
-bool is_recv(LaneId id) { return id == LaneId::kRecvForward || id == LaneId::kRecvBackward; }
+bool is_recv(QueueId id) { return id == QueueId::kRecvForward || id == QueueId::kRecvBackward; }
 
 /// Whether a message surely fits into its frame.
 bool is_small(const Tensors& tensors) {
@@ -46,27 +46,27 @@ std::string seconds(std::chrono::milliseconds time) {
 
 }  // namespace
 
-Communicator::Communicator(std::unique_ptr<Transport> transport, Options options, std::shared_ptr<HostGate> gate)
+Communicator::Communicator(std::unique_ptr<Transport> transport, Options options, std::shared_ptr<NicArbiter> arbiter)
     : options_(checked(std::move(options))),
       name_(options_.name.empty() ? "stage " + std::to_string(options_.stage) : options_.name),
       transport_(std::move(transport)),
       pool_(*transport_),
-      gate_(gate ? std::move(gate) : std::make_shared<HostGate>()) {
+      arbiter_(arbiter ? std::move(arbiter) : std::make_shared<NicArbiter>()) {
   for (std::size_t i = 0; i < kNumLanes; ++i) {
-    const auto id = static_cast<LaneId>(i);
+    const auto id = static_cast<QueueId>(i);
     lines_[i].frame.resize(kFrameBytes);
-    lines_[i].lane = std::make_unique<Lane>(to_string(id), [this, id](std::size_t index) { run(id, index); });
+    lines_[i].queue = std::make_unique<TransferQueue>(to_string(id), [this, id](std::size_t index) { run(id, index); });
   }
 }
 
 Communicator::~Communicator() {
-  const bool busy = std::any_of(lines_.begin(), lines_.end(), [](const Line& l) { return !l.lane->idle(); });
+  const bool busy = std::any_of(lines_.begin(), lines_.end(), [](const Line& l) { return !l.queue->idle(); });
   if (busy) fail(Failure::Kind::kAborted, name_ + " closed its communicator in the middle of a step");
   {
     const std::lock_guard lock(fail_mutex_);
   }
-  for (Line& each : lines_) each.lane->stop();
-  for (Line& each : lines_) each.lane.reset();
+  for (Line& each : lines_) each.queue->stop();
+  for (Line& each : lines_) each.queue.reset();
 }
 
 void Communicator::check_belongs(const core::Action& action) const {
@@ -93,7 +93,7 @@ std::size_t Communicator::key_of(const core::Action& action) const {
          static_cast<std::size_t>(std::max(action.micro_batch, 0));
 }
 
-std::size_t Communicator::position_of(LaneId id, const core::Action& action) {
+std::size_t Communicator::position_of(QueueId id, const core::Action& action) {
   const bool in_range =
       action.chunk >= 0 && action.chunk < options_.shape.num_chunks() && action.micro_batch < micro_batches_;
   const int position = open_ && in_range ? line(id).positions[key_of(action)] : kAbsent;
@@ -122,7 +122,7 @@ void Communicator::begin(const std::vector<core::Action>& program) {
   }
   for (const core::Action& action : program) {
     if (!is_message(action.kind)) continue;
-    Line& to = line(lane_of(action.kind));
+    Line& to = line(queue_of(action.kind));
     int& position = to.positions[key_of(action)];
     if (position != kAbsent) {
       throw std::invalid_argument(name_ + ": " + core::to_string(action) + " occurs twice in its program");
@@ -134,45 +134,45 @@ void Communicator::begin(const std::vector<core::Action>& program) {
   pool_.next_step();
   ++step_;
   open_ = true;
-  for (Line& each : lines_) each.lane->start(each.tasks.size());
-  for (const LaneId id : {LaneId::kRecvForward, LaneId::kRecvBackward}) {
-    line(id).lane->raise(static_cast<std::size_t>(options_.receive_ahead));
+  for (Line& each : lines_) each.queue->start(each.tasks.size());
+  for (const QueueId id : {QueueId::kRecvForward, QueueId::kRecvBackward}) {
+    line(id).queue->raise(static_cast<std::size_t>(options_.receive_ahead));
   }
 }
 
 void Communicator::pass(const core::Action& recv) {
   failure_.check();
-  const LaneId id = lane_of(recv.kind);
-  line(id).lane->raise(position_of(id, recv) + 1 + static_cast<std::size_t>(options_.receive_ahead));
+  const QueueId id = queue_of(recv.kind);
+  line(id).queue->raise(position_of(id, recv) + 1 + static_cast<std::size_t>(options_.receive_ahead));
 }
 
 void Communicator::send(const core::Action& send, Tensors tensors) {
   failure_.check();
-  const LaneId id = lane_of(send.kind);
+  const QueueId id = queue_of(send.kind);
   Line& to = line(id);
   const std::size_t position = position_of(id, send);
   if (position != to.issued) {
     const std::string due = to.issued < to.tasks.size() ? core::to_string(to.tasks[to.issued].action) : "nothing";
     throw std::logic_error(name_ + ": " + core::to_string(send) + " is out of order; the program asks for " + due +
-                           " next on this lane");
+                           " next on this queue");
   }
   const bool small = is_small(tensors);
   const std::size_t bytes = payload_bytes(tensors);
   to.tasks[position].tensors = std::move(tensors);
   ++to.issued;
-  if (uses_card(send)) gate_->message_begins(HostGate::Direction::kSend, bytes);
-  if (small && transport_->sends_at_once(channel_of(id)) && to.lane->run_here(position)) return;
-  to.lane->raise(to.issued);
+  if (uses_card(send)) arbiter_->message_begins(NicArbiter::Direction::kSend, bytes);
+  if (small && transport_->sends_at_once(channel_of(id)) && to.queue->run_here(position)) return;
+  to.queue->raise(to.issued);
 }
 
-void Communicator::wait_done(LaneId id, std::size_t count, const core::Action& action) {
-  const Lane::Clock::time_point deadline = Lane::Clock::now() + options_.timeout;
-  Lane::Outcome outcome = line(id).lane->wait(count, std::min(deadline, Lane::Clock::now() + kLook));
-  while (outcome == Lane::Outcome::kTimeout && Lane::Clock::now() < deadline) {
+void Communicator::wait_done(QueueId id, std::size_t count, const core::Action& action) {
+  const TransferQueue::Clock::time_point deadline = TransferQueue::Clock::now() + options_.timeout;
+  TransferQueue::Outcome outcome = line(id).queue->wait(count, std::min(deadline, TransferQueue::Clock::now() + kLook));
+  while (outcome == TransferQueue::Outcome::kTimeout && TransferQueue::Clock::now() < deadline) {
     if (options_.while_waiting) options_.while_waiting();
-    outcome = line(id).lane->wait(count, std::min(deadline, Lane::Clock::now() + kLook));
+    outcome = line(id).queue->wait(count, std::min(deadline, TransferQueue::Clock::now() + kLook));
   }
-  if (outcome == Lane::Outcome::kTimeout) {
+  if (outcome == TransferQueue::Outcome::kTimeout) {
     fail(Failure::Kind::kTimeout,
          name_ + " waited " + seconds(options_.timeout) + " for " + describe(action) +
              " (setting comm_timeout): a rank is dead, stopped or much slower than the others; if "
@@ -183,7 +183,7 @@ void Communicator::wait_done(LaneId id, std::size_t count, const core::Action& a
 
 Tensors Communicator::wait(const core::Action& recv) {
   pass(recv);
-  const LaneId id = lane_of(recv.kind);
+  const QueueId id = queue_of(recv.kind);
   const std::size_t position = position_of(id, recv);
   Task& task = line(id).tasks[position];
   if (task.waited) throw std::logic_error(name_ + ": " + core::to_string(recv) + " was waited for twice");
@@ -197,14 +197,14 @@ void Communicator::finish() {
   if (!open_) throw std::logic_error(name_ + ": finish() without begin()");
   for (std::size_t i = 0; i < kNumLanes; ++i) {
     const Line& each = lines_[i];
-    for (std::size_t k = is_recv(static_cast<LaneId>(i)) ? 0 : each.issued; k < each.tasks.size(); ++k) {
+    for (std::size_t k = is_recv(static_cast<QueueId>(i)) ? 0 : each.issued; k < each.tasks.size(); ++k) {
       if (!each.tasks[k].waited) {
         throw std::logic_error(name_ + ": the step ends, but " + core::to_string(each.tasks[k].action) +
                                " was never done");
       }
     }
   }
-  for (const LaneId id : {LaneId::kSendForward, LaneId::kSendBackward}) {
+  for (const QueueId id : {QueueId::kSendForward, QueueId::kSendBackward}) {
     const Line& each = line(id);
     if (!each.tasks.empty()) wait_done(id, each.tasks.size(), each.tasks.back().action);
   }
@@ -224,8 +224,8 @@ void Communicator::fail(Failure::Kind kind, const std::string& text) noexcept {
   if (failure_.is_set()) return;
   const std::lock_guard lock(fail_mutex_);
   if (!failure_.set(kind, text)) return;
-  for (Line& each : lines_) each.lane->stop();  // first: ends the waits, however long the transport takes
-  gate_->open();
+  for (Line& each : lines_) each.queue->stop();  // first: ends the waits, however long the transport takes
+  arbiter_->open();
   try {
     transport_->abort(text);
   } catch (...) {

@@ -10,13 +10,13 @@
 #include <string>
 #include <vector>
 
-#include "comm/arbiter/host_gate.h"
+#include "comm/arbiter/nic_arbiter.h"
 #include "comm/base/failure.h"
 #include "comm/base/record.h"
 #include "comm/base/record_log.h"
 #include "comm/base/tensor.h"
 #include "comm/p2p/buffer_pool.h"
-#include "comm/p2p/lane.h"
+#include "comm/p2p/transfer_queue.h"
 #include "comm/p2p/transport.h"
 #include "core/ir/action.h"
 #include "core/ir/schedule.h"
@@ -28,15 +28,15 @@ struct Options {
   core::Shape shape = {};  ///< pp and segments of the run; micro_batches may differ from step to step
   int stage = 0;           ///< this rank's stage, [0, shape.pp)
   std::chrono::milliseconds timeout{300'000};  ///< longest blocking wait (setting comm_timeout), > 0
-  int receive_ahead = 4;                       ///< messages a receive lane may run beyond the program counter, >= 0
+  int receive_ahead = 4;                       ///< messages a receive queue may run beyond the program counter, >= 0
   std::string name = {};                       ///< how errors call this rank; empty: "stage S"
   core::Hosts hosts = {};                      ///< of each stage
   std::function<void()> while_waiting = {};    ///< called by who waits, every kLook; what it throws ends the wait
 };
 
-/// Owns the pipeline messages of one rank: four lanes (send and receive of each direction), each a thread with
+/// Owns the pipeline messages of one rank: four queues (send and receive of each direction), each a thread with
 /// one FIFO in the order of the program, so the order on every link is a function of the plan and never of
-/// arrival time. It tells the host's gate about every message from or to another host, so that data-parallel traffic
+/// arrival time. It tells the host's arbiter about every message from or to another host, so that data-parallel traffic
 /// lets it pass.
 ///
 /// One step: begin(program); then, walking the program, pass() and later wait() for each RECV and send() for
@@ -49,10 +49,10 @@ struct Options {
 /// std::logic_error and changes nothing.
 class Communicator {
  public:
-  /// `gate`: of the rank's host; null: nobody else uses the network. Opened when the communicator fails. Throws
+  /// `arbiter`: of the rank's host; null: nobody else uses the network. Opened when the communicator fails. Throws
   /// std::invalid_argument for options out of range.
-  Communicator(std::unique_ptr<Transport> transport, Options options, std::shared_ptr<HostGate> gate = nullptr);
-  /// Joins the lanes; aborts the transport before if a step is under way. Never throws. Waits for an abort()
+  Communicator(std::unique_ptr<Transport> transport, Options options, std::shared_ptr<NicArbiter> arbiter = nullptr);
+  /// Joins the queues; aborts the transport before if a step is under way. Never throws. Waits for an abort()
   /// that has begun; none may follow.
   ~Communicator();
   Communicator(const Communicator&) = delete;
@@ -68,20 +68,20 @@ class Communicator {
   void pass(const core::Action& recv);
 
   /// Queues a message; keeps the buffers alive until it is sent. Nobody may write to them before finish().
-  /// The last reference may be dropped by a lane thread.
+  /// The last reference may be dropped by a queue thread.
   void send(const core::Action& send, Tensors tensors);
 
   /// The message of this RECV (implies pass). Blocks for at most `timeout`.
   Tensors wait(const core::Action& recv);
 
-  /// Ends the step: every RECV has been waited for, every SEND is complete. Each lane gets at most
+  /// Ends the step: every RECV has been waited for, every SEND is complete. Each queue gets at most
   /// `timeout`.
   void finish();
 
   /// Ends all communication; the first reason wins. Any thread; never throws.
   void abort(const std::string& reason);
 
-  /// Transfers completed since the last call, grouped by lane, in the order of completion. Any thread.
+  /// Transfers completed since the last call, grouped by queue, in the order of completion. Any thread.
   std::vector<Record> take_records();
 
  private:
@@ -91,8 +91,8 @@ class Communicator {
     bool waited = false;  // a receive was handed out; executor's thread only
   };
 
-  /// One lane and its part of the step. The executor fills tasks in begin(), while the lane is idle; after
-  /// that, task k is the lane's from the moment it may run until it is done, and the executor's before and
+  /// One queue and its part of the step. The executor fills tasks in begin(), while the queue is idle; after
+  /// that, task k is the queue's from the moment it may run until it is done, and the executor's before and
   /// after.
   struct Line {
     std::vector<Task> tasks;
@@ -100,18 +100,18 @@ class Communicator {
     std::size_t issued = 0;      // tasks handed over by send(); executor's thread only
     std::vector<std::byte> frame;
     RecordLog log;
-    std::unique_ptr<Lane> lane;
+    std::unique_ptr<TransferQueue> queue;
   };
 
-  Line& line(LaneId id) { return lines_[static_cast<std::size_t>(id)]; }
+  Line& line(QueueId id) { return lines_[static_cast<std::size_t>(id)]; }
   void check_belongs(const core::Action& action) const;
   std::size_t key_of(const core::Action& action) const;
-  std::size_t position_of(LaneId id, const core::Action& action);
-  void wait_done(LaneId id, std::size_t count, const core::Action& action);
+  std::size_t position_of(QueueId id, const core::Action& action);
+  void wait_done(QueueId id, std::size_t count, const core::Action& action);
 
-  void run(LaneId id, std::size_t index) noexcept;
-  void run_send(Line& line, LaneId id, Task& task);
-  void run_recv(Line& line, LaneId id, Task& task);
+  void run(QueueId id, std::size_t index) noexcept;
+  void run_send(Line& line, QueueId id, Task& task);
+  void run_recv(Line& line, QueueId id, Task& task);
   void fail(Failure::Kind kind, const std::string& text) noexcept;
   std::string describe(const core::Action& action) const;
   int peer_of(const core::Action& action) const;
@@ -123,7 +123,7 @@ class Communicator {
   BufferPool pool_;
   Failure failure_;
   std::mutex fail_mutex_;  // held while failing, so that the destructor does not overtake it
-  const std::shared_ptr<HostGate> gate_;
+  const std::shared_ptr<NicArbiter> arbiter_;
   std::uint32_t step_ = 0;
   int micro_batches_ = 0;
   bool open_ = false;  // between begin() and finish()

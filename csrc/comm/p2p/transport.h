@@ -55,7 +55,7 @@ class Transport {
   }
 
   /// Whether send_message would now copy a message that fits into its frame into the system's buffers and return
-  /// without waiting for the receiver: the executor's thread then sends it itself instead of waking the lane.
+  /// without waiting for the receiver: the executor's thread then sends it itself instead of waking the queue.
   virtual bool sends_at_once(Channel) const { return false; }
 
   /// Throws ProtocolError when there is no such tensor: a dtype that nobody knows, or whose elements have another size.

@@ -13,12 +13,12 @@ namespace fold3d::comm {
 
 /// A connection between two ranks of a job: `caller` opens it to `callee`. `number` tells apart what travels over the
 /// connections between the same two.
-struct Line {
+struct ConnectionId {
   std::uint8_t number = 0;
   std::int32_t caller = 0;
   std::int32_t callee = 0;
 
-  bool operator==(const Line&) const = default;
+  bool operator==(const ConnectionId&) const = default;
 };
 
 using Nonce = std::array<std::byte, 32>;
@@ -28,7 +28,7 @@ Nonce fresh_nonce();
 
 /// What a caller says first.
 struct Greeting {
-  Line line;
+  ConnectionId line;
   Nonce nonce{};
 
   bool operator==(const Greeting&) const = default;

@@ -10,7 +10,7 @@
 namespace fold3d::comm {
 namespace {
 
-using Traffic = HostGate::Traffic;
+using Traffic = NicArbiter::Traffic;
 
 std::string seconds(std::chrono::milliseconds time) {
   const std::string fraction = std::to_string(1000 + time.count() % 1000).substr(1);
@@ -21,10 +21,10 @@ std::string name_of(int bucket) { return "bucket " + std::to_string(bucket); }
 
 }  // namespace
 
-BucketSync::BucketSync(Options options, std::shared_ptr<HostGate> gate, std::unique_ptr<CollectiveStream> reduce_stream,
-                       std::unique_ptr<CollectiveStream> gather_stream)
+BucketSync::BucketSync(Options options, std::shared_ptr<NicArbiter> arbiter,
+                       std::unique_ptr<CollectiveStream> reduce_stream, std::unique_ptr<CollectiveStream> gather_stream)
     : options_(std::move(options)),
-      gate_(std::move(gate)),
+      arbiter_(std::move(arbiter)),
       reduce_stream_(std::move(reduce_stream)),
       gather_stream_(std::move(gather_stream)) {
   if (options_.timeout.count() <= 0) throw std::invalid_argument("the timeout (setting comm_timeout) must be positive");
@@ -198,7 +198,7 @@ void BucketSync::fail(Failure::Kind kind, const std::string& text) noexcept {
   if (!failure_.set(kind, text)) return;
   reduce_stream_->abort(text);
   gather_stream_->abort(text);
-  gate_->open();  // after that: who was held there must not begin anything
+  arbiter_->open();  // after that: who was held there must not begin anything
   {
     const std::lock_guard lock(mutex_);
   }  // whoever looked at the failure before is waiting now

@@ -11,7 +11,7 @@
 #include <string>
 #include <vector>
 
-#include "comm/arbiter/host_gate.h"
+#include "comm/arbiter/nic_arbiter.h"
 #include "comm/base/failure.h"
 #include "comm/ring/collective.h"
 #include "comm/ring/collective_stream.h"
@@ -39,8 +39,8 @@ class BucketSync final : private CollectiveStream::Listener {
     std::function<void()> while_waiting = {};    ///< called by who waits, every kLook; what it throws ends the wait
   };
 
-  /// Starts the streams. `gate` is opened when the streams fail.
-  BucketSync(Options options, std::shared_ptr<HostGate> gate, std::unique_ptr<CollectiveStream> reduce_stream,
+  /// Starts the streams. `arbiter` is opened when the streams fail.
+  BucketSync(Options options, std::shared_ptr<NicArbiter> arbiter, std::unique_ptr<CollectiveStream> reduce_stream,
              std::unique_ptr<CollectiveStream> gather_stream);
   /// As close(). Never throws.
   ~BucketSync() override;
@@ -93,12 +93,12 @@ class BucketSync final : private CollectiveStream::Listener {
   Bucket& bucket(int number);
   void push_ready_gathers();
   template <class Done>
-  void wait(const std::string& what, HostGate::Traffic traffic, Done done);
-  std::string cause_of_wait(HostGate::Traffic traffic) const;
+  void wait(const std::string& what, NicArbiter::Traffic traffic, Done done);
+  std::string cause_of_wait(NicArbiter::Traffic traffic) const;
   void fail(Failure::Kind kind, const std::string& text) noexcept;
 
   const Options options_;
-  const std::shared_ptr<HostGate> gate_;
+  const std::shared_ptr<NicArbiter> arbiter_;
   Failure failure_;
 
   mutable std::mutex mutex_;  // guards what follows; the streams' own locks come after it

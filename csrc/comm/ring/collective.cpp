@@ -4,14 +4,14 @@
 
 namespace fold3d::comm {
 
-void check_collective(HostGate::Traffic traffic, const Collective& collective, int size) {
+void check_collective(NicArbiter::Traffic traffic, const Collective& collective, int size) {
   const std::string name = "bucket " + std::to_string(collective.bucket);
   const std::size_t bytes = collective.buffer->bytes();
   if (bytes == 0 || bytes % (static_cast<std::size_t>(size) * collective.element_bytes) != 0) {
     throw std::invalid_argument(name + " has " + std::to_string(bytes / collective.element_bytes) +
                                 " elements, which are not " + std::to_string(size) + " equal shards; pad it");
   }
-  if (traffic == HostGate::Traffic::kReduce && collective.element == Element::kOther) {
+  if (traffic == NicArbiter::Traffic::kReduce && collective.element == Element::kOther) {
     throw std::invalid_argument(name + " cannot be reduced: sums are made of float32 or float64 elements only");
   }
 }

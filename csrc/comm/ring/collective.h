@@ -5,7 +5,7 @@
 #include <memory>
 #include <string>
 
-#include "comm/arbiter/host_gate.h"
+#include "comm/arbiter/nic_arbiter.h"
 #include "comm/base/tensor.h"
 
 namespace fold3d::comm {
@@ -29,20 +29,20 @@ struct Collective {
 
 /// One collective as it happened on one rank; times are std::chrono::steady_clock nanoseconds.
 struct CollectiveRecord {
-  HostGate::Traffic traffic = HostGate::Traffic::kReduce;
+  NicArbiter::Traffic traffic = NicArbiter::Traffic::kReduce;
   int bucket = 0;
-  std::int64_t start_ns = 0;  ///< its first chunk began to be sent or received
+  std::int64_t start_ns = 0;  ///< its first slice began to be sent or received
   std::int64_t end_ns = 0;
   std::size_t bytes = 0;  ///< sent by this rank
 };
 
 /// "reduce" or "gather".
-inline const char* to_string(HostGate::Traffic traffic) {
-  return traffic == HostGate::Traffic::kReduce ? "reduce" : "gather";
+inline const char* to_string(NicArbiter::Traffic traffic) {
+  return traffic == NicArbiter::Traffic::kReduce ? "reduce" : "gather";
 }
 
 /// Throws std::invalid_argument when the bucket is empty or cannot be cut into `size` equal shards of whole elements,
 /// or when its elements cannot be summed.
-void check_collective(HostGate::Traffic traffic, const Collective& collective, int size);
+void check_collective(NicArbiter::Traffic traffic, const Collective& collective, int size);
 
 }  // namespace fold3d::comm

@@ -8,12 +8,12 @@
 namespace fold3d::comm {
 namespace {
 
-constexpr std::size_t kFirstChunkBytes = 64u << 10;
-constexpr std::size_t kLeastChunkBytes = 8u << 10, kMostChunkBytes = 4u << 20;
-constexpr double kChunkSeconds = 1e-3;
+constexpr std::size_t kFirstSliceBytes = 64u << 10;
+constexpr std::size_t kLeastSliceBytes = 8u << 10, kMostSliceBytes = 4u << 20;
+constexpr double kSliceSeconds = 1e-3;
 constexpr std::size_t kLeastBufferBytes = 4u << 10;
 constexpr double kBufferSeconds = 4e-4;
-constexpr std::size_t kChunkAlignment = 64;  // no element is cut
+constexpr std::size_t kSliceAlignment = 64;  // no element is cut
 
 constexpr double kWindowNs = 1e8;
 constexpr double kEnoughNs = 5e6;     // less than this tells more about the clock than about the connection,
@@ -21,14 +21,14 @@ constexpr double kEnoughBytes = 1e6;  // unless so much went over
 
 }  // namespace
 
-std::size_t Credits::chunk_bytes() const {
+std::size_t Credits::slice_bytes() const {
   const double speed = bandwidth();
   std::size_t bytes = fixed_;
-  if (bytes == 0 && speed == 0.0) bytes = kFirstChunkBytes;
+  if (bytes == 0 && speed == 0.0) bytes = kFirstSliceBytes;
   if (bytes == 0) {
-    bytes = std::clamp(static_cast<std::size_t>(speed * kChunkSeconds), kLeastChunkBytes, kMostChunkBytes);
+    bytes = std::clamp(static_cast<std::size_t>(speed * kSliceSeconds), kLeastSliceBytes, kMostSliceBytes);
   }
-  return std::max(bytes / kChunkAlignment, std::size_t{1}) * kChunkAlignment;
+  return std::max(bytes / kSliceAlignment, std::size_t{1}) * kSliceAlignment;
 }
 
 std::size_t Credits::buffer_bytes(double round_trip_seconds) const {
@@ -45,11 +45,11 @@ std::size_t Credits::pause_bytes(double bytes_per_second) {
   }
   Credits credits(0);
   credits.set_bandwidth(bytes_per_second);
-  return credits.chunk_bytes() + credits.buffer_bytes(0.0);
+  return credits.slice_bytes() + credits.buffer_bytes(0.0);
 }
 
 void BandwidthMeter::begins(std::int64_t now_ns, std::size_t unsent) {
-  // What drained since the last chunk counts only if the connection was never idle in between.
+  // What drained since the last slice counts only if the connection was never idle in between.
   if (unsent > 0 && unsent_ > 0) return;
   since_ns_ = now_ns;
   unsent_ = unsent;

@@ -7,25 +7,25 @@
 
 namespace fold3d::comm {
 
-/// How much data-parallel traffic may be on its way at once. A pipeline message waits for what a chunk has put on the
-/// network card before it, so chunks and buffers follow the speed of the connection: a chunk is worth 1 ms, what lies
+/// How much data-parallel traffic may be on its way at once. A pipeline message waits for what a slice has put on the
+/// network card before it, so slices and buffers follow the speed of the connection: a slice is worth 1 ms, what lies
 /// in the system's buffers 0.4 ms and two round trips. Shared by the streams of one rank. Thread-safe.
 class Credits {
  public:
-  /// `chunk_bytes`: a fixed size of the chunks; 0: by the speed.
-  explicit Credits(std::size_t chunk_bytes) : fixed_(chunk_bytes) {}
+  /// `slice_bytes`: a fixed size of the slices; 0: by the speed.
+  explicit Credits(std::size_t slice_bytes) : fixed_(slice_bytes) {}
 
   /// The speed was measured, in bytes per second.
   void set_bandwidth(double bytes_per_second) { bandwidth_.store(bytes_per_second, std::memory_order_relaxed); }
   /// 0.0 as long as it is not known.
   double bandwidth() const { return bandwidth_.load(std::memory_order_relaxed); }
 
-  /// Bytes of a chunk: a multiple of 64.
-  std::size_t chunk_bytes() const;
+  /// Bytes of a slice: a multiple of 64.
+  std::size_t slice_bytes() const;
   /// What may lie in the system's buffers on each side of a connection with this round trip; 0: leave it to the system.
   std::size_t buffer_bytes(double round_trip_seconds) const;
 
-  /// What a pipeline message may find ahead of it at this speed, in bytes per second: a chunk, and what lies in the
+  /// What a pipeline message may find ahead of it at this speed, in bytes per second: a slice, and what lies in the
   /// system's buffers. For planning. Throws std::invalid_argument for a speed that is not positive and finite.
   static std::size_t pause_bytes(double bytes_per_second);
 
@@ -39,7 +39,7 @@ class Credits {
 /// receiver may have been busy with something else. One thread.
 class BandwidthMeter {
  public:
-  /// A chunk is about to be sent. `unsent`: bytes sent before that still lie in the system's buffer.
+  /// A slice is about to be sent. `unsent`: bytes sent before that still lie in the system's buffer.
   void begins(std::int64_t now_ns, std::size_t unsent);
   /// It is in the system's buffer. `unsent` as above.
   void ends(std::int64_t now_ns, std::size_t bytes, std::size_t unsent);

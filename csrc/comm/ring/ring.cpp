@@ -9,13 +9,13 @@
 #include "comm/arbiter/reduce_turn.h"
 #include "comm/base/clock.h"
 #include "comm/base/errors.h"
-#include "comm/ring/ring_chunk.h"
+#include "comm/ring/ring_slice.h"
 
 namespace fold3d::comm {
 namespace {
 
-using Direction = HostGate::Direction;
-using Traffic = HostGate::Traffic;
+using Direction = NicArbiter::Direction;
+using Traffic = NicArbiter::Traffic;
 
 constexpr std::size_t kAddBytes = 128u << 10;  // received and added while they lie in the cache; cuts no element
 
@@ -35,13 +35,13 @@ Ring::Options checked(Ring::Options options) {
 
 }  // namespace
 
-Ring::Ring(const Options& options, std::shared_ptr<RingLink> link, std::shared_ptr<HostGate> gate,
+Ring::Ring(const Options& options, std::shared_ptr<RingConnection> connection, std::shared_ptr<NicArbiter> arbiter,
            std::shared_ptr<Credits> credits)
     : options_(checked(options)),
       sends_by_card_(core::uses_card(options_.hosts, options_.rank, next())),
       receives_by_card_(core::uses_card(options_.hosts, previous(), options_.rank)),
-      link_(std::move(link)),
-      gate_(std::move(gate)),
+      connection_(std::move(connection)),
+      arbiter_(std::move(arbiter)),
       credits_(std::move(credits)) {}
 
 Ring::~Ring() { stop(); }
@@ -79,7 +79,7 @@ void Ring::abort(const std::string& reason) noexcept {
   }
   may_send_.notify_all();
   may_recv_.notify_all();
-  link_->abort(reason);
+  connection_->abort(reason);
 }
 
 void Ring::stop() noexcept {
@@ -136,7 +136,7 @@ std::size_t Ring::sendable(const Job& job) const {
 }
 
 void Ring::send_loop() {
-  ReduceTurn turn(*gate_, options_.traffic, sends_by_card_);
+  ReduceTurn turn(*arbiter_, options_.traffic, sends_by_card_);
   std::unique_lock lock(mutex_);
   for (;;) {
     std::size_t length = 0;
@@ -144,9 +144,9 @@ void Ring::send_loop() {
       if (stopped_) return true;
       if (sending_ == first_ + jobs_.size()) return false;
       const Job& next_job = job(sending_);
-      // A whole chunk, or what is left of the shard: small pieces would cost more than they gain.
+      // A whole slice, or what is left of the shard: small pieces would cost more than they gain.
       const std::size_t left_of_shard = next_job.shard_bytes - next_job.sent % next_job.shard_bytes;
-      length = std::min(credits_->chunk_bytes(), left_of_shard);
+      length = std::min(credits_->slice_bytes(), left_of_shard);
       return sendable(next_job) >= length;
     };
     const auto leave_if_idle = [&] {
@@ -163,7 +163,7 @@ void Ring::send_loop() {
     const std::size_t position = current.sent;
     lock.unlock();
     turn.take(length);
-    send_chunk(current, position, length);
+    send_slice(current, position, length);
     lock.lock();
     current.sent += length;
     if (current.sent == current.total_bytes) ++sending_;
@@ -180,7 +180,7 @@ void Ring::recv_loop() {
     Job& current = job(receiving_);
     const std::size_t position = current.received;
     lock.unlock();
-    const std::size_t length = recv_chunk(current, position);
+    const std::size_t length = recv_slice(current, position);
     lock.lock();
     current.received += length;
     if (current.received == current.total_bytes) ++receiving_;
@@ -189,7 +189,7 @@ void Ring::recv_loop() {
   }
 }
 
-/// Hands the oldest collective to the listener if it is complete. Both threads come here after every chunk, so there is
+/// Hands the oldest collective to the listener if it is complete. Both threads come here after every slice, so there is
 /// never a second one.
 void Ring::finish(std::unique_lock<std::mutex>& lock) {
   if (jobs_.empty() || stopped_) return;
@@ -209,7 +209,7 @@ void Ring::finish(std::unique_lock<std::mutex>& lock) {
   lock.lock();
 }
 
-/// The chunk at `position`, when the shards of the rounds are first_shard, first_shard - 1, ...
+/// The slice at `position`, when the shards of the rounds are first_shard, first_shard - 1, ...
 Ring::Place Ring::place(const Job& job, std::size_t position, std::size_t length, int first_shard) const {
   const int round = static_cast<int>(position / job.shard_bytes);
   const int shard = (first_shard - round + 2 * options_.size) % options_.size;
@@ -218,67 +218,67 @@ Ring::Place Ring::place(const Job& job, std::size_t position, std::size_t length
   return {round, offset, {data + static_cast<std::size_t>(shard) * job.shard_bytes + offset, length}};
 }
 
-void Ring::send_chunk(const Job& job, std::size_t position, std::size_t length) {
+void Ring::send_slice(const Job& job, std::size_t position, std::size_t length) {
   const bool is_reduce = options_.traffic == Traffic::kReduce;
-  const Place chunk = place(job, position, length, is_reduce ? options_.rank - 1 : options_.rank);
-  const ChunkHeader header =
-      chunk_header(options_.traffic, job.collective, job.shard_bytes, chunk.round, chunk.offset, length);
-  if (sends_by_card_) gate_->hold(Direction::kSend, options_.traffic);
+  const Place slice = place(job, position, length, is_reduce ? options_.rank - 1 : options_.rank);
+  const SliceHeader header =
+      slice_header(options_.traffic, job.collective, job.shard_bytes, slice.round, slice.offset, length);
+  if (sends_by_card_) arbiter_->hold(Direction::kSend, options_.traffic);
   const std::int64_t start_ns = now_ns();
-  meter_.begins(start_ns, link_->unsent());
-  link_->send(std::as_bytes(std::span(&header, 1)), chunk.bytes);
+  meter_.begins(start_ns, connection_->unsent());
+  connection_->send(std::as_bytes(std::span(&header, 1)), slice.bytes);
   const std::int64_t end_ns = now_ns();
-  meter_.ends(end_ns, length, link_->unsent());
-  if (sends_by_card_) gate_->passed(Direction::kSend, start_ns, end_ns);
+  meter_.ends(end_ns, length, connection_->unsent());
+  if (sends_by_card_) arbiter_->passed(Direction::kSend, start_ns, end_ns);
   adapt();
 }
 
-/// The measured speed decides about later chunks.
+/// The measured speed decides about later slices.
 void Ring::adapt() {
   const double bandwidth = meter_.bandwidth();
   if (bandwidth == 0.0) return;
   credits_->set_bandwidth(bandwidth);
-  if (sends_by_card_) gate_->set_bandwidth(bandwidth);  // else it is not the card's
-  const std::size_t limit = credits_->buffer_bytes(link_->round_trip_seconds());
+  if (sends_by_card_) arbiter_->set_bandwidth(bandwidth);  // else it is not the card's
+  const std::size_t limit = credits_->buffer_bytes(connection_->round_trip_seconds());
   if (limit > limit_ - limit_ / 4 && limit < limit_ + limit_ / 4) return;  // each change costs two system calls
   limit_ = limit;
-  link_->limit_buffers(limit);
+  connection_->limit_buffers(limit);
 }
 
-std::size_t Ring::recv_chunk(Job& job, std::size_t position) {
+std::size_t Ring::recv_slice(Job& job, std::size_t position) {
   const bool is_reduce = options_.traffic == Traffic::kReduce;
-  ChunkHeader header;
-  link_->recv(std::as_writable_bytes(std::span(&header, 1)));
+  SliceHeader header;
+  connection_->recv(std::as_writable_bytes(std::span(&header, 1)));
   {
     const std::lock_guard lock(mutex_);
     begin(job);
   }
   const int first_shard = (is_reduce ? options_.rank - 2 : options_.rank - 1);
   const Place expected = place(job, position, 0, first_shard);
-  check_chunk(header, chunk_header(options_.traffic, job.collective, job.shard_bytes, expected.round, expected.offset,
+  check_slice(header, slice_header(options_.traffic, job.collective, job.shard_bytes, expected.round, expected.offset,
                                    header.bytes));
   const auto length = static_cast<std::size_t>(header.bytes);
   // A payload that is not read closes the connection's window: so the peer leaves the card to others, too.
-  if (receives_by_card_) gate_->hold(Direction::kReceive, options_.traffic);
+  if (receives_by_card_) arbiter_->hold(Direction::kReceive, options_.traffic);
   const std::int64_t start_ns = now_ns();
   const std::span<std::byte> target = place(job, position, length, first_shard).bytes;
   if (is_reduce) {
     recv_and_add(job, target, expected.round);
   } else {
-    link_->recv(target);
+    connection_->recv(target);
   }
-  if (receives_by_card_) gate_->passed(Direction::kReceive, start_ns, now_ns());
+  if (receives_by_card_) arbiter_->passed(Direction::kReceive, start_ns, now_ns());
   return length;
 }
 
 void Ring::recv_and_add(const Job& job, std::span<std::byte> target, int round) {
   const bool is_last = round == options_.size - 2;  // this replica owns the shard
   const std::size_t length = target.size();
-  const std::size_t block = link_->can_split() ? std::min(kAddBytes, length) : length;
+  const std::size_t block = connection_->can_split() ? std::min(kAddBytes, length) : length;
   received_.resize(std::max(received_.size(), block));
   for (std::size_t done = 0; done < length; done += block) {
     const std::span<std::byte> part = std::span(received_).first(std::min(block, length - done));
-    link_->recv(part);
+    connection_->recv(part);
     add_scaled(target.subspan(done, part.size()), part, job.collective.element, is_last ? job.collective.scale : 1.0);
   }
 }

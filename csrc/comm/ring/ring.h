@@ -11,10 +11,10 @@
 #include <thread>
 #include <vector>
 
-#include "comm/arbiter/host_gate.h"
+#include "comm/arbiter/nic_arbiter.h"
 #include "comm/ring/collective_stream.h"
 #include "comm/ring/credits.h"
-#include "comm/ring/ring_link.h"
+#include "comm/ring/ring_connection.h"
 #include "core/network/hosts.h"
 
 namespace fold3d::comm {
@@ -23,26 +23,26 @@ namespace fold3d::comm {
 /// algorithms for clusters of workstations" (2009): in each of size - 1 rounds a replica sends a shard to the next one
 /// and receives one from the previous.
 ///
-/// Shards travel in chunks. A byte of round s may be sent as soon as the same byte of round s - 1 was received, and
+/// Shards travel in slices. A byte of round s may be sent as soon as the same byte of round s - 1 was received, and
 /// sending runs into the next collective while this one still receives, so a row of buckets keeps the line busy. Before
-/// each chunk the sender, and before each payload the receiver, asks the gate whether something more urgent wants the
-/// card; not where the replica at the other end is on the same host.
+/// each slice the sender, and before each payload the receiver, asks the arbiter whether something more urgent wants
+/// the card; not where the replica at the other end is on the same host.
 ///
 /// The order of a sum is fixed: shard k is summed from replica k + 1 around the ring to its owner k, whose addition
-/// comes last and multiplies by the scale. So results do not depend on time or chunk size, to the bit.
+/// comes last and multiplies by the scale. So results do not depend on time or slice size, to the bit.
 ///
 /// Two threads of its own: one sends, one receives.
 class Ring final : public CollectiveStream {
  public:
   struct Options {
-    int rank = 0;                                            ///< replica, [0, size)
-    int size = 2;                                            ///< replicas of the stage, >= 2
-    HostGate::Traffic traffic = HostGate::Traffic::kReduce;  ///< reduce-scatters or all-gathers
-    core::Hosts hosts = {};                                  ///< of each replica
+    int rank = 0;                                                ///< replica, [0, size)
+    int size = 2;                                                ///< replicas of the stage, >= 2
+    NicArbiter::Traffic traffic = NicArbiter::Traffic::kReduce;  ///< reduce-scatters or all-gathers
+    core::Hosts hosts = {};                                      ///< of each replica
   };
 
   /// Throws std::invalid_argument for options out of range.
-  Ring(const Options& options, std::shared_ptr<RingLink> link, std::shared_ptr<HostGate> gate,
+  Ring(const Options& options, std::shared_ptr<RingConnection> connection, std::shared_ptr<NicArbiter> arbiter,
        std::shared_ptr<Credits> credits);
   ~Ring() override;
 
@@ -63,7 +63,7 @@ class Ring final : public CollectiveStream {
     std::int64_t start_ns = 0;
   };
 
-  /// Where in a collective a chunk lies.
+  /// Where in a collective a slice lies.
   struct Place {
     int round = 0;
     std::size_t offset = 0;  // in the shard
@@ -72,8 +72,8 @@ class Ring final : public CollectiveStream {
 
   void send_loop();
   void recv_loop();
-  void send_chunk(const Job& job, std::size_t position, std::size_t length);
-  std::size_t recv_chunk(Job& job, std::size_t position);
+  void send_slice(const Job& job, std::size_t position, std::size_t length);
+  std::size_t recv_slice(Job& job, std::size_t position);
   void recv_and_add(const Job& job, std::span<std::byte> target, int round);
   void adapt();
   Place place(const Job& job, std::size_t position, std::size_t length, int first_shard) const;
@@ -88,13 +88,13 @@ class Ring final : public CollectiveStream {
 
   const Options options_;
   const bool sends_by_card_, receives_by_card_;
-  const std::shared_ptr<RingLink> link_;
-  const std::shared_ptr<HostGate> gate_;
+  const std::shared_ptr<RingConnection> connection_;
+  const std::shared_ptr<NicArbiter> arbiter_;
   const std::shared_ptr<Credits> credits_;
   Listener* listener_ = nullptr;
-  std::vector<std::byte> received_;  // receiver: a chunk to be added
+  std::vector<std::byte> received_;  // receiver: a slice to be added
   BandwidthMeter meter_;             // sender
-  std::size_t limit_ = 0;            // sender: what the link's buffers were limited to
+  std::size_t limit_ = 0;            // sender: what the connection's buffers were limited to
 
   mutable std::mutex mutex_;
   std::condition_variable may_send_, may_recv_;

@@ -6,8 +6,8 @@
 
 namespace fold3d::comm {
 
-TcpTransport::TcpTransport(std::shared_ptr<TcpLinks> links, std::unique_ptr<Transport> memory)
-    : links_(std::move(links)), memory_(std::move(memory)) {}
+TcpTransport::TcpTransport(std::shared_ptr<TcpPeers> peers, std::unique_ptr<Transport> memory)
+    : links_(std::move(peers)), memory_(std::move(memory)) {}
 
 void TcpTransport::send(Channel channel, int, std::shared_ptr<Buffer> buffer) {
   links_->send(channel, {buffer->host_data(), buffer->bytes()});

@@ -5,15 +5,15 @@
 #include <string>
 
 #include "comm/p2p/transport.h"
-#include "comm/tcp/tcp_links.h"
+#include "comm/tcp/tcp_peers.h"
 
 namespace fold3d::comm {
 
-/// Sends and receives over TcpLinks, into memory of another transport (c10d's). A receiver need not know how much
+/// Sends and receives over TcpPeers, into memory of another transport (c10d's). A receiver need not know how much
 /// comes, so only the used bytes of a frame travel.
 class TcpTransport final : public Transport {
  public:
-  TcpTransport(std::shared_ptr<TcpLinks> links, std::unique_ptr<Transport> memory);
+  TcpTransport(std::shared_ptr<TcpPeers> peers, std::unique_ptr<Transport> memory);
 
   void send(Channel channel, int peer_stage, std::shared_ptr<Buffer> buffer) override;
   void recv(Channel channel, int peer_stage, std::shared_ptr<Buffer> buffer) override;
@@ -28,7 +28,7 @@ class TcpTransport final : public Transport {
   void abort(const std::string& reason) override;
 
  private:
-  std::shared_ptr<TcpLinks> links_;
+  std::shared_ptr<TcpPeers> links_;
   std::unique_ptr<Transport> memory_;
 };
 

@@ -17,7 +17,7 @@ struct Event {
     kNetworkWake,      ///< a flow's patience with pipeline messages is over
     kCollectiveStart,  ///< the first byte of a reduce-scatter or gather may leave (a = collective)
     kCollectiveDone,   ///< a reduce-scatter or gather is complete on all its ranks (a = collective)
-    kVoted,            ///< every rank knows the outcome of the vote
+    kNormKnown,        ///< every rank knows the outcome of the norm
     kUpdated,          ///< a stage's ranks have updated their shares of a bucket (a) or, with a = -1, all (b = stage)
   };
   std::int64_t time = 0;

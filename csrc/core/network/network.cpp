@@ -7,7 +7,7 @@ namespace fold3d::core {
 
 Network::Network(int num_hosts, const Options& options, EventQueue& events)
     : options_(options),
-      arbiter_(options.arbiter),
+      rule_(options.rule),
       events_(events),
       out_(static_cast<std::size_t>(num_hosts)),
       in_(static_cast<std::size_t>(num_hosts)) {}
@@ -20,8 +20,8 @@ void Network::send_message(std::int64_t now, int from, int to, std::int64_t byte
   messages_.push_back({from, to, token, bytes, now, 0});
   waiting_messages_.push_back(static_cast<int>(messages_.size()) - 1);
   for (Side* side : {&out(from), &in(to)}) {
-    // Patience must outlast the chunk that is on its way.
-    side->pipeline.begins(now, duration(bytes + options_.chunk_bytes));
+    // Patience must outlast the slice that is on its way.
+    side->pipeline.begins(now, duration(bytes + options_.slice_bytes));
     shorten(now, *side, true);
   }
   start_what_can(now);
@@ -120,8 +120,8 @@ bool Network::start_burst(std::int64_t now, int number) {
     return false;
   }
   for (Side* side : {&out(flow.from), &in(flow.to)}) *side = {true, number, side->pipeline};
-  const bool one_chunk = options_.preempt && wanted_by_another(flow);
-  flow.burst = one_chunk ? std::min(flow.left, options_.chunk_bytes) : flow.left;
+  const bool one_slice = options_.preempt && wanted_by_another(flow);
+  flow.burst = one_slice ? std::min(flow.left, options_.slice_bytes) : flow.left;
   flow.started = now;
   flow.until = now + duration(flow.burst);
   events_.push(flow.until, Event::Type::kBurstSent, number, ++flow.version);
@@ -131,7 +131,7 @@ bool Network::start_burst(std::int64_t now, int number) {
 std::int64_t Network::allowed_from(const Flow& flow) const {
   std::int64_t allowed = flow.ready;
   for (const Side* side : {&out_[static_cast<std::size_t>(flow.from)], &in_[static_cast<std::size_t>(flow.to)]}) {
-    allowed = std::max(allowed, arbiter_.start_ns(flow.ready, side->pipeline));
+    allowed = std::max(allowed, rule_.start_ns(flow.ready, side->pipeline));
   }
   return allowed;
 }
@@ -145,19 +145,19 @@ bool Network::wanted_by_another(const Flow& flow) const {
   });
 }
 
-/// Ends the side's burst at the next chunk border, if it has one left and may be paused.
+/// Ends the side's burst at the next slice border, if it has one left and may be paused.
 void Network::shorten(std::int64_t now, const Side& side, bool for_message) {
   if (!options_.preempt || side.flow < 0) return;
   Flow& flow = flows_[static_cast<std::size_t>(side.flow)];
-  auto chunks = static_cast<std::int64_t>(static_cast<double>(now - flow.started) * options_.bandwidth / 1e9 /
-                                          static_cast<double>(options_.chunk_bytes));
-  chunks = std::max<std::int64_t>(flow.started == now ? 0 : 1, chunks);  // what begins only now may be taken back
-  while (chunks * options_.chunk_bytes < flow.burst && flow.started + duration(chunks * options_.chunk_bytes) < now) {
-    ++chunks;
+  auto slices = static_cast<std::int64_t>(static_cast<double>(now - flow.started) * options_.bandwidth / 1e9 /
+                                          static_cast<double>(options_.slice_bytes));
+  slices = std::max<std::int64_t>(flow.started == now ? 0 : 1, slices);  // what begins only now may be taken back
+  while (slices * options_.slice_bytes < flow.burst && flow.started + duration(slices * options_.slice_bytes) < now) {
+    ++slices;
   }
-  if (chunks * options_.chunk_bytes >= flow.burst) return;
+  if (slices * options_.slice_bytes >= flow.burst) return;
   if (for_message) ++counters_.preemptions;
-  flow.burst = chunks * options_.chunk_bytes;
+  flow.burst = slices * options_.slice_bytes;
   flow.until = flow.started + duration(flow.burst);
   events_.push(flow.until, Event::Type::kBurstSent, side.flow, ++flow.version);
 }

@@ -3,26 +3,26 @@
 #include <cstdint>
 #include <vector>
 
-#include "core/network/arbiter.h"
 #include "core/network/event_queue.h"
+#include "core/network/hold_rule.h"
 
 namespace fold3d::core {
 
 /// The network of a simulated cluster: a card per host that sends one thing and receives one thing at a time at
 /// `bandwidth`; a transfer holds the sender's out side and the receiver's in side while it lasts.
 ///
-/// Two kinds of traffic. Pipeline messages travel whole and go first. Data-parallel flows travel in chunks and may
-/// be paused at every chunk border: for messages, as the Arbiter says, and for flows of higher priority; flows of
-/// equal priority take turns. An undisturbed stretch of chunks is one event ("burst"), shortened to the next
-/// chunk border when somebody else comes. Without preemption whoever was ready first goes first, and a flow is not
+/// Two kinds of traffic. Pipeline messages travel whole and go first. Data-parallel flows travel in slices and may
+/// be paused at every slice border: for messages, as the HoldRule says, and for flows of higher priority; flows of
+/// equal priority take turns. An undisturbed stretch of slices is one event ("burst"), shortened to the next
+/// slice border when somebody else comes. Without preemption whoever was ready first goes first, and a flow is not
 /// interrupted.
 class Network {
  public:
   struct Options {
     double bandwidth = 0;  ///< bytes per second, each way
-    std::int64_t chunk_bytes = 0;
+    std::int64_t slice_bytes = 0;
     bool preempt = true;
-    Arbiter::Options arbiter;
+    HoldRule::Options rule;
   };
   /// One stretch of time in which `bytes` left.
   struct Sent {
@@ -69,7 +69,7 @@ class Network {
   };
   struct Flow {
     int from, to, token, priority;
-    std::int64_t left, ready;  // bytes not yet sent; since when the next chunk could go
+    std::int64_t left, ready;  // bytes not yet sent; since when the next slice could go
     std::int64_t started = 0;  // the current burst
     std::int64_t burst = 0;    // its bytes; 0 = none under way
     std::int64_t until = 0;
@@ -78,7 +78,7 @@ class Network {
   struct Side {  // of a card
     bool busy = false;
     int flow = -1;  // whose burst keeps it busy
-    Arbiter::Pipeline pipeline;
+    HoldRule::Pipeline pipeline;
   };
 
   bool start_message(std::int64_t now, int number);
@@ -91,7 +91,7 @@ class Network {
   std::int64_t allowed_from(const Flow& flow) const;
 
   Options options_;
-  Arbiter arbiter_;
+  HoldRule rule_;
   EventQueue& events_;
   std::vector<Side> out_;
   std::vector<Side> in_;

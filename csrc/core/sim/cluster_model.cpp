@@ -78,7 +78,7 @@ void ClusterModel::check(const Shape& shape) const {
   if (!(bandwidth > 0)) refuse("bandwidth", std::to_string(bandwidth), "positive (bytes per second)");
   if (latency_ns < 0) refuse("latency_ns", std::to_string(latency_ns), "0 or more");
   if (hop_latency_ns < 0) refuse("hop_latency_ns", std::to_string(hop_latency_ns), "0 or more");
-  if (chunk_bytes < 1) refuse("chunk_bytes", std::to_string(chunk_bytes), "at least 1");
+  if (slice_bytes < 1) refuse("slice_bytes", std::to_string(slice_bytes), "at least 1");
   if (early_gathers < -1) refuse("early_gathers", std::to_string(early_gathers), "-1 (no limit) or more");
   if (layers_per_bucket < 0) refuse("layers_per_bucket", std::to_string(layers_per_bucket), "0 (whole chunk) or more");
   if (!hosts.empty() && hosts.size() != static_cast<std::size_t>(dp * shape.pp)) {

@@ -6,21 +6,21 @@
 #include <vector>
 
 #include "core/ir/schedule.h"
-#include "core/network/arbiter.h"
+#include "core/network/hold_rule.h"
 #include "core/network/hosts.h"
 
 namespace fold3d::core {
 
 /// How the gradients of a step are summed over the data-parallel group (DP.sync). Every way moves the bytes of one
 /// ring all-reduce per bucket, as a reduce-scatter and a gather; they differ in when each half may run and in what
-/// waits for it. "The vote" is the exchange of one number over all ranks (gradient norm, inf) after the last
+/// waits for it. "The norm" is the exchange of one number over all ranks (gradient norm, inf) after the last
 /// reduce-scatter; the optimizer may not run before it.
 enum class DpSync {
-  kZero1,     ///< reduce-scatter under the backward; vote; parameters gathered in forward order under the next forward
-  kEarly,     ///< as kZero1, but gradients are gathered, in idle network time before or after the vote
+  kZero1,     ///< reduce-scatter under the backward; norm; parameters gathered in forward order under the next forward
+  kEarly,     ///< as kZero1, but gradients are gathered, in idle network time before or after the norm
   kBlocking,  ///< all-reduce under the backward; the next step starts when all of it is done
   kSerial,    ///< all-reduce after the rank's last backward; the next step starts when all of it is done
-  kUnvoted,   ///< Fold3D as published: as kEarly without the vote, so without exact clipping
+  kUnvoted,   ///< Fold3D as published: as kEarly without the norm, so without exact clipping
 };
 
 /// "zero1", "early", "blocking", "serial", "unvoted".
@@ -43,10 +43,10 @@ struct ClusterModel {
   Hosts hosts;                         ///< of every rank
   double bandwidth = 1e9;              ///< bytes per second of a host's network card, each way
   std::int64_t latency_ns = 0;         ///< pipeline message: end of sending until arrival; also paid within a host
-  std::int64_t hop_latency_ns = 0;     ///< the same for a hop of the ring (dp-1 per collective) and of the vote
-  std::int64_t chunk_bytes = 1 << 20;  ///< a data-parallel transfer may be paused every so many bytes
+  std::int64_t hop_latency_ns = 0;     ///< the same for a hop of the ring (dp-1 per collective) and of the norm
+  std::int64_t slice_bytes = 1 << 20;  ///< a data-parallel transfer may be paused every so many bytes
   bool preempt = true;                 ///< pipeline messages first; else first come, first served, bucket by bucket
-  Arbiter::Options arbiter;            ///< patience of the two kinds of traffic
+  HoldRule::Options rule;              ///< patience of the two kinds of traffic
   DpSync dp_sync = DpSync::kZero1;
   int early_gathers = -1;  ///< kEarly, kUnvoted: gathers that a stage may begin before its last reduce-scatter is
                            ///< done; -1 = whenever the network is idle
@@ -62,7 +62,7 @@ struct ClusterModel {
   std::vector<std::int64_t> backward_ns;       ///< one micro-batch; I and W of a split backward take half each
   std::vector<std::int64_t> activation_bytes;  ///< what a chunk sends to the next for one micro-batch, and gets back
   /// Optimizer: all of the chunk's gradients on one rank; empty = 0. It runs before the chunk's first forward; for
-  /// zero1 buckets a replica updates its share of 1/dp right after the vote, before anything else, and then gathers.
+  /// zero1 buckets a replica updates its share of 1/dp right after the norm, before anything else, and then gathers.
   std::vector<std::int64_t> update_ns;
   /// Of every chunk. Empty: cut from `layers`, equal shares of the chunk's times and `gradient_bytes`.
   std::vector<std::vector<BucketModel>> buckets;

@@ -161,7 +161,7 @@ bool DpSyncLanes::handle(const Event& event) {
     case Event::Type::kCollectiveStart:
       start_flows(event.time, event.a);
       return false;
-    case Event::Type::kVoted:
+    case Event::Type::kNormKnown:
       voted(event.time);
       return true;
     case Event::Type::kUpdated:
@@ -189,7 +189,7 @@ void DpSyncLanes::reduced(std::int64_t now, int bucket) {
   if (!buckets_[bucket].zero1) release_gather(now, bucket);
   if (++reduced_ == buckets_.size()) {
     reduced_ = 0;
-    events_.push(now + vote_ns_, Event::Type::kVoted);
+    events_.push(now + vote_ns_, Event::Type::kNormKnown);
   }
 }
 

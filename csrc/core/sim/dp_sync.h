@@ -18,7 +18,7 @@ namespace fold3d::core {
 /// the one that the next forward needs first goes first. In the idle times of a backward that is the bucket reduced
 /// last, so that early gathers are spread over the whole model and what is left for the forward is nowhere much more
 /// than the forward hides. ClusterModel::early_gathers bounds their number. zero1 buckets come behind the early ones,
-/// in forward order, each when it has been updated after the vote.
+/// in forward order, each when it has been updated after the norm.
 class DpSyncLanes {
  public:
   /// Throws std::invalid_argument if the model's gather_order does not fit its buckets.
@@ -29,11 +29,11 @@ class DpSyncLanes {
   void produced(std::int64_t now, int bucket);
   /// A flow's last byte has left; `token` is what the network was given.
   void flow_sent(std::int64_t now, int token);
-  /// Handles kCollectiveStart, kCollectiveDone, kVoted and kUpdated. Returns true if gates may have opened.
+  /// Handles kCollectiveStart, kCollectiveDone, kNormKnown and kUpdated. Returns true if arbiters may have opened.
   bool handle(const Event& event);
   /// Whether the bucket's gradients or parameters have been gathered after `steps` steps, so that a forward may use it.
   bool is_open(int bucket, int steps) const;
-  /// Whether the stage's ranks may compute again after the vote of step `steps`.
+  /// Whether the stage's ranks may compute again after the norm of step `steps`.
   bool is_updated(int stage, int steps) const { return stages_[static_cast<std::size_t>(stage)].updated >= steps; }
 
   /// What a flow is, by the token that the network was given.
@@ -74,7 +74,7 @@ class DpSyncLanes {
     int reduced = 0;   // buckets, in this step
     int early = 0;     // gathers begun, in this step, before all were reduced
     int gathered = 0;  // buckets, since the start
-    int updated = 0;   // steps whose update after the vote is done
+    int updated = 0;   // steps whose update after the norm is done
   };
 
   void plan(int stage, const std::vector<int>& order);

@@ -22,7 +22,7 @@ std::int64_t without_dp_sync(const SimulatedProgram& program, const ClusterModel
 
 }  // namespace
 
-TrainingStep simulate_training(const Schedule& schedule, const ClusterModel& model, const SimulationOptions& options) {
+TrainingStep simulate_step(const Schedule& schedule, const ClusterModel& model, const SimulationOptions& options) {
   model.check(schedule.shape);
   if (options.max_steps < kLeastSteps) {
     throw std::invalid_argument("max_steps is " + std::to_string(options.max_steps) + "; a steady state needs " +
@@ -46,7 +46,7 @@ TrainingStep simulate_training(const Schedule& schedule, const ClusterModel& mod
   const Shape& shape = schedule.shape;
   result.ranks.resize(static_cast<std::size_t>(model.distinct_replicas(shape.pp) * shape.pp));
   for (int rank = 0; rank < static_cast<int>(result.ranks.size()); ++rank) {
-    RankAccount& account = result.ranks[static_cast<std::size_t>(rank)];
+    RankBreakdown& account = result.ranks[static_cast<std::size_t>(rank)];
     account.compute_ns = run.compute_ns(rank % shape.pp);
     account.pp_bytes = run.message_bytes(rank);
     account.dp_bytes = run.dp_bytes(rank);
@@ -56,7 +56,7 @@ TrainingStep simulate_training(const Schedule& schedule, const ClusterModel& mod
   const std::int64_t with_messages = without_dp_sync(program, model, true, options);
   const std::int64_t ideal = without_dp_sync(program, model, false, options);
   result.limit_ns = std::max(ideal, run.network().duration(run.busiest_card_bytes()));
-  for (RankAccount& account : result.ranks) {
+  for (RankBreakdown& account : result.ranks) {
     account.bubble_ns = ideal - account.compute_ns;
     account.exposed_pp_ns = with_messages - ideal;
     account.exposed_dp_ns = result.step_ns - with_messages;

@@ -20,7 +20,7 @@ struct SimulatedSpan {
 };
 
 /// A rank's step: step_ns = compute + bubble + exposed_pp + exposed_dp.
-struct RankAccount {
+struct RankBreakdown {
   std::int64_t compute_ns = 0;
   std::int64_t bubble_ns = 0;      ///< idle time if communication were free
   std::int64_t exposed_pp_ns = 0;  ///< by which PP.sync alone makes the step longer
@@ -31,11 +31,11 @@ struct RankAccount {
 };
 
 struct TrainingStep {
-  std::int64_t step_ns = 0;        ///< time of the last simulated step, from the end of the one before
-  int steps = 0;                   ///< simulated
-  bool steady = false;             ///< the last two steps took the same time
-  std::int64_t limit_ns = 0;       ///< max(compute + bubble, what the busiest card has to send or receive)
-  std::vector<RankAccount> ranks;  ///< of the replicas simulated (ClusterModel::distinct_replicas)
+  std::int64_t step_ns = 0;          ///< time of the last simulated step, from the end of the one before
+  int steps = 0;                     ///< simulated
+  bool steady = false;               ///< the last two steps took the same time
+  std::int64_t limit_ns = 0;         ///< max(compute + bubble, what the busiest card has to send or receive)
+  std::vector<RankBreakdown> ranks;  ///< of the replicas simulated (ClusterModel::distinct_replicas)
   /// kEarly, kUnvoted: the order of each stage's early gathers in the last step, as in ClusterModel::gather_order. A
   /// run that is given this order, and no limit early_gathers, takes no longer.
   std::vector<std::vector<int>> gather_order;
@@ -60,7 +60,6 @@ struct SimulationOptions {
 ///
 /// Not modelled: the time of host-device copies and of receives posted too late; TCP's sharing of
 /// a link (a card does one thing at a time); the ring's single steps (a collective is one flow per rank).
-TrainingStep simulate_training(const Schedule& schedule, const ClusterModel& model,
-                               const SimulationOptions& options = {});
+TrainingStep simulate_step(const Schedule& schedule, const ClusterModel& model, const SimulationOptions& options = {});
 
 }  // namespace fold3d::core

@@ -19,7 +19,7 @@ struct Bucket {
   std::int64_t bytes = 0;
   std::int64_t update_ns = 0;  ///< optimizer on one rank, all of it
   bool early = false;          ///< its gradients are gathered, and by leave of ClusterModel::gather_order
-  bool zero1 = false;          ///< its parameters are gathered, after the vote
+  bool zero1 = false;          ///< its parameters are gathered, after the norm
 };
 
 /// The buckets of all chunks, numbered chunk by chunk in forward order.

@@ -27,7 +27,7 @@ TrainingRun::TrainingRun(const SimulatedProgram& program, const ClusterModel& mo
       options_(options),
       replicas_(model.distinct_replicas(program.shape.pp)),
       network_(number_of_hosts(model, replicas_ * program.shape.pp),
-               {model.bandwidth, model.chunk_bytes, model.preempt, model.arbiter}, events_),
+               {model.bandwidth, model.slice_bytes, model.preempt, model.rule}, events_),
       dp_sync_(program.shape, model, replicas_, events_, network_),
       ranks_(at(replicas_ * program.shape.pp)),
       arrivals_(at(replicas_) * program.nodes.size(), 0),
@@ -68,7 +68,7 @@ void TrainingRun::dispatch(const Event& event) {
     }
     case Event::Type::kCollectiveStart:
     case Event::Type::kCollectiveDone:
-    case Event::Type::kVoted:
+    case Event::Type::kNormKnown:
     case Event::Type::kUpdated:
       if (!dp_sync_.handle(event)) return;
       for (int rank = 0; rank < static_cast<int>(ranks_.size()); ++rank) try_start(event.time, rank);
@@ -240,7 +240,7 @@ std::int64_t TrainingRun::compute_ns(int stage) const {
   return sum;
 }
 
-/// What the optimizer computes of the chunk in one step, after the vote or before the first forward.
+/// What the optimizer computes of the chunk in one step, after the norm or before the first forward.
 std::int64_t TrainingRun::update_of(int chunk) const {
   const SimulatedBuckets& buckets = dp_sync_.buckets();
   std::int64_t sum = 0;

@@ -14,7 +14,7 @@ class TrainingRun {
  public:
   struct Parts {
     bool messages = true;  ///< false: what a rank needs from another is there at once
-    bool dp_sync = true;   ///< false: no DP.sync, no vote; the next step may start at once
+    bool dp_sync = true;   ///< false: no DP.sync, no norm; the next step may start at once
   };
 
   TrainingRun(const SimulatedProgram& program, const ClusterModel& model, const Parts& parts,

@@ -16,10 +16,10 @@ namespace fold3d::runtime {
 
 namespace {
 
-using comm::HostGate;
-using Traffic = HostGate::Traffic;
+using comm::NicArbiter;
+using Traffic = NicArbiter::Traffic;
 
-constexpr std::int64_t kChunkBytes = 4 << 20;
+constexpr std::int64_t kSliceBytes = 4 << 20;
 
 std::string name_of(Traffic traffic, const comm::Collective& collective) {
   return std::string(comm::to_string(traffic)) + " of bucket " + std::to_string(collective.bucket) + " (step " +
@@ -41,12 +41,12 @@ const at::Tensor& tensor_of(const comm::Collective& collective) {
 }  // namespace
 
 C10dCollectives::C10dCollectives(const Options& options, const std::string& group, c10::Device device,
-                                 std::shared_ptr<HostGate> gate)
+                                 std::shared_ptr<NicArbiter> arbiter)
     : options_(options),
       uses_card_(spans_hosts(options.hosts, options.size)),
       group_(c10d::resolve_process_group(group)),
       stream_(side_stream(device, /*high_priority=*/false)),
-      gate_(std::move(gate)) {
+      arbiter_(std::move(arbiter)) {
   if (options_.size < 2 || group_->getRank() != options_.rank || group_->getSize() != options_.size) {
     throw std::invalid_argument("replica " + std::to_string(options_.rank) + " of " + std::to_string(options_.size) +
                                 " is rank " + std::to_string(group_->getRank()) + " of " +
@@ -131,23 +131,23 @@ void C10dCollectives::run(const comm::Collective& collective) {
   static_cast<TensorBuffer&>(*collective.buffer).ready().block(stream_);
   const at::Tensor shards = tensor_of(collective).view({options_.size, -1});
   const std::int64_t shard_length = shards.size(1);
-  const std::int64_t chunk_bytes =
-      options_.chunk_bytes == 0 ? kChunkBytes : static_cast<std::int64_t>(options_.chunk_bytes);
-  const std::int64_t chunk_length =
-      std::max<std::int64_t>(chunk_bytes / ((options_.size - 1) * shards.element_size()), 1);
+  const std::int64_t slice_bytes =
+      options_.slice_bytes == 0 ? kSliceBytes : static_cast<std::int64_t>(options_.slice_bytes);
+  const std::int64_t slice_length =
+      std::max<std::int64_t>(slice_bytes / ((options_.size - 1) * shards.element_size()), 1);
   const at::Tensor staging =
-      at::empty({options_.size * std::min(chunk_length, shard_length)}, tensor_of(collective).options());
+      at::empty({options_.size * std::min(slice_length, shard_length)}, tensor_of(collective).options());
   const auto sent = static_cast<std::size_t>((options_.size - 1) * shard_length * shards.element_size());
-  comm::ReduceTurn turn(*gate_, options_.traffic, uses_card_);
+  comm::ReduceTurn turn(*arbiter_, options_.traffic, uses_card_);
   turn.take(sent);
   std::size_t index = 0;
-  for (std::int64_t offset = 0; offset < shard_length; offset += chunk_length) {
-    DeviceEvent& done = chunk_done_[index++ % chunk_done_.size()];
-    done.synchronize();  // the chunk before the last
-    run_chunk(collective, shards, offset, std::min(chunk_length, shard_length - offset), staging);
+  for (std::int64_t offset = 0; offset < shard_length; offset += slice_length) {
+    DeviceEvent& done = slice_done_[index++ % slice_done_.size()];
+    done.synchronize();  // the slice before the last
+    run_slice(collective, shards, offset, std::min(slice_length, shard_length - offset), staging);
     done.record(stream_);
   }
-  for (const DeviceEvent& done : chunk_done_) done.synchronize();
+  for (const DeviceEvent& done : slice_done_) done.synchronize();
   check();  // what was aborted ends, too, with anything in its memory
   listener_->completed({.traffic = options_.traffic,
                         .bucket = collective.bucket,
@@ -158,13 +158,13 @@ void C10dCollectives::run(const comm::Collective& collective) {
 
 /// Elements [offset, offset + length) of every shard. `shards`: [size, shard length]; `staging`: [size * length] or
 /// more.
-void C10dCollectives::run_chunk(const comm::Collective& collective, const at::Tensor& shards, std::int64_t offset,
+void C10dCollectives::run_slice(const comm::Collective& collective, const at::Tensor& shards, std::int64_t offset,
                                 std::int64_t length, at::Tensor staging) {
   const bool is_reduce = options_.traffic == Traffic::kReduce;
   at::Tensor own = shards[options_.rank].narrow(0, offset, length);
   const at::Tensor part = shards.narrow(1, offset, length);
   staging = staging.narrow(0, 0, options_.size * length);
-  if (uses_card_) gate_->hold(HostGate::Direction::kSend, options_.traffic);
+  if (uses_card_) arbiter_->hold(NicArbiter::Direction::kSend, options_.traffic);
   check();
   if (is_reduce) {
     staging.view({options_.size, length}).copy_(part);

@@ -13,7 +13,7 @@
 #include <string>
 #include <thread>
 
-#include "comm/arbiter/host_gate.h"
+#include "comm/arbiter/nic_arbiter.h"
 #include "comm/ring/collective_stream.h"
 #include "core/network/hosts.h"
 #include "runtime/executor/device.h"
@@ -21,29 +21,29 @@
 
 namespace fold3d::runtime {
 
-/// Reduce-scatters or all-gathers of device memory by the group's library (NCCL), in chunks on a stream beside the
-/// compute stream; a thread asks the gate before each. At most two chunks are under way, so a pipeline message waits
+/// Reduce-scatters or all-gathers of device memory by the group's library (NCCL), in slices on a stream beside the
+/// compute stream; a thread asks the arbiter before each. At most two slices are under way, so a pipeline message waits
 /// for no more. Sums have the library's order.
 ///
-/// Host memory works as well (gloo), a chunk at a time; gloo's collectives cannot be aborted: stop() then returns when
+/// Host memory works as well (gloo), a slice at a time; gloo's collectives cannot be aborted: stop() then returns when
 /// the group's time limit has passed.
 ///
-/// The gate hears of no passed chunks and no speed: the time of a collective contains waiting for other replicas, which
-/// the library does not tell from sending.
+/// The arbiter hears of no passed slices and no speed: the time of a collective contains waiting for other replicas,
+/// which the library does not tell from sending.
 class C10dCollectives final : public comm::CollectiveStream {
  public:
   struct Options {
     int rank = 0;  ///< replica, also the rank in the group
     int size = 2;
-    comm::HostGate::Traffic traffic = comm::HostGate::Traffic::kReduce;
-    std::size_t chunk_bytes = 0;  ///< what a replica sends in a chunk, the same on all; 0: 4 MiB
+    comm::NicArbiter::Traffic traffic = comm::NicArbiter::Traffic::kReduce;
+    std::size_t slice_bytes = 0;  ///< what a replica sends in a slice, the same on all; 0: 4 MiB
     core::Hosts hosts = {};       ///< of each replica
   };
 
   /// Resolves the group by name; its ranks are the replicas of the stage, and nobody else uses it. Throws c10::Error
   /// when it does not exist, std::invalid_argument when this process is not that replica in it.
   C10dCollectives(const Options& options, const std::string& group, c10::Device device,
-                  std::shared_ptr<comm::HostGate> gate);
+                  std::shared_ptr<comm::NicArbiter> arbiter);
   ~C10dCollectives() override;
 
   void start(Listener& listener) override;
@@ -55,7 +55,7 @@ class C10dCollectives final : public comm::CollectiveStream {
  private:
   void loop() noexcept;
   void run(const comm::Collective& collective);
-  void run_chunk(const comm::Collective& collective, const at::Tensor& shards, std::int64_t offset, std::int64_t length,
+  void run_slice(const comm::Collective& collective, const at::Tensor& shards, std::int64_t offset, std::int64_t length,
                  at::Tensor staging);
   void check() const;
 
@@ -63,9 +63,9 @@ class C10dCollectives final : public comm::CollectiveStream {
   const bool uses_card_;  // the library goes round the replicas as it likes: wherever they are on several hosts
   const c10::intrusive_ptr<c10d::ProcessGroup> group_;
   const c10::Stream stream_;  // one for all collectives: freed memory is kept for the stream that it was used on
-  const std::shared_ptr<comm::HostGate> gate_;
+  const std::shared_ptr<comm::NicArbiter> arbiter_;
   Listener* listener_ = nullptr;
-  std::array<DeviceEvent, 2> chunk_done_;  // of the last two chunks
+  std::array<DeviceEvent, 2> slice_done_;  // of the last two slices
 
   mutable std::mutex mutex_;
   std::condition_variable changed_;

@@ -14,8 +14,9 @@
 namespace fold3d::runtime {
 
 /// Names of the process groups of one rank, as given by `ProcessGroup.group_name`. In the pipeline groups the group
-/// rank is the stage. The wrap groups carry the link between the last and the first stage: with two stages it joins the
-/// same pair as the inner link, and a communicator of its own keeps the two directions from waiting for each other.
+/// rank is the stage. The wrap groups carry the connection between the last and the first stage: with two stages it
+/// joins the same pair as the inner connection, and a communicator of its own keeps the two directions from waiting for
+/// each other.
 struct GroupNames {
   std::string forward, forward_wrap, backward, backward_wrap;
 };

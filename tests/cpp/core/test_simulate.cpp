@@ -25,7 +25,7 @@ ClusterModel even(const Shape& shape, int dp, std::int64_t gradient_bytes, std::
   ClusterModel model;
   model.dp = dp;
   model.bandwidth = 1e9;
-  model.chunk_bytes = 10'000;
+  model.slice_bytes = 10'000;
   model.forward_ns.assign(chunks, kForward);
   model.backward_ns.assign(chunks, kBackward);
   model.layers.assign(chunks, kLayers);
@@ -56,7 +56,7 @@ TEST(CoreSimulate, WithoutBytesTheStepIsTheMakespan) {
     for (const DpSync dp_sync : kAll) {
       ClusterModel model = even(schedule.shape, 2, 0, 0);
       model.dp_sync = dp_sync;
-      const TrainingStep step = simulate_training(schedule, model);
+      const TrainingStep step = simulate_step(schedule, model);
       EXPECT_EQ(step.step_ns, makespan(schedule)) << name << " " << to_string(schedule.shape);
       EXPECT_TRUE(step.steady);
       EXPECT_EQ(step.limit_ns, step.step_ns);
@@ -70,10 +70,10 @@ TEST(CoreSimulate, UncontendedMessagesCostTheirTime) {
   ClusterModel model = even(schedule.shape, 1, 0, 5'000);
   model.latency_ns = 7'000;
   model.hop_latency_ns = 3'000;
-  const TrainingStep step = simulate_training(schedule, model);
-  // The first forward waits for the vote: two hops up the tree and two down.
-  const std::int64_t vote = 2 * 2 * model.hop_latency_ns;
-  EXPECT_EQ(step.step_ns, makespan(schedule, 12'000) + vote);
+  const TrainingStep step = simulate_step(schedule, model);
+  // The first forward waits for the norm: two hops up the tree and two down.
+  const std::int64_t norm = 2 * 2 * model.hop_latency_ns;
+  EXPECT_EQ(step.step_ns, makespan(schedule, 12'000) + norm);
   EXPECT_EQ(step.ranks[1].pp_bytes, 2 * 6 * 5'000);
   EXPECT_EQ(step.ranks[0].exposed_pp_ns, makespan(schedule, 12'000) - makespan(schedule));
 }
@@ -83,7 +83,7 @@ TEST(CoreSimulate, SerialIsMakespanPlusAllReduce) {
     constexpr std::int64_t kGradients = 4'000'000;
     ClusterModel model = even(schedule.shape, 4, kGradients, 0);
     model.dp_sync = DpSync::kSerial;
-    const TrainingStep step = simulate_training(schedule, model);
+    const TrainingStep step = simulate_step(schedule, model);
     const std::int64_t all_reduce = kGradients * schedule.shape.segments * 2 * 3 / 4;
     EXPECT_EQ(step.step_ns, makespan(schedule) + all_reduce) << name << " " << to_string(schedule.shape);
     EXPECT_EQ(step.ranks[0].exposed_dp_ns, all_reduce);
@@ -99,7 +99,7 @@ TEST(CoreSimulate, SaturatedLinkTakesBytesOverBandwidth) {
   for (const DpSync dp_sync : kAll) {
     ClusterModel model = even(schedule.shape, 2, kGradients, 0);
     model.dp_sync = dp_sync;
-    const TrainingStep step = simulate_training(schedule, model);
+    const TrainingStep step = simulate_step(schedule, model);
     EXPECT_GE(step.step_ns, 4 * kGradients);
     EXPECT_LE(step.step_ns, 4 * kGradients + makespan(schedule)) << to_string(dp_sync);
     EXPECT_EQ(step.limit_ns, 4 * kGradients);
@@ -113,12 +113,12 @@ TEST(CoreSimulate, NeverBelowTheLimitAndBytesAreConserved) {
         ClusterModel model = even(schedule.shape, 3, gradients, 300'001);
         model.dp_sync = dp_sync;
         model.latency_ns = model.hop_latency_ns = 1'000;
-        const TrainingStep step = simulate_training(schedule, model);
+        const TrainingStep step = simulate_step(schedule, model);
         const std::string what = name + " " + to_string(schedule.shape) + " " + std::string(to_string(dp_sync));
         EXPECT_GE(step.step_ns, step.limit_ns) << what;
         const Shape& shape = schedule.shape;
         for (int rank = 0; rank < shape.pp; ++rank) {
-          const RankAccount& account = step.ranks[static_cast<std::size_t>(rank)];
+          const RankBreakdown& account = step.ranks[static_cast<std::size_t>(rank)];
           EXPECT_EQ(account.compute_ns + account.bubble_ns + account.exposed_pp_ns + account.exposed_dp_ns,
                     step.step_ns);
           EXPECT_GE(account.exposed_pp_ns, 0) << what;
@@ -139,10 +139,10 @@ TEST(CoreSimulate, HidingNeverLosesAgainstSerial) {
   for_each_case([](const Schedule& schedule, const std::string& name) {
     ClusterModel model = even(schedule.shape, 2, 5'000'000, 0);
     model.dp_sync = DpSync::kSerial;
-    const std::int64_t serial = simulate_training(schedule, model).step_ns;
+    const std::int64_t serial = simulate_step(schedule, model).step_ns;
     for (const DpSync dp_sync : kAll) {
       model.dp_sync = dp_sync;
-      EXPECT_LE(simulate_training(schedule, model).step_ns, serial) << name << " " << to_string(dp_sync);
+      EXPECT_LE(simulate_step(schedule, model).step_ns, serial) << name << " " << to_string(dp_sync);
     }
   });
 }
@@ -152,20 +152,20 @@ TEST(CoreSimulate, OneRankOverlapsAsComputedByHand) {
   const Schedule schedule = generate("aiao", {{1, 2, 1}, 0, ""});
   ClusterModel model = even(schedule.shape, 2, 4'000'000, 0);
   model.layers.assign(2, 1);
-  // Reduce-scatters end at 6 (under B0) and 8; vote; gathers of chunk 0 until 10 and chunk 1 until 12 ms. The next
+  // Reduce-scatters end at 6 (under B0) and 8; norm; gathers of chunk 0 until 10 and chunk 1 until 12 ms. The next
   // step: F0 10-11, F1 12-13, B1 -15, B0 -17: 17 - 6 = 11.
   model.dp_sync = DpSync::kZero1;
-  EXPECT_EQ(simulate_training(schedule, model).step_ns, 11'000'000);
+  EXPECT_EQ(simulate_step(schedule, model).step_ns, 11'000'000);
   // Early without a limit begins the gather of chunk 1 at 6 ms, where there is no idle network time: chunk 0 comes
   // after it. None early: the order of zero1.
   model.dp_sync = DpSync::kEarly;
-  EXPECT_EQ(simulate_training(schedule, model).step_ns, 12'000'000);
+  EXPECT_EQ(simulate_step(schedule, model).step_ns, 12'000'000);
   model.early_gathers = 0;
-  EXPECT_EQ(simulate_training(schedule, model).step_ns, 11'000'000);
+  EXPECT_EQ(simulate_step(schedule, model).step_ns, 11'000'000);
   model.early_gathers = 1;
   // Half the bytes: reduce-scatters 4-5 and 6-7 ms. Early gathers chunk 1 at 5-6, chunk 0 at 7-8: F0 8-9, F1 9-10.
   model.gradient_bytes.assign(2, 2'000'000);
-  const TrainingStep early = simulate_training(schedule, model);
+  const TrainingStep early = simulate_step(schedule, model);
   EXPECT_EQ(early.step_ns, 8'000'000);
   EXPECT_EQ(early.early_gathers, 1);
   // Two of the four milliseconds of traffic are hidden.
@@ -173,7 +173,7 @@ TEST(CoreSimulate, OneRankOverlapsAsComputedByHand) {
   EXPECT_EQ(early.ranks[0].hidden_dp_ns, 2'000'000);
   // zero1 gathers chunk 0 at 7-8, chunk 1 at 8-9: also hidden under F0.
   model.dp_sync = DpSync::kZero1;
-  EXPECT_EQ(simulate_training(schedule, model).step_ns, 8'000'000);
+  EXPECT_EQ(simulate_step(schedule, model).step_ns, 8'000'000);
 }
 
 TEST(CoreSimulate, MessagesWaitForAtMostOneChunk) {
@@ -181,12 +181,12 @@ TEST(CoreSimulate, MessagesWaitForAtMostOneChunk) {
     const Schedule schedule = generate(name, {{2, 4, 8}, 0, ""});
     ClusterModel model = even(schedule.shape, 2, 16'000'000, 5'000);
     model.dp_sync = DpSync::kEarly;
-    const TrainingStep preemptive = simulate_training(schedule, model);
+    const TrainingStep preemptive = simulate_step(schedule, model);
     EXPECT_GT(preemptive.preemptions, 0);
     // One chunk takes 10 us; two messages of 5 us may leave a stage at the same time.
     EXPECT_LE(preemptive.longest_message_wait_ns, 10'000 + 5'000);
     model.preempt = false;
-    const TrainingStep plain = simulate_training(schedule, model);
+    const TrainingStep plain = simulate_step(schedule, model);
     EXPECT_GT(plain.longest_message_wait_ns, 1'000'000);
     EXPECT_GT(plain.mean_message_wait_ns, 10 * preemptive.mean_message_wait_ns);
     EXPECT_LE(preemptive.step_ns, plain.step_ns);
@@ -197,15 +197,15 @@ TEST(CoreSimulate, RanksOfOneHostShareItsCard) {
   const Schedule schedule = generate("gpipe", {{2, 1, 2}, 0, ""});
   ClusterModel model = even(schedule.shape, 2, 100'000'000, 1'000);
   model.dp_sync = DpSync::kSerial;
-  const std::int64_t apart = simulate_training(schedule, model).step_ns;
+  const std::int64_t apart = simulate_step(schedule, model).step_ns;
   model.hosts = {0, 0, 1, 1};  // a replica per host: both stages' gradients through one card, no messages
   EXPECT_EQ(model.distinct_replicas(2), 1);
-  const TrainingStep shared = simulate_training(schedule, model);
+  const TrainingStep shared = simulate_step(schedule, model);
   EXPECT_EQ(shared.ranks[0].pp_bytes, 0);
   EXPECT_NEAR(static_cast<double>(shared.step_ns - apart), 1e8, 2e7);
   model.hosts = {0, 1, 0, 1};  // a stage per host: DP.sync within the host
   EXPECT_EQ(model.distinct_replicas(2), 2);
-  const TrainingStep inside = simulate_training(schedule, model);
+  const TrainingStep inside = simulate_step(schedule, model);
   EXPECT_EQ(inside.ranks[0].dp_bytes, 0);
   EXPECT_EQ(inside.ranks[3].pp_bytes, 2 * 1'000);
 }
@@ -214,22 +214,22 @@ TEST(CoreSimulate, BlocksOfReplicasTellTheWholeRing) {
   const Schedule schedule = generate("aiao", {{2, 2, 4}, 0, ""});
   ClusterModel model = even(schedule.shape, 4, 8'000'000, 2'000);
   model.dp_sync = DpSync::kEarly;
-  const std::int64_t one = simulate_training(schedule, model).step_ns;
+  const std::int64_t one = simulate_step(schedule, model).step_ns;
   // Host numbers 0..7 in another order of stages: no shorter block looks like the others... but all are alike.
   model.hosts = {0, 1, 2, 3, 4, 5, 6, 7};
   EXPECT_EQ(model.distinct_replicas(2), 1);
-  EXPECT_EQ(simulate_training(schedule, model).step_ns, one);
+  EXPECT_EQ(simulate_step(schedule, model).step_ns, one);
   // Two replicas per host, in two hosts: one of two hops leaves each host.
   model.hosts = {0, 0, 0, 0, 1, 1, 1, 1};
   EXPECT_EQ(model.distinct_replicas(2), 2);
-  const TrainingStep pairs = simulate_training(schedule, model);
+  const TrainingStep pairs = simulate_step(schedule, model);
   EXPECT_EQ(pairs.ranks.size(), 4u);
   EXPECT_EQ(pairs.ranks[0].dp_bytes, 0);
   EXPECT_EQ(pairs.ranks[2].dp_bytes, 2 * 8'000'000 * 2 * 3 / 4);
   // The same, with one replica placed apart: everything is simulated.
   model.hosts = {0, 0, 0, 0, 1, 1, 2, 2};
   EXPECT_EQ(model.distinct_replicas(2), 4);
-  EXPECT_EQ(simulate_training(schedule, model).ranks.size(), 8u);
+  EXPECT_EQ(simulate_step(schedule, model).ranks.size(), 8u);
 }
 
 TEST(CoreSimulate, SameInputSameOutput) {
@@ -238,8 +238,8 @@ TEST(CoreSimulate, SameInputSameOutput) {
   model.latency_ns = model.hop_latency_ns = 4'321;
   model.dp_sync = DpSync::kEarly;
   const SimulationOptions options{8, true, true};
-  const TrainingStep first = simulate_training(schedule, model, options);
-  const TrainingStep second = simulate_training(schedule, model, options);
+  const TrainingStep first = simulate_step(schedule, model, options);
+  const TrainingStep second = simulate_step(schedule, model, options);
   EXPECT_EQ(first.step_ns, second.step_ns);
   ASSERT_EQ(first.spans.size(), second.spans.size());
   for (std::size_t i = 0; i < first.spans.size(); ++i) {
@@ -247,7 +247,7 @@ TEST(CoreSimulate, SameInputSameOutput) {
     EXPECT_EQ(first.spans[i].start_ns, second.spans[i].start_ns);
   }
   // Lowering changes nothing, spans lie inside the step, and no rank computes two things at once.
-  EXPECT_EQ(simulate_training(lower(schedule, true), model).step_ns, first.step_ns);
+  EXPECT_EQ(simulate_step(lower(schedule, true), model).step_ns, first.step_ns);
   std::vector<std::int64_t> free(4, 0);
   for (const SimulatedSpan& span : first.spans) {
     EXPECT_GE(span.start_ns, 0);
@@ -263,7 +263,7 @@ TEST(CoreSimulate, SplitBackwardsProduceTheirBucketsInW) {
   const Schedule schedule = parse_csv("0F0,0F1,0I0,0W0,0I1,0W1\n1F0,1I0,1W0,1F1,1I1,1W1\n");
   ClusterModel model = even(schedule.shape, 2, 2'000'000, 0);
   model.dp_sync = DpSync::kSerial;
-  EXPECT_EQ(simulate_training(schedule, model).step_ns, makespan(schedule) + 2'000'000);
+  EXPECT_EQ(simulate_step(schedule, model).step_ns, makespan(schedule) + 2'000'000);
 }
 
 /// The buckets that layers_per_bucket = 1 would cut, written out.
@@ -283,11 +283,11 @@ TEST(CoreSimulate, WrittenOutBucketsAreTheCutOnes) {
     for (const DpSync dp_sync : kAll) {
       ClusterModel model = even(schedule.shape, 2, 1'234'567, 10'000);
       model.dp_sync = dp_sync;
-      const std::int64_t cut = simulate_training(schedule, model).step_ns;
+      const std::int64_t cut = simulate_step(schedule, model).step_ns;
       write_out_buckets(model);
       model.layers.clear();
       model.gradient_bytes.clear();
-      EXPECT_EQ(simulate_training(schedule, model).step_ns, cut) << name << " " << to_string(dp_sync);
+      EXPECT_EQ(simulate_step(schedule, model).step_ns, cut) << name << " " << to_string(dp_sync);
     }
   });
 }
@@ -300,12 +300,12 @@ TEST(CoreSimulate, TheReturnedGatherOrderIsAsFast) {
       model.early_gathers = early;
       write_out_buckets(model);
       model.buckets.front().front().zero1 = true;
-      const TrainingStep free = simulate_training(schedule, model);
+      const TrainingStep free = simulate_step(schedule, model);
       ASSERT_EQ(free.gather_order.size(), static_cast<std::size_t>(schedule.shape.pp));
       EXPECT_EQ(free.gather_order[0].size(), static_cast<std::size_t>(kLayers * schedule.shape.segments - 1));
       model.early_gathers = -1;
       model.gather_order = free.gather_order;
-      const TrainingStep planned = simulate_training(schedule, model);
+      const TrainingStep planned = simulate_step(schedule, model);
       // With a limit, the planned gathers may begin earlier than the limit let them.
       const std::string what = name + " " + to_string(schedule.shape) + " " + std::to_string(early);
       if (early == -1) {
@@ -324,10 +324,10 @@ TEST(CoreSimulate, PlannedGathersWaitForTheirPredecessors) {
   model.layers.assign(2, 1);
   model.dp_sync = DpSync::kEarly;
   model.gather_order = {{1, 0}};
-  EXPECT_EQ(simulate_training(schedule, model).step_ns, 8'000'000);
+  EXPECT_EQ(simulate_step(schedule, model).step_ns, 8'000'000);
   // Chunk 0 first: 7-8, then chunk 1 at 8-9 under F0.
   model.gather_order = {{0, 1}};
-  const TrainingStep forward = simulate_training(schedule, model);
+  const TrainingStep forward = simulate_step(schedule, model);
   EXPECT_EQ(forward.step_ns, 8'000'000);
   EXPECT_EQ(forward.early_gathers, 0);
   EXPECT_EQ(forward.gather_order, (std::vector<std::vector<int>>{{0, 1}}));
@@ -336,19 +336,19 @@ TEST(CoreSimulate, PlannedGathersWaitForTheirPredecessors) {
 TEST(CoreSimulate, EachBucketMayHaveItsOwnMode) {
   const Schedule schedule = generate("aiao", {{2, 4, 8}, 0, ""});
   ClusterModel model = even(schedule.shape, 2, 20'000'000, 5'000);
-  const std::int64_t zero1 = simulate_training(schedule, model).step_ns;
+  const std::int64_t zero1 = simulate_step(schedule, model).step_ns;
   model.dp_sync = DpSync::kEarly;
-  const std::int64_t early = simulate_training(schedule, model).step_ns;
+  const std::int64_t early = simulate_step(schedule, model).step_ns;
   EXPECT_LT(early, zero1);
   write_out_buckets(model);
   for (auto& parts : model.buckets) {
     for (BucketModel& part : parts) part.zero1 = true;
   }
-  EXPECT_EQ(simulate_training(schedule, model).step_ns, zero1);
+  EXPECT_EQ(simulate_step(schedule, model).step_ns, zero1);
   for (std::size_t chunk = 4; chunk < 8; ++chunk) {
     for (BucketModel& part : model.buckets[chunk]) part.zero1 = false;
   }
-  const TrainingStep mixed = simulate_training(schedule, model);
+  const TrainingStep mixed = simulate_step(schedule, model);
   EXPECT_LT(mixed.step_ns, zero1);
   EXPECT_EQ(mixed.gather_order[1].size(), 4u);
 }
@@ -363,13 +363,13 @@ TEST(CoreSimulate, UpdatesAndOverheadsTakeTheirTime) {
       model.dp_sync = dp_sync;
       model.action_ns = 1'000;
       model.bucket_ns = 50;  // nothing to send, so no collective either
-      EXPECT_EQ(simulate_training(schedule, model).step_ns, makespan(schedule) + actions * 1'000) << name;
+      EXPECT_EQ(simulate_step(schedule, model).step_ns, makespan(schedule) + actions * 1'000) << name;
       model.update_ns.assign(static_cast<std::size_t>(schedule.shape.segments), 400'000);
       model.gradient_bytes.assign(static_cast<std::size_t>(schedule.shape.segments), 8);
       model.bandwidth = 1e15;  // so that bytes take no time
       model.bucket_ns = 0;
       const std::int64_t update = schedule.shape.segments * 400'000 / (dp_sync == DpSync::kZero1 ? 4 : 1);
-      const TrainingStep step = simulate_training(schedule, model);
+      const TrainingStep step = simulate_step(schedule, model);
       EXPECT_EQ(step.step_ns, makespan(schedule) + actions * 1'000 + update) << name << " " << to_string(dp_sync);
       EXPECT_EQ(step.ranks[0].compute_ns, step.step_ns);
       EXPECT_EQ(step.ranks[0].exposed_dp_ns, 0);
@@ -381,7 +381,7 @@ TEST(CoreSimulate, UpdatesAndOverheadsTakeTheirTime) {
   model.dp_sync = DpSync::kSerial;
   model.bucket_ns = 7'000;
   // Reduce-scatters in a row; the gather of the first goes on while the second waits for its turn.
-  const std::int64_t step = simulate_training(schedule, model).step_ns;
+  const std::int64_t step = simulate_step(schedule, model).step_ns;
   EXPECT_GE(step, makespan(schedule) + 2'000'000 + 2 * 7'000);
   EXPECT_LE(step, makespan(schedule) + 2'000'000 + 4 * 7'000);
 }
@@ -392,7 +392,7 @@ TEST(CoreSimulate, BadInputIsRefusedWithItsName) {
     ClusterModel model = even(schedule.shape, 2, 1, 1);
     change(model);
     try {
-      simulate_training(schedule, model);
+      simulate_step(schedule, model);
     } catch (const std::invalid_argument& error) {
       return error.what();
     }
@@ -423,8 +423,8 @@ TEST(CoreSimulate, BadInputIsRefusedWithItsName) {
   EXPECT_NE(order({{0, 2}, {1, 0}}).find("no early bucket"), std::string::npos);
   EXPECT_THROW(parse_dp_sync("lazy"), std::invalid_argument);
   for (const DpSync dp_sync : kAll) EXPECT_EQ(parse_dp_sync(to_string(dp_sync)), dp_sync);
-  EXPECT_THROW(simulate_training(parse_csv("0F0\n1F0\n"), even({2, 1, 1}, 1, 0, 0)), std::invalid_argument);
-  EXPECT_THROW(simulate_training(parse_csv("0B0,0F0\n1F0,1B0\n"), even({2, 1, 1}, 1, 0, 0)), std::invalid_argument);
+  EXPECT_THROW(simulate_step(parse_csv("0F0\n1F0\n"), even({2, 1, 1}, 1, 0, 0)), std::invalid_argument);
+  EXPECT_THROW(simulate_step(parse_csv("0B0,0F0\n1F0,1B0\n"), even({2, 1, 1}, 1, 0, 0)), std::invalid_argument);
 }
 
 }  // namespace

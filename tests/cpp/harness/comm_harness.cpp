@@ -81,7 +81,7 @@ std::vector<std::byte> frame_of(const std::string& send, std::uint32_t step, con
 TestRank::TestRank(std::unique_ptr<comm::Transport> transport, Settings settings)
     : settings_(std::move(settings)),
       random_(hash({settings_.seed, static_cast<std::uint64_t>(settings_.options.stage)})),
-      communicator_(std::move(transport), settings_.options, settings_.gate) {}
+      communicator_(std::move(transport), settings_.options, settings_.arbiter) {}
 
 comm::Tensors TestRank::contents(const core::Action& send, int step_index) const {
   const std::uint64_t origin = hash({settings_.seed, key_of(send), static_cast<std::uint64_t>(step_index)});
@@ -142,16 +142,16 @@ Pipeline::Pipeline(RunSetup run)
       }()) {
   const int pp = run_.schedules.front().shape.pp;
   for (int s = 0; run_.over_tcp && s < pp; ++s) {
-    links_.push_back(std::make_shared<comm::TcpLinks>(s, pp, "127.0.0.1", std::string(32, 'k')));
+    links_.push_back(std::make_shared<comm::TcpPeers>(s, pp, "127.0.0.1", std::string(32, 'k')));
   }
 }
 
-std::unique_ptr<TestRank> Pipeline::rank(int stage, std::shared_ptr<comm::HostGate> gate,
+std::unique_ptr<TestRank> Pipeline::rank(int stage, std::shared_ptr<comm::NicArbiter> arbiter,
                                          std::function<void(const core::Action&)> before) {
   TestRank::Settings settings{.options = run_.options,
                               .seed = run_.loopback.seed,
                               .max_compute_us = run_.max_compute_us,
-                              .gate = std::move(gate),
+                              .arbiter = std::move(arbiter),
                               .before = std::move(before)};
   settings.options.shape = run_.schedules.front().shape;
   settings.options.stage = stage;

@@ -9,10 +9,10 @@
 #include <string>
 #include <vector>
 
-#include "comm/arbiter/host_gate.h"
+#include "comm/arbiter/nic_arbiter.h"
 #include "comm/base/host_buffer.h"
 #include "comm/p2p/communicator.h"
-#include "comm/tcp/tcp_links.h"
+#include "comm/tcp/tcp_peers.h"
 #include "core/ir/deps.h"
 #include "core/ir/schedule.h"
 #include "loopback/transport_loopback.h"
@@ -39,7 +39,7 @@ class TestRank {
     comm::Options options;
     std::uint64_t seed = 0;  // of contents and sizes; the same on all ranks
     int max_compute_us = 0;  // random time of a compute action
-    std::shared_ptr<comm::HostGate> gate = nullptr;
+    std::shared_ptr<comm::NicArbiter> arbiter = nullptr;
     /// Called by step() at a REDUCE_GRAD, and before a compute action whose messages are here.
     std::function<void(const core::Action&)> before = nullptr;
   };
@@ -68,7 +68,7 @@ struct RunSetup {
   comm::Options options = {};  // shape and stage are filled in
   int steps = 1;
   int max_compute_us = 0;
-  bool over_tcp = false;  // messages over TcpLinks instead of the loopback transport
+  bool over_tcp = false;  // messages over TcpPeers instead of the loopback transport
 };
 
 /// The ranks of one pipeline, joined as the run wants it.
@@ -77,13 +77,13 @@ class Pipeline {
   explicit Pipeline(RunSetup run);
 
   /// The rank of a stage, at most once each. Over TCP it meets its neighbours, so each is made on its own thread.
-  std::unique_ptr<TestRank> rank(int stage, std::shared_ptr<comm::HostGate> gate = nullptr,
+  std::unique_ptr<TestRank> rank(int stage, std::shared_ptr<comm::NicArbiter> arbiter = nullptr,
                                  std::function<void(const core::Action&)> before = nullptr);
 
  private:
   const RunSetup run_;
   comm::Loopback loopback_;
-  std::vector<std::shared_ptr<comm::TcpLinks>> links_;  // [stage]; only over TCP
+  std::vector<std::shared_ptr<comm::TcpPeers>> links_;  // [stage]; only over TCP
 };
 
 /// What became of each rank: the text of its error, or empty.

@@ -18,15 +18,16 @@ constexpr std::size_t index_of(comm::Channel channel) { return static_cast<std::
 
 }  // namespace
 
-void RawStage::meet(comm::TcpLinks& first) {
-  auto other = std::async(std::launch::async, [&] { first.connect(door_.endpoint(), door_.endpoint(), kTimeout); });
-  std::vector<comm::TcpDoor::Call> calls;
-  std::vector<comm::Line> guests;
+void RawStage::meet(comm::TcpPeers& first) {
+  auto other =
+      std::async(std::launch::async, [&] { first.connect(rendezvous_.endpoint(), rendezvous_.endpoint(), kTimeout); });
+  std::vector<comm::TcpRendezvous::Call> calls;
+  std::vector<comm::ConnectionId> guests;
   for (std::uint8_t number = 0; number < 2; ++number) {
     calls.push_back({.to = first.endpoint(), .line = {.number = number, .caller = 1, .callee = 0}});
     guests.push_back({.number = number, .caller = 0, .callee = 1});
   }
-  connections_ = door_.meet(calls, guests, comm::TcpSocket::Clock::now() + kTimeout);
+  connections_ = rendezvous_.meet(calls, guests, comm::TcpSocket::Clock::now() + kTimeout);
   other.get();
 }
 

@@ -9,21 +9,21 @@
 
 namespace fold3d::test {
 
-using Traffic = comm::HostGate::Traffic;
+using Traffic = comm::NicArbiter::Traffic;
 
 std::vector<std::string> Replicas::run(const std::function<void(int, comm::BucketSync&)>& body) const {
   Rings rings(*this);
-  gates.clear();
-  for (int r = 0; r < size; ++r) gates.push_back(std::make_shared<comm::HostGate>("", gate_options));
+  arbiters.clear();
+  for (int r = 0; r < size; ++r) arbiters.push_back(std::make_shared<comm::NicArbiter>("", gate_options));
   return run_on_threads(size, [&](int rank) {
-    const auto sync = rings.sync(rank, gate(rank));
+    const auto sync = rings.sync(rank, arbiter(rank));
     body(rank, *sync);
   });
 }
 
 Rings::Rings(const Replicas& replicas)
     : size_(replicas.size),
-      chunk_bytes_(replicas.chunk_bytes),
+      chunk_bytes_(replicas.slice_bytes),
       timeout_(replicas.timeout),
       hosts_(replicas.hosts),
       loopback_([&] {
@@ -32,21 +32,21 @@ Rings::Rings(const Replicas& replicas)
         return options;
       }()) {
   for (int r = 0; replicas.over_tcp && r < size_; ++r) {
-    tcp_.push_back(std::make_unique<comm::TcpRingLinks>(r, size_, "127.0.0.1", std::string(32, 'r')));
+    tcp_.push_back(std::make_unique<comm::TcpRingPeers>(r, size_, "127.0.0.1", std::string(32, 'r')));
   }
 }
 
-std::unique_ptr<comm::BucketSync> Rings::sync(int rank, const std::shared_ptr<comm::HostGate>& gate) {
-  comm::TcpRingLinks* const tcp = tcp_.empty() ? nullptr : tcp_[static_cast<std::size_t>(rank)].get();
+std::unique_ptr<comm::BucketSync> Rings::sync(int rank, const std::shared_ptr<comm::NicArbiter>& arbiter) {
+  comm::TcpRingPeers* const tcp = tcp_.empty() ? nullptr : tcp_[static_cast<std::size_t>(rank)].get();
   if (tcp != nullptr) tcp->connect(tcp_[static_cast<std::size_t>((rank + 1) % size_)]->endpoint(), timeout_);
   const auto credits = std::make_shared<comm::Credits>(chunk_bytes_);
   const auto ring = [&](Traffic traffic) {
     return std::make_unique<comm::Ring>(
         comm::Ring::Options{.rank = rank, .size = size_, .traffic = traffic, .hosts = hosts_},
-        tcp != nullptr ? tcp->link(traffic) : loopback_.link(rank, traffic), gate, credits);
+        tcp != nullptr ? tcp->connection(traffic) : loopback_.connection(rank, traffic), arbiter, credits);
   };
   return std::make_unique<comm::BucketSync>(
-      comm::BucketSync::Options{.timeout = timeout_, .name = "replica " + std::to_string(rank), .size = size_}, gate,
+      comm::BucketSync::Options{.timeout = timeout_, .name = "replica " + std::to_string(rank), .size = size_}, arbiter,
       ring(Traffic::kReduce), ring(Traffic::kGather));
 }
 

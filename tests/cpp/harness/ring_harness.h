@@ -8,11 +8,11 @@
 #include <string>
 #include <vector>
 
-#include "comm/arbiter/host_gate.h"
+#include "comm/arbiter/nic_arbiter.h"
 #include "comm/base/host_buffer.h"
 #include "comm/ring/bucket_sync.h"
 #include "comm/ring/credits.h"
-#include "comm/tcp/ring_links_tcp.h"
+#include "comm/tcp/tcp_ring_peers.h"
 #include "core/network/hosts.h"
 #include "loopback/ring_loopback.h"
 
@@ -21,16 +21,16 @@ namespace fold3d::test {
 /// The replicas of one stage as threads of this process, each with a BucketSync over two rings.
 struct Replicas {
   int size = 2;
-  std::size_t chunk_bytes = 256;
+  std::size_t slice_bytes = 256;
   std::chrono::milliseconds timeout{60'000};
   comm::RingLoopbackOptions loopback = {};  // its size is filled in
   bool over_tcp = false;
-  comm::HostGate::Options gate_options = {};
-  core::Hosts hosts = {};                                           // of each replica, as the rings see it
-  mutable std::vector<std::shared_ptr<comm::HostGate>> gates = {};  // one for each replica, made by run()
+  comm::NicArbiter::Options gate_options = {};
+  core::Hosts hosts = {};                                                // of each replica, as the rings see it
+  mutable std::vector<std::shared_ptr<comm::NicArbiter>> arbiters = {};  // one for each replica, made by run()
 
-  /// A replica's gate, for a body.
-  std::shared_ptr<comm::HostGate> gate(int rank) const { return gates[static_cast<std::size_t>(rank)]; }
+  /// A replica's arbiter, for a body.
+  std::shared_ptr<comm::NicArbiter> arbiter(int rank) const { return arbiters[static_cast<std::size_t>(rank)]; }
 
   /// Runs `body` on a thread for each replica; returns the texts of their errors, or empty ones.
   std::vector<std::string> run(const std::function<void(int rank, comm::BucketSync& sync)>& body) const;
@@ -43,7 +43,7 @@ class Rings {
 
   /// The BucketSync of a replica, at most once each. Over TCP it meets its neighbours, so each is made on its own
   /// thread.
-  std::unique_ptr<comm::BucketSync> sync(int rank, const std::shared_ptr<comm::HostGate>& gate);
+  std::unique_ptr<comm::BucketSync> sync(int rank, const std::shared_ptr<comm::NicArbiter>& arbiter);
 
  private:
   const int size_;
@@ -51,7 +51,7 @@ class Rings {
   const std::chrono::milliseconds timeout_;
   const core::Hosts hosts_;
   comm::RingLoopback loopback_;
-  std::vector<std::unique_ptr<comm::TcpRingLinks>> tcp_;  // [replica]; only over TCP
+  std::vector<std::unique_ptr<comm::TcpRingPeers>> tcp_;  // [replica]; only over TCP
 };
 
 /// `count` elements that depend on where they come from; sums of them in float depend on the order.

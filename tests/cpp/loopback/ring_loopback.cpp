@@ -64,9 +64,9 @@ class RingLoopback::Pipe {
   bool closed_ = false;
 };
 
-class RingLoopback::Link final : public RingLink {
+class RingLoopback::Link final : public RingConnection {
  public:
-  Link(const RingLoopbackOptions& options, int rank, HostGate::Traffic traffic, std::shared_ptr<Pipe> out,
+  Link(const RingLoopbackOptions& options, int rank, NicArbiter::Traffic traffic, std::shared_ptr<Pipe> out,
        std::shared_ptr<Pipe> in)
       : options_(options), rank_(rank), traffic_(traffic), out_(std::move(out)), in_(std::move(in)) {
     for (std::size_t i = 0; i < lanes_.size(); ++i) {
@@ -143,7 +143,7 @@ class RingLoopback::Link final : public RingLink {
 
   const RingLoopbackOptions options_;
   const int rank_;
-  const HostGate::Traffic traffic_;
+  const NicArbiter::Traffic traffic_;
   const std::shared_ptr<Pipe> out_, in_;
   std::array<LaneState, 2> lanes_;  // by call: each comes from one thread
   std::atomic<bool> stopped_{false};
@@ -161,7 +161,7 @@ RingLoopback::RingLoopback(RingLoopbackOptions options) : options_(std::move(opt
 
 RingLoopback::~RingLoopback() = default;
 
-std::shared_ptr<RingLink> RingLoopback::link(int rank, HostGate::Traffic traffic) {
+std::shared_ptr<RingConnection> RingLoopback::connection(int rank, NicArbiter::Traffic traffic) {
   const auto pipe_from = [&](int member) {
     return pipes_[static_cast<std::size_t>(static_cast<int>(traffic) * options_.size +
                                            (member + options_.size) % options_.size)];

@@ -6,8 +6,8 @@
 #include <memory>
 #include <vector>
 
-#include "comm/arbiter/host_gate.h"
-#include "comm/ring/ring_link.h"
+#include "comm/arbiter/nic_arbiter.h"
+#include "comm/ring/ring_connection.h"
 
 namespace fold3d::comm {
 
@@ -19,7 +19,7 @@ struct RingFault {
     kStop,   ///< like a stopped process: from then on no call of this member ends until its own abort()
   };
   int rank = 0;
-  HostGate::Traffic traffic = HostGate::Traffic::kReduce;
+  NicArbiter::Traffic traffic = NicArbiter::Traffic::kReduce;
   Call call = Call::kSend;
   Mode mode = Mode::kThrow;
   int after = 0;  ///< how many such calls succeed before
@@ -41,7 +41,7 @@ class RingLoopback {
   ~RingLoopback();
 
   /// One line of one member. May outlive the RingLoopback.
-  std::shared_ptr<RingLink> link(int rank, HostGate::Traffic traffic);
+  std::shared_ptr<RingConnection> connection(int rank, NicArbiter::Traffic traffic);
 
  private:
   class Pipe;

@@ -275,7 +275,7 @@ TEST(Records, EveryTransferOnceInOrderWithItsBytes) {
     for (const comm::Record& record : communicator.take_records()) {
       EXPECT_GT(record.start_ns, 0);
       EXPECT_LE(record.start_ns, record.end_ns);
-      lines.push_back(std::string(to_string(record.lane)) + " " + core::to_string(record.action) + " " +
+      lines.push_back(std::string(to_string(record.queue)) + " " + core::to_string(record.action) + " " +
                       std::to_string(record.bytes));
     }
     return lines;

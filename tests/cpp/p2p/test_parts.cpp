@@ -1,4 +1,4 @@
-// The parts of the communicator one by one: lane, buffer pool.
+// The parts of the communicator one by one: queue, buffer pool.
 #include <gtest/gtest.h>
 
 #include <chrono>
@@ -9,47 +9,47 @@
 #include <vector>
 
 #include "comm/p2p/buffer_pool.h"
-#include "comm/p2p/lane.h"
+#include "comm/p2p/transfer_queue.h"
 #include "loopback/transport_loopback.h"
 
 namespace fold3d::test {
 namespace {
 
 using namespace std::chrono_literals;
-using comm::Lane;
+using comm::TransferQueue;
 
-Lane::Clock::time_point in(std::chrono::milliseconds time) { return Lane::Clock::now() + time; }
+TransferQueue::Clock::time_point in(std::chrono::milliseconds time) { return TransferQueue::Clock::now() + time; }
 
-TEST(Lane, RunsWhatIsAllowedInOrderAndNoMore) {
+TEST(TransferQueue, RunsWhatIsAllowedInOrderAndNoMore) {
   std::vector<std::size_t> ran;  // read after wait(), which orders it
-  Lane lane("test", [&](std::size_t k) { ran.push_back(k); });
-  lane.start(5);
-  lane.raise(3);
-  ASSERT_EQ(lane.wait(3, in(10s)), Lane::Outcome::kDone);
+  TransferQueue queue("test", [&](std::size_t k) { ran.push_back(k); });
+  queue.start(5);
+  queue.raise(3);
+  ASSERT_EQ(queue.wait(3, in(10s)), TransferQueue::Outcome::kDone);
   EXPECT_EQ(ran, (std::vector<std::size_t>{0, 1, 2}));
-  EXPECT_FALSE(lane.idle());
-  EXPECT_EQ(lane.wait(4, in(5ms)), Lane::Outcome::kTimeout);
-  lane.raise(2);    // never lowers
-  lane.raise(100);  // never beyond the step
-  ASSERT_EQ(lane.wait(5, in(10s)), Lane::Outcome::kDone);
-  EXPECT_TRUE(lane.idle());
-  lane.start(1);  // the next step counts from 0
-  lane.raise(1);
-  ASSERT_EQ(lane.wait(1, in(10s)), Lane::Outcome::kDone);
+  EXPECT_FALSE(queue.idle());
+  EXPECT_EQ(queue.wait(4, in(5ms)), TransferQueue::Outcome::kTimeout);
+  queue.raise(2);    // never lowers
+  queue.raise(100);  // never beyond the step
+  ASSERT_EQ(queue.wait(5, in(10s)), TransferQueue::Outcome::kDone);
+  EXPECT_TRUE(queue.idle());
+  queue.start(1);  // the next step counts from 0
+  queue.raise(1);
+  ASSERT_EQ(queue.wait(1, in(10s)), TransferQueue::Outcome::kDone);
   EXPECT_EQ(ran, (std::vector<std::size_t>{0, 1, 2, 3, 4, 0}));
 }
 
-TEST(Lane, StopEndsAWaitAndDoneWins) {
-  Lane lane("test", [](std::size_t) {});
-  lane.start(2);
-  lane.raise(1);
-  ASSERT_EQ(lane.wait(1, in(10s)), Lane::Outcome::kDone);
-  auto waiting = std::async(std::launch::async, [&] { return lane.wait(2, in(60s)); });
-  lane.stop();
-  EXPECT_EQ(waiting.get(), Lane::Outcome::kStopped);
-  EXPECT_EQ(lane.wait(1, in(0ms)), Lane::Outcome::kDone);
-  lane.raise(2);  // runs nothing any more
-  EXPECT_EQ(lane.wait(2, in(0ms)), Lane::Outcome::kStopped);
+TEST(TransferQueue, StopEndsAWaitAndDoneWins) {
+  TransferQueue queue("test", [](std::size_t) {});
+  queue.start(2);
+  queue.raise(1);
+  ASSERT_EQ(queue.wait(1, in(10s)), TransferQueue::Outcome::kDone);
+  auto waiting = std::async(std::launch::async, [&] { return queue.wait(2, in(60s)); });
+  queue.stop();
+  EXPECT_EQ(waiting.get(), TransferQueue::Outcome::kStopped);
+  EXPECT_EQ(queue.wait(1, in(0ms)), TransferQueue::Outcome::kDone);
+  queue.raise(2);  // runs nothing any more
+  EXPECT_EQ(queue.wait(2, in(0ms)), TransferQueue::Outcome::kStopped);
 }
 
 comm::TensorDesc bytes_desc(std::int64_t bytes) {

@@ -18,7 +18,7 @@ namespace {
 
 using namespace std::chrono_literals;
 using comm::BucketSync;
-using comm::HostGate;
+using comm::NicArbiter;
 
 template <class Value>
 void expect_equal(const std::vector<Value>& got, const std::vector<Value>& wanted, const std::string& what) {
@@ -57,12 +57,12 @@ TEST(BucketSync, SumsToTheBitWhateverTheSizesAndTheTiming) {
 
 TEST(BucketSync, SumsOverTcp) {
   for (int size = 2; size <= 4; ++size) {
-    all_reduce<float>({.size = size, .chunk_bytes = 0, .over_tcp = true}, 300'001, 1.0);
-    all_reduce<float>({.size = size, .chunk_bytes = 1 << 12, .over_tcp = true}, 10'000, 1.0);
+    all_reduce<float>({.size = size, .slice_bytes = 0, .over_tcp = true}, 300'001, 1.0);
+    all_reduce<float>({.size = size, .slice_bytes = 1 << 12, .over_tcp = true}, 10'000, 1.0);
   }
 }
 
-TEST(BucketSync, ChunksOfDifferentSizesMeet) {  // each replica cuts what it sends as it likes
+TEST(BucketSync, SlicesOfDifferentSizesMeet) {  // each replica cuts what it sends as it likes
   const int size = 3;
   const std::size_t count = 3 * 1000;
   std::atomic<int> correct{0};
@@ -70,14 +70,14 @@ TEST(BucketSync, ChunksOfDifferentSizesMeet) {  // each replica cuts what it sen
   std::vector<std::thread> threads;
   for (int rank = 0; rank < size; ++rank) {
     threads.emplace_back([&, rank] {
-      auto gate = std::make_shared<HostGate>();
-      const auto ring = [&](HostGate::Traffic traffic) {
+      auto arbiter = std::make_shared<NicArbiter>();
+      const auto ring = [&](NicArbiter::Traffic traffic) {
         return std::make_unique<comm::Ring>(comm::Ring::Options{.rank = rank, .size = size, .traffic = traffic},
-                                            loop.link(rank, traffic), gate,
+                                            loop.connection(rank, traffic), arbiter,
                                             std::make_shared<comm::Credits>(64u << (2 * rank)));
       };
-      BucketSync sync({.timeout = 60s, .name = "r", .size = size}, gate, ring(HostGate::Traffic::kReduce),
-                      ring(HostGate::Traffic::kGather));
+      BucketSync sync({.timeout = 60s, .name = "r", .size = size}, arbiter, ring(NicArbiter::Traffic::kReduce),
+                      ring(NicArbiter::Traffic::kGather));
       const TestBucket<float> bucket(0, contents<float>(rank, 0, 1, count));
       sync.begin(1, {0});
       sync.reduce(bucket.collective());
@@ -102,7 +102,7 @@ TEST(BucketSync, GathersRunInTheirOrderThoughBucketsAreReducedInAnother) {
     for (int b = 0; b < 4; ++b) sync.wait_gathered(b);
     std::vector<int> gathered;
     for (const comm::CollectiveRecord& record : sync.take_records()) {
-      if (record.traffic == HostGate::Traffic::kGather) gathered.push_back(record.bucket);
+      if (record.traffic == NicArbiter::Traffic::kGather) gathered.push_back(record.bucket);
     }
     expect_equal(gathered, {2, 0, 3, 1}, "order of the gathers");
     for (int b = 0; b < 4; ++b) {
@@ -161,7 +161,7 @@ TEST(BucketSync, RecordsTellEachCollectiveOnce) {
       EXPECT_LE(record.start_ns, record.end_ns);
       EXPECT_GT(record.start_ns, 0);
     }
-    EXPECT_EQ(records[0].traffic, HostGate::Traffic::kReduce);
+    EXPECT_EQ(records[0].traffic, NicArbiter::Traffic::kReduce);
     EXPECT_LE(records[0].end_ns, records[1].end_ns);
     EXPECT_TRUE(sync.take_records().empty());
   });
@@ -170,17 +170,17 @@ TEST(BucketSync, RecordsTellEachCollectiveOnce) {
 TEST(BucketSync, AWaitLooksMeanwhileWhetherItIsWantedElsewhere) {  // as by Ctrl-C
   struct Interrupted {};
   comm::RingLoopback loop({.size = 2});
-  auto gate = std::make_shared<HostGate>();
-  const auto ring = [&](HostGate::Traffic traffic) {
+  auto arbiter = std::make_shared<NicArbiter>();
+  const auto ring = [&](NicArbiter::Traffic traffic) {
     return std::make_unique<comm::Ring>(comm::Ring::Options{.rank = 0, .size = 2, .traffic = traffic},
-                                        loop.link(0, traffic), gate, std::make_shared<comm::Credits>(0));
+                                        loop.connection(0, traffic), arbiter, std::make_shared<comm::Credits>(0));
   };
   int looks = 0;
   const auto interrupt = [&looks] {
     if (++looks == 2) throw Interrupted();
   };
-  BucketSync sync({.timeout = 60s, .name = "r", .size = 2, .while_waiting = interrupt}, gate,
-                  ring(HostGate::Traffic::kReduce), ring(HostGate::Traffic::kGather));
+  BucketSync sync({.timeout = 60s, .name = "r", .size = 2, .while_waiting = interrupt}, arbiter,
+                  ring(NicArbiter::Traffic::kReduce), ring(NicArbiter::Traffic::kGather));
   const TestBucket<float> bucket(0, contents<float>(0, 0, 1, 8));
   sync.begin(1, {});
   sync.reduce(bucket.collective());  // the other replica does not come

@@ -1,4 +1,4 @@
-// How much data-parallel traffic may be on its way: chunk and buffer sizes by speed, the measured speed, the gate.
+// How much data-parallel traffic may be on its way: slice and buffer sizes by speed, the measured speed, the arbiter.
 #include <gtest/gtest.h>
 
 #include <chrono>
@@ -10,7 +10,7 @@
 #include <thread>
 #include <vector>
 
-#include "comm/arbiter/host_gate.h"
+#include "comm/arbiter/nic_arbiter.h"
 #include "comm/ring/credits.h"
 #include "harness/ring_harness.h"
 
@@ -19,35 +19,35 @@ namespace {
 
 using comm::BandwidthMeter;
 using comm::Credits;
-using comm::HostGate;
+using comm::NicArbiter;
 
-TEST(Credits, AChunkIsWorthAFixedTimeWithinBounds) {
+TEST(Credits, ASliceIsWorthAFixedTimeWithinBounds) {
   Credits credits(0);
-  EXPECT_EQ(credits.chunk_bytes(), 64u << 10);  // nothing known yet
+  EXPECT_EQ(credits.slice_bytes(), 64u << 10);  // nothing known yet
   EXPECT_EQ(credits.buffer_bytes(0.0), 0u);
   credits.set_bandwidth(128e6);  // about 1 Gbit/s
-  EXPECT_EQ(credits.chunk_bytes(), 128'000u);
+  EXPECT_EQ(credits.slice_bytes(), 128'000u);
   EXPECT_EQ(credits.buffer_bytes(0.0), 51'200u);
   EXPECT_EQ(credits.buffer_bytes(1e-3), 307'200u);  // a long connection needs more to stay busy
   credits.set_bandwidth(1e6);
-  EXPECT_EQ(credits.chunk_bytes(), 8u << 10);
+  EXPECT_EQ(credits.slice_bytes(), 8u << 10);
   EXPECT_EQ(credits.buffer_bytes(0.0), 4u << 10);
   credits.set_bandwidth(1e12);
-  EXPECT_EQ(credits.chunk_bytes(), 4u << 20);
+  EXPECT_EQ(credits.slice_bytes(), 4u << 20);
 }
 
-TEST(Credits, WhatAMessageMayFindAheadIsAChunkAndABuffer) {
+TEST(Credits, WhatAMessageMayFindAheadIsASliceAndABuffer) {
   EXPECT_EQ(Credits::pause_bytes(128e6), 128'000u + 51'200u);
   EXPECT_EQ(Credits::pause_bytes(1.0), (8u << 10) + (4u << 10));
   EXPECT_THROW(Credits::pause_bytes(0.0), std::invalid_argument);
   EXPECT_THROW(Credits::pause_bytes(std::numeric_limits<double>::infinity()), std::invalid_argument);
 }
 
-TEST(Credits, AFixedChunkStaysButCutsNoElement) {
+TEST(Credits, AFixedSliceStaysButCutsNoElement) {
   Credits credits(1000);
   credits.set_bandwidth(1e9);
-  EXPECT_EQ(credits.chunk_bytes(), 960u);
-  EXPECT_EQ(Credits(1).chunk_bytes(), 64u);
+  EXPECT_EQ(credits.slice_bytes(), 960u);
+  EXPECT_EQ(Credits(1).slice_bytes(), 64u);
 }
 
 TEST(BandwidthMeter, CountsWhatLeftTheMachineWhileThereWasSomethingToSend) {
@@ -55,7 +55,7 @@ TEST(BandwidthMeter, CountsWhatLeftTheMachineWhileThereWasSomethingToSend) {
   EXPECT_EQ(meter.bandwidth(), 0.0);
   std::int64_t now = 0;
   std::size_t unsent = 0;
-  for (int chunk = 0; chunk < 200; ++chunk) {  // 1 byte each ns; the buffer takes 100 kB at once
+  for (int slice = 0; slice < 200; ++slice) {  // 1 byte each ns; the buffer takes 100 kB at once
     meter.begins(now, unsent);
     now += unsent == 0 ? 1'000 : 100'000;
     unsent = 100'000;
@@ -63,7 +63,7 @@ TEST(BandwidthMeter, CountsWhatLeftTheMachineWhileThereWasSomethingToSend) {
   }
   EXPECT_NEAR(meter.bandwidth(), 1e9, 2e7);
   now += 60'000'000'000;                        // idle for a minute: does not count
-  for (int chunk = 0; chunk < 5000; ++chunk) {  // then half as fast
+  for (int slice = 0; slice < 5000; ++slice) {  // then half as fast
     meter.begins(now, 0);
     now += 200'000;
     meter.ends(now, 100'000, 0);
@@ -71,80 +71,80 @@ TEST(BandwidthMeter, CountsWhatLeftTheMachineWhileThereWasSomethingToSend) {
   EXPECT_NEAR(meter.bandwidth(), 0.5e9, 1e7);
 }
 
-class ChunksWait : public testing::TestWithParam<comm::HostGate::Direction> {};
+class SlicesWait : public testing::TestWithParam<comm::NicArbiter::Direction> {};
 
-TEST_P(ChunksWait, ForMessagesButNotForEver) {
-  constexpr std::int64_t kPatience = 500'000'000;  // a busy machine may take the usual 5 ms to get to the first chunk
+TEST_P(SlicesWait, ForMessagesButNotForEver) {
+  constexpr std::int64_t kPatience = 500'000'000;  // a busy machine may take the usual 5 ms to get to the first slice
   const Replicas replicas{
-      .chunk_bytes = 64,
-      .gate_options = {.arbiter = {.message_patience_ns = kPatience, .chunk_patience_ns = kPatience}},
+      .slice_bytes = 64,
+      .gate_options = {.rule = {.message_patience_ns = kPatience, .slice_patience_ns = kPatience}},
   };
   const auto errors = replicas.run([&](int rank, comm::BucketSync& sync) {
     const TestBucket<float> bucket(0, contents<float>(rank, 0, 1, 64));
-    comm::HostGate& gate = *replicas.gate(rank);
-    gate.message_begins(GetParam(), 0);  // and never ends: the other side is stuck
+    comm::NicArbiter& arbiter = *replicas.arbiter(rank);
+    arbiter.message_begins(GetParam(), 0);  // and never ends: the other side is stuck
     sync.begin(1, {});
     sync.reduce(bucket.collective());
     sync.wait_reduced(0);
     EXPECT_EQ(bucket.shard(rank, 2), reduced<float>(rank, 2, 0, 1, 64, 1.0));
-    EXPECT_GE(gate.counters().preemptions, 1);
+    EXPECT_GE(arbiter.counters().preemptions, 1);
   });
   EXPECT_EQ(errors, (std::vector<std::string>{"", ""}));
 }
 
-INSTANTIATE_TEST_SUITE_P(BothWays, ChunksWait,
-                         testing::Values(comm::HostGate::Direction::kSend, comm::HostGate::Direction::kReceive));
+INSTANTIATE_TEST_SUITE_P(BothWays, SlicesWait,
+                         testing::Values(comm::NicArbiter::Direction::kSend, comm::NicArbiter::Direction::kReceive));
 
-/// Messages are pending for as long as the test runs: a chunk that waited for them would end it by the timeout.
-TEST(ChunksWithinAHost, WaitForNobody) {
+/// Messages are pending for as long as the test runs: a slice that waited for them would end it by the timeout.
+TEST(SlicesWithinAHost, WaitForNobody) {
   constexpr std::int64_t kForever = 600'000'000'000;
-  const HostGate::Options patient{.arbiter = {.message_patience_ns = kForever, .chunk_patience_ns = kForever}};
+  const NicArbiter::Options patient{.rule = {.message_patience_ns = kForever, .slice_patience_ns = kForever}};
   const Replicas together{.gate_options = patient, .hosts = {3, 3}};
   const auto errors = together.run([&](int rank, comm::BucketSync& sync) {
     const TestBucket<float> bucket(0, contents<float>(rank, 0, 1, 64));
-    HostGate& gate = *together.gate(rank);
-    for (const auto direction : {HostGate::Direction::kSend, HostGate::Direction::kReceive}) {
-      gate.message_begins(direction, 0);
+    NicArbiter& arbiter = *together.arbiter(rank);
+    for (const auto direction : {NicArbiter::Direction::kSend, NicArbiter::Direction::kReceive}) {
+      arbiter.message_begins(direction, 0);
     }
-    gate.reduce_begins();  // another stage's, through the card
+    arbiter.reduce_begins();  // another stage's, through the card
     sync.begin(1, {0});
     sync.reduce(bucket.collective());
     sync.wait_reduced(0);
     sync.wait_gathered(0);
-    EXPECT_EQ(gate.counters().preemptions + gate.counters().yields, 0);
-    EXPECT_EQ(gate.counters().delayed_ns, 0);
+    EXPECT_EQ(arbiter.counters().preemptions + arbiter.counters().yields, 0);
+    EXPECT_EQ(arbiter.counters().delayed_ns, 0);
   });
   EXPECT_EQ(errors, (std::vector<std::string>{"", ""}));
 }
 
-TEST(ChunksWithinAHost, AreToldApartByNeighbour) {
+TEST(SlicesWithinAHost, AreToldApartByNeighbour) {
   constexpr std::int64_t kPatience = 200'000'000;
   const Replicas replicas{
       .size = 3,
-      .chunk_bytes = 64,
-      .gate_options = {.arbiter = {.message_patience_ns = kPatience, .chunk_patience_ns = kPatience}},
+      .slice_bytes = 64,
+      .gate_options = {.rule = {.message_patience_ns = kPatience, .slice_patience_ns = kPatience}},
       .hosts = {3, 3, 5},
   };
   const auto errors = replicas.run([&](int rank, comm::BucketSync& sync) {
     const TestBucket<float> bucket(0, contents<float>(rank, 0, 1, 48));
-    HostGate& gate = *replicas.gate(rank);
-    gate.message_begins(HostGate::Direction::kSend, 0);
+    NicArbiter& arbiter = *replicas.arbiter(rank);
+    arbiter.message_begins(NicArbiter::Direction::kSend, 0);
     sync.begin(1, {});
     sync.reduce(bucket.collective());
     sync.wait_reduced(0);
     sync.wait_gathered(0);
     const bool leaves_host = rank != 0;  // from 0 to 1 stays within
-    EXPECT_EQ(gate.counters().preemptions > 0, leaves_host) << "replica " << rank;
+    EXPECT_EQ(arbiter.counters().preemptions > 0, leaves_host) << "replica " << rank;
   });
   EXPECT_EQ(errors, (std::vector<std::string>{"", "", ""}));
 }
 
-TEST(ChunksWithinAHost, SayNothingOfTheCardsSpeed) {
+TEST(SlicesWithinAHost, SayNothingOfTheCardsSpeed) {
   constexpr std::int64_t kPatience = 20'000'000;
   const Replicas replicas{
-      .chunk_bytes = 1 << 12,
+      .slice_bytes = 1 << 12,
       .over_tcp = true,
-      .gate_options = {.arbiter = {.message_patience_ns = kPatience, .chunk_patience_ns = kPatience}},
+      .gate_options = {.rule = {.message_patience_ns = kPatience, .slice_patience_ns = kPatience}},
       .hosts = {3, 3},
   };
   const auto errors = replicas.run([&](int rank, comm::BucketSync& sync) {
@@ -155,24 +155,24 @@ TEST(ChunksWithinAHost, SayNothingOfTheCardsSpeed) {
       sync.wait_reduced(0);
     }
     // At a known speed, a message of a gigabyte would be waited for, for longer.
-    HostGate& gate = *replicas.gate(rank);
-    gate.message_begins(HostGate::Direction::kSend, 1 << 30);
-    EXPECT_LT(gate.hold(HostGate::Direction::kSend, HostGate::Traffic::kReduce), 10 * kPatience);
+    NicArbiter& arbiter = *replicas.arbiter(rank);
+    arbiter.message_begins(NicArbiter::Direction::kSend, 1 << 30);
+    EXPECT_LT(arbiter.hold(NicArbiter::Direction::kSend, NicArbiter::Traffic::kReduce), 10 * kPatience);
   });
   EXPECT_EQ(errors, (std::vector<std::string>{"", ""}));
 }
 
-TEST(ChunksHeld, DoNotHoldUpClosing) {
+TEST(SlicesHeld, DoNotHoldUpClosing) {
   constexpr std::int64_t kPatience = 60'000'000'000;
   const Replicas replicas{
-      .gate_options = {.arbiter = {.message_patience_ns = kPatience, .chunk_patience_ns = kPatience}},
+      .gate_options = {.rule = {.message_patience_ns = kPatience, .slice_patience_ns = kPatience}},
   };
   const auto errors = replicas.run([&](int rank, comm::BucketSync& sync) {
     const TestBucket<float> bucket(0, contents<float>(rank, 0, 1, 64));
-    replicas.gate(rank)->message_begins(comm::HostGate::Direction::kSend, 0);  // and never ends
+    replicas.arbiter(rank)->message_begins(comm::NicArbiter::Direction::kSend, 0);  // and never ends
     sync.begin(1, {});
     sync.reduce(bucket.collective());
-    std::this_thread::sleep_for(std::chrono::milliseconds(50));  // the chunk gets to the gate; else nothing is shown
+    std::this_thread::sleep_for(std::chrono::milliseconds(50));  // the slice gets to the arbiter; else nothing is shown
     const auto start = std::chrono::steady_clock::now();
     sync.close();
     EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::seconds(10));

@@ -14,8 +14,8 @@
 #include <vector>
 
 #include "comm/base/errors.h"
-#include "comm/ring/ring_chunk.h"
-#include "comm/tcp/ring_links_tcp.h"
+#include "comm/ring/ring_slice.h"
+#include "comm/tcp/tcp_ring_peers.h"
 #include "harness/ring_harness.h"
 #include "harness/stranger.h"
 
@@ -26,8 +26,8 @@ using namespace std::chrono_literals;
 using Clock = std::chrono::steady_clock;
 using comm::BucketSync;
 using comm::RingFault;
-using comm::TcpRingLinks;
-using Traffic = comm::HostGate::Traffic;
+using comm::TcpRingPeers;
+using Traffic = comm::NicArbiter::Traffic;
 
 const std::string kSecret(32, 's');
 
@@ -53,7 +53,7 @@ void three_steps(int rank, int size, BucketSync& sync) {
 Replicas random_replicas(std::mt19937_64& random, RingFault::Mode mode) {
   const int size = 2 + static_cast<int>(random() % 3);
   return {.size = size,
-          .chunk_bytes = 64u << random() % 3,
+          .slice_bytes = 64u << random() % 3,
           .loopback = {.capacity = 1u << (4 + random() % 8),
                        .max_delay = std::chrono::microseconds(random() % 2 * 100),
                        .seed = random(),
@@ -148,32 +148,32 @@ TEST(RingFaults, AnotherPlanIsAProtocolErrorThatNamesBoth) {
 
 TEST(RingFaults, ADamagedHeaderIsRefused) {
   const TestBucket<float> bucket(1, std::vector<float>(200));
-  const comm::ChunkHeader good = comm::chunk_header(Traffic::kReduce, bucket.collective(), 400, 0, 64, 100);
-  comm::check_chunk(good, good);
+  const comm::SliceHeader good = comm::slice_header(Traffic::kReduce, bucket.collective(), 400, 0, 64, 100);
+  comm::check_slice(good, good);
   const auto damaged = [&](auto change) {
-    comm::ChunkHeader header = good;
+    comm::SliceHeader header = good;
     change(header);
-    EXPECT_THROW(comm::check_chunk(header, good), comm::ProtocolError);
+    EXPECT_THROW(comm::check_slice(header, good), comm::ProtocolError);
   };
-  damaged([](comm::ChunkHeader& h) { h.magic = 1; });
-  damaged([](comm::ChunkHeader& h) { h.traffic = 7; });
-  damaged([](comm::ChunkHeader& h) { h.traffic = 1; });
-  damaged([](comm::ChunkHeader& h) { h.element_bytes = 2; });
-  damaged([](comm::ChunkHeader& h) { h.round = 1; });
-  damaged([](comm::ChunkHeader& h) { h.offset = 0; });
-  damaged([](comm::ChunkHeader& h) { h.bytes = 0; });
-  damaged([](comm::ChunkHeader& h) { h.bytes = 401; });
-  damaged([](comm::ChunkHeader& h) { h.bytes = 1; });  // no whole element
+  damaged([](comm::SliceHeader& h) { h.magic = 1; });
+  damaged([](comm::SliceHeader& h) { h.traffic = 7; });
+  damaged([](comm::SliceHeader& h) { h.traffic = 1; });
+  damaged([](comm::SliceHeader& h) { h.element_bytes = 2; });
+  damaged([](comm::SliceHeader& h) { h.round = 1; });
+  damaged([](comm::SliceHeader& h) { h.offset = 0; });
+  damaged([](comm::SliceHeader& h) { h.bytes = 0; });
+  damaged([](comm::SliceHeader& h) { h.bytes = 401; });
+  damaged([](comm::SliceHeader& h) { h.bytes = 1; });  // no whole element
 }
 
 TEST(RingFaults, AStrangerIsRefusedAndTheReplicaStillGetsIn) {
-  TcpRingLinks first(0, 2, "127.0.0.1", kSecret), second(1, 2, "127.0.0.1", kSecret);
+  TcpRingPeers first(0, 2, "127.0.0.1", kSecret), second(1, 2, "127.0.0.1", kSecret);
   const Stranger stranger(first.endpoint());
   std::thread other([&] { second.connect(first.endpoint(), 10s); });
   first.connect(second.endpoint(), 10s);
   other.join();
   EXPECT_TRUE(stranger.was_refused());
-  const auto out = first.link(Traffic::kGather), in = second.link(Traffic::kGather);
+  const auto out = first.connection(Traffic::kGather), in = second.connection(Traffic::kGather);
   const std::array<std::byte, 3> sent{std::byte{1}, std::byte{2}, std::byte{3}};
   std::array<std::byte, 3> got{};
   out->send(std::span(sent).first(1), std::span(sent).subspan(1));
@@ -182,19 +182,19 @@ TEST(RingFaults, AStrangerIsRefusedAndTheReplicaStillGetsIn) {
 }
 
 TEST(RingFaults, AnotherJobsSecretAndASilentReplicaAreErrors) {
-  TcpRingLinks first(0, 2, "127.0.0.1", kSecret), second(1, 2, "127.0.0.1", std::string(32, 't'));
+  TcpRingPeers first(0, 2, "127.0.0.1", kSecret), second(1, 2, "127.0.0.1", std::string(32, 't'));
   std::thread other([&] { EXPECT_THROW(second.connect(first.endpoint(), 300ms), comm::CommError); });
   EXPECT_THROW(first.connect(second.endpoint(), 300ms), comm::CommError);
   other.join();
-  TcpRingLinks third(0, 2, "127.0.0.1", kSecret), silent(1, 2, "127.0.0.1", kSecret);
-  EXPECT_THROW((void)third.link(Traffic::kReduce), std::logic_error);
+  TcpRingPeers third(0, 2, "127.0.0.1", kSecret), silent(1, 2, "127.0.0.1", kSecret);
+  EXPECT_THROW((void)third.connection(Traffic::kReduce), std::logic_error);
   try {
     third.connect(silent.endpoint(), 200ms);
     FAIL() << "connected to nobody";
   } catch (const comm::TimeoutError& error) {
     EXPECT_TRUE(has(error.what(), "replica 1") && has(error.what(), "comm_timeout")) << error.what();
   }
-  EXPECT_THROW(TcpRingLinks(1, 1, "127.0.0.1", kSecret), std::invalid_argument);
+  EXPECT_THROW(TcpRingPeers(1, 1, "127.0.0.1", kSecret), std::invalid_argument);
 }
 
 TEST(RingFaults, CloseInTheMiddleEndsAndWaitsThrow) {

@@ -31,7 +31,7 @@ TEST(RingStress, RandomPlansWithRandomDelays) {
     std::mt19937_64 random(static_cast<std::uint64_t>(index));
     const Plan plan = random_plan(random, 2 + static_cast<int>(random() % 4));
     const Replicas replicas{.size = plan.size,
-                            .chunk_bytes = random() % 4 == 0 ? 0 : 64u << random() % 6,
+                            .slice_bytes = random() % 4 == 0 ? 0 : 64u << random() % 6,
                             .loopback = {.capacity = 1u << (3 + random() % 12),
                                          .max_delay = std::chrono::microseconds(random() % 3 * 100),
                                          .seed = random()},

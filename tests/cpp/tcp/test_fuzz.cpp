@@ -17,8 +17,8 @@
 #include "comm/base/errors.h"
 #include "comm/p2p/frame.h"
 #include "comm/rendezvous/handshake.h"
-#include "comm/rendezvous/tcp_guest.h"
-#include "comm/ring/ring_chunk.h"
+#include "comm/rendezvous/pending_peer.h"
+#include "comm/ring/ring_slice.h"
 #include "harness/comm_harness.h"
 #include "harness/stress.h"
 
@@ -181,19 +181,19 @@ TEST(Fuzz, NobodyGetsInByChance) {
   // A whole conversation, of which any byte may be changed and any piece may be missing, in pieces of any size.
   Random random(3);
   const comm::Handshake handshake(std::string(32, 's'), "");
-  const comm::Line line{.number = 0, .caller = 1, .callee = 0};
-  const auto wanted = [&](const comm::Line& asked) { return asked == line; };
+  const comm::ConnectionId line{.number = 0, .caller = 1, .callee = 0};
+  const auto wanted = [&](const comm::ConnectionId& asked) { return asked == line; };
   int known = 0;
   const int runs = fuzz_runs(50'000) / 10;
   for (int run = 0; run < runs; ++run) {
     std::array<int, 2> ends{};
     ASSERT_EQ(::socketpair(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK, 0, ends.data()), 0);
     const comm::TcpSocket caller(ends[0]);
-    comm::TcpGuest guest(std::make_unique<comm::TcpSocket>(ends[1]), comm::TcpSocket::Clock::now());
+    comm::PendingPeer guest(std::make_unique<comm::TcpSocket>(ends[1]), comm::TcpSocket::Clock::now());
     const comm::Greeting greeting{.line = line, .nonce = comm::fresh_nonce()};
-    auto state = comm::TcpGuest::State::kStranger;
+    auto state = comm::PendingPeer::State::kStranger;
     const auto say = [&](const Bytes& bytes) {
-      for (std::size_t said = 0; said < bytes.size() && state == comm::TcpGuest::State::kStranger;) {
+      for (std::size_t said = 0; said < bytes.size() && state == comm::PendingPeer::State::kStranger;) {
         const std::size_t count = 1 + below(random, bytes.size() - said);
         caller.send_now(std::span(bytes).subspan(said, count));
         said += count;
@@ -215,7 +215,7 @@ TEST(Fuzz, NobodyGetsInByChance) {
     say(said);
     const bool right = same_greeting && got == nonce.size() && said.size() >= proof.size() &&
                        std::equal(proof.begin(), proof.end(), said.begin());
-    ASSERT_EQ(state == comm::TcpGuest::State::kKnown, right) << run;
+    ASSERT_EQ(state == comm::PendingPeer::State::kKnown, right) << run;
     known += right ? 1 : 0;
   }
   EXPECT_GT(known, runs / 20);
@@ -226,7 +226,7 @@ TEST(Fuzz, AChunkNeverGoesBeyondItsShard) {
   int refused = 0;
   const int runs = fuzz_runs(50'000);
   for (int run = 0; run < runs; ++run) {
-    const comm::ChunkHeader expected{.magic = 0x46335231,
+    const comm::SliceHeader expected{.magic = 0x46335231,
                                      .traffic = static_cast<std::uint8_t>(random() % 2),
                                      .element = 0,
                                      .element_bytes = 4,
@@ -241,10 +241,10 @@ TEST(Fuzz, AChunkNeverGoesBeyondItsShard) {
     std::memcpy(bytes.data(), &expected, sizeof(expected));
     mutate(bytes, bytes, bytes.size(), random);
     bytes.resize(sizeof(expected));  // a ring reads exactly as many
-    comm::ChunkHeader arrived;
+    comm::SliceHeader arrived;
     std::memcpy(&arrived, bytes.data(), sizeof(arrived));
     try {
-      comm::check_chunk(arrived, expected);
+      comm::check_slice(arrived, expected);
       ASSERT_TRUE(arrived.offset == expected.offset && arrived.bytes > 0 && arrived.bytes % 4 == 0) << run;
       ASSERT_LE(arrived.offset + arrived.bytes, expected.shard_bytes) << run;
     } catch (const comm::ProtocolError&) {

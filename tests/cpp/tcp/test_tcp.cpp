@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "comm/base/errors.h"
-#include "comm/tcp/tcp_links.h"
+#include "comm/tcp/tcp_peers.h"
 #include "harness/comm_harness.h"
 #include "harness/stranger.h"
 
@@ -19,14 +19,14 @@ namespace {
 
 using namespace std::chrono_literals;
 using comm::Channel;
-using comm::TcpLinks;
+using comm::TcpPeers;
 
 const std::string kSecret(32, 's');
 
 /// Two stages that found each other.
 struct Pair {
-  TcpLinks first{0, 2, "127.0.0.1", kSecret};
-  TcpLinks second{1, 2, "127.0.0.1", kSecret};
+  TcpPeers first{0, 2, "127.0.0.1", kSecret};
+  TcpPeers second{1, 2, "127.0.0.1", kSecret};
 
   Pair() {
     std::thread other([this] { second.connect(first.endpoint(), first.endpoint(), 10s); });
@@ -111,7 +111,7 @@ TEST(Tcp, APeerThatGoesAwayIsNamed) {
 }
 
 TEST(Tcp, AStrangerIsRefusedAndThePeerStillGetsIn) {
-  TcpLinks first(0, 2, "127.0.0.1", kSecret), second(1, 2, "127.0.0.1", kSecret);
+  TcpPeers first(0, 2, "127.0.0.1", kSecret), second(1, 2, "127.0.0.1", kSecret);
   const Stranger stranger(first.endpoint());
   std::thread other([&] { second.connect(first.endpoint(), first.endpoint(), 10s); });
   first.connect(second.endpoint(), second.endpoint(), 10s);
@@ -120,14 +120,14 @@ TEST(Tcp, AStrangerIsRefusedAndThePeerStillGetsIn) {
 }
 
 TEST(Tcp, AnotherJobsSecretIsRefused) {
-  TcpLinks first(0, 2, "127.0.0.1", kSecret), second(1, 2, "127.0.0.1", std::string(32, 't'));
+  TcpPeers first(0, 2, "127.0.0.1", kSecret), second(1, 2, "127.0.0.1", std::string(32, 't'));
   std::thread other([&] { EXPECT_THROW(second.connect(first.endpoint(), first.endpoint(), 300ms), comm::CommError); });
   EXPECT_THROW(first.connect(second.endpoint(), second.endpoint(), 300ms), comm::CommError);
   other.join();
 }
 
 TEST(Tcp, AStageThatNeverConnectsIsATimeout) {
-  TcpLinks first(0, 2, "127.0.0.1", kSecret), silent(1, 2, "127.0.0.1", kSecret);
+  TcpPeers first(0, 2, "127.0.0.1", kSecret), silent(1, 2, "127.0.0.1", kSecret);
   try {
     first.connect(silent.endpoint(), silent.endpoint(), 200ms);
     FAIL() << "connected to nobody";

@@ -14,7 +14,7 @@
 #include "comm/base/errors.h"
 #include "comm/p2p/communicator.h"
 #include "comm/p2p/frame.h"
-#include "comm/tcp/tcp_links.h"
+#include "comm/tcp/tcp_peers.h"
 #include "comm/tcp/transport_tcp.h"
 #include "harness/comm_harness.h"
 #include "harness/raw_stage.h"
@@ -31,7 +31,7 @@ const std::string kSecret(32, 's');
 
 /// Stage 0 of two as a communicator over TCP; stage 1 is bare connections.
 struct WatchedStage {
-  std::shared_ptr<comm::TcpLinks> links = std::make_shared<comm::TcpLinks>(0, 2, "127.0.0.1", kSecret);
+  std::shared_ptr<comm::TcpPeers> links = std::make_shared<comm::TcpPeers>(0, 2, "127.0.0.1", kSecret);
   RawStage peer{kSecret};
   comm::Loopback loopback{{.pp = 2}};
   comm::Communicator communicator{std::make_unique<comm::TcpTransport>(links, loopback.connect(0)), options_for(2, 0)};
@@ -51,7 +51,7 @@ struct WatchedStage {
 /// A peer that takes nothing: small messages, which the caller's thread sends itself, fill the connection.
 TEST(TcpMessages, AFullConnectionEndsInATimeout) {
   constexpr int kMessages = 20'000;  // more than all buffers between the two take
-  auto links = std::make_shared<comm::TcpLinks>(0, 2, "127.0.0.1", kSecret);
+  auto links = std::make_shared<comm::TcpPeers>(0, 2, "127.0.0.1", kSecret);
   RawStage peer{kSecret};
   comm::Loopback loopback{{.pp = 2}};
   comm::Options options = options_for(2, 0);

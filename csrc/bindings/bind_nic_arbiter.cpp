@@ -1,0 +1,45 @@
+#include "bindings/bindings.h"
+
+#include <memory>
+#include <string>
+
+#include "comm/arbiter/nic_arbiter.h"
+
+namespace py = pybind11;
+
+namespace fold3d::bindings {
+
+namespace {
+
+py::dict counters_of(const comm::NicArbiter& arbiter) {
+  const comm::NicArbiter::Counters counters = arbiter.counters();
+  py::dict out;
+  out["preemptions"] = counters.preemptions;
+  out["yields"] = counters.yields;
+  out["held_ns"] = counters.held_ns;
+  out["preempted_ns"] = counters.preempted_ns;
+  out["delayed_ns"] = counters.delayed_ns;
+  out["messages"] = counters.messages;
+  out["message_bytes"] = counters.message_bytes;
+  return out;
+}
+
+}  // namespace
+
+void bind_nic_arbiter(py::module_& module) {
+  py::class_<comm::NicArbiter, std::shared_ptr<comm::NicArbiter>>(
+      module, "NicArbiter", "Lets pipeline messages go before data-parallel chunks, for all ranks of a host.")
+      .def(py::init([](const std::string& name, bool preempt) {
+             return std::make_shared<comm::NicArbiter>(name, comm::NicArbiter::Options{.rule = {}, .preempt = preempt});
+           }),
+           py::arg("name") = "", py::arg("preempt") = true,
+           "`name`: of the shared memory of the host's ranks, without slashes; empty: this process alone.")
+      .def("counters", &counters_of,
+           "What this rank saw: preemptions (chunks held for messages), yields (held for reduces), held_ns, "
+           "preempted_ns (of "
+           "these, for messages), delayed_ns (messages behind chunks that were under way), messages, message_bytes.")
+      .def("unlink", &comm::NicArbiter::unlink,
+           "Takes the shared memory's name away, when all ranks of the host have their arbiter.");
+}
+
+}  // namespace fold3d::bindings

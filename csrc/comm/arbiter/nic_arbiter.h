@@ -1,0 +1,119 @@
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <string>
+
+#include "comm/arbiter/shared_memory.h"
+#include "core/network/hold_rule.h"
+
+namespace fold3d::comm {
+
+/// Where the slices of data-parallel traffic wait for more urgent traffic on the same network card: all of them
+/// for pipeline messages, those of gathers also for those of reduces. How long is core::HoldRule's decision.
+///
+/// The ranks of one host share a card, so they share a arbiter: its state is in shared memory when it has a name.
+/// Nobody ever owns that state: counts and times are atomics, and waits are futexes with a deadline. A rank that
+/// died in the middle of a message leaves a count behind, which costs the others patience after each message and
+/// blocks nobody. Thread-safe.
+class NicArbiter {
+ public:
+  /// Of the card; the two do not disturb each other.
+  enum class Direction : std::uint8_t { kSend, kReceive };
+  enum class Traffic : std::uint8_t { kReduce, kGather };
+
+  struct Options {
+    core::HoldRule::Options rule = {};
+    bool preempt = true;  ///< false: hold() never waits
+  };
+
+  /// What this object saw, not the other ranks of the host.
+  struct Counters {
+    std::int64_t preemptions = 0;    ///< holds that waited for a message
+    std::int64_t yields = 0;         ///< holds of a gather that waited for reduces only
+    std::int64_t held_ns = 0;        ///< in all holds together
+    std::int64_t preempted_ns = 0;   ///< of these, in holds that waited for a message: sending time that slices lost
+    std::int64_t delayed_ns = 0;     ///< that messages waited for slices which were under way when they began
+    std::int64_t messages = 0;       ///< announced by message_begins(), both directions
+    std::int64_t message_bytes = 0;  ///< of these
+  };
+
+  /// A arbiter of this process alone.
+  NicArbiter();
+  /// `shared_name`: the same on all ranks of the host and on no other job; empty: this process alone. Throws
+  /// CommError when the memory cannot be had or is another version's.
+  explicit NicArbiter(const std::string& shared_name);
+  NicArbiter(const std::string& shared_name, const Options& options);
+  /// Takes back what this object announced and did not end.
+  ~NicArbiter();
+  NicArbiter(const NicArbiter&) = delete;
+  NicArbiter& operator=(const NicArbiter&) = delete;
+
+  /// A message of `bytes` wants the card; of a receive: its frame is here, its payload is not. Never blocks.
+  void message_begins(Direction direction, std::size_t bytes);
+  /// It is through. One call for each message_begins().
+  void message_ends(Direction direction);
+
+  /// A reduce-scatter slice of `bytes` (0: not known) wants to be sent; it has been. As for messages.
+  void reduce_begins(std::size_t bytes = 0);
+  void reduce_ends();
+
+  /// Blocks until a slice of `traffic` may go; returns the nanoseconds it was held. A single atomic load when
+  /// nothing more urgent is pending.
+  std::int64_t hold(Direction direction, Traffic traffic);
+
+  /// A slice was under way from `start_ns` to `end_ns`. Only counts what messages waited for it.
+  void passed(Direction direction, std::int64_t start_ns, std::int64_t end_ns) noexcept;
+
+  /// The speed of the card, for how long a message may take: measured by whoever sends slices, used by all ranks
+  /// of the host. 0: not known, as at the beginning. Throws std::invalid_argument for a negative or infinite one.
+  void set_bandwidth(double bytes_per_second);
+
+  /// Ends hold() for ever and takes back what this object announced (its rank failed). Never blocks.
+  void open() noexcept;
+
+  /// Takes the name away when all ranks of the host have their arbiter; see SharedMemory::unlink().
+  void unlink() noexcept;
+
+  Counters counters() const;
+
+ private:
+  static constexpr std::size_t kNumKinds = 3;  // of urgent traffic: messages sent, messages received, reduces
+
+  /// One kind of urgent traffic, see core::HoldRule::Pipeline.
+  struct Urgent {
+    std::atomic<std::int64_t> newest_ns;
+    std::atomic<std::int64_t> transfer_ns;
+  };
+  /// What the ranks share. All zeros is the state at rest.
+  struct State {
+    std::atomic<std::uint64_t> version;
+    std::atomic<std::uint64_t> pending;  // a field of kFieldBits for each kind: one load tells all
+    std::array<Urgent, kNumKinds> urgent;
+    std::atomic<std::int64_t> bytes_per_second;
+    std::atomic<std::uint32_t> sequence;  // the futex; moves whenever a kind falls silent
+    std::atomic<std::int32_t> waiters;
+  };
+
+  void begins(std::size_t kind, std::size_t bytes);
+  void end_own(std::size_t kind);
+  void ends(std::size_t kind, std::int64_t count) noexcept;
+  void take_back() noexcept;
+  void wake() noexcept;
+  void wait(std::uint32_t sequence, std::int64_t until_ns);
+  std::int64_t start_ns(std::int64_t ready_ns, std::size_t kind) const;
+
+  const core::HoldRule rule_;
+  const bool preempt_;
+  SharedMemory memory_;
+  State& state_;
+  std::array<std::atomic<std::int64_t>, kNumKinds> own_{};  // how much of `pending` is this object's
+  std::atomic<bool> open_{false};
+
+  std::atomic<std::int64_t> preemptions_{0}, yields_{0}, held_ns_{0}, preempted_ns_{0}, delayed_ns_{0}, messages_{0},
+      message_bytes_{0};
+};
+
+}  // namespace fold3d::comm

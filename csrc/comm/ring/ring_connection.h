@@ -1,0 +1,35 @@
+#pragma once
+
+#include <cstddef>
+#include <span>
+#include <string>
+
+namespace fold3d::comm {
+
+/// One line around a ring of ranks: to the next member and from the previous one, in host memory. Each slice is a
+/// header and a payload; the receiver asks for exactly these pieces, in the order sent.
+///
+/// Threads: send() from one, recv() from another, abort() from any. Calls block for as long as the peers take; abort()
+/// ends them promptly. Any exception ends the stream; its text becomes the cause in the error.
+class RingConnection {
+ public:
+  virtual ~RingConnection() = default;
+
+  /// Returns when the memory may be reused.
+  virtual void send(std::span<const std::byte> header, std::span<const std::byte> payload) = 0;
+  /// Fills all of `bytes`: a header, or a payload, or a part of one if can_split().
+  virtual void recv(std::span<std::byte> bytes) = 0;
+  /// All blocked and later calls throw AbortedError(reason). Idempotent, the first reason stays.
+  virtual void abort(const std::string& reason) noexcept = 0;
+
+  /// Whether a payload may be received part by part.
+  virtual bool can_split() const { return false; }
+  /// Bytes that send() took and the next member has not: how far the line is behind. 0 where nobody knows.
+  virtual std::size_t unsent() const { return 0; }
+  /// Shortest time to the next member and back; 0.0 where nobody knows.
+  virtual double round_trip_seconds() const { return 0.0; }
+  /// A hint: let no more than so many bytes lie between this member and each neighbour.
+  virtual void limit_buffers(std::size_t) {}
+};
+
+}  // namespace fold3d::comm

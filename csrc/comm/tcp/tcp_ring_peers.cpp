@@ -1,0 +1,123 @@
+#include "comm/tcp/tcp_ring_peers.h"
+
+#include <algorithm>
+#include <cerrno>
+#include <cstdint>
+#include <mutex>
+#include <stdexcept>
+#include <utility>
+#include <vector>
+
+#include "comm/base/errors.h"
+
+namespace fold3d::comm {
+namespace {
+
+constexpr std::size_t kLeastSegments = 4;
+
+// Numbers of the lines at the rendezvous; TcpPeers has 0 and 1.
+constexpr std::uint8_t kFirstLine = 2;
+constexpr std::size_t kNumLines = 2;
+
+[[noreturn]] void fail(const std::string& what, int peer, int error) {
+  const std::string text = what + " replica " + std::to_string(peer) + ": " + text_of_socket_error(error);
+  if (error == ETIMEDOUT) throw TimeoutError(text + " (setting comm_timeout)");
+  throw CommError(text);
+}
+
+}  // namespace
+
+class TcpRingPeers::Link final : public RingConnection {
+ public:
+  Link(std::unique_ptr<TcpSocket> outgoing, std::unique_ptr<TcpSocket> incoming, int next, int previous)
+      : outgoing_(std::move(outgoing)), incoming_(std::move(incoming)), next_(next), previous_(previous) {}
+
+  void send(std::span<const std::byte> header, std::span<const std::byte> payload) override {
+    check(outgoing_->send_all(header, payload), next_);
+  }
+  void recv(std::span<std::byte> bytes) override { check(incoming_->recv_all(bytes), previous_); }
+
+  void abort(const std::string& reason) noexcept override {
+    const std::lock_guard lock(mutex_);
+    if (aborted_) return;
+    aborted_ = true;
+    reason_ = reason;
+    outgoing_->shutdown();
+    incoming_->shutdown();
+  }
+
+  bool can_split() const override { return true; }
+  std::size_t unsent() const override { return outgoing_->unsent(); }
+  double round_trip_seconds() const override { return outgoing_->round_trip_seconds(); }
+  void limit_buffers(std::size_t bytes) override {
+    // A receiver without room for whole segments makes its sender wait for timers.
+    outgoing_->limit_send_buffer(std::max(bytes, kLeastSegments * outgoing_->segment_bytes()));
+    incoming_->limit_recv_buffer(std::max(bytes, kLeastSegments * incoming_->segment_bytes()));
+  }
+
+ private:
+  void check(int error, int peer) {
+    if (error == 0) return;
+    const std::lock_guard lock(mutex_);
+    if (aborted_) throw AbortedError(reason_);
+    fail("lost the connection to", peer, error);
+  }
+
+  const std::unique_ptr<TcpSocket> outgoing_, incoming_;
+  const int next_, previous_;
+  std::mutex mutex_;
+  bool aborted_ = false;
+  std::string reason_;
+};
+
+TcpRingPeers::TcpRingPeers(int rank, int size, const std::string& host, std::string secret, std::string job)
+    : rank_(rank),
+      size_(size),
+      rendezvous_(std::make_unique<TcpRendezvous>(
+          host, TcpRendezvous::Job{.secret = std::move(secret), .name = std::move(job), .peers = "replica"})),
+      endpoint_(rendezvous_->endpoint()) {
+  if (size < 2 || rank < 0 || rank >= size) {
+    throw std::invalid_argument("ring peers: there is no replica " + std::to_string(rank) + " among " +
+                                std::to_string(size) + "; a ring has at least 2");
+  }
+}
+
+TcpRingPeers::~TcpRingPeers() = default;
+
+void TcpRingPeers::connect(const Endpoint& next_endpoint, std::chrono::milliseconds timeout) {
+  if (!rendezvous_) throw std::logic_error("ring peers: connect() was called before");
+  const int next = (rank_ + 1) % size_;
+  const int previous = (rank_ + size_ - 1) % size_;
+  std::vector<TcpRendezvous::Call> calls;
+  std::vector<ConnectionId> guests;
+  for (std::uint8_t number = kFirstLine; number < kFirstLine + kNumLines; ++number) {
+    calls.push_back({.to = next_endpoint, .line = {.number = number, .caller = rank_, .callee = next}});
+    guests.push_back({.number = number, .caller = previous, .callee = rank_});
+  }
+  auto [outgoing, incoming] = rendezvous_->meet(calls, guests, TcpSocket::Clock::now() + timeout);
+  const std::lock_guard lock(mutex_);
+  if (aborted_) throw AbortedError(reason_);
+  for (std::size_t i = 0; i < kNumLines; ++i) {
+    links_[i] = std::make_shared<Link>(std::move(outgoing[i]), std::move(incoming[i]), next, previous);
+  }
+  rendezvous_.reset();
+}
+
+void TcpRingPeers::abort(const std::string& reason) noexcept {
+  const std::lock_guard lock(mutex_);
+  if (aborted_) return;
+  aborted_ = true;
+  reason_ = reason;
+  if (rendezvous_) rendezvous_->abort(reason);
+  for (const auto& connection : links_) {
+    if (connection) connection->abort(reason);
+  }
+}
+
+std::shared_ptr<RingConnection> TcpRingPeers::connection(NicArbiter::Traffic traffic) const {
+  const auto& found = links_[static_cast<std::size_t>(traffic)];
+  if (!found) throw std::logic_error("ring peers: not connected yet");
+  return found;
+}
+
+}  // namespace fold3d::comm

@@ -1,0 +1,46 @@
+#include "runtime/c10d/ring_connection_c10d.h"
+
+#include <ATen/ops/from_blob.h>
+#include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
+
+#include <stdexcept>
+#include <vector>
+
+namespace fold3d::runtime {
+
+namespace {
+
+constexpr int kTag = 0;  // one sender and one receiver on each connection of the ring: order alone pairs the pieces
+
+std::vector<at::Tensor> bytes_view(const std::byte* data, std::size_t size) {
+  return {at::from_blob(const_cast<std::byte*>(data), {static_cast<std::int64_t>(size)}, at::kByte)};
+}
+
+}  // namespace
+
+C10dRingConnection::C10dRingConnection(const std::string& group, int rank, int size)
+    : group_(c10d::resolve_process_group(group)), next_((rank + 1) % size), previous_((rank + size - 1) % size) {
+  if (group_->getRank() != rank || group_->getSize() != size) {
+    throw std::invalid_argument("replica " + std::to_string(rank) + " of " + std::to_string(size) + " is rank " +
+                                std::to_string(group_->getRank()) + " of " + std::to_string(group_->getSize()) +
+                                " in the group of its stage");
+  }
+}
+
+void C10dRingConnection::send(std::span<const std::byte> header, std::span<const std::byte> payload) {
+  for (const auto piece : {header, payload}) {
+    works_.check();
+    std::vector<at::Tensor> tensors = bytes_view(piece.data(), piece.size());
+    works_.wait(group_->send(tensors, next_, kTag));
+  }
+}
+
+void C10dRingConnection::recv(std::span<std::byte> bytes) {
+  works_.check();
+  std::vector<at::Tensor> tensors = bytes_view(bytes.data(), bytes.size());
+  works_.wait(group_->recv(tensors, previous_, kTag));
+}
+
+void C10dRingConnection::abort(const std::string& reason) noexcept { works_.abort(reason); }
+
+}  // namespace fold3d::runtime
