@@ -17,6 +17,8 @@ DEFAULT_BUCKET_BYTES = 1 << 20
 TRANSPORTS = ("auto", "tcp", "c10d")
 DP_SYNC = ("zero1", "early", "serial")
 """Ways of DP.sync that can be asked for by name."""
+SIMULATED_DP_SYNC = (*DP_SYNC, "blocking", "unvoted")
+"""Those of the simulator: also two that fold3d does not train with, for comparison; csrc/core/sim/cluster_model.h."""
 _UNITS = {"": 1, "b": 1} | {
     f"{prefix}{unit}": base ** (power + 1)
     for unit, base in (("b", 1000), ("ib", 1024))

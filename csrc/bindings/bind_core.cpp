@@ -117,9 +117,9 @@ void bind_timeline(py::module_& module) {
       .def_readonly("busy", &core::Timeline::busy)
       .def_property_readonly("bubble", &core::Timeline::bubble);
   module.def(
-      "simulate",
+      "unit_timeline",
       [](const Schedule& s, double forward, double backward, double send) {
-        return core::simulate(s, {forward, backward, send});
+        return core::unit_timeline(s, {forward, backward, send});
       },
       py::arg("schedule"), py::arg("forward") = 1.0, py::arg("backward") = 2.0, py::arg("send") = 0.0);
   module.def("partition", &core::partition, py::arg("cost"), py::arg("parts"));

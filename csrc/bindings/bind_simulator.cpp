@@ -123,6 +123,7 @@ void bind_step(py::module_& module) {
 void bind_simulator(py::module_& module) {
   bind_model(module);
   bind_step(module);
+  module.def("dp_sync_names", [] { return core::kDpSyncNames; });
   module.def(
       "simulate_step",
       [](const core::Schedule& schedule, const ClusterModel& model, int max_steps, bool breakdown, bool spans) {

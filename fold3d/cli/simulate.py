@@ -7,13 +7,12 @@ import importlib.util
 from typing import TYPE_CHECKING, Any
 
 from fold3d.cli import schedule_option
+from fold3d.config import SIMULATED_DP_SYNC
 from fold3d.errors import ConfigError
 
 if TYPE_CHECKING:
     from fold3d.plan.simulator import Prediction
     from fold3d.schedule import Schedule
-
-_DP_SYNC = ("zero1", "early", "blocking", "serial", "unvoted")
 
 
 def add(subcommands: Any) -> None:
@@ -33,7 +32,9 @@ def add(subcommands: Any) -> None:
     cluster.add_argument("--ranks-per-host", type=int, default=1, metavar="N", help="share a network card, default 1")
     cluster.add_argument("--chunk", type=float, default=1.0, metavar="MB", help="DP.sync may pause so often, default 1")
     cluster.add_argument("--no-preempt", action="store_true", help="PP.sync waits for whole buckets of DP.sync")
-    made.add_argument("--dp-sync", choices=_DP_SYNC, default="zero1", help="how DP.sync is hidden, default zero1")
+    made.add_argument(
+        "--dp-sync", choices=SIMULATED_DP_SYNC, default="zero1", help="how DP.sync is hidden, default zero1"
+    )
     made.add_argument(
         "--bucket", type=float, metavar="MB", help="layers join until they have so many gradients; default: none do"
     )

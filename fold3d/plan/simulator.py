@@ -1,4 +1,4 @@
-"""Simulator: what a training step takes on a cluster, and where its time goes; thin over csrc/core/simulate."""
+"""Simulator: what a training step takes on a cluster, and where its time goes; thin over csrc/core/sim."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ from fold3d.placement.buckets import cut_buckets
 from fold3d.schedule import parse_action
 
 _NS = 1e9  # nanoseconds per second
-DP_SYNC = ("zero1", "early", "blocking", "serial", "unvoted")
-"""Ways to hide DP.sync (or not), as in csrc/core/sim/cluster_model.h."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -142,7 +140,7 @@ def predict(
 
     Args:
         schedule: compute-only or lowered, with backwards.
-        dp_sync: one of DP_SYNC.
+        dp_sync: one of config.SIMULATED_DP_SYNC.
         early_gathers: with "early" and "unvoted", how many gathers a stage may begin before its last reduce-scatter is
             done; None tries all numbers and takes the fastest.
         layers_per_bucket: layers whose gradients are summed together; 0 = a chunk is one bucket.

@@ -13,7 +13,7 @@ from fold3d._C import (
     parse_action,
     partition,
     peak_stash,
-    simulate,
+    unit_timeline,
     waits_for,
 )
 from fold3d.schedule.files import load_csv, parse_csv, save_csv
@@ -39,7 +39,7 @@ __all__ = [
     "registry",
     "save_csv",
     "shortened",
-    "simulate",
+    "unit_timeline",
     "validate",
     "waits_for",
 ]

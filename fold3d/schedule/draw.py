@@ -5,7 +5,7 @@ from __future__ import annotations
 from os import PathLike
 from typing import TYPE_CHECKING
 
-from fold3d._C import Kind, Schedule, Span, Timeline, peak_stash, simulate
+from fold3d._C import Kind, Schedule, Span, Timeline, peak_stash, unit_timeline
 from fold3d.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ BACKWARD_COST = 2
 
 def timeline(schedule: Schedule) -> Timeline:
     """Returns when each action of a valid schedule runs if forwards take 1, backwards 2 and transfers no time."""
-    return simulate(schedule, forward=FORWARD_COST, backward=BACKWARD_COST)
+    return unit_timeline(schedule, forward=FORWARD_COST, backward=BACKWARD_COST)
 
 
 def summary(schedule: Schedule) -> str:

@@ -67,5 +67,5 @@ def test_python_example(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     exec(compile(example, str(PAGE), "exec"), {})
     made = schedule.generate("aiao", pp=4, segments=2, micro_batches=8)
-    expected = schedule.simulate(made, forward=1, backward=2, send=0.5).makespan
+    expected = schedule.unit_timeline(made, forward=1, backward=2, send=0.5).makespan
     assert capsys.readouterr().out == f"{expected} {schedule.peak_stash(made)}\n"

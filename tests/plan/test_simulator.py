@@ -6,9 +6,10 @@ import dataclasses
 
 import pytest
 
-from fold3d import schedule
+from fold3d import _C, schedule
+from fold3d.config import SIMULATED_DP_SYNC
 from fold3d.errors import ConfigError
-from fold3d.plan.simulator import DP_SYNC, Cluster, Work, predict, step_ms
+from fold3d.plan.simulator import Cluster, Work, predict, step_ms
 
 MADE = schedule.generate("aiao", pp=2, segments=4, micro_batches=8)
 
@@ -35,7 +36,11 @@ def test_parts_add_up_in_milliseconds():
         assert rank.pp_bytes == 7 * 8 * 100_000  # chunk 0 gets no activation, chunk 7 no gradient
 
 
-@pytest.mark.parametrize("dp_sync", DP_SYNC)
+def test_the_ways_of_dp_sync_are_those_of_the_simulator():
+    assert sorted(SIMULATED_DP_SYNC) == sorted(_C.dp_sync_names())
+
+
+@pytest.mark.parametrize("dp_sync", SIMULATED_DP_SYNC)
 def test_one_replica_has_no_dp_sync(dp_sync):
     made = predict(MADE, work(), cluster(dp=1), dp_sync=dp_sync)
     assert made.step_ms == pytest.approx(240 + 7.5) == pytest.approx(made.limit_ms)
@@ -44,7 +49,7 @@ def test_one_replica_has_no_dp_sync(dp_sync):
 def test_hiding_helps_and_early_most():
     """DP.sync of 0.83 x the compute time."""
     much = work(gradient_bytes=200_000_000)
-    found = {way: predict(MADE, much, cluster(), dp_sync=way) for way in DP_SYNC}
+    found = {way: predict(MADE, much, cluster(), dp_sync=way) for way in SIMULATED_DP_SYNC}
     assert found["serial"].step_ms == pytest.approx(247.5 + 200)
     assert found["early"].step_ms < found["zero1"].step_ms < found["blocking"].step_ms < found["serial"].step_ms
     assert min(made.step_ms / made.limit_ms for made in found.values()) >= 1

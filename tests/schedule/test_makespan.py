@@ -17,7 +17,7 @@ F, B = 1.0, 2.0
 
 def length(name: str, pp: int, segments: int, m: int, *, send: float = 0.0, **options) -> float:
     made = schedule.generate(name, pp=pp, segments=segments, micro_batches=m, **options)
-    return schedule.simulate(made, forward=F, backward=B, send=send).makespan
+    return schedule.unit_timeline(made, forward=F, backward=B, send=send).makespan
 
 
 def test_gpipe_and_1f1b_take_m_plus_p_minus_1_rounds():
@@ -33,9 +33,9 @@ def test_interleaving_divides_the_bubble_by_the_segments():
     for pp, segments, m in sizes():
         made = schedule.generate("interleaved", pp=pp, segments=segments, micro_batches=m)
         if m % pp == 0:
-            assert schedule.simulate(made).bubble == pytest.approx((pp - 1) / (segments * m))
+            assert schedule.unit_timeline(made).bubble == pytest.approx((pp - 1) / (segments * m))
         elif m > pp:
-            assert schedule.simulate(made).makespan == (segments * m + pp - 1) * (F + B)
+            assert schedule.unit_timeline(made).makespan == (segments * m + pp - 1) * (F + B)
 
 
 @pytest.mark.parametrize("turn", ["all", "1f1b"])
@@ -44,9 +44,9 @@ def test_aiao_bubble(turn: str):
     for pp, segments, m in sizes():
         made = schedule.generate("fold", pp=pp, segments=segments, micro_batches=m, group_size=m, turn=turn)
         if m >= pp:
-            assert schedule.simulate(made).bubble == pytest.approx((pp - 1) / (segments * m))
+            assert schedule.unit_timeline(made).bubble == pytest.approx((pp - 1) / (segments * m))
         rounds = (segments - 1) * max(m, pp) + m + pp - 1
-        assert schedule.simulate(made, forward=F, backward=B).makespan == rounds * (F + B)
+        assert schedule.unit_timeline(made, forward=F, backward=B).makespan == rounds * (F + B)
 
 
 def test_kfkb_is_shorter_on_a_slow_network_and_never_free():
@@ -69,7 +69,7 @@ def test_kfkb_is_shorter_on_a_slow_network_and_never_free():
 @given(schedules(), st.floats(0.25, 4), st.floats(0.25, 4), st.floats(0, 4))
 def test_bounds(made: Schedule, forward: float, backward: float, send: float):
     """Nothing is shorter than a rank's work plus what must come before and after it."""
-    timeline = schedule.simulate(made, forward=forward, backward=backward, send=send)
+    timeline = schedule.unit_timeline(made, forward=forward, backward=backward, send=send)
     work = made.segments * made.micro_batches * (forward + backward)
     hops = (made.pp - 1) * (forward + backward + 2 * send)
     tolerance = 1e-9 * timeline.makespan
@@ -83,7 +83,7 @@ def test_bounds(made: Schedule, forward: float, backward: float, send: float):
 def test_split_backward_costs_half_each():
     made = schedule.parse_csv("0F0,0I0,0W0\n1F0,1I0,1W0\n")
     schedule.validate(made)
-    timeline = schedule.simulate(made, forward=1, backward=4)
+    timeline = schedule.unit_timeline(made, forward=1, backward=4)
     assert [(s.action.text, s.start, s.end) for s in timeline.ranks[0]] == [
         ("0F0", 0, 1),
         ("0I0", 4, 6),
@@ -95,9 +95,9 @@ def test_split_backward_costs_half_each():
 def test_lowered_schedules_take_as_long():
     made = schedule.generate("interleaved", pp=4, segments=2, micro_batches=6)
     lowered = schedule.lower(made, reduce=True)
-    assert schedule.simulate(lowered).makespan == schedule.simulate(made).makespan
+    assert schedule.unit_timeline(lowered).makespan == schedule.unit_timeline(made).makespan
 
 
 def test_a_schedule_that_stops_is_an_error():
     with pytest.raises(ValueError, match="0B0 on rank 0 waits for ever"):
-        schedule.simulate(schedule.parse_csv("0B0,0F0\n"))
+        schedule.unit_timeline(schedule.parse_csv("0B0,0F0\n"))

@@ -81,5 +81,5 @@ def test_aiao_can_turn_one_by_one_in_its_last_segment():
     assert [a.text for a in turned.ranks[1]] == (
         ["1F0", "1F1", "1F2", "1F3", "3F0", "3B0", "3F1", "3B1", "3F2", "3B2", "3F3", "3B3", "1B0", "1B1", "1B2", "1B3"]
     )
-    assert schedule.simulate(turned).makespan == schedule.simulate(plain).makespan
+    assert schedule.unit_timeline(turned).makespan == schedule.unit_timeline(plain).makespan
     assert schedule.peak_stash(turned)[1] == 5 < schedule.peak_stash(plain)[1] == 8

@@ -75,6 +75,6 @@ class Simulation {
 
 }  // namespace
 
-Timeline simulate(const Schedule& schedule, const Costs& costs) { return Simulation(schedule, costs).run(); }
+Timeline unit_timeline(const Schedule& schedule, const Costs& costs) { return Simulation(schedule, costs).run(); }
 
 }  // namespace fold3d::core

@@ -23,7 +23,7 @@ struct Completion {
 /// before it.
 std::vector<Completion> completions(const Schedule& schedule) {
   std::vector<Completion> order;
-  const Timeline timeline = simulate(schedule);
+  const Timeline timeline = unit_timeline(schedule);
   for (std::size_t rank = 0; rank < timeline.ranks.size(); ++rank) {
     for (const Span& span : timeline.ranks[rank]) order.push_back({span.end, static_cast<int>(rank), span.action});
   }

@@ -9,8 +9,6 @@
 namespace fold3d::core {
 namespace {
 
-constexpr std::array<std::string_view, 5> kNames = {"zero1", "early", "blocking", "serial", "unvoted"};
-
 [[noreturn]] void refuse(const std::string& name, const std::string& value, const std::string& wanted) {
   throw std::invalid_argument("cluster model: " + name + " is " + value + "; it must be " + wanted);
 }
@@ -64,11 +62,11 @@ bool share_a_host(const std::vector<int>& hosts, std::size_t block) {
 
 }  // namespace
 
-std::string_view to_string(DpSync dp_sync) { return kNames[static_cast<std::size_t>(dp_sync)]; }
+std::string_view to_string(DpSync dp_sync) { return kDpSyncNames[static_cast<std::size_t>(dp_sync)]; }
 
 DpSync parse_dp_sync(std::string_view text) {
-  for (std::size_t i = 0; i < kNames.size(); ++i) {
-    if (kNames[i] == text) return static_cast<DpSync>(i);
+  for (std::size_t i = 0; i < kDpSyncNames.size(); ++i) {
+    if (kDpSyncNames[i] == text) return static_cast<DpSync>(i);
   }
   refuse("dp_sync", "'" + std::string(text) + "'", "zero1, early, blocking, serial or unvoted");
 }

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <string>
 #include <string_view>
@@ -23,7 +24,7 @@ enum class DpSync {
   kUnvoted,   ///< Fold3D as published: as kEarly without the norm, so without exact clipping
 };
 
-/// "zero1", "early", "blocking", "serial", "unvoted".
+inline constexpr std::array<std::string_view, 5> kDpSyncNames = {"zero1", "early", "blocking", "serial", "unvoted"};
 std::string_view to_string(DpSync dp_sync);
 /// Inverse of to_string. Throws std::invalid_argument that lists the names.
 DpSync parse_dp_sync(std::string_view text);

@@ -74,7 +74,7 @@ TEST(CoreSchedules, LengthsOfThePapers) {
       for (int m = 1; m <= kMaxMicroBatches; ++m) {
         const Shape shape{pp, segments, m};
         const double round = 3;  // F + B
-        const auto length = [&](const char* name) { return simulate(generate(name, {shape, 0, ""})).makespan; };
+        const auto length = [&](const char* name) { return unit_timeline(generate(name, {shape, 0, ""})).makespan; };
         if (segments == 1) {
           EXPECT_EQ(length("gpipe"), (m + pp - 1) * round);
           EXPECT_EQ(length("1f1b"), (m + pp - 1) * round);
@@ -98,9 +98,9 @@ TEST(CoreSchedules, StashOfThePapers) {
 
 TEST(CoreSchedules, TransfersDelayTheNextStageOnly) {
   const Schedule schedule = generate("1f1b", {Shape{2, 1, 1}, 0, ""});
-  EXPECT_EQ(simulate(schedule, {1, 2, 0.5}).makespan, 2 * (1 + 2 + 0.5));
+  EXPECT_EQ(unit_timeline(schedule, {1, 2, 0.5}).makespan, 2 * (1 + 2 + 0.5));
   const Schedule alone = generate("aiao", {Shape{1, 3, 2}, 0, ""});
-  EXPECT_EQ(simulate(alone, {1, 2, 0.5}).makespan, 3 * 2 * (1 + 2));
+  EXPECT_EQ(unit_timeline(alone, {1, 2, 0.5}).makespan, 3 * 2 * (1 + 2));
 }
 
 TEST(Registry, RejectsWhatHasNoEffect) {

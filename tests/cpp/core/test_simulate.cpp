@@ -35,7 +35,7 @@ ClusterModel even(const Shape& shape, int dp, std::int64_t gradient_bytes, std::
 }
 
 std::int64_t makespan(const Schedule& schedule, double send = 0) {
-  return std::llround(simulate(schedule, {kForward, kBackward, send}).makespan);
+  return std::llround(unit_timeline(schedule, {kForward, kBackward, send}).makespan);
 }
 
 template <class Check>
