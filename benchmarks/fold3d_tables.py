@@ -14,7 +14,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from fold3d import schedule as schedules
-from fold3d.plan.simulator import Cluster, Prediction, Work, predict
+from fold3d.plan.cluster_model import Cluster, Work
+from fold3d.plan.simulator import Prediction, predict
 
 MICRO_BATCH, SEQUENCE, HALF = 4, 1024, 2  # samples, tokens (Table IV: 64 MiB at hidden size 8192), bytes per number
 MEGATRON_SEGMENTS = 2  # what Megatron's bubble columns come to: see the page

@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterator
 
 from benchmarks.cluster.scenarios import SCENARIOS, Scenario
 from fold3d import schedule as schedules
-from fold3d.plan.simulator import Cluster, Work, step_ms
+from fold3d.plan.cluster_model import Cluster, Work
+from fold3d.plan.simulator import step_ms
 from fold3d.schedule import Schedule
 
 WAYS = ("early", "zero1", "serial")

@@ -39,8 +39,9 @@ def predict_step(
     """
     # Imported here: they load torch, which comparing systems does not need.
     from fold3d import schedule as schedules
-    from fold3d._C import ClusterModel, pause_bytes, simulate_step
-    from fold3d.plan.simulator import Work
+    from fold3d._C import simulate_step
+    from fold3d.plan.cluster_model import Cluster, Work, cluster_model
+    from fold3d.plan.costs import pause_bytes
 
     family, passes = system.family, scenario.micro_batches
     schedule = schedules.generate(
@@ -58,19 +59,16 @@ def predict_step(
         activation_bytes=scenario.activation_bytes,
         gradient_bytes=scenario.gradient_bytes,
     )
-    model = ClusterModel()
-    model.dp = scenario.dp
-    model.bandwidth = scenario.rate_mbit * 1e6 / 8 * PAYLOAD
-    model.latency_ns = model.hop_latency_ns = round(costs.latency_s * NS_PER_S)
-    model.action_ns = round(costs.action_s * NS_PER_S)
-    model.slice_bytes = pause_bytes(model.bandwidth)
-    model.preempt = family.preempt
-    model.forward_ns = [round(seconds * NS_PER_S) for seconds in work.forward]
-    model.backward_ns = [round(seconds * NS_PER_S) for seconds in work.backward]
-    model.layers = list(work.layers)
-    model.activation_bytes = list(work.activation_bytes)
-    model.gradient_bytes = list(work.gradient_bytes)
-    model.dp_sync = "blocking" if family.waits else family.dp_sync
+    bandwidth = scenario.rate_mbit * 1e6 / 8 * PAYLOAD
+    cluster = Cluster(
+        dp=scenario.dp,
+        bandwidth=bandwidth,
+        latency=costs.latency_s,
+        slice_bytes=pause_bytes(bandwidth),
+        preempt=family.preempt,
+        action_seconds=costs.action_s,
+    )
+    model = cluster_model(work, cluster, pp=scenario.pp, dp_sync="blocking" if family.waits else family.dp_sync)
     if model.dp_sync == "early":
         if gather_order is None:
             model.early_gathers = 0

@@ -45,13 +45,14 @@ def add(subcommands: Any) -> None:
 def run(options: argparse.Namespace) -> None:
     """Prints the breakdown of the simulated step. Raises: ConfigError for values that do not fit each other."""
     from fold3d import schedule as schedules
-    from fold3d.plan import simulator
+    from fold3d.plan.cluster_model import Cluster, Work
+    from fold3d.plan.simulator import predict
 
     if options.png and importlib.util.find_spec("matplotlib") is None:
         raise ConfigError("--png needs matplotlib, which is not installed: pip install matplotlib")
     schedule = schedule_option.schedule_of(options, "simulate")
     schedules.validate(schedule)
-    work = simulator.Work.even(
+    work = Work.even(
         schedule,
         forward=_positive(options, "forward") / 1e3,
         backward=(2 * options.forward if options.backward is None else _positive(options, "backward")) / 1e3,
@@ -59,7 +60,7 @@ def run(options: argparse.Namespace) -> None:
         activation_bytes=round(options.activation * 1e6),
         gradient_bytes=round(options.gradients * 1e6),
     )
-    cluster = simulator.Cluster(
+    cluster = Cluster(
         dp=options.dp,
         bandwidth=options.bandwidth * 1e9 / 8,
         latency=options.latency / 1e6,
@@ -67,7 +68,7 @@ def run(options: argparse.Namespace) -> None:
         slice_bytes=round(options.chunk * 1e6),
         preempt=not options.no_preempt,
     )
-    prediction = simulator.predict(
+    prediction = predict(
         schedule,
         work,
         cluster,

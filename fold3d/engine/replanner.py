@@ -21,9 +21,10 @@ from fold3d.data_parallel.dp_sync import DpSync
 from fold3d.observe.announce import announce
 from fold3d.observe.step_breakdown import NS_PER_MS, RawRecord, merged, without
 from fold3d.plan.choice import Choice
+from fold3d.plan.cluster_model import BucketCost, Cluster, Work
 from fold3d.plan.costs import pause_bytes
 from fold3d.plan.job import Job
-from fold3d.plan.measured import Expected, Measured, plan_gathers
+from fold3d.plan.measured import Expected, plan_gathers
 from fold3d.plan.search import recheck
 from fold3d.profile.network_probe import probe_network
 from fold3d.schedule import Schedule, parse_action
@@ -140,13 +141,13 @@ class Replanner:
 
     def _share(self, sync: DpSync | None) -> dict[str, Any]:
         """Returns what rank 0 must know of this rank."""
-        buckets: dict[int, list[tuple[int, bool]]] = {}
+        buckets: dict[int, list[tuple[int, str]]] = {}
         if sync is not None:
-            sizes: dict[tuple[int, int], tuple[int, bool]] = {}
+            sizes: dict[tuple[int, int], tuple[int, str]] = {}
             for bucket, mode in zip(sync.buckets, sync.plan.modes, strict=True):
                 key = (bucket.spec.chunk, bucket.spec.planned)
-                size = sizes.get(key, (0, True))[0] + bucket.gradients.nbytes
-                sizes[key] = (size, mode == "zero1")
+                size = sizes.get(key, (0, ""))[0] + bucket.gradients.nbytes
+                sizes[key] = (size, "serial" if sync.plan.serial else mode)
             for (chunk, _), entry in sorted(sizes.items()):
                 buckets.setdefault(chunk, []).append(entry)
         return {
@@ -156,7 +157,6 @@ class Replanner:
             "bandwidth": 0.0 if sync is None else sync.bandwidth(),
             "step_ms": mean(self._lengths) if self._lengths else 0.0,
             "other_ms": mean(self._others) if self._others else 0.0,
-            "serial": sync is not None and sync.plan.serial,
         }
 
     def _expect(self, schedule: Schedule, shares: Sequence[dict[str, Any]]) -> tuple[Expected, Choice | None] | None:
@@ -195,22 +195,28 @@ class Replanner:
                     f"{better.step_ms:.1f} ms a step) is faster than {choice.name}; pin it with {better.flags}",
                 )
                 return Expected.of(better.prediction, better.gather_order).longer_by(other_ms), better
-        measured = Measured(
+        buckets = [stages[chunk % schedule.pp][0]["buckets"].get(chunk, ()) for chunk in chunks]
+        work = Work(
             forward=forward,
             backward=backward,
             activation_bytes=tuple(
                 max(share["activations"].get(chunk, 0) for share in stages[chunk % schedule.pp]) for chunk in chunks
             ),
-            buckets=tuple(tuple(stages[chunk % schedule.pp][0]["buckets"].get(chunk, ())) for chunk in chunks),
+            buckets=tuple(
+                tuple(BucketCost(forward[chunk] / len(mine), backward[chunk] / len(mine), size) for size, _ in mine)
+                for chunk, mine in enumerate(buckets)
+            ),
+        )
+        cluster = Cluster(
             dp=self._topology.dp,
-            serial=shares[0]["serial"],
-            preempt=self._config.preempt,
             bandwidth=bandwidth,
             latency=self._links[1],
             hop_latency=self._links[2],
             slice_bytes=pause_bytes(bandwidth),
+            preempt=self._config.preempt,
         )
-        expected = plan_gathers(schedule, measured).longer_by(other_ms)
+        modes = [[mode for mine in buckets[s :: schedule.pp] for _, mode in mine] for s in range(schedule.pp)]
+        expected = plan_gathers(schedule, work, cluster, modes).longer_by(other_ms)
         logger.info("measured %.1f ms a step, predicted %.1f ms", longest, expected.step_ms)
         return expected, None
 

@@ -69,12 +69,6 @@ class Choice:
         return self.prediction.limit_ms
 
 
-def kind_of(modes: tuple[tuple[str, ...], ...]) -> str:
-    """Returns the one mode that all buckets have, "mixed" if they differ, "early" if there are none."""
-    kinds = {mode for stage in modes for mode in stage}
-    return kinds.pop() if len(kinds) == 1 else "mixed" if kinds else "early"
-
-
 def flags_of(
     *, segments: int, schedule: str, group_size: int | None, dp_sync: str, bucket_bytes: int, dp: int, limited: bool
 ) -> str:

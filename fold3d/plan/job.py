@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from fold3d.config import DP_SYNC
 from fold3d.errors import ConfigError
+from fold3d.plan.cluster_model import Cluster
 from fold3d.plan.costs import NetworkCosts, Profile, pause_bytes
 from fold3d.trace import Trace
 
@@ -34,10 +35,23 @@ class Job:
     bucket_seconds: float = 0.0
     """Spent on every reduce-scatter and gather besides sending."""
 
-    @property
-    def pause_bytes(self) -> int:
-        """What is sent before a waiting message of PP.sync."""
-        return pause_bytes(self.network.bandwidth) if self.slice_bytes is None else self.slice_bytes
+    def cluster(self, message_bytes: int) -> Cluster:
+        """Returns what the simulator is told of the ranks and their network.
+
+        Args:
+            message_bytes: of the largest message of PP.sync.
+        """
+        network, size = self.network, self.slice_bytes
+        return Cluster(
+            dp=self.dp,
+            bandwidth=network.bandwidth,
+            latency=network.message_latency(message_bytes),
+            hop_latency=network.hop_latency,
+            slice_bytes=pause_bytes(network.bandwidth) if size is None else size,
+            preempt=self.preempt,
+            action_seconds=self.action_seconds,
+            bucket_seconds=self.bucket_seconds,
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

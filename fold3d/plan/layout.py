@@ -9,6 +9,7 @@ from fold3d._C import partition
 from fold3d.errors import ConfigError
 from fold3d.placement.buckets import cut_buckets
 from fold3d.placement.layers import chunk_layers
+from fold3d.plan.cluster_model import BucketCost, Work
 from fold3d.plan.job import Job
 from fold3d.trace import Trace
 
@@ -28,32 +29,14 @@ class Shares:
     """The others grow evenly from the first to the last; else they have 1."""
 
 
-@dataclass(frozen=True, slots=True)
-class BucketCost:
-    """Consecutive layers of a chunk whose gradients are summed together."""
-
-    forward: float
-    """Seconds of one micro-batch."""
-    backward: float
-    bytes: int
-    """Of gradients."""
-
-
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """A cut of the model; tuples have an entry per chunk. Times in seconds of one micro-batch."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Layout(Work):
+    """A cut of the model, with what its chunks cost by the job's profile."""
 
     ranges: Ranges
     bucket_bytes: int
-    forward: tuple[float, ...]
-    backward: tuple[float, ...]
-    activation_bytes: tuple[int, ...]
     saved_bytes: tuple[int, ...]
     parameter_bytes: tuple[int, ...]
-    update: tuple[float, ...]
-    """Seconds of the whole optimizer update of a chunk on one rank."""
-    buckets: tuple[tuple[BucketCost, ...], ...]
-    """A chunk without trainable parameters has none."""
 
     def of_stage(self, stage: int, pp: int) -> list[BucketCost]:
         """Returns the stage's buckets in forward order: number 0, 1, ..."""

@@ -9,7 +9,8 @@ from fold3d.config import text_of_bytes
 from fold3d.errors import ConfigError
 from fold3d.placement.partition import split_ranges
 from fold3d.plan import candidates
-from fold3d.plan.choice import Choice, flags_of, kind_of
+from fold3d.plan.choice import Choice, flags_of
+from fold3d.plan.cluster_model import early_gathers_to_try, kind_of
 from fold3d.plan.job import Fixed, Job
 from fold3d.plan.layout import Layout, Ranges, Shares, cut
 from fold3d.plan.simulator import prediction_of
@@ -181,9 +182,7 @@ def _usual(layouts: list[Layout]) -> Layout:
 
 
 def _limits(job: Job, layout: Layout, count: int) -> list[int]:
-    """Returns about `count` numbers of early gathers, evenly spread, and "any"."""
-    most = max(len(layout.of_stage(stage, job.pp)) for stage in range(job.pp))
-    return [-1, *range(0, most, max(1, -(-most // count)))]
+    return early_gathers_to_try(max(len(layout.of_stage(stage, job.pp)) for stage in range(job.pp)), count)
 
 
 def _try_heuristic(state: _Search, counts: list[int]) -> _Candidate:

@@ -2,83 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 from fold3d import _C
 from fold3d.errors import ConfigError
-from fold3d.placement.buckets import cut_buckets
+from fold3d.plan.cluster_model import Cluster, Work, cluster_model, fastest_early_gathers
 from fold3d.schedule import parse_action
-
-_NS = 1e9  # nanoseconds per second
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Work:
-    """What the chunks of a schedule compute and communicate; one entry per chunk, in order of chunks."""
-
-    forward: tuple[float, ...]
-    """Seconds for one micro-batch."""
-    backward: tuple[float, ...]
-    layers: tuple[int, ...]
-    """At least 1: a chunk's times and gradients are spread evenly over its layers."""
-    activation_bytes: tuple[int, ...]
-    """What a chunk sends to the next one for a micro-batch, and gets back as a gradient."""
-    gradient_bytes: tuple[int, ...]
-
-    @classmethod
-    def even(
-        cls,
-        schedule: _C.Schedule,
-        *,
-        forward: float,
-        backward: float,
-        layers: int,
-        activation_bytes: int,
-        gradient_bytes: int,
-    ) -> Work:
-        """Returns the work of a model that is cut evenly: equal stages, segments that differ by at most a layer.
-
-        Args:
-            forward, backward: seconds of one micro-batch on one rank, all its segments together.
-            layers: of one rank.
-            activation_bytes: between two chunks, for one micro-batch.
-            gradient_bytes: of one rank.
-        Raises: ConfigError if a rank has fewer layers than segments.
-        """
-        segments = schedule.segments
-        if layers < segments:
-            raise ConfigError(f"{layers} layers per rank cannot be cut into {segments} segments; use fewer segments")
-        borders = [layers * segment // segments for segment in range(segments + 1)]
-        mine = [end - begin for begin, end in pairwise(borders) for _ in range(schedule.pp)]
-        return cls(
-            forward=tuple(forward * n / layers for n in mine),
-            backward=tuple(backward * n / layers for n in mine),
-            layers=tuple(mine),
-            activation_bytes=(activation_bytes,) * len(mine),
-            gradient_bytes=tuple(gradient_bytes * n // layers for n in mine),
-        )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Cluster:
-    """Ranks, hosts and network."""
-
-    dp: int
-    """Replicas."""
-    bandwidth: float
-    """Bytes per second of a host's network card, each way."""
-    latency: float = 0.0
-    """Seconds from the end of sending a PP.sync message to its arrival."""
-    hop_latency: float | None = None
-    """The same for a hop of DP.sync's rings and of the vote; None = latency."""
-    ranks_per_host: int = 1
-    """Ranks replica * pp + stage are placed in order; those of one host share its card."""
-    slice_bytes: int = 1 << 20
-    """DP.sync may be paused for PP.sync every so many bytes."""
-    preempt: bool = True
-    """False: first come, first served, and a bucket's transfer is not interrupted."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -150,15 +79,14 @@ def predict(
         timeline: fill Prediction.records.
     Raises: ConfigError if the parts do not fit each other.
     """
-    model = _model(schedule, work, cluster)
+    if bucket_bytes is not None:
+        work = work.in_buckets(bucket_bytes)
+    model = cluster_model(work, cluster, pp=schedule.pp, dp_sync=dp_sync, layers_per_bucket=layers_per_bucket)
+    early = dp_sync in ("early", "unvoted")
     try:
-        model.dp_sync = dp_sync
-        model.layers_per_bucket = layers_per_bucket
-        if bucket_bytes is not None:
-            model.buckets = _cut(work, bucket_bytes)
-        early = dp_sync in ("early", "unvoted")
         if early and early_gathers is None:
-            early_gathers = _best_early_gathers(schedule, model, max_steps)
+            numbers = range(_most_buckets(work, schedule.pp, layers_per_bucket))
+            early_gathers = fastest_early_gathers(schedule, model, numbers, max_steps)
         model.early_gathers = early_gathers if early and early_gathers is not None else -1
         step = _C.simulate_step(schedule, model, max_steps, True, timeline)
     except ValueError as error:
@@ -187,62 +115,19 @@ def step_ms(schedule: _C.Schedule, work: Work, cluster: Cluster, *, dp_sync: str
 
     With "early" and "unvoted", gathers begin whenever the network is idle. Raises: ConfigError as `predict`.
     """
-    model = _model(schedule, work, cluster)
+    model = cluster_model(work, cluster, pp=schedule.pp, dp_sync=dp_sync)
     try:
-        model.dp_sync = dp_sync
         return _C.simulate_step(schedule, model, breakdown=False).step_ns / 1e6
     except ValueError as error:
         raise ConfigError(str(error)) from None
 
 
-def _model(schedule: _C.Schedule, work: Work, cluster: Cluster) -> _C.ClusterModel:
-    if cluster.ranks_per_host < 1:
-        raise ConfigError(f"ranks_per_host is {cluster.ranks_per_host}; a host has at least one rank")
-    model = _C.ClusterModel()
-    model.dp = cluster.dp
-    if cluster.ranks_per_host > 1:
-        model.hosts = [rank // cluster.ranks_per_host for rank in range(cluster.dp * schedule.pp)]
-    model.bandwidth = cluster.bandwidth
-    model.latency_ns = round(cluster.latency * _NS)
-    model.hop_latency_ns = round((cluster.latency if cluster.hop_latency is None else cluster.hop_latency) * _NS)
-    model.slice_bytes = cluster.slice_bytes
-    model.preempt = cluster.preempt
-    model.forward_ns = _nanoseconds(work.forward)
-    model.backward_ns = _nanoseconds(work.backward)
-    model.layers = list(work.layers)
-    model.activation_bytes = list(work.activation_bytes)
-    model.gradient_bytes = list(work.gradient_bytes)
-    return model
-
-
-def _nanoseconds(seconds: Sequence[float]) -> list[int]:
-    return [round(second * _NS) for second in seconds]
-
-
-def _cut(work: Work, bucket_bytes: int) -> list[list[tuple[int, int, int, bool]]]:
-    """Returns the buckets of every chunk: shares of forward and backward, bytes, not zero1."""
-    chunks = []
-    for layers, size in zip(work.layers, work.gradient_bytes, strict=True):
-        sizes = [size * (layer + 1) // layers - size * layer // layers for layer in range(layers)]
-        cuts = cut_buckets(sizes, bucket_bytes)
-        chunks.append([(end - first, end - first, sum(sizes[first:end]), False) for first, end in cuts])
-    return chunks
-
-
-def _best_early_gathers(schedule: _C.Schedule, model: _C.ClusterModel, max_steps: int) -> int:
-    """Returns the number with the shortest step; of equals the smallest, which leaves the network most freedom."""
-    size = model.layers_per_bucket
-    buckets = [len(parts) for parts in model.buckets]
-    if not buckets:
-        buckets = [1 if size == 0 else -(-layers // size) for layers in model.layers]
-    most = max(sum(buckets[stage :: schedule.pp]) for stage in range(schedule.pp))
-    best, shortest = 0, 0
-    for number in range(most):
-        model.early_gathers = number
-        length = _C.simulate_step(schedule, model, max_steps, False).step_ns
-        if number == 0 or length < shortest:
-            best, shortest = number, length
-    return best
+def _most_buckets(work: Work, pp: int, layers_per_bucket: int) -> int:
+    """Returns the number of buckets of the stage that has most."""
+    counts = [len(buckets) for buckets in work.buckets]
+    if not counts:
+        counts = [1 if layers_per_bucket == 0 else -(-layers // layers_per_bucket) for layers in work.layers]
+    return max(sum(counts[stage::pp]) for stage in range(pp))
 
 
 def _breakdown(rank: _C.RankBreakdown) -> RankBreakdown:

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from fold3d import _C
 from fold3d import schedule as schedules
+from fold3d.plan.cluster_model import cluster_model, kind_of
 from fold3d.plan.job import Job
 from fold3d.plan.layout import Layout
 
-_NS = 1e9  # nanoseconds per second
 Modes = tuple[tuple[str, ...], ...]
 Orders = Sequence[Sequence[int]]
 
@@ -67,45 +67,14 @@ class Trials:
             gather_order: per stage its early buckets in the order of their gathers; None: as the network becomes idle.
         """
         made = self.schedule(order, len(layout.ranges) // self.job.pp)
-        model = self._model(layout, modes)
+        cluster = self.job.cluster(max(layout.activation_bytes))
+        model = cluster_model(layout, cluster, pp=self.job.pp, dp_sync=kind_of(modes), modes=modes)
         if model.dp_sync == "early":
             if gather_order is not None:
                 model.gather_order = [list(numbers) for numbers in gather_order]
             else:
                 model.early_gathers = early_gathers
         return _C.simulate_step(made, model, breakdown=breakdown)
-
-    def _model(self, layout: Layout, modes: Modes) -> _C.ClusterModel:
-        job = self.job
-        model = _C.ClusterModel()
-        model.dp = job.dp
-        model.bandwidth = job.network.bandwidth
-        model.latency_ns = round(_NS * job.network.message_latency(max(layout.activation_bytes)))
-        model.hop_latency_ns = round(_NS * job.network.hop_latency)
-        model.slice_bytes = job.pause_bytes
-        model.preempt = job.preempt
-        model.action_ns = round(_NS * job.action_seconds)
-        model.bucket_ns = round(_NS * job.bucket_seconds)
-        model.forward_ns = [round(_NS * seconds) for seconds in layout.forward]
-        model.backward_ns = [round(_NS * seconds) for seconds in layout.backward]
-        model.activation_bytes = list(layout.activation_bytes)
-        model.update_ns = [round(_NS * seconds) for seconds in layout.update]
-        flat = {mode for stage in modes for mode in stage}
-        model.dp_sync = "serial" if "serial" in flat else "zero1" if flat == {"zero1"} else "early"
-        numbers = [iter(stage) for stage in modes]
-        model.buckets = [
-            [
-                (
-                    round(_NS * bucket.forward),
-                    round(_NS * bucket.backward),
-                    bucket.bytes,
-                    next(numbers[chunk % job.pp]) == "zero1",
-                )
-                for bucket in buckets
-            ]
-            for chunk, buckets in enumerate(layout.buckets)
-        ]
-        return model
 
     def memory(self, layout: Layout, order: Order, modes: Modes) -> int:
         """Returns the bytes that the fullest rank needs: weights, fp32 gradients, optimizer state, activations."""

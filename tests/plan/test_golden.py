@@ -17,11 +17,12 @@ import pytest
 from fold3d import schedule as schedules
 from fold3d.engine.planner import _search
 from fold3d.plan.choice import Choice
+from fold3d.plan.cluster_model import BucketCost, Cluster, Work
 from fold3d.plan.job import Fixed
 from fold3d.plan.layout import layout_of
-from fold3d.plan.measured import Measured, plan_gathers
+from fold3d.plan.measured import plan_gathers
 from fold3d.plan.search import recheck, search
-from fold3d.plan.simulator import Cluster, Work, predict
+from fold3d.plan.simulator import predict
 from tests.plan.jobs import make_job
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "plans"
@@ -108,34 +109,33 @@ def test_rechecking_decides_as_before() -> None:
 
 def test_measured_times_give_the_same_gathers() -> None:
     found = {}
-    buckets = (((1_000_000, False), (2_000_000, False)), ((500_000, False),), (), ((3_000_000, True),))
-    base = Measured(
-        forward=(0.01, 0.011, 0.012, 0.013),
-        backward=(0.02, 0.021, 0.022, 0.023),
-        activation_bytes=(10_000, 20_000, 30_000, 0),
-        buckets=buckets,
-        dp=2,
-        serial=False,
-        preempt=True,
-        bandwidth=5e7,
-        latency=1e-4,
-        hop_latency=2e-4,
-        slice_bytes=1 << 18,
-    )
-    even = tuple(((1_000_000, True), (1_000_000, True)) for _ in range(4))
+    seconds = ((0.01, 0.02), (0.011, 0.021), (0.012, 0.022), (0.013, 0.023))
+
+    def work(sizes: tuple[tuple[int, ...], ...]) -> Work:
+        return Work(
+            forward=tuple(forward for forward, _ in seconds),
+            backward=tuple(backward for _, backward in seconds),
+            activation_bytes=(10_000, 20_000, 30_000, 0),
+            buckets=tuple(
+                tuple(BucketCost(forward / len(mine), backward / len(mine), size) for size in mine)
+                for mine, (forward, backward) in zip(sizes, seconds, strict=True)
+            ),
+        )
+
+    uneven, even = work(((1_000_000, 2_000_000), (500_000,), (), (3_000_000,))), work(((1_000_000,) * 2,) * 4)
+    cluster = Cluster(dp=2, bandwidth=5e7, latency=1e-4, hop_latency=2e-4, slice_bytes=1 << 18)
+    mixed = (("early",) * 2, ("early", "zero1"))
     cases = {
-        "mixed": base,
-        "serial": replace(base, serial=True),
-        "first come": replace(base, preempt=False),
-        "zero1": replace(base, buckets=even),
-        "one replica": replace(base, dp=1),
+        "mixed": (uneven, cluster, mixed),
+        "serial": (uneven, cluster, (("serial",) * 2,) * 2),
+        "first come": (uneven, replace(cluster, preempt=False), mixed),
+        "zero1": (even, cluster, (("zero1",) * 4,) * 2),
+        "one replica": (uneven, replace(cluster, dp=1), mixed),
     }
-    for name, measured in cases.items():
+    for name, (costs, where, modes) in cases.items():
         for schedule in ("aiao", "interleaved"):
-            made = schedules.lower(
-                schedules.generate(schedule, pp=2, segments=2, micro_batches=6), reduce=measured.dp > 1
-            )
-            expected = plan_gathers(made, measured)
+            made = schedules.lower(schedules.generate(schedule, pp=2, segments=2, micro_batches=6), reduce=where.dp > 1)
+            expected = plan_gathers(made, costs, where, modes)
             found[f"{name}, {schedule}"] = [expected.step_ms, expected.gather_order, expected.stages[0].exposed_dp_ms]
     compare("measured", found)
 

@@ -9,7 +9,8 @@ import pytest
 from fold3d import _C, schedule
 from fold3d.config import SIMULATED_DP_SYNC
 from fold3d.errors import ConfigError
-from fold3d.plan.simulator import Cluster, Work, predict, step_ms
+from fold3d.plan.cluster_model import Cluster, Work
+from fold3d.plan.simulator import predict, step_ms
 
 MADE = schedule.generate("aiao", pp=2, segments=4, micro_batches=8)
 

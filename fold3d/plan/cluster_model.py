@@ -1,0 +1,192 @@
+"""cluster_model(): what the simulator is told, made in one place of Work (what chunks cost) and Cluster (where they run).
+
+The planner makes both of a profile, the replanner of measured times, the command line and the benchmarks make them up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise, repeat
+
+from fold3d import _C
+from fold3d.errors import ConfigError
+from fold3d.placement.buckets import cut_buckets
+
+_NS = 1e9  # nanoseconds per second
+
+Modes = Sequence[Sequence[str]]
+"""Per stage: the way of DP.sync of each bucket, in forward order."""
+
+
+@dataclass(frozen=True, slots=True)
+class BucketCost:
+    """Consecutive layers of a chunk whose gradients are summed together."""
+
+    forward: float
+    """Seconds of one micro-batch; of a measured chunk its share."""
+    backward: float
+    bytes: int
+    """Of gradients."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Work:
+    """What the chunks of a model compute and communicate; one entry per chunk, in order of chunks."""
+
+    forward: tuple[float, ...]
+    """Seconds for one micro-batch."""
+    backward: tuple[float, ...]
+    activation_bytes: tuple[int, ...]
+    """What a chunk sends to the next one for a micro-batch, and gets back as a gradient."""
+    update: tuple[float, ...] = ()
+    """Seconds of the whole optimizer update of a chunk on one rank; none: part of the forwards, or left out."""
+    buckets: tuple[tuple[BucketCost, ...], ...] = ()
+    """A chunk without trainable parameters has none. Without any entry, `layers` and `gradient_bytes` say it."""
+    layers: tuple[int, ...] = ()
+    """At least 1: a chunk's times and gradients are spread evenly over its layers."""
+    gradient_bytes: tuple[int, ...] = ()
+
+    @staticmethod
+    def even(
+        schedule: _C.Schedule,
+        *,
+        forward: float,
+        backward: float,
+        layers: int,
+        activation_bytes: int,
+        gradient_bytes: int,
+    ) -> Work:
+        """Returns the work of a model that is cut evenly: equal stages, segments that differ by at most a layer.
+
+        Args:
+            forward, backward: seconds of one micro-batch on one rank, all its segments together.
+            layers: of one rank.
+            activation_bytes: between two chunks, for one micro-batch.
+            gradient_bytes: of one rank.
+        Raises: ConfigError if a rank has fewer layers than segments.
+        """
+        segments = schedule.segments
+        if layers < segments:
+            raise ConfigError(f"{layers} layers per rank cannot be cut into {segments} segments; use fewer segments")
+        borders = [layers * segment // segments for segment in range(segments + 1)]
+        mine = [end - begin for begin, end in pairwise(borders) for _ in range(schedule.pp)]
+        return Work(
+            forward=tuple(forward * n / layers for n in mine),
+            backward=tuple(backward * n / layers for n in mine),
+            layers=tuple(mine),
+            activation_bytes=(activation_bytes,) * len(mine),
+            gradient_bytes=tuple(gradient_bytes * n // layers for n in mine),
+        )
+
+    def in_buckets(self, bucket_bytes: int) -> Work:
+        """Returns the same with `layers` joined to buckets of at least `bucket_bytes`, as in the runtime."""
+        chunks = []
+        for layers, size in zip(self.layers, self.gradient_bytes, strict=True):
+            sizes = [size * (layer + 1) // layers - size * layer // layers for layer in range(layers)]
+            cuts = cut_buckets(sizes, bucket_bytes)
+            # Shares of the chunk's times: any unit will do.
+            chunks.append(tuple(BucketCost(end - first, end - first, sum(sizes[first:end])) for first, end in cuts))
+        return replace(self, buckets=tuple(chunks))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cluster:
+    """Ranks, hosts and network."""
+
+    dp: int
+    """Replicas."""
+    bandwidth: float
+    """Bytes per second of a host's network card, each way."""
+    latency: float = 0.0
+    """Seconds from the end of sending a PP.sync message to its arrival."""
+    hop_latency: float | None = None
+    """The same for a hop of DP.sync's rings and of the norm; None = latency."""
+    ranks_per_host: int = 1
+    """Ranks replica * pp + stage are placed in order; those of one host share its card."""
+    slice_bytes: int = 1 << 20
+    """DP.sync may be paused for PP.sync every so many bytes."""
+    preempt: bool = True
+    """False: first come, first served, and a bucket's transfer is not interrupted."""
+    action_seconds: float = 0.0
+    """Spent on every forward and backward of a chunk besides computing."""
+    bucket_seconds: float = 0.0
+    """Spent on every reduce-scatter and gather besides sending."""
+
+
+def kind_of(modes: Modes) -> str:
+    """Returns the one way of DP.sync that all buckets have, "mixed" if they differ, "early" if there are none."""
+    kinds = {mode for stage in modes for mode in stage}
+    return kinds.pop() if len(kinds) == 1 else "mixed" if kinds else "early"
+
+
+def cluster_model(
+    work: Work,
+    cluster: Cluster,
+    *,
+    pp: int,
+    dp_sync: str = "zero1",
+    modes: Modes = (),
+    layers_per_bucket: int = 1,
+) -> _C.ClusterModel:
+    """Returns what `_C.simulate_step` takes beside a schedule.
+
+    Args:
+        pp: stages.
+        dp_sync: one of config.SIMULATED_DP_SYNC, or "mixed" for buckets that differ.
+        modes: with "mixed", "early" or "zero1" of each bucket.
+        layers_per_bucket: without work.buckets: layers whose gradients are summed together; 0 = a chunk is one bucket.
+    Raises: ConfigError if the parts do not fit each other; what does not fit the schedule, `simulate_step` says.
+    """
+    if cluster.ranks_per_host < 1:
+        raise ConfigError(f"ranks_per_host is {cluster.ranks_per_host}; a host has at least one rank")
+    model = _C.ClusterModel()
+    model.dp = cluster.dp
+    if cluster.ranks_per_host > 1:
+        model.hosts = [rank // cluster.ranks_per_host for rank in range(cluster.dp * pp)]
+    model.bandwidth = cluster.bandwidth
+    model.latency_ns = _ns(cluster.latency)
+    model.hop_latency_ns = _ns(cluster.latency if cluster.hop_latency is None else cluster.hop_latency)
+    model.slice_bytes = cluster.slice_bytes
+    model.preempt = cluster.preempt
+    model.action_ns = _ns(cluster.action_seconds)
+    model.bucket_ns = _ns(cluster.bucket_seconds)
+    model.forward_ns = [_ns(seconds) for seconds in work.forward]
+    model.backward_ns = [_ns(seconds) for seconds in work.backward]
+    model.activation_bytes = list(work.activation_bytes)
+    model.update_ns = [_ns(seconds) for seconds in work.update]
+    model.layers = list(work.layers)
+    model.gradient_bytes = list(work.gradient_bytes)
+    model.layers_per_bucket = layers_per_bucket
+    try:
+        model.dp_sync = "early" if dp_sync == "mixed" else dp_sync
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    if work.buckets:
+        ways = [iter(modes[stage]) if dp_sync == "mixed" else repeat(dp_sync) for stage in range(pp)]
+        model.buckets = [
+            [(_ns(b.forward), _ns(b.backward), b.bytes, next(ways[chunk % pp]) == "zero1") for b in buckets]
+            for chunk, buckets in enumerate(work.buckets)
+        ]
+    return model
+
+
+def _ns(seconds: float) -> int:
+    return round(_NS * seconds)
+
+
+def early_gathers_to_try(buckets: int, count: int) -> list[int]:
+    """Returns about `count` numbers of early gathers of a stage with so many buckets, evenly spread, and "any" (-1)."""
+    return [-1, *range(0, buckets, max(1, -(-buckets // count)))]
+
+
+def fastest_early_gathers(
+    schedule: _C.Schedule, model: _C.ClusterModel, numbers: Iterable[int], max_steps: int = 8
+) -> int:
+    """Returns that of `numbers`, early gathers per stage, with the shortest step; of equals the first."""
+
+    def length(number: int) -> int:
+        model.early_gathers = number
+        return _C.simulate_step(schedule, model, max_steps, False).step_ns
+
+    return min(numbers, key=length)
