@@ -1,4 +1,4 @@
-"""cluster_model(): what the simulator is told, made in one place of Work (what chunks cost) and Cluster (where they run).
+"""cluster_model(): what the simulator is told, made of Work (what chunks cost) and Cluster (where they run).
 
 The planner makes both of a profile, the replanner of measured times, the command line and the benchmarks make them up.
 """
