@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
 from fold3d.data_parallel.pending import PendingGradient
+from fold3d.errors import ConfigError
 from fold3d.placement.bucket_layout import BucketSpec
 
 _ALIGN = 64
@@ -122,6 +124,10 @@ class Bucket:
             view.add_(parameter.grad)
             parameter.grad = None
 
+    def set_used(self, used: Iterable[Any]) -> None:
+        """Whether any micro-batch gave each parameter a gradient, here or elsewhere."""
+        self.used = [bool(one) for one in used]
+
     def clear(self) -> None:
         """Begins the next step's sum at zero."""
         self.gradients.zero_()
@@ -152,8 +158,18 @@ class Bucket:
         if not self._pending:
             self._pending = [PendingGradient.of(*both) for both in zip(self.names, self.parameters, strict=True)]
         for parameter, pending in zip(self.parameters, self._pending, strict=True):
-            pending.taken = taken
+            pending.mark(taken=taken)
             parameter.grad = pending
+
+    def check_veiled(self) -> None:
+        """Raises ConfigError when somebody meant to give the optimizer gradients of their own, since `veil`."""
+        for name, parameter in zip(self.names, self.parameters, strict=True):
+            if not isinstance(parameter.grad, PendingGradient):
+                what = "taken away" if parameter.grad is None else "set"
+                raise ConfigError(
+                    f"{name}.grad was {what} between run and optimizer.step(), but the summed gradients are not in "
+                    ".grad; clip with engine.clip_grad_norm, or pass reads_gradients=True to Engine.run"
+                )
 
 
 def laid_out(flat: Tensor, parameter: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fold3d.placement.bucket_layout import BucketSpec
 
@@ -36,13 +36,20 @@ class BucketSchedule:
             modes: per planned bucket "zero1", "early" or "serial" (all or none).
             gather_order: planned early buckets.
         """
-        numbers: dict[int, list[int]] = {}
-        for number, bucket in enumerate(buckets):
-            if len(bucket.stages) == 1:
-                numbers.setdefault(bucket.planned, []).append(number)
-        return cls(
+        plan = cls(
             buckets=tuple(buckets),
             modes=tuple("zero1" if modes[bucket.planned] == "zero1" else "early" for bucket in buckets),
-            gather_order=tuple(number for planned in gather_order for number in numbers.get(planned, ())),
+            gather_order=(),
             serial="serial" in modes,
+        )
+        return plan.in_order(gather_order)
+
+    def in_order(self, gather_order: Sequence[int]) -> BucketSchedule:
+        """Returns the same with another order of gathers, of planned early buckets."""
+        numbers: dict[int, list[int]] = {}
+        for number, bucket in enumerate(self.buckets):
+            if len(bucket.stages) == 1:
+                numbers.setdefault(bucket.planned, []).append(number)
+        return replace(
+            self, gather_order=tuple(number for planned in gather_order for number in numbers.get(planned, ()))
         )

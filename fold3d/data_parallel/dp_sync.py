@@ -15,28 +15,27 @@ Every way gives the same bits: the same sums, the same norm, the same element-wi
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from fold3d import _C
-from fold3d.comms import abortable_collectives
 from fold3d.comms.groups import Groups
-from fold3d.data_parallel import optimizer_state
+from fold3d.data_parallel import gradients
 from fold3d.data_parallel.bucket import Bucket
-from fold3d.data_parallel.bucket_optimizer import BucketOptimizer, Settings, check_separable
 from fold3d.data_parallel.bucket_schedule import BucketSchedule
 from fold3d.data_parallel.buffers import BufferSync
 from fold3d.data_parallel.grad_norm import all_reduce_norm
-from fold3d.data_parallel.gradients import norm_dtype, share_first
+from fold3d.data_parallel.gradient_states import Event, GradientStates, State
+from fold3d.data_parallel.optimizer.bucketwise_optimizer import BucketwiseOptimizer
+from fold3d.data_parallel.optimizer.separable import check_separable
 from fold3d.data_parallel.parameter_readiness import ParameterReadiness
-from fold3d.data_parallel.pending import PendingGradient
 from fold3d.data_parallel.reducer import Reducer
+from fold3d.data_parallel.tied_buckets import TiedBuckets
+from fold3d.data_parallel.transfers import BucketTransfers
 from fold3d.errors import ConfigError
 from fold3d.faults.progress import Progress
 from fold3d.observe.step_breakdown import RawRecord
@@ -45,14 +44,12 @@ from fold3d.topology import Topology
 
 logger = logging.getLogger(__name__)
 
-_ACTION = {"reduce": "REDUCE_GRAD", "gather": "GATHER"}
-
 
 class DpSync:
     """DP.sync of one rank; all replicas of a stage make the same calls. For dp > 1.
 
     Without an optimizer (`attach`) a step ends with the mean gradients in `.grad`; with one, with `update`. A `whole`
-    step does both: `update` takes what was made of the gradients meanwhile.
+    step does both: `update` takes what was made of the gradients meanwhile. What may follow what: `GradientStates`.
     """
 
     def __init__(
@@ -63,34 +60,31 @@ class DpSync:
         sync: _C.BucketSync,
         plan: BucketSchedule,
         progress: Progress,
+        read: Callable[[], None],
     ):
-        self._cut, self._topology, self._groups, self._sync = cut, topology, groups, sync
-        self._progress = progress
-        self._buffers = BufferSync(cut, groups.data, progress)
-        self.plan = plan
+        """Args:
+        read: calls `flush`, and tells of failures; for whoever reads weights through a state_dict.
+        """
+        self._cut, self._groups = cut, groups
+        self._plan = plan
         self.buckets = [
             Bucket(number, spec, cut.parameters, topology.dp, topology.dp_rank)
             for number, spec in enumerate(plan.buckets)
         ]
-        self._summed = {id(parameter) for bucket in self.buckets for parameter in bucket.parameters}
+        self._states = GradientStates()
+        self._whole = False  # this step's gradients shall be in `.grad` although there is an optimizer
+        self._transfers = BucketTransfers(sync, self.buckets, topology.dp, progress)
+        self._tied = TiedBuckets(self.buckets, groups.ties, topology, progress)
+        self._buffers = BufferSync(cut, groups.data, progress)
         uses = {name: sum(v % topology.pp == topology.pp_rank for v in c) for name, c in cut.placement.owners.items()}
-        self._readiness = ParameterReadiness(cut.model, self.buckets, self._open, lambda: self.read())
-        self._reducer = Reducer(self.buckets, uses, self._reduce, self._readiness.is_closed)
-        self.read: Callable[[], None] = self.flush
-        """What makes weights complete for whoever reads them; the engine puts in one that tells of failures."""
-        self._optimizer: Optimizer | None = None
-        self._parts: dict[int, BucketOptimizer] = {}
-        self._pending: dict[int, Settings] = {}  # early buckets that are to be stepped when they are opened
-        self._collected = False  # the optimizer's state is whole
-        self._norm_dtype = norm_dtype(cut.model)  # not in the vote, for which all ranks wait
-        self._norm: torch.Tensor | None = None
-        self._begun = False  # gradients are on their way that neither update() nor abandon() has taken
-        self._handed_over = False  # all of them, so that they arrive whatever this rank does next
-        # This step's, or the last one's, gradients are whole in `.grad` although there is an optimizer.
-        self._whole = False
-        self._shown: list[tuple[Parameter, Tensor | None]] = []  # what `.grad` held when a whole step was taken
-        self._step = 0
-        self._waits: list[RawRecord] = []
+        self._readiness = ParameterReadiness(cut.model, self.buckets, self._open, read)
+        self._reducer = Reducer(self.buckets, uses, self._transfers.reduce, self._readiness.is_closed)
+        self._optimizer: BucketwiseOptimizer | None = None
+        self._summed = {id(parameter) for bucket in self.buckets for parameter in bucket.parameters}
+        self._norm_dtype = gradients.norm_dtype(cut.model)  # not when the norm is made, for which all ranks wait
+        self._norm: Tensor | None = None  # of the step's gradients
+        self._coefficient = 1.0  # by which the optimizer shall scale them
+        self._shown: list[tuple[Parameter, Tensor | None]] = []  # what `.grad` held when the optimizer took it
 
     # One step
 
@@ -101,22 +95,21 @@ class DpSync:
             chunks: of this rank, in the order of their last backwards.
             whole: the gradients shall be in `.grad` between `end` and `update`, which takes them from there.
         """
-        if self._begun:
+        if self._states.allows(Event.DROP):
             self.abandon()
         self.check_trainable()
         self._buffers.begin()
+        is_left = self._states.state is State.LEFT
+        self._states.on(Event.BEGIN)
         for bucket in self.buckets:
-            if self._optimizer is None or self._whole:
+            if is_left:
                 bucket.clear()
             if not self._readiness.is_closed(bucket):
                 bucket.attach()
-        self._norm, self._shown = None, []
+        self._norm, self._coefficient, self._shown = None, 1.0, []
         self._whole = whole and self._optimizer is not None
-        self._begun, self._handed_over = True, False
-        self._step += 1
-        lazy = self._optimizer is not None and not self.plan.serial
-        self._sync.begin(self._step, list(self.plan.gather_order) if lazy else [])
-        self._reducer.begin(micro_batches, chunks, hold=self.plan.serial)
+        self._transfers.begin(self._gathered_early)
+        self._reducer.begin(micro_batches, chunks, hold=self._plan.serial)
 
     def before_chunk(self, chunk: int) -> None:
         """Waits for the parameters that any module of the chunk may read."""
@@ -130,91 +123,97 @@ class DpSync:
     def end(self) -> None:
         """All backwards are done. Without an optimizer, leaves the mean gradients in `.grad`, tied ones not summed; a
         whole step has these summed, too."""
+        self._states.on(Event.HAND_OVER)
         self._reducer.release()
-        self._handed_over = True
         if self._optimizer is not None and not self._whole:
             for bucket in self.buckets:
                 bucket.veil(taken=False)  # nobody may take half-summed gradients for the mean
             return
-        self._wait_reduced()
+        self._transfers.wait_reduced()
         if self._whole:
-            self._sum_tied()
-        self._gather_gradients(self.buckets)
+            self._tied.sum()
+        self._gather_gradients()
         self._share_use()
         for bucket in self.buckets:
             bucket.expose()
-        self._begun = self._whole
+        self._states.on(Event.SHOW if self._whole else Event.LEAVE)
 
-    @property
-    def keeps_gradients(self) -> bool:
-        """Whether the step's gradients are not in `.grad`, so that `norm` and `update` have to be asked."""
-        return self._optimizer is not None and not self._whole
-
-    def norm(self) -> torch.Tensor:
+    def norm(self) -> Tensor:
         """Returns the exact global gradient norm, the same on every rank; all ranks call (one all-reduce)."""
-        if self._norm is None and not self._begun:  # no step has run
+        if self._optimizer is None or self._states.in_grad:
+            names = self._cut.primary()
+            # In the model's order: a set's differs between processes, and so would the last bit of the sum.
+            primary = [parameter for name, parameter in self._cut.parameters.items() if name in names]
+            return gradients.global_norm(primary, self._norm_dtype, self._groups.world.pipeline)
+        if self._norm is None and not self._states.has_gradients:  # no step has run
             return torch.zeros((), dtype=self._norm_dtype)
         if self._norm is None:
-            self._wait_reduced()
-            self._sum_tied()
-            unused = sum(not used for bucket in self.buckets for used in bucket.used)
-            primary = self._cut.primary()
-            shards = [b.gradients[p.start : p.stop] for b in self.buckets for p in b.pieces if p.name in primary]
-            (total, changed), norm = all_reduce_norm([unused, self._buffers.changed()], shards, self._groups.world)
-            self._buffers.agree(changed > 0)
-            self._norm = norm.to(self._norm_dtype)
-            if total:
-                self._share_use()
+            self._norm = self._sum_norm()
         return self._norm
 
-    def update(self, coefficient: float) -> None:
-        """Begins the optimizer's step, with its settings of now and gradients scaled by `coefficient`.
+    def scale(self, coefficient: float) -> None:
+        """Scales the step's gradients: where they are in `.grad` now, else when the optimizer takes them."""
+        if self._optimizer is None or self._states.in_grad:
+            gradients.scale(self._cut.parameters.values(), coefficient)
+        else:
+            self._coefficient = coefficient
 
-        Parameters are up to date when their arbiters are open (`flush` opens all).
+    def update(self) -> None:
+        """Begins the optimizer's step, with its settings of now.
+
+        Parameters are up to date when their buckets are open (`flush` opens all).
         """
-        assert self._optimizer is not None
-        if not self._begun:  # there are no gradients: as an optimizer that finds none
+        optimizer = self._optimizer
+        assert optimizer is not None
+        if not self._states.has_gradients:  # as an optimizer that finds none
             return
-        self._check_parameters()
-        if self._whole:
+        optimizer.check_unchanged()
+        is_shown = self._states.state is State.SHOWN
+        if is_shown:
             self._take_back()
         else:
-            self._check_gradients()
+            for bucket in self.buckets:
+                bucket.check_veiled()
             self.norm()
-        settings = Settings.of(self._optimizer, coefficient)
+        settings = optimizer.settings(self._coefficient)
         for bucket in self.buckets:
             bucket.detach()
-            if self.plan.modes[bucket.number] == "zero1":
-                self._step_shard(bucket, settings)
+            if self._plan.modes[bucket.number] == "zero1":
+                optimizer.step_shard(bucket, settings)
+                assert bucket.weights is not None
+                self._transfers.gather(bucket, bucket.weights)
+                if not is_shown:
+                    bucket.clear()
             else:
-                self._pending[bucket.number] = settings
-                planned = bucket.number in self.plan.gather_order and not self.plan.serial
-                if not planned and not self._whole:
-                    self._sync.gather(bucket.number, bucket.gradients)
+                optimizer.postpone(bucket, settings)
+                if not is_shown and bucket.number not in self._gathered_early:
+                    self._transfers.gather(bucket, bucket.gradients)
             self._readiness.close(bucket)
-        self._begun = False
-        if self.plan.serial or self._whole:
+        self._states.on(Event.TAKE)
+        self._coefficient = 1.0
+        if self._plan.serial or is_shown:
             self.flush()
 
     def updated(self) -> None:
         """The optimizer's own step is over: `.grad` holds what it took, or says that it is gone."""
-        if self._whole:
+        if self._states.in_grad:
             for parameter, gradient in self._shown:
                 parameter.grad = gradient
-        elif self._optimizer is not None and self._step:
+        elif self._transfers.step:
             for bucket in self.buckets:
                 bucket.veil(taken=True)
 
     def abandon(self) -> None:
         """Drops the gradients of a step that will not be taken, such as one with infinite gradients."""
-        self._reducer.release()
-        self._wait_reduced()
+        self._states.on(Event.DROP)
+        self._transfers.wait_reduced()
         for bucket in self.buckets:
-            if bucket.number not in self._pending:
-                self._wait_gathered(bucket)
+            if self._optimizer is None or not self._optimizer.is_postponed(bucket):
+                self._transfers.wait_gathered(bucket)
                 bucket.detach()
                 bucket.clear()
-        self._begun = self._whole = False
+
+    # Between steps
 
     def flush(self) -> None:
         """Brings all parameters of this rank up to date. Meets nobody: the other replicas' part is under way."""
@@ -223,11 +222,11 @@ class DpSync:
     def finish(self) -> None:
         """Waits for what is under way: the weights become final, and no replica misses what this rank passes on."""
         try:
-            if self._begun and self._handed_over:
-                self._wait_reduced()
-            if self._handed_over or not self._begun:  # else gathers may wait for sums that nobody will begin
+            if self._states.state in (State.SUMMING, State.SHOWN):
+                self._transfers.wait_reduced()
+            if self._states.state is not State.ACCUMULATING:  # gathers may wait for sums that nobody will begin
                 for bucket in self.buckets:
-                    self._wait_gathered(bucket)
+                    self._transfers.wait_gathered(bucket)
             self.flush()
         except _C.CommError as error:
             logger.warning("the weights of the last step are incomplete: %s", error)
@@ -237,21 +236,23 @@ class DpSync:
 
         Raises: ConfigError between `run` and the optimizer's step.
         """
-        if self._begun:
+        if self._states.has_gradients:
             raise ConfigError(
                 "another engine was about to use the model between this one's run and optimizer.step(); step first"
             )
         self.flush()
-        self._reducer.listens = False
+        self._states.on(Event.REST)
+        self._reducer.rest()
 
     def resume(self) -> None:
-        """The model is ours again; what the other engine made of the weights is kept."""
-        self._reducer.listens = True
+        """The model is ours, perhaps again; what another engine made of the weights is kept."""
+        if not self._states.is_resting:
+            return
+        self._states.on(Event.RESUME)
+        self._reducer.resume()
         for bucket in self.buckets:
             if bucket.weights is not None and not all(bucket.holds(parameter) for parameter in bucket.parameters):
                 bucket.flatten_parameters()
-
-    # The optimizer
 
     def attach(self, optimizer: Optimizer, *, parts: bool) -> None:
         """Steps `optimizer` bucket by bucket from now on.
@@ -260,65 +261,55 @@ class DpSync:
             parts: whether any stage steps parts of parameters (zero1).
         Raises: ConfigError when parts of parameters shall be stepped and the optimizer cannot do that exactly.
         """
-        if self._begun:
+        if self._states.has_gradients:
             raise ConfigError("attach the optimizer before the step's `run`, not between it and optimizer.step()")
         check_separable(optimizer, parts=parts)
         for bucket in self.buckets:
             bucket.detach()
             bucket.clear()
-            if self.plan.modes[bucket.number] == "zero1":
-                bucket.flatten_parameters()
-                weights = bucket.weights
-                assert weights is not None
-                tensors = [(piece, piece.of(weights)) for piece in bucket.pieces]
-                part = BucketOptimizer(optimizer, tensors, sharded=True)
-                optimizer_state.scatter(bucket, part, optimizer)
-            else:
-                whole = [(piece, piece.parameter) for piece in bucket.all_pieces]
-                part = BucketOptimizer(optimizer, whole, sharded=False)
-            self._parts[bucket.number] = part
-        self._optimizer = optimizer
+        sharded = [self._plan.modes[bucket.number] == "zero1" for bucket in self.buckets]
+        self._optimizer = BucketwiseOptimizer(optimizer, self.buckets, sharded, self._groups.data)
+        self._states.on(Event.ATTACH)
 
     @property
-    def optimizer(self) -> Optimizer | None:
+    def plan(self) -> BucketSchedule:
+        """How the buckets are synchronised."""
+        return self._plan
+
+    def reschedule(self, gather_order: Sequence[int]) -> None:
+        """Gathers early buckets in another order from the next step on, the same on all replicas of the stage.
+
+        Args:
+            gather_order: planned buckets, as in `BucketSchedule.of`.
+        """
+        self._plan = self._plan.in_order(gather_order)
+
+    @property
+    def optimizer(self) -> BucketwiseOptimizer | None:
         """The attached optimizer."""
         return self._optimizer
 
     def collect_state(self) -> None:
         """Fills the optimizer's state with what the replicas hold in parts; all replicas call. See `split_state`."""
         self.flush()
-        for bucket in self._zero1():
-            assert self._optimizer is not None
-            whole = optimizer_state.gather(bucket, self._parts[bucket.number], self._groups.data)
-            self._optimizer.state.update(whole)
-        self._collected = True
+        if self._optimizer is not None:
+            self._optimizer.collect_state()
 
     def before_state_dict(self) -> None:
         """The optimizer's state is about to be read. Raises ConfigError when this replica has only a part of it."""
         self.flush()
-        if not self._collected and any(self._parts[bucket.number].twin.state for bucket in self._zero1()):
-            raise ConfigError(
-                "each replica keeps a part of the optimizer's state; take engine.state_dict(), or read it inside `with "
-                "engine.whole_optimizer_state():`, on all ranks"
-            )
+        if self._optimizer is not None:
+            self._optimizer.check_state_is_whole()
 
     def release_state(self) -> None:
         """Drops what `collect_state` put together."""
-        self._collected = False
-        for bucket in self._zero1():
-            assert self._optimizer is not None
-            optimizer_state.drop(bucket, self._optimizer)
+        if self._optimizer is not None:
+            self._optimizer.release_state()
 
     def split_state(self) -> None:
         """Keeps this rank's part of a state that was loaded whole into the optimizer."""
-        for bucket in self._zero1():
-            assert self._optimizer is not None
-            optimizer_state.scatter(bucket, self._parts[bucket.number], self._optimizer)
-
-    def _zero1(self) -> list[Bucket]:
-        if self._optimizer is None:
-            return []
-        return [bucket for bucket in self.buckets if self.plan.modes[bucket.number] == "zero1"]
+        if self._optimizer is not None:
+            self._optimizer.split_state()
 
     def check_trainable(self) -> None:
         """Raises ConfigError when a parameter is trained whose gradients nobody sums over the replicas."""
@@ -332,131 +323,74 @@ class DpSync:
 
     # Inside
 
+    @property
+    def _gathered_early(self) -> Sequence[int]:
+        """Buckets whose gradients are gathered as soon as they are summed."""
+        return () if self._optimizer is None or self._plan.serial else self._plan.gather_order
+
+    def _sum_norm(self) -> Tensor:
+        self._states.on(Event.MEASURE)
+        self._transfers.wait_reduced()
+        self._tied.sum()
+        unused = sum(not used for bucket in self.buckets for used in bucket.used)
+        primary = self._cut.primary()
+        shards = [b.gradients[p.start : p.stop] for b in self.buckets for p in b.pieces if p.name in primary]
+        (total, changed), norm = all_reduce_norm([unused, self._buffers.changed()], shards, self._groups.world)
+        self._buffers.agree(changed > 0)
+        if total:
+            self._share_use()
+        return norm.to(self._norm_dtype)
+
     def _take_back(self) -> None:
         """Makes what `.grad` holds the step's gradients; copies of tied weights get those of the first stage."""
         self._shown = [(parameter, parameter.grad) for bucket in self.buckets for parameter in bucket.parameters]
         for bucket in self.buckets:
             bucket.take_back()
-        for bucket in self._tied():
-            stages = bucket.spec.stages
-            share_first(bucket.gradients, bucket.used, stages, self._topology, self._groups.ties[stages])
-
-    def _check_gradients(self) -> None:
-        """Raises ConfigError when somebody meant to give the optimizer gradients of their own."""
-        for bucket in self.buckets:
-            for name, parameter in zip(bucket.names, bucket.parameters, strict=True):
-                if not isinstance(parameter.grad, PendingGradient):
-                    what = "taken away" if parameter.grad is None else "set"
-                    raise ConfigError(
-                        f"{name}.grad was {what} between run and optimizer.step(), but the summed gradients are not in "
-                        ".grad; clip with engine.clip_grad_norm, or pass reads_gradients=True to Engine.run"
-                    )
-
-    def _check_parameters(self) -> None:
-        """Raises ConfigError when parameters or groups are not what the optimizer was attached with."""
-        assert self._optimizer is not None
-        for bucket in self.buckets:
-            for name, parameter in zip(bucket.names, bucket.parameters, strict=True):
-                if bucket.weights is not None and not bucket.holds(parameter):
-                    raise ConfigError(
-                        f"{name} got other memory after the engine was built (.data was assigned, or .to() called); "
-                        "change weights in place, or make a new Engine"
-                    )
-        count = len(self._optimizer.param_groups)
-        if any(len(part.twin.param_groups) != count for part in self._parts.values()):
-            raise ConfigError("a parameter group was added after the optimizer was attached; make a new Engine")
-
-    def _reduce(self, bucket: Bucket) -> None:
-        self._sync.reduce(bucket.number, bucket.gradients, 1.0 / self._topology.dp)
-
-    def _step_shard(self, bucket: Bucket, settings: Settings) -> None:
-        gradients = {p.index: p.of(bucket.gradients) for p in bucket.pieces if bucket.used[p.index]}
-        self._parts[bucket.number].step(gradients, settings)
-        assert bucket.weights is not None
-        self._sync.gather(bucket.number, bucket.weights)
-        if not self._whole:
-            bucket.clear()
+        self._tied.share_first()
 
     def _open(self, bucket: Bucket) -> None:
-        self._wait_gathered(bucket)
-        settings = self._pending.pop(bucket.number, None)
-        if settings is not None:
-            gradients = {k: view for k, view in enumerate(bucket.views) if bucket.used[k]}
-            self._parts[bucket.number].step(gradients, settings)
-            if not self._whole:
-                bucket.clear()
-        if self._begun:
+        self._transfers.wait_gathered(bucket)
+        if self._optimizer is not None and self._optimizer.step_postponed(bucket) and not self._states.in_grad:
+            bucket.clear()
+        if self._states.has_gradients:
             bucket.attach()
 
-    def _gather_gradients(self, buckets: Sequence[Bucket]) -> None:
-        planned = self.plan.gather_order if self._optimizer is not None and not self.plan.serial else ()
-        for bucket in buckets:
-            if bucket.number not in planned:  # else it is on its way
-                self._sync.gather(bucket.number, bucket.gradients)
-        for bucket in buckets:
-            self._wait_gathered(bucket)
-
-    def _sum_tied(self) -> None:
-        for bucket in self._tied():
-            shard, group = bucket.gradients[bucket.shard], self._groups.ties[bucket.spec.stages]
-            abortable_collectives.all_reduce(shard, group, self._progress)
+    def _gather_gradients(self) -> None:
+        for bucket in self.buckets:
+            if bucket.number not in self._gathered_early:  # else it is on its way
+                self._transfers.gather(bucket, bucket.gradients)
+        for bucket in self.buckets:
+            self._transfers.wait_gathered(bucket)
 
     def _share_use(self) -> None:
         """A parameter counts as used when any replica, and of tied ones any stage, used it."""
         used = [used for bucket in self.buckets for used in bucket.used]
         flags = torch.tensor([self._buffers.changed(), *used], dtype=torch.uint8)
         self._groups.data.all_reduce(flags, torch.maximum)
-        values = iter(flags.tolist())
-        self._buffers.agree(bool(next(values)))
+        changed, *anywhere = flags.tolist()
+        self._buffers.agree(bool(changed))
+        values = iter(anywhere)
         for bucket in self.buckets:
-            bucket.used = [bool(next(values)) for _ in bucket.used]
-        for bucket in self._tied():
-            shared = torch.tensor(bucket.used, dtype=torch.uint8)
-            abortable_collectives.all_reduce(
-                shared, self._groups.ties[bucket.spec.stages], self._progress, dist.ReduceOp.MAX
-            )
-            bucket.used = [bool(flag) for flag in shared.tolist()]
+            bucket.set_used([next(values) for _ in bucket.used])
+        self._tied.share_use()
 
-    def _tied(self) -> list[Bucket]:
-        """Returns the buckets that other stages have, too, in an order that is the same on all of them."""
-        return sorted((b for b in self.buckets if len(b.spec.stages) > 1), key=lambda bucket: bucket.names)
-
-    def _wait_reduced(self) -> None:
-        start = time.monotonic_ns()
-        with self._progress.during(f"the gradient sums of step {self._step}", meets=True):
-            for bucket in self.buckets:
-                self._sync.wait_reduced(bucket.number)
-        last = self.buckets[0].spec.chunk if self.buckets else 0
-        self._waits.append(("wait", f"{last}REDUCE_GRAD", start, time.monotonic_ns(), 0))
-
-    def _wait_gathered(self, bucket: Bucket) -> None:
-        if self._sync.is_gathered(bucket.number):
-            return
-        start = time.monotonic_ns()
-        with self._progress.during(f"the gather of step {self._step}", meets=True):
-            self._sync.wait_gathered(bucket.number)
-        self._waits.append(("wait", f"{bucket.spec.chunk}GATHER", start, time.monotonic_ns(), 0))
+    # What others ask for
 
     def take_records(self) -> list[RawRecord]:
         """Returns the transfers and the waits since the last call, by chunk."""
-        waits, self._waits = self._waits, []
-        chunk_of = {f"bucket {b.number}": b.spec.chunk for b in self.buckets}
-        transfers = [
-            (lane, f"{chunk_of[text]}{_ACTION[lane]}", start, end, size)
-            for lane, text, start, end, size in self._sync.take_records()
-        ]
-        return [*waits, *transfers]
+        return self._transfers.take_records()
 
     def bandwidth(self) -> float:
         """Returns the measured bytes per second that this rank sends; 0.0 when nothing was measured yet."""
-        return self._sync.bandwidth()
+        return self._transfers.bandwidth()
 
     def abort(self, reason: str) -> None:
         """Ends all communication; any thread."""
-        self._sync.abort(reason)
+        self._transfers.abort(reason)
 
     def close(self) -> None:
         """Ends the threads and takes the hooks off the model."""
+        self._states.on(Event.CLOSE)
         self._readiness.remove()
         self._reducer.remove()
-        self._sync.close()
+        self._transfers.close()

@@ -40,6 +40,10 @@ class PendingGradient(Tensor):
         gradient.of_parameter, gradient.taken = name, False
         return gradient
 
+    def mark(self, *, taken: bool) -> None:
+        """Notes whether the optimizer has stepped."""
+        self.taken = taken
+
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod

@@ -43,9 +43,8 @@ class Built(Supervised):
 
     def _take_turn(self) -> None:
         """Makes the model this engine's, which another one may have used since."""
-        if not take_turn(self, self.model) or self._pipeline is None:
-            return
-        if self._pipeline.dp_sync is not None:
+        take_turn(self, self.model)
+        if self._pipeline is not None and self._pipeline.dp_sync is not None:
             self._pipeline.dp_sync.resume()
 
     def rest(self) -> None:

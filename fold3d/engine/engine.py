@@ -19,8 +19,8 @@ from fold3d.comms.consistency import agree
 from fold3d.comms.world_group import WorldGroup
 from fold3d.config import AUTO, ParallelConfig
 from fold3d.data_parallel import gradients
-from fold3d.data_parallel.bucket_optimizer import check_separable
-from fold3d.data_parallel.optimizer_hooks import OptimizerHooks
+from fold3d.data_parallel.optimizer.hooks import OptimizerHooks
+from fold3d.data_parallel.optimizer.separable import check_separable
 from fold3d.device import default_device, make_current, rng_untouched
 from fold3d.engine import loss, planner, state
 from fold3d.engine.arguments import check_arguments
@@ -101,7 +101,6 @@ class Engine(Built):
         self._planned_optimizer = optimizer or optimizer_like
         self._autocast = autocast
         self._scaler = LossScaler(scaler) if scaler is not None and scaler.is_enabled() else None
-        self._clip = 1.0
         self.hooks: OptimizerHooks | None = None
         self._weights = weights
         self.choice: Choice | None = None
@@ -180,13 +179,12 @@ class Engine(Built):
         cut = self._cut
         assert cut is not None
         self._pipeline = Pipeline(
-            cut, self.config, self.world, self.device, name, self.choice, planned if may_change else None
+            *(cut, self.config, self.world, self.device, name, self.choice, planned if may_change else None),
+            read=self.flush,
         )
         weakref.finalize(self, cut.split.remove).atexit = False
         # Threads that outlive the interpreter abort the process: a script that never calls close() must end well.
         self._at_exit = weakref.finalize(self, self._pipeline.close)
-        if self._pipeline.dp_sync is not None:
-            self._pipeline.dp_sync.read = self.flush
         self._loss_takes_count = loss.takes_label_count(self.model)
         if self._make_optimizer is not None:
             # torch's optimizers refuse an empty list; a stage all of whose parameters are frozen gets one of no size.
@@ -276,7 +274,6 @@ class Engine(Built):
         if pipeline.dp_sync is None:
             for parameter in cut.parameters.values():
                 parameter.grad = None
-        self._clip = 1.0
         with self._failing_together(self._step_name()), rng_untouched(self.device):
             better = pipeline.tune(self.programs.training(len(micro_batches)))
             if better is not None:
@@ -294,7 +291,7 @@ class Engine(Built):
         """Returns the exact global gradient norm, the same on every rank; all ranks of the job call."""
         cut, pipeline = self._built()
         with self._failing_together(f"the gradient norm of {self._step_name()}", meets=True):
-            if pipeline.dp_sync is not None and pipeline.dp_sync.keeps_gradients:
+            if pipeline.dp_sync is not None:
                 return pipeline.dp_sync.norm()
             names = cut.primary()
             # In the model's order: a set's differs between processes, and so would the last bit of the sum.
@@ -312,8 +309,8 @@ class Engine(Built):
 
     def _scale_gradients(self, coefficient: float) -> None:
         cut, pipeline = self._built()
-        if pipeline.dp_sync is not None and pipeline.dp_sync.keeps_gradients:
-            self._clip = coefficient
+        if pipeline.dp_sync is not None:
+            pipeline.dp_sync.scale(coefficient)
         else:
             gradients.scale(cut.parameters.values(), coefficient)
 
@@ -322,8 +319,7 @@ class Engine(Built):
         _, pipeline = self._built()
         assert pipeline.dp_sync is not None
         with self._failing_together(f"the optimizer of {self._step_name()}", meets=False):
-            pipeline.dp_sync.update(self._clip)
-        self._clip = 1.0
+            pipeline.dp_sync.update()
         pipeline.extend()
 
     def _updated(self) -> None:

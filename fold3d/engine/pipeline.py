@@ -61,13 +61,17 @@ class Pipeline:
         name: str,
         choice: Choice | None,
         replan: tuple[Job, Choice] | None,
+        *,
+        read: Callable[[], None],
     ):
         """Args:
         name: this engine's in the job, the same on every rank.
         choice: the planner's, if it was asked.
         replan: what `tune` may choose another schedule for.
+        read: makes weights complete for whoever reads them, and tells of failures.
         """
         self._choice = choice
+        self._read = read
         self._replan = replan
         self._cut = cut
         self._world = world
@@ -155,7 +159,7 @@ class Pipeline:
         sync = connect_replicas(
             topology, self.groups, arbiter, device, config.timeout_seconds, over_tcp=over_tcp, hosts=hosts
         )
-        self.dp_sync = DpSync(cut, topology, self.groups, sync, plan, self.progress)
+        self.dp_sync = DpSync(cut, topology, self.groups, sync, plan, self.progress, self._read)
         self.progress.dp_sync = self.dp_sync
 
     @property

@@ -17,7 +17,7 @@ from fold3d.comms.groups import Groups
 from fold3d.comms.tcp import uses_tcp
 from fold3d.comms.world_group import WorldGroup
 from fold3d.config import AUTO, ParallelConfig, text_of_bytes
-from fold3d.data_parallel.bucket_optimizer import check_separable
+from fold3d.data_parallel.optimizer.separable import check_separable
 from fold3d.errors import ConfigError, RankError, TraceError
 from fold3d.observe.announce import announce
 from fold3d.plan.choice import Choice

@@ -16,7 +16,6 @@ import torch
 from fold3d.comms.groups import Groups
 from fold3d.comms.tcp import uses_tcp
 from fold3d.config import ParallelConfig
-from fold3d.data_parallel.bucket_schedule import BucketSchedule
 from fold3d.data_parallel.dp_sync import DpSync
 from fold3d.observe.announce import announce
 from fold3d.observe.step_breakdown import NS_PER_MS, RawRecord, merged, without
@@ -133,10 +132,7 @@ class Replanner:
             assert self._planned is not None
             self._planned = (self._planned[0], better)
         if sync is not None and not sync.plan.serial:
-            plan = sync.plan
-            planned: dict[int, str] = {b.planned: m for b, m in zip(plan.buckets, plan.modes, strict=True)}
-            modes = [planned[number] for number in range(len(planned))]
-            sync.plan = BucketSchedule.of(plan.buckets, modes, self.expected.gather_order[self._topology.pp_rank])
+            sync.reschedule(self.expected.gather_order[self._topology.pp_rank])
         return better
 
     def _share(self, sync: DpSync | None) -> dict[str, Any]:

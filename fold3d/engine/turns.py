@@ -18,13 +18,12 @@ class TakesTurns(Protocol):
 _users: WeakKeyDictionary[Module, ReferenceType[TakesTurns]] = WeakKeyDictionary()
 
 
-def take_turn(user: TakesTurns, model: Module) -> bool:
-    """Has whoever used `model` last rest; returns whether it was somebody else."""
+def take_turn(user: TakesTurns, model: Module) -> None:
+    """Has whoever else used `model` last rest, if it is still there."""
     found = _users.get(model)
     last = None if found is None else found()
     if last is user:
-        return False
+        return
     if last is not None:
         last.rest()
     _users[model] = ref(user)
-    return last is not None

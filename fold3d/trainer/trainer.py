@@ -24,7 +24,7 @@ from transformers.trainer_utils import seed_worker
 from transformers.utils.import_utils import is_peft_available
 
 from fold3d.checkpoint import OptimizerLayout
-from fold3d.data_parallel.optimizer_hooks import has_hooks
+from fold3d.data_parallel.optimizer.hooks import has_hooks
 from fold3d.device import all_rng_untouched
 from fold3d.engine.engine import Engine
 from fold3d.errors import ConfigError

@@ -13,7 +13,8 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from fold3d.data_parallel.bucket import Bucket
-from fold3d.data_parallel.bucket_optimizer import BucketOptimizer, Settings, check_separable
+from fold3d.data_parallel.optimizer.bucket_optimizer import BucketOptimizer, Settings
+from fold3d.data_parallel.optimizer.separable import check_separable
 from fold3d.errors import ConfigError
 from fold3d.placement.bucket_layout import BucketSpec
 

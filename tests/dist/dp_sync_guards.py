@@ -84,7 +84,7 @@ def sum_under_the_backward() -> int:
         nonlocal passes, waited
         passes += 1
         if passes == waits.MICRO_BATCHES:
-            sync._sync.wait_reduced(last)  # all that is missing is the first layer, which comes after this
+            sync._transfers._sync.wait_reduced(last)  # all that is missing is the first layer, which comes after this
             waited += 1
 
     engine.model.get_submodule("layers.0").register_full_backward_pre_hook(wait)

@@ -82,7 +82,7 @@ def optimizer_bytes(case: Case) -> tuple[int, int]:
     engine.step(parity_jobs.replica_batch(case, 0, engine.topology.dp_rank))
     engine.flush()
     assert engine.optimizer is not None and engine._pipeline is not None and engine._pipeline.dp_sync is not None
-    states = [engine.optimizer.state, *(part.twin.state for part in engine._pipeline.dp_sync._parts.values())]
+    states = [engine.optimizer.state, *(part.twin.state for part in engine._pipeline.dp_sync.optimizer.parts)]
     unique = {id(t): t for state in states for values in state.values() for t in values.values() if t.ndim}
     own = sum(parameter.numel() for parameter in engine.owned.values() if parameter.requires_grad)
     engine.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -144,6 +145,38 @@ def own_loop(dp_sync: str, loss: str, norm: bool) -> dict[str, Tensor]:
     found = weights(model)
     engine.close()
     return found
+
+
+def now_and_then_read(dp_sync: str) -> dict[str, Tensor]:
+    """Trains four steps, lazily; gradients are in `.grad` in every other one."""
+    model = build()
+    engine, optimizer = attached(model, dp_sync)
+    for step in range(4):
+        read = step % 2 == 1
+        parts = batches(step, engine.topology.dp_rank)
+        engine.run(parts, share, reads_weights=False, reads_gradients=read)
+        optimizer.step()
+    engine.close()
+    return weights(model)
+
+
+def after_another_one(dp_sync: str, closed: bool) -> dict[str, Tensor]:
+    """Trains two steps; between them another engine uses the model and is gone."""
+    model = build()
+    engine, optimizer = attached(model, dp_sync)
+    for step in range(2):
+        parts = batches(step, engine.topology.dp_rank)
+        engine.run(parts, share)
+        optimizer.step()
+        if step == 0:
+            other = engine_of(model, dp_sync)
+            other.forward(parts[0], share)
+            if closed:
+                other.close()
+            del other
+            gc.collect()
+    engine.close()
+    return weights(model)
 
 
 def odd_calls(dp_sync: str) -> dict[str, Tensor]:

@@ -63,9 +63,9 @@ class Watched:
 
     def __init__(self, engine: fold3d.Engine) -> None:
         assert engine._pipeline is not None and engine._pipeline.dp_sync is not None
-        self._streams = engine._pipeline.dp_sync._sync
+        self._streams = engine._pipeline.dp_sync._transfers._sync
         self.seen: list[str] = []
-        engine._pipeline.dp_sync._sync = self  # type: ignore[assignment]
+        engine._pipeline.dp_sync._transfers._sync = self  # type: ignore[assignment]
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._streams, name)

@@ -30,6 +30,23 @@ def test_weights_are_never_read_too_early(ranks: RankPool, dp_sync: str, loss: s
 
 
 @pytest.mark.parametrize("dp_sync", WAYS)
+def test_gradients_that_are_read_in_some_steps(ranks: RankPool, dp_sync: str) -> None:
+    """A layer that was updated in the forward of such a step kept the gradients of the step before."""
+    expected = loops.alone(4)
+    for found in ranks.run(loops.now_and_then_read, 2, dp_sync):
+        assert_close(found, expected)
+
+
+@pytest.mark.parametrize("closed", [True, False])
+@pytest.mark.parametrize("dp_sync", WAYS)
+def test_another_engine_that_is_gone(ranks: RankPool, dp_sync: str, closed: bool) -> None:
+    """Nobody told the first one that the model was its own again: its gradients were not counted."""
+    expected = loops.alone(2)
+    for found in ranks.run(loops.after_another_one, 2, dp_sync, closed):
+        assert_close(found, expected)
+
+
+@pytest.mark.parametrize("dp_sync", WAYS)
 def test_odd_calls_change_nothing(ranks: RankPool, dp_sync: str) -> None:
     expected = loops.alone(2)
     for found in ranks.run(loops.odd_calls, 2, dp_sync):

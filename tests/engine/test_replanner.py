@@ -39,6 +39,9 @@ class Sync:
     def flush(self) -> None:
         pass
 
+    def reschedule(self, gather_order: Any) -> None:
+        self.plan = self.plan.in_order(gather_order)
+
 
 LINKS = NetworkCosts(pp_latency=1e-4, pp_bandwidth=RATE, dp_bandwidth=RATE, hop_latency=1e-4)
 

@@ -4,12 +4,20 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from fold3d.data_parallel.dp_sync import DpSync
+
+class KeepsState(Protocol):
+    """Who keeps a part of the optimizer's state."""
+
+    def before_state_dict(self) -> None:
+        """The state is about to be read."""
+
+    def split_state(self) -> None:
+        """A whole state was loaded."""
 
 
 class OptimizerHooks:
@@ -18,7 +26,7 @@ class OptimizerHooks:
     def __init__(
         self,
         optimizer: Optimizer,
-        sync: DpSync,
+        sync: KeepsState,
         *,
         flush: Callable[[], None],
         before: Callable[[], None],

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from fold3d.comms.tree_group import TreeGroup
 from fold3d.data_parallel.bucket import Bucket, Piece, flattened, laid_out
-from fold3d.data_parallel.bucket_optimizer import BucketOptimizer
+from fold3d.data_parallel.optimizer.bucket_optimizer import BucketOptimizer
 
 State = dict[Tensor, dict[str, Any]]
 """Parameter -> its optimizer state."""

@@ -1,0 +1,108 @@
+"""BucketwiseOptimizer: the user's optimizer, stepped one bucket at a time and later than it was asked to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch.optim import Optimizer
+
+from fold3d.comms.tree_group import TreeGroup
+from fold3d.data_parallel.bucket import Bucket
+from fold3d.data_parallel.optimizer import state
+from fold3d.data_parallel.optimizer.bucket_optimizer import BucketOptimizer, Settings
+from fold3d.errors import ConfigError
+
+
+class BucketwiseOptimizer:
+    """The user's optimizer over some buckets: whole buckets, or this replica's shard ("zero1").
+
+    Of shards each replica keeps its part of the optimizer's state; `collect_state` puts it together.
+    """
+
+    def __init__(self, optimizer: Optimizer, buckets: Sequence[Bucket], sharded: Sequence[bool], data: TreeGroup):
+        """Moves parameters of sharded buckets into one flat tensor each.
+
+        Args:
+            buckets: in the order of their numbers.
+            sharded: per bucket, whether this replica steps its shard only.
+            data: the replicas of this rank's stage.
+        """
+        self._optimizer, self._buckets, self._data = optimizer, buckets, data
+        self._sharded = [bucket for bucket, is_sharded in zip(buckets, sharded, strict=True) if is_sharded]
+        self._pending: dict[int, Settings] = {}  # buckets that are to be stepped when they are opened
+        self._collected = False  # the optimizer's state is whole
+        self.parts: list[BucketOptimizer] = []
+        for bucket, is_sharded in zip(buckets, sharded, strict=True):
+            if is_sharded:
+                bucket.flatten_parameters()
+                assert bucket.weights is not None
+                tensors = [(piece, piece.of(bucket.weights)) for piece in bucket.pieces]
+                part = BucketOptimizer(optimizer, tensors, sharded=True)
+                state.scatter(bucket, part, optimizer)
+            else:
+                part = BucketOptimizer(optimizer, [(p, p.parameter) for p in bucket.all_pieces], sharded=False)
+            self.parts.append(part)
+
+    def settings(self, coefficient: float) -> Settings:
+        """Returns the optimizer's settings of now, for gradients that are scaled by `coefficient`."""
+        return Settings.of(self._optimizer, coefficient)
+
+    def step_shard(self, bucket: Bucket, settings: Settings) -> None:
+        """Steps this replica's shard of a bucket's weights."""
+        gradients = {p.index: p.of(bucket.gradients) for p in bucket.pieces if bucket.used[p.index]}
+        self.parts[bucket.number].step(gradients, settings)
+
+    def postpone(self, bucket: Bucket, settings: Settings) -> None:
+        """`step_postponed` shall step the whole bucket."""
+        self._pending[bucket.number] = settings
+
+    def is_postponed(self, bucket: Bucket) -> bool:
+        """Whether the bucket is still to be stepped."""
+        return bucket.number in self._pending
+
+    def step_postponed(self, bucket: Bucket) -> bool:
+        """Steps a bucket whose gradients are here, if it is still to be stepped; returns whether it was."""
+        settings = self._pending.pop(bucket.number, None)
+        if settings is None:
+            return False
+        gradients = {k: view for k, view in enumerate(bucket.views) if bucket.used[k]}
+        self.parts[bucket.number].step(gradients, settings)
+        return True
+
+    def check_unchanged(self) -> None:
+        """Raises ConfigError when parameters or groups are not what the optimizer was attached with."""
+        for bucket in self._buckets:
+            for name, parameter in zip(bucket.names, bucket.parameters, strict=True):
+                if bucket.weights is not None and not bucket.holds(parameter):
+                    raise ConfigError(
+                        f"{name} got other memory after the engine was built (.data was assigned, or .to() called); "
+                        "change weights in place, or make a new Engine"
+                    )
+        count = len(self._optimizer.param_groups)
+        if any(len(part.twin.param_groups) != count for part in self.parts):
+            raise ConfigError("a parameter group was added after the optimizer was attached; make a new Engine")
+
+    def collect_state(self) -> None:
+        """Fills the optimizer's state with what the replicas hold in parts; all replicas call. See `split_state`."""
+        for bucket in self._sharded:
+            self._optimizer.state.update(state.gather(bucket, self.parts[bucket.number], self._data))
+        self._collected = True
+
+    def check_state_is_whole(self) -> None:
+        """The optimizer's state is about to be read. Raises ConfigError when this replica has only a part of it."""
+        if not self._collected and any(self.parts[bucket.number].twin.state for bucket in self._sharded):
+            raise ConfigError(
+                "each replica keeps a part of the optimizer's state; take engine.state_dict(), or read it inside `with "
+                "engine.whole_optimizer_state():`, on all ranks"
+            )
+
+    def release_state(self) -> None:
+        """Drops what `collect_state` put together."""
+        self._collected = False
+        for bucket in self._sharded:
+            state.drop(bucket, self._optimizer)
+
+    def split_state(self) -> None:
+        """Keeps this rank's part of a state that was loaded whole into the optimizer."""
+        for bucket in self._sharded:
+            state.scatter(bucket, self.parts[bucket.number], self._optimizer)

@@ -1,0 +1,90 @@
+"""BucketTransfers: the sums and gathers of a rank's buckets, which other threads carry out, and the waits for them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from fold3d import _C
+from fold3d.data_parallel.bucket import Bucket
+from fold3d.faults.progress import Progress
+from fold3d.observe.step_breakdown import RawRecord
+
+_ACTION = {"reduce": "REDUCE_GRAD", "gather": "GATHER"}
+
+
+class BucketTransfers:
+    """Hands buckets to the rings; all replicas of a stage make the same calls in the same order of buckets.
+
+    Waits end with an error when the job has failed or a replica does not come within comm_timeout.
+    """
+
+    def __init__(self, sync: _C.BucketSync, buckets: Sequence[Bucket], replicas: int, progress: Progress):
+        self._sync, self._buckets, self._progress = sync, buckets, progress
+        self._factor = 1.0 / replicas
+        self._step = 0
+        self._waits: list[RawRecord] = []
+
+    @property
+    def step(self) -> int:
+        """How many steps have begun."""
+        return self._step
+
+    def begin(self, gather_order: Sequence[int]) -> None:
+        """A step begins.
+
+        Args:
+            gather_order: numbers of the buckets whose sums are gathered by themselves, each once it is complete.
+        """
+        self._step += 1
+        self._sync.begin(self._step, list(gather_order))
+
+    def reduce(self, bucket: Bucket) -> None:
+        """Begins the mean of the bucket's gradients over the replicas; each replica gets its shard of it."""
+        self._sync.reduce(bucket.number, bucket.gradients, self._factor)
+
+    def gather(self, bucket: Bucket, flat: Tensor) -> None:
+        """Begins to put together `flat`, the bucket's gradients or weights, from the shards of all replicas."""
+        self._sync.gather(bucket.number, flat)
+
+    def wait_reduced(self) -> None:
+        """Waits until all buckets' sums of this step are here."""
+        start = time.monotonic_ns()
+        with self._progress.during(f"the gradient sums of step {self._step}", meets=True):
+            for bucket in self._buckets:
+                self._sync.wait_reduced(bucket.number)
+        last = self._buckets[0].spec.chunk if self._buckets else 0
+        self._waits.append(("wait", f"{last}REDUCE_GRAD", start, time.monotonic_ns(), 0))
+
+    def wait_gathered(self, bucket: Bucket) -> None:
+        """Waits until the bucket's last gather is done."""
+        if self._sync.is_gathered(bucket.number):
+            return
+        start = time.monotonic_ns()
+        with self._progress.during(f"the gather of step {self._step}", meets=True):
+            self._sync.wait_gathered(bucket.number)
+        self._waits.append(("wait", f"{bucket.spec.chunk}GATHER", start, time.monotonic_ns(), 0))
+
+    def take_records(self) -> list[RawRecord]:
+        """Returns the transfers and the waits since the last call, by chunk."""
+        waits, self._waits = self._waits, []
+        chunk_of = {f"bucket {b.number}": b.spec.chunk for b in self._buckets}
+        transfers = [
+            (lane, f"{chunk_of[text]}{_ACTION[lane]}", start, end, size)
+            for lane, text, start, end, size in self._sync.take_records()
+        ]
+        return [*waits, *transfers]
+
+    def bandwidth(self) -> float:
+        """Returns the measured bytes per second that this rank sends; 0.0 when nothing was measured yet."""
+        return self._sync.bandwidth()
+
+    def abort(self, reason: str) -> None:
+        """Ends all communication; any thread."""
+        self._sync.abort(reason)
+
+    def close(self) -> None:
+        """Ends the threads."""
+        self._sync.close()
