@@ -165,13 +165,13 @@ def fold3d_executor(name: str, segments: int, transport: str) -> Callable[[], No
     from fold3d.topology import Topology
 
     topology, device = Topology(dp=1, pp=STAGES, rank=dist.get_rank()), torch.device("cpu")
-    groups = Groups(topology, device, 60.0, [], with_links=transport == "c10d")
+    groups = Groups(topology, device, 60.0, [], with_p2p=transport == "c10d")
     peers = connect_stages(topology, groups.world, 60.0) if transport == "tcp" else None
     source = torch.ones(1, WIDTH)
     last = STAGES * segments - 1
     chunks = [EmptyChunk(Scale(), source if v == 0 else None, v == last) for v in topology.chunks(segments)]
     executor = _C.Executor(
-        chunks, topology.pp_rank, STAGES, groups.link_names(), device, 60.0, f"rank {topology.rank}", peers
+        chunks, topology.pp_rank, STAGES, groups.p2p_names(), device, 60.0, f"rank {topology.rank}", peers
     )
     compute = schedules.generate(name, pp=STAGES, segments=segments, micro_batches=MICRO_BATCHES)
     lowered = schedules.lower(compute, reduce=False)

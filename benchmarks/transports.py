@@ -45,7 +45,7 @@ def messages(over_tcp: bool, stack: ExitStack) -> Action:
     from fold3d.topology import Topology
 
     topology = Topology(dp=1, pp=RANKS, rank=dist.get_rank())
-    groups = Groups(topology, torch.device("cpu"), TIMEOUT, [], with_links=False)
+    groups = Groups(topology, torch.device("cpu"), TIMEOUT, [], with_p2p=False)
     stack.callback(groups.close)
     if over_tcp:
         return stack.enter_context(tcp_messages(topology, groups, TIMEOUT))
@@ -71,7 +71,7 @@ def sums(over_tcp: bool, stack: ExitStack) -> Action:
     from fold3d.topology import Topology
 
     topology, device = Topology(dp=RANKS, pp=1, rank=dist.get_rank()), torch.device("cpu")
-    groups = Groups(topology, device, TIMEOUT, [], with_links=not over_tcp)
+    groups = Groups(topology, device, TIMEOUT, [], with_p2p=not over_tcp)
     stack.callback(groups.close)
     arbiter = _C.NicArbiter("", True)
     sync = connect_replicas(topology, groups, arbiter, device, TIMEOUT, over_tcp=over_tcp, slice_bytes=0)

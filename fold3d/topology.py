@@ -1,44 +1,130 @@
-"""Topology: which rank is which replica and stage. Pure arithmetic."""
+"""Topology: which rank is where in the mesh of data, pipeline and tensor parallelism. Pure arithmetic; nothing else in
+the package divides by pp or tp."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
+
+AXES = ("dp", "pp", "tp")
+"""Of the mesh, from the outermost in: the ranks of a tensor-parallel group are neighbours."""
+
+
+def stage_of(chunk: int, pp: int) -> int:
+    """Returns the stage that model chunk `chunk` lives on."""
+    return chunk % pp
+
+
+def segment_of(chunk: int, pp: int) -> int:
+    """Returns the segment that model chunk `chunk` is part of."""
+    return chunk // pp
+
+
+def num_segments(num_chunks: int, pp: int) -> int:
+    """Returns how many segments a model of `num_chunks` chunks has."""
+    return num_chunks // pp
+
+
+def chunks_of(stage: int, num_chunks: int, pp: int) -> range:
+    """Returns the model chunks of one stage: segment * pp + stage for every segment."""
+    return range(stage, num_chunks, pp)
+
+
+class Coordinates(NamedTuple):
+    """Place of a rank on each axis."""
+
+    dp: int
+    pp: int
+    tp: int
+
+
+def coordinates(rank: int, pp: int, tp: int = 1) -> Coordinates:
+    """Returns where a global rank is on each axis: rank = (dp * pp_size + pp) * tp_size + tp."""
+    outer, tp_rank = divmod(rank, tp)
+    return Coordinates(*divmod(outer, pp), tp_rank)
+
+
+@dataclass(frozen=True, order=True, slots=True)
+class Submesh:
+    """Part of one replica, a box over the axes pp and tp: the places that hold a copy of the same parameter, so that
+    the gradients of the copies are summed over it before the replicas are."""
+
+    pp: tuple[int, ...]
+    """Stages, ascending."""
+    tp: tuple[int, ...] = (0,)
+    """Places on the axis tp, ascending."""
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether there is more than one copy."""
+        return len(self.pp) * len(self.tp) > 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Topology:
-    """Coordinates of one rank in the dp x pp grid; rank = dp_rank * pp + pp_rank."""
+    """Place of one rank in the dp x pp x tp mesh; rank = (dp_rank * pp + pp_rank) * tp + tp_rank."""
 
     dp: int
     pp: int
     rank: int
+    tp: int = 1
 
     def __post_init__(self) -> None:
-        if not 0 <= self.rank < self.dp * self.pp:
-            raise ValueError(f"rank {self.rank} is outside the {self.dp} x {self.pp} grid")
+        if not 0 <= self.rank < self.world:
+            grid = f"{self.dp} x {self.pp}" + (f" x {self.tp}" if self.tp > 1 else "")
+            raise ValueError(f"rank {self.rank} is outside the {grid} grid")
 
     @property
     def world(self) -> int:
         """Number of processes."""
-        return self.dp * self.pp
+        return self.dp * self.pp * self.tp
+
+    def coordinates(self, rank: int) -> Coordinates:
+        """Returns where a rank is on each axis."""
+        return coordinates(rank, self.pp, self.tp)
 
     @property
     def dp_rank(self) -> int:
         """Replica of this rank."""
-        return self.rank // self.pp
+        return self.coordinates(self.rank).dp
 
     @property
     def pp_rank(self) -> int:
         """Stage of this rank."""
-        return self.rank % self.pp
+        return self.coordinates(self.rank).pp
 
-    def rank_of(self, dp_rank: int, pp_rank: int) -> int:
-        """Returns the global rank of stage `pp_rank` in replica `dp_rank`."""
-        return dp_rank * self.pp + pp_rank
+    @property
+    def tp_rank(self) -> int:
+        """Place of this rank among those that share its layers' weights."""
+        return self.coordinates(self.rank).tp
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether this rank's stage has the last chunk, and with it the loss."""
+        return self.pp_rank == self.pp - 1
+
+    def rank_of(self, dp_rank: int, pp_rank: int, tp_rank: int | None = None) -> int:
+        """Returns the global rank of stage `pp_rank` in replica `dp_rank`, at this rank's place on the axis tp if no
+        other is named."""
+        return (dp_rank * self.pp + pp_rank) * self.tp + (self.tp_rank if tp_rank is None else tp_rank)
+
+    def ranks_of(self, submesh: Submesh, dp_rank: int) -> list[int]:
+        """Returns the global ranks of part of replica `dp_rank`, ascending."""
+        return [self.rank_of(dp_rank, stage, tp) for stage in submesh.pp for tp in submesh.tp]
+
+    def source_of(self, submesh: Submesh) -> int:
+        """Returns the global rank in this rank's replica whose copy counts where copies could differ: the first."""
+        return self.rank_of(self.dp_rank, submesh.pp[0], submesh.tp[0])
+
+    def holds(self, submesh: Submesh) -> bool:
+        """Returns whether this rank lies in the part of its replica."""
+        return self.pp_rank in submesh.pp and self.tp_rank in submesh.tp
 
     def describe(self, rank: int) -> str:
         """Returns how messages call a rank: "rank 3 (replica 1, stage 1)"."""
-        return f"rank {rank} (replica {rank // self.pp}, stage {rank % self.pp})"
+        at = self.coordinates(rank)
+        shard = f", shard {at.tp}" if self.tp > 1 else ""
+        return f"rank {rank} (replica {at.dp}, stage {at.pp}{shard})"
 
     def pipeline(self, dp_rank: int) -> list[int]:
         """Returns the global ranks of one replica in stage order."""
@@ -48,6 +134,16 @@ class Topology:
         """Returns the global ranks that hold stage `pp_rank`, in replica order."""
         return [self.rank_of(replica, pp_rank) for replica in range(self.dp)]
 
-    def chunks(self, segments: int) -> list[int]:
-        """Returns the chunks of this rank: segment * pp + stage for every segment."""
-        return [segment * self.pp + self.pp_rank for segment in range(segments)]
+    @property
+    def next_stage(self) -> int:
+        """The stage that activations go to, round the ring."""
+        return (self.pp_rank + 1) % self.pp
+
+    @property
+    def previous_stage(self) -> int:
+        """The stage that activations come from, round the ring."""
+        return (self.pp_rank - 1) % self.pp
+
+    def chunks(self, segments: int) -> range:
+        """Returns the chunks of this rank."""
+        return chunks_of(self.pp_rank, segments * self.pp, self.pp)

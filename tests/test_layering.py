@@ -291,3 +291,16 @@ def test_files_stay_short() -> None:
         if path.parent == generators and lines > LONGEST_GENERATOR
     ]
     assert not wrong, "\n".join(wrong)
+
+
+def test_rank_arithmetic_stands_in_topology_alone() -> None:
+    """Who divides by pp or tp elsewhere will forget an axis when one is added."""
+    divides = re.compile(r"(%|//|divmod\([^()]*,) *(\w+\.)*(pp|tp|num_stages|stages)\b")
+    found = [
+        f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
+        for path in sorted((ROOT / "fold3d").rglob("*.py"))
+        if path.name != "topology.py"
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if divides.search(line)
+    ]
+    assert not found, found

@@ -110,25 +110,27 @@ def _print_blocks(traced: Trace) -> None:
 
 
 def _print_chunks(model: nn.Module, traced: Trace, pp: int, segments: int) -> None:
+    from fold3d.placement.layers import chunk_parameters
     from fold3d.placement.partition import split_ranges
-    from fold3d.weights.ownership import owned_parameters
+    from fold3d.topology import segment_of, stage_of
 
     ranges = split_ranges(traced, pp * segments)
     parameters = dict(model.named_parameters(remove_duplicate=False))
     total = traced.prologue_cost.flops + traced.epilogue_cost.flops + sum(cost.flops for cost in traced.costs)
     rows = []
     for chunk, (lo, hi) in enumerate(ranges):
-        owned = {id(parameters[name]): parameters[name] for name in owned_parameters(model, traced, ranges, chunk)}
+        needed = chunk_parameters(list(parameters), traced, ranges, chunk)
+        held = {id(parameters[name]): parameters[name] for name in needed}
         flops = sum(cost.flops for cost in traced.costs[lo:hi])
         flops += traced.prologue_cost.flops if chunk == 0 else 0
         flops += traced.epilogue_cost.flops if chunk == len(ranges) - 1 else 0
         rows.append(
             (
                 str(chunk),
-                str(chunk // pp),
-                str(chunk % pp),
+                str(segment_of(chunk, pp)),
+                str(stage_of(chunk, pp)),
                 f"{lo}..{hi - 1}",
-                _count(sum(p.numel() for p in owned.values())),
+                _count(sum(p.numel() for p in held.values())),
                 f"{100 * flops / max(1, total):.1f} %",
             )
         )

@@ -13,21 +13,20 @@ import torch.distributed as dist
 from fold3d.comms.shared_gloo import new_group
 from fold3d.comms.tree_group import TreeGroup
 from fold3d.comms.world_group import WorldGroup
-from fold3d.topology import Topology
-
-PIPELINE_LINKS = ("forward", "forward_wrap", "backward", "backward_wrap")
+from fold3d.topology import Submesh, Topology
 
 
 class Groups:
     """Process groups of one rank; every rank of the job must construct it at the same point.
 
-    `links` carry activations and gradients (group rank = stage): one per direction, so that one never queues behind
+    `p2p` carries activations and gradients (group rank = stage): a group per direction, so that one never queues behind
     the other. `rings` sum gradients over the replicas of a stage and gather them. `pipeline` is for the other messages
-    of the stages of one replica, `ties` for parameters that several stages share. On CUDA these have gloo for host
-    memory (message headers) and NCCL for device memory, but rings only NCCL: in a gloo group every rank is connected
-    with every other, so none is over replicas where gradients need none. What replicas, and all ranks, tell each other
-    goes over the trees of `data` and `world`. NetworkCosts and rings have a thread of gloo each, the other groups one
-    together. Without `with_links` activations and gradients travel otherwise and have no groups.
+    of the stages of one replica, `ties` for parameters that several ranks of a replica hold, by the places that do. On
+    CUDA these have gloo for host memory (message headers) and NCCL for device memory, but rings only NCCL: in a gloo
+    group every rank is connected with every other, so none is over replicas where gradients need none. What replicas,
+    and all ranks, tell each other goes over the trees of `data` and `world`. Each group of `p2p` and `rings` has a
+    thread of gloo, the other groups one together. Without `with_p2p` activations and gradients travel otherwise and
+    have no groups.
     """
 
     def __init__(
@@ -35,9 +34,9 @@ class Groups:
         topology: Topology,
         device: torch.device,
         timeout: float,
-        tied_stages: Iterable[tuple[int, ...]],
+        ties: Iterable[Submesh],
         *,
-        with_links: bool = True,
+        with_p2p: bool = True,
         world: WorldGroup | None = None,
     ):
         """Args:
@@ -51,24 +50,22 @@ class Groups:
         pipelines = [topology.pipeline(replica) for replica in range(topology.dp)]
         stages = [topology.replicas(stage) for stage in range(topology.pp)]
         self.pipeline = self._own(pipelines)
-        links = {name: self._own(pipelines if with_links else [], own_thread=True) for name in ("forward", "backward")}
-        # With two stages the link from the last stage back to the first joins the same pair of ranks as the inner link.
+        p2p = {name: self._own(pipelines if with_p2p else [], own_thread=True) for name in ("forward", "backward")}
+        # With two stages the way from the last stage back to the first joins the same pair of ranks as the inner one.
         for name in ("forward", "backward"):
-            links[f"{name}_wrap"] = (
-                self._own(pipelines, own_thread=True) if with_links and topology.pp == 2 else links[name]
-            )
-        self.links: dict[str, Any] = links
+            p2p[f"{name}_wrap"] = self._own(pipelines, own_thread=True) if with_p2p and topology.pp == 2 else p2p[name]
+        self.p2p: dict[str, Any] = p2p
         self._own_world = world is None
         self.world = WorldGroup(topology, timeout) if world is None else world
         self.rings: dict[str, Any] = {
-            name: self._own(stages if with_links else [], own_thread=True, device_only=self._nccl)
+            name: self._own(stages if with_p2p else [], own_thread=True, device_only=self._nccl)
             for name in ("reduce", "gather")
         }
         if self._nccl:
             self.data.library = self._own(stages, device_only=True)
-        self.ties: dict[tuple[int, ...], Any] = {
-            tied: self._own([[topology.rank_of(replica, stage) for stage in tied] for replica in range(topology.dp)])
-            for tied in sorted(set(tied_stages))
+        self.ties: dict[Submesh, Any] = {
+            places: self._own([topology.ranks_of(places, replica) for replica in range(topology.dp)])
+            for places in sorted(set(ties))
         }
 
     @property
@@ -89,9 +86,9 @@ class Groups:
                 self._made.append(group)
         return own
 
-    def link_names(self) -> dict[str, str]:
-        """Returns the names under which C++ finds the links; empty strings where there is nobody to talk to."""
-        return _names(self.links)
+    def p2p_names(self) -> dict[str, str]:
+        """Returns the names under which C++ finds the groups of `p2p`; empty where there is nobody to talk to."""
+        return _names(self.p2p)
 
     def ring_names(self) -> dict[str, str]:
         """Returns the names under which C++ finds the rings."""

@@ -34,7 +34,5 @@ def connect_stages(topology: Topology, world: WorldGroup, timeout: float) -> _C.
     peers = _C.TcpPeers(topology.pp_rank, topology.pp, host, secret, f"stages of replica {topology.dp_rank}")
     endpoints = pipeline.share(pipeline.gather((host, peers.port)))
     with world.progress.ending(peers):
-        peers.connect(
-            endpoints[(topology.pp_rank + 1) % topology.pp], endpoints[(topology.pp_rank - 1) % topology.pp], timeout
-        )
+        peers.connect(endpoints[topology.next_stage], endpoints[topology.previous_stage], timeout)
     return peers

@@ -48,7 +48,7 @@ class BucketSchedule:
         """Returns the same with another order of gathers, of planned early buckets."""
         numbers: dict[int, list[int]] = {}
         for number, bucket in enumerate(self.buckets):
-            if len(bucket.stages) == 1:
+            if not bucket.summed_over.is_shared:
                 numbers.setdefault(bucket.planned, []).append(number)
         return replace(
             self, gather_order=tuple(number for planned in gather_order for number in numbers.get(planned, ()))

@@ -65,7 +65,7 @@ class BufferSync:
     def _buffers(self) -> Iterator[tuple[str, Tensor]]:
         """Returns what this rank's stage may change: not the buffers of modules that only another one runs."""
         for name, buffer in self._cut.model.named_buffers():
-            if buffer.device.type != "meta" and self._cut.stage_of_module(name) in (0, self._cut.stage):
+            if buffer.device.type != "meta" and self._cut.placement.stage_of_module(name) in (0, self._cut.stage):
                 yield name, buffer
 
     def _share(self) -> None:

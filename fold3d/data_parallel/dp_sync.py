@@ -76,7 +76,7 @@ class DpSync:
         self._transfers = BucketTransfers(sync, self.buckets, topology.dp, progress)
         self._tied = TiedBuckets(self.buckets, groups.ties, topology, progress)
         self._buffers = BufferSync(cut, groups.data, progress)
-        uses = {name: sum(v % topology.pp == topology.pp_rank for v in c) for name, c in cut.placement.owners.items()}
+        uses = {name: len(cut.placement.readers_on(name, cut.stage)) for name in cut.placement.readers}
         self._readiness = ParameterReadiness(cut.model, self.buckets, self._open, read)
         self._reducer = Reducer(self.buckets, uses, self._transfers.reduce, self._readiness.is_closed)
         self._optimizer: BucketwiseOptimizer | None = None

@@ -11,14 +11,13 @@ import torch.distributed as dist
 from torch.nn import Module, Parameter
 
 from fold3d.comms.tree_group import TreeGroup
-from fold3d.topology import Topology
 
 
 def sum_tied(tied: Mapping[str, tuple[Parameter, Any]]) -> None:
-    """Sums the gradients of parameters that several stages hold, in place, in the order of their names.
+    """Sums the gradients of parameters that several ranks of a replica hold, in place, in the order of their names.
 
     Args:
-        tied: canonical name -> (this rank's parameter, group of the stages that hold a copy). Every rank of the group
+        tied: canonical name -> (this rank's parameter, group of the ranks that hold a copy). Every rank of the group
             must call with the same names.
     """
     by_group: dict[int, list[tuple[str, Parameter, Any]]] = {}
@@ -37,18 +36,17 @@ def sum_tied(tied: Mapping[str, tuple[Parameter, Any]]) -> None:
             dist.all_reduce(parameter.grad, group=group)
 
 
-def share_first(
-    gradient: torch.Tensor, used: list[bool], stages: Sequence[int], topology: Topology, group: Any
-) -> None:
-    """Gives the gradients of a parameter that several stages hold the first one's values, in place.
+def share_first(gradient: torch.Tensor, used: list[bool], source: int, group: Any) -> None:
+    """Gives the copies of one parameter's gradient the first copy's values, in place.
 
-    Whoever changes gradients may do otherwise on each stage (noise from a generator that has been drawn from
+    Whoever changes gradients may do otherwise on each rank (noise from a generator that has been drawn from
     before), and the copies of the parameter must stay equal.
 
     Args:
-        used: whether there is a gradient, one flag; the first stage's becomes everybody's.
+        used: whether there is a gradient, one flag; the first copy's becomes everybody's.
+        source: global rank with the first copy.
+        group: the ranks with a copy.
     """
-    source = topology.rank_of(topology.dp_rank, stages[0])
     flag = torch.tensor(used, dtype=torch.uint8)
     dist.broadcast(flag, source, group=group)
     used[:] = [bool(one) for one in flag.tolist()]

@@ -38,6 +38,7 @@ from fold3d.stage.micro_batch import MicroBatch
 from fold3d.stage.model_chunk import DropoutKey, ModelCall, PipelineChunk, StepInputs
 from fold3d.stage.part_hooks import PartHooks
 from fold3d.stage.rank_model import RankModel
+from fold3d.topology import Submesh
 
 _CAUSE_SECONDS = 0.5
 """How long a rank whose communication broke waits for the rank that failed to say why, before it looks around."""
@@ -76,14 +77,13 @@ class Pipeline:
         self._cut = cut
         self._world = world
         self._topology = topology = world.topology
-        self._last_stage = topology.pp_rank == topology.pp - 1
         self._name = topology.describe(topology.rank)
         self._job = name
         self._closed = False
         self._bounds = (0, 0)
         self._records: list[RawRecord] = []
         self._inputs = StepInputs()
-        self._part_hooks = PartHooks(cut.parameters, cut.placement.owners, cut.replaced())
+        self._part_hooks = PartHooks(cut.parameters, cut.placement.readers, cut.replaced())
         self.dp_sync: DpSync | None = None
         self._schedule: Schedule | None = None
         self._replanner: Replanner | None = None
@@ -114,16 +114,16 @@ class Pipeline:
 
     def _connect(self, config: ParallelConfig, device: torch.device) -> None:
         topology, cut = self._topology, self._cut
-        shared = cut.placement.shared_stages()
+        shared = cut.placement.shared()
         over_tcp = uses_tcp(config.transport, device)
         timeout = config.timeout_seconds
         self._groups = groups = Groups(
-            topology, device, timeout, shared.values(), with_links=not over_tcp, world=self._world
+            topology, device, timeout, shared.values(), with_p2p=not over_tcp, world=self._world
         )
         self._tied = {
-            name: (cut.parameters[name], groups.ties[stages])
-            for name, stages in shared.items()
-            if topology.pp_rank in stages and cut.parameters[name].requires_grad
+            name: (cut.parameters[name], groups.ties[places])
+            for name, places in shared.items()
+            if topology.holds(places) and cut.parameters[name].requires_grad
         }
         self._share_weights(shared)
         self._replanner = Replanner(topology, groups, config, device, self._replan)
@@ -136,7 +136,7 @@ class Pipeline:
             [self._make_chunk(v, v == config.num_chunks - 1) for v in topology.chunks(config.num_segments)],
             topology.pp_rank,
             topology.pp,
-            groups.link_names(),
+            groups.p2p_names(),
             device,
             timeout,
             self._name,
@@ -184,12 +184,11 @@ class Pipeline:
             is_alone=self._cut.placement.pp == len(self._cut.ranges),
         )
 
-    def _share_weights(self, shared: dict[str, tuple[int, ...]]) -> None:
-        """Replica 0's weights, and of copies in several stages the first stage's, become everybody's."""
+    def _share_weights(self, shared: dict[str, Submesh]) -> None:
+        """Replica 0's weights, and of several copies in a replica the first one's, become everybody's."""
         for name in sorted(set(shared) & set(self._cut.parameters)):
             group = self.groups.ties[shared[name]]
-            source = self._topology.rank_of(self._topology.dp_rank, shared[name][0])
-            dist.broadcast(self._cut.parameters[name].data, source, group=group)
+            dist.broadcast(self._cut.parameters[name].data, self._topology.source_of(shared[name]), group=group)
         buffers = [b for b in self._cut.model.buffers() if b.device.type != "meta"]
         for tensor in [*(p.data for p in self._cut.parameters.values()), *buffers]:
             self.groups.data.broadcast(tensor, timeout=self._world.patience)
@@ -221,7 +220,7 @@ class Pipeline:
             gradients.sum_tied(self._tied)
         # Summed in fp64: many small shares add up to one number that is compared over layouts.
         loss = torch.zeros((), dtype=torch.float64)
-        if self._last_stage:
+        if self._topology.is_last_stage:
             loss = torch.stack([value.double().reshape(()) for value in losses]).sum().cpu()
         return self._meet(loss, micro_batches).to(torch.get_default_dtype())
 
@@ -232,7 +231,8 @@ class Pipeline:
         for name, (parameter, group) in sorted(self._tied.items()):
             gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             used = [parameter.grad is not None]
-            gradients.share_first(gradient, used, self._cut.placement.stages(name), self._topology, group)
+            source = self._topology.source_of(self._cut.placement.summed_over(name))
+            gradients.share_first(gradient, used, source, group)
             parameter.grad = gradient if used[0] else None
 
     def _meet(self, value: torch.Tensor, micro_batches: list[MicroBatch]) -> torch.Tensor:

@@ -181,7 +181,7 @@ def fixed_by(config: ParallelConfig) -> Fixed:
 
 def _network(profile: Profile, world: WorldGroup, config: ParallelConfig, device: torch.device) -> NetworkCosts:
     topology, over_tcp = world.topology, uses_tcp(config.transport, device)
-    groups = Groups(topology, device, config.timeout_seconds, (), with_links=not over_tcp, world=world)
+    groups = Groups(topology, device, config.timeout_seconds, (), with_p2p=not over_tcp, world=world)
     try:
         return probe_network(
             topology,

@@ -27,7 +27,7 @@ from fold3d.plan.measured import Expected, plan_gathers
 from fold3d.plan.search import recheck
 from fold3d.profile.network_probe import probe_network
 from fold3d.schedule import Schedule, parse_action
-from fold3d.topology import Topology
+from fold3d.topology import Topology, stage_of
 
 logger = logging.getLogger(__name__)
 
@@ -171,7 +171,7 @@ class Replanner:
         chunks = range(schedule.pp * schedule.segments)
 
         def time_of(chunk: int, kind: str) -> float:
-            values = [share["times"].get((chunk, kind), 0.0) for share in stages[chunk % schedule.pp]]
+            values = [share["times"].get((chunk, kind), 0.0) for share in stages[stage_of(chunk, schedule.pp)]]
             return max(1e-9, float(mean(values)))
 
         measured_rate = [share["bandwidth"] for share in shares if share["bandwidth"] > 0]
@@ -191,12 +191,13 @@ class Replanner:
                     f"{better.step_ms:.1f} ms a step) is faster than {choice.name}; pin it with {better.flags}",
                 )
                 return Expected.of(better.prediction, better.gather_order).longer_by(other_ms), better
-        buckets = [stages[chunk % schedule.pp][0]["buckets"].get(chunk, ()) for chunk in chunks]
+        buckets = [stages[stage_of(chunk, schedule.pp)][0]["buckets"].get(chunk, ()) for chunk in chunks]
         work = Work(
             forward=forward,
             backward=backward,
             activation_bytes=tuple(
-                max(share["activations"].get(chunk, 0) for share in stages[chunk % schedule.pp]) for chunk in chunks
+                max(share["activations"].get(chunk, 0) for share in stages[stage_of(chunk, schedule.pp)])
+                for chunk in chunks
             ),
             buckets=tuple(
                 tuple(BucketCost(forward[chunk] / len(mine), backward[chunk] / len(mine), size) for size, _ in mine)

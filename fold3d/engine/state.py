@@ -41,7 +41,7 @@ def gather_optimizer(cut: RankModel, optimizer: Optimizer | None, pipeline: Any)
 
 def own_buffers(cut: RankModel) -> Tensors:
     """Returns the persistent buffers this stage is responsible for: those of its layers, the rest on stage 0."""
-    stage_of = cut.stage_of_module
+    stage_of = cut.placement.stage_of_module
     stage = cut.stage
     names = set(cut.model.state_dict()) - {n for n, _ in cut.model.named_parameters(remove_duplicate=False)}
     return {name: buffer for name, buffer in cut.model.named_buffers() if name in names and stage_of(name) == stage}

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from fold3d import _C
 from fold3d.faults.progress import Report
 from fold3d.schedule import Schedule, waits_for
-from fold3d.topology import Topology
+from fold3d.topology import Topology, stage_of
 
 
 def holding_up(schedule: Schedule, topology: Topology, run: int, reports: Mapping[int, Report]) -> list[int]:
@@ -39,7 +39,7 @@ class _Chain:
         self._index = [{action.text: k for k, action in enumerate(actions)} for actions in schedule.ranks]
 
     def _stage(self, rank: int) -> int:
-        return rank % self._topology.pp
+        return self._topology.coordinates(rank).pp
 
     def _position(self, rank: int) -> float:
         """Index of the action the rank is in: -1 before the run, infinity after it."""
@@ -62,7 +62,7 @@ class _Chain:
             return self._absent(rank, report) if report.meets else set()
         if report.run != self._run or not 0 <= self._position(rank) < float("inf"):
             return set()
-        stage, replica = self._stage(rank), rank // self._topology.pp
+        replica, stage, _ = self._topology.coordinates(rank)
         program = self._schedule.ranks[stage]
         here = int(self._position(rank))
         waits = [need for need in waits_for(self._schedule, program[here]) if need.kind in _RECEIVES]
@@ -71,7 +71,7 @@ class _Chain:
             others += [(replica, self._receive(action)) for action in program if action.kind in _RECEIVER_OF]
         blockers = set()
         for other, action in others:
-            peer = self._topology.rank_of(other, action.chunk % self._topology.pp)
+            peer = self._topology.rank_of(other, stage_of(action.chunk, self._topology.pp))
             if peer != rank and not self._has_passed(peer, action):
                 blockers.add(peer)
         if not blockers and report.meets:  # nothing of the schedule keeps it: it waits for parameters
@@ -80,7 +80,7 @@ class _Chain:
 
     def _absent(self, rank: int, report: Report) -> set[int]:
         """Returns those that `rank` may meet and that have not come as far, or are elsewhere in the same run."""
-        replica, stage = divmod(rank, self._topology.pp)
+        replica, stage, _ = self._topology.coordinates(rank)
         peers = set(self._topology.replicas(stage))
         if not report.action:  # in an action, a rank meets the other replicas of its stage only: for their parameters
             peers.update(self._topology.pipeline(replica))

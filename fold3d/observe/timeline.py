@@ -3,7 +3,7 @@
 It takes, per rank, the records of `breakdown.gather_records`: dicts with
     rank, lane (compute, wait, send_f, recv_f, send_b, recv_b, reduce or gather), action (text, "2F0"),
     start_ns, end_ns (one clock for all ranks, any origin), bytes (payload, 0 for computation).
-Ranks are numbered as `Topology` does: rank // pp is the replica, rank % pp the stage.
+Ranks are numbered as `Topology` does.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any
 
 from fold3d.observe.step_breakdown import StepBreakdown, make_breakdown, waits_for_dp_sync
 from fold3d.plan.simulator import RankBreakdown
+from fold3d.topology import coordinates, segment_of
 
 Records = Sequence[Sequence[Mapping[str, Any]]]
 
@@ -56,7 +57,8 @@ def write_trace(path: str | Path, records: Records, *, pp: int, predicted_ms: fl
     breakdowns = _accounts(events)
     out: list[dict[str, Any]] = []
     for rank in sorted({event.rank for event in events}):
-        name = f"rank {rank} (dp {rank // pp}, stage {rank % pp})"
+        at = coordinates(rank, pp)
+        name = f"rank {rank} (dp {at.dp}, stage {at.pp})"
         out += [
             _meta("process_name", rank, 0, name=name),
             _meta("process_sort_index", rank, 0, sort_index=rank),
@@ -83,7 +85,7 @@ def write_trace(path: str | Path, records: Records, *, pp: int, predicted_ms: fl
                 **_tint(event),
                 "args": {
                     "chunk": event.chunk,
-                    "segment": event.chunk // pp,
+                    "segment": segment_of(event.chunk, pp),
                     "micro_batch": event.micro_batch,
                     "bytes": event.bytes,
                 },
@@ -206,14 +208,19 @@ def last_ns(events: Sequence[Event]) -> int:
 
 def _transfers(events: Sequence[Event], pp: int) -> list[tuple[Event, Event]]:
     """Returns every SEND with its RECV: chunk c's output is chunk c+1's input, gradients go the other way."""
-    received = {(e.rank, e.chunk, e.kind, e.micro_batch): e for e in events if e.lane in ("recv_f", "recv_b")}
+    received = {
+        (coordinates(event.rank, pp).dp, event.chunk, event.kind, event.micro_batch): event
+        for event in events
+        if event.lane in ("recv_f", "recv_b")
+    }
     pairs = []
     for send in events:
         if send.lane not in ("send_f", "send_b"):
             continue
         chunk = send.chunk + (1 if send.lane == "send_f" else -1)
-        peer = send.rank // pp * pp + chunk % pp
-        receive = received.get((peer, chunk, send.kind.replace("SEND", "RECV"), send.micro_batch))
+        receive = received.get(
+            (coordinates(send.rank, pp).dp, chunk, send.kind.replace("SEND", "RECV"), send.micro_batch)
+        )
         if receive is not None:
             pairs.append((send, receive))
     return pairs

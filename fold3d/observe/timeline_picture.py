@@ -20,6 +20,7 @@ from fold3d.observe.timeline import (
     write_atomically,
 )
 from fold3d.plan.simulator import RankBreakdown
+from fold3d.topology import coordinates, segment_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -129,7 +130,7 @@ def _colour(event: Event, pp: int) -> tuple[float, float, float]:
         return colors.to_rgb(_EXPOSED if waits_for_dp_sync(event.text) else _BUBBLE)
     if event.lane != "compute":
         return colors.to_rgb(_COLOURS[event.lane])
-    hue = colors.to_rgb(_SEGMENTS[event.chunk // pp % len(_SEGMENTS)])
+    hue = colors.to_rgb(_SEGMENTS[segment_of(event.chunk, pp) % len(_SEGMENTS)])
     white = {"F": 0.55, "I": 0.15, "W": 0.3}.get(event.kind, 0.0)
     red, green, blue = (part + (1 - part) * white for part in hue)
     return red, green, blue
@@ -166,14 +167,17 @@ def _numbers(axes: Axes, events: Sequence[Event], place: tuple[float, float], la
 
 
 def _tick(rank: int, lane: str, pp: int) -> str:
-    return f"rank {rank}\ndp {rank // pp} stage {rank % pp}" if lane == "compute" else _LABELS[lane]
+    at = coordinates(rank, pp)
+    return f"rank {rank}\ndp {at.dp} stage {at.pp}" if lane == "compute" else _LABELS[lane]
 
 
 def _legend(axes: Axes, events: Sequence[Event], pp: int) -> None:
     from matplotlib.patches import Patch
 
     found: dict[str, tuple[float, float, float]] = {}
-    for event in sorted(events, key=lambda event: (LANES.index(event.lane), event.chunk // pp, event.kind != "F")):
+    for event in sorted(
+        events, key=lambda event: (LANES.index(event.lane), segment_of(event.chunk, pp), event.kind != "F")
+    ):
         found.setdefault(_meaning(event, pp), _colour(event, pp))
     patches = [Patch(color=colour, label=name) for name, colour in found.items()]
     if patches:
@@ -184,6 +188,6 @@ def _meaning(event: Event, pp: int) -> str:
     if event.lane == "wait":
         return "waits for DP.sync" if waits_for_dp_sync(event.text) else "waits for a stage (bubble)"
     if event.lane == "compute":
-        return f"{CATEGORY.get(event.kind, event.kind)}, segment {event.chunk // pp}"
+        return f"{CATEGORY.get(event.kind, event.kind)}, segment {segment_of(event.chunk, pp)}"
     pipeline: Mapping[str, str] = {"f": "PP.sync: activations", "b": "PP.sync: gradients"}
     return _LABELS[event.lane] if event.lane in ("reduce", "gather") else pipeline[event.lane[-1]]

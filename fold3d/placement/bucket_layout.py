@@ -10,6 +10,8 @@ from torch.nn import Parameter
 from fold3d.placement.buckets import cut_buckets
 from fold3d.placement.layers import chunk_layers
 from fold3d.placement.parameter_placement import ParameterPlacement
+from fold3d.placement.reading_modules import ReadingModules
+from fold3d.topology import Submesh, chunks_of
 from fold3d.trace import Trace
 
 _FP32_BYTES = 4
@@ -27,8 +29,8 @@ class BucketSpec:
     """Modules whose forward must wait until the parameters are up to date."""
     chunks: tuple[int, ...]
     """Chunks of this rank whose whole forward must wait, where no module is known that alone reads them."""
-    stages: tuple[int, ...]
-    """More than one: the stages with a copy of the bucket's only parameter (tied weights)."""
+    summed_over: Submesh
+    """Shared: the places of a replica with a copy of the bucket's only parameter (tied weights)."""
     planned: int
     """Number of the planner's bucket that it is part of, in the stage. The planner knows neither dtypes nor ties."""
 
@@ -48,11 +50,11 @@ def bucket_layout(
         ranges: [first, end) block of every chunk of the whole model.
         least_bytes: layers of a chunk join until a bucket's gradients have as many, in fp32.
     """
-    readers = _Readers(trace)
+    reading = ReadingModules(trace)
     layers_of = chunk_layers(trace, ranges, placement.pp) if trace is not None else None
     specs: list[BucketSpec] = []
     planned = 0
-    for chunk in range(stage, len(ranges), placement.pp):
+    for chunk in chunks_of(stage, len(ranges), placement.pp):
         if layers_of is not None:
             layers = [layer.parameters for layer in layers_of[chunk]]
         else:  # of a model that is not cut nothing is known but the order in which it names its parameters
@@ -62,14 +64,14 @@ def bucket_layout(
         for lo, hi in cut_buckets(sizes, least_bytes):
             names = [name for layer in mine[lo:hi] for name in layer]
             for part in _parts(names, parameters, placement):
-                specs.append(_spec(chunk, part, planned, placement, stage, readers))
+                specs.append(_spec(chunk, part, planned, placement, stage, reading))
             planned += 1
     return specs
 
 
 def _parts(names: list[str], parameters: Mapping[str, Parameter], placement: ParameterPlacement) -> list[list[str]]:
-    """Returns each tied parameter alone, so that it lies alike on all of its stages, then the others by dtype."""
-    tied = [name for name in names if len(placement.stages(name)) > 1]
+    """Returns each tied parameter alone, so that it lies alike wherever there is a copy, then the others by dtype."""
+    tied = [name for name in names if placement.summed_over(name).is_shared]
     others: dict[str, list[str]] = {}
     for name in names:
         if name not in tied:
@@ -78,50 +80,20 @@ def _parts(names: list[str], parameters: Mapping[str, Parameter], placement: Par
 
 
 def _spec(
-    chunk: int, names: list[str], planned: int, placement: ParameterPlacement, stage: int, readers: _Readers
+    chunk: int, names: list[str], planned: int, placement: ParameterPlacement, stage: int, reading: ReadingModules
 ) -> BucketSpec:
     modules: dict[str, None] = {}
     waiting: set[int] = set()
     for name in names:
-        found = readers.modules(name)
+        found = reading.of(name)
         modules.update(dict.fromkeys(found))
         if not found:
-            waiting.update(owner for owner in placement.owners[name] if owner % placement.pp == stage)
+            waiting.update(placement.readers_on(name, stage))
     return BucketSpec(
         chunk=chunk,
         names=tuple(names),
         modules=tuple(modules),
         chunks=tuple(sorted(waiting)),
-        stages=placement.stages(names[0]),
+        summed_over=placement.summed_over(names[0]),
         planned=planned,
     )
-
-
-class _Readers:
-    """Which modules read a parameter, as far as the recording proves it."""
-
-    def __init__(self, trace: Trace | None):
-        self._trace = trace
-        self._block = {name: k for k, name in enumerate(trace.blocks)} if trace else {}
-        self._outer = {*trace.prologue, *trace.epilogue} if trace else set()
-        self._aliases = {name: group for group in trace.tied for name in group} if trace else {}
-
-    def modules(self, name: str) -> tuple[str, ...]:
-        """Returns the modules whose forwards alone read parameter `name`; none when others may."""
-        trace = self._trace
-        aliases = self._aliases.get(name, (name,))
-        if trace is None or not set(aliases).isdisjoint((*trace.shared, *trace.direct)):
-            return ()
-        inside = [self._enclosing(alias) for alias in aliases]
-        regions = {k for k, used in enumerate(trace.uses) if not set(aliases).isdisjoint(used)}
-        allowed: set[int] = set()
-        for module in inside:
-            if module is None:
-                return ()
-            allowed |= {self._block[module]} if module in self._block else {0, len(trace.blocks)}
-        return tuple(dict.fromkeys(module for module in inside if module)) if regions <= allowed else ()
-
-    def _enclosing(self, name: str) -> str | None:
-        parts = name.split(".")
-        prefixes = (".".join(parts[:end]) for end in range(len(parts) - 1, 0, -1))
-        return next((prefix for prefix in prefixes if prefix in self._block or prefix in self._outer), None)

@@ -1,15 +1,18 @@
-"""chunk_layers(): the layers of every chunk, with the parameters whose gradients they complete; buckets are made of
-them."""
+"""Which parameters each layer of a chunk needs: the one place that reads it off the recording."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from fold3d.topology import stage_of
 from fold3d.trace import Trace
 
 PROLOGUE = -1
 """Layer.block of what runs before the first block."""
+
+Ranges = Sequence[tuple[int, int]]
+"""[first, end) block of every chunk of the whole model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,38 +22,54 @@ class Layer:
     block: int
     """Index into Trace.blocks; PROLOGUE; or len(Trace.blocks) for the epilogue."""
     parameters: tuple[str, ...]
-    """Canonical names, each in the first layer of its stage that needs it: its gradient is complete when that layer's
-    last backward is. Frozen parameters, too."""
 
 
-def chunk_layers(trace: Trace, ranges: Sequence[tuple[int, int]], pp: int) -> list[list[Layer]]:
-    """Returns the layers of every chunk in forward order.
+def layers_of(trace: Trace, ranges: Ranges, chunk: int) -> list[Layer]:
+    """Returns the layers of a chunk in forward order, each with all names of parameters that it needs.
 
-    Parameters that every chunk needs (Trace.shared) are in the first layer of their stage. A tied parameter that two
-    stages need is on both.
+    The first layer also has what every chunk needs (Trace.shared), and that of the model what no forward reads, so that
+    it is saved.
+    """
+    blocks = len(trace.blocks)
+    lo, hi = ranges[chunk]
+    needed: list[tuple[int, Sequence[str]]] = []
+    if lo == 0:
+        inside = f"{trace.blocks[0]}."
+        needed.append((PROLOGUE, [name for name in trace.uses[0] if not name.startswith(inside)]))
+    needed += [(block, trace.uses[block]) for block in range(lo, hi + (hi == blocks))]
+    needed[0] = (needed[0][0], [*trace.shared, *needed[0][1]])
+    return [Layer(block, tuple(names)) for block, names in needed]
+
+
+def chunk_parameters(names: Sequence[str], trace: Trace, ranges: Ranges, chunk: int) -> list[str]:
+    """Returns those of `names`, all names of the model's parameters, that a chunk needs; of a tied parameter all."""
+    needed = {name for layer in layers_of(trace, ranges, chunk) for name in layer.parameters}
+    for group in trace.tied:
+        if needed.intersection(group):
+            needed.update(group)
+    return [name for name in names if name in needed]
+
+
+def chunk_layers(trace: Trace, ranges: Ranges, pp: int) -> list[list[Layer]]:
+    """Returns the layers of every chunk in forward order, with the parameters whose gradients they complete.
+
+    These are canonical names, each in the first layer of its stage that needs it: its gradient is complete when that
+    layer's last backward is. Frozen parameters, too. A tied parameter that two stages need is on both.
 
     Args:
-        ranges: [first, end) block of every chunk of the whole model.
-        pp: stages; chunk v is on stage v % pp.
+        pp: stages.
     """
     trace.check_ranges(list(ranges))
     canonical = trace.canonical()
     seen: list[set[str]] = [set() for _ in range(pp)]
     chunks: list[list[Layer]] = []
-    for chunk, (lo, hi) in enumerate(ranges):
-        mine = seen[chunk % pp]
-        needed: list[tuple[int, Sequence[str]]] = []
-        if lo == 0:
-            inside = f"{trace.blocks[0]}."
-            needed.append((PROLOGUE, [name for name in trace.uses[0] if not name.startswith(inside)]))
-        needed += [(block, trace.uses[block]) for block in range(lo, hi)]
-        if hi == len(trace.blocks):
-            needed.append((hi, trace.uses[hi]))
-        needed[0] = (needed[0][0], [*trace.shared, *needed[0][1]])
+    for chunk in range(len(ranges)):
+        mine = seen[stage_of(chunk, pp)]
         layers: list[Layer] = []
-        for block, names in needed:
-            fresh = [name for name in dict.fromkeys(canonical.get(name, name) for name in names) if name not in mine]
+        for layer in layers_of(trace, ranges, chunk):
+            names = dict.fromkeys(canonical.get(name, name) for name in layer.parameters)
+            fresh = [name for name in names if name not in mine]
             mine.update(fresh)
-            layers.append(Layer(block, tuple(fresh)))
+            layers.append(Layer(layer.block, tuple(fresh)))
         chunks.append(layers)
     return chunks

@@ -1,45 +1,94 @@
-"""ParameterPlacement: which parameters of the model live on which chunk and stage. Pure arithmetic on names."""
+"""ParameterPlacement: which chunk and stage needs, holds, sums and saves which parameter. Names and numbers only."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from fold3d.placement.layers import Ranges, chunk_parameters
+from fold3d.topology import Submesh, chunks_of, stage_of
+from fold3d.trace import Trace
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParameterPlacement:
-    """Ownership of a model's parameters.
+    """Where a model's parameters are.
 
     A parameter that several chunks need (tied weights, parameters held by the parents of the blocks) has a copy on
     each of their stages; the stage of its first chunk is responsible for it: it counts it in the norm and saves it.
     """
 
     pp: int
-    owners: Mapping[str, tuple[int, ...]]
+    needed: tuple[tuple[str, ...], ...]
+    """Per chunk, the names of the parameters that it needs, in the model's order; of a tied parameter all."""
+    readers: Mapping[str, tuple[int, ...]]
     """Canonical parameter name -> chunks that need it, ascending."""
+    modules: Mapping[str, int]
+    """Name of a block, or of a module before or after the blocks -> stage that runs it."""
 
     @classmethod
-    def from_chunks(
-        cls, pp: int, names_of_chunk: Sequence[Sequence[str]], tied: Sequence[Sequence[str]]
+    def of(
+        cls, names: Sequence[str], trace: Trace | None, ranges: Ranges, pp: int, tied: Sequence[Sequence[str]]
     ) -> ParameterPlacement:
-        """Returns the ownership when chunk v needs `names_of_chunk[v]` and each group in `tied` is one tensor."""
-        canonical = {name: group[0] for group in tied for name in group}
-        owners: dict[str, list[int]] = {}
-        for chunk, names in enumerate(names_of_chunk):
-            for name in names:
-                chunks = owners.setdefault(canonical.get(name, name), [])
-                if chunk not in chunks:
-                    chunks.append(chunk)
-        return cls(pp=pp, owners={name: tuple(sorted(chunks)) for name, chunks in owners.items()})
+        """Returns the placement of a model that is cut into `ranges`.
 
-    def stages(self, name: str) -> tuple[int, ...]:
-        """Returns the stages with a copy of parameter `name`, ascending."""
-        return tuple(sorted({chunk % self.pp for chunk in self.owners[name]}))
+        Args:
+            names: all names of its parameters, in its order.
+            trace: None for a model that is not cut.
+            tied: groups of names of one tensor.
+        """
+        if trace is None:
+            return cls.from_needed([list(names)], tied, pp)
+        trace.check_ranges(list(ranges))
+        modules = dict.fromkeys(trace.prologue, 0) | dict.fromkeys(trace.epilogue, pp - 1)
+        for chunk, (first, end) in enumerate(ranges):
+            modules.update(dict.fromkeys(trace.blocks[first:end], stage_of(chunk, pp)))
+        needed = [chunk_parameters(names, trace, ranges, chunk) for chunk in range(len(ranges))]
+        return cls.from_needed(needed, tied, pp, modules)
+
+    @classmethod
+    def from_needed(
+        cls,
+        needed: Sequence[Sequence[str]],
+        tied: Sequence[Sequence[str]],
+        pp: int,
+        modules: Mapping[str, int] | None = None,
+    ) -> ParameterPlacement:
+        """Returns the placement when chunk v needs `needed[v]` and each group in `tied` is one tensor."""
+        canonical = {name: group[0] for group in tied for name in group}
+        readers: dict[str, dict[int, None]] = {}
+        for chunk, names in enumerate(needed):
+            for name in names:
+                readers.setdefault(canonical.get(name, name), {})[chunk] = None
+        return cls(
+            pp=pp,
+            needed=tuple(tuple(names) for names in needed),
+            readers={name: tuple(chunks) for name, chunks in readers.items()},
+            modules=modules or {},
+        )
+
+    def held_by(self, stage: int) -> set[str]:
+        """Returns the names of the parameters that a stage holds."""
+        return {name for chunk in chunks_of(stage, len(self.needed), self.pp) for name in self.needed[chunk]}
+
+    def readers_on(self, name: str, stage: int) -> tuple[int, ...]:
+        """Returns the chunks of one stage that need parameter `name`, ascending."""
+        return tuple(chunk for chunk in self.readers[name] if stage_of(chunk, self.pp) == stage)
 
     def home(self, name: str) -> int:
         """Returns the stage that is responsible for parameter `name`."""
-        return self.owners[name][0] % self.pp
+        return stage_of(self.readers[name][0], self.pp)
 
-    def shared_stages(self) -> dict[str, tuple[int, ...]]:
-        """Returns the parameters that more than one stage holds, with their stages."""
-        return {name: stages for name in self.owners if len(stages := self.stages(name)) > 1}
+    def summed_over(self, name: str) -> Submesh:
+        """Returns the places of a replica that hold a copy of parameter `name`: its gradient is the sum over them."""
+        return Submesh(pp=tuple(sorted({stage_of(chunk, self.pp) for chunk in self.readers[name]})))
+
+    def shared(self) -> dict[str, Submesh]:
+        """Returns the parameters that more than one place of a replica holds, with these places."""
+        return {name: places for name in self.readers if (places := self.summed_over(name)).is_shared}
+
+    def stage_of_module(self, name: str) -> int:
+        """Returns the stage that runs the module a parameter or buffer name lies in; 0 for what all stages run."""
+        parts = name.split(".")
+        prefixes = (".".join(parts[:end]) for end in range(len(parts), 0, -1))
+        return next((self.modules[prefix] for prefix in prefixes if prefix in self.modules), 0)

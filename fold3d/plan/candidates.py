@@ -6,6 +6,7 @@ from fold3d import schedule as schedules
 from fold3d.plan.job import Fixed, Job
 from fold3d.plan.layout import Layout, Ranges, layout_of, places
 from fold3d.plan.trial import Modes, Order
+from fold3d.topology import num_segments
 
 MOST_SEGMENTS = 32
 WHOLE_CHUNK = 1 << 50
@@ -16,10 +17,10 @@ _BUCKET_BYTES = (0, 1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24, 1 << 26, WHOLE_
 def segment_counts(job: Job, fixed: Fixed) -> list[int]:
     """Returns the numbers of segments to try, ascending: all up to 12, then every fourth."""
     if fixed.ranges is not None:
-        return [len(fixed.ranges) // job.pp]
+        return [num_segments(len(fixed.ranges), job.pp)]
     if fixed.segments is not None:
         return [fixed.segments]
-    most = max(1, min(MOST_SEGMENTS, len(places(job.trace)) // job.pp))
+    most = max(1, min(MOST_SEGMENTS, num_segments(len(places(job.trace)), job.pp)))
     if fixed.schedule is not None and not fixed.schedule.endswith(".csv") and not _folds(fixed.schedule):
         most = 1
     return [n for n in range(1, most + 1) if n <= 12 or n % 4 == 0 or n == most]

@@ -12,6 +12,7 @@ from itertools import pairwise, repeat
 from fold3d import _C
 from fold3d.errors import ConfigError
 from fold3d.placement.buckets import cut_buckets
+from fold3d.topology import stage_of
 
 _NS = 1e9  # nanoseconds per second
 
@@ -165,7 +166,7 @@ def cluster_model(
     if work.buckets:
         ways = [iter(modes[stage]) if dp_sync == "mixed" else repeat(dp_sync) for stage in range(pp)]
         model.buckets = [
-            [(_ns(b.forward), _ns(b.backward), b.bytes, next(ways[chunk % pp]) == "zero1") for b in buckets]
+            [(_ns(b.forward), _ns(b.backward), b.bytes, next(ways[stage_of(chunk, pp)]) == "zero1") for b in buckets]
             for chunk, buckets in enumerate(work.buckets)
         ]
     return model

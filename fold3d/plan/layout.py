@@ -11,6 +11,7 @@ from fold3d.placement.buckets import cut_buckets
 from fold3d.placement.layers import chunk_layers
 from fold3d.plan.cluster_model import BucketCost, Work
 from fold3d.plan.job import Job
+from fold3d.topology import num_segments
 from fold3d.trace import Trace
 
 Ranges = tuple[tuple[int, int], ...]
@@ -116,7 +117,7 @@ def cut(job: Job, segments: int, shares: Shares = Shares()) -> Ranges:
 def _segment_borders(costs: list[float], pp: int, segments: int, shares: Shares) -> list[int]:
     """Returns the first unit of every segment, and the number of units. Whole groups of pp units, so that a segment of
     equal blocks can be cut evenly; what is left over goes to the last group."""
-    count = len(costs) // pp
+    count = num_segments(len(costs), pp)
     groups = [sum(costs[pp * k : pp * (k + 1)]) for k in range(count)]
     groups[-1] += sum(costs[pp * count :])
     if shares.grow:

@@ -15,6 +15,7 @@ from fold3d.plan.job import Fixed, Job
 from fold3d.plan.layout import Layout, Ranges, Shares, cut
 from fold3d.plan.simulator import prediction_of
 from fold3d.plan.trial import Modes, Order, Trials
+from fold3d.topology import num_segments
 
 _SHARES = (Shares(), Shares(first=0.25), Shares(last=0.5), Shares(first=0.5, last=1.3, grow=True))
 _MORE_SHARES = (
@@ -44,7 +45,7 @@ class _Candidate:
     gather_order: list[list[int]]
 
     def segments(self, pp: int) -> int:
-        return len(self.layout.ranges) // pp
+        return num_segments(len(self.layout.ranges), pp)
 
 
 class _Search:
@@ -209,7 +210,7 @@ def _choice(state: _Search, winner: _Candidate, heuristic: _Candidate) -> Choice
     gather_order = winner.gather_order if kind in ("early", "mixed") else [[] for _ in range(job.pp)]
     planned = winner.gather_order if job.dp > 1 and kind in ("early", "mixed") else None
     step = state.trials.run(winner.layout, winner.order, winner.modes, gather_order=planned, breakdown=True)
-    prediction = prediction_of(step, early_gathers=step.early_gathers // job.pp if planned is not None else None)
+    prediction = prediction_of(step, early_gathers=round(step.early_gathers / job.pp) if planned is not None else None)
     others = state.best_of(lambda c: (c.segments(job.pp), c.order), _RUNNERS_UP + 1)
     mine = (winner.segments(job.pp), winner.order)
     runners_up = [(_name(state, c), c.step_ns / 1e6) for c in others if (c.segments(job.pp), c.order) != mine][

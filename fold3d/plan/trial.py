@@ -10,6 +10,7 @@ from fold3d import schedule as schedules
 from fold3d.plan.cluster_model import cluster_model, kind_of
 from fold3d.plan.job import Job
 from fold3d.plan.layout import Layout
+from fold3d.topology import num_segments
 
 Modes = tuple[tuple[str, ...], ...]
 Orders = Sequence[Sequence[int]]
@@ -66,7 +67,7 @@ class Trials:
             early_gathers: that a stage may begin before its last reduce-scatter is done, -1 for any number.
             gather_order: per stage its early buckets in the order of their gathers; None: as the network becomes idle.
         """
-        made = self.schedule(order, len(layout.ranges) // self.job.pp)
+        made = self.schedule(order, num_segments(len(layout.ranges), self.job.pp))
         cluster = self.job.cluster(max(layout.activation_bytes))
         model = cluster_model(layout, cluster, pp=self.job.pp, dp_sync=kind_of(modes), modes=modes)
         if model.dp_sync == "early":
@@ -79,7 +80,7 @@ class Trials:
     def memory(self, layout: Layout, order: Order, modes: Modes) -> int:
         """Returns the bytes that the fullest rank needs: weights, fp32 gradients, optimizer state, activations."""
         job = self.job
-        key = (order, len(layout.ranges) // job.pp)
+        key = (order, num_segments(len(layout.ranges), job.pp))
         if key not in self._stash:
             self._stash[key] = _C.peak_stash(self.schedule(*key))
         most = 0

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from fold3d._C import Kind, Schedule, Span, Timeline, peak_stash, unit_timeline
 from fold3d.errors import ConfigError
+from fold3d.topology import segment_of, stage_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -114,7 +115,7 @@ def _boxes(axes: Axes, rank: int, spans: list[Span], pp: int, makespan: float) -
     axes.broken_barh(
         [(span.start, span.end - span.start) for span in spans],
         (rank - 0.4, 0.8),
-        facecolors=[_colour(span.action.kind, span.action.chunk // pp) for span in spans],
+        facecolors=[_colour(span.action.kind, segment_of(span.action.chunk, pp)) for span in spans],
         edgecolors="white",
         linewidth=0.5,
     )
@@ -137,7 +138,7 @@ def _transfers(axes: Axes, schedule: Schedule, drawn: Timeline) -> None:
             continue
         texts = [f"{action.chunk + step}{kind}{action.micro_batch}" for kind in ("F" if step > 0 else "BI")]
         target = next(spans[text] for text in texts if text in spans)
-        source_row, target_row = action.chunk % schedule.pp, target.action.chunk % schedule.pp
+        source_row, target_row = (stage_of(chunk, schedule.pp) for chunk in (action.chunk, target.action.chunk))
         edge = 0.4 if target_row > source_row else -0.4  # from the near edge of one box to the near edge of the other
         rows = [source_row + edge, target_row - edge]
         axes.plot([span.end, target.start], rows, color="#333333", linewidth=0.5, alpha=0.55, zorder=3)

@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 from fold3d.errors import TraceError
+from fold3d.placement.layers import chunk_parameters
 from fold3d.trace.arguments import Arguments, Form, ancestors, by_name, describe, form_of
 from fold3d.trace.capture import trace_call
 from fold3d.trace.errors import SplitError
 from fold3d.trace.model_trace import Trace
-from fold3d.weights.ownership import owned_parameters
 
 _WAYS_OUT = (
     "Set pp=1 and segments=1, where nothing is cut and all outputs are there; or use fewer chunks (pp * segments), or "
@@ -124,10 +124,11 @@ class CallGuard:
                 return f"block '{blocks[lo - 1]}' returns something else"
             if found.modified[lo - 1] and not trace.modified[lo - 1]:
                 return f"what block '{blocks[lo - 1]}' returns is written to in place"
-        absent = {n for n, p in model.named_parameters(remove_duplicate=False) if p.is_meta}.difference(found.unread)
+        parameters = dict(model.named_parameters(remove_duplicate=False))
+        names, absent = list(parameters), {n for n, p in parameters.items() if p.is_meta}.difference(found.unread)
         for chunk in range(len(self._ranges)):
-            needed = set(owned_parameters(model, found, self._ranges, chunk))
-            lost = needed.difference(owned_parameters(model, trace, self._ranges, chunk)).intersection(absent)
+            needed = set(chunk_parameters(names, found, self._ranges, chunk))
+            lost = needed.difference(chunk_parameters(names, trace, self._ranges, chunk)).intersection(absent)
             if lost:
                 return f"chunk {chunk} would need {sorted(lost)[0]}, which lies on another rank"
         return ""

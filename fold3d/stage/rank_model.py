@@ -19,7 +19,7 @@ from fold3d.topology import Topology
 from fold3d.trace import Trace, find_blocks, tied_groups, trace
 from fold3d.trace.arguments import arguments_of as find_arguments
 from fold3d.weights.materialize import materialize
-from fold3d.weights.ownership import is_released, owned_parameters, release
+from fold3d.weights.release import is_released, release
 
 logger = logging.getLogger(__name__)
 
@@ -118,12 +118,11 @@ class RankModel:
         self.split: SplitModel | WholeModel
         if self.trace is None:
             self.ranges: list[tuple[int, int]] = [(0, 0)]
-            of_chunk = [names]
         else:
             self.ranges = list(ranges) if ranges is not None else split_ranges(self.trace, config.num_chunks)
-            of_chunk = [owned_parameters(model, self.trace, self.ranges, v) for v in range(config.num_chunks)]
-        self.placement = ParameterPlacement.from_chunks(config.pp, of_chunk, tied_groups(model))
-        keep = {name for v in topology.chunks(config.num_segments) for name in of_chunk[v]}
+        self.placement = ParameterPlacement.of(names, self.trace, self.ranges, config.pp, tied_groups(model))
+        self.stage = topology.pp_rank
+        keep = self.placement.held_by(self.stage)
         if on_meta:
             _refuse_cut_model(model, keep)
             materialize(model, keep, seed=config.seed, folder=weights)
@@ -137,23 +136,6 @@ class RankModel:
         self.parameters: dict[str, Parameter] = {
             name: parameter for name, parameter in model.named_parameters() if parameter.device.type != "meta"
         }
-        self.stage = topology.pp_rank
-        self._stage_of_prefix = self._prefixes()
-
-    def _prefixes(self) -> dict[str, int]:
-        if self.trace is None:
-            return {}
-        stages = dict.fromkeys(self.trace.prologue, 0)
-        stages.update(dict.fromkeys(self.trace.epilogue, self.placement.pp - 1))
-        for chunk, (first, end) in enumerate(self.ranges):
-            stages.update(dict.fromkeys(self.trace.blocks[first:end], chunk % self.placement.pp))
-        return stages
-
-    def stage_of_module(self, name: str) -> int:
-        """Returns the stage that runs the module a parameter or buffer name lies in; 0 for what all stages run."""
-        parts = name.split(".")
-        prefixes = (".".join(parts[:end]) for end in range(len(parts), 0, -1))
-        return next((self._stage_of_prefix[prefix] for prefix in prefixes if prefix in self._stage_of_prefix), 0)
 
     def replaced(self) -> dict[str, Module]:
         """Returns the modules for which something stands in where another chunk runs them, by name."""

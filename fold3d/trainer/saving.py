@@ -38,8 +38,8 @@ from fold3d.checkpoint.names import converts_weights, persistent_buffers, saved_
 from fold3d.engine.engine import Engine
 from fold3d.errors import CheckpointError, ConfigError
 from fold3d.trainer.arguments import TrainingArguments
-from fold3d.weights.ownership import is_released
 from fold3d.weights.pretrained import PretrainedFolder
+from fold3d.weights.release import is_released
 
 logger = logging.getLogger(__name__)
 

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from fold3d.errors import TraceError
 from fold3d.weights.named_init import initialise
-from fold3d.weights.ownership import parameter_holders, replace_parameter
 from fold3d.weights.pretrained import load
+from fold3d.weights.release import parameter_holders, replace_parameter
 
 _log = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from fold3d.checkpoint.names import saved_names
-from fold3d.weights.ownership import release
+from fold3d.weights.release import release
 from tests.helpers import models
 from tests.trace import zoo
 

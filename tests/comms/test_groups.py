@@ -9,9 +9,11 @@ import torch
 import torch.distributed as dist
 
 from fold3d.comms.groups import Groups
-from fold3d.topology import Topology
+from fold3d.topology import Submesh, Topology
 from tests.helpers.launch import launch
 from tests.helpers.ranks import RankPool
+
+STAGES = Submesh(pp=(0, 1))
 
 
 def _gloo_threads() -> int:
@@ -19,14 +21,14 @@ def _gloo_threads() -> int:
     return names.count("gloo_tcp_loop")
 
 
-def _use(with_links: bool) -> tuple[int, int, float]:
+def _use(with_p2p: bool) -> tuple[int, int, float]:
     """Returns gloo's threads before and with Groups, and the ranks summed over the default group when they are gone."""
     before = _gloo_threads()
     topology = Topology(dp=2, pp=2, rank=dist.get_rank())
-    groups = Groups(topology, torch.device("cpu"), 30.0, [(0, 1)], with_links=with_links)
-    made = [groups.pipeline, groups.ties[0, 1]]
-    made += [*groups.links.values(), *groups.rings.values()]
-    for group in made if with_links else made[:2]:
+    groups = Groups(topology, torch.device("cpu"), 30.0, [STAGES], with_p2p=with_p2p)
+    made = [groups.pipeline, groups.ties[STAGES]]
+    made += [*groups.p2p.values(), *groups.rings.values()]
+    for group in made if with_p2p else made[:2]:
         total = torch.tensor([float(topology.rank)])
         dist.all_reduce(total, group=group)
         assert total.item() == sum(dist.get_process_group_ranks(group))
@@ -40,10 +42,10 @@ def _use(with_links: bool) -> tuple[int, int, float]:
     return before, during, total.item()
 
 
-@pytest.mark.parametrize(("with_links", "own"), [(False, 0), (True, 6)])
-def test_control_groups_share_a_thread(ranks: RankPool, with_links: bool, own: int) -> None:
+@pytest.mark.parametrize(("with_p2p", "own"), [(False, 0), (True, 6)])
+def test_control_groups_share_a_thread(ranks: RankPool, with_p2p: bool, own: int) -> None:
     """Four links and two rings have their own; the shared one may be there from an earlier test."""
-    for before, during, total in ranks.run(_use, 4, with_links):
+    for before, during, total in ranks.run(_use, 4, with_p2p):
         assert during - before - own in (0, 1)
         assert total == 6.0
 
@@ -51,8 +53,8 @@ def test_control_groups_share_a_thread(ranks: RankPool, with_links: bool, own: i
 def _sum_lazily() -> None:
     """torch's own groups connect when they are first used."""
     dist.all_reduce(torch.ones(1))
-    groups = Groups(Topology(dp=1, pp=2, rank=dist.get_rank()), torch.device("cpu"), 30.0, (), with_links=True)
-    for group in (groups.pipeline, *groups.links.values()):
+    groups = Groups(Topology(dp=1, pp=2, rank=dist.get_rank()), torch.device("cpu"), 30.0, (), with_p2p=True)
+    for group in (groups.pipeline, *groups.p2p.values()):
         total = torch.ones(1)
         dist.all_reduce(total, group=group)
         assert total.item() == 2.0

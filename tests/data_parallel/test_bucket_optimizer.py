@@ -17,6 +17,7 @@ from fold3d.data_parallel.optimizer.bucket_optimizer import BucketOptimizer, Set
 from fold3d.data_parallel.optimizer.separable import check_separable
 from fold3d.errors import ConfigError
 from fold3d.placement.bucket_layout import BucketSpec
+from fold3d.topology import Submesh
 
 SHAPES = {"weight": (5, 7), "bias": (7,), "scale": (3, 1, 4), "unused": (6,)}
 REPLICAS = 3
@@ -48,7 +49,9 @@ def make(name: str, parameters: dict[str, Parameter]) -> Optimizer:
 
 
 def bucket_of(parameters: dict[str, Parameter], rank: int) -> Bucket:
-    spec = BucketSpec(chunk=0, names=tuple(parameters), modules=(), chunks=(0,), stages=(0,), planned=0)
+    spec = BucketSpec(
+        chunk=0, names=tuple(parameters), modules=(), chunks=(0,), summed_over=Submesh(pp=(0,)), planned=0
+    )
     return Bucket(0, spec, parameters, REPLICAS, rank)
 
 

@@ -184,7 +184,7 @@ def breakdowns(dp_sync: str) -> dict[str, tuple[float, float, int]]:
 def arbiters(hosts: list[str]) -> tuple[list[str], list[str]]:
     """Returns the shared memory that this rank has in use when ranks are on these hosts, and the names left over."""
     topology = Topology(dp=dist.get_world_size(), pp=1, rank=dist.get_rank())
-    groups = Groups(topology, torch.device("cpu"), 20.0, (), with_links=False)
+    groups = Groups(topology, torch.device("cpu"), 20.0, (), with_p2p=False)
     before, known = rings._host_identity, _shared_memory()
     rings._host_identity = lambda: hosts[topology.rank]
     try:
@@ -231,7 +231,7 @@ def broken_gate() -> list[str]:
     """Returns what is left of the arbiter's shared memory when ranks fail while they join it."""
     known = set(Path("/dev/shm").iterdir())
     topology = Topology(dp=2, pp=1, rank=dist.get_rank())
-    groups = Groups(topology, torch.device("cpu"), 20.0, (), with_links=False)
+    groups = Groups(topology, torch.device("cpu"), 20.0, (), with_p2p=False)
     groups.world.barrier = _raise  # type: ignore[method-assign]
     with contextlib.suppress(ConnectionError):
         rings.join_nic_arbiter(topology, groups, "job", True)

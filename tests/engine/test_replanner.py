@@ -15,7 +15,7 @@ from fold3d.data_parallel.bucket_schedule import BucketSchedule
 from fold3d.engine import replanner as replanner_module
 from fold3d.engine.replanner import EVERY, FIRST_STEPS, RECENT, SAMPLE, Replanner
 from fold3d.plan.costs import NetworkCosts
-from fold3d.topology import Topology
+from fold3d.topology import Submesh, Topology
 
 MICRO_BATCHES = 2
 MS = 1_000_000
@@ -27,7 +27,7 @@ class Sync:
     """What the replanner asks of DP.sync; one chunk in four buckets on links of a rate that the test sets."""
 
     def __init__(self) -> None:
-        specs = [SimpleNamespace(chunk=0, planned=number, stages=(0,)) for number in range(4)]
+        specs = [SimpleNamespace(chunk=0, planned=number, summed_over=Submesh(pp=(0,))) for number in range(4)]
         gradients = SimpleNamespace(nbytes=BUCKET)
         self.buckets: list[Any] = [SimpleNamespace(spec=spec, gradients=gradients) for spec in specs]
         self.plan = BucketSchedule.make(specs, "early")  # type: ignore[arg-type]

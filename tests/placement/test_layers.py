@@ -9,7 +9,7 @@ from torch import nn
 from fold3d.placement.layers import PROLOGUE, chunk_layers
 from fold3d.placement.partition import split_ranges
 from fold3d.trace import trace
-from fold3d.weights.ownership import owned_parameters
+from tests.trace.chains import needed_parameters
 
 
 class Tied(nn.Module):
@@ -44,7 +44,7 @@ def test_layers_hold_what_their_stage_owns(pp, segments):
         owned = {
             canonical.get(name, name)
             for chunk in range(stage, len(ranges), pp)
-            for name in owned_parameters(model, recorded, ranges, chunk)
+            for name in needed_parameters(model, recorded, ranges, chunk)
         }
         assert len(names) == len(set(names)) and set(names) == owned
     assert "embed.weight" in chunks[0][0].parameters and "scale" in chunks[0][0].parameters

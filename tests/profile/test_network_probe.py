@@ -17,7 +17,7 @@ from fold3d.topology import Topology
 def _probe(dp: int, pp: int, over_tcp: bool):
     topology = Topology(dp=dp, pp=pp, rank=dist.get_rank())
     device = torch.device("cpu")
-    groups = Groups(topology, device, 30.0, (), with_links=not over_tcp)
+    groups = Groups(topology, device, 30.0, (), with_p2p=not over_tcp)
     try:
         return probe_network(topology, groups, device, 30.0, over_tcp=over_tcp, activation_bytes=8192, seconds=0.2)
     finally:
@@ -36,7 +36,7 @@ def test_all_ranks_get_the_same_numbers(ranks, dp, pp, over_tcp):
 def _answers_late(delays: list[float]) -> str:
     """Rank 1 answers each exchange late; returns what rank 0 was told."""
     topology = Topology(dp=1, pp=2, rank=dist.get_rank())
-    groups = Groups(topology, torch.device("cpu"), 30.0, (), with_links=False)
+    groups = Groups(topology, torch.device("cpu"), 30.0, (), with_p2p=False)
     told = ""
     try:
         with tcp_messages(topology, groups, 1.0) as pass_on:

@@ -10,11 +10,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fold3d.placement.layers import chunk_parameters
 from fold3d.stage.split_model import SplitModel
 from fold3d.trace import Trace, trace
-from fold3d.weights.ownership import owned_parameters, release
+from fold3d.weights.release import release
 
 Ranges = list[tuple[int, int]]
+
+
+def needed_parameters(model: nn.Module, recorded: Trace, ranges: Ranges, chunk: int) -> list[str]:
+    """All names of the parameters that a chunk needs."""
+    return chunk_parameters(
+        [name for name, _ in model.named_parameters(remove_duplicate=False)], recorded, ranges, chunk
+    )
 
 
 def loss_of(output: Any) -> Tensor:
@@ -40,7 +48,7 @@ def ranks_of(model: nn.Module, recorded: Trace, ranges: Ranges, pp: int, **kwarg
     ranks = []
     for stage in range(pp):
         local = copy.deepcopy(model)
-        keep = {n for v in range(stage, len(ranges), pp) for n in owned_parameters(local, recorded, ranges, v)}
+        keep = {n for v in range(stage, len(ranges), pp) for n in needed_parameters(local, recorded, ranges, v)}
         release(local, keep)
         ranks.append(SplitModel(local, recorded, ranges, **kwargs))
     return ranks

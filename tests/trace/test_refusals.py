@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from fold3d.errors import TraceError
 from fold3d.stage.split_model import SplitModel
 from fold3d.trace import SplitError
-from fold3d.weights.ownership import owned_parameters, release
-from tests.trace.chains import assert_equal, chained, ranks_of, record, whole
+from fold3d.weights.release import release
+from tests.trace.chains import assert_equal, chained, needed_parameters, ranks_of, record, whole
 from tests.trace.zoo import Plain, build, checkpointed, plain, tokens
 
 HALVES = [(0, 2), (2, 4)]
@@ -137,9 +137,9 @@ def test_a_parameter_that_the_recording_did_not_see() -> None:
 
     model = Optional()
     recorded = record(model, tokens())
-    names = owned_parameters(model, recorded, HALVES, 0)
+    names = needed_parameters(model, recorded, HALVES, 0)
     assert "extra.weight" in names  # so that it is saved
-    release(model, set(owned_parameters(model, recorded, HALVES, 1)))
+    release(model, set(needed_parameters(model, recorded, HALVES, 1)))
     split = SplitModel(model, recorded, HALVES)
     with pytest.raises(SplitError, match=r"more=True.* chunk 1 would need extra\.bias, which lies on another rank"):
         split.run(1, lambda: model(**tokens(), more=True), [torch.zeros(2, 12, 16)], None)

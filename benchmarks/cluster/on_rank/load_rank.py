@@ -34,7 +34,7 @@ class LoadRank:
         world = scenario.ranks
         self._topology = topology = Topology(dp=scenario.dp, pp=scenario.pp, rank=dist.get_rank())
         cpu = torch.device("cpu")
-        self._groups = Groups(topology, cpu, COMM_TIMEOUT, (), with_links=False)
+        self._groups = Groups(topology, cpu, COMM_TIMEOUT, (), with_p2p=False)
         arbiter = join_nic_arbiter(topology, self._groups, f"load of {world}", system.family.preempt)
         hosts = find_hosts(self._groups)
         message_s = scenario.activation_bytes * 8 / (scenario.rate_mbit * 1e6)
@@ -46,7 +46,7 @@ class LoadRank:
             [_Stage(self, scenario.activation_bytes)],
             topology.pp_rank,
             topology.pp,
-            self._groups.link_names(),
+            self._groups.p2p_names(),
             cpu,
             COMM_TIMEOUT,
             topology.describe(topology.rank),

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from benchmarks.cluster.scenarios import Scenario
 from benchmarks.cluster.systems import Record
+from fold3d.topology import coordinates
 
 _ACTION = re.compile(r"(\d+)(F|B|RECV_F|RECV_B)(\d+)")
 _DP_LANES = ("reduce", "gather")
@@ -73,9 +74,9 @@ def _messages(scenario: Scenario, records: Sequence[Sequence[Sequence[Record]]])
                 direction = kind[-1]
                 if kind.startswith("RECV"):
                     sender = chunk - 1 if direction == "F" else chunk + 1
-                    came[step, rank // scenario.pp, direction, sender, micro_batch] = rank, end
+                    came[step, coordinates(rank, scenario.pp).dp, direction, sender, micro_batch] = rank, end
                 else:
-                    made[step, rank // scenario.pp, direction, chunk, micro_batch] = rank, end
+                    made[step, coordinates(rank, scenario.pp).dp, direction, chunk, micro_batch] = rank, end
     for message, arrival in came.items():
         if message in made:
             yield *made[message], *arrival

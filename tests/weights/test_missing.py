@@ -16,7 +16,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from fold3d.errors import MissingWeightsError
 from fold3d.weights.missing import MissingWeight
-from fold3d.weights.ownership import is_released, release
+from fold3d.weights.release import is_released, release
 from tests.helpers import models
 from tests.trace.zoo import tokens
 

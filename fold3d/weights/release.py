@@ -1,4 +1,4 @@
-"""Which parameters a chunk needs, and letting go of the others."""
+"""release(): letting go of the parameters that other ranks hold."""
 
 from __future__ import annotations
 
@@ -7,29 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from fold3d.trace.model_trace import Trace
 from fold3d.weights.missing import MissingWeight
-
-
-def owned_parameters(model: nn.Module, trace: Trace, ranges: Sequence[tuple[int, int]], chunk: int) -> list[str]:
-    """Returns the names of the parameters that chunk `chunk` needs, in the model's order.
-
-    These are the parameters of its blocks, of what runs before them in their regions (the prologue for the
-    first chunk), of the epilogue for the last chunk, and the shared ones. Every name of a tied parameter is
-    listed. A parameter that the forward never reads belongs to the first chunk, so that it is saved.
-
-    Args:
-        ranges: [first, end) block of every chunk of the whole model.
-    """
-    trace.check_ranges(list(ranges))
-    lo, hi = ranges[chunk]
-    needed = set(trace.shared)
-    for region in range(lo, hi + (hi == len(trace.blocks))):
-        needed.update(trace.uses[region])
-    for group in trace.tied:
-        if needed.intersection(group):
-            needed.update(group)
-    return [name for name, _ in model.named_parameters(remove_duplicate=False) if name in needed]
 
 
 def release(model: nn.Module, keep: set[str]) -> None:

@@ -16,8 +16,7 @@ from torch import nn
 from fold3d.errors import CheckpointError, TraceError
 from fold3d.stage.split_model import SplitModel
 from fold3d.weights.materialize import materialize
-from fold3d.weights.ownership import owned_parameters
-from tests.trace.chains import assert_equal, chained, record, whole
+from tests.trace.chains import assert_equal, chained, needed_parameters, record, whole
 from tests.trace.zoo import FAMILIES, Block, Plain, build, tokens
 
 
@@ -107,7 +106,7 @@ def test_chunks_of_a_meta_model_are_never_whole_and_equal_the_whole_model() -> N
     ranks = []
     for chunk in range(3):
         model = on_meta(MODELS["gpt2"])
-        keep = set(owned_parameters(model, recorded, ranges, chunk))
+        keep = set(needed_parameters(model, recorded, ranges, chunk))
         materialize(model, keep, seed=11)
         assert real_names(model) == keep
         assert len(keep) < len(names_of(model))

@@ -1,0 +1,64 @@
+"""Topology: the mesh against its definition, for every rank of small meshes."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from fold3d.topology import AXES, Submesh, Topology, chunks_of, coordinates, num_segments, segment_of, stage_of
+
+MESHES = [(1, 1, 1), (2, 3, 1), (3, 2, 2), (1, 4, 2), (2, 1, 4)]
+
+
+@pytest.mark.parametrize(("dp", "pp", "tp"), MESHES)
+def test_ranks_count_through_the_axes_from_the_innermost(dp: int, pp: int, tp: int) -> None:
+    places = itertools.product(range(dp), range(pp), range(tp))
+    for rank, place in enumerate(places):
+        topology = Topology(dp=dp, pp=pp, tp=tp, rank=rank)
+        assert coordinates(rank, pp, tp) == place == (topology.dp_rank, topology.pp_rank, topology.tp_rank)
+        assert coordinates(rank, pp, tp)._fields == AXES
+        assert topology.rank_of(*place) == rank
+        assert topology.rank_of(place[0], place[1]) == rank  # at its own place on the axis tp
+        assert rank in topology.pipeline(place[0]) and rank in topology.replicas(place[1])
+        assert topology.is_last_stage == (place[1] == pp - 1)
+        assert len({*topology.pipeline(place[0])}) == pp and len({*topology.replicas(place[1])}) == dp
+    assert topology.world == rank + 1
+
+
+@pytest.mark.parametrize(("dp", "pp", "tp"), MESHES)
+def test_a_submesh_is_a_box_in_each_replica(dp: int, pp: int, tp: int) -> None:
+    places = Submesh(pp=tuple(range(0, pp, 2)), tp=tuple(range(tp)))
+    for rank in range(dp * pp * tp):
+        topology = Topology(dp=dp, pp=pp, tp=tp, rank=rank)
+        inside = [r for replica in range(dp) for r in topology.ranks_of(places, replica)]
+        assert inside == sorted(set(inside))
+        assert topology.holds(places) == (rank in inside) == (topology.pp_rank % 2 == 0)
+        assert topology.source_of(places) == min(topology.ranks_of(places, topology.dp_rank))
+    assert places.is_shared == (len(places.pp) * tp > 1)
+    assert not Submesh(pp=(pp - 1,)).is_shared
+
+
+def test_chunks_go_round_the_stages() -> None:
+    for pp, segments in itertools.product((1, 2, 3), (1, 2, 4)):
+        chunks = pp * segments
+        assert num_segments(chunks, pp) == segments
+        assert [chunk for s in range(segments) for chunk in (s * pp + stage for stage in range(pp))] == [*range(chunks)]
+        for chunk in range(chunks):
+            assert segment_of(chunk, pp) * pp + stage_of(chunk, pp) == chunk
+            assert chunk in chunks_of(stage_of(chunk, pp), chunks, pp)
+        assert list(Topology(dp=1, pp=pp, rank=pp - 1).chunks(segments)) == [*range(pp - 1, chunks, pp)]
+
+
+def test_neighbours_go_round_the_ring() -> None:
+    last = Topology(dp=1, pp=3, rank=2)
+    assert (last.next_stage, last.previous_stage) == (0, 1)
+
+
+def test_names() -> None:
+    assert Topology(dp=2, pp=2, rank=0).describe(3) == "rank 3 (replica 1, stage 1)"
+    assert Topology(dp=2, pp=2, tp=2, rank=0).describe(5) == "rank 5 (replica 1, stage 0, shard 1)"
+    with pytest.raises(ValueError, match="rank 4 is outside the 2 x 2 grid"):
+        Topology(dp=2, pp=2, rank=4)
+    with pytest.raises(ValueError, match="rank 8 is outside the 2 x 2 x 2 grid"):
+        Topology(dp=2, pp=2, tp=2, rank=8)
