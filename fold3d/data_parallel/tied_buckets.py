@@ -1,4 +1,4 @@
-"""TiedBuckets: the buckets of weights that several ranks of a replica hold, whose gradients are summed over those, too."""
+"""TiedBuckets: the buckets of weights that several ranks of a replica hold, and sum over those, too."""
 
 from __future__ import annotations
 
