@@ -115,7 +115,8 @@ class Reducer:
     @staticmethod
     def _refuse_late(name: str) -> None:
         raise ConfigError(
-            f"{name} got another gradient after its sum over the replicas had begun: one micro-batch gave it several "
-            "(a reentrant checkpoint inside a block does), or backward ran outside the engine; use recompute=True "
-            "instead of the model's own checkpointing"
+            f"{name} got another gradient after its sum over the replicas had begun: the loss function reads the "
+            "weight itself (a penalty on weights does; set pp=1 and segments=1), one micro-batch gave it several "
+            "gradients (a reentrant checkpoint inside a block does; use recompute=True instead of the model's own "
+            "checkpointing), or backward ran outside the engine"
         )

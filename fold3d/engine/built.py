@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.nn import Module, Parameter
 
 from fold3d.comms.groups import Groups
@@ -16,7 +17,7 @@ from fold3d.engine import state
 from fold3d.engine.pipeline import Pipeline
 from fold3d.engine.supervised import Supervised
 from fold3d.engine.turns import take_turn
-from fold3d.errors import ConfigError, RankError
+from fold3d.errors import ConfigError, Fold3dError, RankError
 from fold3d.faults.failure import is_communication_error
 from fold3d.stage.model_chunk import ModelCall
 from fold3d.stage.rank_model import RankModel
@@ -70,7 +71,8 @@ class Built(Supervised):
             except Exception as error:
                 if not is_communication_error(error):
                     raise
-                raise ConnectionError(f"every process must call {call}, and not all of them did: {error}") from error
+                why = str(error).partition(" (gloo")[0]
+                raise _AbsentError(f"every process must call {call}, and not all of them did: {why}") from None
 
     @property
     def is_built(self) -> bool:
@@ -129,6 +131,10 @@ class Built(Supervised):
         """The groups of this rank: `data`, the replicas of its stage; `pipeline`, the stages of its replica, a process
         group of torch's (None where there is one stage)."""
         return self._built()[1].groups
+
+
+class _AbsentError(Fold3dError, dist.DistNetworkError):
+    """Not all ranks came."""
 
 
 def _same_call(calls: list[str]) -> None:

@@ -84,6 +84,7 @@ class Pipeline:
         self._records: list[RawRecord] = []
         self._inputs = StepInputs()
         self._part_hooks = PartHooks(cut.parameters, cut.placement.readers, cut.replaced())
+        self._loss_check = cut.loss_check()
         self.dp_sync: DpSync | None = None
         self._schedule: Schedule | None = None
         self._replanner: Replanner | None = None
@@ -206,6 +207,8 @@ class Pipeline:
         """Runs one step's forwards, backwards and gradient sums; returns the replica's loss on each of its ranks."""
         self._begin_breakdown()
         self._part_hooks.look()
+        if self._loss_check is not None:
+            self._loss_check.look(call, micro_batches[0])
         self._gradients_read = reads_gradients
         if reads_weights and self.dp_sync is not None:
             self.dp_sync.flush()
@@ -248,6 +251,8 @@ class Pipeline:
     def evaluate(self, schedule: Schedule, batch: MicroBatch, call: ModelCall) -> Any:
         """Runs one batch forward; returns the last chunk's result on every rank of the replica."""
         self._begin_breakdown()
+        if self._loss_check is not None:
+            self._loss_check.look(call, batch)
         if self.dp_sync is not None:
             self.dp_sync.flush()
         self._trained = False

@@ -60,7 +60,8 @@ class Supervised:
                     self._failure = message
                 if not isinstance(error, Exception):
                     raise
-                raise RankError(message) from error
+                # fold3d's own errors say all there is to say; of others the user wants to see where they come from.
+                raise RankError(message) from None if isinstance(error, Fold3dError) else error
             else:
                 if self._is_closed:
                     raise _closed_in(doing)

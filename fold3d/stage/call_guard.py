@@ -16,7 +16,7 @@ from fold3d.trace.capture import trace_call
 from fold3d.trace.errors import SplitError
 from fold3d.trace.model_trace import Trace
 
-_WAYS_OUT = (
+WAYS_OUT = (
     "Set pp=1 and segments=1, where nothing is cut and all outputs are there; or use fewer chunks (pp * segments), or "
     "compute it from what the model returns at its end"
 )
@@ -106,7 +106,7 @@ class CallGuard:
         if reason:
             raise SplitError(
                 f"{describe(arguments)} cannot be run on this cut of the model, which was recorded without such a "
-                f"call: {reason}. {_WAYS_OUT}"
+                f"call: {reason}. {WAYS_OUT}"
             )
         known = {*self._trace.prologue, *self._trace.between, *self._trace.epilogue}
         self._use_modules([n for n in (*found.prologue, *found.between, *found.epilogue) if n not in known])

@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from itertools import chain
-from typing import Any
 
 from torch.nn import Module, Parameter
+
+from fold3d.trace.users_hooks import is_users, users_hooks
 
 logger = logging.getLogger(__name__)
 
@@ -41,13 +42,12 @@ class PartHooks:
 
     def look(self) -> None:
         """Warns, once per parameter and module, of hooks that have been registered."""
-        hooked = [name for name, one in self._modules.items() if name not in self._said and _is_hooked_module(one)]
+        hooked = [name for name, one in self._modules.items() if name not in self._said and any(users_hooks(one))]
         if hooked:
             self._said.update(hooked)
             logger.warning(
                 "hooks of %s run in every chunk of the model, also in those that do not run the module: what they "
-                "see, keep for the loss or return may be a stand-in, and then the numbers are wrong. Hook a module "
-                "inside of a block, return what the loss needs from the model, or set pp=1 and segments=1",
+                "see, and log, may be a stand-in. Hook a module inside of a block, or set pp=1 and segments=1",
                 ", ".join(hooked),
             )
         for name, (parameter, chunks) in self._shared.items():
@@ -61,21 +61,7 @@ class PartHooks:
                 )
 
 
-_KNOWN = ("fold3d.", "torch.", "transformers.", "accelerate.", "peft.")
-"""Whose hooks of modules are right: spectral norms, noise on embeddings, embeddings that are to have gradients."""
-
-
 def _is_hooked(parameter: Parameter) -> bool:
     post_accumulate = getattr(parameter, "_post_accumulate_grad_hooks", None)
-    return _any_of_others((parameter._backward_hooks, post_accumulate), ("fold3d.",))
-
-
-def _is_hooked_module(module: Module) -> bool:
-    forward = (module._forward_pre_hooks, module._forward_hooks)
-    return _any_of_others((*forward, module._backward_pre_hooks, module._backward_hooks), _KNOWN)
-
-
-def _any_of_others(hooks: Sequence[Mapping[int, Any] | None], known: tuple[str, ...]) -> bool:
-    """Returns whether there is a hook whose code lies in none of the `known` packages."""
-    found = chain.from_iterable((one or {}).values() for one in hooks)
-    return any(not str(getattr(hook, "__module__", "")).startswith(known) for hook in found)
+    found = chain.from_iterable((one or {}).values() for one in (parameter._backward_hooks, post_accumulate))
+    return any(is_users(hook, ("fold3d.",)) for hook in found)

@@ -13,6 +13,7 @@ from fold3d.config import AUTO, ParallelConfig
 from fold3d.errors import ConfigError, TraceError
 from fold3d.placement.parameter_placement import ParameterPlacement
 from fold3d.placement.partition import split_ranges
+from fold3d.stage.loss_check import LossCheck
 from fold3d.stage.split_model import SplitModel
 from fold3d.stage.whole_model import WholeModel
 from fold3d.topology import Topology
@@ -144,6 +145,12 @@ class RankModel:
         names = dict.fromkeys((*self.trace.prologue, *self.trace.blocks, *self.trace.between, *self.trace.epilogue))
         modules = {name: self.model.get_submodule(name) for name in names}
         return {name: module for name, module in modules.items() if next(module.parameters(), None) is not None}
+
+    def loss_check(self) -> LossCheck | None:
+        """Returns what looks for reads of a loss function that a cut model does not serve; None for one in a piece."""
+        if self.trace is None or isinstance(self.split, WholeModel):
+            return None
+        return LossCheck(self.model, self.trace, self.ranges, self.split.remove)
 
     def trainable(self) -> dict[str, Parameter]:
         """Returns the parameters of this rank that receive gradients."""

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fold3d.errors import TraceError
 from fold3d.trace.arguments import Arguments, Form, form_of
@@ -19,6 +19,7 @@ from fold3d.trace.example import is_transformers_model, synthetic_example
 from fold3d.trace.model_trace import BlockCost, Trace
 from fold3d.trace.recorder import Recorder
 from fold3d.trace.structure import TreeStructure
+from fold3d.trace.users_hooks import drop_hooks, is_users, users_hooks
 from fold3d.trace.wrappers import drop_wrappers
 
 
@@ -56,20 +57,23 @@ def trace(model: nn.Module, *, blocks: str = "auto", example: Mapping[str, Any] 
 
 def trace_call(model: nn.Module, blocks: list[str], example: Mapping[str, Any]) -> Trace:
     """Returns what one forward of `model` on `example` says about `blocks`; see `trace`."""
-    return _summarise(model, blocks, _record(model, blocks, example), form_of(example))
+    recorder, kept = _record(model, blocks, example)
+    return _summarise(model, blocks, recorder, form_of(example), kept)
 
 
-def _record(model: nn.Module, names: list[str], example: Mapping[str, Any]) -> Recorder:
+def _record(model: nn.Module, names: list[str], example: Mapping[str, Any]) -> tuple[Recorder, tuple[str, ...]]:
+    """Returns what was recorded, and the attributes in which modules keep tensors of the forward."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     shadow = fake_copy(model, mode).train()
     for module in shadow.modules():
         if getattr(module, "gradient_checkpointing", False):
             setattr(module, "gradient_checkpointing", False)  # noqa: B010 (no Tensor and no Module)
-    kwargs = {k: tree_map_only(Tensor, lambda tensor: _fake(tensor, mode), v) for k, v in example.items()}
+    kwargs = {k: tree_map_only(Tensor, lambda tensor: fake(tensor, mode), v) for k, v in example.items()}
     called = example.called(shadow) if isinstance(example, Arguments) else shadow
     if "use_cache" in inspect.signature(called.forward).parameters:
         kwargs.setdefault("use_cache", False)
     recorder = Recorder(shadow, names)
+    before = {id(tensor) for _, tensor in _attributes(shadow)}
     try:
         with mode, torch.no_grad(), recorder:
             recorder.read_result(called(**kwargs))
@@ -82,7 +86,17 @@ def _record(model: nn.Module, names: list[str], example: Mapping[str, Any]) -> R
             f"{type(error).__name__}: {error}. The forward is run on tensors without values, so it must "
             f"not branch on them; {_remedy(error)}."
         ) from error
-    return recorder
+    return recorder, tuple(dict.fromkeys(name for name, tensor in _attributes(shadow) if id(tensor) not in before))
+
+
+def _attributes(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yields the tensors in attributes of modules, or in containers there, besides parameters and buffers."""
+    for name, module in model.named_modules():
+        for attribute, value in vars(module).items():
+            if attribute not in ("_parameters", "_buffers", "_modules") and not callable(value):
+                for leaf in tree_leaves(value):
+                    if isinstance(leaf, Tensor):
+                        yield f"{name}.{attribute}".lstrip("."), leaf
 
 
 def _remedy(error: Exception) -> str:
@@ -92,13 +106,17 @@ def _remedy(error: Exception) -> str:
 
 
 def fake_copy(model: nn.Module, mode: FakeTensorMode, device: torch.device | str = "cpu") -> nn.Module:
-    """Returns a copy of `model` with fake tensors on `device` as parameters, buffers and attributes."""
+    """Returns a copy of `model` with fake tensors on `device` as parameters, buffers and attributes.
+
+    It has no hooks of the user's: they would keep, print or count what no training has computed.
+    """
     memo: dict[int, Any] = {}
     for module in model.modules():
+        memo.update((id(hook), hook) for hook in users_hooks(module))  # of objects that may be too large to copy
         tensors = [*module._parameters.values(), *module._buffers.values(), *vars(module).values()]
         for tensor in tensors:
             if isinstance(tensor, Tensor) and id(tensor) not in memo:
-                memo[id(tensor)] = _fake(tensor, mode, device)
+                memo[id(tensor)] = fake(tensor, mode, device)
     try:
         shadow = copy.deepcopy(model, memo)
     except Exception as error:
@@ -107,18 +125,21 @@ def fake_copy(model: nn.Module, mode: FakeTensorMode, device: torch.device | str
             "Remove what copy.deepcopy cannot copy (locks, open files, generators) from its attributes."
         ) from error
     drop_wrappers(shadow)
+    for module in shadow.modules():
+        drop_hooks(module, is_users)
     return shadow
 
 
-def _fake(tensor: Tensor, mode: FakeTensorMode, device: torch.device | str = "cpu") -> Tensor:
+def fake(tensor: Tensor, mode: FakeTensorMode, device: torch.device | str = "cpu") -> Tensor:
+    """Returns a tensor like `tensor` without values; a parameter for a parameter."""
     with mode:
-        fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+        made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
     if isinstance(tensor, nn.Parameter):
-        return nn.Parameter(fake, requires_grad=tensor.requires_grad)
-    return fake
+        return nn.Parameter(made, requires_grad=tensor.requires_grad)
+    return made
 
 
-def _summarise(model: nn.Module, names: list[str], recorder: Recorder, form: Form) -> Trace:
+def _summarise(model: nn.Module, names: list[str], recorder: Recorder, form: Form, kept: tuple[str, ...]) -> Trace:
     missing = [name for name in names if name not in recorder.order]
     if missing:
         raise TraceError(
@@ -182,6 +203,7 @@ def _summarise(model: nn.Module, names: list[str], recorder: Recorder, form: For
         epilogue_cost=BlockCost(name="epilogue", parameters=count(uses[last]), flops=regions[last].other_flops),
         unread=tuple(name for name in order if name in unread),
         form=form,
+        kept=kept,
     )
 
 

@@ -71,6 +71,8 @@ class Trace:
     """Parameters that nothing reads in the recorded call."""
     form: Form = ()
     """Of the recorded call."""
+    kept: tuple[str, ...] = ()
+    """Attributes in which modules keep tensors of a forward, for whoever reads them."""
 
     @property
     def uniform(self) -> bool:

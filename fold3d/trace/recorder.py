@@ -76,6 +76,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._block: str | None = None
         self._outer: list[str] = []
         self._stubbed = False
+        self._around = "the model's forward"
         self._versions: list[list[int]] = []
         self._install(model, list(blocks))
 
@@ -172,7 +173,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def _read(self, keys: set[int]) -> frozenset[Token]:
-        reader = self._block or (self._outer[0] if self._outer else "the model's forward")
+        reader = self._block or (self._outer[0] if self._outer else self._around)
         found: frozenset[Token] = _NO_TOKENS
         for key in keys:
             names = self._names.get(key)

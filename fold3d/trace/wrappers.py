@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from fold3d._C import BlockForward
+from fold3d.trace.users_hooks import drop_hooks, is_ours
 
 
 def wrap(module: nn.Module, forward: Callable[..., Any]) -> Callable[[], None]:
@@ -33,10 +34,6 @@ def drop_wrappers(copied: nn.Module) -> None:
     They are not copied and would run the original module. Bound methods, such as accelerate's, are bound to the copy.
     """
     for module in copied.modules():
-        for hooks in (module._forward_pre_hooks, module._forward_hooks):
-            for number in [
-                n for n, hook in hooks.items() if str(getattr(hook, "__module__", "")).startswith("fold3d.")
-            ]:
-                del hooks[number]
+        drop_hooks(module, is_ours)
         if isinstance(vars(module).get("forward"), (FunctionType, BlockForward)):
             del module.forward

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.nn import Module
 
+from fold3d.trainer.overrides import is_overridden
 from fold3d.trainer.saving import CheckpointingTrainer
 
 
@@ -29,13 +30,20 @@ class EvaluatingTrainer(CheckpointingTrainer):
         stock = super().prediction_step
         # Counting labels talks to the other replicas: once per batch, not once per chunk.
         self._label_count = (self._get_num_items_in_batch([inputs], self.args.device),)
+
+        def predict(module: Module, batch: dict[str, Any]) -> Any:
+            return stock(module, batch, prediction_loss_only, ignore_keys)
+
+        predict.calls_users_code = self._computes_loss_otherwise()  # type: ignore[attr-defined]
         try:
-            loss, logits, labels = self.engine.forward(
-                inputs, lambda module, batch: stock(module, batch, prediction_loss_only, ignore_keys)
-            )
+            loss, logits, labels = self.engine.forward(inputs, predict)
         finally:
             self._label_count = None
         return loss, logits, labels
+
+    def _computes_loss_otherwise(self) -> bool:
+        """Whether the loss is computed by code of the user's."""
+        return self.compute_loss_func is not None or is_overridden(self, "compute_loss")
 
     def evaluate(self, *args: Any, **named: Any) -> Any:
         """Evaluates; the same arguments and result as the stock Trainer's. Every process calls."""

@@ -22,14 +22,17 @@ _EVERY_STEP = (
 
 def overridden(trainer: transformers.Trainer) -> list[str]:
     """Returns the names of the stock Trainer's methods that a class neither transformers' nor fold3d's replaces."""
-    names = []
-    for name in dir(transformers.Trainer):
-        if name.startswith("__") or not callable(getattr(transformers.Trainer, name)):
-            continue
-        owner = next((kind for kind in type(trainer).__mro__ if name in vars(kind)), None)
-        if owner is not None and owner.__module__.split(".")[0] not in ("transformers", "fold3d"):
-            names.append(name)
-    return names
+    return [
+        name
+        for name in dir(transformers.Trainer)
+        if not name.startswith("__") and callable(getattr(transformers.Trainer, name)) and is_overridden(trainer, name)
+    ]
+
+
+def is_overridden(trainer: transformers.Trainer, name: str) -> bool:
+    """Returns whether a class neither transformers' nor fold3d's replaces this method of the stock Trainer."""
+    owner = next((kind for kind in type(trainer).__mro__ if name in vars(kind)), None)
+    return owner is not None and owner.__module__.split(".")[0] not in ("transformers", "fold3d")
 
 
 def gradient_readers(trainer: transformers.Trainer, hooks: bool) -> list[str]:

@@ -320,6 +320,7 @@ class Trainer(EvaluatingTrainer):
         def share(module: Module, batch: dict[str, Any]) -> Tensor:
             return self._share_of_loss(module, batch, *divisors_of(batch))
 
+        share.calls_users_code = self._computes_loss_otherwise()  # type: ignore[attr-defined]
         if self._gradients_are_read is None:
             self._gradients_are_read = self._agree_on_gradients()
         loss = self.engine.run(

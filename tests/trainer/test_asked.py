@@ -77,6 +77,17 @@ def twice(model: Any, inputs: Any) -> Any:
     return outputs, outputs.loss + model(**inputs).logits.square().mean()
 
 
+def captured(model: Any, inputs: Any) -> Any:
+    """What a hook keeps of a layer inside of the first block; an interrupted step leaves none."""
+    kept: list[Tensor] = []
+    handle = model.transformer.h[0].mlp.register_forward_hook(lambda module, args, output: kept.append(output))
+    try:
+        outputs = model(**inputs)
+    finally:
+        handle.remove()
+    return outputs, outputs.loss + sum(one.square().mean() for one in kept)
+
+
 def detached(model: Any, inputs: Any) -> Any:
     outputs = model(**inputs)
     return outputs, outputs.loss.detach()
@@ -87,7 +98,7 @@ def elsewhere(model: Any, inputs: Any) -> Any:
     return {}, torch.ones((), requires_grad=True)
 
 
-LOSSES = {one.__name__: one for one in (positions, logits, early, attentions, twice, detached, elsewhere)}
+LOSSES = {one.__name__: one for one in (positions, logits, early, attentions, twice, captured, detached, elsewhere)}
 ARGUMENTS = {"per_device_train_batch_size": 4, "prediction_loss_only": True}
 
 
@@ -105,6 +116,10 @@ def test_right(ranks: RankPool, tmp_path: Path, kind: str, processes: int, layou
         ("early", "is read again later, in 'the model's result'"),
         ("attentions", "is read again later, in 'the model's result'"),
         ("twice", "calls the model a second time .* set pp=1 and segments=1"),
+        (
+            "captured",
+            "a tensor made in 'transformer.h.0' is read again later, in 'the loss function'.*a hook",
+        ),
         ("detached", "the loss has no gradient: it was detached"),
         ("elsewhere", "returned without calling GPT2LMHeadModel"),
     ],

@@ -36,7 +36,8 @@ def on_rank_0(folder: str, call: str, other: str | None) -> tuple[str, float]:
         else:
             CALLS[mine](trainer)
     except fold3d.RankError as error:
-        return str(error), time.monotonic() - start
+        chain = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+        return str(error) if chain is None else f"a chain of errors: {chain!r}", time.monotonic() - start
     finally:
         trainer.engine.close()
     return "no error", time.monotonic() - start

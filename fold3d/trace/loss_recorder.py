@@ -1,0 +1,143 @@
+"""LossRecorder: follows a loss function around a model's forward, and notes what it reads besides what that returns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import arg_tree_leaves, tree_map_only
+
+from fold3d.errors import TraceError
+from fold3d.trace.arguments import ancestors
+from fold3d.trace.capture import fake
+from fold3d.trace.recorder import Recorder
+from fold3d.trace.users_hooks import drop_hooks, is_ours
+
+_aten = torch.ops.aten
+
+
+def record_loss(
+    model: nn.Module, blocks: Iterable[str], call: Callable[[nn.Module, dict[str, Any]], Any], batch: Mapping[str, Any],
+    truth: bool,
+) -> tuple[tuple[str, ...], bool]:  # fmt: skip
+    """Runs `call(model, batch)` without the values of weights and activations, the user's hooks on the model included.
+
+    The model loses its weights, and whoever is called may keep tensors without values: for a process that has no other
+    use for them.
+
+    Args:
+        batch: a micro-batch in host memory; what is computed from it alone has values.
+        truth: what a condition on values that are not there is taken to be.
+    Returns: why the model cannot be cut at each border (see `Recorder.borders`), and whether `truth` was asked for.
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    _make_fake(model, mode)
+    recorder = LossRecorder(model, blocks, mode, truth)
+    with mode, recorder:
+        recorder.read_result(call(model, dict(batch)))
+    return recorder.borders(), recorder.guessed
+
+
+def _make_fake(model: nn.Module, mode: FakeTensorMode) -> None:
+    known: dict[int, Tensor] = {}
+    for module in model.modules():
+        drop_hooks(module, is_ours)
+        stores: tuple[dict[str, Any], ...] = (module._parameters, module._buffers, vars(module))
+        for store in stores:
+            for name, value in list(store.items()):
+                if isinstance(value, Tensor):
+                    store[name] = known.setdefault(id(value), fake(value, mode))
+        if getattr(module, "gradient_checkpointing", False):
+            setattr(module, "gradient_checkpointing", False)  # noqa: B010 (no Tensor and no Module)
+
+
+class LossRecorder(Recorder):  # type: ignore[no-untyped-call]
+    """A Recorder for code around the model, which may look at values: made-up ones where there are none."""
+
+    def __init__(self, model: nn.Module, blocks: Iterable[str], mode: FakeTensorMode, truth: bool) -> None:
+        names = list(blocks)
+        super().__init__(model, names)
+        self.guessed = False
+        self._truth, self._mode, self._depth = truth, mode, 0
+        self._around = "the loss function"
+        for name in ancestors(names):
+            module = model.get_submodule(name)
+            module.register_forward_pre_hook(self._enter_model, prepend=True)
+            module.register_forward_hook(self._leave_model, always_call=True)
+
+    def _enter_model(self, *_: Any) -> None:
+        self._depth += 1
+        self._around = "the model's forward"
+
+    def _leave_model(self, *_: Any) -> None:
+        self._depth -= 1
+        if not self._depth:
+            self._around = "the loss function"
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func.namespace == "c10d":
+            raise TraceError("it talks to other processes")
+        tensors = [leaf for leaf in arg_tree_leaves(*args, **kwargs) if isinstance(leaf, Tensor)]
+        if tensors and not any(isinstance(one, FakeTensor) or one.device.type != "cpu" for one in tensors):
+            with _disable_current_modes():
+                return func(*args, **kwargs)
+        if kwargs.get("device") is not None:
+            kwargs["device"] = torch.device("cpu")
+        args, kwargs = tree_map_only(Tensor, self._in_host_memory, (args, kwargs))
+        instead = _WITHOUT_VALUES.get(func.overloadpacket)
+        if instead is not None:
+            self._read({self._key(tensor) for tensor in tensors})
+            with self:
+                return instead(self, *args, **kwargs)
+        if func.overloadpacket in _INDEXING:
+            args = (args[0], [place for one in args[1] for place in self._places(one)], *args[2:])
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def _in_host_memory(self, tensor: Tensor) -> Tensor:
+        return tensor if tensor.device.type == "cpu" else fake(tensor, self._mode)
+
+    # -- made-up values --
+
+    def _number(self, tensor: Tensor) -> Any:
+        self.guessed = True
+        return self._truth if tensor.dtype is torch.bool else 1.0 if tensor.dtype.is_floating_point else 1
+
+    def _equal(self, *_: Any) -> bool:
+        self.guessed = True
+        return self._truth
+
+    def _nonzero(self, tensor: Tensor) -> Tensor:
+        return tensor.new_zeros((tensor.numel(), tensor.ndim), dtype=torch.long)
+
+    def _masked_select(self, tensor: Tensor, mask: Tensor) -> Tensor:
+        values, chosen = torch.broadcast_tensors(tensor, mask)  # type: ignore[no-untyped-call]
+        count = chosen.numel() if isinstance(mask, FakeTensor) else int(chosen.sum())
+        selected: Tensor = values.reshape(-1)[:count]
+        return selected
+
+    def _places(self, index: Tensor | None) -> list[Tensor | None]:
+        """Returns the index, as numbers where it is a mask; of a mask without values all places."""
+        if index is None or index.dtype not in (torch.bool, torch.uint8):
+            return [index]
+        if isinstance(index, FakeTensor):
+            self._read({self._key(index)})
+            with self:
+                return list(self._nonzero(index).unbind(1))
+        with _disable_current_modes():
+            return list(index.nonzero().unbind(1))
+
+
+_WITHOUT_VALUES: dict[Any, Callable[..., Any]] = {
+    _aten._local_scalar_dense: LossRecorder._number,
+    _aten.equal: LossRecorder._equal,
+    _aten.nonzero: LossRecorder._nonzero,
+    _aten.masked_select: LossRecorder._masked_select,
+}
+_INDEXING = frozenset({_aten.index, _aten.index_put, _aten.index_put_, _aten._unsafe_index})

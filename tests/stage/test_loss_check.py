@@ -1,0 +1,227 @@
+"""What a loss function reads of the inside of a model that is cut: right, or an error before the first step."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fold3d import Engine, ParallelConfig
+from fold3d.errors import RankError
+from fold3d.stage.aside import AsideError, aside
+from tests.helpers.ranks import RankPool
+
+SGD = functools.partial(torch.optim.SGD, lr=0.1)
+X = torch.linspace(-1.0, 1.0, 8, dtype=torch.float64).reshape(2, 4)
+CUT = [(1, {"segments": 2}), (2, {"pp": 2}), (2, {"pp": 2, "segments": 2})]
+IDS = ["segments=2", "pp=2", "both"]
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        self.kept: Tensor | None = None
+        self.keeps = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.inner(x).tanh()
+        if self.keeps:
+            self.kept = hidden.square().mean()
+        return x + hidden
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.layers = nn.ModuleList(Block() for _ in range(4))
+        self.last = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for layer in self.layers:
+            x = layer(x)
+        out: Tensor = self.last(x)
+        return out
+
+
+class Script:
+    """Keeps what modules return, and uses it for the loss, a log, or not at all."""
+
+    def __init__(self, model: Net, modules: list[str], use: str) -> None:
+        self.seen: dict[str, Tensor] = {}
+        self.logged: list[float] = []
+        self.calls = 0
+        self.use = use
+        for name in modules:
+            model.get_submodule(name).register_forward_hook(functools.partial(self.hook, name))
+
+    def hook(self, name: str, module: nn.Module, args: Any, output: Tensor) -> None:
+        if self.use == "log":
+            self.logged.append(output.detach().norm().item())
+        elif self.use == "detached":
+            self.seen[name] = output.detach()
+        elif self.use != "nothing":
+            self.seen[name] = output
+
+    def loss(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        self.calls += 1
+        out = model(batch["x"])
+        loss = out.square().mean()
+        if bool(loss.isnan()):
+            raise ValueError("not a number")
+        chosen = out[batch["x"] > 0].square().sum()
+        if self.use in ("log", "nothing", "keep"):
+            return loss + chosen
+        if self.use == "number":
+            return loss + sum(one.square().mean().item() for one in self.seen.values())
+        if self.use == "masked":
+            return loss + sum(one[one > 0].square().sum() for one in self.seen.values())
+        return loss + sum(one.square().mean() for one in self.seen.values())
+
+
+def train(layout: dict[str, int], modules: list[str], use: str) -> tuple[list[float], list[int]]:
+    """Returns the losses of two steps and how often the script's functions ran."""
+    torch.manual_seed(0)
+    model = Net().double()
+    script = Script(model, modules, use)
+    engine = Engine(model, ParallelConfig(blocks="layers", **layout), optimizer=SGD, example={"x": X})
+    assert engine.optimizer is not None
+    losses = []
+    for _ in range(2):
+        losses.append(engine.run([{"x": X}], script.loss).item())
+        engine.optimizer.step()
+    engine.close()
+    assert all(type(one) is Tensor for one in script.seen.values())
+    return losses, [script.calls, len(script.logged)]
+
+
+KEPT = [["layers.0"], ["layers.0.inner"], ["layers.1.inner", "layers.3.inner"], ["first"]]
+
+
+@pytest.mark.parametrize(("processes", "layout"), CUT, ids=IDS)
+@pytest.mark.parametrize("modules", KEPT, ids=["block", "inside", "several", "embedding"])
+def test_kept_for_the_loss(ranks: RankPool, processes: int, layout: dict[str, int], modules: list[str]) -> None:
+    for use in ("add", "detached", "number", "masked"):
+        for text in ranks.run(refused, processes, layout, modules, use):
+            assert "is read again later, in 'the loss function'" in text
+            assert f"what a hook of {modules[0]}" in text and "Set pp=1 and segments=1" in text
+
+
+def refused(layout: dict[str, int], modules: list[str], use: str) -> str:
+    with pytest.raises(RankError) as error:
+        train(layout, modules, use)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("modules", KEPT, ids=["block", "inside", "several", "embedding"])
+def test_a_model_in_one_piece_gives_it(modules: list[str]) -> None:
+    assert train({}, modules, "add")[0] != train({}, modules, "nothing")[0]
+
+
+@pytest.mark.parametrize(("processes", "layout"), CUT, ids=IDS)
+@pytest.mark.parametrize(
+    ("modules", "use"),
+    [
+        (["layers.0", "layers.3"], "nothing"),
+        (["layers.0.inner", "layers.3.inner", "first"], "log"),
+        (["layers.0.inner", "layers.3.inner", "first"], "keep"),
+        (["layers.3"], "add"),
+        (["layers.3.inner", "last"], "masked"),
+    ],
+)
+def test_no_false_alarm(ranks: RankPool, processes: int, layout: dict[str, int], modules: list[str], use: str) -> None:
+    """Hooks that only look, and what the last chunk has; nobody's code runs more often than there are chunks."""
+    expected, (_, logged) = train({}, modules, use)
+    chunks = layout.get("segments", 1)
+    for losses, (calls, numbers) in ranks.run(train, processes, layout, modules, use):
+        assert losses == pytest.approx(expected, rel=1e-14)
+        assert calls == 2 * chunks
+        assert numbers <= logged * chunks
+
+
+def attributes(layout: dict[str, int], numbers: list[int]) -> float:
+    torch.manual_seed(0)
+    model = Net().double()
+    for number in numbers:
+        model.layers[number].keeps = True  # type: ignore[union-attr]
+
+    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        total = model(batch["x"]).square().mean()
+        for number in numbers:
+            total = total + model.get_submodule(f"layers.{number}").kept
+        assert isinstance(total, Tensor)
+        return total
+
+    engine = Engine(model, ParallelConfig(blocks="layers", **layout), optimizer=SGD, example={"x": X})
+    found = engine.run([{"x": X}], loss).item()
+    engine.close()
+    return found
+
+
+def test_attributes_of_modules() -> None:
+    assert attributes({"segments": 2}, [3]) == pytest.approx(attributes({}, [3]), rel=1e-14)
+    with pytest.raises(RankError, match=r"what the attribute layers\.1\.kept and 1 more keeps there"):
+        attributes({"segments": 2}, [1, 3])
+
+
+def test_hooks_that_come_later_and_evaluation() -> None:
+    torch.manual_seed(0)
+    model = Net().double()
+    engine = Engine(model, ParallelConfig(blocks="layers", segments=2), optimizer=SGD, example={"x": X})
+    plain = engine.forward({"x": X}, lambda model, batch: model(**batch).mean())
+    script = Script(model, ["layers.0"], "add")
+    with pytest.raises(RankError, match=r"a hook of layers\.0"):
+        engine.forward({"x": X}, script.loss)
+    script.use = "nothing"
+    assert engine.forward({"x": X}, lambda model, batch: model(**batch).mean()) == plain
+    engine.close()
+
+
+def test_what_cannot_be_found_out_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    model = Net().double()
+    model.layers[0].register_forward_hook(lambda *_: None)
+    engine = Engine(model, ParallelConfig(blocks="layers", segments=2), optimizer=SGD, example={"x": X})
+
+    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        out = model(batch["x"])
+        assert out.detach().numpy().shape == (2, 4)
+        return torch.as_tensor(out).mean()
+
+    with caplog.at_level(logging.WARNING, "fold3d.stage.loss_check"):
+        engine.run([{"x": X}], loss)
+    assert "a hook of layers.0 keeps could not be found out (" in caplog.text
+    engine.close()
+
+
+def changes(state: list[int], outcome: Callable[[], Any]) -> Any:
+    state.append(1)
+    sys.stdout.write("nobody sees this\n")
+    return outcome()
+
+
+def test_aside(capfd: pytest.CaptureFixture[str]) -> None:
+    state: list[int] = []
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    assert aside(lambda: changes(state, lambda: torch.rand(3).tolist()), 30.0) == expected.tolist()
+    assert state == [] and torch.equal(torch.rand(3), expected)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_aside_that_fails() -> None:
+    with pytest.raises(AsideError, match="ZeroDivisionError: integer division"):
+        aside(lambda: 1 // 0, 30.0)
+    start = time.monotonic()
+    with pytest.raises(AsideError, match=r"longer than 0\.2 seconds"):
+        aside(lambda: time.sleep(60), 0.2)
+    assert time.monotonic() - start < 10
