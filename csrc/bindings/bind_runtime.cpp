@@ -7,6 +7,7 @@
 #include <memory>
 #include <utility>
 
+#include "bindings/saved_tensor_hooks.h"
 #include "bindings/signals.h"
 #include "comm/base/errors.h"
 #include "comm/p2p/communicator.h"
@@ -40,6 +41,8 @@ class PyChunk final : public runtime::Chunk {
     const py::gil_scoped_acquire gil;
     reduce_();
   }
+
+  bool is_rebuilt(torch::autograd::Node& node) override { return has_saved_tensor_hooks(node); }
 
  private:
   py::object forward_, reduce_;

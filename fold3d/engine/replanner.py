@@ -26,7 +26,7 @@ from fold3d.plan.job import Job
 from fold3d.plan.measured import Expected, plan_gathers
 from fold3d.plan.search import recheck
 from fold3d.profile.network_probe import probe_network
-from fold3d.schedule import Schedule, parse_action
+from fold3d.schedule import Kind, Schedule, parse_action
 from fold3d.topology import Topology, stage_of
 
 logger = logging.getLogger(__name__)
@@ -93,13 +93,18 @@ class Replanner:
         busy = merged([(start, end) for lane, _, start, end, _ in records if lane in ("compute", "wait")])
         self._others.append(max(0.0, step_ms - sum(end - start for start, end in busy) / NS_PER_MS))
         arbiters = [(start, end) for lane, action, start, end, _ in records if lane == "wait" and "GATHER" in action]
+        spent: dict[tuple[int, str, int], float] = {}
         for lane, text, start, end, size in records:
             if lane == "compute":
-                spent = sum(b - a for a, b in without([(start, end)], arbiters)) / 1e9
-                self._times.setdefault((_chunk_of(text), "F" if "F" in text else "B"), []).append(spent)
+                action = parse_action(text)
+                key = (action.chunk, "F" if action.kind == Kind.FORWARD else "B", action.micro_batch)
+                seconds = sum(b - a for a, b in without([(start, end)], arbiters)) / 1e9
+                spent[key] = spent.get(key, 0.0) + seconds  # the halves of a split backward are one
             elif lane == "send_f":
                 chunk = _chunk_of(text)
                 self._activation_bytes[chunk] = max(size, self._activation_bytes.get(chunk, 0))
+        for (chunk, kind, _), seconds in spent.items():
+            self._times.setdefault((chunk, kind), []).append(seconds)
 
     @property
     def is_due(self) -> bool:

@@ -96,6 +96,8 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "transport": ("auto", "c10d"),
 }
 """Too many values for one layout's few m: each occurs with every dp, pp and segments it can go with, and every m."""
+SINGLE = frozenset(info.name for info in registry() if not info.uses_segments)
+"""Schedules of one segment."""
 
 
 def micro_batches(pp: int) -> list[int]:
@@ -192,7 +194,7 @@ def _spread(bases: list[Case], random_: random.Random) -> list[Case]:
 
 def _worth(pairs: set[tuple[Any, ...]]) -> int:
     # Schedules without segments fit few layouts, so a place for them must not be missed.
-    return sum(3 if pair[-1] in ("gpipe", "1f1b") else 1 for pair in pairs)
+    return sum(3 if pair[-1] in SINGLE else 1 for pair in pairs)
 
 
 assert {field.name for field in fields(Case)} >= {*FLAGS, *CHOICES}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -54,14 +55,24 @@ def make_tuner(monkeypatch: pytest.MonkeyPatch, planned: Any = None) -> Replanne
     return Replanner(topology, SimpleNamespace(world=alone), config, torch.device("cpu"), planned)  # type: ignore[arg-type]
 
 
-def observe(replanner: Replanner, steps: int, step_ms: float, other_ms: float = 0.0) -> None:
-    """Every step computes 10 ms forward and 20 ms backward for each micro-batch, and waits but for `other_ms`."""
+def observe(
+    replanner: Replanner, steps: int, step_ms: float, other_ms: float = 0.0, *, backward: Sequence[str] = ("B",)
+) -> None:
+    """Every step computes 10 ms forward and 20 ms backward for each micro-batch, and waits but for `other_ms`.
+
+    Args:
+        backward: the actions that share the time of a backward.
+    """
     records: list[Any] = []
+    part = 20 * MS // len(backward)
     for micro_batch in range(MICRO_BATCHES):
         start = 30 * MS * micro_batch
         records += [
             ("compute", f"0F{micro_batch}", start, start + 10 * MS, 0),
-            ("compute", f"0B{micro_batch}", start + 10 * MS, start + 30 * MS, 0),
+            *(
+                ("compute", f"0{kind}{micro_batch}", start + 10 * MS + k * part, start + 10 * MS + (k + 1) * part, 0)
+                for k, kind in enumerate(backward)
+            ),
         ]
     computed = 30 * MS * MICRO_BATCHES
     records.append(("wait", "0REDUCE_GRAD", computed, max(computed, round((step_ms - other_ms) * MS)), 0))
@@ -97,6 +108,13 @@ def test_the_first_look_waits_for_measured_steps(monkeypatch) -> None:
     observe(replanner, FIRST_STEPS - 1, 100.0)
     assert not replanner.is_due and replanner.expected is None
     assert 60.0 < first_look(make_tuner(monkeypatch), Sync()) < 60.0 + 8 * 10 + 10
+
+
+def test_a_split_backward_takes_what_both_halves_take(monkeypatch) -> None:
+    whole, split = make_tuner(monkeypatch), make_tuner(monkeypatch)
+    observe(whole, FIRST_STEPS, 100.0)
+    observe(split, FIRST_STEPS, 100.0, backward="IW")
+    assert split._times == whole._times == {(0, "F"): [0.01] * 4, (0, "B"): [0.02] * 4}
 
 
 def test_as_long_as_steps_take_what_was_predicted_nothing_is_planned(monkeypatch) -> None:

@@ -37,6 +37,28 @@ def test_parts_add_up_in_milliseconds():
         assert rank.pp_bytes == 7 * 8 * 100_000  # chunk 0 gets no activation, chunk 7 no gradient
 
 
+@pytest.mark.parametrize("pp, m", [(2, 4), (4, 8), (4, 16), (8, 16)])
+def test_zb_h1_has_a_third_of_the_bubble_of_1f1b(pp: int, m: int):
+    """Qi et al. 2023, table 1, where F = I = W: (p - 1)(F + I - W) instead of (p - 1)(F + I + W)."""
+    step = {}
+    for name in ("1f1b", "zb_h1"):
+        made = schedule.generate(name, pp=pp, micro_batches=m)
+        found = predict(made, work(made, gradient_bytes=0), cluster(dp=1))
+        assert [rank.compute_ms for rank in found.ranks] == pytest.approx([30 * m] * pp)
+        step[name] = found.step_ms
+    assert step == {"1f1b": pytest.approx(30 * (m + pp - 1)), "zb_h1": pytest.approx(30 * m + 10 * (pp - 1))}
+
+
+def test_gradients_of_a_split_backward_come_with_w():
+    """One stage and micro-batch: W is the second half of the backward, and gives its first bucket after its half."""
+    made = schedule.parse_csv("0F0,0I0,0W0\n1F0,1I0,1W0\n")
+    found = predict(made, work(made, layers=2, gradient_bytes=10_000_000), cluster(), timeline=True)
+    spans = {(record["rank"], record["action"]): record for record in found.records[1]}
+    (first, _) = [record for record in found.records[1] if record["lane"] == "reduce"]
+    begin, end = spans[1, "1W0"]["start_ns"], spans[1, "1W0"]["end_ns"]
+    assert end - begin == 10_000_000 and first["start_ns"] == begin + 5_000_000
+
+
 def test_the_ways_of_dp_sync_are_those_of_the_simulator():
     assert sorted(SIMULATED_DP_SYNC) == sorted(_C.dp_sync_names())
 

@@ -54,6 +54,11 @@ def with_ranks(original: Schedule, ranks: list[list[Action]]) -> Schedule:
     return Schedule(original.pp, original.segments, original.micro_batches, ranks)
 
 
+def is_split(made: Schedule) -> bool:
+    """Whether its backwards are I and W; those of a registered schedule all are, or none."""
+    return any(action.kind == Kind.BACKWARD_INPUT for actions in made.ranks for action in actions)
+
+
 def split_backwards(original: Schedule) -> Schedule:
     """The schedule with every B as I, and the Ws of a rank after all of its other actions."""
     ranks = []

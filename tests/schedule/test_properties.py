@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from fold3d import schedule
 from fold3d.errors import ConfigError
 from fold3d.schedule import Action, Kind, Schedule
-from tests.schedule.cases import schedules, sizes, split_backwards, variants, with_ranks
+from tests.schedule.cases import is_split, schedules, sizes, split_backwards, variants, with_ranks
 
 EXAMPLES = settings(max_examples=60)
 
@@ -19,11 +19,12 @@ EXAMPLES = settings(max_examples=60)
 @EXAMPLES
 @given(schedules())
 def test_every_action_occurs_exactly_once_on_its_rank(compute: Schedule):
+    backward = (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT) if is_split(compute) else (Kind.BACKWARD,)
     for stage, actions in enumerate(compute.ranks):
         expected = [
             Action(segment * compute.pp + stage, kind, micro_batch)
             for segment in range(compute.segments)
-            for kind in (Kind.FORWARD, Kind.BACKWARD)
+            for kind in (Kind.FORWARD, *backward)
             for micro_batch in range(compute.micro_batches)
         ]
         assert Counter(actions) == Counter(expected)
@@ -94,6 +95,7 @@ def test_receives_come_in_the_order_of_the_sends(compute: Schedule):
 def test_lowering_only_adds(compute: Schedule):
     """Compute order stays; each SEND follows its producer, each REDUCE_GRAD the last backward of its chunk."""
     lowered = schedule.lower(compute, reduce=True)
+    input_gradient = Kind.BACKWARD_INPUT if is_split(compute) else Kind.BACKWARD
     for before, after in zip(compute.ranks, lowered.ranks, strict=True):
         assert [a for a in after if a.kind.is_compute] == before
         reduced = [a.chunk for a in after if a.kind == Kind.REDUCE]
@@ -102,7 +104,7 @@ def test_lowering_only_adds(compute: Schedule):
             if action.kind == Kind.SEND_FORWARD:
                 assert after[i - 1] == Action(action.chunk, Kind.FORWARD, action.micro_batch)
             if action.kind == Kind.SEND_BACKWARD:
-                assert after[i - 1] == Action(action.chunk, Kind.BACKWARD, action.micro_batch)
+                assert after[i - 1] == Action(action.chunk, input_gradient, action.micro_batch)
             if action.kind == Kind.REDUCE:
                 tail = [a for a in after[i:] if a.kind.is_compute]
                 assert all(a.chunk != action.chunk for a in tail)

@@ -10,14 +10,14 @@ from tests.schedule.cases import sizes
 
 
 def test_names():
-    assert schedule.names() == ["gpipe", "1f1b", "interleaved", "fold", "aiao"]
+    assert schedule.names() == ["gpipe", "1f1b", "zb_h1", "interleaved", "fold", "aiao"]
     assert all(info.help for info in schedule.registry())
 
 
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        ({"name": "zigzag"}, "unknown schedule 'zigzag'.*gpipe, 1f1b, interleaved, fold, aiao"),
+        ({"name": "zigzag"}, "unknown schedule 'zigzag'.*gpipe, 1f1b, zb_h1, interleaved, fold, aiao"),
         ({"name": "gpipe", "pp": 0}, "pp must be at least 1, got 0"),
         ({"name": "aiao", "segments": 0}, "segments must be at least 1, got 0"),
         ({"name": "aiao", "micro_batches": -1}, "micro_batches must be at least 1, got -1"),

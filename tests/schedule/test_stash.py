@@ -16,6 +16,7 @@ def test_closed_forms():
         if segments == 1:
             assert stash("gpipe", pp, 1, m) == [m] * pp
             assert stash("1f1b", pp, 1, m) == [min(pp - stage, m) for stage in range(pp)]
+            assert stash("zb_h1", pp, 1, m) == [min(pp, m)] * pp  # Qi et al. 2023, section 2.3: 1F1B's on stage 0
         assert stash("aiao", pp, segments, m) == [m * segments] * pp
         if segments > 1 and m % pp == 0:
             ahead = [(segments - 1) * pp + 2 * (pp - 1 - stage) + 1 for stage in range(pp)]

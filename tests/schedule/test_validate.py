@@ -36,6 +36,8 @@ def test_the_grid_marks_the_cell():
         ("0F0,0B0\n1F0,1I0\n", "1W0 on rank 1 is missing", ">missing<"),
         ("0F0,0I0,0W0,0B0\n", "0B0 on rank 0 does not go together with I and W", ">0B0<"),
         ("0F0,0B0,0W0\n", "0W0 on rank 0 does not go together with I and W", ">0W0<"),
+        ("0F0,0W0,0I0\n", "0W0 on rank 0 comes before 0I0 (step 2)", ">0W0<"),
+        ("0F0,0I0,0REDUCE_GRAD,0W0\n", "0REDUCE_GRAD on rank 0 comes before 0W0 (step 3)", ">0REDUCE_GRAD<"),
         ("0F0,0B0,0RECV_F0\n", "0RECV_F0 on rank 0 has no sender", ">0RECV_F0<"),
         ("0F0,0B0,0SEND_F0\n", "0SEND_F0 on rank 0 has no other end", ">0SEND_F0<"),
         (
@@ -80,7 +82,8 @@ def test_long_schedules_show_the_rows_near_the_mark():
 
 @pytest.mark.parametrize("name", schedule.names())
 def test_every_single_drop_and_duplicate_of_a_small_schedule(name: str):
-    segments = 1 if name in ("gpipe", "1f1b") else 2
+    (info,) = [info for info in schedule.registry() if info.name == name]
+    segments = 2 if info.uses_segments else 1
     compute = schedule.generate(name, pp=2, segments=segments, micro_batches=3)
     for whole in (compute, schedule.lower(compute, reduce=True)):
         for rank in range(2):

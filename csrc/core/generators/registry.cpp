@@ -8,6 +8,7 @@ namespace fold3d::core {
 #define FOLD3D_FOR_EACH_SCHEDULE(X) \
   X(gpipe)                          \
   X(one_f_one_b)                    \
+  X(zb_h1)                          \
   X(interleaved)                    \
   X(fold)                           \
   X(aiao)

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <torch/csrc/autograd/node.h>
 
 #include <vector>
 
@@ -18,6 +19,9 @@ class Chunk {
 
   /// The chunk's last backward of the step is done: hand over for summation what was not handed over before.
   virtual void reduce() = 0;
+
+  /// Whether reading what `node` of a forward's graph saved runs code that makes it anew: recomputation, offloading.
+  virtual bool is_rebuilt(torch::autograd::Node& node) = 0;
 };
 
 }  // namespace fold3d::runtime

@@ -1,8 +1,7 @@
 #include "runtime/executor/handlers.h"
 
+#include <ATen/ops/ones_like.h>
 #include <ATen/ops/zeros_like.h>
-#include <torch/csrc/autograd/autograd.h>
-#include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/variable.h>
 
 #include <array>
@@ -10,6 +9,7 @@
 #include <string>
 #include <utility>
 
+#include "runtime/executor/backward_halves.h"
 #include "runtime/executor/tensor_buffer.h"
 
 namespace fold3d::runtime {
@@ -36,12 +36,6 @@ torch::autograd::edge_list roots_of(const std::vector<at::Tensor>& outputs) {
     if (output.requires_grad()) roots.push_back(torch::autograd::impl::gradient_edge(output));
   }
   return roots;
-}
-
-/// As torch::autograd::backward() of the outputs whose `roots` these are.
-void run_graph(const torch::autograd::edge_list& roots, const std::vector<at::Tensor>& gradients) {
-  torch::autograd::Engine::get_default_engine().execute(roots, gradients, /*keep_graph=*/false, /*create_graph=*/false,
-                                                        /*accumulate_grad=*/true);
 }
 
 /// Gradients of those inputs that require one, zeros where nothing reached an input.
@@ -76,24 +70,41 @@ void forward(RunState& run, const Action& action) {
   }
 }
 
+/// Takes from the stash where the action's backward begins: the chunk's loss, or the outputs whose gradients arrived.
+BackwardStart start_of(const RunState& run, const Action& action, Stash& own) {
+  BackwardStart start{std::exchange(own.roots, {}), std::exchange(own.gradients, {})};
+  if (action.chunk + 1 == run.shape.num_chunks()) {
+    for (const at::Tensor& loss : std::exchange(own.outputs, {})) {
+      if (!loss.requires_grad()) continue;
+      start.roots.push_back(torch::autograd::impl::gradient_edge(loss));
+      start.gradients.push_back(at::ones_like(loss));
+    }
+  }
+  if (start.roots.size() != start.gradients.size()) {
+    throw std::runtime_error(core::to_string(action) + ": " + std::to_string(start.gradients.size()) +
+                             " gradients arrived for " + std::to_string(start.roots.size()) + " outputs");
+  }
+  return start;
+}
+
 void backward(RunState& run, const Action& action) {
   Stash own = std::exchange(run.stash(action.chunk, action.micro_batch), Stash{});
-  if (action.chunk + 1 == run.shape.num_chunks()) {
-    const std::vector<at::Tensor> losses = std::move(own.outputs);
-    if (!losses.empty() && losses.front().requires_grad()) torch::autograd::backward(losses);
-  } else {
-    if (own.roots.size() != own.gradients.size()) {
-      throw std::runtime_error(core::to_string(action) + ": " + std::to_string(own.gradients.size()) +
-                               " gradients arrived for " + std::to_string(own.roots.size()) + " outputs");
-    }
-    if (!own.roots.empty()) run_graph(std::exchange(own.roots, {}), std::exchange(own.gradients, {}));
-  }
+  run_backward(start_of(run, action, own));
   hand_back(run, action, own.inputs);
 }
 
-[[noreturn]] void refuse(RunState&, const Action& action) {
-  throw std::invalid_argument("the executor runs whole backward passes; action " + core::to_string(action) +
-                              " splits one: use a schedule of F and B actions");
+void backward_input(RunState& run, const Action& action) {
+  Stash& own = run.stash(action.chunk, action.micro_batch);
+  const std::vector<at::Tensor> inputs = std::exchange(own.inputs, {});
+  own.weight_half = run_input_half(start_of(run, action, own), inputs, [&](torch::autograd::Node& node) {
+    return run.chunk(action.chunk).is_rebuilt(node);
+  });
+  hand_back(run, action, inputs);
+}
+
+void backward_weight(RunState& run, const Action& action) {
+  Stash own = std::exchange(run.stash(action.chunk, action.micro_batch), Stash{});
+  run_backward(std::move(own.weight_half));
 }
 
 void send(RunState& run, const Action& action) {
@@ -101,7 +112,9 @@ void send(RunState& run, const Action& action) {
   const bool is_forward = action.kind == Kind::kSendForward;
   comm::Tensors message;
   for (const at::Tensor& tensor : is_forward ? own.outputs : own.gradients) message.push_back(wrap(tensor));
-  if (is_forward && run.backward) {
+  if (!is_forward) {
+    own.gradients.clear();  // what W needs stays
+  } else if (run.backward) {
     own.roots = roots_of(own.outputs);
     own.outputs.clear();
   } else {
@@ -118,8 +131,8 @@ void reduce(RunState& run, const Action& action) { run.chunk(action.chunk).reduc
 constexpr std::array<std::pair<Kind, Handler>, core::kNumKinds> kHandlers = {{
     {Kind::kForward, forward},
     {Kind::kBackward, backward},
-    {Kind::kBackwardInput, refuse},
-    {Kind::kBackwardWeight, refuse},
+    {Kind::kBackwardInput, backward_input},
+    {Kind::kBackwardWeight, backward_weight},
     {Kind::kSendForward, send},
     {Kind::kRecvForward, receive},
     {Kind::kSendBackward, send},

@@ -2,23 +2,25 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/edge.h>
 
 #include <memory>
 #include <vector>
 
 #include "comm/p2p/communicator.h"
 #include "core/ir/schedule.h"
+#include "runtime/executor/backward_halves.h"
 #include "runtime/executor/chunk.h"
 
 namespace fold3d::runtime {
 
 /// One micro-batch on one chunk between its forward and its backward. `outputs`: until they are handed on, and the
 /// last chunk's until its backward. `roots`: where the gradients of those outputs that require one go into the graph,
-/// which keeps of the outputs what it needs itself.
+/// which keeps of the outputs what it needs itself. `weight_half`: what is left of a split backward between I and W.
 struct Stash {
   std::vector<at::Tensor> inputs, outputs, gradients;
   torch::autograd::edge_list roots;
+  BackwardStart weight_half;
 };
 
 struct RunState {

@@ -79,6 +79,9 @@ TEST(CoreSchedules, LengthsOfThePapers) {
           EXPECT_EQ(length("gpipe"), (m + pp - 1) * round);
           EXPECT_EQ(length("1f1b"), (m + pp - 1) * round);
         }
+        if (m >= pp && segments == 1) {
+          EXPECT_EQ(length("zb_h1"), m * round + (pp - 1));  // F + I - W = 1 for each stage but one
+        }
         if (m >= pp) {
           EXPECT_EQ(length("interleaved"), (segments * m + pp - 1) * round);
         }
@@ -92,6 +95,7 @@ TEST(CoreSchedules, StashOfThePapers) {
   const auto stash = [](const char* name, Shape shape) { return peak_stash(generate(name, {shape, 0, ""})); };
   EXPECT_EQ(stash("gpipe", {3, 1, 5}), (std::vector<int>{5, 5, 5}));
   EXPECT_EQ(stash("1f1b", {3, 1, 5}), (std::vector<int>{3, 2, 1}));
+  EXPECT_EQ(stash("zb_h1", {3, 1, 5}), (std::vector<int>{3, 3, 3}));
   EXPECT_EQ(stash("interleaved", {4, 2, 16}).front(), 4 * (2 + 1) - 1);
   EXPECT_EQ(stash("aiao", {2, 3, 5}), (std::vector<int>{15, 15}));
 }

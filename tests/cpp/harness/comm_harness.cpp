@@ -188,12 +188,13 @@ core::Schedule lowered_evaluation(const std::string& name, int pp, int segments,
 }
 
 ScheduleCase random_case(std::mt19937_64& random, int least_pp, int most_pp) {
-  static const std::string kNames[] = {"gpipe", "1f1b", "interleaved", "fold", "aiao"};
-  ScheduleCase c{.name = kNames[random() % 5], .pp = 0, .segments = 1, .micro_batches = 0, .group_size = 0};
+  const std::vector<core::SchedulerInfo> registry = core::registry();
+  const core::SchedulerInfo& info = registry[random() % registry.size()];
+  ScheduleCase c{.name = info.name, .pp = 0, .segments = 1, .micro_batches = 0, .group_size = 0};
   c.pp = least_pp + static_cast<int>(random() % static_cast<unsigned>(most_pp - least_pp + 1));
   c.micro_batches = 1 + static_cast<int>(random() % 8);
-  if (c.name != "1f1b" && c.name != "gpipe") c.segments = 1 + static_cast<int>(random() % 3);
-  if (c.name == "fold") c.group_size = 1 + static_cast<int>(random() % static_cast<unsigned>(c.micro_batches));
+  if (info.uses_segments) c.segments = 1 + static_cast<int>(random() % 3);
+  if (info.uses_group_size) c.group_size = 1 + static_cast<int>(random() % static_cast<unsigned>(c.micro_batches));
   return c;
 }
 
