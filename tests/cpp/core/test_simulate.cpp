@@ -357,7 +357,7 @@ TEST(CoreSimulate, UpdatesAndOverheadsTakeTheirTime) {
   for_each_case([](const Schedule& schedule, const std::string& name) {
     // One stage at a time computes in closed form; with more, only the sum on a rank is known.
     if (schedule.shape.pp > 1) return;
-    const int actions = 2 * schedule.shape.segments * schedule.shape.micro_batches;
+    const auto actions = static_cast<std::int64_t>(schedule.ranks.front().size());
     for (const DpSync dp_sync : kAll) {
       ClusterModel model = even(schedule.shape, 4, 0, 0);
       model.dp_sync = dp_sync;
