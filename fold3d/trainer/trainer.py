@@ -338,7 +338,8 @@ class Trainer(EvaluatingTrainer):
         """Returns whether any process has somebody who may look at gradients; every rank calls."""
         if self.args.world_size == 1:
             return False
-        of_the_user = has_hooks(self._plain_optimizer(), besides=(self.engine.optimizer, self.engine.hooks))
+        ours = (self.engine.optimizer, self.engine.hooks)
+        of_the_user = self.optimizer is not None and has_hooks(self._plain_optimizer(), besides=ours)
         readers = gradient_readers(self, of_the_user)
         if readers and self.engine.topology.dp > 1:
             logger.warning(

@@ -11,9 +11,10 @@ import transformers
 from torch import Tensor
 from torch.nn import Module, Parameter
 
+import fold3d
 from fold3d.errors import ConfigError
 from tests.dist import dp_sync_waits as waits
-from tests.trainer.jobs import Job, Variant, run_fold3d
+from tests.trainer.jobs import Job, Variant, collate, rows, run_fold3d, stock_arguments, trainer_arguments
 
 
 def present(model: Module) -> Iterator[tuple[str, Parameter]]:
@@ -195,3 +196,13 @@ def stock_loop() -> dict[str, Tensor]:
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-2)
         optimizer.step()
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+def step_by_hand(job: Job, layout: dict[str, Any]) -> tuple[float, dict[str, Tensor]]:
+    """Returns the loss and this rank's gradients of a training_step before train()."""
+    args = fold3d.TrainingArguments(**stock_arguments(job), **layout)
+    trainer = fold3d.Trainer(args=args, **trainer_arguments(job))
+    loss = trainer.training_step(trainer.model, collate(rows(2))).item()
+    gradients = {name: parameter.grad for name, parameter in present(trainer.model) if parameter.grad is not None}
+    trainer.engine.close()
+    return loss, gradients

@@ -10,7 +10,7 @@ import torch
 
 from tests.helpers.ranks import RankPool
 from tests.trainer import gradient_jobs as jobs
-from tests.trainer.jobs import Job, assert_same, run_fold3d, run_stock
+from tests.trainer.jobs import Job, assert_same, collate, model_of, rows, run_fold3d, run_stock
 
 ARGUMENTS = {"max_steps": 4, "max_grad_norm": 0.02, "learning_rate": 1e-3}
 LAYOUTS = [
@@ -73,3 +73,17 @@ def test_a_loop_of_one_s_own(ranks: RankPool, dp_sync: str) -> None:
         for number, text in enumerate(errors):
             assert "reads_gradients=True" in text, errors
             assert ("has taken" in text) == (number % 5 == 4)
+
+
+@pytest.mark.parametrize("layout", [{"pp": 2}, {"dp": 2}, {"dp": 2, "pp": 2, "segments": 2}], ids=str)
+def test_a_step_by_hand_before_any_training(ranks: RankPool, tmp_path: Path, layout: dict[str, Any]) -> None:
+    """Nobody has made an optimizer yet; loss and gradients are the stock model's."""
+    job = Job(str(tmp_path), arguments={"gradient_accumulation_steps": 1})
+    model, batch = model_of(job), collate(rows(2))
+    loss = model(**batch).loss
+    loss.backward()
+    for ours, gradients in ranks.run(jobs.step_by_hand, layout.get("dp", 1) * layout.get("pp", 1), job, layout):
+        assert ours == pytest.approx(loss.item(), rel=1e-12)
+        assert gradients
+        for name, gradient in gradients.items():
+            torch.testing.assert_close(gradient, model.get_parameter(name).grad, rtol=1e-10, atol=1e-12)
