@@ -116,12 +116,6 @@ class ParallelConfig:
             raise ConfigError('blocks="": name the ModuleList that holds the blocks, or leave it at "auto"')
 
     @property
-    def num_segments(self) -> int:
-        """Segments, once they are known."""
-        assert isinstance(self.segments, int), "the planner has not chosen yet"
-        return self.segments
-
-    @property
     def bucket_size(self) -> int | None:
         """`bucket_bytes`, a number."""
         assert self.bucket_bytes is None or isinstance(self.bucket_bytes, int)
@@ -132,16 +126,6 @@ class ParallelConfig:
         """`memory_limit`, a number."""
         assert self.memory_limit is None or isinstance(self.memory_limit, int)
         return self.memory_limit
-
-    @property
-    def num_chunks(self) -> int:
-        """Chunks of the whole model: segments * pp."""
-        return self.num_segments * self.pp
-
-    @property
-    def schedule_name(self) -> str:
-        """The schedule in force."""
-        return self.schedule if self.schedule != AUTO else "aiao" if self.num_segments > 1 else "1f1b"
 
     @property
     def timeout_seconds(self) -> float:

@@ -102,11 +102,6 @@ def test_sizes_in_words(text: object, size: int) -> None:
     assert type(config.memory_limit) is int
 
 
-def test_the_default_schedule_depends_on_segments() -> None:
-    assert ParallelConfig(pp=2, segments=1).schedule_name == "1f1b"
-    assert ParallelConfig(pp=2, segments=2).schedule_name == "aiao"
-
-
 def test_topology_covers_the_grid_once() -> None:
     cells = [Topology(dp=3, pp=2, rank=rank) for rank in range(6)]
     assert [(cell.dp_rank, cell.pp_rank) for cell in cells] == [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1)]

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from fold3d.placement.bucket_layout import BucketSpec
+from fold3d.plan.strategy import Strategy
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,11 +23,10 @@ class BucketSchedule:
     """No DP.sync before the pipeline is done, none after the step: the baseline that hides nothing."""
 
     @classmethod
-    def make(cls, buckets: Sequence[BucketSpec], dp_sync: str) -> BucketSchedule:
-        """Returns the plan for one way of all buckets: "zero1", "early" (gathers in the order of the forward pass) or
-        "serial"."""
+    def make(cls, buckets: Sequence[BucketSpec], strategy: Strategy, stage: int) -> BucketSchedule:
+        """Returns what the strategy says of a stage's buckets."""
         planned = 1 + max((bucket.planned for bucket in buckets), default=-1)
-        return cls.of(buckets, (dp_sync,) * planned, range(planned) if dp_sync == "early" else ())
+        return cls.of(buckets, strategy.modes_of(stage, planned), strategy.gathers_of(stage, planned))
 
     @classmethod
     def of(cls, buckets: Sequence[BucketSpec], modes: Sequence[str], gather_order: Sequence[int]) -> BucketSchedule:

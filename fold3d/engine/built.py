@@ -19,6 +19,7 @@ from fold3d.engine.supervised import Supervised
 from fold3d.engine.turns import take_turn
 from fold3d.errors import ConfigError, Fold3dError, RankError
 from fold3d.faults.failure import is_communication_error
+from fold3d.plan.strategy import Strategy
 from fold3d.stage.model_chunk import ModelCall
 from fold3d.stage.rank_model import RankModel
 from fold3d.topology import Topology
@@ -34,6 +35,9 @@ class Built(Supervised):
     device: torch.device
     on_build: list[Callable[[], None]]
     """Called once the model has been cut, with no arguments."""
+    planned_memory: int | None
+    """Bytes that the planner expects the fullest rank to need; None where it was not asked."""
+    _strategy: Strategy | None
     _cut: RankModel | None
     _world: WorldGroup | None
     _closed: bool
@@ -103,6 +107,14 @@ class Built(Supervised):
     def trace(self) -> Trace | None:
         """What was recorded of the model; None for one that is not cut where that was of no use, or not possible."""
         return self._built()[0].trace
+
+    @property
+    def strategy(self) -> Strategy:
+        """What was decided, by the user, by default or by the planner: the same on every rank. It changes between steps
+        when the planner, with measured times, finds another schedule or order of gathers that is faster."""
+        self._built()
+        assert self._strategy is not None
+        return self._strategy
 
     @property
     def owned(self) -> dict[str, Parameter]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from fold3d.comms.consistency import agree
 from fold3d.comms.world_group import WorldGroup
-from fold3d.config import AUTO, ParallelConfig
+from fold3d.config import ParallelConfig
 from fold3d.data_parallel import gradients
 from fold3d.data_parallel.optimizer.hooks import OptimizerHooks
 from fold3d.data_parallel.optimizer.separable import check_separable
@@ -31,9 +31,9 @@ from fold3d.errors import ConfigError
 from fold3d.observe.step_breakdown import StepBreakdown
 from fold3d.observe.step_output import StepOutput
 from fold3d.placement.partition import split_ranges
-from fold3d.plan.choice import Choice
-from fold3d.plan.plan import Plan, Programs
-from fold3d.plan.resolve import needs_planner, settle_segments
+from fold3d.plan.programs import Programs
+from fold3d.plan.resolve import needs_planner, programs_of, resolve_auto, unplanned
+from fold3d.plan.strategy import MIXED, Ranges, Strategy
 from fold3d.stage.micro_batch import MicroBatch, split_batch
 from fold3d.stage.model_chunk import ModelCall
 from fold3d.stage.rank_model import RankModel, arguments_of, record
@@ -92,8 +92,11 @@ class Engine(Built):
         self.model = model
         self.max_grad_norm = max_grad_norm
         self.topology = Topology(dp=config.resolve_dp(world), pp=config.pp, rank=rank)
-        self._use(settle_segments(config, self.topology.dp))
-        self._plans = needs_planner(self.config, self.topology.dp)
+        self.config = config
+        self._constraints = resolve_auto(config, self.topology.dp)
+        if self._constraints.segments is not None:  # a bad schedule ends here
+            programs_of(config, self._constraints, self.topology.dp).training(config.micro_batches)
+        self._plans = needs_planner(config, self._constraints, self.topology.dp)
         self.device = make_current(device or default_device())
         self.optimizer: Optimizer | None = None
         self.step_index = 0
@@ -103,7 +106,8 @@ class Engine(Built):
         self._scaler = LossScaler(scaler) if scaler is not None and scaler.is_enabled() else None
         self.hooks: OptimizerHooks | None = None
         self._weights = weights
-        self.choice: Choice | None = None
+        self._strategy: Strategy | None = None
+        self.planned_memory: int | None = None
         self._cut: RankModel | None = None
         self._pipeline: Pipeline | None = None
         self._world: WorldGroup | None = None
@@ -123,14 +127,7 @@ class Engine(Built):
     @property
     def _records(self) -> bool:
         """Whether a recording is of use: to cut the model, or to know which layer waits for which parameters."""
-        return self._plans or self.config.num_chunks > 1 or self.topology.dp > 1
-
-    def _use(self, config: ParallelConfig) -> None:
-        """Settles the settings, except where the planner must see the model first."""
-        self.config = config
-        self.programs = Programs(config, self.topology.dp)
-        if config.segments != AUTO:
-            self.programs.training(config.micro_batches)  # a bad schedule ends here
+        return self._plans or self.config.pp * (self._constraints.segments or 1) > 1 or self.topology.dp > 1
 
     def _build(self, example: Mapping[str, Any] | None, call: ModelCall | None = None) -> None:
         self._take_turn()
@@ -141,45 +138,52 @@ class Engine(Built):
             except Exception as own:
                 error = own
         digest, number = "", next(_numbers)
-        planned, may_change = None, False
-        recording = None
+        recording = proposed = None
         if self._plans and error is None:
-            # What the user has fixed stays fixed, so a schedule of theirs is never exchanged.
-            may_change = self.config.schedule == AUTO and self.config.group_size == AUTO
-            recording, settled, planned = planner.settle(
-                *(self.model, self.config, self.world, self.device, example),
+            recording, proposed = planner.resolve_auto(
+                *(self.model, self.config, self._constraints, self.world, self.device, example),
                 *(self._planned_optimizer, self._autocast, number),
             )
-            self._use(settled)
-            if planned is not None:
-                self.choice = planned[1]
-        ranges: Sequence[tuple[int, int]] | None = None
+            if proposed is None:  # nothing can be cut
+                self._constraints = replace(self._constraints, segments=1)
+        strategy = None
+        if proposed is not None:
+            strategy, self.planned_memory = proposed[1].strategy, proposed[1].memory_bytes
+        ranges: Ranges = ((0, 0),)
         try:
             if error is not None:
                 raise error
             if recording is None and self._records:
                 recording = record(self.model, self.config, example)
-            if self.choice is None and self.config.num_chunks > 1 and recording is not None:
-                ranges = split_ranges(recording, self.config.num_chunks)
+            if strategy is None and recording is not None:
+                chunks = self.config.pp * (self._constraints.segments or 1)
+                ranges = tuple(split_ranges(recording, chunks))
         except Exception as own:
             error = own
-        if self.topology.dp > 1 and self.choice is None:  # replicas have recorded micro-batches of different sizes
+        if self.topology.dp > 1 and strategy is None:  # replicas have recorded micro-batches of different sizes
             agree(self.world, "", number, error)
             ranges = self.world.share(ranges, timeout=self.world.patience)
         try:
             if error is not None:
                 raise error
-            ranges = ranges if self.choice is None else self.choice.ranges
-            self._cut = RankModel(self.model, self.config, self.topology, self.device, recording, ranges, self._weights)
-            self.plan = self._make_plan(self._cut)
-            digest = self.plan.digest()
+            if strategy is None:
+                strategy = unplanned(self.config, self._constraints, self.topology.dp, ranges)
+            self._cut = RankModel(
+                self.model, self.config, strategy, self.topology, self.device, recording, self._weights
+            )
+            self._follow(strategy)
+            blocks = recording.blocks if recording else ()
+            schedule = self.programs.compute(self.config.micro_batches).csv()
+            digest = strategy.digest(repr(self.config), ",".join(blocks), schedule)
         except Exception as own:
             error = own
         name = f"{digest}/{agree(self.world, digest, number, error)}"
         cut = self._cut
-        assert cut is not None
+        assert cut is not None and strategy is not None
+        # What the user has fixed stays fixed, so a schedule of theirs is never exchanged.
+        may_change = self._constraints.schedule is None and self._constraints.group_size is None
         self._pipeline = Pipeline(
-            *(cut, self.config, self.world, self.device, name, self.choice, planned if may_change else None),
+            *(cut, self.config, strategy, self.world, self.device, name, proposed if may_change else None),
             read=self.flush,
         )
         weakref.finalize(self, cut.split.remove).atexit = False
@@ -217,22 +221,19 @@ class Engine(Built):
         assert self._pipeline is not None
         sync = self._pipeline.dp_sync
         if sync is not None:
-            way = self.config.dp_sync if self.choice is None else self.choice.dp_sync
-            sync.attach(optimizer, parts=way in ("zero1", "mixed"))  # of all stages: all ranks raise, or none
+            # What holds for all stages: all ranks raise, or none.
+            sync.attach(optimizer, parts=self.strategy.dp_sync in ("zero1", MIXED))
             self.hooks = OptimizerHooks(optimizer, sync, flush=self.flush, before=self._update, after=self._updated)
         else:
             if self.topology.pp > 1:
                 check_separable(optimizer, parts=False)  # each stage steps its own parameters
             optimizer.register_step_pre_hook(self._pipeline.share_tied_gradients)
 
-    def _make_plan(self, cut: RankModel) -> Plan:
-        return Plan(
-            config=self.config,
-            dp=self.topology.dp,
-            blocks=cut.trace.blocks if cut.trace else (),
-            ranges=tuple(cut.ranges),
-            schedule_csv=self.programs.compute(self.config.micro_batches).csv(),
-        )
+    def _follow(self, strategy: Strategy) -> None:
+        """The steps from now on are the strategy's."""
+        before, self._strategy = self._strategy, strategy
+        if before is None or (before.schedule, before.group_size) != (strategy.schedule, strategy.group_size):
+            self.programs = Programs.of(strategy)
 
     # One's own loop, or a trainer's
 
@@ -275,11 +276,9 @@ class Engine(Built):
             for parameter in cut.parameters.values():
                 parameter.grad = None
         with self._failing_together(self._step_name()), rng_untouched(self.device):
-            better = pipeline.tune(self.programs.training(len(micro_batches)))
+            better = pipeline.tune(self.strategy, self.programs.training(len(micro_batches)))
             if better is not None:
-                self.choice = better
-                self._use(replace(self.config, schedule=better.schedule, group_size=better.group_size or AUTO))
-                self.plan = self._make_plan(cut)
+                self._follow(better)
             program = self.programs.training(len(micro_batches))
             if self.hooks is not None:
                 self.hooks.put_innermost()

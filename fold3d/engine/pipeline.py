@@ -18,7 +18,7 @@ from fold3d.comms.groups import Groups
 from fold3d.comms.rings import Hosts, connect_replicas, find_hosts, join_nic_arbiter
 from fold3d.comms.tcp import connect_stages, uses_tcp
 from fold3d.comms.world_group import WorldGroup
-from fold3d.config import DEFAULT_BUCKET_BYTES, ParallelConfig
+from fold3d.config import ParallelConfig
 from fold3d.data_parallel import gradients
 from fold3d.data_parallel.bucket_schedule import BucketSchedule
 from fold3d.data_parallel.dp_sync import DpSync
@@ -31,8 +31,9 @@ from fold3d.faults.progress import Report
 from fold3d.faults.stall import holding_up
 from fold3d.observe.step_breakdown import MEET, NS_PER_MS, RawRecord, StepBreakdown, make_breakdown
 from fold3d.placement.bucket_layout import bucket_layout
-from fold3d.plan.choice import Choice
 from fold3d.plan.job import Job
+from fold3d.plan.proposal import Proposal
+from fold3d.plan.strategy import Strategy
 from fold3d.schedule import Schedule
 from fold3d.stage.micro_batch import MicroBatch
 from fold3d.stage.model_chunk import DropoutKey, ModelCall, PipelineChunk, StepInputs
@@ -57,23 +58,20 @@ class Pipeline:
         self,
         cut: RankModel,
         config: ParallelConfig,
+        strategy: Strategy,
         world: WorldGroup,
         device: torch.device,
         name: str,
-        choice: Choice | None,
-        replan: tuple[Job, Choice] | None,
+        proposed: tuple[Job, Proposal] | None,
         *,
         read: Callable[[], None],
     ):
         """Args:
         name: this engine's in the job, the same on every rank.
-        choice: the planner's, if it was asked.
-        replan: what `tune` may choose another schedule for.
+        proposed: what the planner was told and said, if `tune` may choose another schedule.
         read: makes weights complete for whoever reads them, and tells of failures.
         """
-        self._choice = choice
         self._read = read
-        self._replan = replan
         self._cut = cut
         self._world = world
         self._topology = topology = world.topology
@@ -102,7 +100,7 @@ class Pipeline:
             self._board = FailureBoard(store, name, topology, config.silence_seconds, self.progress)
         with self.progress.during("building the engine", meets=True):
             try:
-                self._connect(config, device)
+                self._connect(config, strategy, device, proposed)
             except Fold3dError:
                 self.close()
                 raise
@@ -113,7 +111,13 @@ class Pipeline:
                     raise
                 raise RankError(message) from error
 
-    def _connect(self, config: ParallelConfig, device: torch.device) -> None:
+    def _connect(
+        self,
+        config: ParallelConfig,
+        strategy: Strategy,
+        device: torch.device,
+        proposed: tuple[Job, Proposal] | None,
+    ) -> None:
         topology, cut = self._topology, self._cut
         shared = cut.placement.shared()
         over_tcp = uses_tcp(config.transport, device)
@@ -127,14 +131,14 @@ class Pipeline:
             if topology.holds(places) and cut.parameters[name].requires_grad
         }
         self._share_weights(shared)
-        self._replanner = Replanner(topology, groups, config, device, self._replan)
+        self._replanner = Replanner(topology, groups, config, device, proposed)
         self._arbiter = arbiter = join_nic_arbiter(topology, groups, self._job, config.preempt)
         self._counted = arbiter.counters()
         hosts = find_hosts(groups)
         if topology.dp > 1:
-            self._connect_replicas(config, arbiter, hosts, device, over_tcp)
+            self._connect_replicas(config, strategy, arbiter, hosts, device, over_tcp)
         self._executor = self.progress.executor = _C.Executor(
-            [self._make_chunk(v, v == config.num_chunks - 1) for v in topology.chunks(config.num_segments)],
+            [self._make_chunk(v, v == strategy.num_chunks - 1) for v in topology.chunks(strategy.segments)],
             topology.pp_rank,
             topology.pp,
             groups.p2p_names(),
@@ -147,16 +151,18 @@ class Pipeline:
         )
 
     def _connect_replicas(
-        self, config: ParallelConfig, arbiter: _C.NicArbiter, hosts: Hosts, device: torch.device, over_tcp: bool
+        self,
+        config: ParallelConfig,
+        strategy: Strategy,
+        arbiter: _C.NicArbiter,
+        hosts: Hosts,
+        device: torch.device,
+        over_tcp: bool,
     ) -> None:
         topology, cut = self._topology, self._cut
-        least = DEFAULT_BUCKET_BYTES if config.bucket_size is None else config.bucket_size
-        buckets = bucket_layout(cut.trainable(), cut.placement, cut.trace, cut.ranges, topology.pp_rank, least)
-        if self._choice is not None:
-            stage = topology.pp_rank
-            plan = BucketSchedule.of(buckets, self._choice.modes[stage], self._choice.gather_order[stage])
-        else:
-            plan = BucketSchedule.make(buckets, "early" if config.dp_sync == "auto" else config.dp_sync)
+        stage, least = topology.pp_rank, strategy.bucket_bytes
+        buckets = bucket_layout(cut.trainable(), cut.placement, cut.trace, cut.ranges, stage, least)
+        plan = BucketSchedule.make(buckets, strategy, stage)
         sync = connect_replicas(
             topology, self.groups, arbiter, device, config.timeout_seconds, over_tcp=over_tcp, hosts=hosts
         )
@@ -317,20 +323,23 @@ class Pipeline:
             step_ms, predicted = expected.step_ms, expected.stages[self._topology.pp_rank]
         return partial(make_breakdown, tuple(self._records), *self._bounds, step_ms, arbiter, predicted)
 
-    def tune(self, schedule: Schedule) -> Choice | None:
+    def tune(self, strategy: Strategy, schedule: Schedule) -> Strategy | None:
         """Looks at the step before the one that begins; every so often plans anew. All ranks of the job call.
 
-        Returns: a choice with a better schedule, to be used from now on.
+        Returns: a better strategy, to be used from now on; its order of gathers is in use already.
         """
         assert self._replanner is not None
         if self._trained:
             self._extend_by_waits()
             self._replanner.observe(self._records, (self._bounds[1] - self._bounds[0]) / NS_PER_MS)
         self._trained = True
-        if self._replanner.is_due:
-            with self.progress.during("planning from measured times", meets=True):
-                return self._replanner.look(schedule, self.dp_sync)
-        return None
+        if not self._replanner.is_due:
+            return None
+        with self.progress.during("planning from measured times", meets=True):
+            better = self._replanner.look(strategy, schedule, self.dp_sync)
+        if better is not None and better.gather_order and self.dp_sync is not None:
+            self.dp_sync.reschedule(better.gather_order[self._topology.pp_rank])
+        return better
 
     # Failures
 

@@ -16,14 +16,14 @@ from fold3d.comms.consistency import agree
 from fold3d.comms.groups import Groups
 from fold3d.comms.tcp import uses_tcp
 from fold3d.comms.world_group import WorldGroup
-from fold3d.config import AUTO, ParallelConfig, text_of_bytes
+from fold3d.config import ParallelConfig, text_of_bytes
 from fold3d.data_parallel.optimizer.separable import check_separable
 from fold3d.errors import ConfigError, RankError, TraceError
 from fold3d.observe.announce import announce
-from fold3d.plan.choice import Choice
+from fold3d.plan.constraints import Constraints
 from fold3d.plan.costs import NetworkCosts, Profile
-from fold3d.plan.job import Fixed, Job
-from fold3d.plan.resolve import with_choice
+from fold3d.plan.job import Job
+from fold3d.plan.proposal import Proposal
 from fold3d.plan.search import search
 from fold3d.profile.layers import profile_model
 from fold3d.profile.network_probe import probe_network
@@ -41,19 +41,20 @@ _OF_DEVICE = 0.9
 """Share of a GPU's memory that is planned with; the rest is the libraries' and lost between allocations."""
 
 
-def settle(
+def resolve_auto(
     model: Module,
     config: ParallelConfig,
+    constraints: Constraints,
     world: WorldGroup,
     device: torch.device,
     example: Mapping[str, Any] | None,
     optimizer: Callable[[list[Parameter]], Optimizer] | None,
     autocast: Callable[[], AbstractContextManager[Any]],
     number: int,
-) -> tuple[Trace | None, ParallelConfig, tuple[Job, Choice] | None]:
-    """Records the model and settles what is "auto"; all ranks of the job call.
+) -> tuple[Trace | None, tuple[Job, Proposal] | None]:
+    """Records the model and decides what is "auto"; all ranks of the job call.
 
-    Returns: the recording, the settings, and the choice behind them; None where there is nothing to fold.
+    Returns: the recording, what the planner was told and what it proposes; None where there is nothing to fold.
     Raises: TraceError, ConfigError; RankError when another rank failed.
     """
     error: Exception | None = None
@@ -79,20 +80,20 @@ def settle(
                 f"memory_limit={config.memory_limit} cannot be kept: the model has no blocks that could be measured; "
                 'remove it and, for less memory, set dp_sync="zero1"'
             )
-        return recording, replace(config, segments=1), None
-    job, choice = choose(recording, profile, config, world, device, optimizer)
-    return recording, with_choice(config, choice), (job, choice)
+        return recording, None
+    return recording, propose(recording, profile, config, constraints, world, device, optimizer)
 
 
-def choose(
+def propose(
     recording: Trace,
     profile: Profile,
     config: ParallelConfig,
+    constraints: Constraints,
     world: WorldGroup,
     device: torch.device,
     optimizer: Callable[[list[Parameter]], Optimizer] | None,
-) -> tuple[Job, Choice]:
-    """Returns the fastest settings for everything that is "auto", the same on every rank; all ranks of the job call.
+) -> tuple[Job, Proposal]:
+    """Returns the fastest strategy for everything that is "auto", the same on every rank; all ranks of the job call.
 
     Raises: ConfigError on every rank when the model cannot be spread as asked.
     """
@@ -111,13 +112,13 @@ def choose(
         action_seconds=_ACTION_SECONDS,
         bucket_seconds=_BUCKET_SECONDS,
     )
-    found: Choice | ConfigError | None = None
+    found: Proposal | ConfigError | None = None
     if topology.rank == 0:
         try:
-            choice = _search(job, fixed_by(config), lambda: _steps_parts(optimizer))
-            _check_memory(choice, config)
-            announce(logger, choice.reason)
-            found = choice
+            proposal = _search(job, constraints, lambda: _steps_parts(optimizer))
+            _check_memory(proposal, config)
+            announce(logger, proposal.table)
+            found = proposal
         except ConfigError as error:
             found = error
         except Exception as error:  # the other ranks wait for an answer
@@ -125,22 +126,22 @@ def choose(
     found = world.share(found, timeout=world.patience)
     if isinstance(found, ConfigError):
         raise found
-    assert isinstance(found, Choice)
+    assert isinstance(found, Proposal)
     return job, found
 
 
-def _search(job: Job, fixed: Fixed, steps_parts: Callable[[], bool]) -> Choice:
-    """Returns the best choice with early gathers, which hide more than the simulator tells (every replica's step of its
-    own shard comes before a zero1 gather, not under it); with zero1 in it only where memory asks for it.
+def _search(job: Job, constraints: Constraints, steps_parts: Callable[[], bool]) -> Proposal:
+    """Returns the best proposal with early gathers, which hide more than the simulator tells (every replica's step of
+    its own shard comes before a zero1 gather, not under it); with zero1 in it only where memory asks for it.
 
     Args:
         steps_parts: whether the optimizer can be used with zero1; asked only where it matters.
     """
-    if fixed.dp_sync is not None or job.dp == 1:
-        return search(job, fixed)
-    early = search(job, replace(fixed, dp_sync="early"))
+    if constraints.dp_sync is not None or job.dp == 1:
+        return search(job, constraints)
+    early = search(job, replace(constraints, dp_sync="early"))
     fits = job.memory_limit is None or early.memory_bytes <= job.memory_limit
-    return early if fits or not steps_parts() else search(job, fixed)
+    return early if fits or not steps_parts() else search(job, constraints)
 
 
 def _steps_parts(make: Callable[[list[Parameter]], Optimizer] | None) -> bool:
@@ -157,26 +158,16 @@ def _steps_parts(make: Callable[[list[Parameter]], Optimizer] | None) -> bool:
     return True
 
 
-def _check_memory(choice: Choice, config: ParallelConfig) -> None:
+def _check_memory(proposal: Proposal, config: ParallelConfig) -> None:
     """Raises ConfigError when the best that was found needs more memory than the user allows."""
-    if config.memory_size is not None and choice.memory_bytes > config.memory_size:
+    strategy = proposal.strategy
+    if config.memory_size is not None and proposal.memory_bytes > config.memory_size:
         raise ConfigError(
             f"memory_limit={config.memory_limit}: the fullest rank would need about "
-            f"{text_of_bytes(choice.memory_bytes)}, the least that was found ({choice.segments} segments, "
-            f"{choice.schedule}, dp_sync {choice.dp_sync}); "
+            f"{text_of_bytes(proposal.memory_bytes)}, the least that was found ({strategy.segments} segments, "
+            f"{strategy.schedule}, dp_sync {strategy.dp_sync}); "
             "raise memory_limit or pp, set recompute=True, or leave more of segments, schedule and dp_sync at auto"
         )
-
-
-def fixed_by(config: ParallelConfig) -> Fixed:
-    """Returns what the user has decided."""
-    return Fixed(
-        segments=None if config.segments == AUTO else config.num_segments,
-        schedule=None if config.schedule == AUTO else config.schedule,
-        group_size=config.group_size if isinstance(config.group_size, int) else None,
-        dp_sync=None if config.dp_sync == AUTO else config.dp_sync,
-        bucket_bytes=config.bucket_size,
-    )
 
 
 def _network(profile: Profile, world: WorldGroup, config: ParallelConfig, device: torch.device) -> NetworkCosts:

@@ -19,12 +19,13 @@ from fold3d.config import ParallelConfig
 from fold3d.data_parallel.dp_sync import DpSync
 from fold3d.observe.announce import announce
 from fold3d.observe.step_breakdown import NS_PER_MS, RawRecord, merged, without
-from fold3d.plan.choice import Choice
 from fold3d.plan.cluster_model import BucketCost, Cluster, Work
 from fold3d.plan.costs import pause_bytes
 from fold3d.plan.job import Job
 from fold3d.plan.measured import Expected, plan_gathers
+from fold3d.plan.proposal import Proposal
 from fold3d.plan.search import recheck
+from fold3d.plan.strategy import Strategy
 from fold3d.profile.network_probe import probe_network
 from fold3d.schedule import Kind, Schedule, parse_action
 from fold3d.topology import Topology, stage_of
@@ -57,10 +58,10 @@ class Replanner:
         groups: Groups,
         config: ParallelConfig,
         device: torch.device,
-        planned: tuple[Job, Choice] | None,
+        proposed: tuple[Job, Proposal] | None,
     ):
-        """`planned`: what the planner chose a schedule for, if it may choose another; the same on every rank."""
-        self._planned = planned
+        """`proposed`: what the planner was told and said, if it may choose another schedule; the same on every rank."""
+        self._planned_job = None if proposed is None else proposed[0]
         self._topology, self._groups, self._config, self._device = topology, groups, config, device
         self._links: tuple[float, float, float] | None = None  # bandwidth, latency, hop latency
         self._first_rates: list[float] | None = None  # by rank, in bytes per second
@@ -75,8 +76,8 @@ class Replanner:
         self.expected: Expected | None = None
         # There the recorded times are those of launching kernels; the planner's, which waited for them, are better.
         self._stays = device.type == "cuda"
-        if self._stays and planned is not None:
-            self.expected = Expected.of(planned[1].prediction, planned[1].gather_order)
+        if self._stays and proposed is not None:
+            self.expected = Expected.of(proposed[1].prediction, proposed[1].strategy.gather_order)
 
     def observe(self, records: Sequence[RawRecord], step_ms: float) -> None:
         """Takes in what a step recorded."""
@@ -118,26 +119,21 @@ class Replanner:
             return self.expected
         return self.expected if abs(median(self._recent) / self.expected.step_ms - 1) <= DRIFT else None
 
-    def look(self, schedule: Schedule, sync: DpSync | None) -> Choice | None:
+    def look(self, strategy: Strategy, schedule: Schedule, sync: DpSync | None) -> Strategy | None:
         """Predicts the step, and plans the gathers where that is worth it; all ranks of the job call, between steps.
 
-        Returns: a choice with a better schedule for the times measured, which the caller takes from the next step on.
+        Returns: a strategy with a better schedule or order of gathers for the times measured, to be followed from now.
         """
         if self._links is None:
             if sync is not None:
                 sync.flush()  # what is still on its way would be measured, too
             self._links = self._probe()
-        found = self._groups.world.decide(self._share(sync), lambda shares: self._expect(schedule, shares))
+        found = self._groups.world.decide(self._share(sync), lambda shares: self._expect(strategy, schedule, shares))
         self._times, self._lengths, self._others, self._since = {}, [], [], 0
         self._until = min(EVERY, max(SAMPLE, 2 * self._until))
         if found is None:
             return None
         self.expected, better = found
-        if better is not None:
-            assert self._planned is not None
-            self._planned = (self._planned[0], better)
-        if sync is not None and not sync.plan.serial:
-            sync.reschedule(self.expected.gather_order[self._topology.pp_rank])
         return better
 
     def _share(self, sync: DpSync | None) -> dict[str, Any]:
@@ -160,8 +156,10 @@ class Replanner:
             "other_ms": mean(self._others) if self._others else 0.0,
         }
 
-    def _expect(self, schedule: Schedule, shares: Sequence[dict[str, Any]]) -> tuple[Expected, Choice | None] | None:
-        """Returns a new expectation and perhaps a better schedule, None when the present expectation still holds."""
+    def _expect(
+        self, strategy: Strategy, schedule: Schedule, shares: Sequence[dict[str, Any]]
+    ) -> tuple[Expected, Strategy] | None:
+        """Returns a new expectation and what is then to be done, None when the present expectation still holds."""
         longest = max(share["step_ms"] for share in shares)
         if self.expected is not None and abs(longest / self.expected.step_ms - 1) <= DRIFT:
             return None
@@ -184,18 +182,20 @@ class Replanner:
         backward = tuple(time_of(chunk, "B") for chunk in chunks)
         # The fastest: a rank measures too little where its neighbour was not ready, or its two rings shared the link.
         bandwidth = max([*measured_rate, self._links[0]]) * self._slowdown(shares)
-        if self._planned is not None and schedule.micro_batches == self._planned[0].micro_batches:
-            job, choice = self._planned
+        job = self._planned_job
+        if job is not None and schedule.micro_batches == job.micro_batches:
             if bandwidth < self._links[0]:
                 job = replace(job, network=replace(job.network, dp_bandwidth=bandwidth))
-            better = recheck(job, choice, [1e3 * time for time in forward], [1e3 * time for time in backward])
+            better = recheck(job, strategy, [1e3 * time for time in forward], [1e3 * time for time in backward])
             if better is not None:
                 announce(
                     logger,
-                    f"the planner changed its mind at step {self._steps}: with measured times {better.name} (predicted "
-                    f"{better.step_ms:.1f} ms a step) is faster than {choice.name}; pin it with {better.flags}",
+                    f"the planner changed its mind at step {self._steps}: with measured times {better.strategy.name} "
+                    f"(predicted {better.step_ms:.1f} ms a step) is faster than {strategy.name}; pin it with "
+                    f"{better.flags}",
                 )
-                return Expected.of(better.prediction, better.gather_order).longer_by(other_ms), better
+                expected = Expected.of(better.prediction, better.strategy.gather_order)
+                return expected.longer_by(other_ms), better.strategy
         buckets = [stages[stage_of(chunk, schedule.pp)][0]["buckets"].get(chunk, ()) for chunk in chunks]
         work = Work(
             forward=forward,
@@ -220,7 +220,8 @@ class Replanner:
         modes = [[mode for mine in buckets[s :: schedule.pp] for _, mode in mine] for s in range(schedule.pp)]
         expected = plan_gathers(schedule, work, cluster, modes).longer_by(other_ms)
         logger.info("measured %.1f ms a step, predicted %.1f ms", longest, expected.step_ms)
-        return expected, None
+        gathers = expected.gather_order if any(expected.gather_order) else ()
+        return expected, replace(strategy, gather_order=gathers)
 
     def _slowdown(self, shares: Sequence[dict[str, Any]]) -> float:
         """Returns the share of its speed at the first look that the slowest ring has left; 1.0 if it is about as fast.
@@ -238,8 +239,8 @@ class Replanner:
         """Returns bandwidth (bytes per second), latency of a message and of a hop of the rings (seconds)."""
         if self._topology.world == 1:
             return _LOCAL, 0.0, 0.0
-        if self._planned is not None:
-            links = self._planned[0].network
+        if self._planned_job is not None:
+            links = self._planned_job.network
         else:
             links = probe_network(
                 self._topology,

@@ -1,11 +1,9 @@
-"""Job and Fixed: what the planner is told about a training job, and what its user has decided already."""
+"""Job: what the planner is told about a training job."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fold3d.config import DP_SYNC
-from fold3d.errors import ConfigError
 from fold3d.plan.cluster_model import Cluster
 from fold3d.plan.costs import NetworkCosts, Profile, pause_bytes
 from fold3d.trace import Trace
@@ -52,29 +50,3 @@ class Job:
             action_seconds=self.action_seconds,
             bucket_seconds=self.bucket_seconds,
         )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Fixed:
-    """Settings that are not to be chosen; None is free."""
-
-    segments: int | None = None
-    ranges: tuple[tuple[int, int], ...] | None = None
-    """Blocks [first, end) of every chunk; segments follows from it."""
-    schedule: str | None = None
-    group_size: int | None = None
-    """N, only for schedules that use it."""
-    dp_sync: str | None = None
-    """One of DP_SYNC."""
-    bucket_bytes: int | None = None
-    modes: tuple[tuple[str, ...], ...] | None = None
-    """Per stage: "early" or "zero1" of each bucket, as in Choice.modes."""
-
-    def __post_init__(self) -> None:
-        if self.dp_sync is not None and self.dp_sync not in DP_SYNC:
-            raise ConfigError(f"dp_sync={self.dp_sync!r}: must be one of {', '.join(DP_SYNC)}, or None to choose")
-        if self.group_size is not None and self.schedule not in (None, "fold"):
-            raise ConfigError(
-                f"group_size={self.group_size} has no effect on schedule={self.schedule!r}; leave it out or set "
-                "schedule='fold'"
-            )

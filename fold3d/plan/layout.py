@@ -11,10 +11,9 @@ from fold3d.placement.buckets import cut_buckets
 from fold3d.placement.layers import chunk_layers
 from fold3d.plan.cluster_model import BucketCost, Work
 from fold3d.plan.job import Job
+from fold3d.plan.strategy import Ranges
 from fold3d.topology import num_segments
 from fold3d.trace import Trace
-
-Ranges = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True, slots=True)

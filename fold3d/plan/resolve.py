@@ -1,65 +1,97 @@
-"""Settings that are "auto": which of them need no measurement, and what a choice makes of the others."""
+"""Settings that are "auto": which of them need no measurement, and what they are where nothing is planned."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from fold3d import schedule as schedules
-from fold3d.config import AUTO, ParallelConfig
+from fold3d.config import AUTO, DEFAULT_BUCKET_BYTES, ParallelConfig
 from fold3d.errors import ConfigError
+from fold3d.plan.constraints import Constraints
+from fold3d.plan.programs import Programs
+from fold3d.plan.space import dp_sync, schedule
+from fold3d.plan.space.registry import KNOBS
+from fold3d.plan.space.segments import folds
+from fold3d.plan.strategy import Ranges, Strategy
 
-if TYPE_CHECKING:
-    from fold3d.plan.choice import Choice
+
+def constraints_of(config: ParallelConfig) -> Constraints:
+    """Returns what the user has decided: the settings that knobs are named after, and that are not "auto"."""
+    given = {knob: getattr(config, knob.name, None) for knob in KNOBS}
+    decided = {knob: value for knob, value in given.items() if value is not None and value != AUTO}
+    settings = tuple((knob.name, knob.text(value)) for knob, value in decided.items() if not knob.has_field)
+    return Constraints(**{knob.name: value for knob, value in decided.items() if knob.has_field}, settings=settings)
 
 
-def settle_segments(config: ParallelConfig, dp: int) -> ParallelConfig:
-    """Returns `config` with a number of segments where only one makes sense; else the planner chooses one.
+def resolve_auto(config: ParallelConfig, dp: int) -> Constraints:
+    """Returns the user's constraints, with a number of segments where only one makes sense.
 
     Args:
         dp: replicas, resolved.
     Raises: ConfigError when memory_limit is given and the planner has nothing to decide.
     """
-    settled = replace(config, segments=_only_segments(config, dp))
-    if config.memory_limit is not None and not needs_planner(settled, dp):
+    constraints = replace(constraints_of(config), segments=_only_segments(config, dp))
+    if config.memory_limit is not None and not needs_planner(config, constraints, dp):
         alone = "one process has nothing to spread; remove it"
         all_set = (
             'everything that memory depends on is set; remove it, or set schedule, group_size or dp_sync to "auto"'
         )
         why = alone if dp * config.pp == 1 else all_set
         raise ConfigError(f"memory_limit={config.memory_limit} has no effect: {why}")
-    return settled
+    return constraints
 
 
-def needs_planner(config: ParallelConfig, dp: int) -> bool:
+def needs_planner(config: ParallelConfig, constraints: Constraints, dp: int) -> bool:
     """Returns whether something is left that the planner must see the model for.
 
     Args:
-        config: from `settle_segments`.
+        constraints: from `resolve_auto`.
     """
-    if config.segments == AUTO:
+    if constraints.segments is None:
         return True
-    open_order = config.schedule == AUTO or (config.schedule == "fold" and config.group_size == AUTO)
-    open_ways = dp > 1 and config.dp_sync == AUTO
+    open_order = constraints.schedule is None or (constraints.schedule == "fold" and constraints.group_size is None)
+    open_ways = dp > 1 and constraints.dp_sync is None
     return config.memory_limit is not None and dp * config.pp > 1 and (open_order or open_ways)
 
 
-def _only_segments(config: ParallelConfig, dp: int) -> int | str:
+def _only_segments(config: ParallelConfig, dp: int) -> int | None:
     name = config.schedule
-    if config.segments != AUTO:
+    if isinstance(config.segments, int):
         return config.segments
     if name.endswith(".csv"):
         return schedules.load_csv(name).segments
-    folds = name == AUTO or any(info.name == name and info.uses_segments for info in schedules.registry())
-    return 1 if not folds or dp * config.pp == 1 else AUTO
+    may_fold = name == AUTO or folds(name)
+    return 1 if not may_fold or dp * config.pp == 1 else None
 
 
-def with_choice(config: ParallelConfig, choice: Choice) -> ParallelConfig:
-    """Returns `config` with what the planner chose for everything that was "auto"."""
-    return replace(
-        config,
-        segments=choice.segments,
-        schedule=choice.schedule if config.schedule == AUTO else config.schedule,
-        group_size=choice.group_size if config.group_size == AUTO and choice.group_size else config.group_size,
-        bucket_bytes=choice.bucket_bytes if config.bucket_bytes is None and choice.modes else config.bucket_bytes,
+def programs_of(config: ParallelConfig, constraints: Constraints, dp: int) -> Programs:
+    """Returns the programs of settings that leave the number of segments open no more."""
+    assert constraints.segments is not None, "the planner decides first"
+    return Programs(
+        constraints.schedule or schedule.default(constraints.segments),
+        constraints.group_size,
+        dp=dp,
+        pp=config.pp,
+        segments=constraints.segments,
+        micro_batches=config.micro_batches,
+    )
+
+
+def unplanned(config: ParallelConfig, constraints: Constraints, dp: int, ranges: Ranges) -> Strategy:
+    """Returns the strategy where the planner was not asked: defaults for what is free.
+
+    Args:
+        ranges: blocks of every chunk, segments * pp.
+    """
+    settings = dict(constraints.settings)
+    return Strategy(
+        dp=dp,
+        pp=config.pp,
+        micro_batches=config.micro_batches,
+        ranges=ranges,
+        schedule=constraints.schedule or schedule.default(constraints.segments or 1),
+        group_size=constraints.group_size,
+        dp_sync=constraints.dp_sync or dp_sync.DEFAULT,
+        bucket_bytes=DEFAULT_BUCKET_BYTES if constraints.bucket_bytes is None else constraints.bucket_bytes,
+        settings=tuple((knob.name, settings[knob.name]) for knob in KNOBS if knob.name in settings),
     )

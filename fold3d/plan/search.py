@@ -8,13 +8,16 @@ from dataclasses import dataclass, replace
 from fold3d.config import text_of_bytes
 from fold3d.errors import ConfigError
 from fold3d.placement.partition import split_ranges
-from fold3d.plan import candidates
-from fold3d.plan.choice import Choice, flags_of
 from fold3d.plan.cluster_model import early_gathers_to_try, kind_of
-from fold3d.plan.job import Fixed, Job
-from fold3d.plan.layout import Layout, Ranges, Shares, cut
+from fold3d.plan.constraints import Constraints
+from fold3d.plan.job import Job
+from fold3d.plan.layout import Layout, Shares, cut
+from fold3d.plan.proposal import Proposal
 from fold3d.plan.simulator import prediction_of
-from fold3d.plan.trial import Modes, Order, Trials
+from fold3d.plan.space import candidates, dp_sync, registry
+from fold3d.plan.space.segments import KNOB as SEGMENTS
+from fold3d.plan.strategy import MIXED, Modes, Ranges, Strategy, name_of
+from fold3d.plan.trial import Order, Trials
 from fold3d.topology import num_segments
 
 _SHARES = (Shares(), Shares(first=0.25), Shares(last=0.5), Shares(first=0.5, last=1.3, grow=True))
@@ -27,7 +30,7 @@ _MORE_SHARES = (
 )
 _EQUAL = 1.003
 """Steps within this factor are equal: then fewer segments win, and the kinds of DP.sync in this order."""
-_KINDS = ("early", "mixed", "zero1", "serial")
+_KINDS = ("early", MIXED, "zero1", "serial")
 _WORTH_A_CHANGE = 0.97
 _RUNNERS_UP = 4
 _MUCH_WORK = 25_000
@@ -51,9 +54,10 @@ class _Candidate:
 class _Search:
     """The candidates tried so far for one job."""
 
-    def __init__(self, job: Job, fixed: Fixed) -> None:
+    def __init__(self, job: Job, constraints: Constraints, settings: tuple[tuple[str, str], ...]) -> None:
         self.job = job
-        self.fixed = fixed
+        self.constraints = constraints
+        self.settings = settings
         self.trials = Trials(job)
         self.pool: dict[tuple[object, ...], _Candidate] = {}
 
@@ -73,17 +77,15 @@ class _Search:
         """What is better comes first: fits, fast; if nothing fits, the least memory."""
         return (0, candidate.step_ns) if self.fits(candidate) else (1, candidate.memory, candidate.step_ns)
 
-    def kinds(self) -> list[str]:
-        if self.fixed.dp_sync is not None:
-            return [self.fixed.dp_sync]
-        return ["early"] if self.job.dp == 1 else ["early", "zero1"]
+    def kinds(self) -> Sequence[str]:
+        return dp_sync.KNOB.values(self.job, self.constraints, {})
 
     def try_all(self, layout: Layout, order: Order, limits: Iterable[int], *, mixed: bool = False) -> None:
         """Tries the ways of DP.sync, the early one with each number of early gathers."""
         job = self.job
-        if self.fixed.modes is not None:
+        if self.constraints.modes is not None:
             for limit in limits:
-                self.try_one(layout, order, self.fixed.modes, limit)
+                self.try_one(layout, order, self.constraints.modes, limit)
             return
         for kind in self.kinds():
             modes = candidates.uniform_modes(job, layout, kind)
@@ -92,7 +94,7 @@ class _Search:
                 continue
             for limit in limits:
                 tried = self.try_one(layout, order, modes, limit)
-                if mixed and limit > 0 and self.fixed.dp_sync is None:
+                if mixed and limit > 0 and self.constraints.dp_sync is None:
                     self.try_one(layout, order, candidates.mixed_modes(job, layout, tried.gather_order, limit))
 
     def best_of(self, group: Callable[[_Candidate], object], count: int) -> list[_Candidate]:
@@ -113,8 +115,8 @@ class _Search:
         return min(equal, key=lambda c: (c.segments(self.job.pp), _KINDS.index(kind_of(c.modes)), c.step_ns))
 
 
-def search(job: Job, fixed: Fixed | None = None) -> Choice:
-    """Returns the settings with the shortest predicted step among those that `fixed` leaves open.
+def search(job: Job, constraints: Constraints | None = None) -> Proposal:
+    """Returns the settings with the shortest predicted step among those that `constraints` leave open.
 
     Deterministic; takes at most a few seconds; needs no process group, so any rank may call it alone. Of settings that
     are equal to 0.3 % it takes those with fewer segments, and rather early gathers than zero1. If nothing fits into the
@@ -122,28 +124,43 @@ def search(job: Job, fixed: Fixed | None = None) -> Choice:
 
     Raises: ConfigError if what is fixed does not fit the model or each other.
     """
-    fixed = fixed or Fixed()
-    state = _Search(job, fixed)
-    counts = candidates.segment_counts(job, fixed)
+    constraints = constraints or Constraints()
+    registry.check(constraints)
+    best: tuple[_Search, _Candidate, _Candidate] | None = None
+    for settings, changed in registry.settings_to_try(job, constraints):
+        state = _Search(changed, constraints, settings)
+        heuristic = _try_all(state)
+        winner = state.winner()
+        if best is None or state.rank(winner) < best[0].rank(best[1]):
+            best = state, winner, heuristic
+    if best is None:
+        raise ConfigError("a knob of the registry has no candidates for this job")
+    return _proposal(*best)
+
+
+def _try_all(state: _Search) -> _Candidate:
+    """Tries what is open, first roughly and then around the best; returns what Fold3D's heuristic would take."""
+    job, constraints = state.job, state.constraints
+    counts = SEGMENTS.values(job, constraints, {})
     actions = 2 * job.pp * max(counts) * job.micro_batches
     few = max(1, round(6 * min(1.0, _MUCH_WORK / 8 / actions)))
     for segments in counts:
-        for ranges in _cuts(job, fixed, segments, _SHARES):
-            layout = _usual(candidates.layouts(job, fixed, ranges))
-            for order in candidates.orders(job, fixed, segments):
+        for ranges in _cuts(job, constraints, segments, _SHARES):
+            layout = _usual(candidates.layouts(job, constraints, ranges))
+            for order in candidates.orders(job, constraints, segments):
                 state.try_all(layout, order, _limits(job, layout, 2))
     heuristic = _try_heuristic(state, counts)
     for found in state.best_of(lambda c: (c.segments(job.pp), c.order), few):
-        for ranges in _cuts(job, fixed, found.segments(job.pp), _MORE_SHARES):
-            for layout in candidates.layouts(job, fixed, ranges):
+        for ranges in _cuts(job, constraints, found.segments(job.pp), _MORE_SHARES):
+            for layout in candidates.layouts(job, constraints, ranges):
                 state.try_all(layout, found.order, _limits(job, layout, 4))
     for found in state.best_of(lambda c: (c.layout.ranges, c.layout.buckets, c.order), max(1, few // 2)):
         state.try_all(found.layout, found.order, _limits(job, found.layout, 24), mixed=True)
-    return _choice(state, state.winner(), heuristic)
+    return heuristic
 
 
-def recheck(job: Job, choice: Choice, forward_ms: Sequence[float], backward_ms: Sequence[float]) -> Choice | None:
-    """Returns better settings for the times that a run measured, or None if none are better by 3 %.
+def recheck(job: Job, strategy: Strategy, forward_ms: Sequence[float], backward_ms: Sequence[float]) -> Proposal | None:
+    """Returns a better strategy for the times that a run measured, or None if none is better by 3 %.
 
     The cut, the buckets and their modes stay, so weights and optimizer state stay where they are; schedule, N and the
     order of early gathers may change.
@@ -152,28 +169,35 @@ def recheck(job: Job, choice: Choice, forward_ms: Sequence[float], backward_ms: 
         forward_ms, backward_ms: of every chunk, for one micro-batch.
     Raises: ConfigError unless there is one of each per chunk.
     """
-    if not len(forward_ms) == len(backward_ms) == len(choice.ranges):
+    if not len(forward_ms) == len(backward_ms) == strategy.num_chunks:
         raise ConfigError(
-            f"{len(forward_ms)} forward and {len(backward_ms)} backward times for {len(choice.ranges)} chunks: one each"
+            f"{len(forward_ms)} forward and {len(backward_ms)} backward times for {strategy.num_chunks} chunks: "
+            "one each"
         )
     # What an action costs beside its layers was measured with them.
-    measured = replace(_with_times(job, choice.ranges, forward_ms, backward_ms), action_seconds=0.0)
-    fixed = Fixed(ranges=choice.ranges, bucket_bytes=choice.bucket_bytes, modes=choice.modes)
-    if choice.dp_sync == "serial":
-        fixed = replace(fixed, dp_sync="serial")
-    trials = Trials(measured)
-    layout = candidates.layouts(measured, fixed, choice.ranges)[0]
-    order = Order(choice.schedule, choice.group_size)
-    now = trials.run(layout, order, choice.modes, gather_order=choice.gather_order).step_ns / 1e6
-    better = search(measured, fixed)
+    measured = replace(_with_times(job, strategy.ranges, forward_ms, backward_ms), action_seconds=0.0)
+    constraints = Constraints(
+        ranges=strategy.ranges,
+        bucket_bytes=strategy.bucket_bytes,
+        dp_sync=strategy.dp_sync,
+        modes=strategy.modes or None,
+        settings=strategy.settings,
+    )
+    layout = candidates.layouts(measured, constraints, strategy.ranges)[0]
+    buckets = [len(layout.of_stage(stage, job.pp)) for stage in range(job.pp)]
+    modes = tuple(strategy.modes_of(stage, count) for stage, count in enumerate(buckets))
+    gathers = [strategy.gathers_of(stage, count) for stage, count in enumerate(buckets)]
+    order = Order(strategy.schedule, strategy.group_size)
+    now = Trials(measured).run(layout, order, modes, gather_order=gathers).step_ns / 1e6
+    better = search(measured, constraints)
     return better if better.step_ms < _WORTH_A_CHANGE * now else None
 
 
-def _cuts(job: Job, fixed: Fixed, segments: int, shares: Sequence[Shares]) -> list[Ranges]:
+def _cuts(job: Job, constraints: Constraints, segments: int, shares: Sequence[Shares]) -> list[Ranges]:
     """Returns the cuts into so many segments that differ, the even one first."""
-    if fixed.ranges is not None:
-        job.trace.check_ranges(list(fixed.ranges))
-        return [fixed.ranges]
+    if constraints.ranges is not None:
+        job.trace.check_ranges(list(constraints.ranges))
+        return [constraints.ranges]
     return list(dict.fromkeys(cut(job, segments, one) for one in shares))
 
 
@@ -186,38 +210,63 @@ def _limits(job: Job, layout: Layout, count: int) -> list[int]:
     return early_gathers_to_try(max(len(layout.of_stage(stage, job.pp)) for stage in range(job.pp)), count)
 
 
-def _try_heuristic(state: _Search, counts: list[int]) -> _Candidate:
+def _try_heuristic(state: _Search, counts: Sequence[int]) -> _Candidate:
     """Tries what Fold3D would choose: its number of segments, whole segments as buckets, all micro-batches at once."""
-    job, fixed = state.job, state.fixed
+    job, constraints = state.job, state.constraints
     segments = candidates.heuristic_segments(job, counts)
-    order = candidates.orders(job, fixed, segments)[0]
-    layout = candidates.layouts(job, fixed, _cuts(job, fixed, segments, _SHARES[:1])[0])[-1]
-    if fixed.modes is not None:
-        return state.try_one(layout, order, fixed.modes)
-    return state.try_one(layout, order, candidates.uniform_modes(job, layout, state.kinds()[0]))
+    order = candidates.orders(job, constraints, segments)[0]
+    layout = candidates.layouts(job, constraints, _cuts(job, constraints, segments, _SHARES[:1])[0])[-1]
+    return state.try_one(layout, order, constraints.modes or candidates.uniform_modes(job, layout, state.kinds()[0]))
 
 
 def _name(state: _Search, candidate: _Candidate) -> str:
-    segments = candidate.segments(state.job.pp)
-    number = "1 segment" if segments == 1 else f"{segments} segments"
-    sync = f", DP.sync {kind_of(candidate.modes)}" if state.job.dp > 1 else ""
-    return f"{number}, {candidate.order}{sync}"
+    kind = kind_of(candidate.modes) if state.job.dp > 1 else None
+    return name_of(candidate.segments(state.job.pp), candidate.order.name, candidate.order.group_size, kind)
 
 
-def _choice(state: _Search, winner: _Candidate, heuristic: _Candidate) -> Choice:
+def _proposal(state: _Search, winner: _Candidate, heuristic: _Candidate) -> Proposal:
     job = state.job
     kind = kind_of(winner.modes)
-    gather_order = winner.gather_order if kind in ("early", "mixed") else [[] for _ in range(job.pp)]
-    planned = winner.gather_order if job.dp > 1 and kind in ("early", "mixed") else None
+    has_early = kind in ("early", MIXED)
+    planned = winner.gather_order if job.dp > 1 and has_early else None
     step = state.trials.run(winner.layout, winner.order, winner.modes, gather_order=planned, breakdown=True)
-    prediction = prediction_of(step, early_gathers=round(step.early_gathers / job.pp) if planned is not None else None)
-    others = state.best_of(lambda c: (c.segments(job.pp), c.order), _RUNNERS_UP + 1)
-    mine = (winner.segments(job.pp), winner.order)
-    runners_up = [(_name(state, c), c.step_ns / 1e6) for c in others if (c.segments(job.pp), c.order) != mine][
-        :_RUNNERS_UP
-    ]
-    runners_up.append((f"Fold3D's heuristic ({_name(state, heuristic)})", heuristic.step_ns / 1e6))
-    remarks = []
+    strategy = Strategy(
+        dp=job.dp,
+        pp=job.pp,
+        micro_batches=job.micro_batches,
+        ranges=winner.layout.ranges,
+        schedule=winner.order.name,
+        group_size=winner.order.group_size,
+        dp_sync=kind,
+        modes=winner.modes if kind == MIXED else (),
+        gather_order=tuple(tuple(numbers) for numbers in winner.gather_order) if has_early else (),
+        bucket_bytes=winner.layout.bucket_bytes,
+        settings=state.settings,
+    )
+    return Proposal(
+        strategy=strategy,
+        prediction=prediction_of(
+            step, early_gathers=round(step.early_gathers / job.pp) if planned is not None else None
+        ),
+        memory_bytes=winner.memory,
+        limited=job.memory_limit is not None,
+        cut_by_flops=list(strategy.ranges) == split_ranges(job.trace, strategy.num_chunks),
+        remarks=tuple(_remarks(state, winner)),
+        runners_up=tuple(_runners_up(state, winner, heuristic)),
+    )
+
+
+def _runners_up(state: _Search, winner: _Candidate, heuristic: _Candidate) -> list[tuple[str, float]]:
+    def group(candidate: _Candidate) -> object:
+        return candidate.segments(state.job.pp), candidate.order
+
+    others = [one for one in state.best_of(group, _RUNNERS_UP + 1) if group(one) != group(winner)][:_RUNNERS_UP]
+    found = [(_name(state, one), one.step_ns / 1e6) for one in others]
+    return [*found, (f"Fold3D's heuristic ({_name(state, heuristic)})", heuristic.step_ns / 1e6)]
+
+
+def _remarks(state: _Search, winner: _Candidate) -> list[str]:
+    job, remarks = state.job, []
     if not state.fits(winner):
         remarks.append(
             f"nothing that was tried fits into {text_of_bytes(job.memory_limit or 0)} (setting memory_limit): this "
@@ -229,34 +278,7 @@ def _choice(state: _Search, winner: _Candidate, heuristic: _Candidate) -> Choice
         )
     if not job.profile.measured:
         remarks.append("layers could not be measured, so times are shares of FLOPs")
-    segments = winner.segments(job.pp)
-    flags = flags_of(
-        segments=segments,
-        schedule=winner.order.name,
-        group_size=winner.order.group_size,
-        dp_sync=kind,
-        bucket_bytes=winner.layout.bucket_bytes,
-        dp=job.dp,
-        limited=job.memory_limit is not None,
-    )
-    if list(winner.layout.ranges) != split_ranges(job.trace, segments * job.pp):
-        flags += " (the model is then cut by FLOPs, here by measured times)"
-    return Choice(
-        segments=segments,
-        ranges=winner.layout.ranges,
-        schedule=winner.order.name,
-        group_size=winner.order.group_size,
-        dp_sync=kind,
-        modes=winner.modes,
-        gather_order=tuple(tuple(numbers) for numbers in gather_order),
-        bucket_bytes=winner.layout.bucket_bytes,
-        memory_bytes=winner.memory,
-        prediction=prediction,
-        name=_name(state, winner),
-        flags=flags,
-        remarks=tuple(remarks),
-        runners_up=tuple(runners_up),
-    )
+    return remarks
 
 
 def _with_times(job: Job, ranges: Ranges, forward_ms: Sequence[float], backward_ms: Sequence[float]) -> Job:

@@ -10,10 +10,8 @@ from fold3d import schedule as schedules
 from fold3d.plan.cluster_model import cluster_model, kind_of
 from fold3d.plan.job import Job
 from fold3d.plan.layout import Layout
+from fold3d.plan.strategy import Modes
 from fold3d.topology import num_segments
-
-Modes = tuple[tuple[str, ...], ...]
-Orders = Sequence[Sequence[int]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,9 +20,6 @@ class Order:
 
     name: str
     group_size: int | None = None
-
-    def __str__(self) -> str:
-        return f"{self.name}, N={self.group_size}" if self.group_size else self.name
 
 
 class Trials:
@@ -57,7 +52,7 @@ class Trials:
         modes: Modes,
         *,
         early_gathers: int = -1,
-        gather_order: Orders | None = None,
+        gather_order: Sequence[Sequence[int]] | None = None,
         breakdown: bool = False,
     ) -> _C.TrainingStep:
         """Simulates training steps.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -12,7 +12,8 @@ from torch.nn import Module, Parameter
 from fold3d.config import AUTO, ParallelConfig
 from fold3d.errors import ConfigError, TraceError
 from fold3d.placement.parameter_placement import ParameterPlacement
-from fold3d.placement.partition import split_ranges
+from fold3d.plan.space.recompute import KNOB as RECOMPUTE
+from fold3d.plan.strategy import Strategy
 from fold3d.stage.loss_check import LossCheck
 from fold3d.stage.split_model import SplitModel
 from fold3d.stage.whole_model import WholeModel
@@ -97,15 +98,14 @@ class RankModel:
         self,
         model: Module,
         config: ParallelConfig,
+        strategy: Strategy,
         topology: Topology,
         device: torch.device,
         recording: Trace | None,
-        ranges: Sequence[tuple[int, int]] | None,
         weights: str | None,
     ):
         """Args:
         recording: what `record` returned.
-        ranges: [first, end) block of every chunk; None: chunks of about equal cost.
         """
         self.model = model
         on_meta = any(p.device.type == "meta" for p in model.parameters())
@@ -120,8 +120,8 @@ class RankModel:
         if self.trace is None:
             self.ranges: list[tuple[int, int]] = [(0, 0)]
         else:
-            self.ranges = list(ranges) if ranges is not None else split_ranges(self.trace, config.num_chunks)
-        self.placement = ParameterPlacement.of(names, self.trace, self.ranges, config.pp, tied_groups(model))
+            self.ranges = list(strategy.ranges)
+        self.placement = ParameterPlacement.of(names, self.trace, self.ranges, strategy.pp, tied_groups(model))
         self.stage = topology.pp_rank
         keep = self.placement.held_by(self.stage)
         if on_meta:
@@ -129,11 +129,12 @@ class RankModel:
             materialize(model, keep, seed=config.seed, folder=weights)
         release(model, keep)
         _move(model, device)
-        if config.num_chunks == 1:
-            self.split = WholeModel(model, _blocks_of(model, config), recompute=config.recompute)
+        recompute = RECOMPUTE.of(strategy)
+        if strategy.num_chunks == 1:
+            self.split = WholeModel(model, _blocks_of(model, config), recompute=recompute)
         else:
             assert self.trace is not None, "what is cut was recorded"
-            self.split = SplitModel(model, self.trace, self.ranges, recompute=config.recompute)
+            self.split = SplitModel(model, self.trace, self.ranges, recompute=recompute)
         self.parameters: dict[str, Parameter] = {
             name: parameter for name, parameter in model.named_parameters() if parameter.device.type != "meta"
         }

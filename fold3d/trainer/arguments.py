@@ -13,8 +13,7 @@ import transformers
 
 from fold3d.config import AUTO, ParallelConfig, parse_bytes
 from fold3d.errors import ConfigError
-from fold3d.plan.plan import Programs
-from fold3d.plan.resolve import settle_segments
+from fold3d.plan.resolve import programs_of, resolve_auto
 from fold3d.trainer.reader import refuse_stock_trainer
 from fold3d.trainer.refused import refuse_unsupported
 
@@ -137,11 +136,10 @@ class TrainingArguments(transformers.TrainingArguments):
         config = self.parallel
         world_size = _announced_world_size()
         dp = config.resolve_dp(world_size)
-        settled = settle_segments(config, dp)
-        is_settled = settled.segments != AUTO
-        if is_settled:
-            Programs(settled, dp).compute(config.micro_batches)  # raises when the schedule cannot be made
-        if self.blocks != "auto" and is_settled and settled.num_chunks == 1:
+        constraints = resolve_auto(config, dp)
+        if constraints.segments is not None:  # raises when the schedule cannot be made
+            programs_of(config, constraints, dp).compute(config.micro_batches)
+        if self.blocks != "auto" and constraints.segments is not None and constraints.segments * config.pp == 1:
             raise ConfigError(
                 f"blocks={self.blocks!r} has no effect with pp=1 and segments=1: the model is not cut; remove it"
             )

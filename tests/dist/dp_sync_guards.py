@@ -103,7 +103,7 @@ def within(limit: int | None, **settings: Any) -> tuple[int, set[str], dict[str,
     assert engine._pipeline is not None and engine._pipeline.dp_sync is not None
     told: list[set[str]] = [set()] * dist.get_world_size()
     dist.all_gather_object(told, set(engine._pipeline.dp_sync.plan.modes))
-    needs = 0 if engine.choice is None else engine.choice.memory_bytes
+    needs = engine.planned_memory or 0
     engine.close()
     return needs, set().union(*told), weights
 
@@ -122,8 +122,8 @@ def too_little(optimizer: str) -> str:
     kind = getattr(torch.optim, optimizer)
     layout = {"pp": 2, "segments": 2, "schedule": "aiao"}
     engine = _limited(1 << 30, kind, **layout)
-    assert engine.choice is not None
-    limit = 10 if optimizer == "Adam" else engine.choice.memory_bytes - 1
+    assert engine.planned_memory is not None
+    limit = 10 if optimizer == "Adam" else engine.planned_memory - 1
     engine.close()
     return waits.error_of(lambda: _limited(limit, kind, **layout))
 

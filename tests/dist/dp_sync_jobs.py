@@ -61,7 +61,7 @@ def _infinite(engine: fold3d.Engine, chunk: int) -> Iterator[None]:
     """One element of one gradient of the chunk becomes infinite when its last micro-batch's backward produces it."""
     trace = engine.trace
     assert trace is not None
-    block = trace.blocks[engine.plan.ranges[chunk][0]]
+    block = trace.blocks[engine.strategy.ranges[chunk][0]]
     parameter = next(p for n, p in engine.owned.items() if n.startswith(block + "."))
     first = torch.tensor([0], device=engine.device)
     hook = parameter.register_hook(lambda gradient: gradient.index_fill(0, first, float("inf")))

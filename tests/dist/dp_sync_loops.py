@@ -108,7 +108,7 @@ def make_engine(model: nn.Module, dp_sync: str, settings: dict[str, Any], **othe
 def _alternating() -> Iterator[None]:
     """Every other bucket is synchronised as zero1, the rest early."""
 
-    def make(buckets: Sequence[BucketSpec], _: str) -> BucketSchedule:
+    def make(buckets: Sequence[BucketSpec], *_: Any, **__: Any) -> BucketSchedule:
         modes = ["zero1" if number % 2 else "early" for number in range(1 + max(b.planned for b in buckets))]
         return BucketSchedule.of(buckets, modes, [number for number, mode in enumerate(modes) if mode == "early"])
 

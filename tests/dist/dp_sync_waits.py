@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,11 @@ from fold3d.comms import rings
 from fold3d.comms.groups import Groups
 from fold3d.engine import replanner
 from fold3d.errors import Fold3dError
-from fold3d.plan.choice import Choice
+from fold3d.plan.constraints import Constraints
+from fold3d.plan.job import Job
+from fold3d.plan.proposal import Proposal
+from fold3d.plan.search import search
+from fold3d.plan.strategy import Strategy
 from fold3d.profile import layers as profile
 from fold3d.topology import Topology
 from tests.dist.dp_sync_loops import sgd
@@ -263,10 +266,11 @@ def another_schedule() -> tuple[list[float], dict[str, Tensor], dict[str, Any]]:
     """Trains through a look of the replanner that finds a better schedule; returns losses, weights, and the plan."""
     real, asked = replanner.recheck, []
 
-    def better(job: Any, choice: Choice, forward: Any, backward: Any) -> Choice | None:
-        asked.append(choice)
-        other = "aiao" if choice.schedule != "aiao" else "1f1b" if choice.segments == 1 else "interleaved"
-        return replace(choice, schedule=other, group_size=None)
+    def better(job: Job, strategy: Strategy, forward: Any, backward: Any) -> Proposal | None:
+        other = "aiao" if strategy.schedule != "aiao" else "1f1b" if strategy.segments == 1 else "interleaved"
+        asked.append(other)
+        kept = {"ranges": strategy.ranges, "bucket_bytes": strategy.bucket_bytes, "dp_sync": strategy.dp_sync}
+        return search(job, Constraints(schedule=other, modes=strategy.modes or None, **kept))
 
     replanner.recheck = better
     try:
@@ -275,14 +279,13 @@ def another_schedule() -> tuple[list[float], dict[str, Tensor], dict[str, Any]]:
     finally:
         replanner.recheck = real
     engine.flush()
-    plan = engine.plan
     told: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(told, len(asked))
+    dist.all_gather_object(told, asked)
     seen = {
-        "asked": sum(told),
-        "schedule": plan.config.schedule_name,
-        "csv": plan.schedule_csv,
-        "chosen": engine.choice.schedule if engine.choice else "",
+        "asked": [other for one in told for other in one],
+        "schedule": engine.strategy.schedule,
+        "strategy": str(engine.strategy),
+        "csv": engine.programs.compute(MICRO_BATCHES).csv(),
     }
     weights = {name: p.detach().clone() for name, p in engine.owned.items()}
     engine.close()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,12 +16,16 @@ from fold3d.data_parallel.bucket_schedule import BucketSchedule
 from fold3d.engine import replanner as replanner_module
 from fold3d.engine.replanner import EVERY, FIRST_STEPS, RECENT, SAMPLE, Replanner
 from fold3d.plan.costs import NetworkCosts
+from fold3d.plan.strategy import Strategy
 from fold3d.topology import Submesh, Topology
 
 MICRO_BATCHES = 2
 MS = 1_000_000
 BUCKET = 1_000_000  # bytes: 10 ms for each half of its sum at 50 MB/s
 RATE = 5e7
+
+
+STRATEGY = Strategy(dp=2, pp=1, micro_batches=MICRO_BATCHES, ranges=((0, 1),), schedule="1f1b", dp_sync="early")
 
 
 class Sync:
@@ -31,7 +35,7 @@ class Sync:
         specs = [SimpleNamespace(chunk=0, planned=number, summed_over=Submesh(pp=(0,))) for number in range(4)]
         gradients = SimpleNamespace(nbytes=BUCKET)
         self.buckets: list[Any] = [SimpleNamespace(spec=spec, gradients=gradients) for spec in specs]
-        self.plan = BucketSchedule.make(specs, "early")  # type: ignore[arg-type]
+        self.plan = BucketSchedule.make(specs, STRATEGY, stage=0)  # type: ignore[arg-type]
         self.rate = RATE
 
     def bandwidth(self) -> float:
@@ -85,7 +89,9 @@ def first_look(replanner: Replanner, sync: Sync) -> float:
     schedule = schedules.generate("1f1b", pp=1, segments=1, micro_batches=MICRO_BATCHES)
     observe(replanner, FIRST_STEPS, 100.0)
     assert replanner.is_due
-    assert replanner.look(schedule, sync) is None  # type: ignore[arg-type]
+    found = replanner.look(STRATEGY, schedule, sync)  # type: ignore[arg-type]
+    assert found is not None and found == replace(STRATEGY, gather_order=found.gather_order)
+    assert sorted(found.gather_order[0]) == [0, 1, 2, 3]
     assert replanner.expected is not None
     return replanner.expected.step_ms
 
@@ -98,7 +104,7 @@ def look_again(replanner: Replanner, sync: Sync, step_ms: float) -> float:
         if replanner.is_due:
             break
     assert replanner.is_due
-    replanner.look(schedule, sync)  # type: ignore[arg-type]
+    replanner.look(STRATEGY, schedule, sync)  # type: ignore[arg-type]
     assert replanner.expected is not None and not replanner.is_due
     return replanner.expected.step_ms
 
@@ -144,14 +150,14 @@ def test_one_slow_ring_is_enough(monkeypatch) -> None:
     replanner._links = (RATE, 1e-4, 1e-4)
     observe(replanner, FIRST_STEPS, 100.0)
     share = replanner._share(Sync())  # type: ignore[arg-type]
-    found = replanner._expect(schedule, [share, share])
+    found = replanner._expect(STRATEGY, schedule, [share, share])
     assert found is not None
     replanner.expected = found[0]
     slow = share | {"bandwidth": RATE / 4, "step_ms": 3 * replanner.expected.step_ms}
-    later = replanner._expect(schedule, [share, slow])
+    later = replanner._expect(STRATEGY, schedule, [share, slow])
     assert later is not None and later[0].step_ms > 2 * replanner.expected.step_ms
     hardly = share | {"bandwidth": 0.9 * RATE, "step_ms": 3 * replanner.expected.step_ms}
-    same = replanner._expect(schedule, [share, hardly])
+    same = replanner._expect(STRATEGY, schedule, [share, hardly])
     assert same is not None and same[0].step_ms == replanner.expected.step_ms
 
 
@@ -197,7 +203,7 @@ def test_what_is_not_simulated_is_part_of_the_prediction(monkeypatch) -> None:
     for other_ms in (0.0, 25.0):
         replanner = make_tuner(monkeypatch)
         observe(replanner, FIRST_STEPS, 150.0, other_ms)
-        replanner.look(schedule, Sync())  # type: ignore[arg-type]
+        replanner.look(STRATEGY, schedule, Sync())  # type: ignore[arg-type]
         assert replanner.expected is not None
         predictions.append(replanner.expected.step_ms)
     assert predictions[1] - predictions[0] == pytest.approx(25.0)

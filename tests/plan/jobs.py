@@ -7,9 +7,10 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from fold3d.plan.choice import Choice
+from fold3d.plan.constraints import Constraints
 from fold3d.plan.costs import NetworkCosts, Profile
-from fold3d.plan.job import Fixed, Job
+from fold3d.plan.job import Job
+from fold3d.plan.proposal import Proposal
 from fold3d.plan.search import search
 from fold3d.trace import trace
 
@@ -78,7 +79,7 @@ def make_job(
     )
 
 
-def evaluate(job: Job, fixed: Fixed) -> Choice:
+def evaluate(job: Job, fixed: Constraints) -> Proposal:
     """Returns the prediction and the gather order for settings that a user has fixed.
 
     Segments and schedule that are not fixed take their defaults (1; "aiao" with segments, "1f1b" without); the size of

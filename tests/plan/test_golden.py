@@ -16,13 +16,15 @@ import pytest
 
 from fold3d import schedule as schedules
 from fold3d.engine.planner import _search
-from fold3d.plan.choice import Choice
 from fold3d.plan.cluster_model import BucketCost, Cluster, Work
-from fold3d.plan.job import Fixed
+from fold3d.plan.constraints import Constraints
+from fold3d.plan.job import Job
 from fold3d.plan.layout import layout_of
 from fold3d.plan.measured import plan_gathers
+from fold3d.plan.proposal import Proposal
 from fold3d.plan.search import recheck, search
 from fold3d.plan.simulator import predict
+from fold3d.plan.strategy import parse
 from tests.plan.jobs import make_job
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "plans"
@@ -60,18 +62,23 @@ def ways(stage: tuple[str, ...]) -> str:
     return " ".join(f"{len(list(run))} {way}" for way, run in groupby(stage))
 
 
-def facts(choice: Choice) -> dict[str, Any]:
+def facts(job: Job, found: Proposal) -> dict[str, Any]:
+    strategy = found.strategy
+    assert parse(str(strategy)) == strategy
+    layout = layout_of(job, strategy.ranges, strategy.bucket_bytes)
+    modes = [strategy.modes_of(stage, len(layout.of_stage(stage, job.pp))) for stage in range(job.pp)]
+    gathers = strategy.gather_order or ((),) * job.pp
     return {
-        "table": choice.reason.splitlines(),
-        "ranges": " ".join(f"{first}-{end}" for first, end in choice.ranges),
-        "schedule": f"{choice.schedule} {choice.group_size}",
-        "modes": [ways(stage) for stage in choice.modes],
-        "gather_order": [" ".join(map(str, stage)) for stage in choice.gather_order],
-        "bucket_bytes": choice.bucket_bytes,
-        "memory_bytes": choice.memory_bytes,
-        "step_ms": choice.step_ms,
-        "ranks": [f"{rank.compute_ms} {rank.bubble_ms} {rank.exposed_dp_ms}" for rank in choice.prediction.ranks],
-        "early_gathers": choice.prediction.early_gathers,
+        "table": found.table.splitlines(),
+        "ranges": " ".join(f"{first}-{end}" for first, end in strategy.ranges),
+        "schedule": f"{strategy.schedule} {strategy.group_size}",
+        "modes": [ways(stage) for stage in modes],
+        "gather_order": [" ".join(map(str, stage)) for stage in gathers],
+        "bucket_bytes": strategy.bucket_bytes,
+        "memory_bytes": found.memory_bytes,
+        "step_ms": found.step_ms,
+        "ranks": [f"{rank.compute_ms} {rank.bubble_ms} {rank.exposed_dp_ms}" for rank in found.prediction.ranks],
+        "early_gathers": found.prediction.early_gathers,
     }
 
 
@@ -85,9 +92,10 @@ def compare(name: str, found: Any) -> None:
 
 @pytest.mark.parametrize("name", JOBS)
 def test_the_planner_decides_as_before(name: str) -> None:
-    job, fixed = JOBS[name]
-    found = {"search": facts(search(make_job(**job), Fixed(**fixed)))}
-    found["planner"] = facts(_search(make_job(**job), Fixed(**fixed), lambda: True))
+    settings, fixed = JOBS[name]
+    job, constraints = make_job(**settings), Constraints(**fixed)
+    found = {"search": facts(job, search(job, constraints))}
+    found["planner"] = facts(job, _search(job, constraints, lambda: True))
     compare(name, found)
 
 
@@ -95,15 +103,15 @@ def test_rechecking_decides_as_before() -> None:
     job = make_job(layers=8, micro_batches=8)
     found = {}
     for way in ("early", "zero1", "serial"):
-        choice = search(job, Fixed(segments=2, schedule="fold", group_size=2, dp_sync=way))
-        layout = layout_of(job, choice.ranges, choice.bucket_bytes)
+        choice = search(job, Constraints(segments=2, schedule="fold", group_size=2, dp_sync=way))
+        layout = layout_of(job, choice.strategy.ranges, choice.strategy.bucket_bytes)
         for name, factor in (("same", 1.0), ("slower", 2.0), ("uneven", 1.0)):
             forward = [1e3 * factor * seconds for seconds in layout.forward]
             backward = [1e3 * factor * seconds for seconds in layout.backward]
             if name == "uneven":
                 forward[0] *= 3
-            better = recheck(job, choice, forward, backward)
-            found[f"{way}, {name}"] = None if better is None else facts(better)
+            better = recheck(job, choice.strategy, forward, backward)
+            found[f"{way}, {name}"] = None if better is None else facts(job, better)
     compare("recheck", found)
 
 

@@ -7,21 +7,21 @@ from typing import Any
 import pytest
 
 from fold3d import ParallelConfig
-from fold3d.config import AUTO
 from fold3d.errors import ConfigError
-from fold3d.plan.resolve import needs_planner, settle_segments
+from fold3d.plan.resolve import needs_planner, resolve_auto, unplanned
+from fold3d.plan.space.recompute import KNOB as RECOMPUTE
 from fold3d.schedule import generate
 
 
 @pytest.mark.parametrize(
     ("settings", "dp", "segments", "planned"),
     [
-        ({"pp": 2}, 2, AUTO, True),
-        ({"pp": 1}, 2, AUTO, True),
+        ({"pp": 2}, 2, None, True),
+        ({"pp": 1}, 2, None, True),
         ({"pp": 1}, 1, 1, False),
         ({"pp": 2, "segments": 3}, 2, 3, False),
         ({"pp": 2, "schedule": "1f1b"}, 2, 1, False),
-        ({"pp": 2, "schedule": "aiao"}, 2, AUTO, True),
+        ({"pp": 2, "schedule": "aiao"}, 2, None, True),
         ({"pp": 2, "segments": 3, "memory_limit": 1}, 2, 3, True),
         ({"pp": 2, "segments": 3, "memory_limit": 1}, 1, 3, True),
         ({"pp": 2, "segments": 3, "schedule": "aiao", "memory_limit": 1}, 2, 3, True),
@@ -30,16 +30,18 @@ from fold3d.schedule import generate
         ({"pp": 2, "segments": 3, "schedule": "fold", "memory_limit": 1}, 1, 3, True),
     ],
 )
-def test_what_is_planned(settings: dict[str, Any], dp: int, segments: int | str, planned: bool) -> None:
-    config = settle_segments(ParallelConfig(**settings), dp)
-    assert (config.segments, needs_planner(config, dp)) == (segments, planned)
+def test_what_is_planned(settings: dict[str, Any], dp: int, segments: int | None, planned: bool) -> None:
+    config = ParallelConfig(**settings)
+    constraints = resolve_auto(config, dp)
+    assert (constraints.segments, needs_planner(config, constraints, dp)) == (segments, planned)
 
 
 def test_a_schedule_of_one_s_own_says_how_often_it_folds(tmp_path: Any) -> None:
     path = tmp_path / "mine.csv"
     path.write_text(generate("aiao", pp=2, segments=3, micro_batches=2).csv())
-    config = settle_segments(ParallelConfig(pp=2, micro_batches=2, schedule=str(path), memory_limit=1 << 30), 2)
-    assert config.segments == 3 and needs_planner(config, 2)
+    config = ParallelConfig(pp=2, micro_batches=2, schedule=str(path), memory_limit=1 << 30)
+    constraints = resolve_auto(config, 2)
+    assert constraints.segments == 3 and needs_planner(config, constraints, 2)
 
 
 @pytest.mark.parametrize(
@@ -56,4 +58,15 @@ def test_a_schedule_of_one_s_own_says_how_often_it_folds(tmp_path: Any) -> None:
 )
 def test_a_memory_limit_needs_something_to_choose(settings: dict[str, Any], dp: int, why: str) -> None:
     with pytest.raises(ConfigError, match=f"memory_limit=5 has no effect: {why}"):
-        settle_segments(ParallelConfig(memory_limit=5, **settings), dp)
+        resolve_auto(ParallelConfig(memory_limit=5, **settings), dp)
+
+
+def test_without_the_planner_what_is_free_has_its_default() -> None:
+    config = ParallelConfig(pp=2, segments=2, micro_batches=4, recompute=True)
+    made = unplanned(config, resolve_auto(config, 1), 1, ((0, 1), (1, 2), (2, 3), (3, 4)))
+    assert (made.schedule, made.dp_sync, made.bucket_bytes) == ("aiao", "early", 1 << 20)
+    assert RECOMPUTE.of(made) is True and made.segments == 2
+    config = ParallelConfig(pp=2, segments=1, dp_sync="zero1", bucket_bytes="4MiB")
+    made = unplanned(config, resolve_auto(config, 2), 2, ((0, 2), (2, 4)))
+    assert (made.schedule, made.dp_sync, made.bucket_bytes) == ("1f1b", "zero1", 4 << 20)
+    assert RECOMPUTE.of(made) is False

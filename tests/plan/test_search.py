@@ -9,11 +9,12 @@ import pytest
 
 from fold3d.config import ParallelConfig
 from fold3d.errors import ConfigError
-from fold3d.plan import candidates
-from fold3d.plan.job import Fixed
+from fold3d.plan.constraints import Constraints
 from fold3d.plan.layout import cut, layout_of
-from fold3d.plan.resolve import needs_planner, settle_segments
+from fold3d.plan.resolve import needs_planner, resolve_auto, unplanned
 from fold3d.plan.search import recheck, search
+from fold3d.plan.space import candidates
+from fold3d.plan.space.bucket_bytes import WHOLE_CHUNK
 from fold3d.plan.trial import Order, Trials
 from tests.plan.jobs import evaluate, make_job
 
@@ -49,7 +50,7 @@ def test_the_benchmarks_scenarios(name):
     choice = search(job)
     seconds = time.perf_counter() - begin
     ratio = choice.step_ms / scenario_limit_ms(job)
-    assert ratio <= most, choice.reason
+    assert ratio <= most, choice.table
     assert seconds < 20  # some on an idle machine
     trials = Trials(job)
 
@@ -63,7 +64,7 @@ def test_the_benchmarks_scenarios(name):
         for segments, order in [
             (heuristic, Order("aiao")), (1, Order("1f1b")), (2, Order("interleaved")), (4, Order("interleaved"))
         ]:  # fmt: skip
-            for bucket_bytes in (0, candidates.WHOLE_CHUNK):
+            for bucket_bytes in (0, WHOLE_CHUNK):
                 assert choice.step_ms <= default(segments, order, kind, bucket_bytes) * 1.003
 
 
@@ -71,20 +72,21 @@ def test_the_choice_is_complete_and_the_same_every_time():
     job = make_job(layers=8, micro_batches=4)
     choice = search(job)
     assert choice == search(job)
-    assert len(choice.ranges) == choice.segments * 2 and choice.ranges[-1][1] == 16
-    layout = layout_of(job, choice.ranges, choice.bucket_bytes)
+    strategy = choice.strategy
+    assert len(strategy.ranges) == strategy.segments * 2 and strategy.ranges[-1][1] == 16
+    layout = layout_of(job, strategy.ranges, strategy.bucket_bytes)
     for stage in range(2):
-        modes = choice.modes[stage]
+        modes = strategy.modes_of(stage, len(layout.of_stage(stage, 2)))
         assert len(modes) == len(layout.of_stage(stage, 2))
-        assert sorted(choice.gather_order[stage]) == [n for n, mode in enumerate(modes) if mode == "early"]
+        assert sorted(strategy.gather_order[stage]) == [n for n, mode in enumerate(modes) if mode == "early"]
     prediction = choice.prediction
-    assert choice.limit_ms <= choice.step_ms == prediction.step_ms
-    table = choice.reason.splitlines()
-    assert table[0] == f"the planner chose {choice.name}" and f"{choice.segments} segments" in choice.name
-    assert f"{choice.name} (chosen)" in table[2] and f"{choice.step_ms:.1f} ms" in table[2]
+    assert prediction.limit_ms <= choice.step_ms == prediction.step_ms
+    table = choice.table.splitlines()
+    assert table[0] == f"the planner chose {strategy.name}" and f"{strategy.segments} segments" in strategy.name
+    assert f"{strategy.name} (chosen)" in table[2] and f"{choice.step_ms:.1f} ms" in table[2]
     assert len(table) == 3 + len(choice.runners_up) + 2 and "Fold3D's heuristic" in table[-3]
     assert "ms of DP.sync are hidden" in table[-2]
-    assert table[-1].startswith(f"  pin it with --segments {choice.segments} --schedule {choice.schedule} ")
+    assert table[-1].startswith(f"  pin it with --segments {strategy.segments} --schedule {strategy.schedule} ")
     assert all(step_ms >= 0.99 * choice.step_ms for _, step_ms in choice.runners_up)
 
 
@@ -99,71 +101,84 @@ UNEVEN = ((0, 5), (5, 8), (8, 12), (12, 16))
         ({"schedule": "interleaved", "segments": 2}, {"schedule": "interleaved", "segments": 2}),
         ({"schedule": "fold"}, {"schedule": "fold"}),
         ({"segments": 4, "group_size": 4}, {"schedule": "fold", "group_size": 4}),
-        ({"dp_sync": "zero1"}, {"dp_sync": "zero1", "gather_order": ((), ())}),
+        ({"dp_sync": "zero1"}, {"dp_sync": "zero1", "gather_order": ()}),
         ({"dp_sync": "early"}, {"dp_sync": "early"}),
-        ({"dp_sync": "serial", "segments": 2}, {"dp_sync": "serial", "gather_order": ((), ())}),
+        ({"dp_sync": "serial", "segments": 2}, {"dp_sync": "serial", "gather_order": ()}),
         ({"bucket_bytes": 1 << 20}, {"bucket_bytes": 1 << 20}),
         ({"ranges": UNEVEN}, {"segments": 2, "ranges": UNEVEN}),
     ],
 )  # fmt: skip
 def test_what_is_fixed_stays(fixed, expected):
-    choice = search(make_job(layers=8, micro_batches=4), Fixed(**fixed))
+    choice = search(make_job(layers=8, micro_batches=4), Constraints(**fixed)).strategy
     assert {name: getattr(choice, name) for name in expected} == expected
 
 
 def test_evaluate_takes_defaults():
     job = make_job(layers=8, micro_batches=4)
-    plain = evaluate(job, Fixed())
-    assert (plain.segments, plain.schedule) == (1, "1f1b")
-    folded = evaluate(job, Fixed(segments=4, dp_sync="early", bucket_bytes=0))
-    assert (folded.segments, folded.schedule, folded.dp_sync) == (4, "aiao", "early")
-    assert len(folded.gather_order[0]) == 8
-    assert evaluate(job, Fixed(segments=2, group_size=2)).schedule == "fold"
+    plain = evaluate(job, Constraints())
+    assert (plain.strategy.segments, plain.strategy.schedule) == (1, "1f1b")
+    folded = evaluate(job, Constraints(segments=4, dp_sync="early", bucket_bytes=0))
+    found = folded.strategy
+    assert (found.segments, found.schedule, found.dp_sync) == (4, "aiao", "early")
+    assert len(found.gather_order[0]) == 8
+    assert evaluate(job, Constraints(segments=2, group_size=2)).strategy.schedule == "fold"
     assert search(job).step_ms <= min(plain.step_ms, folded.step_ms)
 
 
 def test_one_replica_and_one_stage():
     alone = search(make_job(dp=1, layers=8, micro_batches=4))
-    assert alone.dp_sync == "early" and alone.prediction.ranks[0].dp_bytes == 0
+    assert alone.strategy.dp_sync == "early" and alone.prediction.ranks[0].dp_bytes == 0
     flat = search(make_job(pp=1, layers=8, micro_batches=4))
-    assert flat.step_ms < evaluate(make_job(pp=1, layers=8, micro_batches=4), Fixed(dp_sync="serial")).step_ms
+    assert flat.step_ms < evaluate(make_job(pp=1, layers=8, micro_batches=4), Constraints(dp_sync="serial")).step_ms
 
 
 def test_memory_decides_between_early_and_zero1():
-    free = search(make_job(layers=8, micro_batches=4), Fixed(dp_sync="early", segments=4))
+    free = search(make_job(layers=8, micro_batches=4), Constraints(dp_sync="early", segments=4))
     job = make_job(layers=8, micro_batches=4, memory_limit=free.memory_bytes - 1)
-    within = search(job, Fixed(segments=4))
-    assert within.memory_bytes < free.memory_bytes and within.dp_sync in ("mixed", "zero1")
+    within = search(job, Constraints(segments=4))
+    assert within.memory_bytes < free.memory_bytes and within.strategy.dp_sync in ("mixed", "zero1")
     most = search(make_job(layers=8, micro_batches=4, memory_limit=1))
-    assert "nothing that was tried fits into 1 B (setting memory_limit)" in most.reason
+    assert "nothing that was tried fits into 1 B (setting memory_limit)" in most.table
     assert most.memory_bytes <= within.memory_bytes
 
 
 def test_memory_adds_up():
     """One segment of 1F1B: weights, gradients and two moments of a rank, and activations of two micro-batches."""
     job = make_job(layers=8, micro_batches=4, gradient_bytes=8_000_000)
-    plain = evaluate(job, Fixed(dp_sync="early", schedule="1f1b"))
+    plain = evaluate(job, Constraints(dp_sync="early", schedule="1f1b"))
     assert plain.memory_bytes == 4 * 8_000_000 + 2 * 8 * 8192
-    sharded = evaluate(job, Fixed(dp_sync="zero1", schedule="1f1b"))
+    sharded = evaluate(job, Constraints(dp_sync="zero1", schedule="1f1b"))
     assert sharded.memory_bytes == 3 * 8_000_000 + 2 * 8 * 8192
 
 
 def test_recheck_answers_only_to_drift():
     job = make_job(layers=8, micro_batches=8)
-    choice = search(job)
+    proposal = search(job)
+    choice = proposal.strategy
     layout = layout_of(job, choice.ranges, choice.bucket_bytes)
     forward, backward = ([1e3 * s for s in times] for times in (layout.forward, layout.backward))
     assert recheck(job, choice, forward, backward) is None
-    bad = evaluate(job, Fixed(ranges=choice.ranges, schedule="fold", group_size=2, bucket_bytes=choice.bucket_bytes,
-                              modes=choice.modes))  # fmt: skip
-    assert bad.step_ms > 1.05 * choice.step_ms
-    better = recheck(job, bad, forward, backward)
-    assert better is not None and better.step_ms == pytest.approx(choice.step_ms, rel=0.02)
-    assert (better.ranges, better.modes, better.bucket_bytes) == (bad.ranges, bad.modes, bad.bucket_bytes)
-    slow = recheck(job, bad, [2 * ms for ms in forward], [2 * ms for ms in backward])
+    bad = evaluate(
+        job,
+        Constraints(
+            ranges=choice.ranges,
+            schedule="fold",
+            group_size=2,
+            bucket_bytes=choice.bucket_bytes,
+            dp_sync=choice.dp_sync,
+            modes=choice.modes or None,
+        ),
+    )
+    assert bad.step_ms > 1.05 * proposal.step_ms
+    better = recheck(job, bad.strategy, forward, backward)
+    assert better is not None and better.step_ms == pytest.approx(proposal.step_ms, rel=0.02)
+    assert replace(better.strategy, schedule="fold", group_size=2, gather_order=()) == replace(
+        bad.strategy, gather_order=()
+    )
+    slow = recheck(job, bad.strategy, [2 * ms for ms in forward], [2 * ms for ms in backward])
     assert slow is None or slow.prediction.ranks[0].compute_ms > 1.9 * better.prediction.ranks[0].compute_ms
     busy = replace(job, action_seconds=1e-3)  # is part of what was measured
-    again = recheck(busy, bad, forward, backward)
+    again = recheck(busy, bad.strategy, forward, backward)
     assert again is not None and again.step_ms == better.step_ms
     with pytest.raises(ConfigError, match="one each"):
         recheck(job, choice, forward[1:], backward)
@@ -171,21 +186,21 @@ def test_recheck_answers_only_to_drift():
 
 def test_bad_settings():
     with pytest.raises(ConfigError, match="zero1, early, serial"):
-        Fixed(dp_sync="lazy")
+        search(make_job(layers=4), Constraints(dp_sync="lazy"))
     with pytest.raises(ConfigError, match="group_size=2 has no effect on schedule='aiao'"):
-        Fixed(schedule="aiao", group_size=2)
+        search(make_job(layers=4), Constraints(schedule="aiao", group_size=2))
     job = make_job(layers=4, micro_batches=4)
     with pytest.raises(ConfigError, match="lower segments"):
-        search(job, Fixed(segments=5))
+        search(job, Constraints(segments=5))
     with pytest.raises(ConfigError, match="segments=2 has no effect"):
-        search(job, Fixed(segments=2, schedule="1f1b"))
+        search(job, Constraints(segments=2, schedule="1f1b"))
 
 
 def test_the_flags_pin_the_choice():
     """With them nothing is left to choose, and what was chosen is used."""
     for dp in (1, 2):
         job = make_job(dp=dp, layers=8, micro_batches=4)
-        choice = search(job, Fixed(dp_sync="early" if dp > 1 else None))
+        choice = search(job, Constraints(dp_sync="early" if dp > 1 else None))
         words = choice.flags.split(" (")[0].split()
         flags = dict(zip(words[::2], words[1::2], strict=True))
         assert set(flags) >= {"--segments", "--schedule"} | ({"--dp_sync", "--bucket_bytes"} if dp > 1 else set())
@@ -196,17 +211,20 @@ def test_the_flags_pin_the_choice():
             **{k.removeprefix("--"): int(v) if v.isdecimal() else v for k, v in flags.items()},
         )
         config.resolve_dp(2 * dp)
-        assert not needs_planner(settle_segments(config, dp), dp)
-        assert (config.segments, config.schedule) == (choice.segments, choice.schedule)
-        assert choice.group_size is None or config.group_size == choice.group_size
-        assert dp == 1 or (config.dp_sync, config.bucket_size) == (choice.dp_sync, choice.bucket_bytes)
+        constraints = resolve_auto(config, dp)
+        assert not needs_planner(config, constraints, dp)
+        pinned = unplanned(config, constraints, dp, choice.strategy.ranges)
+        kept = {} if dp > 1 else {"bucket_bytes": choice.strategy.bucket_bytes}
+        assert replace(pinned, gather_order=choice.strategy.gather_order, **kept) == choice.strategy
 
 
 def test_the_flags_with_a_memory_limit():
     """Where everything is pinned the limit would have no effect, which is an error; of a mixture it is the reason."""
-    free = search(make_job(layers=8, micro_batches=4), Fixed(dp_sync="early"))
-    roomy = search(make_job(layers=8, micro_batches=4, memory_limit=2 * free.memory_bytes), Fixed(dp_sync="early"))
-    assert "and without memory_limit" in roomy.flags and "needs about" in roomy.reason
-    tight = search(make_job(layers=8, micro_batches=4, memory_limit=free.memory_bytes - 1), Fixed(segments=4))
-    if tight.dp_sync == "mixed":
+    free = search(make_job(layers=8, micro_batches=4), Constraints(dp_sync="early"))
+    roomy = search(
+        make_job(layers=8, micro_batches=4, memory_limit=2 * free.memory_bytes), Constraints(dp_sync="early")
+    )
+    assert "and without memory_limit" in roomy.flags and "needs about" in roomy.table
+    tight = search(make_job(layers=8, micro_batches=4, memory_limit=free.memory_bytes - 1), Constraints(segments=4))
+    if tight.strategy.dp_sync == "mixed":
         assert "--dp_sync" not in tight.flags and "dp_sync stays auto" in tight.flags

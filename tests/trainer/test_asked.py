@@ -199,7 +199,7 @@ def cut_by_replicas() -> list[tuple[int, int]]:
     engine = fold3d.Engine(model, fold3d.ParallelConfig(segments=2, blocks="layers"))
     x = torch.ones(1, 4 if engine.topology.dp_rank == 0 else 512, 4)
     engine.run([{"x": x}], lambda model, batch: model(**batch))
-    ranges = list(engine.plan.ranges)
+    ranges = list(engine.strategy.ranges)
     engine.close()
     return ranges
 

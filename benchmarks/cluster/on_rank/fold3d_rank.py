@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -82,12 +81,12 @@ class Fold3dRank:
 
     def choice(self) -> dict[str, Any]:
         """Returns replica, segments, schedule, N, and DP.sync of each bucket."""
-        config, sync = self._engine.plan.config, _dp_sync(self._engine).plan
+        strategy, sync = self._engine.strategy, _dp_sync(self._engine).plan
         return {
             "replica": self._engine.topology.dp_rank,
-            "segments": config.num_segments,
-            "schedule": config.schedule_name,
-            "group_size": config.group_size,
+            "segments": strategy.segments,
+            "schedule": strategy.schedule,
+            "group_size": strategy.group_size,
             "modes": ["serial"] * len(sync.modes) if sync.serial else list(sync.modes),
             "gather_order": list(sync.gather_order),
         }
@@ -105,7 +104,7 @@ def _gather_as_reduced(engine: fold3d.Engine) -> None:
     fold3d itself has no use for that order and no setting; it gathers first what the next forward needs first.
     """
     sync = _dp_sync(engine)
-    sync.plan = replace(sync.plan, gather_order=tuple(reversed(range(len(sync.buckets)))))
+    sync.reschedule(tuple(reversed(range(len(sync.buckets)))))
 
 
 def _dp_sync(engine: fold3d.Engine) -> Any:

@@ -8,7 +8,8 @@ import pytest
 
 from fold3d import ParallelConfig, schedule
 from fold3d.errors import ConfigError
-from fold3d.plan.plan import Programs
+from fold3d.plan.programs import Programs
+from fold3d.plan.resolve import programs_of, resolve_auto
 from fold3d.schedule import Kind
 
 M = 5
@@ -22,10 +23,14 @@ def config_of(folder: Path, name: str, pp: int = 3) -> ParallelConfig:
     return ParallelConfig(pp=pp, segments=made.segments, micro_batches=M, schedule=str(path))
 
 
+def made_of(config: ParallelConfig, dp: int) -> Programs:
+    return programs_of(config, resolve_auto(config, dp), dp)
+
+
 @pytest.mark.parametrize("name", schedule.names())
 def test_a_step_with_fewer_micro_batches_leaves_the_missing_ones_out(tmp_path: Path, name: str) -> None:
     config = config_of(tmp_path, name)
-    programs = Programs(config, dp=2)
+    programs = made_of(config, 2)
     whole = programs.compute(M)
     (tmp_path / "mine.csv").unlink()  # read before training begins, not in its middle
     for fewer in range(1, M):
@@ -35,11 +40,11 @@ def test_a_step_with_fewer_micro_batches_leaves_the_missing_ones_out(tmp_path: P
             assert mine == [action for action in all_of_them if action.micro_batch < fewer]
         for stage, rank in enumerate(short.ranks):
             own = [a for a in rank if a.kind == Kind.FORWARD]
-            assert len(own) == fewer * config.num_segments and len(short.reduce_order(stage)) == config.num_segments
+            assert len(own) == fewer * config.segments and len(short.reduce_order(stage)) == config.segments
 
 
 def test_a_step_with_more_micro_batches_does_not_fit(tmp_path: Path) -> None:
-    programs = Programs(config_of(tmp_path, "gpipe"), dp=1)
+    programs = made_of(config_of(tmp_path, "gpipe"), 1)
     with pytest.raises(ConfigError, match=rf"= \(3, 1, {M}\), this step has \(3, 1, {M + 1}\)"):
         programs.compute(M + 1)
 
@@ -48,4 +53,4 @@ def test_a_file_for_other_micro_batches_does_not_fit(tmp_path: Path) -> None:
     settings = config_of(tmp_path, "gpipe")
     config = ParallelConfig(pp=3, segments=1, micro_batches=M - 1, schedule=settings.schedule)
     with pytest.raises(ConfigError, match="generate a file that fits"):
-        Programs(config, dp=1).compute(M - 1)
+        made_of(config, 1).compute(M - 1)

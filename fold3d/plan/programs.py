@@ -1,0 +1,83 @@
+"""Programs: the schedules that the ranks run."""
+
+from __future__ import annotations
+
+from fold3d import schedule as schedules
+from fold3d.errors import ConfigError
+from fold3d.plan.strategy import Strategy
+
+
+class Programs:
+    """The lowered schedules of a run, one per number of micro-batches: the last step of an epoch may have fewer."""
+
+    def __init__(
+        self, name: str, group_size: int | None, *, dp: int, pp: int, segments: int, micro_batches: int
+    ) -> None:
+        """Args:
+        name: of a schedule, or path of a CSV file.
+        """
+        self._name, self._group_size = name, group_size
+        self._pp, self._segments, self._micro_batches = pp, segments, micro_batches
+        self._reduce = dp > 1
+        self._training: dict[int, schedules.Schedule] = {}
+        self._evaluation: schedules.Schedule | None = None
+        self._file: schedules.Schedule | None = None
+
+    @classmethod
+    def of(cls, strategy: Strategy) -> Programs:
+        """Returns the programs of a strategy."""
+        return cls(
+            strategy.schedule,
+            strategy.group_size,
+            dp=strategy.dp,
+            pp=strategy.pp,
+            segments=strategy.segments,
+            micro_batches=strategy.micro_batches,
+        )
+
+    def compute(self, micro_batches: int) -> schedules.Schedule:
+        """Returns the compute actions for `micro_batches` micro-batches.
+
+        A schedule from a file is for as many as the strategy has; a step with fewer leaves out the actions of the
+        missing ones.
+
+        Raises: ConfigError when the schedule is unknown, does not fit, or ignores a setting that was given.
+        """
+        if self._name.endswith(".csv"):
+            return self._from_file(self._name, micro_batches)
+        return schedules.generate(
+            self._name,
+            pp=self._pp,
+            segments=self._segments,
+            micro_batches=micro_batches,
+            group_size=None if self._group_size is None else min(self._group_size, micro_batches),
+        )
+
+    def training(self, micro_batches: int) -> schedules.Schedule:
+        """Returns the schedule of one optimizer step with all communication in it."""
+        if micro_batches not in self._training:
+            self._training[micro_batches] = schedules.lower(self.compute(micro_batches), reduce=self._reduce)
+        return self._training[micro_batches]
+
+    def evaluation(self) -> schedules.Schedule:
+        """Returns the forward pass of one batch through all chunks."""
+        if self._evaluation is None:
+            forward = schedules.forward_only(self._pp, self._segments)
+            self._evaluation = schedules.lower(forward, reduce=False)
+        return self._evaluation
+
+    def _from_file(self, path: str, micro_batches: int) -> schedules.Schedule:
+        if self._file is None:  # read once: a step in the middle of training must not depend on the file
+            schedule = schedules.load_csv(path)
+            schedules.validate(schedule)
+            if self._group_size is not None:
+                raise ConfigError(f"group_size={self._group_size} has no effect with a schedule from a file; remove it")
+            self._file = schedule
+        schedule = self._file
+        found = (schedule.pp, schedule.segments, schedule.micro_batches)
+        if found != (self._pp, self._segments, self._micro_batches) or micro_batches > schedule.micro_batches:
+            raise ConfigError(
+                f"schedule={path!r} is for (pp, segments, micro-batches) = {found}, this step has "
+                f"{(self._pp, self._segments, micro_batches)}; generate a file that fits, or name a schedule"
+            )
+        return schedule if micro_batches == schedule.micro_batches else schedules.shortened(schedule, micro_batches)

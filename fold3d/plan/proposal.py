@@ -1,0 +1,63 @@
+"""Proposal: the strategy that the planner found, what it expects of it, and why."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fold3d.plan.simulator import Prediction
+from fold3d.plan.space.registry import flags_of
+from fold3d.plan.strategy import MIXED, Strategy
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Proposal:
+    """What a search returns; the same on every rank that searched with the same job."""
+
+    strategy: Strategy
+    prediction: Prediction
+    memory_bytes: int
+    """Estimated need of the fullest rank: weights, gradients, optimizer state, activations."""
+    limited: bool
+    """Whether there is a memory_limit."""
+    cut_by_flops: bool
+    """Whether the same cut comes of the flags alone, without times."""
+    remarks: tuple[str, ...]
+    """What else the user should know, a sentence each."""
+    runners_up: tuple[tuple[str, float], ...]
+    """What else was tried, with the milliseconds predicted for it; the best of each kind first."""
+
+    @property
+    def step_ms(self) -> float:
+        """Predicted milliseconds of a step."""
+        return self.prediction.step_ms
+
+    @property
+    def flags(self) -> str:
+        """What the Trainer's command line must say to run with these settings and without the planner."""
+        words = flags_of(self.strategy)
+        if self.strategy.dp > 1 and self.strategy.dp_sync == MIXED:
+            words += " (dp_sync stays auto: it differs from bucket to bucket, as memory_limit asks)"
+        elif self.limited:
+            words += " and without memory_limit"
+        return words if self.cut_by_flops else f"{words} (the model is then cut by FLOPs, here by measured times)"
+
+    @property
+    def table(self) -> str:
+        """A small table for people: the settings, where a step's time goes, what else was tried, how to pin them."""
+        slowest = max(self.prediction.ranks, key=lambda rank: rank.compute_ms)
+        parts = (
+            ("compute", slowest.compute_ms),
+            ("bubble", slowest.bubble_ms),
+            ("exposed PP.sync", slowest.exposed_pp_ms),
+            ("exposed DP.sync", slowest.exposed_dp_ms),
+        )
+        why = " + ".join(f"{name} {ms:.1f}" for name, ms in parts if ms > 0 or name == "compute")
+        rows = [(f"{self.strategy.name} (chosen)", self.step_ms, "")]
+        rows += [(other, ms, f"  {100 * (ms / self.step_ms - 1):+.1f} %") for other, ms in self.runners_up]
+        width = max(len(name) for name, _, _ in rows)
+        lines = [f"the planner chose {self.strategy.name}", f"  {'settings':<{width}}  predicted step"]
+        lines += [f"  {name:<{width}}  {ms:9.1f} ms{more}" for name, ms, more in rows]
+        hidden = f"; {slowest.hidden_dp_ms:.1f} ms of DP.sync are hidden" if slowest.hidden_dp_ms > 0 else ""
+        least = f"no way of hiding needs less than {self.prediction.limit_ms:.1f} ms"
+        lines.append(f"  a step: {why} ms{hidden}; {least}")
+        return "\n".join([*lines, *(f"  {remark}" for remark in self.remarks), f"  pin it with {self.flags}"])

@@ -1,0 +1,74 @@
+"""Knob: one thing that can be chosen about a run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Generic, TypeVar
+
+from fold3d.errors import ConfigError
+from fold3d.plan.constraints import Constraints
+from fold3d.plan.job import Job
+from fold3d.plan.strategy import Strategy
+
+T = TypeVar("T")
+SoFar = Mapping[str, Any]
+"""Values of the knobs that come before in the registry."""
+_FIELDS = {field.name for field in fields(Constraints)} - {"settings"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Knob(Generic[T]):
+    """Where its value stands, what it may be, how it is written and what the planner tries.
+
+    A knob that has a field of its name in Constraints and Strategy is part of the search's order (segments, then
+    schedules, buckets, ways of DP.sync). All others are in `settings` of both: the search tries each of their values
+    with everything else.
+    """
+
+    name: str
+    help: str
+    """For the command line."""
+    parse: Callable[[str], T]
+    """Inverse of `text`. Raises: ValueError."""
+    candidates: Callable[[Job, Constraints, SoFar], Sequence[T]]
+    """Values worth a try where it is free; the first is taken where nothing is planned."""
+    text: Callable[[T], str] = str
+    check: Callable[[T, Constraints], None] = lambda value, constraints: None
+    """Raises ConfigError for a value that cannot be, alone or with the others."""
+    costs: Callable[[Job, T], Job] = lambda job, value: job
+    """Returns the job with what the value changes about times, bytes and network. Of knobs in `settings`."""
+    flag: Callable[[T, Strategy], str | None] = lambda value, strategy: str(value)
+    """Returns what the Trainer's command line says to get the value; None: nothing."""
+
+    @property
+    def has_field(self) -> bool:
+        """Whether the value is a field of Constraints and Strategy."""
+        return self.name in _FIELDS
+
+    def of(self, decided: Strategy) -> T:
+        """Returns what was decided. Raises: KeyError where the knob was not known."""
+        if self.has_field:
+            found: T = getattr(decided, self.name)
+            return found
+        return self.parse(dict(decided.settings)[self.name])
+
+    def fixed(self, constraints: Constraints) -> T | None:
+        """Returns what the user has decided. Raises: ConfigError for text that is no value."""
+        if self.has_field:
+            found: T | None = getattr(constraints, self.name)
+            return found
+        text = dict(constraints.settings).get(self.name)
+        return None if text is None else self.read(text)
+
+    def read(self, text: str) -> T:
+        """Returns the value with this text form. Raises: ConfigError."""
+        try:
+            return self.parse(text)
+        except ValueError as error:
+            raise ConfigError(f"{self.name}={text!r}: {error}") from None
+
+    def values(self, job: Job, constraints: Constraints, so_far: SoFar) -> Sequence[T]:
+        """Returns what is to be tried: the fixed value alone, or the candidates."""
+        value = self.fixed(constraints)
+        return self.candidates(job, constraints, so_far) if value is None else (value,)

@@ -1,0 +1,159 @@
+"""Strategy: everything that was decided about a run, one value with a text form. Names and numbers only."""
+
+from __future__ import annotations
+
+import hashlib
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from fold3d.config import DEFAULT_BUCKET_BYTES, DP_SYNC
+from fold3d.errors import ConfigError
+from fold3d.topology import num_segments
+
+Ranges = tuple[tuple[int, int], ...]
+"""Blocks [first, end) of every chunk."""
+Modes = tuple[tuple[str, ...], ...]
+"""Per stage: the way of DP.sync of each bucket, in forward order."""
+Orders = tuple[tuple[int, ...], ...]
+"""Per stage: its early buckets (numbers in forward order) in the order of their gathers."""
+MIXED = "mixed"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Strategy:
+    """How a model is trained; the same on every rank. `parse(str(strategy)) == strategy`."""
+
+    dp: int
+    """Replicas."""
+    pp: int
+    """Stages."""
+    micro_batches: int
+    """Per step and replica."""
+    ranges: Ranges
+    """Of all chunks, in order; ((0, 0),) where nothing is known of the model's blocks."""
+    schedule: str
+    """Name, or path of a CSV file."""
+    group_size: int | None = None
+    """N, only with schedules that use it."""
+    dp_sync: str = "early"
+    """One of DP_SYNC for all buckets, or "mixed"."""
+    modes: Modes = ()
+    """With "mixed": "early" or "zero1" of each bucket."""
+    gather_order: Orders = ()
+    """None: in the order of the forward pass."""
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES
+    """Least bytes of a bucket, for cut_buckets."""
+    settings: tuple[tuple[str, str], ...] = ()
+    """Of the knobs without a field here: name and text form of the value, in the order of the registry."""
+
+    def __post_init__(self) -> None:
+        differ = len({mode for stage in self.modes for mode in stage}) > 1
+        if self.dp_sync not in (*DP_SYNC, MIXED) or (self.dp_sync == MIXED) != differ or bool(self.modes) != differ:
+            raise ConfigError(f"dp_sync={self.dp_sync!r}, modes={self.modes!r}: modes belong to {MIXED!r}, and differ")
+        if self.segments * self.pp != len(self.ranges):
+            raise ConfigError(f"{len(self.ranges)} chunks cannot be spread over pp={self.pp} stages evenly")
+        for name, per_stage in (("modes", self.modes), ("gather_order", self.gather_order)):
+            if per_stage and len(per_stage) != self.pp:
+                raise ConfigError(f"{name} is for {len(per_stage)} stages, and there are {self.pp}")
+
+    @property
+    def segments(self) -> int:
+        """Segments of the model."""
+        return num_segments(len(self.ranges), self.pp)
+
+    @property
+    def num_chunks(self) -> int:
+        """Chunks of the whole model: segments * pp."""
+        return len(self.ranges)
+
+    @property
+    def name(self) -> str:
+        """In words, as the planner's table calls it."""
+        return name_of(self.segments, self.schedule, self.group_size, self.dp_sync if self.dp > 1 else None)
+
+    def modes_of(self, stage: int, buckets: int) -> tuple[str, ...]:
+        """Returns the way of each of a stage's buckets."""
+        return self.modes[stage] if self.modes else (self.dp_sync,) * buckets
+
+    def gathers_of(self, stage: int, buckets: int) -> tuple[int, ...]:
+        """Returns a stage's early buckets in the order of their gathers."""
+        if self.gather_order:
+            return self.gather_order[stage]
+        return tuple(number for number, mode in enumerate(self.modes_of(stage, buckets)) if mode == "early")
+
+    def digest(self, *beside: str) -> str:
+        """Returns a short hash of the strategy and of texts that must be the same on all ranks beside it."""
+        return hashlib.sha256("\n".join((str(self), *beside)).encode()).hexdigest()[:16]
+
+    def __str__(self) -> str:
+        """Returns `name=value` words for a shell."""
+        words: dict[str, object] = {"dp": self.dp, "pp": self.pp, "micro_batches": self.micro_batches}
+        chunks = [f"{first}-{end}" for first, end in self.ranges]
+        words["segments"] = self.segments
+        words["blocks"] = "/".join(",".join(chunks[k : k + self.pp]) for k in range(0, len(chunks), self.pp))
+        words["schedule"] = self.schedule
+        if self.group_size is not None:
+            words["group_size"] = self.group_size
+        words["dp_sync"] = "/".join(_runs(stage) for stage in self.modes) if self.modes else self.dp_sync
+        if self.gather_order:
+            words["gather_order"] = "/".join(",".join(map(str, stage)) for stage in self.gather_order)
+        words["bucket_bytes"] = self.bucket_bytes
+        words |= dict(self.settings)
+        return shlex.join(f"{name}={value}" for name, value in words.items())
+
+
+def parse(text: str) -> Strategy:
+    """Returns the strategy with this text form. Raises: ConfigError naming the word that is wrong."""
+    try:
+        words = dict(word.split("=", 1) for word in shlex.split(text))
+    except ValueError:
+        raise ConfigError(f"{text!r} is not a strategy: it has words of the form name=value") from None
+    modes: Modes = ()
+    try:
+        if "*" in words.get("dp_sync", ""):
+            words["dp_sync"], modes = MIXED, tuple(_parse_runs(stage) for stage in words["dp_sync"].split("/"))
+        chunks = words.pop("blocks").replace("/", ",").split(",")
+        segments = int(words.pop("segments"))
+        order = words.pop("gather_order", None)
+        made = Strategy(
+            dp=int(words.pop("dp")),
+            pp=int(words.pop("pp")),
+            micro_batches=int(words.pop("micro_batches")),
+            ranges=tuple((int(first), int(end)) for first, end in (chunk.split("-") for chunk in chunks)),
+            schedule=words.pop("schedule"),
+            group_size=int(words.pop("group_size")) if "group_size" in words else None,
+            dp_sync=words.pop("dp_sync"),
+            modes=modes,
+            gather_order=() if order is None else tuple(_parse_numbers(stage) for stage in order.split("/")),
+            bucket_bytes=int(words.pop("bucket_bytes")),
+            settings=tuple(words.items()),
+        )
+    except KeyError as missing:
+        raise ConfigError(f"{text!r} is not a strategy: {missing.args[0]} is missing") from None
+    except ValueError as error:
+        raise ConfigError(f"{text!r} is not a strategy: {error}") from None
+    if made.segments != segments:
+        raise ConfigError(f"segments={segments}, but blocks has {made.num_chunks} chunks for pp={made.pp} stages")
+    return made
+
+
+def name_of(segments: int, schedule: str, group_size: int | None, dp_sync: str | None) -> str:
+    """Returns settings in words; `dp_sync` where there is any."""
+    number = "1 segment" if segments == 1 else f"{segments} segments"
+    order = f"{schedule}, N={group_size}" if group_size else schedule
+    return f"{number}, {order}" + (f", DP.sync {dp_sync}" if dp_sync else "")
+
+
+def _runs(stage: Sequence[str]) -> str:
+    return ",".join(f"{mode}*{len(list(run))}" for mode, run in groupby(stage))
+
+
+def _parse_runs(text: str) -> tuple[str, ...]:
+    runs = [run.split("*") for run in text.split(",")] if text else []
+    return tuple(mode for mode, count in runs for _ in range(int(count)))
+
+
+def _parse_numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in text.split(",")) if text else ()
