@@ -107,7 +107,7 @@ def test_topology_covers_the_grid_once() -> None:
     assert [(cell.dp_rank, cell.pp_rank) for cell in cells] == [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1)]
     assert cells[3].pipeline(1) == [2, 3]
     assert cells[3].replicas(1) == [1, 3, 5]
-    assert cells[3].chunks(3) == [1, 3, 5]
+    assert list(cells[3].chunks(3)) == [1, 3, 5]
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from fold3d import __version__
-from fold3d.cli import draw, schedules, simulate, trace, validate
+from fold3d.cli import draw, plan, schedules, simulate, trace, validate
 from fold3d.errors import Fold3dError
 
 
@@ -16,7 +16,7 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(prog="fold3d", description=__doc__)
     made.add_argument("--version", action="version", version=f"fold3d {__version__}")
     subcommands = made.add_subparsers(metavar="COMMAND", required=True)
-    for module in (draw, schedules, validate, simulate, trace):
+    for module in (draw, schedules, validate, simulate, trace, plan):
         module.add(subcommands)
     return made
 

@@ -6,7 +6,7 @@ import argparse
 import importlib.util
 from typing import TYPE_CHECKING, Any
 
-from fold3d.cli import schedule_option
+from fold3d.cli import breakdown, schedule_option
 from fold3d.config import SIMULATED_DP_SYNC
 from fold3d.errors import ConfigError
 
@@ -107,12 +107,4 @@ def _report(schedule: Schedule, prediction: Prediction) -> str:
     )
     if not prediction.steady:
         lines.append("the steps did not settle: this is the last of them")
-    if any(part.exposed_dp_ms + part.exposed_pp_ms > 0 for part in prediction.ranks):
-        lines.append("exposed: what the step would be shorter by without it; another stage's wait for it counts, too")
-    lines.append(f"{'ms':<8}{'compute':>10}{'bubble':>10}{'exposed PP':>12}{'exposed DP':>12}{'hidden DP':>11}")
-    for rank, part in enumerate(prediction.ranks):
-        lines.append(
-            f"{f'rank {rank}':<8}{part.compute_ms:>10.2f}{part.bubble_ms:>10.2f}"
-            f"{part.exposed_pp_ms:>12.2f}{part.exposed_dp_ms:>12.2f}{part.hidden_dp_ms:>11.2f}"
-        )
-    return "\n".join(lines)
+    return "\n".join([*lines, breakdown.table("rank", prediction)])

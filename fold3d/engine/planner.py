@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,10 +20,10 @@ from fold3d.data_parallel.optimizer.separable import check_separable
 from fold3d.errors import ConfigError, RankError, TraceError
 from fold3d.observe.announce import announce
 from fold3d.plan.constraints import Constraints
-from fold3d.plan.costs import NetworkCosts, Profile
+from fold3d.plan.costs import ACTION_SECONDS, BUCKET_SECONDS, NetworkCosts, Profile
 from fold3d.plan.job import Job
 from fold3d.plan.proposal import Proposal
-from fold3d.plan.search import search
+from fold3d.plan.search import decide
 from fold3d.profile.layers import profile_model
 from fold3d.profile.network_probe import probe_network
 from fold3d.stage.rank_model import record
@@ -32,11 +31,6 @@ from fold3d.trace import Trace
 
 logger = logging.getLogger(__name__)
 
-_ACTION_SECONDS = 7e-4
-"""What an action costs beside the layers: executor, skipped blocks, hooks, waking up. benchmarks/cluster measures 0.45
-ms with 32 blocks and four ranks on two cores (A), 0.7 to 0.8 with 64 blocks and eight ranks (B)."""
-_BUCKET_SECONDS = 5e-4
-"""What a collective costs beside its bytes."""
 _OF_DEVICE = 0.9
 """Share of a GPU's memory that is planned with; the rest is the libraries' and lost between allocations."""
 
@@ -109,13 +103,13 @@ def propose(
         micro_batches=config.micro_batches,
         memory_limit=_memory_limit(config, device),
         preempt=config.preempt,
-        action_seconds=_ACTION_SECONDS,
-        bucket_seconds=_BUCKET_SECONDS,
+        action_seconds=ACTION_SECONDS,
+        bucket_seconds=BUCKET_SECONDS,
     )
     found: Proposal | ConfigError | None = None
     if topology.rank == 0:
         try:
-            proposal = _search(job, constraints, lambda: _steps_parts(optimizer))
+            proposal = decide(job, constraints, lambda: _steps_parts(optimizer))
             _check_memory(proposal, config)
             announce(logger, proposal.table)
             found = proposal
@@ -128,20 +122,6 @@ def propose(
         raise found
     assert isinstance(found, Proposal)
     return job, found
-
-
-def _search(job: Job, constraints: Constraints, steps_parts: Callable[[], bool]) -> Proposal:
-    """Returns the best proposal with early gathers, which hide more than the simulator tells (every replica's step of
-    its own shard comes before a zero1 gather, not under it); with zero1 in it only where memory asks for it.
-
-    Args:
-        steps_parts: whether the optimizer can be used with zero1; asked only where it matters.
-    """
-    if constraints.dp_sync is not None or job.dp == 1:
-        return search(job, constraints)
-    early = search(job, replace(constraints, dp_sync="early"))
-    fits = job.memory_limit is None or early.memory_bytes <= job.memory_limit
-    return early if fits or not steps_parts() else search(job, constraints)
 
 
 def _steps_parts(make: Callable[[list[Parameter]], Optimizer] | None) -> bool:

@@ -127,8 +127,8 @@ def search(job: Job, constraints: Constraints | None = None) -> Proposal:
     constraints = constraints or Constraints()
     registry.check(constraints)
     best: tuple[_Search, _Candidate, _Candidate] | None = None
-    for settings, changed in registry.settings_to_try(job, constraints):
-        state = _Search(changed, constraints, settings)
+    for settings in registry.settings_to_try(job, constraints):
+        state = _Search(registry.with_costs(job, settings), constraints, settings)
         heuristic = _try_all(state)
         winner = state.winner()
         if best is None or state.rank(winner) < best[0].rank(best[1]):
@@ -159,6 +159,20 @@ def _try_all(state: _Search) -> _Candidate:
     return heuristic
 
 
+def decide(job: Job, constraints: Constraints, steps_parts: Callable[[], bool]) -> Proposal:
+    """Returns the best proposal with early gathers, which hide more than the simulator tells (every replica's step of
+    its own shard comes before a zero1 gather, not under it); with zero1 in it only where memory asks for it.
+
+    Args:
+        steps_parts: whether the optimizer can be used with zero1; asked only where it matters.
+    """
+    if constraints.dp_sync is not None or job.dp == 1:
+        return search(job, constraints)
+    early = search(job, replace(constraints, dp_sync="early"))
+    fits = job.memory_limit is None or early.memory_bytes <= job.memory_limit
+    return early if fits or not steps_parts() else search(job, constraints)
+
+
 def recheck(job: Job, strategy: Strategy, forward_ms: Sequence[float], backward_ms: Sequence[float]) -> Proposal | None:
     """Returns a better strategy for the times that a run measured, or None if none is better by 3 %.
 
@@ -174,14 +188,14 @@ def recheck(job: Job, strategy: Strategy, forward_ms: Sequence[float], backward_
             f"{len(forward_ms)} forward and {len(backward_ms)} backward times for {strategy.num_chunks} chunks: "
             "one each"
         )
-    # What an action costs beside its layers was measured with them.
+    # What an action costs beside its layers was measured with them, and so was what settings cost.
+    job = registry.with_costs(job, strategy.settings)
     measured = replace(_with_times(job, strategy.ranges, forward_ms, backward_ms), action_seconds=0.0)
     constraints = Constraints(
         ranges=strategy.ranges,
         bucket_bytes=strategy.bucket_bytes,
         dp_sync=strategy.dp_sync,
         modes=strategy.modes or None,
-        settings=strategy.settings,
     )
     layout = candidates.layouts(measured, constraints, strategy.ranges)[0]
     buckets = [len(layout.of_stage(stage, job.pp)) for stage in range(job.pp)]
@@ -189,7 +203,9 @@ def recheck(job: Job, strategy: Strategy, forward_ms: Sequence[float], backward_
     gathers = [strategy.gathers_of(stage, count) for stage, count in enumerate(buckets)]
     order = Order(strategy.schedule, strategy.group_size)
     now = Trials(measured).run(layout, order, modes, gather_order=gathers).step_ns / 1e6
-    better = search(measured, constraints)
+    state = _Search(measured, constraints, strategy.settings)
+    heuristic = _try_all(state)
+    better = _proposal(state, state.winner(), heuristic)
     return better if better.step_ms < _WORTH_A_CHANGE * now else None
 
 
@@ -277,7 +293,7 @@ def _remarks(state: _Search, winner: _Candidate) -> list[str]:
             f"needs about {text_of_bytes(winner.memory)} of {text_of_bytes(job.memory_limit)} on the fullest rank"
         )
     if not job.profile.measured:
-        remarks.append("layers could not be measured, so times are shares of FLOPs")
+        remarks.append("layers were not measured: times are shares of FLOPs")
     return remarks
 
 

@@ -74,7 +74,7 @@ def profile_model(
     flops = [cost.flops for _, cost in entries]
     complete = _fill(layers, flops, device)
     again = [recompute and 0 < index < len(complete) - 1 for index in range(len(complete))]
-    handed = [_handed_on(calls.get(block), trace, index) for index, block in enumerate(trace.blocks)]
+    handed = [handed_on(calls.get(block), trace, index) for index, block in enumerate(trace.blocks)]
     update, state = _optimizer_cost(optimizer, device)
     return Profile(
         forward=tuple(layer.forward for layer in complete),
@@ -149,7 +149,7 @@ def _fill(layers: list[Timing | None], flops: list[int], device: torch.device) -
     ]
 
 
-def _handed_on(call: Call | None, trace: Trace, block: int) -> int:
+def handed_on(call: Call | None, trace: Trace, block: int) -> int:
     """Returns the bytes of the tensors that the block returns."""
     if call is None:  # of the recorded example, which may have had another batch size
         return sum(TensorShape(shape, dtype).bytes for shape, dtype in trace.shapes[block])

@@ -9,28 +9,29 @@ import pytest
 import torch
 
 from fold3d import ParallelConfig
-from fold3d.engine.planner import _memory_limit, _search, _steps_parts
+from fold3d.engine.planner import _memory_limit, _steps_parts
 from fold3d.plan.constraints import Constraints
+from fold3d.plan.search import decide
 from tests.plan.jobs import evaluate, make_job
 
 
 def test_gathers_are_early_as_long_as_that_fits() -> None:
-    free = _search(make_job(layers=8, micro_batches=4), Constraints(segments=4), bool)
+    free = decide(make_job(layers=8, micro_batches=4), Constraints(segments=4), bool)
     assert free.strategy.dp_sync == "early"
     least = free.memory_bytes
-    enough = _search(make_job(layers=8, micro_batches=4, memory_limit=least), Constraints(segments=4), bool)
+    enough = decide(make_job(layers=8, micro_batches=4, memory_limit=least), Constraints(segments=4), bool)
     assert enough.strategy.dp_sync == "early" and enough.memory_bytes <= least
     early = evaluate(make_job(layers=8, micro_batches=4), Constraints(segments=4, dp_sync="early"))
     job = make_job(layers=8, micro_batches=4, memory_limit=early.memory_bytes * 9 // 10)
-    short = _search(job, Constraints(segments=4), lambda: True)
+    short = decide(job, Constraints(segments=4), lambda: True)
     assert short.strategy.dp_sync in ("mixed", "zero1") and short.memory_bytes <= early.memory_bytes * 9 // 10
-    whole = _search(job, Constraints(segments=4), lambda: False)
+    whole = decide(job, Constraints(segments=4), lambda: False)
     assert whole.strategy.dp_sync == "early" and "nothing that was tried fits" in whole.table
 
 
 def test_what_the_user_fixed_stays() -> None:
     job = make_job(layers=8, micro_batches=4, memory_limit=1)
-    assert _search(job, Constraints(segments=4, dp_sync="early"), lambda: True).strategy.dp_sync == "early"
+    assert decide(job, Constraints(segments=4, dp_sync="early"), lambda: True).strategy.dp_sync == "early"
 
 
 def _unmakeable(_: Any) -> torch.optim.Optimizer:

@@ -15,14 +15,13 @@ from typing import Any
 import pytest
 
 from fold3d import schedule as schedules
-from fold3d.engine.planner import _search
 from fold3d.plan.cluster_model import BucketCost, Cluster, Work
 from fold3d.plan.constraints import Constraints
 from fold3d.plan.job import Job
 from fold3d.plan.layout import layout_of
 from fold3d.plan.measured import plan_gathers
 from fold3d.plan.proposal import Proposal
-from fold3d.plan.search import recheck, search
+from fold3d.plan.search import decide, recheck, search
 from fold3d.plan.simulator import predict
 from fold3d.plan.strategy import parse
 from tests.plan.jobs import make_job
@@ -95,7 +94,7 @@ def test_the_planner_decides_as_before(name: str) -> None:
     settings, fixed = JOBS[name]
     job, constraints = make_job(**settings), Constraints(**fixed)
     found = {"search": facts(job, search(job, constraints))}
-    found["planner"] = facts(job, _search(job, constraints, lambda: True))
+    found["planner"] = facts(job, decide(job, constraints, lambda: True))
     compare(name, found)
 
 

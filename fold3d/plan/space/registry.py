@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 from fold3d.errors import ConfigError
@@ -44,26 +43,29 @@ def constrained(**values: Any) -> Constraints:
     return made
 
 
-def settings_to_try(job: Job, constraints: Constraints) -> Iterator[tuple[tuple[tuple[str, str], ...], Job]]:
-    """Yields each combination of the knobs without a field of their own, with the job as it then is."""
+def settings_to_try(job: Job, constraints: Constraints) -> Iterator[tuple[tuple[str, str], ...]]:
+    """Yields each combination of values of the knobs without a field of their own, as Strategy.settings."""
 
-    def extended(at: int, so_far: dict[str, Any], job: Job) -> Iterator[tuple[tuple[tuple[str, str], ...], Job]]:
+    def extended(at: int, so_far: dict[str, Any]) -> Iterator[tuple[tuple[str, str], ...]]:
         if at == len(others):
-            yield tuple((knob.name, knob.text(so_far[knob.name])) for knob in others), job
+            yield tuple((knob.name, knob.text(so_far[knob.name])) for knob in others)
             return
         for value in others[at].values(job, constraints, so_far):
-            yield from extended(at + 1, so_far | {others[at].name: value}, others[at].costs(job, value))
+            yield from extended(at + 1, so_far | {others[at].name: value})
 
     others = [knob for knob in KNOBS if not knob.has_field]
-    yield from extended(0, {}, job)
+    yield from extended(0, {})
+
+
+def with_costs(job: Job, settings: tuple[tuple[str, str], ...]) -> Job:
+    """Returns the job with what the settings change about its costs."""
+    knobs = {knob.name: knob for knob in KNOBS}
+    for name, text in settings:
+        job = knobs[name].costs(job, knobs[name].read(text))
+    return job
 
 
 def flags_of(strategy: Strategy) -> str:
     """Returns the Trainer's arguments that pin what was decided."""
     flags = [(knob.name, knob.flag(knob.of(strategy), strategy)) for knob in KNOBS]
     return " ".join(f"--{name} {text}" for name, text in flags if text is not None)
-
-
-def with_settings(constraints: Constraints, settings: tuple[tuple[str, str], ...]) -> Constraints:
-    """Returns the same with all knobs of `settings` fixed."""
-    return replace(constraints, settings=settings)

@@ -1,0 +1,83 @@
+"""The model that a subcommand is about: a transformers configuration, or a function that makes one."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from fold3d.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """Adds MODEL_OR_CONFIG and --blocks to a subcommand's parser."""
+    parser.add_argument(
+        "model",
+        metavar="MODEL_OR_CONFIG",
+        help="a transformers folder or config.json (weights are not read), or MODULE:FUNCTION, a function without "
+        "arguments that returns a module, or a module and an example batch (a dict of tensors)",
+    )
+    parser.add_argument("--blocks", default="auto", help="name of the list of blocks, default: found by themselves")
+
+
+def load(options: argparse.Namespace) -> tuple[nn.Module, Mapping[str, Tensor] | None]:
+    """Returns the model on the meta device and an example batch, if there is one or it can be made up.
+
+    Raises: ConfigError for what is no model.
+    """
+    from fold3d.trace.example import is_transformers_model, synthetic_example
+
+    model, example = _load(options.model)
+    if example is None and is_transformers_model(model):
+        example = synthetic_example(model)
+    return model, example
+
+
+def _load(source: str) -> tuple[nn.Module, Mapping[str, Tensor] | None]:
+    """Returns the model on the meta device and its example batch, if there is one."""
+    import torch
+
+    from fold3d.trace.from_config import model_from_config
+
+    if os.path.exists(source):
+        return model_from_config(source), None
+    module_name, colon, function_name = source.partition(":")
+    if not colon:
+        raise ConfigError(
+            f"{source!r} is neither a folder, nor a config.json, nor MODULE:FUNCTION (as in my_package.models:build)"
+        )
+    sys.path.insert(0, os.getcwd())
+    try:
+        function = getattr(importlib.import_module(module_name), function_name)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"{source!r}: {error}") from None
+    with torch.device("meta"):
+        result = function()
+    model, example = result if isinstance(result, tuple) else (result, None)
+    if not isinstance(model, torch.nn.Module):
+        raise ConfigError(f"{source!r} returned a {type(model).__name__}, not a torch.nn.Module")
+    return model, example
+
+
+def describe(model: nn.Module) -> str:
+    """Returns the model's class and size."""
+    return f"{type(model).__name__}, {count(sum(p.numel() for p in model.parameters()))} parameters"
+
+
+def shapes_of(example: Mapping[str, Tensor]) -> str:
+    """Returns the names and shapes of a batch."""
+    return ", ".join(f"{name} {tuple(value.shape)}" for name, value in example.items() if hasattr(value, "shape"))
+
+
+def count(number: float) -> str:
+    """Returns a large number for people, such as "124 M"."""
+    for unit, name in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if number >= unit:
+            return f"{number / unit:.3g} {name}"
+    return f"{number:g}"

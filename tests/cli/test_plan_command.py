@@ -1,0 +1,109 @@
+"""`fold3d plan`, as a user types it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fold3d.cli.main import main
+from fold3d.plan.strategy import Strategy, parse
+from tests.cli.test_trace_command import Plain, gpt2_folder  # noqa: F401  a fixture
+
+PLAIN = "tests.cli.test_plan_command:plain"
+
+
+def plain() -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
+    return Plain(), {"x": torch.zeros(2, 4)}
+
+
+def without_example() -> torch.nn.Module:
+    return Plain()
+
+
+def run(capsys, *arguments: object) -> tuple[int, str, str]:
+    code = main(["plan", *map(str, arguments)])
+    streams = capsys.readouterr()
+    return code, streams.out, streams.err
+
+
+def strategy_in(out: str) -> Strategy:
+    (line,) = [line for line in out.splitlines() if line.startswith("strategy: ")]
+    return parse(line.removeprefix("strategy: "))
+
+
+def test_a_transformers_model(capsys, gpt2_folder):  # noqa: F811
+    code, out, err = run(capsys, gpt2_folder, "-w", 4, "-p", 2, "-m", 4, "--batch", 2, "--tokens", 16)
+    assert code == 0 and not err
+    assert out.startswith("GPT2LMHeadModel, ") and "input_ids (2, 16)" in out.splitlines()[0]
+    found = strategy_in(out)
+    assert (found.dp, found.pp, found.micro_batches) == (2, 2, 4) and found.ranges[-1][1] == 5
+    assert f"the planner chose {found.name}\n" in out
+    assert f"pin it with --segments {found.segments} --schedule {found.schedule} " in out
+    assert [line.split()[:2] for line in out.splitlines()[-2:]] == [["stage", "0"], ["stage", "1"]]
+
+
+def test_what_is_fixed_stays(capsys):
+    code, out, _ = run(
+        capsys, PLAIN, "-w", 4, "-p", 2, "-m", 4, "--schedule", "gpipe", "--segments", 1, "--dp-sync", "zero1",
+        "--bucket_bytes", "1MiB", "--recompute", "True",
+    )  # fmt: skip
+    assert code == 0
+    found = strategy_in(out)
+    assert (found.schedule, found.segments, found.dp_sync, found.bucket_bytes) == ("gpipe", 1, "zero1", 1 << 20)
+    assert found.settings == (("recompute", "True"),)
+    assert "--schedule gpipe --dp_sync zero1 --bucket_bytes 1048576 --recompute True" in out
+
+
+def step_ms(out: str) -> float:
+    (line,) = [line for line in out.splitlines() if "(chosen)" in line]
+    return float(line.split()[-2])
+
+
+def test_a_faster_network_and_a_faster_device_make_the_step_shorter(capsys, gpt2_folder):  # noqa: F811
+    common = (gpt2_folder, "-w", 2, "-m", 2, "--batch", 64)
+    slow, network, device = (
+        step_ms(run(capsys, *common, *more)[1])
+        for more in (
+            ("--bandwidth", 0.01, "--tflops", 0.001),
+            ("--bandwidth", 10, "--tflops", 0.001),
+            ("--bandwidth", 0.01, "--tflops", 1),
+        )
+    )
+    assert network < slow and device < slow
+
+
+def test_recomputing_costs_time_and_saves_memory(capsys, gpt2_folder):  # noqa: F811
+    common = (gpt2_folder, "-w", 2, "-p", 2, "-m", 2, "--batch", 64, "--tflops", 0.01, "--memory-limit", "8GB")
+    needs, times = [], []
+    for recompute in ("False", "True"):
+        _, out, _ = run(capsys, *common, "--recompute", recompute, "--segments", 1, "--schedule", "1f1b")
+        (line,) = [line for line in out.splitlines() if "needs about" in line]
+        needs.append(float(line.split()[2]))
+        times.append(step_ms(out))
+    assert needs[1] < needs[0] and times[1] > times[0]
+
+
+def test_layers_can_be_measured_here(capsys):
+    code, out, _ = run(capsys, PLAIN, "-w", 2, "-p", 2, "-m", 2, "--measure")
+    assert code == 0 and "layers were not measured" not in out and strategy_in(out).pp == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((PLAIN, "-w", 3, "-p", 2), "pp=2 needs 2 processes, or a multiple of them, but the job has 3"),
+        ((PLAIN, "-w", 2, "--tflops", 0), "--tflops is 0; it must be positive"),
+        ((PLAIN, "-w", 2, "--segments", "two"), "segments='two': invalid literal"),
+        ((PLAIN, "-w", 2, "--segments", 9), "lower segments or pp"),
+        ((PLAIN, "-w", 2, "--dp_sync", "lazy"), "dp_sync='lazy': must be one of zero1, early, serial"),
+        ((PLAIN, "-w", 2, "--bucket-bytes", "many"), "bucket_bytes='many': must be a number of bytes"),
+        ((PLAIN, "-w", 2, "--recompute", "yes"), "recompute='yes': must be True or False"),
+        ((PLAIN, "-w", 2, "--schedule", "fastest"), "fastest"),
+        ((PLAIN, "-w", 2, "--memory-limit", "1"), "nothing fits: raise --memory-limit or --pp"),
+        ((PLAIN, "-w", 2, "--tokens", 8), "--tokens=8 takes a positive number and a model whose input is input_ids"),
+        (("tests.cli.test_plan_command:without_example", "-w", 2), "returns no example batch"),
+    ],
+)
+def test_errors(capsys, arguments, message):
+    code, _, err = run(capsys, *arguments)
+    assert code == 1 and message in err
