@@ -62,6 +62,16 @@ def logits(model: Any, inputs: Any) -> Any:
     return {"logits": outputs[0]}, outputs[0].square().mean()
 
 
+def penalised(model: Any, inputs: Any) -> Any:
+    """A loss that looks at its own gradient."""
+    outputs = model(**inputs)
+    loss = outputs.loss
+    if torch.is_grad_enabled():
+        (gradient,) = torch.autograd.grad(loss, outputs.logits, create_graph=True)
+        loss = loss + gradient.square().sum()
+    return outputs, loss
+
+
 def early(model: Any, inputs: Any) -> Any:
     outputs = model(**inputs, output_hidden_states=True)
     return outputs, outputs.loss + outputs.hidden_states[1].square().mean()
@@ -98,12 +108,14 @@ def elsewhere(model: Any, inputs: Any) -> Any:
     return {}, torch.ones((), requires_grad=True)
 
 
-LOSSES = {one.__name__: one for one in (positions, logits, early, attentions, twice, captured, detached, elsewhere)}
+LOSSES = {
+    one.__name__: one for one in (positions, logits, penalised, early, attentions, twice, captured, detached, elsewhere)
+}
 ARGUMENTS = {"per_device_train_batch_size": 4, "prediction_loss_only": True}
 
 
 @pytest.mark.parametrize(("processes", "layout"), CUT, ids=["segments=2", "pp=2"])
-@pytest.mark.parametrize("kind", ["positions", "logits"])
+@pytest.mark.parametrize("kind", ["positions", "logits", "penalised"])
 def test_right(ranks: RankPool, tmp_path: Path, kind: str, processes: int, layout: dict[str, Any]) -> None:
     job = Job(str(tmp_path), variant=Asks(kind), arguments=ARGUMENTS)
     assert_same(ranks.run(run_fold3d, processes, job, layout)[0], run_stock(job), 1e-10)

@@ -1,0 +1,101 @@
+"""What depends on how batches are dealt out to replicas is as with the stock Trainer and DistributedDataParallel."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+
+from tests.helpers.ranks import RankPool
+from tests.trainer.jobs import (
+    Job,
+    Outcome,
+    Variant,
+    assert_same,
+    clean,
+    collate,
+    rows,
+    run_fold3d,
+    stock_arguments,
+    trainer_arguments,
+)
+
+EVALUATES = {"eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 2}
+
+
+def run_ddp(job: Job) -> Outcome:
+    """Trains with transformers.Trainer; called on every rank."""
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    args = transformers.TrainingArguments(**stock_arguments(job), ddp_backend="gloo")
+    trainer = job.variant.trainer(transformers.Trainer)(args=args, **trainer_arguments(job))
+    trainer.train()
+    weights = {name: value.detach().clone() for name, value in trainer.model.state_dict().items()}
+    return Outcome(clean(trainer.state.log_history), weights, clean([trainer.evaluate()])[0])
+
+
+class Weighted(Variant):
+    """Samples with weights, which the model's forward does not take, in a loss divided by the global count."""
+
+    def arguments(self, named: dict[str, Any]) -> dict[str, Any]:
+        for name in ("train_dataset", "eval_dataset"):
+            named[name] = [{**row, "weight": torch.tensor(float(i % 3 + 1))} for i, row in enumerate(named[name])]
+        return named | {"data_collator": collate_weighted}
+
+    def trainer(self, base: type[Any]) -> type[Any]:
+        class Trainer(base):  # type: ignore[misc]
+            def compute_loss(
+                self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None, **_: Any
+            ) -> Any:
+                weight = inputs.pop("weight")
+                outputs = model(**inputs)
+                logits, labels = outputs.logits[:, :-1].transpose(1, 2), inputs["labels"][:, 1:]
+                each = torch.nn.functional.cross_entropy(logits, labels, ignore_index=-100, reduction="none")
+                loss = (each.sum(1) * weight).sum() / num_items_in_batch
+                return (loss, outputs) if return_outputs else loss
+
+        return Trainer
+
+
+def collate_weighted(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    return collate(samples) | {"weight": torch.stack([sample["weight"] for sample in samples])}
+
+
+class Guesses(Variant):
+    """Metrics of what preprocess_logits_for_metrics leaves, on several data sets."""
+
+    def arguments(self, named: dict[str, Any]) -> dict[str, Any]:
+        return named | {
+            "preprocess_logits_for_metrics": lambda logits, labels: logits.argmax(-1),
+            "compute_metrics": lambda found: {"sum": float((found.predictions * (found.label_ids > 0)).sum())},
+            "eval_dataset": {"odd": rows(7, seed=4), "even": rows(8, seed=5)},
+        }
+
+
+class Lists(Variant):
+    """Metrics of batches that are not put together."""
+
+    def arguments(self, named: dict[str, Any]) -> dict[str, Any]:
+        return named | {"compute_metrics": lambda found: {"batches": float(len(found.predictions))}}
+
+
+CASES: dict[str, tuple[Variant, dict[str, Any]]] = {
+    "weighted": (Weighted(), {"remove_unused_columns": False}),
+    "guesses": (Guesses(), EVALUATES | {"eval_accumulation_steps": 1}),
+    "lists": (Lists(), EVALUATES | {"eval_do_concat_batches": False}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_same(ranks: RankPool, tmp_path: Path, name: str) -> None:
+    variant, arguments = CASES[name]
+    job = Job(str(tmp_path / "stock"), variant=variant, arguments={"max_steps": 3} | arguments)
+    stock = ranks.run(run_ddp, 2, job)[0]
+    for processes, layout in ((2, {"dp": 2}), (4, {"dp": 2, "pp": 2})):
+        ours = ranks.run(run_fold3d, processes, replace(job, folder=str(tmp_path / "ours")), layout)
+        assert_same(ours[0], stock, 1e-10)
