@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "bindings/signals.h"
+#include "comm/base/clock.h"
 #include "comm/ring/bucket_sync.h"
 #include "comm/ring/credits.h"
 #include "comm/ring/ring.h"
@@ -24,9 +25,7 @@ namespace {
 using comm::NicArbiter;
 using Traffic = NicArbiter::Traffic;
 
-std::chrono::milliseconds milliseconds(double seconds) {
-  return std::chrono::milliseconds(static_cast<std::int64_t>(seconds * 1000));
-}
+using comm::milliseconds;
 
 comm::Collective collective_of(int bucket, const at::Tensor& tensor, double scale, c10::Device device) {
   const auto reject = [&](const std::string& what) {

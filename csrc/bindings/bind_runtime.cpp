@@ -9,10 +9,9 @@
 
 #include "bindings/saved_tensor_hooks.h"
 #include "bindings/signals.h"
+#include "comm/base/clock.h"
 #include "comm/base/errors.h"
-#include "comm/p2p/communicator.h"
-#include "comm/tcp/transport_tcp.h"
-#include "runtime/c10d/transport_c10d.h"
+#include "runtime/c10d/communicator_factory.h"
 #include "runtime/executor/executor.h"
 
 namespace py = pybind11;
@@ -55,24 +54,21 @@ class PyExecutor {
              const py::object& device, double timeout_seconds, const std::string& name,
              const std::shared_ptr<comm::TcpPeers>& peers, const std::shared_ptr<comm::NicArbiter>& arbiter,
              const core::Hosts& hosts) {
-    std::vector<std::shared_ptr<runtime::Chunk>> cells;
-    for (const py::object& chunk : chunks) cells.push_back(std::make_shared<PyChunk>(chunk));
+    std::vector<std::shared_ptr<runtime::Chunk>> own;
+    for (const py::object& chunk : chunks) own.push_back(std::make_shared<PyChunk>(chunk));
     if (pp > 1) {
       const runtime::GroupNames names{groups.at("forward"), groups.at("forward_wrap"), groups.at("backward"),
                                       groups.at("backward_wrap")};
       comm::Options options;
       options.shape = {pp, static_cast<int>(chunks.size()), 1};
       options.stage = stage;
-      options.timeout = std::chrono::milliseconds(static_cast<std::int64_t>(timeout_seconds * 1000));
+      options.timeout = comm::milliseconds(timeout_seconds);
       options.name = name;
       options.hosts = hosts;
       options.while_waiting = &handle_signals;
-      std::unique_ptr<comm::Transport> transport =
-          std::make_unique<runtime::C10dTransport>(names, stage, pp, py::cast<c10::Device>(device));
-      if (peers) transport = std::make_unique<comm::TcpTransport>(peers, std::move(transport));
-      communicator_ = std::make_shared<comm::Communicator>(std::move(transport), options, arbiter);
+      communicator_ = runtime::make_communicator(options, py::cast<c10::Device>(device), names, peers, arbiter);
     }
-    executor_ = std::make_shared<runtime::Executor>(communicator_, stage, std::move(cells));
+    executor_ = std::make_shared<runtime::Executor>(communicator_, stage, std::move(own));
   }
 
   ~PyExecutor() { close(); }
@@ -117,7 +113,8 @@ class PyExecutor {
   void close() {
     auto executor = std::move(executor_);
     auto communicator = std::move(communicator_);
-    // Tensors may be freed while the lanes are joined, and freeing one that Python has seen takes the GIL.
+    // Tensors may be freed while the communicator's threads are joined, and freeing one that Python has seen takes the
+    // GIL.
     const py::gil_scoped_release release;
     executor.reset();
     communicator.reset();

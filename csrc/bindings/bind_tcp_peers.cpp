@@ -11,6 +11,7 @@
 #include <string>
 #include <utility>
 
+#include "comm/base/clock.h"
 #include "comm/socket/fork_guard.h"
 #include "comm/tcp/tcp_peers.h"
 
@@ -46,7 +47,7 @@ void bind_tcp_peers(py::module_& module) {
              const std::pair<std::string, int>& previous, double timeout_seconds) {
             const py::gil_scoped_release release;
             peers.connect({next.first, next.second}, {previous.first, previous.second},
-                          std::chrono::milliseconds(static_cast<std::int64_t>(timeout_seconds * 1000)));
+                          comm::milliseconds(timeout_seconds));
           },
           py::arg("next"), py::arg("previous"), py::arg("timeout_seconds"),
           "Connects to where the next and the previous stage listen; all stages call.")

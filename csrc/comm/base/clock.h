@@ -2,6 +2,7 @@
 
 #include <chrono>
 #include <cstdint>
+#include <string>
 
 namespace fold3d::comm {
 
@@ -17,6 +18,17 @@ inline std::int64_t now_ns() {
 inline std::chrono::steady_clock::time_point time_point_of(std::int64_t ns) {
   using std::chrono::steady_clock;
   return steady_clock::time_point(std::chrono::duration_cast<steady_clock::duration>(std::chrono::nanoseconds(ns)));
+}
+
+/// "2.500 s".
+inline std::string seconds(std::chrono::milliseconds time) {
+  const std::string fraction = std::to_string(1000 + time.count() % 1000).substr(1);
+  return std::to_string(time.count() / 1000) + "." + fraction + " s";
+}
+
+/// A setting in seconds as a time limit.
+inline std::chrono::milliseconds milliseconds(double seconds) {
+  return std::chrono::milliseconds(static_cast<std::int64_t>(seconds * 1000));
 }
 
 }  // namespace fold3d::comm

@@ -1,8 +1,10 @@
 #pragma once
 
 #include <cstddef>
+#include <memory>
 #include <vector>
 
+#include "comm/base/allocator.h"
 #include "comm/base/tensor.h"
 
 namespace fold3d::comm {
@@ -16,6 +18,14 @@ class HostBuffer final : public Buffer {
 
  private:
   std::vector<std::byte> data_;
+};
+
+/// Takes tensors of any dtype into plain host memory.
+class HostAllocator final : public Allocator {
+ public:
+  std::shared_ptr<Buffer> allocate(const TensorDesc& desc) override {
+    return std::make_shared<HostBuffer>(desc.bytes());
+  }
 };
 
 }  // namespace fold3d::comm

@@ -10,7 +10,7 @@ namespace fold3d::comm {
 /// The four independent queues of a Communicator.
 enum class QueueId : std::uint8_t { kSendForward, kRecvForward, kSendBackward, kRecvBackward };
 
-inline constexpr std::size_t kNumLanes = 4;
+inline constexpr std::size_t kNumQueues = 4;
 
 /// Short name, also the name of the queue's thread: "send_f", "recv_f", "send_b", "recv_b".
 const char* to_string(QueueId queue);

@@ -34,7 +34,7 @@ struct BufferPool::State {
   }
 };
 
-BufferPool::BufferPool(Transport& transport) : transport_(transport), state_(std::make_shared<State>()) {}
+BufferPool::BufferPool(Allocator& allocator) : allocator_(allocator), state_(std::make_shared<State>()) {}
 
 BufferPool::~BufferPool() = default;
 
@@ -52,9 +52,9 @@ std::shared_ptr<Buffer> BufferPool::acquire(const TensorDesc& desc) {
   }
   if (!buffer) {
     try {
-      buffer = transport_.allocate(desc);
+      buffer = allocator_.allocate(desc);
       if (!buffer || buffer->bytes() != bytes) {
-        throw std::logic_error("Transport::allocate returned " +
+        throw std::logic_error("Allocator::allocate returned " +
                                (buffer ? std::to_string(buffer->bytes()) : std::string("no")) + " bytes where " +
                                std::to_string(bytes) + " were asked for");
       }

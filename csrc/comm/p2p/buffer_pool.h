@@ -3,8 +3,8 @@
 #include <cstddef>
 #include <memory>
 
+#include "comm/base/allocator.h"
 #include "comm/base/tensor.h"
-#include "comm/p2p/transport.h"
 
 namespace fold3d::comm {
 
@@ -13,11 +13,11 @@ namespace fold3d::comm {
 /// used at once. Thread-safe.
 class BufferPool {
  public:
-  /// `transport` must outlive the pool.
-  explicit BufferPool(Transport& transport);
+  /// `allocator` must outlive the pool.
+  explicit BufferPool(Allocator& allocator);
   ~BufferPool();
 
-  /// A buffer of desc.bytes() bytes with arbitrary content. Throws what Transport::allocate throws.
+  /// A buffer of desc.bytes() bytes with arbitrary content. Throws what Allocator::allocate throws.
   std::shared_ptr<Buffer> acquire(const TensorDesc& desc);
 
   /// A new step begins: frees what the step before had no use for.
@@ -28,7 +28,7 @@ class BufferPool {
 
  private:
   struct State;
-  Transport& transport_;
+  Allocator& allocator_;
   std::shared_ptr<State> state_;
 };
 

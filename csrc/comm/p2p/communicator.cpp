@@ -39,20 +39,17 @@ Options checked(Options options) {
   return options;
 }
 
-std::string seconds(std::chrono::milliseconds time) {
-  const std::string fraction = std::to_string(1000 + time.count() % 1000).substr(1);
-  return std::to_string(time.count() / 1000) + "." + fraction + " s";
-}
-
 }  // namespace
 
-Communicator::Communicator(std::unique_ptr<Transport> transport, Options options, std::shared_ptr<NicArbiter> arbiter)
+Communicator::Communicator(std::unique_ptr<Transport> transport, Options options, std::shared_ptr<NicArbiter> arbiter,
+                           std::unique_ptr<Allocator> allocator)
     : options_(checked(std::move(options))),
       name_(options_.name.empty() ? "stage " + std::to_string(options_.stage) : options_.name),
       transport_(std::move(transport)),
-      pool_(*transport_),
+      allocator_(std::move(allocator)),
+      pool_(*allocator_),
       arbiter_(arbiter ? std::move(arbiter) : std::make_shared<NicArbiter>()) {
-  for (std::size_t i = 0; i < kNumLanes; ++i) {
+  for (std::size_t i = 0; i < kNumQueues; ++i) {
     const auto id = static_cast<QueueId>(i);
     lines_[i].frame.resize(kFrameBytes);
     lines_[i].queue = std::make_unique<TransferQueue>(to_string(id), [this, id](std::size_t index) { run(id, index); });
@@ -131,6 +128,7 @@ void Communicator::begin(const std::vector<core::Action>& program) {
     to.tasks.push_back(Task{.action = action, .tensors = {}, .waited = false});
   }
   transport_->begin();
+  allocator_->begin();
   pool_.next_step();
   ++step_;
   open_ = true;
@@ -195,7 +193,7 @@ Tensors Communicator::wait(const core::Action& recv) {
 void Communicator::finish() {
   failure_.check();
   if (!open_) throw std::logic_error(name_ + ": finish() without begin()");
-  for (std::size_t i = 0; i < kNumLanes; ++i) {
+  for (std::size_t i = 0; i < kNumQueues; ++i) {
     const Line& each = lines_[i];
     for (std::size_t k = is_recv(static_cast<QueueId>(i)) ? 0 : each.issued; k < each.tasks.size(); ++k) {
       if (!each.tasks[k].waited) {

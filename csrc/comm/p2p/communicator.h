@@ -12,6 +12,7 @@
 
 #include "comm/arbiter/nic_arbiter.h"
 #include "comm/base/failure.h"
+#include "comm/base/host_buffer.h"
 #include "comm/base/record.h"
 #include "comm/base/record_log.h"
 #include "comm/base/tensor.h"
@@ -51,7 +52,9 @@ class Communicator {
  public:
   /// `arbiter`: of the rank's host; null: nobody else uses the network. Opened when the communicator fails. Throws
   /// std::invalid_argument for options out of range.
-  Communicator(std::unique_ptr<Transport> transport, Options options, std::shared_ptr<NicArbiter> arbiter = nullptr);
+  /// `allocator`: where received tensors lie.
+  Communicator(std::unique_ptr<Transport> transport, Options options, std::shared_ptr<NicArbiter> arbiter = nullptr,
+               std::unique_ptr<Allocator> allocator = std::make_unique<HostAllocator>());
   /// Joins the queues; aborts the transport before if a step is under way. Never throws. Waits for an abort()
   /// that has begun; none may follow.
   ~Communicator();
@@ -120,6 +123,7 @@ class Communicator {
   const Options options_;
   const std::string name_;
   std::unique_ptr<Transport> transport_;
+  std::unique_ptr<Allocator> allocator_;
   BufferPool pool_;
   Failure failure_;
   std::mutex fail_mutex_;  // held while failing, so that the destructor does not overtake it
@@ -127,7 +131,7 @@ class Communicator {
   std::uint32_t step_ = 0;
   int micro_batches_ = 0;
   bool open_ = false;  // between begin() and finish()
-  std::array<Line, kNumLanes> lines_;
+  std::array<Line, kNumQueues> lines_;
 };
 
 }  // namespace fold3d::comm

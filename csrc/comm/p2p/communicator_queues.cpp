@@ -89,7 +89,7 @@ void Communicator::run_recv(Line& own, QueueId id, Task& task) {
     throw ProtocolError("the schedule asks for " + name_of(expected, step_) + ", but " +
                         name_of(header.send, header.step) + " arrived; the ranks do not run the same schedule");
   }
-  for (const TensorDesc& desc : header.tensors) transport_->check(desc);
+  for (const TensorDesc& desc : header.tensors) allocator_->check(desc);
   Tensors tensors;
   tensors.reserve(header.tensors.size());
   for (const TensorDesc& desc : header.tensors) tensors.push_back({.desc = desc, .buffer = pool_.acquire(desc)});

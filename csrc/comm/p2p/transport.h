@@ -16,8 +16,7 @@ enum class Channel : std::uint8_t { kForward, kBackward };
 /// How bytes travel between ranks: one object per rank. All calls but abort() block.
 ///
 /// Threads: send calls of a channel come from one thread, recv calls of a channel from another; all four may
-/// be blocked at the same time. allocate() is called by the receiving threads,
-/// abort() by any.
+/// be blocked at the same time. abort() is called by any.
 ///
 /// Time: receives are posted ahead of need and sends wait for their receiver, so a call may rightly stay
 /// blocked for most of a step. The Communicator sets the deadlines (of what the executor waits for) and calls
@@ -57,14 +56,6 @@ class Transport {
   /// Whether send_message would now copy a message that fits into its frame into the system's buffers and return
   /// without waiting for the receiver: the executor's thread then sends it itself instead of waking the queue.
   virtual bool sends_at_once(Channel) const { return false; }
-
-  /// Throws ProtocolError when there is no such tensor: a dtype that nobody knows, or whose elements have another size.
-  /// Asked before memory is reserved for what a peer announces.
-  virtual void check(const TensorDesc&) const {}
-
-  /// Receive memory of desc.bytes() bytes on the rank's device. May later be reused for another desc of as
-  /// many bytes.
-  virtual std::shared_ptr<Buffer> allocate(const TensorDesc& desc) = 0;
 
   /// All blocked and later calls throw AbortedError(reason). Idempotent, the first reason stays.
   virtual void abort(const std::string& reason) = 0;

@@ -12,11 +12,6 @@ namespace {
 
 using Traffic = NicArbiter::Traffic;
 
-std::string seconds(std::chrono::milliseconds time) {
-  const std::string fraction = std::to_string(1000 + time.count() % 1000).substr(1);
-  return std::to_string(time.count() / 1000) + "." + fraction + " s";
-}
-
 std::string name_of(int bucket) { return "bucket " + std::to_string(bucket); }
 
 }  // namespace

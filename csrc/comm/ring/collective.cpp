@@ -4,6 +4,11 @@
 
 namespace fold3d::comm {
 
+std::string name_of(NicArbiter::Traffic traffic, const Collective& collective) {
+  return std::string(to_string(traffic)) + " of bucket " + std::to_string(collective.bucket) + " (step " +
+         std::to_string(collective.step) + ")";
+}
+
 void check_collective(NicArbiter::Traffic traffic, const Collective& collective, int size) {
   const std::string name = "bucket " + std::to_string(collective.bucket);
   const std::size_t bytes = collective.buffer->bytes();

@@ -41,6 +41,9 @@ inline const char* to_string(NicArbiter::Traffic traffic) {
   return traffic == NicArbiter::Traffic::kReduce ? "reduce" : "gather";
 }
 
+/// "reduce of bucket 3 (step 7)".
+std::string name_of(NicArbiter::Traffic traffic, const Collective& collective);
+
 /// Throws std::invalid_argument when the bucket is empty or cannot be cut into `size` equal shards of whole elements,
 /// or when its elements cannot be summed.
 void check_collective(NicArbiter::Traffic traffic, const Collective& collective, int size);

@@ -19,11 +19,6 @@ using Traffic = NicArbiter::Traffic;
 
 constexpr std::size_t kAddBytes = 128u << 10;  // received and added while they lie in the cache; cuts no element
 
-std::string name_of(Traffic traffic, const Collective& collective) {
-  return std::string(to_string(traffic)) + " of bucket " + std::to_string(collective.bucket) + " (step " +
-         std::to_string(collective.step) + ")";
-}
-
 Ring::Options checked(Ring::Options options) {
   if (options.size < 2 || options.rank < 0 || options.rank >= options.size) {
     throw std::invalid_argument("ring: there is no replica " + std::to_string(options.rank) + " among " +

@@ -21,11 +21,6 @@ using Traffic = NicArbiter::Traffic;
 
 constexpr std::int64_t kSliceBytes = 4 << 20;
 
-std::string name_of(Traffic traffic, const comm::Collective& collective) {
-  return std::string(comm::to_string(traffic)) + " of bucket " + std::to_string(collective.bucket) + " (step " +
-         std::to_string(collective.step) + ")";
-}
-
 bool spans_hosts(const core::Hosts& hosts, int size) {
   core::check_hosts(hosts, size, "collectives");
   for (int replica = 1; replica < size; ++replica) {

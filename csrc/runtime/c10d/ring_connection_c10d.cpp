@@ -1,20 +1,17 @@
 #include "runtime/c10d/ring_connection_c10d.h"
 
-#include <ATen/ops/from_blob.h>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 
 #include <stdexcept>
 #include <vector>
+
+#include "runtime/c10d/bytes_view.h"
 
 namespace fold3d::runtime {
 
 namespace {
 
 constexpr int kTag = 0;  // one sender and one receiver on each connection of the ring: order alone pairs the pieces
-
-std::vector<at::Tensor> bytes_view(const std::byte* data, std::size_t size) {
-  return {at::from_blob(const_cast<std::byte*>(data), {static_cast<std::int64_t>(size)}, at::kByte)};
-}
 
 }  // namespace
 
@@ -30,14 +27,14 @@ C10dRingConnection::C10dRingConnection(const std::string& group, int rank, int s
 void C10dRingConnection::send(std::span<const std::byte> header, std::span<const std::byte> payload) {
   for (const auto piece : {header, payload}) {
     works_.check();
-    std::vector<at::Tensor> tensors = bytes_view(piece.data(), piece.size());
+    std::vector<at::Tensor> tensors{bytes_view(piece.data(), piece.size())};
     works_.wait(group_->send(tensors, next_, kTag));
   }
 }
 
 void C10dRingConnection::recv(std::span<std::byte> bytes) {
   works_.check();
-  std::vector<at::Tensor> tensors = bytes_view(bytes.data(), bytes.size());
+  std::vector<at::Tensor> tensors{bytes_view(bytes.data(), bytes.size())};
   works_.wait(group_->recv(tensors, previous_, kTag));
 }
 

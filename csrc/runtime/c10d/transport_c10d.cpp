@@ -1,14 +1,10 @@
 #include "runtime/c10d/transport_c10d.h"
 
-#include <ATen/ops/empty.h>
-#include <ATen/ops/from_blob.h>
-#include <c10/core/ScalarType.h>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 
-#include <string>
 #include <vector>
 
-#include "comm/base/errors.h"
+#include "runtime/c10d/bytes_view.h"
 #include "runtime/executor/tensor_buffer.h"
 
 namespace fold3d::runtime {
@@ -18,13 +14,6 @@ namespace {
 constexpr int kTag = 0;  // one sender and one receiver per channel: order alone pairs the messages
 
 TensorBuffer& as_tensor(const std::shared_ptr<comm::Buffer>& buffer) { return static_cast<TensorBuffer&>(*buffer); }
-
-at::Tensor bytes_view(const std::byte* data, std::size_t size) {
-  return at::from_blob(const_cast<std::byte*>(data), {static_cast<std::int64_t>(size)}, at::kByte);
-}
-
-/// Whether elements of this dtype lie one after the other and say all about themselves.
-bool is_dense(at::ScalarType dtype) { return dtype != at::ScalarType::Undefined && !c10::isQIntType(dtype); }
 
 }  // namespace
 
@@ -85,26 +74,6 @@ void C10dTransport::send_frame(comm::Channel channel, int peer_stage, std::span<
 
 void C10dTransport::recv_frame(comm::Channel channel, int peer_stage, std::span<std::byte> frame) {
   transfer(channel, /*is_send=*/false, peer_stage, bytes_view(frame.data(), frame.size()));
-}
-
-void C10dTransport::check(const comm::TensorDesc& desc) const {
-  const auto dtype = static_cast<at::ScalarType>(desc.dtype);
-  if (desc.dtype >= static_cast<std::uint8_t>(at::ScalarType::NumOptions) || !is_dense(dtype)) {
-    throw comm::ProtocolError("the header of a message is damaged: it has a tensor of the unknown dtype " +
-                              std::to_string(desc.dtype));
-  }
-  if (c10::elementSize(dtype) != desc.element_bytes) {
-    throw comm::ProtocolError(std::string("the header of a message is damaged: an element of ") + c10::toString(dtype) +
-                              " has " + std::to_string(c10::elementSize(dtype)) + " bytes, not " +
-                              std::to_string(desc.element_bytes));
-  }
-}
-
-std::shared_ptr<comm::Buffer> C10dTransport::allocate(const comm::TensorDesc& desc) {
-  // Freed memory is given to whoever allocates on the same stream next: to those that come after its last readers.
-  const c10::StreamGuard guard(compute_stream_);
-  const auto options = at::TensorOptions().device(device_).dtype(at::kByte);
-  return std::make_shared<TensorBuffer>(at::empty({static_cast<std::int64_t>(desc.bytes())}, options));
 }
 
 void C10dTransport::abort(const std::string& reason) { works_.abort(reason); }

@@ -37,8 +37,6 @@ class C10dTransport final : public comm::Transport {
   void recv(comm::Channel channel, int peer_stage, std::shared_ptr<comm::Buffer> buffer) override;
   void send_frame(comm::Channel channel, int peer_stage, std::span<const std::byte> frame) override;
   void recv_frame(comm::Channel channel, int peer_stage, std::span<std::byte> frame) override;
-  void check(const comm::TensorDesc& desc) const override;
-  std::shared_ptr<comm::Buffer> allocate(const comm::TensorDesc& desc) override;
   void abort(const std::string& reason) override;
 
  private:

@@ -2,10 +2,10 @@
 
 #include <c10/core/GradMode.h>
 
-#include <chrono>
 #include <stdexcept>
 #include <utility>
 
+#include "comm/base/clock.h"
 #include "core/ir/deps.h"
 #include "runtime/executor/handlers.h"
 #include "runtime/executor/tensor_buffer.h"
@@ -14,13 +14,9 @@ namespace fold3d::runtime {
 
 namespace {
 
+using comm::now_ns;
 using core::Action;
 using core::Kind;
-
-std::int64_t now_ns() {
-  return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch())
-      .count();
-}
 
 }  // namespace
 

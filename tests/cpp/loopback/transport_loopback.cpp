@@ -80,10 +80,6 @@ class LoopbackTransport final : public Transport {
 
   void recv_frame(Channel channel, int peer, std::span<std::byte> frame) override { take(channel, peer, frame); }
 
-  std::shared_ptr<Buffer> allocate(const TensorDesc& desc) override {
-    return std::make_shared<HostBuffer>(desc.bytes());
-  }
-
   void abort(const std::string& reason) override {
     {
       const std::lock_guard lock(self_.mutex);

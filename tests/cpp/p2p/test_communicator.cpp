@@ -52,7 +52,6 @@ class ProbeTransport final : public comm::Transport {
     hooks_.before_recv_frame();
     inner_->recv_frame(channel, peer, frame);
   }
-  std::shared_ptr<comm::Buffer> allocate(const comm::TensorDesc& desc) override { return inner_->allocate(desc); }
   void abort(const std::string& reason) override {
     hooks_.before_abort();
     inner_->abort(reason);

@@ -8,9 +8,9 @@
 #include <thread>
 #include <vector>
 
+#include "comm/base/host_buffer.h"
 #include "comm/p2p/buffer_pool.h"
 #include "comm/p2p/transfer_queue.h"
-#include "loopback/transport_loopback.h"
 
 namespace fold3d::test {
 namespace {
@@ -57,9 +57,8 @@ comm::TensorDesc bytes_desc(std::int64_t bytes) {
 }
 
 TEST(BufferPool, ReusesBySizeAndKeepsNoMoreThanAStepNeeded) {
-  comm::Loopback loopback({});
-  const auto transport = loopback.connect(0);
-  comm::BufferPool pool(*transport);
+  comm::HostAllocator allocator;
+  comm::BufferPool pool(allocator);
   auto a = pool.acquire(bytes_desc(100));
   auto b = pool.acquire(bytes_desc(100));
   auto c = pool.acquire(bytes_desc(7));
@@ -81,9 +80,8 @@ TEST(BufferPool, ReusesBySizeAndKeepsNoMoreThanAStepNeeded) {
 }
 
 TEST(BufferPool, ABufferOutlivesThePool) {
-  comm::Loopback loopback({});
-  const auto transport = loopback.connect(0);
-  auto pool = std::make_unique<comm::BufferPool>(*transport);
+  comm::HostAllocator allocator;
+  auto pool = std::make_unique<comm::BufferPool>(allocator);
   auto held = pool->acquire(bytes_desc(64));
   pool.reset();
   held->host_data()[63] = std::byte{1};

@@ -33,8 +33,7 @@ const std::string kSecret(32, 's');
 struct WatchedStage {
   std::shared_ptr<comm::TcpPeers> links = std::make_shared<comm::TcpPeers>(0, 2, "127.0.0.1", kSecret);
   RawStage peer{kSecret};
-  comm::Loopback loopback{{.pp = 2}};
-  comm::Communicator communicator{std::make_unique<comm::TcpTransport>(links, loopback.connect(0)), options_for(2, 0)};
+  comm::Communicator communicator{std::make_unique<comm::TcpTransport>(links), options_for(2, 0)};
 
   WatchedStage() { peer.meet(*links); }
 
@@ -53,10 +52,9 @@ TEST(TcpMessages, AFullConnectionEndsInATimeout) {
   constexpr int kMessages = 20'000;  // more than all buffers between the two take
   auto links = std::make_shared<comm::TcpPeers>(0, 2, "127.0.0.1", kSecret);
   RawStage peer{kSecret};
-  comm::Loopback loopback{{.pp = 2}};
   comm::Options options = options_for(2, 0);
   options.timeout = std::chrono::milliseconds(500);
-  comm::Communicator communicator{std::make_unique<comm::TcpTransport>(links, loopback.connect(0)), options};
+  comm::Communicator communicator{std::make_unique<comm::TcpTransport>(links), options};
   peer.meet(*links);
   std::vector<core::Action> sends;
   for (int k = 0; k < kMessages; ++k) sends.push_back(parse_action("0SEND_F" + std::to_string(k)));

@@ -1,0 +1,23 @@
+#include "runtime/c10d/communicator_factory.h"
+
+#include <utility>
+
+#include "comm/tcp/transport_tcp.h"
+#include "runtime/executor/tensor_allocator.h"
+
+namespace fold3d::runtime {
+
+std::shared_ptr<comm::Communicator> make_communicator(const comm::Options& options, c10::Device device,
+                                                      const GroupNames& groups, std::shared_ptr<comm::TcpPeers> peers,
+                                                      std::shared_ptr<comm::NicArbiter> arbiter) {
+  std::unique_ptr<comm::Transport> transport;
+  if (peers) {
+    transport = std::make_unique<comm::TcpTransport>(std::move(peers));
+  } else {
+    transport = std::make_unique<C10dTransport>(groups, options.stage, options.shape.pp, device);
+  }
+  return std::make_shared<comm::Communicator>(std::move(transport), options, std::move(arbiter),
+                                              std::make_unique<TensorAllocator>(device));
+}
+
+}  // namespace fold3d::runtime

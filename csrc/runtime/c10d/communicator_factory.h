@@ -1,0 +1,20 @@
+#pragma once
+
+#include <c10/core/Device.h>
+
+#include <memory>
+
+#include "comm/arbiter/nic_arbiter.h"
+#include "comm/p2p/communicator.h"
+#include "comm/tcp/tcp_peers.h"
+#include "runtime/c10d/transport_c10d.h"
+
+namespace fold3d::runtime {
+
+/// The communicator of one stage for tensors on `device`: over `peers`, or over the groups where there are none. A new
+/// transport is chosen here and nowhere else.
+std::shared_ptr<comm::Communicator> make_communicator(const comm::Options& options, c10::Device device,
+                                                      const GroupNames& groups, std::shared_ptr<comm::TcpPeers> peers,
+                                                      std::shared_ptr<comm::NicArbiter> arbiter);
+
+}  // namespace fold3d::runtime
