@@ -160,7 +160,7 @@ std::unique_ptr<TestRank> Pipeline::rank(int stage, std::shared_ptr<comm::NicArb
     const int pp = settings.options.shape.pp;
     const auto at = [&](int s) { return links_[static_cast<std::size_t>((s + pp) % pp)]; };
     at(stage)->connect(at(stage + 1)->endpoint(), at(stage - 1)->endpoint(), run_.options.timeout);
-    transport = std::make_unique<comm::TcpTransport>(at(stage), std::move(transport));
+    transport = std::make_unique<comm::TcpTransport>(at(stage));
   }
   return std::make_unique<TestRank>(std::move(transport), std::move(settings));
 }
