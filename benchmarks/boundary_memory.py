@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from fold3d import Engine, ParallelConfig
+from fold3d.stage.micro_batch import MicroBatch
 from fold3d.stage.model_chunk import PipelineChunk
 
 BLOCKS, BATCH, STEPS = 8, 2, 3
@@ -44,13 +45,13 @@ class Boundaries:
         """Counts what engines made in the body receive and send."""
         run = PipelineChunk.forward
 
-        def forward(chunk: PipelineChunk, micro_batch: int, received: list[Tensor]) -> list[Tensor]:
+        def forward(chunk: PipelineChunk, micro_batch: MicroBatch, received: list[Tensor]) -> tuple[list[Tensor], Any]:
             self._add("received", received)
-            sent = run(chunk, micro_batch, received)
+            sent, result = run(chunk, micro_batch, received)
             if not chunk._is_last:
                 self._add("sent", sent)
             self.peak = max(self.peak, self.bytes("received") + self.bytes("sent"))
-            return sent
+            return sent, result
 
         PipelineChunk.forward = forward  # type: ignore[method-assign]
         try:

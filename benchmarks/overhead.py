@@ -127,9 +127,9 @@ class EmptyChunk:
     def __init__(self, module: nn.Module, source: torch.Tensor | None, is_last: bool) -> None:
         self.module, self.source, self.is_last = module, source, is_last
 
-    def forward(self, micro_batch: int, received: list[torch.Tensor]) -> list[torch.Tensor]:
+    def forward(self, micro_batch: int, received: list[torch.Tensor]) -> tuple[list[torch.Tensor], torch.Tensor | None]:
         x = self.module(received[0] if self.source is None else self.source)
-        return [x.sum()] if self.is_last else [x]
+        return ([x.sum()], x.detach().sum()) if self.is_last else ([x], None)
 
     def reduce(self) -> None:
         raise RuntimeError("one replica reduces nothing")
@@ -177,7 +177,7 @@ def fold3d_executor(name: str, segments: int, transport: str) -> Callable[[], No
     lowered = schedules.lower(compute, reduce=False)
 
     def step() -> None:
-        executor.run(lowered, topology.pp_rank, True)
+        executor.run(lowered, topology.pp_rank, True, range(MICRO_BATCHES))
         executor.take_spans(), executor.take_records()
 
     return step

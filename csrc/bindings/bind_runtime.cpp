@@ -20,7 +20,12 @@ namespace fold3d::bindings {
 
 namespace {
 
-/// A Python object with forward(micro_batch, tensors) -> tensors and reduce() -> None.
+/// What a run hands to its chunks, and what they give back, by micro-batch.
+struct PyRun {
+  std::vector<py::object> micro_batches, results;
+};
+
+/// A Python object with forward(micro_batch, tensors) -> (tensors, result) and reduce() -> None.
 class PyChunk final : public runtime::Chunk {
  public:
   explicit PyChunk(py::object chunk) : forward_(chunk.attr("forward")), reduce_(chunk.attr("reduce")) {}
@@ -31,9 +36,16 @@ class PyChunk final : public runtime::Chunk {
     reduce_ = py::object();
   }
 
+  /// `run`: of the forwards to come; null: there are none.
+  void use(PyRun* run) { run_ = run; }
+
   std::vector<at::Tensor> forward(int micro_batch, std::vector<at::Tensor> inputs) override {
     const py::gil_scoped_acquire gil;
-    return forward_(micro_batch, std::move(inputs)).cast<std::vector<at::Tensor>>();
+    const auto index = static_cast<std::size_t>(micro_batch);
+    const py::tuple sent_and_result = forward_(run_->micro_batches.at(index), std::move(inputs));
+    py::object result = sent_and_result[1];
+    if (!result.is_none()) run_->results.at(index) = std::move(result);
+    return sent_and_result[0].cast<std::vector<at::Tensor>>();
   }
 
   void reduce() override {
@@ -45,6 +57,7 @@ class PyChunk final : public runtime::Chunk {
 
  private:
   py::object forward_, reduce_;
+  PyRun* run_ = nullptr;
 };
 
 /// What Python sees as `Executor`: the executor and the communicator it talks through.
@@ -54,8 +67,7 @@ class PyExecutor {
              const py::object& device, double timeout_seconds, const std::string& name,
              const std::shared_ptr<comm::TcpPeers>& peers, const std::shared_ptr<comm::NicArbiter>& arbiter,
              const core::Hosts& hosts) {
-    std::vector<std::shared_ptr<runtime::Chunk>> own;
-    for (const py::object& chunk : chunks) own.push_back(std::make_shared<PyChunk>(chunk));
+    for (const py::object& chunk : chunks) chunks_.push_back(std::make_shared<PyChunk>(chunk));
     if (pp > 1) {
       const runtime::GroupNames names{groups.at("forward"), groups.at("forward_wrap"), groups.at("backward"),
                                       groups.at("backward_wrap")};
@@ -68,17 +80,33 @@ class PyExecutor {
       options.while_waiting = &handle_signals;
       communicator_ = runtime::make_communicator(options, py::cast<c10::Device>(device), names, peers, arbiter);
     }
-    executor_ = std::make_shared<runtime::Executor>(communicator_, stage, std::move(own));
+    executor_ = std::make_shared<runtime::Executor>(
+        communicator_, stage, std::vector<std::shared_ptr<runtime::Chunk>>(chunks_.begin(), chunks_.end()));
   }
 
   ~PyExecutor() { close(); }
 
-  std::vector<at::Tensor> run(const core::Schedule& schedule, int stage, bool backward) {
-    // It stays alive: what runs in a chunk, such as a loss or a signal's handler, may close.
+  std::vector<py::object> run(const core::Schedule& schedule, int stage, bool backward,
+                              std::vector<py::object> micro_batches) {
+    // They stay alive: what runs in a chunk, such as a loss or a signal's handler, may close.
     std::shared_ptr<runtime::Executor> copy = open_executor();
-    const py::gil_scoped_release release;
-    const std::shared_ptr<runtime::Executor> executor = std::move(copy);  // goes without the GIL, as in close()
-    return executor->run(schedule.shape, schedule.ranks.at(static_cast<std::size_t>(stage)), backward);
+    const std::vector<std::shared_ptr<PyChunk>> chunks = chunks_;
+    PyRun run{std::move(micro_batches), {}};
+    run.results.resize(run.micro_batches.size(), py::none());
+    const auto use = [&chunks](PyRun* one) {
+      for (const std::shared_ptr<PyChunk>& chunk : chunks) chunk->use(one);
+    };
+    use(&run);
+    try {
+      const py::gil_scoped_release release;
+      const std::shared_ptr<runtime::Executor> executor = std::move(copy);  // goes without the GIL, as in close()
+      executor->run(schedule.shape, schedule.ranks.at(static_cast<std::size_t>(stage)), backward);
+    } catch (...) {
+      use(nullptr);
+      throw;
+    }
+    use(nullptr);
+    return std::move(run.results);
   }
 
   void abort(const std::string& reason) {
@@ -113,11 +141,13 @@ class PyExecutor {
   void close() {
     auto executor = std::move(executor_);
     auto communicator = std::move(communicator_);
+    auto chunks = std::move(chunks_);
     // Tensors may be freed while the communicator's threads are joined, and freeing one that Python has seen takes the
     // GIL.
     const py::gil_scoped_release release;
     executor.reset();
     communicator.reset();
+    chunks.clear();
   }
 
  private:
@@ -126,6 +156,7 @@ class PyExecutor {
     return executor_;
   }
 
+  std::vector<std::shared_ptr<PyChunk>> chunks_;
   std::shared_ptr<comm::Communicator> communicator_;
   std::shared_ptr<runtime::Executor> executor_;
 };
@@ -142,7 +173,9 @@ void bind_runtime(py::module_& module) {
            py::arg("timeout_seconds"), py::arg("name"), py::arg("peers") = nullptr, py::arg("arbiter") = nullptr,
            py::arg("hosts") = core::Hosts{}, "`hosts`: of each stage, as numbers; none: a host for each.")
       .def("run", &PyExecutor::run, py::arg("schedule"), py::arg("stage"), py::arg("backward"),
-           "Runs one rank's part of a lowered schedule; returns the last chunk's loss of every micro-batch.")
+           py::arg("micro_batches"),
+           "Runs one rank's part of a lowered schedule; `micro_batches`: what each forward is given, anything, by "
+           "number. Returns the results of the last chunk's forwards in the same order, None of other chunks'.")
       .def("abort", &PyExecutor::abort, py::arg("reason"), "Ends all communication; any thread.")
       .def("current_action", &PyExecutor::current_action, "Text of the action in progress, empty between runs.")
       .def("take_spans", &PyExecutor::take_spans, "(lane, action, start_ns, end_ns, bytes) of the compute lane.")

@@ -33,7 +33,7 @@ def finish(work: Any, progress: Progress) -> None:
         try:
             work.wait(_LOOK)
         except RuntimeError:
-            if progress.aborted is not None:
-                raise dist.DistNetworkError(progress.aborted) from None
-    progress.met.append((start, time.monotonic_ns()))
+            if progress.life.failure is not None:
+                raise dist.DistNetworkError(progress.life.failure) from None
+    progress.met(start, time.monotonic_ns())
     work.wait()  # raises what went wrong

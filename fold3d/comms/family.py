@@ -75,7 +75,7 @@ class Family:
         try:
             abortable_collectives.finish(start(), progress)
         except RuntimeError as error:
-            if progress.aborted is not None:
+            if progress.life.failure is not None:
                 raise
             raise dist.DistNetworkError(
                 f"{self._others()} cannot be reached, or did not come within {timeout:g} s (gloo: {error})"

@@ -41,7 +41,7 @@ def connect_replicas(
         host = local_address()
         peers = _C.RingPeers(topology.dp_rank, topology.dp, host, secret, f"replicas of stage {topology.pp_rank}")
         endpoints = groups.data.share(groups.data.gather((host, peers.port)))
-        with groups.world.progress.ending(peers):
+        with groups.world.progress.life.ending(peers):
             peers.connect(endpoints[(topology.dp_rank + 1) % topology.dp], timeout)
     return _C.BucketSync(
         topology.dp_rank,

@@ -33,6 +33,6 @@ def connect_stages(topology: Topology, world: WorldGroup, timeout: float) -> _C.
     host = local_address()
     peers = _C.TcpPeers(topology.pp_rank, topology.pp, host, secret, f"stages of replica {topology.dp_rank}")
     endpoints = pipeline.share(pipeline.gather((host, peers.port)))
-    with world.progress.ending(peers):
+    with world.progress.life.ending(peers):
         peers.connect(endpoints[topology.next_stage], endpoints[topology.previous_stage], timeout)
     return peers

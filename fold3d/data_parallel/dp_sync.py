@@ -28,7 +28,6 @@ from fold3d.data_parallel import gradients
 from fold3d.data_parallel.bucket import Bucket
 from fold3d.data_parallel.bucket_schedule import BucketSchedule
 from fold3d.data_parallel.buffers import BufferSync
-from fold3d.data_parallel.grad_norm import all_reduce_norm
 from fold3d.data_parallel.gradient_states import Event, GradientStates, State
 from fold3d.data_parallel.optimizer.bucketwise_optimizer import BucketwiseOptimizer
 from fold3d.data_parallel.optimizer.separable import check_separable
@@ -46,7 +45,7 @@ logger = logging.getLogger(__name__)
 
 
 class DpSync:
-    """DP.sync of one rank; all replicas of a stage make the same calls. For dp > 1.
+    """DP.sync of one rank, a GradientSync; all replicas of a stage make the same calls. For dp > 1.
 
     Without an optimizer (`attach`) a step ends with the mean gradients in `.grad`; with one, with `update`. A `whole`
     step does both: `update` takes what was made of the gradients meanwhile. What may follow what: `GradientStates`.
@@ -74,6 +73,7 @@ class DpSync:
         self._states = GradientStates()
         self._whole = False  # this step's gradients shall be in `.grad` although there is an optimizer
         self._transfers = BucketTransfers(sync, self.buckets, topology.dp, progress)
+        self._tied_parameters = gradients.tied_parameters(cut, groups, topology)
         self._tied = TiedBuckets(self.buckets, groups.ties, topology, progress)
         self._buffers = BufferSync(cut, groups.data, progress)
         uses = {name: len(cut.placement.readers_on(name, cut.stage)) for name in cut.placement.readers}
@@ -121,8 +121,8 @@ class DpSync:
         self._reducer.chunk_done(chunk)
 
     def end(self) -> None:
-        """All backwards are done. Without an optimizer, leaves the mean gradients in `.grad`, tied ones not summed; a
-        whole step has these summed, too."""
+        """All backwards are done. Without an optimizer, and in a whole step, leaves the mean gradients in `.grad`, tied
+        ones summed over their stages."""
         self._states.on(Event.HAND_OVER)
         self._reducer.release()
         if self._optimizer is not None and not self._whole:
@@ -136,7 +136,11 @@ class DpSync:
         self._share_use()
         for bucket in self.buckets:
             bucket.expose()
-        self._states.on(Event.SHOW if self._whole else Event.LEAVE)
+        if self._whole:
+            self._states.on(Event.SHOW)
+            return
+        gradients.sum_tied(self._tied_parameters)
+        self._states.on(Event.LEAVE)
 
     def norm(self) -> Tensor:
         """Returns the exact global gradient norm, the same on every rank; all ranks call (one all-reduce)."""
@@ -254,6 +258,8 @@ class DpSync:
             if bucket.weights is not None and not all(bucket.holds(parameter) for parameter in bucket.parameters):
                 bucket.flatten_parameters()
 
+    steps_by_itself = True
+
     def attach(self, optimizer: Optimizer, *, parts: bool) -> None:
         """Steps `optimizer` bucket by bucket from now on.
 
@@ -335,7 +341,9 @@ class DpSync:
         unused = sum(not used for bucket in self.buckets for used in bucket.used)
         primary = self._cut.primary()
         shards = [b.gradients[p.start : p.stop] for b in self.buckets for p in b.pieces if p.name in primary]
-        (total, changed), norm = all_reduce_norm([unused, self._buffers.changed()], shards, self._groups.world)
+        (total, changed), norm = gradients.all_reduce_norm(
+            [unused, self._buffers.changed()], shards, self._groups.world
+        )
         self._buffers.agree(changed > 0)
         if total:
             self._share_use()

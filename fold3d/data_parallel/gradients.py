@@ -1,4 +1,4 @@
-"""Gradients in `.grad`: tied parameters, the global norm, clipping. What needs no other replica."""
+"""Gradients: of tied parameters, their global norm, clipping; in `.grad`, except for `all_reduce_norm`."""
 
 from __future__ import annotations
 
@@ -8,17 +8,32 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.nn import Module, Parameter
 
+from fold3d.comms.groups import Groups
 from fold3d.comms.tree_group import TreeGroup
+from fold3d.comms.world_group import WorldGroup
+from fold3d.stage.rank_model import RankModel
+from fold3d.topology import Topology
+
+Tied = Mapping[str, tuple[Parameter, Any]]
+"""Canonical name -> (this rank's parameter, group of the ranks of its replica that hold a copy)."""
 
 
-def sum_tied(tied: Mapping[str, tuple[Parameter, Any]]) -> None:
+def tied_parameters(cut: RankModel, groups: Groups, topology: Topology) -> Tied:
+    """Returns the trained parameters of this rank that other ranks of its replica hold, too."""
+    return {
+        name: (cut.parameters[name], groups.ties[places])
+        for name, places in cut.placement.shared().items()
+        if topology.holds(places) and cut.parameters[name].requires_grad
+    }
+
+
+def sum_tied(tied: Tied) -> None:
     """Sums the gradients of parameters that several ranks of a replica hold, in place, in the order of their names.
 
-    Args:
-        tied: canonical name -> (this rank's parameter, group of the ranks that hold a copy). Every rank of the group
-            must call with the same names.
+    Every rank of a group must call with the same names.
     """
     by_group: dict[int, list[tuple[str, Parameter, Any]]] = {}
     for name in sorted(tied):
@@ -72,6 +87,21 @@ def global_norm(parameters: Iterable[Parameter], dtype: torch.dtype, pipeline: T
     squares = sum_of_squares([parameter.grad for parameter in parameters if parameter.grad is not None])
     pipeline.all_reduce(squares)
     return squares.sqrt().to(dtype)
+
+
+def all_reduce_norm(counts: Sequence[int], shards: Sequence[Tensor], world: WorldGroup) -> tuple[list[int], Tensor]:
+    """Returns the sums of `counts` over all ranks, and the L2 norm of everybody's `shards`; all ranks of the job call.
+
+    The norm is fp64, in host memory, and the same bits on every rank; it is infinite or no number where any gradient of
+    any rank is. Squares are summed in fp64: on a rank in the order of `shards`, then in that of `WorldGroup`.
+
+    Args:
+        counts: this rank's, as many as every rank's.
+        shards: gradients that no other rank brings, any shapes.
+    """
+    mine = torch.cat([torch.tensor(counts, dtype=torch.float64), sum_of_squares(shards).reshape(1)])
+    world.all_reduce(mine)
+    return [int(count) for count in mine[:-1]], mine[-1].sqrt()
 
 
 def sum_of_squares(tensors: Sequence[torch.Tensor]) -> torch.Tensor:

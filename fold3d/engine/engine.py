@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,35 +13,33 @@ import torch.distributed as dist
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
-from fold3d.comms.consistency import agree
+from fold3d.comms.groups import Groups
 from fold3d.comms.world_group import WorldGroup
 from fold3d.config import ParallelConfig
-from fold3d.data_parallel import gradients
 from fold3d.data_parallel.optimizer.hooks import OptimizerHooks
-from fold3d.data_parallel.optimizer.separable import check_separable
-from fold3d.device import default_device, make_current, rng_untouched
-from fold3d.engine import loss, planner, state
+from fold3d.device import all_rng_untouched, default_device, make_current
+from fold3d.engine import loss, state
 from fold3d.engine.arguments import check_arguments
-from fold3d.engine.built import Built
+from fold3d.engine.builder import Order, connect, cut_model
+from fold3d.engine.built import BuiltRank
 from fold3d.engine.loss_scaler import LossScaler
-from fold3d.engine.pipeline import Pipeline
-from fold3d.errors import ConfigError
+from fold3d.engine.turns import take_turn
+from fold3d.errors import ConfigError, Fold3dError, RankError
+from fold3d.faults.failure import is_communication_error
+from fold3d.faults.supervisor import Supervisor
 from fold3d.observe.step_breakdown import StepBreakdown
 from fold3d.observe.step_output import StepOutput
-from fold3d.placement.partition import split_ranges
 from fold3d.plan.programs import Programs
-from fold3d.plan.resolve import needs_planner, programs_of, resolve_auto, unplanned
-from fold3d.plan.strategy import MIXED, Ranges, Strategy
-from fold3d.stage.micro_batch import MicroBatch, split_batch
-from fold3d.stage.model_chunk import ModelCall
-from fold3d.stage.rank_model import RankModel, arguments_of, record
+from fold3d.plan.resolve import programs_of, resolve_auto
+from fold3d.plan.strategy import MIXED, Strategy
+from fold3d.schedule import Schedule
+from fold3d.stage.micro_batch import Inputs, ModelCall, split_batch
 from fold3d.topology import Topology
+from fold3d.trace import Trace
 from fold3d.trace.example import is_transformers_model
 
-_numbers = itertools.count()  # of the engines of one process
 
-
-class Engine(Built):
+class Engine:
     """Trains `model` as one of dp * pp processes; every process makes the same calls in the same order.
 
     The model's own forward runs on every rank, restricted to the layers the rank holds; the model object is cut in
@@ -93,114 +89,77 @@ class Engine(Built):
         self.max_grad_norm = max_grad_norm
         self.topology = Topology(dp=config.resolve_dp(world), pp=config.pp, rank=rank)
         self.config = config
-        self._constraints = resolve_auto(config, self.topology.dp)
-        if self._constraints.segments is not None:  # a bad schedule ends here
-            programs_of(config, self._constraints, self.topology.dp).training(config.micro_batches)
-        self._plans = needs_planner(config, self._constraints, self.topology.dp)
+        constraints = resolve_auto(config, self.topology.dp)
+        if constraints.segments is not None:  # a bad schedule ends here
+            programs_of(config, constraints, self.topology.dp).training(config.micro_batches)
         self.device = make_current(device or default_device())
         self.optimizer: Optimizer | None = None
         self.step_index = 0
-        self._make_optimizer = optimizer
-        self._planned_optimizer = optimizer or optimizer_like
-        self._autocast = autocast
-        self._scaler = LossScaler(scaler) if scaler is not None and scaler.is_enabled() else None
-        self.hooks: OptimizerHooks | None = None
-        self._weights = weights
-        self._strategy: Strategy | None = None
         self.planned_memory: int | None = None
-        self._cut: RankModel | None = None
-        self._pipeline: Pipeline | None = None
-        self._world: WorldGroup | None = None
-        self._fallback: Callable[[], Mapping[str, Any] | None] = lambda: None
+        """Bytes that the planner expects the fullest rank to need; None where it was not asked."""
         self.on_build: list[Callable[[], None]] = []
-        self._failure: str | None = None
-        self._closed = False
+        """Called once the model has been cut, with no arguments."""
+        self._make_optimizer = optimizer
+        self._scaler = LossScaler(scaler) if scaler is not None and scaler.is_enabled() else None
+        self._order = Order(
+            model=model,
+            config=config,
+            constraints=constraints,
+            topology=self.topology,
+            device=self.device,
+            optimizer=optimizer or optimizer_like,
+            autocast=autocast,
+            weights=weights,
+        )
+        self._supervisor = Supervisor(self.topology)
+        self._world: WorldGroup | None = None
+        self._rank: BuiltRank | None = None
+        self._strategy: Strategy | None = None
+        self._fallback: Callable[[], Mapping[str, Any] | None] = lambda: None
         # The planner times layers with a real micro-batch; the synthetic one of a transformers model will not do.
-        at_once = is_transformers_model(model) and not self._plans
+        at_once = is_transformers_model(model) and not self._order.plans
         if callable(example):
             self._fallback, at_once, example = example, False, None
-        if example is not None or not self._records or at_once:
+        if example is not None or not self._order.records or at_once:
             self._build(example)
 
     # Construction
 
-    @property
-    def _records(self) -> bool:
-        """Whether a recording is of use: to cut the model, or to know which layer waits for which parameters."""
-        return self._plans or self.config.pp * (self._constraints.segments or 1) > 1 or self.topology.dp > 1
-
     def _build(self, example: Mapping[str, Any] | None, call: ModelCall | None = None) -> None:
         self._take_turn()
-        error: Exception | None = None
-        if self._records and example is not None and call is not None:
-            try:
-                example = arguments_of(self.model, self.config, example, call)
-            except Exception as own:
-                error = own
-        digest, number = "", next(_numbers)
-        recording = proposed = None
-        if self._plans and error is None:
-            recording, proposed = planner.resolve_auto(
-                *(self.model, self.config, self._constraints, self.world, self.device, example),
-                *(self._planned_optimizer, self._autocast, number),
-            )
-            if proposed is None:  # nothing can be cut
-                self._constraints = replace(self._constraints, segments=1)
-        strategy = None
-        if proposed is not None:
-            strategy, self.planned_memory = proposed[1].strategy, proposed[1].memory_bytes
-        ranges: Ranges = ((0, 0),)
-        try:
-            if error is not None:
-                raise error
-            if recording is None and self._records:
-                recording = record(self.model, self.config, example)
-            if strategy is None and recording is not None:
-                chunks = self.config.pp * (self._constraints.segments or 1)
-                ranges = tuple(split_ranges(recording, chunks))
-        except Exception as own:
-            error = own
-        if self.topology.dp > 1 and strategy is None:  # replicas have recorded micro-batches of different sizes
-            agree(self.world, "", number, error)
-            ranges = self.world.share(ranges, timeout=self.world.patience)
-        try:
-            if error is not None:
-                raise error
-            if strategy is None:
-                strategy = unplanned(self.config, self._constraints, self.topology.dp, ranges)
-            self._cut = RankModel(
-                self.model, self.config, strategy, self.topology, self.device, recording, self._weights
-            )
-            self._follow(strategy)
-            blocks = recording.blocks if recording else ()
-            schedule = self.programs.compute(self.config.micro_batches).csv()
-            digest = strategy.digest(repr(self.config), ",".join(blocks), schedule)
-        except Exception as own:
-            error = own
-        name = f"{digest}/{agree(self.world, digest, number, error)}"
-        cut = self._cut
-        assert cut is not None and strategy is not None
-        # What the user has fixed stays fixed, so a schedule of theirs is never exchanged.
-        may_change = self._constraints.schedule is None and self._constraints.group_size is None
-        self._pipeline = Pipeline(
-            *(cut, self.config, strategy, self.world, self.device, name, proposed if may_change else None),
-            read=self.flush,
-        )
-        weakref.finalize(self, cut.split.remove).atexit = False
+        cut = cut_model(self._order, self.world, example, call)
+        self._rank = rank = connect(cut, self._supervisor, self.world, self.device)
+        self.planned_memory = cut.memory_bytes
+        self._follow(cut.strategy)
+        weakref.finalize(self, rank.cut.split.remove).atexit = False
         # Threads that outlive the interpreter abort the process: a script that never calls close() must end well.
-        self._at_exit = weakref.finalize(self, self._pipeline.close)
+        self._at_exit = weakref.finalize(self, rank.close)
         self._loss_takes_count = loss.takes_label_count(self.model)
         if self._make_optimizer is not None:
             # torch's optimizers refuse an empty list; a stage all of whose parameters are frozen gets one of no size.
-            trainable = list(cut.trainable().values()) or [Parameter(torch.empty(0, device=self.device))]
+            trainable = list(rank.cut.trainable().values()) or [Parameter(torch.empty(0, device=self.device))]
             try:
-                self.optimizer = self._make_optimizer(trainable)
-                self._attach(self.optimizer)
+                self.attach(self._make_optimizer(trainable))
             except BaseException:
                 self.close()
                 raise
         for settle in self.on_build:
             settle()
+
+    def _built(self, batch: Mapping[str, Any] | None = None, call: ModelCall | None = None) -> BuiltRank:
+        self._supervisor.progress.life.check()
+        if self._rank is None:
+            if batch is None:
+                batch, call = self._fallback(), None
+            if batch is None:
+                raise ConfigError(
+                    "the model has not been recorded yet; pass example=<a micro-batch> to Engine or Trainer, or train "
+                    "or evaluate first"
+                )
+            with all_rng_untouched(self.device):
+                self._build(batch, call)
+        assert self._rank is not None
+        return self._rank
 
     def attach(self, optimizer: Optimizer) -> None:
         """Makes `optimizer.step()` part of DP.sync: it returns at once, each layer is updated before its next forward.
@@ -211,23 +170,12 @@ class Engine(Built):
 
         Raises: ConfigError when dp_sync="zero1" and the optimizer does not work element by element.
         """
-        self._built()
+        rank = self._built()
         if self.optimizer is not None:
             raise ConfigError("this engine has an optimizer already")
         self.optimizer = optimizer
-        self._attach(optimizer)
-
-    def _attach(self, optimizer: Optimizer) -> None:
-        assert self._pipeline is not None
-        sync = self._pipeline.dp_sync
-        if sync is not None:
-            # What holds for all stages: all ranks raise, or none.
-            sync.attach(optimizer, parts=self.strategy.dp_sync in ("zero1", MIXED))
-            self.hooks = OptimizerHooks(optimizer, sync, flush=self.flush, before=self._update, after=self._updated)
-        else:
-            if self.topology.pp > 1:
-                check_separable(optimizer, parts=False)  # each stage steps its own parameters
-            optimizer.register_step_pre_hook(self._pipeline.share_tied_gradients)
+        # What holds for all stages: all ranks raise, or none.
+        rank.step.attach(optimizer, parts=self.strategy.dp_sync in ("zero1", MIXED))
 
     def _follow(self, strategy: Strategy) -> None:
         """The steps from now on are the strategy's."""
@@ -235,12 +183,24 @@ class Engine(Built):
         if before is None or (before.schedule, before.group_size) != (strategy.schedule, strategy.group_size):
             self.programs = Programs.of(strategy)
 
+    def _take_turn(self) -> None:
+        """Makes the model this engine's, which another one may have used since."""
+        take_turn(self, self.model)
+        if self._rank is not None:
+            self._rank.sync.resume()
+
+    def rest(self) -> None:
+        """Another engine is about to use the model. Raises: ConfigError between `run` and the optimizer's step."""
+        if self._rank is not None:
+            self._rank.sync.rest()
+            self._rank.cut.split.remove()  # its next run puts back what it needs
+
     # One's own loop, or a trainer's
 
     def run(
         self,
-        micro_batches: list[MicroBatch],
-        loss_fn: Callable[[Module, MicroBatch], torch.Tensor],
+        micro_batches: list[Inputs],
+        loss_fn: Callable[[Module, Inputs], torch.Tensor],
         *,
         reads_weights: bool = True,
         reads_gradients: bool = False,
@@ -263,81 +223,41 @@ class Engine(Built):
         """
         if not micro_batches:
             raise ValueError("run needs at least one micro-batch")
-        cut, pipeline = self._built(micro_batches[0], loss_fn)
+        rank = self._built(micro_batches[0], loss_fn)
         self._take_turn()
-        key_step = self.step_index
+        number = self.step_index
         self.step_index += 1
-        # Micro-batch i of replica d is number i * dp + d of the global batch, as a stock data loader deals them out.
-        keys = [
-            (self.config.seed, key_step, i * self.topology.dp + self.topology.dp_rank)
-            for i in range(len(micro_batches))
-        ]
-        if pipeline.dp_sync is None:
-            for parameter in cut.parameters.values():
-                parameter.grad = None
-        with self._failing_together(self._step_name()), rng_untouched(self.device):
-            better = pipeline.tune(self.strategy, self.programs.training(len(micro_batches)))
-            if better is not None:
-                self._follow(better)
-            program = self.programs.training(len(micro_batches))
-            if self.hooks is not None:
-                self.hooks.put_innermost()
-            return pipeline.train(
-                program, micro_batches, loss_fn, keys, reads_weights=reads_weights, reads_gradients=reads_gradients
-            )
+        return rank.step.run(
+            *(number, self._next_schedule, micro_batches, loss_fn),
+            reads_weights=reads_weights,
+            reads_gradients=reads_gradients,
+        )
+
+    def _next_schedule(self, micro_batches: int) -> Schedule:
+        """Returns what the next step runs, and keeps what was found to be better."""
+        better = self._built().step.replan(self.strategy, self.programs.training(micro_batches))
+        if better is not None:
+            self._follow(better)
+        return self.programs.training(micro_batches)
 
     def grad_norm(self) -> torch.Tensor:
         """Returns the exact global gradient norm, the same on every rank; all ranks of the job call."""
-        cut, pipeline = self._built()
-        with self._failing_together(f"the gradient norm of {self._step_name()}", meets=True):
-            if pipeline.dp_sync is not None:
-                return pipeline.dp_sync.norm()
-            names = cut.primary()
-            # In the model's order: a set's differs between processes, and so would the last bit of the sum.
-            primary = [parameter for name, parameter in cut.parameters.items() if name in names]
-            return gradients.global_norm(primary, gradients.norm_dtype(cut.model), self.world.pipeline)
+        return self._built().step.grad_norm()
 
     def clip_grad_norm(self, max_norm: float) -> torch.Tensor:
         """Scales all gradients to a global norm of at most `max_norm`; returns the norm before; all ranks call.
 
         With an optimizer attached they are scaled when it steps.
         """
-        norm = self.grad_norm()
-        self._scale_gradients(gradients.clip_coefficient(norm, max_norm))
-        return norm
-
-    def _scale_gradients(self, coefficient: float) -> None:
-        cut, pipeline = self._built()
-        if pipeline.dp_sync is not None:
-            pipeline.dp_sync.scale(coefficient)
-        else:
-            gradients.scale(cut.parameters.values(), coefficient)
-
-    def _update(self) -> None:
-        """The optimizer steps."""
-        _, pipeline = self._built()
-        assert pipeline.dp_sync is not None
-        with self._failing_together(f"the optimizer of {self._step_name()}", meets=False):
-            pipeline.dp_sync.update()
-        pipeline.extend()
-
-    def _updated(self) -> None:
-        """The optimizer's own step is over; hooks of the user's that come now find gradients and weights."""
-        assert self._pipeline is not None and self._pipeline.dp_sync is not None and self.hooks is not None
-        self._pipeline.dp_sync.updated()
-        if self.hooks.others_after:
-            self.flush()
+        return self._built().step.clip(max_norm)
 
     def flush(self) -> None:
         """Brings this rank's parameters up to date, which `optimizer.step()` may have left to the next forward."""
-        if self._pipeline is None and self._failure is None:  # as the user made them, or final
+        if self._rank is None and not self._supervisor.progress.life.is_raised:  # as the user made them, or final
             return
-        _, pipeline = self._built()
-        if pipeline.dp_sync is not None:
-            with self._failing_together(f"waiting for the weights of {self._step_name()}"):
-                pipeline.dp_sync.flush()
+        self._built().step.flush()
 
-    def forward(self, batch: MicroBatch, fn: Callable[[Module, MicroBatch], Any]) -> Any:
+    def forward(self, batch: Inputs, fn: Callable[[Module, Inputs], Any]) -> Any:
         """Returns fn(model, batch) without gradients, the last chunk's result on every rank of the replica.
 
         Args:
@@ -346,13 +266,11 @@ class Engine(Built):
                 any nesting of tensors and plain Python values.
         """
         self._take_turn()
-        _, pipeline = self._built(batch, fn)
-        with self._failing_together("an evaluation"):
-            return pipeline.evaluate(self.programs.evaluation(), batch, fn)
+        return self._built(batch, fn).step.evaluate(self.programs.evaluation(), batch, fn)
 
     # The whole step
 
-    def step(self, batch: MicroBatch) -> StepOutput:
+    def step(self, batch: Inputs) -> StepOutput:
         """Runs one optimizer step on this replica's batch; all ranks call.
 
         With several replicas, layers are updated when their next forward begins: parameters read directly afterwards
@@ -363,43 +281,29 @@ class Engine(Built):
                 Other values go to every micro-batch unchanged.
         """
         micro_batches = split_batch(batch, self.config.micro_batches)
-        _, pipeline = self._built(micro_batches[0], loss.first_call(self.model))
+        rank = self._built(micro_batches[0], loss.first_call(self.model))
         if self.optimizer is None:
             raise ConfigError("step needs an optimizer: pass optimizer=functools.partial(torch.optim.AdamW, lr=...)")
-        share, scaler = self._share_of_loss(micro_batches), self._scaler
-        if scaler is not None:
-            share = scaler.scaled(share)
+        share = self._share_of_loss(micro_batches)
+        if self._scaler is not None:
+            share = self._scaler.scaled(share)
         replica_loss = self.run(micro_batches, share, reads_weights=False)
-        mean = self._mean_over_replicas(replica_loss)  # while the last gradients are still being summed
-        norm = self.grad_norm()
-        if scaler is not None:
-            mean, norm = mean * scaler.inverse, norm * scaler.inverse
-        factor = 1.0 if self.max_grad_norm is None else gradients.clip_coefficient(norm, self.max_grad_norm)
-        if scaler is None or scaler.is_finite(norm):
-            self._scale_gradients(factor * (1.0 if scaler is None else scaler.inverse))
-            with self._failing_together(f"the optimizer of {self._step_name()}", meets=False):
-                self.optimizer.step()
-        elif pipeline.dp_sync is not None:
-            with self._failing_together(f"dropping the infinite gradients of {self._step_name()}"):
-                pipeline.dp_sync.abandon()
-        self.optimizer.zero_grad(set_to_none=True)
-        if scaler is not None:
-            scaler.update(norm)
-        return StepOutput(loss=mean, grad_norm=norm, make_breakdown=pipeline.breakdown_later())
+        mean, norm = rank.step.optimize(replica_loss, self.optimizer, self.max_grad_norm, self._scaler)
+        return StepOutput(loss=mean, grad_norm=norm, make_breakdown=rank.step.breakdown_later())
 
-    def evaluate(self, batch: MicroBatch) -> torch.Tensor:
+    def evaluate(self, batch: Inputs) -> torch.Tensor:
         """Returns the global batch's loss without gradients, in evaluation mode; any batch size; all ranks call."""
-        self._built(batch, loss.first_call(self.model))
+        rank = self._built(batch, loss.first_call(self.model))
         was_training = self.model.training
         self.model.eval()
         try:
-            return self._mean_over_replicas(self.forward(batch, self._share_of_loss([batch])))
+            return rank.step.mean_loss(self.forward(batch, self._share_of_loss([batch])))
         finally:
             self.model.train(was_training)
 
     def breakdown(self) -> StepBreakdown:
         """Returns where this rank's time went in the last `run`."""
-        return self._built()[1].breakdown_later()()
+        return self._built().step.breakdown_later()()
 
     account = breakdown
     """Its former name."""
@@ -408,9 +312,49 @@ class Engine(Built):
         """Returns the highest `value` that a stage of this replica gives; all ranks call."""
         highest = torch.tensor(value, dtype=torch.float64)
         self._built()
-        with self._failing_together("comparing the stages"):
+        with self._supervisor.together("comparing the stages"):
             self.world.pipeline.all_reduce(highest, torch.maximum)
         return float(highest)
+
+    def _share_of_loss(self, micro_batches: list[Inputs]) -> loss.LossFunction:
+        count = loss.count_labels(self.model, micro_batches) if self._loss_takes_count else None
+        if count is None:
+            return loss.mean_share(len(micro_batches))
+        total = torch.tensor(count)
+        with self._supervisor.together("counting the labels of the global batch"):
+            self.groups.data.all_reduce(total)
+        return loss.token_share(total, self.topology.dp, len(micro_batches))
+
+    # Failures
+
+    def supervise(self, doing: str) -> AbstractContextManager[None]:
+        """Tells the other ranks when the body raises, so that they stop too; all ranks run it.
+
+        Args:
+            doing: completes "failed in ...".
+        Raises: RankError when another rank failed or cannot be reached, else what the body raised. fold3d's own errors
+            pass untold: they are raised on every rank by themselves.
+        """
+        return self._supervisor.supervise(doing)
+
+    def meet(self, call: str) -> None:
+        """Waits until every rank has come to the same `call`, such as "trainer.save_model()".
+
+        Raises: RankError that names the call when a rank does not come within comm_timeout, or comes to another one.
+        """
+        if self.topology.world == 1:
+            return
+        self._built()
+        with self._supervisor.together(f"{call}, which every process must call"):
+            try:
+                self.world.decide(call, _same_call, timeout=self.config.timeout_seconds)
+            except RankError:
+                raise
+            except Exception as error:
+                if not is_communication_error(error):
+                    raise
+                why = str(error).partition(" (gloo")[0]
+                raise _AbsentError(f"every process must call {call}, and not all of them did: {why}") from None
 
     # State
 
@@ -420,21 +364,18 @@ class Engine(Built):
         The same on every rank, on the CPU, independent of dp, pp and segments.
         """
         self.meet("engine.state_dict()")
-        cut, pipeline = self._built()
-        with self._failing_together("gathering the state"), self.whole_optimizer_state():
+        cut, groups = self._built().cut, self.groups
+        with self._supervisor.together("gathering the state"), self.whole_optimizer_state():
             return {
-                "model": state.gather_model(cut, pipeline.groups.pipeline, pipeline.groups.data),
-                "optimizer": state.gather_optimizer(cut, self.optimizer, pipeline.groups.pipeline),
+                "model": state.gather_model(cut, groups.pipeline, groups.data),
+                "optimizer": state.gather_optimizer(cut, self.optimizer, groups.pipeline),
                 "step_index": self.step_index,
             }
 
     @contextlib.contextmanager
     def whole_optimizer_state(self) -> Iterator[None]:
         """Weights are up to date and the optimizer's state is whole on this rank in the body; all ranks run it."""
-        sync = self._built()[1].dp_sync
-        if sync is None:
-            yield
-            return
+        sync = self._built().sync
         sync.collect_state()
         try:
             yield
@@ -446,45 +387,90 @@ class Engine(Built):
 
         Raises: CheckpointError when names or shapes do not match; nothing has changed then.
         """
-        cut, pipeline = self._built()
+        rank = self._built()
         self.flush()
-        state.load(cut, self.optimizer, full)
-        if pipeline.dp_sync is not None:
-            pipeline.dp_sync.split_state()
+        state.load(rank.cut, self.optimizer, full)
+        rank.sync.split_state()
         self.step_index = int(full["step_index"])
+
+    def resume_at(self, step_index: int) -> None:
+        """The next step is number `step_index`, from 0: masks of dropout go on from there."""
+        self.step_index = step_index
 
     def close(self) -> None:
         """Ends communication and gives the model its own forward back. Weights of other ranks stay on meta.
 
         The engine cannot be used again, nor can the model by another one that needs those weights.
         """
-        self._closed = True
-        if self._pipeline is not None:
+        self._supervisor.progress.life.close()
+        rank, self._rank = self._rank, None
+        if rank is not None:
             self._at_exit.detach()
-            self._pipeline.close()
-            self._pipeline = None
+            rank.close()
         if self._world is not None:
             self._world.close()
-        if self._cut is not None:
-            self._cut.split.remove()
-            self._cut = None
+        if rank is not None:
+            rank.cut.split.remove()
 
-    # Inside
+    # What is there
 
-    def _share_of_loss(self, micro_batches: list[MicroBatch]) -> loss.LossFunction:
-        count = loss.count_labels(self.model, micro_batches) if self._loss_takes_count else None
-        if count is None:
-            return loss.mean_share(len(micro_batches))
-        total = torch.tensor(count)
-        with self._failing_together("counting the labels of the global batch"):
-            self.groups.data.all_reduce(total)
-        return loss.token_share(total, self.topology.dp, len(micro_batches))
+    @property
+    def is_built(self) -> bool:
+        """Whether the model has been recorded and cut; False after an engine is closed, too."""
+        return self._rank is not None
 
-    def _mean_over_replicas(self, value: torch.Tensor) -> torch.Tensor:
-        mean = value.detach().clone()
-        with self._failing_together("the mean loss over the replicas"):
-            self.groups.data.all_reduce(mean)
-        return mean / self.topology.dp
+    @property
+    def hooks(self) -> OptimizerHooks | None:
+        """The engine's at the attached optimizer's step; None where that is the optimizer's own."""
+        return None if self._rank is None else self._rank.step.hooks
 
-    def _step_name(self) -> str:
-        return f"step {self.step_index}"
+    @property
+    def trace(self) -> Trace | None:
+        """What was recorded of the model; None for one that is not cut where that was of no use, or not possible."""
+        return self._built().cut.trace
+
+    @property
+    def strategy(self) -> Strategy:
+        """What was decided, by the user, by default or by the planner: the same on every rank. It changes between steps
+        when the planner, with measured times, finds another schedule or order of gathers that is faster."""
+        self._built()
+        assert self._strategy is not None
+        return self._strategy
+
+    @property
+    def owned(self) -> dict[str, Parameter]:
+        """Parameters with storage on this rank, by canonical name."""
+        return self._built().cut.parameters
+
+    @property
+    def primary(self) -> set[str]:
+        """Names of the parameters this rank's stage is responsible for: each of the model belongs to one stage."""
+        return self._built().cut.primary()
+
+    @property
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """Persistent buffers this rank's stage is responsible for, by name."""
+        return state.own_buffers(self._built().cut)
+
+    @property
+    def world(self) -> WorldGroup:
+        """All ranks of the job, for what they exchange besides steps; all ranks must ask for it the first time."""
+        if self._world is None:
+            self._world = WorldGroup(self.topology, self.config.timeout_seconds, self._supervisor.progress)
+        return self._world
+
+    @property
+    def groups(self) -> Groups:
+        """The groups of this rank: `data`, the replicas of its stage; `pipeline`, the stages of its replica, a process
+        group of torch's (None where there is one stage)."""
+        return self._built().groups
+
+
+class _AbsentError(Fold3dError, dist.DistNetworkError):
+    """Not all ranks came."""
+
+
+def _same_call(calls: list[str]) -> None:
+    other = next((rank for rank, call in enumerate(calls) if call != calls[0]), None)
+    if other is not None:
+        raise RankError(f"every process must call {calls[0]}, but rank {other} calls {calls[other]}")

@@ -30,30 +30,6 @@ def loss_of(output: Any) -> torch.Tensor:
     return loss
 
 
-def one_number(value: Any) -> torch.Tensor:
-    """Returns `value`, a micro-batch's loss in training.
-
-    Raises: TypeError unless it is a tensor with one element, ValueError when no gradient can come of it.
-    """
-    if not isinstance(value, torch.Tensor):
-        raise TypeError(f"the loss is a {type(value).__name__}: the loss function must return a tensor")
-    if value.numel() != 1:
-        raise TypeError(
-            f"the loss has shape {list(value.shape)}: it must be one number; let the loss function return a mean or sum"
-        )
-    if value.is_meta:
-        raise ValueError(
-            "the loss lies on the meta device: it was computed from weights that are not on this rank; compute it from "
-            "what the model returns, or set pp=1"
-        )
-    if torch.is_grad_enabled() and not value.requires_grad:
-        raise ValueError(
-            "the loss has no gradient: it was detached, computed under torch.no_grad(), or does not depend on what the "
-            "model returned; or no parameter requires a gradient"
-        )
-    return value
-
-
 def takes_label_count(model: Module) -> bool:
     """Whether the model divides its loss by a `num_items_in_batch` it is given (HuggingFace models with **kwargs)."""
     declared = getattr(model, "accepts_loss_kwargs", None)

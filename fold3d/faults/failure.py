@@ -51,19 +51,16 @@ class FailureBoard:
     A second thread never blocks: it notices when the store itself no longer answers, and ends the process when the
     job has failed but the rank stays in a collective that cannot be interrupted.
 
-    On the first failure `progress.abort` is called, once, with its message.
+    On the first failure it hears of, it ends the `life` of `progress` with the message.
     """
 
     def __init__(self, store: Any, name: str, topology: Topology, timeout: float, progress: Progress):
-        self._topology, self._timeout, self._progress = topology, timeout, progress
+        self._topology, self._timeout, self._progress, self._life = topology, timeout, progress, progress.life
         self._store = _own_connection(store)
         self._prefix = f"fold3d/{name}"
         self._period = _LOOK_SECONDS * max(1.0, topology.world / _RANKS_PER_LOOK)
         self._trainer = threading.get_ident()
-        self._lock = threading.Lock()  # for what follows: any of the three threads may learn first
-        self._message: str | None = None
         self._known = threading.Event()
-        self._raised = False
         self._closed = threading.Event()
         self._contact = time.monotonic()
         self._lost_at: float | None = None
@@ -80,19 +77,19 @@ class FailureBoard:
 
     def publish(self, message: str) -> str:
         """Writes this rank's failure, unless another rank was first; returns the first one."""
-        if self._message is not None:
-            return self._message
+        if self._life.failure is not None:
+            return self._life.failure
         try:
             self._ask(lambda: self._write(message))
         except Exception as error:
             logger.warning("could not tell the other ranks why this one failed: %s", str(error) or type(error).__name__)
             self._learn(message)
-        return self._message or message
+        return self._life.failure or message
 
     def cause(self, seconds: float) -> str | None:
         """Returns the first failure of the job, waiting `seconds` for its author to write it; None if nobody did."""
         self._known.wait(seconds)
-        return self._message
+        return self._life.failure
 
     def reports(self, ranks: Iterable[int]) -> dict[int, Report]:
         """Returns the last reports of those `ranks` that made one; none when the store does not answer."""
@@ -104,7 +101,7 @@ class FailureBoard:
 
     def raised(self) -> None:
         """The failure is about to be raised on this rank: what it does next is no longer this board's business."""
-        self._raised = True
+        self._life.raised()
         if self._keeps_store():
             # The store ends with this process: give the others the time to read it.
             deadline = time.monotonic() + _LINGER_SECONDS
@@ -119,7 +116,7 @@ class FailureBoard:
         if self._closed.is_set():
             return
         error = getattr(sys, "last_value", None)  # what nobody caught; set when the interpreter has printed it
-        if error is not None and self._message is None and not hasattr(sys, "ps1"):
+        if error is not None and self._life.failure is None and not hasattr(sys, "ps1"):
             rank = self._topology.describe(self._topology.rank)
             self.publish(f"{rank} ended its process: {type(error).__name__}: {error}")
             self.raised()
@@ -191,7 +188,7 @@ class FailureBoard:
         self._store.add(self._key("readers"), 1)
 
     def _look(self) -> None:
-        if self._message is None and self._store.check([self._key("failure")]):
+        if self._life.failure is None and self._store.check([self._key("failure")]):
             self._learn(self._store.get(self._key("failure")).decode())
             self._store.add(self._key("readers"), 1)
 
@@ -208,7 +205,7 @@ class FailureBoard:
             silent = time.monotonic() - self._seen[1]
             if beat != self._seen[0]:
                 self._seen = (beat, time.monotonic())
-            elif silent > self._timeout and self._message is None:
+            elif silent > self._timeout and self._life.failure is None:
                 where = report.where() if report is not None else "nowhere: it never built its engine"
                 self._write(
                     f"{self._topology.describe(self._watched)} has given no sign of life for {silent:.1f} s (setting "
@@ -218,12 +215,8 @@ class FailureBoard:
             return
 
     def _learn(self, message: str) -> None:
-        with self._lock:
-            if self._message is not None:
-                return
-            self._message = message
+        self._life.fail(message)
         self._known.set()
-        self._progress.abort(message)
 
     # The thread that never blocks
 
@@ -237,13 +230,13 @@ class FailureBoard:
             if now > before + _PAUSE_SECONDS:
                 self._contact = now
             self._judge_store(now)
-            if self._message is None or self._raised:
+            if self._life.failure is None or self._life.is_raised:
                 place = blocked = None
                 continue
             place = self._blocking_place()
             if place is None or place != blocked:
                 blocked, since = place, now
-            elif is_interruption(self._message) and now - since > _GRACE_AFTER_INTERRUPT_SECONDS:
+            elif is_interruption(self._life.failure) and now - since > _GRACE_AFTER_INTERRUPT_SECONDS:
                 self._end_process_quietly()
             elif now - since > _GRACE_SECONDS:
                 self._end_process("".join(traceback.format_stack(place[0])))
@@ -257,7 +250,7 @@ class FailureBoard:
 
     def _judge_store(self, now: float) -> None:
         silent = now - self._contact
-        if self._message is not None or (self._lost_at is None and silent <= self._timeout):
+        if self._life.failure is not None or (self._lost_at is None and silent <= self._timeout):
             return
         if self._lost_at is None:
             self._learn(
@@ -279,14 +272,14 @@ class FailureBoard:
     def _end_process(self, stack: str) -> None:
         rank = self._topology.describe(self._topology.rank)
         sys.stderr.write(
-            f"fold3d: {rank} ends its process. The job has failed: {self._message}\nThis rank was blocked for "
+            f"fold3d: {rank} ends its process. The job has failed: {self._life.failure}\nThis rank was blocked for "
             f"{_GRACE_SECONDS:.0f} s in a call that cannot be interrupted:\n{stack}"
         )
         sys.stderr.flush()
         os._exit(1)
 
     def _end_process_quietly(self) -> None:
-        sys.stderr.write(f"fold3d: {self._topology.describe(self._topology.rank)} stops: {self._message}\n")
+        sys.stderr.write(f"fold3d: {self._topology.describe(self._topology.rank)} stops: {self._life.failure}\n")
         sys.stderr.flush()
         os._exit(EXIT_STATUS)
 

@@ -6,7 +6,10 @@ import contextlib
 import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Protocol
+
+from fold3d.faults.lifetime import Lifetime
+from fold3d.schedule import Schedule
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,41 +49,59 @@ class Report:
         return f"in {self.doing}" if self.doing else "outside fold3d, between two calls"
 
 
+class WalksActions(Protocol):
+    """What runs a schedule."""
+
+    def current_action(self) -> str:
+        """Text of the action in progress, "" between runs; any thread."""
+
+
 class Progress:
-    """Where this rank is. `executor` and `dp_sync` are set as soon as they exist."""
+    """Where this rank is, and in `life` whether it may go on."""
 
     def __init__(self) -> None:
-        self.executor: Any = None
-        self.dp_sync: Any = None
+        self.life = Lifetime()
         self.run = 0
-        self.micro_batches = 0
+        self.schedule: Schedule | None = None
+        """Of the last run begun."""
         self.doing = ""
         self.meets = False
-        self.aborted: str | None = None
-        self.met: list[tuple[int, int]] = []
-        """When small exchanges with other ranks began and ended, ns of time.monotonic; the breakdown takes
-        them."""
+        self._met: list[tuple[int, int]] = []
+        self._executor: WalksActions | None = None
         self._beat = 0
-        self._connecting: list[Any] = []
+
+    def follow(self, executor: WalksActions | None) -> None:
+        """From now on reports say which action `executor` is in."""
+        self._executor = executor
+
+    def met(self, start_ns: int, end_ns: int) -> None:
+        """A small exchange with other ranks took so long; ns of time.monotonic."""
+        self._met.append((start_ns, end_ns))
+
+    def take_met(self) -> list[tuple[int, int]]:
+        """Returns what `met` was told since the last call."""
+        met, self._met = self._met, []
+        return met
 
     def report(self, *, closed: bool = False) -> Report:
         """Returns the next report. Any thread; costs nothing where the rank works."""
         self._beat += 1
-        action = self.executor.current_action() if self.executor is not None and not closed else ""
+        executor, schedule = self._executor, self.schedule
+        action = executor.current_action() if executor is not None and not closed else ""
         return Report(
             beat=self._beat,
             run=self.run,
-            micro_batches=self.micro_batches,
+            micro_batches=0 if schedule is None else schedule.micro_batches,
             action=action,
             doing=self.doing,
             meets=self.meets,
             closed=closed,
         )
 
-    def begin(self, micro_batches: int) -> None:
+    def begin(self, schedule: Schedule) -> None:
         """A run begins."""
+        self.schedule = schedule
         self.run += 1
-        self.micro_batches = micro_batches
 
     @contextlib.contextmanager
     def during(self, doing: str, *, meets: bool = False) -> Iterator[None]:
@@ -91,24 +112,3 @@ class Progress:
             yield
         finally:
             self.doing, self.meets = before
-
-    def abort(self, message: str) -> None:
-        """Ends all communication of this rank; any thread."""
-        self.aborted = message
-        for part in (*self._connecting, self.executor, self.dp_sync):
-            if part is not None:
-                part.abort(message)
-
-    @contextlib.contextmanager
-    def ending(self, part: Any) -> Iterator[None]:
-        """`part.abort(message)` is called if the job has failed, or fails while the body runs, or the body fails."""
-        self._connecting.append(part)
-        try:
-            if self.aborted is not None:
-                part.abort(self.aborted)
-            yield
-        except BaseException as error:
-            part.abort(str(error))  # its door is shut: others need not wait for this rank
-            raise
-        finally:
-            self._connecting.remove(part)

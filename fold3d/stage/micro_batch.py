@@ -1,17 +1,70 @@
-"""Taking a replica's batch apart into micro-batches."""
+"""MicroBatch: what travels through the chunks of a rank, from the batch of a replica to the share of its loss."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.nn import Module
 
-MicroBatch = dict[str, Any]
+from fold3d.stage.once.drawn_numbers import DrawnNumbers
+
+Inputs = dict[str, Any]
+"""What the model's forward takes, and perhaps labels, by argument name."""
+ModelCall = Callable[[Module, Inputs], Any]
+"""(model, inputs) -> a loss, or what an evaluation wants; runs on every chunk."""
+DropoutKey = tuple[int, int, int]
+"""(seed, step, number in the global batch): dropout masks depend on it and on the module, never on the layout."""
 
 
-def split_batch(batch: Mapping[str, Any], parts: int) -> list[MicroBatch]:
-    """Returns `parts` micro-batches: equal slices of dimension 0 of every tensor, other values unchanged.
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """One micro-batch of a run; the Executor hands it to each forward, which gives back what it returns."""
+
+    inputs: Inputs
+    call: ModelCall
+    key: DropoutKey | None
+    """None in an evaluation, which leaves the generators alone."""
+    drawn: DrawnNumbers = field(default_factory=DrawnNumbers, repr=False, compare=False)
+
+    @property
+    def trains(self) -> bool:
+        """Whether a backward follows, for which the result must be a loss."""
+        return self.key is not None
+
+    def run(self, model: Module) -> Any:
+        """Calls what is to be called, with a shallow copy: a loss function may take labels out of its inputs, and
+        every chunk needs them."""
+        return self.call(model, dict(self.inputs))
+
+
+def one_number(value: Any) -> None:
+    """Checks `value`, a micro-batch's loss in training.
+
+    Raises: TypeError unless it is a tensor with one element, ValueError when no gradient can come of it.
+    """
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(f"the loss is a {type(value).__name__}: the loss function must return a tensor")
+    if value.numel() != 1:
+        raise TypeError(
+            f"the loss has shape {list(value.shape)}: it must be one number; let the loss function return a mean or sum"
+        )
+    if value.is_meta:
+        raise ValueError(
+            "the loss lies on the meta device: it was computed from weights that are not on this rank; compute it from "
+            "what the model returns, or set pp=1"
+        )
+    if torch.is_grad_enabled() and not value.requires_grad:
+        raise ValueError(
+            "the loss has no gradient: it was detached, computed under torch.no_grad(), or does not depend on what the "
+            "model returned; or no parameter requires a gradient"
+        )
+
+
+def split_batch(batch: Mapping[str, Any], parts: int) -> list[Inputs]:
+    """Returns `parts` micro-batches' inputs: equal slices of dimension 0 of every tensor, other values unchanged.
 
     Raises: ValueError when a tensor does not divide.
     """

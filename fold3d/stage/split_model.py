@@ -27,7 +27,6 @@ from fold3d import seeding
 from fold3d._C import BlockForward, CurrentForward, ForwardCursor, block_forward, next_seed, reseed, seed_inside
 from fold3d.errors import MissingWeightsError, TraceError
 from fold3d.stage.call_guard import CallGuard
-from fold3d.stage.front_buffers import FrontBuffers
 from fold3d.stage.recompute import frame_of_checkpoint, group_of_checkpoint, in_reentrant_checkpoint, recomputed
 from fold3d.stage.shapes import ShapeOnly
 from fold3d.trace.errors import SplitError
@@ -91,7 +90,6 @@ class SplitModel:
         self._replaced: WeakKeyDictionary[Any, dict[str, Any]] = WeakKeyDictionary()
         self._undo: list[Callable[[], None]] = []
         self._outer = list(dict.fromkeys((*trace.prologue, *trace.between, *trace.epilogue)))
-        self._front = FrontBuffers(model, trace.blocks)
         self._guard = CallGuard(model, trace, ranges, lambda: self._run is not None, self._use_outer)
         self.install()
 
@@ -120,8 +118,7 @@ class SplitModel:
         try:
             self._run = run
             self._slot.begin(run, run.received)
-            with self._front.of_chunk(chunk):
-                result = call()
+            result = call()
             returned = True
         except ChunkExit as leave:
             if leave.owner is not self:

@@ -200,7 +200,7 @@ class CheckpointingTrainer(transformers.Trainer):
             self._to_load.append(functools.partial(self._load_from_checkpoint, resume_from_checkpoint))
             return
         self._load_weights(folder)
-        self.engine.step_index = manifest.step_index(folder)
+        self.engine.resume_at(manifest.step_index(folder))
 
     def _load_best_model(self) -> None:
         logger.info("loading the best model, %s", self.state.best_model_checkpoint)

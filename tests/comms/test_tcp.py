@@ -123,7 +123,7 @@ def test_a_damaged_message_is_refused(head: torch.Tensor, error: str) -> None:
     assert connect_both(first, second, 30.0) == []
     arrived: list[torch.Tensor] = []
 
-    def forward(micro_batch: int, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+    def forward(micro_batch: int, inputs: list[torch.Tensor]) -> tuple[list[torch.Tensor], None]:
         arrived.extend(inputs)
         raise ZeroDivisionError("that is enough")
 
@@ -132,6 +132,6 @@ def test_a_damaged_message_is_refused(head: torch.Tensor, error: str) -> None:
     executor = _C.Executor([chunk], 1, 2, groups, torch.device("cpu"), 30.0, "stage 1", second)
     first.send(head, True)
     with pytest.raises(_C.CommError if error else ZeroDivisionError, match=error or "enough"):
-        executor.run(lower(generate("1f1b", pp=2, segments=1, micro_batches=1), reduce=False), 1, False)
+        executor.run(lower(generate("1f1b", pp=2, segments=1, micro_batches=1), reduce=False), 1, False, [0])
     assert [(list(t.shape), t.element_size()) for t in arrived] == ([] if error else [([2], int(head[33]))])
     executor.close()

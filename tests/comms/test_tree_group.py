@@ -234,7 +234,7 @@ def waits(timeout: float, aborts_after: float | None) -> tuple[str, float]:
     start, told, spent = time.monotonic(), "", 0.0
     if rank != 1:
         if aborts_after is not None:
-            threading.Timer(aborts_after, progress.abort, ["rank 1 failed"]).start()
+            threading.Timer(aborts_after, progress.life.fail, ["rank 1 failed"]).start()
         try:
             group.all_reduce(torch.ones(1))
         except dist.DistNetworkError as error:

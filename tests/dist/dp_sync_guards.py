@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 import fold3d
+from fold3d.data_parallel.dp_sync import DpSync
 from tests.dist import dp_sync_waits as waits
 from tests.dist.dp_sync_loops import sgd
 
@@ -75,8 +76,8 @@ def sum_under_the_backward() -> int:
     engine = waits.engine_of(dp=2, dp_sync="early", comm_timeout=10)
     waits.step_of(engine, 0)
     engine.flush()
-    assert engine._pipeline is not None and engine._pipeline.dp_sync is not None
-    sync = engine._pipeline.dp_sync
+    assert engine._rank is not None and isinstance(engine._rank.sync, DpSync)
+    sync = engine._rank.sync
     (last,) = (b.number for b in sync.buckets if any(f"layers.{waits.LAYERS - 1}." in name for name in b.names))
     passes = waited = 0
 
@@ -100,9 +101,9 @@ def within(limit: int | None, **settings: Any) -> tuple[int, set[str], dict[str,
         engine.step(_single(number, engine.topology.dp_rank))
     engine.flush()
     weights = {name: parameter.detach().clone() for name, parameter in engine.owned.items()}
-    assert engine._pipeline is not None and engine._pipeline.dp_sync is not None
+    assert engine._rank is not None and isinstance(engine._rank.sync, DpSync)
     told: list[set[str]] = [set()] * dist.get_world_size()
-    dist.all_gather_object(told, set(engine._pipeline.dp_sync.plan.modes))
+    dist.all_gather_object(told, set(engine._rank.sync.plan.modes))
     needs = engine.planned_memory or 0
     engine.close()
     return needs, set().union(*told), weights

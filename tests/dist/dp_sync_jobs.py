@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import fold3d
+from fold3d.data_parallel.dp_sync import DpSync
 from fold3d.device import default_device
 from fold3d.errors import ConfigError
 from tests.dist import parity_jobs
@@ -81,8 +82,8 @@ def optimizer_bytes(case: Case) -> tuple[int, int]:
     engine = parity_jobs.engine_of(case)
     engine.step(parity_jobs.replica_batch(case, 0, engine.topology.dp_rank))
     engine.flush()
-    assert engine.optimizer is not None and engine._pipeline is not None and engine._pipeline.dp_sync is not None
-    states = [engine.optimizer.state, *(part.twin.state for part in engine._pipeline.dp_sync.optimizer.parts)]
+    assert engine.optimizer is not None and engine._rank is not None and isinstance(engine._rank.sync, DpSync)
+    states = [engine.optimizer.state, *(part.twin.state for part in engine._rank.sync.optimizer.parts)]
     unique = {id(t): t for state in states for values in state.values() for t in values.values() if t.ndim}
     own = sum(parameter.numel() for parameter in engine.owned.values() if parameter.requires_grad)
     engine.close()

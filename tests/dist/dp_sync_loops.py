@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 import fold3d
 from fold3d.data_parallel.bucket_schedule import BucketSchedule
+from fold3d.data_parallel.dp_sync import DpSync
 from fold3d.data_parallel.pending import PendingGradient
 from fold3d.errors import Fold3dError
 from fold3d.placement.bucket_layout import BucketSpec
@@ -91,8 +92,8 @@ def engine_of(model: nn.Module, dp_sync: str, **others: Any) -> fold3d.Engine:
     settings = {"segments": 1, "micro_batches": MICRO_BATCHES, "blocks": "layers", "bucket_bytes": 0}
     engine = make_engine(model, dp_sync, settings, example=batches(0, 0)[0], **others)
     if dp_sync == "mixed":
-        assert engine._pipeline is not None and engine._pipeline.dp_sync is not None
-        assert set(engine._pipeline.dp_sync.plan.modes) == {"early", "zero1"}
+        assert engine._rank is not None and isinstance(engine._rank.sync, DpSync)
+        assert set(engine._rank.sync.plan.modes) == {"early", "zero1"}
     return engine
 
 

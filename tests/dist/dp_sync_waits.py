@@ -17,6 +17,7 @@ import fold3d
 from fold3d import _C, schedule
 from fold3d.comms import rings
 from fold3d.comms.groups import Groups
+from fold3d.data_parallel.dp_sync import DpSync
 from fold3d.engine import replanner
 from fold3d.errors import Fold3dError
 from fold3d.plan.constraints import Constraints
@@ -65,10 +66,10 @@ class Watched:
     """DP.sync's streams of one rank; every gather is waited for, a little longer than needed."""
 
     def __init__(self, engine: fold3d.Engine) -> None:
-        assert engine._pipeline is not None and engine._pipeline.dp_sync is not None
-        self._streams = engine._pipeline.dp_sync._transfers._sync
+        assert engine._rank is not None and isinstance(engine._rank.sync, DpSync)
+        self._streams = engine._rank.sync._transfers._sync
         self.seen: list[str] = []
-        engine._pipeline.dp_sync._transfers._sync = self  # type: ignore[assignment]
+        engine._rank.sync._transfers._sync = self  # type: ignore[assignment]
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._streams, name)
@@ -130,7 +131,7 @@ def order_of_waits(dp_sync: str) -> list[str]:
         if not list(module.children()):
             module.register_forward_pre_hook(lambda *_, name=name: watched.seen.append(name))
     step_of(engine, 1)
-    names = {f"bucket {b.number}": b.names[0].rpartition(".")[0] for b in engine._pipeline.dp_sync.buckets}  # type: ignore[union-attr]
+    names = {f"bucket {b.number}": b.names[0].rpartition(".")[0] for b in engine._rank.sync.buckets}  # type: ignore[union-attr]
     seen = [f"wait {names[event]}" if event in names else event for event in watched.seen]
     engine.close()  # waits for all gathers of the last step
     return seen
@@ -142,8 +143,8 @@ def gathered_before_the_vote() -> tuple[int, int]:
     step_of(engine, 0)
     engine.flush()
     run_of(engine, 1)
-    assert engine._pipeline is not None and engine._pipeline.dp_sync is not None
-    sync, known = engine._pipeline.dp_sync, engine._pipeline._records
+    assert engine._rank is not None and isinstance(engine._rank.sync, DpSync)
+    sync, known = engine._rank.sync, engine._rank.recorder.records
     gathered = {action for lane, action, _, _, _ in known if lane == "gather"}
     deadline = time.monotonic() + 5.0
     while len(gathered) < len(sync.buckets) and time.monotonic() < deadline:
@@ -212,8 +213,8 @@ def traffic_of_an_engine(hosts: str) -> tuple[int, list[str]]:
         rings._host_identity = before
     found = sorted(_shared_memory() - known)
     step_of(engine, 0)
-    assert engine._pipeline is not None and engine._pipeline._arbiter is not None
-    messages = engine._pipeline._arbiter.counters()["messages"]
+    assert engine._rank is not None
+    messages = engine._rank.recorder._arbiter.counters()["messages"]
     engine.close()
     return messages, found
 

@@ -116,10 +116,11 @@ def boards(count: int, timeout: float, store: Any = None) -> list[tuple[FailureB
     store = store or dist.HashStore()
     made = []
     for rank in range(count):
-        progress = Progress()
-        progress.executor = Executor()
+        progress, executor = Progress(), Executor()
+        progress.follow(executor)
+        progress.life.end_with(executor)
         topology = Topology(dp=1, pp=count, rank=rank)
-        made.append((FailureBoard(store, "test", topology, timeout, progress), progress.executor))
+        made.append((FailureBoard(store, "test", topology, timeout, progress), executor))
     return made
 
 

@@ -167,7 +167,7 @@ class Gate:
 def test_a_step_s_account_has_what_the_gate_counted_in_it() -> None:
     engine, batch = small_engine()
     arbiter = Gate()
-    engine._pipeline._arbiter = arbiter  # type: ignore[union-attr,assignment]
+    engine._rank.recorder._arbiter = arbiter  # type: ignore[union-attr,assignment]
 
     def loss(module: torch.nn.Module, micro_batch: dict[str, torch.Tensor]) -> torch.Tensor:
         arbiter.counted = {name: count + 2 * MS for name, count in arbiter.counted.items()}
@@ -186,7 +186,7 @@ def test_exchanges_after_a_step_are_not_in_it() -> None:
     engine, batch = small_engine()
     engine.run([batch], lambda module, micro_batch: module(**micro_batch).sum())
     now = time.monotonic_ns()
-    engine._pipeline.progress.met.append((now, now + 10_000 * MS))  # type: ignore[union-attr]
+    engine._supervisor.progress.met(now, now + 10_000 * MS)  # type: ignore[union-attr]
     breakdown = engine.breakdown()
     assert breakdown.step_ms < 5_000 and breakdown.bubble_ms == 0
     engine.close()

@@ -109,5 +109,5 @@ def _gather_as_reduced(engine: fold3d.Engine) -> None:
 
 def _dp_sync(engine: fold3d.Engine) -> Any:
     """Returns the inside that has no public name."""
-    assert engine._pipeline is not None and engine._pipeline.dp_sync is not None
-    return engine._pipeline.dp_sync
+    assert engine._rank is not None
+    return engine._rank.sync

@@ -75,7 +75,7 @@ class LoadRank:
             self._sync.begin(self._steps, numbers)
             for number in numbers:
                 self._sync.reduce(number, self._buckets[number], 1.0)
-        self._executor.run(self._order, self._topology.pp_rank, backward=False)
+        self._executor.run(self._order, self._topology.pp_rank, False, range(self._order.micro_batches))
         records = [*self._executor.take_spans(), *self._executor.take_records()]
         if self._sync is not None:
             for number in numbers:
@@ -122,11 +122,11 @@ class _Stage:
         self._load = load
         self._message = torch.zeros(activation_bytes // FLOAT_BYTES)
 
-    def forward(self, micro_batch: int, received: list[torch.Tensor]) -> list[torch.Tensor]:
+    def forward(self, micro_batch: int, received: list[torch.Tensor]) -> tuple[list[torch.Tensor], None]:
         """Returns the message: the first stage's when it is due, the others' at once."""
         if not received:
             self._load.wait_for(micro_batch)
-        return [self._message]
+        return [self._message], None
 
     def reduce(self) -> None:
         """Forwards only."""

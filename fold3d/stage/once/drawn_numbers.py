@@ -11,32 +11,33 @@ from fold3d.device import LibraryState, library_rng_state, set_library_rng_state
 
 
 class DrawnNumbers:
-    """Of one run, for a process with several chunks: the loss function runs for each, and all must see the same.
+    """Of one micro-batch, for a process with several chunks: the loss function runs for each, and all see the same.
 
-    The first chunk that runs a micro-batch draws, in the order in which one process would; later ones draw the same
+    The first chunk that runs the micro-batch draws, in the order in which one process would; later ones draw the same
     again, and leave the generators as they were. torch's generators are seeded per micro-batch anyway.
     """
 
     def __init__(self) -> None:
-        self._before: dict[int, LibraryState | None] = {}
+        self._has_run = False
+        self._before: LibraryState | None = None  # of the first run, if that drew anything
 
     @contextlib.contextmanager
-    def of(self, micro_batch: int) -> Iterator[None]:
-        """Around the run of a chunk for `micro_batch`."""
-        if micro_batch not in self._before:
+    def once(self) -> Iterator[None]:
+        """Around the run of a chunk."""
+        if not self._has_run:
             before = library_rng_state()
             try:
                 yield
             finally:
+                self._has_run = True
                 # Most loss functions draw nothing; then there is nothing to do for later chunks.
-                self._before[micro_batch] = None if _same(before, library_rng_state()) else before
+                self._before = None if _same(before, library_rng_state()) else before
             return
-        drawn = self._before[micro_batch]
-        if drawn is None:
+        if self._before is None:
             yield
             return
         now = library_rng_state()
-        set_library_rng_state(drawn)
+        set_library_rng_state(self._before)
         try:
             yield
         finally:

@@ -1,0 +1,93 @@
+"""GradientSync: what becomes of a step's gradients after the backwards, whatever the number of replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from fold3d.observe.step_breakdown import RawRecord
+
+
+class GradientSync(Protocol):
+    """Of one rank: `DpSync`, or `OneReplica` where there are no replicas to sum over.
+
+    The order of a step: `begin`; while actions run `before_chunk` and `chunk_done`; `end`; `norm`, `scale`; then the
+    optimizer, or `abandon`. All ranks make the same calls.
+    """
+
+    steps_by_itself: bool
+    """Whether `update` steps the optimizer, whose own step then finds no gradients."""
+
+    def attach(self, optimizer: Optimizer, *, parts: bool) -> None:
+        """The gradients are this optimizer's; `parts`: whether any stage steps parts of parameters.
+
+        Raises: ConfigError when it cannot be stepped stage by stage, or part by part.
+        """
+
+    def begin(self, micro_batches: int, chunks: Sequence[int], *, whole: bool) -> None:
+        """A step begins.
+
+        Args:
+            chunks: of this rank, in the order of their last backwards.
+            whole: somebody reads or changes `.grad` before the optimizer's step, which takes what it finds.
+        """
+
+    def before_chunk(self, chunk: int) -> None:
+        """Waits for the parameters that any module of the chunk may read."""
+
+    def chunk_done(self, chunk: int) -> None:
+        """The chunk's last backward is done."""
+
+    def end(self) -> None:
+        """All backwards are done."""
+
+    def norm(self) -> Tensor:
+        """Returns the exact global gradient norm, scalar in host memory, the same on every rank."""
+
+    def scale(self, coefficient: float) -> None:
+        """Scales the step's gradients, now or when the optimizer takes them."""
+
+    def update(self) -> None:
+        """Begins the optimizer's step; where `steps_by_itself`."""
+
+    def updated(self) -> None:
+        """The optimizer's own step is over; where `steps_by_itself`."""
+
+    def abandon(self) -> None:
+        """Drops the gradients of a step that will not be taken."""
+
+    def flush(self) -> None:
+        """Brings all parameters of this rank up to date; meets nobody."""
+
+    def finish(self) -> None:
+        """Waits for what is under way."""
+
+    def rest(self) -> None:
+        """Another engine is about to use the model. Raises ConfigError in the middle of a step."""
+
+    def resume(self) -> None:
+        """The model is ours, perhaps again."""
+
+    def collect_state(self) -> None:
+        """Makes the optimizer's state whole on this rank; all replicas call."""
+
+    def release_state(self) -> None:
+        """Undoes `collect_state`."""
+
+    def before_state_dict(self) -> None:
+        """The optimizer's state is about to be read. Raises ConfigError when it is not whole."""
+
+    def split_state(self) -> None:
+        """A whole state was loaded into the optimizer."""
+
+    def take_records(self) -> list[RawRecord]:
+        """Returns transfers and waits since the last call."""
+
+    def abort(self, reason: str) -> None:
+        """Ends all communication; any thread."""
+
+    def close(self) -> None:
+        """Ends what it began and takes its hooks off the model."""

@@ -1,0 +1,117 @@
+"""OneReplica: gradients where there is one replica: in `.grad`, summed over stages only where weights are tied."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from fold3d.comms.groups import Groups
+from fold3d.data_parallel import gradients
+from fold3d.data_parallel.optimizer.separable import check_separable
+from fold3d.observe.step_breakdown import RawRecord
+from fold3d.stage.rank_model import RankModel
+from fold3d.topology import Topology
+
+
+class OneReplica:
+    """A GradientSync which leaves the gradients where autograd puts them, and the step to the optimizer."""
+
+    steps_by_itself = False
+
+    def __init__(self, cut: RankModel, topology: Topology, groups: Groups) -> None:
+        self._cut, self._topology, self._groups = cut, topology, groups
+        self._tied = gradients.tied_parameters(cut, groups, topology)
+        self._norm_dtype = gradients.norm_dtype(cut.model)
+        self._whole = False  # somebody may have changed the gradients
+
+    def attach(self, optimizer: Optimizer, *, parts: bool) -> None:
+        """Raises ConfigError when there are several stages and it cannot be stepped stage by stage."""
+        if self._topology.pp > 1:
+            check_separable(optimizer, parts=False)  # each stage steps its own parameters
+        optimizer.register_step_pre_hook(self._share_tied)
+
+    def begin(self, micro_batches: int, chunks: Sequence[int], *, whole: bool) -> None:
+        """Takes the gradients of the step before off the parameters."""
+        for parameter in self._cut.parameters.values():
+            parameter.grad = None
+        self._whole = whole
+
+    def before_chunk(self, chunk: int) -> None:
+        """Parameters are up to date."""
+
+    def chunk_done(self, chunk: int) -> None:
+        """There is nobody to sum with."""
+
+    def end(self) -> None:
+        """Sums the gradients of tied weights over their stages."""
+        gradients.sum_tied(self._tied)
+
+    def norm(self) -> Tensor:
+        """Returns the global gradient norm, the same on every rank; all ranks call."""
+        names = self._cut.primary()
+        # In the model's order: a set's differs between processes, and so would the last bit of the sum.
+        primary = [parameter for name, parameter in self._cut.parameters.items() if name in names]
+        return gradients.global_norm(primary, self._norm_dtype, self._groups.world.pipeline)
+
+    def scale(self, coefficient: float) -> None:
+        """Scales `.grad`."""
+        gradients.scale(self._cut.parameters.values(), coefficient)
+
+    def update(self) -> None:
+        """The optimizer steps."""
+
+    def updated(self) -> None:
+        """The optimizer has stepped."""
+
+    def abandon(self) -> None:
+        """The next step begins without gradients anyway."""
+
+    def flush(self) -> None:
+        """Parameters are up to date."""
+
+    def finish(self) -> None:
+        """Nothing is under way."""
+
+    def rest(self) -> None:
+        """Nothing is left to do."""
+
+    def resume(self) -> None:
+        """Nothing has changed hands."""
+
+    def collect_state(self) -> None:
+        """It is whole."""
+
+    def release_state(self) -> None:
+        """It stays whole."""
+
+    def before_state_dict(self) -> None:
+        """It is whole."""
+
+    def split_state(self) -> None:
+        """It stays whole."""
+
+    def take_records(self) -> list[RawRecord]:
+        """Returns none."""
+        return []
+
+    def abort(self, reason: str) -> None:
+        """Nothing is under way."""
+
+    def close(self) -> None:
+        """The optimizer may go on by itself."""
+        self._whole = False
+
+    def _share_tied(self, *_: Any) -> None:
+        """Gives the copies of tied weights the first one's gradients, if others may have changed them."""
+        if not self._whole:
+            return
+        for name, (parameter, group) in sorted(self._tied.items()):
+            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            used = [parameter.grad is not None]
+            source = self._topology.source_of(self._cut.placement.summed_over(name))
+            gradients.share_first(gradient, used, source, group)
+            parameter.grad = gradient if used[0] else None

@@ -1,0 +1,268 @@
+"""Builds what one rank trains with: the model is recorded, planned and cut, then the ranks are connected."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import Module, Parameter
+from torch.optim import Optimizer
+
+from fold3d import _C
+from fold3d.comms.consistency import agree
+from fold3d.comms.groups import Groups
+from fold3d.comms.rings import connect_replicas, find_hosts, join_nic_arbiter
+from fold3d.comms.tcp import connect_stages, uses_tcp
+from fold3d.comms.world_group import WorldGroup
+from fold3d.config import ParallelConfig
+from fold3d.data_parallel.bucket_schedule import BucketSchedule
+from fold3d.data_parallel.dp_sync import DpSync
+from fold3d.data_parallel.one_replica import OneReplica
+from fold3d.engine import planner
+from fold3d.engine.built import BuiltRank
+from fold3d.engine.pipeline import Pipeline
+from fold3d.engine.replanner import Replanner
+from fold3d.engine.step import Step
+from fold3d.engine.step_recorder import StepRecorder
+from fold3d.errors import Fold3dError, RankError
+from fold3d.faults.supervisor import Supervisor
+from fold3d.placement.bucket_layout import bucket_layout
+from fold3d.placement.partition import split_ranges
+from fold3d.plan.constraints import Constraints
+from fold3d.plan.job import Job
+from fold3d.plan.programs import Programs
+from fold3d.plan.proposal import Proposal
+from fold3d.plan.resolve import needs_planner, unplanned
+from fold3d.plan.strategy import Ranges, Strategy
+from fold3d.stage.micro_batch import ModelCall
+from fold3d.stage.model_chunk import PipelineChunk
+from fold3d.stage.once.once_per_micro_batch import OncePerMicroBatch
+from fold3d.stage.rank_model import RankModel, arguments_of, record
+from fold3d.topology import Submesh, Topology
+
+_numbers = itertools.count()  # of the engines of one process
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Order:
+    """What the user wants built."""
+
+    model: Module
+    config: ParallelConfig
+    constraints: Constraints
+    """From `resolve_auto`."""
+    topology: Topology
+    device: torch.device
+    optimizer: Callable[[list[Parameter]], Optimizer] | None
+    """Makes one like the training's, for the planner to try."""
+    autocast: Callable[[], AbstractContextManager[Any]]
+    weights: str | None
+    """Folder with safetensors."""
+
+    @property
+    def plans(self) -> bool:
+        """Whether the planner decides anything."""
+        return needs_planner(self.config, self.constraints, self.topology.dp)
+
+    @property
+    def records(self) -> bool:
+        """Whether a recording is of use: to cut the model, or to know which layer waits for which parameters."""
+        return self.plans or self.config.pp * (self.constraints.segments or 1) > 1 or self.topology.dp > 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CutModel:
+    """The model, cut as the user or the planner wants it; the same strategy on all ranks."""
+
+    cut: RankModel
+    config: ParallelConfig
+    strategy: Strategy
+    proposed: tuple[Job, Proposal] | None
+    """What the planner was told and said, if another schedule may be chosen."""
+    memory_bytes: int | None
+    """What the planner expects the fullest rank to need; None where it was not asked."""
+    name: str
+    """This engine's in the job."""
+
+
+def cut_model(
+    order: Order, world: WorldGroup, example: Mapping[str, Any] | None, call: ModelCall | None = None
+) -> CutModel:
+    """Records the model, plans what is "auto", and cuts the model in place; all ranks of the job call.
+
+    Args:
+        example: a micro-batch to record with; None: what the model makes up by itself, if it does.
+        call: how the loss function calls the model with it; None: `example` is what the model's forward takes.
+    Raises: TraceError, ConfigError; RankError when another rank failed.
+    """
+    model, config, constraints, topology = order.model, order.config, order.constraints, order.topology
+    error: Exception | None = None
+    if order.records and example is not None and call is not None:
+        try:
+            example = arguments_of(model, config, example, call)
+        except Exception as own:
+            error = own
+    digest, number = "", next(_numbers)
+    recording = proposed = strategy = None
+    if order.plans and error is None:
+        recording, proposed = planner.resolve_auto(
+            *(model, config, constraints, world, order.device, example), *(order.optimizer, order.autocast, number)
+        )
+        if proposed is None:  # nothing can be cut
+            constraints = replace(constraints, segments=1)
+        else:
+            strategy = proposed[1].strategy
+    ranges: Ranges = ((0, 0),)
+    try:
+        if error is not None:
+            raise error
+        if recording is None and order.records:
+            recording = record(model, config, example)
+        if strategy is None and recording is not None:
+            ranges = tuple(split_ranges(recording, config.pp * (constraints.segments or 1)))
+    except Exception as own:
+        error = own
+    if topology.dp > 1 and strategy is None:  # replicas have recorded micro-batches of different sizes
+        agree(world, "", number, error)
+        ranges = world.share(ranges, timeout=world.patience)
+    cut: RankModel | None = None
+    try:
+        if error is not None:
+            raise error
+        if strategy is None:
+            strategy = unplanned(config, constraints, topology.dp, ranges)
+        cut = RankModel(model, config, strategy, topology, order.device, recording, order.weights)
+        blocks = recording.blocks if recording else ()
+        schedule = Programs.of(strategy).compute(config.micro_batches).csv()
+        digest = strategy.digest(repr(config), ",".join(blocks), schedule)
+    except Exception as own:
+        error = own
+    try:
+        name = f"{digest}/{agree(world, digest, number, error)}"
+    except BaseException:
+        if cut is not None:
+            cut.split.remove()
+        raise
+    assert cut is not None and strategy is not None
+    # What the user has fixed stays fixed, so a schedule of theirs is never exchanged.
+    may_change = constraints.schedule is None and constraints.group_size is None
+    return CutModel(
+        cut=cut,
+        config=config,
+        strategy=strategy,
+        proposed=proposed if may_change else None,
+        memory_bytes=None if proposed is None else proposed[1].memory_bytes,
+        name=name,
+    )
+
+
+def connect(model: CutModel, supervisor: Supervisor, world: WorldGroup, device: torch.device) -> BuiltRank:
+    """Connects this rank with the others, and its chunks with the executor; all ranks of the job call.
+
+    Raises: RankError on all ranks when one fails; then nothing is left open.
+    """
+    store = dist.distributed_c10d._get_default_store() if world.topology.world > 1 else None
+    supervisor.open(store, model.name, model.config.silence_seconds)
+    undo = ExitStack()
+    with supervisor.progress.during("building the engine", meets=True):
+        try:
+            return _connect(model, supervisor, world, device, undo)
+        except BaseException as error:
+            message = "" if isinstance(error, Fold3dError) else supervisor.fail(error)
+            supervisor.close()
+            undo.close()
+            if isinstance(error, Fold3dError) or not isinstance(error, Exception):
+                raise
+            raise RankError(message) from error
+
+
+def _connect(
+    model: CutModel, supervisor: Supervisor, world: WorldGroup, device: torch.device, undo: ExitStack
+) -> BuiltRank:
+    cut, config, topology, progress = model.cut, model.config, world.topology, supervisor.progress
+    over_tcp, timeout = uses_tcp(config.transport, device), config.timeout_seconds
+    shared = cut.placement.shared()
+    groups = Groups(topology, device, timeout, shared.values(), with_p2p=not over_tcp, world=world)
+    undo.callback(groups.close)
+    _share_weights(cut, shared, groups)
+    arbiter = join_nic_arbiter(topology, groups, model.name, config.preempt)
+    hosts = find_hosts(groups)
+    sync: DpSync | OneReplica
+    if topology.dp > 1:
+        rings = connect_replicas(topology, groups, arbiter, device, timeout, over_tcp=over_tcp, hosts=hosts)
+
+        def read() -> None:
+            progress.life.check()
+            with supervisor.together("waiting for the weights of the last step"):
+                sync.flush()
+
+        sync = DpSync(cut, topology, groups, rings, _bucket_schedule(model, topology.pp_rank), progress, read)
+    else:
+        sync = OneReplica(cut, topology, groups)
+    executor = _C.Executor(
+        _chunks(model, topology, sync),
+        topology.pp_rank,
+        topology.pp,
+        groups.p2p_names(),
+        device,
+        timeout,
+        topology.describe(topology.rank),
+        connect_stages(topology, world, timeout) if over_tcp and topology.pp > 1 else None,
+        arbiter,
+        list(hosts.stages),
+    )
+    for part in (executor, sync):
+        progress.life.end_with(part)
+        undo.callback(part.close)
+        undo.callback(progress.life.forget, part)
+    progress.follow(executor)
+    undo.callback(progress.follow, None)
+    recorder = StepRecorder(executor, sync, arbiter, progress, topology.pp_rank)
+    step = Step(
+        *(cut, topology, config.seed, device),
+        pipeline=Pipeline(topology, groups, executor, progress),
+        sync=sync,
+        recorder=recorder,
+        replanner=Replanner(topology, groups, config, device, model.proposed),
+        supervisor=supervisor,
+        mean_over_replicas=lambda value: _mean(value, groups),
+    )
+    return BuiltRank(cut=cut, groups=groups, sync=sync, recorder=recorder, step=step, supervisor=supervisor, undo=undo)
+
+
+def _bucket_schedule(model: CutModel, stage: int) -> BucketSchedule:
+    cut = model.cut
+    buckets = bucket_layout(cut.trainable(), cut.placement, cut.trace, cut.ranges, stage, model.strategy.bucket_bytes)
+    return BucketSchedule.make(buckets, model.strategy, stage)
+
+
+def _chunks(model: CutModel, topology: Topology, sync: DpSync | OneReplica) -> list[PipelineChunk]:
+    cut = model.cut
+    numbers = topology.chunks(model.strategy.segments)
+    once = None
+    if len(numbers) > 1:
+        once = OncePerMicroBatch(cut.model, cut.trace.blocks if cut.trace else ())
+    last = model.strategy.num_chunks - 1
+    return [PipelineChunk(v, v == last, cut.model, cut.split, sync, once) for v in numbers]
+
+
+def _share_weights(cut: RankModel, shared: Mapping[str, Submesh], groups: Groups) -> None:
+    """Replica 0's weights, and of several copies in a replica the first one's, become everybody's."""
+    for name in sorted(set(shared) & set(cut.parameters)):
+        places = shared[name]
+        dist.broadcast(cut.parameters[name].data, groups.topology.source_of(places), group=groups.ties[places])
+    buffers = [b for b in cut.model.buffers() if b.device.type != "meta"]
+    for tensor in [*(p.data for p in cut.parameters.values()), *buffers]:
+        groups.data.broadcast(tensor, timeout=groups.world.patience)
+
+
+def _mean(value: Tensor, groups: Groups) -> Tensor:
+    mean = value.detach().clone()
+    groups.data.all_reduce(mean)
+    return mean / groups.topology.dp

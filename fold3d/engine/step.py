@@ -1,0 +1,227 @@
+"""Step: one optimizer step of one rank, as a list.
+
+Two parts, because a loop of one's own, or a trainer's, does as it likes between them:
+
+    `Step.run`        1 schedule   2 checks   3 weights   4 micro-batches   5 gradients begin
+                      6 forwards and backwards, sums under them   7 sums end   8 loss
+    `Step.optimize`   9 mean loss   10 norm   11 clip   12 update   13 gathers, up to the next forward
+
+The rooms behind it: `Pipeline` runs the actions, `GradientSync` has the gradients, `Supervisor` the failures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from fold3d.data_parallel import gradients
+from fold3d.data_parallel.dp_sync import DpSync
+from fold3d.data_parallel.gradient_sync import GradientSync
+from fold3d.data_parallel.optimizer.hooks import OptimizerHooks
+from fold3d.device import rng_untouched
+from fold3d.engine.loss_scaler import LossScaler
+from fold3d.engine.pipeline import Pipeline
+from fold3d.engine.replanner import Replanner
+from fold3d.engine.step_recorder import StepRecorder
+from fold3d.faults.supervisor import Supervisor
+from fold3d.observe.step_breakdown import StepBreakdown
+from fold3d.plan.strategy import Strategy
+from fold3d.schedule import Schedule
+from fold3d.stage.micro_batch import Inputs, MicroBatch, ModelCall
+from fold3d.stage.part_hooks import PartHooks
+from fold3d.stage.rank_model import RankModel
+from fold3d.topology import Topology
+
+
+class Step:
+    """Steps of one rank; all ranks of the job make the same calls. Raises RankError on all of them when one fails."""
+
+    def __init__(
+        self,
+        cut: RankModel,
+        topology: Topology,
+        seed: int,
+        device: torch.device,
+        *,
+        pipeline: Pipeline,
+        sync: GradientSync,
+        recorder: StepRecorder,
+        replanner: Replanner,
+        supervisor: Supervisor,
+        mean_over_replicas: Callable[[Tensor], Tensor],
+    ) -> None:
+        """Args:
+        seed: of dropout masks.
+        mean_over_replicas: of a tensor, the same on all of them; all replicas of the stage call.
+        """
+        self._topology, self._seed, self._device = topology, seed, device
+        self._pipeline, self._sync, self._recorder, self._replanner = pipeline, sync, recorder, replanner
+        self._supervisor, self._mean_over_replicas = supervisor, mean_over_replicas
+        self._part_hooks = PartHooks(cut.parameters, cut.placement.readers, cut.replaced())
+        self._loss_check = cut.loss_check()
+        self._name = "step 0"
+        self.hooks: OptimizerHooks | None = None
+
+    def run(
+        self,
+        number: int,
+        schedule_of: Callable[[int], Schedule],
+        inputs: Sequence[Inputs],
+        loss_fn: ModelCall,
+        *,
+        reads_weights: bool,
+        reads_gradients: bool,
+    ) -> Tensor:
+        """Runs the forwards, backwards and gradient sums of step `number`; see `Engine.run`.
+
+        Args:
+            schedule_of: number of micro-batches -> what all ranks run.
+        Returns: the replica's loss, scalar, on each of its ranks.
+        """
+        self._name = f"step {number + 1}"
+        with self._supervisor.together(self._name), rng_untouched(self._device):
+            # 1. The schedule; from time to time a better one, for the times that steps took.
+            schedule = schedule_of(len(inputs))
+            # 2. What must hold before work starts.
+            if self.hooks is not None:
+                self.hooks.put_innermost()
+            self._recorder.begin(trains=True)
+            self._part_hooks.look()
+            if self._loss_check is not None:
+                self._loss_check.look(loss_fn, inputs[0])
+            # 3. Weights that the loss function may read; other layers wait for their own when they run.
+            if reads_weights:
+                self._sync.flush()
+            # 4. Micro-batches, with the loss they go into and the seed of their dropout masks. Number i of replica d is
+            #    number i * dp + d of the global batch, as a stock data loader deals them out.
+            dp, replica = self._topology.dp, self._topology.dp_rank
+            micro_batches = [
+                MicroBatch(one, loss_fn, (self._seed, number, i * dp + replica)) for i, one in enumerate(inputs)
+            ]
+            # 5. Gradients begin at zero; a bucket is given to the rings once all its gradients are there.
+            chunks = schedule.reduce_order(self._topology.pp_rank)
+            self._sync.begin(len(micro_batches), chunks, whole=reads_gradients)
+            # 6. Forwards and backwards, in the order of the schedule; sums travel under them.
+            try:
+                losses = self._pipeline.run(schedule, micro_batches, backward=True)
+            finally:
+                self._recorder.extend()
+            # 7. All gradients are on their way to their sums, or there.
+            self._sync.end()
+            # 8. The loss, from the last stage to all.
+            return self._pipeline.sum_of_losses(losses, micro_batches)
+
+    def optimize(
+        self, replica_loss: Tensor, optimizer: Optimizer, max_grad_norm: float | None, scaler: LossScaler | None
+    ) -> tuple[Tensor, Tensor]:
+        """Steps the optimizer with the gradients of `run`.
+
+        Args:
+            replica_loss: what `run` returned, scaled as the gradients are.
+        Returns: the global loss and the global gradient norm, scalars.
+        """
+        inverse = 1.0 if scaler is None else scaler.inverse
+        # 9. The loss of the global batch, while the last gradients are still being summed.
+        loss = self.mean_loss(replica_loss)
+        # 10. The exact global norm: one exchange, which waits for the sums.
+        norm = self.grad_norm()
+        if scaler is not None:
+            loss, norm = loss * inverse, norm * inverse
+        # 11. Clipping, and what undoes the scale of the loss.
+        factor = 1.0 if max_grad_norm is None else gradients.clip_coefficient(norm, max_grad_norm)
+        if scaler is None or scaler.is_finite(norm):
+            self._sync.scale(factor * inverse)
+            # 12. The update, by hooks inside of all that the user has there: shards now, other layers before their next
+            #     forward. 13. Gathers of what was updated begin, and are waited for there.
+            with self._supervisor.together(f"the optimizer of {self._name}", meets=False):
+                optimizer.step()
+        else:
+            with self._supervisor.together(f"dropping the infinite gradients of {self._name}"):
+                self._sync.abandon()
+        optimizer.zero_grad(set_to_none=True)
+        if scaler is not None:
+            scaler.update(norm)
+        return loss, norm
+
+    def evaluate(self, schedule: Schedule, inputs: Inputs, call: ModelCall) -> Any:
+        """Runs one batch forward; returns the last chunk's result on every rank of the replica."""
+        with self._supervisor.together("an evaluation"):
+            self._recorder.begin(trains=False)
+            if self._loss_check is not None:
+                self._loss_check.look(call, inputs)
+            self._sync.flush()
+            batch = MicroBatch(inputs, call, None)
+            try:
+                (result,) = self._pipeline.run(schedule, [batch], backward=False)
+            finally:
+                self._recorder.extend()
+            return self._pipeline.result_everywhere(result, batch)
+
+    # The lines that a loop of one's own writes itself
+
+    def attach(self, optimizer: Optimizer, *, parts: bool) -> None:
+        """`optimizer` steps with the gradients of `run` from now on; `parts` as in `GradientSync.attach`."""
+        self._sync.attach(optimizer, parts=parts)
+        if self._sync.steps_by_itself:
+            self.hooks = OptimizerHooks(
+                optimizer, self._sync, flush=self.flush, before=self._update, after=self._updated
+            )
+
+    def mean_loss(self, value: Tensor) -> Tensor:
+        """Returns the mean of `value`, scalar, over the replicas."""
+        with self._supervisor.together("the mean loss over the replicas"):
+            return self._mean_over_replicas(value)
+
+    def grad_norm(self) -> Tensor:
+        """Returns the exact global gradient norm, the same on every rank."""
+        with self._supervisor.together(f"the gradient norm of {self._name}"):
+            return self._sync.norm()
+
+    def clip(self, max_norm: float) -> Tensor:
+        """Scales all gradients to a global norm of at most `max_norm`; returns the norm before."""
+        norm = self.grad_norm()
+        self._sync.scale(gradients.clip_coefficient(norm, max_norm))
+        return norm
+
+    def flush(self) -> None:
+        """Brings this rank's parameters up to date; meets nobody."""
+        with self._supervisor.together(f"waiting for the weights of {self._name}"):
+            self._sync.flush()
+
+    def replan(self, strategy: Strategy, schedule: Schedule) -> Strategy | None:
+        """Looks at the step before the one that begins; every so often plans anew.
+
+        Returns: a better strategy, to be used from now on; its order of gathers is in use already.
+        """
+        if self._recorder.holds_step:
+            self._recorder.extend_by_waits()
+            self._replanner.observe(self._recorder.records, self._recorder.step_ms)
+        if not self._replanner.is_due:
+            return None
+        sync = self._sync if isinstance(self._sync, DpSync) else None
+        with self._supervisor.progress.during("planning from measured times", meets=True):
+            better = self._replanner.look(strategy, schedule, sync)
+        if better is not None and better.gather_order and sync is not None:
+            sync.reschedule(better.gather_order[self._topology.pp_rank])
+        return better
+
+    def breakdown_later(self) -> Callable[[], StepBreakdown]:
+        """Returns what makes the breakdown of where the time of the last step went, at any later time."""
+        return self._recorder.breakdown_later(self._replanner.believed)
+
+    def _update(self) -> None:
+        """The optimizer steps."""
+        self._supervisor.progress.life.check()
+        with self._supervisor.together(f"the optimizer of {self._name}", meets=False):
+            self._sync.update()
+        self._recorder.extend()
+
+    def _updated(self) -> None:
+        """The optimizer's own step is over; hooks of the user's that come now find gradients and weights."""
+        self._sync.updated()
+        if self.hooks is not None and self.hooks.others_after:
+            self.flush()

@@ -1,0 +1,125 @@
+"""Supervisor: what runs on one rank fails on all."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+from fold3d.errors import ConfigError, Fold3dError, RankError
+from fold3d.faults.diagnosis import diagnose, own_failure
+from fold3d.faults.failure import FailureBoard, is_communication_error
+from fold3d.faults.interrupt import end_with_a_line, swallow_repeats
+from fold3d.faults.progress import Progress
+from fold3d.topology import Topology
+
+
+class Supervisor:
+    """Tells the other ranks of failures, and stops for theirs. A rank that is alone goes on after a failure.
+
+    Attributes:
+        progress: where this rank is, for those who report it; its `life` says whether the rank may go on.
+    """
+
+    def __init__(self, topology: Topology) -> None:
+        self._topology = topology
+        self.progress = Progress()
+        self._life = self.progress.life
+        self._board: FailureBoard | None = None
+        self._open = False
+
+    def open(self, store: Any, name: str, timeout: float) -> None:
+        """From now on failures are told and heard of; all ranks of the job call.
+
+        Args:
+            store: the job's; None for a rank that is alone.
+            name: of the engine in the job, the same on every rank.
+            timeout: seconds without a sign of life after which a rank has failed.
+        """
+        if store is not None:
+            end_with_a_line(self._topology.describe(self._topology.rank))
+            self._board = FailureBoard(store, name, self._topology, timeout, self.progress)
+        self._open = True
+
+    def close(self) -> None:
+        """Says goodbye to the other ranks, and hears no more of them."""
+        self._open = False
+        if self._board is not None:
+            self._board.close()
+
+    @property
+    def _is_alone(self) -> bool:
+        """Whether there is no other rank: a step that failed then leaves nobody in the middle of it."""
+        return self._board is None
+
+    @contextlib.contextmanager
+    def supervise(self, doing: str) -> Iterator[None]:
+        """Tells the other ranks when the body raises, so that they stop too; all ranks run it.
+
+        Args:
+            doing: completes "failed in ...".
+        Raises: RankError when another rank failed or cannot be reached, else what the body raised. fold3d's own errors
+            pass untold: they are raised on every rank by themselves.
+        """
+        with self.progress.during(doing) if self._open else contextlib.nullcontext():  # else the body opens it
+            try:
+                yield
+            except Fold3dError:
+                raise
+            except BaseException as error:
+                if not self._open or self._is_alone:
+                    raise  # ended, or not built (who waits for this rank in building sees it go), or nobody is there
+                message = self._life.failure if self._life.is_raised else self.fail(error)
+                if isinstance(error, Exception) and is_communication_error(error):
+                    raise RankError(message) from error
+                raise
+
+    @contextlib.contextmanager
+    def together(self, doing: str, *, meets: bool = True) -> Iterator[None]:
+        """What the body raises becomes a RankError on every rank, and so does another rank's failure meanwhile.
+
+        Args:
+            doing: completes "failed in ...".
+            meets: the body ends only when other ranks have come to the same point.
+        """
+        with self.progress.during(doing, meets=meets):
+            try:
+                if self._life.failure is not None:
+                    told = self.fail(RankError(self._life.failure))
+                    raise RankError(told)
+                yield
+            except RankError:
+                raise
+            except BaseException as error:
+                if self._life.is_closed:  # nobody can be told any more
+                    if not isinstance(error, Exception):
+                        raise
+                    raise _closed_in(doing) from error
+                message = self.fail(error)
+                if not isinstance(error, Exception):
+                    raise
+                # fold3d's own errors say all there is to say; of others the user wants to see where they come from.
+                raise RankError(message) from None if isinstance(error, Fold3dError) else error
+            else:
+                if self._life.is_closed:
+                    raise _closed_in(doing)
+
+    def fail(self, error: BaseException) -> str:
+        """Ends communication, tells the other ranks, returns the message that every rank raises."""
+        if self._board is None:
+            return own_failure(error, self._topology, self.progress)
+        if isinstance(error, KeyboardInterrupt):
+            swallow_repeats()
+        message = self._life.failure
+        if message is None:
+            if is_communication_error(error):
+                message = diagnose(error, self._board, self._topology, self.progress)
+            else:
+                message = own_failure(error, self._topology, self.progress)
+            message = self._board.publish(message)
+        self._board.raised()
+        return message
+
+
+def _closed_in(doing: str) -> ConfigError:
+    return ConfigError(f"the engine was closed in the middle of {doing}")
