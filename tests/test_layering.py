@@ -304,3 +304,50 @@ def test_rank_arithmetic_stands_in_topology_alone() -> None:
         if divides.search(line)
     ]
     assert not found, found
+
+
+OTHERS_FIELDS = {"grad", "data", "state", "param_groups", "timeout", "_timeout", "forward"}
+"""Of torch's objects, which are assigned to as torch's users do; some classes of ours have fields of the same name."""
+SETTINGS = {"model", "options"}
+"""Variables that hold structs of C++ or torch, which are filled field by field."""
+
+
+def test_nobody_assigns_to_another_object_s_fields() -> None:
+    """An object is handed what it needs, or told by a method: so one file shows how its fields change."""
+    trees = {path: ast.parse(path.read_text()) for path in python_files(*PYTHON_ROOMS)}
+    fields: dict[int, set[str]] = {}  # by the assignment's node: those of the class that it stands in
+    ours: set[str] = set()
+    for tree in trees.values():
+        for found in ast.walk(tree):
+            if isinstance(found, ast.ClassDef):
+                own = set(own_fields(found))
+                ours |= own
+                for target in assigned(found):
+                    fields.setdefault(id(target), set()).update(own)
+    wrong = [
+        f"{name(path)}:{target.lineno}: {ast.unparse(target)}"
+        for path, tree in trees.items()
+        for target in assigned(tree)
+        if target.attr in ours - OTHERS_FIELDS - fields.get(id(target), set())
+        and not (isinstance(target.value, ast.Name) and target.value.id in {"self", "cls", *SETTINGS})
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def assigned(tree: ast.AST) -> Iterator[ast.Attribute]:
+    """Yields the attributes that are assigned to."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node
+
+
+def own_fields(found: ast.ClassDef) -> Iterator[str]:
+    """Yields the names of a class's fields, as far as its own body shows them."""
+    for node in found.body:
+        targets = (
+            [node.target] if isinstance(node, ast.AnnAssign) else node.targets if isinstance(node, ast.Assign) else []
+        )
+        yield from (target.id for target in targets if isinstance(target, ast.Name))
+    for target in assigned(found):
+        if isinstance(target.value, ast.Name) and target.value.id == "self":
+            yield target.attr

@@ -62,7 +62,7 @@ class Groups:
             for name in ("reduce", "gather")
         }
         if self._nccl:
-            self.data.library = self._own(stages, device_only=True)
+            self.data.use_library(self._own(stages, device_only=True))
         self.ties: dict[Submesh, Any] = {
             places: self._own([topology.ranks_of(places, replica) for replica in range(topology.dp)])
             for places in sorted(set(ties))

@@ -24,7 +24,7 @@ class TreeGroup:
 
     All of them construct it and make the same calls in the same order. Sums have one order, that of the tree: a
     member's own value, then the sums of the subtrees below it, in ascending order. What comes down is the first
-    member's, so all have the same bits. Tensors travel through host memory, unless `library` is there for theirs.
+    member's, so all have the same bits. Tensors travel through host memory, unless `use_library` was called for theirs.
 
     A wait ends after `timeout` seconds, and within a moment when `progress` is told of a failure: methods raise
     DistNetworkError then, and when a rank cannot be reached.
@@ -50,11 +50,20 @@ class TreeGroup:
         self.index = self.ranks.index(rank)
         self.timeout, self.progress = timeout, progress
         self.tree = tree or Tree(len(self.ranks))
-        self.library: Any = None
+        self._library: Any = None
         """Process group of the same ranks for tensors in device memory, once there is one."""
         above = self.tree.parent(self.index)
         self._above = None if above is None else self._meet(above, rank, name, patience)
         self._below = self._meet(self.index, rank, name, patience) if self.tree.children(self.index) else None
+
+    @property
+    def library(self) -> Any:
+        """torch's group by which tensors on devices travel; None: through host memory."""
+        return self._library
+
+    def use_library(self, group: Any) -> None:
+        """Tensors on devices travel by torch's `group` of the same ranks from now on; all members call."""
+        self._library = group
 
     def _meet(self, top: int, rank: int, name: str, patience: float) -> Family:
         return Family([self.ranks[member] for member in self.tree.family(top)], rank, f"{name}/{top}", patience)
@@ -105,8 +114,8 @@ class TreeGroup:
         """Fills everybody's `tensor` with the first member's."""
         if self.size == 1 or tensor.numel() == 0:
             return
-        if self.library is not None and tensor.device.type != "cpu":
-            dist.broadcast(tensor, self.ranks[0], group=self.library)
+        if self._library is not None and tensor.device.type != "cpu":
+            dist.broadcast(tensor, self.ranks[0], group=self._library)
             return
         host = tensor.detach().cpu()
         block = as_bytes(host)
@@ -143,9 +152,9 @@ class TreeGroup:
         """Returns everybody's `tensor`, all of one shape and dtype, in their order, on its device."""
         if self.size == 1:
             return [tensor.detach().clone()]
-        if self.library is not None and tensor.device.type != "cpu":
+        if self._library is not None and tensor.device.type != "cpu":
             shares = [torch.empty_like(tensor) for _ in self.ranks]
-            dist.all_gather(shares, tensor.contiguous(), group=self.library)
+            dist.all_gather(shares, tensor.contiguous(), group=self._library)
             return shares
         own = as_bytes(tensor.detach().cpu())
         whole = torch.empty((self.size, own.numel()), dtype=torch.uint8)

@@ -60,6 +60,16 @@ class _Run(ForwardCursor):
         self.outer_checkpoint = group_of_checkpoint()
         self.checkpoint: object = None
 
+    def receive(self, received: Any) -> None:
+        """What the chunk before handed over, as its last block returned it."""
+        self.received = received
+
+    def leave(self, leaving: list[Tensor]) -> bool:
+        """The chunk's last block is done; returns whether the forward may be ended right here."""
+        self.leaving = leaving
+        self.checkpoint = group_of_checkpoint()
+        return self.checkpoint is self.outer_checkpoint
+
 
 class SplitModel:
     """Runs any chunk of `model`; one model object serves all chunks of a rank.
@@ -184,7 +194,7 @@ class SplitModel:
         if structure:
             # Code that writes into a block's output would write into a leaf, which autograd forbids.
             tensors = [t.clone() for t in inputs] if self._trace.modified[lo - 1] else inputs
-            run.received = structure.unflatten(tensors)
+            run.receive(structure.unflatten(tensors))
         return run
 
     def _device(self) -> torch.device:
@@ -194,9 +204,7 @@ class SplitModel:
     def _leave(self, run: _Run, index: int, output: Any) -> Any:
         """The chunk's last block is done: ends the forward, at once or as soon as no checkpoint is in the
         way."""
-        run.leaving = self._trace.structures[index].flatten(output, self._trace.blocks[index])
-        run.checkpoint = group_of_checkpoint()
-        if run.checkpoint is run.outer_checkpoint:
+        if run.leave(self._trace.structures[index].flatten(output, self._trace.blocks[index])):
             raise ChunkExit(self)
         # The user's code called torch.utils.checkpoint around this block. An exception through it would leave
         # the checkpoint half-built, so the exit waits for the next module that starts.

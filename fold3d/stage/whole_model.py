@@ -70,6 +70,10 @@ class WholeModel:
         while self._undo:
             self._undo.pop()()
 
+    def begin(self, module: nn.Module | None) -> None:
+        """`module` has begun with a seed of its own; None: it has ended."""
+        self.begun = module
+
     def _recompute(self, module: nn.Module) -> None:
         original = module.forward
         checkpointed: Any = recomputed(module, original)
@@ -102,7 +106,7 @@ class _Around:
             return
         if whole.cursor is not None:
             if whole.cursor.begin_module(self._enter):
-                whole.begun = module
+                whole.begin(module)
         elif (seed := _seed_in_backward()) is not None:
             reseed(whole.generators, seed_inside(seed, self._enter))
             self._carried = seed
@@ -113,7 +117,7 @@ class _Around:
             return
         if whole.cursor is not None:
             if whole.begun is module or self._is_block:
-                whole.begun = None
+                whole.begin(None)
                 whole.cursor.end_module(self._leave)
         elif self._carried is not None:
             reseed(whole.generators, next_seed(self._carried, self._leave))

@@ -18,6 +18,13 @@ class Arguments(dict[str, Any]):
 
     module: str = ""
 
+    @classmethod
+    def of(cls, module: str, kwargs: Mapping[str, Any]) -> Arguments:
+        """Returns the keyword arguments of a call of `module`."""
+        made = cls(kwargs)
+        made.module = module
+        return made
+
     def called(self, model: nn.Module) -> nn.Module:
         """Returns the module of `model`, or of a copy of it, whose forward takes the arguments."""
         return model.get_submodule(self.module)
@@ -88,8 +95,7 @@ def by_name(model: nn.Module, module: str, args: tuple[Any, ...], kwargs: dict[s
     Raises: TraceError for arguments that the forward does not take, or that have no name.
     """
     called = model.get_submodule(module)
-    found = Arguments(kwargs)
-    found.module = module
+    found = Arguments.of(module, kwargs)
     if not args:
         return found
     forward = inspect.signature(called.forward)

@@ -60,6 +60,13 @@ class RegionRecord:
     block_flops: int = 0
     other_flops: int = 0
 
+    def count(self, flops: int, *, in_block: bool) -> None:
+        """Adds floating-point operations."""
+        if in_block:
+            self.block_flops += flops
+        else:
+            self.other_flops += flops
+
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Dispatch mode and module hooks around one forward of `model` (a copy whose tensors are fake)."""
@@ -210,10 +217,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         elif packet is _aten._scaled_dot_product_flash_attention_for_cpu:
             query, key, value = (tensor.shape for tensor in args[:3])
             flops = 2 * prod(query[:-1]) * key[-2] * (query[-1] + value[-1])
-        if self._block is not None:
-            self.regions[-1].block_flops += flops
-        else:
-            self.regions[-1].other_flops += flops
+        self.regions[-1].count(flops, in_block=self._block is not None)
 
     def _key(self, tensor: Tensor) -> int:
         storage = tensor.untyped_storage()

@@ -26,6 +26,10 @@ class ReplicaAccelerator(Accelerator):  # type: ignore[misc]
     flag_tensor: Tensor | None
     replicas: TreeGroup | None
 
+    def use_replicas(self, replicas: TreeGroup) -> None:
+        """What is gathered comes from these from now on."""
+        self.replicas = replicas
+
     @classmethod
     def adopt(cls, accelerator: Accelerator, topology: Topology) -> ReplicaAccelerator:
         """Turns `accelerator`, made by the stock Trainer, into one that counts replicas.

@@ -21,6 +21,10 @@ class _Missing(Tensor):
 
     weight: str
 
+    def call_it(self, name: str) -> None:
+        """Messages name the weight `name`."""
+        self.weight = name
+
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         try:
@@ -55,7 +59,8 @@ class MissingWeight(_Missing, nn.Parameter):
 
     def __new__(cls, parameter: nn.Parameter, name: str) -> MissingWeight:
         made: MissingWeight = Tensor._make_subclass(cls, parameter.detach().to("meta"), False)
-        made.weight, made.trainable = name, getattr(parameter, "trainable", parameter.requires_grad)
+        made.call_it(name)
+        made.trainable = getattr(parameter, "trainable", parameter.requires_grad)
         return made
 
     def __init__(self, parameter: nn.Parameter, name: str) -> None:
@@ -69,7 +74,7 @@ def _named(result: Any, name: str) -> Any:
         if isinstance(tensor, _Missing) or not tensor.is_meta:
             return tensor
         marked = tensor.as_subclass(MissingTensor)
-        marked.weight = name
+        marked.call_it(name)
         return marked
 
     return mark(result) if isinstance(result, Tensor) else tree_map_only(Tensor, mark, result)
