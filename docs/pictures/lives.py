@@ -8,7 +8,7 @@ from docs.pictures.sequence import Line, Participant, draw_sequence
 
 MICRO_BATCH = (
     Participant("Trainer", "fold3d/trainer"),
-    Participant("Engine", "fold3d/engine"),
+    Participant("Step", "fold3d/engine"),
     Participant("Executor", "csrc/runtime"),
     Participant("model chunk", "fold3d/stage"),
     Participant("model", "the user's"),
@@ -17,8 +17,8 @@ MICRO_BATCH = (
 )
 LIFE_OF_A_MICRO_BATCH = (
     Line("Trainer", None, "training_step() keeps the micro-batches of a step until the last one is there"),
-    Line("Trainer", "Engine", "run(micro-batches, loss function)"),
-    Line("Engine", "Executor", "this rank's actions, in the order of the schedule"),
+    Line("Trainer", "Step", "run(inputs, loss function)"),
+    Line("Step", "Executor", "actions of the schedule, micro-batches"),
     Line("Executor", "Communicator", "the receives of the step are queued"),
     Line("Executor", "Communicator", "F: wait for what the chunk before sent", waits=True),
     Line("Executor", "model chunk", "forward(micro-batch, received)"),
@@ -28,13 +28,13 @@ LIFE_OF_A_MICRO_BATCH = (
     Line("model chunk", "Executor", "what it returned, kept for its backward"),
     Line("Executor", "Communicator", "SEND_F"),
     Line("Communicator", "next stage", "activations, before all gradients' sums"),
-    Line("next stage", None, "last chunk: the share of the loss is the result"),
+    Line("next stage", None, "last chunk: the share of the loss is the result of its forward"),
     Line("next stage", "Communicator", "SEND_B: gradient of what was sent"),
     Line("Executor", "Communicator", "B: wait for it", waits=True),
     Line("Executor", "model", "autograd: the gradients of this chunk's weights"),
     Line("Executor", "Communicator", "SEND_B to the stage before; what was kept is freed"),
-    Line("Executor", "Engine", "all actions done: the losses of the last stage"),
-    Line("Engine", "Trainer", "the replica's loss, on all its ranks", waits=True),
+    Line("Executor", "Step", "results of the last stage"),
+    Line("Step", "Trainer", "the replica's loss, on all its ranks", waits=True),
 )
 GRADIENT = (
     Participant("Executor", "csrc/runtime"),
