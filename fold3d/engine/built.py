@@ -13,7 +13,7 @@ from fold3d.faults.supervisor import Supervisor
 from fold3d.stage.rank_model import RankModel
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, weakref_slot=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class BuiltRank:
     """Made by `builder.connect`, on all ranks of the job."""
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from fold3d.engine import pipeline
+from fold3d.engine import builder
 from fold3d.errors import RankError
 from tests.dist.failure_jobs import TIMEOUT, engine_of, outcome
 from tests.helpers.ranks import RankPool
@@ -63,20 +63,20 @@ def test_a_rank_that_raises(ranks: RankPool, name: str, rank: int, place: str, w
 
 def connecting_fails(rank: int) -> str:
     """The network of one rank is broken when the engines are built."""
-    original = pipeline.connect_stages
+    original = builder.connect_stages
 
     def connect(*args: Any) -> Any:
         if dist.get_rank() == rank:
             raise OSError("no route to host")
         return original(*args)
 
-    pipeline.connect_stages = connect
+    builder.connect_stages = connect
     try:
         engine_of({"pp": 2})
     except RankError as error:
         return str(error)
     finally:
-        pipeline.connect_stages = original
+        builder.connect_stages = original
     return ""
 
 
