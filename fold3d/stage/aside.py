@@ -21,7 +21,9 @@ T = TypeVar("T")
 class AsideError(Exception):
     """The function raised, took too long, or the copy of the process died; the message says which."""
 
-    took_too_long = False
+    def __init__(self, message: str, *, took_too_long: bool = False) -> None:
+        super().__init__(message)
+        self.took_too_long = took_too_long
 
 
 def aside(function: Callable[[], T], seconds: float) -> T:
@@ -49,9 +51,7 @@ def aside(function: Callable[[], T], seconds: float) -> T:
         with contextlib.suppress(ChildProcessError):  # somebody ignores SIGCHLD
             os.waitpid(child, 0)
     if content is None:
-        late = AsideError(f"it took longer than {seconds:g} seconds")
-        late.took_too_long = True
-        raise late
+        raise AsideError(f"it took longer than {seconds:g} seconds", took_too_long=True)
     if not content:
         raise AsideError("its process died")
     returned, value = pickle.loads(content)
