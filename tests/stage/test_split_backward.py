@@ -221,8 +221,12 @@ class Unused(Middle):
 class Chunk:
     """What the Executor runs."""
 
-    def __init__(self, forward: Callable[[int, list[Tensor]], list[Tensor]]):
-        self.forward = forward
+    def __init__(self, forward: Callable[[int, list[Tensor]], list[Tensor]], *, is_last: bool = False):
+        self._forward, self._is_last = forward, is_last
+
+    def forward(self, micro_batch: int, received: list[Tensor]) -> tuple[list[Tensor], Tensor | None]:
+        sent = self._forward(micro_batch, received)
+        return sent, sent[0].detach() if self._is_last else None
 
     def reduce(self) -> None:
         raise AssertionError("one replica")
@@ -246,11 +250,11 @@ class Run:
         chunks = [
             Chunk(lambda i, _: [self.first(data[i])]),
             Chunk(self._middle),
-            Chunk(lambda _, received: [sum(self._loss(x) for x in received if x.is_floating_point())]),
+            Chunk(lambda _, received: [sum(self._loss(x) for x in received if x.is_floating_point())], is_last=True),
         ]
         executor = _C.Executor(chunks, 0, 1, {}, torch.device("cpu"), 60.0, "rank 0")
         lowered = schedules.lower(schedules.parse_csv(text + "\n"), reduce=False)
-        self.losses = executor.run(lowered, 0, True)
+        self.losses = executor.run(lowered, 0, True, [0, 1])
         self.events = sorted(EVENTS)
         self.gradients = {name: parameter.grad for name, parameter in self.model.named_parameters()}
 
