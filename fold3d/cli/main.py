@@ -11,19 +11,25 @@ from fold3d.cli import draw, plan, schedules, simulate, trace, validate
 from fold3d.errors import Fold3dError
 
 
-def parser() -> argparse.ArgumentParser:
-    """Returns the command's parser; each subcommand stores its function as `run`."""
+def parser(words: Sequence[str] | None = None) -> argparse.ArgumentParser:
+    """Returns the command's parser; each subcommand stores its function as `run`.
+
+    Args:
+        words: of the command line, if they are known: what takes long to list is then listed only if it is asked for.
+    """
     made = argparse.ArgumentParser(prog="fold3d", description=__doc__)
     made.add_argument("--version", action="version", version=f"fold3d {__version__}")
     subcommands = made.add_subparsers(metavar="COMMAND", required=True)
-    for module in (draw, schedules, validate, simulate, trace, plan):
+    for module in (draw, schedules, validate, simulate, trace):
         module.add(subcommands)
+    plan.add(subcommands, knobs=words is None or "plan" in words)
     return made
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one subcommand; returns 0, or 1 after an error whose text went to stderr."""
-    options = parser().parse_args(arguments)
+    words = sys.argv[1:] if arguments is None else list(arguments)
+    options = parser(words).parse_args(words)
     try:
         options.run(options)
     except Fold3dError as error:

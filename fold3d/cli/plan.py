@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from fold3d.cli import breakdown, model_option
 from fold3d.errors import ConfigError
-from fold3d.plan.space.registry import KNOBS, constrained
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -16,8 +15,8 @@ if TYPE_CHECKING:
     from fold3d.plan.job import Job
 
 
-def add(subcommands: Any) -> None:
-    """Adds the subcommand to the parser."""
+def add(subcommands: Any, *, knobs: bool) -> None:
+    """Adds the subcommand to the parser; its `knobs` only where they are asked for: their registry loads torch."""
     made = subcommands.add_parser("plan", help="plan the training of a model on a cluster", description=__doc__)
     model_option.add(made)
     made.add_argument("-w", "--world-size", type=int, required=True, metavar="N", help="processes, one per device")
@@ -33,16 +32,20 @@ def add(subcommands: Any) -> None:
         "--bandwidth", type=float, default=10.0, metavar="GBIT", help="per process, each way; default 10"
     )
     costs.add_argument("--latency", type=float, default=50.0, metavar="US", help="of a message, default 50")
-    fixed = made.add_argument_group("what is fixed; the rest is chosen")
-    for knob in KNOBS:
-        names = {f"--{knob.name.replace('_', '-')}": None, f"--{knob.name}": None}  # as here, and as in the Trainer
-        fixed.add_argument(*names, dest=knob.name, metavar="VALUE", help=knob.help)
     made.set_defaults(run=run)
+    if knobs:
+        from fold3d.plan.space.registry import KNOBS
+
+        fixed = made.add_argument_group("what is fixed; the rest is chosen")
+        for knob in KNOBS:
+            names = {f"--{knob.name.replace('_', '-')}": None, f"--{knob.name}": None}  # as here, and as in the Trainer
+            fixed.add_argument(*names, dest=knob.name, metavar="VALUE", help=knob.help)
 
 
 def run(options: argparse.Namespace) -> None:
     """Prints the planner's table, the strategy as text and the breakdown of a step. Raises: ConfigError, TraceError."""
     from fold3d.plan.search import decide
+    from fold3d.plan.space.registry import KNOBS, constrained
 
     given = {knob: getattr(options, knob.name) for knob in KNOBS}
     constraints = constrained(**{k.name: k.read(text) for k, text in given.items() if text is not None})

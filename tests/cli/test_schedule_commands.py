@@ -100,3 +100,17 @@ def test_as_a_command():
     )
     assert done.returncode == 1
     assert done.stderr.startswith("fold3d: unknown schedule") and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("words", ["--version", "--help", "draw --help"])
+def test_what_needs_no_torch_does_not_load_it(words: str) -> None:
+    code = (
+        "import sys\n"
+        "from fold3d.cli.main import main\n"
+        "try:\n    main(sys.argv[1:])\nexcept SystemExit:\n    pass\n"
+        "print('torch' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, *words.split()], capture_output=True, text=True, timeout=120, check=True
+    )
+    assert done.stdout.splitlines()[-1] == "False"
