@@ -56,7 +56,6 @@ COMPRESSION = Knob(
 @pytest.fixture
 def _compression(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "KNOBS", [*registry.KNOBS, COMPRESSION])
-    monkeypatch.setattr("fold3d.cli.plan.KNOBS", registry.KNOBS)
 
 
 SMALL = {"layers": 8, "micro_batches": 4}
