@@ -6,7 +6,7 @@ import hashlib
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, zip_longest
 
 from fold3d.config import DEFAULT_BUCKET_BYTES, DP_SYNC
 from fold3d.errors import ConfigError
@@ -49,6 +49,13 @@ class Strategy:
     """Of the knobs without a field here: name and text form of the value, in the order of the registry."""
 
     def __post_init__(self) -> None:
+        for name, least in (("dp", 1), ("pp", 1), ("micro_batches", 1), ("group_size", 1), ("bucket_bytes", 0)):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ConfigError(f"{name}={value}: must be at least {least}")
+        ends = [0, *(end for _, end in self.ranges)]
+        if [first for first, _ in self.ranges] != ends[:-1] or ends != sorted(ends):
+            raise ConfigError(f"blocks {self.ranges!r}: each chunk begins where the one before it ends, the first at 0")
         differ = len({mode for stage in self.modes for mode in stage}) > 1
         if self.dp_sync not in (*DP_SYNC, MIXED) or (self.dp_sync == MIXED) != differ or bool(self.modes) != differ:
             raise ConfigError(f"dp_sync={self.dp_sync!r}, modes={self.modes!r}: modes belong to {MIXED!r}, and differ")
@@ -57,6 +64,10 @@ class Strategy:
         for name, per_stage in (("modes", self.modes), ("gather_order", self.gather_order)):
             if per_stage and len(per_stage) != self.pp:
                 raise ConfigError(f"{name} is for {len(per_stage)} stages, and there are {self.pp}")
+        if not {mode for stage in self.modes for mode in stage} <= {"early", "zero1"}:
+            raise ConfigError(f"modes={self.modes!r}: a bucket's way is 'early' or 'zero1'")
+        if any(len(set(stage)) < len(stage) or min(stage, default=0) < 0 for stage in self.gather_order):
+            raise ConfigError(f"gather_order={self.gather_order!r}: a stage gathers each of its buckets once")
 
     @property
     def segments(self) -> int:
@@ -105,9 +116,13 @@ class Strategy:
 
 
 def parse(text: str) -> Strategy:
-    """Returns the strategy with this text form. Raises: ConfigError naming the word that is wrong."""
+    """Returns the strategy with this text form. Raises: ConfigError naming the word that is wrong.
+
+    What follows `bucket_bytes` are settings of knobs, which this file does not know: `space.registry.check` does.
+    """
     try:
-        words = dict(word.split("=", 1) for word in shlex.split(text))
+        given = shlex.split(text)
+        words = dict(word.split("=", 1) for word in given)
     except ValueError:
         raise ConfigError(f"{text!r} is not a strategy: it has words of the form name=value") from None
     modes: Modes = ()
@@ -136,6 +151,10 @@ def parse(text: str) -> Strategy:
         raise ConfigError(f"{text!r} is not a strategy: {error}") from None
     if made.segments != segments:
         raise ConfigError(f"segments={segments}, but blocks has {made.num_chunks} chunks for pp={made.pp} stages")
+    expected = shlex.split(str(made))
+    if given != expected:  # said twice, misspelt, in another place: it would be passed over
+        wrong = next(word for word, other in zip_longest(given, expected) if word != other)
+        raise ConfigError(f"{text!r} is not a strategy: {wrong!r} is not what stands there in {str(made)!r}")
     return made
 
 

@@ -99,8 +99,27 @@ def test_another_strategy_has_another_digest() -> None:
         (str(PLAIN).replace("pp=2", "pp=3"), "2 chunks cannot be spread over pp=3 stages"),
         (str(PLAIN).replace("early", "lazy"), "dp_sync='lazy'"),
         (str(PLAIN) + " gather_order=0", "gather_order is for 1 stages, and there are 2"),
+        (str(PLAIN).replace("pp=2", "pp=0"), "pp=0: must be at least 1"),
+        (str(PLAIN).replace("3-6", "4-6"), "begins where the one before it ends"),
+        (str(PLAIN).replace("dp_sync=early", "'dp_sync=early*1/zro1*1'"), "'early' or 'zero1'"),
+        (str(PLAIN).replace("bucket", "gather_order=0,0/1 bucket"), "each of its buckets once"),
+        (str(PLAIN).replace("micro_batches=4", "micro_batches=4 micro_batches=8"), "'micro_batches=4' is not what"),
+        (str(PLAIN).replace("dp_sync", "grop_size=2 dp_sync"), "'grop_size=2' is not what stands there"),
+        (str(PLAIN).replace("micro_batches=4", "micro_batches=+4"), "'micro_batches=\\+4' is not what"),
     ],
 )
 def test_bad_text(text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         parse(text)
+
+
+@given(strategies(), st.integers(0, 400), st.integers(0, 2), st.characters(exclude_categories=("Cs",)))
+def test_damaged_text_is_refused_or_read_as_it_stands(strategy: Strategy, at: int, cut: int, put: str) -> None:
+    """A character in the wrong place is no other error, and no word is passed over."""
+    text = str(strategy)
+    damaged = text[:at] + put + text[at + cut :]
+    try:
+        found = parse(damaged)
+    except ConfigError:
+        return
+    assert shlex.split(str(found)) == shlex.split(damaged)
