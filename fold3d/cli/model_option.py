@@ -55,14 +55,24 @@ def _load(source: str) -> tuple[nn.Module, Mapping[str, Tensor] | None]:
     sys.path.insert(0, os.getcwd())
     try:
         function = getattr(importlib.import_module(module_name), function_name)
-    except (ImportError, AttributeError) as error:
+    except (ImportError, AttributeError, ValueError) as error:  # ValueError: no module's name before the colon
         raise ConfigError(f"{source!r}: {error}") from None
     with torch.device("meta"):
         result = function()
-    model, example = result if isinstance(result, tuple) else (result, None)
+    model, *batch = result if isinstance(result, tuple) else (result,)
     if not isinstance(model, torch.nn.Module):
         raise ConfigError(f"{source!r} returned a {type(model).__name__}, not a torch.nn.Module")
-    return model, example
+    if not batch:
+        return model, None
+    if len(batch) > 1 or not isinstance(batch[0], Mapping):
+        kinds = ", ".join(type(one).__name__ for one in batch)
+        raise ConfigError(f"{source!r} returned a module and {kinds}; return (model, batch), batch a dict of tensors")
+    for name, value in batch[0].items():
+        if not isinstance(value, torch.Tensor) or value.numel() == 0:
+            what = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
+            raise ConfigError(f"{source!r}: batch[{name!r}] is {what}; it must be a tensor with at least one sample")
+    # Tensors that were there before the call are where they were made, and the model is not.
+    return model, {name: value.to("meta") for name, value in batch[0].items()}
 
 
 def describe(model: nn.Module) -> str:

@@ -70,8 +70,10 @@ def _job(options: argparse.Namespace) -> Job:
     for name in ("tflops", "bandwidth", "batch", "world_size"):
         if not getattr(options, name) > 0:
             raise ConfigError(f"--{name.replace('_', '-')} is {getattr(options, name):g}; it must be positive")
-    if not options.latency >= 0:
-        raise ConfigError(f"--latency is {options.latency:g}; it must not be negative")
+    if not 0 <= options.latency < 1e9:
+        raise ConfigError(f"--latency is {options.latency:g}; it must not be negative, and below 1e9 (1,000 s)")
+    if options.world_size >= 1 << 31:
+        raise ConfigError(f"--world-size is {options.world_size}; it must be below {1 << 31}")
     config = ParallelConfig(pp=options.pp, micro_batches=options.micro_batches, memory_limit=options.memory_limit)
     model, example = model_option.load(options)
     if example is None:

@@ -52,6 +52,8 @@ def generate(
     """
     if group_size is not None and group_size < 1:
         raise ConfigError(f"group_size must be at least 1, got {group_size}; leave it out for the default")
+    if group_size is not None and group_size > _MOST_FORWARDS:
+        raise ConfigError(f"group_size={group_size} is more than {_MOST_FORWARDS:.0e}; lower it to micro_batches")
     if pp * segments * micro_batches > _MOST_FORWARDS and min(pp, segments, micro_batches) > 0:
         raise ConfigError(
             f"pp={pp} segments={segments} micro_batches={micro_batches}: more than {_MOST_FORWARDS:.0e} forwards in "

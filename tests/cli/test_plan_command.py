@@ -20,6 +20,29 @@ def without_example() -> torch.nn.Module:
     return Plain()
 
 
+BATCH = {"x": torch.zeros(2, 4)}
+
+
+def with_a_batch_made_before() -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
+    return Plain(), BATCH
+
+
+def with_a_list() -> tuple[torch.nn.Module, list[int]]:
+    return Plain(), [1, 2]
+
+
+def with_two_batches() -> tuple[object, ...]:
+    return Plain(), BATCH, BATCH
+
+
+def with_text() -> tuple[torch.nn.Module, dict[str, str]]:
+    return Plain(), {"x": "hello"}
+
+
+def without_samples() -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
+    return Plain(), {"x": torch.zeros(0, 4)}
+
+
 def run(capsys, *arguments: object) -> tuple[int, str, str]:
     code = main(["plan", *map(str, arguments)])
     streams = capsys.readouterr()
@@ -88,6 +111,13 @@ def test_layers_can_be_measured_here(capsys):
     assert code == 0 and "layers were not measured" not in out and strategy_in(out).pp == 2
 
 
+def test_an_example_may_lie_elsewhere(capsys):
+    """The model is made on the meta device; a batch that the function only passes on is not."""
+    code, out, err = run(capsys, "tests.cli.test_plan_command:with_a_batch_made_before", "-w", 2)
+    assert code == 0 and not err
+    assert out == run(capsys, PLAIN, "-w", 2)[1]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -102,6 +132,14 @@ def test_layers_can_be_measured_here(capsys):
         ((PLAIN, "-w", 2, "--memory-limit", "1"), "nothing fits: raise --memory-limit or --pp"),
         ((PLAIN, "-w", 2, "--tokens", 8), "--tokens=8 takes a positive number and a model whose input is input_ids"),
         (("tests.cli.test_plan_command:without_example", "-w", 2), "returns no example batch"),
+        (("tests.cli.test_plan_command:with_a_list", "-w", 2), "returned a module and list; return (model, batch)"),
+        (("tests.cli.test_plan_command:with_two_batches", "-w", 2), "returned a module and dict, dict; return"),
+        (("tests.cli.test_plan_command:with_text", "-w", 2), "batch['x'] is 'hello'; it must be a tensor"),
+        (("tests.cli.test_plan_command:without_samples", "-w", 2), "batch['x'] is a tensor of shape (0, 4)"),
+        ((":plain", "-w", 2), "':plain': Empty module name"),
+        ((PLAIN, "-w", 2, "--latency", "inf"), "--latency is inf; it must not be negative, and below"),
+        ((PLAIN, "-w", 1 << 40), "--world-size is 1099511627776; it must be below"),
+        ((PLAIN, "-w", 2, "-p", 2, "--group-size", 1 << 40), "group_size=1099511627776 is more than"),
     ],
 )
 def test_errors(capsys, arguments, message):
