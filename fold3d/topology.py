@@ -54,6 +54,11 @@ class Submesh:
     tp: tuple[int, ...] = (0,)
     """Places on the axis tp, ascending."""
 
+    def __post_init__(self) -> None:
+        for axis, places in (("pp", self.pp), ("tp", self.tp)):
+            if not places or list(places) != sorted(set(places)) or places[0] < 0:
+                raise ValueError(f"{axis}={places!r}: a submesh has at least one place on each axis, ascending")
+
     @property
     def is_shared(self) -> bool:
         """Whether there is more than one copy."""
@@ -70,8 +75,8 @@ class Topology:
     tp: int = 1
 
     def __post_init__(self) -> None:
-        if not 0 <= self.rank < self.world:
-            grid = f"{self.dp} x {self.pp}" + (f" x {self.tp}" if self.tp > 1 else "")
+        if min(self.dp, self.pp, self.tp) < 1 or not 0 <= self.rank < self.world:
+            grid = f"{self.dp} x {self.pp}" + (f" x {self.tp}" if self.tp != 1 else "")
             raise ValueError(f"rank {self.rank} is outside the {grid} grid")
 
     @property

@@ -62,3 +62,23 @@ def test_names() -> None:
         Topology(dp=2, pp=2, rank=4)
     with pytest.raises(ValueError, match="rank 8 is outside the 2 x 2 x 2 grid"):
         Topology(dp=2, pp=2, tp=2, rank=8)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"dp": 2, "pp": 2, "rank": 4}, "rank 4 is outside the 2 x 2 grid"),
+        ({"dp": 1, "pp": 1, "rank": -1}, "rank -1 is outside"),
+        ({"dp": -1, "pp": -1, "rank": 0}, "outside the -1 x -1 grid"),
+        ({"dp": -1, "pp": 1, "tp": -1, "rank": 0}, "outside the -1 x 1 x -1 grid"),
+    ],
+)
+def test_a_rank_outside_the_mesh(sizes: dict[str, int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Topology(**sizes)
+
+
+@pytest.mark.parametrize(("pp", "tp"), [((), (0,)), ((0,), ()), ((1, 0), (0,)), ((0, 0), (0,)), ((-1,), (0,))])
+def test_no_submesh(pp: tuple[int, ...], tp: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="at least one place on each axis, ascending"):
+        Submesh(pp=pp, tp=tp)
