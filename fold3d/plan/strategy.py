@@ -19,6 +19,8 @@ Modes = tuple[tuple[str, ...], ...]
 Orders = tuple[tuple[int, ...], ...]
 """Per stage: its early buckets (numbers in forward order) in the order of their gathers."""
 MIXED = "mixed"
+_MOST_BUCKETS = 1 << 20
+"""Of a stage."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -171,7 +173,10 @@ def _runs(stage: Sequence[str]) -> str:
 
 def _parse_runs(text: str) -> tuple[str, ...]:
     runs = [run.split("*") for run in text.split(",")] if text else []
-    return tuple(mode for mode, count in runs for _ in range(int(count)))
+    counts = [int(count) for _, count in runs]
+    if sum(counts) > _MOST_BUCKETS:  # a damaged number must not fill the memory
+        raise ValueError(f"dp_sync has ways for {sum(counts)} buckets, more than {_MOST_BUCKETS}")
+    return tuple(mode for (mode, _), count in zip(runs, counts, strict=True) for _ in range(count))
 
 
 def _parse_numbers(text: str) -> tuple[int, ...]:

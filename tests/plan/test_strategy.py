@@ -102,6 +102,7 @@ def test_another_strategy_has_another_digest() -> None:
         (str(PLAIN).replace("pp=2", "pp=0"), "pp=0: must be at least 1"),
         (str(PLAIN).replace("3-6", "4-6"), "begins where the one before it ends"),
         (str(PLAIN).replace("dp_sync=early", "'dp_sync=early*1/zro1*1'"), "'early' or 'zero1'"),
+        (str(PLAIN).replace("dp_sync=early", "'dp_sync=early*1/zero1*99999999999'"), "99999999999 buckets, more than"),
         (str(PLAIN).replace("bucket", "gather_order=0,0/1 bucket"), "each of its buckets once"),
         (str(PLAIN).replace("micro_batches=4", "micro_batches=4 micro_batches=8"), "'micro_batches=4' is not what"),
         (str(PLAIN).replace("dp_sync", "grop_size=2 dp_sync"), "'grop_size=2' is not what stands there"),
