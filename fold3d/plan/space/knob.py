@@ -32,7 +32,7 @@ class Knob(Generic[T]):
     parse: Callable[[str], T]
     """Inverse of `text`. Raises: ValueError."""
     candidates: Callable[[Job, Constraints, SoFar], Sequence[T]]
-    """Values worth a try where it is free; the first is taken where nothing is planned."""
+    """Values worth a try where it is free. Where nothing is planned, `settings` has only what the user has decided."""
     text: Callable[[T], str] = str
     check: Callable[[T, Constraints], None] = lambda value, constraints: None
     """Raises ConfigError for a value that cannot be, alone or with the others."""
