@@ -9,15 +9,14 @@ from fold3d.config import AUTO, DEFAULT_BUCKET_BYTES, ParallelConfig
 from fold3d.errors import ConfigError
 from fold3d.plan.constraints import Constraints
 from fold3d.plan.programs import Programs
-from fold3d.plan.space import dp_sync, schedule
-from fold3d.plan.space.registry import KNOBS
+from fold3d.plan.space import dp_sync, registry, schedule
 from fold3d.plan.space.segments import folds
 from fold3d.plan.strategy import Ranges, Strategy
 
 
 def constraints_of(config: ParallelConfig) -> Constraints:
     """Returns what the user has decided: the settings that knobs are named after, and that are not "auto"."""
-    given = {knob: getattr(config, knob.name, None) for knob in KNOBS}
+    given = {knob: getattr(config, knob.name, None) for knob in registry.KNOBS}
     decided = {knob: value for knob, value in given.items() if value is not None and value != AUTO}
     settings = tuple((knob.name, knob.text(value)) for knob, value in decided.items() if not knob.has_field)
     return Constraints(**{knob.name: value for knob, value in decided.items() if knob.has_field}, settings=settings)
@@ -83,7 +82,9 @@ def unplanned(config: ParallelConfig, constraints: Constraints, dp: int, ranges:
     Args:
         ranges: blocks of every chunk, segments * pp.
     """
-    settings = dict(constraints.settings)
+    given = {knob.name: knob.text(knob.default) for knob in registry.KNOBS if not knob.has_field} | dict(
+        constraints.settings
+    )
     return Strategy(
         dp=dp,
         pp=config.pp,
@@ -93,5 +94,5 @@ def unplanned(config: ParallelConfig, constraints: Constraints, dp: int, ranges:
         group_size=constraints.group_size,
         dp_sync=constraints.dp_sync or dp_sync.DEFAULT,
         bucket_bytes=DEFAULT_BUCKET_BYTES if constraints.bucket_bytes is None else constraints.bucket_bytes,
-        settings=tuple((knob.name, settings[knob.name]) for knob in KNOBS if knob.name in settings),
+        settings=tuple((knob.name, given[knob.name]) for knob in registry.KNOBS if knob.name in given),
     )

@@ -11,7 +11,7 @@ from fold3d.config import ParallelConfig
 from fold3d.errors import ConfigError
 from fold3d.plan.constraints import Constraints
 from fold3d.plan.job import Job
-from fold3d.plan.resolve import constraints_of
+from fold3d.plan.resolve import constraints_of, unplanned
 from fold3d.plan.search import recheck, search
 from fold3d.plan.space import registry
 from fold3d.plan.space.knob import Knob
@@ -47,6 +47,7 @@ COMPRESSION = Knob(
     help="by which factor gradients are made smaller",
     parse=_parse,
     candidates=lambda job, constraints, so_far: (1.0, 2.0, 8.0) if job.dp > 1 else (1.0,),
+    default=1.0,
     check=_check,
     costs=_costs,
     flag=lambda value, strategy: None if value == 1.0 else str(value),
@@ -74,6 +75,16 @@ def test_the_search_tries_its_values_and_everything_tells_it() -> None:
     fast = search(make_job(bandwidth=1e12, **SMALL))
     assert COMPRESSION.of(fast.strategy) == 1.0, "where nothing has to be hidden it only costs"
     assert COMPRESSION.of(search(make_job(dp=1, **SMALL)).strategy) == 1.0
+
+
+@pytest.mark.usefixtures("_compression")
+def test_where_nothing_is_planned_it_has_its_default_or_what_the_user_says() -> None:
+    ranges = ((0, 4), (4, 8))
+    config = ParallelConfig(pp=2, micro_batches=4)
+    free = unplanned(config, Constraints(segments=1), 1, ranges)
+    assert COMPRESSION.of(free) == 1.0 and parse(str(free)) == free
+    fixed = unplanned(config, Constraints(segments=1, settings=(("compression", "2.0"),)), 1, ranges)
+    assert COMPRESSION.of(fixed) == 2.0
 
 
 @pytest.mark.usefixtures("_compression")

@@ -32,7 +32,9 @@ class Knob(Generic[T]):
     parse: Callable[[str], T]
     """Inverse of `text`. Raises: ValueError."""
     candidates: Callable[[Job, Constraints, SoFar], Sequence[T]]
-    """Values worth a try where it is free. Where nothing is planned, `settings` has only what the user has decided."""
+    """Values worth a try where it is free."""
+    default: T | None = None
+    """Value where it is free and nothing is planned. Of knobs in `settings`."""
     text: Callable[[T], str] = str
     check: Callable[[T, Constraints], None] = lambda value, constraints: None
     """Raises ConfigError for a value that cannot be, alone or with the others."""
@@ -40,6 +42,10 @@ class Knob(Generic[T]):
     """Returns the job with what the value changes about times, bytes and network. Of knobs in `settings`."""
     flag: Callable[[T, Strategy], str | None] = lambda value, strategy: str(value)
     """Returns what the Trainer's command line says to get the value; None: nothing."""
+
+    def __post_init__(self) -> None:
+        if not self.has_field and self.default is None:
+            raise ValueError(f"knob {self.name!r} has no field in Strategy, so it needs a default")
 
     @property
     def has_field(self) -> bool:

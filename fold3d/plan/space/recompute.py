@@ -19,5 +19,6 @@ KNOB = Knob(
     help="True: compute blocks again in the backward pass instead of keeping their activations",
     parse=_parse,
     candidates=lambda job, constraints, so_far: (False,),
+    default=False,
     flag=lambda value, strategy: "True" if value else None,
 )
