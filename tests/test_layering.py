@@ -35,6 +35,7 @@ PYTHON_ROOMS = (
     "topology",
     "schedule",
     "trace",
+    "sharding",
     "weights",
     "placement",
     "plan",
@@ -42,6 +43,7 @@ PYTHON_ROOMS = (
     "comms",
     "profile",
     "observe",
+    "tensor_parallel",
     "stage",
     "data_parallel",
     "engine",
@@ -52,10 +54,10 @@ PYTHON_ROOMS = (
 """Each may import itself and the rooms before it; `fold3d/__init__.py` and `__main__.py` only pass on."""
 
 MAY_NOT_IMPORT_EXTENSION = {"errors", "config", "device", "topology", "weights", "checkpoint", "trainer", "cli"}
-MAY_IMPORT_TRANSFORMERS = {"trace", "weights", "stage", "checkpoint", "trainer"}
+MAY_IMPORT_TRANSFORMERS = {"trace", "sharding", "weights", "tensor_parallel", "stage", "checkpoint", "trainer"}
 WITHOUT_PROCESS_GROUPS = {
     *("errors", "config", "device", "seeding", "topology"),
-    *("schedule", "trace", "weights", "placement", "plan", "stage"),
+    *("schedule", "trace", "sharding", "weights", "placement", "plan", "stage"),
 }
 MAY_PRINT = {"cli"}
 

@@ -1,0 +1,119 @@
+"""Shard: how one parameter is spread over the ranks of a tensor-parallel group. Numbers only."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+Runs = tuple[tuple[int, int], ...]
+"""Pieces [first, end) of a dimension, in the order in which they lie in a rank's part."""
+
+
+def runs_of(indices: Iterable[int]) -> Runs:
+    """Returns indices, in their order, as runs of consecutive ones."""
+    runs: list[tuple[int, int]] = []
+    for index in indices:
+        if runs and runs[-1][1] == index:
+            runs[-1] = (runs[-1][0], index + 1)
+        else:
+            runs.append((index, index + 1))
+    return tuple(runs)
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """How one parameter is spread over the ranks of a tensor-parallel group.
+
+    A rank holds the pieces `parts[rank]` of dimension `dim`, one after the other in one contiguous parameter. Parts
+    need not be equally long, and several ranks may hold the same piece: a replicated parameter is one of which every
+    rank holds all.
+
+    Raises: ValueError when the parts do not cover the dimension, or leave it.
+    """
+
+    dim: int
+    size: int
+    """Of the whole parameter along `dim`."""
+    parts: tuple[Runs, ...]
+    """Per rank of the group."""
+    summed: bool = False
+    """Whether ranks with equal parts have different shares of its gradient, which is their sum. False: it is the same
+    on each."""
+
+    def __post_init__(self) -> None:
+        held = [False] * self.size
+        for runs in self.parts:
+            for first, end in runs:
+                if not 0 <= first < end <= self.size:
+                    raise ValueError(f"[{first}, {end}) is no piece of a dimension of {self.size}")
+                held[first:end] = [True] * (end - first)
+        if not all(held):
+            raise ValueError(f"no rank holds index {held.index(False)} of a dimension of {self.size}")
+
+    @classmethod
+    def replicated(cls, size: int, ranks: int, *, summed: bool = False) -> Shard:
+        """Returns that of a parameter which every rank holds whole; `size` is that of its dimension 0."""
+        return cls(0, size, (((0, size),),) * ranks, summed)
+
+    @classmethod
+    def even(cls, dim: int, size: int, ranks: int) -> Shard:
+        """Returns consecutive parts whose lengths differ by one at most, the longer ones first."""
+        bounds = [rank * (size // ranks) + min(rank, size % ranks) for rank in range(ranks + 1)]
+        return cls(dim, size, tuple(((lo, hi),) if lo < hi else () for lo, hi in itertools.pairwise(bounds)))
+
+    @property
+    def ranks(self) -> int:
+        """Size of the group."""
+        return len(self.parts)
+
+    @property
+    def is_replicated(self) -> bool:
+        """Whether every rank holds all of it."""
+        return all(runs == ((0, self.size),) for runs in self.parts)
+
+    def length(self, rank: int) -> int:
+        """Returns the length of a rank's part along `dim`."""
+        return sum(end - first for first, end in self.parts[rank])
+
+    def shape(self, whole: Sequence[int], rank: int) -> tuple[int, ...]:
+        """Returns the shape of a rank's part of a parameter of shape `whole`."""
+        return (*whole[: self.dim], self.length(rank), *whole[self.dim + 1 :])
+
+    def holders(self, rank: int) -> tuple[int, ...]:
+        """Returns the ranks whose part equals that of `rank`, itself among them, ascending."""
+        return tuple(other for other, runs in enumerate(self.parts) if runs == self.parts[rank])
+
+    def copies(self, rank: int) -> list[int]:
+        """Returns of each index of a rank's part how many ranks hold it."""
+        held = [0] * self.size
+        for runs in self.parts:
+            for first, end in runs:
+                for index in range(first, end):
+                    held[index] += 1
+        return [held[index] for first, end in self.parts[rank] for index in range(first, end)]
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether two ranks hold some of the same indices, but not the same part: such as a fused projection of sharded
+        queries and shared keys. The gradient of what several hold is then made equal in each backward, never later."""
+        return any(self.copies(rank) != [len(self.holders(rank))] * self.length(rank) for rank in range(self.ranks))
+
+    def take(self, whole: Tensor, rank: int) -> Tensor:
+        """Returns a rank's part of a whole tensor, in memory of its own."""
+        pieces = [whole.narrow(self.dim, first, end - first) for first, end in self.parts[rank]]
+        if not pieces:
+            return whole.narrow(self.dim, 0, 0).clone()
+        return (
+            torch.cat(pieces, self.dim) if len(pieces) > 1 else pieces[0].clone(memory_format=torch.contiguous_format)
+        )
+
+    def put(self, whole: Tensor, part: Tensor, rank: int) -> None:
+        """Writes a rank's part to its places in a whole tensor."""
+        position = 0
+        for first, end in self.parts[rank]:
+            whole.narrow(self.dim, first, end - first).copy_(part.narrow(self.dim, position, end - first))
+            position += end - first
