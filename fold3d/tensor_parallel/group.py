@@ -111,7 +111,7 @@ class TensorParallelGroup:
 class _Copy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: TensorParallelGroup, dim: int, indices: Tensor | None) -> Tensor:
-        ctx.group, ctx.dim, ctx.indices = group, dim, indices
+        ctx.group, ctx.along, ctx.indices = group, dim, indices
         return x.view_as(x)
 
     @staticmethod
@@ -119,8 +119,8 @@ class _Copy(torch.autograd.Function):
         (gradient,) = gradients
         if ctx.indices is None:
             return ctx.group.all_reduce(gradient), None, None, None
-        total = ctx.group.all_reduce(gradient.index_select(ctx.dim, ctx.indices))
-        return gradient.index_copy(ctx.dim, ctx.indices, total), None, None, None
+        total = ctx.group.all_reduce(gradient.index_select(ctx.along, ctx.indices))
+        return gradient.index_copy(ctx.along, ctx.indices, total), None, None, None
 
 
 class _Reduce(torch.autograd.Function):
@@ -136,31 +136,31 @@ class _Reduce(torch.autograd.Function):
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: TensorParallelGroup, dim: int) -> Tensor:
-        ctx.group, ctx.dim = group, dim
+        ctx.group, ctx.along = group, dim
         return group.all_gather(x, dim)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        return ctx.group.reduce_scatter(gradients[0], ctx.dim), None, None
+        return ctx.group.reduce_scatter(gradients[0], ctx.along), None, None
 
 
 class _ReduceScatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, y: Tensor, group: TensorParallelGroup, dim: int) -> Tensor:
-        ctx.group, ctx.dim = group, dim
+        ctx.group, ctx.along = group, dim
         return group.reduce_scatter(y, dim)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        return ctx.group.all_gather(gradients[0], ctx.dim), None, None
+        return ctx.group.all_gather(gradients[0], ctx.along), None, None
 
 
 class _Scatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: TensorParallelGroup, dim: int) -> Tensor:
-        ctx.group, ctx.dim = group, dim
+        ctx.group, ctx.along = group, dim
         return group.part(x, dim).clone(memory_format=torch.contiguous_format)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        return ctx.group.all_gather(gradients[0], ctx.dim), None, None
+        return ctx.group.all_gather(gradients[0], ctx.along), None, None
