@@ -131,13 +131,23 @@ class Topology:
         shard = f", shard {at.tp}" if self.tp > 1 else ""
         return f"rank {rank} (replica {at.dp}, stage {at.pp}{shard})"
 
-    def pipeline(self, dp_rank: int) -> list[int]:
-        """Returns the global ranks of one replica in stage order."""
-        return [self.rank_of(dp_rank, stage) for stage in range(self.pp)]
+    def pipeline(self, dp_rank: int, tp_rank: int | None = None) -> list[int]:
+        """Returns the global ranks of one replica in stage order, at this rank's place on the axis tp if no other is
+        named."""
+        return [self.rank_of(dp_rank, stage, tp_rank) for stage in range(self.pp)]
 
-    def replicas(self, pp_rank: int) -> list[int]:
-        """Returns the global ranks that hold stage `pp_rank`, in replica order."""
-        return [self.rank_of(replica, pp_rank) for replica in range(self.dp)]
+    def replicas(self, pp_rank: int, tp_rank: int | None = None) -> list[int]:
+        """Returns the global ranks that hold stage `pp_rank`, in replica order, at this rank's place on the axis tp if
+        no other is named."""
+        return [self.rank_of(replica, pp_rank, tp_rank) for replica in range(self.dp)]
+
+    def shards(self, dp_rank: int, pp_rank: int) -> list[int]:
+        """Returns the global ranks that share the weights of one stage of one replica: a tensor-parallel group."""
+        return [self.rank_of(dp_rank, pp_rank, tp_rank) for tp_rank in range(self.tp)]
+
+    def replica(self, dp_rank: int) -> list[int]:
+        """Returns all global ranks of one replica, ascending: stage by stage the shards of each."""
+        return [rank for stage in range(self.pp) for rank in self.shards(dp_rank, stage)]
 
     @property
     def next_stage(self) -> int:

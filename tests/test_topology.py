@@ -23,6 +23,9 @@ def test_ranks_count_through_the_axes_from_the_innermost(dp: int, pp: int, tp: i
         assert rank in topology.pipeline(place[0]) and rank in topology.replicas(place[1])
         assert topology.is_last_stage == (place[1] == pp - 1)
         assert len({*topology.pipeline(place[0])}) == pp and len({*topology.replicas(place[1])}) == dp
+        assert topology.pipeline(place[0], place[2]) == topology.pipeline(place[0])
+        assert topology.replica(place[0]) == sorted(r for r in range(dp * pp * tp) if r // (pp * tp) == place[0])
+        assert topology.shards(*place[:2]) == [r for r in topology.replica(place[0]) if r // tp == rank // tp]
     assert topology.world == rank + 1
 
 

@@ -21,12 +21,13 @@ class Groups:
 
     `p2p` carries activations and gradients (group rank = stage): a group per direction, so that one never queues behind
     the other. `rings` sum gradients over the replicas of a stage and gather them. `pipeline` is for the other messages
-    of the stages of one replica, `ties` for parameters that several ranks of a replica hold, by the places that do. On
-    CUDA these have gloo for host memory (message headers) and NCCL for device memory, but rings only NCCL: in a gloo
-    group every rank is connected with every other, so none is over replicas where gradients need none. What replicas,
-    and all ranks, tell each other goes over the trees of `data` and `world`. Each group of `p2p` and `rings` has a
-    thread of gloo, the other groups one together. Without `with_p2p` activations and gradients travel otherwise and
-    have no groups.
+    of the stages of one replica; with tensor parallelism each of these has only the ranks of one place on the axis tp.
+    `tensor` is the tensor-parallel group of this rank's stage in its replica, `replica` all ranks of that replica,
+    `ties` for parameters that several ranks of a replica hold, by the places that do. On CUDA these have gloo for host
+    memory (message headers) and NCCL for device memory, but rings only NCCL: in a gloo group every rank is connected
+    with every other, so none is over replicas where gradients need none. What replicas, and all ranks, tell each other
+    goes over the trees of `data` and `world`. Each group of `p2p` and `rings` has a thread of gloo, the other groups
+    one together. Without `with_p2p` activations and gradients travel otherwise and have no groups.
     """
 
     def __init__(
@@ -47,9 +48,15 @@ class Groups:
         self._timeout = timedelta(seconds=timeout)
         self._nccl = device.type == "cuda"
         self._made: list[Any] = []
-        pipelines = [topology.pipeline(replica) for replica in range(topology.dp)]
-        stages = [topology.replicas(stage) for stage in range(topology.pp)]
+        replicas, lanes = range(topology.dp), range(topology.tp)
+        pipelines = [topology.pipeline(replica, tp) for replica in replicas for tp in lanes]
+        stages = [topology.replicas(stage, tp) for stage in range(topology.pp) for tp in lanes]
         self.pipeline = self._own(pipelines)
+        self.replica = self.pipeline
+        self.tensor: Any = None
+        if topology.tp > 1:
+            self.replica = self._own([topology.replica(replica) for replica in replicas])
+            self.tensor = self._own([topology.shards(r, stage) for r in replicas for stage in range(topology.pp)])
         p2p = {name: self._own(pipelines if with_p2p else [], own_thread=True) for name in ("forward", "backward")}
         # With two stages the way from the last stage back to the first joins the same pair of ranks as the inner one.
         for name in ("forward", "backward"):
@@ -70,7 +77,7 @@ class Groups:
 
     @property
     def data(self) -> TreeGroup:
-        """The replicas of this rank's stage."""
+        """The replicas of this rank's stage and shard."""
         return self.world.data
 
     def _own(self, rank_lists: list[list[int]], *, own_thread: bool = False, device_only: bool = False) -> Any:

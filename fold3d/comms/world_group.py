@@ -1,4 +1,4 @@
-"""WorldGroup: what all ranks of a job exchange, in two levels: over the replicas, then over the stages."""
+"""WorldGroup: what all ranks of a job exchange, in levels: over the replicas, over the stages, over the shards."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ T = TypeVar("T")
 
 
 class WorldGroup:
-    """All ranks of a job: `data`, the replicas of this rank's stage, and `pipeline`, the stages of its replica.
+    """All ranks of a job: `data`, the replicas of this rank's stage and shard; `pipeline`, the stages of its replica at
+    its place on the axis tp; `tensor`, the shards of its stage in its replica.
 
-    Every rank of the job constructs it and makes the same calls in the same order. Up: in every stage to replica 0,
-    then over the stages of replica 0 to rank 0; down the same way. So a sum is that over the stages, in the order of
-    their tree, of the sums over the replicas in the order of theirs (`TreeGroup`), with the same bits on every rank;
-    and a process is connected with at most 4 * `tree.FAN_OUT` others, whatever the size of the job. Raises as
-    TreeGroup.
+    Every rank of the job constructs it and makes the same calls in the same order. Up: over the replicas to replica 0,
+    then over the stages of replica 0 to stage 0, then over its shards to rank 0; down the same way. So a sum is that
+    over the shards, in the order of their tree, of the sums over the stages in the order of theirs, of those over the
+    replicas in the order of theirs (`TreeGroup`), with the same bits on every rank; and a process is connected with at
+    most 6 * `tree.FAN_OUT` others, whatever the size of the job (4 * without shards). Raises as TreeGroup.
     """
 
     def __init__(self, topology: Topology, timeout: float, progress: Progress | None = None):
@@ -49,8 +50,10 @@ class WorldGroup:
                 progress=self.progress,
             )
 
-        self.pipeline = group(topology.pipeline(topology.dp_rank), f"pipeline {topology.dp_rank}")
-        self.data = group(topology.replicas(topology.pp_rank), f"data {topology.pp_rank}")
+        dp, pp, tp = topology.coordinates(topology.rank)
+        self.pipeline = group(topology.pipeline(dp), f"pipeline {dp} {tp}")
+        self.data = group(topology.replicas(pp), f"data {pp} {tp}")
+        self.tensor = group(topology.shards(dp, pp), f"tensor {dp} {pp}")
 
     def all_reduce(self, tensor: Tensor, combine: Combine = torch.add, *, timeout: float | None = None) -> None:
         """Combines everybody's `tensor`, in place."""
@@ -58,19 +61,33 @@ class WorldGroup:
             return
         total = self.data.reduce(tensor, combine, timeout=timeout)
         if self.data.is_first:
-            self.pipeline.all_reduce(total, combine, timeout=timeout)
+            self.all_reduce_replica(total, combine, timeout=timeout)
         self.data.broadcast(total, timeout=timeout)
+        tensor.detach().copy_(total)
+
+    def all_reduce_replica(self, tensor: Tensor, combine: Combine = torch.add, *, timeout: float | None = None) -> None:
+        """Combines the `tensor` of all stages and shards of this rank's replica, in place; all ranks of it call."""
+        total = self.pipeline.reduce(tensor, combine, timeout=timeout)
+        if self.pipeline.is_first:
+            self.tensor.all_reduce(total, combine, timeout=timeout)
+        self.pipeline.broadcast(total, timeout=timeout)
         tensor.detach().copy_(total)
 
     def gather(self, value: Any, *, timeout: float | None = None) -> list[Any] | None:
         """Returns everybody's `value`, anything that pickles, by rank, on rank 0; None elsewhere."""
         replicas = self.data.gather(value, timeout=timeout)
         stages = self.pipeline.gather(replicas, timeout=timeout) if self.data.is_first else None
-        return None if stages is None else [stage[r] for r in range(self.topology.dp) for stage in stages]
+        shards = self.tensor.gather(stages, timeout=timeout) if stages is not None else None
+        if shards is None:
+            return None
+        topology = self.topology
+        return [shards[tp][pp][dp] for dp, pp, tp in map(topology.coordinates, range(topology.world))]
 
     def share(self, value: Any, *, timeout: float | None = None) -> Any:
         """Returns rank 0's `value`, anything that pickles, everywhere."""
         if self.data.is_first:
+            if self.pipeline.is_first:
+                value = self.tensor.share(value, timeout=timeout)
             value = self.pipeline.share(value, timeout=timeout)
         return self.data.share(value, timeout=timeout)
 
@@ -101,22 +118,23 @@ class WorldGroup:
         """Ends the connections."""
         self.pipeline.close()
         self.data.close()
+        self.tensor.close()
 
 
-def messages(dp: int, pp: int) -> int:
+def messages(dp: int, pp: int, tp: int = 1) -> int:
     """Returns how many messages one `all_reduce` of a job takes, up and down together."""
-    return 2 * (pp * Tree(dp).one_way() + Tree(pp).one_way())
+    return 2 * (tp * (pp * Tree(dp).one_way() + Tree(pp).one_way()) + Tree(tp).one_way())
 
 
-def rounds(dp: int, pp: int) -> int:
+def rounds(dp: int, pp: int, tp: int = 1) -> int:
     """Returns how many exchanges in a family lie one after the other in an `all_reduce`."""
-    return 2 * (Tree(dp).levels() + Tree(pp).levels())
+    return 2 * (Tree(dp).levels() + Tree(pp).levels() + Tree(tp).levels())
 
 
 def connections(topology: Topology) -> int:
     """Returns with how many others, counted once per group, this rank is connected."""
-    data, pipeline = Tree(topology.dp), Tree(topology.pp)
-    return data.connections(topology.dp_rank) + pipeline.connections(topology.pp_rank)
+    places = zip((topology.dp, topology.pp, topology.tp), topology.coordinates(topology.rank), strict=True)
+    return sum(Tree(size).connections(place) for size, place in places)
 
 
 def _number(rank: int) -> int:

@@ -50,6 +50,38 @@ def test_control_groups_share_a_thread(ranks: RankPool, with_p2p: bool, own: int
         assert total == 6.0
 
 
+def _lanes() -> dict[str, list[int]]:
+    """Returns the ranks of each of a rank's groups with two replicas, stages and shards."""
+    topology = Topology(dp=2, pp=2, tp=2, rank=dist.get_rank())
+    ties = [Submesh(pp=(0, 1), tp=(0,)), Submesh(pp=(0, 1), tp=(1,)), Submesh(pp=(1,), tp=(0, 1))]
+    groups = Groups(topology, torch.device("cpu"), 30.0, ties, with_p2p=True)
+    made = {"pipeline": groups.pipeline, "tensor": groups.tensor, "replica": groups.replica, **groups.p2p}
+    made |= groups.rings | {str(number): groups.ties[places] for number, places in enumerate(ties)}
+    found = {}
+    for name, group in made.items():
+        if group is not None:
+            total = torch.tensor([2.0**topology.rank])
+            dist.all_reduce(total, group=group)
+            found[name] = dist.get_process_group_ranks(group)
+            assert total.item() == sum(2.0**rank for rank in found[name])
+    found["data"] = groups.data.ranks
+    groups.close()
+    return found
+
+
+def test_a_lane_per_shard(ranks8: RankPool) -> None:
+    """Pipelines and rings join ranks of one place on the axis tp, the tensor-parallel group those of one stage."""
+    results = ranks8.run(_lanes, 8)
+    for rank, found in enumerate(results):
+        dp, pp, tp = rank // 4, rank // 2 % 2, rank % 2
+        pipeline, replicas = [4 * dp + tp, 4 * dp + 2 + tp], [2 * pp + tp, 4 + 2 * pp + tp]
+        shards = [4 * dp + 2 * pp, 4 * dp + 2 * pp + 1]
+        assert found["pipeline"] == found["forward"] == found["backward_wrap"] == found[str(tp)] == pipeline
+        assert found["reduce"] == found["gather"] == found["data"] == replicas
+        assert found["tensor"] == shards and found["replica"] == list(range(4 * dp, 4 * dp + 4))
+        assert found.get("2") == (shards if pp == 1 else None) and str(1 - tp) not in found
+
+
 def _sum_lazily() -> None:
     """torch's own groups connect when they are first used."""
     dist.all_reduce(torch.ones(1))

@@ -10,6 +10,7 @@ import socket
 import struct
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -43,8 +44,8 @@ def tree_group(fan_out: int, *, timeout: float = LIMIT, progress: Progress | Non
     )
 
 
-def world_group(dp: int) -> WorldGroup:
-    return WorldGroup(Topology(dp=dp, pp=dist.get_world_size() // dp, rank=dist.get_rank()), LIMIT)
+def world_group(dp: int, tp: int = 1) -> WorldGroup:
+    return WorldGroup(Topology(dp=dp, pp=dist.get_world_size() // (dp * tp), tp=tp, rank=dist.get_rank()), LIMIT)
 
 
 def own(rank: int) -> torch.Tensor:
@@ -128,6 +129,36 @@ def test_two_levels(ranks: RankPool, dp: int) -> None:
         assert errors == refusals
 
 
+def of_three_axes(dp: int, tp: int) -> tuple[torch.Tensor, torch.Tensor, Any, Any]:
+    world, rank = world_group(dp, tp), dist.get_rank()
+    total, of_replica = own(rank), own(rank)
+    world.all_reduce(total)
+    world.all_reduce_replica(of_replica)
+    found = total, of_replica, world.gather(f"of {rank}"), world.share(f"of {rank}")
+    world.close()
+    return found
+
+
+@pytest.mark.parametrize("dp, pp, tp", [(1, 1, 4), (2, 1, 2), (1, 2, 2), (2, 2, 2)])
+def test_three_levels(ranks8: RankPool, dp: int, pp: int, tp: int) -> None:
+    """The order of a sum does not depend on who asks; what is gathered lies by rank, where tp is the fastest axis."""
+
+    def value(d: int, p: int, t: int) -> torch.Tensor:
+        return own((d * pp + p) * tp + t)
+
+    def total(of: Callable[[int, int], torch.Tensor]) -> torch.Tensor:
+        shards = [functools.reduce(operator.add, [of(p, t) for p in range(pp)]) for t in range(tp)]
+        return functools.reduce(operator.add, shards)
+
+    world = total(lambda p, t: functools.reduce(operator.add, [value(d, p, t) for d in range(dp)]))
+    everybody = [f"of {rank}" for rank in range(dp * pp * tp)]
+    for rank, (ours, of_replica, gathered, shared) in enumerate(ranks8.run(of_three_axes, len(everybody), dp, tp)):
+        replica = rank // (pp * tp)
+        assert torch.equal(ours, world), "over the replicas, then the stages, then the shards"
+        assert torch.equal(of_replica, total(functools.partial(value, replica)))
+        assert gathered == (everybody if rank == 0 else None) and shared == "of 0"
+
+
 def test_a_world_of_one_needs_nobody() -> None:
     world = WorldGroup(Topology(dp=1, pp=1, rank=0), LIMIT)
     value = torch.tensor([3.0])
@@ -162,11 +193,11 @@ def _sent(sockets: list[socket.socket]) -> int:
     return sum(struct.unpack_from("Q", info, _BYTES_ACKED)[0] for info in infos)
 
 
-def counted(dp: int) -> tuple[int, int, float]:
+def counted(dp: int, tp: int) -> tuple[int, int, float]:
     """Returns the connections of a WorldGroup, those it says it has, and the messages of one all_reduce."""
     dist.barrier()
     before = len(_connected())
-    world = world_group(dp)
+    world = world_group(dp, tp)
     world.barrier()
     sockets = _connected()
     dist.barrier()
@@ -180,11 +211,11 @@ def counted(dp: int) -> tuple[int, int, float]:
     return len(sockets) - before, connections(world.topology), messages_sent
 
 
-@pytest.mark.parametrize("dp, pp", [(2, 1), (2, 2), (4, 1), (4, 2), (8, 1)])
-def test_connections_and_messages_are_those_of_the_formula(ranks8: RankPool, dp: int, pp: int) -> None:
-    found = ranks8.run(counted, dp * pp, dp)
+@pytest.mark.parametrize("dp, pp, tp", [(2, 1, 1), (2, 2, 1), (4, 1, 1), (4, 2, 1), (8, 1, 1), (2, 2, 2), (1, 1, 8)])
+def test_connections_and_messages_are_those_of_the_formula(ranks8: RankPool, dp: int, pp: int, tp: int) -> None:
+    found = ranks8.run(counted, dp * pp * tp, dp, tp)
     assert [there for there, _, _ in found] == [said for _, said, _ in found]
-    assert round(sum(sent for _, _, sent in found), 1) == messages(dp, pp)
+    assert round(sum(sent for _, _, sent in found), 1) == messages(dp, pp, tp)
 
 
 def of_an_engine(dp: int, pp: int) -> tuple[int, int]:
