@@ -1,6 +1,6 @@
 """SafetensorsWriter: one safetensors file, filled tensor by tensor; and the check of such a file.
 
-Format (https://huggingface.co/docs/safetensors): 8 bytes N, little-endian; N bytes of JSON; the tensors' bytes.
+For the format see `fold3d/weights/safetensors_header.py`.
 """
 
 from __future__ import annotations
@@ -11,20 +11,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from fold3d.checkpoint.stream import Entry
 from fold3d.comms.broadcast import as_bytes
+from fold3d.weights.safetensors_header import DTYPES, read_header
 
-_MAX_HEADER = 100_000_000  # the limit of the safetensors library
-_NAMES = {
-    torch.uint64: "U64", torch.int64: "I64", torch.float64: "F64", torch.complex64: "C64",
-    torch.float32: "F32", torch.uint32: "U32", torch.int32: "I32",
-    torch.bfloat16: "BF16", torch.float16: "F16", torch.uint16: "U16", torch.int16: "I16",
-    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
-    torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
-}  # fmt: skip
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _ORDER = {dtype: place for place, dtype in enumerate(_NAMES)}
 
 
@@ -78,17 +71,8 @@ class SafetensorsWriter:
 
 def defect(path: Path) -> str | None:
     """Returns what is wrong with a safetensors file judged by its header and size, None when nothing is."""
-    size = path.stat().st_size
-    with open(path, "rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        if size < 8 or length > min(_MAX_HEADER, size - 8):
-            return f"{path.name} has {size} bytes, less than its own header"
-        try:
-            header = json.loads(file.read(length))
-            ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
-        except (ValueError, KeyError, TypeError, AttributeError):
-            return f"the header of {path.name} cannot be read"
-    expected = 8 + length + max(ends, default=0)
-    if size != expected:
-        return f"{path.name} has {size} bytes, its header says {expected}"
+    try:
+        read_header(path)
+    except ValueError as error:
+        return str(error)
     return None

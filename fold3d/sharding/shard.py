@@ -83,6 +83,27 @@ class Shard:
         """Returns the shape of a rank's part of a parameter of shape `whole`."""
         return (*whole[: self.dim], self.length(rank), *whole[self.dim + 1 :])
 
+    def whole_shape(self, part: Sequence[int]) -> tuple[int, ...]:
+        """Returns the shape of the whole parameter, given that of any rank's part."""
+        return (*part[: self.dim], self.size, *part[self.dim + 1 :])
+
+    def first_held(self, rank: int) -> tuple[tuple[int, int, int], ...]:
+        """Returns the pieces of a rank's part that no lower rank holds, as (place in the part, first, end).
+
+        Over all ranks they are each index of the dimension once: a sum or a copy of the whole is made of these.
+        """
+        lower = sorted(run for runs in self.parts[:rank] for run in runs)
+        pieces: list[tuple[int, int, int]] = []
+        position = 0
+        for start, end in self.parts[rank]:
+            first = start
+            for low, high in (*lower, (end, end)):
+                if first < min(low, end):
+                    pieces.append((position + first - start, first, min(low, end)))
+                first = max(first, high)
+            position += end - start
+        return tuple(pieces)
+
     def holders(self, rank: int) -> tuple[int, ...]:
         """Returns the ranks whose part equals that of `rank`, itself among them, ascending."""
         return tuple(other for other, runs in enumerate(self.parts) if runs == self.parts[rank])
@@ -110,6 +131,13 @@ class Shard:
         return (
             torch.cat(pieces, self.dim) if len(pieces) > 1 else pieces[0].clone(memory_format=torch.contiguous_format)
         )
+
+    def copy_to_part(self, part: Tensor, whole: Tensor, rank: int) -> None:
+        """Fills a rank's part from a whole tensor; their dtypes and devices may differ."""
+        position = 0
+        for first, end in self.parts[rank]:
+            part.narrow(self.dim, position, end - first).copy_(whole.narrow(self.dim, first, end - first))
+            position += end - first
 
     def put(self, whole: Tensor, part: Tensor, rank: int) -> None:
         """Writes a rank's part to its places in a whole tensor."""

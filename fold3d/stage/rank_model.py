@@ -21,6 +21,7 @@ from fold3d.topology import Topology
 from fold3d.trace import Trace, find_blocks, tied_groups, trace
 from fold3d.trace.arguments import arguments_of as find_arguments
 from fold3d.weights.materialize import materialize
+from fold3d.weights.parts import Parts
 from fold3d.weights.release import is_released, release
 
 logger = logging.getLogger(__name__)
@@ -92,6 +93,7 @@ class RankModel:
         ranges: blocks [first, end) of every chunk.
         parameters: canonical name -> parameter with storage on this rank, in the model's order.
         placement: which stage holds which parameter.
+        parts: which part of each parameter this rank has of those that its tensor-parallel group shares.
     """
 
     def __init__(
@@ -108,6 +110,7 @@ class RankModel:
         recording: what `record` returned.
         """
         self.model = model
+        self.parts = Parts.whole()
         on_meta = any(p.device.type == "meta" for p in model.parameters())
         if weights is not None and not on_meta:
             raise ConfigError(
@@ -126,7 +129,7 @@ class RankModel:
         keep = self.placement.held_by(self.stage)
         if on_meta:
             _refuse_cut_model(model, keep)
-            materialize(model, keep, seed=config.seed, folder=weights)
+            materialize(model, keep, seed=config.seed, folder=weights, parts=self.parts)
         release(model, keep)
         _move(model, device)
         recompute = RECOMPUTE.of(strategy)

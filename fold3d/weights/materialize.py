@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -10,13 +11,21 @@ from torch import Tensor, nn
 
 from fold3d.errors import TraceError
 from fold3d.weights.named_init import initialise
+from fold3d.weights.parts import Parts, check_shape
 from fold3d.weights.pretrained import load
 from fold3d.weights.release import parameter_holders, replace_parameter
 
 _log = logging.getLogger(__name__)
 
 
-def materialize(model: nn.Module, keep: set[str], *, seed: int, folder: str | Path | None = None) -> None:
+def materialize(
+    model: nn.Module,
+    keep: set[str],
+    *,
+    seed: int,
+    folder: str | Path | None = None,
+    parts: Parts | None = None,
+) -> None:
     """Makes the parameters in `keep`, and all buffers, of a model on the meta device real, on the CPU, in
     place.
 
@@ -25,19 +34,27 @@ def materialize(model: nn.Module, keep: set[str], *, seed: int, folder: str | Pa
     bits. Parameters and buffers that are real already keep their values; tied parameters stay tied;
     parameters outside `keep` stay on meta.
 
+    Of a parameter that is spread over a tensor-parallel group only this rank's part gets memory, with the bits that it
+    has in the whole; values of the whole are drawn one parameter at a time.
+
     Args:
         keep: names of parameters; one name of a tied parameter is enough.
         seed: seed of the initial values.
         folder: folder with safetensors weights, see `PretrainedFolder`.
+        parts: which part of each parameter is this rank's, and real ones are already; None: all of it.
     Raises: TraceError if a value cannot be known (a parameter without an initialisation, a tensor that is no
         parameter and no buffer); CheckpointError for a bad folder.
     """
+    parts = parts or Parts.whole()
     _refuse_lost_attributes(model)
     groups: dict[str, tuple[str, ...]] = {}
     fresh: dict[str, Tensor] = {}
     for parameter, names in parameter_holders(model):
         if parameter.is_meta and not keep.isdisjoint(names):
-            real = nn.Parameter(_unset_like(parameter), requires_grad=parameter.requires_grad)
+            if (shard := parts.shard_of(names[0])) is not None:
+                check_shape(names[0], shard, parameter.shape)
+            part = _unset_like(parameter, parts.shape(names[0], parameter.shape))
+            real = nn.Parameter(part, requires_grad=parameter.requires_grad)
             vars(real).update(vars(parameter))
             replace_parameter(model, names, real)
             fresh[names[0]] = real
@@ -45,7 +62,7 @@ def materialize(model: nn.Module, keep: set[str], *, seed: int, folder: str | Pa
     buffers = _allocate_buffers(model)
     fresh.update(buffers)
     versions = {name: tensor._version for name, tensor in fresh.items()}
-    loaded = load(model, fresh, groups, folder) if folder is not None else set()
+    loaded = load(model, fresh, groups, folder, parts) if folder is not None else set()
     rest = {name: tensor for name, tensor in fresh.items() if name not in loaded}
     absent = [name for name in rest if name not in buffers]
     if folder is not None and absent:
@@ -54,12 +71,15 @@ def materialize(model: nn.Module, keep: set[str], *, seed: int, folder: str | Pa
             folder, len(absent), ", ".join(absent[:3]), ", ..." if len(absent) > 3 else "",
         )  # fmt: skip
     if rest:
-        initialise(model, rest, seed)
+        initialise(model, rest, seed, parts)
         _refuse_unset(model, rest, versions, buffers)
 
 
-def _unset_like(tensor: Tensor) -> Tensor:
-    real = torch.empty_like(tensor, device="cpu", requires_grad=False)
+def _unset_like(tensor: Tensor, shape: Sequence[int]) -> Tensor:
+    if tuple(shape) == tensor.shape:
+        real = torch.empty_like(tensor, device="cpu", requires_grad=False)
+    else:
+        real = torch.empty(tuple(shape), dtype=tensor.dtype)
     # NaN marks what is still to be filled; one-byte floats have no fill and are checked by version only
     return real.fill_(float("nan")) if _is_marked(real) else real
 
@@ -76,7 +96,7 @@ def _allocate_buffers(model: nn.Module) -> dict[str, Tensor]:
             if buffer is None or not buffer.is_meta:
                 continue
             if id(buffer) not in found:
-                found[id(buffer)] = _unset_like(buffer)
+                found[id(buffer)] = _unset_like(buffer, buffer.shape)
                 fresh[f"{prefix}.{key}" if prefix else key] = found[id(buffer)]
             module._buffers[key] = found[id(buffer)]
     return fresh

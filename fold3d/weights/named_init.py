@@ -5,6 +5,8 @@ The model's own initialisation runs (transformers' `initialize_weights`, or `res
 module). Every random torch.nn.init function in it is replaced for the time by one that seeds the generator
 from the name of the tensor it fills, and that does nothing to tensors that are not to be filled. What a
 module draws by other means comes from a generator seeded with the module's name.
+
+Of a parameter that is spread over a tensor-parallel group the whole is drawn and the rank's part kept (`Canvases`).
 """
 
 from __future__ import annotations
@@ -18,6 +20,9 @@ from torch import Tensor, nn
 
 from fold3d.seeding import constant_of
 from fold3d.trace.example import is_transformers_model
+from fold3d.weights.canvases import Canvases, RedrawError
+from fold3d.weights.parts import Parts
+from fold3d.weights.release import parameter_holders
 
 _INIT_FUNCTIONS = (
     "uniform_", "normal_", "constant_", "ones_", "zeros_", "eye_", "dirac_", "xavier_uniform_", "xavier_normal_",
@@ -27,12 +32,35 @@ _RESETS = ("reset_parameters", "_reset_parameters")  # the latter: torch.nn.Mult
 _DONE = "_is_hf_initialized"  # transformers' mark of a tensor or module that must not be initialised
 
 
-def initialise(model: nn.Module, fresh: Mapping[str, Tensor], seed: int) -> None:
+def initialise(model: nn.Module, fresh: Mapping[str, Tensor], seed: int, parts: Parts | None = None) -> None:
     """Fills the tensors `fresh` of `model` (real, by canonical name) and leaves all others as they are.
 
     The global generator is left as it was. Tensors that the model's own initialisation does not reach keep
     their values.
+
+    Args:
+        parts: which part of each parameter with values is here; None: all are whole. Any part has the bits that it has
+            in the whole.
     """
+    spread: dict[str, tuple[nn.Parameter, Any]] = {}
+    for parameter, names in parameter_holders(model):
+        shard = parts.shard_of(names[0]) if parts is not None else None
+        if shard is not None and not parameter.is_meta:
+            spread[names[0]] = parameter, shard
+    if parts is None or not spread:
+        _initialise(model, fresh, seed, lambda: None)
+        return
+    canvases = Canvases(spread, parts.rank, loaded=set(spread) - set(fresh))
+    while True:
+        try:
+            with canvases:
+                _initialise(model, fresh, seed, canvases.module_done)
+            return
+        except RedrawError as redraw:
+            canvases.hold_longer(str(redraw))
+
+
+def _initialise(model: nn.Module, fresh: Mapping[str, Tensor], seed: int, module_done: Callable[[], None]) -> None:
     filler = _Filler(fresh, seed)
     covered: set[str] = set()
     with torch.random.fork_rng(devices=[]), torch.no_grad():
@@ -41,10 +69,11 @@ def initialise(model: nn.Module, fresh: Mapping[str, Tensor], seed: int) -> None
                 name.startswith(f"{outer}.") or not outer for outer in covered
             ):
                 covered.add(name)
-                _initialise_transformers(name, module, filler)
+                _initialise_transformers(name, module, filler, module_done)
         for name, module in reversed(list(model.named_modules())):  # children first, as constructors do
             if not any(not outer or name == outer or name.startswith(f"{outer}.") for outer in covered):
                 _initialise_plain(name, module, filler)
+                module_done()
 
 
 class _Filler:
@@ -92,7 +121,7 @@ def _replaced(table: Any, filler: _Filler, holder: str | None = None) -> Iterato
         attributes.update(saved)
 
 
-def _initialise_transformers(prefix: str, model: Any, filler: _Filler) -> None:
+def _initialise_transformers(prefix: str, model: Any, filler: _Filler, module_done: Callable[[], None]) -> None:
     from transformers import initialization
 
     names = {id(module): f"{prefix}/{name}" for name, module in model.named_modules()}
@@ -113,7 +142,7 @@ def _initialise_transformers(prefix: str, model: Any, filler: _Filler) -> None:
             mark(tensor)
     submodels = [module for module in model.modules() if is_transformers_model(module)]
     for submodel in submodels:
-        submodel._initialize_weights = _seeded(submodel._initialize_weights, names, filler)
+        submodel._initialize_weights = _seeded(submodel._initialize_weights, names, filler, module_done)
     try:
         with _replaced(initialization.TORCH_INIT_FUNCTIONS, filler):
             model.initialize_weights()
@@ -124,10 +153,13 @@ def _initialise_transformers(prefix: str, model: Any, filler: _Filler) -> None:
             vars(thing).pop(_DONE, None)
 
 
-def _seeded(function: Callable[..., None], names: Mapping[int, str], filler: _Filler) -> Callable[..., None]:
+def _seeded(
+    function: Callable[..., None], names: Mapping[int, str], filler: _Filler, done: Callable[[], None]
+) -> Callable[..., None]:
     def initialize_weights(module: nn.Module, *args: Any, **kwargs: Any) -> None:
         filler.seed_for(f"module {names[id(module)]}")
         function(module, *args, **kwargs)
+        done()
 
     return initialize_weights
 

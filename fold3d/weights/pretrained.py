@@ -1,18 +1,23 @@
-"""PretrainedFolder: weights in a folder as `save_pretrained` writes it, read tensor by tensor."""
+"""PretrainedFolder: weights in a folder as `save_pretrained` writes it, read tensor by tensor or part by part."""
 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor, nn
 
 from fold3d.errors import CheckpointError
+from fold3d.sharding.shard import Shard
 from fold3d.trace.example import is_transformers_model
+from fold3d.weights.part_reader import read_part
+from fold3d.weights.parts import Parts
+from fold3d.weights.safetensors_header import DTYPES, Stored, read_header
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
@@ -26,6 +31,7 @@ class PretrainedFolder:
 
     def __init__(self, folder: str | Path) -> None:
         self.path = Path(folder)
+        self._headers: dict[str, dict[str, Stored]] = {}
         self._files = self._read_index()
 
     def keys(self) -> list[str]:
@@ -53,17 +59,67 @@ class PretrainedFolder:
                     break
         return found
 
+    def shape(self, key: str) -> tuple[int, ...]:
+        """Returns the whole shape of a tensor."""
+        return self._stored(key).shape
+
     def read(self, keys: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
-        """Yields (key, tensor) of each of `keys`, opening every file once and holding one tensor at a
-        time."""
-        by_file: dict[str, list[str]] = {}
-        for key in keys:
-            by_file.setdefault(self._files[key], []).append(key)
-        for file, members in by_file.items():
-            with _opened(self.path / file) as handle:
-                for key in members:
-                    part = handle.get_slice(key)
-                    yield key, part[:] if part.get_shape() else handle.get_tensor(key)
+        """Yields (key, tensor) of each of `keys`, holding one tensor at a time."""
+        for key in self.in_order(keys):
+            stored = self._stored(key)
+            if stored.kind not in DTYPES:
+                yield key, self._read_by_library(key)
+                continue
+            tensor = torch.empty(stored.shape, dtype=DTYPES[stored.kind])
+            self._fill(key, tensor, None, 0)
+            yield key, tensor
+
+    def read_into(self, key: str, target: Tensor, shard: Shard | None, rank: int) -> None:
+        """Fills `target`, any dtype and device, with a rank's part of a tensor; reads no more than that part.
+
+        Args:
+            shard: None: the part is the whole tensor.
+        Raises: CheckpointError when the file ends before.
+        """
+        stored = self._stored(key)
+        with torch.no_grad():
+            if stored.kind not in DTYPES:
+                whole = self._read_by_library(key)
+                target.copy_(whole if shard is None else shard.take(whole, rank))
+                return
+            dtype, straight = DTYPES[stored.kind], target.is_contiguous() and target.device.type == "cpu"
+            part = target if straight and target.dtype == dtype else torch.empty(target.shape, dtype=dtype)
+            self._fill(key, part, shard, rank)
+            if part is not target:
+                target.copy_(part)
+
+    def in_order(self, keys: Iterable[str]) -> list[str]:
+        """Returns `keys` file by file, and in each as they lie there."""
+        return sorted(keys, key=lambda key: (self._files[key], self._stored(key).begin))
+
+    def _fill(self, key: str, part: Tensor, shard: Shard | None, rank: int) -> None:
+        path = self.path / self._files[key]
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            read_part(descriptor, self._stored(key).begin, part, shard, rank)
+        except EOFError as error:
+            raise CheckpointError(f"{path} is cut short or damaged: {error}") from error
+        finally:
+            os.close(descriptor)
+
+    def _read_by_library(self, key: str) -> Tensor:
+        """Returns a tensor of a dtype that torch's own tensors hold packed, such as those of 4 bits."""
+        with safe_open(self.path / self._files[key], framework="pt", device="cpu") as handle:
+            tensor: Tensor = handle.get_tensor(key)
+            return tensor
+
+    def _stored(self, key: str) -> Stored:
+        file = self._files[key]
+        if file not in self._headers:
+            self._headers[file] = _header(self.path / file)
+        if key not in self._headers[file]:
+            raise CheckpointError(f"{self.path}: {_INDEX} says that {file} holds {key}, which it does not")
+        return self._headers[file][key]
 
     def _read_index(self) -> dict[str, str]:
         index = self.path / _INDEX
@@ -82,20 +138,27 @@ class PretrainedFolder:
                 f"{self.path} has neither {_SINGLE} nor {_INDEX}; pass a folder written by save_pretrained "
                 "(weights in the .bin format must be saved again as safetensors)"
             )
-        with _opened(single) as handle:
-            return dict.fromkeys(handle.keys(), _SINGLE)
+        self._headers[_SINGLE] = _header(single)
+        return dict.fromkeys(self._headers[_SINGLE], _SINGLE)
 
 
 def load(
-    model: nn.Module, tensors: Mapping[str, Tensor], groups: Mapping[str, tuple[str, ...]], folder: str | Path
+    model: nn.Module,
+    tensors: Mapping[str, Tensor],
+    groups: Mapping[str, tuple[str, ...]],
+    folder: str | Path,
+    parts: Parts | None = None,
 ) -> set[str]:
     """Copies the weights in `folder` into `tensors` and returns the names that were found.
 
     Args:
         tensors: real tensors of `model` to fill, by canonical name; values are converted to their dtype.
         groups: for each canonical name of a tied tensor all its names; any of them is looked for.
-    Raises: CheckpointError if no name in the folder belongs to the model, or a shape differs.
+        parts: which part of each parameter the tensors are; None: they are whole. Nothing else is read.
+    Raises: CheckpointError, before any value has changed, if no name in the folder belongs to the model, or a shape
+        differs; or if a file is damaged.
     """
+    parts = parts or Parts.whole()
     source = PretrainedFolder(folder)
     known = source.names_in(model)
     if not known:
@@ -104,20 +167,20 @@ def load(
             f"{', '.join(source.keys()[:4])}, ...; pass the folder of a model of this architecture"
         )
     targets: dict[str, str] = {}
-    for name in tensors:
+    for name, tensor in tensors.items():
         alias = next((alias for alias in groups.get(name, (name,)) if alias in known), None)
-        if alias is not None:
-            targets[known[alias]] = name
-    for key, value in source.read(targets):
-        tensor = tensors[targets[key]]
-        if value.shape != tensor.shape:
+        if alias is None:
+            continue
+        targets[known[alias]] = name
+        whole, found = parts.whole_shape(name, tensor.shape), source.shape(known[alias])
+        if found != whole:
             raise CheckpointError(
-                f"{source.path}: '{key}' has shape {tuple(value.shape)}, but '{targets[key]}' of "
-                f"{type(model).__name__} has {tuple(tensor.shape)}; the folder belongs to a model of "
-                "another size"
+                f"{source.path}: '{known[alias]}' has shape {found}, but '{name}' of {type(model).__name__} has "
+                f"{whole}; the folder belongs to a model of another size"
             )
-        with torch.no_grad():
-            tensor.copy_(value)
+    for key in source.in_order(targets):
+        name = targets[key]
+        source.read_into(key, tensors[name], parts.shard_of(name), parts.rank)
     return set(targets.values())
 
 
@@ -130,8 +193,8 @@ def _renamings(model: nn.Module) -> list[Any]:
     return [rule for rule in get_model_conversion_mapping(model) if isinstance(rule, WeightRenaming)]  # type: ignore[arg-type]
 
 
-def _opened(file: Path) -> Any:
+def _header(file: Path) -> dict[str, Stored]:
     try:
-        return safe_open(file, framework="pt", device="cpu")
-    except (SafetensorError, OSError) as error:
+        return read_header(file)
+    except (ValueError, OSError) as error:
         raise CheckpointError(f"{file} is cut short or damaged: {error}") from error

@@ -26,7 +26,18 @@ def test_parts_make_the_whole_again(data: st.DataObject) -> None:
         assert part.is_contiguous() and tuple(part.shape) == shard.shape(whole.shape, rank)
         assert torch.equal(part, whole.index_select(dim, torch.tensor(parts[rank], dtype=torch.long)))
         shard.put(again, part, rank)
+        assert shard.whole_shape(part.shape) == tuple(whole.shape)
+        filled = torch.empty_like(part, dtype=torch.float64)
+        shard.copy_to_part(filled, whole, rank)
+        assert torch.equal(filled, part.double())
     assert torch.equal(again, whole)
+    once = [index for rank in range(ranks) for _, first, end in shard.first_held(rank) for index in range(first, end)]
+    assert sorted(once) == list(range(size))
+    for rank in range(ranks):
+        part = shard.take(torch.arange(size)[:, None], rank) if dim == 0 else shard.take(torch.arange(size)[None], rank)
+        for place, first, end in shard.first_held(rank):
+            assert part.flatten()[place : place + end - first].tolist() == list(range(first, end))
+            assert not {*range(first, end)} & {index for lower in parts[:rank] for index in lower}
 
 
 @given(st.integers(1, 20), st.integers(1, 6))
