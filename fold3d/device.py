@@ -57,3 +57,9 @@ def set_library_rng_state(state: LibraryState) -> None:
     """Puts them back."""
     random.setstate(state[0])
     np.random.set_state(state[1])
+
+
+def same_library_rng_state(one: LibraryState, other: LibraryState) -> bool:
+    """Returns whether nobody drew from Python's and numpy's generators between the two."""
+    of_one, of_other = one[1], other[1]
+    return bool(one[0] == other[0] and of_one[2:] == of_other[2:] and np.array_equal(of_one[1], of_other[1]))

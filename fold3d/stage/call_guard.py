@@ -21,6 +21,9 @@ WAYS_OUT = (
     "compute it from what the model returns at its end"
 )
 
+CallState = tuple[str | None, int]
+"""The module that was entered first and has not been left, and how often it was."""
+
 
 class CallGuard:
     """Looks at every call of a model that runs chunk by chunk: how often it is called, and in which form.
@@ -62,6 +65,16 @@ class CallGuard:
     def begin(self) -> None:
         """A chunk begins: the model has not been called yet."""
         self._inside, self._calls = None, 0
+
+    def put_aside(self) -> CallState:
+        """Returns what the chunk has called so far, for another run of a chunk to begin."""
+        state = self._inside, self._calls
+        self.begin()
+        return state
+
+    def take_up(self, state: CallState) -> None:
+        """Goes on with what `put_aside` returned."""
+        self._inside, self._calls = state
 
     def remove(self) -> None:
         """Takes the hooks off the model."""

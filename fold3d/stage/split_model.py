@@ -26,9 +26,10 @@ from torch import Tensor, nn
 from fold3d import seeding
 from fold3d._C import BlockForward, CurrentForward, ForwardCursor, block_forward, next_seed, reseed, seed_inside
 from fold3d.errors import MissingWeightsError, TraceError
-from fold3d.stage.call_guard import CallGuard
-from fold3d.stage.recompute import frame_of_checkpoint, group_of_checkpoint, in_reentrant_checkpoint, recomputed
+from fold3d.stage.call_guard import CallGuard, CallState
+from fold3d.stage.recompute import recomputed
 from fold3d.stage.shapes import ShapeOnly
+from fold3d.trace.checkpoints import frame_of_checkpoint, group_of_checkpoint, in_reentrant_checkpoint
 from fold3d.trace.errors import SplitError
 from fold3d.trace.model_trace import Trace
 from fold3d.trace.wrappers import wrap
@@ -176,6 +177,21 @@ class SplitModel:
         """Takes the instance forwards off the model again. The next `run` puts them back."""
         while self._undo:
             self._undo.pop()()
+
+    def put_aside(self) -> tuple[_Run | None, CallState]:
+        """Returns the run under way, for another one to begin."""
+        run, self._run = self._run, None
+        self._slot.end()
+        return run, self._guard.put_aside()
+
+    def take_up(self, state: tuple[_Run | None, CallState]) -> None:
+        """Goes on with the run that `put_aside` returned."""
+        self._run, calls = state
+        self._guard.take_up(calls)
+        if self._run is None:
+            self._slot.end()
+        else:
+            self._slot.begin(self._run, self._run.received)
 
     # -- one run --
 

@@ -70,6 +70,16 @@ class WholeModel:
         while self._undo:
             self._undo.pop()()
 
+    def put_aside(self) -> tuple[ForwardCursor | None, nn.Module | None]:
+        """Returns where the run under way is, for another one to begin."""
+        state = self.cursor, self.begun
+        self.cursor = self.begun = None
+        return state
+
+    def take_up(self, state: tuple[ForwardCursor | None, nn.Module | None]) -> None:
+        """Goes on with the run that `put_aside` returned."""
+        self.cursor, self.begun = state
+
     def begin(self, module: nn.Module | None) -> None:
         """`module` has begun with a seed of its own; None: it has ended."""
         self.begun = module

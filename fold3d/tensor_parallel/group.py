@@ -76,6 +76,17 @@ class TensorParallelGroup:
         out: Tensor = _Scatter.apply(x, self, dim)  # type: ignore[no-untyped-call]
         return out
 
+    def start_all_reduce(self, tensor: Tensor) -> Any:
+        """Begins to sum everybody's `tensor`, contiguous, in place; returns what `wait` takes. Never blocks."""
+        if self.size == 1:
+            return None
+        return dist.all_reduce(tensor, group=self._group, async_op=True), tensor
+
+    def wait(self, started: Any) -> None:
+        """Returns when what was started is done."""
+        if started is not None:
+            started[0].wait()
+
     def all_reduce(self, x: Tensor) -> Tensor:
         """Returns the sum of everybody's `x`, without a gradient."""
         return self._reduced(x, dist.ReduceOp.SUM)

@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-import numpy as np
-
-from fold3d.device import LibraryState, library_rng_state, set_library_rng_state
+from fold3d.device import LibraryState, library_rng_state, same_library_rng_state, set_library_rng_state
 
 
 class DrawnNumbers:
@@ -31,7 +29,7 @@ class DrawnNumbers:
             finally:
                 self._has_run = True
                 # Most loss functions draw nothing; then there is nothing to do for later chunks.
-                self._before = None if _same(before, library_rng_state()) else before
+                self._before = None if same_library_rng_state(before, library_rng_state()) else before
             return
         if self._before is None:
             yield
@@ -42,8 +40,3 @@ class DrawnNumbers:
             yield
         finally:
             set_library_rng_state(now)
-
-
-def _same(one: LibraryState, other: LibraryState) -> bool:
-    of_one, of_other = one[1], other[1]
-    return bool(one[0] == other[0] and of_one[2:] == of_other[2:] and np.array_equal(of_one[1], of_other[1]))
