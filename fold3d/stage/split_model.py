@@ -29,7 +29,7 @@ from fold3d.errors import MissingWeightsError, TraceError
 from fold3d.stage.call_guard import CallGuard, CallState
 from fold3d.stage.recompute import recomputed
 from fold3d.stage.shapes import ShapeOnly
-from fold3d.trace.checkpoints import frame_of_checkpoint, group_of_checkpoint, in_reentrant_checkpoint
+from fold3d.tensor_parallel.checkpoints import frame_of_checkpoint, group_of_checkpoint, in_reentrant_checkpoint
 from fold3d.trace.errors import SplitError
 from fold3d.trace.model_trace import Trace
 from fold3d.trace.wrappers import wrap

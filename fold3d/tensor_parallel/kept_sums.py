@@ -7,8 +7,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from fold3d.tensor_parallel.checkpoints import frame_of_checkpoint
 from fold3d.tensor_parallel.region import RegionOps
-from fold3d.trace.checkpoints import frame_of_checkpoint
 
 
 class KeptSums:

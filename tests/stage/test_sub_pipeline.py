@@ -18,8 +18,8 @@ from fold3d.stage.sub_pipelined.sub_pipeline import SubPipeline
 from fold3d.stage.whole_model import WholeModel
 from fold3d.tensor_parallel.group import TensorParallelGroup
 from fold3d.tensor_parallel.kept_sums import KeptSums
-from fold3d.tensor_parallel.turning_ops import TurningOps
-from fold3d.tensor_parallel.turns import Turns
+from fold3d.tensor_parallel.sub_pipelined.turning_ops import TurningOps
+from fold3d.tensor_parallel.sub_pipelined.turns import Turns
 from fold3d.trace import trace
 
 KEY = (7, 3, 1)

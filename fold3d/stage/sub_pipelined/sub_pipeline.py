@@ -17,9 +17,9 @@ from fold3d.stage.micro_batch import MicroBatch
 from fold3d.stage.split_model import SplitModel
 from fold3d.stage.sub_pipelined.sub_micro_batches import SubMicroBatch, divide, halves, weights
 from fold3d.stage.whole_model import WholeModel
-from fold3d.tensor_parallel.per_sample_random import NotPerSampleError, PerSampleRandom
-from fold3d.tensor_parallel.turning_ops import TurningOps
-from fold3d.tensor_parallel.turns import Turns
+from fold3d.tensor_parallel.sub_pipelined.per_sample_random import NotPerSampleError, PerSampleRandom
+from fold3d.tensor_parallel.sub_pipelined.turning_ops import TurningOps
+from fold3d.tensor_parallel.sub_pipelined.turns import Turns
 
 logger = logging.getLogger(__name__)
 

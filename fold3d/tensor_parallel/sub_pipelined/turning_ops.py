@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fold3d.tensor_parallel.region import RegionOps
-from fold3d.tensor_parallel.turns import Turns
+from fold3d.tensor_parallel.sub_pipelined.turns import Turns
 
 
 class StartedSums(RegionOps, Protocol):

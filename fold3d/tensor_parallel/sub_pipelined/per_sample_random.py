@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from fold3d.errors import Fold3dError
-from fold3d.trace.checkpoints import frame_of_checkpoint, in_reentrant_checkpoint
+from fold3d.tensor_parallel.checkpoints import frame_of_checkpoint, in_reentrant_checkpoint
 
 
 class NotPerSampleError(Fold3dError):

@@ -9,7 +9,7 @@ from typing import Any, Protocol, TypeVar
 import greenlet
 import torch
 
-from fold3d.tensor_parallel.thread_state import ThreadState
+from fold3d.tensor_parallel.sub_pipelined.thread_state import ThreadState
 
 T = TypeVar("T")
 
