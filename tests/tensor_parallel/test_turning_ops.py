@@ -1,0 +1,136 @@
+"""TurningOps: what one half has sent travels while the other one computes, in forward and in one ordinary backward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from fold3d.tensor_parallel.group import TensorParallelGroup
+from fold3d.tensor_parallel.kept_sums import KeptSums
+from fold3d.tensor_parallel.sub_pipelined.turning_ops import TurningOps
+from fold3d.tensor_parallel.sub_pipelined.turns import Turns
+
+WIDTH, LAYERS = 6, 4
+
+
+class Wire(TensorParallelGroup):
+    """A group of one rank that writes down what is started and waited for, and whether something came in between."""
+
+    def __init__(self) -> None:
+        super().__init__(None)
+        self.events: list[tuple[str, int]] = []
+        self.number = 0
+
+    def start_all_reduce(self, tensor: Tensor) -> Any:
+        self.number += 1
+        self.events.append(("start", self.number))
+        return self.number
+
+    def wait(self, started: Any) -> None:
+        self.events.append(("wait", started))
+
+
+class Layer(nn.Module):
+    def __init__(self, ops: Any, wire: Wire) -> None:
+        super().__init__()
+        self.ops, self.wire = ops, wire
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.ops.copy_to_region(nn.functional.layer_norm(x, (WIDTH,)))
+        y = self.up(y)
+        self.wire.events.append(("compute", 0))
+        y.register_hook(lambda gradient: self.wire.events.append(("compute", 0)))
+        out: Tensor = x + self.ops.reduce_from_region(self.down(nn.functional.gelu(y)))
+        return out
+
+
+def hidden(events: list[tuple[str, int]]) -> list[bool]:
+    """Of each sum in the order of starts, whether somebody computed between its start and the wait for it."""
+    starts = {number: at for at, (kind, number) in enumerate(events) if kind == "start"}
+    waits = {number: at for at, (kind, number) in enumerate(events) if kind == "wait"}
+    assert starts.keys() == waits.keys()
+    return [any(kind == "compute" for kind, _ in events[starts[n] : waits[n]]) for n in sorted(starts)]
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_every_sum_is_hidden_but_the_last(kept: bool) -> None:
+    torch.manual_seed(0)
+    wire, turns = Wire(), Turns()
+    ops: Any = TurningOps(wire, turns)
+    layers = nn.Sequential(*(Layer(KeptSums(ops), wire) for _ in range(LAYERS)))
+    x = torch.randn(4, 3, WIDTH, requires_grad=True)
+    ops.begin()
+
+    def run(part: Tensor) -> Tensor:
+        for layer in layers:
+            part = checkpoint(layer, part, use_reentrant=False) if kept else layer(part)
+        return part
+
+    halves = turns.run([lambda: run(x[:2]), lambda: run(x[2:])], [], [torch.default_generator])
+    forward, wire.events = wire.events, []
+    torch.cat(halves).square().sum().backward()
+    assert hidden(forward)[:-1] == [True] * (2 * LAYERS - 1), "the last half has nobody left"
+    assert [kind for kind, _ in forward].count("start") == 2 * LAYERS
+    # The first sum of the gradients begins when the other half has all of its last layer to compute, and so on.
+    assert hidden(wire.events)[:-1] == [True] * (2 * LAYERS - 1)
+    assert [kind for kind, _ in wire.events].count("start") == 2 * LAYERS, "recomputation communicates nothing"
+
+
+def test_gradients_of_some_channels() -> None:
+    """Those of the others are the same on every rank already, and are not sent."""
+
+    class Doubling(Wire):
+        def start_all_reduce(self, tensor: Tensor) -> Any:
+            assert tensor.shape == (2, 2) and tensor.is_contiguous()
+            tensor.mul_(2)
+
+        def wait(self, started: Any) -> None:
+            pass
+
+    turns = Turns()
+    ops = TurningOps(Doubling(), turns)
+    x = torch.randn(4, 3, requires_grad=True)
+    channels = torch.tensor([0, 2])
+    turns.run([lambda: ops.copy_to_region(x[:2], channels).sum().backward()], [], [])
+    assert x.grad is not None
+    torch.testing.assert_close(x.grad, torch.tensor([[2.0, 1.0, 2.0]] * 2 + [[0.0] * 3] * 2))
+
+
+def test_modes_belong_to_one_function() -> None:
+    """Context managers, saved-tensor hooks and random numbers of one function do not reach the other."""
+    turns = Turns()
+    seen: dict[str, list[Any]] = {"one": [], "other": []}
+
+    def one() -> None:
+        with torch.no_grad(), torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
+            with torch.autocast("cpu", torch.bfloat16):
+                turns.hand_over()
+                seen["one"] += [torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), torch.rand(1).item()]
+            turns.hand_over()
+        seen["one"].append(torch.is_grad_enabled())
+
+    def other() -> None:
+        top = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        seen["other"] += [torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), top is None, torch.rand(1).item()]
+        turns.hand_over()
+        seen["other"] += [torch.is_grad_enabled(), torch.rand(1).item()]
+
+    torch.manual_seed(5)
+    first, second = torch.rand(1).item(), torch.rand(1).item()
+    torch.manual_seed(5)
+    turns.run([one, other], [], [torch.default_generator])
+    assert seen == {"one": [False, True, first, True], "other": [True, False, True, first, True, second]}
+    assert torch.is_grad_enabled() and turns.current is None
+
+
+def test_turns_do_not_nest_and_hand_over_does_nothing_outside() -> None:
+    turns = Turns()
+    turns.hand_over()
+    with pytest.raises(RuntimeError, match="cannot have"):
+        turns.run([lambda: turns.run([], [], [])], [], [])
+    assert turns.run([lambda: 1, lambda: 2], [], []) == [1, 2]
