@@ -20,7 +20,7 @@ from fold3d.trace.model_trace import BlockCost, Trace
 from fold3d.trace.recorder import Recorder
 from fold3d.trace.structure import TreeStructure
 from fold3d.trace.users_hooks import drop_hooks, is_users, users_hooks
-from fold3d.trace.wrappers import drop_wrappers
+from fold3d.trace.wrappers import drop_wrappers, whole_shape
 
 
 def trace(model: nn.Module, *, blocks: str = "auto", example: Mapping[str, Any] | None = None) -> Trace:
@@ -131,9 +131,13 @@ def fake_copy(model: nn.Module, mode: FakeTensorMode, device: torch.device | str
 
 
 def fake(tensor: Tensor, mode: FakeTensorMode, device: torch.device | str = "cpu") -> Tensor:
-    """Returns a tensor like `tensor` without values; a parameter for a parameter."""
+    """Returns a tensor like `tensor` without values; a parameter for a parameter, whole where that holds a part."""
+    whole = whole_shape(tensor)
     with mode:
-        made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+        if whole == tensor.shape:
+            made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+        else:
+            made = torch.empty(whole, dtype=tensor.dtype, device=device)
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(made, requires_grad=tensor.requires_grad)
     return made

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from fold3d.errors import MissingWeightsError
+from fold3d.trace.wrappers import whole_shape
 
 _INSTEAD = (
     'The whole model is saved by trainer.save_model() and returned by engine.state_dict()["model"]; every process must '
@@ -48,7 +49,7 @@ class MissingTensor(_Missing):
 
 
 class MissingWeight(_Missing, nn.Parameter):
-    """A parameter of the shape and dtype of `parameter`, without storage, gradient or values.
+    """A parameter of the shape (the whole one's) and dtype of `parameter`, without storage, gradient or values.
 
     Attributes:
         weight: its name in the model, for messages.
@@ -58,7 +59,9 @@ class MissingWeight(_Missing, nn.Parameter):
     trainable: bool
 
     def __new__(cls, parameter: nn.Parameter, name: str) -> MissingWeight:
-        made: MissingWeight = Tensor._make_subclass(cls, parameter.detach().to("meta"), False)
+        whole = torch.empty(whole_shape(parameter), dtype=parameter.dtype, device="meta")
+        like = parameter.detach().to("meta") if whole.shape == parameter.shape else whole
+        made: MissingWeight = Tensor._make_subclass(cls, like, False)
         made.call_it(name)
         made.trainable = getattr(parameter, "trainable", parameter.requires_grad)
         return made

@@ -9,10 +9,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fold3d.errors import TraceError
 from fold3d.stage.split_model import SplitModel
 from fold3d.trace import find_blocks, trace
+from fold3d.trace.capture import fake_copy
+from fold3d.trace.wrappers import replace_attributes, set_whole_shape
 from tests.trace.chains import assert_equal, chained, ranks_of, record, whole
 from tests.trace.zoo import Plain, build, checkpointed, plain, tokens
 
@@ -354,3 +357,18 @@ def test_a_wrapper_on_the_instance_does_not_hide_the_model() -> None:
     model = plain()
     model.forward = MethodType(lambda self, **batch: type(self).forward(self, **batch), model)
     assert record(model, tokens()) == want
+
+
+def test_a_copy_of_a_shard_is_whole() -> None:
+    """Fake copies are asked for the shapes that the whole model has, and its attributes."""
+    layer = torch.nn.Linear(4, 6)
+    layer.weight.data = layer.weight.data[:3].clone()
+    set_whole_shape(layer.weight, (6, 4))
+    undo = replace_attributes(layer, {"out_features": 3})
+    replace_attributes(layer, {"out_features": 2})
+    mode = FakeTensorMode()
+    copied = fake_copy(layer, mode)
+    assert copied.weight.shape == (6, 4) and copied.out_features == 6
+    assert layer.weight.shape == (3, 4) and layer.out_features == 2
+    undo()
+    assert layer.out_features == 6
