@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fold3d.errors import ConfigError
-from fold3d.plan.tp_sync import Region, even_regions, ring_seconds, seconds
+from fold3d.plan.space.tp_overlap import Region, even_regions, ring_seconds, seconds
 
 times = st.floats(0.01, 10.0)
 
