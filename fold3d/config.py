@@ -6,6 +6,7 @@ import math
 import re
 import shlex
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,7 +35,8 @@ class ParallelConfig:
     dp: int | None = None
     """Data-parallel replicas. None: world size / (tp * pp)."""
     tp: int = 1
-    """Tensor-parallel ranks; only 1 in this version."""
+    """Tensor-parallel ranks: as many share each weight of a block, and its computation. How is found out by running the
+    blocks; `fold3d trace MODEL -t TP` shows it."""
     pp: int = 1
     """Pipeline stages."""
     segments: int | str = AUTO
@@ -49,6 +51,9 @@ class ParallelConfig:
     group_size: int | str = AUTO
     """N: micro-batches that pass a segment before the next segment starts; only for schedules that use it. "auto": the
     planner's, or the schedule's own default."""
+    tp_plan: Mapping[str, str] | None = None
+    """Module names or patterns -> how their weights are spread, where that shall be otherwise than what is found out;
+    see docs/tensor_parallel.md. None: nothing is."""
     blocks: str = "auto"
     """Name of the ModuleList or Sequential whose children are the model's blocks; "auto" finds it."""
     recompute: bool = False
@@ -96,6 +101,7 @@ class ParallelConfig:
                 f"group_size={self.group_size} is more than micro_batches={self.micro_batches} and would act like it; "
                 "lower group_size, or leave it out"
             )
+        self._check_tp_plan()
         if self.tp != 1:
             raise ConfigError(f"tp={self.tp}: tensor parallelism is not available yet; set tp=1 and raise pp or dp")
         if self.transport not in TRANSPORTS:
@@ -114,6 +120,15 @@ class ParallelConfig:
             raise ConfigError(f"patience={self.patience}: must be a positive number of seconds")
         if not self.blocks:
             raise ConfigError('blocks="": name the ModuleList that holds the blocks, or leave it at "auto"')
+
+    def _check_tp_plan(self) -> None:
+        plan = self.tp_plan
+        if plan is None:
+            return
+        if not isinstance(plan, Mapping) or not all(isinstance(word, str) for both in plan.items() for word in both):
+            raise ConfigError(f"tp_plan={plan!r}: must be a dict from module names or patterns to how they are spread")
+        if self.tp == 1:
+            raise ConfigError(f"tp_plan={plan!r} has no effect with tp=1; remove it, or raise tp")
 
     @property
     def bucket_size(self) -> int | None:
@@ -146,10 +161,12 @@ class ParallelConfig:
         dp = self.dp if self.dp is not None else world_size // cells
         if dp * cells != world_size or dp < 1:
             wanted = dp * cells if self.dp is not None else cells * -(-world_size // cells)
-            asked = f"dp*tp*pp = {dp}*{self.tp}*{self.pp} = {wanted}" if self.dp is not None else f"pp={self.pp}"
+            alone = f"pp={self.pp}" if self.tp == 1 else f"tp*pp = {self.tp}*{self.pp} = {cells}"
+            asked = f"dp*tp*pp = {dp}*{self.tp}*{self.pp} = {wanted}" if self.dp is not None else alone
+            sizes = "dp or pp" if self.tp == 1 else "dp, tp or pp"
             needs = "" if self.dp is not None else f" needs {cells} processes, or a multiple of them"
             how = f"start it with {_torchrun(wanted)}" if world_size == 1 else f"start {wanted} processes with torchrun"
-            raise ConfigError(f"{asked}{needs}, but the job has {world_size} process(es); {how}, or change dp or pp")
+            raise ConfigError(f"{asked}{needs}, but the job has {world_size} process(es); {how}, or change {sizes}")
         if dp == 1:
             given = {"dp_sync": self.dp_sync != AUTO, "bucket_bytes": self.bucket_bytes is not None}
             given["preempt"] = not self.preempt

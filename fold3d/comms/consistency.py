@@ -103,16 +103,19 @@ def hashed(samples: Sequence[torch.Tensor]) -> torch.Tensor:
     return (data * (weight ^ (weight >> 29))).sum()
 
 
-def check_same_batch(topology: Topology, fingerprints: Sequence[int]) -> None:
-    """Raises ValueError unless every stage of this replica was given the same batch.
+def check_same_batch(topology: Topology, ranks: Sequence[int], fingerprints: Sequence[int]) -> None:
+    """Raises ValueError unless all `ranks`, of this rank's replica, were given the same batch.
 
     Args:
-        fingerprints: one per stage, stage order.
+        fingerprints: one per rank.
     """
-    odd = [stage for stage, code in enumerate(fingerprints) if code != fingerprints[0]]
+    codes = zip(ranks, fingerprints, strict=True)
+    odd = [topology.coordinates(rank) for rank, code in codes if code != fingerprints[0]]
     if odd:
+        stages = f"the stages {[at.pp for at in odd]} of replica {topology.dp_rank}"
+        shards = f"the (stage, shard) {[(at.pp, at.tp) for at in odd]} of replica {topology.dp_rank}"
+        who, first = (stages, "its stage 0") if topology.tp == 1 else (shards, f"rank {ranks[0]}")
         raise ValueError(
-            f"the stages {odd} of replica {topology.dp_rank} were given another batch than its stage 0; all stages of "
-            "a replica must get the same batches in the same order: shard the data by engine.topology.dp_rank, not by "
-            "rank, and seed the data loaders alike"
+            f"{who} were given another batch than {first}; all processes of a replica must get the same batches in the "
+            "same order: shard the data by engine.topology.dp_rank, not by rank, and seed the data loaders alike"
         )

@@ -66,6 +66,8 @@ class Hosts:
     """Of this rank's replica."""
     replicas: tuple[int, ...]
     """Of this rank's stage."""
+    shards: tuple[int, ...] = (0,)
+    """Of this rank's stage in its replica."""
 
 
 def find_hosts(groups: Groups) -> Hosts:
@@ -76,7 +78,8 @@ def find_hosts(groups: Groups) -> Hosts:
         found = group.share(group.gather(host))
         return tuple(found.index(name) for name in found)
 
-    return Hosts(stages=numbers(groups.world.pipeline), replicas=numbers(groups.data))
+    world = groups.world
+    return Hosts(stages=numbers(world.pipeline), replicas=numbers(world.data), shards=numbers(world.tensor))
 
 
 def join_nic_arbiter(topology: Topology, groups: Groups, job: str, preempt: bool) -> _C.NicArbiter:

@@ -41,6 +41,11 @@ class Piece:
         part = flat[self.start : self.stop]
         return part if self.parameter.ndim else part.view(())
 
+    def part_of(self, value: Tensor) -> Tensor:
+        """Returns the piece's part, flat, of what has a value for each element of the parameter, or expands to that."""
+        flat = flattened(value.expand(self.parameter.shape), self.parameter)
+        return flat[self.offset : self.offset + self.stop - self.start]
+
 
 class Bucket:
     """Main gradients of some parameters of one chunk, laid out flat: fp32, or the parameters' dtype if that is wider.

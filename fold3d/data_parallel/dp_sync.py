@@ -4,8 +4,8 @@ The order of one step (Fold3D section V, made exact):
 
     backward       a bucket is reduce-scattered as soon as its gradients are complete; an "early" bucket's reduced
                    gradients are gathered in idle network time
-    norm           one exchange of numbers, over the replicas and then over the stages: the exact global norm, and
-                   whether the next step begins with buffers of replica 0
+    norm           one exchange of numbers, over the replicas, then over the stages and their shards: the exact global
+                   norm, and whether the next step begins with buffers of replica 0
     update         a "zero1" bucket's own shard is stepped, its parameters are gathered
     next forward   layer by layer: what a layer needs is waited for, an "early" bucket is stepped, the layer runs
 
@@ -45,7 +45,8 @@ logger = logging.getLogger(__name__)
 
 
 class DpSync:
-    """DP.sync of one rank, a GradientSync; all replicas of a stage make the same calls. For dp > 1.
+    """DP.sync of one rank, a GradientSync; all replicas of a stage (with tensor parallelism, of its shard) make the
+    same calls. For dp > 1.
 
     Without an optimizer (`attach`) a step ends with the mean gradients in `.grad`; with one, with `update`. A `whole`
     step does both: `update` takes what was made of the gradients meanwhile. What may follow what: `GradientStates`.
@@ -64,7 +65,7 @@ class DpSync:
         """Args:
         read: calls `flush`, and tells of failures; for whoever reads weights through a state_dict.
         """
-        self._cut, self._groups = cut, groups
+        self._cut, self._groups, self._tp = cut, groups, topology.tp
         self._plan = plan
         self.buckets = [
             Bucket(number, spec, cut.parameters, topology.dp, topology.dp_rank)
@@ -121,8 +122,8 @@ class DpSync:
         self._reducer.chunk_done(chunk)
 
     def end(self) -> None:
-        """All backwards are done. Without an optimizer, and in a whole step, leaves the mean gradients in `.grad`, tied
-        ones summed over their stages."""
+        """All backwards are done. Without an optimizer, and in a whole step, leaves the mean gradients in `.grad`,
+        those of weights that several ranks of a replica hold summed over them."""
         self._states.on(Event.HAND_OVER)
         self._reducer.release()
         if self._optimizer is not None and not self._whole:
@@ -145,10 +146,7 @@ class DpSync:
     def norm(self) -> Tensor:
         """Returns the exact global gradient norm, the same on every rank; all ranks call (one all-reduce)."""
         if self._optimizer is None or self._states.in_grad:
-            names = self._cut.primary()
-            # In the model's order: a set's differs between processes, and so would the last bit of the sum.
-            primary = [parameter for name, parameter in self._cut.parameters.items() if name in names]
-            return gradients.global_norm(primary, self._norm_dtype, self._groups.world.pipeline)
+            return gradients.global_norm(self._cut, self._norm_dtype, self._groups.world)
         if self._norm is None and not self._states.has_gradients:  # no step has run
             return torch.zeros((), dtype=self._norm_dtype)
         if self._norm is None:
@@ -269,7 +267,7 @@ class DpSync:
         """
         if self._states.has_gradients:
             raise ConfigError("attach the optimizer before the step's `run`, not between it and optimizer.step()")
-        check_separable(optimizer, parts=parts)
+        check_separable(optimizer, parts=parts, tp=self._tp)
         for bucket in self.buckets:
             bucket.detach()
             bucket.clear()
@@ -339,18 +337,19 @@ class DpSync:
         self._transfers.wait_reduced()
         self._tied.sum()
         unused = sum(not used for bucket in self.buckets for used in bucket.used)
-        primary = self._cut.primary()
-        shards = [b.gradients[p.start : p.stop] for b in self.buckets for p in b.pieces if p.name in primary]
-        (total, changed), norm = gradients.all_reduce_norm(
-            [unused, self._buffers.changed()], shards, self._groups.world
-        )
+        primary, shares = self._cut.primary(), self._cut.shares
+        mine = [(p, b.gradients[p.start : p.stop]) for b in self.buckets for p in b.pieces if p.name in primary]
+        shards = [gradient for piece, gradient in mine if piece.name not in shares]
+        weighted = [(gradient, piece.part_of(shares[piece.name])) for piece, gradient in mine if piece.name in shares]
+        counts = [unused, self._buffers.changed()]
+        (total, changed), norm = gradients.all_reduce_norm(counts, shards, self._groups.world, weighted)
         self._buffers.agree(changed > 0)
         if total:
             self._share_use()
         return norm.to(self._norm_dtype)
 
     def _take_back(self) -> None:
-        """Makes what `.grad` holds the step's gradients; copies of tied weights get those of the first stage."""
+        """Makes what `.grad` holds the step's gradients; copies of weights get those of the first that has one."""
         self._shown = [(parameter, parameter.grad) for bucket in self.buckets for parameter in bucket.parameters]
         for bucket in self.buckets:
             bucket.take_back()
@@ -371,7 +370,7 @@ class DpSync:
             self._transfers.wait_gathered(bucket)
 
     def _share_use(self) -> None:
-        """A parameter counts as used when any replica, and of tied ones any stage, used it."""
+        """A parameter counts as used when any replica used it, and of those summed in a replica any place of it."""
         used = [used for bucket in self.buckets for used in bucket.used]
         flags = torch.tensor([self._buffers.changed(), *used], dtype=torch.uint8)
         self._groups.data.all_reduce(flags, torch.maximum)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 
 from fold3d.comms.groups import Groups
-from fold3d.comms.tree_group import TreeGroup
 from fold3d.comms.world_group import WorldGroup
 from fold3d.stage.rank_model import RankModel
 from fold3d.topology import Topology
@@ -25,7 +24,7 @@ def tied_parameters(cut: RankModel, groups: Groups, topology: Topology) -> Tied:
     """Returns the trained parameters of this rank that other ranks of its replica hold, too."""
     return {
         name: (cut.parameters[name], groups.ties[places])
-        for name, places in cut.placement.shared().items()
+        for name, places in cut.placement.shared(topology.tp_rank).items()
         if topology.holds(places) and cut.parameters[name].requires_grad
     }
 
@@ -33,22 +32,39 @@ def tied_parameters(cut: RankModel, groups: Groups, topology: Topology) -> Tied:
 def sum_tied(tied: Tied) -> None:
     """Sums the gradients of parameters that several ranks of a replica hold, in place, in the order of their names.
 
-    Every rank of a group must call with the same names.
+    Every rank of a group must call with the same names; what a group sums travels together.
     """
-    by_group: dict[int, list[tuple[str, Parameter, Any]]] = {}
+    by_group: dict[int, list[tuple[Parameter, Any]]] = {}
     for name in sorted(tied):
         parameter, group = tied[name]
-        by_group.setdefault(id(group), []).append((name, parameter, group))
+        by_group.setdefault(id(group), []).append((parameter, group))
     for members in by_group.values():
-        group = members[0][2]
-        used = torch.tensor([float(parameter.grad is not None) for _, parameter, _ in members])
+        parameters, group = [parameter for parameter, _ in members], members[0][1]
+        used = torch.tensor([float(parameter.grad is not None) for parameter in parameters])
         dist.all_reduce(used, group=group)
-        for (_, parameter, _), flag in zip(members, used.tolist(), strict=True):
-            if not flag:
-                continue
-            if parameter.grad is None:
+        found = []
+        for parameter, flag in zip(parameters, used.tolist(), strict=True):
+            if flag and parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-            dist.all_reduce(parameter.grad, group=group)
+            if parameter.grad is not None:
+                found.append(parameter.grad)
+        reduce_joined(found, functools.partial(dist.all_reduce, group=group))
+
+
+def reduce_joined(tensors: Sequence[Tensor], reduce: Callable[[Tensor], Any]) -> None:
+    """Calls `reduce`, which changes a tensor in place element by element, once per dtype and device of `tensors`."""
+    kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for tensor in tensors:
+        kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+    for alike in kinds.values():
+        if len(alike) == 1:
+            reduce(alike[0])
+            continue
+        flat = torch.cat([tensor.reshape(-1) for tensor in alike])
+        reduce(flat)
+        parts = torch.split(flat, [tensor.numel() for tensor in alike])
+        for tensor, part in zip(alike, parts, strict=True):
+            tensor.copy_(part.view(tensor.shape))
 
 
 def share_first(gradient: torch.Tensor, used: list[bool], source: int, group: Any) -> None:
@@ -76,20 +92,29 @@ def norm_dtype(model: Module) -> torch.dtype:
     return functools.reduce(torch.promote_types, (parameter.dtype for parameter in model.parameters()), torch.float32)
 
 
-def global_norm(parameters: Iterable[Parameter], dtype: torch.dtype, pipeline: TreeGroup) -> torch.Tensor:
-    """Returns the L2 norm of the gradients over all stages, identical on every rank of the pipeline.
+def global_norm(cut: RankModel, dtype: torch.dtype, world: WorldGroup) -> torch.Tensor:
+    """Returns the L2 norm of the gradients in `.grad` of a whole replica, identical on every rank of it.
 
     Args:
-        parameters: those this rank is responsible for: each parameter of the model belongs to one stage.
+        cut: of its parameters those count that this rank is responsible for.
         dtype: of the result, `norm_dtype`.
-        pipeline: the stages; squares are summed in its order.
+        world: squares are summed in its order.
     """
-    squares = sum_of_squares([parameter.grad for parameter in parameters if parameter.grad is not None])
-    pipeline.all_reduce(squares)
+    shares = cut.shares
+    # In the model's order: a set's differs between processes, and so would the last bit of the sum.
+    mine = [(name, p.grad) for name, p in cut.parameters.items() if p.grad is not None and name in cut.primary()]
+    whole = [gradient for name, gradient in mine if name not in shares]
+    squares = sum_of_squares(whole, [(gradient, shares[name]) for name, gradient in mine if name in shares])
+    world.all_reduce_replica(squares)
     return squares.sqrt().to(dtype)
 
 
-def all_reduce_norm(counts: Sequence[int], shards: Sequence[Tensor], world: WorldGroup) -> tuple[list[int], Tensor]:
+def all_reduce_norm(
+    counts: Sequence[int],
+    shards: Sequence[Tensor],
+    world: WorldGroup,
+    weighted: Sequence[tuple[Tensor, Tensor]] = (),
+) -> tuple[list[int], Tensor]:
     """Returns the sums of `counts` over all ranks, and the L2 norm of everybody's `shards`; all ranks of the job call.
 
     The norm is fp64, in host memory, and the same bits on every rank; it is infinite or no number where any gradient of
@@ -98,18 +123,27 @@ def all_reduce_norm(counts: Sequence[int], shards: Sequence[Tensor], world: Worl
     Args:
         counts: this rank's, as many as every rank's.
         shards: gradients that no other rank brings, any shapes.
+        weighted: others, see `sum_of_squares`.
     """
-    mine = torch.cat([torch.tensor(counts, dtype=torch.float64), sum_of_squares(shards).reshape(1)])
+    mine = torch.cat([torch.tensor(counts, dtype=torch.float64), sum_of_squares(shards, weighted).reshape(1)])
     world.all_reduce(mine)
     return [int(count) for count in mine[:-1]], mine[-1].sqrt()
 
 
-def sum_of_squares(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Returns the sum of the squares of all elements, a scalar of fp64 in host memory."""
-    if not tensors:
-        return torch.zeros((), dtype=torch.float64)
-    norms = torch.stack([norm.to(torch.float64).cpu() for norm in torch._foreach_norm(list(tensors))])
-    return norms.square().sum()
+def sum_of_squares(tensors: Sequence[Tensor], weighted: Sequence[tuple[Tensor, Tensor]] = ()) -> torch.Tensor:
+    """Returns the sum of the squares of all elements, a scalar of fp64 in host memory.
+
+    Args:
+        weighted: tensors with by what the square of each element is multiplied, in fp64 and of a shape that expands to
+            the tensor's: one over the number of ranks that bring it.
+    """
+    total = torch.zeros((), dtype=torch.float64)
+    if tensors:
+        norms = torch.stack([norm.to(torch.float64).cpu() for norm in torch._foreach_norm(list(tensors))])
+        total = norms.square().sum()
+    for tensor, factors in weighted:
+        total += tensor.to(torch.float64).square().mul_(factors).sum().cpu()
+    return total
 
 
 def clip_coefficient(norm: torch.Tensor, max_norm: float) -> float:

@@ -1,4 +1,4 @@
-"""OneReplica: gradients where there is one replica: in `.grad`, summed over stages only where weights are tied."""
+"""OneReplica: gradients where there is one replica: in `.grad`, summed only over ranks that hold the same weights."""
 
 from __future__ import annotations
 
@@ -29,9 +29,10 @@ class OneReplica:
         self._whole = False  # somebody may have changed the gradients
 
     def attach(self, optimizer: Optimizer, *, parts: bool) -> None:
-        """Raises ConfigError when there are several stages and it cannot be stepped stage by stage."""
-        if self._topology.pp > 1:
-            check_separable(optimizer, parts=False)  # each stage steps its own parameters
+        """Raises ConfigError when there are several stages and it cannot be stepped stage by stage, or shards and it
+        cannot be stepped part by part."""
+        if self._topology.pp * self._topology.tp > 1:  # each rank steps its own parameters
+            check_separable(optimizer, parts=False, tp=self._topology.tp)
         optimizer.register_step_pre_hook(self._share_tied)
 
     def begin(self, micro_batches: int, chunks: Sequence[int], *, whole: bool) -> None:
@@ -47,15 +48,12 @@ class OneReplica:
         """There is nobody to sum with."""
 
     def end(self) -> None:
-        """Sums the gradients of tied weights over their stages."""
+        """Sums the gradients of weights that several ranks hold, and have shares of."""
         gradients.sum_tied(self._tied)
 
     def norm(self) -> Tensor:
         """Returns the global gradient norm, the same on every rank; all ranks call."""
-        names = self._cut.primary()
-        # In the model's order: a set's differs between processes, and so would the last bit of the sum.
-        primary = [parameter for name, parameter in self._cut.parameters.items() if name in names]
-        return gradients.global_norm(primary, self._norm_dtype, self._groups.world.pipeline)
+        return gradients.global_norm(self._cut, self._norm_dtype, self._groups.world)
 
     def scale(self, coefficient: float) -> None:
         """Scales `.grad`."""
@@ -112,6 +110,6 @@ class OneReplica:
         for name, (parameter, group) in sorted(self._tied.items()):
             gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             used = [parameter.grad is not None]
-            source = self._topology.source_of(self._cut.placement.summed_over(name))
+            source = self._topology.source_of(self._cut.placement.summed_over(name, self._topology.tp_rank))
             gradients.share_first(gradient, used, source, group)
             parameter.grad = gradient if used[0] else None

@@ -40,11 +40,13 @@ from fold3d.plan.programs import Programs
 from fold3d.plan.proposal import Proposal
 from fold3d.plan.resolve import needs_planner, unplanned
 from fold3d.plan.strategy import Ranges, Strategy
+from fold3d.sharding.plan import ShardingPlan
 from fold3d.stage.micro_batch import ModelCall
 from fold3d.stage.model_chunk import PipelineChunk
 from fold3d.stage.once.once_per_micro_batch import OncePerMicroBatch
 from fold3d.stage.rank_model import RankModel, arguments_of, record
-from fold3d.topology import Submesh, Topology
+from fold3d.tensor_parallel.group import TensorParallelGroup
+from fold3d.topology import Topology
 
 _numbers = itertools.count()  # of the engines of one process
 
@@ -72,8 +74,10 @@ class Order:
 
     @property
     def records(self) -> bool:
-        """Whether a recording is of use: to cut the model, or to know which layer waits for which parameters."""
-        return self.plans or self.config.pp * (self.constraints.segments or 1) > 1 or self.topology.dp > 1
+        """Whether a recording is of use: to cut the model or its layers, or to know which layer waits for which
+        parameters."""
+        several = max(self.config.pp * (self.constraints.segments or 1), self.config.tp, self.topology.dp) > 1
+        return self.plans or several
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -110,9 +114,16 @@ def cut_model(
             error = own
     digest, number = "", next(_numbers)
     recording = proposed = strategy = None
+    sharding: ShardingPlan | None = None
+    if order.records and error is None:
+        try:
+            recording = record(model, config, example)
+        except Exception as own:
+            error = own
     if order.plans and error is None:
-        recording, proposed = planner.resolve_auto(
-            *(model, config, constraints, world, order.device, example), *(order.optimizer, order.autocast, number)
+        proposed = planner.resolve_auto(
+            *(model, recording, config, constraints, world, order.device, example),
+            *(order.optimizer, order.autocast, number, sharding),
         )
         if proposed is None:  # nothing can be cut
             constraints = replace(constraints, segments=1)
@@ -122,8 +133,6 @@ def cut_model(
     try:
         if error is not None:
             raise error
-        if recording is None and order.records:
-            recording = record(model, config, example)
         if strategy is None and recording is not None:
             ranges = tuple(split_ranges(recording, config.pp * (constraints.segments or 1)))
     except Exception as own:
@@ -137,7 +146,7 @@ def cut_model(
             raise error
         if strategy is None:
             strategy = unplanned(config, constraints, topology.dp, ranges)
-        cut = RankModel(model, config, strategy, topology, order.device, recording, order.weights)
+        cut = RankModel(model, config, strategy, topology, order.device, recording, order.weights, sharding)
         blocks = recording.blocks if recording else ()
         schedule = Programs.of(strategy).compute(config.micro_batches).csv()
         digest = strategy.digest(repr(config), ",".join(blocks), schedule)
@@ -147,7 +156,7 @@ def cut_model(
         name = f"{digest}/{agree(world, digest, number, error)}"
     except BaseException:
         if cut is not None:
-            cut.split.remove()
+            cut.remove()
         raise
     assert cut is not None and strategy is not None
     # What the user has fixed stays fixed, so a schedule of theirs is never exchanged.
@@ -187,10 +196,11 @@ def _connect(
 ) -> BuiltRank:
     cut, config, topology, progress = model.cut, model.config, world.topology, supervisor.progress
     over_tcp, timeout = uses_tcp(config.transport, device), config.timeout_seconds
-    shared = cut.placement.shared()
-    groups = Groups(topology, device, timeout, shared.values(), with_p2p=not over_tcp, world=world)
+    groups = Groups(topology, device, timeout, cut.placement.submeshes(), with_p2p=not over_tcp, world=world)
     undo.callback(groups.close)
-    _share_weights(cut, shared, groups)
+    if topology.tp > 1:
+        cut.connect(TensorParallelGroup(groups.tensor))
+    _share_weights(cut, groups)
     arbiter = join_nic_arbiter(topology, groups, model.name, config.preempt)
     hosts = find_hosts(groups)
     sync: DpSync | OneReplica
@@ -238,7 +248,8 @@ def _connect(
 
 def _bucket_schedule(model: CutModel, stage: int) -> BucketSchedule:
     cut = model.cut
-    buckets = bucket_layout(cut.trainable(), cut.placement, cut.trace, cut.ranges, stage, model.strategy.bucket_bytes)
+    least = model.strategy.bucket_bytes
+    buckets = bucket_layout(cut.trainable(), cut.placement, cut.trace, cut.ranges, stage, least, cut.parts.rank)
     return BucketSchedule.make(buckets, model.strategy, stage)
 
 
@@ -252,8 +263,9 @@ def _chunks(model: CutModel, topology: Topology, sync: DpSync | OneReplica) -> l
     return [PipelineChunk(v, v == last, cut.model, cut.split, sync, once) for v in numbers]
 
 
-def _share_weights(cut: RankModel, shared: Mapping[str, Submesh], groups: Groups) -> None:
+def _share_weights(cut: RankModel, groups: Groups) -> None:
     """Replica 0's weights, and of several copies in a replica the first one's, become everybody's."""
+    shared = cut.placement.shared(cut.parts.rank)
     for name in sorted(set(shared) & set(cut.parameters)):
         places = shared[name]
         dist.broadcast(cut.parameters[name].data, groups.topology.source_of(places), group=groups.ties[places])

@@ -1,4 +1,4 @@
-"""Engine: trains any torch.nn.Module over dp x pp processes, one optimizer step at a time."""
+"""Engine: trains any torch.nn.Module over dp x tp x pp processes, one optimizer step at a time."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from fold3d.trace.example import is_transformers_model
 
 
 class Engine:
-    """Trains `model` as one of dp * pp processes; every process makes the same calls in the same order.
+    """Trains `model` as one of dp * tp * pp processes; every process makes the same calls in the same order.
 
     The model's own forward runs on every rank, restricted to the layers the rank holds; the model object is cut in
     place. A model with weights keeps them (replica 0's are used everywhere), each rank its share; a model built on the
@@ -87,7 +87,7 @@ class Engine:
         rank = dist.get_rank() if dist.is_initialized() else 0
         self.model = model
         self.max_grad_norm = max_grad_norm
-        self.topology = Topology(dp=config.resolve_dp(world), pp=config.pp, rank=rank)
+        self.topology = Topology(dp=config.resolve_dp(world), pp=config.pp, tp=config.tp, rank=rank)
         self.config = config
         constraints = resolve_auto(config, self.topology.dp)
         if constraints.segments is not None:  # a bad schedule ends here
@@ -131,7 +131,7 @@ class Engine:
         self._rank = rank = connect(cut, self._supervisor, self.world, self.device)
         self.planned_memory = cut.memory_bytes
         self._follow(cut.strategy)
-        weakref.finalize(self, rank.cut.split.remove).atexit = False
+        weakref.finalize(self, rank.cut.remove).atexit = False
         # Threads that outlive the interpreter abort the process: a script that never calls close() must end well.
         self._at_exit = weakref.finalize(self, rank.close)
         self._loss_takes_count = loss.takes_label_count(self.model)
@@ -211,7 +211,7 @@ class Engine:
         from elsewhere: reading `.grad` then raises ConfigError, unless `reads_gradients`. The global RNG is as before.
 
         Args:
-            micro_batches: this replica's, the same on each of its stages.
+            micro_batches: this replica's, the same on each of its ranks.
             loss_fn: (model, micro_batch) -> this micro-batch's share of the replica's loss, scalar. Shares of a replica
                 add up to its loss; the global loss is the mean over the replicas. Runs on every chunk; on all but the
                 last one the model call inside does not return.
@@ -261,7 +261,7 @@ class Engine:
         """Returns fn(model, batch) without gradients, the last chunk's result on every rank of the replica.
 
         Args:
-            batch: any batch size, the same on each stage of the replica.
+            batch: any batch size, the same on each rank of the replica.
             fn: runs on every chunk; on all but the last one the model call inside does not return. Its result may be
                 any nesting of tensors and plain Python values.
         """
@@ -309,11 +309,11 @@ class Engine:
     """Its former name."""
 
     def highest_of_replica(self, value: float) -> float:
-        """Returns the highest `value` that a stage of this replica gives; all ranks call."""
+        """Returns the highest `value` that a rank of this replica gives; all ranks call."""
         highest = torch.tensor(value, dtype=torch.float64)
         self._built()
         with self._supervisor.together("comparing the stages"):
-            self.world.pipeline.all_reduce(highest, torch.maximum)
+            self.world.all_reduce_replica(highest, torch.maximum)
         return float(highest)
 
     def _share_of_loss(self, micro_batches: list[Inputs]) -> loss.LossFunction:
@@ -410,7 +410,7 @@ class Engine:
         if self._world is not None:
             self._world.close()
         if rank is not None:
-            rank.cut.split.remove()
+            rank.cut.remove()
 
     # What is there
 
@@ -444,8 +444,9 @@ class Engine:
 
     @property
     def primary(self) -> set[str]:
-        """Names of the parameters this rank's stage is responsible for: each of the model belongs to one stage."""
-        return self._built().cut.primary()
+        """Names of the parameters this rank is responsible for: each of the model, or part of it, belongs to one rank
+        of a replica."""
+        return set(self._built().cut.primary())
 
     @property
     def buffers(self) -> dict[str, torch.Tensor]:

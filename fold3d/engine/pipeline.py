@@ -23,40 +23,60 @@ class Pipeline:
 
     def __init__(self, topology: Topology, groups: Groups, executor: _C.Executor, progress: Progress) -> None:
         self._topology, self._group, self._executor, self._progress = topology, groups.pipeline, executor, progress
+        self._replica, self._tensor = groups.replica, groups.tensor
 
     def run(self, schedule: Schedule, micro_batches: Sequence[MicroBatch], *, backward: bool) -> list[Any]:
         """Runs this rank's actions; returns the results by micro-batch on the last stage, None of each elsewhere."""
         self._progress.begin(schedule)
+        if self._tensor is not None:  # before they meet in a layer: there other shapes would not even be told apart
+            with self._progress.during("comparing the micro-batches of shards", meets=True):
+                ranks = self._topology.shards(self._topology.dp_rank, self._topology.pp_rank)
+                check_same_batch(self._topology, ranks, self._fingerprints(micro_batches, ranks, self._tensor))
         with self._progress.during(self._progress.doing):  # whom an action waits for follows from the schedule
             return self._executor.run(schedule, self._topology.pp_rank, backward, list(micro_batches))
 
     def sum_of_losses(self, losses: Sequence[Any], micro_batches: Sequence[MicroBatch]) -> torch.Tensor:
-        """Returns the sum of what `run` returned, scalar, on every stage, once all of them had the same micro-batches.
+        """Returns the sum of what `run` returned, scalar, on every rank of the replica, once all of them had the same
+        micro-batches.
 
         Raises: ConfigError when they had not.
         """
         # Summed in fp64: many small shares add up to one number that is compared over layouts.
         loss = torch.zeros((), dtype=torch.float64)
-        if self._topology.is_last_stage:
+        if self._topology.is_last_stage and self._topology.tp_rank == 0:  # its other shards have the same
             loss = torch.stack([value.double().reshape(()) for value in losses]).sum().cpu()
         return self._meet(loss, micro_batches).to(torch.get_default_dtype())
 
     def result_everywhere(self, result: Any, micro_batch: MicroBatch) -> Any:
         """Returns the last stage's `result`, any nesting of tensors and plain values, on every stage. Raises as
         `sum_of_losses`."""
-        if self._group is None:
+        if self._replica is None:
             return result
         self._meet(torch.zeros((), dtype=torch.float64), [micro_batch])
         source = self._topology.rank_of(self._topology.dp_rank, self._topology.pp - 1)
-        return broadcast_value(result, source, self._group)
+        return result if self._group is None else broadcast_value(result, source, self._group)
 
     def _meet(self, value: torch.Tensor, micro_batches: Sequence[MicroBatch]) -> torch.Tensor:
-        """Returns the sum of `value`, fp64 scalar, over the stages, once all of them had the same micro-batches."""
-        if self._group is None:
+        """Returns the sum of `value`, fp64 scalar, over the replica, once all its ranks had the same micro-batches."""
+        if self._replica is None:
             return value
-        shares = torch.zeros(1 + self._topology.pp, dtype=torch.float64)
-        shares[0] = value
-        shares[1 + self._topology.pp_rank] = fingerprint([one.inputs for one in micro_batches])
-        abortable_collectives.all_reduce(shares, self._group, self._progress)
-        check_same_batch(self._topology, [int(one) for one in shares[1:].tolist()])
-        return shares[0]
+        ranks = self._topology.replica(self._topology.dp_rank)
+        check_same_batch(self._topology, ranks, self._fingerprints(micro_batches, ranks, self._replica, value))
+        return value
+
+    def _fingerprints(
+        self, micro_batches: Sequence[MicroBatch], ranks: Sequence[int], group: Any, value: torch.Tensor | None = None
+    ) -> list[int]:
+        """Returns those of the micro-batches of all `ranks`, the members of `group`, who call.
+
+        Args:
+            value: fp64, a scalar, of which all get the sum.
+        """
+        shares = torch.zeros(1 + len(ranks), dtype=torch.float64)
+        shares[1 + ranks.index(self._topology.rank)] = fingerprint([one.inputs for one in micro_batches])
+        if value is not None:
+            shares[0] = value
+        abortable_collectives.all_reduce(shares, group, self._progress)
+        if value is not None:
+            value.copy_(shares[0])
+        return [int(one) for one in shares[1:].tolist()]

@@ -17,7 +17,7 @@ from fold3d.comms.tcp import uses_tcp
 from fold3d.comms.world_group import WorldGroup
 from fold3d.config import ParallelConfig, text_of_bytes
 from fold3d.data_parallel.optimizer.separable import check_separable
-from fold3d.errors import ConfigError, RankError, TraceError
+from fold3d.errors import ConfigError, RankError
 from fold3d.observe.announce import announce
 from fold3d.plan.constraints import Constraints
 from fold3d.plan.costs import ACTION_SECONDS, BUCKET_SECONDS, NetworkCosts, Profile
@@ -26,7 +26,8 @@ from fold3d.plan.proposal import Proposal
 from fold3d.plan.search import decide
 from fold3d.profile.layers import profile_model
 from fold3d.profile.network_probe import probe_network
-from fold3d.stage.rank_model import record
+from fold3d.profile.shard import of_a_shard
+from fold3d.sharding.plan import ShardingPlan
 from fold3d.trace import Trace
 
 logger = logging.getLogger(__name__)
@@ -37,6 +38,7 @@ _OF_DEVICE = 0.9
 
 def resolve_auto(
     model: Module,
+    recording: Trace | None,
     config: ParallelConfig,
     constraints: Constraints,
     world: WorldGroup,
@@ -45,24 +47,28 @@ def resolve_auto(
     optimizer: Callable[[list[Parameter]], Optimizer] | None,
     autocast: Callable[[], AbstractContextManager[Any]],
     number: int,
-) -> tuple[Trace | None, tuple[Job, Proposal] | None]:
-    """Records the model and decides what is "auto"; all ranks of the job call.
+    sharding: ShardingPlan | None,
+) -> tuple[Job, Proposal] | None:
+    """Decides what is "auto"; all ranks of the job call that have recorded the model.
 
-    Returns: the recording, what the planner was told and what it proposes; None where there is nothing to fold.
-    Raises: TraceError, ConfigError; RankError when another rank failed.
+    Args:
+        recording: what `record` returned.
+        sharding: how weights are spread over tensor-parallel groups; None where there are none.
+    Returns: what the planner was told and what it proposes; None where there is nothing to fold.
+    Raises: ConfigError; RankError when another rank failed.
     """
     error: Exception | None = None
-    profile = recording = None
+    profile = None
     try:
-        recording = record(model, config, example)
         if recording is not None and example is not None:
             profile = profile_model(
                 model, recording, example, device, recompute=config.recompute, optimizer=optimizer, autocast=autocast
             )
-    except TraceError as own:
-        error = own
+            if sharding is not None:
+                shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+                profile = of_a_shard(profile, recording, sharding, shapes)
     except Exception as own:
-        if config.pp > 1 or config.memory_limit is not None:
+        if config.pp * config.tp > 1 or config.memory_limit is not None:
             error = own
         else:  # what need not be cut trains all the same
             logger.warning("the model stays in one piece, it cannot be measured (%s: %s)", type(own).__name__, own)
@@ -74,8 +80,8 @@ def resolve_auto(
                 f"memory_limit={config.memory_limit} cannot be kept: the model has no blocks that could be measured; "
                 'remove it and, for less memory, set dp_sync="zero1"'
             )
-        return recording, None
-    return recording, propose(recording, profile, config, constraints, world, device, optimizer)
+        return None
+    return propose(recording, profile, config, constraints, world, device, optimizer)
 
 
 def propose(
@@ -100,6 +106,7 @@ def propose(
         network=network,
         dp=topology.dp,
         pp=topology.pp,
+        tp=topology.tp,
         micro_batches=config.micro_batches,
         memory_limit=_memory_limit(config, device),
         preempt=config.preempt,

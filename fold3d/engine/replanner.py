@@ -170,7 +170,10 @@ class Replanner:
         assert self._links is not None
         # Loss, norm and what Python does between actions are not simulated. Ranks that are early wait there for others.
         other_ms = min(share["other_ms"] for share in shares)
-        stages = [shares[stage :: self._topology.pp] for stage in range(self._topology.pp)]
+        stages = [
+            [share for rank, share in enumerate(shares) if self._topology.coordinates(rank).pp == stage]
+            for stage in range(self._topology.pp)
+        ]
         chunks = range(schedule.pp * schedule.segments)
 
         def time_of(chunk: int, kind: str) -> float:

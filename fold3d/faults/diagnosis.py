@@ -32,6 +32,7 @@ def diagnose(error: BaseException, board: FailureBoard, topology: Topology, prog
     """Returns the cause of broken communication. Takes some seconds; the rank stands where `error` was raised."""
     name = topology.describe(topology.rank)
     peers = {*topology.pipeline(topology.dp_rank), *topology.replicas(topology.pp_rank)}
+    peers.update(topology.shards(topology.dp_rank, topology.pp_rank))
     ranks = range(topology.world) if topology.world <= _ALL_RANKS else sorted(peers)
     told = board.cause(_CAUSE_SECONDS)
     before = {} if told else board.reports(ranks)
@@ -57,11 +58,11 @@ def diagnose(error: BaseException, board: FailureBoard, topology: Topology, prog
 
 def _uneven(reports: Mapping[int, Report], topology: Topology, own: Report) -> list[str]:
     """Returns what is wrong with runs of different length, which cannot fit together."""
-    stages = [r for r in topology.pipeline(topology.dp_rank) if r in reports]
+    others = [r for r in topology.replica(topology.dp_rank) if r in reports]
     return [
         f"{topology.describe(r)} was given {reports[r].micro_batches} micro-batches and "
         f"{topology.describe(topology.rank)} {own.micro_batches}: all stages of a replica must get the same number"
-        for r in stages
+        for r in others
         if reports[r].run == own.run and reports[r].micro_batches != own.micro_batches
     ][:1]
 

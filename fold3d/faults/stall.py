@@ -62,7 +62,7 @@ class _Chain:
             return self._absent(rank, report) if report.meets else set()
         if report.run != self._run or not 0 <= self._position(rank) < float("inf"):
             return set()
-        replica, stage, _ = self._topology.coordinates(rank)
+        replica, stage, shard = self._topology.coordinates(rank)
         program = self._schedule.ranks[stage]
         here = int(self._position(rank))
         waits = [need for need in waits_for(self._schedule, program[here]) if need.kind in _RECEIVES]
@@ -71,19 +71,23 @@ class _Chain:
             others += [(replica, self._receive(action)) for action in program if action.kind in _RECEIVER_OF]
         blockers = set()
         for other, action in others:
-            peer = self._topology.rank_of(other, stage_of(action.chunk, self._topology.pp))
+            peer = self._topology.rank_of(other, stage_of(action.chunk, self._topology.pp), shard)
             if peer != rank and not self._has_passed(peer, action):
                 blockers.add(peer)
         if not blockers and report.meets:  # nothing of the schedule keeps it: it waits for parameters
             return self._absent(rank, report)
+        if not blockers:  # inside an action a rank waits for the shards of its stage that have not come to it
+            shards = set(self._topology.shards(replica, stage)) & set(self._reports)
+            blockers = {peer for peer in shards if self._position(peer) < here}
         return blockers
 
     def _absent(self, rank: int, report: Report) -> set[int]:
         """Returns those that `rank` may meet and that have not come as far, or are elsewhere in the same run."""
-        replica, stage, _ = self._topology.coordinates(rank)
-        peers = set(self._topology.replicas(stage))
-        if not report.action:  # in an action, a rank meets the other replicas of its stage only: for their parameters
-            peers.update(self._topology.pipeline(replica))
+        replica, stage, shard = self._topology.coordinates(rank)
+        # In an action a rank meets other replicas, for their parameters, and the other shards of its stage.
+        peers = {*self._topology.replicas(stage, shard), *self._topology.shards(replica, stage)}
+        if not report.action:
+            peers.update(self._topology.replica(replica))
         peers &= set(self._reports)
         here = (report.run, report.action, report.doing)
         return {

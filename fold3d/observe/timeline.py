@@ -44,7 +44,7 @@ class Event:
     micro_batch: int
 
 
-def write_trace(path: str | Path, records: Records, *, pp: int, predicted_ms: float | None = None) -> None:
+def write_trace(path: str | Path, records: Records, *, pp: int, tp: int = 1, predicted_ms: float | None = None) -> None:
     """Writes the step as Chrome trace: process = rank, thread = lane, arrows from each SEND to its RECV.
 
     Each rank carries its breakdown in milliseconds, as label and in `otherData`. The file appears whole or not at all.
@@ -57,8 +57,8 @@ def write_trace(path: str | Path, records: Records, *, pp: int, predicted_ms: fl
     breakdowns = _accounts(events)
     out: list[dict[str, Any]] = []
     for rank in sorted({event.rank for event in events}):
-        at = coordinates(rank, pp)
-        name = f"rank {rank} (dp {at.dp}, stage {at.pp})"
+        at = coordinates(rank, pp, tp)
+        name = f"rank {rank} (dp {at.dp}, stage {at.pp}{f', tp {at.tp}' if tp > 1 else ''})"
         out += [
             _meta("process_name", rank, 0, name=name),
             _meta("process_sort_index", rank, 0, sort_index=rank),
@@ -91,7 +91,7 @@ def write_trace(path: str | Path, records: Records, *, pp: int, predicted_ms: fl
                 },
             }
         )
-    for number, (send, receive) in enumerate(_transfers(events, pp)):
+    for number, (send, receive) in enumerate(_transfers(events, pp, tp)):
         # An arrow may not end before it begins nor outside its slice; clocks agree only to a barrier's time.
         landing = max(receive.start, min(send.start, receive.end - 1))
         for event, phase, time in ((send, "s", send.start), (receive, "f", landing)):
@@ -206,10 +206,15 @@ def last_ns(events: Sequence[Event]) -> int:
     return max((event.end for event in events), default=0)
 
 
-def _transfers(events: Sequence[Event], pp: int) -> list[tuple[Event, Event]]:
+def _transfers(events: Sequence[Event], pp: int, tp: int) -> list[tuple[Event, Event]]:
     """Returns every SEND with its RECV: chunk c's output is chunk c+1's input, gradients go the other way."""
+
+    def lane(event: Event) -> tuple[int, int]:
+        at = coordinates(event.rank, pp, tp)
+        return at.dp, at.tp
+
     received = {
-        (coordinates(event.rank, pp).dp, event.chunk, event.kind, event.micro_batch): event
+        (lane(event), event.chunk, event.kind, event.micro_batch): event
         for event in events
         if event.lane in ("recv_f", "recv_b")
     }
@@ -218,9 +223,7 @@ def _transfers(events: Sequence[Event], pp: int) -> list[tuple[Event, Event]]:
         if send.lane not in ("send_f", "send_b"):
             continue
         chunk = send.chunk + (1 if send.lane == "send_f" else -1)
-        receive = received.get(
-            (coordinates(send.rank, pp).dp, chunk, send.kind.replace("SEND", "RECV"), send.micro_batch)
-        )
+        receive = received.get((lane(send), chunk, send.kind.replace("SEND", "RECV"), send.micro_batch))
         if receive is not None:
             pairs.append((send, receive))
     return pairs

@@ -55,6 +55,7 @@ def write_picture(
     records: Records,
     *,
     pp: int,
+    tp: int = 1,
     title: str = "",
     predicted_ms: float | None = None,
     simulated: Sequence[RankBreakdown] | None = None,
@@ -87,7 +88,7 @@ def write_picture(
         mine = [event for event in events if event.rank == rank]
         for lane, (top, height) in places[rank].items():
             _bars(axes, [event for event in mine if event.lane == lane], top, height, pp)
-            ticks.append((top + height / 2, _tick(rank, lane, pp)))
+            ticks.append((top + height / 2, _tick(rank, lane, pp, tp)))
         top, height = places[rank]["compute"]
         _waits(axes, [event for event in mine if event.lane == "wait"], top, height)
         _numbers(axes, mine, (top, height), last_ns(events))
@@ -166,9 +167,10 @@ def _numbers(axes: Axes, events: Sequence[Event], place: tuple[float, float], la
             axes.text(middle, y, str(event.micro_batch), ha="center", va="center", fontsize=7, color=colour)
 
 
-def _tick(rank: int, lane: str, pp: int) -> str:
-    at = coordinates(rank, pp)
-    return f"rank {rank}\ndp {at.dp} stage {at.pp}" if lane == "compute" else _LABELS[lane]
+def _tick(rank: int, lane: str, pp: int, tp: int) -> str:
+    at = coordinates(rank, pp, tp)
+    shard = f" tp {at.tp}" if tp > 1 else ""
+    return f"rank {rank}\ndp {at.dp} stage {at.pp}{shard}" if lane == "compute" else _LABELS[lane]
 
 
 def _legend(axes: Axes, events: Sequence[Event], pp: int) -> None:

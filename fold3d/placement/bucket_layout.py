@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -30,7 +31,8 @@ class BucketSpec:
     chunks: tuple[int, ...]
     """Chunks of this rank whose whole forward must wait, where no module is known that alone reads them."""
     summed_over: Submesh
-    """Shared: the places of a replica with a copy of the bucket's only parameter (tied weights)."""
+    """Shared: the places of a replica over which the gradients of all its parameters are summed. A parameter that
+    several stages have (tied weights) is then the only one."""
     planned: int
     """Number of the planner's bucket that it is part of, in the stage. The planner knows neither dtypes nor ties."""
 
@@ -42,11 +44,15 @@ def bucket_layout(
     ranges: Sequence[tuple[int, int]],
     stage: int,
     least_bytes: int,
+    tp_rank: int = 0,
 ) -> list[BucketSpec]:
     """Returns the buckets of one rank in the order of the forward pass, the same on all replicas of the stage.
 
+    On all ranks of a tensor-parallel group layers are joined alike, whatever their parts of the weights are: by the
+    largest.
+
     Args:
-        parameters: trainable ones with storage on this rank, by canonical name.
+        parameters: trainable ones with storage on this rank, by canonical name, as this rank holds them.
         ranges: [first, end) block of every chunk of the whole model.
         least_bytes: layers of a chunk join until a bucket's gradients have as many, in fp32.
     """
@@ -59,28 +65,48 @@ def bucket_layout(
             layers = [layer.parameters for layer in layers_of[chunk]]
         else:  # of a model that is not cut nothing is known but the order in which it names its parameters
             layers = [(name,) for name in parameters]
-        mine = [[name for name in layer if name in parameters and parameters[name].numel()] for layer in layers]
-        sizes = [sum(_FP32_BYTES * parameters[name].numel() for name in layer) for layer in mine]
+        mine = [[name for name in layer if name in parameters] for layer in layers]
+        sizes = [sum(_most_bytes(name, parameters[name], placement) for name in layer) for layer in mine]
         for lo, hi in cut_buckets(sizes, least_bytes):
-            names = [name for layer in mine[lo:hi] for name in layer]
-            for part in _parts(names, parameters, placement):
-                specs.append(_spec(chunk, part, planned, placement, stage, reading))
+            names = [name for layer in mine[lo:hi] for name in layer if parameters[name].numel()]
+            for places, part in _parts(names, parameters, placement, tp_rank):
+                specs.append(_spec(chunk, part, planned, places, placement, stage, reading))
             planned += 1
     return specs
 
 
-def _parts(names: list[str], parameters: Mapping[str, Parameter], placement: ParameterPlacement) -> list[list[str]]:
-    """Returns each tied parameter alone, so that it lies alike wherever there is a copy, then the others by dtype."""
-    tied = [name for name in names if placement.summed_over(name).is_shared]
-    others: dict[str, list[str]] = {}
+def _most_bytes(name: str, parameter: Parameter, placement: ParameterPlacement) -> int:
+    """Returns the bytes of the gradient on the rank of a tensor-parallel group that holds most of the parameter."""
+    shard = placement.sharding.shard_of(name)
+    if shard is None:
+        return _FP32_BYTES * parameter.numel()
+    return max(_FP32_BYTES * math.prod(shard.shape(parameter.shape, rank)) for rank in range(shard.ranks))
+
+
+def _parts(
+    names: list[str], parameters: Mapping[str, Parameter], placement: ParameterPlacement, tp_rank: int
+) -> list[tuple[Submesh, list[str]]]:
+    """Returns each tied parameter alone, so that it lies alike wherever there is a copy, then the others by dtype,
+    those apart that are summed over ranks of a tensor-parallel group, which have the same layers."""
+    tied: list[tuple[Submesh, list[str]]] = []
+    others: dict[tuple[str, Submesh], list[str]] = {}
     for name in names:
-        if name not in tied:
-            others.setdefault(str(parameters[name].dtype), []).append(name)
-    return [*([name] for name in tied), *others.values()]
+        places = placement.summed_over(name, tp_rank)
+        if len(places.pp) > 1:
+            tied.append((places, [name]))
+        else:
+            others.setdefault((str(parameters[name].dtype), places), []).append(name)
+    return [*tied, *((places, part) for (_, places), part in others.items())]
 
 
 def _spec(
-    chunk: int, names: list[str], planned: int, placement: ParameterPlacement, stage: int, reading: ReadingModules
+    chunk: int,
+    names: list[str],
+    planned: int,
+    places: Submesh,
+    placement: ParameterPlacement,
+    stage: int,
+    reading: ReadingModules,
 ) -> BucketSpec:
     modules: dict[str, None] = {}
     waiting: set[int] = set()
@@ -94,6 +120,6 @@ def _spec(
         names=tuple(names),
         modules=tuple(modules),
         chunks=tuple(sorted(waiting)),
-        summed_over=placement.summed_over(names[0]),
+        summed_over=places,
         planned=planned,
     )

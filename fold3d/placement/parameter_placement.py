@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from fold3d.placement.layers import Ranges, chunk_parameters
+from fold3d.sharding.plan import ShardingPlan
 from fold3d.topology import Submesh, chunks_of, stage_of
 from fold3d.trace import Trace
 
@@ -16,6 +17,8 @@ class ParameterPlacement:
 
     A parameter that several chunks need (tied weights, parameters held by the parents of the blocks) has a copy on
     each of their stages; the stage of its first chunk is responsible for it: it counts it in the norm and saves it.
+    Of the ranks of a tensor-parallel group that hold the same part of it, that is the first. Where parts overlap, each
+    rank is responsible for its own, and what several hold counts in the norm with one over their number.
     """
 
     pp: int
@@ -25,6 +28,8 @@ class ParameterPlacement:
     """Canonical parameter name -> chunks that need it, ascending."""
     modules: Mapping[str, int]
     """Name of a block, or of a module before or after the blocks -> stage that runs it."""
+    sharding: ShardingPlan = field(default_factory=lambda: ShardingPlan(tp=1))
+    """How parameters are spread over the ranks of a tensor-parallel group."""
 
     @classmethod
     def of(
@@ -67,6 +72,10 @@ class ParameterPlacement:
             modules=modules or {},
         )
 
+    def sharded(self, plan: ShardingPlan) -> ParameterPlacement:
+        """Returns the same over tensor-parallel groups that hold the parts of `plan`."""
+        return replace(self, sharding=plan)
+
     def held_by(self, stage: int) -> set[str]:
         """Returns the names of the parameters that a stage holds."""
         return {name for chunk in chunks_of(stage, len(self.needed), self.pp) for name in self.needed[chunk]}
@@ -79,13 +88,32 @@ class ParameterPlacement:
         """Returns the stage that is responsible for parameter `name`."""
         return stage_of(self.readers[name][0], self.pp)
 
-    def summed_over(self, name: str) -> Submesh:
-        """Returns the places of a replica that hold a copy of parameter `name`: its gradient is the sum over them."""
-        return Submesh(pp=tuple(sorted({stage_of(chunk, self.pp) for chunk in self.readers[name]})))
+    def is_responsible(self, name: str, stage: int, tp_rank: int = 0) -> bool:
+        """Whether the rank at a place of a replica is responsible for what it holds of parameter `name`."""
+        if self.home(name) != stage:
+            return False
+        shard = self.sharding.shard_of(name)
+        if shard is None:
+            return tp_rank == 0
+        return shard.overlaps or shard.holders(tp_rank)[0] == tp_rank
 
-    def shared(self) -> dict[str, Submesh]:
-        """Returns the parameters that more than one place of a replica holds, with these places."""
-        return {name: places for name in self.readers if (places := self.summed_over(name)).is_shared}
+    def summed_over(self, name: str, tp_rank: int = 0) -> Submesh:
+        """Returns the places of a replica over which the gradient of what the place `tp_rank` on the axis tp holds of
+        parameter `name` is summed: all that hold a copy, unless its gradient is the same on each already."""
+        shard = self.sharding.shard_of(name)
+        return Submesh(
+            pp=tuple(sorted({stage_of(chunk, self.pp) for chunk in self.readers[name]})),
+            tp=shard.holders(tp_rank) if shard is not None and shard.summed else (tp_rank,),
+        )
+
+    def shared(self, tp_rank: int = 0) -> dict[str, Submesh]:
+        """Returns the parameters whose gradient is summed over more than one place of a replica, with these places, as
+        seen from the place `tp_rank` on the axis tp."""
+        return {name: places for name in self.readers if (places := self.summed_over(name, tp_rank)).is_shared}
+
+    def submeshes(self) -> list[Submesh]:
+        """Returns all places of a replica over which gradients are summed, more than one each, ascending."""
+        return sorted({places for tp_rank in range(self.sharding.tp) for places in self.shared(tp_rank).values()})
 
     def stage_of_module(self, name: str) -> int:
         """Returns the stage that runs the module a parameter or buffer name lies in; 0 for what all stages run."""

@@ -20,6 +20,8 @@ class Job:
     """Replicas."""
     pp: int
     """Stages."""
+    tp: int = 1
+    """Ranks that share the weights of a stage of a replica; the profile is that of one of them."""
     micro_batches: int
     """Per step and replica."""
     memory_limit: int | None = None

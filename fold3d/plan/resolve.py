@@ -35,7 +35,7 @@ def resolve_auto(config: ParallelConfig, dp: int) -> Constraints:
         all_set = (
             'everything that memory depends on is set; remove it, or set schedule, group_size or dp_sync to "auto"'
         )
-        why = alone if dp * config.pp == 1 else all_set
+        why = alone if dp * config.tp * config.pp == 1 else all_set
         raise ConfigError(f"memory_limit={config.memory_limit} has no effect: {why}")
     return constraints
 
@@ -88,6 +88,7 @@ def unplanned(config: ParallelConfig, constraints: Constraints, dp: int, ranges:
     return Strategy(
         dp=dp,
         pp=config.pp,
+        tp=config.tp,
         micro_batches=config.micro_batches,
         ranges=ranges,
         schedule=constraints.schedule or schedule.default(constraints.segments or 1),

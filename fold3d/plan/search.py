@@ -249,6 +249,7 @@ def _proposal(state: _Search, winner: _Candidate, heuristic: _Candidate) -> Prop
     strategy = Strategy(
         dp=job.dp,
         pp=job.pp,
+        tp=job.tp,
         micro_batches=job.micro_batches,
         ranges=winner.layout.ranges,
         schedule=winner.order.name,

@@ -31,6 +31,8 @@ class Strategy:
     """Replicas."""
     pp: int
     """Stages."""
+    tp: int = 1
+    """Ranks that share the weights of a stage of a replica."""
     micro_batches: int
     """Per step and replica."""
     ranges: Ranges
@@ -51,8 +53,8 @@ class Strategy:
     """Of the knobs without a field here: name and text form of the value, in the order of the registry."""
 
     def __post_init__(self) -> None:
-        for name, least in (("dp", 1), ("pp", 1), ("micro_batches", 1), ("group_size", 1), ("bucket_bytes", 0)):
-            value = getattr(self, name)
+        for name in ("dp", "tp", "pp", "micro_batches", "group_size", "bucket_bytes"):
+            value, least = getattr(self, name), 0 if name == "bucket_bytes" else 1
             if value is not None and value < least:
                 raise ConfigError(f"{name}={value}: must be at least {least}")
         ends = [0, *(end for _, end in self.ranges)]
@@ -102,7 +104,10 @@ class Strategy:
 
     def __str__(self) -> str:
         """Returns `name=value` words for a shell."""
-        words: dict[str, object] = {"dp": self.dp, "pp": self.pp, "micro_batches": self.micro_batches}
+        words: dict[str, object] = {"dp": self.dp}
+        if self.tp > 1:
+            words["tp"] = self.tp
+        words |= {"pp": self.pp, "micro_batches": self.micro_batches}
         chunks = [f"{first}-{end}" for first, end in self.ranges]
         words["segments"] = self.segments
         words["blocks"] = "/".join(",".join(chunks[k : k + self.pp]) for k in range(0, len(chunks), self.pp))
@@ -136,6 +141,7 @@ def parse(text: str) -> Strategy:
         order = words.pop("gather_order", None)
         made = Strategy(
             dp=int(words.pop("dp")),
+            tp=int(words.pop("tp", "1")),
             pp=int(words.pop("pp")),
             micro_batches=int(words.pop("micro_batches")),
             ranges=tuple((int(first), int(end)) for first, end in (chunk.split("-") for chunk in chunks)),

@@ -14,14 +14,17 @@ from fold3d.errors import ConfigError, TraceError
 from fold3d.placement.parameter_placement import ParameterPlacement
 from fold3d.plan.space.recompute import KNOB as RECOMPUTE
 from fold3d.plan.strategy import Strategy
+from fold3d.sharding.plan import ShardingPlan
 from fold3d.stage.loss_check import LossCheck
 from fold3d.stage.split_model import SplitModel
 from fold3d.stage.whole_model import WholeModel
+from fold3d.tensor_parallel.late_region import LateRegion
+from fold3d.tensor_parallel.region import RegionOps
 from fold3d.topology import Topology
 from fold3d.trace import Trace, find_blocks, tied_groups, trace
 from fold3d.trace.arguments import arguments_of as find_arguments
 from fold3d.weights.materialize import materialize
-from fold3d.weights.parts import Parts
+from fold3d.weights.parts import Parts, shard_parameters
 from fold3d.weights.release import is_released, release
 
 logger = logging.getLogger(__name__)
@@ -54,7 +57,7 @@ def record(model: Module, config: ParallelConfig, example: Mapping[str, Any] | N
         return trace(model, blocks=config.blocks, example=example)
     except TraceError as error:
         # Data parallelism alone needs no blocks, unless the user has named them.
-        if config.pp > 1 or config.segments not in (1, AUTO) or config.blocks != AUTO:
+        if config.pp > 1 or config.tp > 1 or config.segments not in (1, AUTO) or config.blocks != AUTO:
             raise
         logger.info("the model stays in one piece: %s", error)
         return None
@@ -86,14 +89,17 @@ def _check_not_compiled(model: Module) -> None:
 
 
 class RankModel:
-    """Cuts `model` in place: names and module objects stay, parameters of other ranks lose their storage.
+    """Cuts `model` in place: names and module objects stay, parameters of other ranks lose their storage; of those that
+    are spread over a tensor-parallel group this rank's part stays.
 
     Attributes:
         split: runs one chunk of the model.
         ranges: blocks [first, end) of every chunk.
         parameters: canonical name -> parameter with storage on this rank, in the model's order.
         placement: which stage holds which parameter.
-        parts: which part of each parameter this rank has of those that its tensor-parallel group shares.
+        parts: which part of each parameter is this rank's.
+        shares: of parameters whose parts overlap: one over the number of ranks that hold an element, fp64, of a shape
+            that expands to the parameter's.
     """
 
     def __init__(
@@ -105,12 +111,14 @@ class RankModel:
         device: torch.device,
         recording: Trace | None,
         weights: str | None,
+        sharding: ShardingPlan | None = None,
     ):
         """Args:
         recording: what `record` returned.
+        sharding: how parameters are spread over tensor-parallel groups; None where there are none.
         """
+        self.parts = Parts.whole() if sharding is None else Parts(sharding, topology.tp_rank)
         self.model = model
-        self.parts = Parts.whole()
         on_meta = any(p.device.type == "meta" for p in model.parameters())
         if weights is not None and not on_meta:
             raise ConfigError(
@@ -124,14 +132,22 @@ class RankModel:
             self.ranges: list[tuple[int, int]] = [(0, 0)]
         else:
             self.ranges = list(strategy.ranges)
-        self.placement = ParameterPlacement.of(names, self.trace, self.ranges, strategy.pp, tied_groups(model))
+        placement = ParameterPlacement.of(names, self.trace, self.ranges, strategy.pp, tied_groups(model))
+        self.placement = placement.sharded(self.parts.plan)
         self.stage = topology.pp_rank
         keep = self.placement.held_by(self.stage)
         if on_meta:
             _refuse_cut_model(model, keep)
+            shard_parameters(model, self.parts)  # those that have values
             materialize(model, keep, seed=config.seed, folder=weights, parts=self.parts)
         release(model, keep)
+        if not on_meta:
+            shard_parameters(model, self.parts)
         _move(model, device)
+        self._late: LateRegion | None = None
+        self._undo: Callable[[], None] = lambda: None
+        if sharding is not None and sharding.tp > 1:
+            self._late = LateRegion(sharding.tp, topology.tp_rank)
         recompute = RECOMPUTE.of(strategy)
         if strategy.num_chunks == 1:
             self.split = WholeModel(model, _blocks_of(model, config), recompute=recompute)
@@ -141,6 +157,25 @@ class RankModel:
         self.parameters: dict[str, Parameter] = {
             name: parameter for name, parameter in model.named_parameters() if parameter.device.type != "meta"
         }
+        tp_rank = self.parts.rank
+        self._primary = frozenset(
+            name for name in self.parameters if self.placement.is_responsible(name, self.stage, tp_rank)
+        )
+        self.shares = {
+            name: _one_over(shard.copies(tp_rank), shard.dim, parameter)
+            for name, parameter in self.parameters.items()
+            if (shard := self.parts.shard_of(name)) is not None and shard.overlaps
+        }
+
+    def connect(self, ops: RegionOps) -> None:
+        """What shards exchange goes over `ops` from now on; before, no forward may run where there are any."""
+        if self._late is not None:
+            self._late.connect(ops)
+
+    def remove(self) -> None:
+        """Gives the model its own forward back."""
+        self.split.remove()
+        self._undo()
 
     def replaced(self) -> dict[str, Module]:
         """Returns the modules for which something stands in where another chunk runs them, by name."""
@@ -160,9 +195,15 @@ class RankModel:
         """Returns the parameters of this rank that receive gradients."""
         return {name: p for name, p in self.parameters.items() if p.requires_grad}
 
-    def primary(self) -> set[str]:
-        """Returns the names of the parameters this stage is responsible for."""
-        return {name for name in self.parameters if self.placement.home(name) == self.stage}
+    def primary(self) -> frozenset[str]:
+        """Returns the names of the parameters this rank is responsible for, in the norm and when they are saved."""
+        return self._primary
+
+
+def _one_over(counts: list[int], dim: int, parameter: Parameter) -> torch.Tensor:
+    """Returns one over `counts`, along dimension `dim` of the parameter."""
+    shape = [len(counts) if axis == dim else 1 for axis in range(parameter.ndim)]
+    return torch.tensor(counts, dtype=torch.float64, device=parameter.device).reciprocal().view(shape)
 
 
 def _refuse_cut_model(model: Module, keep: set[str]) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -20,8 +22,9 @@ from fold3d.trainer.refused import refuse_unsupported
 if TYPE_CHECKING:
     NumberOrAuto = int | str
     Bytes = int | float | str
+    Plan = Mapping[str, str] | str
 else:  # HfArgumentParser reads the types, and would read `int | str` as int
-    NumberOrAuto = Bytes = str
+    NumberOrAuto = Bytes = Plan = str
 
 # How launchers tell a process the size of its job; the same names, in the same order, that accelerate looks at.
 _WORLD_SIZE_VARIABLES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
@@ -29,7 +32,7 @@ _WORLD_SIZE_VARIABLES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_
 
 @dataclass(repr=False)
 class TrainingArguments(transformers.TrainingArguments):
-    """`transformers.TrainingArguments` with data- and pipeline-parallel layout.
+    """`transformers.TrainingArguments` with data-, tensor- and pipeline-parallel layout.
 
     A micro-batch is `per_device_train_batch_size` samples, an optimizer step has `gradient_accumulation_steps`
     micro-batches per replica: batch arithmetic is the stock Trainer's with dp in the place of the world size.
@@ -42,7 +45,20 @@ class TrainingArguments(transformers.TrainingArguments):
         default=None,
         metadata={"help": "Data-parallel replicas of the model. Default: number of processes / (tp * pp)."},
     )
-    tp: int = field(default=1, metadata={"help": "Tensor-parallel processes; only 1 is available in this version."})
+    tp: int = field(
+        default=1,
+        metadata={
+            "help": "Tensor-parallel processes: so many share each weight of a layer, and its computation; best on one "
+            "host. How is found out by running the layers; `fold3d trace MODEL -t TP` shows it."
+        },
+    )
+    tp_plan: Plan | None = field(
+        default=None,
+        metadata={
+            "help": "Dict, as JSON on the command line, from module names or patterns to how their weights are spread, "
+            "where that shall be otherwise than what is found out. Default: nothing is."
+        },
+    )
     pp: int = field(
         default=1,
         metadata={"help": "Pipeline stages: the model's layers are spread over so many processes."},
@@ -131,6 +147,7 @@ class TrainingArguments(transformers.TrainingArguments):
     def __post_init__(self) -> None:
         refuse_unsupported(self)
         self.segments, self.group_size = _number_or_auto(self.segments), _number_or_auto(self.group_size)
+        self.tp_plan = _from_json(self.tp_plan)
         self.bucket_bytes = parse_bytes("bucket_bytes", self.bucket_bytes)
         self.memory_limit = parse_bytes("memory_limit", self.memory_limit)
         config = self.parallel
@@ -139,7 +156,8 @@ class TrainingArguments(transformers.TrainingArguments):
         constraints = resolve_auto(config, dp)
         if constraints.segments is not None:  # raises when the schedule cannot be made
             programs_of(config, constraints, dp).compute(config.micro_batches)
-        if self.blocks != "auto" and constraints.segments is not None and constraints.segments * config.pp == 1:
+        is_cut = constraints.segments is None or constraints.segments * config.pp * config.tp > 1
+        if self.blocks != "auto" and not is_cut:
             raise ConfigError(
                 f"blocks={self.blocks!r} has no effect with pp=1 and segments=1: the model is not cut; remove it"
             )
@@ -169,6 +187,7 @@ class TrainingArguments(transformers.TrainingArguments):
         return ParallelConfig(
             dp=self.dp,
             tp=self.tp,
+            tp_plan=self.tp_plan if isinstance(self.tp_plan, Mapping) else None,
             pp=self.pp,
             segments=self.segments,
             micro_batches=self.gradient_accumulation_steps,
@@ -193,6 +212,19 @@ class TrainingArguments(transformers.TrainingArguments):
         """
         refuse_stock_trainer()
         return False
+
+
+def _from_json(plan: Mapping[str, str] | str | None) -> Mapping[str, str] | None:
+    """Returns the dict that a command line gives as text; anything else as it is."""
+    if not isinstance(plan, str):
+        return plan
+    try:
+        value = json.loads(plan)
+    except ValueError as error:
+        raise ConfigError(f"tp_plan={plan!r} is no JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ConfigError(f"tp_plan={plan!r}: must be a JSON object, module names or patterns to how they are spread")
+    return value
 
 
 def _number_or_auto(value: int | str) -> int | str:

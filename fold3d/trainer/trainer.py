@@ -52,7 +52,7 @@ logger = logging.getLogger(__name__)
 
 
 class Trainer(EvaluatingTrainer):
-    """`transformers.Trainer` for models spread over data-parallel replicas and pipeline stages.
+    """`transformers.Trainer` for models spread over data-parallel replicas, pipeline stages and tensor-parallel shards.
 
     Takes the same arguments; `args` are `fold3d.TrainingArguments`. The model may have its weights or be built on the
     meta device. Every process constructs the Trainer and makes the same calls.
@@ -136,7 +136,7 @@ class Trainer(EvaluatingTrainer):
         super().create_accelerator_and_postprocess()
         args = self.args
         dp = args.parallel.resolve_dp(args.world_size)
-        topology = Topology(dp=dp, pp=args.pp, rank=args.process_index)
+        topology = Topology(dp=dp, pp=args.pp, tp=args.tp, rank=args.process_index)
         accelerator = ReplicaAccelerator.adopt(self.accelerator, topology)
         self.gather_function = functools.partial(
             accelerator.gather_for_metrics, use_gather_object=args.eval_use_gather_object
@@ -434,11 +434,10 @@ class Trainer(EvaluatingTrainer):
         if records is None:
             return
         path = Path(str(self.args.output_dir)) / "timeline" / f"step-{step}"
-        pp, predicted_ms = self.args.pp, breakdown.predicted_ms
-        write_trace(path.with_suffix(".json"), records, pp=pp, predicted_ms=predicted_ms)
-        write_picture(
-            path.with_suffix(".png"), records, pp=pp, title=f"optimizer step {step}", predicted_ms=predicted_ms
-        )
+        pp, tp, predicted_ms = self.args.pp, self.args.tp, breakdown.predicted_ms
+        write_trace(path.with_suffix(".json"), records, pp=pp, tp=tp, predicted_ms=predicted_ms)
+        title = f"optimizer step {step}"
+        write_picture(path.with_suffix(".png"), records, pp=pp, tp=tp, title=title, predicted_ms=predicted_ms)
 
     def store_flos(self) -> None:
         """Adds the floating-point operations of all replicas; the stages of one compute one model together."""

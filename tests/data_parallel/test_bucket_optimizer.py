@@ -156,6 +156,9 @@ def test_an_optimizer_that_looks_at_whole_matrices_may_not_be_cut() -> None:
         check_separable(Blockwise(parameters, lr=0.0), parts=True)
     with pytest.raises(ConfigError, match=r"MatricesOnly cannot do .*only 2-D"):
         check_separable(MatricesOnly(parameters, lr=0.1), parts=True)
+    with pytest.raises(ConfigError, match=r"tp=2 steps parts of parameters, but RowNorm gives other .*; set tp=1"):
+        check_separable(RowNorm(parameters, lr=0.0), parts=False, tp=2)
+    check_separable(make("adamw", model()), parts=False, tp=2)
 
 
 def test_an_optimizer_that_looks_at_all_parameters_is_refused() -> None:

@@ -26,6 +26,7 @@ class Case:
     """One training run: a layout, how its micro-batches are ordered, and what is trained."""
 
     dp: int = 1
+    tp: int = 1
     pp: int = 1
     segments: int = 1
     m: int = 1
@@ -47,7 +48,7 @@ class Case:
     @property
     def ranks(self) -> int:
         """Processes the case needs."""
-        return self.dp * self.pp
+        return self.dp * self.tp * self.pp
 
     @property
     def total(self) -> int:
@@ -68,7 +69,8 @@ class Case:
     @property
     def name(self) -> str:
         """Short text for the test's name: layout first, then whatever differs from the defaults."""
-        words = [f"dp{self.dp}-pp{self.pp}-seg{self.segments}-m{self.m}", self.schedule]
+        layout = f"dp{self.dp}-tp{self.tp}-pp" if self.tp > 1 else f"dp{self.dp}-pp"
+        words = [f"{layout}{self.pp}-seg{self.segments}-m{self.m}", self.schedule]
         words[-1] += "" if self.group_size is None else f"({self.group_size})"
         words += [self.family, self.dtype.replace("float", "fp"), self.labels, self.through]
         words += ["tied" if self.tied else "untied", "clip" if self.clip else "noclip"]

@@ -31,10 +31,13 @@ def doing(what: str, run: int = RUN, *, meets: bool = False) -> Report:
     return Report(beat=1, run=run, micro_batches=4, action="", doing=what, meets=meets, closed=False)
 
 
-def late(dp: int, pp: int, rank: int, places: list[str | Report], name: str = "1f1b", segments: int = 1) -> list[int]:
+def late(
+    dp: int, pp: int, rank: int, places: list[str | Report], name: str = "1f1b", segments: int = 1, tp: int = 1
+) -> list[int]:
     plain = schedules.generate(name, pp=pp, segments=segments, micro_batches=4)
     reports = {r: place if isinstance(place, Report) else report(place) for r, place in enumerate(places)}
-    return holding_up(schedules.lower(plain, reduce=dp > 1), Topology(dp=dp, pp=pp, rank=rank), RUN, reports)
+    topology = Topology(dp=dp, pp=pp, tp=tp, rank=rank)
+    return holding_up(schedules.lower(plain, reduce=dp > 1), topology, RUN, reports)
 
 
 NOT_BEGUN = doing("", RUN - 1)
@@ -81,6 +84,15 @@ def test_the_chain_goes_through_gates() -> None:
     assert late(2, 2, 0, [arbiter("0F0"), "1F0", stuck, "1F0"]) == [2]
     assert late(2, 2, 1, [arbiter("0F0"), "1F0", stuck, "1F0"]) == [2]
     assert late(2, 2, 3, ["0F1", "1F0", "0F1", arbiter("1F0")]) == [1], "it computes"
+
+
+def test_the_chain_goes_through_shards() -> None:
+    """Ranks 2 and 3 are the shards of stage 1: one computes, or sleeps, while the other waits for it in a layer."""
+    assert late(1, 2, 2, ["0B0", "0B0", "1B0", "1F0"], tp=2) == [3]
+    assert late(1, 2, 0, ["0B0", "0B0", "1B0", "1F0"], tp=2) == [3], "its stage 1 is rank 2, which waits for rank 3"
+    assert late(1, 2, 1, ["0B0", "0B0", "1B0", "1F0"], tp=2) == [3]
+    assert late(1, 2, 1, ["0F2", "0F1", "1F0", "1F0"], tp=2) == []
+    assert late(1, 1, 0, ["0F2", NOT_BEGUN], tp=2) == [1]
 
 
 def test_whoever_has_left_is_late() -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 
 from fold3d.placement.parameter_placement import ParameterPlacement
+from fold3d.sharding.plan import ShardingPlan
+from fold3d.sharding.shard import Shard
 from fold3d.topology import Submesh
 from tests.trace.chains import needed_parameters, record
 from tests.trace.zoo import FAMILIES, build, plain, tokens
@@ -87,3 +89,53 @@ def test_plain_module() -> None:
         f"layers.{i}.{p}" for i in (0, 1) for p in
         ("norm.weight", "norm.bias", "up.weight", "up.bias", "down.weight", "down.bias")
     }  # fmt: skip
+
+
+# Weights spread over tensor-parallel groups
+
+
+def sharded(needed: list[list[str]], pp: int, **shards: Shard) -> ParameterPlacement:
+    ranks = next(iter(shards.values())).ranks
+    return placed(needed, pp).sharded(ShardingPlan(tp=ranks, shards=shards))
+
+
+def test_who_is_responsible_for_a_part() -> None:
+    """Each index of each parameter has one responsible rank, or where parts overlap all that hold it."""
+    pairs = Shard(0, 4, (((0, 2),), ((0, 2),), ((2, 4),), ((2, 4),)))  # two ranks for each of two key heads
+    fused = Shard(0, 6, (((0, 2), (4, 5)), ((2, 4), (4, 5)), ((0, 2), (5, 6)), ((2, 4), (5, 6))))
+    shards = {"rows": Shard.even(0, 8, 4), "pairs": pairs, "fused": fused}
+    placement = sharded([["rows", "pairs", "fused", "norm"], ["far"]], 2, **shards)
+
+    def responsible(name: str, stage: int) -> list[int]:
+        return [tp for tp in range(4) if placement.is_responsible(name, stage, tp)]
+
+    assert responsible("rows", 0) == [0, 1, 2, 3] and responsible("rows", 1) == []
+    assert responsible("pairs", 0) == [0, 2]
+    assert responsible("fused", 0) == [0, 1, 2, 3]
+    assert responsible("norm", 0) == [0] and responsible("far", 1) == [0] and responsible("far", 0) == []
+
+
+def test_over_which_shards_a_gradient_is_summed() -> None:
+    pairs = Shard(0, 4, (((0, 2),), ((0, 2),), ((2, 4),), ((2, 4),)), summed=True)
+    norm = Shard.replicated(4, 4, summed=True)
+    alike = Shard.replicated(4, 4)
+    shards = {"rows": Shard.even(0, 8, 4), "pairs": pairs, "norm": norm, "alike": alike}
+    placement = sharded([["rows", "pairs", "norm", "alike"]], 1, **shards)
+    for tp in range(4):
+        here = Submesh(pp=(0,), tp=(0, 1) if tp < 2 else (2, 3))
+        assert placement.shared(tp) == {"pairs": here, "norm": Submesh(pp=(0,), tp=(0, 1, 2, 3))}
+        assert placement.summed_over("rows", tp) == placement.summed_over("alike", tp) == Submesh(pp=(0,), tp=(tp,))
+    wide = [Submesh(pp=(0,), tp=(0, 1)), Submesh(pp=(0,), tp=(0, 1, 2, 3)), Submesh(pp=(0,), tp=(2, 3))]
+    assert placement.submeshes() == wide
+
+
+def test_a_tie_over_stages_is_summed_by_each_shard_for_itself() -> None:
+    placement = placed([["embed.weight"], ["head.weight"]], 2)
+    plain = placement.sharded(ShardingPlan(tp=2))
+    rows = placement.sharded(ShardingPlan(tp=2, shards={"embed.weight": Shard.even(0, 8, 2)}))
+    both = placement.sharded(ShardingPlan(tp=2, shards={"embed.weight": Shard.replicated(8, 2, summed=True)}))
+    for tp in range(2):
+        here = {"embed.weight": Submesh(pp=(0, 1), tp=(tp,))}
+        assert plain.shared(tp) == rows.shared(tp) == here
+        assert both.shared(tp) == {"embed.weight": Submesh(pp=(0, 1), tp=(0, 1))}
+    assert plain.submeshes() == [Submesh(pp=(0, 1), tp=(0,)), Submesh(pp=(0, 1), tp=(1,))]

@@ -33,6 +33,7 @@ def test_new_arguments_have_help() -> None:
     assert OURS == [
         "dp",
         "tp",
+        "tp_plan",
         "pp",
         "segments",
         "schedule",
@@ -129,6 +130,9 @@ ERRORS: dict[str, tuple[dict[str, Any], str]] = {
     "dp too large": ({"dp": 2}, r"dp\*tp\*pp = 2\*1\*1 = 2, but the job has 1 process"),
     "pp too large": ({"pp": 3}, r"but the job has 1 process"),
     "tp": ({"tp": 2}, r"tp=2: tensor parallelism is not available"),
+    "tp_plan without tp": ({"tp_plan": {"lm_head": "whole"}}, r"tp_plan=.* has no effect with tp=1"),
+    "tp_plan in no JSON": ({"tp_plan": "lm_head"}, r"tp_plan='lm_head' is no JSON"),
+    "tp_plan that is a list": ({"tp_plan": "[1]"}, r"tp_plan='\[1\]': must be a JSON object"),
     "unknown schedule": ({"schedule": "zigzag"}, r"unknown schedule 'zigzag'.*1f1b"),
     "segments with 1f1b": ({"segments": 2, "schedule": "1f1b"}, r"segments=2 has no effect on schedule '1f1b'"),
     "segments with gpipe": ({"segments": 2, "schedule": "gpipe"}, r"segments=2 has no effect"),

@@ -23,8 +23,9 @@ _CUT = 4611
 """Where the sample is cut: not at a row, so that whatever looks at rows, columns or norms shows."""
 
 
-def check_separable(optimizer: Optimizer, *, parts: bool) -> None:
-    """Raises ConfigError unless the optimizer steps each tensor by itself, and if `parts`, each element.
+def check_separable(optimizer: Optimizer, *, parts: bool, tp: int = 1) -> None:
+    """Raises ConfigError unless the optimizer steps each tensor by itself, and if `parts`, or with tensor parallelism
+    (`tp` ranks hold a part of each tensor), each element.
 
     Found out by trying, with the settings of each group, on the device and in the dtype of its parameters, in the mode
     for training: a few steps on two small matrices together must give the same numbers as on each alone, or on the
@@ -33,10 +34,13 @@ def check_separable(optimizer: Optimizer, *, parts: bool) -> None:
     name = type(optimizer).__name__
     first = next((p for group in optimizer.param_groups for p in group["params"]), torch.empty(0))
     with rng_untouched(first.device):
-        _check_separable(optimizer, name, functools.partial(_samples, first), parts=parts)
+        _check_separable(optimizer, name, functools.partial(_samples, first), parts=parts, tp=tp)
 
 
-def _check_separable(optimizer: Optimizer, name: str, draw: Callable[[], list[_Sample]], *, parts: bool) -> None:
+def _check_separable(
+    optimizer: Optimizer, name: str, draw: Callable[[], list[_Sample]], *, parts: bool, tp: int
+) -> None:
+    why, instead = (f"tp={tp}", "set tp=1") if tp > 1 else ('dp_sync="zero1"', 'set dp_sync="early"')
     for group in optimizer.param_groups:
         settings = {k: v for k, v in group.items() if k != "params"}
         if "lr" in settings:
@@ -53,9 +57,9 @@ def _check_separable(optimizer: Optimizer, name: str, draw: Callable[[], list[_S
                 f"{name} gives other numbers for parameters together than for each alone, but with several stages or "
                 "replicas layers are stepped apart; use an optimizer that treats parameters independently"
             )
-        if not parts:
+        if not parts and tp == 1:
             continue
-        if callable(getattr(optimizer, "eval", None)):
+        if parts and callable(getattr(optimizer, "eval", None)):
             raise ConfigError(
                 f'dp_sync="zero1" divides the optimizer\'s state, but {name} computes the weights for evaluation from '
                 'all of it; set dp_sync="early"'
@@ -65,13 +69,12 @@ def _check_separable(optimizer: Optimizer, name: str, draw: Callable[[], list[_S
             cut = _tried(optimizer, settings, halves)
         except Exception as error:
             raise ConfigError(
-                f'dp_sync="zero1" steps parts of parameters, which {name} cannot do ({type(error).__name__}: {error}); '
-                'set dp_sync="early"'
+                f"{why} steps parts of parameters, which {name} cannot do ({type(error).__name__}: {error}); {instead}"
             ) from error
         if not _same(together, cut):
             raise ConfigError(
-                f'dp_sync="zero1" steps parts of parameters, but {name} gives other numbers for a part than for the '
-                'whole: it does not work element by element; set dp_sync="early"'
+                f"{why} steps parts of parameters, but {name} gives other numbers for a part than for the whole: it "
+                f"does not work element by element; {instead}"
             )
 
 
