@@ -6,7 +6,7 @@ indices in the order of the whole model's groups. A rank's optimizer numbers onl
 
 from __future__ import annotations
 
-import mmap
+import contextlib
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,11 +18,14 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import Parameter
 from torch.optim import Optimizer
-from torch.serialization import set_default_mmap_options, skip_data
+from torch.serialization import skip_data
 
-from fold3d.checkpoint.stream import Entry
-from fold3d.engine.state import like_parameter
+from fold3d.checkpoint.arrivals import Entry
+from fold3d.checkpoint.torch_file import TorchFile
+from fold3d.data_parallel.optimizer.parameter_state import cut_state, like_parameter, shard_of_state
 from fold3d.errors import CheckpointError, ConfigError
+from fold3d.sharding.shard import Shard
+from fold3d.weights.parts import Parts
 
 FILE = "optimizer.pt"
 StateKey = tuple[str, str]
@@ -37,14 +40,19 @@ class OptimizerLayout:
 
     @classmethod
     def restrict(
-        cls, optimizer: Optimizer, names: Mapping[int, str], owned: Mapping[str, Parameter]
+        cls,
+        optimizer: Optimizer,
+        names: Mapping[int, str],
+        owned: Mapping[str, Parameter],
+        parts: Parts | None = None,
     ) -> OptimizerLayout:
         """Cuts an optimizer over the whole model down to this rank's parameters and returns the whole layout.
 
         Args:
             names: id(parameter) -> canonical name, of all parameters the optimizer may have been made with.
             owned: the parameters with storage on this rank.
-        Raises: ConfigError for a parameter that is not the model's.
+            parts: which part of each of them this rank has; None: all of it.
+        Raises: ConfigError for a parameter that is not the model's; as `cut_state`.
         """
         groups = []
         for number, group in enumerate(optimizer.param_groups):
@@ -61,6 +69,7 @@ class OptimizerLayout:
                 state = optimizer.state.pop(parameter, None)
                 if state is not None and name in owned:
                     optimizer.state[owned[name]] = state
+        cut_state(optimizer, owned, parts or Parts.whole())
         return cls(tuple(groups))
 
     def local(self, owned: Mapping[str, Parameter]) -> list[str]:
@@ -85,17 +94,37 @@ class OptimizerLayout:
                     rest[name][key] = value
         return tensors, rest
 
-    def load(self, path: Path, optimizer: Optimizer, owned: Mapping[str, Parameter]) -> None:
+    def spread(
+        self, tensors: Mapping[StateKey, Tensor], owned: Mapping[str, Parameter], parts: Parts
+    ) -> dict[StateKey, Shard]:
+        """Returns which of the tensors of `state_tensors` are parts, and how they are spread.
+
+        Raises: CheckpointError for a state that cannot be put together.
+        """
+        shards = {
+            (name, key): shard_of_state(name, key, tensor, owned[name].shape, parts)
+            for (name, key), tensor in tensors.items()
+        }
+        return {name: shard for name, shard in shards.items() if shard is not None}
+
+    def load(
+        self, path: Path, optimizer: Optimizer, owned: Mapping[str, Parameter], parts: Parts | None = None
+    ) -> None:
         """Gives this rank's optimizer its part of the state in `path`, ours or the stock Trainer's.
 
-        Raises: CheckpointError when the file is damaged or has other groups than this run's optimizer.
+        Args:
+            parts: which part of each parameter this rank has; None: all of it. Nothing else is read.
+        Raises: CheckpointError when the file is damaged, has other groups than this run's optimizer, or a state that
+            cannot be divided.
         """
-        try:
-            # Mapped, not read: a rank touches only the pages of its own parameters.
-            whole = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-        except (RuntimeError, EOFError, OSError, ValueError) as error:
-            raise CheckpointError(f"{path} cannot be read: {error}") from error
-        saved = whole["param_groups"]
+        file = TorchFile(path)
+        with file.opened():
+            optimizer.load_state_dict(self._own_part(file, path, owned, parts or Parts.whole()))
+
+    def _own_part(self, file: TorchFile, path: Path, owned: Mapping[str, Parameter], parts: Parts) -> dict[str, Any]:
+        """Returns what this rank's optimizer loads."""
+        whole = file.content
+        saved = file.read_all(whole["param_groups"])
         sizes, expected = [len(group["params"]) for group in saved], [len(names) for names in self.groups]
         if sizes != expected:
             raise CheckpointError(
@@ -107,12 +136,17 @@ class OptimizerLayout:
             for names, group in zip(self.groups, saved, strict=True)
             for name, index in zip(names, group["params"], strict=True)
         }
-        local = self.local(owned)
+
+        def read(name: str, key: str, value: Any) -> Any:
+            shape = parts.whole_shape(name, owned[name].shape)
+            shard = shard_of_state(name, key, value, shape, parts)
+            if isinstance(value, Tensor):
+                value = file.read(value, shard, parts.rank)
+            return like_parameter(key, value, owned[name])
+
         state = {
-            number: {
-                key: like_parameter(key, value, owned[name]) for key, value in whole["state"][index_of[name]].items()
-            }  # copies, which no longer live in the mapped file
-            for number, name in enumerate(local)
+            number: {key: read(name, key, value) for key, value in whole["state"][index_of[name]].items()}
+            for number, name in enumerate(self.local(owned))
             if index_of[name] in whole["state"]
         }
         groups, start = [], 0
@@ -120,13 +154,13 @@ class OptimizerLayout:
             count = sum(name in owned for name in names)
             groups.append({**group, "params": list(range(start, start + count))})
             start += count
-        optimizer.load_state_dict({"state": state, "param_groups": groups})
+        return {"state": state, "param_groups": groups}
 
 
 class OptimizerSink:
     """Writes optimizer.pt from a `Stream`, on rank 0, without holding the state in memory.
 
-    The file is laid out with empty tensors first, then mapped and filled as they arrive.
+    The file is laid out with empty tensors first, then filled as they arrive.
     """
 
     def __init__(self, path: Path, layout: OptimizerLayout, groups: Sequence[Mapping[str, Any]]) -> None:
@@ -135,12 +169,15 @@ class OptimizerSink:
         """
         self._path, self._layout, self._groups = path, layout, groups
         self._index = {name: i for i, name in enumerate(n for names in layout.groups for n in names)}
-        self._mapped: dict[str, Any] = {}
+        self._file: TorchFile | None = None
+        self._open = contextlib.ExitStack()
 
     def open(self, entries: Mapping[StateKey, Entry], notes: list[dict[str, dict[str, Any]]]) -> None:
-        """Writes the file with the right structure; notes: what is no tensor, by stage and parameter."""
-        plain = {name: values for note in notes for name, values in note.items()}
-        state: dict[int, dict[str, Any]] = {self._index[name]: dict(plain[name]) for name in plain}
+        """Writes the file with the right structure; notes: what is no tensor, by rank and parameter."""
+        state: dict[int, dict[str, Any]] = {}
+        for note in reversed(notes):  # of what several ranks say the first one counts
+            for name, values in note.items():
+                state.setdefault(self._index[name], {}).update(values)
         with FakeTensorMode():
             for (name, key), entry in entries.items():
                 state[self._index[name]][key] = torch.empty(entry.shape, dtype=entry.dtype)
@@ -152,16 +189,17 @@ class OptimizerSink:
         with skip_data(materialize_fake_tensors=True):
             torch.save(whole, self._path)
         with self._path.open("r+b") as file:
-            # Skipped data are holes: filling one through the mapping on a full disk would kill the process (SIGBUS).
+            # Skipped data are holes: better no room on the disk now than halfway.
             os.posix_fallocate(file.fileno(), 0, os.fstat(file.fileno()).st_size)
-        with set_default_mmap_options(mmap.MAP_SHARED):
-            self._mapped = torch.load(self._path, mmap=True, weights_only=True)
+        self._file = TorchFile(self._path)
+        self._open.enter_context(self._file.opened(writes=True))
 
     def write(self, name: StateKey, tensor: Tensor) -> None:
         """Stores one tensor of the state of one parameter."""
         parameter, key = name
-        self._mapped["state"][self._index[parameter]][key].copy_(tensor)
+        assert self._file is not None
+        self._file.write(self._file.content["state"][self._index[parameter]][key], tensor)
 
     def close(self) -> None:
-        """Unmaps the file."""
-        self._mapped = {}
+        """Closes the file."""
+        self._open.close()

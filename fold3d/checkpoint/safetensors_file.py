@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fold3d.checkpoint.stream import Entry
+from fold3d.checkpoint.arrivals import Entry
 from fold3d.comms.broadcast import as_bytes
 from fold3d.weights.safetensors_header import DTYPES, read_header
 

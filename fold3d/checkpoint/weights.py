@@ -12,11 +12,12 @@ from huggingface_hub import split_torch_state_dict_into_shards
 from torch import Tensor
 from torch.nn import Module
 
+from fold3d.checkpoint.arrivals import Entry
 from fold3d.checkpoint.names import tied_groups
 from fold3d.checkpoint.safetensors_file import SafetensorsWriter
-from fold3d.checkpoint.stream import Entry
 from fold3d.errors import CheckpointError
 from fold3d.weights import pretrained
+from fold3d.weights.parts import Parts
 
 FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -98,16 +99,17 @@ class HostSink:
         """Nothing to complete."""
 
 
-def load_weights(model: Module, targets: Mapping[str, Tensor], folder: Path) -> None:
+def load_weights(model: Module, targets: Mapping[str, Tensor], folder: Path, parts: Parts | None = None) -> None:
     """Fills `targets` in place from the safetensors files in `folder`; reads only those tensors.
 
     Args:
         model: whose names the folder has; tied tensors may lie under any of their names.
         targets: parameters and buffers of this rank by canonical name, any device and dtype.
+        parts: which part of each parameter the targets are; None: all of it.
     Raises: CheckpointError naming the tensors the folder does not hold or holds in another shape.
     """
     groups = {names[0]: tuple(names) for names in tied_groups(model)}
-    missing = sorted(set(targets) - pretrained.load(model, targets, groups, folder))
+    missing = sorted(set(targets) - pretrained.load(model, targets, groups, folder, parts))
     if missing:
         raise CheckpointError(
             f"{folder} belongs to another model: it does not hold {', '.join(missing[:3])}"

@@ -17,6 +17,7 @@ from fold3d.comms.groups import Groups
 from fold3d.comms.world_group import WorldGroup
 from fold3d.config import ParallelConfig
 from fold3d.data_parallel.optimizer.hooks import OptimizerHooks
+from fold3d.data_parallel.optimizer.parameter_state import cut_state
 from fold3d.device import all_rng_untouched, default_device, make_current
 from fold3d.engine import loss, state
 from fold3d.engine.arguments import check_arguments
@@ -37,6 +38,7 @@ from fold3d.stage.micro_batch import Inputs, ModelCall, split_batch
 from fold3d.topology import Topology
 from fold3d.trace import Trace
 from fold3d.trace.example import is_transformers_model
+from fold3d.weights.parts import Parts
 
 
 class Engine:
@@ -174,6 +176,7 @@ class Engine:
         if self.optimizer is not None:
             raise ConfigError("this engine has an optimizer already")
         self.optimizer = optimizer
+        cut_state(optimizer, rank.cut.parameters, rank.cut.parts)
         # What holds for all stages: all ranks raise, or none.
         rank.step.attach(optimizer, parts=self.strategy.dp_sync in ("zero1", MIXED))
 
@@ -361,14 +364,14 @@ class Engine:
     def state_dict(self) -> dict[str, Any]:
         """Returns the whole model's weights, optimizer state and step counter, by original names; all ranks call.
 
-        The same on every rank, on the CPU, independent of dp, pp and segments.
+        The same on every rank, on the CPU, independent of dp, tp, pp and segments.
         """
         self.meet("engine.state_dict()")
         cut, groups = self._built().cut, self.groups
         with self._supervisor.together("gathering the state"), self.whole_optimizer_state():
             return {
-                "model": state.gather_model(cut, groups.pipeline, groups.data),
-                "optimizer": state.gather_optimizer(cut, self.optimizer, groups.pipeline),
+                "model": state.gather_model(cut, groups.replica, groups.data),
+                "optimizer": state.gather_optimizer(cut, self.optimizer, groups.replica),
                 "step_index": self.step_index,
             }
 
@@ -441,6 +444,11 @@ class Engine:
     def owned(self) -> dict[str, Parameter]:
         """Parameters with storage on this rank, by canonical name."""
         return self._built().cut.parameters
+
+    @property
+    def parts(self) -> Parts:
+        """Which part of each of them this rank has; the others of its tensor-parallel group have the rest."""
+        return self._built().cut.parts
 
     @property
     def primary(self) -> set[str]:

@@ -1,4 +1,4 @@
-"""The state of a whole model, gathered from its stages and taken apart again, by original parameter names."""
+"""The state of a whole model, gathered from its stages and shards and taken apart again, by original names."""
 
 from __future__ import annotations
 
@@ -10,32 +10,54 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from fold3d.comms.tree_group import TreeGroup
+from fold3d.data_parallel.optimizer.parameter_state import assembled, like_parameter, part_of_state, shard_of_state
 from fold3d.errors import CheckpointError
+from fold3d.sharding.shard import Shard
 from fold3d.stage.rank_model import RankModel
 
 Tensors = dict[str, torch.Tensor]
+Shards = dict[Any, Shard]
+"""How the values are spread that are, by key."""
 
 
-def gather_model(cut: RankModel, pipeline: Any, data: TreeGroup) -> Tensors:
-    """Returns every parameter, and every persistent buffer of replica 0's, on the CPU; all ranks of the job call."""
-    mine = {name: cut.parameters[name].detach().cpu() for name in cut.primary()}
+def gather_model(cut: RankModel, replica: Any, data: TreeGroup) -> Tensors:
+    """Returns every parameter, and every persistent buffer of replica 0's, on the CPU; all ranks of the job call.
+
+    Args:
+        replica: process group of all stages and shards of this rank's replica; None where it is alone.
+    """
+    mine: dict[Any, Any] = {name: cut.parameters[name].detach().cpu() for name in cut.primary()}
+    spread: Shards = dict(cut.parts.spread(mine))
     buffers = {name: tensor.detach().cpu() for name, tensor in own_buffers(cut).items()}
     if buffers:
         mine.update(data.share(buffers))
-    merged: Tensors = _merge(mine, pipeline)
+    merged = _merge(mine, spread, cut, replica)
     order = [name for name in cut.model.state_dict() if name in merged]
     return {name: merged[name].clone() for name in order}
 
 
-def gather_optimizer(cut: RankModel, optimizer: Optimizer | None, pipeline: Any) -> dict[str, dict[str, Any]]:
-    """Returns the optimizer's state of every parameter by name, on the CPU, on every rank of the replica."""
-    mine: dict[str, dict[str, Any]] = {}
+def gather_optimizer(cut: RankModel, optimizer: Optimizer | None, replica: Any) -> dict[str, dict[str, Any]]:
+    """Returns the optimizer's state of every parameter by name, on the CPU, on every rank of the replica.
+
+    Raises: CheckpointError for a state that cannot be put together, see `shard_of_state`.
+    """
+    mine: dict[Any, Any] = {}
+    spread: Shards = {}
     if optimizer is not None:
         primary = cut.primary()
         for name, parameter in cut.parameters.items():
             if name in primary and parameter in optimizer.state:
-                mine[name] = {key: _to_cpu(value) for key, value in optimizer.state[parameter].items()}
-    merged: dict[str, dict[str, Any]] = _merge(mine, pipeline)
+                mine[name, None] = None  # of an optimizer that has a state, but nothing in it
+                for key, value in optimizer.state[parameter].items():
+                    mine[name, key] = _to_cpu(value)
+                    shard = shard_of_state(name, key, value, parameter.shape, cut.parts)
+                    if shard is not None:
+                        spread[name, key] = shard
+    merged: dict[str, dict[str, Any]] = {}
+    for (name, key), value in _merge(mine, spread, cut, replica).items():
+        values = merged.setdefault(name, {})
+        if key is not None:
+            values[key] = value
     return merged
 
 
@@ -50,59 +72,77 @@ def own_buffers(cut: RankModel) -> Tensors:
 def load(cut: RankModel, optimizer: Optimizer | None, full: Mapping[str, Any]) -> None:
     """Copies this rank's share of `full` into the model and the optimizer.
 
-    Raises: CheckpointError, before anything has changed, when a tensor is missing or has another shape.
+    Raises: CheckpointError, before anything has changed, when a tensor is missing or has another shape, or when a part
+        of the optimizer's state cannot be had.
     """
     weights: Mapping[str, torch.Tensor] = full["model"]
+    parts = cut.parts
     targets = {**{n: p.data for n, p in cut.parameters.items()}, **own_buffers(cut)}
     for name, target in targets.items():
-        found = weights.get(name)
-        if found is None or found.shape != target.shape:
+        found, whole = weights.get(name), parts.whole_shape(name, target.shape)
+        if found is None or tuple(found.shape) != whole:
             raise CheckpointError(
                 f"the state has {'no' if found is None else f'shape {list(found.shape)} for'} {name!r}, the model has "
-                f"shape {list(target.shape)}; it belongs to another model"
+                f"shape {list(whole)}; it belongs to another model"
             )
+    states = {} if optimizer is None else _states(cut, optimizer, full["optimizer"])
     for name, target in targets.items():
-        target.copy_(weights[name])
+        shard = parts.shard_of(name)
+        if shard is None:
+            target.copy_(weights[name])
+        else:
+            shard.copy_to_part(target, weights[name], parts.rank)
     if optimizer is None:
         return
-    saved: Mapping[str, Mapping[str, Any]] = full["optimizer"]
-    groups = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
     for name, parameter in cut.parameters.items():
         optimizer.state.pop(parameter, None)  # what came after the state was saved does not count
+        if name in states:
+            optimizer.state[parameter] = states[name]
+
+
+def _states(cut: RankModel, optimizer: Optimizer, saved: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Returns this rank's part of the state of each parameter that the optimizer steps."""
+    groups = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
+    states: dict[str, dict[str, Any]] = {}
+    for name, parameter in cut.parameters.items():
         group = groups.get(id(parameter))
         if name in saved and group is not None:  # else the optimizer does not step it, such as one that is frozen now
             # Where torch's optimizers keep their step counter.
             on_device = bool(group.get("fused") or group.get("capturable"))
-            optimizer.state[parameter] = {
-                key: like_parameter(key, value, parameter, on_device=on_device and key == "step")
+            whole = cut.parts.whole_shape(name, parameter.shape)
+            states[name] = {
+                key: like_parameter(
+                    key,
+                    part_of_state(name, key, value, whole, cut.parts),
+                    parameter,
+                    on_device=on_device and key == "step",
+                )
                 for key, value in saved[name].items()
             }
+    return states
 
 
-def _merge(mine: dict[str, Any], pipeline: Any) -> dict[str, Any]:
-    if pipeline is None:
+def _merge(mine: dict[Any, Any], spread: Shards, cut: RankModel, replica: Any) -> dict[Any, Any]:
+    """Returns what all ranks of the replica have, put together: of what several shards hold, the first one's."""
+    rank = cut.parts.rank
+    if replica is None:
         return mine
-    shares: list[Any] = [None] * dist.get_world_size(pipeline)
-    dist.all_gather_object(shares, mine, group=pipeline)
-    return {name: value for share in shares for name, value in share.items()}
+    if rank > 0:  # the first shard has the rest, but for the numbers of parameters of which its part is nothing
+        mine = {key: value for key, value in mine.items() if key in spread or not _is_large(value)}
+    shares: list[Any] = [None] * dist.get_world_size(replica)
+    dist.all_gather_object(shares, (rank, mine, spread), group=replica)
+    held: dict[Any, list[tuple[int, Any]]] = {}
+    shards: Shards = {}
+    for place, values, how in shares:
+        for key, value in values.items():
+            held.setdefault(key, []).append((place, value))
+        shards.update(how)
+    return {key: assembled(f"{key}", values, shards.get(key)) for key, values in held.items()}
+
+
+def _is_large(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.ndim > 0
 
 
 def _to_cpu(value: Any) -> Any:
     return value.detach().cpu().clone() if isinstance(value, torch.Tensor) else value
-
-
-def like_parameter(key: str, value: Any, parameter: torch.Tensor, *, on_device: bool = False) -> Any:
-    """Returns a copy of a value of the parameter's optimizer state for use beside it.
-
-    Args:
-        key: its name in the state.
-        on_device: numbers go to the parameter's device; else they stay where they are.
-    """
-    if not isinstance(value, torch.Tensor):
-        return value
-    if value.ndim == 0 and (parameter.ndim > 0 or key == "step"):
-        return value.to(parameter.device if on_device else value.device, copy=True)
-    if value.shape != parameter.shape:
-        return value.to(parameter.device, copy=True)
-    # Laid out as the parameter is: fused optimizers go through the memory of both without a look at their strides.
-    return torch.empty_like(parameter, dtype=value.dtype, requires_grad=False).copy_(value)

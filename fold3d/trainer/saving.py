@@ -37,6 +37,7 @@ from fold3d.checkpoint import optimizer as optimizer_file
 from fold3d.checkpoint.names import converts_weights, persistent_buffers, saved_names
 from fold3d.engine.engine import Engine
 from fold3d.errors import CheckpointError, ConfigError
+from fold3d.sharding.shard import Shard
 from fold3d.trainer.arguments import TrainingArguments
 from fold3d.weights.pretrained import PretrainedFolder
 from fold3d.weights.release import is_released
@@ -50,7 +51,7 @@ TRAINER_STATE = "trainer_state.json"
 class CheckpointingTrainer(transformers.Trainer):
     """The saving and loading half of `fold3d.Trainer`.
 
-    Rank 0 writes; the other stages of replica 0 send it what they hold, one tensor at a time. Every rank must call
+    Rank 0 writes; the other ranks of replica 0 send it what they hold, one tensor at a time. Every rank must call
     `save_model`, as with other trainers that shard the model.
     """
 
@@ -100,18 +101,22 @@ class CheckpointingTrainer(transformers.Trainer):
             super()._save(str(folder), state_dict=state_dict)
             return
         sink = WeightsSink(folder, prepare=lambda: self._save_all_but_weights(folder))
-        self._stream.send(self._own_state(), None, sink)
+        own, spread = self._own_state()
+        self._stream.send(own, None, sink, spread)
 
     def _save_converted(self, output_dir: str) -> None:
         """Saves a model whose files hold other tensors than its memory (split experts); rank 0 needs all of them."""
         host = HostSink()
-        self._stream.send(self._own_state(), None, host)
+        own, spread = self._own_state()
+        self._stream.send(own, None, host, spread)
         super()._save(output_dir, state_dict=host.tensors)
 
-    def _own_state(self) -> dict[str, Tensor]:
-        """Returns what this rank contributes to the file, by name there."""
+    def _own_state(self) -> tuple[dict[str, Tensor], dict[str, Shard]]:
+        """Returns what this rank contributes to the file, by name there, and how what it has in parts is spread."""
         held = {**{name: self.engine.owned[name] for name in self.engine.primary}, **self.engine.buffers}
-        return {saved: held[name] for name, saved in saved_names(self.model).items() if name in held}
+        names = {name: saved for name, saved in saved_names(self.model).items() if name in held}
+        spread = self.engine.parts.spread(names)
+        return {saved: held[name] for name, saved in names.items()}, {names[n]: shard for n, shard in spread.items()}
 
     def _save_all_but_weights(self, folder: Path) -> None:
         with _no_progress_bar():  # of the stock code, which is given no weights to write
@@ -174,7 +179,8 @@ class CheckpointingTrainer(transformers.Trainer):
         with self.engine.whole_optimizer_state():
             tensors, rest = self.layout.state_tensors(optimizer, self.engine.owned, self.engine.primary)
             groups = optimizer.state_dict()["param_groups"]
-            self._stream.send(tensors, rest, OptimizerSink(path, self.layout, groups))
+            spread = self.layout.spread(tensors, self.engine.owned, self.engine.parts)
+            self._stream.send(tensors, rest, OptimizerSink(path, self.layout, groups), spread)
         if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER)
 
@@ -214,15 +220,16 @@ class CheckpointingTrainer(transformers.Trainer):
                 self._load_as_the_model_does(folder)
                 return
             targets = {name: p.data for name, p in self.engine.owned.items()} | persistent_buffers(self.model)
-            load_weights(self.model, targets, folder)
+            load_weights(self.model, targets, folder, self.engine.parts)
 
     def _load_as_the_model_does(self, folder: Path) -> None:
         """Loads by the model's own `load_state_dict`, as the stock Trainer does."""
         elsewhere = [name for name, parameter in self.model.named_parameters() if is_released(parameter)]
+        elsewhere += self.engine.parts.spread(self.engine.owned)
         if elsewhere:
             raise CheckpointError(
                 f"{type(self.model).__name__} overrides load_state_dict, which takes the whole model, and this process "
-                f"has a part of it ({elsewhere[0]} lies in another); resume with pp=1, or remove the override"
+                f"has a part of it ({elsewhere[0]} lies in another); resume with pp=1 and tp=1, or remove the override"
             )
         source = PretrainedFolder(folder)
         self._issue_warnings_after_load(self.model.load_state_dict(dict(source.read(source.keys())), strict=False))
@@ -239,7 +246,7 @@ class CheckpointingTrainer(transformers.Trainer):
                 logger.warning("%s has no optimizer state: the optimizer starts anew", checkpoint)
                 return
             assert self.layout is not None
-            self.layout.load(state, self._plain_optimizer(), self.engine.owned)
+            self.layout.load(state, self._plain_optimizer(), self.engine.owned, self.engine.parts)
             self.lr_scheduler.load_state_dict(torch.load(schedule, map_location="cpu", weights_only=True))
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
@@ -275,7 +282,7 @@ class CheckpointingTrainer(transformers.Trainer):
 
     @property
     def _stream(self) -> Stream[Any]:
-        return Stream(self.engine.topology, self.engine.groups.pipeline, self.args.ddp_timeout)
+        return Stream(self.engine.topology, self.engine.groups.replica, self.args.ddp_timeout)
 
     def _plain_optimizer(self) -> Optimizer:
         """Returns the optimizer without accelerate's wrapper."""

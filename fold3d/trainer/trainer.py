@@ -6,6 +6,7 @@ import copy
 import functools
 import inspect
 import logging
+import math
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
@@ -205,7 +206,7 @@ class Trainer(EvaluatingTrainer):
             self._before = dict(self.model.named_parameters())
             return
         names = {id(parameter): name for name, parameter in self.model.named_parameters()}
-        self.layout = OptimizerLayout.restrict(self._plain_optimizer(), names, self.engine.owned)
+        self.layout = self._layout_of(names)
 
     def _use_engine(self) -> None:
         """The model has been cut: the optimizer keeps this rank's parameters, and what is to be loaded is."""
@@ -218,12 +219,15 @@ class Trainer(EvaluatingTrainer):
         names = {id(parameter): name for name, parameter in self._before.items()}
         self._before = {}  # the memory of parameters of other ranks is free
         if self.optimizer is not None:
-            self.layout = OptimizerLayout.restrict(self._plain_optimizer(), names, self.engine.owned)
+            self.layout = self._layout_of(names)
             if self.is_in_train:
                 self.engine.attach(self._plain_optimizer())
         for load in self._to_load:
             load()
         self._to_load.clear()
+
+    def _layout_of(self, names: Mapping[int, str]) -> OptimizerLayout:
+        return OptimizerLayout.restrict(self._plain_optimizer(), names, self.engine.owned, self.engine.parts)
 
     def _optimizer_like(self) -> Any:
         """Returns what makes an optimizer like the one of this training; None where the stock Trainer cannot tell.
@@ -282,9 +286,9 @@ class Trainer(EvaluatingTrainer):
         """Returns how many parameters of the whole model are trained; those of other ranks as they were at first."""
         if not self.engine.is_built:
             return sum(parameter.numel() for parameter in self.model.parameters() if parameter.requires_grad)
-        owned = self.engine.owned
+        owned, parts = self.engine.owned, self.engine.parts
         return sum(
-            parameter.numel()
+            math.prod(parts.whole_shape(name, parameter.shape))
             for name, parameter in self.model.named_parameters()
             if (parameter.requires_grad if name in owned else name in self._trainable)
         )

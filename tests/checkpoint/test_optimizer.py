@@ -12,8 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from fold3d.checkpoint import OptimizerLayout, OptimizerSink
-from fold3d.checkpoint.stream import Entry
+from fold3d.checkpoint.arrivals import Entry
 from fold3d.errors import CheckpointError, ConfigError
+from fold3d.sharding.plan import ShardingPlan
+from fold3d.sharding.shard import Shard
+from fold3d.weights.parts import Parts, shard_parameters
 
 NAMES = ["0.weight", "0.bias", "1.weight", "1.bias"]
 
@@ -119,6 +122,85 @@ def test_read_state_outlives_the_file(tmp_path: Path) -> None:
     before = {name: optimizer.state[p]["exp_avg"].clone() for name, p in owned.items()}
     path.write_bytes(b"\0" * path.stat().st_size)  # same inode: a mapped tensor would change
     assert all(torch.equal(optimizer.state[p]["exp_avg"], before[name]) for name, p in owned.items())
+
+
+def spread_plan() -> dict[str, Shard]:
+    return {
+        "0.weight": Shard(0, 3, (((2, 3),), ((0, 2),))),
+        "0.bias": Shard(0, 3, (((2, 3),), ((0, 2),))),
+        "1.weight": Shard.even(1, 3, 2),
+    }
+
+
+def shards_of(kind: str) -> tuple[nn.Module, torch.optim.Optimizer, list[Any]]:
+    """Returns a whole optimizer and the same one cut into two shards, all after one step."""
+    whole_model = model()
+    whole = optimizer_over(whole_model, kind)
+    step(whole_model, whole)
+    ranks = []
+    for rank in range(2):
+        part_model = model()
+        part = optimizer_over(part_model, kind)
+        step(part_model, part)
+        parts = Parts(ShardingPlan(tp=2, shards=spread_plan()), rank)
+        shard_parameters(part_model, parts)
+        owned = dict(part_model.named_parameters())
+        layout = OptimizerLayout.restrict(part, {id(p): name for name, p in owned.items()}, owned, parts)
+        ranks.append((layout, part, owned, parts))
+    return whole_model, whole, ranks
+
+
+@pytest.mark.parametrize("kind", ["adamw", "sgd", "adagrad"])
+def test_a_state_is_cut_with_its_parameters_and_read_in_parts(tmp_path: Path, kind: str) -> None:
+    whole_model, whole, ranks = shards_of(kind)
+    torch.save(whole.state_dict(), tmp_path / "optimizer.pt")
+    reference = dict(whole_model.named_parameters())
+    for layout, optimizer, owned, parts in ranks:
+        for attempt in ("cut", "read"):
+            for name, parameter in owned.items():
+                for key, value in whole.state[reference[name]].items():
+                    found = optimizer.state[parameter][key]
+                    if isinstance(value, Tensor) and value.ndim:
+                        assert found.shape == parameter.shape and torch.equal(found, parts.take(name, value)), attempt
+                    else:
+                        assert equal(found, value), attempt
+            optimizer.state.clear()
+            layout.load(tmp_path / "optimizer.pt", optimizer, owned, parts)
+        assert layout.spread(layout.state_tensors(optimizer, owned, set(owned))[0], owned, parts).keys() == {
+            (name, key)
+            for name in spread_plan()
+            for key, value in whole.state[reference[name]].items()
+            if isinstance(value, Tensor) and value.ndim
+        }
+
+
+def test_a_state_of_another_shape_is_refused(tmp_path: Path) -> None:
+    """Adafactor keeps means over rows and over columns: those of parts are not parts of them."""
+    whole_model = model()
+    whole = torch.optim.Adafactor(whole_model.parameters())
+    step(whole_model, whole)
+    torch.save(whole.state_dict(), tmp_path / "optimizer.pt")
+    part_model = model()
+    parts = Parts(ShardingPlan(tp=2, shards=spread_plan()), 0)
+    shard_parameters(part_model, parts)
+    part = torch.optim.Adafactor(part_model.parameters())
+    owned = dict(part_model.named_parameters())
+    layout = OptimizerLayout.restrict(part, {id(p): name for name, p in owned.items()}, owned, parts)
+    with pytest.raises(CheckpointError, match=r"'row_var' of 0\.weight has shape \(3, 1\), the parameter \(3, 4\)"):
+        layout.load(tmp_path / "optimizer.pt", part, owned, parts)
+
+
+def test_a_layout_that_is_not_contiguous_is_read_in_parts(tmp_path: Path) -> None:
+    made, optimizer = image_model()
+    image_step(made, optimizer, 1)
+    torch.save(optimizer.state_dict(), tmp_path / "optimizer.pt")
+    parts = Parts(ShardingPlan(tp=2, shards={"weight": Shard.even(0, 5, 2)}), 1)
+    whole = {key: value.clone() for key, value in optimizer.state[made.weight].items()}
+    shard_parameters(made, parts)
+    own = dict(made.named_parameters())
+    layout = OptimizerLayout.restrict(optimizer, {id(p): name for name, p in own.items()}, own, parts)
+    layout.load(tmp_path / "optimizer.pt", optimizer, own, parts)
+    assert torch.equal(optimizer.state[made.weight]["exp_avg"], whole["exp_avg"][3:])
 
 
 def test_state_of_other_optimizer_is_refused(tmp_path: Path) -> None:
