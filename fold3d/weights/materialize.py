@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fold3d.errors import TraceError
+from fold3d.trace.wrappers import set_whole_shape
 from fold3d.weights.named_init import initialise
 from fold3d.weights.parts import Parts, check_shape
 from fold3d.weights.pretrained import load
@@ -56,6 +57,8 @@ def materialize(
             part = _unset_like(parameter, parts.shape(names[0], parameter.shape))
             real = nn.Parameter(part, requires_grad=parameter.requires_grad)
             vars(real).update(vars(parameter))
+            if shard is not None:
+                set_whole_shape(real, parameter.shape)
             replace_parameter(model, names, real)
             fresh[names[0]] = real
             groups[names[0]] = tuple(names)

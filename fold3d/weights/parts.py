@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from fold3d.sharding.plan import ShardingPlan
 from fold3d.sharding.shard import Shard
+from fold3d.trace.wrappers import set_whole_shape
 from fold3d.weights.release import parameter_holders
 
 
@@ -66,6 +67,7 @@ def shard_parameters(model: nn.Module, parts: Parts) -> None:
         if shard is None or parameter.is_meta:
             continue
         check_shape(names[0], shard, parameter.shape)
+        set_whole_shape(parameter, parameter.shape)
         gradient, parameter.grad = parameter.grad, None
         parameter.data = shard.take(parameter.data, parts.rank)
         if gradient is not None:

@@ -19,6 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from fold3d.errors import CheckpointError, TraceError
 from fold3d.sharding.plan import ShardingPlan
 from fold3d.sharding.shard import Runs, Shard
+from fold3d.trace.wrappers import whole_shape
 from fold3d.weights.materialize import materialize
 from fold3d.weights.named_init import initialise
 from fold3d.weights.part_reader import read_part
@@ -78,6 +79,7 @@ def check_parts(make: Callable[[], nn.Module], whole: dict[str, Tensor], parts: 
     for name, parameter in model.named_parameters():
         assert parameter.is_contiguous() or parts.shard_of(name) is None
         assert torch.equal(parameter, parts.take(name, whole[name])), name
+        assert whole_shape(parameter) == whole[name].shape
     reference = on_meta(make)
     tied = [len(list(m.named_parameters(remove_duplicate=False))) for m in (model, reference)]
     assert tied[0] == tied[1] and len(list(model.parameters())) == len(list(reference.parameters()))
