@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from fold3d.sharding.shard import Shard
+from fold3d.sharding.vocabulary import Vocabulary
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -15,6 +16,9 @@ class ShardingPlan:
     tp: int
     shards: Mapping[str, Shard] = field(default_factory=dict)
     """Canonical parameter name -> how it is spread. Others are whole on every rank, with the same gradient."""
+
+    vocabulary: Vocabulary = field(default_factory=Vocabulary)
+    """Embedding and output head that are spread by entries; `shards` has their parameters."""
 
     def shard_of(self, name: str) -> Shard | None:
         """Returns how parameter `name` is spread; None: it is whole on every rank, with the same gradient."""

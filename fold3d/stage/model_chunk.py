@@ -12,6 +12,7 @@ from fold3d.stage.micro_batch import MicroBatch, one_number
 from fold3d.stage.once.once_per_micro_batch import OncePerMicroBatch
 from fold3d.stage.split_model import SplitModel
 from fold3d.stage.whole_model import WholeModel
+from fold3d.tensor_parallel.vocabulary import gathered
 
 
 class ChunkSync(Protocol):
@@ -57,6 +58,8 @@ class PipelineChunk:
             return sent, None
         if micro_batch.trains:
             one_number(result)
+        else:  # for code that not every rank of a tensor-parallel group runs
+            result = gathered(result)
         return ([result], result.detach()) if isinstance(result, torch.Tensor) else ([], result)
 
     def reduce(self) -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fold3d.errors import TraceError
@@ -45,14 +46,17 @@ def trace(model: nn.Module, *, blocks: str = "auto", example: Mapping[str, Any] 
             "or pp=1 and segments=1."
         )
     names = find_blocks(model, blocks)
-    if example is None:
-        if not is_transformers_model(model):
-            raise TraceError(
-                f"{type(model).__name__} is no transformers model, so an example batch is needed to record "
-                "it: pass `example`, a dict of tensors as its forward takes them."
-            )
-        example = synthetic_example(model)
-    return trace_call(model, names, example)
+    return trace_call(model, names, example_for(model) if example is None else example)
+
+
+def example_for(model: nn.Module) -> Mapping[str, Any]:
+    """Returns a made-up example for a transformers model. Raises: TraceError for others."""
+    if not is_transformers_model(model):
+        raise TraceError(
+            f"{type(model).__name__} is no transformers model, so an example batch is needed to record "
+            "it: pass `example`, a dict of tensors as its forward takes them."
+        )
+    return synthetic_example(model)
 
 
 def trace_call(model: nn.Module, blocks: list[str], example: Mapping[str, Any]) -> Trace:
@@ -63,30 +67,56 @@ def trace_call(model: nn.Module, blocks: list[str], example: Mapping[str, Any]) 
 
 def _record(model: nn.Module, names: list[str], example: Mapping[str, Any]) -> tuple[Recorder, tuple[str, ...]]:
     """Returns what was recorded, and the attributes in which modules keep tensors of the forward."""
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    shadow = fake_copy(model, mode).train()
-    for module in shadow.modules():
-        if getattr(module, "gradient_checkpointing", False):
-            setattr(module, "gradient_checkpointing", False)  # noqa: B010 (no Tensor and no Module)
-    kwargs = {k: tree_map_only(Tensor, lambda tensor: fake(tensor, mode), v) for k, v in example.items()}
-    called = example.called(shadow) if isinstance(example, Arguments) else shadow
-    if "use_cache" in inspect.signature(called.forward).parameters:
-        kwargs.setdefault("use_cache", False)
-    recorder = Recorder(shadow, names)
-    before = {id(tensor) for _, tensor in _attributes(shadow)}
-    try:
-        with mode, torch.no_grad(), recorder:
-            recorder.read_result(called(**kwargs))
-    except TraceError:
-        raise
-    except Exception as error:
-        raise TraceError(
-            f"{type(model).__name__} could not be recorded: its forward failed on the example "
-            f"{ {k: tuple(v.shape) if isinstance(v, Tensor) else v for k, v in example.items()} } with "
-            f"{type(error).__name__}: {error}. The forward is run on tensors without values, so it must "
-            f"not branch on them; {_remedy(error)}."
-        ) from error
-    return recorder, tuple(dict.fromkeys(name for name, tensor in _attributes(shadow) if id(tensor) not in before))
+    shadow = Shadow(model, example)
+    recorder = Recorder(shadow.model, names)
+    before = {id(tensor) for _, tensor in _attributes(shadow.model)}
+    shadow.run(recorder, recorder.read_result)
+    kept = (name for name, tensor in _attributes(shadow.model) if id(tensor) not in before)
+    return recorder, tuple(dict.fromkeys(kept))
+
+
+class Shadow:
+    """A copy of a model whose tensors have shapes but no values, in training mode, and a call of it.
+
+    Attributes:
+        model: the copy; hooks on it are called by `run`.
+    """
+
+    def __init__(self, model: nn.Module, example: Mapping[str, Any]) -> None:
+        """Args:
+        example: arguments of the forward, see `trace`.
+        """
+        self._mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self.model = fake_copy(model, self._mode).train()
+        for module in self.model.modules():
+            if getattr(module, "gradient_checkpointing", False):
+                setattr(module, "gradient_checkpointing", False)  # noqa: B010 (no Tensor and no Module)
+        self._example = example
+
+    def run(self, watch: TorchDispatchMode, result: Callable[[Any], None] | None = None) -> None:
+        """Runs the forward while `watch` is told of every operation, and hands over what it returned.
+
+        Raises: TraceError when the forward cannot run without values; what `watch` and `result` raise of it.
+        """
+        example, mode = self._example, self._mode
+        kwargs = {k: tree_map_only(Tensor, lambda tensor: fake(tensor, mode), v) for k, v in example.items()}
+        called = example.called(self.model) if isinstance(example, Arguments) else self.model
+        if "use_cache" in inspect.signature(called.forward).parameters:
+            kwargs.setdefault("use_cache", False)
+        try:
+            with mode, torch.no_grad(), watch:
+                returned = called(**kwargs)
+                if result is not None:
+                    result(returned)
+        except TraceError:
+            raise
+        except Exception as error:
+            raise TraceError(
+                f"{type(self.model).__name__} could not be recorded: its forward failed on the example "
+                f"{ {k: tuple(v.shape) if isinstance(v, Tensor) else v for k, v in example.items()} } with "
+                f"{type(error).__name__}: {error}. The forward is run on tensors without values, so it must "
+                f"not branch on them; {_remedy(error)}."
+            ) from error
 
 
 def _attributes(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -1,0 +1,147 @@
+"""Vocabulary: which embedding and which output head are spread over a tensor-parallel group by entries, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from fold3d.sharding.shard import Shard
+from fold3d.sharding.vocabulary_reads import VocabularyReads, watch_reads
+from fold3d.trace.capture import tied_groups
+from fold3d.trace.model_trace import Trace
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Vocabulary:
+    """Of a model. Empty where nothing is spread."""
+
+    embeddings: Mapping[str, Shard] = field(default_factory=dict)
+    """Name of an nn.Embedding -> how its rows are spread."""
+    heads: Mapping[str, Shard] = field(default_factory=dict)
+    """Name of an nn.Linear whose outputs are logits -> how they are spread."""
+    shards: Mapping[str, Shard] = field(default_factory=dict)
+    """Canonical parameter name -> how it is spread: the weights, and biases, of all these modules."""
+    reasons: Mapping[str, str] = field(default_factory=dict)
+    """Name of a module -> why it is spread, or stays whole."""
+
+
+def find_vocabulary(model: nn.Module, trace: Trace, tp: int, example: Mapping[str, Any] | None = None) -> Vocabulary:
+    """Returns how the vocabulary of `model` is spread over `tp` ranks: parts of it that differ by one entry at most.
+
+    The embedding and the head are those that transformers names (`get_input_embeddings`, `get_output_embeddings`). In
+    other models the embedding is the largest nn.Embedding before the blocks that looks up an argument of the model, and
+    the head the last nn.Linear after them with as many outputs as that has rows. One forward on tensors without values
+    (see `trace`) shows where they run and what else reads their weights. A vocabulary of fewer entries than the width
+    of what is looked up stays whole: exchanging the result would cost more than the table.
+
+    Args:
+        example: as for `trace`.
+    Raises: TraceError when the forward cannot run on the example.
+    """
+    if tp == 1:
+        return Vocabulary()
+    reads = watch_reads(model, trace.blocks, example)
+    names = {module: name for name, module in model.named_modules()}
+    embedding = _named_by_transformers(model, "get_input_embeddings") or _largest_embedding(model, reads)
+    head = _named_by_transformers(model, "get_output_embeddings")
+    if head is None and isinstance(embedding, nn.Embedding):
+        head = _last_linear(model, reads, embedding.num_embeddings)
+    reasons: dict[str, str] = {}
+    found: dict[str, Shard] = {}
+    for module in (embedding, head):
+        if module is None or module not in names or names[module] in reasons:
+            continue
+        together = _tied_with(model, module) or [names[module]]
+        against = [text for one in together if (text := _against(one, model, reads, tp))]
+        for name in together:
+            reasons[name] = against[0] if against else _for(model.get_submodule(name), len(together) > 1)
+        if not against:
+            weight: Any = module.weight
+            found.update(dict.fromkeys(together, Shard.even(0, weight.shape[0], tp)))
+    canonical = {name: group[0] for group in tied_groups(model) for name in group}
+    parameters = {
+        canonical.get(f"{name}.{own}", f"{name}.{own}"): shard
+        for name, shard in found.items()
+        for own, _ in model.get_submodule(name).named_parameters(recurse=False)
+    }
+    kinds = {name: isinstance(model.get_submodule(name), nn.Embedding) for name in found}
+    return Vocabulary(
+        embeddings={name: shard for name, shard in found.items() if kinds[name]},
+        heads={name: shard for name, shard in found.items() if not kinds[name]},
+        shards=parameters,
+        reasons=reasons,
+    )
+
+
+def _named_by_transformers(model: nn.Module, method: str) -> nn.Module | None:
+    try:
+        found = getattr(model, method)()
+    except (AttributeError, NotImplementedError):
+        return None
+    return found if isinstance(found, nn.Module) else None
+
+
+def _largest_embedding(model: nn.Module, reads: VocabularyReads) -> nn.Module | None:
+    modules = [model.get_submodule(name) for name in reads.looked_up or reads.before]
+    return max((module for module in modules if isinstance(module, nn.Embedding)), key=_rows, default=None)
+
+
+def _last_linear(model: nn.Module, reads: VocabularyReads, outputs: int) -> nn.Module | None:
+    modules = [model.get_submodule(name) for name in reads.after]
+    heads = [module for module in modules if isinstance(module, nn.Linear) and module.out_features == outputs]
+    return heads[-1] if heads else None
+
+
+def _rows(module: nn.Module) -> int:
+    weight: Any = module.weight
+    return int(weight.shape[0])
+
+
+def _tied_with(model: nn.Module, module: nn.Module) -> list[str]:
+    """Returns the names of all modules that hold the weight, or the bias, of `module` as their own parameter of the
+    same name, its own among them."""
+    return [
+        name
+        for name, other in model.named_modules()
+        if any(other._parameters.get(own) is p for own, p in module._parameters.items() if p is not None)
+        and (isinstance(other, (nn.Embedding, nn.Linear)) or "weight" in other._parameters)
+    ]
+
+
+def _against(name: str, model: nn.Module, reads: VocabularyReads, tp: int) -> str:
+    """Returns why a module's entries cannot, or should not, be spread; an empty string when they can."""
+    module = model.get_submodule(name)
+    if not isinstance(module, (nn.Embedding, nn.Linear)):
+        return f"'{name}', a {type(module).__name__}, is neither an nn.Embedding nor an nn.Linear"
+    if module._parameters.get("weight") is None or set(module._parameters) - {"weight", "bias"} or module._modules:
+        return f"'{name}' makes its weight out of others"
+    rows, width = module.weight.shape
+    if rows < max(width, 2 * tp):
+        return f"{rows} entries are few beside a width of {width}: exchanging what is looked up would cost more"
+    wrong = next(_wrong_use(name, module, reads), "")
+    if wrong:
+        return wrong
+    others = next((reads.elsewhere[id(p)] for p in module._parameters.values() if id(p) in reads.elsewhere), None)
+    return "" if others is None else f"its weights are read by '{others}', too"
+
+
+def _wrong_use(name: str, module: nn.Embedding | nn.Linear, reads: VocabularyReads) -> Iterator[str]:
+    if name in reads.within:
+        yield f"'{name}' runs inside of a block"
+    if isinstance(module, nn.Linear):
+        if name in reads.before:
+            yield f"'{name}' runs before the last block has ended"
+        return
+    if name in reads.after:
+        yield f"'{name}' runs after the blocks"
+    for option in ("max_norm", "sparse", "scale_grad_by_freq"):
+        if getattr(module, option):
+            yield f"'{name}' has {option}={getattr(module, option)}, for which it must be whole"
+
+
+def _for(module: nn.Module, tied: bool) -> str:
+    what = "embedding" if isinstance(module, nn.Embedding) else "output head"
+    return f"{what} of {_rows(module)} entries" + (", tied" if tied else "")
