@@ -15,6 +15,8 @@ from fold3d.errors import ConfigError
 AUTO = "auto"
 DEFAULT_COMM_TIMEOUT = 300.0
 DEFAULT_BUCKET_BYTES = 1 << 20
+TP_OVERLAP = ("sub", "none")
+"""Ways to run layers whose ranks communicate: in two halves of a micro-batch that take turns, or as they come."""
 TRANSPORTS = ("auto", "tcp", "c10d")
 DP_SYNC = ("zero1", "early", "serial")
 """Ways of DP.sync that can be asked for by name."""
@@ -58,6 +60,10 @@ class ParallelConfig:
     """Name of the ModuleList or Sequential whose children are the model's blocks; "auto" finds it."""
     recompute: bool = False
     """Recompute each block in the backward pass instead of keeping its activations."""
+    tp_overlap: str = AUTO
+    """How TP.sync is hidden: "sub": two halves of every micro-batch take turns, one computes while the other
+    communicates; "none": every sum is waited for. "auto": both are tried for three steps each, the faster one stays.
+    The numbers are the same."""
     seed: int = 0
     """Seed of dropout masks and, for models built on the meta device, of the initial weights."""
     comm_timeout: float | None = None
@@ -102,6 +108,10 @@ class ParallelConfig:
                 "lower group_size, or leave it out"
             )
         self._check_tp_plan()
+        if self.tp_overlap not in (AUTO, *TP_OVERLAP):
+            raise ConfigError(f"tp_overlap={self.tp_overlap!r}: must be one of {', '.join((AUTO, *TP_OVERLAP))}")
+        if self.tp_overlap != AUTO and self.tp == 1:
+            raise ConfigError(f"tp_overlap={self.tp_overlap!r} has no effect with tp=1; remove it, or raise tp")
         if self.tp != 1:
             raise ConfigError(f"tp={self.tp}: tensor parallelism is not available yet; set tp=1 and raise pp or dp")
         if self.transport not in TRANSPORTS:

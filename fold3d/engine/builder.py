@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -45,8 +46,16 @@ from fold3d.stage.micro_batch import ModelCall
 from fold3d.stage.model_chunk import PipelineChunk
 from fold3d.stage.once.once_per_micro_batch import OncePerMicroBatch
 from fold3d.stage.rank_model import RankModel, arguments_of, record
+from fold3d.stage.sharded.border_parts import BorderParts
+from fold3d.stage.sharded.sharded_chunk import ShardedChunk
+from fold3d.stage.sharded.sub_pipeline import SubPipeline
 from fold3d.tensor_parallel.group import TensorParallelGroup
+from fold3d.tensor_parallel.kept_sums import KeptSums
+from fold3d.tensor_parallel.sub_pipelined.overlap_trial import OverlapTrial
+from fold3d.tensor_parallel.sub_pipelined.turning_ops import TurningOps
+from fold3d.tensor_parallel.sub_pipelined.turns import Turns
 from fold3d.topology import Topology
+from fold3d.trace.wrappers import whole_shape
 
 _numbers = itertools.count()  # of the engines of one process
 
@@ -198,8 +207,11 @@ def _connect(
     over_tcp, timeout = uses_tcp(config.transport, device), config.timeout_seconds
     groups = Groups(topology, device, timeout, cut.placement.submeshes(), with_p2p=not over_tcp, world=world)
     undo.callback(groups.close)
+    group = TensorParallelGroup(groups.tensor)
+    turning = TurningOps(group, Turns())
     if topology.tp > 1:
-        cut.connect(TensorParallelGroup(groups.tensor))
+        cut.connect(KeptSums(turning))
+    overlap = OverlapTrial(config.tp_overlap if topology.tp > 1 else "none", partial(_slowest, world))
     _share_weights(cut, groups)
     arbiter = join_nic_arbiter(topology, groups, model.name, config.preempt)
     hosts = find_hosts(groups)
@@ -216,7 +228,7 @@ def _connect(
     else:
         sync = OneReplica(cut, topology, groups)
     executor = _C.Executor(
-        _chunks(model, topology, sync),
+        _chunks(model, topology, sync, partial(_sharded, model, group, turning, overlap) if topology.tp > 1 else None),
         topology.pp_rank,
         topology.pp,
         groups.p2p_names(),
@@ -240,6 +252,7 @@ def _connect(
         sync=sync,
         recorder=recorder,
         replanner=Replanner(topology, groups, config, device, model.proposed),
+        overlap=overlap,
         supervisor=supervisor,
         mean_over_replicas=lambda value: _mean(value, groups),
     )
@@ -253,14 +266,37 @@ def _bucket_schedule(model: CutModel, stage: int) -> BucketSchedule:
     return BucketSchedule.make(buckets, model.strategy, stage)
 
 
-def _chunks(model: CutModel, topology: Topology, sync: DpSync | OneReplica) -> list[PipelineChunk]:
+def _chunks(
+    model: CutModel,
+    topology: Topology,
+    sync: DpSync | OneReplica,
+    sharded: Callable[[int], ShardedChunk] | None,
+) -> list[PipelineChunk]:
     cut = model.cut
     numbers = topology.chunks(model.strategy.segments)
     once = None
     if len(numbers) > 1:
         once = OncePerMicroBatch(cut.model, cut.trace.blocks if cut.trace else ())
     last = model.strategy.num_chunks - 1
-    return [PipelineChunk(v, v == last, cut.model, cut.split, sync, once) for v in numbers]
+    return [
+        PipelineChunk(v, v == last, cut.model, cut.split, sync, once, None if sharded is None else sharded(v))
+        for v in numbers
+    ]
+
+
+def _sharded(
+    model: CutModel, group: TensorParallelGroup, turning: TurningOps, overlap: OverlapTrial, chunk: int
+) -> ShardedChunk:
+    cut, parts = model.cut, None
+    if model.strategy.num_chunks > 1 and cut.trace is not None:
+        widths = {size for parameter in cut.model.parameters() for size in whole_shape(parameter)}
+        parts = BorderParts(cut.trace, cut.ranges, widths, group)
+    sub = SubPipeline(chunk, cut.model, cut.split, turning)
+    return ShardedChunk(chunk, parts, sub, lambda: overlap.in_halves)
+
+
+def _slowest(world: WorldGroup, times: Tensor) -> None:
+    world.all_reduce(times, torch.maximum)
 
 
 def _share_weights(cut: RankModel, groups: Groups) -> None:

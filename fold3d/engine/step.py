@@ -34,6 +34,7 @@ from fold3d.schedule import Schedule
 from fold3d.stage.micro_batch import Inputs, MicroBatch, ModelCall
 from fold3d.stage.part_hooks import PartHooks
 from fold3d.stage.rank_model import RankModel
+from fold3d.tensor_parallel.sub_pipelined.overlap_trial import OverlapTrial
 from fold3d.topology import Topology
 
 
@@ -51,6 +52,7 @@ class Step:
         sync: GradientSync,
         recorder: StepRecorder,
         replanner: Replanner,
+        overlap: OverlapTrial,
         supervisor: Supervisor,
         mean_over_replicas: Callable[[Tensor], Tensor],
     ) -> None:
@@ -60,7 +62,7 @@ class Step:
         """
         self._topology, self._seed, self._device = topology, seed, device
         self._pipeline, self._sync, self._recorder, self._replanner = pipeline, sync, recorder, replanner
-        self._supervisor, self._mean_over_replicas = supervisor, mean_over_replicas
+        self._supervisor, self._mean_over_replicas, self._overlap = supervisor, mean_over_replicas, overlap
         self._part_hooks = PartHooks(cut.parameters, cut.placement.readers, cut.replaced())
         self._loss_check = cut.loss_check()
         self._name = "step 0"
@@ -107,7 +109,8 @@ class Step:
             self._sync.begin(len(micro_batches), chunks, whole=reads_gradients)
             # 6. Forwards and backwards, in the order of the schedule; sums travel under them.
             try:
-                losses = self._pipeline.run(schedule, micro_batches, backward=True)
+                with self._overlap.step():
+                    losses = self._pipeline.run(schedule, micro_batches, backward=True)
             finally:
                 self._recorder.extend()
             # 7. All gradients are on their way to their sums, or there.

@@ -25,6 +25,19 @@ class ChunkSync(Protocol):
         """The chunk's last backward is done."""
 
 
+class ChunkSharding(Protocol):
+    """What a chunk does differently whose weights are spread over a tensor-parallel group."""
+
+    def receive(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Returns what the chunk before returned, of what this rank received of it."""
+
+    def send(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Returns what this rank sends of what the chunk returned."""
+
+    def run(self, micro_batch: MicroBatch, received: list[torch.Tensor]) -> tuple[list[torch.Tensor], Any] | None:
+        """Returns what the chunk returns for the micro-batch; None: it is to run as everywhere."""
+
+
 class PipelineChunk:
     """Runs one chunk of a SplitModel; the methods are called by the Executor on the thread that runs the step."""
 
@@ -36,24 +49,31 @@ class PipelineChunk:
         split: SplitModel | WholeModel,
         sync: ChunkSync,
         once: OncePerMicroBatch | None,
+        sharding: ChunkSharding | None = None,
     ):
         """Args:
         is_last: whether it is the model's last, whose results leave the pipeline.
         once: of a process with several chunks; None: this is the only one.
+        sharding: what is different where several ranks share its weights; None: nobody does.
         """
         self.index = index
         self._is_last = is_last
         self._model = model
         self._split = split
         self._sync = sync
+        self._sharding = sharding
         self._around = _nothing if once is None else partial(once.around, index)
 
     def forward(self, micro_batch: MicroBatch, received: list[torch.Tensor]) -> tuple[list[torch.Tensor], Any]:
         """Returns the tensors for the next chunk, and None; for the last chunk its loss (or nothing, when the result is
         no tensor), and the result without gradient."""
         self._sync.before_chunk(self.index)
+        if self._sharding is not None:
+            received = self._sharding.receive(received)
         with self._around(micro_batch):
-            sent, result = self._split.run(self.index, partial(micro_batch.run, self._model), received, micro_batch.key)
+            sent, result = self._run(micro_batch, received)
+        if self._sharding is not None:
+            sent = self._sharding.send(sent)
         if not self._is_last:
             return sent, None
         if micro_batch.trains:
@@ -61,6 +81,13 @@ class PipelineChunk:
         else:  # for code that not every rank of a tensor-parallel group runs
             result = gathered(result)
         return ([result], result.detach()) if isinstance(result, torch.Tensor) else ([], result)
+
+    def _run(self, micro_batch: MicroBatch, received: list[torch.Tensor]) -> tuple[list[torch.Tensor], Any]:
+        if self._sharding is not None:
+            done = self._sharding.run(micro_batch, received)
+            if done is not None:
+                return done
+        return self._split.run(self.index, partial(micro_batch.run, self._model), received, micro_batch.key)
 
     def reduce(self) -> None:
         """The last backward of this chunk is done."""

@@ -87,6 +87,14 @@ class TensorParallelGroup:
         if started is not None:
             started[0].wait()
 
+    def gather_from_region(self, x: Tensor, dim: int) -> Tensor:
+        """Returns everybody's `x`, equally large, one after the other along `dim`; its gradient, the same on every
+        rank, is parted."""
+        if self.size == 1:
+            return x
+        out: Tensor = _GatherAlike.apply(x, self, dim)  # type: ignore[no-untyped-call]
+        return out
+
     def all_reduce(self, x: Tensor) -> Tensor:
         """Returns the sum of everybody's `x`, without a gradient."""
         return self._reduced(x, dist.ReduceOp.SUM)
@@ -175,3 +183,14 @@ class _Scatter(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         return ctx.group.all_gather(gradients[0], ctx.along), None, None
+
+
+class _GatherAlike(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: TensorParallelGroup, dim: int) -> Tensor:
+        ctx.group, ctx.along = group, dim
+        return group.all_gather(x, dim)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return ctx.group.part(gradients[0], ctx.along).clone(memory_format=torch.contiguous_format), None, None

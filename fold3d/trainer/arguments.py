@@ -59,6 +59,13 @@ class TrainingArguments(transformers.TrainingArguments):
             "where that shall be otherwise than what is found out. Default: nothing is."
         },
     )
+    tp_overlap: str = field(
+        default=AUTO,
+        metadata={
+            "help": "How tensor-parallel communication is hidden: sub (two halves of a micro-batch take turns), none, "
+            "or auto (both are tried, the faster one stays). The numbers are the same."
+        },
+    )
     pp: int = field(
         default=1,
         metadata={"help": "Pipeline stages: the model's layers are spread over so many processes."},
@@ -188,6 +195,7 @@ class TrainingArguments(transformers.TrainingArguments):
             dp=self.dp,
             tp=self.tp,
             tp_plan=self.tp_plan if isinstance(self.tp_plan, Mapping) else None,
+            tp_overlap=self.tp_overlap,
             pp=self.pp,
             segments=self.segments,
             micro_batches=self.gradient_accumulation_steps,

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from fold3d.stage.micro_batch import Inputs, MicroBatch
+from fold3d.stage.sharded.sub_micro_batches import halves
+from fold3d.stage.sharded.sub_pipeline import SubPipeline
 from fold3d.stage.split_model import SplitModel
-from fold3d.stage.sub_pipelined.sub_micro_batches import halves
-from fold3d.stage.sub_pipelined.sub_pipeline import SubPipeline
 from fold3d.stage.whole_model import WholeModel
 from fold3d.tensor_parallel.group import TensorParallelGroup
 from fold3d.tensor_parallel.kept_sums import KeptSums
@@ -30,8 +30,7 @@ class Counting(TurningOps):
     """Of a group of one rank: nothing is sent, but all turns are taken."""
 
     def __init__(self) -> None:
-        self.turns = Turns()
-        super().__init__(TensorParallelGroup(None), self.turns)
+        super().__init__(TensorParallelGroup(None), Turns())
         self.sums = 0
         self.order: list[int | None] = []
 
@@ -133,7 +132,7 @@ def compare(
             recording = trace(model, example=inputs)
             ranges = [(i, i + 1) for i in range(chunks - 1)] + [(chunks - 1, LAYERS)]
             split = SplitModel(model, recording, ranges, recompute=recompute)
-        subs = [SubPipeline(i, model, split, ops, ops.turns) for i in range(chunks)] if halved else []
+        subs = [SubPipeline(i, model, split, ops) for i in range(chunks)] if halved else []
         for _ in range(2):  # the first one compares, the second one trusts
             ops.sums, ops.order = 0, []
             results.append(run_chunks(model, split, chunks, micro_batch, subs))
@@ -179,7 +178,7 @@ def test_a_mean_over_labels_that_becomes_ragged() -> None:
     model = gpt2(0.0)
     ops = Counting()
     split = WholeModel(with_regions(model, KeptSums(ops)), [])
-    sub = SubPipeline(0, model, split, ops, ops.turns)
+    sub = SubPipeline(0, model, split, ops)
     for ragged in (False, True, True):
         micro_batch = MicroBatch(batch(4, ragged=ragged), lambda m, i: token_loss(m, i, "mean"), KEY)
         done = sub.run(micro_batch, [])
@@ -223,7 +222,7 @@ def test_a_batch_norm_changes_its_statistics_once() -> None:
     ops = Counting()
     split = WholeModel(with_regions(model, KeptSums(ops)), [])
     micro_batch = MicroBatch(batch(4), token_loss, KEY)
-    assert SubPipeline(0, model, split, ops, ops.turns).run(micro_batch, []) is None
+    assert SubPipeline(0, model, split, ops).run(micro_batch, []) is None
     assert int(norm.num_batches_tracked) == 0
 
 
@@ -252,7 +251,7 @@ def test_an_error_in_one_half_ends_both() -> None:
     model = gpt2(0.0)
     ops = Counting()
     split = WholeModel(with_regions(model, KeptSums(ops)), [])
-    sub = SubPipeline(0, model, split, ops, ops.turns)
+    sub = SubPipeline(0, model, split, ops)
     left: list[int] = []
 
     def loss(model: nn.Module, inputs: Inputs) -> Tensor:

@@ -34,6 +34,7 @@ def test_new_arguments_have_help() -> None:
         "dp",
         "tp",
         "tp_plan",
+        "tp_overlap",
         "pp",
         "segments",
         "schedule",

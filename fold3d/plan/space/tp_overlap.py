@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from fold3d.config import TP_OVERLAP
 from fold3d.errors import ConfigError
-
-TP_OVERLAP = ("sub", "none")
-"""Ways to run layers whose ranks communicate: in two halves of a micro-batch that take turns, or as they come."""
 
 
 @dataclass(frozen=True, slots=True)

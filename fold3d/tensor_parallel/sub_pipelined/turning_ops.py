@@ -33,7 +33,7 @@ class TurningOps:
 
     def __init__(self, group: StartedSums, turns: Turns) -> None:
         self.size, self.rank = group.size, group.rank
-        self._group, self._turns = group, turns
+        self._group, self.turns = group, turns
         self._newest: dict[int, int] = {}  # function -> sequence number of its newest waiting node
 
     def begin(self) -> None:
@@ -41,7 +41,7 @@ class TurningOps:
         self._newest.clear()
 
     def copy_to_region(self, x: Tensor, channels: Tensor | None = None) -> Tensor:
-        me = self._turns.current
+        me = self.turns.current
         if me is None or not (torch.is_grad_enabled() and x.requires_grad):
             return self._group.copy_to_region(x, channels)
         sum_of = _GradientSum(self._group, channels)
@@ -56,10 +56,10 @@ class TurningOps:
         return started
 
     def reduce_from_region(self, y: Tensor) -> Tensor:
-        if self._turns.current is None:
+        if self.turns.current is None:
             return self._group.reduce_from_region(y)
         started = self._group.start_all_reduce(y.detach())
-        self._turns.hand_over()
+        self.turns.hand_over()
         self._group.wait(started)
         return y
 

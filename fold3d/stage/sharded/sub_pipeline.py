@@ -14,12 +14,11 @@ from torch import Tensor, nn
 from fold3d import seeding
 from fold3d.device import library_rng_state, same_library_rng_state, set_library_rng_state
 from fold3d.stage.micro_batch import MicroBatch
+from fold3d.stage.sharded.sub_micro_batches import SubMicroBatch, divide, halves, weights
 from fold3d.stage.split_model import SplitModel
-from fold3d.stage.sub_pipelined.sub_micro_batches import SubMicroBatch, divide, halves, weights
 from fold3d.stage.whole_model import WholeModel
 from fold3d.tensor_parallel.sub_pipelined.per_sample_random import NotPerSampleError, PerSampleRandom
 from fold3d.tensor_parallel.sub_pipelined.turning_ops import TurningOps
-from fold3d.tensor_parallel.sub_pipelined.turns import Turns
 
 logger = logging.getLogger(__name__)
 
@@ -41,10 +40,8 @@ class SubPipeline:
     All ranks of a tensor-parallel group compute the same results, to the bit, so they decide alike.
     """
 
-    def __init__(
-        self, index: int, model: nn.Module, split: SplitModel | WholeModel, ops: TurningOps, turns: Turns
-    ) -> None:
-        self._index, self._model, self._split, self._ops, self._turns = index, model, split, ops, turns
+    def __init__(self, index: int, model: nn.Module, split: SplitModel | WholeModel, ops: TurningOps) -> None:
+        self._index, self._model, self._split, self._ops = index, model, split, ops
         self._kinds: list[str] | None = None  # of losses that this one can be; None: nothing was compared yet
         self._joined: list[bool] = []  # per tensor for the next chunk: one part after the other; else all have the same
         self._draws = True
@@ -103,7 +100,7 @@ class SubPipeline:
 
         self._ops.begin()
         functions = [partial(one, number) for number in range(len(parts))]
-        results = self._turns.run(functions, [self._split], seeding.generators_of(_device(self._model)))
+        results = self._ops.turns.run(functions, [self._split], seeding.generators_of(_device(self._model)))
         self._draws = any(mode.used for mode in modes)
         return results
 

@@ -1,0 +1,208 @@
+"""Sub-pipelined tensor parallelism against plain, on a network whose speed makes TP.sync as long as computing.
+
+    python benchmarks/tmp_overlap.py [--ratio 1.0] [--layers 4] [--steps 8] [--json FILE]
+
+Two ranks on two hosts (network namespaces with limited links; needs root), one thread each, train the layers of a
+Llama with tp=2 in turns in the same processes:
+
+- plain: each sum is waited for where it is asked for (tp_overlap="none");
+- sub: two halves of a micro-batch take turns (tp_overlap="sub");
+- torch: the same layers by torch.distributed.tensor.parallel, colwise and rowwise, over gloo.
+
+First a rank's share of the layers is timed without any network, all ranks at the same time; the links then get the
+speed at which the bytes of a step's sums take `ratio` times as long. Beside the measured ratios: Merak's formula
+(section 5.3) and what fold3d's planner expects of the measured computing and the links' speed. All systems' losses are
+compared. Asynchronous tensor parallelism of torch (symmetric memory) needs GPUs and is not here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.cluster.testbed.hosts import Link, NamespaceHosts
+from benchmarks.cluster.testbed.ranks import Ranks
+
+RANKS, BATCH, LENGTH, WIDTH, HEADS, VOCABULARY = 2, 8, 128, 512, 8, 64
+SUMS_PER_LAYER = 4  # attention and MLP, forward and backward
+WARM_UP = 2
+SYSTEMS = ("plain", "sub", "torch")
+
+
+def make(layers: int, heads: int = HEADS, intermediate: int = 3 * WIDTH) -> torch.nn.Module:
+    """Returns layers of a Llama, with weights by seed."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=WIDTH, intermediate_size=intermediate, num_hidden_layers=layers,
+        num_attention_heads=heads, num_key_value_heads=heads, head_dim=WIDTH // HEADS, use_cache=False,
+    )  # fmt: skip
+    return LlamaForCausalLM(config)
+
+
+def batch() -> dict[str, torch.Tensor]:
+    ids = torch.randint(0, VOCABULARY, (BATCH, LENGTH), generator=torch.Generator().manual_seed(1))
+    return {"input_ids": ids, "labels": ids}
+
+
+def loss_of(model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+    loss: torch.Tensor = model(**inputs).loss
+    return loss
+
+
+def step_of(system: str, layers: int) -> Callable[[], float]:
+    """Returns what trains one micro-batch, forward and backward, and returns its loss."""
+    model = make(layers)
+    if system == "torch":
+        return _torch_step(model)
+    from fold3d import Engine, ParallelConfig
+
+    overlap = "sub" if system == "sub" else "none"
+    engine = Engine(model, ParallelConfig(tp=RANKS, segments=1, tp_overlap=overlap), example=batch())
+    return lambda: float(engine.run([batch()], loss_of))
+
+
+def _torch_step(model: Any) -> Callable[[], float]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    mesh = init_device_mesh("cpu", (RANKS,))
+    columns, rows = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), ("o_proj", "down_proj")
+    ways: dict[str, Any] = {name: ColwiseParallel() for name in columns} | {name: RowwiseParallel() for name in rows}
+    for layer in model.model.layers:
+        parallelize_module(
+            layer, mesh, {name: ways[name.rpartition(".")[2]] for name, _ in layer.named_modules() if _is(name, ways)}
+        )
+
+    def step() -> float:
+        model.zero_grad()
+        loss = loss_of(model, batch())
+        loss.backward()
+        return float(loss.detach())
+
+    return step
+
+
+def _is(name: str, ways: dict[str, Any]) -> bool:
+    return name.rpartition(".")[2] in ways
+
+
+def computing_seconds(layers: int, steps: int) -> float:
+    """Returns the median time of a step of a rank's share of the layers, with nothing to wait for."""
+    model = make(layers, HEADS // RANKS, 3 * WIDTH // RANKS)
+    times = []
+    for _ in range(steps + WARM_UP):
+        dist.barrier()
+        start = time.perf_counter()
+        model.zero_grad()
+        loss_of(model, batch()).backward()  # type: ignore[no-untyped-call]
+        times.append(time.perf_counter() - start)
+    return statistics.median(times[WARM_UP:])
+
+
+def work(rank: int) -> None:
+    """A rank: answers requests, a line of JSON each, from its standard input."""
+    torch.set_num_threads(1)
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    dist.init_process_group("gloo", rank=rank, world_size=RANKS)
+    for line in sys.stdin:
+        request = json.loads(line)
+        answer: dict[str, Any]
+        if request["what"] == "compute":
+            answer = {"seconds": computing_seconds(request["layers"], request["steps"])}
+        else:
+            answer = _compare(request["layers"], request["steps"])
+        print(json.dumps(answer), file=answers, flush=True)
+
+
+def _compare(layers: int, steps: int) -> dict[str, Any]:
+    steps_of = {system: step_of(system, layers) for system in SYSTEMS}
+    times: dict[str, list[float]] = {system: [] for system in SYSTEMS}
+    losses: dict[str, float] = {}
+    for number in range(steps + WARM_UP):
+        for system in SYSTEMS if number % 2 == 0 else SYSTEMS[::-1]:
+            dist.barrier()
+            start = time.perf_counter()
+            losses[system] = steps_of[system]()
+            if number >= WARM_UP:
+                times[system].append(time.perf_counter() - start)
+    if max(losses.values()) - min(losses.values()) > 1e-4:
+        raise RuntimeError(f"the systems' losses differ: {losses}")
+    return {"times": times, "losses": losses}
+
+
+def ask(hosts: NamespaceHosts, requests: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    """Returns the answers of all ranks, started anew on `hosts`, to each request."""
+    root = str(Path(__file__).resolve().parents[1])
+    environment = {**os.environ, **hosts.environment(), "PYTHONPATH": root}
+    commands = [hosts.command(rank, [sys.executable, __file__, "--rank", str(rank)]) for rank in range(RANKS)]
+    with tempfile.TemporaryDirectory() as folder, Ranks(commands, environment, Path(folder)) as ranks:
+        return [ranks.ask(request, 1800.0) for request in requests]
+
+
+def main() -> None:
+    """Measures and prints a table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ratio", type=float, default=1.0, help="TP.sync over computing")
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=8, help="of each system")
+    parser.add_argument("--json", type=Path, help="also write the figures here")
+    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.rank is not None:
+        work(options.rank)
+        return
+    from fold3d.plan.space.tp_overlap import even_regions, ring_seconds, seconds
+
+    request = {"layers": options.layers, "steps": options.steps}
+    with NamespaceHosts(RANKS, Link(rate_mbit=10_000)) as hosts:
+        compute = max(answer["seconds"] for answer in ask(hosts, [{"what": "compute"} | request])[0])
+    size = 4 * BATCH * LENGTH * WIDTH
+    sums = SUMS_PER_LAYER * options.layers
+    bandwidth = sums * ring_seconds(size, RANKS, 1.0, 0.0) / (options.ratio * compute)
+    with NamespaceHosts(RANKS, Link(rate_mbit=8e-6 * bandwidth)) as hosts:
+        (answers,) = ask(hosts, [{"what": "compare"} | request])
+        description = hosts.description
+    sync = sums * ring_seconds(size, RANKS, bandwidth, 0.0)
+    medians = {s: statistics.median(map(max, zip(*(a["times"][s] for a in answers), strict=True))) for s in SYSTEMS}
+    # A forward is a third of the computing and half of the sums.
+    parts = [(compute / 3, sync / 2), (2 * compute / 3, sync / 2)]
+    expected = {
+        overlap: sum(
+            seconds(even_regions(options.layers, c / options.layers, s / options.layers), overlap) for c, s in parts
+        )
+        for overlap in ("none", "sub")
+    }
+    forward, exchange = compute / 3 / options.layers, sync / 2 / options.layers
+    merak = (
+        0.75 * forward
+        + 0.5 * exchange
+        + (options.layers - 0.25) * max(3 * forward, 2 * forward + exchange, 2 * exchange)
+    )
+    print(f"{description}; computing {1e3 * compute:.0f} ms, TP.sync {1e3 * sync:.0f} ms a step")
+    for system in SYSTEMS:
+        print(f"{system:8}{1e3 * medians[system]:10.1f} ms   {medians['plain'] / medians[system]:.3f}")
+    print(f"plain / sub-pipelined: measured {medians['plain'] / medians['sub']:.3f}, "
+          f"Merak's formula {(3 * forward + 2 * exchange) * options.layers / merak:.3f}, "
+          f"planner {expected['none'] / expected['sub']:.3f}")  # fmt: skip
+    if options.json:
+        options.json.write_text(
+            json.dumps({"compute": compute, "sync": sync, "medians": medians, "expected": expected}, indent=2) + "\n"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,61 @@
+"""BorderParts: what the ranks of a tensor-parallel group all have is sent to the next stage once, in parts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+from fold3d.trace import Trace
+
+
+class PartOps(Protocol):
+    """Of a tensor-parallel group; gradients flow through."""
+
+    size: int
+
+    def scatter_to_sequence_region(self, x: Tensor, dim: int) -> Tensor:
+        """Returns this rank's part along `dim` of `x`, the same on every rank; the gradient is gathered."""
+
+    def gather_from_region(self, x: Tensor, dim: int) -> Tensor:
+        """Returns everybody's `x`, one after the other along `dim`; the gradient, the same on every rank, is parted."""
+
+
+class BorderParts:
+    """The scatter/gather optimization of Narayanan et al., "Efficient large-scale language model training on GPU
+    clusters" (2021), section 4.1: between stages a rank sends 1 / tp of an activation, and the next stage's ranks
+    gather it over the links that they have among themselves; gradients go back alike.
+
+    Only what is the same in every micro-batch decides which tensors travel in parts, since the receiver has no whole
+    one to look at: floating point, with a last dimension that divides and is one that the model's weights have, so that
+    it does not change with the lengths of samples.
+    """
+
+    def __init__(self, trace: Trace, ranges: Sequence[tuple[int, int]], widths: set[int], ops: PartOps) -> None:
+        """Args:
+        ranges: blocks [first, end) of every chunk.
+        widths: sizes that the model's whole parameters have.
+        """
+        self._ops = ops
+        self._parted = [
+            [
+                dtype.is_floating_point and bool(shape) and shape[-1] % ops.size == 0 and shape[-1] in widths
+                for shape, dtype in trace.shapes[end - 1]
+            ]
+            for _, end in ranges[:-1]
+        ]
+
+    def send(self, chunk: int, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Returns what this rank sends of what the chunk returned."""
+        return [
+            self._ops.scatter_to_sequence_region(tensor, -1) if parted else tensor
+            for tensor, parted in zip(tensors, self._parted[chunk], strict=True)
+        ]
+
+    def receive(self, chunk: int, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Returns what the chunk before this one returned; all ranks of the group call."""
+        return [
+            self._ops.gather_from_region(tensor, -1) if parted else tensor
+            for tensor, parted in zip(tensors, self._parted[chunk - 1], strict=True)
+        ]
