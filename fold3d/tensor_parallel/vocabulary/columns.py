@@ -51,15 +51,18 @@ class Columns:
         mine = (ids >= self.first) & (ids < self.end)
         return (ids - self.first).masked_fill(~mine, 0), mine
 
+    def add_up(self, share: Tensor) -> Tensor:
+        """Returns the sum of everybody's `share`; each one's gradient is the sum's, which is the same on every rank."""
+        if share.dtype.is_floating_point:
+            return self.ops.reduce_from_region(share)
+        # exact to 2^53; sums of integers are not what every way to exchange has
+        return self.ops.reduce_from_region(share.double()).to(share.dtype)
+
     def gather(self, part: Tensor, along: int) -> Tensor:
         """Returns the whole tensor of which everybody has `part` along dimension `along`; the gradient is the own part
         of the whole's, which is the same on every rank."""
-        dtype = part.dtype
-        if not dtype.is_floating_point:
-            part = part.double()  # exact to 2^53; sums of integers are not what every way to exchange has
         behind = part.ndim - 1 - along
-        whole = functional.pad(part, [0, 0] * behind + [self.first, self.size - self.end])
-        return self.ops.reduce_from_region(whole).to(dtype)
+        return self.add_up(functional.pad(part, [0, 0] * behind + [self.first, self.size - self.end]))
 
     def scatter(self, whole: Tensor, along: int) -> Tensor:
         """Returns this rank's part, a view, of a tensor that all have; its gradient is whole on every rank."""

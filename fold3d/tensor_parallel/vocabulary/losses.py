@@ -11,14 +11,17 @@ from torch.nn import functional
 
 from fold3d.tensor_parallel.vocabulary.call import Call, NeedsWhole, Rule, functions, over_vocabulary
 from fold3d.tensor_parallel.vocabulary.column_parallel import ColumnParallel
+from fold3d.tensor_parallel.vocabulary.elementwise import elementwise
 from fold3d.tensor_parallel.vocabulary.statistics import precise, statistics
 
 
-def cross_entropy(call: Call) -> Tensor:
-    """`cross_entropy` of class indices: the ranks meet once, with 2 numbers per token (3 where labels are smoothed)."""
-    logits, target, _ = _loss_arguments(call)
+def cross_entropy(call: Call) -> Any:
+    """`cross_entropy`; of class indices the ranks meet once, with 2 numbers per token (3 where labels are smoothed)."""
     weight, ignore_index, reduction = _common(call)
     smoothing = float(call.argument(7, "label_smoothing", 0.0))
+    if _is_of_probabilities(call) and weight is None and not smoothing:
+        return _soft_cross_entropy(call, reduction)
+    logits, target, _ = _loss_arguments(call)
     if weight is not None:
         if smoothing:
             raise NeedsWhole
@@ -46,6 +49,19 @@ def nll_loss(call: Call) -> Tensor:
     return _mean_of_picked(logits, target, *_common(call))
 
 
+def kl_div(call: Call) -> Any:
+    """`kl_div` of log-probabilities in parts, and of a target in parts or whole."""
+    reduction = call.kwargs.get("reduction", "mean")
+    if len(call.args) > 2 or call.kwargs.get("size_average") is not None or call.kwargs.get("reduce") is not None:
+        raise NeedsWhole
+    each = elementwise(Call(call.function, call.args, {**call.kwargs, "reduction": "none"}))
+    if reduction == "none":
+        return each
+    if reduction == "batchmean":
+        return each.sum() / each.shape[0]
+    return each.sum() if reduction == "sum" else each.mean()
+
+
 def log_softmax(call: Call) -> ColumnParallel:
     """`log_softmax` along the vocabulary; in parts."""
     return _log_softmax(_asked(call))
@@ -71,7 +87,7 @@ def gather(call: Call) -> Tensor:
         raise NeedsWhole
     index, mine = logits.columns.own(asked)
     found = logits.part().gather(along, index).masked_fill(~mine, 0)
-    return logits.columns.ops.reduce_from_region(found)
+    return logits.columns.add_up(found)
 
 
 def argmax(call: Call) -> Tensor:
@@ -86,11 +102,28 @@ def argmax(call: Call) -> Tensor:
     return found.unsqueeze(along) if call.argument(2, "keepdim", False) else found
 
 
+def _is_of_probabilities(call: Call) -> bool:
+    target = call.argument(1, "target")
+    return isinstance(target, Tensor) and target.dtype.is_floating_point
+
+
+def _soft_cross_entropy(call: Call, reduction: str) -> Any:
+    logits, target = call.args[0], call.argument(1, "target")
+    ndim = len(logits.shape_of_whole()) if isinstance(logits, ColumnParallel) else 0
+    classes = min(1, ndim - 1)
+    if not ndim or logits.vocabulary_dim != classes or target.shape != logits.shape:
+        raise NeedsWhole
+    loss = -(_log_softmax(logits) * target).sum(classes)
+    if reduction == "none":
+        return loss
+    return loss.mean() if reduction == "mean" else loss.sum()
+
+
 def _loss_arguments(call: Call) -> tuple[ColumnParallel, Tensor, int]:
     """Returns logits, class indices and the classes' dimension. Raises: NeedsWhole for other ways to call a loss."""
     logits = call.subject()
     target = call.argument(1, "target")
-    if not isinstance(target, Tensor) or target.is_floating_point():
+    if not isinstance(target, Tensor) or target.dtype.is_floating_point:
         raise NeedsWhole
     ndim = len(logits.shape_of_whole())
     shape = logits.shape_of_whole()
@@ -122,7 +155,7 @@ def _mean_of_picked(
     known = labels.masked_fill(~counted, 0)
     index, mine = logs.columns.own(known)
     picked = rows.gather(-1, index.unsqueeze(-1)).squeeze(-1).masked_fill(~mine, 0)
-    loss = -logs.columns.ops.reduce_from_region(picked)
+    loss = -logs.columns.add_up(picked)
     scale = torch.ones_like(loss) if weight is None else weight.to(loss.dtype)[known]
     scale = scale.masked_fill(~counted, 0)
     loss = (loss * scale).masked_fill(~counted, 0)
@@ -181,6 +214,6 @@ def _cross_entropy_of_one(rows: Tensor, label: Tensor) -> Tensor:
 def rules() -> dict[Any, Rule]:
     """Returns the rules of this file by function."""
     found: dict[Any, Rule] = {functional.cross_entropy: cross_entropy, functional.nll_loss: nll_loss}
-    for rule in (log_softmax, softmax, logsumexp, gather, argmax):
+    for rule in (kl_div, log_softmax, softmax, logsumexp, gather, argmax):
         found.update(dict.fromkeys(functions(rule.__name__), rule))
     return found

@@ -26,6 +26,7 @@ LABELS = torch.randint(0, V, (B, L), generator=torch.Generator().manual_seed(1))
 RAGGED = LABELS.clone()
 RAGGED[0, 2:] = -100
 FEW = torch.where(LABELS < 8, LABELS, -100)  # none on the last ranks
+PROBABILITIES = torch.rand(B, L, V, dtype=torch.float64, generator=torch.Generator().manual_seed(3)).softmax(-1)
 BIAS = torch.randn(V, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
 
 
@@ -64,6 +65,17 @@ def written_scalar(logits: Tensor) -> Tensor:
     return causal_lm(logits)
 
 
+def label_smoother(logits: Tensor) -> Tensor:
+    """The stock Trainer's, of `label_smoothing_factor`."""
+    from transformers.trainer_pt_utils import LabelSmoother
+
+    return LabelSmoother(epsilon=0.2)({"logits": logits}, RAGGED.clone(), shift_labels=True)
+
+
+def distilled(logits: Tensor, reduction: str) -> Tensor:
+    return F.kl_div(F.log_softmax(logits / 2, dim=-1), PROBABILITIES, reduction=reduction)
+
+
 LOCAL: dict[str, Callable[[Tensor], Tensor]] = {
     "masked": lambda x: masked_lm(x, LABELS),
     "ragged": lambda x: masked_lm(x, RAGGED),
@@ -90,6 +102,11 @@ LOCAL: dict[str, Callable[[Tensor], Tensor]] = {
     "rows": lambda x: masked_lm(x[RAGGED > 0], RAGGED[RAGGED > 0]),
     "joined": lambda x: masked_lm(torch.cat([x, -x]), LABELS.repeat(2, 1)),
     "stacked": lambda x: torch.stack([x, x])[0, ..., 1:, :].logsumexp(-1).sum(),
+    "squares": lambda x: x.square().sum() + x.mean() + x.mean((0, -1)).norm() + x.sum(1)[:, None].logsumexp(2).sum(),
+    "distilled": lambda x: distilled(x, "batchmean") + distilled(x, "mean") + distilled(x, "sum"),
+    "label smoother": label_smoother,
+    "probabilities": lambda x: F.cross_entropy(x.flatten(0, 1), PROBABILITIES.flatten(0, 1)),
+    "probabilities second": lambda x: F.cross_entropy(x.mT, PROBABILITIES.mT, reduction="none").norm(),
     "last": lambda x: x[:, -1:].squeeze(1).logsumexp(-1).sum(),
     "written": written_scalar,
     "checkpoint": lambda x: checkpoint(causal_lm, x, use_reentrant=False),
@@ -115,13 +132,11 @@ class Squares(torch.autograd.Function):
 
 
 GATHERED: dict[str, Callable[[Tensor], Tensor]] = {
-    "sum": lambda x: x.square().sum(),
     "topk": lambda x: x.topk(3, -1).values.sum(),
     "part of the entries": lambda x: causal_lm_of_few(x[..., :17]),
     "flat": lambda x: x.reshape(-1).std(),
-    "probabilities": lambda x: F.cross_entropy(x.flatten(0, 1), torch.ones(B * L, V).double() / V),
     "matrix": lambda x: (x @ torch.eye(V).double()).norm(),
-    "kl": lambda x: F.kl_div(x.log_softmax(-1), torch.full((B, L, V), 1.0 / V).double(), reduction="batchmean"),
+    "norm": lambda x: x.norm(),
     "twice": lambda x: causal_lm(x) + x.square().mean() + x.std(),
     "written": write_some,
     "function": Squares.apply,
@@ -169,12 +184,15 @@ def compare(use: Callable[[Tensor], Tensor], size: int, *, local: bool, toleranc
     torch.testing.assert_close(torch.cat([part for *_, part in results]), wanted[1], rtol=0, atol=tolerance)
 
 
+@pytest.mark.filterwarnings("ignore:reduction")  # torch's, of kl_div's mean
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("use", LOCAL.values(), ids=LOCAL)
 def test_losses_in_parts(use: Callable[[Tensor], Tensor], size: int) -> None:
     # float64 with weights would be the vocabulary's own size; masks and biases of all entries are the test's.
-    own = use in (LOCAL["weighted"], LOCAL["nll weighted"], LOCAL["masked entries"], LOCAL["no entries"])
-    compare(use, size, local=not own, tolerance=1e-6 if use is LOCAL["reentrant"] else 1e-12)
+    names = "weighted", "nll weighted", "masked entries", "no entries", "probabilities", "probabilities second"
+    own = use in [LOCAL[name] for name in names]
+    in_fp32 = LOCAL["reentrant"], LOCAL["label smoother"]
+    compare(use, size, local=not own, tolerance=1e-6 if use in in_fp32 else 1e-12)
 
 
 @pytest.mark.parametrize("use", GATHERED.values(), ids=GATHERED)
@@ -258,7 +276,7 @@ def test_whole_logits_where_asked() -> None:
         stored.seek(0)
         assert torch.equal(torch.load(stored, weights_only=True), whole)
         assert logits.detach().numpy().shape == whole.shape and logits.tolist() == whole.tolist()
-        assert torch.equal((logits > 0).sum(-1), (whole > 0).sum(-1))
+        assert torch.equal((logits > 0).sum(-1), (whole > 0).sum(-1)) and (logits > 0).sum() == (whole > 0).sum()
         assert torch.equal(logits.argmax(), whole.argmax())
         ops.sums.clear()
         assert torch.equal(logits.argmax(-1), whole.argmax(-1))
@@ -281,7 +299,7 @@ def test_argmax_of_equal_entries_is_the_first() -> None:
 
 def test_gathered_once_and_said_once(caplog: pytest.LogCaptureFixture) -> None:
     def run(ops: ThreadedOps, logits: VocabularyParallelLogits, part: Tensor) -> list[tuple[int, ...]]:
-        (logits.std() + logits.std() + logits.sum()).backward()
+        (logits.std() + logits.std() + logits.norm()).backward()
         with torch.no_grad():
             logits.detach().median()
         return ops.sums
@@ -291,7 +309,7 @@ def test_gathered_once_and_said_once(caplog: pytest.LogCaptureFixture) -> None:
     # gathered for the first function, the head's backward, and of the detached ones anew
     assert sums == [[(B, L, V), (B, L, H), (B, L, V)]] * 2
     said = [record.getMessage().split("'")[1] for record in caplog.records]
-    assert said == ["std", "sum"]
+    assert said == ["std", "norm"]
 
 
 def test_the_gradient_of_logits() -> None:
@@ -362,4 +380,4 @@ def test_nothing_to_learn() -> None:
 
 def test_the_watch_sees_whole_logits() -> None:
     with pytest.raises(AssertionError, match=f"made a tensor of .*{V}"):
-        compare(GATHERED["sum"], 2, local=True)
+        compare(GATHERED["norm"], 2, local=True)
