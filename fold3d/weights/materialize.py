@@ -10,9 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from fold3d.errors import TraceError
-from fold3d.trace.wrappers import set_whole_shape
 from fold3d.weights.named_init import initialise
-from fold3d.weights.parts import Parts, check_shape
+from fold3d.weights.parts import Parts, check_shape, mark_part
 from fold3d.weights.pretrained import load
 from fold3d.weights.release import parameter_holders, replace_parameter
 
@@ -58,7 +57,7 @@ def materialize(
             real = nn.Parameter(part, requires_grad=parameter.requires_grad)
             vars(real).update(vars(parameter))
             if shard is not None:
-                set_whole_shape(real, parameter.shape)
+                mark_part(real, shard, parts.rank, parameter.shape)
             replace_parameter(model, names, real)
             fresh[names[0]] = real
             groups[names[0]] = tuple(names)

@@ -7,10 +7,13 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
+from fold3d.errors import ConfigError
 from fold3d.sharding.plan import ShardingPlan
 from fold3d.sharding.shard import Shard
 from fold3d.trace.wrappers import set_whole_shape
 from fold3d.weights.release import parameter_holders
+
+_PART = "_fold3d_part"
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,20 +61,39 @@ def shard_parameters(model: nn.Module, parts: Parts) -> None:
     """Leaves of each parameter that is spread and has values this rank's part, one parameter at a time.
 
     The parameters stay the same objects, tied ones tied, with contiguous memory of their own; that of the whole is free
-    once nobody else holds it. A gradient is cut like its parameter. Buffers and parameters on the meta device stay.
+    once nobody else holds it. A gradient is cut like its parameter. Buffers, parameters on the meta device and those
+    that are this very part already stay.
 
-    Raises: ValueError for a parameter of another shape than the plan's.
+    Raises: ValueError for a parameter of another shape than the plan's; ConfigError for a model that was cut otherwise.
     """
     for parameter, names in parameter_holders(model):
         shard = parts.shard_of(names[0])
-        if shard is None or parameter.is_meta:
+        if parameter.is_meta or _is_cut(names[0], parameter, shard, parts.rank) or shard is None:
             continue
         check_shape(names[0], shard, parameter.shape)
-        set_whole_shape(parameter, parameter.shape)
+        mark_part(parameter, shard, parts.rank, parameter.shape)
         gradient, parameter.grad = parameter.grad, None
         parameter.data = shard.take(parameter.data, parts.rank)
         if gradient is not None:
             parameter.grad = shard.take(gradient, parts.rank)
+
+
+def mark_part(parameter: nn.Parameter, shard: Shard, rank: int, whole: Sequence[int]) -> None:
+    """Notes on a parameter which part of the whole one, of shape `whole`, it holds from now on."""
+    set_whole_shape(parameter, whole)
+    vars(parameter)[_PART] = shard, rank
+
+
+def _is_cut(name: str, parameter: nn.Parameter, shard: Shard | None, rank: int) -> bool:
+    """Whether it is the part already. Raises ConfigError when it is another one."""
+    part = vars(parameter).get(_PART)
+    if part is None or part == (shard, rank):
+        return part is not None
+    raise ConfigError(
+        f"the model was cut by another Engine, which left a part of {name} here, of shape {tuple(parameter.shape)}, "
+        "and this one needs another part or the whole; use the same tp, or build the model anew and load the first "
+        "engine's state_dict()"
+    )
 
 
 def check_shape(name: str, shard: Shard, shape: Sequence[int]) -> None:

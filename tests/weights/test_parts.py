@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from fold3d.errors import CheckpointError, TraceError
+from fold3d.errors import CheckpointError, ConfigError, TraceError
 from fold3d.sharding.plan import ShardingPlan
 from fold3d.sharding.shard import Runs, Shard
 from fold3d.trace.wrappers import whole_shape
@@ -112,6 +112,18 @@ def test_old_memory_is_given_up_and_gradients_are_cut() -> None:
     assert model.weight.shape == (4, 2) and model.weight.untyped_storage().nbytes() == 32
     assert old.data_ptr() != model.weight.untyped_storage().data_ptr()
     assert torch.equal(model.weight.grad, gradient[:, 4:])
+
+
+def test_a_model_that_was_cut_stays_so_or_is_refused() -> None:
+    model = nn.Linear(6, 4)
+    parts = Parts(ShardingPlan(tp=2, shards={"weight": Shard.even(0, 4, 2)}), 1)
+    shard_parameters(model, parts)
+    value = model.weight.detach().clone()
+    shard_parameters(model, parts)
+    assert torch.equal(model.weight, value)
+    for other in (Parts(parts.plan, 0), Parts.whole()):
+        with pytest.raises(ConfigError, match=r"cut by another Engine.*a part of weight here, of shape \(2, 6\)"):
+            shard_parameters(model, other)
 
 
 def test_plans_of_other_shapes_are_refused() -> None:
