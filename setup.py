@@ -27,6 +27,7 @@ requirements = [
     "transformers>=5.23,<5.24",
     "accelerate>=1.15",
     "safetensors>=0.8",
+    "greenlet>=3.5",
     "numpy",
 ]
 flags = ["-std=c++20", "-O2", "-g0", "-fvisibility=hidden", "-Wall", "-Wextra", "-Wno-unused-parameter"]

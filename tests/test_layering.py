@@ -45,6 +45,7 @@ PYTHON_ROOMS = (
     "observe",
     "tensor_parallel",
     "stage",
+    "splitting",
     "data_parallel",
     "engine",
     "checkpoint",
@@ -57,7 +58,7 @@ MAY_NOT_IMPORT_EXTENSION = {"errors", "config", "device", "topology", "weights",
 MAY_IMPORT_TRANSFORMERS = {"trace", "sharding", "weights", "tensor_parallel", "stage", "checkpoint", "trainer"}
 WITHOUT_PROCESS_GROUPS = {
     *("errors", "config", "device", "seeding", "topology"),
-    *("schedule", "trace", "sharding", "weights", "placement", "plan", "stage"),
+    *("schedule", "trace", "sharding", "weights", "placement", "plan", "stage", "splitting"),
 }
 MAY_PRINT = {"cli"}
 

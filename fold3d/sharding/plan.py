@@ -2,24 +2,84 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from fold3d.sharding.shard import Shard
+from fold3d.sharding.split import BlockSplit, shard_from_json, shard_to_json
 from fold3d.sharding.vocabulary import Vocabulary
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShardingPlan:
-    """How a model is spread over `tp` ranks; the same on each."""
+    """How a model is spread over `tp` ranks; the same on each. `fold3d.splitting.plan_sharding` makes it."""
 
     tp: int
     shards: Mapping[str, Shard] = field(default_factory=dict)
     """Canonical parameter name -> how it is spread. Others are whole on every rank, with the same gradient."""
-
+    blocks: Mapping[str, BlockSplit] = field(default_factory=dict)
+    """Block's name -> what its forward does differently; blocks of one class share theirs."""
+    notes: tuple[str, ...] = ()
+    """What a user should know: where the plan differs from the model's own, for one."""
     vocabulary: Vocabulary = field(default_factory=Vocabulary)
     """Embedding and output head that are spread by entries; `shards` has their parameters."""
 
     def shard_of(self, name: str) -> Shard | None:
         """Returns how parameter `name` is spread; None: it is whole on every rank, with the same gradient."""
         return self.shards.get(name)
+
+    def to_json(self) -> str:
+        """Returns it as text, from which `from_json` makes an equal plan."""
+        classes: list[BlockSplit] = []
+        for split in self.blocks.values():
+            if split not in classes:
+                classes.append(split)
+        value = {
+            "tp": self.tp,
+            "shards": _shards_to_json(self.shards),
+            "classes": [split.to_json() for split in classes],
+            "blocks": {name: classes.index(split) for name, split in self.blocks.items()},
+            "notes": list(self.notes),
+            "vocabulary": {
+                "embeddings": _shards_to_json(self.vocabulary.embeddings),
+                "heads": _shards_to_json(self.vocabulary.heads),
+                "shards": _shards_to_json(self.vocabulary.shards),
+                "reasons": dict(self.vocabulary.reasons),
+            },
+        }
+        return json.dumps(value, separators=(",", ":"))
+
+    @classmethod
+    def from_json(cls, text: str) -> ShardingPlan:
+        """Returns what `to_json` made."""
+        value = json.loads(text)
+        classes = [BlockSplit.from_json(split) for split in value["classes"]]
+        vocabulary = value["vocabulary"]
+        return cls(
+            tp=value["tp"],
+            shards=_shards_from_json(value["shards"]),
+            blocks={name: classes[number] for name, number in value["blocks"].items()},
+            notes=tuple(value["notes"]),
+            vocabulary=Vocabulary(
+                embeddings=_shards_from_json(vocabulary["embeddings"]),
+                heads=_shards_from_json(vocabulary["heads"]),
+                shards=_shards_from_json(vocabulary["shards"]),
+                reasons=vocabulary["reasons"],
+            ),
+        )
+
+    @property
+    def digest(self) -> str:
+        """A hash of all of it, for ranks to compare."""
+        return hashlib.blake2b(self.to_json().encode(), digest_size=16).hexdigest()
+
+
+def _shards_to_json(shards: Mapping[str, Shard]) -> dict[str, Any]:
+    return {name: shard_to_json(shard) for name, shard in shards.items()}
+
+
+def _shards_from_json(value: Mapping[str, Any]) -> dict[str, Shard]:
+    return {name: shard_from_json(shard) for name, shard in value.items()}

@@ -1,0 +1,153 @@
+"""BlockSplit: what a rank of a tensor-parallel group holds of a block, and does differently in its forward."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from fold3d.sharding.shard import Runs, Shard
+
+Path = tuple[int | str, ...]
+"""Of a tensor in a block's arguments or result: the position or name of the argument, then keys inside it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GroupSplit:
+    """A region of a block that each rank computes for its share of the units: heads, groups of heads, neurons.
+
+    Names are of modules and parameters, relative to the block.
+    """
+
+    units: int
+    """What it is made of; each rank computes as many."""
+    entries: tuple[str, ...]
+    """Modules of which a rank computes some output channels; what they take enters the region (Megatron's f)."""
+    exits: tuple[str, ...]
+    """Modules of which a rank has some input channels; what they return is summed over the ranks (Megatron's g)."""
+    copied: Mapping[str, Runs] = field(default_factory=dict)
+    """Modules that every rank computes whole, and whose output channels in these runs enter the region."""
+    shared: tuple[str, ...] = ()
+    """Whole parameters which a module of `exits` adds to what is summed: each rank adds an equal part of them."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns it as JSON values."""
+        return {
+            "units": self.units,
+            "entries": list(self.entries),
+            "exits": list(self.exits),
+            "copied": {name: [list(run) for run in runs] for name, runs in self.copied.items()},
+            "shared": list(self.shared),
+        }
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> GroupSplit:
+        """Returns what `to_json` made."""
+        return cls(
+            units=value["units"],
+            entries=tuple(value["entries"]),
+            exits=tuple(value["exits"]),
+            copied={name: runs_from_json(runs) for name, runs in value["copied"].items()},
+            shared=tuple(value["shared"]),
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Attribute:
+    """An integer on a module of a block, such as a number of heads, that has another value on a rank."""
+
+    module: str
+    name: str
+    """`config.NAME` is an attribute of the module's configuration, of which the module gets a copy of its own."""
+    whole: int
+    part: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TensorSlice:
+    """A tensor that a block takes or returns, of which a rank's region uses or makes a part.
+
+    Along `dim` the units repeat every `period` indices, as where samples and heads lie in one dimension.
+    """
+
+    path: Path
+    dim: int
+    period: int
+    parts: tuple[Runs, ...]
+    """Per rank, within one period."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BlockSplit:
+    """How a block is spread over a tensor-parallel group. Without groups it is whole on every rank."""
+
+    groups: tuple[GroupSplit, ...] = ()
+    shards: Mapping[str, Shard] = field(default_factory=dict)
+    """Of the block's parameters, by name relative to the block."""
+    attributes: tuple[Attribute, ...] = ()
+    inputs: tuple[TensorSlice, ...] = ()
+    """Arguments of which a rank's region takes its part."""
+    entering: tuple[Path, ...] = ()
+    """Arguments that a region reads whole: their gradient is summed over the ranks, if they have one."""
+    outputs: tuple[TensorSlice, ...] = ()
+    """Results of which a rank makes its part; they are put together before they leave the block."""
+    reasons: Mapping[str, str] = field(default_factory=dict)
+    """Of modules and parameters that hold weights, by relative name: why they are split as they are."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns it as JSON values."""
+        return {
+            "groups": [group.to_json() for group in self.groups],
+            "shards": {name: shard_to_json(shard) for name, shard in self.shards.items()},
+            "attributes": [[one.module, one.name, one.whole, one.part] for one in self.attributes],
+            "inputs": [_slice_to_json(one) for one in self.inputs],
+            "entering": [list(path) for path in self.entering],
+            "outputs": [_slice_to_json(one) for one in self.outputs],
+            "reasons": dict(self.reasons),
+        }
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> BlockSplit:
+        """Returns what `to_json` made."""
+        return cls(
+            groups=tuple(map(GroupSplit.from_json, value["groups"])),
+            shards={name: shard_from_json(shard) for name, shard in value["shards"].items()},
+            attributes=tuple(
+                Attribute(module=module, name=name, whole=whole, part=part)
+                for module, name, whole, part in value["attributes"]
+            ),
+            inputs=tuple(map(_slice_from_json, value["inputs"])),
+            entering=tuple(tuple(path) for path in value["entering"]),
+            outputs=tuple(map(_slice_from_json, value["outputs"])),
+            reasons=value["reasons"],
+        )
+
+
+def shard_to_json(shard: Shard) -> dict[str, Any]:
+    """Returns a Shard as JSON values."""
+    parts = [[list(run) for run in runs] for runs in shard.parts]
+    return {"dim": shard.dim, "size": shard.size, "parts": parts, "summed": shard.summed}
+
+
+def shard_from_json(value: Mapping[str, Any]) -> Shard:
+    """Returns what `shard_to_json` made."""
+    return Shard(value["dim"], value["size"], tuple(map(runs_from_json, value["parts"])), value["summed"])
+
+
+def runs_from_json(value: Any) -> Runs:
+    """Returns runs of indices from lists of lists."""
+    return tuple((first, end) for first, end in value)
+
+
+def _slice_to_json(one: TensorSlice) -> dict[str, Any]:
+    parts = [[list(run) for run in runs] for runs in one.parts]
+    return {"path": list(one.path), "dim": one.dim, "period": one.period, "parts": parts}
+
+
+def _slice_from_json(value: Mapping[str, Any]) -> TensorSlice:
+    return TensorSlice(
+        path=tuple(value["path"]),
+        dim=value["dim"],
+        period=value["period"],
+        parts=tuple(map(runs_from_json, value["parts"])),
+    )

@@ -1,0 +1,1 @@
+"""What of a block is divided together, and how."""

@@ -1,0 +1,174 @@
+"""Regions of a block: which matrix products are divided together, and which channels each rank gets."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from fold3d.sharding.shard import Runs, runs_of
+from fold3d.splitting.dividing.units import Mixed, Units, find_units
+from fold3d.splitting.probing.reach import Atom
+from fold3d.splitting.probing.sites import Site
+
+Reach = Mapping[str, list[Atom]]
+"""Site -> its output channels, by what they reach."""
+
+_MOST_PIECES = 9
+_MOST_LEFT_OUT = 2
+
+
+@dataclass(slots=True)
+class Region:
+    """A region as found: sites by the name of their parameter, channels per rank."""
+
+    units: Units
+    per_rank: int
+    columns: dict[str, list[list[int]]] = field(default_factory=dict)
+    rows: dict[str, list[list[int]]] = field(default_factory=dict)
+    copied: dict[str, Runs] = field(default_factory=dict)
+    common: dict[str, int] = field(default_factory=dict)
+    """Site of `columns` -> how many of its channels several ranks hold."""
+
+
+def find_regions(sites: Mapping[str, Site], reach: Reach, tp: int) -> tuple[list[Region], dict[str, str]]:
+    """Returns the regions of a block, and of other sites that something inside the block reaches why they are none."""
+    regions: list[Region] = []
+    reasons: dict[str, str] = {}
+    taken: set[str] = set()
+    for sink in sites:
+        if sink in taken:
+            continue
+        sources = [name for name, found in reach.items() if any(sink in atom.sinks for atom in found)]
+        if not sources:
+            continue
+        region, reason = _region_of(sink, sites, reach, tp, taken)
+        if region is None:
+            reasons[sink] = reason
+            continue
+        regions.append(region)
+        taken |= set(region.columns) | set(region.rows)
+    return regions, reasons
+
+
+def _region_of(
+    sink: str, sites: Mapping[str, Site], reach: Reach, tp: int, taken: set[str]
+) -> tuple[Region | None, str]:
+    reason = ""
+    for rows in _rows_of(sink, reach):
+        for attempt in _attempts(rows, reach):
+            if taken.intersection((*rows, *attempt.sources)):
+                continue
+            try:
+                units = find_units({row: sites[row].inputs for row in rows}, attempt.sources, attempt.left_out)
+            except Mixed as error:
+                reason = reason or str(error)
+                continue
+            if units.count < tp or units.count % tp:
+                reason = reason or _too_few(units.count, tp)
+                continue
+            return _divide(units, attempt, sites, reach, tp), ""
+    return None, reason or "what feeds it is also needed elsewhere"
+
+
+def _too_few(units: int, tp: int) -> str:
+    if units == 1:
+        return "every input channel depends on all that feeds it"
+    return f"{units} units {'are fewer than' if units < tp else 'do not divide by'} tp={tp}"
+
+
+def _rows_of(sink: str, reach: Reach) -> Iterator[tuple[str, ...]]:
+    """Yields which sites' inputs may be divided with that of `sink`: all that its sources feed, then it alone."""
+    rows = {sink: None}
+    while True:
+        sources = [a for a, found in reach.items() if any(not rows.keys().isdisjoint(atom.sinks) for atom in found)]
+        more = {row: None for a in sources for atom in reach[a] for row in atom.sinks}
+        if more.keys() <= rows.keys():
+            break
+        rows |= more
+    if len(rows) > 1:
+        yield tuple(rows)
+    yield (sink,)
+
+
+@dataclass(slots=True)
+class _Attempt:
+    """One way to divide what feeds some rows."""
+
+    sources: dict[str, list[Atom]]
+    left_out: dict[str, frozenset[int]]
+    copied: list[str]
+    rows: tuple[str, ...]
+
+
+def _attempts(rows: tuple[str, ...], reach: Reach) -> Iterator[_Attempt]:
+    """Yields ways to divide what feeds `rows`: first all of it, then without what is cheapest to have on every rank."""
+    feeding = {a: found for a, found in reach.items() if any(row in atom.sinks for atom in found for row in rows)}
+    copied = [
+        a for a, found in feeding.items() if any(atom.leaks or not atom.sinks.keys() <= set(rows) for atom in found)
+    ]
+    sources = {a: found for a, found in feeding.items() if a not in copied}
+    if not sources or not sources.keys().isdisjoint(rows):
+        return
+    pieces = [piece for a, found in sources.items() for piece in _pieces(a, found, rows)]
+    for number in range(_MOST_LEFT_OUT + 1):
+        choices = itertools.combinations(pieces, number)
+        for choice in sorted(choices, key=lambda chosen: sum(piece.channels for piece in chosen)):
+            left_out: dict[str, frozenset[int]] = {}
+            for piece in choice:
+                left_out[piece.site] = left_out.get(piece.site, frozenset()) | piece.atoms
+            if any(len(left_out.get(a, ())) < len(found) for a, found in sources.items()):
+                yield _Attempt(sources, left_out, copied, rows)
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """A run of a site's atoms each of which reaches as many channels, such as the keys of a fused projection."""
+
+    site: str
+    atoms: frozenset[int]
+    channels: int
+
+
+def _pieces(site: str, found: list[Atom], rows: tuple[str, ...]) -> list[_Piece]:
+    """Pieces that lie together, if there are few, and pieces that lie apart, such as the keys of groups of heads."""
+
+    def fan_out(number: int) -> int:
+        return sum(len(found[number].sinks.get(row, ())) for row in rows)
+
+    numbers = range(len(found))
+    together = [list(group) for _, group in itertools.groupby(numbers, key=fan_out)]
+    apart = [[n for n in numbers if fan_out(n) == value] for value in dict.fromkeys(map(fan_out, numbers))]
+    if len(together) > _MOST_PIECES:
+        together = []
+    if len(apart) > _MOST_PIECES:
+        apart = []
+    chosen = dict.fromkeys(frozenset(group) for group in (*together, *apart, numbers))
+    return [_Piece(site, group, sum(found[k].end - found[k].first for k in group)) for group in chosen]
+
+
+def _divide(units: Units, attempt: _Attempt, sites: Mapping[str, Site], reach: Reach, tp: int) -> Region:
+    per_rank = units.count // tp
+    region = Region(units, per_rank)
+    ranks = {row: unit // per_rank for row, unit in units.rows.items()}
+    for row in attempt.rows:
+        region.rows[row] = [(ranks[row] == rank).nonzero().flatten().tolist() for rank in range(tp)]
+    for name, found in attempt.sources.items():
+        parts: list[list[int]] = [[] for _ in range(tp)]
+        common = 0
+        for number, atom in enumerate(found):
+            channels = range(atom.first, atom.end)
+            if number in attempt.left_out.get(name, ()):
+                common += len(channels)
+                readers = sorted({r for row, at in atom.sinks.items() if row in ranks for r in ranks[row][at].tolist()})
+            else:
+                readers = [units.columns[name][number] // per_rank]
+            for rank in readers:
+                parts[rank] += channels
+        region.columns[name] = parts
+        if common:
+            region.common[name] = common
+    for name in attempt.copied:
+        read = [atom for atom in reach[name] if not atom.sinks.keys().isdisjoint(attempt.rows)]
+        region.copied[name] = runs_of(channel for atom in read for channel in range(atom.first, atom.end))
+    return region

@@ -1,0 +1,101 @@
+"""Overrides: what a user says about single modules, in the words of transformers' tensor-parallel plans."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import nn
+
+from fold3d.errors import ConfigError
+from fold3d.sharding.split import BlockSplit
+from fold3d.splitting.plan_words import word_of
+
+WORDS = ("colwise", "rowwise", "replicate")
+
+
+class Overrides:
+    """Patterns of module names -> "colwise", "rowwise" or "replicate".
+
+    A pattern is the name of a module, or of a parameter that is no linear module's, with `*` for anything, in the model
+    or in each block: `model.layers.*.mlp.up_proj`, `mlp.*`.
+
+    Raises: ConfigError for another word.
+    """
+
+    def __init__(self, patterns: Mapping[str, str]) -> None:
+        for pattern, word in patterns.items():
+            if word not in WORDS:
+                raise ConfigError(f"tp_plan[{pattern!r}] is {word!r}; it must be one of {', '.join(WORDS)}")
+        self._patterns = dict(patterns)
+
+    def check_names(self, model: nn.Module) -> None:
+        """Raises: ConfigError for a pattern that matches nothing of the model."""
+        names = [name for name, _ in (*model.named_modules(), *model.named_parameters()) if name]
+        for pattern in self._patterns:
+            if not any(_matches(pattern, name) for name in names):
+                raise ConfigError(
+                    f"tp_plan[{pattern!r}] matches no module and no parameter of {type(model).__name__}; its modules "
+                    f"are called {', '.join(names[-6:-3])} and so on"
+                )
+
+    def of_block(self, name: str, block: nn.Module) -> dict[str, str]:
+        """Returns the modules and parameters of a block, by relative name, that a pattern is about, with its word."""
+        inside = [path for path, _ in (*block.named_modules(), *block.named_parameters()) if path]
+        found: dict[str, str] = {}
+        for path in inside:
+            for pattern, word in self._patterns.items():
+                if _matches(pattern, f"{name}.{path}"):
+                    found[path] = word
+        return found
+
+    def replicated(self, name: str, block: nn.Module) -> frozenset[str]:
+        """Returns what of a block is to be whole, and all that lies in it."""
+        said = [path for path, word in self.of_block(name, block).items() if word == "replicate"]
+        inside = [path for path, _ in (*block.named_modules(), *block.named_parameters()) if path]
+        return frozenset(path for path in inside for one in said if path == one or path.startswith(f"{one}."))
+
+    def check_split(self, name: str, block: nn.Module, split: BlockSplit) -> None:
+        """Raises: ConfigError when a module that is to be divided in one way is not."""
+        for path, word in self.of_block(name, block).items():
+            if word == "replicate" or not _holds_weight(block, path):
+                continue
+            found = word_of(block, path, split)
+            if found != word:
+                raise ConfigError(
+                    f"tp_plan says {word!r} of {name}.{path}, but it is {found}: "
+                    f"{split.reasons.get(path, 'no matrix product reads it')}. Leave it out of tp_plan, or say "
+                    '"replicate".'
+                )
+
+    def differences(self, model: nn.Module, blocks: Mapping[str, BlockSplit]) -> Iterator[str]:
+        """Yields where the plan differs from the model's own, which transformers keeps for some: for information."""
+        own: Mapping[str, Any] = getattr(model, "_tp_plan", None) or {}
+        seen: set[str] = set()
+        for name, split in blocks.items():
+            block = model.get_submodule(name)
+            for path, module in block.named_modules():
+                if not path or not any(True for _ in module.named_parameters(recurse=False)):
+                    continue
+                general = re.sub(r"\.\d+(?=\.|$)", ".*", f"{name}.{path}")
+                theirs = own.get(general)
+                if theirs not in ("colwise", "rowwise") or general in seen:
+                    continue
+                found = word_of(block, path, split)
+                if found != theirs:
+                    seen.add(general)
+                    yield f"{general} is {theirs} in the model's own tp_plan, here it is {found}"
+
+
+def _holds_weight(block: nn.Module, path: str) -> bool:
+    try:
+        module = block.get_submodule(path)
+    except AttributeError:
+        return True  # a parameter
+    return any(True for _ in module.named_parameters(recurse=False))
+
+
+def _matches(pattern: str, name: str) -> bool:
+    return fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}")

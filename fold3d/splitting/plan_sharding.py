@@ -1,0 +1,122 @@
+"""plan_sharding(): how a model is spread over a tensor-parallel group."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten
+
+from fold3d.errors import ConfigError
+from fold3d.sharding.plan import ShardingPlan
+from fold3d.sharding.shard import Shard
+from fold3d.sharding.split import BlockSplit
+from fold3d.splitting.dividing.infer import infer
+from fold3d.splitting.overrides import Overrides
+from fold3d.splitting.probing.capture import CapturedCall, capture
+from fold3d.splitting.proving.proof import prove
+from fold3d.splitting.remembered import remembered
+from fold3d.splitting.whole import check_whole
+from fold3d.trace.model_trace import Trace
+
+
+def plan_sharding(
+    model: nn.Module,
+    trace: Trace,
+    example: Mapping[str, Any],
+    tp: int,
+    overrides: Mapping[str, str] | None = None,
+) -> ShardingPlan:
+    """Returns how `model` is spread over `tp` ranks; the same on every process, whatever the weights are.
+
+    One block of each class (blocks made of the same modules, called with the like arguments) is run to find out how it
+    may be divided (`infer`), and what was found is proved (`prove`). The model is not touched and may be on the meta
+    device. Plans are remembered in the process, by what decides them.
+
+    Args:
+        trace: the model's recording.
+        example: keyword arguments of the model's forward, as recorded.
+        overrides: module names, with `*` for any part of one, -> "colwise", "rowwise" or "replicate".
+    Raises: ConfigError when something large cannot be divided, or an override cannot be followed; TraceError when the
+        blocks cannot be run.
+    """
+    if tp < 1:
+        raise ConfigError(f"tp must be at least 1, got {tp}")
+    if tp == 1:
+        return ShardingPlan(tp=1)
+    return remembered(
+        (model, trace, example, tp, overrides), lambda: _plan(model, trace, example, tp, Overrides(overrides or {}))
+    )
+
+
+def _plan(model: nn.Module, trace: Trace, example: Mapping[str, Any], tp: int, overrides: Overrides) -> ShardingPlan:
+    overrides.check_names(model)
+    calls = capture(model, trace, example)
+    tied = {name for group in trace.tied for name in group} | set(trace.direct) | set(trace.shared)
+    classes: dict[Any, tuple[str, BlockSplit]] = {}
+    blocks: dict[str, BlockSplit] = {}
+    shards: dict[str, Shard] = {}
+    for name, call in calls.items():
+        key = _class_of(name, call, overrides)
+        if key not in classes:
+            classes[key] = (name, _split(name, call, tp, overrides, tied))
+        split = classes[key][1]
+        blocks[name] = split
+        shards.update({f"{name}.{parameter}": shard for parameter, shard in split.shards.items()})
+    return ShardingPlan(tp=tp, shards=shards, blocks=blocks, notes=tuple(overrides.differences(model, blocks)))
+
+
+def _split(name: str, call: CapturedCall, tp: int, overrides: Overrides, tied: set[str]) -> BlockSplit:
+    """Returns a block's proved split. Raises: ConfigError."""
+    whole = overrides.replicated(name, call.block) | _holders(name, call.block, tied)
+    split, failed = _proved(call, tp, whole)
+    reasons = {**split.reasons, **failed}
+    for module in overrides.replicated(name, call.block):
+        reasons[module] = 'whole: tp_plan says "replicate"'
+    made = BlockSplit(
+        groups=split.groups, shards=split.shards, attributes=split.attributes, inputs=split.inputs,
+        entering=split.entering, outputs=split.outputs, reasons=reasons,
+    )  # fmt: skip
+    overrides.check_split(name, call.block, made)
+    check_whole(name, call.block, made, tp)
+    return made
+
+
+def _proved(call: CapturedCall, tp: int, whole: frozenset[str]) -> tuple[BlockSplit, dict[str, str]]:
+    """Returns a split that is proved, and why regions that would be wrong are left whole, by module."""
+    split = infer(call, tp, whole)
+    wrong = prove(call, split, tp)
+    if not wrong:
+        return split, {}
+    failed: dict[str, str] = {}
+    exits = [exit_ for group in split.groups for exit_ in group.exits]
+    kept = set(exits)
+    for exit_ in exits:
+        alone = infer(call, tp, whole | (frozenset(exits) - {exit_}))
+        wrong = prove(call, alone, tp)
+        if wrong:
+            kept.discard(exit_)
+            failed[exit_] = f"whole: divided, {wrong}"
+    split = infer(call, tp, whole | (frozenset(exits) - kept))
+    wrong = prove(call, split, tp)
+    if wrong:
+        failed.update(dict.fromkeys(kept, f"whole: divided, {wrong}"))
+        split = infer(call, tp, whole | frozenset(exits))
+    return split, failed
+
+
+def _holders(name: str, block: nn.Module, tied: set[str]) -> frozenset[str]:
+    """Modules, and parameters, of a block whose weights are read elsewhere, too."""
+    held = [parameter for parameter, _ in block.named_parameters() if f"{name}.{parameter}" in tied]
+    return frozenset(found for parameter in held for found in (parameter, parameter.rpartition(".")[0]))
+
+
+def _class_of(name: str, call: CapturedCall, overrides: Overrides) -> Any:
+    modules = tuple(
+        (path, type(module).__qualname__, tuple((key, p.shape) for key, p in module.named_parameters(recurse=False)))
+        for path, module in call.block.named_modules()
+    )
+    leaves, spec = tree_flatten((call.args, call.kwargs))
+    kinds = tuple((leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else type(leaf).__name__ for leaf in leaves)
+    return modules, str(spec), kinds, call.read, tuple(overrides.of_block(name, call.block).items())

@@ -1,0 +1,211 @@
+"""BlockCalls of a model: each block's arguments in one forward, without the model's weights."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from fold3d.errors import TraceError
+from fold3d.sharding.split import Path
+from fold3d.stage.shapes import ShapeOnly
+from fold3d.trace.arguments import Arguments
+from fold3d.trace.model_trace import Trace
+from fold3d.trace.users_hooks import drop_hooks, is_users
+from fold3d.trace.wrappers import drop_wrappers, wrap
+from fold3d.weights.materialize import materialize
+
+_SAMPLES = 2
+_LENGTH = 8
+"""Of the sequences that blocks are run on; what is a head or a neuron does not depend on it."""
+
+
+@dataclass(frozen=True, slots=True)
+class CapturedCall:
+    """A block without weights (parameters on the meta device, real buffers), and how the model calls it."""
+
+    block: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    read: frozenset[Path]
+    """Tensors among its results that somebody reads."""
+
+
+class _Done(BaseException):
+    """Ends the forward after the last block."""
+
+
+def capture(model: nn.Module, trace: Trace, example: Mapping[str, Any]) -> dict[str, CapturedCall]:
+    """Runs the model's own forward up to its last block, and returns how each block was called, by name.
+
+    Modules with parameters outside of the blocks, and the blocks, return random numbers of the right shapes, so nothing
+    is computed from weights; masks, positions and the like come from the model's own code. The model is not touched.
+
+    Raises: TraceError when the forward fails.
+    """
+    shadow = _skeleton(model)
+    materialize(shadow, set(), seed=0)
+    _fill_direct(shadow, trace)
+    shadow.eval()
+    short, whole = _batch(example, _LENGTH), _batch(example, None)
+    try:
+        run = _Run(shadow, trace, example, short)
+        calls = run(None)
+    except Exception:  # a model may want sequences of the length that it was recorded with
+        try:
+            run = _Run(shadow, trace, example, whole)
+            calls = run(None)
+        except Exception as error:
+            raise TraceError(
+                f"{type(model).__name__} could not be run on the example to find out how its blocks may be split: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+    read: dict[str, set[Path]] = {name: {path for path, _ in paths_of(out)[:1]} for name, out in run.results.items()}
+    extra = {path for out in run.results.values() for path, _ in paths_of(out)[1:]}
+    for path in sorted(extra, key=str):
+        seen = run(path)
+        if any(_has_nan(call) for call in seen.values()):
+            for name in read:
+                read[name].add(path)
+    return {
+        name: CapturedCall(shadow.get_submodule(name), args, kwargs, frozenset(read[name]))
+        for name, (args, kwargs) in calls.items()
+    }
+
+
+def paths_of(value: Any, path: Path = ()) -> list[tuple[Path, Tensor]]:
+    """Returns the tensors in nested tuples, lists and dicts, with their places."""
+    if isinstance(value, Tensor):
+        return [(path, value)]
+    items: Any = ()
+    if isinstance(value, dict):
+        items = value.items()
+    elif isinstance(value, (tuple, list)):
+        items = enumerate(value)
+    return [found for key, item in items for found in paths_of(item, (*path, key))]
+
+
+class _Run:
+    """Runs of the model on one batch."""
+
+    def __init__(self, shadow: nn.Module, trace: Trace, example: Mapping[str, Any], batch: dict[str, Any]) -> None:
+        self._shadow, self._trace, self._batch = shadow, trace, dict(batch)
+        self._called = example.called(shadow) if isinstance(example, Arguments) else shadow
+        if "use_cache" in inspect.signature(self._called.forward).parameters:
+            self._batch.setdefault("use_cache", False)
+        self._outer = [n for n in dict.fromkeys((*trace.prologue, *trace.between)) if _has_parameters(shadow, n)]
+        self._shapes = {n: ShapeOnly(n, shadow.get_submodule(n)) for n in (*self._outer, *trace.blocks)}
+        self.results: dict[str, Any] = {}
+
+    def __call__(self, poisoned: Path | None) -> dict[str, tuple[tuple[Any, ...], dict[str, Any]]]:
+        """Returns (args, kwargs) of each block; the result of each at `poisoned` is NaN."""
+        calls: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {}
+        undo = []
+        draw = torch.Generator().manual_seed(0)
+
+        def stub(name: str, is_block: bool) -> Any:
+            shape_only = self._shapes[name]
+
+            def forward(*args: Any, **kwargs: Any) -> Any:
+                if is_block:
+                    calls[name] = tree_map_only(Tensor, Tensor.detach, (args, kwargs))
+                output = shape_only(torch.device("cpu"), args, kwargs)
+                output = tree_map_only(Tensor, lambda x: _random_like(x, draw), output)
+                if is_block:
+                    self.results[name] = output
+                    for path, leaf in paths_of(output):
+                        if path == poisoned and leaf.is_floating_point():
+                            leaf.fill_(float("nan"))
+                    if name == self._trace.blocks[-1]:
+                        raise _Done
+                return output
+
+            return forward
+
+        try:
+            for names, is_block in ((self._outer, False), (self._trace.blocks, True)):
+                for name in names:
+                    undo.append(wrap(self._shadow.get_submodule(name), stub(name, is_block)))
+            with torch.no_grad():
+                self._called(**self._batch)
+        except _Done:
+            pass
+        finally:
+            for remove in reversed(undo):
+                remove()
+        return calls
+
+
+def _skeleton(model: nn.Module) -> nn.Module:
+    """Returns a copy whose parameters are on the meta device, without hooks and wrappers of others."""
+    memo: dict[int, Any] = {}
+    for parameter in model.parameters():
+        empty = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+        memo[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+    shadow = copy.deepcopy(model, memo)
+    drop_wrappers(shadow)
+    for module in shadow.modules():
+        drop_hooks(module, is_users)
+        for name, buffer in module._buffers.items():
+            if buffer is not None and not buffer.is_meta:
+                module._buffers[name] = buffer.cpu()
+        if getattr(module, "gradient_checkpointing", False):
+            setattr(module, "gradient_checkpointing", False)  # noqa: B010 (no Tensor and no Module)
+    config = getattr(shadow, "config", None)
+    if str(getattr(config, "_attn_implementation", "")).startswith("flash"):
+        shadow.set_attn_implementation("sdpa")  # type: ignore[operator]
+    return shadow
+
+
+def _fill_direct(shadow: nn.Module, trace: Trace) -> None:
+    """Gives values to parameters that code outside of the modules that hold them reads."""
+    draw = torch.Generator().manual_seed(1)
+    for name in trace.direct:
+        holder, _, attribute = name.rpartition(".")
+        module = shadow.get_submodule(holder)
+        parameter = module._parameters.get(attribute)
+        if parameter is not None and parameter.is_meta:
+            real = torch.randn(parameter.shape, generator=draw).to(parameter.dtype)
+            module._parameters[attribute] = nn.Parameter(real, requires_grad=parameter.requires_grad)
+
+
+def _has_parameters(model: nn.Module, name: str) -> bool:
+    return next(model.get_submodule(name).parameters(), None) is not None
+
+
+def _batch(example: Mapping[str, Any], length: int | None) -> dict[str, Any]:
+    """Returns two samples of the example, with values, of sequences no longer than `length`."""
+    tensors = [value for value in example.values() if isinstance(value, Tensor) and value.dim()]
+    samples = tensors[0].shape[0] if tensors else 0
+    texts = [value.shape[1] for value in tensors if value.dim() == 2 and not value.is_floating_point()]
+
+    def change(name: str, tensor: Tensor) -> Tensor:
+        if tensor.is_meta or "mask" in name:
+            ones = torch.ones(tensor.shape, dtype=tensor.dtype)
+            tensor = torch.randn(tensor.shape).to(tensor.dtype) if tensor.is_floating_point() else ones
+        tensor = tensor.detach().cpu()
+        if tensor.dim() and tensor.shape[0] == samples:
+            tensor = tensor[[k % samples for k in range(_SAMPLES)]]
+            if length is not None and tensor.dim() > 1 and texts and tensor.shape[1] == texts[0]:
+                tensor = tensor[:, :length]
+        return tensor
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(2)
+        return {name: tree_map_only(Tensor, partial(change, name), value) for name, value in example.items()}
+
+
+def _random_like(x: Tensor, draw: torch.Generator) -> Tensor:
+    return torch.randn(x.shape, generator=draw).to(x.dtype) if x.is_floating_point() else x
+
+
+def _has_nan(call: Any) -> bool:
+    leaves = [leaf for leaf in tree_leaves(call) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+    return any(bool(torch.isnan(leaf).any()) for leaf in leaves)

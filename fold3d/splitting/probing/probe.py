@@ -1,0 +1,229 @@
+"""Probe: runs a block with stubs in the place of its matrix products, with NaN somewhere, and says where it arrives."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._pytree import tree_map_only
+
+from fold3d.sharding.shard import Shard
+from fold3d.sharding.split import Path
+from fold3d.splitting.probing.capture import CapturedCall, paths_of
+from fold3d.splitting.probing.double import DoubleMode
+from fold3d.splitting.probing.sites import Site, SiteMode
+from fold3d.tensor_parallel.slices import replace_argument
+
+_SMALL = 1 << 16
+"""Elements of a parameter that has values whatever it is used for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Poison:
+    """Where NaN is put: output channels of a site, indices along a dimension of a parameter, or of an argument."""
+
+    indices: Sequence[int]
+    site: str | None = None
+    parameter: str | None = None
+    argument: Path | None = None
+    dim: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Response:
+    """What a run shows: of each site's input which channels are NaN, and which results that somebody reads."""
+
+    sinks: Mapping[str, Tensor]
+    leaks: frozenset[Path]
+
+    def same(self, other: Response) -> bool:
+        """Returns whether both show the same."""
+        return (
+            self.leaks == other.leaks
+            and self.sinks.keys() == other.sinks.keys()
+            and all(torch.equal(mask, other.sinks[name]) for name, mask in self.sinks.items())
+        )
+
+
+@dataclass(slots=True)
+class Local:
+    """What a run computes as one rank: parts of the sites' outputs, of parameters and of arguments."""
+
+    outputs: dict[str, Tensor] = field(default_factory=dict)
+    """Site -> indices of its output channels."""
+    shards: dict[str, Shard] = field(default_factory=dict)
+    rank: int = 0
+
+
+class Probe:
+    """A private copy of a block in double precision, without weights that matrix products read.
+
+    `sites` are the products that a run makes, by the name of the parameter, in their order.
+    """
+
+    def __init__(self, call: CapturedCall) -> None:
+        self.block = copy.deepcopy(call.block)
+        self.args, self.kwargs = tree_map_only(Tensor, _double, (call.args, call.kwargs))
+        self.read = call.read
+        self.sites: dict[str, Site] = {}
+        self.seen: dict[str, list[Tensor]] = {}
+        self.output: Any = None
+        self._presets: dict[Any, Tensor] = {}
+        self._poison: Poison | None = None
+        self._local: Local | None = None
+        self._counts: dict[str, int] = {}
+        self._values: dict[str, Tensor] = {}
+        self._fill()
+
+    def respond(self, poison: Poison) -> Response:
+        """Runs with NaN at `poison`. Raises: whatever the block raises."""
+        self._poison = poison
+        args, kwargs = self.args, self.kwargs
+        parameter = None
+        try:
+            if poison.argument is not None:
+                args, kwargs = replace_argument(args, kwargs, poison.argument, lambda x: _poisoned(x, poison))
+            if poison.parameter is not None:
+                parameter = self.block.get_parameter(poison.parameter)
+                parameter.data = _poisoned(self._values[poison.parameter], poison)
+            # Fused kernels of attention swallow NaN; the one made of plain operations hands it on.
+            with sdpa_kernel(SDPBackend.MATH):
+                output = self._run(args, kwargs)
+        finally:
+            self._poison = None
+            if parameter is not None and poison.parameter is not None:
+                parameter.data = self._values[poison.parameter]
+        sinks = {}
+        for name, inputs in self.seen.items():
+            mask = torch.zeros(self.sites[name].inputs, dtype=torch.bool)
+            for x in inputs:
+                mask |= torch.isnan(x).reshape(-1, mask.numel()).any(0)
+            if mask.any():
+                sinks[name] = mask
+        leaks = frozenset(
+            path
+            for path, leaf in paths_of(output)
+            if path in self.read and leaf.is_floating_point() and bool(torch.isnan(leaf).any())
+        )
+        return Response(sinks, leaks)
+
+    def run(self, args: Any = None, kwargs: Any = None, local: Local | None = None) -> dict[str, list[Tensor]]:
+        """Runs, as one rank if told so, and returns what each site's input was; the result is in `output`."""
+        self._local = local
+        changed: list[str] = []
+        try:
+            if local is not None:
+                for name, shard in local.shards.items():
+                    changed.append(name)
+                    self._set_part(name, shard, local.rank)
+            self._run(self.args if args is None else args, self.kwargs if kwargs is None else kwargs)
+        finally:
+            self._local = None
+            for name in changed:
+                self.block.get_parameter(name).data = self._values[name]
+        return self.seen
+
+    @property
+    def free(self) -> list[str]:
+        """Parameters that no matrix product reads."""
+        used = {name for site in self.sites.values() for name in (site.weight, site.bias)}
+        return [name for name in self._values if name not in used]
+
+    def reached_by(self, parameter: str) -> set[str]:
+        """Returns the sites whose inputs depend on a parameter that no product reads."""
+        size = self.shape_of(parameter)[0]
+        return set(self.respond(Poison(range(size), parameter=parameter)).sinks)
+
+    def shape_of(self, parameter: str) -> torch.Size:
+        """Returns a parameter's shape."""
+        return self._values[parameter].shape
+
+    # -- runs --
+
+    def _run(self, args: Any, kwargs: Any) -> Any:
+        self.seen, self._counts = {}, {}
+        with torch.no_grad(), DoubleMode(), SiteMode(self.block.named_parameters(), self._product):
+            self.output = self.block(*args, **kwargs)
+        return self.output
+
+    def _product(self, site: Site, x: Tensor, shape: list[int]) -> Tensor:
+        name = site.weight
+        if self._local is None:
+            self.sites.setdefault(name, site)
+        count = self._counts[name] = self._counts.get(name, -1) + 1
+        self.seen.setdefault(name, []).append(x.detach())
+        whole = (*shape[:-1], self.sites[name].outputs)
+        key = (name, count, whole)
+        if key not in self._presets:
+            draw = torch.Generator().manual_seed(len(self._presets) + 11)
+            self._presets[key] = torch.randn(whole, dtype=x.dtype, generator=draw)
+        value = self._presets[key]
+        poison, local = self._poison, self._local
+        if poison is not None and poison.site == name:
+            value = value.clone()
+            value[..., _index(poison.indices)] = float("nan")
+            return value
+        if local is not None and name in local.outputs:
+            return value.index_select(-1, local.outputs[name])
+        return value.clone()  # models add in place
+
+    # -- parameters --
+
+    def _fill(self) -> None:
+        """Gives parameters values; first those of matrix products are told from others by a run without any."""
+        for name, parameter in list(self.block.named_parameters()):
+            self._set(name, _blank(parameter) if parameter.numel() > _SMALL else _random(name, parameter))
+        for module in self.block.modules():
+            for key, buffer in module._buffers.items():
+                if buffer is not None:
+                    module._buffers[key] = _double(buffer)
+        self._run(self.args, self.kwargs)
+        matrices = {site.weight for site in self.sites.values()}
+        for name, value in list(self._values.items()):
+            blank = name in matrices
+            if blank or value.numel() > _SMALL:
+                self._set(name, _blank(value) if blank else _random(name, value))
+
+    def _set(self, name: str, value: Tensor) -> None:
+        holder, _, attribute = name.rpartition(".")
+        setattr(self.block.get_submodule(holder), attribute, nn.Parameter(value, requires_grad=False))
+        self._values[name] = value
+
+    def _set_part(self, name: str, shard: Shard, rank: int) -> None:
+        whole = self._values[name]
+        blank = any(site.weight == name for site in self.sites.values())
+        part = _blank(whole, shard.shape(whole.shape, rank)) if blank else shard.take(whole, rank)
+        self.block.get_parameter(name).data = part
+
+
+def _blank(like: Tensor, shape: Sequence[int] | None = None) -> Tensor:
+    """Returns zeros of a shape that take no memory."""
+    return torch.zeros(1, dtype=torch.float64).expand(like.shape if shape is None else shape)
+
+
+def _random(name: str, like: Tensor) -> Tensor:
+    draw = torch.Generator().manual_seed(sum(map(ord, name)))
+    return 1 + 0.2 * torch.randn(like.shape, dtype=torch.float64, generator=draw)
+
+
+def _double(x: Tensor) -> Tensor:
+    return x.double() if x.is_floating_point() else x
+
+
+def _poisoned(x: Tensor, poison: Poison) -> Tensor:
+    x = x.clone()
+    x.index_fill_(poison.dim, torch.tensor(_index_list(poison.indices)), float("nan"))
+    return x
+
+
+def _index(indices: Sequence[int]) -> Any:
+    return slice(indices.start, indices.stop) if isinstance(indices, range) else torch.tensor(indices)
+
+
+def _index_list(indices: Sequence[int]) -> list[int]:
+    return list(indices)

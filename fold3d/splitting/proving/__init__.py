@@ -1,0 +1,1 @@
+"""Proof that ranks which share a block compute what the block computes."""

@@ -1,0 +1,95 @@
+"""BlockCall: one call of a block that is spread over a tensor-parallel group."""
+
+from __future__ import annotations
+
+import weakref
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fold3d.tensor_parallel.dropout import ShardDraws
+from fold3d.tensor_parallel.region import RegionOps
+
+
+class BlockCall:
+    """What the forwards of a block's modules share while it runs: what has entered a region, and its random numbers.
+
+    Each greenlet has a call of its own, as each thread has: halves of a micro-batch may take turns at every sum.
+    """
+
+    def __init__(self, ops: RegionOps) -> None:
+        self._ops = ops
+        self._draws = ShardDraws(ops.rank)
+        self._open: set[int] = set()
+        self._entered: list[tuple[weakref.ref[Tensor], bool, Tensor]] = []
+
+    def enter(self, x: Tensor, group: int, forks: bool) -> Tensor:
+        """Returns `x` as the region of a group reads it; what several modules take enters once.
+
+        Args:
+            forks: whether each rank draws its own random numbers from here on.
+        """
+        self._open.add(group)
+        if forks:
+            self._draws.fork(x.device)
+        return self.copy(x)
+
+    def copy(self, x: Tensor) -> Tensor:
+        """Returns `x` with a gradient that is summed over the ranks, the same tensor each time."""
+        if not x.requires_grad or not torch.is_grad_enabled():
+            return x
+        for known, with_grad, copied in self._entered:
+            if known() is x and with_grad:
+                return copied
+        copied = self._ops.copy_to_region(x)
+        self._entered.append((weakref.ref(x), True, copied))
+        return copied
+
+    def leave(self, group: int) -> None:
+        """The region of a group has ended, up to the sum."""
+        self._open.discard(group)
+        if not self._open:
+            self._draws.join()
+
+    def close(self) -> None:
+        """The block has returned or raised."""
+        self._open.clear()
+        self._draws.join()
+        self._entered.clear()
+
+
+_CURRENT: ContextVar[tuple[object, BlockCall] | None] = ContextVar("fold3d_block_call", default=None)
+
+
+class BlockCalls:
+    """The calls of one block."""
+
+    def __init__(self, ops: RegionOps) -> None:
+        self._ops = ops
+        self._outside = BlockCall(ops)
+
+    def begin(self) -> Any:
+        """A call begins; returns what `end` takes."""
+        call = BlockCall(self._ops)
+        return call, _CURRENT.set((self, call))
+
+    def end(self, begun: Any) -> None:
+        """The call has returned or raised."""
+        call, token = begun
+        call.close()
+        _CURRENT.reset(token)
+
+    def current(self) -> BlockCall:
+        """Returns the call that is under way: outside of one, where backward computes a part of the block again, one
+        that knows of nothing before."""
+        found = _CURRENT.get()
+        if found is not None and found[0] is self:
+            return found[1]
+        return self._outside
+
+    def left(self, call: BlockCall) -> None:
+        """A region has ended: outside of a call of the block nothing else will end it."""
+        if call is self._outside:
+            call.close()

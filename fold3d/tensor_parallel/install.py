@@ -1,0 +1,271 @@
+"""install(): puts the forwards of a split on the live modules of a model; classes, names and types stay."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from fold3d.sharding.plan import ShardingPlan
+from fold3d.sharding.shard import Shard
+from fold3d.sharding.split import Attribute, BlockSplit, GroupSplit, TensorSlice
+from fold3d.tensor_parallel.block_call import BlockCalls
+from fold3d.tensor_parallel.linear import is_linear, matmul, widths
+from fold3d.tensor_parallel.region import RegionOps
+from fold3d.tensor_parallel.slices import indices_of, replace_argument, replace_leaf, spread_part, take_part
+from fold3d.trace.wrappers import wrap
+
+
+def install(model: nn.Module, plan: ShardingPlan, rank: int, ops: RegionOps) -> Callable[[], None]:
+    """Makes the model's blocks compute what `rank` has of them, and returns what undoes it.
+
+    Parameters may be sliced (`Shard.take`) before or after: their values and shapes are read in each forward. It comes
+    before a SplitModel is made, whose forwards then stand around these. The model's own checkpointing, autocast and
+    no_grad are as before; a sum over the ranks happens in a forward, and in its recomputation.
+
+    Args:
+        rank: place in the tensor-parallel group, 0 .. tp-1.
+        ops: the group; its calls are made in the order of the blocks' own code.
+    Raises: AttributeError when the model has other modules than the plan's.
+    """
+    undo: list[Callable[[], None]] = []
+    try:
+        for name, split in plan.blocks.items():
+            undo.append(install_block(model.get_submodule(name), split, rank, ops))
+    except BaseException:
+        _undo_all(undo)
+        raise
+    return partial(_undo_all, undo)
+
+
+def install_block(block: nn.Module, split: BlockSplit, rank: int, ops: RegionOps) -> Callable[[], None]:
+    """Does for one block what `install` does for a model."""
+    if not split.groups:
+        return _nothing
+    undo: list[Callable[[], None]] = []
+    calls = BlockCalls(ops)
+    made = _Installer(block, split, rank, ops, calls)
+    try:
+        undo += set_widths(block, split, rank)
+        undo += [set_attribute(block, attribute) for attribute in split.attributes]
+        for number, group in enumerate(split.groups):
+            undo += made.group(number, group)
+        undo.append(made.block())
+    except BaseException:
+        _undo_all(undo)
+        raise
+    return partial(_undo_all, undo)
+
+
+def set_attribute(block: nn.Module, attribute: Attribute) -> Callable[[], None]:
+    """Gives an attribute of a block's module the value it has on a rank; returns what undoes it."""
+    module = block.get_submodule(attribute.module)
+    name = attribute.name
+    if name.startswith("config."):
+        before: Any = module.config
+        own: Any = copy.copy(before)
+        setattr(own, name.removeprefix("config."), attribute.part)
+        module.config = own
+        return partial(setattr, module, "config", before)
+    before = getattr(module, name)
+    setattr(module, name, attribute.part)
+    return partial(setattr, module, name, before)
+
+
+def set_widths(block: nn.Module, split: BlockSplit, rank: int) -> Iterator[Callable[[], None]]:
+    """Gives linear modules the numbers of channels they have on a rank, which their code or others' reads."""
+    for full, shard in split.shards.items():
+        holder, _, name = full.rpartition(".")
+        module = block.get_submodule(holder)
+        if is_linear(module) and name == "weight":
+            attribute = widths(module)[shard.dim]
+            whole = getattr(module, attribute)
+            setattr(module, attribute, shard.length(rank))
+            yield partial(setattr, module, attribute, whole)
+
+
+class _Installer:
+    """Puts the forwards on one block."""
+
+    def __init__(self, block: nn.Module, split: BlockSplit, rank: int, ops: RegionOps, calls: BlockCalls) -> None:
+        self._block = block
+        self._split = split
+        self._rank = rank
+        self._ops = ops
+        self._calls = calls
+        self._hubs = {
+            name: _Hub(shard, rank, ops) for name, shard in split.shards.items() if shard.overlaps and not shard.summed
+        }
+
+    def group(self, number: int, group: GroupSplit) -> Iterator[Callable[[], None]]:
+        """Yields what takes the forwards of a group off again."""
+        for name, runs in group.copied.items():
+            module = self._block.get_submodule(name)
+            yield wrap(module, self._copied(module, indices_of(runs)))
+        for name in dict.fromkeys((*group.entries, *group.exits)):
+            module = self._block.get_submodule(name)
+            enters, exits = name in group.entries, name in group.exits
+            if exits and is_linear(module) and "forward" not in vars(module):
+                yield wrap(module, self._linear_exit(module, number))
+            else:
+                yield wrap(module, self._region(module, name, number, enters, exits, group.shared))
+
+    def block(self) -> Callable[[], None]:
+        """Puts the block's own forward around the others."""
+        split, rank, ops, calls, original = self._split, self._rank, self._ops, self._calls, self._block.forward
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            begun = calls.begin()
+            call = begun[0]
+            sliced: dict[int, tuple[Tensor, Tensor]] = {}
+
+            def take(x: Tensor, one: TensorSlice) -> Tensor:
+                part = take_part(call.copy(x), one, rank)
+                sliced[id(part)] = (part, x)
+                return part
+
+            try:
+                for one in split.inputs:
+                    args, kwargs = replace_argument(args, kwargs, one.path, partial(take, one=one))
+                for path in split.entering:
+                    args, kwargs = replace_argument(args, kwargs, path, call.copy)
+                output = original(*args, **kwargs)
+                for one in split.outputs:
+                    gather = partial(_gather, one=one, rank=rank, ops=ops, sliced=sliced)
+                    output = replace_leaf(output, one.path, gather)
+                return output
+            finally:
+                calls.end(begun)
+
+        return wrap(self._block, forward)
+
+    def _copied(self, module: nn.Module, channels: Tensor) -> Callable[..., Any]:
+        original, ops = module.forward, self._ops
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            y = original(*args, **kwargs)
+            if not y.requires_grad:
+                return y
+            whole = len(channels) == y.shape[-1]
+            return ops.copy_to_region(y, None if whole else channels.to(y.device))
+
+        return forward
+
+    def _linear_exit(self, module: nn.Module, number: int) -> Callable[[Tensor], Tensor]:
+        calls, ops = self._calls, self._ops
+
+        def forward(x: Tensor) -> Tensor:
+            y = matmul(module, x)
+            call = calls.current()
+            call.leave(number)
+            calls.left(call)
+            y = ops.reduce_from_region(y)
+            bias: Tensor | None = module.bias  # type: ignore[assignment]
+            return y if bias is None else y + bias.to(y.dtype)
+
+        return forward
+
+    def _region(
+        self, module: nn.Module, name: str, number: int, enters: bool, exits: bool, shared: tuple[str, ...]
+    ) -> Callable[..., Any]:
+        calls, ops, block, original = self._calls, self._ops, self._block, module.forward
+        prefix = f"{name}." if name else ""
+        hubs = {full: hub for full, hub in self._hubs.items() if full.startswith(prefix)}
+        parts = [full for full in shared if full.startswith(prefix)] if exits else []
+        # The bias of a linear layer that somebody has put a forward on is added once, behind the sum.
+        late = f"{prefix}bias" if exits and is_linear(module) and module.bias is not None else None
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            call = calls.current()
+            if enters:
+                forks = block.training
+
+                def enter(x: Tensor) -> Tensor:
+                    return call.enter(x, number, forks) if x.is_floating_point() else x
+
+                args, kwargs = tree_map_only(Tensor, enter, (args, kwargs))
+            with contextlib.ExitStack() as stack:
+                for full, hub in hubs.items():
+                    stack.enter_context(_instead(block, full, hub.copied))
+                for full in parts:
+                    stack.enter_context(_instead(block, full, lambda parameter: parameter / ops.size))
+                if late is not None:
+                    stack.enter_context(_instead(block, late, torch.zeros_like))
+                y = original(*args, **kwargs)
+            if not exits:
+                return y
+            call.leave(number)
+            calls.left(call)
+            y = tree_map_only(Tensor, ops.reduce_from_region, y)
+            return y if late is None else y + block.get_parameter(late).to(y.dtype)
+
+        return forward
+
+
+class _Hub:
+    """What several ranks hold of a parameter of which each holds another part: its gradient is summed in backward."""
+
+    def __init__(self, shard: Shard, rank: int, ops: RegionOps) -> None:
+        self._ops = ops
+        self._dim = shard.dim
+        held = [0] * shard.size
+        for runs in shard.parts:
+            for index in indices_of(runs).tolist():
+                held[index] += 1
+        common = [index for index, count in enumerate(held) if count > 1]
+        place = {index: k for k, index in enumerate(common)}
+        mine = indices_of(shard.parts[rank]).tolist()
+        self._common = len(common)
+        self._everybody = held.count(len(shard.parts)) == len(common)
+        self._here = torch.tensor([k for k, index in enumerate(mine) if index in place])
+        self._places = torch.tensor([place[index] for index in mine if index in place])
+
+    def copied(self, weight: Tensor) -> Tensor:
+        """Returns a rank's part with a gradient that is, at what several hold, the sum of theirs."""
+        if not weight.requires_grad or not torch.is_grad_enabled():
+            return weight
+        here, places = self._here.to(weight.device), self._places.to(weight.device)
+        if self._everybody:
+            return self._ops.copy_weight(weight, self._dim, here)
+        shape = [*weight.shape[: self._dim], self._common, *weight.shape[self._dim + 1 :]]
+        common = weight.new_zeros(shape).index_copy(self._dim, places, weight.index_select(self._dim, here))
+        everything = torch.arange(self._common, device=weight.device)
+        common = self._ops.copy_weight(common, self._dim, everything)
+        return weight.index_copy(self._dim, here, common.index_select(self._dim, places))
+
+
+@contextlib.contextmanager
+def _instead(block: nn.Module, full: str, change: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """Has the block's code read something else in the place of a parameter: an attribute of the instance hides it."""
+    holder, _, name = full.rpartition(".")
+    module = block.get_submodule(holder)
+    if module._parameters.get(name) is None:
+        yield
+        return
+    vars(module)[name] = change(module._parameters[name])  # type: ignore[arg-type]
+    try:
+        yield
+    finally:
+        del vars(module)[name]
+
+
+def _gather(x: Tensor, one: TensorSlice, rank: int, ops: RegionOps, sliced: dict[int, tuple[Tensor, Tensor]]) -> Tensor:
+    part, whole = sliced.get(id(x), (None, None))
+    if part is x and whole is not None:  # what came in goes out again
+        return whole
+    return ops.reduce_from_region(spread_part(x, one, rank))
+
+
+def _undo_all(undo: list[Callable[[], None]]) -> None:
+    while undo:
+        undo.pop()()
+
+
+def _nothing() -> None:
+    pass

@@ -1,0 +1,78 @@
+"""Parts of tensors that blocks take and return."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fold3d.sharding.shard import Runs
+from fold3d.sharding.split import Path, TensorSlice
+
+
+def indices_of(runs: Runs, device: torch.device | str = "cpu") -> Tensor:
+    """Returns the indices in runs, int64."""
+    return torch.cat([torch.arange(first, end, device=device) for first, end in runs] or [torch.arange(0)])
+
+
+def replace_leaf(value: Any, path: Path, change: Callable[[Tensor], Tensor]) -> Any:
+    """Returns `value`, nested tuples, lists and dicts, with the tensor at `path` changed; without one there, itself."""
+    if not path:
+        return change(value) if isinstance(value, Tensor) else value
+    key, rest = path[0], path[1:]
+    if isinstance(value, dict):
+        if key not in value:
+            return value
+        changed = replace_leaf(value[key], rest, change)
+        if changed is value[key]:
+            return value
+        made = value.copy()  # of its own class: results of transformers' models are dicts
+        made[key] = changed
+        return made
+    if isinstance(value, (tuple, list)) and isinstance(key, int) and key < len(value):
+        changed = replace_leaf(value[key], rest, change)
+        if changed is value[key]:
+            return value
+        items = [changed if i == key else item for i, item in enumerate(value)]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    return value
+
+
+def replace_argument(args: Any, kwargs: Any, path: Path, change: Callable[[Tensor], Tensor]) -> tuple[Any, Any]:
+    """Returns (args, kwargs) of a call with the tensor at `path` changed."""
+    if isinstance(path[0], int):
+        return replace_leaf(args, path, change), kwargs
+    return args, replace_leaf(kwargs, path, change)
+
+
+def take_part(x: Tensor, sliced: TensorSlice, rank: int) -> Tensor:
+    """Returns a rank's part of a whole tensor; a dimension of one, which all units share, stays.
+
+    Raises: ValueError when its dimension is no multiple of what was recorded.
+    """
+    length, dim = x.shape[sliced.dim], sliced.dim
+    if length == 1 and sliced.period > 1:
+        return x
+    if length % sliced.period:
+        raise ValueError(
+            f"argument {'.'.join(map(str, sliced.path))} has {length} elements along dimension {dim}, which is no "
+            f"multiple of {sliced.period} as where the model was recorded"
+        )
+    index = indices_of(sliced.parts[rank], x.device)
+    periods = x.reshape(*x.shape[:dim], -1, sliced.period, *x.shape[dim + 1 :])
+    return periods.index_select(dim + 1, index).flatten(dim, dim + 1)
+
+
+def spread_part(part: Tensor, sliced: TensorSlice, rank: int) -> Tensor:
+    """Returns the whole tensor of which a rank has its part, zero elsewhere: the sum over ranks is the tensor."""
+    dim = sliced.dim
+    index = indices_of(sliced.parts[rank], part.device)
+    spread = part.reshape(*part.shape[:dim], -1, len(index), *part.shape[dim + 1 :])
+    shape = [*spread.shape[: dim + 1], sliced.period, *spread.shape[dim + 2 :]]
+    holders = torch.zeros(sliced.period, device=part.device, dtype=part.dtype)
+    for runs in sliced.parts:
+        holders[indices_of(runs, part.device)] += 1
+    share = spread / holders[index].reshape([-1] + [1] * (spread.dim() - dim - 2))
+    return part.new_zeros(shape).index_copy(dim + 1, index, share).flatten(dim, dim + 1)

@@ -1,0 +1,71 @@
+"""A model as all ranks of an emulated tensor-parallel group, compared with the model."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fold3d.sharding.plan import ShardingPlan
+from fold3d.splitting.probing.double import DoubleMode
+from fold3d.splitting.proving.emulate import EmulatedGroup
+from fold3d.tensor_parallel.install import install
+
+
+def shard(model: nn.Module, plan: ShardingPlan, rank: int) -> nn.Module:
+    """Returns a copy of `model` with a rank's parts of its parameters."""
+    made = copy.deepcopy(model)
+    for name, parameter in made.named_parameters():
+        parameter.grad = None
+        spread = plan.shard_of(name)
+        if spread is not None:
+            parameter.data = spread.take(parameter.data, rank)
+    return made
+
+
+def result_of(output: Any) -> Tensor:
+    """Returns one number that depends on all that a model returns."""
+    loss = getattr(output, "loss", None)
+    return loss if loss is not None else (output[0] * torch.linspace(-1, 1, output[0].shape[-1]).double()).sum()
+
+
+def gradients_of(models: list[nn.Module], plan: ShardingPlan, name: str) -> list[Tensor | None]:
+    """Returns each rank's gradient of a parameter, summed where ranks have different shares of it."""
+    found = [model.get_parameter(name).grad for model in models]
+    spread = plan.shard_of(name)
+    if spread is None or not spread.summed:
+        return found
+    return [
+        sum((found[other] for other in spread.holders(rank) if found[other] is not None), torch.zeros(()))
+        for rank in range(plan.tp)
+    ]
+
+
+def compare(model: nn.Module, batch: dict[str, Tensor], plan: ShardingPlan) -> float:
+    """Returns the largest difference of loss and gradients between `model` and the ranks that share it."""
+    model.zero_grad(set_to_none=True)
+    with DoubleMode():
+        whole = result_of(model(**batch))
+    whole.backward()
+    ranks = [shard(model, plan, rank) for rank in range(plan.tp)]
+
+    def as_rank(ops: Any) -> Tensor:
+        install(ranks[ops.rank], plan, ops.rank, ops)
+        return result_of(ranks[ops.rank](**batch))
+
+    with DoubleMode():
+        losses = EmulatedGroup(plan.tp).run(as_rank)
+    torch.stack(losses).sum().backward()
+    worst = max(float((loss - whole).detach().abs()) for loss in losses)
+    for name, parameter in model.named_parameters():
+        spread = plan.shard_of(name)
+        for rank, gradient in enumerate(gradients_of(ranks, plan, name)):
+            if parameter.grad is None:
+                assert gradient is None
+                continue
+            assert gradient is not None, name
+            expected = parameter.grad if spread is None else spread.take(parameter.grad, rank)
+            worst = max(worst, float((gradient - expected).abs().max()))
+    return worst
