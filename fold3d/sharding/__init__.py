@@ -1,4 +1,4 @@
-"""Which part of each weight a rank of a tensor-parallel group holds: found out by running blocks, and proved.
+"""Which part of each weight a rank of a tensor-parallel group holds, and what its blocks do differently: values.
 
-Knows models and recordings; no process group. Used by weights, placement, stage and checkpoint.
+No process group; `fold3d.splitting` finds them out. Used by weights, placement, tensor_parallel, stage and checkpoint.
 """

@@ -19,7 +19,7 @@ from fold3d.tensor_parallel.block_call import BlockCalls
 from fold3d.tensor_parallel.linear import is_linear, matmul, widths
 from fold3d.tensor_parallel.region import RegionOps
 from fold3d.tensor_parallel.slices import indices_of, replace_argument, replace_leaf, spread_part, take_part
-from fold3d.trace.wrappers import wrap
+from fold3d.trace.wrappers import replace_attributes, wrap
 
 
 def install(model: nn.Module, plan: ShardingPlan, rank: int, ops: RegionOps) -> Callable[[], None]:
@@ -64,18 +64,14 @@ def install_block(block: nn.Module, split: BlockSplit, rank: int, ops: RegionOps
 
 
 def set_attribute(block: nn.Module, attribute: Attribute) -> Callable[[], None]:
-    """Gives an attribute of a block's module the value it has on a rank; returns what undoes it."""
+    """Gives an attribute of a block's module the value it has on a rank; returns what gives the module its own back."""
     module = block.get_submodule(attribute.module)
     name = attribute.name
-    if name.startswith("config."):
-        before: Any = module.config
-        own: Any = copy.copy(before)
-        setattr(own, name.removeprefix("config."), attribute.part)
-        module.config = own
-        return partial(setattr, module, "config", before)
-    before = getattr(module, name)
-    setattr(module, name, attribute.part)
-    return partial(setattr, module, name, before)
+    if not name.startswith("config."):
+        return replace_attributes(module, {name: attribute.part})
+    config: Any = copy.copy(module.config)
+    setattr(config, name.removeprefix("config."), attribute.part)
+    return replace_attributes(module, {"config": config})
 
 
 def set_widths(block: nn.Module, split: BlockSplit, rank: int) -> Iterator[Callable[[], None]]:
@@ -84,10 +80,7 @@ def set_widths(block: nn.Module, split: BlockSplit, rank: int) -> Iterator[Calla
         holder, _, name = full.rpartition(".")
         module = block.get_submodule(holder)
         if is_linear(module) and name == "weight":
-            attribute = widths(module)[shard.dim]
-            whole = getattr(module, attribute)
-            setattr(module, attribute, shard.length(rank))
-            yield partial(setattr, module, attribute, whole)
+            yield replace_attributes(module, {widths(module)[shard.dim]: shard.length(rank)})
 
 
 class _Installer:

@@ -31,7 +31,7 @@ class Region:
     """Site of `columns` -> how many of its channels several ranks hold."""
 
 
-def find_regions(sites: Mapping[str, Site], reach: Reach, tp: int) -> tuple[list[Region], dict[str, str]]:
+def find_regions(sites: Mapping[str, Site], reach: Reach, group: int) -> tuple[list[Region], dict[str, str]]:
     """Returns the regions of a block, and of other sites that something inside the block reaches why they are none."""
     regions: list[Region] = []
     reasons: dict[str, str] = {}
@@ -42,7 +42,7 @@ def find_regions(sites: Mapping[str, Site], reach: Reach, tp: int) -> tuple[list
         sources = [name for name, found in reach.items() if any(sink in atom.sinks for atom in found)]
         if not sources:
             continue
-        region, reason = _region_of(sink, sites, reach, tp, taken)
+        region, reason = _region_of(sink, sites, reach, group, taken)
         if region is None:
             reasons[sink] = reason
             continue
@@ -52,7 +52,7 @@ def find_regions(sites: Mapping[str, Site], reach: Reach, tp: int) -> tuple[list
 
 
 def _region_of(
-    sink: str, sites: Mapping[str, Site], reach: Reach, tp: int, taken: set[str]
+    sink: str, sites: Mapping[str, Site], reach: Reach, group: int, taken: set[str]
 ) -> tuple[Region | None, str]:
     reason = ""
     for rows in _rows_of(sink, reach):
@@ -64,17 +64,17 @@ def _region_of(
             except Mixed as error:
                 reason = reason or str(error)
                 continue
-            if units.count < tp or units.count % tp:
-                reason = reason or _too_few(units.count, tp)
+            if units.count < group or units.count % group:
+                reason = reason or _too_few(units.count, group)
                 continue
-            return _divide(units, attempt, sites, reach, tp), ""
+            return _divide(units, attempt, sites, reach, group), ""
     return None, reason or "what feeds it is also needed elsewhere"
 
 
-def _too_few(units: int, tp: int) -> str:
+def _too_few(units: int, group: int) -> str:
     if units == 1:
         return "every input channel depends on all that feeds it"
-    return f"{units} units {'are fewer than' if units < tp else 'do not divide by'} tp={tp}"
+    return f"{units} units {'are fewer than' if units < group else 'do not divide by'} tp={group}"
 
 
 def _rows_of(sink: str, reach: Reach) -> Iterator[tuple[str, ...]]:
@@ -147,14 +147,14 @@ def _pieces(site: str, found: list[Atom], rows: tuple[str, ...]) -> list[_Piece]
     return [_Piece(site, group, sum(found[k].end - found[k].first for k in group)) for group in chosen]
 
 
-def _divide(units: Units, attempt: _Attempt, sites: Mapping[str, Site], reach: Reach, tp: int) -> Region:
-    per_rank = units.count // tp
+def _divide(units: Units, attempt: _Attempt, sites: Mapping[str, Site], reach: Reach, group: int) -> Region:
+    per_rank = units.count // group
     region = Region(units, per_rank)
     ranks = {row: unit // per_rank for row, unit in units.rows.items()}
     for row in attempt.rows:
-        region.rows[row] = [(ranks[row] == rank).nonzero().flatten().tolist() for rank in range(tp)]
+        region.rows[row] = [(ranks[row] == rank).nonzero().flatten().tolist() for rank in range(group)]
     for name, found in attempt.sources.items():
-        parts: list[list[int]] = [[] for _ in range(tp)]
+        parts: list[list[int]] = [[] for _ in range(group)]
         common = 0
         for number, atom in enumerate(found):
             channels = range(atom.first, atom.end)

@@ -27,7 +27,7 @@ _SMALL = 1 << 16
 class Poison:
     """Where NaN is put: output channels of a site, indices along a dimension of a parameter, or of an argument."""
 
-    indices: Sequence[int]
+    places: Sequence[int]
     site: str | None = None
     parameter: str | None = None
     argument: Path | None = None
@@ -166,7 +166,7 @@ class Probe:
         poison, local = self._poison, self._local
         if poison is not None and poison.site == name:
             value = value.clone()
-            value[..., _index(poison.indices)] = float("nan")
+            value[..., _index(poison.places)] = float("nan")
             return value
         if local is not None and name in local.outputs:
             return value.index_select(-1, local.outputs[name])
@@ -217,7 +217,7 @@ def _double(x: Tensor) -> Tensor:
 
 def _poisoned(x: Tensor, poison: Poison) -> Tensor:
     x = x.clone()
-    x.index_fill_(poison.dim, torch.tensor(_index_list(poison.indices)), float("nan"))
+    x.index_fill_(poison.dim, torch.tensor(_index_list(poison.places)), float("nan"))
     return x
 
 

@@ -91,15 +91,15 @@ class EmulatedGroup:
 
 class _Copy:
     def __init__(self, dim: int, indices: Tensor | None) -> None:
-        self.dim, self.indices = dim, indices
+        self.dim, self.where = dim, indices
 
     @property
     def may_differ(self) -> bool:
-        return self.indices is not None
+        return self.where is not None
 
     @staticmethod
     def of_all(operations: Sequence[Any], tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        copied: Sequence[Tensor] = _Copied.apply([(o.dim, o.indices) for o in operations], *tensors)  # type: ignore[no-untyped-call]
+        copied: Sequence[Tensor] = _Copied.apply([(o.dim, o.where) for o in operations], *tensors)  # type: ignore[no-untyped-call]
         return copied
 
 
@@ -117,19 +117,19 @@ class _Reduce:
 class _Copied(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, where: Any, *tensors: Tensor) -> Any:
-        ctx.where = where
+        ctx.copies = where
         return tuple(x.clone() for x in tensors)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         parts = [
             gradient if indices is None else gradient.index_select(dim, indices)
-            for (dim, indices), gradient in zip(ctx.where, gradients, strict=True)
+            for (dim, indices), gradient in zip(ctx.copies, gradients, strict=True)
         ]
         total = torch.stack(parts).sum(0)
         summed = [
             total if indices is None else gradient.index_copy(dim, indices, total)
-            for (dim, indices), gradient in zip(ctx.where, gradients, strict=True)
+            for (dim, indices), gradient in zip(ctx.copies, gradients, strict=True)
         ]
         return None, *summed
 
