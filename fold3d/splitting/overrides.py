@@ -11,6 +11,7 @@ from torch import nn
 
 from fold3d.errors import ConfigError
 from fold3d.sharding.split import BlockSplit
+from fold3d.sharding.vocabulary import Vocabulary
 from fold3d.splitting.plan_words import word_of
 
 WORDS = ("colwise", "rowwise", "replicate")
@@ -69,6 +70,19 @@ class Overrides:
                     f"{split.reasons.get(path, 'no matrix product reads it')}. Leave it out of tp_plan, or say "
                     '"replicate".'
                 )
+
+    def without_replicated(self, vocabulary: Vocabulary) -> Vocabulary:
+        """Returns what of the vocabulary's split is left. Raises: ConfigError for another word about its modules."""
+        modules = (*vocabulary.embeddings, *vocabulary.heads)
+        said = {name: word for name in modules for one, word in self._patterns.items() if _matches(one, name)}
+        for name, word in said.items():
+            found = "rowwise" if name in vocabulary.embeddings else "colwise"
+            if word not in ("replicate", found):
+                raise ConfigError(f'tp_plan says {word!r} of {name}; it is {found}. Leave it out, or say "replicate".')
+        if "replicate" not in said.values():
+            return vocabulary
+        reasons = {**vocabulary.reasons, **dict.fromkeys(modules, 'whole: tp_plan says "replicate"')}
+        return Vocabulary(reasons=reasons)  # tied modules have one weight: all of them are whole
 
     def differences(self, model: nn.Module, blocks: Mapping[str, BlockSplit]) -> Iterator[str]:
         """Yields where the plan differs from the model's own, which transformers keeps for some: for information."""

@@ -12,6 +12,7 @@ from fold3d.errors import ConfigError
 from fold3d.sharding.plan import ShardingPlan
 from fold3d.sharding.shard import Shard
 from fold3d.sharding.split import BlockSplit
+from fold3d.sharding.vocabulary import find_vocabulary
 from fold3d.splitting.dividing.infer import infer
 from fold3d.splitting.overrides import Overrides
 from fold3d.splitting.probing.capture import CapturedCall, capture
@@ -64,7 +65,10 @@ def _plan(model: nn.Module, trace: Trace, example: Mapping[str, Any], tp: int, o
         split = classes[key][1]
         blocks[name] = split
         shards.update({f"{name}.{parameter}": shard for parameter, shard in split.shards.items()})
-    return ShardingPlan(tp=tp, shards=shards, blocks=blocks, notes=tuple(overrides.differences(model, blocks)))
+    vocabulary = overrides.without_replicated(find_vocabulary(model, trace, tp, example))
+    shards.update(vocabulary.shards)
+    notes = tuple(overrides.differences(model, blocks))
+    return ShardingPlan(tp=tp, shards=shards, blocks=blocks, notes=notes, vocabulary=vocabulary)
 
 
 def _split(name: str, call: CapturedCall, tp: int, overrides: Overrides, tied: set[str]) -> BlockSplit:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fold3d.sharding.plan import ShardingPlan
+from fold3d.sharding.vocabulary import Vocabulary
 from fold3d.splitting.probing.double import DoubleMode
 from fold3d.splitting.proving.emulate import EmulatedGroup
 from fold3d.tensor_parallel.install import install
@@ -44,7 +46,10 @@ def gradients_of(models: list[nn.Module], plan: ShardingPlan, name: str) -> list
 
 
 def compare(model: nn.Module, batch: dict[str, Tensor], plan: ShardingPlan) -> float:
-    """Returns the largest difference of loss and gradients between `model` and the ranks that share it."""
+    """Returns the largest difference of loss and gradients between `model` and the ranks that share its blocks."""
+    around = set(plan.vocabulary.shards)
+    shards = {name: spread for name, spread in plan.shards.items() if name not in around}
+    plan = dataclasses.replace(plan, shards=shards, vocabulary=Vocabulary())
     model.zero_grad(set_to_none=True)
     with DoubleMode():
         whole = result_of(model(**batch))
