@@ -112,8 +112,6 @@ class ParallelConfig:
             raise ConfigError(f"tp_overlap={self.tp_overlap!r}: must be one of {', '.join((AUTO, *TP_OVERLAP))}")
         if self.tp_overlap != AUTO and self.tp == 1:
             raise ConfigError(f"tp_overlap={self.tp_overlap!r} has no effect with tp=1; remove it, or raise tp")
-        if self.tp != 1:
-            raise ConfigError(f"tp={self.tp}: tensor parallelism is not available yet; set tp=1 and raise pp or dp")
         if self.transport not in TRANSPORTS:
             raise ConfigError(f"transport={self.transport!r}: must be one of {', '.join(TRANSPORTS)}")
         if not isinstance(self.schedule, str) or not self.schedule:

@@ -19,7 +19,6 @@ from fold3d.topology import Topology
         ({"segments": -1}, "segments=-1"),
         ({"micro_batches": 2.5}, "micro_batches=2.5"),
         ({"dp": True}, "dp=True"),
-        ({"tp": 2}, "tp=2: tensor parallelism is not available"),
         ({"tp": 0}, "tp=0: must be an integer of at least 1"),
         ({"tp_plan": {"head": "whole"}}, "tp_plan={'head': 'whole'} has no effect with tp=1; remove it, or raise tp"),
         ({"tp": 2, "tp_plan": ["head"]}, "tp_plan=['head']: must be a dict from module names or patterns"),
@@ -58,6 +57,8 @@ def test_bad_values_are_named(settings: dict[str, object], message: str) -> None
 
 def test_dp_fills_the_world() -> None:
     assert ParallelConfig(pp=2).resolve_dp(8) == 4
+    assert ParallelConfig(tp=2, pp=2).resolve_dp(8) == 2
+    assert ParallelConfig(tp=2).resolve_dp(2) == 1
 
 
 @pytest.mark.parametrize(("config", "world"), [({"dp": 2, "pp": 2}, 3), ({"pp": 3}, 4), ({"pp": 4}, 2)])
@@ -83,6 +84,8 @@ def test_one_process_is_told_how_to_start_several(monkeypatch: pytest.MonkeyPatc
         ParallelConfig(dp=3, pp=2).resolve_dp(1)
     with pytest.raises(ConfigError, match=r"pp=2 needs 2 processes, or a multiple of them, .* start 4 processes"):
         ParallelConfig(pp=2).resolve_dp(3)
+    with pytest.raises(ConfigError, match=r"tp\*pp = 2\*2 = 4 needs 4 processes, .* start 8 .* change dp, tp or pp"):
+        ParallelConfig(tp=2, pp=2).resolve_dp(6)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import secrets
 from dataclasses import dataclass
@@ -14,7 +15,10 @@ import torch
 from fold3d import _C
 from fold3d.comms.groups import Groups
 from fold3d.comms.interface import local_address
+from fold3d.comms.world_group import WorldGroup
 from fold3d.topology import Topology
+
+logger = logging.getLogger(__name__)
 
 
 def connect_replicas(
@@ -80,6 +84,21 @@ def find_hosts(groups: Groups) -> Hosts:
 
     world = groups.world
     return Hosts(stages=numbers(world.pipeline), replicas=numbers(world.data), shards=numbers(world.tensor))
+
+
+def warn_of_hosts(hosts: Hosts, world: WorldGroup) -> None:
+    """Says once what it costs where a tensor-parallel group has ranks on several hosts; all ranks of the job call."""
+    tp = world.topology.tp
+    spread = world.gather(len(set(hosts.shards))) if tp > 1 else None
+    if spread is not None and max(spread) > 1:
+        logger.warning(
+            "tp=%d: a tensor-parallel group is spread over %d hosts, so in every block, forward and backward, all wait "
+            "for sums of activations over the network; start a multiple of %d processes on each host, or lower tp and "
+            "raise pp",
+            tp,
+            max(spread),
+            tp,
+        )
 
 
 def join_nic_arbiter(topology: Topology, groups: Groups, job: str, preempt: bool) -> _C.NicArbiter:

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from fold3d import _C
 from fold3d.comms.consistency import agree
 from fold3d.comms.groups import Groups
-from fold3d.comms.rings import connect_replicas, find_hosts, join_nic_arbiter
+from fold3d.comms.rings import connect_replicas, find_hosts, join_nic_arbiter, warn_of_hosts
 from fold3d.comms.tcp import connect_stages, uses_tcp
 from fold3d.comms.world_group import WorldGroup
 from fold3d.config import ParallelConfig
@@ -41,7 +41,6 @@ from fold3d.plan.programs import Programs
 from fold3d.plan.proposal import Proposal
 from fold3d.plan.resolve import needs_planner, unplanned
 from fold3d.plan.strategy import Ranges, Strategy
-from fold3d.sharding.plan import ShardingPlan
 from fold3d.stage.micro_batch import ModelCall
 from fold3d.stage.model_chunk import PipelineChunk
 from fold3d.stage.once.once_per_micro_batch import OncePerMicroBatch
@@ -122,13 +121,16 @@ def cut_model(
         except Exception as own:
             error = own
     digest, number = "", next(_numbers)
-    recording = proposed = strategy = None
-    sharding: ShardingPlan | None = None
+    recording = proposed = strategy = sharding = None
     if order.records and error is None:
         try:
             recording = record(model, config, example)
         except Exception as own:
             error = own
+    if config.tp > 1:
+        agree(world, "", number, error)
+        assert recording is not None, "what has shards was recorded"
+        sharding = planner.shard_alike(model, recording, config, world, example)
     if order.plans and error is None:
         proposed = planner.resolve_auto(
             *(model, recording, config, constraints, world, order.device, example),
@@ -158,7 +160,7 @@ def cut_model(
         cut = RankModel(model, config, strategy, topology, order.device, recording, order.weights, sharding)
         blocks = recording.blocks if recording else ()
         schedule = Programs.of(strategy).compute(config.micro_batches).csv()
-        digest = strategy.digest(repr(config), ",".join(blocks), schedule)
+        digest = strategy.digest(repr(config), ",".join(blocks), schedule, sharding.digest if sharding else "")
     except Exception as own:
         error = own
     try:
@@ -215,6 +217,7 @@ def _connect(
     _share_weights(cut, groups)
     arbiter = join_nic_arbiter(topology, groups, model.name, config.preempt)
     hosts = find_hosts(groups)
+    warn_of_hosts(hosts, world)
     sync: DpSync | OneReplica
     if topology.dp > 1:
         rings = connect_replicas(topology, groups, arbiter, device, timeout, over_tcp=over_tcp, hosts=hosts)

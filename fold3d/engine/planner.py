@@ -1,4 +1,5 @@
-"""Planning on all ranks: times the model's layers and the network, and lets rank 0 choose how the model is spread."""
+"""Planning on all ranks: how weights are shared out, then, with times of the model's layers and the network, how the
+model is spread; rank 0 chooses."""
 
 from __future__ import annotations
 
@@ -28,12 +29,42 @@ from fold3d.profile.layers import profile_model
 from fold3d.profile.network_probe import probe_network
 from fold3d.profile.shard import of_a_shard
 from fold3d.sharding.plan import ShardingPlan
+from fold3d.splitting.plan_sharding import plan_sharding
+from fold3d.tensor_parallel.alike import make_alike
 from fold3d.trace import Trace
+from fold3d.trace.example import synthetic_example
 
 logger = logging.getLogger(__name__)
 
 _OF_DEVICE = 0.9
 """Share of a GPU's memory that is planned with; the rest is the libraries' and lost between allocations."""
+
+
+def shard_alike(
+    model: Module, recording: Trace, config: ParallelConfig, world: WorldGroup, example: Mapping[str, Any] | None
+) -> ShardingPlan:
+    """Returns rank 0's plan of how the model is spread over tensor-parallel groups; all ranks of the job call.
+
+    The ranks of a group are about to keep a part of each weight: where their models have different values, those of the
+    group's first rank become everybody's.
+
+    Args:
+        example: what the model was recorded with; None: what it makes up by itself.
+    Raises: on every rank what planning raises on rank 0; ConfigError when the ranks of a group have different models.
+    """
+
+    def plan(_: list[None]) -> ShardingPlan:
+        made = synthetic_example(model) if example is None else example
+        found = plan_sharding(model, recording, made, config.tp, config.tp_plan)
+        for note in found.notes:
+            logger.warning("%s", note)
+        return found
+
+    sharding = world.decide(None, plan, timeout=world.patience)
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    real = {name: tensor.detach() for name, tensor in tensors.items() if not tensor.is_meta}
+    make_alike(real, world.tensor, timeout=world.patience)
+    return sharding
 
 
 def resolve_auto(

@@ -18,8 +18,10 @@ from fold3d.sharding.plan import ShardingPlan
 from fold3d.stage.loss_check import LossCheck
 from fold3d.stage.split_model import SplitModel
 from fold3d.stage.whole_model import WholeModel
+from fold3d.tensor_parallel.install import install
 from fold3d.tensor_parallel.late_region import LateRegion
 from fold3d.tensor_parallel.region import RegionOps
+from fold3d.tensor_parallel.vocabulary.install import install_vocabulary
 from fold3d.topology import Topology
 from fold3d.trace import Trace, find_blocks, tied_groups, trace
 from fold3d.trace.arguments import arguments_of as find_arguments
@@ -145,9 +147,11 @@ class RankModel:
             shard_parameters(model, self.parts)
         _move(model, device)
         self._late: LateRegion | None = None
-        self._undo: Callable[[], None] = lambda: None
+        self._undo: list[Callable[[], None]] = []
         if sharding is not None and sharding.tp > 1:
             self._late = LateRegion(sharding.tp, topology.tp_rank)
+            self._undo.append(install(model, sharding, topology.tp_rank, self._late))
+            self._undo.append(install_vocabulary(model, sharding.vocabulary, self._late))
         recompute = RECOMPUTE.of(strategy)
         if strategy.num_chunks == 1:
             self.split = WholeModel(model, _blocks_of(model, config), recompute=recompute)
@@ -175,7 +179,8 @@ class RankModel:
     def remove(self) -> None:
         """Gives the model its own forward back."""
         self.split.remove()
-        self._undo()
+        while self._undo:
+            self._undo.pop()()
 
     def replaced(self) -> dict[str, Module]:
         """Returns the modules for which something stands in where another chunk runs them, by name."""

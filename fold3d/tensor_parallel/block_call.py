@@ -33,7 +33,7 @@ class BlockCall:
         """
         self._open.add(group)
         if forks:
-            self._draws.fork(x.device)
+            self._draws.fork(x.device, group)
         return self.copy(x)
 
     def copy(self, x: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import logging
 import tempfile
@@ -16,11 +17,16 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
 import fold3d
+from fold3d.engine.loss import loss_of
 from tests.dist.parity_cases import LENGTH, ROWS, STEPS, Case
 from tests.helpers import data, models
 
 Batch = dict[str, Tensor]
 
+FAMILIES = models.MODELS | {"bert": models.bert_config, "gpt2-4": functools.partial(models.gpt2_config, heads=4)}
+"""Name -> configuration builder; also of what other tests do not run: an encoder, and more heads to share out."""
+IN_A_LOOP = ("plain", "bert")
+"""Families whose loss is a mean over a micro-batch, whatever the stock Trainer believes: their reference is a loop."""
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
 LEARNING_RATE = 1e-2
 WEIGHT_DECAY = 0.1
@@ -80,8 +86,9 @@ def _build(case: Case) -> nn.Module:
         if case.frozen:
             _freeze(plain, plain.embedding, plain.layers)
         return plain
-    config = models.MODELS[case.family](layers=case.layers, dropout=case.dropout, tied=case.tied)
-    model = models.build(config, dtype=dtype)
+    config = FAMILIES[case.family](layers=case.layers, dropout=case.dropout, tied=case.tied)
+    kind = transformers.AutoModelForMaskedLM if case.family == "bert" else transformers.AutoModelForCausalLM
+    model = models.build(config, dtype=dtype, kind=kind)
     if case.dtype == "float64":
         model.loss_function = causal_loss
         _norms_in_float64(model)
@@ -193,7 +200,7 @@ def adamw(decayed: Iterable[nn.Parameter], others: Iterable[nn.Parameter]) -> Op
 def train_alone(case: Case, **arguments: Any) -> Result:
     """Trains `case.alone()` in this process, HuggingFace models with transformers.Trainer, plain ones in a loop."""
     with precision(case):
-        return _loop_alone(case) if case.family == "plain" else _stock_trainer(case, **arguments)
+        return _loop_alone(case) if case.family in IN_A_LOOP else _stock_trainer(case, **arguments)
 
 
 def _stock_trainer(case: Case, *, rows: list[Batch] | None = None, **arguments: Any) -> Result:
@@ -246,7 +253,7 @@ def _loop_alone(case: Case) -> Result:
     for step in range(STEPS):
         losses = []
         for micro_batch in micro_batches_of(case.alone(), global_batch(case, step), 0):
-            loss = model(**micro_batch) / case.total
+            loss = loss_of(model(**micro_batch)) / case.total
             loss.backward()
             losses.append(loss.item())
         norm = nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM if case.clip else float("inf"))
@@ -343,13 +350,16 @@ def train_trainer(case: Case, *, rows: list[Batch] | None = None, **arguments: A
 
 
 def digests(engine: fold3d.Engine) -> dict[str, str]:
-    """Returns a hash per parameter of this rank: its bytes and those of its optimizer state."""
+    """Returns a hash per parameter of this rank, or part of one: its bytes and those of its optimizer state."""
     found = {}
     engine.flush()
+    parts = engine._built().cut.parts
     for name, parameter in engine.owned.items():
         assert engine.optimizer is not None
         state = engine.optimizer.state.get(parameter, {})
         tensors = [parameter.detach(), *(state[key] for key in sorted(state))]
         text = b"".join(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() for tensor in tensors)
-        found[name] = hashlib.sha256(text).hexdigest()
+        shard = parts.shard_of(name)
+        part = "" if shard is None else f" {shard.parts[parts.rank]}"
+        found[name + part] = hashlib.sha256(text).hexdigest()
     return found

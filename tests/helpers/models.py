@@ -6,11 +6,13 @@ Every builder takes the same words, so that a test can be parametrised over `MOD
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
+    BertConfig,
     GPT2Config,
     LlamaConfig,
     OPTConfig,
@@ -23,13 +25,19 @@ POSITIONS = 64
 
 
 def gpt2_config(
-    *, layers: int = 4, hidden: int = 16, vocab: int = VOCABULARY, dropout: float = 0.0, tied: bool = True
+    *,
+    layers: int = 4,
+    hidden: int = 16,
+    vocab: int = VOCABULARY,
+    dropout: float = 0.0,
+    tied: bool = True,
+    heads: int = 2,
 ) -> GPT2Config:
-    """Returns a GPT-2 configuration with two heads; `tied`: lm_head and wte are one tensor."""
+    """Returns a GPT-2 configuration; `tied`: lm_head and wte are one tensor."""
     return GPT2Config(
         n_layer=layers,
         n_embd=hidden,
-        n_head=2,
+        n_head=heads,
         vocab_size=vocab,
         n_positions=POSITIONS,
         resid_pdrop=dropout,
@@ -84,17 +92,39 @@ def opt_config(
     )
 
 
+def bert_config(
+    *, layers: int = 4, hidden: int = 16, vocab: int = VOCABULARY, dropout: float = 0.0, tied: bool = True
+) -> BertConfig:
+    """Returns a BERT configuration with four heads (normalised after each sum, two embeddings beside the words')."""
+    return BertConfig(
+        num_hidden_layers=layers,
+        hidden_size=hidden,
+        intermediate_size=2 * hidden,
+        num_attention_heads=4,
+        vocab_size=vocab,
+        max_position_embeddings=POSITIONS,
+        hidden_dropout_prob=dropout,
+        attention_probs_dropout_prob=0.0,
+        tie_word_embeddings=tied,
+    )
+
+
 def build(
-    config: PretrainedConfig, *, seed: int = 0, dtype: torch.dtype = torch.float32, device: str = "cpu"
+    config: PretrainedConfig,
+    *,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+    kind: Any = AutoModelForCausalLM,
 ) -> PreTrainedModel:
-    """Returns the causal language model of `config` in train mode; device="meta" allocates nothing.
+    """Returns the language model of `config` in train mode; device="meta" allocates nothing.
 
     The values are drawn in float32 and then cast, so float64 tests compare against the same numbers.
     Biases and norms, which stock initialisation leaves at 0 and 1, get noise: mistakes in them must show.
     """
     with torch.random.fork_rng(devices=[]), torch.device(device):
         torch.manual_seed(seed)
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
+        model: PreTrainedModel = kind.from_config(config)
         if device != "meta":
             with torch.no_grad():
                 for parameter in model.parameters():

@@ -130,7 +130,7 @@ def test_pickles(tmp_path: Path) -> None:
 ERRORS: dict[str, tuple[dict[str, Any], str]] = {
     "dp too large": ({"dp": 2}, r"dp\*tp\*pp = 2\*1\*1 = 2, but the job has 1 process"),
     "pp too large": ({"pp": 3}, r"but the job has 1 process"),
-    "tp": ({"tp": 2}, r"tp=2: tensor parallelism is not available"),
+    "tp too large": ({"tp": 2}, r"tp\*pp = 2\*1 = 2 needs 2 processes, .* but the job has 1 process"),
     "tp_plan without tp": ({"tp_plan": {"lm_head": "whole"}}, r"tp_plan=.* has no effect with tp=1"),
     "tp_plan in no JSON": ({"tp_plan": "lm_head"}, r"tp_plan='lm_head' is no JSON"),
     "tp_plan that is a list": ({"tp_plan": "[1]"}, r"tp_plan='\[1\]': must be a JSON object"),

@@ -1,0 +1,118 @@
+"""Loss, gradient norm, parameters and evaluation with tensor parallelism are those of one process, to 1e-10 in fp64."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from dataclasses import replace
+
+import pytest
+
+from tests.dist import parity_extra, parity_jobs
+from tests.dist.parity_cases import Case
+from tests.dist.parity_checks import TOLERANCE, assert_all_names, assert_equal, assert_ranks_agree
+from tests.helpers.ranks import RankPool
+
+MOST_RANKS = 8
+FAMILIES = {2: ("gpt2", "llama", "bert", "opt", "plain"), 4: ("gpt2-4", "llama", "bert", "plain")}
+"""By tp. With tp=4 two ranks share each key head of Llama, whose gradients are summed over them."""
+SETTINGS: dict[str, tuple[object, ...]] = {
+    "dp_sync": ("early", "zero1", "serial"),
+    "tied": (True, False),
+    "recompute": (False, True),
+    "transport": ("auto", "auto", "c10d"),
+    "labels": ("full", "ragged", "padded"),
+}
+
+reference = functools.cache(parity_jobs.train_alone)
+evaluation = functools.cache(parity_extra.evaluate_alone)
+
+
+def layouts() -> list[tuple[int, int, int, int]]:
+    """Returns every (dp, tp, pp, segments) with tensor parallelism of at most 8 ranks and two segments."""
+    sizes = itertools.product((1, 2, 4), (2, 4), (1, 2, 4), (1, 2))
+    return [layout for layout in sizes if layout[0] * layout[1] * layout[2] <= MOST_RANKS]
+
+
+def grid() -> list[Case]:
+    """Returns all layouts, each with two families and numbers of micro-batches, the other settings cycling."""
+    families = {tp: itertools.cycle(names) for tp, names in FAMILIES.items()}
+    cycles = {name: itertools.cycle(values) for name, values in SETTINGS.items()}
+    cases = []
+    for number, (dp, tp, pp, segments) in enumerate(layouts()):
+        for m in (pp, 2 * pp + 1):
+            settings = {name: next(values) for name, values in cycles.items()}
+            if dp == 1:
+                settings["dp_sync"] = "auto"
+            if pp == 1:
+                settings["transport"] = "auto"
+            schedule = (
+                ("1f1b", "gpipe")[number % 2] if segments == 1 else ("aiao", "interleaved")[number % 2 and m >= pp]
+            )
+            family = next(families[tp])
+            layers = 8 if pp * segments > 4 else 4
+            layout = {"dp": dp, "tp": tp, "pp": pp, "segments": segments, "m": m, "schedule": schedule}
+            cases.append(Case(**layout, layers=layers, family=family, **settings))
+    return cases
+
+
+GRID = grid()
+
+
+def check(pool: RankPool, case: Case) -> None:
+    expected = reference(case.alone())
+    assert min(expected.norms) > parity_jobs.MAX_NORM, "the case must clip"
+    results = pool.run(parity_jobs.train, case.ranks, case, timeout=150.0)
+    assert_equal(results[0], expected, TOLERANCE[case.dtype])
+    assert_all_names(results[0], parity_jobs.build(case))
+    assert_ranks_agree(results, case)
+
+
+@pytest.mark.rotating
+@pytest.mark.parametrize("case", GRID, ids=lambda case: case.name)
+def test_grid(ranks8: RankPool, case: Case) -> None:
+    check(ranks8, case)
+
+
+def test_the_grid_shows_every_setting() -> None:
+    """Each family with replicas and with stages, each setting with each tp."""
+    for tp, families in FAMILIES.items():
+        mine = [case for case in GRID if case.tp == tp]
+        assert {case.family for case in mine if case.dp > 1} == {case.family for case in mine if case.pp > 1}
+        assert {case.family for case in mine} == set(families)
+        for name, values in SETTINGS.items():
+            assert {getattr(case, name) for case in mine} >= set(values)
+
+
+TRAINER = [
+    Case(dp=2, tp=2, m=2, family="gpt2", through="trainer"),
+    Case(tp=2, pp=2, segments=2, m=3, family="llama", schedule="aiao", through="trainer", labels="ragged"),
+]
+
+
+@pytest.mark.parametrize("case", TRAINER, ids=lambda case: case.name)
+def test_trainer(ranks: RankPool, case: Case) -> None:
+    check(ranks, case)
+
+
+@pytest.mark.rotating
+@pytest.mark.parametrize("layout", [(1, 2, 1, 1), (2, 2, 1, 1), (1, 2, 2, 2), (1, 4, 1, 1)])
+@pytest.mark.parametrize("family", ["gpt2-4", "llama"])
+def test_evaluation(ranks: RankPool, layout: tuple[int, int, int, int], family: str) -> None:
+    dp, tp, pp, segments = layout
+    schedule = "aiao" if segments > 1 else "1f1b"
+    case = Case(dp=dp, tp=tp, pp=pp, segments=segments, m=2, family=family, schedule=schedule)
+    expected = evaluation(replace(case, tp=1, pp=1, segments=1, schedule="1f1b"))
+    for found in ranks.run(parity_extra.evaluate, case.ranks, case, timeout=150.0):
+        assert found == pytest.approx(expected, abs=1e-10)
+
+
+@pytest.mark.parametrize("family", ["bert", "plain"])
+def test_dropout_on_what_is_whole_is_that_of_one_rank(ranks: RankPool, family: str) -> None:
+    """Masks of residual sums and embeddings depend on (seed, step, micro-batch, module), not on the layout; neither
+    family has any inside what is shared out."""
+    case = Case(tp=2, pp=2, m=2, family=family, dropout=0.2)
+    ours = ranks.run(parity_jobs.train, 4, case, timeout=150.0)
+    theirs = ranks.run(parity_jobs.train, 2, replace(case, tp=1), timeout=150.0)
+    assert_equal(ours[0], theirs[0], TOLERANCE["float64"])
+    assert_ranks_agree(ours, case)
