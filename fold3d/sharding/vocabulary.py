@@ -27,6 +27,21 @@ class Vocabulary:
     reasons: Mapping[str, str] = field(default_factory=dict)
     """Name of a module -> why it is spread, or stays whole."""
 
+    def without(self, model: nn.Module, reasons: Mapping[str, str]) -> Vocabulary:
+        """Returns what is left when modules, and those tied with them, stay whole; `reasons` says why, by module."""
+        why = {
+            name: reason for first, reason in reasons.items() for name in _tied_with(model, model.get_submodule(first))
+        }
+        if not why:
+            return self
+        lost = {name for module in why for name in _parameters_of(model, module)}
+        return Vocabulary(
+            embeddings={name: shard for name, shard in self.embeddings.items() if name not in why},
+            heads={name: shard for name, shard in self.heads.items() if name not in why},
+            shards={name: shard for name, shard in self.shards.items() if name not in lost},
+            reasons={**self.reasons, **why},
+        )
+
 
 def find_vocabulary(model: nn.Module, trace: Trace, tp: int, example: Mapping[str, Any] | None = None) -> Vocabulary:
     """Returns how the vocabulary of `model` is spread over `tp` ranks: parts of it that differ by one entry at most.
@@ -61,12 +76,7 @@ def find_vocabulary(model: nn.Module, trace: Trace, tp: int, example: Mapping[st
         if not against:
             weight: Any = module.weight
             found.update(dict.fromkeys(together, Shard.even(0, weight.shape[0], tp)))
-    canonical = {name: group[0] for group in tied_groups(model) for name in group}
-    parameters = {
-        canonical.get(f"{name}.{own}", f"{name}.{own}"): shard
-        for name, shard in found.items()
-        for own, _ in model.get_submodule(name).named_parameters(recurse=False)
-    }
+    parameters = {parameter: shard for name, shard in found.items() for parameter in _parameters_of(model, name)}
     kinds = {name: isinstance(model.get_submodule(name), nn.Embedding) for name in found}
     return Vocabulary(
         embeddings={name: shard for name, shard in found.items() if kinds[name]},
@@ -74,6 +84,13 @@ def find_vocabulary(model: nn.Module, trace: Trace, tp: int, example: Mapping[st
         shards=parameters,
         reasons=reasons,
     )
+
+
+def _parameters_of(model: nn.Module, name: str) -> list[str]:
+    """Returns the canonical names of a module's own parameters."""
+    canonical = {alias: group[0] for group in tied_groups(model) for alias in group}
+    own = (f"{name}.{one}" for one, _ in model.get_submodule(name).named_parameters(recurse=False))
+    return [canonical.get(one, one) for one in own]
 
 
 def _named_by_transformers(model: nn.Module, method: str) -> nn.Module | None:

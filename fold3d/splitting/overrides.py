@@ -71,7 +71,7 @@ class Overrides:
                     '"replicate".'
                 )
 
-    def without_replicated(self, vocabulary: Vocabulary) -> Vocabulary:
+    def without_replicated(self, model: nn.Module, vocabulary: Vocabulary) -> Vocabulary:
         """Returns what of the vocabulary's split is left. Raises: ConfigError for another word about its modules."""
         modules = (*vocabulary.embeddings, *vocabulary.heads)
         said = {name: word for name in modules for one, word in self._patterns.items() if _matches(one, name)}
@@ -79,10 +79,8 @@ class Overrides:
             found = "rowwise" if name in vocabulary.embeddings else "colwise"
             if word not in ("replicate", found):
                 raise ConfigError(f'tp_plan says {word!r} of {name}; it is {found}. Leave it out, or say "replicate".')
-        if "replicate" not in said.values():
-            return vocabulary
-        reasons = {**vocabulary.reasons, **dict.fromkeys(modules, 'whole: tp_plan says "replicate"')}
-        return Vocabulary(reasons=reasons)  # tied modules have one weight: all of them are whole
+        replicated = [name for name, word in said.items() if word == "replicate"]
+        return vocabulary.without(model, dict.fromkeys(replicated, 'whole: tp_plan says "replicate"'))
 
     def differences(self, model: nn.Module, blocks: Mapping[str, BlockSplit]) -> Iterator[str]:
         """Yields where the plan differs from the model's own, which transformers keeps for some: for information."""

@@ -17,6 +17,7 @@ from fold3d.splitting.dividing.infer import infer
 from fold3d.splitting.overrides import Overrides
 from fold3d.splitting.probing.capture import CapturedCall, capture
 from fold3d.splitting.proving.proof import prove
+from fold3d.splitting.proving.vocabulary import prove_vocabulary
 from fold3d.splitting.remembered import remembered
 from fold3d.splitting.whole import check_whole
 from fold3d.trace.model_trace import Trace
@@ -65,7 +66,8 @@ def _plan(model: nn.Module, trace: Trace, example: Mapping[str, Any], tp: int, o
         split = classes[key][1]
         blocks[name] = split
         shards.update({f"{name}.{parameter}": shard for parameter, shard in split.shards.items()})
-    vocabulary = overrides.without_replicated(find_vocabulary(model, trace, tp, example))
+    vocabulary = overrides.without_replicated(model, find_vocabulary(model, trace, tp, example))
+    vocabulary = prove_vocabulary(model, vocabulary, tp)
     shards.update(vocabulary.shards)
     notes = tuple(overrides.differences(model, blocks))
     return ShardingPlan(tp=tp, shards=shards, blocks=blocks, notes=notes, vocabulary=vocabulary)
