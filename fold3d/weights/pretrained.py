@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from fold3d.errors import CheckpointError
 from fold3d.sharding.shard import Shard
 from fold3d.trace.example import is_transformers_model
+from fold3d.weights.conversions import conversions
 from fold3d.weights.part_reader import read_part
 from fold3d.weights.parts import Parts
 from fold3d.weights.safetensors_header import DTYPES, Stored, read_header
@@ -73,6 +74,10 @@ class PretrainedFolder:
             tensor = torch.empty(stored.shape, dtype=DTYPES[stored.kind])
             self._fill(key, tensor, None, 0)
             yield key, tensor
+
+    def read_whole(self, key: str) -> Tensor:
+        """Returns a tensor."""
+        return next(tensor for _, tensor in self.read([key]))
 
     def read_into(self, key: str, target: Tensor, shard: Shard | None, rank: int) -> None:
         """Fills `target`, any dtype and device, with a rank's part of a tensor; reads no more than that part.
@@ -151,37 +156,51 @@ def load(
 ) -> set[str]:
     """Copies the weights in `folder` into `tensors` and returns the names that were found.
 
+    What the folder has in other tensors than the model is converted as by `from_pretrained`, whole, one at a time.
+
     Args:
         tensors: real tensors of `model` to fill, by canonical name; values are converted to their dtype.
         groups: for each canonical name of a tied tensor all its names; any of them is looked for.
         parts: which part of each parameter the tensors are; None: they are whole. Nothing else is read.
     Raises: CheckpointError, before any value has changed, if no name in the folder belongs to the model, or a shape
-        differs; or if a file is damaged.
+        differs; or if a file is damaged, or what is converted has another shape.
     """
     parts = parts or Parts.whole()
     source = PretrainedFolder(folder)
     known = source.names_in(model)
-    if not known:
+    own = {alias: name for name in tensors for alias in groups.get(name, (name,))}
+    targets = {name: known[alias] for alias, name in reversed(own.items()) if alias in known}
+    rest = {alias: name for alias, name in own.items() if name not in targets}
+    made = [one for one in conversions(model, source.keys()) if one.may_make(rest)] if rest else []
+    if not known and not made:
         raise CheckpointError(
             f"{source.path} has no weight of {type(model).__name__}: it has "
             f"{', '.join(source.keys()[:4])}, ...; pass the folder of a model of this architecture"
         )
-    targets: dict[str, str] = {}
-    for name, tensor in tensors.items():
-        alias = next((alias for alias in groups.get(name, (name,)) if alias in known), None)
-        if alias is None:
-            continue
-        targets[known[alias]] = name
-        whole, found = parts.whole_shape(name, tensor.shape), source.shape(known[alias])
-        if found != whole:
+
+    def check(key: str, found: Sequence[int], name: str) -> None:
+        whole = parts.whole_shape(name, tensors[name].shape)
+        if tuple(found) != whole:
             raise CheckpointError(
-                f"{source.path}: '{known[alias]}' has shape {found}, but '{name}' of {type(model).__name__} has "
+                f"{source.path}: '{key}' has shape {tuple(found)}, but '{name}' of {type(model).__name__} has "
                 f"{whole}; the folder belongs to a model of another size"
             )
-    for key in source.in_order(targets):
-        name = targets[key]
-        source.read_into(key, tensors[name], parts.shard_of(name), parts.rank)
-    return set(targets.values())
+
+    for name, key in targets.items():
+        check(key, source.shape(key), name)
+    names = {key: name for name, key in targets.items()}
+    for key in source.in_order(names):
+        source.read_into(key, tensors[names[key]], parts.shard_of(names[key]), parts.rank)
+    done = set(targets)
+    for conversion in made:
+        for alias, value in conversion.run(model, source.read_whole):
+            if alias in rest:
+                name = rest[alias]
+                check(alias, value.shape, name)
+                with torch.no_grad():
+                    tensors[name].copy_(parts.take(name, value))
+                done.add(name)
+    return done
 
 
 def _renamings(model: nn.Module) -> list[Any]:

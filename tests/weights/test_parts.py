@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from fold3d.errors import CheckpointError, ConfigError, TraceError
 from fold3d.sharding.plan import ShardingPlan
@@ -254,6 +254,32 @@ def test_parts_are_read_from_a_folder(family: str, sharded: bool, tmp_path: Path
             parts = Parts(plan(source, tp), rank)
             materialize(model, set(whole), seed=0, folder=tmp_path, parts=parts)
             check_parts(MODELS[family], whole, parts, model)
+
+
+@pytest.mark.parametrize("as_in_memory", [False, True])
+def test_experts_that_a_folder_has_one_by_one(tmp_path: Path, as_in_memory: bool) -> None:
+    config = MixtralConfig(
+        num_hidden_layers=2, hidden_size=16, intermediate_size=24, num_attention_heads=4, num_key_value_heads=2,
+        num_local_experts=3, num_experts_per_tok=2, vocab_size=40,
+    )  # fmt: skip
+    source = MixtralForCausalLM(config)
+    if as_in_memory:
+        save_file(source.state_dict(), tmp_path / "model.safetensors")
+    else:
+        source.save_pretrained(tmp_path)
+        assert any("experts.2.w1" in key for key in load_file(tmp_path / "model.safetensors"))
+    whole = {name: p.detach() for name, p in source.named_parameters()}
+    assert any(p.ndim == 3 for p in whole.values())
+    for tp in (1, 2):
+        for rank in range(tp):
+            model = on_meta(lambda: MixtralForCausalLM(config))
+            parts = Parts(plan(source, tp), rank)
+            materialize(model, {n for n in whole if "layers.0" not in n}, seed=0, folder=tmp_path, parts=parts)
+            for name, parameter in model.named_parameters():
+                if "layers.0" in name:
+                    assert parameter.is_meta
+                else:
+                    assert torch.equal(parameter, parts.take(name, whole[name])), name
 
 
 def test_a_folder_of_another_size_names_the_whole_shape(tmp_path: Path) -> None:
