@@ -194,7 +194,7 @@ class RankModel:
         """Returns what looks for reads of a loss function that a cut model does not serve; None for one in a piece."""
         if self.trace is None or isinstance(self.split, WholeModel):
             return None
-        return LossCheck(self.model, self.trace, self.ranges, self.split.remove)
+        return LossCheck(self.model, self.trace, self.ranges, self.remove)
 
     def trainable(self) -> dict[str, Parameter]:
         """Returns the parameters of this rank that receive gradients."""
