@@ -55,7 +55,7 @@ class ParallelConfig:
     planner's, or the schedule's own default."""
     tp_plan: Mapping[str, str] | None = None
     """Module names or patterns -> how their weights are spread, where that shall be otherwise than what is found out;
-    see docs/tensor_parallel.md. None: nothing is."""
+    see docs/tensor-parallel.md. None: nothing is."""
     blocks: str = "auto"
     """Name of the ModuleList or Sequential whose children are the model's blocks; "auto" finds it."""
     recompute: bool = False

@@ -190,13 +190,14 @@ class Engine:
         """Makes the model this engine's, which another one may have used since."""
         take_turn(self, self.model)
         if self._rank is not None:
+            self._rank.cut.resume()
             self._rank.sync.resume()
 
     def rest(self) -> None:
         """Another engine is about to use the model. Raises: ConfigError between `run` and the optimizer's step."""
         if self._rank is not None:
             self._rank.sync.rest()
-            self._rank.cut.split.remove()  # its next run puts back what it needs
+            self._rank.cut.remove()  # its next run puts back what it needs
 
     # One's own loop, or a trainer's
 

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch.nn import Module, Parameter
@@ -33,9 +34,12 @@ from fold3d.splitting.plan_sharding import plan_sharding
 from fold3d.tensor_parallel.alike import make_alike
 from fold3d.trace import Trace
 from fold3d.trace.example import synthetic_example
+from fold3d.weights.parts import is_part
 
 logger = logging.getLogger(__name__)
 
+_cut_by: WeakKeyDictionary[Module, dict[object, ShardingPlan]] = WeakKeyDictionary()
+"""By tp and tp_plan: how a model was spread, whose next engine finds parts of weights only."""
 _OF_DEVICE = 0.9
 """Share of a GPU's memory that is planned with; the rest is the libraries' and lost between allocations."""
 
@@ -53,7 +57,12 @@ def shard_alike(
     Raises: on every rank what planning raises on rank 0; ConfigError when the ranks of a group have different models.
     """
 
+    asked = config.tp, tuple(sorted((config.tp_plan or {}).items()))
+    known = _cut_by.get(model, {}).get(asked) if any(map(is_part, model.parameters())) else None
+
     def plan(_: list[None]) -> ShardingPlan:
+        if known is not None:  # another engine has left parts of these weights
+            return known
         made = synthetic_example(model) if example is None else example
         found = plan_sharding(model, recording, made, config.tp, config.tp_plan)
         for note in found.notes:
@@ -61,8 +70,9 @@ def shard_alike(
         return found
 
     sharding = world.decide(None, plan, timeout=world.patience)
+    _cut_by.setdefault(model, {})[asked] = sharding
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    real = {name: tensor.detach() for name, tensor in tensors.items() if not tensor.is_meta}
+    real = {name: tensor.detach() for name, tensor in tensors.items() if not tensor.is_meta and not is_part(tensor)}
     make_alike(real, world.tensor, timeout=world.patience)
     return sharding
 

@@ -150,8 +150,7 @@ class RankModel:
         self._undo: list[Callable[[], None]] = []
         if sharding is not None and sharding.tp > 1:
             self._late = LateRegion(sharding.tp, topology.tp_rank)
-            self._undo.append(install(model, sharding, topology.tp_rank, self._late))
-            self._undo.append(install_vocabulary(model, sharding.vocabulary, self._late))
+        self.resume()
         recompute = RECOMPUTE.of(strategy)
         if strategy.num_chunks == 1:
             self.split = WholeModel(model, _blocks_of(model, config), recompute=recompute)
@@ -175,6 +174,14 @@ class RankModel:
         """What shards exchange goes over `ops` from now on; before, no forward may run where there are any."""
         if self._late is not None:
             self._late.connect(ops)
+
+    def resume(self) -> None:
+        """The model is about to run, perhaps after another engine used it: puts what shards do on it, inside of what a
+        chunk does differently, which its next run puts back."""
+        if self._late is not None and not self._undo:
+            plan = self.parts.plan
+            self._undo.append(install(self.model, plan, self.parts.rank, self._late))
+            self._undo.append(install_vocabulary(self.model, plan.vocabulary, self._late))
 
     def remove(self) -> None:
         """Gives the model its own forward back."""

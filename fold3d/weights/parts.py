@@ -84,6 +84,11 @@ def mark_part(parameter: nn.Parameter, shard: Shard, rank: int, whole: Sequence[
     vars(parameter)[_PART] = shard, rank
 
 
+def is_part(parameter: Tensor) -> bool:
+    """Returns whether the parameter holds a part of the whole one."""
+    return _PART in vars(parameter)
+
+
 def _is_cut(name: str, parameter: nn.Parameter, shard: Shard | None, rank: int) -> bool:
     """Whether it is the part already. Raises ConfigError when it is another one."""
     part = vars(parameter).get(_PART)

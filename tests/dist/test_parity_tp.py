@@ -5,9 +5,13 @@ from __future__ import annotations
 import functools
 import itertools
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
+import fold3d
+from fold3d.errors import RankError
+from fold3d.plan.strategy import parse
 from tests.dist import parity_extra, parity_jobs
 from tests.dist.parity_cases import Case
 from tests.dist.parity_checks import TOLERANCE, assert_all_names, assert_equal, assert_ranks_agree
@@ -116,3 +120,91 @@ def test_dropout_on_what_is_whole_is_that_of_one_rank(ranks: RankPool, family: s
     theirs = ranks.run(parity_jobs.train, 2, replace(case, tp=1), timeout=150.0)
     assert_equal(ours[0], theirs[0], TOLERANCE["float64"])
     assert_ranks_agree(ours, case)
+
+
+def take_turns(case: Case) -> list[list[float]]:
+    """Returns what two engines over one model say of the same batch, before and after the first one trains on."""
+    with parity_jobs.precision(case):
+        model = parity_jobs.build(case)
+        first = parity_jobs.engine_of(case, model)
+        batch = parity_jobs.batch_of(first, case, 0)
+        first.step(batch)
+        second = parity_jobs.engine_of(case, model)
+        found = [[second.evaluate(batch).item(), first.evaluate(batch).item()]]
+        first.step(batch)
+        first.flush()
+        found.append([second.evaluate(batch).item(), first.evaluate(batch).item()])
+        second.close()
+        first.close()
+    return found
+
+
+@pytest.mark.parametrize("layout", [(1, 2, 1), (2, 2, 1), (1, 2, 2)])
+def test_engines_take_turns(ranks: RankPool, layout: tuple[int, int, int]) -> None:
+    """Each puts its own forwards on the shards that both use, and takes them off."""
+    dp, tp, pp = layout
+    case = Case(dp=dp, tp=tp, pp=pp, m=2, family="gpt2")
+    for before, after in ranks.run(take_turns, case.ranks, case, timeout=150.0):
+        assert before[0] == before[1] and after[0] == after[1] < before[0]
+
+
+def other_batch(case: Case, odd: int, change: str, evaluate: bool) -> str:
+    """Returns the error when one rank is given another batch than the rest."""
+    engine = parity_jobs.engine_of(case)
+    batch = parity_jobs.batch_of(engine, case, 0)
+    if engine.topology.rank == odd and change == "values":
+        batch["input_ids"][0, 0] += 1
+    elif engine.topology.rank == odd:
+        batch = {name: value[:, :-2] for name, value in batch.items()}
+    try:
+        engine.evaluate(batch) if evaluate else engine.step(batch)
+    except RankError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("evaluate", [False, True])
+@pytest.mark.parametrize("change", ["values", "lengths"])
+def test_shards_must_get_the_same_batch(ranks: RankPool, change: str, evaluate: bool) -> None:
+    """Told before any of them runs a layer: with other lengths the sums in layers would not even fit together."""
+    case = Case(tp=2, pp=2, m=1, family="plain")
+    for text in ranks.run(other_batch, 4, case, 3, change, evaluate, timeout=100.0):
+        assert "the (stage, shard) [(1, 1)] of replica 0 were given another batch than rank 2" in text, text
+
+
+def planned(case: Case, memory_limit: str | None) -> str:
+    """Returns the strategy that the planner chose, once it has trained a step."""
+    engine = parity_jobs.engine_of(case, segments="auto", schedule="auto", memory_limit=memory_limit)
+    engine.step(parity_jobs.batch_of(engine, case, 0))
+    text = str(engine.strategy)
+    engine.close()
+    return text
+
+
+def test_the_planner_counts_with_shards(ranks: RankPool) -> None:
+    case = Case(tp=2, pp=2, m=4, family="llama")
+    found = ranks.run(planned, 4, case, None, timeout=150.0)
+    assert len(set(found)) == 1 and found[0].startswith("dp=1 tp=2 pp=2 micro_batches=4 ")
+    assert str(parse(found[0])) == found[0]
+
+
+def refused(**settings: Any) -> str:
+    model = parity_jobs.build(Case(family="gpt2"))
+    try:
+        fold3d.Engine(model, fold3d.ParallelConfig(segments=1, **settings))
+    except fold3d.errors.ConfigError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        ({"tp": 4}, "4"),
+        ({"tp": 2, "tp_plan": {"transformer.h.*.mlp.nothing": "replicate"}}, "nothing"),
+        ({"tp": 2, "tp_plan": {"transformer.h.*.mlp.c_fc": "diagonally"}}, "diagonally"),
+    ],
+)
+def test_what_does_not_fit_is_refused_on_every_rank(ranks: RankPool, settings: dict[str, Any], message: str) -> None:
+    found = ranks.run(refused, settings["tp"], timeout=100.0, **settings)
+    assert len(set(found)) == 1 and message in found[0], found

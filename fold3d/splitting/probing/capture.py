@@ -22,6 +22,7 @@ from fold3d.trace.users_hooks import drop_hooks, is_users
 from fold3d.trace.wrappers import drop_wrappers, whole_shape, wrap
 from fold3d.weights.materialize import materialize
 
+_MASK = "attention_mask"
 _SAMPLES = 2
 _LENGTH = 8
 """Of the sequences that blocks are run on; what is a head or a neuron does not depend on it."""
@@ -54,7 +55,8 @@ def capture(model: nn.Module, trace: Trace, example: Mapping[str, Any]) -> dict[
     materialize(shadow, set(), seed=0)
     _fill_direct(shadow, trace)
     shadow.eval()
-    short, whole = _batch(example, _LENGTH), _batch(example, None)
+    padded = _padded(shadow, example)
+    short, whole = _batch(padded, _LENGTH), _batch(padded, None)
     try:
         run = _Run(shadow, trace, example, short)
         calls = run(None)
@@ -180,6 +182,19 @@ def _has_parameters(model: nn.Module, name: str) -> bool:
     return next(model.get_submodule(name).parameters(), None) is not None
 
 
+def _padded(model: nn.Module, example: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the example with an attention mask, where the model takes one for its input_ids.
+
+    Attention takes other ways with padding than without: one that repeats the key heads of a group reads how often, and
+    one of torch's own that needs no mask does not, so that only the former shows which numbers are to be divided.
+    """
+    called = example.called(model) if isinstance(example, Arguments) else model
+    ids = example.get("input_ids")
+    if isinstance(ids, Tensor) and ids.dim() == 2 and _MASK in inspect.signature(called.forward).parameters:
+        return {_MASK: torch.ones(ids.shape, dtype=torch.long), **example}
+    return dict(example)
+
+
 def _batch(example: Mapping[str, Any], length: int | None) -> dict[str, Any]:
     """Returns two samples of the example, with values, of sequences no longer than `length`."""
     tensors = [value for value in example.values() if isinstance(value, Tensor) and value.dim()]
@@ -195,6 +210,9 @@ def _batch(example: Mapping[str, Any], length: int | None) -> dict[str, Any]:
             tensor = tensor[[k % samples for k in range(_SAMPLES)]]
             if length is not None and tensor.dim() > 1 and texts and tensor.shape[1] == texts[0]:
                 tensor = tensor[:, :length]
+        if name == _MASK and tensor.dim() == 2:
+            tensor = tensor.clone()
+            tensor[0, -1] = 0  # behind the text, so that each place still has one to look at
         return tensor
 
     with torch.random.fork_rng(devices=[]):
