@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from tests.helpers.ranks import RankPool
 from tests.trainer import jobs
 from tests.trainer.jobs import Job, Variant
 
-LAYOUTS = [{"tp": 2}, {"tp": 2, "pp": 2}]
+LAYOUTS = [{"tp": 2}, {"tp": 2, "pp": 2, "recompute": True}, {"tp": 2, "tp_overlap": "sub"}]
 
 
 class Predicts(Variant):
@@ -57,8 +58,7 @@ def stock(case: str, folder: str) -> jobs.Outcome:
     return jobs.run_stock(Job(folder, **CASES[case]))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case, layout", [*itertools.product(CASES, LAYOUTS), ("smoothed", {"tp": 4})], ids=str)
 def test_as_the_stock_trainer(
     ranks: RankPool, tmp_path_factory: pytest.TempPathFactory, case: str, layout: dict[str, Any]
 ) -> None:

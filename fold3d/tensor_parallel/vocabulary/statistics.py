@@ -58,13 +58,15 @@ class _Statistics(torch.autograd.Function):
         logsumexp = logsumexp.masked_fill(logsumexp == -torch.inf, 0)  # exp(-inf - 0), not exp(-inf + inf)
         out = torch.empty_like(rows, memory_format=torch.contiguous_format)
         for some in _slices(rows):
-            share = (rows[some].to(gradient.dtype) - logsumexp[some, None]).exp_().mul_(gradient[some, :1])
+            share = out[some] if out.dtype == gradient.dtype else rows.new_empty(rows[some].shape, dtype=gradient.dtype)
+            torch.sub(rows[some], logsumexp[some, None], out=share).exp_().mul_(gradient[some, :1])
             if index is not None:
                 at = index[some].unsqueeze(-1)
                 share.scatter_add_(-1, at.clamp(min=0), gradient[some, 1:2].masked_fill(at < 0, 0))
             if ctx.total:
                 share.add_(gradient[some, -1:])
-            out[some] = share
+            if out.dtype != gradient.dtype:
+                out[some] = share
         return out, None, None
 
 
