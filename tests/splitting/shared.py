@@ -16,6 +16,13 @@ from fold3d.splitting.proving.emulate import EmulatedGroup
 from fold3d.tensor_parallel.install import install
 
 
+def blocks_of(plan: ShardingPlan) -> ShardingPlan:
+    """Returns the plan without the vocabulary's part."""
+    around = set(plan.vocabulary.shards)
+    shards = {name: spread for name, spread in plan.shards.items() if name not in around}
+    return dataclasses.replace(plan, shards=shards, vocabulary=Vocabulary())
+
+
 def shard(model: nn.Module, plan: ShardingPlan, rank: int) -> nn.Module:
     """Returns a copy of `model` with a rank's parts of its parameters."""
     made = copy.deepcopy(model)
@@ -47,9 +54,7 @@ def gradients_of(models: list[nn.Module], plan: ShardingPlan, name: str) -> list
 
 def compare(model: nn.Module, batch: dict[str, Tensor], plan: ShardingPlan) -> float:
     """Returns the largest difference of loss and gradients between `model` and the ranks that share its blocks."""
-    around = set(plan.vocabulary.shards)
-    shards = {name: spread for name, spread in plan.shards.items() if name not in around}
-    plan = dataclasses.replace(plan, shards=shards, vocabulary=Vocabulary())
+    plan = blocks_of(plan)
     model.zero_grad(set_to_none=True)
     with DoubleMode():
         whole = result_of(model(**batch))

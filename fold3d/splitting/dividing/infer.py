@@ -11,7 +11,7 @@ from fold3d.splitting.probing.capture import CapturedCall
 from fold3d.splitting.probing.probe import Poison, Probe
 from fold3d.splitting.probing.reach import Respond, atoms
 
-UNEQUAL = "a rank's part computes something else"
+UNEQUAL = "a rank's part computes something else, whatever attribute is divided"
 
 
 def infer(call: CapturedCall, tp: int, whole: frozenset[str] = frozenset()) -> BlockSplit:
@@ -32,6 +32,7 @@ def infer(call: CapturedCall, tp: int, whole: frozenset[str] = frozenset()) -> B
     reach = {name: atoms(_of_site(probe, name), site.outputs) for name, site in probe.sites.items()}
     regions, failures = find_regions(probe.sites, reach, tp)
     numbers = Numbers(probe, tp)
+    undone: set[str] = set()
     drafts: list[Draft] = []
     attributes: tuple[Attribute, ...] = ()
     split = BlockSplit()
@@ -42,13 +43,14 @@ def infer(call: CapturedCall, tp: int, whole: frozenset[str] = frozenset()) -> B
         draft = Draft(region, align(probe, region, tp))
         found = numbers.find([*drafts, draft], attributes)
         if found is None:
-            failures.update(dict.fromkeys(region.rows, f"{UNEQUAL}, whatever attribute is divided"))
+            undone |= region.rows.keys()
+            failures.update(dict.fromkeys(region.rows, region.instead or UNEQUAL))
             continue
         drafts.append(draft)
         attributes, split = found.attributes, found
     reasons = dict(split.reasons)
     for name, site in probe.sites.items():
-        reasons.setdefault(module_of(probe, site), _why_whole(name, probe, reach, failures))
+        reasons.setdefault(module_of(probe, site), _why_whole(name, probe, reach, failures, undone))
     return BlockSplit(
         groups=split.groups,
         shards=split.shards,
@@ -64,10 +66,9 @@ def _of_site(probe: Probe, name: str) -> Respond:
     return lambda indices: probe.respond(Poison(indices, site=name))
 
 
-def _why_whole(name: str, probe: Probe, reach: Reach, failures: dict[str, str]) -> str:
+def _why_whole(name: str, probe: Probe, reach: Reach, failures: dict[str, str], undone: set[str]) -> str:
     if any(atom.leaks for atom in reach[name]):
-        reason = failures.get(name, "")
-        return f"whole: {reason}" if reason.startswith(UNEQUAL) else "whole: what it computes leaves the block"
+        return f"whole: {failures[name]}" if name in undone else "whole: what it computes leaves the block"
     for row in (*(row for atom in reach[name] for row in atom.sinks), name):
         if row in failures:
             at = "" if row == name else f" (at {module_of(probe, probe.sites[row])})"

@@ -29,6 +29,8 @@ class Region:
     copied: dict[str, Runs] = field(default_factory=dict)
     common: dict[str, int] = field(default_factory=dict)
     """Site of `columns` -> how many of its channels several ranks hold."""
+    instead: str = ""
+    """Why nothing simpler was possible, where ranks hold some of the same."""
 
 
 def find_regions(sites: Mapping[str, Site], reach: Reach, group: int) -> tuple[list[Region], dict[str, str]]:
@@ -65,15 +67,21 @@ def _region_of(
                 reason = reason or str(error)
                 continue
             if units.count < group or units.count % group:
-                reason = reason or _too_few(units.count, group)
+                if not reason or reason == _ONE_UNIT:
+                    reason = _too_few(units.count, group)
                 continue
-            return _divide(units, attempt, sites, reach, group), ""
+            region = _divide(units, attempt, sites, reach, group)
+            region.instead = reason
+            return region, ""
     return None, reason or "what feeds it is also needed elsewhere"
+
+
+_ONE_UNIT = "every input channel depends on all that feeds it"
 
 
 def _too_few(units: int, group: int) -> str:
     if units == 1:
-        return "every input channel depends on all that feeds it"
+        return _ONE_UNIT
     return f"{units} units {'are fewer than' if units < group else 'do not divide by'} tp={group}"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from fold3d.sharding.split import BlockSplit
 from fold3d.splitting.probing.capture import CapturedCall, paths_of
 from fold3d.splitting.probing.double import DoubleMode
 from fold3d.splitting.proving.emulate import EmulatedGroup, EmulatedOps
+from fold3d.splitting.proving.factors import Factors
 from fold3d.tensor_parallel.install import install_block
 
 TOLERANCE = 1e-10
@@ -23,77 +25,114 @@ TOLERANCE = 1e-10
 def prove(call: CapturedCall, split: BlockSplit, tp: int) -> str:
     """Returns an empty text, or where ranks that share the block differ from it.
 
-    All ranks run on this process (`EmulatedGroup`), with random weights in double precision; results, and the
-    gradients of every parameter and every argument, are compared with the whole block's.
+    All ranks run on this process (`EmulatedGroup`), in double precision, with random weights, large ones of low rank
+    (`Factors`); results, and the gradients of every parameter and every argument, are compared with the whole block's.
     """
-    whole = _with_weights(call.block)
-    args, kwargs = tree_map_only(Tensor, _double, (call.args, call.kwargs))
-    draw = torch.Generator().manual_seed(7)
-    inputs = _leaves(args, kwargs)
-    with DoubleMode():
-        output = whole(*inputs.args, **inputs.kwargs)
-    weights = {
-        path: torch.randn(leaf.shape, dtype=leaf.dtype, generator=draw)
-        for path, leaf in paths_of(output)
-        if path in call.read and leaf.is_floating_point()
-    }
-    _loss(output, weights).backward()  # type: ignore[no-untyped-call]
-    blocks = [shard_block(whole, split, rank) for rank in range(tp)]
-    ranks = [_leaves(args, kwargs) for _ in range(tp)]
+    return _Proof(call, split, tp).run()
 
-    def as_rank(ops: EmulatedOps) -> Any:
-        install_block(blocks[ops.rank], split, ops.rank, ops)
-        return blocks[ops.rank](*ranks[ops.rank].args, **ranks[ops.rank].kwargs)
 
-    try:
+class _Proof:
+    def __init__(self, call: CapturedCall, split: BlockSplit, tp: int) -> None:
+        self._call, self._split, self._tp = call, split, tp
+        self._args, self._kwargs = tree_map_only(Tensor, _double, (call.args, call.kwargs))
+        self._factors = Factors()
+        self._large = Factors.candidates(call.block, split.shards)
+
+    def run(self) -> str:
+        whole, inputs, output = self._run_whole()
+        unused = set(self._large) - self._factors.used
+        if unused:  # what is no matrix product's needs values
+            self._factors = Factors()
+            self._large = [name for name in self._large if name not in unused]
+            whole, inputs, output = self._run_whole()
+        draw = torch.Generator().manual_seed(7)
+        weights = {
+            path: torch.randn(leaf.shape, dtype=leaf.dtype, generator=draw)
+            for path, leaf in paths_of(output)
+            if path in self._call.read and leaf.is_floating_point()
+        }
         with DoubleMode():
-            outputs = EmulatedGroup(tp).run(as_rank)
-        torch.stack([_loss(out, weights) for out in outputs]).sum().backward()  # type: ignore[no-untyped-call]
-    except Exception as error:
-        return f"as {tp} ranks it raises {type(error).__name__}: {error}"
-    expected = dict(paths_of(output))
-    for rank in range(tp):
-        found = dict(paths_of(outputs[rank]))
-        for path in weights:
-            if path not in found or _differ(found[path], expected[path]):
-                return f"rank {rank} returns something else"
-        for path, leaf in inputs.tensors.items():
-            if _differ(ranks[rank].tensors[path].grad, leaf.grad):
-                return f"rank {rank} has another gradient of argument {'.'.join(map(str, path))}"
-    return _compare_parameters(whole, blocks, split)
+            _loss(output, weights).backward()  # type: ignore[no-untyped-call]
+        blocks = [_shard(whole, self._split, rank, self._large) for rank in range(self._tp)]
+        ranks = [_Leaves(self._args, self._kwargs) for _ in range(self._tp)]
+
+        def as_rank(ops: EmulatedOps) -> Any:
+            install_block(blocks[ops.rank], self._split, ops.rank, ops)
+            return blocks[ops.rank](*ranks[ops.rank].args, **ranks[ops.rank].kwargs)
+
+        owned = [(rank, name, block.get_parameter(name)) for rank, block in enumerate(blocks) for name in self._large]
+        try:
+            with DoubleMode(), self._factors.modes(owned, self._split.shards):
+                outputs = EmulatedGroup(self._tp).run(as_rank)
+            with DoubleMode():
+                torch.stack([_loss(out, weights) for out in outputs]).sum().backward()  # type: ignore[no-untyped-call]
+        except Exception as error:
+            return f"{self._tp} ranks raise {type(error).__name__}: {error}"
+        return next(self._wrong(output, outputs, weights, inputs, ranks, whole, blocks), "")
+
+    def _run_whole(self) -> tuple[nn.Module, _Leaves, Any]:
+        whole = _with_weights(self._call.block, self._large)
+        inputs = _Leaves(self._args, self._kwargs)
+        large = [(name, whole.get_parameter(name)) for name in self._large]
+        with DoubleMode(), self._factors.mode(-1, large, {}):
+            return whole, inputs, whole(*inputs.args, **inputs.kwargs)
+
+    def _wrong(
+        self,
+        output: Any,
+        outputs: list[Any],
+        weights: Mapping[Any, Tensor],
+        inputs: _Leaves,
+        ranks: list[_Leaves],
+        whole: nn.Module,
+        blocks: list[nn.Module],
+    ) -> Iterator[str]:
+        expected = dict(paths_of(output))
+        for rank in range(self._tp):
+            found = dict(paths_of(outputs[rank]))
+            for path in weights:
+                if path not in found or _differ(found[path], expected[path]):
+                    yield f"rank {rank} returns something else"
+            for path, leaf in inputs.tensors.items():
+                if _differ(ranks[rank].tensors[path].grad, leaf.grad):
+                    yield f"rank {rank} has another gradient of argument {'.'.join(map(str, path))}"
+        for name, parameter in whole.named_parameters():
+            shard = self._split.shards.get(name)
+            if name in self._large:
+                continue
+            gradients = [block.get_parameter(name).grad for block in blocks]
+            for rank in range(self._tp):
+                part = parameter.grad if shard is None or parameter.grad is None else shard.take(parameter.grad, rank)
+                if _differ(_whole_gradient(gradients, shard, rank), part):
+                    yield f"rank {rank} has another gradient of {name}"
+        for rank, name, gradient, part in self._factors.differences(self._split.shards, self._tp):
+            if _differ(gradient, part):
+                yield f"rank {rank} has another gradient of {name}"
 
 
-def shard_block(block: nn.Module, split: BlockSplit, rank: int) -> nn.Module:
-    """Returns a copy of a block with a rank's parts of its parameters."""
-    made = copy.deepcopy(block)
+def _shard(block: nn.Module, split: BlockSplit, rank: int, large: list[str]) -> nn.Module:
+    """Returns a copy of a block with a rank's parts of its parameters; large ones take no memory."""
+    memo: dict[int, Any] = {}
+    for name in large:
+        parameter = block.get_parameter(name)
+        shard = split.shards.get(name)
+        shape = parameter.shape if shard is None else shard.shape(parameter.shape, rank)
+        memo[id(parameter)] = _blank(shape)
+    made = copy.deepcopy(block, memo)
     for name, parameter in made.named_parameters():
         parameter.grad = None
         shard = split.shards.get(name)
-        if shard is not None:
+        if shard is not None and name not in large:
             parameter.data = shard.take(parameter.data, rank)
     return made
-
-
-def _compare_parameters(whole: nn.Module, blocks: list[nn.Module], split: BlockSplit) -> str:
-    for name, parameter in whole.named_parameters():
-        shard = split.shards.get(name)
-        gradients = [block.get_parameter(name).grad for block in blocks]
-        for rank in range(len(blocks)):
-            if parameter.grad is None:
-                wrong = gradients[rank] is not None and bool(gradients[rank].any())  # type: ignore[union-attr]
-            else:
-                expected = parameter.grad if shard is None else shard.take(parameter.grad, rank)
-                wrong = _differ(_whole_gradient(gradients, shard, rank), expected)
-            if wrong:
-                return f"rank {rank} has another gradient of {name}"
-    return ""
 
 
 def _whole_gradient(gradients: list[Tensor | None], shard: Shard | None, rank: int) -> Tensor | None:
     if shard is None or not shard.summed:
         return gradients[rank]
     parts = [gradients[other] for other in shard.holders(rank)]
-    return sum((part for part in parts if part is not None), torch.zeros(()))
+    held = [part for part in parts if part is not None]
+    return torch.stack(held).sum(0) if held else None
 
 
 def _differ(found: Tensor | None, expected: Tensor | None) -> bool:
@@ -106,15 +145,13 @@ def _differ(found: Tensor | None, expected: Tensor | None) -> bool:
     return bool(((found - expected).abs() > TOLERANCE * scale).any())
 
 
-def _with_weights(block: nn.Module) -> nn.Module:
-    """Returns a copy of a block on the meta device with random weights in double precision."""
+def _with_weights(block: nn.Module, large: list[str]) -> nn.Module:
+    """Returns a copy of a block on the meta device with random weights in double precision, but for large ones."""
     made = copy.deepcopy(block)
     for name, parameter in list(made.named_parameters()):
-        draw = torch.Generator().manual_seed(sum(map(ord, name)))
-        value = torch.randn(parameter.shape, dtype=torch.float64, generator=draw)
-        value = value / parameter.shape[-1] ** 0.5 if parameter.dim() > 1 else 0.3 * value + 1
         holder, _, attribute = name.rpartition(".")
-        setattr(made.get_submodule(holder), attribute, nn.Parameter(value))
+        value = _blank(parameter.shape) if name in large else _random(name, parameter)
+        setattr(made.get_submodule(holder), attribute, value)
     for module in made.modules():
         for key, buffer in module._buffers.items():
             if buffer is not None:
@@ -122,7 +159,17 @@ def _with_weights(block: nn.Module) -> nn.Module:
     return made
 
 
-class _leaves:
+def _random(name: str, like: Tensor) -> nn.Parameter:
+    draw = torch.Generator().manual_seed(sum(map(ord, name)))
+    value = torch.randn(like.shape, dtype=torch.float64, generator=draw)
+    return nn.Parameter(value / like.shape[-1] ** 0.5 if like.dim() > 1 else 0.3 * value + 1)
+
+
+def _blank(shape: Iterable[int]) -> nn.Parameter:
+    return nn.Parameter(torch.zeros(1, dtype=torch.float64).expand(*shape))
+
+
+class _Leaves:
     """Arguments whose tensors have gradients."""
 
     def __init__(self, args: Any, kwargs: Any) -> None:
@@ -133,7 +180,7 @@ class _leaves:
         self.tensors = {path[1:]: x for path, x in paths_of((self.args, self.kwargs)) if x.requires_grad}
 
 
-def _loss(output: Any, weights: dict[Any, Tensor]) -> Tensor:
+def _loss(output: Any, weights: Mapping[Any, Tensor]) -> Tensor:
     terms = [(leaf * weights[path]).sum() for path, leaf in paths_of(output) if path in weights]
     return torch.stack(terms).sum()
 
