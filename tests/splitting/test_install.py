@@ -1,4 +1,4 @@
-"""install() on live modules: sliced before or after, undone, recomputed, with dropout, autocast and others' forwards."""
+"""install() on live modules: sliced before or after, undone, recomputed; dropout, autocast and forwards of others."""
 
 from __future__ import annotations
 
