@@ -85,6 +85,14 @@ def shapes_of(example: Mapping[str, Tensor]) -> str:
     return ", ".join(f"{name} {tuple(value.shape)}" for name, value in example.items() if hasattr(value, "shape"))
 
 
+def size(number: float) -> str:
+    """Returns a number of bytes for people, such as "4.2 MB"."""
+    for unit, name in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if number >= unit:
+            return f"{number / unit:.3g} {name}"
+    return f"{number:g} B"
+
+
 def count(number: float) -> str:
     """Returns a large number for people, such as "124 M"."""
     for unit, name in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from fold3d.cli import model_option
@@ -22,12 +23,18 @@ def add(subcommands: Any) -> None:
     model_option.add(made)
     made.add_argument("-p", "--pp", type=int, help="stages: also show the chunks")
     made.add_argument("-s", "--segments", type=int, help="parts of the model, each cut into pp: also show them")
+    made.add_argument(
+        "-t", "--tp", type=int, help="processes that share each layer: show how each of its weights is divided, and why"
+    )
+    made.add_argument(
+        "--tp-plan", metavar="JSON", help='modules of which you know better, as {"mlp.gate": "replicate"}; with --tp'
+    )
     made.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> None:
     """Prints the table. Raises: ConfigError or TraceError."""
-    for name in ("pp", "segments"):
+    for name in ("pp", "segments", "tp"):
         value = getattr(options, name)
         if value is not None and value < 1:
             raise ConfigError(f"--{name} must be at least 1, got {value}")
@@ -39,6 +46,10 @@ def run(options: argparse.Namespace) -> None:
     if example is not None:
         print(f"FLOPs of one forward on {model_option.shapes_of(example)}")
     _print_blocks(traced)
+    if options.tp_plan is not None and options.tp is None:
+        raise ConfigError("--tp-plan has no effect without --tp")
+    if options.tp is not None:
+        _print_sharding(model, traced, example, options.tp, _plan_of(options.tp_plan))
     if options.pp is not None or options.segments is not None:
         _print_chunks(model, traced, options.pp or 1, options.segments or 1)
 
@@ -63,6 +74,30 @@ def _print_blocks(traced: Trace) -> None:
         print(f"one tensor: {' = '.join(group)}")
     if traced.shared:
         print(f"in every chunk: {', '.join(traced.shared)}")
+
+
+def _print_sharding(
+    model: nn.Module, traced: Trace, example: Mapping[str, Any] | None, tp: int, overrides: Mapping[str, str] | None
+) -> None:
+    from fold3d.cli.sharding_table import lines
+
+    header, rows, below = lines(model, traced, example, tp, overrides)
+    print()
+    _print_rows(header, rows)
+    for line in below:
+        print(line)
+
+
+def _plan_of(text: str | None) -> Mapping[str, str] | None:
+    if text is None:
+        return None
+    try:
+        plan = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"--tp-plan {text!r} is no JSON: {error}") from None
+    if not isinstance(plan, dict):
+        raise ConfigError(f'--tp-plan {text!r} must be a JSON object, such as {{"mlp.gate": "replicate"}}')
+    return plan
 
 
 def _print_chunks(model: nn.Module, traced: Trace, pp: int, segments: int) -> None:

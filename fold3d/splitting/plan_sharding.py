@@ -103,13 +103,17 @@ def _proved(call: CapturedCall, tp: int, whole: frozenset[str]) -> tuple[BlockSp
         wrong = prove(call, alone, tp)
         if wrong:
             kept.discard(exit_)
-            failed[exit_] = f"whole: divided, {wrong}"
+            failed.update(dict.fromkeys(_divided(alone), f"whole: divided, {wrong}"))
     split = infer(call, tp, whole | (frozenset(exits) - kept))
     wrong = prove(call, split, tp)
     if wrong:
         failed.update(dict.fromkeys(kept, f"whole: divided, {wrong}"))
         split = infer(call, tp, whole | frozenset(exits))
     return split, failed
+
+
+def _divided(split: BlockSplit) -> list[str]:
+    return [name for name, reason in split.reasons.items() if not reason.startswith("whole")]
 
 
 def _holders(name: str, block: nn.Module, tied: set[str]) -> frozenset[str]:

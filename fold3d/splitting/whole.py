@@ -27,8 +27,10 @@ def check_whole(name: str, block: nn.Module, split: BlockSplit, tp: int) -> None
     if held * SMALL <= total:
         return
     largest = max(found, key=lambda module: found[module])
-    matrix = next(p for n, p in block.named_parameters() if n == largest or n.startswith(f"{largest}."))
-    reason = split.reasons.get(largest, "whole: no matrix product reads it").removeprefix("whole: ")
+    matrix = next(
+        p for n, p in block.named_parameters() if p.dim() > 1 and (n == largest or n.rpartition(".")[0] == largest)
+    )
+    reason = split.reasons.get(largest, "whole: no matrix product with it was seen").removeprefix("whole: ")
     raise ConfigError(
         f"tp={tp}: {name}.{largest} {tuple(matrix.shape)} cannot be divided: {reason}. With "
         f"{', '.join(found)} whole on every rank, {100 * held / total:.0f} % of the block's parameters would be, more "

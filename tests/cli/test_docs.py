@@ -11,12 +11,15 @@ import shlex
 from pathlib import Path
 
 import pytest
+from transformers import GPT2Config
 
 from fold3d import schedule
 from fold3d.cli.main import main
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "schedule_ir.md"
+PAGES = {PAGE: 3, ROOT / "docs" / "tensor-parallel.md": 1}
+"""Pages with outputs of the command, and how many at least."""
 BAD = "0F0,0F1,0B0,0B1\n1F0,1B1,1F1,1B0\n"  # bad.csv of the page
 WRITE = os.environ.get("FOLD3D_WRITE_DOCS") == "1"
 
@@ -28,14 +31,16 @@ DRAWN = re.compile(r"`fold3d (?P<command>draw [^`]*--png docs/img/(?P<name>\w+\.
 def _page_folder(tmp_path, monkeypatch):
     (tmp_path / "bad.csv").write_text(BAD)
     (tmp_path / "docs" / "img").mkdir(parents=True)
+    GPT2Config(n_layer=4, architectures=["GPT2LMHeadModel"]).save_pretrained(tmp_path / "gpt2-folder")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "120")
 
 
 @pytest.mark.usefixtures("_page_folder")
-def test_shown_output(capsys):
-    page = PAGE.read_text()
-    assert len(SHOWN.findall(page)) >= 3
+@pytest.mark.parametrize("path, shown", PAGES.items(), ids=lambda value: getattr(value, "stem", ""))
+def test_shown_output(capsys, path, shown):
+    page = path.read_text()
+    assert len(SHOWN.findall(page)) >= shown
 
     def rerun(shown: re.Match[str]) -> str:
         main(shlex.split(shown["command"]))
@@ -44,7 +49,7 @@ def test_shown_output(capsys):
 
     current = SHOWN.sub(rerun, page)
     if WRITE:
-        PAGE.write_text(current)
+        path.write_text(current)
         page = current
     assert page == current
 

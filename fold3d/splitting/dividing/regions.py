@@ -70,9 +70,7 @@ def _region_of(
                 if not reason or reason == _ONE_UNIT:
                     reason = _too_few(units.count, group)
                 continue
-            region = _divide(units, attempt, sites, reach, group)
-            region.instead = reason
-            return region, ""
+            return _divide(units, attempt, sites, reach, group, reason), ""
     return None, reason or "what feeds it is also needed elsewhere"
 
 
@@ -155,9 +153,11 @@ def _pieces(site: str, found: list[Atom], rows: tuple[str, ...]) -> list[_Piece]
     return [_Piece(site, group, sum(found[k].end - found[k].first for k in group)) for group in chosen]
 
 
-def _divide(units: Units, attempt: _Attempt, sites: Mapping[str, Site], reach: Reach, group: int) -> Region:
+def _divide(
+    units: Units, attempt: _Attempt, sites: Mapping[str, Site], reach: Reach, group: int, instead: str
+) -> Region:
     per_rank = units.count // group
-    region = Region(units, per_rank)
+    region = Region(units, per_rank, instead=instead)
     ranks = {row: unit // per_rank for row, unit in units.rows.items()}
     for row in attempt.rows:
         region.rows[row] = [(ranks[row] == rank).nonzero().flatten().tolist() for rank in range(group)]

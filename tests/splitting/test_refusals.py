@@ -1,0 +1,220 @@
+"""What cannot be divided, or is not as the user says, is an error that names it before anything starts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fold3d.errors import ConfigError
+from fold3d.splitting import plan_sharding
+from fold3d.trace.capture import trace_call
+from tests.splitting.models import build
+from tests.splitting.shared import compare
+
+
+def plan(family: str, tp: int, overrides: dict[str, str] | None = None) -> Any:
+    tiny = build(family)
+    return plan_sharding(tiny.model, tiny.trace(), tiny.batch, tp, overrides)
+
+
+@pytest.mark.parametrize(
+    "family, tp, says",
+    [
+        ("gpt2", 8, r"transformer\.h\.0\.attn\.c_attn \(32, 96\) .*4 units are fewer than tp=8"),
+        ("gpt2", 3, r"128 units do not divide by tp=3"),
+        ("bert", 3, r"64 units do not divide by tp=3"),
+        ("olmo2", 2, r"self_attn\.q_proj \(32, 32\) .*every input channel depends on all that feeds it"),
+    ],
+)
+def test_what_does_not_divide(family: str, tp: int, says: str) -> None:
+    with pytest.raises(ConfigError, match=says) as error:
+        plan(family, tp)
+    assert "'replicate'" in str(error.value)
+
+
+def test_the_error_says_what_to_write() -> None:
+    with pytest.raises(ConfigError) as error:
+        plan("olmo2", 2)
+    said = eval(str(error.value).rpartition("tp_plan=")[2].removesuffix("."))
+    assert plan("olmo2", 2, said).shards
+
+
+@pytest.mark.parametrize(
+    "overrides, says",
+    [
+        ({"self_attention": "replicate"}, r"tp_plan\['self_attention'\] matches no module"),
+        ({"mlp.*": "rows"}, r"is 'rows'; it must be one of colwise, rowwise, replicate"),
+        ({"attn.c_attn": "rowwise"}, r"tp_plan says 'rowwise' of transformer\.h\.0\.attn\.c_attn, but it is colwise"),
+        ({"ln_1": "colwise"}, r"tp_plan says 'colwise' of transformer\.h\.0\.ln_1, but it is replicate"),
+        ({"lm_head": "rowwise"}, r"tp_plan says 'rowwise' of lm_head; it is colwise"),
+    ],
+)
+def test_overrides_that_cannot_be_followed(overrides: dict[str, str], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        plan("gpt2", 2, overrides)
+
+
+def test_overrides_are_followed() -> None:
+    words = {
+        "transformer.h.*.attn.c_attn": "replicate",
+        "attn.c_proj": "replicate",
+        "mlp.c_fc": "colwise",
+        "lm_head": "replicate",
+    }
+    found = plan("gpt2", 2, words)
+    assert "transformer.h.0.mlp.c_fc.weight" in found.shards
+    assert not any(".attn." in name or "wte" in name for name in found.shards)
+    reasons = found.blocks["transformer.h.1"].reasons
+    assert reasons["attn.c_attn"] == 'whole: tp_plan says "replicate"'
+
+
+def test_one_module_of_a_region_keeps_all_of_it_whole() -> None:
+    with pytest.raises(ConfigError, match=r"attn\.c_attn .*a module of its region is to be whole \(at attn\.c_proj"):
+        plan("gpt2", 2, {"attn.c_proj": "replicate"})
+
+
+def test_three_ranks() -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(8, 24), nn.Linear(24, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = x + self.down(torch.relu(self.up(x)))
+            return out
+
+    model, batch = stacked(Block)
+    found = plan_sharding(model, trace_call(model, ["layers.0", "layers.1"], batch), batch, 3)
+    assert compare(model, batch, found) < 1e-10
+    assert {shard.length(rank) for shard in found.shards.values() for rank in range(3)} == {8}
+
+
+def stacked(block: type[nn.Module]) -> tuple[nn.Module, dict[str, Tensor]]:
+    class Stacked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(block() for _ in range(2))
+
+        def forward(self, x: Tensor) -> tuple[Tensor]:
+            for layer in self.layers:
+                x = layer(x)
+            return (x,)
+
+    torch.manual_seed(0)
+    return Stacked().double(), {"x": torch.randn(2, 3, 8).double()}
+
+
+class OwnLinear(nn.Module):
+    """A linear layer of the user's own, and so no nn.Linear."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(inputs, outputs) / 4)
+        self.b = nn.Parameter(torch.randn(outputs))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.w + self.b
+
+
+class OwnBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = OwnLinear(8, 32), OwnLinear(32, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = x + self.down(torch.tanh(self.up(x)))
+        return out
+
+
+class BareBlock(nn.Module):
+    """All weights in the block itself, which computes with functions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = OwnFunctions()
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = x + self.inner(x)
+        return out
+
+
+class OwnFunctions(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Parameter(torch.randn(32, 8) / 4)
+        self.second = nn.Parameter(torch.randn(8, 16) / 4)
+        self.bias = nn.Parameter(torch.randn(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = nn.functional.linear(x, self.first).chunk(2, -1)
+        return nn.functional.linear(torch.sigmoid(gate) * up, self.second, self.bias)
+
+
+class Convolution(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Conv1d(8, 8, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.mix(x.mT).mT
+
+
+@pytest.mark.parametrize("block", [OwnBlock, BareBlock])
+def test_products_that_are_no_linear_module(block: type[nn.Module]) -> None:
+    model, batch = stacked(block)
+    found = plan_sharding(model, trace_call(model, ["layers.0", "layers.1"], batch), batch, 2)
+    assert compare(model, batch, found) < 1e-10
+    assert len(found.shards) >= 6
+
+
+def test_unknown_data_flow() -> None:
+    model, batch = stacked(Convolution)
+    traced = trace_call(model, ["layers.0", "layers.1"], batch)
+    with pytest.raises(ConfigError, match=r"layers\.0\.mix \(8, 8, 3\) cannot be divided: no matrix product with it"):
+        plan_sharding(model, traced, batch, 2)
+    assert not plan_sharding(model, traced, batch, 2, {"mix": "replicate"}).shards
+
+
+def test_a_wrong_proof_leaves_a_region_whole() -> None:
+    """A gradient that only the user's code knows of: forwards agree, backwards do not."""
+
+    class Scaled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Any) -> Any:
+            return gradients[0] * gradients[0].abs().mean(-1, keepdim=True)
+
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(8, 32), nn.Linear(32, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = x + self.down(Scaled.apply(self.up(x)))
+            return out
+
+    model, batch = stacked(Odd)
+    with pytest.raises(ConfigError, match=r"divided, rank 0 has another gradient of"):
+        plan_sharding(model, trace_call(model, ["layers.0", "layers.1"], batch), batch, 2)
+
+
+def test_plans_are_remembered_by_what_decides_them() -> None:
+    one, other = build("llama"), build("llama")
+    first = plan_sharding(one.model, one.trace(), one.batch, 2)
+    assert plan_sharding(other.model, other.trace(), other.batch, 2) is first
+    assert plan_sharding(other.model, other.trace(), other.batch, 4) is not first
+    other.model.config.num_attention_heads = 2  # type: ignore[union-attr]
+    assert plan_sharding(other.model, other.trace(), other.batch, 2) is not first
+
+
+def test_the_digest_is_that_of_the_plan() -> None:
+    assert plan("llama", 2).digest == plan("llama", 2).digest != plan("llama", 4).digest
+    assert plan("llama", 1).shards == {}
+    with pytest.raises(ConfigError, match="tp must be at least 1, got 0"):
+        plan("llama", 0)
