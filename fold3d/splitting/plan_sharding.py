@@ -78,8 +78,10 @@ def _split(name: str, call: CapturedCall, tp: int, overrides: Overrides, tied: s
     whole = overrides.replicated(name, call.block) | _holders(name, call.block, tied)
     split, failed = _proved(call, tp, whole)
     reasons = {**split.reasons, **failed}
-    for module in overrides.replicated(name, call.block):
-        reasons[module] = 'whole: tp_plan says "replicate"'
+    modules = {path for path, _ in call.block.named_modules()}
+    for path in overrides.replicated(name, call.block):
+        if path in modules or path in reasons:
+            reasons[path] = 'whole: tp_plan says "replicate"'
     made = BlockSplit(
         groups=split.groups, shards=split.shards, attributes=split.attributes, inputs=split.inputs,
         entering=split.entering, outputs=split.outputs, reasons=reasons,
@@ -107,7 +109,7 @@ def _proved(call: CapturedCall, tp: int, whole: frozenset[str]) -> tuple[BlockSp
     split = infer(call, tp, whole | (frozenset(exits) - kept))
     wrong = prove(call, split, tp)
     if wrong:
-        failed.update(dict.fromkeys(kept, f"whole: divided, {wrong}"))
+        failed.update(dict.fromkeys(_divided(split), f"whole: divided, {wrong}"))
         split = infer(call, tp, whole | frozenset(exits))
     return split, failed
 

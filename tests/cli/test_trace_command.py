@@ -121,3 +121,43 @@ def test_an_unknown_architecture(capsys, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "vit", "architectures": ["Nobody"]}))
     code, _, err = run(capsys, str(tmp_path))
     assert code == 1 and "names no known architecture (['Nobody'])" in err
+
+
+def test_tensor_parallel_table(capsys, gpt2_folder):
+    code, out, _ = run(capsys, str(gpt2_folder), "-t", "2")
+    assert code == 0
+    table = {row[0]: row[1:] for row in rows(out, "module")}
+    assert table["transformer.h.0..4.attn.c_attn"][:5] == ["column", "63.4", "kB", "31.7", "kB"]
+    assert table["transformer.h.0..4.attn.c_proj"][0] == "row"
+    assert table["transformer.h.0..4.ln_1"][:5] == ["whole", "1.28", "kB", "1.28", "kB"]
+    assert table["transformer.wte"][0] == "vocabulary"
+    assert "numbers on a rank: attn.split_size: 32 -> 16" in out
+
+
+def test_tensor_parallel_table_with_exceptions(capsys, gpt2_folder):
+    plan = json.dumps({"mlp.*": "replicate"})
+    code, out, _ = run(capsys, str(gpt2_folder), "-t", "2", "--tp-plan", plan)
+    assert code == 0
+    table = {row[0]: " ".join(row[1:]) for row in rows(out, "module")}
+    assert table["transformer.h.0..4.mlp.c_fc"] == 'whole 84.5 kB 84.5 kB tp_plan says "replicate"'
+
+
+@pytest.mark.parametrize(
+    "arguments, says",
+    [
+        (["-t", "4"], "2 units are fewer than tp=4"),
+        (["-t", "0"], "--tp must be at least 1, got 0"),
+        (["--tp-plan", "{}"], "--tp-plan has no effect without --tp"),
+        (["-t", "2", "--tp-plan", "mlp"], "'mlp' is no JSON"),
+        (["-t", "2", "--tp-plan", "[]"], "must be a JSON object"),
+        (["-t", "2", "--tp-plan", '{"mpl": "replicate"}'], "tp_plan['mpl'] matches no module"),
+    ],
+)
+def test_tensor_parallel_refusals(capsys, gpt2_folder, arguments, says):
+    code, _, err = run(capsys, str(gpt2_folder), *arguments)
+    assert code != 0 and says in err
+
+
+def test_a_block_that_is_one_layer(capsys):
+    code, _, err = run(capsys, f"{__name__}:plain", "-t", "2")
+    assert code != 0 and "layers.0" in err and "cannot be divided: what it computes leaves the block" in err
