@@ -104,6 +104,7 @@ def work(rank: int, tp: int, port: int, megabytes: int, folder: str, out: str, r
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(tp),
+        "OMP_NUM_THREADS": "1",
     }
     transformers.utils.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     arguments = TrainingArguments(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -52,12 +53,29 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.parametrize("base, why", CHAINS, ids=[case.family for case, _ in CHAINS])
-def test_state_moves_across_layouts(ranks: RankPool, base: Case, why: str) -> None:
+SHARDED_CHAINS = [
+    (Case(family="gpt2-4", dtype="float64"), "a tied vocabulary in parts"),
+    (Case(family="llama", tied=False, dtype="float32"), "float32, key heads that two shards hold"),
+    (Case(family="plain", tied=True, dropout=0.1), "no transformers model"),
+]
+SHARDED_LAYOUTS = [
+    {"dp": 2, "tp": 2, "pp": 1, "segments": 1, "m": 2, "dp_sync": "zero1"},
+    {"dp": 1, "pp": 2, "segments": 1, "m": 4},
+    {"dp": 1, "tp": 4, "pp": 1, "segments": 1, "m": 4},
+    {"dp": 1, "tp": 2, "pp": 2, "segments": 1, "m": 4},
+    {"dp": 2, "tp": 2, "pp": 1, "segments": 2, "m": 2, "schedule": "aiao", "dp_sync": "early"},
+]
+MOVES = [(*chain, LAYOUTS) for chain in CHAINS] + [(*chain, SHARDED_LAYOUTS) for chain in SHARDED_CHAINS]
+
+
+@pytest.mark.parametrize(
+    "base, why, layouts", MOVES, ids=[f"{one[0].family}{'-tp' * (one[2] is SHARDED_LAYOUTS)}" for one in MOVES]
+)
+def test_state_moves_across_layouts(ranks: RankPool, base: Case, why: str, layouts: list[dict[str, Any]]) -> None:
     """One step in each layout, handing the state on, is the same training as all steps in one process."""
-    expected = ranks.run(parity_jobs.train, 1, replace(base, m=4), steps=range(len(LAYOUTS)), timeout=150.0)[0]
+    expected = ranks.run(parity_jobs.train, 1, replace(base, m=4), steps=range(len(layouts)), timeout=150.0)[0]
     tolerance, state = TOLERANCE[base.dtype], None
-    for step, layout in enumerate(LAYOUTS):
+    for step, layout in enumerate(layouts):
         case = replace(base, **layout)
         results = ranks.run(parity_jobs.train, case.ranks, case, start=state, steps=[step], timeout=150.0)
         state = results[0].state
