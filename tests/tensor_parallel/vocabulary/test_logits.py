@@ -381,3 +381,19 @@ def test_nothing_to_learn() -> None:
 def test_the_watch_sees_whole_logits() -> None:
     with pytest.raises(AssertionError, match=f"made a tensor of .*{V}"):
         compare(GATHERED["norm"], 2, local=True)
+
+
+def test_inference_mode() -> None:
+    with torch.inference_mode():
+        whole = F.linear(*inputs())
+        wanted = causal_lm(whole)
+
+    def run(ops: ThreadedOps) -> None:
+        with torch.inference_mode():
+            logits, _ = head(ops, *inputs())
+            torch.testing.assert_close(causal_lm(logits.float()), wanted.float(), rtol=0, atol=1e-6)
+            torch.testing.assert_close(gathered(logits), whole, rtol=0, atol=1e-12)
+            logits[..., 3] = 0.0
+            assert not gathered(logits)[..., 3].any() and logits.argmax(-1).shape == (B, L)
+
+    on_ranks(2, run)
