@@ -21,6 +21,7 @@ def add(subcommands: Any, *, knobs: bool) -> None:
     model_option.add(made)
     made.add_argument("-w", "--world-size", type=int, required=True, metavar="N", help="processes, one per device")
     made.add_argument("-p", "--pp", type=int, default=1, help="stages, default 1; the rest are replicas")
+    made.add_argument("-t", "--tp", type=int, default=1, help="that share each weight of a stage, default 1")
     made.add_argument("-m", "--micro-batches", type=int, default=8, metavar="M", help="per step, default 8")
     made.add_argument("--batch", type=int, default=1, metavar="N", help="samples of a micro-batch, default 1")
     made.add_argument("--tokens", type=int, metavar="N", help="of a sample, default 128; models with input_ids")
@@ -65,6 +66,8 @@ def _job(options: argparse.Namespace) -> Job:
     from fold3d.plan.space.recompute import KNOB as RECOMPUTE
     from fold3d.profile.assumed import assumed_profile
     from fold3d.profile.layers import profile_model
+    from fold3d.profile.shard import of_a_shard
+    from fold3d.splitting.plan_sharding import plan_sharding
     from fold3d.trace import trace
 
     for name in ("tflops", "bandwidth", "batch", "world_size"):
@@ -74,7 +77,9 @@ def _job(options: argparse.Namespace) -> Job:
         raise ConfigError(f"--latency is {options.latency:g}; it must not be negative, and below 1e9 (1,000 s)")
     if options.world_size >= 1 << 31:
         raise ConfigError(f"--world-size is {options.world_size}; it must be below {1 << 31}")
-    config = ParallelConfig(pp=options.pp, micro_batches=options.micro_batches, memory_limit=options.memory_limit)
+    sizes = {"tp": options.tp, "pp": options.pp, "micro_batches": options.micro_batches}
+    config = ParallelConfig(**sizes, memory_limit=options.memory_limit)
+    dp = config.resolve_dp(options.world_size)
     model, example = model_option.load(options)
     if example is None:
         raise ConfigError(f"{options.model!r} returns no example batch, and none can be made up; return (model, batch)")
@@ -89,12 +94,16 @@ def _job(options: argparse.Namespace) -> Job:
     else:
         speed = options.tflops * 1e12
         profile = assumed_profile(model, traced, example, flops_per_second=speed, recompute=recompute)
+    if options.tp > 1:
+        shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+        profile = of_a_shard(profile, traced, plan_sharding(model, traced, example, options.tp), shapes)
     latency, bandwidth = options.latency / 1e6, options.bandwidth * 1e9 / 8
     return Job(
         trace=traced,
         profile=profile,
         network=NetworkCosts(pp_latency=latency, pp_bandwidth=bandwidth, dp_bandwidth=bandwidth, hop_latency=latency),
-        dp=config.resolve_dp(options.world_size),
+        dp=dp,
+        tp=options.tp,
         pp=options.pp,
         micro_batches=options.micro_batches,
         memory_limit=config.memory_size,

@@ -145,3 +145,16 @@ def test_an_example_may_lie_elsewhere(capsys):
 def test_errors(capsys, arguments, message):
     code, _, err = run(capsys, *arguments)
     assert code == 1 and message in err
+
+
+def test_shards_take_less_each(capsys, gpt2_folder):  # noqa: F811
+    """Twice the ranks with half of each weight: less memory and time on each, and fewer replicas."""
+    common = (gpt2_folder, "-w", 8, "-p", 2, "-m", 4, "--tokens", 16, "--memory-limit", "1GB")
+    found = {tp: run(capsys, *common, "-t", tp) for tp in (1, 2)}
+    assert [code for code, _, _ in found.values()] == [0, 0], found
+    whole, shared = (strategy_in(out) for _, out, _ in found.values())
+    assert (whole.dp, whole.tp, shared.dp, shared.tp) == (4, 1, 2, 2)
+    needs = [float(out.split("needs about ")[1].split(" MB")[0]) for _, out, _ in found.values()]
+    assert needs[1] < 0.8 * needs[0]
+    code, _, err = run(capsys, *common, "-t", 3)
+    assert code != 0 and "tp*pp = 3*2 = 6" in err

@@ -23,7 +23,11 @@ from tests.helpers import data, models
 
 Batch = dict[str, Tensor]
 
-FAMILIES = models.MODELS | {"bert": models.bert_config, "gpt2-4": functools.partial(models.gpt2_config, heads=4)}
+FAMILIES = models.MODELS | {
+    "bert": models.bert_config,
+    "gpt2-4": functools.partial(models.gpt2_config, heads=4),
+    "gpt2-8": functools.partial(models.gpt2_config, heads=8),
+}
 """Name -> configuration builder; also of what other tests do not run: an encoder, and more heads to share out."""
 IN_A_LOOP = ("plain", "bert")
 """Families whose loss is a mean over a micro-batch, whatever the stock Trainer believes: their reference is a loop."""
