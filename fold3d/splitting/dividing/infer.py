@@ -73,4 +73,6 @@ def _why_whole(name: str, probe: Probe, reach: Reach, failures: dict[str, str], 
         if row in failures:
             at = "" if row == name else f" (at {module_of(probe, probe.sites[row])})"
             return f"whole: {failures[row]}{at}"
+    if any(atom.sinks for atom in reach[name]):
+        return "whole: what reads its result is divided together with other layers"
     return "whole: nothing reads what it computes"

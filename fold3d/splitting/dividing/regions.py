@@ -32,35 +32,45 @@ class Region:
     instead: str = ""
     """Why nothing simpler was possible, where ranks hold some of the same."""
 
+    @property
+    def sites(self) -> set[str]:
+        """The products that it divides."""
+        return {*self.columns, *self.rows}
+
 
 def find_regions(sites: Mapping[str, Site], reach: Reach, group: int) -> tuple[list[Region], dict[str, str]]:
-    """Returns the regions of a block, and of other sites that something inside the block reaches why they are none."""
-    regions: list[Region] = []
+    """Returns the regions of a block, and of other sites that something inside the block reaches why they are none.
+
+    A product belongs to one region. Where several could have it, as in chains of layers with nothing between them, the
+    region with the largest weights does.
+    """
+    found: list[Region] = []
     reasons: dict[str, str] = {}
-    taken: set[str] = set()
     for sink in sites:
-        if sink in taken:
-            continue
-        sources = [name for name, found in reach.items() if any(sink in atom.sinks for atom in found)]
-        if not sources:
-            continue
-        region, reason = _region_of(sink, sites, reach, group, taken)
-        if region is None:
-            reasons[sink] = reason
-            continue
-        regions.append(region)
-        taken |= set(region.columns) | set(region.rows)
-    return regions, reasons
+        if any(sink in atom.sinks for atoms in reach.values() for atom in atoms):
+            region, reasons[sink] = _region_of(sink, sites, reach, group)
+            found += [region] if region is not None else []
+    regions: list[Region] = []
+    taken: set[str] = set()
+    for region in sorted(found, key=lambda region: -_weight(region, sites)):
+        if taken.isdisjoint(region.sites):
+            regions.append(region)
+            taken |= region.sites
+    for sink in reasons.keys() - taken:
+        reasons[sink] = reasons[sink] or "it is divided otherwise, together with other layers"
+    order = list(sites)
+    regions.sort(key=lambda region: min(order.index(name) for name in region.sites))
+    return regions, {sink: reason for sink, reason in reasons.items() if reason}
 
 
-def _region_of(
-    sink: str, sites: Mapping[str, Site], reach: Reach, group: int, taken: set[str]
-) -> tuple[Region | None, str]:
+def _weight(region: Region, sites: Mapping[str, Site]) -> int:
+    return sum(sites[name].inputs * sites[name].outputs for name in region.sites)
+
+
+def _region_of(sink: str, sites: Mapping[str, Site], reach: Reach, group: int) -> tuple[Region | None, str]:
     reason = ""
     for rows in _rows_of(sink, reach):
         for attempt in _attempts(rows, reach):
-            if taken.intersection((*rows, *attempt.sources)):
-                continue
             try:
                 units = find_units({row: sites[row].inputs for row in rows}, attempt.sources, attempt.left_out)
             except Mixed as error:

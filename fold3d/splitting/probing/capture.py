@@ -18,7 +18,7 @@ from fold3d.sharding.split import Path
 from fold3d.stage.shapes import ShapeOnly
 from fold3d.trace.arguments import Arguments
 from fold3d.trace.model_trace import Trace
-from fold3d.trace.users_hooks import drop_hooks, is_users
+from fold3d.trace.users_hooks import drop_hooks, is_users, users_hooks
 from fold3d.trace.wrappers import drop_wrappers, whole_shape, wrap
 from fold3d.weights.materialize import materialize
 
@@ -147,7 +147,7 @@ class _Run:
 
 def _skeleton(model: nn.Module) -> nn.Module:
     """Returns a copy whose parameters are on the meta device, without hooks and wrappers of others."""
-    memo: dict[int, Any] = {}
+    memo: dict[int, Any] = {id(hook): hook for module in model.modules() for hook in users_hooks(module)}
     for parameter in model.parameters():
         empty = torch.empty(whole_shape(parameter), dtype=parameter.dtype, device="meta")
         memo[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
