@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <span>
 #include <stdexcept>
 #include <utility>
 
@@ -17,23 +18,29 @@
 namespace fold3d::comm {
 namespace {
 
-constexpr std::uint64_t kVersion = 0x4633444741544531;  // "F3DGATE1"
+constexpr std::uint64_t kVersion = 0x4633444741544532;  // "F3DGATE2"
 constexpr unsigned kFieldBits = 21;
 constexpr std::uint64_t kFieldMask = (1u << kFieldBits) - 1;
-constexpr std::size_t kReduces = 2;  // the kinds before it are the directions of messages
+constexpr std::size_t kReduces = 2;  // the kinds before it are the directions of messages,
+constexpr std::size_t kTensors = 3;  // from here on those of TP.sync
+constexpr std::size_t kFieldsOfWord = 3;
 
 // The state is shared between processes: what is not lock-free would hide a lock in each of them.
 static_assert(std::atomic<std::uint64_t>::is_always_lock_free);
 static_assert(std::atomic<std::uint32_t>::is_always_lock_free);
 static_assert(sizeof(std::atomic<std::uint32_t>) == sizeof(std::uint32_t));  // as the futex call wants it
 
-constexpr std::uint64_t one_of(std::size_t kind) { return std::uint64_t{1} << (kFieldBits * kind); }
+constexpr std::size_t word_of(std::size_t kind) { return kind / kFieldsOfWord; }
 
-int count_of(std::uint64_t pending, std::size_t kind) {
-  return static_cast<int>(pending >> (kFieldBits * kind) & kFieldMask);
+constexpr std::uint64_t one_of(std::size_t kind) { return std::uint64_t{1} << (kFieldBits * (kind % kFieldsOfWord)); }
+
+int count_of(std::uint64_t word, std::size_t kind) {
+  return static_cast<int>(word >> (kFieldBits * (kind % kFieldsOfWord)) & kFieldMask);
 }
 
 std::size_t kind_of(NicArbiter::Direction direction) { return static_cast<std::size_t>(direction); }
+
+std::size_t tensors_of(NicArbiter::Direction direction) { return kTensors + kind_of(direction); }
 
 void raise_to(std::atomic<std::int64_t>& target, std::int64_t value) {
   std::int64_t seen = target.load();
@@ -75,17 +82,18 @@ void NicArbiter::begins(std::size_t kind, std::size_t bytes) {
           : static_cast<std::int64_t>(std::min(static_cast<double>(bytes) * 1e9 / static_cast<double>(bytes_per_second),
                                                static_cast<double>(core::HoldRule::kLongestTransferNs)));
   // Two that begin at once may both see silence; what is lost then is a little patience.
-  if (count_of(state_.pending.load(), kind) == 0) urgent.transfer_ns.store(0);
+  if (pending(kind) == 0) urgent.transfer_ns.store(0);
   raise_to(urgent.transfer_ns, transfer_ns);
   raise_to(urgent.newest_ns, now_ns());
   // In this order nothing is taken back that is not there yet.
-  state_.pending.fetch_add(one_of(kind));
+  state_.pending[word_of(kind)].fetch_add(one_of(kind));
   own_[kind].fetch_add(1);
   if (open_.load()) take_back();  // open() may have looked before
 }
 
 void NicArbiter::ends(std::size_t kind, std::int64_t count) noexcept {
-  const std::uint64_t before = state_.pending.fetch_sub(one_of(kind) * static_cast<std::uint64_t>(count));
+  const std::uint64_t before =
+      state_.pending[word_of(kind)].fetch_sub(one_of(kind) * static_cast<std::uint64_t>(count));
   if (count_of(before, kind) == count) wake();
 }
 
@@ -108,6 +116,12 @@ void NicArbiter::reduce_begins(std::size_t bytes) { begins(kReduces, bytes); }
 
 void NicArbiter::reduce_ends() { end_own(kReduces); }
 
+void NicArbiter::tensor_begins(Direction direction, std::size_t bytes) { begins(tensors_of(direction), bytes); }
+
+void NicArbiter::tensor_ends(Direction direction) { end_own(tensors_of(direction)); }
+
+int NicArbiter::pending(std::size_t kind) const { return count_of(state_.pending[word_of(kind)].load(), kind); }
+
 void NicArbiter::end_own(std::size_t kind) {
   std::int64_t count = own_[kind].load();
   while (count > 0 && !own_[kind].compare_exchange_weak(count, count - 1)) {
@@ -118,42 +132,56 @@ void NicArbiter::end_own(std::size_t kind) {
 /// The time before which `kind` holds back a slice that has been ready since `ready_ns`.
 std::int64_t NicArbiter::start_ns(std::int64_t ready_ns, std::size_t kind) const {
   const Urgent& urgent = state_.urgent[kind];
-  return rule_.start_ns(ready_ns, {.pending = count_of(state_.pending.load(), kind),
-                                   .newest_ns = urgent.newest_ns.load(),
-                                   .transfer_ns = urgent.transfer_ns.load()});
+  return rule_.start_ns(
+      ready_ns,
+      {.pending = pending(kind), .newest_ns = urgent.newest_ns.load(), .transfer_ns = urgent.transfer_ns.load()});
+}
+
+std::int64_t NicArbiter::hold_message(Direction direction) {
+  const Held held = hold_for({.kinds = {tensors_of(direction)}, .count = 1});
+  if (held.ns == 0) return 0;
+  message_holds_.fetch_add(1, std::memory_order_relaxed);
+  message_held_ns_.fetch_add(held.ns, std::memory_order_relaxed);
+  return held.ns;
 }
 
 std::int64_t NicArbiter::hold(Direction direction, Traffic traffic) {
-  const std::size_t messages = kind_of(direction);
-  const std::uint64_t urgent =
-      one_of(messages) * kFieldMask | (traffic == Traffic::kGather ? one_of(kReduces) * kFieldMask : 0);
-  if (!preempt_ || (state_.pending.load() & urgent) == 0) return 0;
+  const Held held = hold_for(
+      {.kinds = {tensors_of(direction), kind_of(direction), kReduces}, .count = traffic == Traffic::kGather ? 3u : 2u});
+  if (held.ns == 0) return 0;
+  (held.for_urgent ? preemptions_ : yields_).fetch_add(1, std::memory_order_relaxed);
+  held_ns_.fetch_add(held.ns, std::memory_order_relaxed);
+  if (held.for_urgent) preempted_ns_.fetch_add(held.ns, std::memory_order_relaxed);
+  return held.ns;
+}
+
+NicArbiter::Held NicArbiter::hold_for(const Urgency& urgency) {
+  const std::span<const std::size_t> kinds(urgency.kinds.data(), urgency.count);
+  if (!preempt_ || std::ranges::none_of(kinds, [this](std::size_t kind) { return pending(kind) > 0; })) return {};
   const std::int64_t ready_ns = now_ns();
   std::int64_t now = ready_ns;
-  bool for_message = false;
+  bool for_urgent = false;
   for (;;) {
     // Read first: whatever ends after what we look at below moves it, and the wait returns at once.
     const std::uint32_t sequence = state_.sequence.load();
     if (open_.load()) break;
-    const std::int64_t message_ns = start_ns(ready_ns, messages);
-    const std::int64_t until_ns =
-        traffic == Traffic::kGather ? std::max(message_ns, start_ns(ready_ns, kReduces)) : message_ns;
+    std::int64_t until_ns = now;
+    for (const std::size_t kind : kinds) {
+      const std::int64_t kind_ns = start_ns(ready_ns, kind);
+      until_ns = std::max(until_ns, kind_ns);
+      for_urgent = for_urgent || (kind_ns > now && kind != kReduces);
+    }
     if (until_ns <= now) break;
-    for_message = for_message || message_ns > now;
     // Who begins meanwhile moves the time; that is looked at when the time has come.
     wait(sequence, until_ns);
     now = now_ns();
   }
-  if (now == ready_ns) return 0;  // patience was over already
-  (for_message ? preemptions_ : yields_).fetch_add(1, std::memory_order_relaxed);
-  held_ns_.fetch_add(now - ready_ns, std::memory_order_relaxed);
-  if (for_message) preempted_ns_.fetch_add(now - ready_ns, std::memory_order_relaxed);
-  return now - ready_ns;
+  return {now - ready_ns, for_urgent};  // 0: patience was over already
 }
 
 void NicArbiter::passed(Direction direction, std::int64_t start_ns, std::int64_t end_ns) noexcept {
   const std::size_t kind = kind_of(direction);
-  if (count_of(state_.pending.load(), kind) == 0) return;
+  if (pending(kind) == 0) return;
   // The newest message stands for all: slices are short.
   const std::int64_t began_ns = std::max(start_ns, state_.urgent[kind].newest_ns.load());
   if (began_ns < end_ns) delayed_ns_.fetch_add(end_ns - began_ns, std::memory_order_relaxed);
@@ -198,7 +226,9 @@ NicArbiter::Counters NicArbiter::counters() const {
           .preempted_ns = preempted_ns_.load(),
           .delayed_ns = delayed_ns_.load(),
           .messages = messages_.load(),
-          .message_bytes = message_bytes_.load()};
+          .message_bytes = message_bytes_.load(),
+          .message_holds = message_holds_.load(),
+          .message_held_ns = message_held_ns_.load()};
 }
 
 }  // namespace fold3d::comm

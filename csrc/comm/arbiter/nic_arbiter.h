@@ -11,8 +11,9 @@
 
 namespace fold3d::comm {
 
-/// Where the slices of data-parallel traffic wait for more urgent traffic on the same network card: all of them
-/// for pipeline messages, those of gathers also for those of reduces. How long is core::HoldRule's decision.
+/// Where traffic waits for more urgent traffic on the same network card. TP.sync outranks pipeline messages (PP.sync),
+/// which outrank slices of data-parallel traffic (DP.sync); among these, gathers yield to reduces. How long is
+/// core::HoldRule's decision.
 ///
 /// The ranks of one host share a card, so they share a arbiter: its state is in shared memory when it has a name.
 /// Nobody ever owns that state: counts and times are atomics, and waits are futexes with a deadline. A rank that
@@ -31,13 +32,15 @@ class NicArbiter {
 
   /// What this object saw, not the other ranks of the host.
   struct Counters {
-    std::int64_t preemptions = 0;    ///< holds that waited for a message
+    std::int64_t preemptions = 0;    ///< holds of a slice that waited for a message or for TP.sync
     std::int64_t yields = 0;         ///< holds of a gather that waited for reduces only
-    std::int64_t held_ns = 0;        ///< in all holds together
-    std::int64_t preempted_ns = 0;   ///< of these, in holds that waited for a message: sending time that slices lost
+    std::int64_t held_ns = 0;        ///< in all holds of slices together
+    std::int64_t preempted_ns = 0;   ///< of these, in preemptions: sending time that slices lost
     std::int64_t delayed_ns = 0;     ///< that messages waited for slices which were under way when they began
     std::int64_t messages = 0;       ///< announced by message_begins(), both directions
     std::int64_t message_bytes = 0;  ///< of these
+    std::int64_t message_holds = 0;  ///< messages that waited for TP.sync
+    std::int64_t message_held_ns = 0;
   };
 
   /// A arbiter of this process alone.
@@ -60,8 +63,15 @@ class NicArbiter {
   void reduce_begins(std::size_t bytes = 0);
   void reduce_ends();
 
-  /// Blocks until a slice of `traffic` may go; returns the nanoseconds it was held. A single atomic load when
-  /// nothing more urgent is pending.
+  /// A slice of TP.sync of `bytes` wants the card; of a receive: its header is here, its payload is not. As for
+  /// messages.
+  void tensor_begins(Direction direction, std::size_t bytes);
+  void tensor_ends(Direction direction);
+
+  /// Blocks until a message may go: it yields to TP.sync. Returns the nanoseconds it was held.
+  std::int64_t hold_message(Direction direction);
+  /// Blocks until a slice of `traffic` may go; returns the nanoseconds it was held. An atomic load for each
+  /// kind of more urgent traffic when none is pending.
   std::int64_t hold(Direction direction, Traffic traffic);
 
   /// A slice was under way from `start_ns` to `end_ns`. Only counts what messages waited for it.
@@ -80,7 +90,8 @@ class NicArbiter {
   Counters counters() const;
 
  private:
-  static constexpr std::size_t kNumKinds = 3;  // of urgent traffic: messages sent, messages received, reduces
+  static constexpr std::size_t kNumKinds =
+      5;  // of urgent traffic: messages sent and received, reduces, TP.sync each way
 
   /// One kind of urgent traffic, see core::HoldRule::Pipeline.
   struct Urgent {
@@ -90,11 +101,22 @@ class NicArbiter {
   /// What the ranks share. All zeros is the state at rest.
   struct State {
     std::atomic<std::uint64_t> version;
-    std::atomic<std::uint64_t> pending;  // a field of kFieldBits for each kind: one load tells all
+    std::array<std::atomic<std::uint64_t>, 2> pending;  // a field of kFieldBits for each kind
     std::array<Urgent, kNumKinds> urgent;
     std::atomic<std::int64_t> bytes_per_second;
     std::atomic<std::uint32_t> sequence;  // the futex; moves whenever a kind falls silent
     std::atomic<std::int32_t> waiters;
+  };
+
+  /// What traffic waits for.
+  struct Urgency {
+    std::array<std::size_t, 3> kinds = {};  // the most urgent first
+    std::size_t count = 0;
+  };
+  /// How a hold went.
+  struct Held {
+    std::int64_t ns = 0;
+    bool for_urgent = false;  // for a kind that is no reduce
   };
 
   void begins(std::size_t kind, std::size_t bytes);
@@ -104,6 +126,8 @@ class NicArbiter {
   void wake() noexcept;
   void wait(std::uint32_t sequence, std::int64_t until_ns);
   std::int64_t start_ns(std::int64_t ready_ns, std::size_t kind) const;
+  int pending(std::size_t kind) const;
+  Held hold_for(const Urgency& urgency);
 
   const core::HoldRule rule_;
   const bool preempt_;
@@ -113,7 +137,7 @@ class NicArbiter {
   std::atomic<bool> open_{false};
 
   std::atomic<std::int64_t> preemptions_{0}, yields_{0}, held_ns_{0}, preempted_ns_{0}, delayed_ns_{0}, messages_{0},
-      message_bytes_{0};
+      message_bytes_{0}, message_holds_{0}, message_held_ns_{0};
 };
 
 }  // namespace fold3d::comm

@@ -68,6 +68,7 @@ void Communicator::run_send(Line& own, QueueId id, Task& task) {
   const std::int64_t start_ns = now_ns();
   const bool is_inline = write_frame(own.frame, task.action, step_, task.tensors);
   const std::span<const Tensor> all(task.tensors);
+  if (uses_card(task.action)) arbiter_->hold_message(NicArbiter::Direction::kSend);
   transport_->send_message(channel, peer, own.frame, is_inline ? all.first(0) : all);
   own.log.append({.action = task.action,
                   .queue = id,
@@ -99,6 +100,7 @@ void Communicator::run_recv(Line& own, QueueId id, Task& task) {
     const bool announced = uses_card(task.action);
     // Only now: a frame that has not arrived says nothing about when its payload wants the card.
     if (announced) arbiter_->message_begins(NicArbiter::Direction::kReceive, payload_bytes(tensors));
+    if (announced) arbiter_->hold_message(NicArbiter::Direction::kReceive);
     for (const Tensor& tensor : tensors) {
       if (tensor.buffer->bytes() > 0) transport_->recv(channel, peer, tensor.buffer);
     }

@@ -15,12 +15,20 @@ namespace {
 
 constexpr std::size_t kLeastSegments = 4;
 
-// Numbers of the lines at the rendezvous; TcpPeers has 0 and 1.
-constexpr std::uint8_t kFirstLine = 2;
-constexpr std::size_t kNumLines = 2;
+using Members = TcpRingPeers::Members;
 
-[[noreturn]] void fail(const std::string& what, int peer, int error) {
-  const std::string text = what + " replica " + std::to_string(peer) + ": " + text_of_socket_error(error);
+/// Numbers of the lines at the rendezvous; TcpPeers has 0 and 1.
+struct Lines {
+  std::uint8_t first;
+  std::uint8_t end;
+};
+
+constexpr Lines lines_of(Members members) { return members == Members::kReplicas ? Lines{2, 4} : Lines{4, 5}; }
+
+const char* noun_of(Members members) { return members == Members::kReplicas ? "replica" : "tensor-parallel rank"; }
+
+[[noreturn]] void fail(const std::string& what, const std::string& peer, int error) {
+  const std::string text = what + " " + peer + ": " + text_of_socket_error(error);
   if (error == ETIMEDOUT) throw TimeoutError(text + " (setting comm_timeout)");
   throw CommError(text);
 }
@@ -29,8 +37,11 @@ constexpr std::size_t kNumLines = 2;
 
 class TcpRingPeers::Link final : public RingConnection {
  public:
-  Link(std::unique_ptr<TcpSocket> outgoing, std::unique_ptr<TcpSocket> incoming, int next, int previous)
-      : outgoing_(std::move(outgoing)), incoming_(std::move(incoming)), next_(next), previous_(previous) {}
+  Link(std::unique_ptr<TcpSocket> outgoing, std::unique_ptr<TcpSocket> incoming, std::string next, std::string previous)
+      : outgoing_(std::move(outgoing)),
+        incoming_(std::move(incoming)),
+        next_(std::move(next)),
+        previous_(std::move(previous)) {}
 
   void send(std::span<const std::byte> header, std::span<const std::byte> payload) override {
     check(outgoing_->send_all(header, payload), next_);
@@ -56,7 +67,7 @@ class TcpRingPeers::Link final : public RingConnection {
   }
 
  private:
-  void check(int error, int peer) {
+  void check(int error, const std::string& peer) {
     if (error == 0) return;
     const std::lock_guard lock(mutex_);
     if (aborted_) throw AbortedError(reason_);
@@ -64,21 +75,23 @@ class TcpRingPeers::Link final : public RingConnection {
   }
 
   const std::unique_ptr<TcpSocket> outgoing_, incoming_;
-  const int next_, previous_;
+  const std::string next_, previous_;  // as errors call them
   std::mutex mutex_;
   bool aborted_ = false;
   std::string reason_;
 };
 
-TcpRingPeers::TcpRingPeers(int rank, int size, const std::string& host, std::string secret, std::string job)
+TcpRingPeers::TcpRingPeers(int rank, int size, const std::string& host, std::string secret, std::string job,
+                           Members members)
     : rank_(rank),
       size_(size),
+      members_(members),
       rendezvous_(std::make_unique<TcpRendezvous>(
-          host, TcpRendezvous::Job{.secret = std::move(secret), .name = std::move(job), .peers = "replica"})),
+          host, TcpRendezvous::Job{.secret = std::move(secret), .name = std::move(job), .peers = noun_of(members)})),
       endpoint_(rendezvous_->endpoint()) {
   if (size < 2 || rank < 0 || rank >= size) {
-    throw std::invalid_argument("ring peers: there is no replica " + std::to_string(rank) + " among " +
-                                std::to_string(size) + "; a ring has at least 2");
+    throw std::invalid_argument("ring peers: there is no " + std::string(noun_of(members)) + " " +
+                                std::to_string(rank) + " among " + std::to_string(size) + "; a ring has at least 2");
   }
 }
 
@@ -88,17 +101,20 @@ void TcpRingPeers::connect(const Endpoint& next_endpoint, std::chrono::milliseco
   if (!rendezvous_) throw std::logic_error("ring peers: connect() was called before");
   const int next = (rank_ + 1) % size_;
   const int previous = (rank_ + size_ - 1) % size_;
+  const auto [first, end] = lines_of(members_);
   std::vector<TcpRendezvous::Call> calls;
   std::vector<ConnectionId> guests;
-  for (std::uint8_t number = kFirstLine; number < kFirstLine + kNumLines; ++number) {
+  for (std::uint8_t number = first; number < end; ++number) {
     calls.push_back({.to = next_endpoint, .line = {.number = number, .caller = rank_, .callee = next}});
     guests.push_back({.number = number, .caller = previous, .callee = rank_});
   }
   auto [outgoing, incoming] = rendezvous_->meet(calls, guests, TcpSocket::Clock::now() + timeout);
+  const std::string noun = std::string(noun_of(members_)) + " ";
   const std::lock_guard lock(mutex_);
   if (aborted_) throw AbortedError(reason_);
-  for (std::size_t i = 0; i < kNumLines; ++i) {
-    links_[i] = std::make_shared<Link>(std::move(outgoing[i]), std::move(incoming[i]), next, previous);
+  for (std::size_t i = 0; i < calls.size(); ++i) {
+    links_.push_back(std::make_shared<Link>(std::move(outgoing[i]), std::move(incoming[i]), noun + std::to_string(next),
+                                            noun + std::to_string(previous)));
   }
   rendezvous_.reset();
 }
@@ -109,15 +125,20 @@ void TcpRingPeers::abort(const std::string& reason) noexcept {
   aborted_ = true;
   reason_ = reason;
   if (rendezvous_) rendezvous_->abort(reason);
-  for (const auto& connection : links_) {
-    if (connection) connection->abort(reason);
-  }
+  for (const auto& connection : links_) connection->abort(reason);
 }
 
 std::shared_ptr<RingConnection> TcpRingPeers::connection(NicArbiter::Traffic traffic) const {
-  const auto& found = links_[static_cast<std::size_t>(traffic)];
-  if (!found) throw std::logic_error("ring peers: not connected yet");
-  return found;
+  return line(Members::kReplicas, static_cast<std::size_t>(traffic));
+}
+
+std::shared_ptr<RingConnection> TcpRingPeers::tensor_connection() const { return line(Members::kTensorParallel, 0); }
+
+std::shared_ptr<RingConnection> TcpRingPeers::line(Members members, std::size_t index) const {
+  if (members != members_)
+    throw std::logic_error("ring peers: these are lines of " + std::string(noun_of(members_)) + "s");
+  if (index >= links_.size()) throw std::logic_error("ring peers: not connected yet");
+  return links_[index];
 }
 
 }  // namespace fold3d::comm

@@ -2,6 +2,7 @@
 #include <gtest/gtest.h>
 
 #include <atomic>
+#include <chrono>
 #include <cstdint>
 #include <future>
 #include <limits>
@@ -11,6 +12,7 @@
 
 #include "comm/arbiter/nic_arbiter.h"
 #include "comm/arbiter/reduce_turn.h"
+#include "comm/arbiter/tensor_turn.h"
 #include "comm/base/clock.h"
 #include "core/network/hold_rule.h"
 
@@ -226,6 +228,75 @@ TEST(NicArbiter, ManyThreadsLeaveNobodyWaiting) {
   EXPECT_EQ(arbiter.hold(Direction::kSend, Traffic::kGather), 0);
   EXPECT_EQ(arbiter.hold(Direction::kReceive, Traffic::kGather), 0);
   EXPECT_EQ(arbiter.counters().messages, 4 * kRounds);
+}
+
+/// Whether `hold` returns only after `end` was called.
+template <class Hold, class End>
+bool waits_for(Hold hold, End end) {
+  std::atomic<bool> ended{false};
+  auto held = std::async(std::launch::async, [&] {
+    hold();
+    return ended.load();
+  });
+  std::this_thread::sleep_for(std::chrono::milliseconds(20));
+  ended.store(true);
+  end();
+  return held.get();
+}
+
+TEST(NicArbiter, MessagesAndSlicesYieldToTensors) {
+  NicArbiter arbiter("", kPatient);
+  for (const Direction direction : {Direction::kSend, Direction::kReceive}) {
+    const auto end = [&] { arbiter.tensor_ends(direction); };
+    arbiter.tensor_begins(direction, 100);
+    EXPECT_TRUE(waits_for([&] { arbiter.hold_message(direction); }, end));
+    for (const Traffic traffic : {Traffic::kReduce, Traffic::kGather}) {
+      arbiter.tensor_begins(direction, 100);
+      EXPECT_TRUE(waits_for([&] { arbiter.hold(direction, traffic); }, end));
+    }
+  }
+  EXPECT_EQ(arbiter.counters().message_holds, 2);
+  EXPECT_EQ(arbiter.counters().preemptions, 4);
+  EXPECT_EQ(arbiter.counters().yields, 0);
+}
+
+TEST(NicArbiter, TensorsOfTheOtherDirectionHoldNobody) {
+  NicArbiter arbiter("", kPatient);
+  arbiter.tensor_begins(Direction::kSend, 100);
+  EXPECT_EQ(arbiter.hold_message(Direction::kReceive), 0);
+  EXPECT_EQ(arbiter.hold(Direction::kReceive, Traffic::kGather), 0);
+  arbiter.tensor_ends(Direction::kSend);
+  EXPECT_EQ(arbiter.hold_message(Direction::kSend), 0);
+}
+
+TEST(NicArbiter, MessagesYieldToNothingElse) {
+  NicArbiter arbiter("", kPatient);
+  arbiter.message_begins(Direction::kSend, 100);
+  arbiter.reduce_begins(100);
+  EXPECT_EQ(arbiter.hold_message(Direction::kSend), 0);
+}
+
+TEST(NicArbiter, AMessageHasPatienceWithTensorsToo) {
+  NicArbiter arbiter("", patience(kMillisecond, kForever));
+  arbiter.tensor_begins(Direction::kSend, 100);  // and never ends: its peer does not read
+  EXPECT_GE(arbiter.hold_message(Direction::kSend), 0);
+  EXPECT_EQ(arbiter.counters().preemptions, 0);
+}
+
+TEST(NicArbiter, ATurnOfTensorsLeavesNothingBehind) {
+  NicArbiter arbiter("", kPatient);
+  {
+    comm::TensorTurn turn(arbiter, Direction::kSend, /*uses_card=*/true);
+    turn.take(10);
+    turn.take(20);
+    turn.leave();
+    EXPECT_EQ(arbiter.hold_message(Direction::kSend), 0);
+    turn.take(30);
+  }
+  EXPECT_EQ(arbiter.hold_message(Direction::kSend), 0);
+  comm::TensorTurn within_the_host(arbiter, Direction::kSend, /*uses_card=*/false);
+  within_the_host.take(10);
+  EXPECT_EQ(arbiter.hold_message(Direction::kSend), 0);
 }
 
 }  // namespace

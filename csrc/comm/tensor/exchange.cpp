@@ -1,0 +1,185 @@
+#include "comm/tensor/exchange.h"
+
+#include <algorithm>
+#include <cstring>
+#include <stdexcept>
+
+namespace fold3d::comm {
+namespace {
+
+constexpr std::size_t kWholeBytes = 16u << 10;  // up to here a journey costs more than its bytes
+
+int wrapped(int rank, int size) { return ((rank % size) + size) % size; }
+
+/// In the parts only that is read.
+std::byte* writable(std::span<const std::byte> bytes) { return const_cast<std::byte*>(bytes.data()); }
+
+Piece flat(std::byte* data, std::size_t bytes) { return {data, 1, bytes, bytes}; }
+
+Piece part_of(std::byte* whole, const Split& split, int rank, int size) {
+  const std::size_t stride = split.length * split.unit_bytes;
+  Piece piece{whole + split.first(rank, size) * split.unit_bytes, split.rows,
+              split.part_length(rank, size) * split.unit_bytes, stride};
+  if (piece.rows == 1 || piece.row_bytes == stride) piece = flat(piece.data, piece.bytes());
+  return piece;
+}
+
+void check(const Exchange::Operation& operation, const char* what, std::size_t got, std::size_t wanted) {
+  if (operation.size < 2 || operation.rank < 0 || operation.rank >= operation.size) {
+    throw std::invalid_argument("there is no rank " + std::to_string(operation.rank) + " in a group of " +
+                                std::to_string(operation.size) + "; TP.sync has at least 2");
+  }
+  if (got != wanted) {
+    throw std::invalid_argument(std::string(what) + " has " + std::to_string(got) + " bytes, not " +
+                                std::to_string(wanted));
+  }
+}
+
+void check_numbers(const Exchange::Operation& operation, std::size_t bytes) {
+  if (operation.number == Number::kOther) throw std::invalid_argument("elements of this type cannot be reduced");
+  if (bytes % element_bytes(operation.number) != 0) {
+    throw std::invalid_argument(std::to_string(bytes) + " bytes are no whole number of elements");
+  }
+}
+
+}  // namespace
+
+std::size_t Split::first(int rank, int size) const {
+  const auto r = static_cast<std::size_t>(rank), n = static_cast<std::size_t>(size);
+  return r * (length / n) + std::min(r, length % n);
+}
+
+std::size_t Split::part_length(int rank, int size) const { return first(rank + 1, size) - first(rank, size); }
+
+std::span<std::byte> Piece::at(std::size_t position, std::size_t longest) const {
+  const std::size_t offset = position % row_bytes;
+  return {data + position / row_bytes * stride + offset, std::min(longest, row_bytes - offset)};
+}
+
+void Piece::take(std::size_t position, std::span<std::byte> into) const {
+  while (!into.empty()) {
+    const std::span<std::byte> together = at(position, into.size());
+    std::memcpy(into.data(), together.data(), together.size());
+    into = into.subspan(together.size());
+    position += together.size();
+  }
+}
+
+void Piece::put(std::size_t position, std::span<const std::byte> from) const {
+  while (!from.empty()) {
+    const std::span<std::byte> together = at(position, from.size());
+    std::memcpy(together.data(), from.data(), together.size());
+    from = from.subspan(together.size());
+    position += together.size();
+  }
+}
+
+Exchange Exchange::all_reduce(const Operation& operation, std::span<const std::byte> input,
+                              std::span<std::byte> output) {
+  check(operation, "the output of an all-reduce", output.size(), input.size());
+  check_numbers(operation, input.size());
+  Exchange out(Kind::kAllReduce, operation, input.size());
+  const int size = operation.size, rank = operation.rank;
+  const std::size_t bytes = input.size();
+  if (size == 2) {
+    out.sends_ = {flat(writable(input), bytes)};
+    out.receives_ = {{flat(output.data(), bytes), flat(writable(input), bytes)}};
+    return out;
+  }
+  if (bytes <= kWholeBytes) {
+    out.scratch_ = std::make_shared<std::byte[]>(static_cast<std::size_t>(size - 1) * bytes);
+    out.everybodys_.resize(static_cast<std::size_t>(size));
+    out.everybodys_[static_cast<std::size_t>(rank)] = input.data();
+    Piece last = flat(writable(input), bytes);
+    for (int round = 0; round < size - 1; ++round) {
+      out.sends_.push_back(last);
+      last = flat(out.scratch_.get() + static_cast<std::size_t>(round) * bytes, bytes);
+      out.receives_.push_back({last, {}});
+      out.everybodys_[static_cast<std::size_t>(wrapped(rank - 1 - round, size))] = last.data;
+    }
+    out.total_ = output;
+    return out;
+  }
+  const std::size_t element = element_bytes(operation.number);
+  const Split split{.rows = 1, .length = bytes / element, .unit_bytes = element};
+  out.add_reduce_rounds(split, writable(input), output.data(), /*is_whole=*/true);
+  for (int round = 0; round < size - 1; ++round) {
+    out.sends_.push_back(part_of(output.data(), split, wrapped(rank - round, size), size));
+    out.receives_.push_back({part_of(output.data(), split, wrapped(rank - 1 - round, size), size), {}});
+  }
+  return out;
+}
+
+/// `partial`: a whole tensor if `is_whole`, else memory for this rank's part.
+void Exchange::add_reduce_rounds(const Split& split, std::byte* input, std::byte* partial, bool is_whole) {
+  const int size = operation_.size, rank = operation_.rank;
+  std::size_t longest = 0;
+  for (int member = 0; member < size; ++member) longest = std::max(longest, split.part_bytes(member, size));
+  if (!is_whole && size > 2) scratch_ = std::make_shared<std::byte[]>(static_cast<std::size_t>(size - 2) * longest);
+  Piece last = part_of(input, split, wrapped(rank - 1, size), size);
+  for (int round = 0; round < size - 1; ++round) {
+    const int part = wrapped(rank - 2 - round, size);
+    sends_.push_back(last);
+    if (is_whole) {
+      last = part_of(partial, split, part, size);
+    } else {
+      const bool is_own = round == size - 2;
+      last = flat(is_own ? partial : scratch_.get() + static_cast<std::size_t>(round) * longest,
+                  split.part_bytes(part, size));
+    }
+    receives_.push_back({last, part_of(input, split, part, size)});
+  }
+}
+
+Exchange Exchange::reduce_scatter(const Operation& operation, const Split& split, std::span<const std::byte> input,
+                                  std::span<std::byte> output) {
+  check(operation, "the input of a reduce-scatter", input.size(), split.bytes());
+  check(operation, "the output of a reduce-scatter", output.size(), split.part_bytes(operation.rank, operation.size));
+  check_numbers(operation, split.unit_bytes);
+  Exchange out(Kind::kReduceScatter, operation, input.size());
+  out.add_reduce_rounds(split, writable(input), output.data(), /*is_whole=*/false);
+  return out;
+}
+
+Exchange Exchange::all_gather(const Operation& operation, const Split& split, std::span<const std::byte> input,
+                              std::span<std::byte> output) {
+  check(operation, "the input of an all-gather", input.size(), split.part_bytes(operation.rank, operation.size));
+  check(operation, "the output of an all-gather", output.size(), split.bytes());
+  Exchange out(Kind::kAllGather, operation, output.size());
+  const int size = operation.size, rank = operation.rank;
+  out.copy_from_ = flat(writable(input), input.size());
+  out.copy_to_ = part_of(output.data(), split, rank, size);
+  Piece last = out.copy_from_;
+  for (int round = 0; round < size - 1; ++round) {
+    out.sends_.push_back(last);
+    last = part_of(output.data(), split, wrapped(rank - 1 - round, size), size);
+    out.receives_.push_back({last, {}});
+  }
+  return out;
+}
+
+void Exchange::prepare() const {
+  if (copy_from_.bytes() != 0) copy_to_.put(0, copy_from_.at(0, copy_from_.bytes()));
+}
+
+void Exchange::finish() const {
+  if (!everybodys_.empty()) combine_all(operation_.number, operation_.reduction, total_, everybodys_);
+}
+
+std::string Exchange::name() const {
+  return std::string(to_string(kind_)) + " of " + std::to_string(bytes_) + " bytes";
+}
+
+const char* to_string(Exchange::Kind kind) {
+  switch (kind) {
+    case Exchange::Kind::kAllReduce:
+      return "all-reduce";
+    case Exchange::Kind::kReduceScatter:
+      return "reduce-scatter";
+    case Exchange::Kind::kAllGather:
+      break;
+  }
+  return "all-gather";
+}
+
+}  // namespace fold3d::comm
