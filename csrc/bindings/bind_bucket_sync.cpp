@@ -146,9 +146,18 @@ class PyBucketSync {
 
 void bind_ring_peers(py::module_& module) {
   py::class_<comm::TcpRingPeers, std::shared_ptr<comm::TcpRingPeers>>(
-      module, "RingPeers", "The lines of one replica around the ring of its stage over TCP, for host memory.")
-      .def(py::init<int, int, const std::string&, std::string, std::string>(), py::arg("rank"), py::arg("size"),
-           py::arg("host"), py::arg("secret"), py::arg("job") = "")
+      module, "RingPeers",
+      "The lines of one replica around the ring of its stage, or of a tensor-parallel rank around its group, over TCP, "
+      "for host memory.")
+      .def(py::init([](int rank, int size, const std::string& host, std::string secret, std::string job,
+                       bool tensor_parallel) {
+             using Members = comm::TcpRingPeers::Members;
+             return std::make_shared<comm::TcpRingPeers>(
+                 rank, size, host, std::move(secret), std::move(job),
+                 tensor_parallel ? Members::kTensorParallel : Members::kReplicas);
+           }),
+           py::arg("rank"), py::arg("size"), py::arg("host"), py::arg("secret"), py::arg("job") = "", py::kw_only(),
+           py::arg("tensor_parallel") = false)
       .def_property_readonly("port", [](const comm::TcpRingPeers& peers) { return peers.endpoint().port; })
       .def(
           "connect",
@@ -156,8 +165,7 @@ void bind_ring_peers(py::module_& module) {
             const py::gil_scoped_release release;
             peers.connect({next.first, next.second}, milliseconds(timeout_seconds));
           },
-          py::arg("next"), py::arg("timeout_seconds"),
-          "Connects to where the next replica listens; all replicas of the stage call.")
+          py::arg("next"), py::arg("timeout_seconds"), "Connects to where the next member listens; all members call.")
       .def("abort", &comm::TcpRingPeers::abort, py::arg("reason"), py::call_guard<py::gil_scoped_release>(),
            "Ends connect() and all use of the lines with an error; any thread.");
 }

@@ -21,6 +21,8 @@ py::dict counters_of(const comm::NicArbiter& arbiter) {
   out["delayed_ns"] = counters.delayed_ns;
   out["messages"] = counters.messages;
   out["message_bytes"] = counters.message_bytes;
+  out["message_holds"] = counters.message_holds;
+  out["message_held_ns"] = counters.message_held_ns;
   return out;
 }
 
@@ -34,10 +36,11 @@ void bind_nic_arbiter(py::module_& module) {
            }),
            py::arg("name") = "", py::arg("preempt") = true,
            "`name`: of the shared memory of the host's ranks, without slashes; empty: this process alone.")
-      .def("counters", &counters_of,
-           "What this rank saw: preemptions (chunks held for messages), yields (held for reduces), held_ns, "
-           "preempted_ns (of "
-           "these, for messages), delayed_ns (messages behind chunks that were under way), messages, message_bytes.")
+      .def(
+          "counters", &counters_of,
+          "What this rank saw: preemptions (chunks held for messages or TP.sync), yields (held for reduces), held_ns, "
+          "preempted_ns (of these, in preemptions), delayed_ns (messages behind chunks that were under way), messages, "
+          "message_bytes, message_holds and message_held_ns (messages that waited for TP.sync).")
       .def("unlink", &comm::NicArbiter::unlink,
            "Takes the shared memory's name away, when all ranks of the host have their arbiter.");
 }

@@ -24,6 +24,9 @@ void bind_runtime(pybind11::module_& module);
 /// RingPeers and BucketSync. After NicArbiter and CommError.
 void bind_bucket_sync(pybind11::module_& module);
 
+/// TensorSync, and the operators torch.ops.fold3d.tp_*. After RingPeers.
+void bind_tensor_sync(pybind11::module_& module);
+
 /// Adds the simulator of training steps: ClusterModel, TrainingStep and simulate_step. Times in nanoseconds.
 void bind_simulator(pybind11::module_& module);
 

@@ -11,5 +11,6 @@ PYBIND11_MODULE(_C, module) {
   fold3d::bindings::bind_tcp_peers(module);
   fold3d::bindings::bind_runtime(module);
   fold3d::bindings::bind_bucket_sync(module);
+  fold3d::bindings::bind_tensor_sync(module);
   fold3d::bindings::bind_simulator(module);
 }

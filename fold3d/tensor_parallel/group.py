@@ -8,23 +8,36 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fold3d import _C
+
+_OPS: Any = torch.ops.fold3d
+
 
 class TensorParallelGroup:
-    """RegionOps over a process group, by Megatron's names (Shoeybi et al., 2019; Korthikanti et al., 2022).
+    """RegionOps over a group, by Megatron's names (Shoeybi et al., 2019; Korthikanti et al., 2022).
 
     Every rank of the group makes the same calls in the same order, in forwards and in backwards. Results are the same
-    on every rank, to the bit. A size that does not divide by that of the group is an error.
+    on every rank, to the bit, and new tensors unless it is said otherwise. What runs are the operators
+    `torch.ops.fold3d.tp_*`, which torch.compile does not look into. A dimension is split into consecutive parts whose
+    lengths differ by one at most, the longer ones first.
+
+    Raises: what the group's TensorSync raises (CommError), or torch's for a c10d group.
     """
 
     def __init__(self, group: Any):
         """Args:
-        group: a c10d process group whose ranks are neighbours, or its name; None: this rank is alone.
+        group: the group's `_C.TensorSync` (`connect_tensor_parallel`); or a c10d process group whose ranks are
+            neighbours, or its name; None: this rank is alone.
         """
-        if isinstance(group, str):
-            group = torch._C._distributed_c10d._resolve_process_group(dist.GroupName(group))
-        self._group = group
-        self.size: int = 1 if group is None else group.size()
-        self.rank: int = 0 if group is None else group.rank()
+        self.size: int = 1
+        self.rank: int = 0
+        self.name = ""
+        if isinstance(group, _C.TensorSync):
+            self.size, self.rank, self.name = group.size, group.rank, group.group
+        elif group is not None:
+            if isinstance(group, str):
+                group = torch._C._distributed_c10d._resolve_process_group(dist.GroupName(group))
+            self.size, self.rank, self.name = group.size(), group.rank(), str(group.group_name)
 
     def copy_to_region(self, x: Tensor, channels: Tensor | None = None) -> Tensor:
         """Returns `x`, the same on every rank; its gradient is summed over the ranks (f).
@@ -34,8 +47,10 @@ class TensorParallelGroup:
         """
         if self.size == 1:
             return x
-        out: Tensor = _Copy.apply(x, self, -1, channels)  # type: ignore[no-untyped-call]
-        return out
+        if channels is None:
+            copied: Tensor = _OPS.tp_copy_to_region(x, self.name)
+            return copied
+        return self.copy_weight(x, -1, channels)
 
     def copy_weight(self, weight: Tensor, dim: int, indices: Tensor) -> Tensor:
         """Returns `weight`, whose gradient at `indices` of `dim` is summed over the ranks.
@@ -44,153 +59,115 @@ class TensorParallelGroup:
         """
         if self.size == 1:
             return weight
-        out: Tensor = _Copy.apply(weight, self, dim, indices)  # type: ignore[no-untyped-call]
+        out: Tensor = _CopySome.apply(weight, self.name, dim, indices)  # type: ignore[no-untyped-call]
         return out
 
     def reduce_from_region(self, y: Tensor) -> Tensor:
         """Returns the sum of everybody's `y`; each rank's gradient is the sum's (g)."""
         if self.size == 1:
             return y
-        out: Tensor = _Reduce.apply(y, self)  # type: ignore[no-untyped-call]
-        return out
+        total: Tensor = _OPS.tp_reduce_from_region(y, self.name)
+        return total
 
-    def gather_from_sequence_region(self, x: Tensor, dim: int) -> Tensor:
-        """Returns everybody's `x`, equally large, one after the other along `dim`; each gradient is the sum of
-        everybody's for its part."""
+    def gather_from_sequence_region(self, x: Tensor, dim: int, length: int | None = None) -> Tensor:
+        """Returns everybody's `x` one after the other along `dim`; its gradient is this rank's part of the sum of
+        everybody's.
+
+        Args:
+            length: of the result along `dim`; None: as if each `x` were as long as this one.
+        """
         if self.size == 1:
             return x
-        out: Tensor = _Gather.apply(x, self, dim)  # type: ignore[no-untyped-call]
+        whole = x.shape[dim] * self.size if length is None else length
+        gathered: Tensor = _OPS.tp_all_gather(x, dim, whole, self.name)
+        return gathered
+
+    def gather_from_region(self, x: Tensor, dim: int, length: int | None = None) -> Tensor:
+        """Returns everybody's `x` one after the other along `dim`; its gradient, the same on every rank, is parted.
+
+        Args:
+            length: of the result along `dim`; None: as if each `x` were as long as this one.
+        """
+        if self.size == 1:
+            return x
+        whole = x.shape[dim] * self.size if length is None else length
+        out: Tensor = _GatherAlike.apply(x, self.name, dim, whole)  # type: ignore[no-untyped-call]
         return out
 
     def reduce_scatter_to_sequence_region(self, y: Tensor, dim: int) -> Tensor:
         """Returns this rank's part along `dim` of the sum of everybody's `y`; the gradient is everybody's, gathered."""
         if self.size == 1:
             return y
-        out: Tensor = _ReduceScatter.apply(y, self, dim)  # type: ignore[no-untyped-call]
-        return out
+        part: Tensor = _OPS.tp_reduce_scatter(y, dim, self.name)
+        return part
 
     def scatter_to_sequence_region(self, x: Tensor, dim: int) -> Tensor:
         """Returns this rank's part along `dim` of `x`, the same on every rank; the gradient is everybody's gathered."""
         if self.size == 1:
             return x
-        out: Tensor = _Scatter.apply(x, self, dim)  # type: ignore[no-untyped-call]
-        return out
-
-    def start_all_reduce(self, tensor: Tensor) -> Any:
-        """Begins to sum everybody's `tensor`, contiguous, in place; returns what `wait` takes. Never blocks."""
-        if self.size == 1:
-            return None
-        return dist.all_reduce(tensor, group=self._group, async_op=True), tensor
-
-    def wait(self, started: Any) -> None:
-        """Returns when what was started is done."""
-        if started is not None:
-            started[0].wait()
-
-    def gather_from_region(self, x: Tensor, dim: int) -> Tensor:
-        """Returns everybody's `x`, equally large, one after the other along `dim`; its gradient, the same on every
-        rank, is parted."""
-        if self.size == 1:
-            return x
-        out: Tensor = _GatherAlike.apply(x, self, dim)  # type: ignore[no-untyped-call]
-        return out
+        part: Tensor = _OPS.tp_scatter(x, dim, self.name)
+        return part
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Returns the sum of everybody's `x`, without a gradient."""
-        return self._reduced(x, dist.ReduceOp.SUM)
+        return self._reduced(x, "sum")
 
     def all_reduce_max(self, x: Tensor) -> Tensor:
         """Returns the elementwise maximum of everybody's `x`, without a gradient."""
-        return self._reduced(x, dist.ReduceOp.MAX)
+        return self._reduced(x, "max")
 
-    def all_gather(self, x: Tensor, dim: int) -> Tensor:
-        """Returns everybody's `x`, equally large, one after the other along `dim`, without a gradient."""
-        parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(self.size)]
-        dist.all_gather(parts, x.detach().contiguous(), group=self._group)
-        return torch.cat(parts, dim)
+    def all_gather(self, x: Tensor, dim: int, length: int | None = None) -> Tensor:
+        """Returns what `gather_from_sequence_region` does, without a gradient."""
+        return self.gather_from_sequence_region(x.detach(), dim, length)
 
     def reduce_scatter(self, x: Tensor, dim: int) -> Tensor:
         """Returns this rank's part along `dim` of the sum of everybody's `x`, without a gradient."""
-        return self.part(self.all_reduce(x), dim).contiguous()
+        return self.reduce_scatter_to_sequence_region(x.detach(), dim)
 
-    def part(self, x: Tensor, dim: int) -> Tensor:
-        """Returns this rank's equal part of `x` along `dim`, a view. Raises: ValueError when it does not divide."""
-        length, rest = divmod(x.shape[dim], self.size)
-        if rest:
-            raise ValueError(f"{x.shape[dim]} elements along dimension {dim} are no {self.size} equal parts")
-        return x.narrow(dim, self.rank * length, length)
+    def start_all_reduce(self, tensor: Tensor) -> Tensor:
+        """Begins to sum everybody's `tensor`, contiguous, in place; returns what to hand to `wait`. Never blocks.
 
-    def _reduced(self, x: Tensor, op: Any) -> Tensor:
-        total = x.detach().clone(memory_format=torch.contiguous_format)
+        Until then nobody else writes to the tensor or reads it. Sums may be waited for in any order; they are made in
+        the order in which they were started.
+        """
+        if self.size == 1:
+            return tensor
+        started: Tensor = _OPS.tp_all_reduce_start_(tensor.detach(), self.name)
+        return started
+
+    def wait(self, started: Tensor) -> None:
+        """Returns when the sum that was started is there. Raises: CommError after the time limit."""
         if self.size > 1:
-            dist.all_reduce(total, op=op, group=self._group)
+            _OPS.tp_finish(started)
+
+    def _reduced(self, x: Tensor, op: str) -> Tensor:
+        if self.size == 1:
+            return x.detach().clone(memory_format=torch.contiguous_format)
+        total: Tensor = _OPS.tp_all_reduce(x.detach(), self.name, op)
         return total
 
 
-class _Copy(torch.autograd.Function):
+class _CopySome(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: TensorParallelGroup, dim: int, indices: Tensor | None) -> Tensor:
-        ctx.group, ctx.along, ctx.indices = group, dim, indices
+    def forward(ctx: Any, x: Tensor, group: str, dim: int, indices: Tensor) -> Tensor:
+        ctx.group, ctx.along = group, dim
+        ctx.save_for_backward(indices)
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         (gradient,) = gradients
-        if ctx.indices is None:
-            return ctx.group.all_reduce(gradient), None, None, None
-        total = ctx.group.all_reduce(gradient.index_select(ctx.along, ctx.indices))
-        return gradient.index_copy(ctx.along, ctx.indices, total), None, None, None
-
-
-class _Reduce(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, y: Tensor, group: TensorParallelGroup) -> Tensor:
-        return group.all_reduce(y)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        return gradients[0], None
-
-
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: TensorParallelGroup, dim: int) -> Tensor:
-        ctx.group, ctx.along = group, dim
-        return group.all_gather(x, dim)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        return ctx.group.reduce_scatter(gradients[0], ctx.along), None, None
-
-
-class _ReduceScatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, y: Tensor, group: TensorParallelGroup, dim: int) -> Tensor:
-        ctx.group, ctx.along = group, dim
-        return group.reduce_scatter(y, dim)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        return ctx.group.all_gather(gradients[0], ctx.along), None, None
-
-
-class _Scatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: TensorParallelGroup, dim: int) -> Tensor:
-        ctx.group, ctx.along = group, dim
-        return group.part(x, dim).clone(memory_format=torch.contiguous_format)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        return ctx.group.all_gather(gradients[0], ctx.along), None, None
+        (indices,) = ctx.saved_tensors
+        total = _OPS.tp_reduce_from_region(gradient.index_select(ctx.along, indices), ctx.group)
+        return gradient.index_copy(ctx.along, indices, total), None, None, None
 
 
 class _GatherAlike(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: TensorParallelGroup, dim: int) -> Tensor:
+    def forward(ctx: Any, x: Tensor, group: str, dim: int, length: int) -> Any:
         ctx.group, ctx.along = group, dim
-        return group.all_gather(x, dim)
+        return _OPS.tp_all_gather(x, dim, length, group)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        return ctx.group.part(gradients[0], ctx.along).clone(memory_format=torch.contiguous_format), None, None
+        return _OPS.tp_scatter(gradients[0], ctx.along, ctx.group), None, None, None

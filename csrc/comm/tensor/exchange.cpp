@@ -7,7 +7,7 @@
 namespace fold3d::comm {
 namespace {
 
-constexpr std::size_t kWholeBytes = 16u << 10;  // up to here a journey costs more than its bytes
+constexpr std::size_t kWholeBytes = 64u << 10;  // up to here a journey costs more than its bytes
 
 int wrapped(int rank, int size) { return ((rank % size) + size) % size; }
 
@@ -81,16 +81,23 @@ Exchange Exchange::all_reduce(const Operation& operation, std::span<const std::b
   Exchange out(Kind::kAllReduce, operation, input.size());
   const int size = operation.size, rank = operation.rank;
   const std::size_t bytes = input.size();
-  if (size == 2) {
-    out.sends_ = {flat(writable(input), bytes)};
-    out.receives_ = {{flat(output.data(), bytes), flat(writable(input), bytes)}};
-    return out;
-  }
-  if (bytes <= kWholeBytes) {
-    out.scratch_ = std::make_shared<std::byte[]>(static_cast<std::size_t>(size - 1) * bytes);
+  const std::size_t others = static_cast<std::size_t>(size - 1);
+  if (bytes * others <= kWholeBytes) {
+    const bool in_place = input.data() == output.data();
+    if (in_place || size > 2) out.scratch_ = std::make_shared<std::byte[]>((others + 1) * bytes);
+    std::byte* own = writable(input);
+    if (in_place && bytes > 0) {  // what is sent must stay as it is while others' arrives
+      own = out.scratch_.get() + others * bytes;
+      std::memcpy(own, input.data(), bytes);
+    }
+    if (size == 2) {
+      out.sends_ = {flat(own, bytes)};
+      out.receives_ = {{flat(output.data(), bytes), flat(own, bytes)}};
+      return out;
+    }
     out.everybodys_.resize(static_cast<std::size_t>(size));
-    out.everybodys_[static_cast<std::size_t>(rank)] = input.data();
-    Piece last = flat(writable(input), bytes);
+    out.everybodys_[static_cast<std::size_t>(rank)] = own;
+    Piece last = flat(own, bytes);
     for (int round = 0; round < size - 1; ++round) {
       out.sends_.push_back(last);
       last = flat(out.scratch_.get() + static_cast<std::size_t>(round) * bytes, bytes);

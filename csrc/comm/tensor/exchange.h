@@ -45,7 +45,8 @@ struct Piece {
 /// One TP.sync as a member of a ring does it: in round s it sends sends[s] to the next member and receives receives[s]
 /// from the previous one. What is sent in a round but the first was received in the round before, byte for byte.
 ///
-/// Sums have an order that does not depend on time, and the same bits on every rank. Input and output do not overlap.
+/// Sums have an order that does not depend on time, and the same bits on every rank. Input and output do not overlap
+/// unless it is said that they may.
 class Exchange {
  public:
   enum class Kind : std::uint8_t { kAllReduce, kReduceScatter, kAllGather };
@@ -62,10 +63,10 @@ class Exchange {
     Reduction reduction = Reduction::kSum;
   };
 
-  /// `output` becomes the sum of everybody's `input`, equally long. Two ranks send each other all of it and add what
-  /// arrives; small tensors go round whole, and are added in the order of ranks (one journey around the ring in the
-  /// place of two); others are reduced part by part and gathered, as in Patarasuk and Yuan, "Bandwidth optimal
-  /// all-reduce algorithms for clusters of workstations" (2009): part k is summed from rank k + 1 around the ring to k.
+  /// `output` becomes the sum of everybody's `input`, equally long; they may be the same memory. Small tensors go round
+  /// whole and are added in the order of ranks, in one journey around the ring in the place of two; others are reduced
+  /// part by part and gathered, as in Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of
+  /// workstations" (2009): part k is summed from rank k + 1 around the ring to k.
   static Exchange all_reduce(const Operation& operation, std::span<const std::byte> input, std::span<std::byte> output);
   /// `output` becomes this rank's part of the sum of everybody's `input`, whose parts lie as `split` says.
   static Exchange reduce_scatter(const Operation& operation, const Split& split, std::span<const std::byte> input,

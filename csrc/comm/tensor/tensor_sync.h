@@ -69,7 +69,8 @@ class TensorSync final {
   TensorSync& operator=(const TensorSync&) = delete;
 
   /// Begins an exchange and returns at once. Nobody else writes to its memory, or reads its output, until it is waited
-  /// for. `keep` is let go of by a thread of this object, when neither reads nor writes any more.
+  /// for. `keep` is let go of when this object neither reads nor writes that memory any more: after an error that may
+  /// be later than the end of the wait.
   Ticket issue(Exchange exchange, std::shared_ptr<void> keep = {});
   /// Returns when the exchange, and with it all before it, is complete on this rank. Blocks for at most `timeout`.
   void wait(Ticket ticket);

@@ -2,10 +2,13 @@
 #include <gtest/gtest.h>
 
 #include <chrono>
+#include <cstddef>
+#include <memory>
 #include <random>
 #include <stdexcept>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "comm/base/errors.h"
@@ -25,17 +28,37 @@ using comm::TensorSync;
 
 bool has(const std::string& text, const std::string& part) { return text.find(part) != std::string::npos; }
 
+/// What an exchange reads and writes, kept until none does: one that fails may still be reading when the wait for it
+/// has ended.
+struct Memory {
+  std::vector<float> input, output;
+};
+
+std::shared_ptr<Memory> memory(std::vector<float> input, std::size_t count) {
+  return std::make_shared<Memory>(Memory{std::move(input), std::vector<float>(count)});
+}
+
+/// Issues the sum of `count` elements.
+TensorSync::Ticket issue_sum(TensorSync& sync, std::size_t count) {
+  const auto own = memory(std::vector<float>(count, 1.0f), count);
+  const Exchange::Operation operation{.rank = sync.rank(), .size = sync.size(), .number = Number::kFloat32};
+  return sync.issue(Exchange::all_reduce(operation, bytes_of(own->input), writable_bytes_of(own->output)), own);
+}
+
 /// A few exchanges of every kind.
 void exchanges(int rank, int size, TensorSync& sync) {
   const Exchange::Operation operation{.rank = rank, .size = size, .number = Number::kFloat32};
-  const std::vector<float> input = contents<float>(rank, 0, 0, 6000);
-  std::vector<float> sum(6000), whole(6000);
   const Split split{.rows = 3, .length = 2000, .unit_bytes = sizeof(float)};
-  std::vector<float> part(split.part_bytes(rank, size) / sizeof(float));
+  const std::vector<float> input = contents<float>(rank, 0, 0, 6000);
   for (int i = 0; i < 5; ++i) {
-    sync.wait(sync.issue(Exchange::all_reduce(operation, bytes_of(input), writable_bytes_of(sum))));
-    sync.wait(sync.issue(Exchange::reduce_scatter(operation, split, bytes_of(input), writable_bytes_of(part))));
-    sync.wait(sync.issue(Exchange::all_gather(operation, split, bytes_of(part), writable_bytes_of(whole))));
+    const auto sum = memory(input, 6000), whole = memory({}, 6000);
+    const auto part = memory(input, split.part_bytes(rank, size) / sizeof(float));
+    sync.wait(sync.issue(Exchange::all_reduce(operation, bytes_of(sum->input), writable_bytes_of(sum->output)), sum));
+    sync.wait(sync.issue(
+        Exchange::reduce_scatter(operation, split, bytes_of(part->input), writable_bytes_of(part->output)), part));
+    whole->input = part->output;
+    sync.wait(sync.issue(
+        Exchange::all_gather(operation, split, bytes_of(whole->input), writable_bytes_of(whole->output)), whole));
   }
 }
 
@@ -84,14 +107,11 @@ TEST(TensorFaults, AStoppedRankIsNamedWithinTheTimeout) {
 TEST(TensorFaults, ARankThatDoesNotComeIsNamed) {
   const TensorGroup group{.size = 2, .timeout = 200ms};
   const auto errors = group.run([&](int rank, TensorSync& sync) {
-    const std::vector<float> input(10, 1.0f);
-    std::vector<float> output(10);
     if (rank == 1) {
       std::this_thread::sleep_for(500ms);
       return;
     }
-    sync.wait(sync.issue(Exchange::all_reduce({.rank = 0, .size = 2, .number = Number::kFloat32}, bytes_of(input),
-                                              writable_bytes_of(output))));
+    sync.wait(issue_sum(sync, 10));
   });
   EXPECT_EQ(
       errors[0],
@@ -102,13 +122,7 @@ TEST(TensorFaults, ARankThatDoesNotComeIsNamed) {
 
 TEST(TensorFaults, DifferentOperationsMeet) {
   const TensorGroup group{.size = 2};
-  const auto errors = group.run([&](int rank, TensorSync& sync) {
-    const std::size_t count = rank == 0 ? 10 : 12;
-    const std::vector<float> input(count, 1.0f);
-    std::vector<float> output(count);
-    sync.wait(sync.issue(Exchange::all_reduce({.rank = rank, .size = 2, .number = Number::kFloat32}, bytes_of(input),
-                                              writable_bytes_of(output))));
-  });
+  const auto errors = group.run([&](int rank, TensorSync& sync) { sync.wait(issue_sum(sync, rank == 0 ? 10 : 12)); });
   int named = 0;
   for (const std::string& error : errors) {
     named += has(error, "expected a slice of the all-reduce 0 of 4") && has(error, "do not run the same operations");
@@ -121,21 +135,17 @@ TEST(TensorFaults, AbortEndsAWaitAndEverythingAfterIt) {
   const TensorGroup group{.size = 2};
   const auto begin = Clock::now();
   const auto errors = group.run([&](int rank, TensorSync& sync) {
-    const std::vector<float> input(10, 1.0f);
-    std::vector<float> output(10);
-    const Exchange::Operation operation{.rank = rank, .size = 2, .number = Number::kFloat32};
     if (rank == 1) {
       std::this_thread::sleep_for(50ms);
       sync.abort("rank 1 has enough");
-      EXPECT_THROW(sync.issue(Exchange::all_reduce(operation, bytes_of(input), writable_bytes_of(output))),
-                   comm::AbortedError);
+      EXPECT_THROW(issue_sum(sync, 10), comm::AbortedError);
       return;
     }
     std::thread other([&] {
       std::this_thread::sleep_for(100ms);
       sync.abort("the job has failed");
     });
-    const auto ticket = sync.issue(Exchange::all_reduce(operation, bytes_of(input), writable_bytes_of(output)));
+    const auto ticket = issue_sum(sync, 10);
     EXPECT_THROW(sync.wait(ticket), comm::CommError);
     EXPECT_THROW(sync.is_done(ticket), comm::CommError);
     other.join();

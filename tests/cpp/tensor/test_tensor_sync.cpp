@@ -26,7 +26,8 @@ using comm::Reduction;
 using comm::Split;
 using comm::TensorSync;
 
-constexpr std::size_t kWholeElements = (16u << 10) / sizeof(float);  // up to here sums go in the order of the ranks
+/// Up to so many elements sums go in the order of the ranks.
+std::size_t whole_elements(int size) { return (64u << 10) / sizeof(float) / static_cast<std::size_t>(size - 1); }
 
 void expect_clean(const TensorGroup& group, const std::function<void(int, TensorSync&)>& body) {
   for (const std::string& error : group.run(body)) EXPECT_EQ(error, "");
@@ -59,19 +60,19 @@ std::vector<float> all_reduced(int size, int number, std::size_t count) {
   std::vector<float> sums;
   for (int owner = 0; owner < size; ++owner) {
     for (std::size_t i = split.first(owner, size); i < split.first(owner + 1, size); ++i) {
-      sums.push_back(sum_around(all, i, count <= kWholeElements ? size - 1 : owner));
+      sums.push_back(sum_around(all, i, count <= whole_elements(size) ? size - 1 : owner));
     }
   }
   return sums;
 }
 
-void all_reduces(const TensorGroup& group, const std::vector<std::size_t>& counts) {
+void all_reduces(const TensorGroup& group, const std::vector<std::size_t>& counts, bool in_place = false) {
   expect_clean(group, [&](int rank, TensorSync& sync) {
     std::vector<std::vector<float>> inputs, outputs;
     std::vector<TensorSync::Ticket> tickets;
     for (std::size_t i = 0; i < counts.size(); ++i) {
       inputs.push_back(contents<float>(rank, static_cast<int>(i), 0, counts[i]));
-      outputs.emplace_back(counts[i]);
+      outputs.push_back(in_place ? inputs.back() : std::vector<float>(counts[i]));
     }
     for (std::size_t i = 0; i < counts.size(); ++i) {
       tickets.push_back(
@@ -89,8 +90,12 @@ void all_reduces(const TensorGroup& group, const std::vector<std::size_t>& count
 
 TEST(TensorSync, SumsToTheBitWhateverTheSizesAndTheTiming) {
   for (int size = 2; size <= 5; ++size) {
-    all_reduces({.size = size}, {1, 0, 2, 3, 7, 1000, kWholeElements, kWholeElements + 1, 30'011});
-    all_reduces({.size = size, .loopback = {.capacity = 100, .max_delay = 100us, .seed = 7}}, {5, 4097, 1, 0, 5000});
+    const std::size_t whole = whole_elements(size);
+    for (const bool in_place : {false, true}) {
+      all_reduces({.size = size}, {1, 0, 2, 3, 7, 1000, whole, whole + 1, 30'011}, in_place);
+      all_reduces({.size = size, .loopback = {.capacity = 100, .max_delay = 100us, .seed = 7}},
+                  {5, 4097, 1, 0, whole + 5}, in_place);
+    }
   }
 }
 
