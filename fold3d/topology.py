@@ -155,6 +155,11 @@ class Topology:
         return (self.pp_rank + 1) % self.pp
 
     @property
+    def next_shard(self) -> int:
+        """The place on the axis tp that TP.sync is sent to, round the ring."""
+        return (self.tp_rank + 1) % self.tp
+
+    @property
     def previous_stage(self) -> int:
         """The stage that activations come from, round the ring."""
         return (self.pp_rank - 1) % self.pp

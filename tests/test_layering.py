@@ -20,11 +20,20 @@ LONGEST_GENERATOR = 120
 MOST_FILES = 14
 """Of a folder: a room with more has more than one trade."""
 
-CPP_ROOMS = ("core", "comm", "runtime", "bindings")
+CPP_ROOMS = ("core", "comm", "runtime", "ops", "bindings")
 CPP_FOLDERS = (
     *("core/ir", "core/generators", "core/passes", "core/network", "core/sim", "core/random", "core"),
-    *("comm/base", "comm/arbiter", "comm/p2p", "comm/ring", "comm/socket", "comm/rendezvous", "comm/tcp"),
-    *("runtime/executor", "runtime/c10d", "runtime/skip", "bindings"),
+    *(
+        "comm/base",
+        "comm/arbiter",
+        "comm/p2p",
+        "comm/ring",
+        "comm/socket",
+        "comm/rendezvous",
+        "comm/tcp",
+        "comm/tensor",
+    ),
+    *("runtime/executor", "runtime/c10d", "runtime/skip", "ops", "bindings"),
 )
 """Each may include itself and the folders before it."""
 PYTHON_ROOMS = (
@@ -173,7 +182,7 @@ def test_core_is_deterministic() -> None:
 def test_only_bindings_know_python() -> None:
     wrong = [
         f"{name(path)} includes {header}"
-        for path in cpp_files("core", "comm", "runtime")
+        for path in cpp_files("core", "comm", "runtime", "ops")
         for header, _ in includes(path)
         if PYTHON_HEADER.match(header)
     ]

@@ -72,7 +72,7 @@ void WaitLimits::wait(c10d::Work& work, const std::string& what) {
   check();
   while (!work.isCompleted()) {
     try {
-      work.wait(comm::kLook);
+      if (work.wait(comm::kLook)) return;
     } catch (const std::exception&) {
       if (work.isCompleted()) throw;  // else it takes longer than a look
     }
@@ -101,7 +101,7 @@ std::shared_ptr<Started> C10dGroup::all_reduce(const at::Tensor& x, comm::Reduct
 std::shared_ptr<Started> C10dGroup::reduce_scatter(const at::Tensor& x, std::int64_t dim) {
   const std::int64_t length = x.size(dim);
   at::Tensor whole = x.detach().movedim(dim, 0).contiguous();
-  if (length % size() == 0) {
+  if (length % size() == 0 && !x.is_cpu()) {
     std::vector<std::int64_t> sizes = whole.sizes().vec();
     sizes[0] = length / size();
     at::Tensor part = at::empty(sizes, whole.options());
@@ -109,7 +109,7 @@ std::shared_ptr<Started> C10dGroup::reduce_scatter(const at::Tensor& x, std::int
     return std::make_shared<StartedWork>(work, part, limits_, text_of("reduce-scatter", x),
                                          [part, dim] { return part.movedim(0, dim).contiguous(); });
   }
-  // The library knows equal parts only.
+  // NCCL knows equal parts only; gloo's own does not tell when it is complete.
   if (whole.is_alias_of(x)) whole = whole.clone();
   std::vector<at::Tensor> total{whole};
   const Work work = group_->allreduce(total);

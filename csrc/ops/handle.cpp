@@ -1,41 +1,71 @@
 #include "ops/handle.h"
 
 #include <ATen/ops/from_blob.h>
-#include <c10/core/CPUAllocator.h>
 
+#include <map>
+#include <mutex>
 #include <stdexcept>
 #include <utility>
 
 namespace fold3d::ops {
 namespace {
 
+/// What the first tensor of a handle owns; copies of it find the exchange by the number for as long as it lives.
 struct Handle {
   std::int64_t number = 0;  // what the tensor shows
   std::shared_ptr<Started> started;
 };
 
-void release(void* context) { delete static_cast<Handle*>(context); }
+class Handles {
+ public:
+  Handle* add(std::shared_ptr<Started> started) {
+    const std::lock_guard lock(mutex_);
+    const std::int64_t number = next_++;
+    handles_.emplace(number, started);
+    return new Handle{.number = number, .started = std::move(started)};
+  }
+
+  void remove(std::int64_t number) {
+    const std::lock_guard lock(mutex_);
+    handles_.erase(number);
+  }
+
+  std::shared_ptr<Started> find(std::int64_t number) {
+    const std::lock_guard lock(mutex_);
+    const auto found = handles_.find(number);
+    return found == handles_.end() ? nullptr : found->second.lock();
+  }
+
+ private:
+  std::mutex mutex_;
+  std::int64_t next_ = 0;
+  std::map<std::int64_t, std::weak_ptr<Started>> handles_;
+};
+
+Handles& handles() {
+  static Handles only;
+  return only;
+}
+
+void release(void* context) {
+  const std::unique_ptr<Handle> handle(static_cast<Handle*>(context));
+  handles().remove(handle->number);
+}
 
 }  // namespace
 
 at::Tensor handle_of(std::shared_ptr<Started> started) {
-  auto* const handle = new Handle{.number = 0, .started = std::move(started)};
-  c10::DataPtr data(&handle->number, handle, &release, c10::kCPU);
-  c10::Storage storage(c10::Storage::use_byte_size_t{}, sizeof(std::int64_t), std::move(data), /*allocator=*/nullptr,
-                       /*resizable=*/false);
-  at::Tensor tensor = at::detail::make_tensor<c10::TensorImpl>(
-      std::move(storage), c10::DispatchKeySet(c10::DispatchKey::CPU), caffe2::TypeMeta::Make<std::int64_t>());
-  tensor.unsafeGetTensorImpl()->set_sizes_contiguous({1});
-  return tensor;
+  Handle* const handle = handles().add(std::move(started));
+  return at::from_blob(
+      &handle->number, {1}, [handle](void*) { release(handle); }, at::TensorOptions().dtype(at::kLong));
 }
 
 std::shared_ptr<Started> started_of(const at::Tensor& handle) {
-  if (handle.defined() && handle.is_cpu() && handle.has_storage()) {
-    const c10::DataPtr& data = handle.storage().data_ptr();
-    if (data.get_deleter() == &release) return static_cast<Handle*>(data.get_context())->started;
+  if (handle.is_cpu() && handle.scalar_type() == at::kLong && handle.numel() == 1) {
+    if (std::shared_ptr<Started> started = handles().find(*handle.const_data_ptr<std::int64_t>())) return started;
   }
   throw std::invalid_argument(
-      "this tensor is no handle of an exchange: pass on what tp_..._start returned, not a copy");
+      "this tensor is no handle of an exchange: keep what tp_..._start returned until it was waited for");
 }
 
 }  // namespace fold3d::ops

@@ -88,7 +88,7 @@ at::Tensor tp_reduce_scatter_start(const at::Tensor& x, std::int64_t dim, c10::s
 }
 
 at::Tensor tp_wait(const at::Tensor& handle, const at::Tensor& x, c10::SymIntArrayRef size) {
-  const at::Tensor result = finished(started_of(handle));
+  const at::Tensor result = finished(started_of(handle)).detach();  // what is waited for twice has two gradients
   if (result.sym_sizes() != size || result.scalar_type() != x.scalar_type()) {
     throw std::invalid_argument("tp_wait: the result is not of the size and type that were told");
   }

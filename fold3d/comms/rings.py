@@ -1,4 +1,5 @@
-"""Connecting the replicas of a stage: rings for DP.sync, and the arbiter that the ranks of a host share."""
+"""Connecting the replicas of a stage, and its shards: rings for DP.sync and TP.sync, and the arbiter that the ranks of
+a host share."""
 
 from __future__ import annotations
 
@@ -59,6 +60,46 @@ def connect_replicas(
         reduce_group=groups.ring_names()["reduce"],
         gather_group=groups.ring_names()["gather"],
         hosts=[] if hosts is None else list(hosts.replicas),
+    )
+
+
+def connect_shards(
+    topology: Topology,
+    groups: Groups,
+    arbiter: _C.NicArbiter,
+    timeout: float,
+    *,
+    over_tcp: bool,
+    hosts: Hosts | None = None,
+) -> _C.TensorSync:
+    """Returns this rank's part in the TP.sync of its stage; all ranks of its tensor-parallel group call, two at least.
+
+    It is what `TensorParallelGroup` takes. Tensors in host memory travel over TCP, or over `groups.tensor`; those on a
+    device always over the latter. Whoever closes it does so before the groups.
+
+    Args:
+        hosts: where the ranks are; None: a host for each.
+        timeout: seconds that a rank may take to come, here and later.
+    """
+    tensor = groups.world.tensor
+    peers = None
+    if over_tcp:
+        secret = tensor.share(secrets.token_hex(32))
+        host = local_address()
+        job = f"shards of stage {topology.pp_rank} of replica {topology.dp_rank}"
+        peers = _C.RingPeers(topology.tp_rank, topology.tp, host, secret, job, tensor_parallel=True)
+        endpoints = tensor.share(tensor.gather((host, peers.port)))
+        with groups.world.progress.life.ending(peers):
+            peers.connect(endpoints[topology.next_shard], timeout)
+    return _C.TensorSync(
+        groups.tensor.group_name,
+        topology.tp_rank,
+        topology.tp,
+        arbiter,
+        timeout,
+        topology.describe(topology.rank),
+        peers=peers,
+        hosts=[] if hosts is None else list(hosts.shards),
     )
 
 

@@ -32,6 +32,7 @@ class TensorParallelGroup:
         self.size: int = 1
         self.rank: int = 0
         self.name = ""
+        """By which the operators know it."""
         if isinstance(group, _C.TensorSync):
             self.size, self.rank, self.name = group.size, group.rank, group.group
         elif group is not None:

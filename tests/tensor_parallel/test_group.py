@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fold3d import _C
+from fold3d.comms.groups import Groups
+from fold3d.comms.rings import connect_shards
+from fold3d.sharding.shard import Shard
 from fold3d.tensor_parallel.group import TensorParallelGroup
 from fold3d.tensor_parallel.region import RegionOps
+from fold3d.topology import Topology
 from tests.helpers.ranks import RankPool
 
 
@@ -22,21 +31,38 @@ def everybodys(size: int, *shape: int) -> list[Tensor]:
     return [mine(rank, *shape) for rank in range(size)]
 
 
-def world() -> TensorParallelGroup:
-    group: RegionOps = TensorParallelGroup(dist.group.WORLD)
+@contextlib.contextmanager
+def group_of_all(over_tcp: bool) -> Iterator[TensorParallelGroup]:
+    """The ranks of the job as one tensor-parallel group."""
+    topology = Topology(dp=1, pp=1, rank=dist.get_rank(), tp=dist.get_world_size())
+    groups = Groups(topology, torch.device("cpu"), 60, ())
+    sync = connect_shards(topology, groups, _C.NicArbiter(), 60, over_tcp=over_tcp)
+    group: RegionOps = TensorParallelGroup(sync)
     assert isinstance(group, TensorParallelGroup)
-    return group
+    try:
+        yield group
+    finally:
+        sync.close()
+        groups.close()
 
 
-def split_mlp() -> tuple[Tensor, ...]:
+def on_all(over_tcp: bool, function: Callable[..., Any], *args: Any) -> Any:
+    """Calls `function(group, *args)` on a rank."""
+    with group_of_all(over_tcp) as group:
+        return function(group, *args)
+
+
+TRANSPORTS = pytest.mark.parametrize("over_tcp", [True, False], ids=["tcp", "c10d"])
+
+
+def split_mlp(group: TensorParallelGroup) -> tuple[Tensor, ...]:
     """Two linear layers, split by Megatron's way, against both whole: outputs and gradients."""
-    group = world()
     torch.manual_seed(0)
     x = torch.randn(3, 6, dtype=torch.float64, requires_grad=True)
     up = torch.randn(6, 8, dtype=torch.float64, requires_grad=True)
     down = torch.randn(8, 5, dtype=torch.float64, requires_grad=True)
-    part_up = group.part(up.detach(), 1).clone().requires_grad_()
-    part_down = group.part(down.detach(), 0).clone().requires_grad_()
+    part_up = group.scatter_to_sequence_region(up.detach(), 1).requires_grad_()
+    part_down = group.scatter_to_sequence_region(down.detach(), 0).requires_grad_()
     y = group.reduce_from_region((group.copy_to_region(x) @ part_up).tanh() @ part_down)
     y.pow(2).sum().backward()
     got = (y.detach(), x.grad, part_up.grad, part_down.grad)
@@ -44,18 +70,19 @@ def split_mlp() -> tuple[Tensor, ...]:
     whole = (x @ up).tanh() @ down
     whole.pow(2).sum().backward()
     assert up.grad is not None and down.grad is not None
-    wanted = (whole.detach(), x.grad, group.part(up.grad, 1), group.part(down.grad, 0))
+    own = group.scatter_to_sequence_region
+    wanted = (whole.detach(), x.grad, own(up.grad, 1), own(down.grad, 0))
     return tuple((a - b).abs().max() for a, b in zip(got, wanted, strict=True) if a is not None and b is not None)
 
 
+@TRANSPORTS
 @pytest.mark.parametrize("size", [2, 4])
-def test_a_split_mlp_is_the_whole_one(ranks: RankPool, size: int) -> None:
-    for errors in ranks.run(split_mlp, size):
+def test_a_split_mlp_is_the_whole_one(ranks: RankPool, size: int, over_tcp: bool) -> None:
+    for errors in ranks.run(on_all, size, over_tcp, split_mlp):
         assert len(errors) == 4 and max(errors) < 1e-12
 
 
-def summed_at(dim: int, of_weight: bool) -> tuple[Tensor, Tensor]:
-    group = world()
+def summed_at(group: TensorParallelGroup, dim: int, of_weight: bool) -> tuple[Tensor, Tensor]:
     x = mine(9, 4, 3).requires_grad_()
     indices = torch.tensor([0, 2])
     y = group.copy_weight(x, dim, indices) if of_weight else group.copy_to_region(x, indices)
@@ -64,18 +91,18 @@ def summed_at(dim: int, of_weight: bool) -> tuple[Tensor, Tensor]:
     return y.detach(), x.grad
 
 
+@TRANSPORTS
 @pytest.mark.parametrize("dim, of_weight", [(1, False), (0, True), (1, True)])
-def test_only_the_gradient_at_the_indices_is_summed(ranks: RankPool, dim: int, of_weight: bool) -> None:
+def test_only_the_gradient_at_the_indices_is_summed(ranks: RankPool, dim: int, of_weight: bool, over_tcp: bool) -> None:
     total = sum(everybodys(2, 4, 3))
-    for rank, (y, gradient) in enumerate(ranks.run(summed_at, 2, dim, of_weight)):
+    for rank, (y, gradient) in enumerate(ranks.run(on_all, 2, over_tcp, summed_at, dim, of_weight)):
         assert torch.equal(y, mine(9, 4, 3))
         wanted = mine(rank, 4, 3)
         wanted.index_copy_(dim, torch.tensor([0, 2]), total.index_select(dim, torch.tensor([0, 2])))
         assert torch.equal(gradient, wanted)
 
 
-def sequence(dim: int) -> tuple[Tensor, ...]:
-    group = world()
+def sequence(group: TensorParallelGroup, dim: int) -> tuple[Tensor, ...]:
     size, rank = group.size, group.rank
     x = mine(rank, 2, 4, 4).requires_grad_()
     seed = [2, 4, 4]
@@ -92,16 +119,17 @@ def sequence(dim: int) -> tuple[Tensor, ...]:
     return gathered.detach(), x.grad, scattered.detach(), y.grad, own.detach(), z.grad
 
 
+@TRANSPORTS
 @pytest.mark.parametrize("dim", [0, 1, -1])
 @pytest.mark.parametrize("size", [2, 3])
-def test_sequence_regions(ranks: RankPool, size: int, dim: int) -> None:
+def test_sequence_regions(ranks: RankPool, size: int, dim: int, over_tcp: bool) -> None:
     whole = [2, 4, 4]
     whole[dim] *= size
     gathered = torch.cat(everybodys(size, 2, 4, 4), dim)
     of_gather = torch.stack([mine(10 + rank, *whole) for rank in range(size)]).sum(0).chunk(size, dim)
     scattered = torch.stack(everybodys(size, *whole)).sum(0).chunk(size, dim)
     of_parts = torch.cat([mine(20 + rank, 2, 4, 4) for rank in range(size)], dim)
-    for rank, got in enumerate(ranks.run(sequence, size, dim)):
+    for rank, got in enumerate(ranks.run(on_all, size, over_tcp, sequence, dim)):
         own = mine(30, *whole).chunk(size, dim)[rank]
         for found, wanted in zip(
             got, (gathered, of_gather[rank], scattered[rank], of_parts, own, of_parts), strict=True
@@ -109,19 +137,83 @@ def test_sequence_regions(ranks: RankPool, size: int, dim: int) -> None:
             assert torch.equal(found, wanted)
 
 
-def without_gradients() -> tuple[Tensor, Tensor, str]:
-    group = TensorParallelGroup(dist.group.WORLD.group_name)
-    x = mine(group.rank, 5).requires_grad_()
-    with pytest.raises(ValueError) as uneven:
-        group.scatter_to_sequence_region(x, 0)
-    return group.all_reduce(x), group.all_reduce_max(x), str(uneven.value)
+def uneven(group: TensorParallelGroup, length: int) -> tuple[Tensor, ...]:
+    whole = mine(7, 3, length, 2).requires_grad_()
+    part = group.scatter_to_sequence_region(whole, 1)
+    back = group.gather_from_sequence_region(part, 1, length)
+    summed = group.reduce_scatter_to_sequence_region(whole, 1)
+    (back * mine(8, 3, length, 2)).sum().backward()
+    assert whole.grad is not None
+    return part.detach(), back.detach(), summed.detach(), whole.grad
 
 
-def test_sums_and_maxima_by_the_name_of_a_group(ranks: RankPool) -> None:
+@TRANSPORTS
+@pytest.mark.parametrize("size, length", [(2, 5), (3, 7), (4, 6)])
+def test_parts_need_not_be_equal(ranks: RankPool, size: int, length: int, over_tcp: bool) -> None:
+    whole = mine(7, 3, length, 2)
+    parts = [Shard.even(1, length, size).take(whole, rank) for rank in range(size)]
+    for rank, (part, back, summed, gradient) in enumerate(ranks.run(on_all, size, over_tcp, uneven, length)):
+        assert torch.equal(part, parts[rank]) and torch.equal(back, whole) and torch.equal(summed, size * parts[rank])
+        # Of a part it is the sum of everybody's, and they are gathered.
+        assert torch.equal(gradient, size * mine(8, 3, length, 2))
+
+
+def without_gradients(group: TensorParallelGroup, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    x = mine(group.rank, 5).to(dtype).requires_grad_(dtype.is_floating_point)
+    return group.all_reduce(x), group.all_reduce_max(x)
+
+
+@TRANSPORTS
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32])
+def test_sums_and_maxima_of_every_type(ranks: RankPool, dtype: torch.dtype, over_tcp: bool) -> None:
     parts = torch.stack(everybodys(3, 5))
-    for total, most, uneven in ranks.run(without_gradients, 3):
-        assert torch.equal(total, parts.sum(0)) and torch.equal(most, parts.amax(0)) and not total.requires_grad
-        assert uneven == "5 elements along dimension 0 are no 3 equal parts"
+    for total, most in ranks.run(on_all, 3, over_tcp, without_gradients, dtype):
+        assert total.dtype == most.dtype == dtype and not total.requires_grad
+        assert torch.equal(total.double(), parts.sum(0)) and torch.equal(most.double(), parts.amax(0))
+
+
+def by_name() -> Tensor:
+    return TensorParallelGroup(dist.group.WORLD.group_name).all_reduce(mine(dist.get_rank(), 5))
+
+
+def test_a_c10d_group_is_known_by_its_name(ranks: RankPool) -> None:
+    for total in ranks.run(by_name, 2):
+        assert torch.equal(total, mine(0, 5) + mine(1, 5))
+
+
+def started(group: TensorParallelGroup) -> tuple[list[Tensor], Tensor]:
+    """Sums in place, waited for in another order than that of their start."""
+    tensors = [mine(10 * i + group.rank, 50, 20) for i in range(6)]
+    handles = [group.start_all_reduce(tensor) for tensor in tensors]
+    for i in (5, 0, 3, 1, 2, 4):
+        group.wait(handles[i])
+    y = mine(group.rank, 4).requires_grad_()
+    z = 2 * y
+    total = torch.ops.fold3d.tp_wait(torch.ops.fold3d.tp_all_reduce_start(z, group.name), z, z.shape)
+    (total * mine(5, 4)).sum().backward()
+    assert torch.equal(total.detach(), 2 * (mine(0, 4) + mine(1, 4))) and y.grad is not None
+    return tensors, y.grad
+
+
+@TRANSPORTS
+def test_sums_that_are_started_and_waited_for(ranks: RankPool, over_tcp: bool) -> None:
+    for tensors, gradient in ranks.run(on_all, 2, over_tcp, started):
+        for i, tensor in enumerate(tensors):
+            assert torch.equal(tensor, mine(10 * i, 50, 20) + mine(10 * i + 1, 50, 20))
+        assert torch.equal(gradient, 2 * mine(5, 4))
+
+
+def gradient_of_gradient(group: TensorParallelGroup) -> Tensor:
+    x = torch.tensor([1.5], dtype=torch.float64, requires_grad=True)
+    y = group.reduce_from_region((group.rank + 1) * group.copy_to_region(x) ** 3)
+    (first,) = torch.autograd.grad(y, x, create_graph=True)
+    (second,) = torch.autograd.grad(first, x)
+    return second
+
+
+def test_gradients_of_gradients(ranks: RankPool) -> None:
+    for second in ranks.run(on_all, 2, True, gradient_of_gradient):
+        assert second.item() == pytest.approx(3 * 6 * 1.5)  # of (1 + 2) * x ** 3
 
 
 def test_a_rank_alone_changes_nothing() -> None:

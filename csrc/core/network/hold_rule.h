@@ -10,12 +10,12 @@ namespace fold3d::core {
 ///
 /// Pipeline messages go first: somebody computes next with what they carry, while gradients are needed only
 /// at the end of the step. By the same rule a pipeline message waits for slices of TP.sync, with which its own stage
-/// computes next, and so do slices of gradients. Patience is bounded on both sides, because a message may be held up by its
-/// *receiver*, which does not use the network: a message holds slices back for at most `message_patience_ns`
-/// after it was queued, and a slice waits for at most `slice_patience_ns` however many messages follow each
-/// other; both plus twice the time that the largest pending message takes alone, where that is known, so that
-/// a slow network does not turn patience into none. So data-parallel traffic always makes progress and the two
-/// kinds cannot deadlock. Pure: the caller brings the time (nanoseconds of any one clock).
+/// computes next, and so do slices of gradients. Patience is bounded on both sides, because a message may be held up by
+/// its *receiver*, which does not use the network: a message holds slices back for at most `message_patience_ns` after
+/// it was queued, and a slice waits for at most `slice_patience_ns` however many messages follow each other; both plus
+/// twice the time that the largest pending message takes alone, where that is known, so that a slow network does not
+/// turn patience into none. So data-parallel traffic always makes progress and the two kinds cannot deadlock. Pure: the
+/// caller brings the time (nanoseconds of any one clock).
 class HoldRule {
  public:
   struct Options {
