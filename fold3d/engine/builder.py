@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from fold3d import _C
 from fold3d.comms.consistency import agree
 from fold3d.comms.groups import Groups
-from fold3d.comms.rings import connect_replicas, find_hosts, join_nic_arbiter, warn_of_hosts
+from fold3d.comms.rings import connect_replicas, connect_shards, find_hosts, join_nic_arbiter, warn_of_hosts
 from fold3d.comms.tcp import connect_stages, uses_tcp
 from fold3d.comms.world_group import WorldGroup
 from fold3d.config import ParallelConfig
@@ -209,15 +209,21 @@ def _connect(
     over_tcp, timeout = uses_tcp(config.transport, device), config.timeout_seconds
     groups = Groups(topology, device, timeout, cut.placement.submeshes(), with_p2p=not over_tcp, world=world)
     undo.callback(groups.close)
-    group = TensorParallelGroup(groups.tensor)
+    arbiter = join_nic_arbiter(topology, groups, model.name, config.preempt)
+    hosts = find_hosts(groups)
+    warn_of_hosts(hosts, world)
+    shards: _C.TensorSync | None = None
+    if topology.tp > 1:
+        shards = connect_shards(topology, groups, arbiter, timeout, over_tcp=over_tcp, hosts=hosts)
+        progress.life.end_with(shards)
+        undo.callback(shards.close)
+        undo.callback(progress.life.forget, shards)
+    group = TensorParallelGroup(shards)
     turning = TurningOps(group, Turns())
     if topology.tp > 1:
         cut.connect(KeptSums(turning))
     overlap = OverlapTrial(config.tp_overlap if topology.tp > 1 else "none", partial(_slowest, world))
     _share_weights(cut, groups)
-    arbiter = join_nic_arbiter(topology, groups, model.name, config.preempt)
-    hosts = find_hosts(groups)
-    warn_of_hosts(hosts, world)
     sync: DpSync | OneReplica
     if topology.dp > 1:
         rings = connect_replicas(topology, groups, arbiter, device, timeout, over_tcp=over_tcp, hosts=hosts)

@@ -19,6 +19,31 @@ T = TypeVar("T")
 _SECONDS = 30.0
 
 
+class _Copy(torch.autograd.Function):
+    """Megatron's f over threads."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ops: ThreadedOps) -> Tensor:
+        ctx.ops = ops
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return ctx.ops.all_reduce(gradients[0]), None
+
+
+class _Reduce(torch.autograd.Function):
+    """Megatron's g over threads."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, ops: ThreadedOps) -> Tensor:
+        return ops.all_reduce(y)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return gradients[0], None
+
+
 class ThreadedOps(TensorParallelGroup):
     """The RegionOps of one of `size` threads, which meet in each sum; `sums` counts them."""
 
@@ -27,6 +52,15 @@ class ThreadedOps(TensorParallelGroup):
         self.rank, self.size = rank, size
         self.sums: list[tuple[int, ...]] = []
         self._barrier, self._places = barrier, places
+
+    def copy_to_region(self, x: Tensor, channels: Tensor | None = None) -> Tensor:
+        assert channels is None
+        out: Tensor = _Copy.apply(x, self)
+        return out
+
+    def reduce_from_region(self, y: Tensor) -> Tensor:
+        out: Tensor = _Reduce.apply(y, self)
+        return out
 
     def all_reduce(self, x: Tensor) -> Tensor:
         self.sums.append(tuple(x.shape))

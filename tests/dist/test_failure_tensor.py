@@ -1,0 +1,155 @@
+"""A rank is killed or stops in the middle of a TP.sync: all ranks of its group end with an error that names it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fold3d import _C, Engine, ParallelConfig
+from fold3d.comms.groups import Groups
+from fold3d.comms.rings import connect_shards
+from fold3d.faults.lifetime import Lifetime
+from fold3d.tensor_parallel.group import TensorParallelGroup
+from fold3d.topology import Topology
+from tests.helpers.launch import launch
+from tests.helpers.ranks import RankPool
+
+pytestmark = pytest.mark.dist
+
+TIMEOUT = 4.0
+"""comm_timeout of the jobs, seconds."""
+VICTIM = 1
+MIDDLE = 10
+"""The exchange in which it happens."""
+
+
+def say(line: str) -> None:
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
+
+
+def fall(what: str) -> None:
+    """This rank is killed, stops for ever, or goes on sleeping."""
+    say(f"trap {time.monotonic()}")
+    if what == "sleep":
+        time.sleep(3 * TIMEOUT)
+    else:
+        os.kill(os.getpid(), getattr(signal, what))
+
+
+def exchange(over_tcp: bool, what: str) -> None:
+    """Sums of many sizes; the victim falls when it has given a part of one."""
+    topology = Topology(dp=1, pp=1, rank=dist.get_rank(), tp=dist.get_world_size())
+    groups = Groups(topology, torch.device("cpu"), TIMEOUT, ())
+    sync = connect_shards(topology, groups, _C.NicArbiter(), TIMEOUT, over_tcp=over_tcp)
+    group = TensorParallelGroup(sync)
+    for number in range(2 * MIDDLE):
+        started = group.start_all_reduce(torch.ones(1 << (number % 20)))
+        if number == MIDDLE and topology.rank == VICTIM:
+            fall(what)
+        try:
+            group.wait(started)
+        except RuntimeError as error:
+            say(f"{type(error).__name__}: {error}")
+            say(f"ended {time.monotonic()}")
+            os._exit(3)
+    os._exit(0)
+
+
+def times(result: Any, word: str) -> list[float]:
+    return [float(line.split()[1]) for one in result for line in one.stdout.splitlines() if line.startswith(f"{word} ")]
+
+
+@pytest.mark.parametrize("over_tcp", [True, False], ids=["tcp", "c10d"])
+@pytest.mark.parametrize("what", ["SIGKILL", "SIGSTOP"])
+def test_the_group_ends_within_the_time_limit(over_tcp: bool, what: str) -> None:
+    result = launch(exchange, 3, over_tcp, what, timeout=60)
+    (trap,) = times(result, "trap")
+    ended = times(result, "ended")
+    assert len(ended) == 2, result.report()
+    assert max(ended) - trap < TIMEOUT + 2, result.report()
+    if over_tcp:
+        texts = [one.stdout for rank, one in enumerate(result) if rank != VICTIM]
+        named = "lost the connection to tensor-parallel rank" if what == "SIGKILL" else "(setting comm_timeout)"
+        assert any(named in text for text in texts), result.report()
+        assert all("TP.sync " in text for text in texts), result.report()
+
+
+class Block(nn.Module):
+    """Two layers, split over the ranks; the victim falls between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 64), nn.Linear(64, 16)
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(self.up(x))
+        self.calls += 1
+        if self.calls == 50 and dist.is_initialized() and dist.get_rank() == VICTIM:
+            fall("SIGKILL")
+        return x + self.down(hidden)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+def train() -> None:
+    torch.manual_seed(0)
+    batch = {"x": torch.randn(8, 16)}
+    config = ParallelConfig(tp=2, micro_batches=4, comm_timeout=TIMEOUT, blocks="layers")  # type: ignore[arg-type]
+    engine = Engine(Net(), config, optimizer=torch.optim.Adam, example=batch)
+    for _ in range(60):
+        engine.step(batch)
+
+
+def test_an_engine_names_the_rank_that_died() -> None:
+    result = launch(train, 2, timeout=90)
+    assert result[VICTIM].returncode == -signal.SIGKILL, result.report()
+    assert result[0].returncode not in (0, -signal.SIGKILL) and not result[0].timed_out, result.report()
+    assert "RankError: " in result[0].stderr and "rank 1 (replica 0, stage 0, shard 1)" in result[0].stderr
+
+
+def end_by_lifetime(over_tcp: bool) -> tuple[str, float]:
+    """The other rank never comes; the job fails meanwhile."""
+    topology = Topology(dp=1, pp=1, rank=dist.get_rank(), tp=2)
+    groups = Groups(topology, torch.device("cpu"), 5, ())  # what gloo has begun it does not end before
+    sync = connect_shards(topology, groups, _C.NicArbiter(), 60, over_tcp=over_tcp)
+    life = Lifetime()
+    life.end_with(sync)
+    text, start = "", time.monotonic()
+    if topology.rank == 0:
+        timer = threading.Timer(0.5, life.fail, ("rank 1 has failed",))
+        timer.start()
+        with pytest.raises(RuntimeError) as error:
+            TensorParallelGroup(sync).all_reduce(torch.ones(5))
+        text = str(error.value)
+        timer.join()
+    seconds = time.monotonic() - start
+    groups.world.barrier()
+    life.forget(sync)
+    sync.close()
+    return text, seconds
+
+
+@pytest.mark.parametrize("over_tcp", [True, False], ids=["tcp", "c10d"])
+def test_a_failure_of_the_job_ends_the_wait(ranks: RankPool, over_tcp: bool) -> None:
+    (text, seconds), _ = ranks.run(end_by_lifetime, 2, over_tcp)
+    assert text == "rank 1 has failed" and seconds < 4
