@@ -34,6 +34,7 @@ class Case:
     group_size: int | None = None
     transport: str = "auto"
     dp_sync: str = "auto"
+    tp_overlap: str = "auto"
     recompute: bool = False
     through: str = "engine"
     family: str = "gpt2"

@@ -289,6 +289,8 @@ def config_of(case: Case, **changes: Any) -> fold3d.ParallelConfig:
     named |= {"schedule": case.schedule, "group_size": case.group_size or "auto", "recompute": case.recompute}
     if case.dp > 1:
         named |= {"dp_sync": case.dp_sync, "bucket_bytes": BUCKET_BYTES}
+    if case.tp > 1:
+        named["tp_overlap"] = case.tp_overlap
     return fold3d.ParallelConfig(**(named | {"transport": case.transport, "comm_timeout": 100.0} | changes))
 
 
