@@ -78,6 +78,19 @@ class TensorSlice:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Draw:
+    """Random numbers that a block draws, of which each rank needs those of its units: a dropout's mask over heads, say.
+
+    Along `dim` there are `whole` entries, or a multiple of it, such as where samples and heads lie in one dimension.
+    """
+
+    dim: int
+    whole: int
+    parts: tuple[Runs, ...]
+    """Per rank, of `whole`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class BlockSplit:
     """How a block is spread over a tensor-parallel group. Without groups it is whole on every rank."""
 
@@ -91,6 +104,9 @@ class BlockSplit:
     """Arguments that a region reads whole: their gradient is summed over the ranks, if they have one."""
     outputs: tuple[TensorSlice, ...] = ()
     """Results of which a rank makes its part; they are put together before they leave the block."""
+    draws: tuple[Draw | None, ...] = ()
+    """In the order in which the block draws in training; None: drawn alike on every rank. Empty: it draws nothing, or
+    it is not known how; then each rank draws for itself inside a region."""
     reasons: Mapping[str, str] = field(default_factory=dict)
     """Of modules and parameters that hold weights, by relative name: why they are split as they are."""
 
@@ -103,6 +119,7 @@ class BlockSplit:
             "inputs": [_slice_to_json(one) for one in self.inputs],
             "entering": [list(path) for path in self.entering],
             "outputs": [_slice_to_json(one) for one in self.outputs],
+            "draws": [None if one is None else _draw_to_json(one) for one in self.draws],
             "reasons": dict(self.reasons),
         }
 
@@ -119,6 +136,7 @@ class BlockSplit:
             inputs=tuple(map(_slice_from_json, value["inputs"])),
             entering=tuple(tuple(path) for path in value["entering"]),
             outputs=tuple(map(_slice_from_json, value["outputs"])),
+            draws=tuple(None if one is None else _draw_from_json(one) for one in value["draws"]),
             reasons=value["reasons"],
         )
 
@@ -137,6 +155,14 @@ def shard_from_json(value: Mapping[str, Any]) -> Shard:
 def runs_from_json(value: Any) -> Runs:
     """Returns runs of indices from lists of lists."""
     return tuple((first, end) for first, end in value)
+
+
+def _draw_to_json(one: Draw) -> dict[str, Any]:
+    return {"dim": one.dim, "whole": one.whole, "parts": [[list(run) for run in runs] for runs in one.parts]}
+
+
+def _draw_from_json(value: Mapping[str, Any]) -> Draw:
+    return Draw(dim=value["dim"], whole=value["whole"], parts=tuple(map(runs_from_json, value["parts"])))
 
 
 def _slice_to_json(one: TensorSlice) -> dict[str, Any]:

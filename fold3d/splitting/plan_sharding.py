@@ -16,6 +16,7 @@ from fold3d.sharding.vocabulary import find_vocabulary
 from fold3d.splitting.dividing.infer import infer
 from fold3d.splitting.overrides import Overrides
 from fold3d.splitting.probing.capture import CapturedCall, capture
+from fold3d.splitting.proving.draws import with_draws
 from fold3d.splitting.proving.proof import prove
 from fold3d.splitting.proving.vocabulary import prove_vocabulary
 from fold3d.splitting.remembered import remembered
@@ -62,7 +63,7 @@ def _plan(model: nn.Module, trace: Trace, example: Mapping[str, Any], tp: int, o
     for name, call in calls.items():
         key = _class_of(name, call, overrides)
         if key not in classes:
-            classes[key] = (name, _split(name, call, tp, overrides, tied))
+            classes[key] = (name, with_draws(call, _split(name, call, tp, overrides, tied), tp))
         split = classes[key][1]
         blocks[name] = split
         shards.update({f"{name}.{parameter}": shard for parameter, shard in split.shards.items()})

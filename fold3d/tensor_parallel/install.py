@@ -18,6 +18,7 @@ from fold3d.sharding.split import Attribute, BlockSplit, GroupSplit, TensorSlice
 from fold3d.tensor_parallel.block_call import BlockCalls
 from fold3d.tensor_parallel.linear import is_linear, matmul, widths
 from fold3d.tensor_parallel.region import RegionOps
+from fold3d.tensor_parallel.shard_random import ShardRandom
 from fold3d.tensor_parallel.slices import indices_of, replace_argument, replace_leaf, spread_part, take_part
 from fold3d.trace.wrappers import replace_attributes, wrap
 
@@ -112,6 +113,7 @@ class _Installer:
     def block(self) -> Callable[[], None]:
         """Puts the block's own forward around the others."""
         split, rank, ops, calls, original = self._split, self._rank, self._ops, self._calls, self._block.forward
+        block = self._block
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             begun = calls.begin()
@@ -128,7 +130,8 @@ class _Installer:
                     args, kwargs = replace_argument(args, kwargs, one.path, partial(take, one=one))
                 for path in split.entering:
                     args, kwargs = replace_argument(args, kwargs, path, call.copy)
-                output = original(*args, **kwargs)
+                with ShardRandom(split.draws, rank) if split.draws and block.training else contextlib.nullcontext():
+                    output = original(*args, **kwargs)
                 for one in split.outputs:
                     gather = partial(_gather, one=one, rank=rank, ops=ops, sliced=sliced)
                     output = replace_leaf(output, one.path, gather)
@@ -167,7 +170,7 @@ class _Installer:
     def _region(
         self, module: nn.Module, name: str, number: int, enters: bool, exits: bool, shared: tuple[str, ...]
     ) -> Callable[..., Any]:
-        calls, ops, block, original = self._calls, self._ops, self._block, module.forward
+        calls, ops, block, split, original = self._calls, self._ops, self._block, self._split, module.forward
         prefix = f"{name}." if name else ""
         hubs = {full: hub for full, hub in self._hubs.items() if full.startswith(prefix)}
         parts = [full for full in shared if full.startswith(prefix)] if exits else []
@@ -177,7 +180,7 @@ class _Installer:
         def forward(*args: Any, **kwargs: Any) -> Any:
             call = calls.current()
             if enters:
-                forks = block.training
+                forks = block.training and not split.draws
 
                 def enter(x: Tensor) -> Tensor:
                     return call.enter(x, number, forks) if x.is_floating_point() else x

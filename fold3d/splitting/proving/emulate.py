@@ -9,6 +9,8 @@ import greenlet
 import torch
 from torch import Tensor
 
+from fold3d.tensor_parallel.sub_pipelined.thread_state import ThreadState
+
 
 class EmulatedOps:
     """RegionOps of one emulated rank."""
@@ -34,7 +36,8 @@ class EmulatedOps:
 class EmulatedGroup:
     """Runs a function as every rank of a group; where one calls an operation, it waits until all others have, too.
 
-    The ranks are greenlets. What they compute is one autograd graph, so one backward is that of all ranks.
+    The ranks are greenlets, each with modes and a generator of random numbers of its own, which begin as the caller's.
+    What they compute is one autograd graph, so one backward is that of all ranks.
     """
 
     def __init__(self, size: int) -> None:
@@ -52,7 +55,10 @@ class EmulatedGroup:
         self._main = greenlet.getcurrent()
         self._waiting = {}
 
+        begin = _state()
+
         def body(rank: int) -> None:
+            begin.restore()
             results[rank] = as_rank(EmulatedOps(self, rank))
 
         ranks = [greenlet.greenlet(lambda rank=rank: body(rank)) for rank in range(self.size)]
@@ -67,12 +73,17 @@ class EmulatedGroup:
             for one in ranks:
                 if one:
                     one.throw(greenlet.GreenletExit)
+            begin.restore()
         return [results[rank] for rank in range(self.size)]
 
     def meet(self, rank: int, operation: _Copy | _Reduce, x: Tensor) -> Tensor:
         """One rank's call of an operation; returns its result when all have called."""
         self._waiting[rank] = (operation, x)
-        answer: Tensor = self._main.switch()
+        mine = _state()
+        try:
+            answer: Tensor = self._main.switch()
+        finally:
+            mine.restore()
         return answer
 
     def _answer(self) -> Sequence[Tensor]:
@@ -87,6 +98,11 @@ class EmulatedGroup:
         tensors = [x for _, x in calls]
         answers: Sequence[Tensor] = calls[0][0].of_all([operation for operation, _ in calls], tensors)
         return answers
+
+
+def _state() -> ThreadState:
+    """Returns the modes and random numbers of the rank that runs, and takes the modes off."""
+    return ThreadState([torch.default_generator])
 
 
 class _Copy:

@@ -34,7 +34,7 @@ def prove(call: CapturedCall, split: BlockSplit, tp: int) -> str:
 class _Proof:
     def __init__(self, call: CapturedCall, split: BlockSplit, tp: int) -> None:
         self._call, self._split, self._tp = call, split, tp
-        self._args, self._kwargs = tree_map_only(Tensor, _double, (call.args, call.kwargs))
+        self._args, self._kwargs = double_inputs(call)
         self._factors = Factors()
         self._large = Factors.candidates(call.block, split.shards)
 
@@ -53,7 +53,7 @@ class _Proof:
         }
         with DoubleMode():
             _loss(output, weights).backward()  # type: ignore[no-untyped-call]
-        blocks = [_shard(whole, self._split, rank, self._large) for rank in range(self._tp)]
+        blocks = [shard_block(whole, self._split, rank, self._large) for rank in range(self._tp)]
         ranks = [_Leaves(self._args, self._kwargs) for _ in range(self._tp)]
 
         def as_rank(ops: EmulatedOps) -> Any:
@@ -71,7 +71,7 @@ class _Proof:
         return next(self._wrong(output, outputs, weights, inputs, ranks, whole, blocks), "")
 
     def _run_whole(self) -> tuple[nn.Module, _Leaves, Any]:
-        whole = _with_weights(self._call.block, self._large)
+        whole = with_weights(self._call.block, self._large)
         inputs = _Leaves(self._args, self._kwargs)
         large = [(name, whole.get_parameter(name)) for name in self._large]
         with DoubleMode(), self._factors.mode(-1, large, {}):
@@ -91,10 +91,10 @@ class _Proof:
         for rank in range(self._tp):
             found = dict(paths_of(outputs[rank]))
             for path in weights:
-                if path not in found or _differ(found[path], expected[path]):
+                if path not in found or differ(found[path], expected[path]):
                     yield f"rank {rank} returns something else"
             for path, leaf in inputs.tensors.items():
-                if _differ(ranks[rank].tensors[path].grad, leaf.grad):
+                if differ(ranks[rank].tensors[path].grad, leaf.grad):
                     yield f"rank {rank} has another gradient of argument {'.'.join(map(str, path))}"
         for name, parameter in whole.named_parameters():
             shard = self._split.shards.get(name)
@@ -103,14 +103,20 @@ class _Proof:
             gradients = [block.get_parameter(name).grad for block in blocks]
             for rank in range(self._tp):
                 part = parameter.grad if shard is None or parameter.grad is None else shard.take(parameter.grad, rank)
-                if _differ(_whole_gradient(gradients, shard, rank), part):
+                if differ(_whole_gradient(gradients, shard, rank), part):
                     yield f"rank {rank} has another gradient of {name}"
         for rank, name, gradient, part in self._factors.differences(self._split.shards, self._tp):
-            if _differ(gradient, part):
+            if differ(gradient, part):
                 yield f"rank {rank} has another gradient of {name}"
 
 
-def _shard(block: nn.Module, split: BlockSplit, rank: int, large: list[str]) -> nn.Module:
+def double_inputs(call: CapturedCall) -> tuple[Any, Any]:
+    """Returns a call's arguments, positional and by name, in double precision."""
+    args, kwargs = tree_map_only(Tensor, _double, (call.args, call.kwargs))
+    return args, kwargs
+
+
+def shard_block(block: nn.Module, split: BlockSplit, rank: int, large: list[str]) -> nn.Module:
     """Returns a copy of a block with a rank's parts of its parameters; large ones take no memory."""
     memo: dict[int, Any] = {}
     for name in large:
@@ -135,7 +141,8 @@ def _whole_gradient(gradients: list[Tensor | None], shard: Shard | None, rank: i
     return torch.stack(held).sum(0) if held else None
 
 
-def _differ(found: Tensor | None, expected: Tensor | None) -> bool:
+def differ(found: Tensor | None, expected: Tensor | None) -> bool:
+    """Returns whether tensors differ by more than rounding in double precision."""
     if found is None or expected is None:
         none = found if expected is None else expected
         return none is not None and bool(none.any())
@@ -145,7 +152,7 @@ def _differ(found: Tensor | None, expected: Tensor | None) -> bool:
     return bool(((found - expected).abs() > TOLERANCE * scale).any())
 
 
-def _with_weights(block: nn.Module, large: list[str]) -> nn.Module:
+def with_weights(block: nn.Module, large: list[str]) -> nn.Module:
     """Returns a copy of a block on the meta device with random weights in double precision, but for large ones."""
     made = copy.deepcopy(block)
     for name, parameter in list(made.named_parameters()):

@@ -17,7 +17,8 @@ from fold3d.stage.micro_batch import MicroBatch
 from fold3d.stage.sharded.sub_micro_batches import SubMicroBatch, divide, halves, weights
 from fold3d.stage.split_model import SplitModel
 from fold3d.stage.whole_model import WholeModel
-from fold3d.tensor_parallel.sub_pipelined.per_sample_random import NotPerSampleError, PerSampleRandom
+from fold3d.tensor_parallel.partial_draws import RedrawError
+from fold3d.tensor_parallel.sub_pipelined.per_sample_random import PerSampleRandom
 from fold3d.tensor_parallel.sub_pipelined.turning_ops import TurningOps
 
 logger = logging.getLogger(__name__)
@@ -68,7 +69,7 @@ class SubPipeline:
             return None
         try:
             results = self._run_parts(parts, received)
-        except NotPerSampleError as error:
+        except RedrawError as error:
             self._keep_whole(str(error))
             return None
         if whole is not None:
