@@ -75,8 +75,15 @@ def mean_share(micro_batches: int) -> LossFunction:
     return lambda model, batch: loss_of(model(**batch)) * share
 
 
+_LOOKS = ("__get__", "__hash__", "dim", "element_size", "is_contiguous", "numel", "size", "stride")
+"""Functions of tensors that tell nothing of their values."""
+
+
 class _Count(torch.Tensor):
-    """A number that knows whether anybody calculated with it; what is calculated are plain tensors."""
+    """A number that knows whether anybody calculated with it, or read it; what is calculated are plain tensors.
+
+    Whoever looks at its shape or type only, such as to record the call, has not.
+    """
 
     used = False
 
@@ -84,8 +91,10 @@ class _Count(torch.Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        looks_only = getattr(func, "__name__", "") in _LOOKS
+
         def plain(count: _Count) -> torch.Tensor:
-            count.used = True
+            count.used = count.used or not looks_only
             with torch._C.DisableTorchFunctionSubclass():
                 return count.as_subclass(torch.Tensor)
 

@@ -76,7 +76,7 @@ class Case:
         words += [self.family, self.dtype.replace("float", "fp"), self.labels, self.through]
         words += ["tied" if self.tied else "untied", "clip" if self.clip else "noclip"]
         words += [word for word, on in (("recompute", self.recompute), ("frozen", self.frozen)) if on]
-        words += [value for value in (self.transport, self.dp_sync) if value != "auto"]
+        words += [value for value in (self.transport, self.dp_sync, self.tp_overlap) if value != "auto"]
         return "-".join(words)
 
     def alone(self) -> Case:

@@ -28,6 +28,7 @@ SETTINGS: dict[str, tuple[object, ...]] = {
     "dp_sync": ("early", "zero1", "serial"),
     "tied": (True, False),
     "recompute": (False, True),
+    "tp_overlap": ("sub", "none", "sub"),
     "transport": ("auto", "auto", "c10d"),
     "labels": ("full", "ragged", "padded"),
 }
@@ -116,11 +117,21 @@ def test_evaluation(ranks: RankPool, layout: tuple[int, int, int, int], family: 
 
 
 @pytest.mark.rotating
-@pytest.mark.parametrize("family", ["bert", "plain"])
-def test_dropout_on_what_is_whole_is_that_of_one_rank(ranks: RankPool, family: str) -> None:
-    """Masks of residual sums and embeddings depend on (seed, step, micro-batch, module), not on the layout; neither
-    family has any inside what is shared out."""
-    case = Case(tp=2, pp=2, m=2, family=family, dropout=0.2, tp_overlap="none")
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        ("bert", {}),
+        ("plain", {}),
+        ("gpt2", {"tp_overlap": "none"}),
+        ("gpt2", {"tp_overlap": "sub", "recompute": True}),
+        ("llama", {"tp_overlap": "sub"}),
+        ("opt", {"tp_overlap": "none", "recompute": True}),
+    ],
+)
+def test_dropout_is_that_of_one_rank(ranks: RankPool, family: str, settings: dict[str, Any]) -> None:
+    """Masks depend on (seed, step, micro-batch, module), not on the layout: of a mask over heads each rank has those of
+    its heads, of one over samples each half has those of its samples."""
+    case = Case(tp=2, pp=2, m=2, family=family, dropout=0.2, **settings)
     ours = ranks.run(parity_jobs.train, 4, case, timeout=150.0)
     theirs = ranks.run(parity_jobs.train, 2, replace(case, tp=1), timeout=150.0)
     assert_equal(ours[0], theirs[0], TOLERANCE["float64"])

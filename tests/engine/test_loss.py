@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import (
     BertConfig,
     BertForMaskedLM,
@@ -23,6 +24,8 @@ from transformers import (
 )
 
 from fold3d import Engine, ParallelConfig
+from fold3d.engine.loss import token_share
+from fold3d.trace.capture import fake
 from tests.helpers import data, models
 
 SGD = functools.partial(torch.optim.SGD, lr=0.1)
@@ -134,3 +137,16 @@ def test_a_loss_that_does_not_look_at_the_count(kind: str) -> None:
     halves = [{name: value[rows] for name, value in batch.items()} for rows in (slice(0, 2), slice(2, 4))]
     expected = sum(model(**half).loss.item() for half in halves) / 2
     assert first_step(model, batch) == pytest.approx(expected, rel=1e-5)
+
+
+def test_to_record_a_call_is_not_to_use_the_count() -> None:
+    """A model that is cut records the call's form; the loss of one that is a mean must stay one in that step."""
+
+    class Mean(torch.nn.Module):
+        def forward(self, x: torch.Tensor, num_items_in_batch: torch.Tensor) -> torch.Tensor:
+            fake(num_items_in_batch, FakeTensorMode())
+            assert num_items_in_batch.dtype == torch.int64 and num_items_in_batch.stride() == ()
+            return x.mean()
+
+    share = token_share(torch.tensor(7), 1, 4)
+    assert share(Mean(), {"x": torch.ones(3)}).item() == 0.25

@@ -82,10 +82,9 @@ class _Runs:
         """Returns what the whole block returns."""
         large = [(name, self.block.get_parameter(name)) for name in self._large]
         args, kwargs = double_inputs(self._call)
-        with torch.random.fork_rng(devices=[]), torch.no_grad(), DoubleMode():
-            with self._factors.mode(-1, large, {}), mode:
-                torch.manual_seed(_SEED)
-                output = self.block(*args, **kwargs)
+        with torch.random.fork_rng(devices=[]), torch.no_grad(), DoubleMode(), self._factors.mode(-1, large, {}), mode:
+            torch.manual_seed(_SEED)
+            output = self.block(*args, **kwargs)
         unused = set(self._large) - self._factors.used
         if not unused:
             return output
@@ -105,10 +104,10 @@ class _Runs:
                 return mine(*args, **kwargs)
 
         owned = [(rank, name, block.get_parameter(name)) for rank, block in enumerate(blocks) for name in self._large]
-        with torch.random.fork_rng(devices=[]), torch.no_grad(), DoubleMode():
-            with self._factors.modes(owned, split.shards):
-                torch.manual_seed(_SEED)
-                return EmulatedGroup(self._tp).run(as_rank)
+        products = self._factors.modes(owned, split.shards)
+        with torch.random.fork_rng(devices=[]), torch.no_grad(), DoubleMode(), products:
+            torch.manual_seed(_SEED)
+            return EmulatedGroup(self._tp).run(as_rank)
 
 
 def _candidates(whole: Size, parts: Sequence[Size], block: nn.Module, split: BlockSplit) -> Iterator[Draw | None]:
@@ -145,4 +144,3 @@ def _exit_channels(block: nn.Module, split: BlockSplit) -> Iterator[tuple[int, l
             module = block.get_submodule(name)
             if shard is not None and is_linear(module) and shard.dim == (0 if is_transposed(module) else 1):
                 yield shard.size, [[i for first, end in runs for i in range(first, end)] for runs in shard.parts]
-

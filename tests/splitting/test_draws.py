@@ -1,0 +1,82 @@
+"""The random numbers of a block are divided as its units are, so that dropout does not depend on tp."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+from torch import nn
+
+from fold3d.sharding.plan import ShardingPlan
+from fold3d.sharding.split import Draw
+from fold3d.splitting import plan_sharding
+from fold3d.tensor_parallel.shard_random import ShardRandom
+from fold3d.trace import trace
+from tests.splitting.models import VOCABULARY
+
+TEXT: dict[str, Any] = {"vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0}
+WIDE = {"hidden_size": 32, "num_hidden_layers": 2, "max_position_embeddings": 32}
+
+
+def model_of(family: str, attention: str) -> nn.Module:
+    kind: Any
+    if family == "gpt2":
+        kind = hf.GPT2LMHeadModel
+        config: Any = hf.GPT2Config(
+            **TEXT, n_positions=32, n_embd=32, n_layer=2, n_head=4, resid_pdrop=0.1, attn_pdrop=0.2
+        )
+    elif family == "llama":
+        kind = hf.LlamaForCausalLM
+        heads = {"num_attention_heads": 8, "num_key_value_heads": 4}
+        config = hf.LlamaConfig(**TEXT, **WIDE, **heads, intermediate_size=48, attention_dropout=0.2)
+    elif family == "bloom":  # samples and heads in one dimension
+        kind = hf.BloomForCausalLM
+        config = hf.BloomConfig(**TEXT, hidden_size=32, n_layer=2, n_head=4, hidden_dropout=0.1, attention_dropout=0.2)
+    else:
+        kind = hf.OPTForCausalLM
+        wide = {"word_embed_proj_dim": 32, "ffn_dim": 64, "num_attention_heads": 4}
+        config = hf.OPTConfig(**TEXT, **WIDE, **wide, dropout=0.1, attention_dropout=0.2)
+    model: nn.Module = kind._from_config(config, attn_implementation=attention) if family != "bloom" else kind(config)
+    return model.double()
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("family", ["gpt2", "llama", "bloom", "opt"])
+def test_masks_over_heads_are_divided_by_heads(family: str, attention: str, tp: int) -> None:
+    """What was found has been tried: the ranks together returned what the whole block did with the same masks."""
+    model = model_of(family, attention)
+    batch = {"input_ids": torch.zeros(2, 6, dtype=torch.long)}
+    plan = plan_sharding(model, trace(model, example=batch), batch, tp)
+    heads = 8 if family == "llama" else 4
+    mine = tuple(((rank * heads // tp, (rank + 1) * heads // tp),) for rank in range(tp))
+    for split in plan.blocks.values():
+        assert split.draws[0] == Draw(dim=1, whole=heads, parts=mine)
+        assert set(split.draws[1:]) <= {None} and len(split.draws) == (1 if family == "llama" else 3)
+    assert ShardingPlan.from_json(plan.to_json()) == plan
+
+
+def test_a_model_without_dropout_draws_nothing() -> None:
+    config = hf.LlamaConfig(**TEXT, **WIDE, intermediate_size=48, num_attention_heads=4)
+    model = hf.LlamaForCausalLM(config)
+    batch = {"input_ids": torch.zeros(2, 6, dtype=torch.long)}
+    plan = plan_sharding(model, trace(model, example=batch), batch, 2)
+    assert all(split.groups and not split.draws for split in plan.blocks.values())
+
+
+@pytest.mark.parametrize("times", [1, 3])
+def test_a_rank_takes_its_units(times: int) -> None:
+    """Also where they repeat along the dimension, and lie apart."""
+    draw = Draw(dim=1, whole=4, parts=(((0, 1), (2, 3)), ((1, 2), (3, 4))))
+    torch.manual_seed(3)
+    whole = torch.rand(2, times * 4, 5)
+    after = torch.rand(1)
+    for rank, units in enumerate(([0, 2], [1, 3])):
+        torch.manual_seed(3)
+        with ShardRandom([draw, None], rank):
+            mine = torch.rand(2, times * 2, 5)
+            alike = torch.rand(1)
+        expected = whole.view(2, times, 4, 5)[:, :, units].reshape(2, times * 2, 5)
+        assert torch.equal(mine, expected) and torch.equal(alike, after)
