@@ -90,13 +90,16 @@ def there_and_back(dp: int, tp: int) -> dict[str, Any]:
         shard = own.parts.shard_of(name)
         if shard is None and topology.tp_rank > 0:
             parameter.data.fill_(-1.0)
-    replica, data = replicas[topology.dp_rank], WorldGroup(topology, 30).data
+    replica = replicas[topology.dp_rank]
+    world = WorldGroup(topology, 30)  # kept until all have come: dropping it cuts what others still connect
     if topology.tp_rank > 0:
         own.model.scale.fill_(-1.0)
     made = {
-        "model": state.gather_model(own, replica, data),
+        "model": state.gather_model(own, replica, world.data),
         "optimizer": state.gather_optimizer(own, optimizer, replica),
     }
+    world.barrier()
+    world.close()
     return made if same(made, full) else {"made": made, "full": full}
 
 
