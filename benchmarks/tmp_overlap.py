@@ -1,6 +1,6 @@
 """Sub-pipelined tensor parallelism against plain, on a network whose speed makes TP.sync as long as computing.
 
-    python benchmarks/tmp_overlap.py [--ratio 1.0] [--layers 4] [--steps 8] [--json FILE]
+    python -m benchmarks.tmp_overlap [--ratio 1.0] [--layers 4] [--steps 8] [--json FILE]
 
 Two ranks on two hosts (network namespaces with limited links; needs root), one thread each, train the layers of a
 Llama with tp=2 in turns in the same processes:
