@@ -107,14 +107,20 @@ def breakdown(history: list[dict]) -> str:
     # A step whose sums ran under the next one has none in its own breakdown.
     summed = [entry for entry in steps if entry.get("dp_hidden_ms", 0) + entry.get("dp_exposed_ms", 0) > 0] or steps
     step = summed[len(summed) // 2]
-    parts = {"compute": "compute_ms", "bubble": "bubble_ms", "PP.sync": "pp_exposed_ms", "DP.sync": "dp_exposed_ms"}
-    sums = " + ".join(f"{name} {step[key]:.0f}" for name, key in [*parts.items(), ("other", "other_ms")] if key in step)
+    parts = {"compute": "compute_ms", "TP.sync": "tp_exposed_ms", "bubble": "bubble_ms", "PP.sync": "pp_exposed_ms"}
+    parts |= {"DP.sync": "dp_exposed_ms", "other": "other_ms"}
+    sums = " + ".join(f"{name} {step[key]:.0f}" for name, key in parts.items() if key in step)
     lines = [f"A step took {step['step_ms']:.0f} ms: {sums}."]
     if step.get("dp_hidden_ms", 0) + step.get("dp_exposed_ms", 0) > 0:
         hidden, exposed = step["dp_hidden_ms"], step["dp_exposed_ms"]
         lines.append(
             f"Summing the gradients over the replicas took {hidden + exposed:.0f} ms of network time; {hidden:.0f} ms "
             f"({hidden / (hidden + exposed):.0%}) were hidden under computation."
+        )
+    if step.get("tp_hidden_ms", 0) + step.get("tp_exposed_ms", 0) > 0:
+        lines.append(
+            f"Summing activations over the tensor-parallel ranks made it wait for {step['tp_exposed_ms']:.0f} ms; "
+            f"{step['tp_hidden_ms']:.0f} ms were hidden under computation."
         )
     said = [entry for entry in steps if "predicted_step_ms" in entry]
     if said:

@@ -171,9 +171,10 @@ def test_log_keys_are_those_of_the_code() -> None:
     part = RankBreakdown(
         compute_ms=1, bubble_ms=1, exposed_pp_ms=1, exposed_dp_ms=1, hidden_dp_ms=1, pp_bytes=1, dp_bytes=1
     )
-    breakdown = make_breakdown([], 0, 1_000_000, predicted_ms=1.0, predicted=part).log(dp=2, pp=2)
+    shards = {"waited_ns": 0, "hidden_ns": 0, "bytes": 0}
+    breakdown = make_breakdown([], 0, 1_000_000, predicted_ms=1.0, predicted=part, shards=shards)
     beside = ["tokens_per_second", "peak_memory_gb", "mfu"]
-    assert sorted(shown) == sorted([*breakdown, *beside])
+    assert sorted(shown) == sorted([*breakdown.log(dp=2, pp=2, tp=2), *beside])
     trainer = (ROOT / "fold3d" / "trainer" / "trainer.py").read_text()
     assert all(f'"{key}"' in trainer for key in beside)
 

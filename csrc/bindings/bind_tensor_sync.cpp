@@ -63,6 +63,15 @@ class PyTensorSync {
     return out;
   }
 
+  py::list take_waits() {
+    py::list out;
+    if (!sync_) return out;
+    for (const comm::TensorSync::Wait& wait : sync_->take_waits()) {
+      out.append(py::make_tuple(wait.start_ns, wait.end_ns));
+    }
+    return out;
+  }
+
   py::dict counters() const {
     const comm::TensorSync::Counters counters = sync_ ? sync_->counters() : comm::TensorSync::Counters{};
     py::dict out;
@@ -70,6 +79,7 @@ class PyTensorSync {
     out["bytes"] = counters.bytes;
     out["transfer_ns"] = counters.transfer_ns;
     out["waited_ns"] = counters.waited_ns;
+    out["hidden_ns"] = counters.hidden_ns;
     return out;
   }
 
@@ -112,8 +122,11 @@ void bind_tensor_sync(py::module_& module) {
            "Whether records are kept until they are taken; at first they are not.")
       .def("take_records", &PyTensorSync::take_records,
            "(kind, issued_ns, start_ns, end_ns, bytes) of every exchange over `peers` completed since the last call.")
+      .def("take_waits", &PyTensorSync::take_waits,
+           "(start_ns, end_ns) of every wait for one that ended since the last call, where records are kept.")
       .def("counters", &PyTensorSync::counters,
-           "Sums since the beginning, of exchanges over `peers`: exchanges, bytes sent, transfer_ns, waited_ns.")
+           "Sums since the beginning, of exchanges over `peers`: exchanges, bytes sent, transfer_ns, waited_ns, and "
+           "hidden_ns: something was under way that nobody waited for.")
       .def("abort", &PyTensorSync::abort, py::arg("reason"), "Ends all communication; any thread.")
       .def("close", &PyTensorSync::close, "Ends the threads; the group's name is free again.");
 }

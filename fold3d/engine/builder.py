@@ -254,7 +254,7 @@ def _connect(
         undo.callback(progress.life.forget, part)
     progress.follow(executor)
     undo.callback(progress.follow, None)
-    recorder = StepRecorder(executor, sync, arbiter, progress, topology.pp_rank)
+    recorder = StepRecorder(executor, sync, arbiter, progress, topology.pp_rank, shards if over_tcp else None)
     step = Step(
         *(cut, topology, config.seed, device),
         pipeline=Pipeline(topology, groups, executor, progress),

@@ -17,6 +17,8 @@ RawRecord = tuple[str, str, int, int, int]
 
 MEET = "MEET"
 """Action of a wait in a small exchange with other ranks: the loss, the norm."""
+TP_SYNC = "TP_SYNC"
+"""Action of a wait for TP.sync."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,7 +29,7 @@ class StepBreakdown:
     """From the first action to the end of the optimizer's step, as far as it is not left to the next forward; and what
     whoever read weights before that forward waited for them."""
     compute_ms: float
-    """Forward and backward passes, without the waits inside."""
+    """Forward and backward passes, without the waits inside; with those for TP.sync where nobody knows them."""
     bubble_ms: float
     """Waiting for other stages while nothing was on its way here, also in small exchanges (loss, norm)."""
     exposed_pp_ms: float
@@ -39,6 +41,11 @@ class StepBreakdown:
     sums are under way."""
     hidden_dp_ms: float
     """DP.sync under way while the rank computed."""
+    exposed_tp_ms: float | None
+    """Waiting for TP.sync in forward and backward passes, for ranks of the group that are late, too. None where nobody
+    knows: without tensor parallelism, and where it goes through torch's process groups."""
+    hidden_tp_ms: float | None
+    """TP.sync under way while the rank waited for none: with `tp_overlap`, one half's under the other's computation."""
     preemptions: int
     """Chunks of DP.sync that waited for a message of PP.sync."""
     pp_delayed_ms: float
@@ -51,6 +58,8 @@ class StepBreakdown:
     """Sent to other stages."""
     dp_bytes: int
     """Sent to other replicas."""
+    tp_bytes: int
+    """Sent to other ranks of the tensor-parallel group."""
     predicted_ms: float | None
     """What the simulator says the step takes; None where nothing was measured to feed it."""
     predicted: RankBreakdown | None
@@ -65,15 +74,18 @@ class StepBreakdown:
         predicted = None if self.predicted_ms is None else self.predicted_ms + more
         return replace(self, step_ms=self.step_ms + more, predicted_ms=predicted)
 
-    def log(self, *, dp: int, pp: int) -> dict[str, float]:
-        """Returns the numbers worth logging, rounded to a tenth; what cannot be with so few replicas or stages is left
-        out.
+    def log(self, *, dp: int, pp: int, tp: int = 1) -> dict[str, float]:
+        """Returns the numbers worth logging, rounded to a tenth; what cannot be with so few replicas, stages or shards
+        is left out.
 
-        compute, bubble, pp_exposed, dp_exposed and other add up to step_ms exactly; other_ms is what is in none of the
-        others: loss, norm, an optimizer that steps by itself, and what Python does between actions.
+        compute, tp_exposed, bubble, pp_exposed, dp_exposed and other add up to step_ms exactly; other_ms is what is in
+        none of the others: loss, norm, an optimizer that steps by itself, and what Python does between actions.
         """
         parts = {"compute_ms": self.compute_ms}
         beside: dict[str, float] = {}
+        if tp > 1 and self.exposed_tp_ms is not None and self.hidden_tp_ms is not None:
+            parts |= {"tp_exposed_ms": self.exposed_tp_ms}
+            beside |= {"tp_hidden_ms": self.hidden_tp_ms}
         if pp > 1:
             parts |= {"bubble_ms": self.bubble_ms, "pp_exposed_ms": self.exposed_pp_ms}
             beside |= {"pp_hidden_ms": self.hidden_pp_ms}
@@ -115,12 +127,14 @@ def make_breakdown(
     predicted_ms: float | None = None,
     arbiter: Mapping[str, int] | None = None,
     predicted: RankBreakdown | None = None,
+    shards: Mapping[str, int] | None = None,
 ) -> StepBreakdown:
     """Returns the breakdown of one step from the records of its compute lane and its transfers.
 
     Args:
         predicted_ms, predicted: what the simulator says; None: nothing was measured to feed it.
         arbiter: what the host's arbiter counted in the step; None: there was none.
+        shards: what TensorSync counted in its forwards and backwards; None: what the records have of TP.sync.
     """
     arbiter = arbiter or {}
     records = without_meetings_in_dp_sync(records)
@@ -129,24 +143,36 @@ def make_breakdown(
     of_dp = [(start, end) for action, start, end in waits if waits_for_dp_sync(action)]
     of_pp = [(start, end) for action, start, end in waits if "RECV" in action]
     passes = [(start, end) for lane, _, start, end in spans if lane == "compute"]
-    compute = without(passes, of_dp)
+    of_tp = [(start, end) for action, start, end in waits if action == TP_SYNC]
+    compute = without(passes, [*of_dp, *of_tp])
     arriving = merged([(start, end) for lane, _, start, end in spans if lane in ("recv_f", "recv_b")])
     dp_sync = merged([(start, end) for lane, _, start, end in spans if lane in ("reduce", "gather")])
     exposed_pp = overlap_ns(of_pp, arriving)
     met = [(start, end) for action, start, end in waits if action == MEET]
+    tp_sync = merged([(start, end) for lane, _, start, end in spans if lane == "tp_sync"])
+    exposed_tp, hidden_tp = _length(of_tp), overlap_ns(tp_sync, compute)
+    computed, tp_bytes = _length(compute), sum(size for lane, _, _, _, size in records if lane == "tp_sync")
+    if shards is not None:
+        computed += exposed_tp  # the same waits, where the records have them
+        exposed_tp, hidden_tp, tp_bytes = min(shards["waited_ns"], computed), shards["hidden_ns"], shards["bytes"]
+        computed -= exposed_tp
+    knows_tp = shards is not None or bool(tp_sync)
     return StepBreakdown(
         step_ms=(end_ns - start_ns) / NS_PER_MS,
-        compute_ms=_length(compute) / NS_PER_MS,
+        compute_ms=computed / NS_PER_MS,
         bubble_ms=(_length(of_pp) - exposed_pp + _length(met)) / NS_PER_MS,
         exposed_pp_ms=exposed_pp / NS_PER_MS,
         hidden_pp_ms=overlap_ns(arriving, compute) / NS_PER_MS,
         exposed_dp_ms=_length(of_dp) / NS_PER_MS,
         hidden_dp_ms=overlap_ns(dp_sync, compute) / NS_PER_MS,
+        exposed_tp_ms=exposed_tp / NS_PER_MS if knows_tp else None,
+        hidden_tp_ms=hidden_tp / NS_PER_MS if knows_tp else None,
         preemptions=arbiter.get("preemptions", 0),
         pp_delayed_ms=arbiter.get("delayed_ns", 0) / NS_PER_MS,
         dp_held_ms=arbiter.get("preempted_ns", 0) / NS_PER_MS,
         pp_bytes=sum(size for lane, _, _, _, size in records if lane in ("send_f", "send_b")),
         dp_bytes=sum(size for lane, _, _, _, size in records if lane in ("reduce", "gather")),
+        tp_bytes=tp_bytes,
         predicted_ms=predicted_ms,
         predicted=predicted,
         records=tuple(records),

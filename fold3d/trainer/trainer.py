@@ -414,7 +414,7 @@ class Trainer(EvaluatingTrainer):
                 measured["mfu"] = round(used / (peak * self.args.world_size), 4)
         topology = self.engine.topology
         breakdown = self.engine.breakdown().lasting(self._throughput.step_ms)
-        return measured | breakdown.log(dp=topology.dp, pp=topology.pp)
+        return measured | breakdown.log(dp=topology.dp, pp=topology.pp, tp=topology.tp)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Logs as the stock Trainer; training logs with the job's speed and memory and this rank's breakdown.

@@ -127,6 +127,43 @@ def test_account_tells_what_messages_and_dp_sync_cost_each_other() -> None:
     assert make_breakdown([], 0, MS).preemptions == 0
 
 
+TP_RECORDS = [
+    ("compute", "0F0", 0, 10 * MS, 0),
+    ("tp_sync", "all-reduce", 2 * MS, 5 * MS, 100),
+    ("wait", "TP_SYNC", 3 * MS, 5 * MS, 0),
+    ("wait", "0GATHER", 6 * MS, 7 * MS, 0),
+    ("compute", "0B0", 10 * MS, 30 * MS, 0),
+    ("tp_sync", "all-reduce", 12 * MS, 19 * MS, 100),
+    ("tp_sync", "all-reduce", 17 * MS, 21 * MS, 100),
+    ("wait", "TP_SYNC", 14 * MS, 18 * MS, 0),
+]
+
+
+def test_exposed_tp_sync_is_no_computing() -> None:
+    """A rank knows it from records where there are any, else from what was counted; both say the same."""
+    recorded = make_breakdown(TP_RECORDS, 0, 30 * MS)
+    assert (recorded.exposed_tp_ms, recorded.hidden_tp_ms, recorded.tp_bytes) == (2 + 4, 1 + 2 + 3, 300)
+    assert (recorded.compute_ms, recorded.exposed_dp_ms) == (30 - 6 - 1, 1)
+    counted = {"waited_ns": 6 * MS, "hidden_ns": 6 * MS, "bytes": 300, "exchanges": 3, "transfer_ns": 14 * MS}
+    rest = [record for record in TP_RECORDS if record[0] != "tp_sync" and record[1] != "TP_SYNC"]
+    for records in (TP_RECORDS, rest):
+        breakdown = make_breakdown(records, 0, 30 * MS, shards=counted)
+        assert breakdown.compute_ms == recorded.compute_ms
+        assert (breakdown.exposed_tp_ms, breakdown.hidden_tp_ms, breakdown.tp_bytes) == (6, 6, 300)
+    log = recorded.log(dp=2, pp=1, tp=2)
+    assert (log["tp_exposed_ms"], log["tp_hidden_ms"], log["other_ms"]) == (6, 6, 0)
+    assert sum(log[f"{part}_ms"] for part in ("compute", "tp_exposed", "dp_exposed", "other")) == log["step_ms"]
+
+
+def test_tp_sync_that_nobody_counts_is_not_logged() -> None:
+    breakdown = make_breakdown([("compute", "0F0", 0, 10 * MS, 0)], 0, 10 * MS)
+    assert breakdown.exposed_tp_ms is breakdown.hidden_tp_ms is None
+    assert not {"tp_exposed_ms", "tp_hidden_ms"} & set(breakdown.log(dp=2, pp=2, tp=2))
+    counted = make_breakdown([], 0, MS, shards={"waited_ns": 0, "hidden_ns": 0, "bytes": 0})
+    assert "tp_exposed_ms" in counted.log(dp=1, pp=1, tp=2)
+    assert "tp_exposed_ms" not in counted.log(dp=1, pp=1)
+
+
 def test_what_ended_before_the_step_does_not_count() -> None:
     records = [("wait", "0GATHER", -9 * MS, -3 * MS, 0), ("compute", "0F0", 0, 4 * MS, 0)]
     breakdown = make_breakdown(records, 0, 4 * MS)

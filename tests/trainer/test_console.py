@@ -54,6 +54,13 @@ def test_the_line() -> None:
     )
 
 
+def test_the_line_with_tensor_parallelism() -> None:
+    sharded = STEP | {"compute_ms": 1175.6, "tp_exposed_ms": 158.8, "tp_hidden_ms": 79.4}
+    line = step_line(sharded, state())
+    assert "compute 74 %  TP.sync 10 % (33 % hidden, 159 ms exposed)  bubble 7 %" in line
+    assert "tp_hidden" not in line
+
+
 def test_what_a_user_logs_stands_at_the_end() -> None:
     alone = {
         "loss": 1.0,
@@ -143,7 +150,7 @@ LINE = re.compile(
 
 
 def check_breakdown(entry: dict[str, float]) -> None:
-    parts = ("compute_ms", "bubble_ms", "pp_exposed_ms", "dp_exposed_ms", "other_ms")
+    parts = ("compute_ms", "tp_exposed_ms", "bubble_ms", "pp_exposed_ms", "dp_exposed_ms", "other_ms")
     assert sum(entry.get(name, 0.0) for name in parts) == pytest.approx(entry["step_ms"], abs=1e-6)
     assert entry["other_ms"] >= -0.3
     assert {"loss", "grad_norm", "learning_rate", "epoch", "tokens_per_second"} <= set(entry)
@@ -163,7 +170,7 @@ def test_one_process(tmp_path: Path, bar: bool) -> None:
     assert [dict(entry, step=0) for entry in steps] == [dict(entry, step=0) for entry in seen if "loss" in entry]
     for entry in steps:
         check_breakdown(entry)
-        assert not {"bubble_ms", "dp_exposed_ms", "preemptions"} & set(entry)
+        assert not {"bubble_ms", "dp_exposed_ms", "tp_exposed_ms", "preemptions"} & set(entry)
     assert not any("step_ms" in entry for entry in history if "eval_loss" in entry)
     assert (ProgressCallback if bar else PrinterCallback) in kinds
 
@@ -180,6 +187,19 @@ def test_four_ranks(ranks: RankPool, tmp_path: Path) -> None:
             assert {"bubble_ms", "pp_hidden_ms", "dp_exposed_ms", "dp_hidden_ms", "preemptions"} <= set(entry)
     highest = [[entry["peak_memory_gb"] for entry in result[2] if "loss" in entry] for result in results]
     assert all(one == highest[0] for one in highest), "of the fullest rank, said by all"
+
+
+@pytest.mark.parametrize("overlap", ["none", "sub"])
+def test_shards(ranks: RankPool, tmp_path: Path, overlap: str) -> None:
+    results = ranks.run(train, 2, str(tmp_path), {"tp": 2, "tp_overlap": overlap})
+    said, _, history, _ = results[0]
+    lines = [line for line in said.splitlines() if LINE.fullmatch(line)]
+    assert len(lines) == 2 and all(re.search(r"compute \d+ %  TP.sync \d+ % \(\d+ % hidden", line) for line in lines)
+    for entry in history:
+        if "loss" in entry:
+            check_breakdown(entry)
+            assert entry["tp_exposed_ms"] > 0 and entry["tp_hidden_ms"] >= 0
+            assert not {"bubble_ms", "pp_exposed_ms", "dp_exposed_ms"} & set(entry)
 
 
 def test_a_printer_of_the_user_s_own_gets_everything(tmp_path: Path) -> None:

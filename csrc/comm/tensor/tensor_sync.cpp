@@ -91,7 +91,6 @@ bool TensorSync::is_done(Ticket ticket) {
 
 void TensorSync::wait(Ticket ticket) {
   using Clock = std::chrono::steady_clock;
-  const std::int64_t start_ns = now_ns();
   std::unique_lock lock(mutex_);
   if (ticket >= first_ + jobs_.size())
     throw std::invalid_argument("no exchange has the ticket " + std::to_string(ticket));
@@ -101,14 +100,21 @@ void TensorSync::wait(Ticket ticket) {
     return changed_.wait_until(lock, std::min(deadline, Clock::now() + kLook),
                                [&] { return failure_.is_set() || ticket < first_; });
   };
-  bool ended = look();
-  while (!ended && Clock::now() < deadline) {
-    lock.unlock();
-    if (options_.while_waiting) options_.while_waiting();
+  begin_wait();
+  try {
+    bool ended = look();
+    while (!ended && Clock::now() < deadline) {
+      lock.unlock();
+      if (options_.while_waiting) options_.while_waiting();
+      lock.lock();
+      ended = look();
+    }
+  } catch (...) {
     lock.lock();
-    ended = look();
+    end_wait();
+    throw;
   }
-  counters_.waited_ns += now_ns() - start_ns;
+  end_wait();
   if (ticket < first_) return;
   if (!failure_.is_set()) {
     const std::string text = options_.name + ": the " + name_of(ticket) + " was not done after " +
@@ -117,6 +123,33 @@ void TensorSync::wait(Ticket ticket) {
     fail(Failure::Kind::kTimeout, text);
   }
   failure_.check();
+}
+
+/// With the lock, as end_wait().
+void TensorSync::begin_wait() {
+  if (waiting_++ == 0) waiting_since_ns_ = now_ns();
+}
+
+void TensorSync::end_wait() {
+  if (--waiting_ > 0) return;
+  const std::int64_t end_ns = now_ns();
+  counters_.waited_ns += end_ns - waiting_since_ns_;
+  if (keep_records_) waits_.push_back({.start_ns = waiting_since_ns_, .end_ns = end_ns});
+}
+
+/// For how long there was anybody in wait(), until `when_ns`, which is now.
+std::int64_t TensorSync::waited_until(std::int64_t when_ns) const {
+  return counters_.waited_ns + (waiting_ > 0 ? when_ns - waiting_since_ns_ : 0);
+}
+
+/// An exchange is complete: the time that it, and none before it, was under way, less that in wait().
+void TensorSync::count_hidden(const Job& job, std::int64_t end_ns) {
+  const bool alone = job.start_ns >= last_end_ns_;
+  const std::int64_t since = alone ? job.start_ns : last_end_ns_;
+  const std::int64_t waited = waited_until(end_ns);
+  counters_.hidden_ns += end_ns - since - (waited - (alone ? job.waited_ns : waited_at_end_));
+  last_end_ns_ = end_ns;
+  waited_at_end_ = waited;
 }
 
 /// "TP.sync 17 (all-reduce of 4096 bytes)".
@@ -159,7 +192,9 @@ void TensorSync::guard(void (TensorSync::*loop)(), const std::uint64_t& number) 
 }
 
 void TensorSync::begin(Job& job) const {
-  if (job.start_ns == 0) job.start_ns = now_ns();
+  if (job.start_ns != 0) return;
+  job.start_ns = now_ns();
+  job.waited_ns = waited_until(job.start_ns);
 }
 
 TensorSync::Place TensorSync::place_of(const std::vector<std::size_t>& begins, std::size_t position) {
@@ -300,7 +335,11 @@ void TensorSync::finish(std::unique_lock<std::mutex>& lock) {
     Job& oldest = jobs_.front();
     if (oldest.sent < oldest.to_send() || !oldest.is_finished) return;
     const std::int64_t end_ns = now_ns();
-    if (oldest.start_ns == 0) oldest.start_ns = oldest.issued_ns;  // nothing travelled
+    if (oldest.start_ns != 0) {
+      count_hidden(oldest, end_ns);
+    } else {
+      oldest.start_ns = oldest.issued_ns;  // nothing travelled
+    }
     ++counters_.exchanges;
     counters_.bytes += static_cast<std::int64_t>(oldest.to_send());
     counters_.transfer_ns += end_ns - oldest.start_ns;
@@ -325,12 +364,19 @@ void TensorSync::finish(std::unique_lock<std::mutex>& lock) {
 void TensorSync::keep_records(bool keep) {
   const std::lock_guard lock(mutex_);
   keep_records_ = keep;
-  if (!keep) records_.clear();
+  if (keep) return;
+  records_.clear();
+  waits_.clear();
 }
 
 std::vector<TensorSync::Record> TensorSync::take_records() {
   const std::lock_guard lock(mutex_);
   return std::exchange(records_, {});
+}
+
+std::vector<TensorSync::Wait> TensorSync::take_waits() {
+  const std::lock_guard lock(mutex_);
+  return std::exchange(waits_, {});
 }
 
 TensorSync::Counters TensorSync::counters() const {

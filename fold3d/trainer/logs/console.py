@@ -13,6 +13,7 @@ from transformers.trainer_callback import CallbackHandler
 
 _PARTS = {
     "compute_ms": "compute",
+    "tp_exposed_ms": "TP.sync",
     "bubble_ms": "bubble",
     "pp_exposed_ms": "PP.sync",
     "dp_exposed_ms": "DP.sync",
@@ -30,7 +31,7 @@ _SAID = {
     "mfu",
     *_PARTS,
 }
-_LEFT_OUT = {"pp_hidden_ms", "dp_hidden_ms", "preemptions", "pp_delayed_ms", "dp_held_ms"}
+_LEFT_OUT = {"tp_hidden_ms", "pp_hidden_ms", "dp_hidden_ms", "preemptions", "pp_delayed_ms", "dp_held_ms"}
 
 
 def step_line(logs: Mapping[str, Any], state: TrainerState) -> str:
@@ -51,15 +52,18 @@ def step_line(logs: Mapping[str, Any], state: TrainerState) -> str:
         words.append(f"MFU {100 * logs['mfu']:.0f} %")
     parts = {name: logs[key] for key, name in _PARTS.items() if key in logs}
     for name, percent in _percentages(parts).items():
-        words.append(f"{name} {percent} %{_hiding(logs) if name == 'DP.sync' else ''}")
+        words.append(f"{name} {percent} %{_hiding(logs, name)}")
     for key, value in logs.items():
         if key not in _SAID | _LEFT_OUT and not key.startswith("predicted_"):
             words.append(f"{key} {_short(value)}")
     return "  ".join(words)
 
 
-def _hiding(logs: Mapping[str, Any]) -> str:
-    exposed, hidden = logs["dp_exposed_ms"], logs.get("dp_hidden_ms", 0.0)
+def _hiding(logs: Mapping[str, Any], part: str) -> str:
+    if part not in ("TP.sync", "DP.sync"):
+        return ""
+    axis = part[:2].lower()
+    exposed, hidden = logs[f"{axis}_exposed_ms"], logs.get(f"{axis}_hidden_ms", 0.0)
     if exposed + hidden <= 0:
         return ""
     return f" ({100 * hidden / (exposed + hidden):.0f} % hidden, {exposed:.0f} ms exposed)"

@@ -202,6 +202,38 @@ TEST(TensorSync, RecordsAndCountersTellWhatTravelled) {
     if (counters.exchanges != 2 || counters.bytes != 8000 || counters.waited_ns <= 0) {
       throw std::runtime_error("wrong counters");
     }
+    std::int64_t waited = 0;
+    for (const auto& wait : sync.take_waits()) waited += wait.end_ns - wait.start_ns;
+    if (waited > counters.waited_ns || !sync.take_waits().empty()) throw std::runtime_error("wrong waits");
+  });
+}
+
+TEST(TensorSync, WhatNobodyWaitsForIsHidden) {
+  using std::chrono::milliseconds;
+  constexpr std::int64_t kMs = 1'000'000;
+  const TensorGroup group{.size = 2};
+  expect_clean(group, [&](int rank, TensorSync& sync) {
+    const std::vector<float> input(1000, 1.0f);
+    std::vector<float> output(1000);
+    const auto issue = [&] {
+      return sync.issue(Exchange::all_reduce(of(rank, 2), bytes_of(input), writable_bytes_of(output)));
+    };
+    sync.keep_records(true);
+    if (rank == 1) std::this_thread::sleep_for(milliseconds(300));  // late: rank 0 waits for it
+    sync.wait(issue());
+    auto counters = sync.counters();
+    if (rank == 0 && counters.waited_ns < 200 * kMs) throw std::runtime_error("waited too little");
+    if (counters.hidden_ns > 100 * kMs) throw std::runtime_error("what was waited for is not hidden");
+    if (rank == 0 && sync.take_waits().size() != 1) throw std::runtime_error("there was one wait");
+
+    const std::int64_t hidden = counters.hidden_ns;
+    if (rank == 1) std::this_thread::sleep_for(milliseconds(300));
+    const auto ticket = issue();
+    std::this_thread::sleep_for(milliseconds(600));  // as if it computed
+    sync.wait(ticket);
+    counters = sync.counters();
+    if (rank == 0 && counters.hidden_ns - hidden < 200 * kMs) throw std::runtime_error("it was under way");
+    if (counters.hidden_ns - hidden > 590 * kMs) throw std::runtime_error("it was over before that");
   });
 }
 
