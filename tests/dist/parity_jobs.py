@@ -7,7 +7,7 @@ import hashlib
 import logging
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch.optim import AdamW, Optimizer
 
 import fold3d
 from fold3d.engine.loss import loss_of
+from fold3d.splitting.probing.double import DoubleMode
 from tests.dist.parity_cases import LENGTH, ROWS, STEPS, Case
 from tests.helpers import data, models
 
@@ -25,10 +26,18 @@ Batch = dict[str, Tensor]
 
 FAMILIES = models.MODELS | {
     "bert": models.bert_config,
+    "gpt_neox": models.gpt_neox_config,
+    "bloom": models.bloom_config,
+    "mixture": models.mixture_config,
+    "vit": models.vit_config,
     "gpt2-4": functools.partial(models.gpt2_config, heads=4),
     "gpt2-8": functools.partial(models.gpt2_config, heads=8),
 }
 """Name -> configuration builder; also of what other tests do not run: an encoder, and more heads to share out."""
+KINDS = {"bert": transformers.AutoModelForMaskedLM, "vit": transformers.AutoModelForImageClassification}
+"""Family -> kind of model; the others are causal language models."""
+SINGLE_INSIDE = ("bloom", "mixture")
+"""Families that compute in float32 in places (softmax, routing) whatever they are given: run under DoubleMode."""
 IN_A_LOOP = ("plain", "bert")
 """Families whose loss is a mean over a micro-batch, whatever the stock Trainer believes: their reference is a loop."""
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
@@ -91,10 +100,11 @@ def _build(case: Case) -> nn.Module:
             _freeze(plain, plain.embedding, plain.layers)
         return plain
     config = FAMILIES[case.family](layers=case.layers, dropout=case.dropout, tied=case.tied)
-    kind = transformers.AutoModelForMaskedLM if case.family == "bert" else transformers.AutoModelForCausalLM
+    kind = KINDS.get(case.family, transformers.AutoModelForCausalLM)
     model = models.build(config, dtype=dtype, kind=kind)
     if case.dtype == "float64":
-        model.loss_function = causal_loss
+        if case.family != "vit":  # its loss has no cast
+            model.loss_function = causal_loss
         _norms_in_float64(model)
     if case.frozen:
         _freeze(model, model.get_input_embeddings(), next(m for m in model.modules() if isinstance(m, nn.ModuleList)))
@@ -121,11 +131,14 @@ def _freeze(model: nn.Module, embedding: nn.Module, blocks: nn.ModuleList) -> No
 
 
 def global_batch(case: Case, step: int) -> Batch:
-    """Returns the rows of one step over all replicas, micro-batch after micro-batch, int64 [total * ROWS, LENGTH]."""
+    """Returns the rows of one step over all replicas, micro-batch after micro-batch: int64 [total * ROWS, LENGTH], or
+    images of the model's type and int64 [total * ROWS]."""
     empty: list[int] = []
     if case.labels == "empty":  # a whole micro-batch without label, or a row of the only one
         empty = [0] if case.total == 1 else [ROWS, ROWS + 1]
     rows = case.total * ROWS
+    if case.family == "vit":
+        return images(case, rows, step * rows * LENGTH)
     return data.batch(
         rows,
         LENGTH,
@@ -134,6 +147,12 @@ def global_batch(case: Case, step: int) -> Batch:
         padded=case.labels == "padded",
         empty_rows=empty,
     )
+
+
+def images(case: Case, rows: int, start: int) -> Batch:
+    """Returns `rows` images; a third have no label unless the case's labels are full."""
+    unlabelled = () if case.labels == "full" else range(1, rows, 3)
+    return data.images(rows, models.IMAGE, models.CLASSES, start=start, unlabelled=unlabelled, dtype=DTYPES[case.dtype])
 
 
 def micro_batches_of(case: Case, whole: Batch, replica: int) -> list[Batch]:
@@ -169,6 +188,8 @@ def dataset(case: Case, steps: int = STEPS) -> list[Batch]:
 def collate(rows: Sequence[Batch]) -> Batch:
     """Stacks rows and cuts off columns that are padding in all of them: micro-batches get different shapes."""
     stacked = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+    if "attention_mask" not in stacked:
+        return stacked
     width = int(stacked["attention_mask"].any(0).sum())
     return {name: tensor[:, :width] for name, tensor in stacked.items()}
 
@@ -273,9 +294,11 @@ def _loop_alone(case: Case) -> Result:
 def precision(case: Case) -> Iterator[None]:
     """Makes losses and norms that are kept by torch's default dtype as precise as the model."""
     before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64 if case.dtype == "float64" else torch.float32)
+    double = case.dtype == "float64"
+    torch.set_default_dtype(torch.float64 if double else torch.float32)
     try:
-        yield
+        with DoubleMode() if double and case.family in SINGLE_INSIDE else nullcontext():
+            yield
     finally:
         torch.set_default_dtype(before)
 

@@ -68,19 +68,59 @@ def grid() -> list[Case]:
 GRID = grid()
 
 
-def check(pool: RankPool, case: Case) -> None:
+OTHERS = ("gpt_neox", "bloom", "mixture", "vit")
+"""Queries, keys and values in one matrix head after head, slopes per head, experts, and images of five classes."""
+OTHER_LAYOUTS = [(1, 2, 1, 1), (2, 2, 1, 1), (1, 2, 2, 2), (2, 2, 2, 1), (1, 4, 1, 1), (1, 4, 2, 1), (2, 4, 1, 1)]
+
+
+def others() -> list[Case]:
+    """Returns each further family in each layout; the other settings cycle, another one first for each family."""
+    cases = []
+    for shift, family in enumerate(OTHERS):
+        for number, (dp, tp, pp, segments) in enumerate(OTHER_LAYOUTS):
+            settings = {
+                "tp_overlap": ("sub", "none")[(number + shift) % 2],
+                "recompute": (number + shift) % 3 == 0,
+                "labels": ("full", "ragged", "padded")[(number + shift) % 3],
+                "tied": number % 4 < 2,
+                "dp_sync": ("early", "zero1")[number // 2 % 2] if dp > 1 else "auto",
+                "schedule": "aiao" if segments > 1 else "1f1b",
+            }
+            layout = {"dp": dp, "tp": tp, "pp": pp, "segments": segments, "m": (1, 2, 3)[number % 3]}
+            cases.append(Case(**layout, family=family, **settings))
+    return cases
+
+
+def check(pool: RankPool, case: Case) -> list[parity_jobs.Result]:
     expected = reference(case.alone())
     assert min(expected.norms) > parity_jobs.MAX_NORM, "the case must clip"
     results = pool.run(parity_jobs.train, case.ranks, case, timeout=150.0)
     assert_equal(results[0], expected, TOLERANCE[case.dtype])
     assert_all_names(results[0], parity_jobs.build(case))
     assert_ranks_agree(results, case)
+    return results
+
+
+def matrices_of_blocks(case: Case) -> set[str]:
+    """Returns the names of parameters of blocks with two dimensions or three, routers of experts apart."""
+    found = parity_jobs.build(case).named_parameters()
+    return {name for name, p in found if p.ndim in (2, 3) and ".0." in name and "gate.weight" not in name}
 
 
 @pytest.mark.rotating
 @pytest.mark.parametrize("case", GRID, ids=lambda case: case.name)
 def test_grid(ranks8: RankPool, case: Case) -> None:
     check(ranks8, case)
+
+
+@pytest.mark.rotating
+@pytest.mark.parametrize("case", others(), ids=lambda case: case.name)
+def test_other_families(ranks8: RankPool, case: Case) -> None:
+    """And each matrix of their blocks is divided."""
+    held = check(ranks8, case)[0].digests[0]
+    divided = {name.partition(" ")[0] for name in held if " " in name}
+    matrices = matrices_of_blocks(case)
+    assert len(matrices) >= 4 and matrices <= divided, matrices - divided
 
 
 def test_the_grid_shows_every_setting() -> None:
@@ -96,6 +136,7 @@ def test_the_grid_shows_every_setting() -> None:
 TRAINER = [
     Case(dp=2, tp=2, m=2, family="gpt2", through="trainer"),
     Case(tp=2, pp=2, segments=2, m=3, family="llama", schedule="aiao", through="trainer", labels="ragged"),
+    Case(tp=2, pp=2, m=2, family="vit", through="trainer", labels="ragged"),
 ]
 
 
@@ -106,7 +147,7 @@ def test_trainer(ranks: RankPool, case: Case) -> None:
 
 @pytest.mark.rotating
 @pytest.mark.parametrize("layout", [(1, 2, 1, 1), (2, 2, 1, 1), (1, 2, 2, 2), (1, 4, 1, 1)])
-@pytest.mark.parametrize("family", ["gpt2-4", "llama"])
+@pytest.mark.parametrize("family", ["gpt2-4", "llama", *OTHERS])
 def test_evaluation(ranks: RankPool, layout: tuple[int, int, int, int], family: str) -> None:
     dp, tp, pp, segments = layout
     schedule = "aiao" if segments > 1 else "1f1b"
@@ -126,6 +167,10 @@ def test_evaluation(ranks: RankPool, layout: tuple[int, int, int, int], family: 
         ("gpt2", {"tp_overlap": "sub", "recompute": True}),
         ("llama", {"tp_overlap": "sub"}),
         ("opt", {"tp_overlap": "none", "recompute": True}),
+        ("gpt_neox", {"tp_overlap": "sub", "recompute": True}),
+        ("bloom", {"tp_overlap": "none"}),
+        ("mixture", {"tp_overlap": "sub"}),
+        ("vit", {"tp_overlap": "none", "recompute": True}),
     ],
 )
 def test_dropout_is_that_of_one_rank(ranks: RankPool, family: str, settings: dict[str, Any]) -> None:

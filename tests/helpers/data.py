@@ -59,6 +59,22 @@ def batch(
     return {"input_ids": input_ids, "attention_mask": mask, "labels": labels}
 
 
+def images(
+    rows: int, size: int, classes: int, *, start: int = 0, unlabelled: Collection[int] = (), dtype: torch.dtype
+) -> dict[str, Tensor]:
+    """Returns pixel_values [rows, 3, size, size] in [-1, 1) of `dtype`, and labels, int64 [rows] in [0, classes).
+
+    Args:
+        start: offset into the text that is looked at as pixels.
+        unlabelled: rows whose label is -100.
+    """
+    pixels = byte_ids(rows * 3 * size * size, start=start).view(rows, 3, size, size)
+    labels = pixels.flatten(1).sum(1) % classes
+    for row in unlabelled:
+        labels[row] = IGNORED
+    return {"pixel_values": pixels.to(dtype) / 32 - 1, "labels": labels}
+
+
 def dataset(rows: int, length: int, **options: object) -> list[dict[str, Tensor]]:
     """Returns the rows of `batch(rows, length, **options)` one by one, as a Trainer wants its dataset."""
     whole = batch(rows, length, **options)  # type: ignore[arg-type]

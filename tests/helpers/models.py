@@ -13,15 +13,23 @@ from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
     BertConfig,
+    BloomConfig,
     GPT2Config,
+    GPTNeoXConfig,
     LlamaConfig,
+    MixtralConfig,
     OPTConfig,
     PretrainedConfig,
     PreTrainedModel,
+    ViTConfig,
 )
 
 VOCABULARY = 64
 POSITIONS = 64
+IMAGE = 8
+"""Height and width of images in pixels."""
+CLASSES = 5
+"""Of images."""
 
 
 def gpt2_config(
@@ -106,6 +114,83 @@ def bert_config(
         hidden_dropout_prob=dropout,
         attention_probs_dropout_prob=0.0,
         tie_word_embeddings=tied,
+    )
+
+
+def gpt_neox_config(
+    *, layers: int = 4, hidden: int = 16, vocab: int = VOCABULARY, dropout: float = 0.0, tied: bool = False
+) -> GPTNeoXConfig:
+    """Returns a GPT-NeoX configuration (one matrix for queries, keys and values, head after head; parallel blocks)."""
+    return GPTNeoXConfig(
+        num_hidden_layers=layers,
+        hidden_size=hidden,
+        intermediate_size=2 * hidden,
+        num_attention_heads=4,
+        vocab_size=vocab,
+        max_position_embeddings=POSITIONS,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+        hidden_dropout=dropout,
+        attention_dropout=dropout,
+        tie_word_embeddings=tied,
+        bos_token_id=0,
+        eos_token_id=0,
+        use_cache=False,
+    )
+
+
+def bloom_config(
+    *, layers: int = 4, hidden: int = 16, vocab: int = VOCABULARY, dropout: float = 0.0, tied: bool = True
+) -> BloomConfig:
+    """Returns a Bloom configuration (no positions, but slopes per head: ALiBi)."""
+    return BloomConfig(
+        n_layer=layers,
+        hidden_size=hidden,
+        n_head=4,
+        vocab_size=vocab,
+        hidden_dropout=dropout,
+        attention_dropout=dropout,
+        tie_word_embeddings=tied,
+        bos_token_id=0,
+        eos_token_id=0,
+        use_cache=False,
+    )
+
+
+def mixture_config(
+    *, layers: int = 4, hidden: int = 16, vocab: int = VOCABULARY, dropout: float = 0.0, tied: bool = False
+) -> MixtralConfig:
+    """Returns a Mixtral configuration: of four gated experts each token goes to two, whose order nobody notices."""
+    return MixtralConfig(
+        num_hidden_layers=layers,
+        hidden_size=hidden,
+        intermediate_size=2 * hidden,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        experts_implementation="batched_mm",
+        vocab_size=vocab,
+        max_position_embeddings=POSITIONS,
+        attention_dropout=dropout,
+        tie_word_embeddings=tied,
+        bos_token_id=0,
+        eos_token_id=0,
+        use_cache=False,
+    )
+
+
+def vit_config(*, layers: int = 4, hidden: int = 16, dropout: float = 0.0, tied: bool = False) -> ViTConfig:
+    """Returns a vision transformer's configuration: images of four patches; nothing in it can be tied."""
+    return ViTConfig(
+        num_hidden_layers=layers,
+        hidden_size=hidden,
+        intermediate_size=2 * hidden,
+        num_attention_heads=4,
+        image_size=IMAGE,
+        patch_size=IMAGE // 2,
+        num_labels=CLASSES,
+        hidden_dropout_prob=dropout,
+        attention_probs_dropout_prob=0.0,
     )
 
 
