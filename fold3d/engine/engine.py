@@ -309,6 +309,13 @@ class Engine:
         """Returns where this rank's time went in the last `run`."""
         return self._built().step.breakdown_later()()
 
+    def record_tp_sync(self, record: bool) -> None:
+        """Whether breakdowns have every exchange of TP.sync among their records from the next `run` on."""
+        if self._rank is None:
+            self.on_build.append(lambda: self.record_tp_sync(record))
+        else:
+            self._rank.recorder.keep_tp_sync(record)
+
     account = breakdown
     """Its former name."""
 

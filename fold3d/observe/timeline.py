@@ -1,7 +1,7 @@
 """The timeline of one step over all ranks: its events, a one-line summary, Chrome trace JSON for Perfetto.
 
 It takes, per rank, the records of `breakdown.gather_records`: dicts with
-    rank, lane (compute, wait, send_f, recv_f, send_b, recv_b, reduce or gather), action (text, "2F0"),
+    rank, lane (one of LANES), action (text, "2F0"),
     start_ns, end_ns (one clock for all ranks, any origin), bytes (payload, 0 for computation).
 Ranks are numbered as `Topology` does.
 """
@@ -16,13 +16,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fold3d.observe.step_breakdown import StepBreakdown, make_breakdown, waits_for_dp_sync
+from fold3d.observe.step_breakdown import TP_SYNC, StepBreakdown, make_breakdown, waits_for_dp_sync
 from fold3d.plan.simulator import RankBreakdown
 from fold3d.topology import coordinates, segment_of
 
 Records = Sequence[Sequence[Mapping[str, Any]]]
 
-LANES = ("compute", "wait", "send_f", "recv_f", "send_b", "recv_b", "reduce", "gather")
+LANES = ("compute", "wait", "send_f", "recv_f", "send_b", "recv_b", "reduce", "gather", "tp_sync")
 """Top to bottom, wherever they are shown."""
 _ACTION = re.compile(r"(?P<chunk>\d+)(?P<kind>[A-Z_]+?)(?P<micro_batch>\d*)$")
 CATEGORY = {"F": "forward", "B": "backward", "I": "backward", "W": "backward"}
@@ -110,20 +110,26 @@ def _tint(event: Event) -> dict[str, str]:
     """Returns the colour of a wait, in Chrome's words."""
     if event.lane != "wait":
         return {}
+    if event.text == TP_SYNC:
+        return {"cname": "bad"}
     return {"cname": "terrible" if waits_for_dp_sync(event.text) else "grey"}
 
 
 def _transfers_of(breakdown: StepBreakdown) -> dict[str, float]:
     """Returns what the records tell, from the first to the last of any rank; DP.sync of the step before may be among
     them, so this is no step's length, as in the logs."""
-    names = ("compute_ms", "bubble_ms", "pp_exposed_ms", "pp_hidden_ms", "dp_exposed_ms", "dp_hidden_ms")
-    numbers = breakdown.log(dp=2, pp=2)
-    return {"timeline_ms": numbers["step_ms"], **{name: numbers[name] for name in names}}
+    names = ["compute_ms", "bubble_ms", "pp_exposed_ms", "pp_hidden_ms", "dp_exposed_ms", "dp_hidden_ms"]
+    names += ["tp_exposed_ms", "tp_hidden_ms"]
+    numbers = breakdown.log(dp=2, pp=2, tp=2)
+    return {"timeline_ms": numbers["step_ms"], **{name: numbers[name] for name in names if name in numbers}}
 
 
 def _label(breakdown: StepBreakdown) -> str:
+    tp_sync = ""
+    if breakdown.exposed_tp_ms is not None and breakdown.hidden_tp_ms is not None:
+        tp_sync = f"TP.sync exposed {breakdown.exposed_tp_ms:.1f}, hidden {breakdown.hidden_tp_ms:.1f} ms; "
     return (
-        f"DP.sync exposed {breakdown.exposed_dp_ms:.1f}, hidden {breakdown.hidden_dp_ms:.1f} ms; "
+        f"{tp_sync}DP.sync exposed {breakdown.exposed_dp_ms:.1f}, hidden {breakdown.hidden_dp_ms:.1f} ms; "
         f"PP.sync exposed {breakdown.exposed_pp_ms:.1f}, hidden {breakdown.hidden_pp_ms:.1f} ms; "
         f"bubble {breakdown.bubble_ms:.1f} ms"
     )
@@ -151,7 +157,7 @@ def shares(
         step = first.compute_ms + first.bubble_ms + first.exposed_pp_ms + first.exposed_dp_ms
 
     def share(field: str) -> str:
-        mean = sum(getattr(breakdown, field) for breakdown in breakdowns) / len(breakdowns)
+        mean = sum(getattr(breakdown, field) or 0.0 for breakdown in breakdowns) / len(breakdowns)
         return f"{100 * mean / step:.1f} %" if step else "0 %"
 
     predicted = "" if predicted_ms is None else f" (predicted {predicted_ms:.1f})"
@@ -163,7 +169,11 @@ def shares(
         f"hidden DP.sync {share('hidden_dp_ms')}",
     ]
     sent, summed = (sum(getattr(a, field) for a in breakdowns) / 2**20 for field in ("pp_bytes", "dp_bytes"))
-    return ", ".join(parts) + f"; PP {sent:.1f} MiB, DP {summed:.1f} MiB"
+    sizes = f"PP {sent:.1f} MiB, DP {summed:.1f} MiB"
+    if any(isinstance(breakdown, StepBreakdown) and breakdown.exposed_tp_ms is not None for breakdown in breakdowns):
+        parts += [f"exposed TP.sync {share('exposed_tp_ms')}", f"hidden TP.sync {share('hidden_tp_ms')}"]
+        sizes += f", TP {sum(getattr(a, 'tp_bytes', 0) for a in breakdowns) / 2**20:.1f} MiB"
+    return ", ".join(parts) + f"; {sizes}"
 
 
 def _accounts(events: Sequence[Event]) -> dict[int, StepBreakdown]:

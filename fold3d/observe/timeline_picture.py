@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fold3d.errors import ConfigError
-from fold3d.observe.step_breakdown import waits_for_dp_sync
+from fold3d.observe.step_breakdown import TP_SYNC, waits_for_dp_sync
 from fold3d.observe.timeline import (
     CATEGORY,
     LANES,
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 MS = 1e6  # nanoseconds
 _LABELS = {
+    "tp_sync": "TP.sync",
     "send_f": "sends activations",
     "recv_f": "gets activations",
     "send_b": "sends gradients",
@@ -36,6 +37,7 @@ _LABELS = {
 }
 """The rows below a rank's computing; those in which it has nothing are left out."""
 _COLOURS = {
+    "tp_sync": "#b8860b",
     "send_f": "#5b9bd5",
     "recv_f": "#5b9bd5",
     "send_b": "#e07b39",
@@ -43,9 +45,9 @@ _COLOURS = {
     "reduce": "#7a4fa3",
     "gather": "#b28fce",
 }
-_BUBBLE, _EXPOSED = "#dcdcdc", "#e4141c"
+_WAITS = {"DP.sync": "#e4141c", "TP.sync": "#7a0010", "a stage (bubble)": "#dcdcdc"}
 _SEGMENTS = ("#1f77b4", "#2ca02c", "#ff7f0e", "#17becf", "#8c564b", "#bcbd22", "#e377c2")
-"""Neither grey nor red, which waits have."""
+"""Neither grey nor red, nor dark red, which waits have."""
 _COMPUTE_INCH, _LANE_INCH, _GAP_INCH = 0.5, 0.17, 0.12
 _TALLEST = 60.0
 
@@ -61,7 +63,7 @@ def write_picture(
     simulated: Sequence[RankBreakdown] | None = None,
 ) -> None:
     """Draws the step as a PNG: per rank a row of forwards and backwards with the waits between them (red: for DP.sync,
-    grey: for another stage), below it a thin row for each kind of communication it has.
+    dark red: for TP.sync, grey: for another stage), below it a thin row for each kind of communication it has.
 
     Its title is `title` and the breakdown of the step, with what the simulator predicted. Called by one rank;
     ConfigError without matplotlib.
@@ -128,7 +130,7 @@ def _colour(event: Event, pp: int) -> tuple[float, float, float]:
     from matplotlib import colors
 
     if event.lane == "wait":
-        return colors.to_rgb(_EXPOSED if waits_for_dp_sync(event.text) else _BUBBLE)
+        return colors.to_rgb(_WAITS[_awaited(event)])
     if event.lane != "compute":
         return colors.to_rgb(_COLOURS[event.lane])
     hue = colors.to_rgb(_SEGMENTS[segment_of(event.chunk, pp) % len(_SEGMENTS)])
@@ -148,14 +150,15 @@ def _bars(axes: Axes, events: Sequence[Event], top: float, height: float, pp: in
 
 def _waits(axes: Axes, events: Sequence[Event], top: float, height: float) -> None:
     """Draws them over the row they happen in: a layer waits for its parameters in the middle of a forward."""
-    for dp_sync in (False, True):
-        spans = [
-            (event.start / MS, (event.end - event.start) / MS)
-            for event in events
-            if waits_for_dp_sync(event.text) == dp_sync
-        ]
-        colour = _EXPOSED if dp_sync else _BUBBLE
+    for awaited, colour in reversed(_WAITS.items()):
+        spans = [(event.start / MS, (event.end - event.start) / MS) for event in events if _awaited(event) == awaited]
         axes.broken_barh(spans, (top, height), facecolors=colour, edgecolors="none", zorder=2)
+
+
+def _awaited(event: Event) -> str:
+    if event.text == TP_SYNC:
+        return "TP.sync"
+    return "DP.sync" if waits_for_dp_sync(event.text) else "a stage (bubble)"
 
 
 def _numbers(axes: Axes, events: Sequence[Event], place: tuple[float, float], last: int) -> None:
@@ -188,8 +191,8 @@ def _legend(axes: Axes, events: Sequence[Event], pp: int) -> None:
 
 def _meaning(event: Event, pp: int) -> str:
     if event.lane == "wait":
-        return "waits for DP.sync" if waits_for_dp_sync(event.text) else "waits for a stage (bubble)"
+        return f"waits for {_awaited(event)}"
     if event.lane == "compute":
         return f"{CATEGORY.get(event.kind, event.kind)}, segment {segment_of(event.chunk, pp)}"
     pipeline: Mapping[str, str] = {"f": "PP.sync: activations", "b": "PP.sync: gradients"}
-    return _LABELS[event.lane] if event.lane in ("reduce", "gather") else pipeline[event.lane[-1]]
+    return _LABELS[event.lane] if event.lane in ("reduce", "gather", "tp_sync") else pipeline[event.lane[-1]]

@@ -327,6 +327,8 @@ class Trainer(EvaluatingTrainer):
         share.calls_users_code = self._computes_loss_otherwise()  # type: ignore[attr-defined]
         if self._gradients_are_read is None:
             self._gradients_are_read = self._agree_on_gradients()
+        if self.args.timeline == self.state.global_step + 1:
+            self.engine.record_tp_sync(True)
         loss = self.engine.run(
             micro_batches,
             share,
@@ -434,6 +436,7 @@ class Trainer(EvaluatingTrainer):
         self._timeline_written = True
         step = self.state.global_step
         breakdown = self.engine.breakdown()
+        self.engine.record_tp_sync(False)
         records = gather_records(breakdown.records, self.engine.world)
         if records is None:
             return

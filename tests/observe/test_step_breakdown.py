@@ -218,6 +218,53 @@ def test_a_step_s_account_has_what_the_gate_counted_in_it() -> None:
     engine.close()
 
 
+class Shards:
+    """Counts what the test says, and has an exchange to report where records are kept."""
+
+    def __init__(self) -> None:
+        self.counted = {"waited_ns": 0, "hidden_ns": 0, "bytes": 0}
+        self.keeps = False
+
+    def counters(self) -> dict[str, int]:
+        return dict(self.counted)
+
+    def keep_records(self, keep: bool) -> None:
+        self.keeps = keep
+
+    def take_waits(self) -> list[tuple[int, int]]:
+        return [(time.monotonic_ns(),) * 2] if self.keeps else []
+
+    def take_records(self) -> list[tuple[str, int, int, int, int]]:
+        now = time.monotonic_ns()
+        return [("all-reduce", now, now, now, 8)] if self.keeps else []
+
+
+def test_a_step_s_account_has_the_tp_sync_counted_in_it_and_records_where_somebody_asks() -> None:
+    engine, batch = small_engine()
+    shards = Shards()
+    engine._rank.recorder._shards = shards  # type: ignore[union-attr,assignment]
+
+    def loss(module: torch.nn.Module, micro_batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        time.sleep(0.02)
+        shards.counted = {"waited_ns": 5 * MS, "hidden_ns": 2 * MS, "bytes": 8}
+        return module(**micro_batch).sum()
+
+    def after_a_step() -> tuple[bool, tuple[float | None, float | None, int]]:
+        shards.counted = dict.fromkeys(shards.counted, 0)
+        engine.run([batch], loss)
+        shards.counted = dict.fromkeys(shards.counted, 10**12)  # as an evaluation has it
+        breakdown = engine.breakdown()
+        has = {lane for lane, *_ in breakdown.records} >= {"tp_sync", "wait"}
+        return has, (breakdown.exposed_tp_ms, breakdown.hidden_tp_ms, breakdown.tp_bytes)
+
+    assert after_a_step() == (False, (5, 2, 8))
+    engine.record_tp_sync(True)
+    assert after_a_step() == (True, (5, 2, 8))
+    engine.record_tp_sync(False)
+    assert after_a_step() == (False, (5, 2, 8))
+    engine.close()
+
+
 def test_exchanges_after_a_step_are_not_in_it() -> None:
     """As a checkpoint has them: what it waits for another rank is no part of the step."""
     engine, batch = small_engine()

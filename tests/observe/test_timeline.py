@@ -199,3 +199,43 @@ def test_a_lane_without_events_has_no_row(tmp_path: Path) -> None:
     write_picture(tmp_path / "other.png", [RECORDS[0], other], pp=1)
     more = pixels(tmp_path / "other.png")[0] - pixels(tmp_path / "full.png")[0]
     assert more < 0.75 * 110, "what another rank has needs no row of this one"
+
+
+def sharded(rank: int) -> list[dict[str, Any]]:
+    """A forward of 30 ms, of which it waits for TP.sync in 10."""
+    return [
+        record(rank, "compute", "0F0", 0, 30),
+        record(rank, "tp_sync", "all-reduce", 5, 20, 3 << 20),
+        record(rank, "wait", "TP_SYNC", 10, 20),
+    ]
+
+
+def test_tp_sync_has_a_row_and_a_place_in_the_account(tmp_path: Path) -> None:
+    records = [sharded(0), sharded(1)]
+    write_trace(tmp_path / "step.json", records, pp=1, tp=2)
+    trace = json.loads((tmp_path / "step.json").read_text())
+    slices = [e for e in trace["traceEvents"] if e["ph"] == "X" and e["pid"] == 1]
+    names = {e["tid"]: e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "thread_name" and e["pid"] == 1}
+    (sync,) = [e for e in slices if names[e["tid"]] == "tp_sync"]
+    assert (sync["ts"], sync["dur"], sync["args"]["bytes"]) == (5_000.0, 15_000.0, 3 << 20)
+    (wait,) = [e for e in slices if names[e["tid"]] == "wait"]
+    assert wait["cname"] == "bad"
+    for breakdown in trace["otherData"]["breakdowns"].values():
+        assert (breakdown["compute_ms"], breakdown["tp_exposed_ms"], breakdown["tp_hidden_ms"]) == (20, 10, 5)
+    (label,) = [e["args"]["labels"] for e in trace["traceEvents"] if e["name"] == "process_labels" and e["pid"] == 1]
+    assert label.startswith("TP.sync exposed 10.0, hidden 5.0 ms; ")
+    about = summary(records)
+    assert "exposed TP.sync 33.3 %, hidden TP.sync 16.7 %" in about and about.endswith("TP 6.0 MiB")
+    assert "TP" not in summary(RECORDS), "nothing is said where there is none"
+
+
+def test_exposed_tp_sync_is_dark_red_with_a_row_below(tmp_path: Path) -> None:
+    from matplotlib.image import imread
+
+    write_picture(tmp_path / "step.png", [sharded(0)], pp=1, tp=2)
+    write_picture(tmp_path / "alone.png", [sharded(0)[:1]], pp=1, tp=2)
+    assert pixels(tmp_path / "step.png")[0] > pixels(tmp_path / "alone.png")[0] + 10
+    image = (imread(tmp_path / "step.png")[..., :3] * 255).round().astype(int)
+    waits, row = ((image == colour).all(-1) for colour in ((0x7A, 0x00, 0x10), (0xB8, 0x86, 0x0B)))
+    assert waits.any(0).sum() / row.any(0).sum() == pytest.approx(10 / 15, rel=0.5), "the legend has both, too"
+    assert pixels(tmp_path / "step.png")[1] == 0, "none waits for DP.sync"

@@ -265,6 +265,20 @@ def test_timeline(ranks: RankPool, tmp_path: Path) -> None:
     assert (tmp_path / "timeline" / "step-2.png").read_bytes()[:4] == b"\x89PNG"
 
 
+def test_timeline_of_shards(ranks: RankPool, tmp_path: Path) -> None:
+    """Of the first step, too, in which the engine is built."""
+    ranks.run(run_fold3d, 2, Job(str(tmp_path)), {"tp": 2, "tp_overlap": "sub", "timeline": 1})
+    trace = json.loads((tmp_path / "timeline" / "step-1.json").read_text())
+    spans = [event for event in trace["traceEvents"] if event["ph"] == "X"]
+    for rank in (0, 1):
+        mine = [event for event in spans if event["pid"] == rank]
+        sums = [event for event in mine if event["cat"] == "tp_sync"]
+        waits = sum(event["dur"] for event in mine if event["name"] == "TP_SYNC") / 1e3
+        assert len(sums) > 8 and sum(event["args"]["bytes"] for event in sums) > 0
+        breakdown = trace["otherData"]["breakdowns"][str(rank)]
+        assert breakdown["tp_exposed_ms"] == pytest.approx(waits, abs=0.2)
+
+
 class Answering(models.PlainModel):
     """A plain module that returns what the stock Trainer expects: a mapping with loss and logits."""
 
