@@ -33,6 +33,11 @@ def add(subcommands: Any, *, knobs: bool) -> None:
         "--bandwidth", type=float, default=10.0, metavar="GBIT", help="per process, each way; default 10"
     )
     costs.add_argument("--latency", type=float, default=50.0, metavar="US", help="of a message, default 50")
+    costs.add_argument(
+        "--tp-bandwidth", type=float, metavar="GBIT", help="per process among those that share weights, default 100"
+    )
+    costs.add_argument("--tp-latency", type=float, metavar="US", help="of a message among those, default 10")
+    costs.add_argument("--tp-overlap", metavar="WAY", help="that hides their sums: sub, none or auto, the default")
     made.set_defaults(run=run)
     if knobs:
         from fold3d.plan.space.registry import KNOBS
@@ -60,13 +65,14 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _job(options: argparse.Namespace) -> Job:
-    from fold3d.config import ParallelConfig
+    from fold3d.config import AUTO, ParallelConfig
     from fold3d.plan.costs import ACTION_SECONDS, BUCKET_SECONDS, NetworkCosts
     from fold3d.plan.job import Job
     from fold3d.plan.space.recompute import KNOB as RECOMPUTE
     from fold3d.profile.assumed import assumed_profile
     from fold3d.profile.layers import profile_model
     from fold3d.profile.shard import of_a_shard
+    from fold3d.profile.tp_sync import with_tp_sync
     from fold3d.splitting.plan_sharding import plan_sharding
     from fold3d.trace import trace
 
@@ -75,10 +81,18 @@ def _job(options: argparse.Namespace) -> Job:
             raise ConfigError(f"--{name.replace('_', '-')} is {getattr(options, name):g}; it must be positive")
     if not 0 <= options.latency < 1e9:
         raise ConfigError(f"--latency is {options.latency:g}; it must not be negative, and below 1e9 (1,000 s)")
+    shared = {"--tp-bandwidth": options.tp_bandwidth, "--tp-latency": options.tp_latency}
+    for name, value in {**shared, "--tp-overlap": options.tp_overlap}.items():
+        if value is not None and options.tp == 1:
+            raise ConfigError(f"{name}={value} has no effect without --tp; remove it, or add --tp 2")
+    for name, value in shared.items():
+        if value is not None and not 0 < value < 1e9:
+            raise ConfigError(f"{name} is {value:g}; it must be positive, and below 1e9")
     if options.world_size >= 1 << 31:
         raise ConfigError(f"--world-size is {options.world_size}; it must be below {1 << 31}")
     sizes = {"tp": options.tp, "pp": options.pp, "micro_batches": options.micro_batches}
-    config = ParallelConfig(**sizes, memory_limit=options.memory_limit)
+    overlap = options.tp_overlap or AUTO
+    config = ParallelConfig(**sizes, memory_limit=options.memory_limit, tp_overlap=overlap)
     dp = config.resolve_dp(options.world_size)
     model, example = model_option.load(options)
     if example is None:
@@ -96,7 +110,15 @@ def _job(options: argparse.Namespace) -> Job:
         profile = assumed_profile(model, traced, example, flops_per_second=speed, recompute=recompute)
     if options.tp > 1:
         shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-        profile = of_a_shard(profile, traced, plan_sharding(model, traced, example, options.tp), shapes)
+        sharding = plan_sharding(model, traced, example, options.tp)
+        profile = with_tp_sync(
+            of_a_shard(profile, traced, sharding, shapes),
+            traced,
+            sharding,
+            bandwidth=(options.tp_bandwidth or 100.0) * 1e9 / 8,
+            latency=(options.tp_latency or 10.0) / 1e6,
+            overlap=overlap,
+        )
     latency, bandwidth = options.latency / 1e6, options.bandwidth * 1e9 / 8
     return Job(
         trace=traced,

@@ -147,6 +147,27 @@ def test_errors(capsys, arguments, message):
     assert code == 1 and message in err
 
 
+def test_sums_of_shards_take_time_that_halves_hide(capsys, gpt2_folder):  # noqa: F811
+    common = (gpt2_folder, "-w", 2, "-t", 2, "-m", 2, "--batch", 8, "--tflops", 0.1)
+    fast, halves, slow = (
+        step_ms(run(capsys, *common, *more)[1])
+        for more in (
+            ("--tp-bandwidth", 1e6, "--tp-latency", 1e-3),
+            ("--tp-bandwidth", 1),
+            ("--tp-bandwidth", 1, "--tp-overlap", "none"),
+        )
+    )
+    assert fast < halves < slow
+    for option, value, message in (
+        ("--tp-overlap", "half", "tp_overlap='half': must be one of"),
+        ("--tp-bandwidth", 0, "--tp-bandwidth is 0; it must be positive"),
+    ):
+        code, _, err = run(capsys, *common, option, value)
+        assert code == 1 and message in err
+    code, _, err = run(capsys, gpt2_folder, "-w", 2, "--tp-latency", 5)
+    assert code == 1 and "--tp-latency=5.0 has no effect without --tp" in err
+
+
 def test_shards_take_less_each(capsys, gpt2_folder):  # noqa: F811
     """Twice the ranks with half of each weight: less memory and time on each, and fewer replicas."""
     common = (gpt2_folder, "-w", 8, "-p", 2, "-m", 4, "--tokens", 16, "--memory-limit", "1GB")
