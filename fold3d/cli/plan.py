@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from fold3d.cli import breakdown, model_option
+from fold3d.cli import breakdown, model_option, tp_option
 from fold3d.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -33,11 +33,7 @@ def add(subcommands: Any, *, knobs: bool) -> None:
         "--bandwidth", type=float, default=10.0, metavar="GBIT", help="per process, each way; default 10"
     )
     costs.add_argument("--latency", type=float, default=50.0, metavar="US", help="of a message, default 50")
-    costs.add_argument(
-        "--tp-bandwidth", type=float, metavar="GBIT", help="per process among those that share weights, default 100"
-    )
-    costs.add_argument("--tp-latency", type=float, metavar="US", help="of a message among those, default 10")
-    costs.add_argument("--tp-overlap", metavar="WAY", help="that hides their sums: sub, none or auto, the default")
+    tp_option.add(costs)
     made.set_defaults(run=run)
     if knobs:
         from fold3d.plan.space.registry import KNOBS
@@ -65,7 +61,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _job(options: argparse.Namespace) -> Job:
-    from fold3d.config import AUTO, ParallelConfig
+    from fold3d.config import ParallelConfig
     from fold3d.plan.costs import ACTION_SECONDS, BUCKET_SECONDS, NetworkCosts
     from fold3d.plan.job import Job
     from fold3d.plan.space.recompute import KNOB as RECOMPUTE
@@ -81,18 +77,11 @@ def _job(options: argparse.Namespace) -> Job:
             raise ConfigError(f"--{name.replace('_', '-')} is {getattr(options, name):g}; it must be positive")
     if not 0 <= options.latency < 1e9:
         raise ConfigError(f"--latency is {options.latency:g}; it must not be negative, and below 1e9 (1,000 s)")
-    shared = {"--tp-bandwidth": options.tp_bandwidth, "--tp-latency": options.tp_latency}
-    for name, value in {**shared, "--tp-overlap": options.tp_overlap}.items():
-        if value is not None and options.tp == 1:
-            raise ConfigError(f"{name}={value} has no effect without --tp; remove it, or add --tp 2")
-    for name, value in shared.items():
-        if value is not None and not 0 < value < 1e9:
-            raise ConfigError(f"{name} is {value:g}; it must be positive, and below 1e9")
     if options.world_size >= 1 << 31:
         raise ConfigError(f"--world-size is {options.world_size}; it must be below {1 << 31}")
     sizes = {"tp": options.tp, "pp": options.pp, "micro_batches": options.micro_batches}
-    overlap = options.tp_overlap or AUTO
-    config = ParallelConfig(**sizes, memory_limit=options.memory_limit, tp_overlap=overlap)
+    config = ParallelConfig(**sizes, memory_limit=options.memory_limit)
+    link = tp_option.link_of(options)
     dp = config.resolve_dp(options.world_size)
     model, example = model_option.load(options)
     if example is None:
@@ -111,14 +100,7 @@ def _job(options: argparse.Namespace) -> Job:
     if options.tp > 1:
         shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
         sharding = plan_sharding(model, traced, example, options.tp)
-        profile = with_tp_sync(
-            of_a_shard(profile, traced, sharding, shapes),
-            traced,
-            sharding,
-            bandwidth=(options.tp_bandwidth or 100.0) * 1e9 / 8,
-            latency=(options.tp_latency or 10.0) / 1e6,
-            overlap=overlap,
-        )
+        profile = with_tp_sync(of_a_shard(profile, traced, sharding, shapes), traced, sharding, **link)
     latency, bandwidth = options.latency / 1e6, options.bandwidth * 1e9 / 8
     return Job(
         trace=traced,

@@ -6,7 +6,7 @@ import argparse
 import importlib.util
 from typing import TYPE_CHECKING, Any
 
-from fold3d.cli import breakdown, schedule_option
+from fold3d.cli import breakdown, schedule_option, tp_option
 from fold3d.config import SIMULATED_DP_SYNC
 from fold3d.errors import ConfigError
 
@@ -25,7 +25,11 @@ def add(subcommands: Any) -> None:
     work.add_argument("--layers", type=int, metavar="N", help="default 2 per segment")
     work.add_argument("--activation", type=float, default=1.0, metavar="MB", help="sent per micro-batch, default 1")
     work.add_argument("--gradients", type=float, default=100.0, metavar="MB", help="default 100")
+    work.add_argument(
+        "--tp", type=int, default=1, help="ranks that share each layer; two sums of --activation per layer, each way"
+    )
     cluster = made.add_argument_group("cluster")
+    tp_option.add(cluster)
     cluster.add_argument("--dp", type=int, default=2, help="replicas, default 2")
     cluster.add_argument("--bandwidth", type=float, default=10.0, metavar="GBIT", help="per host and way, default 10")
     cluster.add_argument("--latency", type=float, default=50.0, metavar="US", help="of a message, default 50")
@@ -47,16 +51,26 @@ def run(options: argparse.Namespace) -> None:
     from fold3d import schedule as schedules
     from fold3d.plan.cluster_model import Cluster, Work
     from fold3d.plan.simulator import predict
+    from fold3d.plan.space.tp_overlap import layers_seconds, ring_seconds
 
     if options.png and importlib.util.find_spec("matplotlib") is None:
         raise ConfigError("--png needs matplotlib, which is not installed: pip install matplotlib")
     schedule = schedule_option.schedule_of(options, "simulate")
     schedules.validate(schedule)
+    layers = 2 * schedule.segments if options.layers is None else options.layers
+    link = tp_option.link_of(options)
+    summed = 2 * ring_seconds(round(options.activation * 1e6), options.tp, link["bandwidth"], link["latency"])
+
+    def with_sums(milliseconds: float) -> float:
+        if options.tp == 1 or layers < 1:
+            return milliseconds / 1e3
+        return layers_seconds(layers, milliseconds / 1e3 / layers, summed, link["overlap"])
+
     work = Work.even(
         schedule,
-        forward=_positive(options, "forward") / 1e3,
-        backward=(2 * options.forward if options.backward is None else _positive(options, "backward")) / 1e3,
-        layers=2 * schedule.segments if options.layers is None else options.layers,
+        forward=with_sums(_positive(options, "forward")),
+        backward=with_sums(2 * options.forward if options.backward is None else _positive(options, "backward")),
+        layers=layers,
         activation_bytes=round(options.activation * 1e6),
         gradient_bytes=round(options.gradients * 1e6),
     )

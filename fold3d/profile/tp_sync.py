@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from fold3d.config import TP_OVERLAP
 from fold3d.plan.costs import Profile
-from fold3d.plan.space.tp_overlap import even_regions, ring_seconds, seconds
+from fold3d.plan.space.tp_overlap import layers_seconds, ring_seconds
 from fold3d.sharding.plan import ShardingPlan
 from fold3d.trace import Trace
 
@@ -27,7 +26,6 @@ def with_tp_sync(
         overlap: "sub", "none", or "auto", which is the faster one for each layer.
     Raises: ConfigError for another way of hiding.
     """
-    ways = TP_OVERLAP if overlap == "auto" else (overlap,)
     layers = len(trace.blocks)
 
     def longer(compute: float, sums: int, size: int) -> float:
@@ -35,7 +33,7 @@ def with_tp_sync(
         if not sums:
             return compute
         sync = sums * ring_seconds(size, sharding.tp, bandwidth, latency)
-        return min(seconds(even_regions(layers, compute, sync, sums), way) for way in ways) / layers
+        return layers_seconds(layers, compute, sync, overlap, sums) / layers
 
     forward, backward = list(profile.forward), list(profile.backward)
     for number, name in enumerate(trace.blocks):

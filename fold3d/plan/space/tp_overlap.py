@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fold3d.config import TP_OVERLAP
+from fold3d.config import AUTO, TP_OVERLAP
 from fold3d.errors import ConfigError
 
 
@@ -52,6 +52,15 @@ def even_regions(layers: int, compute: float, sync: float, per_layer: int = 2) -
         sync: seconds of all of a layer's exchanges, when nothing hides them.
     """
     return [Region(compute / per_layer, sync / per_layer)] * (layers * per_layer)
+
+
+def layers_seconds(layers: int, compute: float, sync: float, overlap: str, per_layer: int = 2) -> float:
+    """Returns how long equal layers take in a row, as `even_regions` has them; "auto" takes the faster way.
+
+    Raises: ConfigError for another way.
+    """
+    ways = TP_OVERLAP if overlap == AUTO else (overlap,)
+    return min(seconds(even_regions(layers, compute, sync, per_layer), way) for way in ways)
 
 
 def ring_seconds(size: int, ranks: int, bandwidth: float, latency: float) -> float:
