@@ -64,6 +64,10 @@ class ParallelConfig:
     """How TP.sync is hidden: "sub": two halves of every micro-batch take turns, one computes while the other
     communicates; "none": every sum is waited for. "auto": both are tried for three steps each, the faster one stays.
     The numbers are the same."""
+    sequence_parallel: bool | str = False
+    """Whether the ranks of a tensor-parallel group share the sequence where they do not share weights, too: norms,
+    residual sums and dropout work on 1 / tp of it, which takes 1 / tp of their memory and sends no more. "auto": where
+    the model is found to allow it. The numbers are the same."""
     seed: int = 0
     """Seed of dropout masks and, for models built on the meta device, of the initial weights."""
     comm_timeout: float | None = None
@@ -112,6 +116,10 @@ class ParallelConfig:
             raise ConfigError(f"tp_overlap={self.tp_overlap!r}: must be one of {', '.join((AUTO, *TP_OVERLAP))}")
         if self.tp_overlap != AUTO and self.tp == 1:
             raise ConfigError(f"tp_overlap={self.tp_overlap!r} has no effect with tp=1; remove it, or raise tp")
+        if not isinstance(self.sequence_parallel, bool) and self.sequence_parallel != AUTO:
+            raise ConfigError(f'sequence_parallel={self.sequence_parallel!r}: must be True, False or "auto"')
+        if self.sequence_parallel is True and self.tp == 1:
+            raise ConfigError("sequence_parallel=True has no effect with tp=1; remove it, or raise tp")
         if self.transport not in TRANSPORTS:
             raise ConfigError(f"transport={self.transport!r}: must be one of {', '.join(TRANSPORTS)}")
         if not isinstance(self.schedule, str) or not self.schedule:

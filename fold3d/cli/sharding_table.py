@@ -20,7 +20,7 @@ def lines(
     from fold3d.splitting import plan_sharding
     from fold3d.splitting.table import table
 
-    plan = plan_sharding(model, traced, example or {}, tp, overrides)
+    plan = plan_sharding(model, traced, example or {}, tp, overrides, sequence_parallel=True)
     found = table(model, plan)
     rows = [(row.name, row.split, size(row.whole), size(row.rank), row.reason) for row in found]
     below = [f"on a rank: {size(sum(row.rank for row in found))} of {size(sum(row.whole for row in found))}"]
@@ -33,5 +33,6 @@ def lines(
     )
     if numbers:
         below.append(f"numbers on a rank: {', '.join(numbers)}")
+    below.append(f"sequence_parallel: {plan.sequence_reason or 'possible'}")
     below += [f"note: {note}" for note in plan.notes]
     return ("module", "split", "whole", "a rank", ""), rows, below

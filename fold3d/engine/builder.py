@@ -299,7 +299,7 @@ def _sharded(
     cut, parts = model.cut, None
     if model.strategy.num_chunks > 1 and cut.trace is not None:
         widths = {size for parameter in cut.model.parameters() for size in whole_shape(parameter)}
-        parts = BorderParts(cut.trace, cut.ranges, widths, group)
+        parts = BorderParts(cut.trace, cut.ranges, widths, group, cut.parts.plan.sequence)
     sub = SubPipeline(chunk, cut.model, cut.split, turning)
     return ShardedChunk(chunk, parts, sub, lambda: overlap.in_halves)
 

@@ -57,14 +57,21 @@ def shard_alike(
     Raises: on every rank what planning raises on rank 0; ConfigError when the ranks of a group have different models.
     """
 
-    asked = config.tp, tuple(sorted((config.tp_plan or {}).items()))
+    asked = config.tp, tuple(sorted((config.tp_plan or {}).items())), config.sequence_parallel
     known = _cut_by.get(model, {}).get(asked) if any(map(is_part, model.parameters())) else None
 
     def plan(_: list[None]) -> ShardingPlan:
         if known is not None:  # another engine has left parts of these weights
             return known
         made = synthetic_example(model) if example is None else example
-        found = plan_sharding(model, recording, made, config.tp, config.tp_plan)
+        found = plan_sharding(
+            *(model, recording, made, config.tp, config.tp_plan), sequence_parallel=bool(config.sequence_parallel)
+        )
+        if config.sequence_parallel is True and not found.sequence:
+            raise ConfigError(
+                f"sequence_parallel=True: {found.sequence_reason}. Set it to False, where every rank has the whole "
+                'sequence, or to "auto"'
+            )
         for note in found.notes:
             logger.warning("%s", note)
         return found

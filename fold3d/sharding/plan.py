@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from fold3d.sharding.sequence import SequenceSplit
 from fold3d.sharding.shard import Shard
 from fold3d.sharding.split import BlockSplit, shard_from_json, shard_to_json
 from fold3d.sharding.vocabulary import Vocabulary
@@ -27,6 +28,11 @@ class ShardingPlan:
     vocabulary: Vocabulary = field(default_factory=Vocabulary)
     """Embedding and output head that are spread by entries; `shards` has their parameters."""
 
+    sequence: Mapping[str, SequenceSplit] = field(default_factory=dict)
+    """Block's name -> how it works on a part of the sequence; empty: every rank has all of it."""
+    sequence_reason: str = ""
+    """Why ranks have the whole sequence, where it was asked for that they do not."""
+
     def shard_of(self, name: str) -> Shard | None:
         """Returns how parameter `name` is spread; None: it is whole on every rank, with the same gradient."""
         return self.shards.get(name)
@@ -43,6 +49,8 @@ class ShardingPlan:
             "classes": [split.to_json() for split in classes],
             "blocks": {name: classes.index(split) for name, split in self.blocks.items()},
             "notes": list(self.notes),
+            "sequence": {name: split.to_json() for name, split in self.sequence.items()},
+            "sequence_reason": self.sequence_reason,
             "vocabulary": {
                 "embeddings": _shards_to_json(self.vocabulary.embeddings),
                 "heads": _shards_to_json(self.vocabulary.heads),
@@ -63,6 +71,8 @@ class ShardingPlan:
             shards=_shards_from_json(value["shards"]),
             blocks={name: classes[number] for name, number in value["blocks"].items()},
             notes=tuple(value["notes"]),
+            sequence={name: SequenceSplit.from_json(split) for name, split in value["sequence"].items()},
+            sequence_reason=value["sequence_reason"],
             vocabulary=Vocabulary(
                 embeddings=_shards_from_json(vocabulary["embeddings"]),
                 heads=_shards_from_json(vocabulary["heads"]),

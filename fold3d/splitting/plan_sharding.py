@@ -10,6 +10,7 @@ from torch.utils._pytree import tree_flatten
 
 from fold3d.errors import ConfigError
 from fold3d.sharding.plan import ShardingPlan
+from fold3d.sharding.sequence import SequenceSplit
 from fold3d.sharding.shard import Shard
 from fold3d.sharding.split import BlockSplit
 from fold3d.sharding.vocabulary import find_vocabulary
@@ -20,6 +21,8 @@ from fold3d.splitting.proving.draws import with_draws
 from fold3d.splitting.proving.proof import prove
 from fold3d.splitting.proving.vocabulary import prove_vocabulary
 from fold3d.splitting.remembered import remembered
+from fold3d.splitting.sequence.chains import NoSequenceError
+from fold3d.splitting.sequence.plan import odd_length, plan_sequence
 from fold3d.splitting.whole import check_whole
 from fold3d.trace.model_trace import Trace
 
@@ -30,6 +33,8 @@ def plan_sharding(
     example: Mapping[str, Any],
     tp: int,
     overrides: Mapping[str, str] | None = None,
+    *,
+    sequence_parallel: bool = False,
 ) -> ShardingPlan:
     """Returns how `model` is spread over `tp` ranks; the same on every process, whatever the weights are.
 
@@ -40,6 +45,7 @@ def plan_sharding(
     Args:
         trace: the model's recording.
         example: keyword arguments of the model's forward, as recorded.
+        sequence_parallel: whether the ranks share the sequence outside of regions, too, where that is possible.
         overrides: module names, with `*` for any part of one, -> "colwise", "rowwise" or "replicate".
     Raises: ConfigError when something large cannot be divided, or an override cannot be followed; TraceError when the
         blocks cannot be run.
@@ -49,11 +55,19 @@ def plan_sharding(
     if tp == 1:
         return ShardingPlan(tp=1)
     return remembered(
-        (model, trace, example, tp, overrides), lambda: _plan(model, trace, example, tp, Overrides(overrides or {}))
+        (model, trace, example, tp, overrides, sequence_parallel),
+        lambda: _plan(model, trace, example, tp, Overrides(overrides or {}), sequence_parallel),
     )
 
 
-def _plan(model: nn.Module, trace: Trace, example: Mapping[str, Any], tp: int, overrides: Overrides) -> ShardingPlan:
+def _plan(
+    model: nn.Module,
+    trace: Trace,
+    example: Mapping[str, Any],
+    tp: int,
+    overrides: Overrides,
+    sequence_parallel: bool,
+) -> ShardingPlan:
     overrides.check_names(model)
     calls = capture(model, trace, example)
     tied = {name for group in trace.tied for name in group} | set(trace.direct) | set(trace.shared)
@@ -71,7 +85,20 @@ def _plan(model: nn.Module, trace: Trace, example: Mapping[str, Any], tp: int, o
     vocabulary = prove_vocabulary(model, vocabulary, tp)
     shards.update(vocabulary.shards)
     notes = tuple(overrides.differences(model, blocks))
-    return ShardingPlan(tp=tp, shards=shards, blocks=blocks, notes=notes, vocabulary=vocabulary)
+    sequence: Mapping[str, SequenceSplit] = {}
+    reason = ""
+    if sequence_parallel:
+        try:
+            odd = capture(model, trace, example, odd_length(tp))
+            found = plan_sequence(odd, trace, blocks, tp, tied, lambda name, call: _class_of(name, call, overrides))
+            sequence = found.blocks
+            shards.update(found.shards)
+        except NoSequenceError as error:
+            reason = str(error)
+    return ShardingPlan(
+        tp=tp, shards=shards, blocks=blocks, notes=notes, vocabulary=vocabulary, sequence=sequence,
+        sequence_reason=reason,
+    )  # fmt: skip
 
 
 def _split(name: str, call: CapturedCall, tp: int, overrides: Overrides, tied: set[str]) -> BlockSplit:

@@ -17,7 +17,7 @@ _MOST = 16
 
 
 def remembered(
-    decided_by: tuple[nn.Module, Trace, Mapping[str, Any], int, Mapping[str, str] | None],
+    decided_by: tuple[nn.Module, Trace, Mapping[str, Any], int, Mapping[str, str] | None, bool],
     make: Callable[[], ShardingPlan],
 ) -> ShardingPlan:
     """Returns the plan made before from the like of `decided_by`, or what `make` returns."""
@@ -37,7 +37,12 @@ def _plans() -> dict[str, ShardingPlan]:
 
 
 def _key(
-    model: nn.Module, trace: Trace, example: Mapping[str, Any], tp: int, overrides: Mapping[str, str] | None
+    model: nn.Module,
+    trace: Trace,
+    example: Mapping[str, Any],
+    tp: int,
+    overrides: Mapping[str, str] | None,
+    sequence_parallel: bool,
 ) -> str:
     """Returns a hash of the model's modules with their shapes and numbers, its configuration and how it is called."""
     text = hashlib.blake2b(digest_size=16)
@@ -53,5 +58,5 @@ def _key(
     add(str(config.to_dict()) if hasattr(config, "to_dict") else "")
     leaves, spec = tree_flatten(dict(example))
     add(str(spec), [(tuple(x.shape), x.dtype) if isinstance(x, Tensor) else x for x in leaves])
-    add(trace.blocks, trace.form, trace.tied, trace.direct, tp, sorted((overrides or {}).items()))
+    add(trace.blocks, trace.form, trace.tied, trace.direct, tp, sorted((overrides or {}).items()), sequence_parallel)
     return text.hexdigest()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
 
@@ -24,6 +25,12 @@ class BlockCall:
         self._draws = ShardDraws(ops.rank)
         self._open: set[int] = set()
         self._entered: list[tuple[weakref.ref[Tensor], bool, Tensor]] = []
+        self._gathered: list[tuple[weakref.ref[Tensor], bool, bool, Tensor]] = []
+
+    @property
+    def in_region(self) -> bool:
+        """Whether a region has begun and not ended."""
+        return bool(self._open)
 
     def enter(self, x: Tensor, group: int, forks: bool) -> Tensor:
         """Returns `x` as the region of a group reads it; what several modules take enters once.
@@ -47,6 +54,22 @@ class BlockCall:
         self._entered.append((weakref.ref(x), True, copied))
         return copied
 
+    def gather(self, x: Tensor, sums: bool, gather: Callable[[Tensor], Tensor]) -> Tensor:
+        """Returns the whole of which `x` is this rank's part, the same tensor each time.
+
+        Args:
+            sums: whether its gradient is summed over the ranks there, so that it enters regions as it is.
+        """
+        grad = torch.is_grad_enabled()
+        for known, summed, with_grad, whole in self._gathered:
+            if known() is x and (summed, with_grad) == (sums, grad):
+                return whole
+        whole = gather(x)
+        self._gathered.append((weakref.ref(x), sums, grad, whole))
+        if sums:
+            self._entered.append((weakref.ref(whole), True, whole))
+        return whole
+
     def leave(self, group: int) -> None:
         """The region of a group has ended, up to the sum."""
         self._open.discard(group)
@@ -58,6 +81,7 @@ class BlockCall:
         self._open.clear()
         self._draws.join()
         self._entered.clear()
+        self._gathered.clear()
 
 
 _CURRENT: ContextVar[tuple[object, BlockCall] | None] = ContextVar("fold3d_block_call", default=None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fold3d import _C
+from fold3d.tensor_parallel.sequence.exchange import ALL_GATHER, PART, Exchange, exchange
 
 _OPS: Any = torch.ops.fold3d
 
@@ -108,6 +110,33 @@ class TensorParallelGroup:
             return x
         part: Tensor = _OPS.tp_scatter(x, dim, self.name)
         return part
+
+    def exchange(self, x: Tensor, how: Exchange, known: Tensor | None = None) -> Tensor:
+        """Returns what `how` makes of `x`, a whole sequence or a part of it.
+
+        Args:
+            known: the result, where it is known already: then nothing is communicated before backward.
+        """
+        return exchange(self, x, how, known)
+
+    def start_exchange(self, x: Tensor, how: Exchange, what: str) -> Callable[[], Tensor]:
+        """Begins one of the moves of an exchange, without a gradient; returns what waits for its result. Never
+        blocks."""
+        if self.size == 1 or what == PART:
+            part = how.part(x, self.size, self.rank)
+            return lambda: part
+        x = x.detach()
+        if what == ALL_GATHER:
+            handle = _OPS.tp_all_gather_start(x, how.dim, how.length, self.name)
+        else:
+            handle = _OPS.tp_reduce_scatter_start(x, how.dim, self.name)
+        size = how.shape(x, what, self.size, self.rank)
+
+        def finish() -> Tensor:
+            made: Tensor = _OPS.tp_wait(handle, x, size)
+            return made
+
+        return finish
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Returns the sum of everybody's `x`, without a gradient."""

@@ -18,6 +18,9 @@ from fold3d.sharding.split import Attribute, BlockSplit, GroupSplit, TensorSlice
 from fold3d.tensor_parallel.block_call import BlockCalls
 from fold3d.tensor_parallel.linear import is_linear, matmul, widths
 from fold3d.tensor_parallel.region import RegionOps
+from fold3d.tensor_parallel.sequence.block_sequence import BlockSequence
+from fold3d.tensor_parallel.sequence.length import SequenceLength
+from fold3d.tensor_parallel.sequence.whole_results import put_together
 from fold3d.tensor_parallel.shard_random import ShardRandom
 from fold3d.tensor_parallel.slices import indices_of, replace_argument, replace_leaf, spread_part, take_part
 from fold3d.trace.wrappers import replace_attributes, wrap
@@ -36,27 +39,51 @@ def install(model: nn.Module, plan: ShardingPlan, rank: int, ops: RegionOps) -> 
     Raises: AttributeError when the model has other modules than the plan's.
     """
     undo: list[Callable[[], None]] = []
+    sequences: dict[str, BlockSequence] = {}
+    length = SequenceLength(ops.size, rank)
     try:
         for name, split in plan.blocks.items():
-            undo.append(install_block(model.get_submodule(name), split, rank, ops))
+            block, calls, parted = model.get_submodule(name), BlockCalls(ops), plan.sequence.get(name)
+            if parted is not None:
+                if parted.begins:
+                    length = SequenceLength(ops.size, rank)
+                sequences[name] = BlockSequence(block, parted, length, ops, calls)
+            undo.append(install_block(block, split, rank, ops, calls, sequences.get(name)))
+        if sequences:
+            undo.append(put_together(model, sequences))
     except BaseException:
         _undo_all(undo)
         raise
     return partial(_undo_all, undo)
 
 
-def install_block(block: nn.Module, split: BlockSplit, rank: int, ops: RegionOps) -> Callable[[], None]:
-    """Does for one block what `install` does for a model."""
+def install_block(
+    block: nn.Module,
+    split: BlockSplit,
+    rank: int,
+    ops: RegionOps,
+    calls: BlockCalls | None = None,
+    sequence: BlockSequence | None = None,
+) -> Callable[[], None]:
+    """Does for one block what `install` does for a model.
+
+    Args:
+        calls: the block's; None: new ones.
+        sequence: what it does with parts of the sequence; None: it is given the whole.
+    """
     if not split.groups:
         return _nothing
     undo: list[Callable[[], None]] = []
-    calls = BlockCalls(ops)
-    made = _Installer(block, split, rank, ops, calls)
+    made = _Installer(block, split, rank, ops, BlockCalls(ops) if calls is None else calls, sequence)
     try:
         undo += set_widths(block, split, rank)
         undo += [set_attribute(block, attribute) for attribute in split.attributes]
         for number, group in enumerate(split.groups):
             undo += made.group(number, group)
+        if sequence is not None:
+            undo += [sequence.gather(one) for one in sequence.split.gathers]
+            if sequence.split.begins:
+                undo.append(sequence.watch())
         undo.append(made.block())
     except BaseException:
         _undo_all(undo)
@@ -87,7 +114,17 @@ def set_widths(block: nn.Module, split: BlockSplit, rank: int) -> Iterator[Calla
 class _Installer:
     """Puts the forwards on one block."""
 
-    def __init__(self, block: nn.Module, split: BlockSplit, rank: int, ops: RegionOps, calls: BlockCalls) -> None:
+    def __init__(
+        self,
+        block: nn.Module,
+        split: BlockSplit,
+        rank: int,
+        ops: RegionOps,
+        calls: BlockCalls,
+        sequence: BlockSequence | None,
+    ) -> None:
+        self._sequence = sequence
+        self._leave = ops.reduce_from_region if sequence is None else sequence.leave
         self._block = block
         self._split = split
         self._rank = rank
@@ -114,6 +151,10 @@ class _Installer:
         """Puts the block's own forward around the others."""
         split, rank, ops, calls, original = self._split, self._rank, self._ops, self._calls, self._block.forward
         block = self._block
+        sequence = self._sequence
+        hidden = None if sequence is None else sequence.split.hidden  # enters regions by what gathers it
+        inputs = [one for one in split.inputs if one.path != hidden]
+        entering = [path for path in split.entering if path != hidden]
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             begun = calls.begin()
@@ -126,16 +167,22 @@ class _Installer:
                 return part
 
             try:
-                for one in split.inputs:
+                if sequence is not None:
+                    args, kwargs = sequence.scatter(args, kwargs)
+                for one in inputs:
                     args, kwargs = replace_argument(args, kwargs, one.path, partial(take, one=one))
-                for path in split.entering:
+                for path in entering:
                     args, kwargs = replace_argument(args, kwargs, path, call.copy)
-                with ShardRandom(split.draws, rank) if split.draws and block.training else contextlib.nullcontext():
+                with contextlib.ExitStack() as drawing:
+                    if split.draws and block.training:
+                        drawing.enter_context(ShardRandom(split.draws, rank))
+                    if sequence is not None:
+                        drawing.enter_context(sequence.random(call, args, kwargs))
                     output = original(*args, **kwargs)
                 for one in split.outputs:
                     gather = partial(_gather, one=one, rank=rank, ops=ops, sliced=sliced)
                     output = replace_leaf(output, one.path, gather)
-                return output
+                return output if sequence is None else sequence.collect(output)
             finally:
                 calls.end(begun)
 
@@ -154,14 +201,14 @@ class _Installer:
         return forward
 
     def _linear_exit(self, module: nn.Module, number: int) -> Callable[[Tensor], Tensor]:
-        calls, ops = self._calls, self._ops
+        calls, summed = self._calls, self._leave
 
         def forward(x: Tensor) -> Tensor:
             y = matmul(module, x)
             call = calls.current()
             call.leave(number)
             calls.left(call)
-            y = ops.reduce_from_region(y)
+            y = summed(y)
             bias: Tensor | None = module.bias  # type: ignore[assignment]
             return y if bias is None else y + bias.to(y.dtype)
 
@@ -171,6 +218,7 @@ class _Installer:
         self, module: nn.Module, name: str, number: int, enters: bool, exits: bool, shared: tuple[str, ...]
     ) -> Callable[..., Any]:
         calls, ops, block, split, original = self._calls, self._ops, self._block, self._split, module.forward
+        summed = self._leave
         prefix = f"{name}." if name else ""
         hubs = {full: hub for full, hub in self._hubs.items() if full.startswith(prefix)}
         parts = [full for full in shared if full.startswith(prefix)] if exits else []
@@ -198,7 +246,7 @@ class _Installer:
                 return y
             call.leave(number)
             calls.left(call)
-            y = tree_map_only(Tensor, ops.reduce_from_region, y)
+            y = tree_map_only(Tensor, summed, y)
             return y if late is None else y + block.get_parameter(late).to(y.dtype)
 
         return forward

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from fold3d.tensor_parallel.region import RegionOps
+from fold3d.tensor_parallel.sequence.exchange import Exchange
 
 
 class LateRegion:
@@ -32,6 +33,10 @@ class LateRegion:
     def copy_weight(self, weight: Tensor, dim: int, indices: Tensor) -> Tensor:
         """See RegionOps."""
         return self._connected().copy_weight(weight, dim, indices)
+
+    def exchange(self, x: Tensor, how: Exchange, known: Tensor | None = None) -> Tensor:
+        """See RegionOps."""
+        return self._connected().exchange(x, how, known)
 
     def _connected(self) -> RegionOps:
         if self._ops is None:

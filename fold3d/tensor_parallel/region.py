@@ -11,6 +11,8 @@ from typing import Protocol
 
 from torch import Tensor
 
+from fold3d.tensor_parallel.sequence.exchange import Exchange
+
 
 class RegionOps(Protocol):
     """Called by every rank of the group in the same order; gradients flow through all of them."""
@@ -33,3 +35,10 @@ class RegionOps(Protocol):
     def copy_weight(self, weight: Tensor, dim: int, indices: Tensor) -> Tensor:
         """Returns `weight`, whose gradient at `indices` of `dim` is summed over the ranks: what all of them hold of a
         parameter of which they hold different parts (`Shard.overlaps`)."""
+
+    def exchange(self, x: Tensor, how: Exchange, known: Tensor | None = None) -> Tensor:
+        """Returns what `how` makes of `x`, a whole sequence or a part of it.
+
+        Args:
+            known: the result, where it is known already: then nothing is communicated before backward.
+        """

@@ -21,10 +21,11 @@ from fold3d.trainer.refused import refuse_unsupported
 
 if TYPE_CHECKING:
     NumberOrAuto = int | str
+    FlagOrAuto = bool | str
     Bytes = int | float | str
     Plan = Mapping[str, str] | str
 else:  # HfArgumentParser reads the types, and would read `int | str` as int
-    NumberOrAuto = Bytes = Plan = str
+    NumberOrAuto = FlagOrAuto = Bytes = Plan = str
 
 # How launchers tell a process the size of its job; the same names, in the same order, that accelerate looks at.
 _WORLD_SIZE_VARIABLES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
@@ -64,6 +65,14 @@ class TrainingArguments(transformers.TrainingArguments):
         metadata={
             "help": "How tensor-parallel communication is hidden: sub (two halves of a micro-batch take turns), none, "
             "or auto (both are tried, the faster one stays). The numbers are the same."
+        },
+    )
+    sequence_parallel: FlagOrAuto = field(
+        default=False,
+        metadata={
+            "help": "Whether tensor-parallel processes share the sequence outside of layers that they share: norms, "
+            "residual sums and dropout take 1 / tp of their memory. auto: where the model is found to allow it. The "
+            "numbers are the same."
         },
     )
     pp: int = field(
@@ -155,6 +164,7 @@ class TrainingArguments(transformers.TrainingArguments):
         refuse_unsupported(self)
         self.segments, self.group_size = _number_or_auto(self.segments), _number_or_auto(self.group_size)
         self.tp_plan = _from_json(self.tp_plan)
+        self.sequence_parallel = _flag_or_auto(self.sequence_parallel)
         self.bucket_bytes = parse_bytes("bucket_bytes", self.bucket_bytes)
         self.memory_limit = parse_bytes("memory_limit", self.memory_limit)
         config = self.parallel
@@ -196,6 +206,7 @@ class TrainingArguments(transformers.TrainingArguments):
             tp=self.tp,
             tp_plan=self.tp_plan if isinstance(self.tp_plan, Mapping) else None,
             tp_overlap=self.tp_overlap,
+            sequence_parallel=self.sequence_parallel,
             pp=self.pp,
             segments=self.segments,
             micro_batches=self.gradient_accumulation_steps,
@@ -238,6 +249,12 @@ def _from_json(plan: Mapping[str, str] | str | None) -> Mapping[str, str] | None
 def _number_or_auto(value: int | str) -> int | str:
     """Returns the number that a command line gives as text; anything else as it is."""
     return int(value) if isinstance(value, str) and value.isdecimal() else value
+
+
+def _flag_or_auto(value: bool | str) -> bool | str:
+    """Returns the flag that a command line gives as text; anything else as it is."""
+    flags = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
+    return flags.get(value.lower(), value) if isinstance(value, str) else value
 
 
 def _announced_world_size() -> int:

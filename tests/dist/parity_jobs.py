@@ -313,7 +313,7 @@ def config_of(case: Case, **changes: Any) -> fold3d.ParallelConfig:
     if case.dp > 1:
         named |= {"dp_sync": case.dp_sync, "bucket_bytes": BUCKET_BYTES}
     if case.tp > 1:
-        named["tp_overlap"] = case.tp_overlap
+        named |= {"tp_overlap": case.tp_overlap, "sequence_parallel": case.sequence_parallel}
     return fold3d.ParallelConfig(**(named | {"transport": case.transport, "comm_timeout": 100.0} | changes))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fold3d.tensor_parallel.group import TensorParallelGroup
 from fold3d.tensor_parallel.kept_sums import KeptSums
+from fold3d.tensor_parallel.sequence.exchange import Exchange
 from fold3d.tensor_parallel.sub_pipelined.turning_ops import TurningOps
 from fold3d.tensor_parallel.sub_pipelined.turns import Turns
 
@@ -33,6 +35,15 @@ class Wire(TensorParallelGroup):
     def wait(self, started: Any) -> None:
         self.events.append(("wait", started))
 
+    def start_exchange(self, x: Tensor, how: Exchange, what: str) -> Callable[[], Tensor]:
+        started = self.start_all_reduce(x)
+
+        def finish() -> Tensor:
+            self.wait(started)
+            return x.clone()
+
+        return finish
+
 
 class Layer(nn.Module):
     def __init__(self, ops: Any, wire: Wire) -> None:
@@ -47,6 +58,27 @@ class Layer(nn.Module):
         y.register_hook(lambda gradient: self.wire.events.append(("compute", 0)))
         out: Tensor = x + self.ops.reduce_from_region(self.down(nn.functional.gelu(y)))
         return out
+
+
+class SharedSequence(nn.Module):
+    """A layer whose ranks share the sequence outside of its region."""
+
+    def __init__(self, ops: Any, wire: Wire) -> None:
+        super().__init__()
+        self.ops, self.wire = ops, wire
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        normed = self.computed(nn.functional.layer_norm(x, (WIDTH,)))
+        y = self.ops.exchange(normed, Exchange.gather(1, x.shape[1], sums=True))
+        y = self.computed(nn.functional.gelu(self.up(y)))
+        out: Tensor = x + self.ops.exchange(self.down(y), Exchange.reduce_scatter(1, x.shape[1]))
+        return out
+
+    def computed(self, x: Tensor) -> Tensor:
+        self.wire.events.append(("compute", 0))
+        x.register_hook(lambda gradient: self.wire.events.append(("compute", 0)))
+        return x
 
 
 def hidden(events: list[tuple[str, int]]) -> list[bool]:
@@ -79,6 +111,34 @@ def test_every_sum_is_hidden_but_the_last(kept: bool) -> None:
     # The first sum of the gradients begins when the other half has all of its last layer to compute, and so on.
     assert hidden(wire.events)[:-1] == [True] * (2 * LAYERS - 1)
     assert [kind for kind, _ in wire.events].count("start") == 2 * LAYERS, "recomputation communicates nothing"
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_every_exchange_of_a_sequence_is_hidden_but_the_last(kept: bool) -> None:
+    torch.manual_seed(0)
+    wire, turns = Wire(), Turns()
+    ops: Any = TurningOps(wire, turns)
+    layers = nn.Sequential(*(SharedSequence(KeptSums(ops), wire) for _ in range(LAYERS)))
+    x = torch.randn(4, 3, WIDTH, requires_grad=True)
+    ops.begin()
+
+    def run(part: Tensor) -> Tensor:
+        for layer in layers:
+            part = checkpoint(layer, part, use_reentrant=False) if kept else layer(part)
+        return part
+
+    halves = turns.run([lambda: run(x[:2]), lambda: run(x[2:])], [], [torch.default_generator])
+    forward, wire.events = wire.events, []
+    torch.cat(halves).square().sum().backward()
+    for events in (forward, wire.events):
+        assert [kind for kind, _ in events].count("start") == 2 * 2 * LAYERS, "recomputation communicates nothing"
+        assert sum(hidden(events)) >= 2 * 2 * LAYERS - 2, "what ends a half has nobody left"
+    found, x.grad = x.grad, None
+    alone: Any = KeptSums(TurningOps(Wire(), Turns()))
+    for layer in layers:
+        layer.ops = alone
+    layers(x).square().sum().backward()
+    torch.testing.assert_close(found, x.grad)
 
 
 def test_gradients_of_some_channels() -> None:

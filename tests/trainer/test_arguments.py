@@ -35,6 +35,7 @@ def test_new_arguments_have_help() -> None:
         "tp",
         "tp_plan",
         "tp_overlap",
+        "sequence_parallel",
         "pp",
         "segments",
         "schedule",

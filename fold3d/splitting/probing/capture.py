@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -23,7 +23,8 @@ from fold3d.trace.wrappers import drop_wrappers, whole_shape, wrap
 from fold3d.weights.materialize import materialize
 
 _MASK = "attention_mask"
-_SAMPLES = 2
+SAMPLES = 2
+"""That blocks are run on."""
 _LENGTH = 8
 """Of the sequences that blocks are run on; what is a head or a neuron does not depend on it."""
 
@@ -37,18 +38,24 @@ class CapturedCall:
     kwargs: dict[str, Any]
     read: frozenset[Path]
     """Tensors among its results that somebody reads."""
+    handed: Mapping[Path, tuple[str, Path]] = field(default_factory=dict)
+    """Arguments that are what an earlier block returned, as it is -> (that block, place in its result)."""
 
 
 class _Done(BaseException):
     """Ends the forward after the last block."""
 
 
-def capture(model: nn.Module, trace: Trace, example: Mapping[str, Any]) -> dict[str, CapturedCall]:
+def capture(
+    model: nn.Module, trace: Trace, example: Mapping[str, Any], length: int = _LENGTH
+) -> dict[str, CapturedCall]:
     """Runs the model's own forward up to its last block, and returns how each block was called, by name.
 
     Modules with parameters outside of the blocks, and the blocks, return random numbers of the right shapes, so nothing
     is computed from weights; masks, positions and the like come from the model's own code. The model is not touched.
 
+    Args:
+        length: tokens that texts of the example are shortened to, where the model takes such.
     Raises: TraceError when the forward fails.
     """
     shadow = _skeleton(model)
@@ -56,7 +63,7 @@ def capture(model: nn.Module, trace: Trace, example: Mapping[str, Any]) -> dict[
     _fill_direct(shadow, trace)
     shadow.eval()
     padded = _padded(shadow, example)
-    short, whole = _batch(padded, _LENGTH), _batch(padded, None)
+    short, whole = _batch(padded, length), _batch(padded, None)
     try:
         run = _Run(shadow, trace, example, short)
         calls = run(None)
@@ -77,7 +84,7 @@ def capture(model: nn.Module, trace: Trace, example: Mapping[str, Any]) -> dict[
             for name in read:
                 read[name].add(path)
     return {
-        name: CapturedCall(shadow.get_submodule(name), args, kwargs, frozenset(read[name]))
+        name: CapturedCall(shadow.get_submodule(name), args, kwargs, frozenset(read[name]), run.handed[name])
         for name, (args, kwargs) in calls.items()
     }
 
@@ -105,6 +112,7 @@ class _Run:
         self._outer = [n for n in dict.fromkeys((*trace.prologue, *trace.between)) if _has_parameters(shadow, n)]
         self._shapes = {n: ShapeOnly(n, shadow.get_submodule(n)) for n in (*self._outer, *trace.blocks)}
         self.results: dict[str, Any] = {}
+        self.handed: dict[str, dict[Path, tuple[str, Path]]] = {}
 
     def __call__(self, poisoned: Path | None) -> dict[str, tuple[tuple[Any, ...], dict[str, Any]]]:
         """Returns (args, kwargs) of each block; the result of each at `poisoned` is NaN."""
@@ -117,6 +125,8 @@ class _Run:
 
             def forward(*args: Any, **kwargs: Any) -> Any:
                 if is_block:
+                    if poisoned is None:
+                        self.handed[name] = self._handed(list(calls), (args, kwargs))
                     calls[name] = tree_map_only(Tensor, Tensor.detach, (args, kwargs))
                 output = shape_only(torch.device("cpu"), args, kwargs)
                 output = tree_map_only(Tensor, lambda x: _random_like(x, draw), output)
@@ -143,6 +153,16 @@ class _Run:
             for remove in reversed(undo):
                 remove()
         return calls
+
+    def _handed(self, earlier: list[str], call: Any) -> dict[Path, tuple[str, Path]]:
+        made = {
+            (leaf.data_ptr(), leaf.shape): (name, path)
+            for name in earlier
+            for path, leaf in paths_of(self.results[name])
+            if leaf.numel()
+        }
+        arguments = [(path[1:], leaf) for path, leaf in paths_of(call)]
+        return {path: found for path, x in arguments if (found := made.get((x.data_ptr(), x.shape))) is not None}
 
 
 def _skeleton(model: nn.Module) -> nn.Module:
@@ -207,7 +227,7 @@ def _batch(example: Mapping[str, Any], length: int | None) -> dict[str, Any]:
             tensor = torch.randn(tensor.shape).to(tensor.dtype) if tensor.is_floating_point() else ones
         tensor = tensor.detach().cpu()
         if tensor.dim() and tensor.shape[0] == samples:
-            tensor = tensor[[k % samples for k in range(_SAMPLES)]]
+            tensor = tensor[[k % samples for k in range(SAMPLES)]]
             if length is not None and tensor.dim() > 1 and texts and tensor.shape[1] == texts[0]:
                 tensor = tensor[:, :length]
         if name == _MASK and tensor.dim() == 2:

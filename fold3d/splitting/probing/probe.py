@@ -32,6 +32,8 @@ class Poison:
     parameter: str | None = None
     argument: Path | None = None
     dim: int = 0
+    every: frozenset[str] = frozenset()
+    """Sites all of whose output channels are NaN, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +170,8 @@ class Probe:
             value = value.clone()
             value[..., _index(poison.places)] = float("nan")
             return value
+        if poison is not None and name in poison.every:
+            return torch.full_like(value, float("nan"))
         if local is not None and name in local.outputs:
             return value.index_select(-1, local.outputs[name])
         return value.clone()  # models add in place

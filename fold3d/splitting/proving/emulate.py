@@ -9,6 +9,7 @@ import greenlet
 import torch
 from torch import Tensor
 
+from fold3d.tensor_parallel.sequence.exchange import ALL_GATHER, REDUCE_SCATTER, Exchange
 from fold3d.tensor_parallel.sub_pipelined.thread_state import ThreadState
 
 
@@ -31,6 +32,10 @@ class EmulatedOps:
     def copy_weight(self, weight: Tensor, dim: int, indices: Tensor) -> Tensor:
         """See RegionOps."""
         return self._group.meet(self.rank, _Copy(dim, indices), weight)
+
+    def exchange(self, x: Tensor, how: Exchange, known: Tensor | None = None) -> Tensor:
+        """See RegionOps."""
+        return self._group.meet(self.rank, _Exchange(how), x)
 
 
 class EmulatedGroup:
@@ -76,7 +81,7 @@ class EmulatedGroup:
             begin.restore()
         return [results[rank] for rank in range(self.size)]
 
-    def meet(self, rank: int, operation: _Copy | _Reduce, x: Tensor) -> Tensor:
+    def meet(self, rank: int, operation: _Copy | _Reduce | _Exchange, x: Tensor) -> Tensor:
         """One rank's call of an operation; returns its result when all have called."""
         self._waiting[rank] = (operation, x)
         mine = _state()
@@ -128,6 +133,45 @@ class _Reduce:
         # Each rank's gradient is the sum's: the sum stands for its own summand. Without an in-place change of `total`,
         # which all of them would see.
         return [_Reduced.apply(x, total) for x in tensors]  # type: ignore[no-untyped-call]
+
+
+class _Exchange:
+    may_differ = True
+
+    def __init__(self, how: Exchange) -> None:
+        self.how = how
+
+    @staticmethod
+    def of_all(operations: Sequence[Any], tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        hows = {operation.how for operation in operations}
+        if len(hows) > 1:
+            raise RuntimeError(f"the ranks call different operations: {hows}")
+        exchanged: Sequence[Tensor] = _Exchanged.apply(operations[0].how, *tensors)  # type: ignore[no-untyped-call]
+        return exchanged
+
+
+class _Exchanged(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, how: Exchange, *tensors: Tensor) -> Any:
+        ctx.exchanged = how
+        return tuple(_moved(how, how.forward, tensors))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return None, *_moved(ctx.exchanged, ctx.exchanged.backward, gradients)
+
+
+def _moved(how: Exchange, move: str, tensors: Sequence[Tensor]) -> list[Tensor]:
+    size = len(tensors)
+    if move == ALL_GATHER:
+        whole = torch.cat(list(tensors), how.dim)
+        if whole.shape[how.dim] != how.length:
+            raise RuntimeError(f"parts of {whole.shape[how.dim]} rows are no sequence of {how.length}")
+        return [whole.clone() for _ in range(size)]
+    if move == REDUCE_SCATTER:
+        total = torch.stack(list(tensors)).sum(0)
+        return [how.part(total, size, rank) for rank in range(size)]
+    return [how.part(x, size, rank) for rank, x in enumerate(tensors)]
 
 
 class _Copied(torch.autograd.Function):

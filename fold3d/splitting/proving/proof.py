@@ -10,13 +10,17 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from fold3d.sharding.sequence import SequenceSplit
 from fold3d.sharding.shard import Shard
 from fold3d.sharding.split import BlockSplit
 from fold3d.splitting.probing.capture import CapturedCall, paths_of
 from fold3d.splitting.probing.double import DoubleMode
 from fold3d.splitting.proving.emulate import EmulatedGroup, EmulatedOps
 from fold3d.splitting.proving.factors import Factors
+from fold3d.tensor_parallel.block_call import BlockCalls
 from fold3d.tensor_parallel.install import install_block
+from fold3d.tensor_parallel.sequence.block_sequence import BlockSequence
+from fold3d.tensor_parallel.sequence.length import SequenceLength
 
 TOLERANCE = 1e-10
 """Of differences, relative to the largest element, in double precision."""
@@ -31,9 +35,21 @@ def prove(call: CapturedCall, split: BlockSplit, tp: int) -> str:
     return _Proof(call, split, tp).run()
 
 
+def prove_sequence(call: CapturedCall, split: BlockSplit, tp: int, sequence: SequenceSplit) -> tuple[str, set[str]]:
+    """Does what `prove` does for ranks that share the block's sequence, too, and returns besides which parameters that
+    every rank holds whole have gradients that are to be summed over the ranks, of which the split does not say so.
+
+    Args:
+        sequence: of a block that is given the whole sequence and returns it.
+    """
+    proof = _Proof(call, split, tp, sequence)
+    return proof.run(), proof.summed
+
+
 class _Proof:
-    def __init__(self, call: CapturedCall, split: BlockSplit, tp: int) -> None:
-        self._call, self._split, self._tp = call, split, tp
+    def __init__(self, call: CapturedCall, split: BlockSplit, tp: int, sequence: SequenceSplit | None = None) -> None:
+        self._call, self._split, self._tp, self._sequence = call, split, tp, sequence
+        self.summed: set[str] = set()
         self._args, self._kwargs = double_inputs(call)
         self._factors = Factors()
         self._large = Factors.candidates(call.block, split.shards)
@@ -57,7 +73,7 @@ class _Proof:
         ranks = [_Leaves(self._args, self._kwargs) for _ in range(self._tp)]
 
         def as_rank(ops: EmulatedOps) -> Any:
-            install_block(blocks[ops.rank], self._split, ops.rank, ops)
+            self._install(blocks[ops.rank], ops)
             return blocks[ops.rank](*ranks[ops.rank].args, **ranks[ops.rank].kwargs)
 
         owned = [(rank, name, block.get_parameter(name)) for rank, block in enumerate(blocks) for name in self._large]
@@ -69,6 +85,12 @@ class _Proof:
         except Exception as error:
             return f"{self._tp} ranks raise {type(error).__name__}: {error}"
         return next(self._wrong(output, outputs, weights, inputs, ranks, whole, blocks), "")
+
+    def _install(self, block: nn.Module, ops: EmulatedOps) -> None:
+        calls, parted = BlockCalls(ops), None
+        if self._sequence is not None:
+            parted = BlockSequence(block, self._sequence, SequenceLength(ops.size, ops.rank), ops, calls)
+        install_block(block, self._split, ops.rank, ops, calls, parted)
 
     def _run_whole(self) -> tuple[nn.Module, _Leaves, Any]:
         whole = with_weights(self._call.block, self._large)
@@ -101,6 +123,9 @@ class _Proof:
             if name in self._large:
                 continue
             gradients = [block.get_parameter(name).grad for block in blocks]
+            if self._sequence is not None and shard is None and _is_only_the_sum(gradients, parameter.grad):
+                self.summed.add(name)
+                continue
             for rank in range(self._tp):
                 part = parameter.grad if shard is None or parameter.grad is None else shard.take(parameter.grad, rank)
                 if differ(_whole_gradient(gradients, shard, rank), part):
@@ -139,6 +164,13 @@ def _whole_gradient(gradients: list[Tensor | None], shard: Shard | None, rank: i
     parts = [gradients[other] for other in shard.holders(rank)]
     held = [part for part in parts if part is not None]
     return torch.stack(held).sum(0) if held else None
+
+
+def _is_only_the_sum(gradients: list[Tensor | None], whole: Tensor | None) -> bool:
+    held = [gradient for gradient in gradients if gradient is not None]
+    if not held or not any(differ(gradient, whole) for gradient in gradients):
+        return False
+    return not differ(torch.stack(held).sum(0), whole)
 
 
 def differ(found: Tensor | None, expected: Tensor | None) -> bool:

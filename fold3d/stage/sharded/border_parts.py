@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
+from fold3d.sharding.sequence import SequenceSplit
+from fold3d.tensor_parallel.slices import replace_leaf
 from fold3d.trace import Trace
 
 
@@ -29,21 +32,34 @@ class BorderParts:
 
     Only what is the same in every micro-batch decides which tensors travel in parts, since the receiver has no whole
     one to look at: floating point, with a last dimension that divides and is one that the model's weights have, so that
-    it does not change with the lengths of samples.
+    it does not change with the lengths of samples. Hidden states of which each rank has a part already are left alone.
     """
 
-    def __init__(self, trace: Trace, ranges: Sequence[tuple[int, int]], widths: set[int], ops: PartOps) -> None:
+    def __init__(
+        self,
+        trace: Trace,
+        ranges: Sequence[tuple[int, int]],
+        widths: set[int],
+        ops: PartOps,
+        sequence: Mapping[str, SequenceSplit] | None = None,
+    ) -> None:
         """Args:
         ranges: blocks [first, end) of every chunk.
         widths: sizes that the model's whole parameters have.
+        sequence: blocks that work on parts of the sequence, by name; None: none does.
         """
         self._ops = ops
         self._parted = [
             [
-                dtype.is_floating_point and bool(shape) and shape[-1] % ops.size == 0 and shape[-1] in widths
-                for shape, dtype in trace.shapes[end - 1]
+                dtype.is_floating_point
+                and bool(shape)
+                and shape[-1] % ops.size == 0
+                and shape[-1] in widths
+                and number != parted
+                for number, (shape, dtype) in enumerate(trace.shapes[end - 1])
             ]
             for _, end in ranges[:-1]
+            for parted in (_parted_already(trace, end - 1, sequence or {}),)
         ]
 
     def send(self, chunk: int, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -59,3 +75,20 @@ class BorderParts:
             self._ops.gather_from_region(tensor, -1) if parted else tensor
             for tensor, parted in zip(tensors, self._parted[chunk - 1], strict=True)
         ]
+
+
+def _parted_already(trace: Trace, block: int, sequence: Mapping[str, SequenceSplit]) -> int | None:
+    """Returns which of the tensors that a block returns is a part of the sequence."""
+    split = sequence.get(trace.blocks[block])
+    if split is None or split.ends:
+        return None
+    structure = trace.structures[block]
+    numbers = structure.unflatten([torch.tensor(number) for number in range(structure.num_tensors)])
+    found: list[int] = []
+
+    def note(number: Tensor) -> Tensor:
+        found.append(int(number))
+        return number
+
+    replace_leaf(numbers, split.result, note)
+    return found[0] if found else None

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from fold3d.tensor_parallel.region import RegionOps
+from fold3d.tensor_parallel.sequence.exchange import PART, Exchange
 from fold3d.tensor_parallel.sub_pipelined.turns import Turns
 
 
@@ -20,6 +22,9 @@ class StartedSums(RegionOps, Protocol):
     def wait(self, started: Any) -> None:
         """Returns when the sum is there. Raises: CommunicationError after the time limit."""
 
+    def start_exchange(self, x: Tensor, how: Exchange, what: str) -> Callable[[], Tensor]:
+        """Begins one of the moves of an exchange; returns what waits for its result. Never blocks."""
+
 
 class TurningOps:
     """RegionOps over `group`. Outside of `turns` they are the group's own.
@@ -28,7 +33,8 @@ class TurningOps:
     pass of autograd over both functions' graphs: `copy_to_region` is two nodes, of which the first one reached starts
     the sum of the gradient and the second one waits. Autograd runs nodes in the order of their sequence numbers, the
     youngest first; the waiting node gets the number of the other function's newest one, so everything that the other
-    one can compute meanwhile comes before it.
+    one can compute meanwhile comes before it. An `exchange` communicates in both directions, so its two nodes lie on
+    both sides of the turn of the other function as they are made.
     """
 
     def __init__(self, group: StartedSums, turns: Turns) -> None:
@@ -66,6 +72,38 @@ class TurningOps:
     def copy_weight(self, weight: Tensor, dim: int, indices: Tensor) -> Tensor:
         return self._group.copy_weight(weight, dim, indices)
 
+    def exchange(self, x: Tensor, how: Exchange, known: Tensor | None = None) -> Tensor:
+        if self.turns.current is None or known is not None:
+            return self._group.exchange(x, how, known)
+        with_grad = torch.is_grad_enabled() and x.requires_grad
+        back = _GradientExchange(self._group, how, x.shape)
+        waited: Tensor = _Wait.apply(x, back) if with_grad else x  # type: ignore[no-untyped-call]
+        finish = self._group.start_exchange(x.detach(), how, how.forward)
+        if how.forward != PART:
+            self.turns.hand_over()
+        made = finish()
+        if not with_grad:
+            return made
+        started: Tensor = _StartExchange.apply(waited, made, back)  # type: ignore[no-untyped-call]
+        return started
+
+
+class _GradientExchange:
+    """What becomes of one gradient in an exchange: started by one node, waited for by the next."""
+
+    def __init__(self, group: StartedSums, how: Exchange, shape: torch.Size) -> None:
+        self._group, self._how, self._shape = group, how, shape
+        self._finish: Callable[[], Tensor] | None = None
+
+    def start(self, gradient: Tensor) -> Tensor:
+        self._finish = self._group.start_exchange(gradient, self._how, self._how.backward)
+        return gradient.new_zeros(()).expand(self._shape)  # stands for what is on its way
+
+    def wait(self, _: Tensor) -> Tensor:
+        finish, self._finish = self._finish, None
+        assert finish is not None, "autograd runs the node that starts an exchange first"
+        return finish()
+
 
 class _GradientSum:
     """The sum of one gradient over the ranks: started by one node, waited for by the next."""
@@ -92,7 +130,7 @@ class _GradientSum:
 
 class _Wait(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, sum_of: _GradientSum) -> Tensor:
+    def forward(ctx: Any, x: Tensor, sum_of: _GradientSum | _GradientExchange) -> Tensor:
         ctx.sum_of = sum_of
         return x.view_as(x)
 
@@ -110,3 +148,14 @@ class _Start(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return ctx.sum_of.start(gradient), None
+
+
+class _StartExchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, made: Tensor, back: _GradientExchange) -> Tensor:
+        ctx.back = back
+        return made.view_as(made)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.back.start(gradient), None, None

@@ -1,0 +1,162 @@
+"""BlockSequence: the exchanges of a block whose ranks share the sequence of its hidden state."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fold3d.sharding.sequence import Gathering, SequenceSplit
+from fold3d.sharding.split import Path
+from fold3d.tensor_parallel.block_call import BlockCall, BlockCalls
+from fold3d.tensor_parallel.region import RegionOps
+from fold3d.tensor_parallel.sequence.exchange import Exchange, rows_of
+from fold3d.tensor_parallel.sequence.length import SequenceLength
+from fold3d.tensor_parallel.sequence.rows_random import RowsRandom
+from fold3d.tensor_parallel.slices import replace_argument, replace_leaf
+from fold3d.trace.wrappers import wrap
+
+
+class BlockSequence:
+    """What the forwards of one block do with parts of the sequence. All ranks of the group call the same."""
+
+    def __init__(
+        self, block: nn.Module, split: SequenceSplit, length: SequenceLength, ops: RegionOps, calls: BlockCalls
+    ) -> None:
+        self.split = split
+        self.returned: list[weakref.ref[Tensor]] = []
+        """Parts of the hidden state that the block has returned since `begin`."""
+        self._block, self._length, self._ops, self._calls = block, length, ops, calls
+        self._dropouts = [module for module in block.modules() if isinstance(module, nn.modules.dropout._DropoutNd)]
+        self._draws: tuple[list[float], bool] | None = None  # with these chances: whether anything is drawn outside
+
+    def watch(self) -> Callable[[], None]:
+        """Notes before each call of the block how long the whole sequence is; returns what ends that. Also where
+        something stands in for the block's own forward, as on another stage."""
+        return self._block.register_forward_pre_hook(_Watch(self), with_kwargs=True).remove
+
+    def begin(self, args: Any, kwargs: Any) -> None:
+        """The block, the first of those that hand parts to each other, is called with a whole hidden state."""
+
+        def note(x: Tensor) -> Tensor:
+            self._length.begin(x.shape[self.split.dim])
+            return x
+
+        replace_argument(args, kwargs, self.split.hidden, note)
+
+    def scatter(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Returns the block's arguments with this rank's part of the hidden state."""
+        if not self.split.begins:
+            return args, kwargs
+        return replace_argument(
+            args,
+            kwargs,
+            self.split.hidden,
+            lambda x: self._ops.exchange(x, Exchange.scatter(self.split.dim, x.shape[self.split.dim])),
+        )
+
+    def collect(self, output: Any) -> Any:
+        """Returns the block's result as the next one takes it."""
+        if self.split.ends:
+            return replace_leaf(output, self.split.result, self.whole)
+
+        def note(x: Tensor) -> Tensor:
+            if torch._C._current_graph_task_id() == -1:
+                self.returned = [ref for ref in self.returned if ref() is not None]
+                self.returned.append(weakref.ref(x))
+            return x
+
+        return replace_leaf(output, self.split.result, note)
+
+    def whole(self, part: Tensor) -> Tensor:
+        """Returns the whole of which each rank has a part; its gradient is the same on each."""
+        return self._whole(part, sums=False)
+
+    def leave(self, y: Tensor) -> Tensor:
+        """Returns this rank's part of the sum of what an exit returns. Raises: ValueError when it has no sequence."""
+        dim, length = self.split.dim, self._length.of()
+        unfolded = self._unfolded(y, length)
+        if unfolded.dim() <= dim or unfolded.shape[dim] != length:
+            raise ValueError(f"an exit returns {tuple(y.shape)}, in which dimension {dim} is no sequence of {length}")
+        part = self._ops.exchange(unfolded, Exchange.reduce_scatter(dim, length))
+        return part if unfolded is y else part.flatten(0, 1)
+
+    def gather(self, one: Gathering) -> Callable[[], None]:
+        """Has a module take the whole sequence."""
+        module, calls = self._block.get_submodule(one.module), self._calls
+        original = module.forward
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            call = calls.current()
+
+            def gathered(x: Tensor) -> Tensor:
+                return call.gather(x, one.sums, lambda x: self._whole(x, sums=one.sums))
+
+            args, kwargs = replace_argument(args, kwargs, one.path, gathered)
+            return original(*args, **kwargs)
+
+        return wrap(module, forward)
+
+    @contextlib.contextmanager
+    def random(self, call: BlockCall, args: Any, kwargs: Any) -> Iterator[None]:
+        """Outside of regions, what the block draws is this rank's part of what one rank would draw."""
+        chances = [module.p for module in self._dropouts]
+        hidden = _leaf(args, kwargs, self.split.hidden)
+        known = self._draws is not None and self._draws[0] == chances
+        if not self._block.training or hidden is None or (known and self._draws is not None and not self._draws[1]):
+            yield
+            return
+        length = self._length.of(hidden.shape[self.split.dim])
+        mode = RowsRandom(hidden.shape, self.split.dim, length, self._ops.size, self._ops.rank, lambda: call.in_region)
+        with mode:
+            yield
+        self._draws = (chances, mode.used or (known and self._draws is not None and self._draws[1]))
+
+    def _whole(self, part: Tensor, *, sums: bool) -> Tensor:
+        dim = self.split.dim
+        folded = self._is_folded(part)
+        length = self._length.of(None if folded else part.shape[dim])
+        first, end = rows_of(length, self._ops.size, self._ops.rank)
+        unfolded = self._unfolded(part, end - first)
+        whole = self._ops.exchange(unfolded, Exchange.gather(dim, length, sums=sums))
+        return whole.flatten(0, 1) if folded else whole
+
+    def _is_folded(self, x: Tensor) -> bool:
+        """Whether samples and their sequences lie in one dimension, as some models have it around linear layers."""
+        return self.split.dim == 1 and x.dim() == 2
+
+    def _unfolded(self, x: Tensor, rows: int) -> Tensor:
+        if not self._is_folded(x):
+            return x
+        if not rows or x.shape[0] % rows:
+            raise ValueError(f"{tuple(x.shape)} holds no samples of {rows} rows each")
+        return x.reshape(-1, rows, x.shape[1])
+
+
+class _Watch:
+    """The hook of one block. That of a copy of it, deep or pickled, watches nothing."""
+
+    def __init__(self, sequence: BlockSequence | None) -> None:
+        self._sequence = sequence
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Watch, (None,)
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._sequence is not None:
+            self._sequence.begin(args, kwargs)
+
+
+def _leaf(args: Any, kwargs: Any, path: Path) -> Tensor | None:
+    found: list[Tensor] = []
+
+    def note(x: Tensor) -> Tensor:
+        found.append(x)
+        return x
+
+    replace_argument(args, kwargs, path, note)
+    return found[0] if found else None

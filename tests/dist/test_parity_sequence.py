@@ -1,0 +1,115 @@
+"""Where the ranks of a tensor-parallel group share the sequence, everything is as on one process, to 1e-10 in fp64.
+
+Rows have 9 tokens, which are no equal parts for any group.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fold3d
+from fold3d.errors import RankError
+from tests.dist import parity_extra, parity_jobs
+from tests.dist.parity_cases import Case
+from tests.dist.parity_checks import TOLERANCE, assert_all_names, assert_equal, assert_ranks_agree
+from tests.helpers.ranks import RankPool
+
+reference = functools.cache(parity_jobs.train_alone)
+evaluation = functools.cache(parity_extra.evaluate_alone)
+Shared = functools.partial(Case, sequence_parallel=True)
+
+GRID = [
+    Shared(tp=2, m=2, family="llama", tp_overlap="none"),
+    Shared(tp=2, m=2, family="opt", tp_overlap="sub", recompute=True),
+    Shared(tp=4, m=1, family="gpt2-4", tp_overlap="none"),
+    Shared(dp=2, tp=2, m=2, family="bert", tp_overlap="none", dp_sync="zero1", recompute=True),
+    Shared(dp=2, tp=2, m=2, family="gpt2", tp_overlap="sub", dp_sync="early", labels="padded"),
+    Shared(tp=2, pp=2, m=3, family="llama", tp_overlap="sub", labels="ragged", tied=False),
+    Shared(tp=2, pp=2, segments=2, m=3, schedule="aiao", family="gpt2", tp_overlap="sub", recompute=True),
+    Shared(tp=2, pp=2, segments=2, m=2, schedule="aiao", family="opt", tp_overlap="none", transport="c10d"),
+    Shared(tp=2, pp=2, m=2, family="gpt2", tp_overlap="none", frozen=True),
+    Shared(tp=2, pp=2, segments=2, m=3, family="llama", schedule="aiao", through="trainer", labels="ragged"),
+]
+
+
+@pytest.mark.parametrize("case", GRID, ids=lambda case: case.name)
+def test_training(ranks: RankPool, case: Case) -> None:
+    expected = reference(case.alone())
+    results = ranks.run(parity_jobs.train, case.ranks, case, timeout=150.0)
+    assert_equal(results[0], expected, TOLERANCE[case.dtype])
+    assert_all_names(results[0], parity_jobs.build(case))
+    assert_ranks_agree(results, case)
+
+
+@pytest.mark.parametrize("layout", [(2, 1, 1), (2, 2, 2)])
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_evaluation(ranks: RankPool, layout: tuple[int, int, int], family: str) -> None:
+    tp, pp, segments = layout
+    case = Shared(tp=tp, pp=pp, segments=segments, m=2, family=family, schedule="aiao" if segments > 1 else "1f1b")
+    expected = evaluation(replace(case, tp=1, pp=1, segments=1, schedule="1f1b", sequence_parallel=False))
+    for found in ranks.run(parity_extra.evaluate, case.ranks, case, timeout=150.0):
+        assert found == pytest.approx(expected, abs=1e-10)
+
+
+@pytest.mark.parametrize("overlap", ["none", "sub"])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_dropout_is_that_of_the_whole_sequence(ranks: RankPool, overlap: str, recompute: bool) -> None:
+    case = Shared(tp=2, pp=2, m=2, family="bert", dropout=0.2, tp_overlap=overlap, recompute=recompute)
+    ours = ranks.run(parity_jobs.train, 4, case, timeout=150.0)
+    whole = replace(case, tp=1, recompute=False, sequence_parallel=False, tp_overlap="auto")
+    theirs = ranks.run(parity_jobs.train, 2, whole, timeout=150.0)
+    assert_equal(ours[0], theirs[0], TOLERANCE["float64"])
+    assert_ranks_agree(ours, case)
+
+
+def look(case: Case) -> dict[str, Any]:
+    """What blocks hand to each other, and what the model returns of it."""
+    model = parity_jobs.build(case)
+    engine = parity_jobs.engine_of(case, model)
+    seen: dict[str, Any] = {"between": []}
+    blocks = next(module for module in model.modules() if isinstance(module, nn.ModuleList))
+    hooks = [
+        block.register_forward_hook(
+            lambda _, args, out: seen["between"].append((out[0] if isinstance(out, tuple) else out).shape)
+        )
+        for block in blocks
+    ]
+    try:
+        with parity_jobs.precision(case), torch.no_grad():
+            batch = parity_jobs.batch_of(engine, case, 0)
+            out = model(batch["input_ids"], output_hidden_states=True)
+            seen["states"] = [state.clone() for state in out.hidden_states]
+    finally:
+        for hook in hooks:
+            hook.remove()
+        engine.close()
+    return seen
+
+
+def test_parts_between_blocks_are_whole_where_the_model_returns_them(ranks: RankPool) -> None:
+    case = Shared(tp=2, m=1, family="llama")
+    found = ranks.run(look, 2, case, timeout=100.0)
+    alone = ranks.run(look, 1, replace(case, tp=1, sequence_parallel=False), timeout=100.0)[0]
+    for rank, seen in enumerate(found):
+        rows = [shape[1] for shape in seen["between"]]
+        assert rows == [5 - rank] * (case.layers - 1) + [9]
+        for state, expected in zip(seen["states"], alone["states"], strict=True):
+            torch.testing.assert_close(state, expected, rtol=0, atol=1e-10)
+
+
+def refuse(case: Case) -> str:
+    model = parity_jobs.build(case)
+    with pytest.raises((fold3d.ConfigError, RankError)) as raised:
+        parity_jobs.engine_of(case, model, tp_plan={"self_attn.*": "replicate"})
+    return str(raised.value)
+
+
+def test_what_cannot_be_shared_is_refused_with_the_reason(ranks: RankPool) -> None:
+    for text in ranks.run(refuse, 2, Shared(tp=2, m=1, family="llama"), timeout=100.0):
+        assert "sequence_parallel=True" in text and "Set it to False" in text
