@@ -38,6 +38,7 @@ GRID = [
 ]
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("case", GRID, ids=lambda case: case.name)
 def test_training(ranks: RankPool, case: Case) -> None:
     expected = reference(case.alone())
@@ -47,6 +48,7 @@ def test_training(ranks: RankPool, case: Case) -> None:
     assert_ranks_agree(results, case)
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("layout", [(2, 1, 1), (2, 2, 2)])
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_evaluation(ranks: RankPool, layout: tuple[int, int, int], family: str) -> None:
@@ -57,6 +59,7 @@ def test_evaluation(ranks: RankPool, layout: tuple[int, int, int], family: str) 
         assert found == pytest.approx(expected, abs=1e-10)
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("overlap", ["none", "sub"])
 @pytest.mark.parametrize("recompute", [False, True])
 def test_dropout_is_that_of_the_whole_sequence(ranks: RankPool, overlap: str, recompute: bool) -> None:

@@ -71,6 +71,7 @@ def test_files_are_those_of_one_process(sharded: tuple[Job, Outcome], tmp_path: 
     assert all(torch.equal(loaded[name], value) for name, value in outcome.weights.items())
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(
     ("processes", "layout", "micro_batches"),
     [
