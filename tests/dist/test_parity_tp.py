@@ -107,8 +107,15 @@ def matrices_of_blocks(case: Case) -> set[str]:
     return {name for name, p in found if p.ndim in (2, 3) and ".0." in name and "gate.weight" not in name}
 
 
+def params() -> list[Any]:
+    """Returns the grid. Over gloo with eight processes a sum has once run into its time limit, on two busy cores: those
+    cases are in `make test-slow` until it is known why."""
+    busy = [pytest.mark.slow]
+    return [pytest.param(case, marks=busy if case.transport == "c10d" else [], id=case.name) for case in GRID]
+
+
 @pytest.mark.rotating
-@pytest.mark.parametrize("case", GRID, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", params())
 def test_grid(ranks8: RankPool, case: Case) -> None:
     check(ranks8, case)
 
