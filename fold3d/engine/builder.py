@@ -236,8 +236,11 @@ def _connect(
         sync = DpSync(cut, topology, groups, rings, _bucket_schedule(model, topology.pp_rank), progress, read)
     else:
         sync = OneReplica(cut, topology, groups)
+    sharded = None
+    if topology.tp > 1:
+        sharded = partial(_sharded, model, _border_parts(model, group), turning, overlap)
     executor = _C.Executor(
-        _chunks(model, topology, sync, partial(_sharded, model, group, turning, overlap) if topology.tp > 1 else None),
+        _chunks(model, topology, sync, sharded),
         topology.pp_rank,
         topology.pp,
         groups.p2p_names(),
@@ -294,14 +297,18 @@ def _chunks(
 
 
 def _sharded(
-    model: CutModel, group: TensorParallelGroup, turning: TurningOps, overlap: OverlapTrial, chunk: int
+    model: CutModel, parts: BorderParts | None, turning: TurningOps, overlap: OverlapTrial, chunk: int
 ) -> ShardedChunk:
-    cut, parts = model.cut, None
-    if model.strategy.num_chunks > 1 and cut.trace is not None:
-        widths = {size for parameter in cut.model.parameters() for size in whole_shape(parameter)}
-        parts = BorderParts(cut.trace, cut.ranges, widths, group, cut.parts.plan.sequence)
-    sub = SubPipeline(chunk, cut.model, cut.split, turning)
+    sub = SubPipeline(chunk, model.cut.model, model.cut.split, turning)
     return ShardedChunk(chunk, parts, sub, lambda: overlap.in_halves)
+
+
+def _border_parts(model: CutModel, group: TensorParallelGroup) -> BorderParts | None:
+    cut = model.cut
+    if model.strategy.num_chunks == 1 or cut.trace is None:
+        return None
+    widths = {size for parameter in cut.model.parameters() for size in whole_shape(parameter)}
+    return BorderParts(cut.trace, cut.ranges, widths, group, cut.parts.plan.sequence)
 
 
 def _slowest(world: WorldGroup, times: Tensor) -> None:

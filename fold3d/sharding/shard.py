@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -22,6 +21,13 @@ def runs_of(indices: Iterable[int]) -> Runs:
         else:
             runs.append((index, index + 1))
     return tuple(runs)
+
+
+def even_part(size: int, ranks: int, rank: int) -> tuple[int, int]:
+    """Returns [first, end) of a rank's part of `size` indices; lengths differ by one at most, the longer ones first."""
+    each, more = divmod(size, ranks)
+    first = rank * each + min(rank, more)
+    return first, first + each + int(rank < more)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +68,8 @@ class Shard:
     @classmethod
     def even(cls, dim: int, size: int, ranks: int) -> Shard:
         """Returns consecutive parts whose lengths differ by one at most, the longer ones first."""
-        bounds = [rank * (size // ranks) + min(rank, size % ranks) for rank in range(ranks + 1)]
-        return cls(dim, size, tuple(((lo, hi),) if lo < hi else () for lo, hi in itertools.pairwise(bounds)))
+        parts = (even_part(size, ranks, rank) for rank in range(ranks))
+        return cls(dim, size, tuple(((first, end),) if first < end else () for first, end in parts))
 
     @property
     def ranks(self) -> int:

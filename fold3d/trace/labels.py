@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from torch import nn
 
+IGNORED = -100
+"""torch's label of what counts for nothing."""
+
 
 def shifts_labels(model: nn.Module) -> bool:
     """Returns whether position i of the model predicts label i + 1, so that the first label of a row is no target.

@@ -9,13 +9,12 @@ from typing import Any
 import torch
 
 from fold3d.sharding.sequence import Gathering, SequenceSplit
-from fold3d.sharding.shard import Shard
+from fold3d.sharding.shard import Shard, even_part
 from fold3d.sharding.split import BlockSplit, Path
 from fold3d.splitting.probing.capture import SAMPLES, CapturedCall
 from fold3d.splitting.proving.proof import prove_sequence
 from fold3d.splitting.sequence.chains import NoSequenceError, find_chains
 from fold3d.splitting.sequence.find import find_gatherings, shape_at
-from fold3d.tensor_parallel.sequence.exchange import rows_of
 from fold3d.trace.model_trace import Trace
 
 LENGTH = 7
@@ -25,7 +24,7 @@ LENGTH = 7
 def odd_length(tp: int) -> int:
     """Returns the length of texts to prove on: parts of different lengths are the harder case."""
     for length in range(LENGTH, 1, -1):
-        longest, shortest = (end - first for first, end in (rows_of(length, tp, 0), rows_of(length, tp, tp - 1)))
+        longest, shortest = (end - first for first, end in (even_part(length, tp, 0), even_part(length, tp, tp - 1)))
         if longest > shortest:
             return length
     return LENGTH

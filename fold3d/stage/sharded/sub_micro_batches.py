@@ -9,9 +9,7 @@ import torch
 from torch import Tensor
 
 from fold3d.stage.micro_batch import Inputs, MicroBatch
-
-IGNORED = -100
-"""torch's label of what counts for nothing."""
+from fold3d.trace.labels import IGNORED
 
 Weights = tuple[float, ...]
 """By which the losses of the sub-micro-batches are multiplied before they are added."""

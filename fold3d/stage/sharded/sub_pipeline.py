@@ -46,6 +46,7 @@ class SubPipeline:
         self._kinds: list[str] | None = None  # of losses that this one can be; None: nothing was compared yet
         self._joined: list[bool] = []  # per tensor for the next chunk: one part after the other; else all have the same
         self._draws = True
+        self._generators = seeding.generators_of(_device(model))
         self._dropouts = [module for module in model.modules() if isinstance(module, nn.modules.dropout._DropoutNd)]
         self._compared_with: list[float] = []
         self.reason = ""
@@ -101,7 +102,7 @@ class SubPipeline:
 
         self._ops.begin()
         functions = [partial(one, number) for number in range(len(parts))]
-        results = self._ops.turns.run(functions, [self._split], seeding.generators_of(_device(self._model)))
+        results = self._ops.turns.run(functions, [self._split], self._generators)
         self._draws = any(mode.used for mode in modes)
         return results
 

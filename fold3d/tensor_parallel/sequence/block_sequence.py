@@ -11,10 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from fold3d.sharding.sequence import Gathering, SequenceSplit
+from fold3d.sharding.shard import even_part
 from fold3d.sharding.split import Path
 from fold3d.tensor_parallel.block_call import BlockCall, BlockCalls
 from fold3d.tensor_parallel.region import RegionOps
-from fold3d.tensor_parallel.sequence.exchange import Exchange, rows_of
+from fold3d.tensor_parallel.sequence.exchange import Exchange
 from fold3d.tensor_parallel.sequence.length import SequenceLength
 from fold3d.tensor_parallel.sequence.rows_random import RowsRandom
 from fold3d.tensor_parallel.slices import replace_argument, replace_leaf
@@ -120,7 +121,7 @@ class BlockSequence:
         dim = self.split.dim
         folded = self._is_folded(part)
         length = self._length.of(None if folded else part.shape[dim])
-        first, end = rows_of(length, self._ops.size, self._ops.rank)
+        first, end = even_part(length, self._ops.size, self._ops.rank)
         unfolded = self._unfolded(part, end - first)
         whole = self._ops.exchange(unfolded, Exchange.gather(dim, length, sums=sums))
         return whole.flatten(0, 1) if folded else whole

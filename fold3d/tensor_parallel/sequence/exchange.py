@@ -8,16 +8,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from fold3d.sharding.shard import even_part
+
 ALL_GATHER = "all_gather"
 REDUCE_SCATTER = "reduce_scatter"
 PART = "part"
-
-
-def rows_of(length: int, size: int, rank: int) -> tuple[int, int]:
-    """Returns [first, end) of a rank's part of a sequence; lengths differ by one at most, the longer ones first."""
-    each, more = divmod(length, size)
-    first = rank * each + min(rank, more)
-    return first, first + each + int(rank < more)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,12 +50,12 @@ class Exchange:
 
     def part(self, x: Tensor, size: int, rank: int) -> Tensor:
         """Returns a rank's part of the whole, in memory of its own."""
-        first, end = rows_of(self.length, size, rank)
+        first, end = even_part(self.length, size, rank)
         return x.narrow(self.dim, first, end - first).clone(memory_format=torch.contiguous_format)
 
     def shape(self, x: Tensor, what: str, size: int, rank: int) -> list[int]:
         """Returns the shape of what a move makes of `x` on a rank."""
-        first, end = rows_of(self.length, size, rank)
+        first, end = even_part(self.length, size, rank)
         length = self.length if what == ALL_GATHER else end - first
         return [*x.shape[: self.dim], length, *x.shape[self.dim + 1 :]]
 

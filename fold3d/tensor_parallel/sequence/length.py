@@ -8,8 +8,8 @@ from weakref import WeakKeyDictionary
 import torch
 
 from fold3d.errors import Fold3dError
+from fold3d.sharding.shard import even_part
 from fold3d.tensor_parallel.checkpoints import frame_of_checkpoint
-from fold3d.tensor_parallel.sequence.exchange import rows_of
 
 
 class SequenceLength:
@@ -29,7 +29,7 @@ class SequenceLength:
     def begin(self, length: int) -> None:
         """The first of the blocks was called with a whole hidden state of this length."""
         self._now = length
-        first, end = rows_of(length, self._size, self._rank)
+        first, end = even_part(length, self._size, self._rank)
         self._by_rows.setdefault(end - first, set()).add(length)
 
     def of(self, rows: int | None = None) -> int:

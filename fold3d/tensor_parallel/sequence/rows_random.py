@@ -7,8 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from fold3d.sharding.shard import even_part
 from fold3d.tensor_parallel.partial_draws import PartialDraws, Size
-from fold3d.tensor_parallel.sequence.exchange import rows_of
 
 
 class RowsRandom(PartialDraws):
@@ -29,7 +29,7 @@ class RowsRandom(PartialDraws):
         self.used = False
         """Whether anything was drawn."""
         self._shape, self._dim, self._length = tuple(shape), dim % len(shape), length
-        self._rows = rows_of(length, size, rank)
+        self._rows = even_part(length, size, rank)
         self._in_region = in_region
 
     def whole_of(self, size: Size, number: int) -> Size | None:
