@@ -41,7 +41,7 @@ from fold3d.trainer.evaluating import EvaluatingTrainer
 from fold3d.trainer.flushing import FlushingHandler
 from fold3d.trainer.logs.console import printing_lines
 from fold3d.trainer.logs.device_flops import peak_flops
-from fold3d.trainer.logs.parameter_count import counting_parameters
+from fold3d.trainer.logs.parameter_count import WholeSizes, counting_parameters
 from fold3d.trainer.logs.throughput import Throughput
 from fold3d.trainer.overrides import flush_before, gradient_readers
 from fold3d.trainer.preemption import together
@@ -104,6 +104,7 @@ class Trainer(EvaluatingTrainer):
         self._waiting = Waiting()
         self._throughput = Throughput()
         self._flops_per_token: float | None = None
+        self._whole_sizes = WholeSizes()
         self._measured: dict[str, float] = {}
         self._timeline_written = False
         self.layout = None
@@ -445,6 +446,16 @@ class Trainer(EvaluatingTrainer):
         write_trace(path.with_suffix(".json"), records, pp=pp, tp=tp, predicted_ms=predicted_ms)
         title = f"optimizer step {step}"
         write_picture(path.with_suffix(".png"), records, pp=pp, tp=tp, title=title, predicted_ms=predicted_ms)
+
+    def floating_point_ops(self, inputs: dict[str, Any]) -> int:
+        """As the stock Trainer's: those of the whole model, also where ranks share its weights."""
+        model = self.model
+        if self.args.tp > 1:
+            self.model = self._whole_sizes.of(model)
+        try:
+            return int(super().floating_point_ops(inputs))
+        finally:
+            self.model = model
 
     def store_flos(self) -> None:
         """Adds the floating-point operations of all replicas; the stages of one compute one model together."""

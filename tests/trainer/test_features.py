@@ -429,11 +429,12 @@ def test_group_size_larger_than_the_last_step(ranks: RankPool, tmp_path: Path) -
     assert_same(ranks.run(run_fold3d, 2, job, layout)[0], run_stock(job), 1e-10)
 
 
-def test_input_token_count_and_flops(ranks: RankPool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("layout", [{"dp": 2, "pp": 2}, {"tp": 2, "pp": 2}], ids=str)
+def test_input_token_count_and_flops(ranks: RankPool, tmp_path: Path, layout: dict[str, int]) -> None:
     arguments = {"include_num_input_tokens_seen": "non_padding"}
     job = Job(str(tmp_path), arguments=arguments, samples=32, variant=Counts())
-    ours = ranks.run(run_fold3d, 4, job, {"dp": 2, "pp": 2})
-    assert {outcome.extra for outcome in ours} == {run_stock(job, replicas=2).extra}
+    ours = ranks.run(run_fold3d, 4, job, layout)
+    assert {outcome.extra for outcome in ours} == {run_stock(job, replicas=layout.get("dp", 1)).extra}
 
 
 class Counts(Variant):

@@ -1,4 +1,4 @@
-"""The number of trainable parameters that the stock loop logs: the model's, not that of one process."""
+"""Numbers of parameters that the stock loop uses: the model's, not those of one process."""
 
 from __future__ import annotations
 
@@ -7,6 +7,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import transformers.trainer
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import Module
+
+from fold3d.trace.capture import fake_copy
 
 
 @contextlib.contextmanager
@@ -23,3 +27,16 @@ def counting_parameters(trainable: Callable[[], int]) -> Iterator[None]:
         yield
     finally:
         module.get_model_param_count = stock
+
+
+class WholeSizes:
+    """The model as code sees it that counts its parameters, where this process has parts of them."""
+
+    def __init__(self) -> None:
+        self._copy: Module | None = None
+
+    def of(self, model: Module) -> Module:
+        """Returns a copy of `model`, without values, whose parameters have the whole model's shapes; always the same."""
+        if self._copy is None:
+            self._copy = fake_copy(model, FakeTensorMode(allow_non_fake_inputs=True))
+        return self._copy
