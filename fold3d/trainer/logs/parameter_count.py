@@ -36,7 +36,7 @@ class WholeSizes:
         self._copy: Module | None = None
 
     def of(self, model: Module) -> Module:
-        """Returns a copy of `model`, without values, whose parameters have the whole model's shapes; always the same."""
+        """Returns a copy of `model`, without values whose parameters have the whole shapes; always the same one."""
         if self._copy is None:
             self._copy = fake_copy(model, FakeTensorMode(allow_non_fake_inputs=True))
         return self._copy
