@@ -78,13 +78,18 @@ void bind_schedule(py::module_& module) {
           }));
   module.def("parse_csv", [](const std::string& text) { return core::parse_csv(text); }, py::arg("text"));
   module.def("grid", [](const Schedule& s) { return core::grid(s); }, py::arg("schedule"));
-  module.def("lower", &core::lower, py::arg("schedule"), py::arg("reduce"));
+  module.def(
+      "lower",
+      [](const Schedule& s, bool reduce, std::vector<bool> recompute) {
+        return core::lower(s, {.reduce = reduce, .recompute = std::move(recompute)});
+      },
+      py::arg("schedule"), py::arg("reduce"), py::arg("recompute") = std::vector<bool>{});
   module.def("validate", &core::validate, py::arg("schedule"), py::arg("forward_only") = false);
   module.def("peak_stash", &core::peak_stash, py::arg("schedule"));
   module.def(
       "waits_for",
       [](const Schedule& s, const Action& action) {
-        return core::waits_for(s.shape, action, core::has_comm(s), core::SplitBackward(s));
+        return core::waits_for(s.shape, action, core::has_comm(s), core::OptionalActions(s));
       },
       py::arg("schedule"), py::arg("action"));
 }

@@ -25,15 +25,17 @@ struct PyRun {
   std::vector<py::object> micro_batches, results;
 };
 
-/// A Python object with forward(micro_batch, tensors) -> (tensors, result) and reduce() -> None.
+/// A Python object with forward(micro_batch, tensors) -> (tensors, result) and reduce() -> None; and, for schedules
+/// with RECOMPUTE, forward_first(micro_batch, tensors) -> (tensors, result, kept) and
+/// recompute(micro_batch, tensors, kept) -> tensors.
 class PyChunk final : public runtime::Chunk {
  public:
-  explicit PyChunk(py::object chunk) : forward_(chunk.attr("forward")), reduce_(chunk.attr("reduce")) {}
+  explicit PyChunk(py::object chunk) : chunk_(std::move(chunk)), forward_(chunk_.attr("forward")) {}
 
   ~PyChunk() override {
     const py::gil_scoped_acquire gil;
+    chunk_ = py::object();
     forward_ = py::object();
-    reduce_ = py::object();
   }
 
   /// `run`: of the forwards to come; null: there are none.
@@ -41,22 +43,43 @@ class PyChunk final : public runtime::Chunk {
 
   std::vector<at::Tensor> forward(int micro_batch, std::vector<at::Tensor> inputs) override {
     const py::gil_scoped_acquire gil;
-    const auto index = static_cast<std::size_t>(micro_batch);
-    const py::tuple sent_and_result = forward_(run_->micro_batches.at(index), std::move(inputs));
-    py::object result = sent_and_result[1];
-    if (!result.is_none()) run_->results.at(index) = std::move(result);
+    const py::tuple sent_and_result = forward_(input_of(micro_batch), std::move(inputs));
+    keep_result(micro_batch, sent_and_result[1]);
     return sent_and_result[0].cast<std::vector<at::Tensor>>();
+  }
+
+  std::vector<at::Tensor> forward_first(int micro_batch, std::vector<at::Tensor> inputs,
+                                        std::vector<at::Tensor>& kept) override {
+    const py::gil_scoped_acquire gil;
+    const py::tuple made = chunk_.attr("forward_first")(input_of(micro_batch), std::move(inputs));
+    keep_result(micro_batch, made[1]);
+    kept = made[2].cast<std::vector<at::Tensor>>();
+    return made[0].cast<std::vector<at::Tensor>>();
+  }
+
+  std::vector<at::Tensor> recompute(int micro_batch, std::vector<at::Tensor> inputs,
+                                    std::vector<at::Tensor> kept) override {
+    const py::gil_scoped_acquire gil;
+    const py::object sent = chunk_.attr("recompute")(input_of(micro_batch), std::move(inputs), std::move(kept));
+    return sent.cast<std::vector<at::Tensor>>();
   }
 
   void reduce() override {
     const py::gil_scoped_acquire gil;
-    reduce_();
+    chunk_.attr("reduce")();
   }
 
   bool is_rebuilt(torch::autograd::Node& node) override { return has_saved_tensor_hooks(node); }
 
  private:
-  py::object forward_, reduce_;
+  const py::object& input_of(int micro_batch) const {
+    return run_->micro_batches.at(static_cast<std::size_t>(micro_batch));
+  }
+  void keep_result(int micro_batch, py::object result) {
+    if (!result.is_none()) run_->results.at(static_cast<std::size_t>(micro_batch)) = std::move(result);
+  }
+
+  py::object chunk_, forward_;
   PyRun* run_ = nullptr;
 };
 

@@ -25,7 +25,7 @@ Records = Sequence[Sequence[Mapping[str, Any]]]
 LANES = ("compute", "wait", "send_f", "recv_f", "send_b", "recv_b", "reduce", "gather", "tp_sync")
 """Top to bottom, wherever they are shown."""
 _ACTION = re.compile(r"(?P<chunk>\d+)(?P<kind>[A-Z_]+?)(?P<micro_batch>\d*)$")
-CATEGORY = {"F": "forward", "B": "backward", "I": "backward", "W": "backward"}
+CATEGORY = {"F": "forward", "RECOMPUTE": "forward again", "B": "backward", "I": "backward", "W": "backward"}
 _US = 1e3  # nanoseconds in Chrome's time unit
 
 

@@ -134,7 +134,7 @@ def _colour(event: Event, pp: int) -> tuple[float, float, float]:
     if event.lane != "compute":
         return colors.to_rgb(_COLOURS[event.lane])
     hue = colors.to_rgb(_SEGMENTS[segment_of(event.chunk, pp) % len(_SEGMENTS)])
-    white = {"F": 0.55, "I": 0.15, "W": 0.3}.get(event.kind, 0.0)
+    white = {"F": 0.55, "RECOMPUTE": 0.75, "I": 0.15, "W": 0.3}.get(event.kind, 0.0)
     red, green, blue = (part + (1 - part) * white for part in hue)
     return red, green, blue
 
@@ -166,7 +166,7 @@ def _numbers(axes: Axes, events: Sequence[Event], place: tuple[float, float], la
     for event in events:
         if event.lane == "compute" and event.end - event.start > 0.008 * last:
             middle = (event.start + event.end) / 2 / MS
-            y, colour = place[0] + place[1] / 2, "black" if event.kind == "F" else "white"
+            y, colour = place[0] + place[1] / 2, "black" if event.kind in ("F", "RECOMPUTE") else "white"
             axes.text(middle, y, str(event.micro_batch), ha="center", va="center", fontsize=7, color=colour)
 
 

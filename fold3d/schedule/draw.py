@@ -106,7 +106,9 @@ def _colour(kind: Kind, segment: int) -> tuple[float, float, float]:
     from matplotlib import colormaps, colors
 
     hue = colors.to_rgb(colormaps["tab10"](segment % 10))
-    white = {Kind.FORWARD: 0.55, Kind.BACKWARD_INPUT: 0.15, Kind.BACKWARD_WEIGHT: 0.3}.get(kind, 0.0)
+    white = {Kind.FORWARD: 0.55, Kind.RECOMPUTE: 0.75, Kind.BACKWARD_INPUT: 0.15, Kind.BACKWARD_WEIGHT: 0.3}.get(
+        kind, 0.0
+    )
     red, green, blue = (part + (1 - part) * white for part in hue)
     return red, green, blue
 
@@ -122,7 +124,7 @@ def _boxes(axes: Axes, rank: int, spans: list[Span], pp: int, makespan: float) -
     if makespan > 200:
         return  # boxes too narrow for a number
     for span in spans:
-        colour = "black" if span.action.kind == Kind.FORWARD else "white"
+        colour = "black" if span.action.kind in (Kind.FORWARD, Kind.RECOMPUTE) else "white"
         middle = (span.start + span.end) / 2
         axes.text(middle, rank, str(span.action.micro_batch), ha="center", va="center", fontsize=7, color=colour)
 
@@ -159,6 +161,7 @@ def _legend(axes: Axes, schedule: Schedule) -> None:
     kinds = {action.kind: None for rank in schedule.ranks for action in rank}
     names = {
         Kind.FORWARD: "forward",
+        Kind.RECOMPUTE: "forward again",
         Kind.BACKWARD: "backward",
         Kind.BACKWARD_INPUT: "input gradient",
         Kind.BACKWARD_WEIGHT: "weight gradient",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from fold3d import _C
@@ -82,13 +82,16 @@ def shortened(schedule: _C.Schedule, micro_batches: int) -> _C.Schedule:
     return _C.Schedule(schedule.pp, schedule.segments, micro_batches, ranks)
 
 
-def lower(schedule: _C.Schedule, *, reduce: bool) -> _C.Schedule:
+def lower(schedule: _C.Schedule, *, reduce: bool, recompute: Sequence[bool] = ()) -> _C.Schedule:
     """Returns the schedule with SEND and RECV, and if `reduce` REDUCE_GRAD after each chunk's last backward.
 
+    Args:
+        recompute: of every chunk whether it keeps no graph between forward and backward: RECOMPUTE makes it again.
+            Where a backward follows its own forward the graph stays. Empty: no chunk.
     Raises: ConfigError, with the grid, if the schedule is not valid.
     """
     with _config_errors():
-        return _C.lower(schedule, reduce)
+        return _C.lower(schedule, reduce, list(recompute))
 
 
 def validate(schedule: _C.Schedule, *, forward_only: bool = False) -> None:

@@ -19,8 +19,9 @@ enum class Kind : std::uint8_t {
   kSendBackward,    ///< "SEND_B": the gradient of a chunk's input leaves for the previous chunk's stage
   kRecvBackward,    ///< "RECV_B": the gradient of a chunk's output arrives
   kReduce,          ///< "REDUCE_GRAD": sum of a chunk's gradients over the data-parallel group (DP.sync)
+  kRecompute,       ///< "RECOMPUTE": forward once more, for the graph that a backward needs and F did not keep
 };
-inline constexpr int kNumKinds = 9;
+inline constexpr int kNumKinds = 10;
 
 /// One cell of a schedule: `kind` of `chunk` (segment * pp + stage) on `micro_batch` (-1 for kReduce, which
 /// has none).
@@ -40,7 +41,7 @@ std::string to_string(const Action& action);
 /// the accepted forms.
 Action parse_action(std::string_view text);
 
-/// True for F, B, I and W.
+/// True for F, B, I, W and RECOMPUTE.
 bool is_compute(Kind kind);
 bool is_send(Kind kind);
 bool is_recv(Kind kind);

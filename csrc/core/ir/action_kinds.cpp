@@ -23,15 +23,19 @@ std::vector<Action> input(const Waiting& now) {
 std::vector<Action> forward_and_output_gradient(const Waiting& now) {
   const auto [chunk, kind, i] = now.action;
   const Action forward{chunk, Kind::kForward, i};
-  if (chunk == now.shape.num_chunks() - 1) return {forward};
-  if (through_link(now, chunk + 1)) return {forward, {chunk, Kind::kRecvBackward, i}};
-  return {forward, now.split.input_gradient(chunk + 1, i)};
+  std::vector<Action> waits{forward};
+  const Action recompute{chunk, Kind::kRecompute, i};
+  if (now.present.has(recompute)) waits.push_back(recompute);
+  if (chunk == now.shape.num_chunks() - 1) return waits;
+  const bool arrives = through_link(now, chunk + 1);
+  waits.push_back(arrives ? Action{chunk, Kind::kRecvBackward, i} : now.present.input_gradient(chunk + 1, i));
+  return waits;
 }
 
 std::vector<Action> output(const Waiting& now) { return {{now.action.chunk, Kind::kForward, now.action.micro_batch}}; }
 
 std::vector<Action> input_gradient(const Waiting& now) {
-  return {now.split.input_gradient(now.action.chunk, now.action.micro_batch)};
+  return {now.present.input_gradient(now.action.chunk, now.action.micro_batch)};
 }
 
 std::vector<Action> sender(const Waiting& now) {
@@ -45,7 +49,7 @@ std::vector<Action> sender(const Waiting& now) {
 
 std::vector<Action> all_gradients(const Waiting& now) {
   std::vector<Action> waits;
-  for (int i = 0; i < now.shape.micro_batches; ++i) waits.push_back(now.split.last_backward(now.action.chunk, i));
+  for (int i = 0; i < now.shape.micro_batches; ++i) waits.push_back(now.present.last_backward(now.action.chunk, i));
   return waits;
 }
 
@@ -114,6 +118,13 @@ constexpr std::array<ActionKind, kNumKinds> kKinds = {{
      .role = Role::kReduce,
      .has_micro_batch = false,
      .waits_for = all_gradients},
+    {.kind = Kind::kRecompute,
+     .text = "RECOMPUTE",
+     .python_name = "RECOMPUTE",
+     .role = Role::kCompute,
+     .occurs = Occurs::kAtWill,
+     .work = {.forward = 2},
+     .waits_for = output},
 }};
 
 constexpr bool in_order() {

@@ -10,7 +10,7 @@
 
 namespace fold3d::core {
 
-class SplitBackward;
+class OptionalActions;
 
 enum class Role : std::uint8_t {
   kCompute,  ///< the rank computes
@@ -21,10 +21,11 @@ enum class Role : std::uint8_t {
 
 /// Which schedules have the action, for every chunk and micro-batch.
 enum class Occurs : std::uint8_t {
-  kAlways,    ///< those of training and of evaluation
-  kWhole,     ///< those of training, where the backward is one action
-  kSplit,     ///< those of training, where the backward has two parts
-  kForOthers  ///< where other actions need it: transfers, sums
+  kAlways,     ///< those of training and of evaluation
+  kWhole,      ///< those of training, where the backward is one action
+  kSplit,      ///< those of training, where the backward has two parts
+  kForOthers,  ///< where other actions need it: transfers, sums
+  kAtWill      ///< those of training, where somebody wants it
 };
 
 /// The other half of a transfer: 1SEND_F3 <-> 2RECV_F3.
@@ -45,7 +46,7 @@ struct Waiting {
   const Shape& shape;
   const Action& action;
   bool with_comm;
-  const SplitBackward& split;
+  const OptionalActions& present;
 };
 
 /// All there is to know about a kind of action before it runs: text, dependency rule, lowering, validator, simulators

@@ -5,32 +5,49 @@
 #include "core/ir/action_kinds.h"
 
 namespace fold3d::core {
+namespace {
 
-SplitBackward::SplitBackward(const Schedule& schedule) : micro_batches_(schedule.shape.micro_batches) {
+/// Whether a schedule may have the action or not, so that others wait for it only where it does.
+bool is_optional(Kind kind) {
+  const Occurs occurs = about(kind).occurs;
+  return occurs == Occurs::kSplit || occurs == Occurs::kAtWill;
+}
+
+}  // namespace
+
+OptionalActions::OptionalActions(const Schedule& schedule) : micro_batches_(schedule.shape.micro_batches) {
   const int num_chunks = schedule.shape.num_chunks();
   for (const auto& actions : schedule.ranks) {
     for (const Action& a : actions) {
-      if (a.kind != Kind::kBackwardInput || a.chunk >= num_chunks || a.micro_batch >= micro_batches_) continue;
-      if (split_.empty()) split_.resize(static_cast<std::size_t>(num_chunks * micro_batches_));
-      split_[static_cast<std::size_t>(a.chunk * micro_batches_ + a.micro_batch)] = true;
+      const bool inside = a.chunk >= 0 && a.chunk < num_chunks && a.micro_batch >= 0 && a.micro_batch < micro_batches_;
+      if (!inside || !is_optional(a.kind)) continue;
+      std::vector<bool>& of_kind = present_.at(static_cast<std::size_t>(a.kind));
+      if (of_kind.empty()) of_kind.resize(static_cast<std::size_t>(num_chunks * micro_batches_));
+      of_kind[static_cast<std::size_t>(a.chunk * micro_batches_ + a.micro_batch)] = true;
     }
   }
 }
 
-bool SplitBackward::operator()(int chunk, int micro_batch) const {
-  return !split_.empty() && split_[static_cast<std::size_t>(chunk * micro_batches_ + micro_batch)];
+bool OptionalActions::has(const Action& action) const {
+  const std::vector<bool>& of_kind = present_.at(static_cast<std::size_t>(action.kind));
+  return !of_kind.empty() && of_kind[static_cast<std::size_t>(action.chunk * micro_batches_ + action.micro_batch)];
 }
 
-Action SplitBackward::input_gradient(int chunk, int micro_batch) const {
-  return {chunk, (*this)(chunk, micro_batch) ? Kind::kBackwardInput : Kind::kBackward, micro_batch};
+bool OptionalActions::is_split(int chunk, int micro_batch) const {
+  return has({chunk, Kind::kBackwardInput, micro_batch});
 }
 
-Action SplitBackward::last_backward(int chunk, int micro_batch) const {
-  return {chunk, (*this)(chunk, micro_batch) ? Kind::kBackwardWeight : Kind::kBackward, micro_batch};
+Action OptionalActions::input_gradient(int chunk, int micro_batch) const {
+  return {chunk, is_split(chunk, micro_batch) ? Kind::kBackwardInput : Kind::kBackward, micro_batch};
 }
 
-std::vector<Action> waits_for(const Shape& shape, const Action& action, bool with_comm, const SplitBackward& split) {
-  return about(action.kind).waits_for({shape, action, with_comm, split});
+Action OptionalActions::last_backward(int chunk, int micro_batch) const {
+  return {chunk, is_split(chunk, micro_batch) ? Kind::kBackwardWeight : Kind::kBackward, micro_batch};
+}
+
+std::vector<Action> waits_for(const Shape& shape, const Action& action, bool with_comm,
+                              const OptionalActions& present) {
+  return about(action.kind).waits_for({shape, action, with_comm, present});
 }
 
 Action other_end(const Action& transfer) {

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <array>
 #include <optional>
 #include <vector>
 
@@ -7,14 +8,17 @@
 
 namespace fold3d::core {
 
-/// Which (chunk, micro-batch) have their backward split into I and W instead of one B. Default: none.
-class SplitBackward {
+/// Which actions a schedule has that another one may lack: I and W in place of B, RECOMPUTE. Default: none.
+class OptionalActions {
  public:
-  SplitBackward() = default;
-  /// Reads it off a schedule: split where the schedule has an I. Actions outside the shape are ignored.
-  explicit SplitBackward(const Schedule& schedule);
+  OptionalActions() = default;
+  /// Reads it off a schedule. Actions outside the shape are ignored.
+  explicit OptionalActions(const Schedule& schedule);
 
-  bool operator()(int chunk, int micro_batch) const;
+  /// Whether the schedule has `action`, which lies inside its shape and is optional.
+  bool has(const Action& action) const;
+  /// Whether the backward is split into I and W instead of one B.
+  bool is_split(int chunk, int micro_batch) const;
   /// The action that gives the gradient of the chunk's input: I where split, else B.
   Action input_gradient(int chunk, int micro_batch) const;
   /// The action after which the chunk has nothing left to do for this micro-batch: W where split, else B.
@@ -22,22 +26,21 @@ class SplitBackward {
 
  private:
   int micro_batches_ = 0;
-  std::vector<bool> split_;  // chunk * micro_batches_ + micro_batch; empty = none
+  std::array<std::vector<bool>, kNumKinds> present_;  // [kind][chunk * micro_batches_ + micro_batch]; empty = none
 };
 
 /// THE dependency rule: the actions that must be complete, anywhere, before `action` may start. Lowering,
 /// validator, simulator and Executor all ask here. with_comm: the schedule has been lowered, so data from
 /// another stage comes through its RECV.
 ///   F(c,i):      F(c-1,i), or RECV_F(c,i) if chunk c-1 is on another stage and with_comm; nothing if c == 0
-///   B or I(c,i): F(c,i); also B|I(c+1,i), or RECV_B(c,i) likewise, unless c is the last chunk
-///   W(c,i):      I(c,i)
-///   SEND_F(c,i): F(c,i);    RECV_F(c,i): SEND_F(c-1,i)
-///   SEND_B(c,i): B|I(c,i);  RECV_B(c,i): SEND_B(c+1,i)
-///   REDUCE(c):   B|W(c,i) of every micro-batch i
+///   RECOMPUTE(c,i): F(c,i)
+///   B or I(c,i): F(c,i), RECOMPUTE(c,i) where there is one; also B|I(c+1,i), or RECV_B(c,i) likewise, unless c is the
+///   last chunk W(c,i):      I(c,i) SEND_F(c,i): F(c,i);    RECV_F(c,i): SEND_F(c-1,i) SEND_B(c,i): B|I(c,i);
+///   RECV_B(c,i): SEND_B(c+1,i) REDUCE(c):   B|W(c,i) of every micro-batch i
 /// `action` must lie inside the shape. Pure; any thread. Throws std::invalid_argument for a RECV_F of the
 /// first or a RECV_B of the last chunk, which nothing can feed.
 std::vector<Action> waits_for(const Shape& shape, const Action& action, bool with_comm,
-                              const SplitBackward& split = {});
+                              const OptionalActions& present = {});
 
 /// The other end of a SEND or RECV: 1SEND_F3 <-> 2RECV_F3, 2SEND_B3 <-> 1RECV_B3.
 Action other_end(const Action& transfer);

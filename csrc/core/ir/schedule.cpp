@@ -57,7 +57,10 @@ bool has_comm(const Schedule& schedule) {
 }
 
 bool has_backward(const Schedule& schedule) {
-  return contains(schedule, [](Kind kind) { return is_compute(kind) && about(kind).occurs != Occurs::kAlways; });
+  return contains(schedule, [](Kind kind) {
+    const Occurs occurs = about(kind).occurs;
+    return occurs == Occurs::kWhole || occurs == Occurs::kSplit;
+  });
 }
 
 std::vector<int> reduce_order(const Schedule& schedule, int stage) {

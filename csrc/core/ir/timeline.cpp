@@ -17,7 +17,7 @@ class Simulation {
   Simulation(const Schedule& schedule, const Costs& costs)
       : schedule_(schedule),
         costs_(costs),
-        split_(schedule),
+        present_(schedule),
         ends_(schedule.shape, kNotYet),
         busy_(schedule.ranks.size(), 0) {
     timeline_.ranks.resize(schedule.ranks.size());
@@ -50,7 +50,7 @@ class Simulation {
     if (!is_compute(action.kind)) return true;
     auto& spans = timeline_.ranks[rank];
     double begin = spans.empty() ? 0 : spans.back().end;
-    for (const Action& wait : waits_for(schedule_.shape, action, /*with_comm=*/false, split_)) {
+    for (const Action& wait : waits_for(schedule_.shape, action, /*with_comm=*/false, present_)) {
       if (ends_[wait] == kNotYet) return false;
       const bool same_stage = schedule_.shape.stage_of(wait.chunk) == schedule_.shape.stage_of(action.chunk);
       begin = std::max(begin, ends_[wait] + (same_stage ? 0 : costs_.send));
@@ -67,7 +67,7 @@ class Simulation {
 
   const Schedule& schedule_;
   Costs costs_;
-  SplitBackward split_;
+  OptionalActions present_;
   ActionTable<double> ends_;
   std::vector<double> busy_;  // compute time so far, per rank
   Timeline timeline_;

@@ -7,7 +7,7 @@ namespace fold3d::core {
 Schedule passes::reduce(const Schedule& lowered, const LoweringOptions& options) {
   if (!options.reduce) return lowered;
   const Shape& shape = lowered.shape;
-  const SplitBackward split(lowered);
+  const OptionalActions present(lowered);
   std::vector<int> backwards_left(static_cast<std::size_t>(shape.num_chunks()), shape.micro_batches);
   Schedule reduced{shape, {}};
   for (const auto& before : lowered.ranks) {
@@ -15,7 +15,7 @@ Schedule passes::reduce(const Schedule& lowered, const LoweringOptions& options)
     for (std::size_t k = 0; k < before.size(); ++k) {
       const Action action = before[k];
       actions.push_back(action);
-      if (action != split.last_backward(action.chunk, action.micro_batch)) continue;
+      if (action != present.last_backward(action.chunk, action.micro_batch)) continue;
       if (--backwards_left[static_cast<std::size_t>(action.chunk)] > 0) continue;
       const auto send = send_after(shape, action);
       if (send && k + 1 < before.size() && before[k + 1] == *send) actions.push_back(before[++k]);

@@ -55,11 +55,11 @@ Positions positions_of(const Schedule& schedule) {
 
 /// Marks the place where a missing action was needed first: the first action of its rank that waits for it,
 /// else the end of the rank.
-Cell place_of_missing(const Schedule& schedule, const Action& missing, bool with_comm, const SplitBackward& split) {
+Cell place_of_missing(const Schedule& schedule, const Action& missing, bool with_comm, const OptionalActions& present) {
   const int rank = schedule.shape.stage_of(missing.chunk);
   const auto& actions = schedule.ranks[static_cast<std::size_t>(rank)];
   for (int step = 0; step < static_cast<int>(actions.size()); ++step) {
-    const auto waits = waits_for(schedule.shape, actions[static_cast<std::size_t>(step)], with_comm, split);
+    const auto waits = waits_for(schedule.shape, actions[static_cast<std::size_t>(step)], with_comm, present);
     if (std::find(waits.begin(), waits.end(), missing) != waits.end()) return {rank, step};
   }
   return {rank, static_cast<int>(actions.size())};
@@ -80,18 +80,19 @@ bool occurs(Occurs where, const Extent& extent, bool is_split) {
     case Occurs::kSplit:
       return !extent.forward_only && is_split;
     case Occurs::kForOthers:
+    case Occurs::kAtWill:
       return false;
   }
   return false;
 }
 
-std::vector<Action> needed_actions(const Shape& shape, const Extent& extent, const SplitBackward& split) {
+std::vector<Action> needed_actions(const Shape& shape, const Extent& extent, const OptionalActions& present) {
   std::vector<Action> needed;
   for (int chunk = 0; chunk < shape.num_chunks(); ++chunk) {
     for (int i = 0; i < shape.micro_batches; ++i) {
       for (int k = 0; k < kNumKinds; ++k) {
         const Action action{chunk, static_cast<Kind>(k), i};
-        if (!occurs(about(action.kind).occurs, extent, split(chunk, i))) continue;
+        if (!occurs(about(action.kind).occurs, extent, present.is_split(chunk, i))) continue;
         needed.push_back(action);
         const auto send = send_after(shape, action);
         if (!extent.with_comm || !send) continue;
@@ -111,22 +112,22 @@ std::string why_not_needed(const Action& action, const Extent& extent) {
 }
 
 void check_complete(const Schedule& schedule, const Positions& positions, bool forward_only,
-                    const SplitBackward& split) {
+                    const OptionalActions& present) {
   Extent extent{forward_only, has_comm(schedule), false};
   for (int chunk = 0; chunk < schedule.shape.num_chunks() && !forward_only; ++chunk) {
     extent.with_reduce = extent.with_reduce || positions[{chunk, Kind::kReduce, -1}] != kAbsent;
   }
   ActionTable<char> is_needed(schedule.shape, 0);
-  for (const Action& action : needed_actions(schedule.shape, extent, split)) {
+  for (const Action& action : needed_actions(schedule.shape, extent, present)) {
     is_needed[action] = 1;
     if (positions[action] == kAbsent) {
-      fail(schedule, place_of_missing(schedule, action, extent.with_comm, split),
+      fail(schedule, place_of_missing(schedule, action, extent.with_comm, present),
            on_rank(action, schedule.shape.stage_of(action.chunk)) + " is missing");
     }
   }
   for (int rank = 0; rank < schedule.shape.pp; ++rank) {
     for (const Action& action : schedule.ranks[static_cast<std::size_t>(rank)]) {
-      if (is_needed[action]) continue;
+      if (is_needed[action] || (about(action.kind).occurs == Occurs::kAtWill && !forward_only)) continue;
       fail(schedule, {rank, positions[action]}, on_rank(action, rank) + why_not_needed(action, extent));
     }
   }
@@ -137,11 +138,11 @@ void check_complete(const Schedule& schedule, const Positions& positions, bool f
 /// Runs all lists at once, each in its own order, until the end or until nobody can go on.
 class Replay {
  public:
-  Replay(const Schedule& schedule, const Positions& positions, bool with_comm, const SplitBackward& split)
+  Replay(const Schedule& schedule, const Positions& positions, bool with_comm, const OptionalActions& present)
       : schedule_(schedule),
         positions_(positions),
         with_comm_(with_comm),
-        split_(split),
+        present_(present),
         done_(schedule.shape, 0),
         next_(schedule.ranks.size(), 0) {}
 
@@ -173,7 +174,7 @@ class Replay {
   /// at the head of its rank; a RECV is completed by its SEND.
   bool blocker(const Action& action, Action* found) const {
     if (!is_recv(action.kind)) {
-      for (const Action& wait : waits_for(schedule_.shape, action, with_comm_, split_)) {
+      for (const Action& wait : waits_for(schedule_.shape, action, with_comm_, present_)) {
         if (done_[wait]) continue;
         *found = wait;
         return true;
@@ -219,7 +220,7 @@ class Replay {
   const Schedule& schedule_;
   const Positions& positions_;
   bool with_comm_;
-  const SplitBackward& split_;
+  const OptionalActions& present_;
   ActionTable<char> done_;
   std::vector<std::size_t> next_;
 };
@@ -235,7 +236,7 @@ void validate(const Schedule& schedule, bool forward_only) {
                                 " ranks, and pp, segments and m must be at least 1");
   }
   const Positions positions = positions_of(schedule);
-  const SplitBackward split(schedule);
+  const OptionalActions present(schedule);
   for (int rank = 0; rank < shape.pp; ++rank) {
     for (const Action& action : schedule.ranks[static_cast<std::size_t>(rank)]) {
       if (!is_recv(action.kind)) continue;
@@ -244,8 +245,8 @@ void validate(const Schedule& schedule, bool forward_only) {
       if (!feedable) fail(schedule, {rank, positions[action]}, on_rank(action, rank) + " has no sender");
     }
   }
-  check_complete(schedule, positions, forward_only, split);
-  Replay(schedule, positions, has_comm(schedule), split).run();
+  check_complete(schedule, positions, forward_only, present);
+  Replay(schedule, positions, has_comm(schedule), present).run();
 }
 
 }  // namespace fold3d::core

@@ -9,6 +9,7 @@ namespace fold3d::core {
 ///   1. every action lies inside the shape, on the rank of its chunk, and occurs once;
 ///   2. nothing is missing: F, and B or both I and W, of every chunk and micro-batch; if there is any SEND or
 ///      RECV, every one that a stage border needs; if there is any REDUCE_GRAD, one per chunk.
+///      RECOMPUTE may be there or not.
 ///      forward_only (evaluation): every F, and nothing backward;
 ///   3. every action can run in the order of the lists by the rule of core/deps.h, where SEND and RECV both
 ///      block until they meet (rendezvous). So there is no deadlock, and REDUCE_GRAD comes after the last

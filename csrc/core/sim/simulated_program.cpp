@@ -11,7 +11,7 @@ SimulatedProgram::SimulatedProgram(const Schedule& schedule) : shape(schedule.sh
   if (!has_backward(schedule)) {
     throw std::invalid_argument("the simulator runs training steps, but the schedule has no backward");
   }
-  const SplitBackward split(schedule);
+  const OptionalActions present(schedule);
   ActionTable<int> node_of(shape, -1);
   ranks.resize(schedule.ranks.size());
   const auto num_chunks = static_cast<std::size_t>(shape.num_chunks());
@@ -29,17 +29,17 @@ SimulatedProgram::SimulatedProgram(const Schedule& schedule) : shape(schedule.sh
       node_of[action] = number;
       ranks[rank].push_back(number);
       if (action.kind == Kind::kForward) forward_seen[chunk] = true;
-      if (action == split.last_backward(action.chunk, action.micro_batch)) last_backward[chunk] = number;
+      if (action == present.last_backward(action.chunk, action.micro_batch)) last_backward[chunk] = number;
     }
   }
   for (const int number : last_backward) {
     if (number >= 0) nodes[static_cast<std::size_t>(number)].last_backward = true;
   }
   for (std::size_t number = 0; number < nodes.size(); ++number) {
-    for (Action wait : waits_for(shape, nodes[number].action, /*with_comm=*/true, split)) {
+    for (Action wait : waits_for(shape, nodes[number].action, /*with_comm=*/true, present)) {
       const bool through = is_recv(wait.kind);
       // What the RECV waits for is its SEND, and that waits for the action that made the data.
-      if (through) wait = waits_for(shape, other_end(wait), true, split).front();
+      if (through) wait = waits_for(shape, other_end(wait), true, present).front();
       if (node_of[wait] < 0) {
         throw std::invalid_argument(to_string(nodes[number].action) + " waits for " + to_string(wait) +
                                     ", which the schedule lacks");

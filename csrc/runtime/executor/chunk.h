@@ -17,6 +17,16 @@ class Chunk {
   /// Returns the tensors that go to the next chunk, or the loss alone ([1] or scalar) for the last chunk.
   virtual std::vector<at::Tensor> forward(int micro_batch, std::vector<at::Tensor> inputs) = 0;
 
+  /// Likewise where recompute() will follow: of the outputs the values are used, and whether they require a gradient.
+  /// `kept`: what recompute() needs beside the inputs, for the caller to hold; without history.
+  virtual std::vector<at::Tensor> forward_first(int micro_batch, std::vector<at::Tensor> inputs,
+                                                std::vector<at::Tensor>& kept) = 0;
+
+  /// Does what forward_first did with the same inputs, for the graph: the same outputs come of it, and nothing is
+  /// changed, drawn or counted twice. Returns outputs or loss, as forward does.
+  virtual std::vector<at::Tensor> recompute(int micro_batch, std::vector<at::Tensor> inputs,
+                                            std::vector<at::Tensor> kept) = 0;
+
   /// The chunk's last backward of the step is done: hand over for summation what was not handed over before.
   virtual void reduce() = 0;
 

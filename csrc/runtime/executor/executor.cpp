@@ -31,6 +31,9 @@ std::vector<at::Tensor> Executor::run(const core::Shape& shape, const std::vecto
   }
   state_ = RunState{shape, backward, communicator_.get(), chunks_, {}, {}};
   state_.stashes.resize(static_cast<std::size_t>(shape.segments * shape.micro_batches));
+  for (const Action& action : program) {
+    if (action.kind == Kind::kRecompute) state_.stash(action.chunk, action.micro_batch).recomputes = true;
+  }
   if (stage_ == shape.stage_of(shape.num_chunks() - 1)) {
     state_.results.resize(static_cast<std::size_t>(shape.micro_batches));
   }

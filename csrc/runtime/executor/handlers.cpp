@@ -56,18 +56,36 @@ void hand_back(RunState& run, const Action& action, const std::vector<at::Tensor
   run.stash(holder, action.micro_batch).gradients = input_gradients(inputs);
 }
 
+/// The outputs have been handed on. Where they come from in the graph stays, if there is one.
+void let_go_of_outputs(Stash& own) {
+  if (!own.recomputes) own.roots = roots_of(own.outputs);
+  own.outputs.clear();
+}
+
 void forward(RunState& run, const Action& action) {
   Stash& own = run.stash(action.chunk, action.micro_batch);
-  own.outputs = run.chunk(action.chunk).forward(action.micro_batch, own.inputs);
+  Chunk& chunk = run.chunk(action.chunk);
+  if (own.recomputes) {
+    own.outputs = detach_leaves(chunk.forward_first(action.micro_batch, own.inputs, own.kept));  // the graph goes
+  } else {
+    own.outputs = chunk.forward(action.micro_batch, own.inputs);
+  }
   const int next = action.chunk + 1;
   if (next == run.shape.num_chunks()) {
     auto& result = run.results[static_cast<std::size_t>(action.micro_batch)];
     if (!own.outputs.empty()) result = own.outputs.front().detach();
+    if (own.recomputes) own.outputs.clear();
   } else if (run.is_local(action.chunk, next)) {
     run.stash(next, action.micro_batch).inputs = detach_leaves(own.outputs);
-    own.roots = roots_of(own.outputs);
-    own.outputs.clear();
+    let_go_of_outputs(own);
   }
+}
+
+void recompute(RunState& run, const Action& action) {
+  Stash& own = run.stash(action.chunk, action.micro_batch);
+  own.outputs = run.chunk(action.chunk).recompute(action.micro_batch, own.inputs, std::exchange(own.kept, {}));
+  own.recomputes = false;
+  if (action.chunk + 1 < run.shape.num_chunks()) let_go_of_outputs(own);
 }
 
 /// Takes from the stash where the action's backward begins: the chunk's loss, or the outputs whose gradients arrived.
@@ -115,8 +133,7 @@ void send(RunState& run, const Action& action) {
   if (!is_forward) {
     own.gradients.clear();  // what W needs stays
   } else if (run.backward) {
-    own.roots = roots_of(own.outputs);
-    own.outputs.clear();
+    let_go_of_outputs(own);
   } else {
     own = Stash{};
   }
@@ -138,6 +155,7 @@ constexpr std::array<std::pair<Kind, Handler>, core::kNumKinds> kHandlers = {{
     {Kind::kSendBackward, send},
     {Kind::kRecvBackward, receive},
     {Kind::kReduce, reduce},
+    {Kind::kRecompute, recompute},
 }};
 
 constexpr bool in_order() {

@@ -17,8 +17,10 @@ namespace fold3d::runtime {
 /// One micro-batch on one chunk between its forward and its backward. `outputs`: until they are handed on, and the
 /// last chunk's until its backward. `roots`: where the gradients of those outputs that require one go into the graph,
 /// which keeps of the outputs what it needs itself. `weight_half`: what is left of a split backward between I and W.
+/// With `recomputes` there is no graph before RECOMPUTE: the inputs stay, and what the chunk wants `kept`.
 struct Stash {
-  std::vector<at::Tensor> inputs, outputs, gradients;
+  bool recomputes = false;
+  std::vector<at::Tensor> inputs, kept, outputs, gradients;
   torch::autograd::edge_list roots;
   BackwardStart weight_half;
 };

@@ -10,9 +10,9 @@ namespace {
 
 const Shape kShape{2, 2, 2};  // chunks 0 2 on stage 0, chunks 1 3 on stage 1
 
-std::string waits(const char* text, bool with_comm, const SplitBackward& split = {}) {
+std::string waits(const char* text, bool with_comm, const OptionalActions& present = {}) {
   std::string joined;
-  for (const Action& action : waits_for(kShape, parse_action(text), with_comm, split)) {
+  for (const Action& action : waits_for(kShape, parse_action(text), with_comm, present)) {
     joined += (joined.empty() ? "" : " ") + to_string(action);
   }
   return joined;
@@ -35,12 +35,12 @@ TEST(Deps, Rule) {
 }
 
 TEST(Deps, SplitBackward) {
-  const SplitBackward split(Schedule{kShape, {{parse_action("2I0"), parse_action("2W0")}}});
-  EXPECT_EQ(waits("1B0", false, split), "1F0 2I0");
-  EXPECT_EQ(waits("1B1", false, split), "1F1 2B1");
-  EXPECT_EQ(waits("2W0", false, split), "2I0");
-  EXPECT_EQ(waits("2SEND_B0", true, split), "2I0");
-  EXPECT_EQ(waits("2REDUCE_GRAD", true, split), "2W0 2B1");
+  const OptionalActions present(Schedule{kShape, {{parse_action("2I0"), parse_action("2W0")}}});
+  EXPECT_EQ(waits("1B0", false, present), "1F0 2I0");
+  EXPECT_EQ(waits("1B1", false, present), "1F1 2B1");
+  EXPECT_EQ(waits("2W0", false, present), "2I0");
+  EXPECT_EQ(waits("2SEND_B0", true, present), "2I0");
+  EXPECT_EQ(waits("2REDUCE_GRAD", true, present), "2W0 2B1");
 }
 
 TEST(Deps, Transfers) {

@@ -46,7 +46,7 @@ void for_each_schedule(int max_pp, int max_segments, int max_micro_batches, Chec
 TEST(CoreSchedules, LoweredWithoutDeadlockAtEverySize) {
   for_each_schedule(8, 4, kMaxMicroBatches, [](const Schedule& schedule, const std::string& what) {
     try {
-      validate(lower(schedule, true));
+      validate(lower(schedule, {.reduce = true}));
     } catch (const std::exception& error) {
       ADD_FAILURE() << what << ": " << error.what();
     }
@@ -55,7 +55,7 @@ TEST(CoreSchedules, LoweredWithoutDeadlockAtEverySize) {
 
 TEST(CoreSchedules, ReceivesComeInTheOrderOfTheSends) {
   for_each_schedule(4, 3, 7, [](const Schedule& schedule, const std::string& what) {
-    const Schedule lowered = lower(schedule, false);
+    const Schedule lowered = lower(schedule, {});
     std::map<std::pair<int, Kind>, std::vector<Action>> sent;  // by sending rank and direction, as the RECVs to come
     std::map<std::pair<int, Kind>, std::vector<Action>> received;
     for (const auto& actions : lowered.ranks) {

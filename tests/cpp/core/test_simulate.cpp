@@ -247,7 +247,7 @@ TEST(CoreSimulate, SameInputSameOutput) {
     EXPECT_EQ(first.spans[i].start_ns, second.spans[i].start_ns);
   }
   // Lowering changes nothing, spans lie inside the step, and no rank computes two things at once.
-  EXPECT_EQ(simulate_step(lower(schedule, true), model).step_ns, first.step_ns);
+  EXPECT_EQ(simulate_step(lower(schedule, {.reduce = true}), model).step_ns, first.step_ns);
   std::vector<std::int64_t> free(4, 0);
   for (const SimulatedSpan& span : first.spans) {
     EXPECT_GE(span.start_ns, 0);

@@ -33,7 +33,7 @@ TEST(ActionText, RejectsWhatIsNoAction) {
 
 TEST(ScheduleText, RoundTrip) {
   const Schedule compute = generate("aiao", {Shape{3, 2, 4}, 0, ""});
-  for (const Schedule& schedule : {compute, lower(compute, true)}) {
+  for (const Schedule& schedule : {compute, lower(compute, {.reduce = true})}) {
     EXPECT_EQ(parse_csv(to_csv(schedule)), schedule);
   }
 }

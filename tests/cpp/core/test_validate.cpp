@@ -28,7 +28,7 @@ std::vector<Schedule> samples() {
   for (const SchedulerInfo& info : registry()) {
     const Schedule compute = generate(info.name, {Shape{3, info.uses_segments ? 2 : 1, 4}, 0, ""});
     schedules.push_back(compute);
-    schedules.push_back(lower(compute, true));
+    schedules.push_back(lower(compute, {.reduce = true}));
   }
   return schedules;
 }
@@ -87,15 +87,15 @@ TEST(Validate, ShowsTheCycleOfADeadlock) {
 TEST(Validate, ForwardOnly) {
   const Schedule evaluation = parse_csv("0F0,2F0\n1F0,3F0\n");
   EXPECT_NO_THROW(validate(evaluation, /*forward_only=*/true));
-  EXPECT_NO_THROW(validate(lower(evaluation, /*reduce=*/false), /*forward_only=*/true));
+  EXPECT_NO_THROW(validate(lower(evaluation, {}), /*forward_only=*/true));
   EXPECT_TRUE(contains(complaint(evaluation), "0B0 on rank 0 is missing"));
-  EXPECT_THROW(lower(evaluation, /*reduce=*/true), std::invalid_argument);
+  EXPECT_THROW(lower(evaluation, {.reduce = true}), std::invalid_argument);
 }
 
 TEST(Validate, SplitBackward) {
   const Schedule split = parse_csv("0F0,0I0,0W0\n1F0,1I0,1W0\n");
   EXPECT_NO_THROW(validate(split));
-  const Schedule lowered = lower(split, true);
+  const Schedule lowered = lower(split, {.reduce = true});
   EXPECT_NO_THROW(validate(lowered));
   EXPECT_EQ(lowered.ranks[1], parse_csv("0F0\n1RECV_F0,1F0,1I0,1SEND_B0,1W0,1REDUCE_GRAD\n").ranks[1]);
 }

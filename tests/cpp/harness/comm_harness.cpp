@@ -114,7 +114,7 @@ void TestRank::compute(const core::Action& action) {
 
 void TestRank::step(const core::Schedule& schedule, int step_index) {
   const auto& program = schedule.ranks[static_cast<std::size_t>(settings_.options.stage)];
-  const core::SplitBackward split(schedule);
+  const core::OptionalActions present(schedule);
   communicator_.begin(program);
   for (const core::Action& action : program) {
     if (core::is_recv(action.kind)) {
@@ -122,7 +122,7 @@ void TestRank::step(const core::Schedule& schedule, int step_index) {
     } else if (core::is_send(action.kind)) {
       communicator_.send(action, contents(action, step_index));
     } else if (core::is_compute(action.kind)) {
-      for (const core::Action& needed : core::waits_for(schedule.shape, action, true, split)) {
+      for (const core::Action& needed : core::waits_for(schedule.shape, action, true, present)) {
         if (core::is_recv(needed.kind)) check(needed, communicator_.wait(needed), step_index);
       }
       if (settings_.before) settings_.before(action);
@@ -176,7 +176,7 @@ std::vector<std::string> run_ranks(const RunSetup& run) {
 }
 
 core::Schedule lowered(const std::string& name, int pp, int segments, int micro_batches, int group_size) {
-  return core::lower(compute_only(name, pp, segments, micro_batches, group_size), true);
+  return core::lower(compute_only(name, pp, segments, micro_batches, group_size), {.reduce = true});
 }
 
 core::Schedule lowered_evaluation(const std::string& name, int pp, int segments, int micro_batches) {
@@ -184,7 +184,7 @@ core::Schedule lowered_evaluation(const std::string& name, int pp, int segments,
   for (auto& rank : schedule.ranks) {
     std::erase_if(rank, [](const core::Action& action) { return action.kind != core::Kind::kForward; });
   }
-  return core::lower(schedule, false);
+  return core::lower(schedule, {});
 }
 
 ScheduleCase random_case(std::mt19937_64& random, int least_pp, int most_pp) {

@@ -49,7 +49,7 @@ TEST(Schedules,
 
 TEST(Schedules, SplitBackwardRuns) {
   const core::Schedule compute = core::parse_csv("0F0,0F1,0I0,0W0,0I1,0W1\n1F0,1I0,1F1,1I1,1W0,1W1\n");
-  expect_clean({.schedules = {core::lower(compute, true)}, .options = {.timeout = 60s}}, "split");
+  expect_clean({.schedules = {core::lower(compute, {.reduce = true})}, .options = {.timeout = 60s}}, "split");
 }
 
 TEST(Schedules, TrainingAndEvaluationTakeTurnsOnOneCommunicator) {
