@@ -5,8 +5,10 @@
 Two ranks on two hosts (network namespaces with limited links; needs root), one thread each, train the layers of a
 Llama with tp=2 in turns in the same processes:
 
-- plain: each sum is waited for where it is asked for (tp_overlap="none");
+- plain: each sum is waited for where it is asked for (tp_overlap="none", sequence_parallel=False);
+- plain+sp: they share the sequence outside of regions, too (sequence_parallel=True);
 - sub: two halves of a micro-batch take turns (tp_overlap="sub");
+- sub+sp: both;
 - torch: the same layers by torch.distributed.tensor.parallel, colwise and rowwise, over gloo.
 
 First a rank's share of the layers is timed without any network, all ranks at the same time; the links then get the
@@ -37,7 +39,7 @@ from benchmarks.cluster.testbed.ranks import Ranks
 RANKS, BATCH, LENGTH, WIDTH, HEADS, VOCABULARY = 2, 8, 128, 512, 8, 64
 SUMS_PER_LAYER = 4  # attention and MLP, forward and backward
 WARM_UP = 2
-SYSTEMS = ("plain", "sub", "torch")
+SYSTEMS = ("plain", "plain+sp", "sub", "sub+sp", "torch")
 
 
 def make(layers: int, heads: int = HEADS, intermediate: int = 3 * WIDTH) -> torch.nn.Module:
@@ -69,8 +71,9 @@ def step_of(system: str, layers: int) -> Callable[[], float]:
         return _torch_step(model)
     from fold3d import Engine, ParallelConfig
 
-    overlap = "sub" if system == "sub" else "none"
-    engine = Engine(model, ParallelConfig(tp=RANKS, segments=1, tp_overlap=overlap), example=batch())
+    overlap, shared = "sub" if system.startswith("sub") else "none", system.endswith("+sp")
+    config = ParallelConfig(tp=RANKS, segments=1, tp_overlap=overlap, sequence_parallel=shared)
+    engine = Engine(model, config, example=batch())
     return lambda: float(engine.run([batch()], loss_of))
 
 
@@ -194,8 +197,9 @@ def main() -> None:
     )
     print(f"{description}; computing {1e3 * compute:.0f} ms, TP.sync {1e3 * sync:.0f} ms a step")
     for system in SYSTEMS:
-        print(f"{system:8}{1e3 * medians[system]:10.1f} ms   {medians['plain'] / medians[system]:.3f}")
+        print(f"{system:10}{1e3 * medians[system]:10.1f} ms   {medians['plain'] / medians[system]:.3f}")
     print(f"plain / sub-pipelined: measured {medians['plain'] / medians['sub']:.3f}, "
+          f"with shared sequences {medians['plain+sp'] / medians['sub+sp']:.3f}, "
           f"Merak's formula {(3 * forward + 2 * exchange) * options.layers / merak:.3f}, "
           f"planner {expected['none'] / expected['sub']:.3f}")  # fmt: skip
     if options.json:

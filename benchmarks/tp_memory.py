@@ -1,12 +1,13 @@
 """How much memory a rank needs under tensor parallelism: loading, training, saving and resuming.
 
-    python benchmarks/tp_memory.py [--megabytes 1024] [--tp 1 4] [--json FILE]
+    python benchmarks/tp_memory.py [--megabytes 1024] [--tp 1 4] [--length 64] [--whole-sequences] [--json FILE]
 
 A Llama of about that many bytes (fp32) is written to a folder as safetensors. For each number of shards fresh processes
 build it on the meta device, read their parts from the folder, take two steps of AdamW and save a checkpoint; others
 resume from that. Of each phase the highest resident memory of any rank counts, less what a process had before that had
 imported everything, joined the others and built the model without values. With more shards it should shrink as the
-weights do, also where whole tensors are read, drawn or written.
+weights do, also where whole tensors are read, drawn or written. With long sequences training shows the activations,
+which --whole-sequences has whole on every rank where no weights are shared (sequence_parallel=False).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import os
 import socket
 import tempfile
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +32,20 @@ from torch.utils.data import Dataset
 from fold3d import Trainer, TrainingArguments
 
 MB = 1 << 20
-VOCABULARY, LENGTH, STEPS = 4096, 64, 2
+VOCABULARY, STEPS = 4096, 2
 PHASES = ("load", "train", "save", "resume")
 
 
-def config_of(megabytes: int) -> transformers.LlamaConfig:
+@dataclass(frozen=True, slots=True)
+class Case:
+    """What is trained."""
+
+    megabytes: int
+    length: int
+    whole_sequences: bool
+
+
+def config_of(megabytes: int, length: int) -> transformers.LlamaConfig:
     """Returns a Llama whose parameters take about so much memory in fp32, none of them more than 16 MiB."""
     layer, ends = 4 * (4 * 1024**2 + 3 * 1024 * 4096), 8 * 1024 * VOCABULARY
     return transformers.LlamaConfig(
@@ -44,7 +55,7 @@ def config_of(megabytes: int) -> transformers.LlamaConfig:
         num_attention_heads=16,
         num_key_value_heads=16,
         vocab_size=VOCABULARY,
-        max_position_embeddings=LENGTH,
+        max_position_embeddings=length,
         use_cache=False,
     )
 
@@ -52,11 +63,14 @@ def config_of(megabytes: int) -> transformers.LlamaConfig:
 class Tokens(Dataset[dict[str, Tensor]]):
     """Random ones."""
 
+    def __init__(self, length: int) -> None:
+        self._length = length
+
     def __len__(self) -> int:
         return 16
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        ids = torch.randint(0, VOCABULARY, (LENGTH,), generator=torch.Generator().manual_seed(index))
+        ids = torch.randint(0, VOCABULARY, (self._length,), generator=torch.Generator().manual_seed(index))
         return {"input_ids": ids, "labels": ids}
 
 
@@ -95,7 +109,7 @@ class Phases(transformers.TrainerCallback):
         self.ends("save")
 
 
-def work(rank: int, tp: int, port: int, megabytes: int, folder: str, out: str, resumes: bool, answers: Any) -> None:
+def work(rank: int, tp: int, port: int, case: Case, folder: str, out: str, resumes: bool, answers: Any) -> None:
     """One rank: trains and saves, or resumes."""
     torch.set_num_threads(1)
     os.environ |= {
@@ -110,6 +124,7 @@ def work(rank: int, tp: int, port: int, megabytes: int, folder: str, out: str, r
     arguments = TrainingArguments(
         output_dir=out,
         tp=tp,
+        sequence_parallel=False if case.whole_sequences else "auto",
         weights=folder,
         per_device_train_batch_size=1,
         max_steps=STEPS + resumes,
@@ -120,9 +135,9 @@ def work(rank: int, tp: int, port: int, megabytes: int, folder: str, out: str, r
         use_cpu=True,
     )
     with torch.device("meta"):
-        model = transformers.LlamaForCausalLM(config_of(megabytes))
+        model = transformers.LlamaForCausalLM(config_of(case.megabytes, case.length))
     phases = Phases()
-    trainer = Trainer(model, arguments, train_dataset=Tokens(), callbacks=[phases])
+    trainer = Trainer(model, arguments, train_dataset=Tokens(case.length), callbacks=[phases])
     phases.ends("load")
     trainer.train(resume_from_checkpoint=str(Path(out) / f"checkpoint-{STEPS}") if resumes else None)
     if resumes:
@@ -137,7 +152,7 @@ def work(rank: int, tp: int, port: int, megabytes: int, folder: str, out: str, r
         dist.destroy_process_group()
 
 
-def measured(tp: int, megabytes: int, folder: str) -> dict[str, int]:
+def measured(tp: int, case: Case, folder: str) -> dict[str, int]:
     """Returns the bytes of each phase of the fullest rank."""
     context = multiprocessing.get_context("spawn")
     found: dict[str, int] = {}
@@ -148,7 +163,7 @@ def measured(tp: int, megabytes: int, folder: str) -> dict[str, int]:
                 port = probe.getsockname()[1]
             answers = context.SimpleQueue()
             ranks = [
-                context.Process(target=work, args=(rank, tp, port, megabytes, folder, out, resumes, answers))
+                context.Process(target=work, args=(rank, tp, port, case, folder, out, resumes, answers))
                 for rank in range(tp)
             ]
             for process in ranks:
@@ -162,9 +177,9 @@ def measured(tp: int, megabytes: int, folder: str) -> dict[str, int]:
     return found
 
 
-def write(megabytes: int, folder: str) -> None:
+def write(case: Case, folder: str) -> None:
     """Writes the model."""
-    transformers.LlamaForCausalLM(config_of(megabytes)).save_pretrained(folder)
+    transformers.LlamaForCausalLM(config_of(case.megabytes, case.length)).save_pretrained(folder)
 
 
 def report(results: Sequence[tuple[int, dict[str, int]]], total: int) -> None:
@@ -182,16 +197,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--megabytes", type=int, default=1024, help="of the weights, about")
     parser.add_argument("--tp", type=int, nargs="+", default=[1, 4], help="numbers of shards; shares are of the first")
+    parser.add_argument("--length", type=int, default=64, help="tokens of a sequence")
+    parser.add_argument("--whole-sequences", action="store_true", help="sequence_parallel=False")
     parser.add_argument("--json", type=Path, help="also write the figures here")
     options = parser.parse_args()
+    case = Case(options.megabytes, options.length, options.whole_sequences)
     with torch.device("meta"):
-        parameters = transformers.LlamaForCausalLM(config_of(options.megabytes)).parameters()
+        parameters = transformers.LlamaForCausalLM(config_of(case.megabytes, case.length)).parameters()
         total = 4 * sum(parameter.numel() for parameter in parameters)
     with tempfile.TemporaryDirectory() as folder:
-        writer = multiprocessing.get_context("spawn").Process(target=write, args=(options.megabytes, folder))
+        writer = multiprocessing.get_context("spawn").Process(target=write, args=(case, folder))
         writer.start()
         writer.join()
-        results = [(tp, measured(tp, options.megabytes, folder)) for tp in options.tp]
+        results = [(tp, measured(tp, case, folder)) for tp in options.tp]
     report(results, total)
     if options.json:
         figures = [{"tp": tp, **peaks} for tp, peaks in results]

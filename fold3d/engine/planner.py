@@ -17,7 +17,7 @@ from fold3d.comms.consistency import agree
 from fold3d.comms.groups import Groups
 from fold3d.comms.tcp import uses_tcp
 from fold3d.comms.world_group import WorldGroup
-from fold3d.config import ParallelConfig, text_of_bytes
+from fold3d.config import AUTO, ParallelConfig, text_of_bytes
 from fold3d.data_parallel.optimizer.separable import check_separable
 from fold3d.errors import ConfigError, RankError
 from fold3d.observe.announce import announce
@@ -34,6 +34,7 @@ from fold3d.splitting.plan_sharding import plan_sharding
 from fold3d.tensor_parallel.alike import make_alike
 from fold3d.trace import Trace
 from fold3d.trace.example import synthetic_example
+from fold3d.trace.users_hooks import users_hooks
 from fold3d.weights.parts import is_part
 
 logger = logging.getLogger(__name__)
@@ -60,28 +61,41 @@ def shard_alike(
     asked = config.tp, tuple(sorted((config.tp_plan or {}).items())), config.sequence_parallel
     known = _cut_by.get(model, {}).get(asked) if any(map(is_part, model.parameters())) else None
 
-    def plan(_: list[None]) -> ShardingPlan:
+    def plan(watchers: list[str]) -> ShardingPlan:
         if known is not None:  # another engine has left parts of these weights
             return known
         made = synthetic_example(model) if example is None else example
-        found = plan_sharding(
-            *(model, recording, made, config.tp, config.tp_plan), sequence_parallel=bool(config.sequence_parallel)
-        )
+        watched = next(filter(None, watchers), "") if config.sequence_parallel == AUTO else ""
+        shares = bool(config.sequence_parallel) and not watched
+        found = plan_sharding(model, recording, made, config.tp, config.tp_plan, sequence_parallel=shares)
         if config.sequence_parallel is True and not found.sequence:
             raise ConfigError(
                 f"sequence_parallel=True: {found.sequence_reason}. Set it to False, where every rank has the whole "
                 'sequence, or to "auto"'
             )
+        if watched or found.sequence_reason:
+            reason = watched or found.sequence_reason
+            announce(logger, f"sequence_parallel: every rank has the whole sequence, since {reason}")
         for note in found.notes:
             logger.warning("%s", note)
         return found
 
-    sharding = world.decide(None, plan, timeout=world.patience)
+    sharding = world.decide(_watcher(model, recording), plan, timeout=world.patience)
     _cut_by.setdefault(model, {})[asked] = sharding
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     real = {name: tensor.detach() for name, tensor in tensors.items() if not tensor.is_meta and not is_part(tensor)}
     make_alike(real, world.tensor, timeout=world.patience)
     return sharding
+
+
+def _watcher(model: Module, recording: Trace) -> str:
+    """Returns what would see a part of the sequence in a block where it expects all of it, in words."""
+    blocks = tuple(f"{block}." for block in recording.blocks)
+    for name, module in model.named_modules():
+        if f"{name}.".startswith(blocks) and any(users_hooks(module)):
+            return f"a hook of yours looks at {name}"
+    kept = next((name for name in recording.kept if name.startswith(blocks)), None)
+    return "" if kept is None else f"{kept} keeps a tensor of the forward"
 
 
 def resolve_auto(

@@ -19,15 +19,18 @@ class Gathering:
     """Of the argument."""
     sums: bool
     """Whether the ranks have different shares of its gradient; otherwise it is the same on each."""
+    folded: bool = False
+    """Whether samples and their sequences lie in one dimension, the first, as experts take tokens."""
 
     def to_json(self) -> list[Any]:
         """Returns it as JSON values."""
-        return [self.module, list(self.path), self.sums]
+        return [self.module, list(self.path), self.sums, self.folded]
 
     @classmethod
     def from_json(cls, value: list[Any]) -> Gathering:
         """Returns what `to_json` made."""
-        return cls(module=value[0], path=tuple(value[1]), sums=value[2])
+        module, path, sums, folded = value
+        return cls(module=module, path=tuple(path), sums=sums, folded=folded)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -95,6 +95,8 @@ def _plan(
             shards.update(found.shards)
         except NoSequenceError as error:
             reason = str(error)
+        except Exception as error:  # whatever a block's code does when it is given something else: nobody depends on it
+            reason = f"a block could not be tried on a part of it ({type(error).__name__}: {error})"
     return ShardingPlan(
         tp=tp, shards=shards, blocks=blocks, notes=notes, vocabulary=vocabulary, sequence=sequence,
         sequence_reason=reason,

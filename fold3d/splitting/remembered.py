@@ -58,5 +58,6 @@ def _key(
     add(str(config.to_dict()) if hasattr(config, "to_dict") else "")
     leaves, spec = tree_flatten(dict(example))
     add(str(spec), [(tuple(x.shape), x.dtype) if isinstance(x, Tensor) else x for x in leaves])
-    add(trace.blocks, trace.form, trace.tied, trace.direct, tp, sorted((overrides or {}).items()), sequence_parallel)
+    add(trace.blocks, trace.form, trace.tied, trace.direct, trace.leaks, trace.modified)
+    add(tp, sorted((overrides or {}).items()), sequence_parallel)
     return text.hexdigest()

@@ -26,6 +26,16 @@ class BlockCall:
         self._open: set[int] = set()
         self._entered: list[tuple[weakref.ref[Tensor], bool, Tensor]] = []
         self._gathered: list[tuple[weakref.ref[Tensor], bool, bool, Tensor]] = []
+        self._given: tuple[int, int] | None = None
+
+    @property
+    def given(self) -> tuple[int, int] | None:
+        """How many samples the block was given, and how long their whole sequences are; None where nobody said so."""
+        return self._given
+
+    def begin(self, samples: int, length: int) -> None:
+        """The block was given a part of so many samples whose sequences are so long."""
+        self._given = (samples, length)
 
     @property
     def in_region(self) -> bool:

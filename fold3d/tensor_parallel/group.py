@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fold3d import _C
-from fold3d.tensor_parallel.sequence.exchange import ALL_GATHER, PART, Exchange, exchange
+from fold3d.tensor_parallel.sequence.exchange import ALL_GATHER, PART, REDUCE_SCATTER, Exchange
 
 _OPS: Any = torch.ops.fold3d
 
@@ -93,9 +93,7 @@ class TensorParallelGroup:
         """
         if self.size == 1:
             return x
-        whole = x.shape[dim] * self.size if length is None else length
-        out: Tensor = _GatherAlike.apply(x, self.name, dim, whole)  # type: ignore[no-untyped-call]
-        return out
+        return self._as_made(x, self.all_gather(x, dim, length), lambda g: self.scatter_to_sequence_region(g, dim))
 
     def reduce_scatter_to_sequence_region(self, y: Tensor, dim: int) -> Tensor:
         """Returns this rank's part along `dim` of the sum of everybody's `y`; the gradient is everybody's, gathered."""
@@ -117,7 +115,17 @@ class TensorParallelGroup:
         Args:
             known: the result, where it is known already: then nothing is communicated before backward.
         """
-        return exchange(self, x, how, known)
+        if self.size == 1:
+            return x
+        if known is not None:
+            return self._as_made(x, known, lambda g: self.start_exchange(g, how, how.backward)())
+        if how.forward == REDUCE_SCATTER:
+            return self.reduce_scatter_to_sequence_region(x, how.dim)
+        if how.forward == PART:
+            return self.scatter_to_sequence_region(x, how.dim)
+        if how.backward == PART:
+            return self.gather_from_region(x, how.dim, how.length)
+        return self.gather_from_sequence_region(x, how.dim, how.length)
 
     def start_exchange(self, x: Tensor, how: Exchange, what: str) -> Callable[[], Tensor]:
         """Begins one of the moves of an exchange, without a gradient; returns what waits for its result. Never
@@ -170,6 +178,11 @@ class TensorParallelGroup:
         if self.size > 1:
             _OPS.tp_finish(started)
 
+    def _as_made(self, x: Tensor, made: Tensor, back: Callable[[Tensor], Tensor]) -> Tensor:
+        """Returns `made`, a new tensor that came of `x`, whose gradient is what `back` makes of that of `made`."""
+        out: Tensor = _Made.apply(x, [made], back)  # type: ignore[no-untyped-call]
+        return out
+
     def _reduced(self, x: Tensor, op: str) -> Tensor:
         if self.size == 1:
             return x.detach().clone(memory_format=torch.contiguous_format)
@@ -192,12 +205,12 @@ class _CopySome(torch.autograd.Function):
         return gradient.index_copy(ctx.along, indices, total), None, None, None
 
 
-class _GatherAlike(torch.autograd.Function):
+class _Made(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: str, dim: int, length: int) -> Any:
-        ctx.group, ctx.along = group, dim
-        return _OPS.tp_all_gather(x, dim, length, group)
+    def forward(ctx: Any, x: Tensor, made: list[Tensor], back: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.back = back
+        return made[0]  # in a list, so that it is no view of an argument: models add to what they get in place
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        return _OPS.tp_scatter(gradients[0], ctx.along, ctx.group), None, None, None
+        return ctx.back(gradients[0]), None, None

@@ -168,7 +168,7 @@ class _Installer:
 
             try:
                 if sequence is not None:
-                    args, kwargs = sequence.scatter(args, kwargs)
+                    args, kwargs = sequence.scatter(call, args, kwargs)
                 for one in inputs:
                     args, kwargs = replace_argument(args, kwargs, one.path, partial(take, one=one))
                 for path in entering:

@@ -228,6 +228,7 @@ def _summarise(model: nn.Module, names: list[str], recorder: Recorder, form: For
         shapes=recorder.shapes(),
         modified=recorder.modified(),
         borders=recorder.borders(),
+        leaks=recorder.leaks(),
         costs=costs,
         prologue_cost=BlockCost(
             name="prologue",

@@ -67,6 +67,8 @@ class Trace:
     """Size of each block."""
     prologue_cost: BlockCost
     epilogue_cost: BlockCost
+    leaks: tuple[str, ...] = ()
+    """What is read of blocks otherwise than by the code behind them up to the next one, from what they returned."""
     unread: tuple[str, ...] = ()
     """Parameters that nothing reads in the recorded call."""
     form: Form = ()

@@ -46,6 +46,11 @@ class Token:
         """The first border c at which a chunk may not start if it reads this value."""
         return self.region + 2 if self.chain else self.region + 1
 
+    def said(self, reader: str) -> str:
+        """Returns that `reader` reads it later."""
+        what = f"what block '{self.source}' returned" if self.chain else f"a tensor made in '{self.source}'"
+        return f"{what} is read again later, in '{reader}'"
+
 
 _NO_TOKENS: frozenset[Token] = frozenset()
 
@@ -244,12 +249,14 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Per border: why the model cannot be cut there, or an empty string."""
         reasons = [""] * len(self.order)
         for token, (last, reader) in self.reads.items():
-            what = "what block" if token.chain else "a tensor made in"
-            verb = " returned" if token.chain else ""
-            text = f"{what} '{token.source}'{verb} is read again later, in '{reader}'"
             for border in range(token.first_bad_border(), min(last + 1, len(self.order))):
-                reasons[border] = reasons[border] or text
+                reasons[border] = reasons[border] or token.said(reader)
         return tuple(reasons)
+
+    def leaks(self) -> tuple[str, ...]:
+        """Returns what is read of blocks otherwise than by the next one of what the one before returned."""
+        blocks = set(self.order)
+        return tuple(token.said(reader) for token, (_, reader) in self.reads.items() if token.source in blocks)
 
 
 def outer_modules(model: nn.Module, blocks: Iterable[str]) -> list[tuple[str, nn.Module]]:

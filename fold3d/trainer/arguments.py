@@ -68,7 +68,7 @@ class TrainingArguments(transformers.TrainingArguments):
         },
     )
     sequence_parallel: FlagOrAuto = field(
-        default=False,
+        default=AUTO,
         metadata={
             "help": "Whether tensor-parallel processes share the sequence outside of layers that they share: norms, "
             "residual sums and dropout take 1 / tp of their memory. auto: where the model is found to allow it. The "

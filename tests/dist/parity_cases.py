@@ -45,7 +45,7 @@ class Case:
     layers: int = 4
     dropout: float = 0.0
     frozen: bool = False
-    sequence_parallel: bool | str = False
+    sequence_parallel: bool | str = "auto"
 
     @property
     def ranks(self) -> int:
@@ -78,7 +78,7 @@ class Case:
         words += ["tied" if self.tied else "untied", "clip" if self.clip else "noclip"]
         words += [word for word, on in (("recompute", self.recompute), ("frozen", self.frozen)) if on]
         words += [value for value in (self.transport, self.dp_sync, self.tp_overlap) if value != "auto"]
-        words += ["sequence"] if self.sequence_parallel else []
+        words += ["sequence" if self.sequence_parallel else "whole"] if self.sequence_parallel != "auto" else []
         return "-".join(words)
 
     def alone(self) -> Case:

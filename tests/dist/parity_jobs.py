@@ -366,6 +366,8 @@ def train_trainer(case: Case, *, rows: list[Batch] | None = None, **arguments: A
         layout |= {"group_size": case.group_size or "auto", "activation_checkpointing": case.recompute}
         if case.dp > 1:
             layout |= {"dp_sync": case.dp_sync, "bucket_bytes": BUCKET_BYTES}
+        if case.tp > 1:
+            layout |= {"tp_overlap": case.tp_overlap, "sequence_parallel": case.sequence_parallel}
         trainer = fold3d.Trainer(
             model=build(case),
             args=fold3d.TrainingArguments(**(named | layout | {"comm_timeout": 100.0} | arguments)),

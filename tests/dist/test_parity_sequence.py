@@ -1,37 +1,35 @@
 """Where the ranks of a tensor-parallel group share the sequence, everything is as on one process, to 1e-10 in fp64.
 
-Rows have 9 tokens, which are no equal parts for any group.
+Rows have 9 tokens, which are no equal parts for any group. It is the default, with which tests/dist/test_parity_tp.py
+trains; here it is asked for.
 """
 
 from __future__ import annotations
 
 import functools
+import logging
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import fold3d
 from fold3d.errors import RankError
-from tests.dist import parity_extra, parity_jobs
+from tests.dist import parity_jobs
 from tests.dist.parity_cases import Case
 from tests.dist.parity_checks import TOLERANCE, assert_all_names, assert_equal, assert_ranks_agree
 from tests.helpers.ranks import RankPool
 
 reference = functools.cache(parity_jobs.train_alone)
-evaluation = functools.cache(parity_extra.evaluate_alone)
 Shared = functools.partial(Case, sequence_parallel=True)
 
 GRID = [
-    Shared(tp=2, m=2, family="llama", tp_overlap="none"),
     Shared(tp=2, m=2, family="opt", tp_overlap="sub", recompute=True),
     Shared(tp=4, m=1, family="gpt2-4", tp_overlap="none"),
-    Shared(dp=2, tp=2, m=2, family="bert", tp_overlap="none", dp_sync="zero1", recompute=True),
-    Shared(dp=2, tp=2, m=2, family="gpt2", tp_overlap="sub", dp_sync="early", labels="padded"),
     Shared(tp=2, pp=2, m=3, family="llama", tp_overlap="sub", labels="ragged", tied=False),
-    Shared(tp=2, pp=2, segments=2, m=3, schedule="aiao", family="gpt2", tp_overlap="sub", recompute=True),
     Shared(tp=2, pp=2, segments=2, m=2, schedule="aiao", family="opt", tp_overlap="none", transport="c10d"),
     Shared(tp=2, pp=2, m=2, family="gpt2", tp_overlap="none", frozen=True),
     Shared(tp=2, pp=2, segments=2, m=3, family="llama", schedule="aiao", through="trainer", labels="ragged"),
@@ -48,14 +46,33 @@ def test_training(ranks: RankPool, case: Case) -> None:
     assert_ranks_agree(results, case)
 
 
+def train_on_few_tokens(case: Case, tokens: int) -> list[float]:
+    """Returns the losses of steps on the first tokens of each row, and of the next batch."""
+    with parity_jobs.precision(case):
+        engine = parity_jobs.engine_of(case)
+        batches = [parity_jobs.batch_of(engine, case, step) for step in range(3)]
+        short = [{name: value[:, :tokens] for name, value in batch.items()} for batch in batches]
+        losses = [engine.step(batch).loss.item() for batch in short[:2]] + [engine.evaluate(short[2]).item()]
+        engine.close()
+    return losses
+
+
 @pytest.mark.rotating
-@pytest.mark.parametrize("layout", [(2, 1, 1), (2, 2, 2)])
-@pytest.mark.parametrize("family", ["gpt2", "llama"])
-def test_evaluation(ranks: RankPool, layout: tuple[int, int, int], family: str) -> None:
-    tp, pp, segments = layout
-    case = Shared(tp=tp, pp=pp, segments=segments, m=2, family=family, schedule="aiao" if segments > 1 else "1f1b")
-    expected = evaluation(replace(case, tp=1, pp=1, segments=1, schedule="1f1b", sequence_parallel=False))
-    for found in ranks.run(parity_extra.evaluate, case.ranks, case, timeout=150.0):
+@pytest.mark.parametrize(
+    ("case", "tokens"),
+    [
+        (Shared(tp=4, m=1, family="gpt2-4", tp_overlap="sub"), 3),
+        (Shared(tp=4, m=1, family="mixture", recompute=True), 3),
+        (Shared(tp=2, pp=2, m=2, family="bert"), 1),
+        (Shared(tp=2, pp=2, m=2, family="opt", transport="c10d"), 2),
+    ],
+    ids=["gpt2", "mixture", "stages", "c10d"],
+)
+def test_sequences_shorter_than_there_are_ranks(ranks: RankPool, case: Case, tokens: int) -> None:
+    """Some ranks have nothing of them, and send nothing to the next stage."""
+    alone = replace(case, tp=1, pp=1, recompute=False, sequence_parallel="auto", tp_overlap="auto", transport="auto")
+    expected = ranks.run(train_on_few_tokens, 1, alone, tokens, timeout=100.0)[0]
+    for found in ranks.run(train_on_few_tokens, case.ranks, case, tokens, timeout=150.0):
         assert found == pytest.approx(expected, abs=1e-10)
 
 
@@ -116,3 +133,33 @@ def refuse(case: Case) -> str:
 def test_what_cannot_be_shared_is_refused_with_the_reason(ranks: RankPool) -> None:
     for text in ranks.run(refuse, 2, Shared(tp=2, m=1, family="llama"), timeout=100.0):
         assert "sequence_parallel=True" in text and "Set it to False" in text
+
+
+def decline(case: Case, hooked: bool) -> tuple[bool, list[str]]:
+    """Returns whether parts are shared, and what was said about it."""
+    model, said = parity_jobs.build(case), list[str]()
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("fold3d.engine.planner")
+    before = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        if hooked and dist.get_rank() == 1:
+            model.get_submodule("model.layers.2.mlp").register_forward_hook(lambda *_: None)
+        engine = parity_jobs.engine_of(case, model, tp_plan=None if hooked else {"self_attn.*": "replicate"})
+        engine.step(parity_jobs.batch_of(engine, case, 0))
+        shared = bool(engine._built().cut.parts.plan.sequence)
+        engine.close()
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(before)
+    return shared, [text for text in said if "sequence_parallel" in text]
+
+
+@pytest.mark.parametrize(("hooked", "why"), [(True, "model.layers.2.mlp"), (False, "model.layers.0")])
+def test_auto_says_once_why_each_rank_has_the_whole(ranks: RankPool, hooked: bool, why: str) -> None:
+    case = Case(tp=2, m=2, family="llama")
+    (first, said), (second, others) = ranks.run(decline, 2, case, hooked, timeout=100.0)
+    assert not first and not second and len(said) == 1 and not others
+    assert why in said[0], said

@@ -31,6 +31,7 @@ SETTINGS: dict[str, tuple[object, ...]] = {
     "tp_overlap": ("sub", "none", "sub"),
     "transport": ("auto", "auto", "c10d"),
     "labels": ("full", "ragged", "padded"),
+    "sequence_parallel": ("auto", "auto", False, "auto", "auto"),
 }
 
 reference = functools.cache(parity_jobs.train_alone)
@@ -85,6 +86,7 @@ def others() -> list[Case]:
                 "tied": number % 4 < 2,
                 "dp_sync": ("early", "zero1")[number // 2 % 2] if dp > 1 else "auto",
                 "schedule": "aiao" if segments > 1 else "1f1b",
+                "sequence_parallel": (number + shift) % 4 != 3,
             }
             layout = {"dp": dp, "tp": tp, "pp": pp, "segments": segments, "m": (1, 2, 3)[number % 3]}
             cases.append(Case(**layout, family=family, **settings))

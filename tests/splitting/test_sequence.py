@@ -17,10 +17,10 @@ from tests.splitting.shared import compare
 
 POSSIBLE = (
     "gpt2", "llama", "opt", "bert", "gpt_neox", "bloom", "t5_encoder", "vit", "qwen3", "phi3", "falcon_groups",
-    "falcon_mqa", "falcon_alibi", "gptj", "mpt", "llama_mqa", "deepseek",
+    "falcon_mqa", "falcon_alibi", "gptj", "mpt", "llama_mqa", "deepseek", "mixtral", "qwen3_moe", "gpt_oss", "t5",
 )  # fmt: skip
-NORMS = {"llama": 2, "gpt2": 6, "bert": 6}
-"""Parameters of a block that work on parts: norms, and biases behind sums."""
+NORMS = {"llama": 2, "gpt2": 6, "bert": 6, "mixtral": 3, "gpt_oss": 6}
+"""Parameters of a block that work on parts: norms, biases behind sums, and routers to experts."""
 
 
 def plan_of(family: str, tp: int) -> ShardingPlan:
@@ -45,12 +45,22 @@ def test_ranks_together_compute_the_whole(family: str, tp: int) -> None:
         assert sum(s.summed for n, s in plan.shards.items() if n.startswith(f"{name}.")) == NORMS[family]
 
 
-@pytest.mark.parametrize("family", ["mixtral", "t5"])
-def test_what_is_not_possible_is_said(family: str) -> None:
-    plan = plan_of(family, 2)
-    assert plan.sequence_reason and not plan.sequence
-    without = plan_sharding(*(lambda tiny: (tiny.model, tiny.trace(), tiny.batch))(build(family)), 2)
-    assert dataclasses.replace(plan, sequence_reason="") == without
+def test_what_reads_the_insides_of_blocks_is_said() -> None:
+    """The balance loss of experts is of what the routers in the blocks find."""
+    tiny = build("mixtral")
+    tiny.model.config.output_router_logits = True  # type: ignore[union-attr]
+    call = tiny.model, tiny.trace(), tiny.batch, 2
+    plan = plan_sharding(*call, sequence_parallel=True)
+    assert "a tensor made in 'model.layers.0' is read" in plan.sequence_reason and not plan.sequence
+    assert dataclasses.replace(plan, sequence_reason="") == plan_sharding(*call)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "opt", "mixtral"])
+def test_sequences_shorter_than_there_are_ranks(family: str) -> None:
+    """Some have nothing of them."""
+    tiny = build(family)
+    short = {name: value[:, :3] for name, value in tiny.batch.items()}
+    assert compare(tiny.model, short, plan_of(family, 4)) < 1e-10
 
 
 class Block(nn.Module):

@@ -19,8 +19,8 @@ from tests.trainer.test_checkpoints import SAVING, STEP, assert_continues, conti
 
 ARGUMENTS = SAVING | {"adam_epsilon": 1e-4}
 """With the usual one rounding errors of gradients that are zero count."""
-SHARDED = {"dp": 2, "tp": 2, "dp_sync": "zero1", "bucket_bytes": 1, "tp_overlap": "none"}
-"""Each rank has half of the optimizer's state of its part."""
+SHARDED = {"dp": 2, "tp": 2, "dp_sync": "zero1", "bucket_bytes": 1, "tp_overlap": "none", "sequence_parallel": True}
+"""Each rank has half of the optimizer's state of its part, and half of the sequence between blocks."""
 
 
 class Precise(Variant):
@@ -77,11 +77,12 @@ def test_files_are_those_of_one_process(sharded: tuple[Job, Outcome], tmp_path: 
     [
         (1, {}, 8),
         (2, {"pp": 2}, 8),
-        (4, {"tp": 4}, 8),
-        (4, {"tp": 2, "pp": 2, "segments": 2}, 8),
+        (4, {"tp": 4, "sequence_parallel": True}, 8),
+        (4, {"tp": 2, "pp": 2, "segments": 2, "sequence_parallel": True}, 8),
+        (2, {"tp": 2, "sequence_parallel": False}, 8),
         (2, {"dp": 2, "dp_sync": "zero1"}, 4),
     ],
-    ids=["alone", "pp", "tp", "tp and pp", "dp"],
+    ids=["alone", "pp", "tp", "tp and pp", "whole sequences", "dp"],
 )
 def test_any_layout_resumes(
     ranks: RankPool,
@@ -116,7 +117,8 @@ def test_what_others_wrote_is_resumed(ranks: RankPool, tmp_path: Path) -> None:
     for name, processes, layout in (("stock", 0, {}), ("stages", 2, {"pp": 2, "segments": 2})):
         job = Job(str(tmp_path / name), samples=40, arguments=ARGUMENTS, variant=Precise(tied=True))
         whole = ranks.run(run_fold3d, processes, job, layout)[0] if processes else run_stock(job)
-        resumed = ranks.run(run_fold3d, 4, continued(job, tmp_path / f"{name} resumed"), {"tp": 2, "pp": 2})[0]
+        other = {"tp": 2, "pp": 2, "sequence_parallel": True}
+        resumed = ranks.run(run_fold3d, 4, continued(job, tmp_path / f"{name} resumed"), other)[0]
         assert_continues(resumed, replace(whole, metrics=resumed.metrics), 1e-10)
 
 

@@ -27,6 +27,8 @@ class Link:
 
 def find_chains(calls: Mapping[str, CapturedCall], trace: Trace) -> dict[str, Link]:
     """Returns each block's place. Raises: NoSequenceError when a block hands its hidden state to no other as it is."""
+    for leak in trace.leaks:
+        raise NoSequenceError(leak)
     blocks = list(calls)
     hidden: dict[str, Path] = {}
     results: dict[str, Path] = {}
@@ -38,8 +40,6 @@ def find_chains(calls: Mapping[str, CapturedCall], trace: Trace) -> dict[str, Li
         path, result = min(handed, key=lambda pair: [str(key) for key in pair[1]])
         if trace.modified[number]:
             raise NoSequenceError(f"what {before} returns is written to in place")
-        if trace.borders[number + 1]:
-            raise NoSequenceError(trace.borders[number + 1])
         hidden[name], results[before] = path, result
     links: dict[str, Link] = {}
     for number, name in enumerate(blocks):

@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fold3d.sharding.sequence import Gathering
 from fold3d.sharding.split import BlockSplit, GroupSplit, Path
-from fold3d.splitting.probing.capture import CapturedCall, paths_of
+from fold3d.splitting.probing.capture import SAMPLES, CapturedCall, paths_of
 from fold3d.splitting.probing.probe import Poison, Probe
 from fold3d.tensor_parallel.slices import replace_argument
 
@@ -39,7 +39,7 @@ def find_gatherings(call: CapturedCall, split: BlockSplit, hidden: Path) -> list
     return list(dict.fromkeys(itertools.islice(combined, _MOST)))
 
 
-def _of_group(probe: Probe, group: GroupSplit, taken: dict[str, list[Path]]) -> Iterator[tuple[Gathering, ...]]:
+def _of_group(probe: Probe, group: GroupSplit, taken: dict[str, dict[Path, bool]]) -> Iterator[tuple[Gathering, ...]]:
     """Yields what a module that holds all of a region's entries would gather."""
     holders = [entry.split(".") for entry in group.entries]
     shared = itertools.takewhile(lambda parts: len(set(parts)) == 1, zip(*holders, strict=False))
@@ -48,35 +48,51 @@ def _of_group(probe: Probe, group: GroupSplit, taken: dict[str, list[Path]]) -> 
         name = ".".join(common[:depth])
         if not name:
             continue
-        inside = [path for path in taken.get(name, []) if _stays_inside(probe, name, path)]
+        # What a region takes around its matrix products, such as how much each expert counts, is part of the region.
+        whole = name in group.exits
+        inside = [path for path in taken.get(name, {}) if whole or _stays_inside(probe, name, path)]
         if inside:
-            yield tuple(Gathering(module=name, path=path, sums=True) for path in inside)
+            yield tuple(Gathering(module=name, path=path, sums=True, folded=taken[name][path]) for path in inside)
 
 
-def _taken(probe: Probe, split: BlockSplit, hidden: Path) -> dict[str, list[Path]]:
-    """Returns which arguments of the block's modules depend on the hidden state."""
-    found: dict[str, dict[Path, None]] = {}
+def _taken(probe: Probe, split: BlockSplit, hidden: Path) -> dict[str, dict[Path, bool]]:
+    """Returns which arguments of the block's modules depend on the hidden state, and of each whether samples and their
+    sequences lie in one dimension of it."""
+    exits = {exit_ for group in split.groups for exit_ in group.exits}
+    summed = (weight for weight, site in probe.sites.items() if site.holder in exits)
+    parts = frozenset(itertools.chain(summed, (weight for weight in probe.sites if weight not in split.shards)))
+    state = next(leaf for path, leaf in paths_of((probe.args, probe.kwargs)) if path[1:] == hidden)
+    clean = _arguments(probe, Poison(()))
+    poisoned = _arguments(probe, Poison(range(state.shape[0]), argument=hidden, every=parts))
+    found: dict[str, dict[Path, bool]] = {}
+    for place, leaves in poisoned.items():
+        for leaf, before in zip(leaves, clean.get(place, leaves), strict=False):
+            if not torch.equal(leaf, before):  # NaN is not equal to itself
+                folded = state.dim() > 2 and state.shape[0] == SAMPLES and leaf.shape[:2] != state.shape[:2]
+                found.setdefault(place[0], {})[place[1]] = folded
+    return found
+
+
+def _arguments(probe: Probe, poison: Poison) -> dict[tuple[str, Path], list[Tensor]]:
+    """Returns what the block's modules were given in each of their calls, by module and place."""
+    given: dict[tuple[str, Path], list[Tensor]] = {}
     undo: list[Callable[[], None]] = []
 
     def watch(name: str) -> Callable[..., None]:
         def hook(_: nn.Module, args: Any, kwargs: Any) -> None:
             for path, leaf in paths_of((args, kwargs)):
-                if leaf.is_floating_point() and bool(torch.isnan(leaf).any()):
-                    found.setdefault(name, {})[path[1:]] = None
+                given.setdefault((name, path[1:]), []).append(leaf.clone())
 
         return hook
 
-    exits = {exit_ for group in split.groups for exit_ in group.exits}
-    rows = frozenset(weight for weight, site in probe.sites.items() if site.holder in exits)
     try:
         for name, module in probe.block.named_modules():
             undo.append(module.register_forward_pre_hook(watch(name), with_kwargs=True).remove)
-        length = next(leaf.shape[0] for path, leaf in paths_of((probe.args, probe.kwargs)) if path[1:] == hidden)
-        probe.respond(Poison(range(length), argument=hidden, every=rows))
+        probe.respond(poison)
     finally:
         for remove in undo:
             remove()
-    return {name: list(paths) for name, paths in found.items()}
+    return given
 
 
 def _stays_inside(probe: Probe, name: str, path: Path) -> bool:

@@ -49,16 +49,16 @@ class BlockSequence:
 
         replace_argument(args, kwargs, self.split.hidden, note)
 
-    def scatter(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    def scatter(self, call: BlockCall, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Returns the block's arguments with this rank's part of the hidden state."""
-        if not self.split.begins:
-            return args, kwargs
-        return replace_argument(
-            args,
-            kwargs,
-            self.split.hidden,
-            lambda x: self._ops.exchange(x, Exchange.scatter(self.split.dim, x.shape[self.split.dim])),
-        )
+        dim, begins = self.split.dim, self.split.begins
+
+        def given(x: Tensor) -> Tensor:
+            length = x.shape[dim] if begins else self._length.of(x.shape[dim], given=x)
+            call.begin(x.shape[0], length)
+            return self._ops.exchange(x, Exchange.scatter(dim, length)) if begins else x
+
+        return replace_argument(args, kwargs, self.split.hidden, given)
 
     def collect(self, output: Any) -> Any:
         """Returns the block's result as the next one takes it."""
@@ -75,16 +75,17 @@ class BlockSequence:
 
     def whole(self, part: Tensor) -> Tensor:
         """Returns the whole of which each rank has a part; its gradient is the same on each."""
-        return self._whole(part, sums=False)
+        return self._whole(part, sums=False, folded=False)
 
     def leave(self, y: Tensor) -> Tensor:
         """Returns this rank's part of the sum of what an exit returns. Raises: ValueError when it has no sequence."""
-        dim, length = self.split.dim, self._length.of()
-        unfolded = self._unfolded(y, length)
+        dim, (length, _) = self.split.dim, self._known(None)
+        folded = dim == 1 and y.dim() == 2  # as some models have it around linear layers, or experts return tokens
+        unfolded = _unfolded(y, length) if folded else y
         if unfolded.dim() <= dim or unfolded.shape[dim] != length:
             raise ValueError(f"an exit returns {tuple(y.shape)}, in which dimension {dim} is no sequence of {length}")
         part = self._ops.exchange(unfolded, Exchange.reduce_scatter(dim, length))
-        return part if unfolded is y else part.flatten(0, 1)
+        return part.flatten(0, 1) if folded else part
 
     def gather(self, one: Gathering) -> Callable[[], None]:
         """Has a module take the whole sequence."""
@@ -95,7 +96,7 @@ class BlockSequence:
             call = calls.current()
 
             def gathered(x: Tensor) -> Tensor:
-                return call.gather(x, one.sums, lambda x: self._whole(x, sums=one.sums))
+                return call.gather(x, one.sums, lambda x: self._whole(x, sums=one.sums, folded=one.folded))
 
             args, kwargs = replace_argument(args, kwargs, one.path, gathered)
             return original(*args, **kwargs)
@@ -111,31 +112,24 @@ class BlockSequence:
         if not self._block.training or hidden is None or (known and self._draws is not None and not self._draws[1]):
             yield
             return
-        length = self._length.of(hidden.shape[self.split.dim])
+        length, _ = self._known(hidden.shape[self.split.dim])
         mode = RowsRandom(hidden.shape, self.split.dim, length, self._ops.size, self._ops.rank, lambda: call.in_region)
         with mode:
             yield
         self._draws = (chances, mode.used or (known and self._draws is not None and self._draws[1]))
 
-    def _whole(self, part: Tensor, *, sums: bool) -> Tensor:
+    def _whole(self, part: Tensor, *, sums: bool, folded: bool) -> Tensor:
         dim = self.split.dim
-        folded = self._is_folded(part)
-        length = self._length.of(None if folded else part.shape[dim])
+        length, samples = self._known(None if folded else part.shape[dim])
         first, end = even_part(length, self._ops.size, self._ops.rank)
-        unfolded = self._unfolded(part, end - first)
+        unfolded = _unfolded(part, end - first, samples) if folded else part
         whole = self._ops.exchange(unfolded, Exchange.gather(dim, length, sums=sums))
         return whole.flatten(0, 1) if folded else whole
 
-    def _is_folded(self, x: Tensor) -> bool:
-        """Whether samples and their sequences lie in one dimension, as some models have it around linear layers."""
-        return self.split.dim == 1 and x.dim() == 2
-
-    def _unfolded(self, x: Tensor, rows: int) -> Tensor:
-        if not self._is_folded(x):
-            return x
-        if not rows or x.shape[0] % rows:
-            raise ValueError(f"{tuple(x.shape)} holds no samples of {rows} rows each")
-        return x.reshape(-1, rows, x.shape[1])
+    def _known(self, rows: int | None) -> tuple[int, int | None]:
+        """Returns how long the whole sequence is, and how many samples there are, where that was said."""
+        samples, length = self._calls.current().given or (None, None)
+        return self._length.of(rows, known=length), samples
 
 
 class _Watch:
@@ -150,6 +144,19 @@ class _Watch:
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._sequence is not None:
             self._sequence.begin(args, kwargs)
+
+
+def _unfolded(x: Tensor, rows: int, samples: int | None = None) -> Tensor:
+    """Returns [samples * rows, ...] as [samples, rows, ...]. Raises: ValueError where that is not possible.
+
+    Args:
+        samples: how many there are, which nothing else says where this rank's parts have no rows.
+    """
+    if not rows and samples is not None and not x.shape[0]:
+        return x.reshape(samples, 0, *x.shape[1:])
+    if not rows or x.shape[0] % rows:
+        raise ValueError(f"{tuple(x.shape)} holds no samples of {rows} rows each")
+    return x.reshape(x.shape[0] // rows, rows, *x.shape[1:])
 
 
 def _leaf(args: Any, kwargs: Any, path: Path) -> Tensor | None:

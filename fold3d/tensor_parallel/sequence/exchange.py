@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -58,49 +57,3 @@ class Exchange:
         first, end = even_part(self.length, size, rank)
         length = self.length if what == ALL_GATHER else end - first
         return [*x.shape[: self.dim], length, *x.shape[self.dim + 1 :]]
-
-
-class SequenceOps(Protocol):
-    """Of a tensor-parallel group, without gradients."""
-
-    size: int
-    rank: int
-
-    def all_gather(self, x: Tensor, dim: int, length: int | None = None) -> Tensor:
-        """Returns everybody's `x`, one after the other along `dim`, `length` in all."""
-
-    def reduce_scatter(self, x: Tensor, dim: int) -> Tensor:
-        """Returns this rank's part along `dim` of the sum of everybody's `x`."""
-
-
-def exchange(ops: SequenceOps, x: Tensor, how: Exchange, known: Tensor | None = None) -> Tensor:
-    """Returns what `how` makes of `x`, with its gradient; all ranks call.
-
-    Args:
-        known: the result, where it is known already: then nothing is communicated now.
-    """
-    if ops.size == 1:
-        return x
-    made: Tensor = _Exchanged.apply(x, ops, how, known)  # type: ignore[no-untyped-call]
-    return made
-
-
-def move(ops: SequenceOps, x: Tensor, how: Exchange, what: str) -> Tensor:
-    """Returns what one of the moves of an exchange makes of `x`, without a gradient."""
-    if what == ALL_GATHER:
-        return ops.all_gather(x, how.dim, how.length)
-    if what == REDUCE_SCATTER:
-        return ops.reduce_scatter(x, how.dim)
-    return how.part(x, ops.size, ops.rank)
-
-
-class _Exchanged(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, ops: SequenceOps, how: Exchange, known: Tensor | None) -> Tensor:
-        ctx.exchanged = ops, how
-        return move(ops, x.detach(), how, how.forward) if known is None else known.view_as(known)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        ops, how = ctx.exchanged
-        return move(ops, gradients[0], how, how.backward), None, None, None

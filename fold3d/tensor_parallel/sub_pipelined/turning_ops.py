@@ -84,7 +84,7 @@ class TurningOps:
         made = finish()
         if not with_grad:
             return made
-        started: Tensor = _StartExchange.apply(waited, made, back)  # type: ignore[no-untyped-call]
+        started: Tensor = _StartExchange.apply(waited, [made], back)  # type: ignore[no-untyped-call]
         return started
 
 
@@ -152,9 +152,9 @@ class _Start(torch.autograd.Function):
 
 class _StartExchange(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, made: Tensor, back: _GradientExchange) -> Tensor:
+    def forward(ctx: Any, x: Tensor, made: list[Tensor], back: _GradientExchange) -> Tensor:
         ctx.back = back
-        return made.view_as(made)
+        return made[0]  # in a list, so that it is no view of an argument: models add to what they get in place
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
