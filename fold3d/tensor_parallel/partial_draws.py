@@ -50,6 +50,10 @@ class PartialDraws(TorchFunctionMode):
         """Returns the part of what was drawn for the size that `whole` returned last."""
         raise NotImplementedError
 
+    def put(self, whole: Tensor, part: Tensor) -> None:
+        """Writes the part into what `part` would return it of."""
+        self.part(whole).copy_(part)
+
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
@@ -131,7 +135,7 @@ def _bernoulli(mode: PartialDraws, func: Callable[..., Any], args: tuple[Any, ..
     if size is None:
         return func(*args, **named)
     chances = of.new_full(size, 0.5)
-    mode.part(chances).copy_(of)
+    mode.put(chances, of)
     return mode.part(func(chances, *args[1:], **named))
 
 

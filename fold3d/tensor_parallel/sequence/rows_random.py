@@ -33,12 +33,29 @@ class RowsRandom(PartialDraws):
         self._in_region = in_region
 
     def whole_of(self, size: Size, number: int) -> Size | None:
-        like = size == self._shape if self._shape[self._dim] < 2 else size[:-1] == self._shape[:-1]
-        if not like or self._in_region():
+        if self._in_region():
             return None
-        return (*size[: self._dim], self._length, *size[self._dim + 1 :])
+        samples, rows = self._shape[0], self._shape[self._dim]
+        any_width = rows > 1  # else other tensors look like a hidden state, too
+        if size == self._shape or (any_width and size[:-1] == self._shape[:-1]):
+            return (*size[: self._dim], self._length, *size[self._dim + 1 :])
+        folded = (samples * rows, *self._shape[2:])  # samples and their sequences in one dimension
+        if self._dim == 1 and (size == folded or (any_width and size[:-1] == folded[:-1])):
+            return (samples * self._length, *size[1:])
+        return None
 
     def part(self, drawn: Tensor) -> Tensor:
         self.used = True
+        rows = self._rows_of(drawn)
+        return rows.flatten(0, 1) if drawn.dim() < len(self._shape) else rows
+
+    def put(self, whole: Tensor, part: Tensor) -> None:
+        rows = self._rows_of(whole)
+        rows.copy_(part.reshape(rows.shape))
+
+    def _rows_of(self, whole: Tensor) -> Tensor:
+        """Returns a view of this rank's rows, with a dimension for the samples, where `whole` has none, in front."""
         first, end = self._rows
-        return drawn.narrow(self._dim, first, end - first)
+        if whole.dim() < len(self._shape):
+            whole = whole.view(self._shape[0], self._length, *whole.shape[1:])
+        return whole.narrow(self._dim, first, end - first)

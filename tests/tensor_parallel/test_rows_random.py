@@ -1,0 +1,44 @@
+"""RowsRandom: ranks that have parts of the sequence draw what one rank draws, in every shape that code gives it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from fold3d.sharding.shard import even_part
+from fold3d.tensor_parallel.sequence.rows_random import RowsRandom
+
+SAMPLES, LENGTH, WIDTH, RANKS = 2, 7, 3, 4
+
+
+def chosen(x: Tensor) -> Tensor:
+    return torch.bernoulli(x.abs() / (1 + x.abs()))
+
+
+@pytest.mark.parametrize(
+    ("draw", "folded"),
+    [
+        *itertools.product((functional.dropout, torch.rand_like, chosen), (False, True)),
+        (functional.dropout1d, False),
+    ],
+)
+def test_parts_are_those_of_the_whole(draw: Callable[[Tensor], Tensor], folded: bool) -> None:
+    """Of 7 rows ranks have 2, 2, 2 and 1; samples and rows in two dimensions, or in one as around linear layers."""
+    whole = torch.randn(SAMPLES, LENGTH, WIDTH)
+
+    def drawn(x: Tensor) -> Tensor:
+        torch.manual_seed(3)
+        return draw(x.flatten(0, 1)).view(x.shape) if folded else draw(x)
+
+    expected = drawn(whole)
+    for rank in range(RANKS):
+        first, end = even_part(LENGTH, RANKS, rank)
+        part = whole[:, first:end]
+        with RowsRandom(part.shape, 1, LENGTH, RANKS, rank, lambda: False) as mode:
+            assert torch.equal(drawn(part), expected[:, first:end])
+        assert mode.used
