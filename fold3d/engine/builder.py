@@ -299,7 +299,8 @@ def _chunks(
 def _sharded(
     model: CutModel, parts: BorderParts | None, turning: TurningOps, overlap: OverlapTrial, chunk: int
 ) -> ShardedChunk:
-    sub = SubPipeline(chunk, model.cut.model, model.cut.split, turning)
+    cut = model.cut
+    sub = SubPipeline(chunk, cut.model, cut.split, turning, shares_sequence=bool(cut.parts.plan.sequence))
     return ShardedChunk(chunk, parts, sub, lambda: overlap.in_halves)
 
 

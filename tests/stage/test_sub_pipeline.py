@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from fold3d.stage.micro_batch import Inputs, MicroBatch
-from fold3d.stage.sharded.sub_micro_batches import halves
+from fold3d.stage.sharded.sub_micro_batches import sub_micro_batches
 from fold3d.stage.sharded.sub_pipeline import SubPipeline
 from fold3d.stage.split_model import SplitModel
 from fold3d.stage.whole_model import WholeModel
@@ -120,6 +120,7 @@ def compare(
     chunks: int = 1,
     recompute: bool = False,
     expect: str = "",
+    shares_sequence: bool = False,
 ) -> Counting:
     micro_batch = MicroBatch(inputs, loss, KEY)
     results = []
@@ -132,7 +133,8 @@ def compare(
             recording = trace(model, example=inputs)
             ranges = [(i, i + 1) for i in range(chunks - 1)] + [(chunks - 1, LAYERS)]
             split = SplitModel(model, recording, ranges, recompute=recompute)
-        subs = [SubPipeline(i, model, split, ops) for i in range(chunks)] if halved else []
+        numbers = range(chunks if halved else 0)
+        subs = [SubPipeline(i, model, split, ops, shares_sequence=shares_sequence) for i in numbers]
         for _ in range(2):  # the first one compares, the second one trusts
             ops.sums, ops.order = 0, []
             results.append(run_chunks(model, split, chunks, micro_batch, subs))
@@ -154,6 +156,13 @@ def compare(
 def test_exact(make: Callable[[float], nn.Module], dropout: float, chunks: int, samples: int) -> None:
     ops = compare(lambda: make(dropout), batch(samples), token_loss, chunks=chunks)
     assert set(ops.order) == {0, 1}, "nobody took turns"
+
+
+@pytest.mark.parametrize("samples", [2, 5])
+def test_three_parts_where_the_sequence_is_shared(samples: int) -> None:
+    """The second one a turn behind the others."""
+    ops = compare(lambda: llama(0.3), batch(samples), token_loss, chunks=2, shares_sequence=True)
+    assert ops.order[:5] == ([0, 2, 0, 1, 2] if samples > 2 else [0, 1, 0, 1, 0])
 
 
 @pytest.mark.parametrize("recompute", [False, True])
@@ -212,7 +221,7 @@ def test_what_does_not_divide_stays_whole(case: str) -> None:
 
 def halves_of(inputs: Inputs) -> bool:
     """Whether nobody knows how to divide them."""
-    return halves(MicroBatch(inputs, lambda *_: None, KEY)) is None
+    return sub_micro_batches(MicroBatch(inputs, lambda *_: None, KEY)) is None
 
 
 def test_a_batch_norm_changes_its_statistics_once() -> None:

@@ -1,4 +1,4 @@
-"""Sub-micro-batches: a micro-batch in two by its samples, and what each of them counts for in a loss."""
+"""Sub-micro-batches: a micro-batch in two or three by its samples, and what each of them counts for in a loss."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from fold3d.sharding.shard import even_part
 from fold3d.stage.micro_batch import Inputs, MicroBatch
 from fold3d.trace.labels import IGNORED
 
@@ -26,10 +27,14 @@ class SubMicroBatch:
     """Of the whole micro-batch."""
 
 
-def halves(whole: MicroBatch) -> list[SubMicroBatch] | None:
-    """Returns a micro-batch in two, the first with the odd sample; None where nobody knows how to divide it.
+def sub_micro_batches(whole: MicroBatch, most: int = 2) -> list[SubMicroBatch] | None:
+    """Returns a micro-batch in parts, the first ones with a sample more where they are not equal; None where nobody
+    knows how to divide it.
 
     Dimension 0 of every tensor must be the samples, or 1 for what all of them share; containers could hold anything.
+
+    Args:
+        most: parts, where there are as many samples.
     """
     inputs = whole.inputs
     tensors = [value for value in inputs.values() if isinstance(value, Tensor) and value.ndim]
@@ -38,14 +43,14 @@ def halves(whole: MicroBatch) -> list[SubMicroBatch] | None:
         return None
     if any(isinstance(value, (dict, list, tuple)) for value in inputs.values()):
         return None
-    middle = (samples + 1) // 2
     followers = [name for name, value in inputs.items() if isinstance(value, Tensor) and follows(value, samples)]
 
     def part(first: int, end: int) -> SubMicroBatch:
         mine: Inputs = {name: value[first:end] if name in followers else value for name, value in inputs.items()}
         return SubMicroBatch(replace(whole, inputs=mine), first, end, samples)
 
-    return [part(0, middle), part(middle, samples)]
+    parts = min(most, samples)
+    return [part(*even_part(samples, parts, number)) for number in range(parts)]
 
 
 def follows(tensor: Tensor, samples: int) -> bool:

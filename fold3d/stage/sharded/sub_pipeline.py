@@ -1,4 +1,4 @@
-"""SubPipeline: runs a chunk on a micro-batch in two sub-micro-batches, one communicating while the other computes."""
+"""SubPipeline: runs a chunk on a micro-batch in sub-micro-batches, one communicating while another computes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from fold3d import seeding
 from fold3d.device import library_rng_state, same_library_rng_state, set_library_rng_state
 from fold3d.stage.micro_batch import MicroBatch
-from fold3d.stage.sharded.sub_micro_batches import SubMicroBatch, divide, halves, weights
+from fold3d.stage.sharded.sub_micro_batches import SubMicroBatch, divide, sub_micro_batches, weights
 from fold3d.stage.split_model import SplitModel
 from fold3d.stage.whole_model import WholeModel
 from fold3d.tensor_parallel.partial_draws import RedrawError
@@ -39,9 +39,26 @@ class SubPipeline:
     stay whole, which is said once. Masks of dropout are those of the whole micro-batch (`PerSampleRandom`).
 
     All ranks of a tensor-parallel group compute the same results, to the bit, so they decide alike.
+
+    Two parts hide what regions end with. Where the sequence is shared, one exchange follows right behind another (what
+    a region ends with is scattered, and, behind a norm, gathered again), and both are hidden by three parts, of which
+    the second one begins a turn later: of any two that follow each other, one then computes a region and the other a
+    norm.
     """
 
-    def __init__(self, index: int, model: nn.Module, split: SplitModel | WholeModel, ops: TurningOps) -> None:
+    def __init__(
+        self,
+        index: int,
+        model: nn.Module,
+        split: SplitModel | WholeModel,
+        ops: TurningOps,
+        *,
+        shares_sequence: bool = False,
+    ) -> None:
+        """Args:
+        shares_sequence: whether regions begin with an exchange, too.
+        """
+        self._most = 3 if shares_sequence else 2
         self._index, self._model, self._split, self._ops = index, model, split, ops
         self._kinds: list[str] | None = None  # of losses that this one can be; None: nothing was compared yet
         self._joined: list[bool] = []  # per tensor for the next chunk: one part after the other; else all have the same
@@ -56,7 +73,7 @@ class SubPipeline:
         """Returns what the whole micro-batch would give, for one backward over it; None where it has to run whole."""
         if self._stays_whole() or not micro_batch.trains:
             return None
-        parts = halves(micro_batch)
+        parts = sub_micro_batches(micro_batch, self._most)
         if parts is None:
             return None
         by_kind = weights(parts)
@@ -96,6 +113,8 @@ class SubPipeline:
         modes = [PerSampleRandom(part.first, part.end, part.samples) for part in parts]
 
         def one(number: int) -> Result:
+            if number == 1 and len(parts) > 2:
+                self._ops.turns.hand_over()
             part = parts[number].micro_batch
             with modes[number] if self._draws else contextlib.nullcontext():
                 return self._split.run(self._index, partial(part.run, self._model), list(inputs[number]), part.key)
