@@ -22,7 +22,7 @@ MOST_FILES = 14
 
 CPP_ROOMS = ("core", "comm", "runtime", "ops", "bindings")
 CPP_FOLDERS = (
-    *("core/ir", "core/generators", "core/passes", "core/network", "core/sim", "core/random", "core"),
+    *("core/ir", "core/generators", "core/passes", "core/network", "core/sim", "core/memory", "core/random", "core"),
     *(
         "comm/base",
         "comm/arbiter",
@@ -33,7 +33,7 @@ CPP_FOLDERS = (
         "comm/tcp",
         "comm/tensor",
     ),
-    *("runtime/executor", "runtime/c10d", "runtime/skip", "ops", "bindings"),
+    *("runtime/executor", "runtime/c10d", "runtime/skip", "runtime/memory", "ops", "bindings"),
 )
 """Each may include itself and the folders before it."""
 PYTHON_ROOMS = (

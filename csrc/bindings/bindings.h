@@ -30,4 +30,8 @@ void bind_tensor_sync(pybind11::module_& module);
 /// Adds the simulator of training steps: ClusterModel, TrainingStep and simulate_step. Times in nanoseconds.
 void bind_simulator(pybind11::module_& module);
 
+/// Adds the memory of simulated steps, MemoryModel and memory_curves (bytes and nanoseconds), and the count of what CPU
+/// tensors hold. After bind_simulator.
+void bind_memory(pybind11::module_& module);
+
 }  // namespace fold3d::bindings

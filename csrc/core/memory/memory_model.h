@@ -1,0 +1,35 @@
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "core/ir/schedule.h"
+
+namespace fold3d::core {
+
+/// What a chunk needs, in bytes; of one micro-batch where it says so.
+struct ChunkBytes {
+  std::int64_t weights = 0;    ///< parameters and buffers
+  std::int64_t gradients = 0;  ///< of its trainable parameters, as they are summed
+  std::int64_t optimizer = 0;  ///< state that the rank keeps
+  std::int64_t inputs = 0;     ///< a micro-batch: what the chunk before hands over, and, as a gradient, gets back
+  std::int64_t saved = 0;      ///< a micro-batch: what a forward keeps for its backward, beside the inputs
+  std::int64_t kept = 0;       ///< a micro-batch: what is kept beside the inputs where the forward is computed again
+  /// A micro-batch: most at any moment of a forward, beside inputs; what it keeps included.
+  std::int64_t forward = 0;
+  std::int64_t backward = 0;  ///< likewise, of a backward; beside the gradient that arrived, too
+};
+
+/// What the stages of a replica need. `chunks` has Shape::num_chunks() entries.
+struct MemoryModel {
+  std::vector<ChunkBytes> chunks;
+  std::vector<std::int64_t> fixed;   ///< by stage: what is there all the time beside chunks; empty = nothing
+  std::vector<std::int64_t> update;  ///< by stage: what the optimizer's step needs beside its state; empty = nothing
+  bool gradients_stay = true;        ///< else they come with a chunk's first backward and go before the next step
+  int receive_ahead = 4;             ///< messages of one direction that may arrive before the program comes to them
+
+  /// Throws std::invalid_argument naming what does not fit, or is negative.
+  void check(const Shape& shape) const;
+};
+
+}  // namespace fold3d::core
