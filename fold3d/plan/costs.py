@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from statistics import median
 
 from fold3d import _C
+from fold3d.plan.layer_bytes import LayerBytes
 
 ACTION_SECONDS = 7e-4
 """What an action costs beside the layers: executor, skipped blocks, hooks, waking up. benchmarks/cluster measures 0.45
@@ -26,8 +27,8 @@ class Profile:
     """Seconds per layer."""
     backward: tuple[float, ...]
     """Seconds per layer; with what is recomputed, if that was asked for."""
-    saved_bytes: tuple[int, ...]
-    """Per layer: kept from forward to backward."""
+    layers: tuple[LayerBytes, ...]
+    """Per layer: what it needs in memory."""
     activation_bytes: tuple[int, ...]
     """Per block (no entries for prologue and epilogue): what it hands to the next one."""
     gradient_bytes: Mapping[str, int]

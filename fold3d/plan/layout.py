@@ -11,6 +11,7 @@ from fold3d.placement.buckets import cut_buckets
 from fold3d.placement.layers import chunk_layers
 from fold3d.plan.cluster_model import BucketCost, Work
 from fold3d.plan.job import Job
+from fold3d.plan.layer_bytes import Activations, activations_of
 from fold3d.plan.strategy import Ranges
 from fold3d.topology import num_segments
 from fold3d.trace import Trace
@@ -35,8 +36,10 @@ class Layout(Work):
 
     ranges: Ranges
     bucket_bytes: int
-    saved_bytes: tuple[int, ...]
+    activations: tuple[Activations, ...]
     parameter_bytes: tuple[int, ...]
+    trainable_bytes: tuple[int, ...]
+    """Of `parameter_bytes` those that are trained."""
 
     def of_stage(self, stage: int, pp: int) -> list[BucketCost]:
         """Returns the stage's buckets in forward order: number 0, 1, ..."""
@@ -46,14 +49,16 @@ class Layout(Work):
 def layout_of(job: Job, ranges: Ranges, bucket_bytes: int) -> Layout:
     """Returns what the chunks of `ranges` cost, with buckets of at least `bucket_bytes` (cut_buckets)."""
     profile = job.profile
-    forward, backward, saved, weights, update, buckets = [], [], [], [], [], []
+    forward, backward, kept, weights, trained, update, buckets = [], [], [], [], [], [], []
     for layers in chunk_layers(job.trace, ranges, job.pp):
         times = [(profile.forward[layer.block + 1], profile.backward[layer.block + 1]) for layer in layers]
         sizes = [sum(profile.gradient_bytes[name] for name in layer.parameters) for layer in layers]
         forward.append(sum(time for time, _ in times))
         backward.append(sum(time for _, time in times))
-        saved.append(sum(profile.saved_bytes[layer.block + 1] for layer in layers))
-        weights.append(sum(profile.parameter_bytes[name] for layer in layers for name in layer.parameters))
+        kept.append([profile.layers[layer.block + 1] for layer in layers])
+        names = [name for layer in layers for name in layer.parameters]
+        weights.append(sum(profile.parameter_bytes[name] for name in names))
+        trained.append(sum(profile.parameter_bytes[name] for name in names if profile.gradient_bytes[name]))
         update.append(sum(sizes) * profile.update_seconds)
         buckets.append(
             tuple(
@@ -65,14 +70,16 @@ def layout_of(job: Job, ranges: Ranges, bucket_bytes: int) -> Layout:
                 for first, end in cut_buckets(sizes, bucket_bytes)
             )
         )
+    sent = [*(profile.activation_bytes[end - 1] for _, end in ranges[:-1]), 0]
     return Layout(
         ranges=ranges,
         bucket_bytes=bucket_bytes,
         forward=tuple(forward),
         backward=tuple(backward),
         activation_bytes=tuple(profile.activation_bytes[end - 1] for _, end in ranges),
-        saved_bytes=tuple(saved),
+        activations=tuple(activations_of(layers, arriving) for layers, arriving in zip(kept, sent, strict=True)),
         parameter_bytes=tuple(weights),
+        trainable_bytes=tuple(trained),
         update=tuple(update),
         buckets=tuple(buckets),
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from fold3d.plan.memory import StagePeak
 from fold3d.plan.simulator import Prediction
 from fold3d.plan.space.registry import flags_of
 from fold3d.plan.strategy import MIXED, Strategy
@@ -15,8 +16,8 @@ class Proposal:
 
     strategy: Strategy
     prediction: Prediction
-    memory_bytes: int
-    """Estimated need of the fullest rank: weights, gradients, optimizer state, activations."""
+    peaks: tuple[StagePeak, ...]
+    """By stage: the most that a rank needs, and for what."""
     limited: bool
     """Whether there is a memory_limit."""
     cut_by_flops: bool
@@ -25,6 +26,11 @@ class Proposal:
     """What else the user should know, a sentence each."""
     runners_up: tuple[tuple[str, float], ...]
     """What else was tried, with the milliseconds predicted for it; the best of each kind first."""
+
+    @property
+    def memory_bytes(self) -> int:
+        """What the fullest rank needs."""
+        return max(peak.bytes for peak in self.peaks)
 
     @property
     def step_ms(self) -> float:

@@ -12,6 +12,7 @@ from fold3d.plan.cluster_model import early_gathers_to_try, kind_of
 from fold3d.plan.constraints import Constraints
 from fold3d.plan.job import Job
 from fold3d.plan.layout import Layout, Shares, cut
+from fold3d.plan.memory import StagePeak, peaks_of
 from fold3d.plan.proposal import Proposal
 from fold3d.plan.simulator import prediction_of
 from fold3d.plan.space import candidates, dp_sync, registry
@@ -44,8 +45,13 @@ class _Candidate:
     modes: Modes
     early_gathers: int
     step_ns: int
-    memory: int
+    peaks: tuple[StagePeak, ...]
     gather_order: list[list[int]]
+
+    @property
+    def memory(self) -> int:
+        """Bytes of the fullest rank."""
+        return max(peak.bytes for peak in self.peaks)
 
     def segments(self, pp: int) -> int:
         return num_segments(len(self.layout.ranges), pp)
@@ -65,7 +71,7 @@ class _Search:
         key = (layout.ranges, layout.buckets, order, modes, early_gathers)
         if key not in self.pool:
             step = self.trials.run(layout, order, modes, early_gathers=early_gathers)
-            memory = self.trials.memory(layout, order, modes)
+            memory = peaks_of(self.trials.memory(layout, order, modes, step))
             self.pool[key] = _Candidate(layout, order, modes, early_gathers, step.step_ns, memory, step.gather_order)
         return self.pool[key]
 
@@ -202,7 +208,7 @@ def recheck(job: Job, strategy: Strategy, forward_ms: Sequence[float], backward_
     modes = tuple(strategy.modes_of(stage, count) for stage, count in enumerate(buckets))
     gathers = [strategy.gathers_of(stage, count) for stage, count in enumerate(buckets)]
     order = Order(strategy.schedule, strategy.group_size)
-    now = Trials(measured).run(layout, order, modes, gather_order=gathers).step_ns / 1e6
+    now = Trials(measured).run(layout, order, modes, gather_order=gathers, spans=False).step_ns / 1e6
     state = _Search(measured, constraints, strategy.settings)
     heuristic = _try_all(state)
     better = _proposal(state, state.winner(), heuristic)
@@ -245,7 +251,7 @@ def _proposal(state: _Search, winner: _Candidate, heuristic: _Candidate) -> Prop
     kind = kind_of(winner.modes)
     has_early = kind in ("early", MIXED)
     planned = winner.gather_order if job.dp > 1 and has_early else None
-    step = state.trials.run(winner.layout, winner.order, winner.modes, gather_order=planned, breakdown=True)
+    step = state.trials.run(winner.layout, winner.order, winner.modes, gather_order=planned, breakdown=True, spans=False)
     strategy = Strategy(
         dp=job.dp,
         pp=job.pp,
@@ -265,7 +271,7 @@ def _proposal(state: _Search, winner: _Candidate, heuristic: _Candidate) -> Prop
         prediction=prediction_of(
             step, early_gathers=round(step.early_gathers / job.pp) if planned is not None else None
         ),
-        memory_bytes=winner.memory,
+        peaks=winner.peaks,
         limited=job.memory_limit is not None,
         cut_by_flops=list(strategy.ranges) == split_ranges(job.trace, strategy.num_chunks),
         remarks=tuple(_remarks(state, winner)),

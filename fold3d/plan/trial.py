@@ -10,6 +10,7 @@ from fold3d import schedule as schedules
 from fold3d.plan.cluster_model import cluster_model, kind_of
 from fold3d.plan.job import Job
 from fold3d.plan.layout import Layout
+from fold3d.plan.memory import memory_model
 from fold3d.plan.strategy import Modes
 from fold3d.topology import num_segments
 
@@ -28,7 +29,6 @@ class Trials:
     def __init__(self, job: Job) -> None:
         self.job = job
         self._schedules: dict[tuple[Order, int], _C.Schedule] = {}
-        self._stash: dict[tuple[Order, int], list[int]] = {}
 
     def schedule(self, order: Order, segments: int) -> _C.Schedule:
         """Returns the compute actions. Raises: ConfigError as fold3d.schedule.generate."""
@@ -54,12 +54,14 @@ class Trials:
         early_gathers: int = -1,
         gather_order: Sequence[Sequence[int]] | None = None,
         breakdown: bool = False,
+        spans: bool = True,
     ) -> _C.TrainingStep:
         """Simulates training steps.
 
         Args:
             modes: per stage, "early", "zero1" or "serial" of each bucket; either all are serial or none.
             early_gathers: that a stage may begin before its last reduce-scatter is done, -1 for any number.
+            spans: needed for `memory`.
             gather_order: per stage its early buckets in the order of their gathers; None: as the network becomes idle.
         """
         made = self.schedule(order, num_segments(len(layout.ranges), self.job.pp))
@@ -70,20 +72,9 @@ class Trials:
                 model.gather_order = [list(numbers) for numbers in gather_order]
             else:
                 model.early_gathers = early_gathers
-        return _C.simulate_step(made, model, breakdown=breakdown)
+        return _C.simulate_step(made, model, breakdown=breakdown, spans=spans)
 
-    def memory(self, layout: Layout, order: Order, modes: Modes) -> int:
-        """Returns the bytes that the fullest rank needs: weights, fp32 gradients, optimizer state, activations."""
-        job = self.job
-        key = (order, num_segments(len(layout.ranges), job.pp))
-        if key not in self._stash:
-            self._stash[key] = _C.peak_stash(self.schedule(*key))
-        most = 0
-        for stage in range(job.pp):
-            used = self._stash[key][stage] * max(layout.saved_bytes[stage :: job.pp])
-            used += sum(layout.parameter_bytes[stage :: job.pp])
-            for bucket, mode in zip(layout.of_stage(stage, job.pp), modes[stage], strict=True):
-                state = bucket.bytes * job.profile.optimizer_bytes
-                used += bucket.bytes + round(state / (job.dp if mode == "zero1" else 1))
-            most = max(most, used)
-        return most
+    def memory(self, layout: Layout, order: Order, modes: Modes, step: _C.TrainingStep) -> list[_C.StageMemory]:
+        """Returns the bytes of each stage over `step`, which was run with spans."""
+        made = self.schedule(order, num_segments(len(layout.ranges), self.job.pp))
+        return _C.memory_curves(made, memory_model(self.job, layout, modes), step)

@@ -15,7 +15,9 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from fold3d.plan.costs import Profile
+from fold3d.plan.layer_bytes import LayerBytes, estimated, recomputed
 from fold3d.profile.calls import Call, TensorShape, record_calls
+from fold3d.profile.layer_bytes import layer_bytes
 from fold3d.profile.stopwatch import Timing, time_call
 from fold3d.trace import BlockCost, Trace
 
@@ -75,15 +77,16 @@ def profile_model(
     complete = _fill(layers, flops, device)
     again = [recompute and 0 < index < len(complete) - 1 for index in range(len(complete))]
     handed = [handed_on(calls.get(block), trace, index) for index, block in enumerate(trace.blocks)]
+    needs = _bytes(model, trace, micro_batch, device, autocast, complete, handed)
     update, state = _optimizer_cost(optimizer, device)
     return Profile(
         forward=tuple(layer.forward for layer in complete),
         backward=tuple(
             layer.backward + (layer.forward if more else 0) for layer, more in zip(complete, again, strict=True)
         ),
-        saved_bytes=tuple(
-            handed[max(0, index - 2)] if more else layer.saved_bytes
-            for index, (layer, more) in enumerate(zip(complete, again, strict=True))
+        layers=tuple(
+            recomputed(layer, handed[index - 1]) if more else layer
+            for index, (layer, more) in enumerate(zip(needs, again, strict=True))
         ),
         activation_bytes=tuple(handed),
         gradient_bytes={name: _FLOAT * p.numel() if p.requires_grad else 0 for name, p in model.named_parameters()},
@@ -92,6 +95,25 @@ def profile_model(
         optimizer_bytes=state,
         measured=any(timing is not None for timing in timings.values()),
     )
+
+
+def _bytes(
+    model: nn.Module,
+    trace: Trace,
+    micro_batch: Mapping[str, Any],
+    device: torch.device,
+    autocast: Callable[[], AbstractContextManager[Any]],
+    timings: Sequence[Timing],
+    handed: Sequence[int],
+) -> tuple[LayerBytes, ...]:
+    """Returns what each layer needs in memory; where the whole model cannot run without values, what was kept when its
+    layers ran alone."""
+    try:
+        return layer_bytes(model, trace, micro_batch, device, autocast=autocast)
+    except Exception as error:  # whatever a model raises on tensors without values
+        _log.info("its memory is estimated layer by layer (%s: %s)", type(error).__name__, error)
+    outputs = [handed[0], *handed, 0]
+    return tuple(estimated(timing.saved_bytes, size) for timing, size in zip(timings, outputs, strict=True))
 
 
 def _kind(module: nn.Module, call: Call) -> str:

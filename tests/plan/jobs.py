@@ -10,6 +10,7 @@ from torch import nn
 from fold3d.plan.constraints import Constraints
 from fold3d.plan.costs import NetworkCosts, Profile
 from fold3d.plan.job import Job
+from fold3d.plan.layer_bytes import LayerBytes
 from fold3d.plan.proposal import Proposal
 from fold3d.plan.search import search
 from fold3d.trace import trace
@@ -58,7 +59,10 @@ def make_job(
     profile = Profile(
         forward=(0.0, *(forward / calls,) * count, 0.0),
         backward=(0.0, *(backward / calls,) * count, 0.0),
-        saved_bytes=(0, *(activation_bytes,) * count, 0),
+        layers=tuple(
+            LayerBytes(saved=size, outputs=0, forward=size, backward=size)
+            for size in (0, *(activation_bytes,) * count, 0)
+        ),
         activation_bytes=(activation_bytes,) * count,
         gradient_bytes={f"layers.{layer}.weight": 4 * width for layer in range(count)},
         parameter_bytes={f"layers.{layer}.weight": 4 * width for layer in range(count)},

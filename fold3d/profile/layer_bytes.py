@@ -1,0 +1,189 @@
+"""layer_bytes(): the memory that each layer of a model needs in a training step, found without memory.
+
+A forward and a backward run on tensors without values, and every allocation is counted: what the loss, mixed precision
+and code between modules need is in it, too. What kernels need inside of themselves is not.
+"""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from fold3d.plan.layer_bytes import LayerBytes
+from fold3d.trace import Trace
+from fold3d.trace.arguments import Arguments
+from fold3d.trace.capture import fake, fake_copy
+
+
+def layer_bytes(
+    model: nn.Module,
+    trace: Trace,
+    micro_batch: Mapping[str, Any],
+    device: torch.device | str = "cpu",
+    *,
+    autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    prepare: Callable[[nn.Module], None] = lambda model: None,
+) -> tuple[LayerBytes, ...]:
+    """Returns what the prologue, each block and the epilogue need, for one micro-batch; no process group is used.
+
+    Neither the model nor random numbers are touched.
+
+    Args:
+        model: whole; parameters of any device.
+        trace: its recording.
+        micro_batch: keyword arguments of the model's forward; only shapes matter.
+        device: whose kernels are chosen; of a kind that this torch knows.
+        autocast: the context in which the forward runs.
+        prepare: called with the copy that runs; may wrap parts of it.
+    Raises: whatever the forward raises on tensors without values.
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    shadow = fake_copy(model, mode, device).train()
+    kwargs = {k: tree_map_only(Tensor, lambda tensor: fake(tensor, mode, device), v) for k, v in micro_batch.items()}
+    called = micro_batch.called(shadow) if isinstance(micro_batch, Arguments) else shadow
+    if "use_cache" in inspect.signature(called.forward).parameters:
+        kwargs.setdefault("use_cache", False)
+    with mode:
+        for parameter in shadow.parameters():
+            if parameter.requires_grad:
+                parameter.grad = torch.zeros_like(parameter)
+    prepare(shadow)
+    counted = _Counted(len(trace.blocks) + 2)
+    with ExitStack() as stack:
+        for number, block in enumerate(trace.blocks, 1):
+            module = shadow.get_submodule(block)
+            stack.callback(module.register_forward_pre_hook(counted.before(number), with_kwargs=True).remove)
+            stack.callback(module.register_forward_hook(counted.after(number)).remove)
+        devices = [torch.device(device)] if torch.device(device).type == "cuda" else []
+        stack.enter_context(torch.random.fork_rng(devices=devices))
+        stack.enter_context(mode)
+        stack.enter_context(counted)
+        with torch.enable_grad(), autocast():
+            roots = _roots(called(**kwargs))
+        counted.turn()
+        if roots:
+            torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
+    return counted.result()
+
+
+def _roots(returned: Any) -> list[Tensor]:
+    """Returns the loss, if there is one, else all that a backward can begin with."""
+    loss = returned.get("loss") if isinstance(returned, Mapping) else getattr(returned, "loss", None)
+    leaves = tree_leaves(returned if loss is None else loss)
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
+
+
+class _Counted(TorchDispatchMode):
+    """Counts the bytes of storages that operations make, by the layer that is under way."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self._live = 0
+        self._sizes: dict[int, tuple[int, int]] = {}  # storage -> layer that made it, bytes
+        self._layer, self._backward = 0, False
+        self._start = [0] * layers  # bytes when its forward begins
+        self._forward, self._back = [0] * layers, [0] * layers  # most while it is under way
+        self._outputs: list[set[int]] = [set() for _ in range(layers)]
+        self._kept: dict[int, tuple[int, int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        given: set[int] | None = None
+        for leaf in tree_leaves(result):
+            if not isinstance(leaf, Tensor):
+                continue
+            storage = leaf.untyped_storage()
+            key = storage._cdata
+            if key in self._sizes:
+                continue
+            if given is None:
+                tensors = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
+                given = {tensor.untyped_storage()._cdata for tensor in tensors}
+            if key in given:  # changed in place, or a view, of what was there before
+                continue
+            size = storage.nbytes()
+            self._sizes[key] = self._layer, size
+            self._live += size
+            weakref.finalize(storage, self._freed, key)
+        self._note()
+        return result
+
+    def _freed(self, key: int) -> None:
+        self._live -= self._sizes.pop(key)[1]
+
+    def _note(self) -> None:
+        most = self._back if self._backward else self._forward
+        most[self._layer] = max(most[self._layer], self._live)
+
+    def before(self, number: int) -> Callable[..., None]:
+        """Returns a hook for when block `number`, from 1, begins."""
+
+        def hook(_: nn.Module, args: Any, kwargs: Any) -> None:
+            if self._backward:  # computed again
+                return
+            if number == 1:
+                self._returns_to(0, (args, kwargs))
+                self._enter(1)
+
+        return hook
+
+    def after(self, number: int) -> Callable[..., None]:
+        """Returns a hook for when it ends; what comes until the next block begins is the next one's."""
+
+        def hook(_: nn.Module, args: Any, result: Any) -> None:
+            if self._backward:
+                return
+            self._returns_to(number, result)
+            self._enter(number + 1)
+
+        return hook
+
+    def _enter(self, layer: int) -> None:
+        self._layer = layer
+        self._start[layer] = self._live
+        self._note()
+
+    def _returns_to(self, layer: int, handed_on: Any) -> None:
+        """Backward comes to the layer with the gradient of what it hands on."""
+        for leaf in tree_leaves(handed_on):
+            if isinstance(leaf, Tensor):
+                self._outputs[layer].add(leaf.untyped_storage()._cdata)
+                if leaf.requires_grad:
+                    leaf.register_hook(lambda _, layer=layer: self._turn_to(layer))
+
+    def _turn_to(self, layer: int) -> None:
+        self._layer = layer
+        self._note()
+
+    def turn(self) -> None:
+        """The forward is over, and nothing is held but what the backward needs."""
+        self._kept = dict(self._sizes)
+        self._backward = True
+        self._note()
+
+    def result(self) -> tuple[LayerBytes, ...]:
+        """Returns what was counted."""
+        layers, before = [], 0
+        for number in range(len(self._start)):
+            kept = {key: size for key, (layer, size) in self._kept.items() if layer == number}
+            saved = sum(kept.values())
+            outputs = sum(size for key, size in kept.items() if key in self._outputs[number])
+            layers.append(
+                LayerBytes(
+                    saved=saved,
+                    outputs=outputs,
+                    forward=max(saved, self._forward[number] - self._start[number]),
+                    backward=max(saved, self._back[number] - before),
+                )
+            )
+            before += saved
+        return tuple(layers)
