@@ -251,7 +251,9 @@ def _proposal(state: _Search, winner: _Candidate, heuristic: _Candidate) -> Prop
     kind = kind_of(winner.modes)
     has_early = kind in ("early", MIXED)
     planned = winner.gather_order if job.dp > 1 and has_early else None
-    step = state.trials.run(winner.layout, winner.order, winner.modes, gather_order=planned, breakdown=True, spans=False)
+    step = state.trials.run(
+        winner.layout, winner.order, winner.modes, gather_order=planned, breakdown=True, spans=False
+    )
     strategy = Strategy(
         dp=job.dp,
         pp=job.pp,

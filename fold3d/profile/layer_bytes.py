@@ -7,9 +7,10 @@ and code between modules need is in it, too. What kernels need inside of themsel
 from __future__ import annotations
 
 import inspect
+import sys
 import weakref
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -65,6 +66,7 @@ def layer_bytes(
             stack.callback(module.register_forward_hook(counted.after(number)).remove)
         devices = [torch.device(device)] if torch.device(device).type == "cuda" else []
         stack.enter_context(torch.random.fork_rng(devices=devices))
+        stack.enter_context(_one_sequence_a_row())
         stack.enter_context(mode)
         stack.enter_context(counted)
         with torch.enable_grad(), autocast():
@@ -73,6 +75,25 @@ def layer_bytes(
         if roots:
             torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
     return counted.result()
+
+
+@contextmanager
+def _one_sequence_a_row() -> Iterator[None]:
+    """In its body transformers takes rows for one sequence each.
+
+    Whether they are several it reads off position_ids; without values it would take that for granted, and every block
+    would keep a mask.
+    """
+    masks = sys.modules.get("transformers.masking_utils")
+    found = getattr(masks, "find_packed_sequence_indices", None)
+    if masks is None or found is None:
+        yield
+        return
+    vars(masks)["find_packed_sequence_indices"] = lambda *_, **__: None
+    try:
+        yield
+    finally:
+        vars(masks)["find_packed_sequence_indices"] = found
 
 
 def _roots(returned: Any) -> list[Tensor]:

@@ -98,7 +98,7 @@ def test_transformers_models(kind, device):
     assert kept.measured and len(kept.forward) == blocks + 2
     assert len(set(kept.forward[1:-1])) == 1 and min(kept.forward) > 0 and min(kept.backward) > 0
     assert again.backward[1] > again.forward[1]
-    assert kept.saved_bytes[1] > again.saved_bytes[1] == kept.activation_bytes[0]
+    assert kept.layers[1].saved > again.layers[1].saved == kept.activation_bytes[0]
     assert set(kept.gradient_bytes) == {name for name, _ in model.named_parameters()}
 
 

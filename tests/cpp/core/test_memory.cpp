@@ -1,0 +1,152 @@
+// The memory of simulated steps against closed forms.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <map>
+#include <stdexcept>
+#include <string>
+
+#include "core/generators/registry.h"
+#include "core/ir/stash.h"
+#include "core/memory/memory_curve.h"
+#include "core/sim/simulate.h"
+
+namespace fold3d::core {
+namespace {
+
+constexpr std::int64_t kKept = 1'000, kSent = 10, kWork = 100'000;
+
+/// Chunks that keep kKept of a micro-batch and send kSent.
+MemoryModel even(const Shape& shape) {
+  MemoryModel model;
+  model.gradients_stay = false;
+  for (int chunk = 0; chunk < shape.num_chunks(); ++chunk) {
+    ChunkBytes bytes;
+    bytes.inputs = chunk > 0 ? kSent : 0;
+    bytes.saved = bytes.forward = bytes.backward = kKept;
+    model.chunks.push_back(bytes);
+  }
+  return model;
+}
+
+std::vector<StageMemory> curves_of(const Schedule& schedule, const MemoryModel& model) {
+  const auto chunks = static_cast<std::size_t>(schedule.shape.num_chunks());
+  ClusterModel cluster;
+  cluster.forward_ns.assign(chunks, 1'000'000);
+  cluster.backward_ns.assign(chunks, 2'000'000);
+  cluster.activation_bytes.assign(chunks, 0);
+  cluster.layers.assign(chunks, 1);
+  cluster.gradient_bytes.assign(chunks, 0);
+  const TrainingStep step = simulate_step(schedule, cluster, {8, false, true});
+  return memory_curves(schedule, model, compute_times(step, schedule.shape));
+}
+
+std::int64_t use(const MemoryPoint& point, MemoryUse what) { return point.uses[static_cast<std::size_t>(what)]; }
+
+std::int64_t most(const StageMemory& memory, MemoryUse what) {
+  std::int64_t found = 0;
+  for (const MemoryPoint& point : memory.points) found = std::max(found, use(point, what));
+  return found;
+}
+
+template <class Check>
+void for_each_case(Check check) {
+  for (const SchedulerInfo& info : registry()) {
+    for (const int pp : {1, 2, 4}) {
+      for (const int segments : {1, 2}) {
+        for (const int m : {1, 3, 8}) {
+          if (info.uses_segments || segments == 1) check(generate(info.name, {{pp, segments, m}, 0, ""}), info.name);
+        }
+      }
+    }
+  }
+}
+
+TEST(CoreMemory, WhatForwardsKeepIsTheStashThatTheSchedulePromises) {
+  for_each_case([](const Schedule& schedule, const std::string& name) {
+    const std::vector<int> stashed = peak_stash(schedule);
+    const std::vector<StageMemory> curves = curves_of(schedule, even(schedule.shape));
+    ASSERT_EQ(curves.size(), stashed.size());
+    for (std::size_t stage = 0; stage < curves.size(); ++stage) {
+      // While a backward runs, what it uses up is still there: a stash more than after it.
+      EXPECT_EQ(most(curves[stage], MemoryUse::kSaved), kKept * stashed[stage])
+          << name << " " << to_string(schedule.shape) << " stage " << stage;
+    }
+  });
+}
+
+TEST(CoreMemory, EverythingIsGivenBack) {
+  for_each_case([](const Schedule& schedule, const std::string& name) {
+    for (const StageMemory& memory : curves_of(schedule, even(schedule.shape))) {
+      const MemoryPoint& last = memory.points.back();
+      EXPECT_EQ(use(last, MemoryUse::kSaved), 0) << name << " " << to_string(schedule.shape);
+      EXPECT_EQ(use(last, MemoryUse::kMessages), 0) << name;
+      EXPECT_EQ(use(last, MemoryUse::kWorkspace), 0) << name;
+      for (const MemoryPoint& point : memory.points) {
+        for (const std::int64_t bytes : point.uses) EXPECT_GE(bytes, 0) << name << " " << to_string(schedule.shape);
+      }
+    }
+  });
+}
+
+TEST(CoreMemory, PeakIsTheHighestPoint) {
+  const Schedule schedule = generate("aiao", {{2, 2, 4}, 0, ""});
+  MemoryModel model = even(schedule.shape);
+  for (ChunkBytes& bytes : model.chunks) bytes.weights = 7;
+  for (ChunkBytes& bytes : model.chunks) bytes.optimizer = 5;
+  model.chunks[3].backward = kWork;
+  model.fixed = {1, 2};
+  const std::vector<StageMemory> curves = curves_of(schedule, model);
+  for (const StageMemory& memory : curves) {
+    std::int64_t highest = 0;
+    for (const MemoryPoint& point : memory.points) highest = std::max(highest, point.device());
+    EXPECT_EQ(memory.peak.device(), highest);
+    EXPECT_EQ(use(memory.peak, MemoryUse::kWeights), 14);
+    EXPECT_EQ(use(memory.peak, MemoryUse::kOptimizer), 10);
+  }
+  EXPECT_GE(use(curves[1].peak, MemoryUse::kWorkspace), kWork - kKept + 2);
+}
+
+TEST(CoreMemory, GradientsComeWithTheFirstBackwardOrStay) {
+  const Schedule schedule = generate("gpipe", {{2, 1, 4}, 0, ""});
+  MemoryModel model = even(schedule.shape);
+  for (ChunkBytes& bytes : model.chunks) bytes.gradients = 50;
+  const StageMemory comes = curves_of(schedule, model)[0];
+  EXPECT_EQ(use(comes.points.front(), MemoryUse::kGradients), 0);
+  EXPECT_EQ(use(comes.points.back(), MemoryUse::kGradients), 50);
+  model.gradients_stay = true;
+  const StageMemory stays = curves_of(schedule, model)[0];
+  EXPECT_EQ(use(stays.points.front(), MemoryUse::kGradients), 50);
+  EXPECT_EQ(use(stays.points.back(), MemoryUse::kGradients), 50);
+}
+
+TEST(CoreMemory, TheReceiverTakesNoMoreMessagesThanItMay) {
+  // All micro-batches of segment 0 are at stage 0 again long before it wants them.
+  const Schedule schedule = generate("aiao", {{2, 2, 16}, 0, ""});
+  MemoryModel model = even(schedule.shape);
+  std::map<int, std::int64_t> waits;
+  for (const int ahead : {1, 4, 16}) {
+    model.receive_ahead = ahead;
+    waits[ahead] = most(curves_of(schedule, model)[1], MemoryUse::kMessages);
+  }
+  EXPECT_GT(waits[1], waits[4]);
+  EXPECT_GT(waits[4], waits[16]);
+  EXPECT_LE(waits[16], 2 * kSent);
+}
+
+TEST(CoreMemory, RefusesWhatDoesNotFit) {
+  const Schedule schedule = generate("1f1b", {{2, 1, 4}, 0, ""});
+  MemoryModel model = even(schedule.shape);
+  model.chunks.pop_back();
+  EXPECT_THROW(curves_of(schedule, model), std::invalid_argument);
+  model = even(schedule.shape);
+  model.chunks[1].saved = -1;
+  EXPECT_THROW(curves_of(schedule, model), std::invalid_argument);
+  model = even(schedule.shape);
+  model.update = {1};
+  EXPECT_THROW(curves_of(schedule, model), std::invalid_argument);
+  EXPECT_THROW(memory_curves(schedule, even(schedule.shape), {{}, {}}), std::invalid_argument);
+}
+
+}  // namespace
+}  // namespace fold3d::core
