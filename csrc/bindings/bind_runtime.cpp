@@ -13,6 +13,7 @@
 #include "comm/base/errors.h"
 #include "runtime/c10d/communicator_factory.h"
 #include "runtime/executor/executor.h"
+#include "runtime/memory/cpu_bytes.h"
 
 namespace py = pybind11;
 
@@ -187,6 +188,11 @@ class PyExecutor {
 }  // namespace
 
 void bind_runtime(py::module_& module) {
+  module.def("count_cpu_bytes", &runtime::count_cpu_bytes, py::arg("on"));
+  module.def("live_cpu_bytes", &runtime::live_cpu_bytes);
+  module.def("peak_cpu_bytes", &runtime::peak_cpu_bytes);
+  module.def("reset_peak_cpu_bytes", &runtime::reset_peak_cpu_bytes);
+  module.def("is_counted", &runtime::is_counted, py::arg("tensor"));
   py::register_exception<comm::CommError>(module, "CommError", PyExc_RuntimeError);
   py::class_<PyExecutor>(module, "Executor", "Walks a rank's actions; owns the rank's communicator.")
       .def(py::init<const std::vector<py::object>&, int, int, const std::map<std::string, std::string>&, py::object,

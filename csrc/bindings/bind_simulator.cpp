@@ -6,6 +6,8 @@
 #include <tuple>
 #include <vector>
 
+#include "core/memory/memory_curve.h"
+#include "core/memory/memory_model.h"
 #include "core/sim/simulate.h"
 
 namespace py = pybind11;
@@ -14,9 +16,13 @@ namespace fold3d::bindings {
 namespace {
 
 using core::BucketModel;
+using core::ChunkBytes;
 using core::ClusterModel;
+using core::MemoryModel;
+using core::MemoryPoint;
 using core::RankBreakdown;
 using core::SimulatedSpan;
+using core::StageMemory;
 using core::TrainingStep;
 
 /// The lane's name in timelines.
@@ -118,11 +124,48 @@ void bind_step(py::module_& module) {
       .def_readonly("spans", &TrainingStep::spans);
 }
 
+void bind_memory(py::module_& module) {
+  py::class_<ChunkBytes>(module, "ChunkBytes", "What a chunk needs, in bytes.")
+      .def(py::init<>())
+      .def_readwrite("weights", &ChunkBytes::weights)
+      .def_readwrite("gradients", &ChunkBytes::gradients)
+      .def_readwrite("optimizer", &ChunkBytes::optimizer)
+      .def_readwrite("inputs", &ChunkBytes::inputs)
+      .def_readwrite("saved", &ChunkBytes::saved)
+      .def_readwrite("kept", &ChunkBytes::kept)
+      .def_readwrite("forward", &ChunkBytes::forward)
+      .def_readwrite("backward", &ChunkBytes::backward);
+  py::class_<MemoryModel>(module, "MemoryModel", "What the stages of a replica need.")
+      .def(py::init<>())
+      .def_readwrite("chunks", &MemoryModel::chunks)
+      .def_readwrite("fixed", &MemoryModel::fixed)
+      .def_readwrite("update", &MemoryModel::update)
+      .def_readwrite("gradients_stay", &MemoryModel::gradients_stay)
+      .def_readwrite("receive_ahead", &MemoryModel::receive_ahead);
+  py::class_<MemoryPoint>(module, "MemoryPoint", "Bytes of a stage from a moment on.")
+      .def_readonly("time_ns", &MemoryPoint::time_ns)
+      .def_readonly("uses", &MemoryPoint::uses)
+      .def_readonly("pool", &MemoryPoint::pool)
+      .def_property_readonly("device", &MemoryPoint::device);
+  py::class_<StageMemory>(module, "StageMemory", "Bytes of a stage over a step.")
+      .def_readonly("points", &StageMemory::points)
+      .def_readonly("peak", &StageMemory::peak)
+      .def_readonly("most_pool", &StageMemory::most_pool);
+  module.def("memory_use_names", [] { return core::kMemoryUseNames; });
+  module.def(
+      "memory_curves",
+      [](const core::Schedule& schedule, const MemoryModel& model, const core::TrainingStep& step) {
+        return core::memory_curves(schedule, model, core::compute_times(step, schedule.shape));
+      },
+      py::arg("schedule"), py::arg("model"), py::arg("step"), py::call_guard<py::gil_scoped_release>());
+}
+
 }  // namespace
 
 void bind_simulator(py::module_& module) {
   bind_model(module);
   bind_step(module);
+  bind_memory(module);
   module.def("dp_sync_names", [] { return core::kDpSyncNames; });
   module.def(
       "simulate_step",

@@ -18,7 +18,7 @@ void bind_nic_arbiter(pybind11::module_& module);
 /// Adds TcpPeers: what the executor's messages travel over in host memory.
 void bind_tcp_peers(pybind11::module_& module);
 
-/// Executor and its error type.
+/// Executor and its error type, and the count of what CPU tensors hold.
 void bind_runtime(pybind11::module_& module);
 
 /// RingPeers and BucketSync. After NicArbiter and CommError.
@@ -27,11 +27,8 @@ void bind_bucket_sync(pybind11::module_& module);
 /// TensorSync, and the operators torch.ops.fold3d.tp_*. After RingPeers.
 void bind_tensor_sync(pybind11::module_& module);
 
-/// Adds the simulator of training steps: ClusterModel, TrainingStep and simulate_step. Times in nanoseconds.
+/// Adds the simulator of training steps (ClusterModel, TrainingStep, simulate_step) and their memory (MemoryModel,
+/// memory_curves). Times in nanoseconds.
 void bind_simulator(pybind11::module_& module);
-
-/// Adds the memory of simulated steps, MemoryModel and memory_curves (bytes and nanoseconds), and the count of what CPU
-/// tensors hold. After bind_simulator.
-void bind_memory(pybind11::module_& module);
 
 }  // namespace fold3d::bindings

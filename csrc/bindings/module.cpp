@@ -13,5 +13,4 @@ PYBIND11_MODULE(_C, module) {
   fold3d::bindings::bind_bucket_sync(module);
   fold3d::bindings::bind_tensor_sync(module);
   fold3d::bindings::bind_simulator(module);
-  fold3d::bindings::bind_memory(module);
 }

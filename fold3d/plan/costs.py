@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from statistics import median
 
 from fold3d import _C
-from fold3d.plan.layer_bytes import LayerBytes
+from fold3d.plan.memory.layer_bytes import LayerBytes
 
 ACTION_SECONDS = 7e-4
 """What an action costs beside the layers: executor, skipped blocks, hooks, waking up. benchmarks/cluster measures 0.45

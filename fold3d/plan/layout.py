@@ -11,7 +11,7 @@ from fold3d.placement.buckets import cut_buckets
 from fold3d.placement.layers import chunk_layers
 from fold3d.plan.cluster_model import BucketCost, Work
 from fold3d.plan.job import Job
-from fold3d.plan.layer_bytes import Activations, activations_of
+from fold3d.plan.memory.layer_bytes import Activations, activations_of
 from fold3d.plan.strategy import Ranges
 from fold3d.topology import num_segments
 from fold3d.trace import Trace

@@ -12,7 +12,7 @@ from fold3d.plan.cluster_model import early_gathers_to_try, kind_of
 from fold3d.plan.constraints import Constraints
 from fold3d.plan.job import Job
 from fold3d.plan.layout import Layout, Shares, cut
-from fold3d.plan.memory import StagePeak, peaks_of
+from fold3d.plan.memory.model import StagePeak, peaks_of
 from fold3d.plan.proposal import Proposal
 from fold3d.plan.simulator import prediction_of
 from fold3d.plan.space import candidates, dp_sync, registry

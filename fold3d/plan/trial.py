@@ -10,7 +10,7 @@ from fold3d import schedule as schedules
 from fold3d.plan.cluster_model import cluster_model, kind_of
 from fold3d.plan.job import Job
 from fold3d.plan.layout import Layout
-from fold3d.plan.memory import memory_model
+from fold3d.plan.memory.model import memory_model
 from fold3d.plan.strategy import Modes
 from fold3d.topology import num_segments
 

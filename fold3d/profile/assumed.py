@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from fold3d.plan.costs import Profile
-from fold3d.plan.layer_bytes import recomputed
+from fold3d.plan.memory.layer_bytes import recomputed
 from fold3d.profile.layer_bytes import layer_bytes
 from fold3d.profile.layers import handed_on
 from fold3d.trace import Trace

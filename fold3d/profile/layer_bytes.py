@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from fold3d.plan.layer_bytes import LayerBytes
+from fold3d.plan.memory.layer_bytes import LayerBytes
 from fold3d.trace import Trace
 from fold3d.trace.arguments import Arguments
 from fold3d.trace.capture import fake, fake_copy
@@ -103,11 +103,11 @@ def _roots(returned: Any) -> list[Tensor]:
     return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
 
 
-class _Counted(TorchDispatchMode):
+class _Counted(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the bytes of storages that operations make, by the layer that is under way."""
 
     def __init__(self, layers: int) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._live = 0
         self._sizes: dict[int, tuple[int, int]] = {}  # storage -> layer that made it, bytes
         self._layer, self._backward = 0, False
@@ -179,7 +179,7 @@ class _Counted(TorchDispatchMode):
             if isinstance(leaf, Tensor):
                 self._outputs[layer].add(leaf.untyped_storage()._cdata)
                 if leaf.requires_grad:
-                    leaf.register_hook(lambda _, layer=layer: self._turn_to(layer))
+                    leaf.register_hook(lambda _, layer=layer: self._turn_to(layer))  # type: ignore[no-untyped-call]
 
     def _turn_to(self, layer: int) -> None:
         self._layer = layer

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from fold3d.plan.costs import Profile
-from fold3d.plan.layer_bytes import LayerBytes, estimated, recomputed
+from fold3d.plan.memory.layer_bytes import LayerBytes, estimated, recomputed
 from fold3d.profile.calls import Call, TensorShape, record_calls
 from fold3d.profile.layer_bytes import layer_bytes
 from fold3d.profile.stopwatch import Timing, time_call

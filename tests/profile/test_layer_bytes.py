@@ -6,7 +6,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from fold3d import _C
-from fold3d.plan.layer_bytes import LayerBytes, activations_of, estimated, recomputed
+from fold3d.plan.memory.layer_bytes import LayerBytes, activations_of, estimated, recomputed
 from fold3d.profile.layer_bytes import layer_bytes
 from fold3d.trace import trace
 from tests.helpers.models import MODELS
