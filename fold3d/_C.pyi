@@ -333,23 +333,47 @@ class TrainingStep:
     def spans(self) -> list[SimulatedSpan]: ...
 
 class ChunkBytes:
-    weights: int
-    gradients: int
-    optimizer: int
-    inputs: int
-    saved: int
-    kept: int
-    forward: int
-    backward: int
-    def __init__(self) -> None: ...
+    def __init__(
+        self,
+        *,
+        weights: int = 0,
+        gradients: int = 0,
+        optimizer: int = 0,
+        inputs: int = 0,
+        saved: int = 0,
+        kept: int = 0,
+        forward: int = 0,
+        backward: int = 0,
+    ) -> None: ...
+    @property
+    def weights(self) -> int: ...
+    @property
+    def gradients(self) -> int: ...
+    @property
+    def optimizer(self) -> int: ...
+    @property
+    def inputs(self) -> int: ...
+    @property
+    def saved(self) -> int: ...
+    @property
+    def kept(self) -> int: ...
+    @property
+    def forward(self) -> int: ...
+    @property
+    def backward(self) -> int: ...
 
 class MemoryModel:
-    chunks: list[ChunkBytes]
-    fixed: list[int]
-    update: list[int]
-    gradients_stay: bool
-    receive_ahead: int
-    def __init__(self) -> None: ...
+    def __init__(
+        self,
+        chunks: Sequence[ChunkBytes],
+        *,
+        fixed: Sequence[int] = (),
+        update: Sequence[int] = (),
+        gradients_stay: bool = True,
+        receive_ahead: int = 4,
+    ) -> None: ...
+    @property
+    def chunks(self) -> list[ChunkBytes]: ...
 
 class MemoryPoint:
     @property

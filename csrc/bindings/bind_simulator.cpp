@@ -4,6 +4,7 @@
 
 #include <string>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 #include "core/memory/memory_curve.h"
@@ -125,23 +126,31 @@ void bind_step(py::module_& module) {
 }
 
 void bind_memory(py::module_& module) {
-  py::class_<ChunkBytes>(module, "ChunkBytes", "What a chunk needs, in bytes.")
-      .def(py::init<>())
-      .def_readwrite("weights", &ChunkBytes::weights)
-      .def_readwrite("gradients", &ChunkBytes::gradients)
-      .def_readwrite("optimizer", &ChunkBytes::optimizer)
-      .def_readwrite("inputs", &ChunkBytes::inputs)
-      .def_readwrite("saved", &ChunkBytes::saved)
-      .def_readwrite("kept", &ChunkBytes::kept)
-      .def_readwrite("forward", &ChunkBytes::forward)
-      .def_readwrite("backward", &ChunkBytes::backward);
-  py::class_<MemoryModel>(module, "MemoryModel", "What the stages of a replica need.")
-      .def(py::init<>())
-      .def_readwrite("chunks", &MemoryModel::chunks)
-      .def_readwrite("fixed", &MemoryModel::fixed)
-      .def_readwrite("update", &MemoryModel::update)
-      .def_readwrite("gradients_stay", &MemoryModel::gradients_stay)
-      .def_readwrite("receive_ahead", &MemoryModel::receive_ahead);
+  py::class_<ChunkBytes>(module, "ChunkBytes", "What a chunk needs, in bytes; immutable.")
+      .def(py::init([](std::int64_t weights, std::int64_t gradients, std::int64_t optimizer, std::int64_t inputs,
+                       std::int64_t saved, std::int64_t kept, std::int64_t forward, std::int64_t backward) {
+             return ChunkBytes{weights, gradients, optimizer, inputs, saved, kept, forward, backward};
+           }),
+           py::kw_only(), py::arg("weights") = 0, py::arg("gradients") = 0, py::arg("optimizer") = 0,
+           py::arg("inputs") = 0, py::arg("saved") = 0, py::arg("kept") = 0, py::arg("forward") = 0,
+           py::arg("backward") = 0)
+      .def_readonly("weights", &ChunkBytes::weights)
+      .def_readonly("gradients", &ChunkBytes::gradients)
+      .def_readonly("optimizer", &ChunkBytes::optimizer)
+      .def_readonly("inputs", &ChunkBytes::inputs)
+      .def_readonly("saved", &ChunkBytes::saved)
+      .def_readonly("kept", &ChunkBytes::kept)
+      .def_readonly("forward", &ChunkBytes::forward)
+      .def_readonly("backward", &ChunkBytes::backward);
+  py::class_<MemoryModel>(module, "MemoryModel", "What the stages of a replica need; immutable.")
+      .def(py::init([](std::vector<ChunkBytes> chunks, std::vector<std::int64_t> fixed,
+                       std::vector<std::int64_t> update, bool gradients_stay, int receive_ahead) {
+             return MemoryModel{std::move(chunks), std::move(fixed), std::move(update), gradients_stay, receive_ahead};
+           }),
+           py::arg("chunks"), py::kw_only(), py::arg("fixed") = std::vector<std::int64_t>{},
+           py::arg("update") = std::vector<std::int64_t>{}, py::arg("gradients_stay") = true,
+           py::arg("receive_ahead") = 4)
+      .def_readonly("chunks", &MemoryModel::chunks);
   py::class_<MemoryPoint>(module, "MemoryPoint", "Bytes of a stage from a moment on.")
       .def_readonly("time_ns", &MemoryPoint::time_ns)
       .def_readonly("uses", &MemoryPoint::uses)

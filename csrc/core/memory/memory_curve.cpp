@@ -173,7 +173,7 @@ class Walk {
   const Shape& shape_;
   const MemoryModel& model_;
   const std::vector<std::vector<ActionTime>>& times_;
-  SplitBackward split_;
+  OptionalActions split_;
   std::vector<Ends> ends_;           // chunk * micro_batches + micro_batch
   std::vector<bool> has_gradients_;  // by chunk
   std::vector<Stage> stages_;

@@ -39,14 +39,14 @@ std::vector<Message> message_times(const Shape& shape, const std::vector<std::ve
                                    int receive_ahead) {
   constexpr std::pair<int, int> kNowhere{-1, -1};
   ActionTable<std::pair<int, int>> places(shape, kNowhere);  // stage, position in its list
-  SplitBackward split;
+  OptionalActions split;
   {
     Schedule ran{shape, {}};
     for (const auto& list : times) {
       auto& actions = ran.ranks.emplace_back();
       for (const ActionTime& time : list) actions.push_back(time.action);
     }
-    split = SplitBackward(ran);
+    split = OptionalActions(ran);
   }
   for (int stage = 0; stage < static_cast<int>(times.size()); ++stage) {
     for (int k = 0; k < static_cast<int>(times[at(stage)].size()); ++k) {

@@ -37,26 +37,25 @@ def memory_model(job: Job, layout: Layout, modes: Modes) -> _C.MemoryModel:
     Args:
         modes: per stage, the way of DP.sync of each bucket.
     """
-    model = _C.MemoryModel()
-    model.gradients_stay = job.dp > 1  # in buckets; with one replica autograd makes them and they go with the step
     ways = [iter(modes[stage]) for stage in range(job.pp)]
     chunks = []
     for number, activations in enumerate(layout.activations):
-        stage = stage_of(number, job.pp)
-        chunk = _C.ChunkBytes()
-        chunk.weights = layout.parameter_bytes[number]
-        buckets = layout.buckets[number] if layout.buckets else ()
+        way, buckets = ways[stage_of(number, job.pp)], layout.buckets[number]
         flat, trained = sum(bucket.bytes for bucket in buckets), layout.trainable_bytes[number]
-        chunk.gradients = max(flat, trained) if job.dp > 1 else trained
         state = job.profile.optimizer_bytes * trained / flat if flat else 0.0  # per byte of a bucket
-        chunk.optimizer = sum(
-            round(state * bucket.bytes / (job.dp if next(ways[stage]) == "zero1" else 1)) for bucket in buckets
+        chunks.append(
+            _C.ChunkBytes(
+                weights=layout.parameter_bytes[number],
+                # In buckets, fp32 at least; with one replica autograd makes them, like the parameters.
+                gradients=max(flat, trained) if job.dp > 1 else trained,
+                optimizer=sum(round(state * b.bytes / (job.dp if next(way) == "zero1" else 1)) for b in buckets),
+                inputs=layout.activation_bytes[number - 1] if number else 0,
+                saved=activations.saved,
+                forward=activations.forward,
+                backward=activations.backward,
+            )
         )
-        chunk.inputs = layout.activation_bytes[number - 1] if number else 0
-        chunk.saved, chunk.forward, chunk.backward = activations.saved, activations.forward, activations.backward
-        chunks.append(chunk)
-    model.chunks = chunks
-    return model
+    return _C.MemoryModel(chunks, gradients_stay=job.dp > 1)
 
 
 def peaks_of(curves: Sequence[_C.StageMemory]) -> tuple[StagePeak, ...]:
