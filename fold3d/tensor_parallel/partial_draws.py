@@ -95,7 +95,8 @@ def _dropout(mode: PartialDraws, func: Callable[..., Any], args: tuple[Any, ...]
         size = (*size[:2], *(1 for _ in size[2:]))
     # As torch's own does it, so that the bits are the same.
     noise = torch.empty(size, dtype=x.dtype, device=x.device).bernoulli_(1 - p).div_(1 - p if p < 1 else 1)
-    return x.mul_(mode.part(noise)) if inplace else x * mode.part(noise)
+    kept = mode.part(noise).clone()  # autograd keeps it: a view would be all of it
+    return x.mul_(kept) if inplace else x * kept
 
 
 def _arguments(args: tuple[Any, ...], named: dict[str, Any]) -> tuple[Tensor, float, bool, bool]:
@@ -155,8 +156,8 @@ def _attention(mode: PartialDraws, func: Callable[..., Any], args: tuple[Any, ..
         mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=query.device).tril()
     if mask is not None:
         scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
-    kept = torch.empty(size, dtype=query.dtype, device=query.device).bernoulli_(1 - p).div_(1 - p if p < 1 else 1)
-    return (scores.softmax(-1) * mode.part(kept)) @ value
+    noise = torch.empty(size, dtype=query.dtype, device=query.device).bernoulli_(1 - p).div_(1 - p if p < 1 else 1)
+    return (scores.softmax(-1) * mode.part(noise).clone()) @ value
 
 
 _FEATURES = (F.dropout1d, F.dropout2d, F.dropout3d, torch.feature_dropout)

@@ -52,6 +52,28 @@ def gradients_of(models: list[nn.Module], plan: ShardingPlan, name: str) -> list
     ]
 
 
+def saved_bytes(model: nn.Module, batch: dict[str, Tensor], plan: ShardingPlan) -> float:
+    """Returns what a rank keeps for the backward beside parameters, in the mean."""
+    plan = blocks_of(plan)
+    ranks = [shard(model, plan, rank) for rank in range(plan.tp)]
+    weights = {parameter.untyped_storage()._cdata for made in ranks for parameter in made.parameters()}
+    kept: dict[int, torch.UntypedStorage] = {}
+
+    def pack(x: Tensor) -> Tensor:
+        storage = x.untyped_storage()
+        if storage._cdata not in weights:
+            kept[storage._cdata] = storage
+        return x
+
+    def as_rank(ops: Any) -> Tensor:
+        install(ranks[ops.rank], plan, ops.rank, ops)
+        return result_of(ranks[ops.rank](**batch))
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        EmulatedGroup(plan.tp).run(as_rank)
+    return sum(storage.nbytes() for storage in kept.values()) / plan.tp
+
+
 def compare(model: nn.Module, batch: dict[str, Tensor], plan: ShardingPlan) -> float:
     """Returns the largest difference of loss and gradients between `model` and the ranks that share its blocks."""
     plan = blocks_of(plan)

@@ -13,7 +13,7 @@ from fold3d.sharding.plan import ShardingPlan
 from fold3d.splitting import plan_sharding
 from fold3d.trace.capture import trace_call
 from tests.splitting.models import build
-from tests.splitting.shared import compare
+from tests.splitting.shared import compare, saved_bytes
 
 POSSIBLE = (
     "gpt2", "llama", "opt", "bert", "gpt_neox", "bloom", "t5_encoder", "vit", "qwen3", "phi3", "falcon_groups",
@@ -61,6 +61,20 @@ def test_sequences_shorter_than_there_are_ranks(family: str) -> None:
     tiny = build(family)
     short = {name: value[:, :3] for name, value in tiny.batch.items()}
     assert compare(tiny.model, short, plan_of(family, 4)) < 1e-10
+
+
+@pytest.mark.parametrize(("family", "most"), [("llama", 0.75), ("gpt2", 0.87)])
+def test_less_is_kept_for_the_backward(family: str, most: float) -> None:
+    """With dropout, whose masks are drawn for all and kept in part."""
+    tiny = build(family)
+    for module in tiny.model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.1
+    ids = torch.randint(1, 96, (2, 32))
+    batch = {"input_ids": ids}
+    whole = plan_sharding(tiny.model, tiny.trace(), tiny.batch, 4)
+    shared, without = (saved_bytes(tiny.model, batch, plan) for plan in (plan_of(family, 4), whole))
+    assert shared < most * without, (shared, without)
 
 
 class Block(nn.Module):
