@@ -20,6 +20,8 @@ TP_OVERLAP = ("sub", "none")
 TRANSPORTS = ("auto", "tcp", "c10d")
 DP_SYNC = ("zero1", "early", "serial")
 """Ways of DP.sync that can be asked for by name."""
+OFFLOAD = ("none", "boundaries", "activations")
+"""What may leave the device between forward and backward."""
 SIMULATED_DP_SYNC = (*DP_SYNC, "blocking", "unvoted")
 """Those of the simulator: also two that fold3d does not train with, for comparison; csrc/core/sim/cluster_model.h."""
 _UNITS = {"": 1, "b": 1} | {
@@ -95,6 +97,17 @@ class ParallelConfig:
     runs also where `segments` is set, for a schedule with fewer micro-batches in flight, and for zero1 instead of early
     in as many buckets as it takes; where nothing fits, the engine is not built. None: nine tenths of a GPU's memory
     where the planner runs (where nothing fits, what needs least), no limit on the CPU."""
+    offload: str = AUTO
+    """What leaves the device between its forward and its backward, for a pool of host memory: "none"; "boundaries": what
+    recomputed chunks keep; "activations": what the graphs of all chunks saved. Copies run beside the computation; what is
+    used again at once stays. The numbers are the same. "auto": the planner's choice where there is a memory_limit, else
+    none."""
+    offload_pool: int | float | str = AUTO
+    """Bytes of the pool, reserved when the engine is built (pinned on GPUs), also as text: "8GB"; a number from then on.
+    What does not fit is an error. "auto": what the stashes of the first step ask for."""
+    offload_disk: str | None = None
+    """Folder of a file that is the pool, for hosts whose memory is short; it has no name and is gone with the process.
+    None: the pool is host memory."""
     preempt: bool = True
     """Activations go before gradients on the network. False: first come, first served; for comparison."""
 
@@ -128,6 +141,7 @@ class ParallelConfig:
             raise ConfigError(f"dp_sync={self.dp_sync!r}: must be one of {', '.join((AUTO, *DP_SYNC))}")
         for name, least in (("bucket_bytes", 0), ("memory_limit", 1)):
             object.__setattr__(self, name, parse_bytes(name, getattr(self, name), least))
+        self._check_offload()
         if not isinstance(self.preempt, bool):
             raise ConfigError(f"preempt={self.preempt!r}: must be True or False")
         if self.comm_timeout is not None and not self.comm_timeout > 0:
@@ -145,6 +159,23 @@ class ParallelConfig:
             raise ConfigError(f"tp_plan={plan!r}: must be a dict from module names or patterns to how they are spread")
         if self.tp == 1:
             raise ConfigError(f"tp_plan={plan!r} has no effect with tp=1; remove it, or raise tp")
+
+    def _check_offload(self) -> None:
+        if self.offload not in (AUTO, *OFFLOAD):
+            raise ConfigError(f"offload={self.offload!r}: must be one of {', '.join((AUTO, *OFFLOAD))}")
+        if self.offload_pool != AUTO:
+            object.__setattr__(self, "offload_pool", parse_bytes("offload_pool", self.offload_pool, 1))
+        for name, default in (("offload_pool", AUTO), ("offload_disk", None)):
+            value = getattr(self, name)
+            if value != default and self.offload == "none":
+                raise ConfigError(f'{name}={value!r} has no effect with offload="none"; remove one of them')
+        if self.offload_disk is not None and not isinstance(self.offload_disk, str):
+            raise ConfigError(f"offload_disk={self.offload_disk!r}: must be the name of a folder, or None")
+
+    @property
+    def pool_size(self) -> int | None:
+        """`offload_pool`, a number; None where it is "auto"."""
+        return self.offload_pool if isinstance(self.offload_pool, int) else None
 
     @property
     def bucket_size(self) -> int | None:

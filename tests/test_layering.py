@@ -20,7 +20,7 @@ LONGEST_GENERATOR = 120
 MOST_FILES = 14
 """Of a folder: a room with more has more than one trade."""
 
-CPP_ROOMS = ("core", "comm", "runtime", "ops", "bindings")
+CPP_ROOMS = ("core", "comm", "memory", "runtime", "ops", "bindings")
 CPP_FOLDERS = (
     *("core/ir", "core/generators", "core/passes", "core/network", "core/sim", "core/memory", "core/random", "core"),
     *(
@@ -33,7 +33,8 @@ CPP_FOLDERS = (
         "comm/tcp",
         "comm/tensor",
     ),
-    *("runtime/executor", "runtime/c10d", "runtime/skip", "runtime/memory", "ops", "bindings"),
+    *("memory", "runtime/device", "runtime/offload", "runtime/executor", "runtime/c10d", "runtime/skip"),
+    *("runtime/memory", "ops", "bindings"),
 )
 """Each may include itself and the folders before it."""
 PYTHON_ROOMS = (

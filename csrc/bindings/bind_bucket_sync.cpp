@@ -14,7 +14,7 @@
 #include "comm/tcp/tcp_ring_peers.h"
 #include "runtime/c10d/collectives_c10d.h"
 #include "runtime/c10d/ring_connection_c10d.h"
-#include "runtime/executor/tensor_buffer.h"
+#include "runtime/device/tensor_buffer.h"
 
 namespace py = pybind11;
 

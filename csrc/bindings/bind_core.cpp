@@ -3,11 +3,16 @@
 #include <pybind11/operators.h>
 #include <pybind11/stl.h>
 
+#include <optional>
+#include <utility>
+#include <vector>
+
 #include "core/generators/registry.h"
 #include "core/ir/action_kinds.h"
 #include "core/ir/deps.h"
 #include "core/ir/schedule.h"
 #include "core/ir/stash.h"
+#include "core/ir/stash_uses.h"
 #include "core/ir/timeline.h"
 #include "core/partition.h"
 #include "core/passes/grid.h"
@@ -31,7 +36,8 @@ void bind_action(py::module_& module) {
     kind.value(entry.python_name.data(), entry.kind);
   }
   kind.def_property_readonly("text", [](Kind kind) { return std::string(core::to_string(kind)); })
-      .def_property_readonly("is_compute", [](Kind kind) { return core::is_compute(kind); });
+      .def_property_readonly("is_compute", [](Kind kind) { return core::is_compute(kind); })
+      .def_property_readonly("is_copy", [](Kind kind) { return core::is_copy(kind); });
 
   py::class_<Action>(module, "Action", "One cell of a schedule; immutable, compared by value.")
       .def(py::init([](int chunk, Kind kind, int micro_batch) { return Action{chunk, kind, micro_batch}; }),
@@ -80,12 +86,31 @@ void bind_schedule(py::module_& module) {
   module.def("grid", [](const Schedule& s) { return core::grid(s); }, py::arg("schedule"));
   module.def(
       "lower",
-      [](const Schedule& s, bool reduce, std::vector<bool> recompute) {
-        return core::lower(s, {.reduce = reduce, .recompute = std::move(recompute)});
+      [](const Schedule& s, bool reduce, std::vector<bool> recompute, std::vector<bool> offload,
+         int prefetch_distance) {
+        return core::lower(s, {.reduce = reduce,
+                               .recompute = std::move(recompute),
+                               .offload = std::move(offload),
+                               .prefetch_distance = prefetch_distance});
       },
-      py::arg("schedule"), py::arg("reduce"), py::arg("recompute") = std::vector<bool>{});
+      py::arg("schedule"), py::arg("reduce"), py::arg("recompute") = std::vector<bool>{},
+      py::arg("offload") = std::vector<bool>{}, py::arg("prefetch_distance") = 1);
   module.def("validate", &core::validate, py::arg("schedule"), py::arg("forward_only") = false);
   module.def("peak_stash", &core::peak_stash, py::arg("schedule"));
+  module.def(
+      "validate_room",
+      [](const Schedule& s, std::optional<std::int64_t> device, std::optional<std::int64_t> pool,
+         std::vector<std::int64_t> stash_bytes) { core::validate_room(s, {device, pool, std::move(stash_bytes)}); },
+      py::arg("schedule"), py::arg("device"), py::arg("pool"), py::arg("stash_bytes") = std::vector<std::int64_t>{});
+  module.def(
+      "stash_peaks",
+      [](const Schedule& s, const std::vector<std::int64_t>& stash_bytes) {
+        std::vector<std::pair<std::int64_t, std::int64_t>> peaks;
+        for (const core::StashPeak& peak : core::stash_peaks(s, stash_bytes))
+          peaks.emplace_back(peak.device, peak.pool);
+        return peaks;
+      },
+      py::arg("schedule"), py::arg("stash_bytes") = std::vector<std::int64_t>{});
   module.def(
       "waits_for",
       [](const Schedule& s, const Action& action) {

@@ -5,6 +5,7 @@
 
 #include <map>
 #include <memory>
+#include <optional>
 #include <utility>
 
 #include "bindings/saved_tensor_hooks.h"
@@ -26,8 +27,8 @@ struct PyRun {
   std::vector<py::object> micro_batches, results;
 };
 
-/// A Python object with forward(micro_batch, tensors) -> (tensors, result) and reduce() -> None; and, for schedules
-/// with RECOMPUTE, forward_first(micro_batch, tensors) -> (tensors, result, kept) and
+/// A Python object with forward(micro_batch, tensors, batch or None) -> (tensors, result) and reduce() -> None; and,
+/// for schedules with RECOMPUTE, forward_first(micro_batch, tensors) -> (tensors, result, kept) and
 /// recompute(micro_batch, tensors, kept) -> tensors.
 class PyChunk final : public runtime::Chunk {
  public:
@@ -42,9 +43,10 @@ class PyChunk final : public runtime::Chunk {
   /// `run`: of the forwards to come; null: there are none.
   void use(PyRun* run) { run_ = run; }
 
-  std::vector<at::Tensor> forward(int micro_batch, std::vector<at::Tensor> inputs) override {
+  std::vector<at::Tensor> forward(int micro_batch, std::vector<at::Tensor> inputs,
+                                  const std::shared_ptr<runtime::StashBatch>& batch) override {
     const py::gil_scoped_acquire gil;
-    const py::tuple sent_and_result = forward_(input_of(micro_batch), std::move(inputs));
+    const py::tuple sent_and_result = forward_(input_of(micro_batch), std::move(inputs), batch);
     keep_result(micro_batch, sent_and_result[1]);
     return sent_and_result[0].cast<std::vector<at::Tensor>>();
   }
@@ -84,13 +86,19 @@ class PyChunk final : public runtime::Chunk {
   PyRun* run_ = nullptr;
 };
 
+const char* lane_of(const runtime::Span& span) {
+  if (span.is_wait) return "wait";
+  if (span.action.kind == core::Kind::kOffload) return "offload";
+  return span.action.kind == core::Kind::kPrefetch ? "prefetch" : "compute";
+}
+
 /// What Python sees as `Executor`: the executor and the communicator it talks through.
 class PyExecutor {
  public:
   PyExecutor(const std::vector<py::object>& chunks, int stage, int pp, const std::map<std::string, std::string>& groups,
              const py::object& device, double timeout_seconds, const std::string& name,
              const std::shared_ptr<comm::TcpPeers>& peers, const std::shared_ptr<comm::NicArbiter>& arbiter,
-             const core::Hosts& hosts) {
+             const core::Hosts& hosts, std::optional<runtime::OffloadOptions> offload) {
     for (const py::object& chunk : chunks) chunks_.push_back(std::make_shared<PyChunk>(chunk));
     if (pp > 1) {
       const runtime::GroupNames names{groups.at("forward"), groups.at("forward_wrap"), groups.at("backward"),
@@ -104,8 +112,15 @@ class PyExecutor {
       options.while_waiting = &handle_signals;
       communicator_ = runtime::make_communicator(options, py::cast<c10::Device>(device), names, peers, arbiter);
     }
+    std::unique_ptr<runtime::Offloader> offloader;
+    if (offload) {
+      offload->timeout = comm::milliseconds(timeout_seconds);
+      offload->while_waiting = &handle_signals;
+      offloader = std::make_unique<runtime::Offloader>(py::cast<c10::Device>(device), *std::move(offload));
+    }
     executor_ = std::make_shared<runtime::Executor>(
-        communicator_, stage, std::vector<std::shared_ptr<runtime::Chunk>>(chunks_.begin(), chunks_.end()));
+        communicator_, stage, std::vector<std::shared_ptr<runtime::Chunk>>(chunks_.begin(), chunks_.end()),
+        std::move(offloader));
   }
 
   ~PyExecutor() { close(); }
@@ -146,10 +161,18 @@ class PyExecutor {
   py::list take_spans() {
     py::list out;
     for (const runtime::Span& span : open_executor()->take_spans()) {
-      out.append(py::make_tuple(span.is_wait ? "wait" : "compute", core::to_string(span.action), span.start_ns,
-                                span.end_ns, 0));
+      out.append(py::make_tuple(lane_of(span), core::to_string(span.action), span.start_ns, span.end_ns, span.bytes));
     }
     return out;
+  }
+
+  void keep(const std::vector<at::Tensor>& tensors) {
+    if (runtime::Offloader* const offloader = open_executor()->offloader()) offloader->keep(tensors);
+  }
+
+  std::optional<runtime::OffloadCounters> offload_counters() const {
+    const runtime::Offloader* const offloader = executor_ ? executor_->offloader() : nullptr;
+    return offloader == nullptr ? std::nullopt : std::optional(offloader->counters());
   }
 
   py::list take_records() {
@@ -197,17 +220,23 @@ void bind_runtime(py::module_& module) {
   py::class_<PyExecutor>(module, "Executor", "Walks a rank's actions; owns the rank's communicator.")
       .def(py::init<const std::vector<py::object>&, int, int, const std::map<std::string, std::string>&, py::object,
                     double, const std::string&, const std::shared_ptr<comm::TcpPeers>&,
-                    const std::shared_ptr<comm::NicArbiter>&, const core::Hosts&>(),
+                    const std::shared_ptr<comm::NicArbiter>&, const core::Hosts&,
+                    std::optional<runtime::OffloadOptions>>(),
            py::arg("chunks"), py::arg("stage"), py::arg("pp"), py::arg("groups"), py::arg("device"),
            py::arg("timeout_seconds"), py::arg("name"), py::arg("peers") = nullptr, py::arg("arbiter") = nullptr,
-           py::arg("hosts") = core::Hosts{}, "`hosts`: of each stage, as numbers; none: a host for each.")
+           py::arg("hosts") = core::Hosts{}, py::arg("offload") = std::nullopt,
+           "`hosts`: of each stage, as numbers; none: a host for each. `offload`: None: nothing leaves the device.")
       .def("run", &PyExecutor::run, py::arg("schedule"), py::arg("stage"), py::arg("backward"),
            py::arg("micro_batches"),
            "Runs one rank's part of a lowered schedule; `micro_batches`: what each forward is given, anything, by "
            "number. Returns the results of the last chunk's forwards in the same order, None of other chunks'.")
       .def("abort", &PyExecutor::abort, py::arg("reason"), "Ends all communication; any thread.")
       .def("current_action", &PyExecutor::current_action, "Text of the action in progress, empty between runs.")
-      .def("take_spans", &PyExecutor::take_spans, "(lane, action, start_ns, end_ns, bytes) of the compute lane.")
+      .def("take_spans", &PyExecutor::take_spans,
+           "(lane, action, start_ns, end_ns, bytes) of the compute lane, and of copies to the pool and back.")
+      .def("keep", &PyExecutor::keep, py::arg("tensors"),
+           "The memory of these stays on the device in the runs to come, whatever a graph saves of it.")
+      .def("offload_counters", &PyExecutor::offload_counters, "Bytes on both sides now; None without a pool.")
       .def("take_records", &PyExecutor::take_records, "(lane, action, start_ns, end_ns, bytes) of every transfer.")
       .def("close", &PyExecutor::close, "Ends the communicator's threads.");
 }

@@ -12,9 +12,13 @@
 
 namespace fold3d::bindings {
 
+/// Whether somebody else's hooks packed it; those of a StashBatch make nothing anew.
 inline bool is_hooked(const pybind11::handle& saved) {
   if (saved.is_none()) return false;
-  if (!pybind11::isinstance<pybind11::sequence>(saved)) return !saved.attr("unpack_hook").is_none();
+  if (!pybind11::isinstance<pybind11::sequence>(saved)) {
+    const pybind11::object hook = saved.attr("unpack_hook");
+    return !hook.is_none() && !hook.is(pybind11::module_::import("fold3d._C").attr("unpack_saved"));
+  }
   for (const pybind11::handle one : saved) {
     if (is_hooked(one)) return true;
   }

@@ -27,6 +27,7 @@ from fold3d.data_parallel.dp_sync import DpSync
 from fold3d.data_parallel.one_replica import OneReplica
 from fold3d.engine import planner
 from fold3d.engine.built import BuiltRank
+from fold3d.engine.offload import keeper, offload_options
 from fold3d.engine.pipeline import Pipeline
 from fold3d.engine.replanner import Replanner
 from fold3d.engine.step import Step
@@ -157,6 +158,7 @@ def cut_model(
             raise error
         if strategy is None:
             strategy = unplanned(config, constraints, topology.dp, ranges)
+        offload_options(config, strategy)
         cut = RankModel(model, config, strategy, topology, order.device, recording, order.weights, sharding)
         blocks = recording.blocks if recording else ()
         schedule = Programs.of(strategy).compute(config.micro_batches).csv()
@@ -239,6 +241,7 @@ def _connect(
     sharded = None
     if topology.tp > 1:
         sharded = partial(_sharded, model, _border_parts(model, group), turning, overlap)
+    offload = offload_options(config, model.strategy)
     executor = _C.Executor(
         _chunks(model, topology, sync, sharded),
         topology.pp_rank,
@@ -250,6 +253,7 @@ def _connect(
         connect_stages(topology, world, timeout) if over_tcp and topology.pp > 1 else None,
         arbiter,
         list(hosts.stages),
+        offload,
     )
     for part in (executor, sync):
         progress.life.end_with(part)
@@ -257,10 +261,11 @@ def _connect(
         undo.callback(progress.life.forget, part)
     progress.follow(executor)
     undo.callback(progress.follow, None)
+    keep = [] if offload is None else [keeper(executor, cut.model)]
     recorder = StepRecorder(executor, sync, arbiter, progress, topology.pp_rank, shards if over_tcp else None)
     step = Step(
         *(cut, topology, config.seed, device),
-        pipeline=Pipeline(topology, groups, executor, progress),
+        pipeline=Pipeline(topology, groups, executor, progress, *keep),
         sync=sync,
         recorder=recorder,
         replanner=Replanner(topology, groups, config, device, model.proposed),

@@ -12,6 +12,7 @@ from fold3d.comms import abortable_collectives
 from fold3d.comms.broadcast import broadcast_value
 from fold3d.comms.consistency import check_same_batch, fingerprint
 from fold3d.comms.groups import Groups
+from fold3d.engine.offload import Keeps
 from fold3d.faults.progress import Progress
 from fold3d.schedule import Schedule
 from fold3d.stage.micro_batch import MicroBatch
@@ -21,7 +22,18 @@ from fold3d.topology import Topology
 class Pipeline:
     """Of one rank; all stages of a replica make the same calls."""
 
-    def __init__(self, topology: Topology, groups: Groups, executor: _C.Executor, progress: Progress) -> None:
+    def __init__(
+        self,
+        topology: Topology,
+        groups: Groups,
+        executor: _C.Executor,
+        progress: Progress,
+        keep: Keeps = lambda micro_batches: None,
+    ) -> None:
+        """Args:
+        keep: told of the micro-batches of a training step before it runs.
+        """
+        self._keep = keep
         self._topology, self._group, self._executor, self._progress = topology, groups.pipeline, executor, progress
         self._replica, self._tensor = groups.replica, groups.tensor
 
@@ -32,6 +44,8 @@ class Pipeline:
             with self._progress.during("comparing the micro-batches of shards", meets=True):
                 ranks = self._topology.shards(self._topology.dp_rank, self._topology.pp_rank)
                 check_same_batch(self._topology, ranks, self._fingerprints(micro_batches, ranks, self._tensor))
+        if backward:
+            self._keep(micro_batches)
         with self._progress.during(self._progress.doing):  # whom an action waits for follows from the schedule
             return self._executor.run(schedule, self._topology.pp_rank, backward, list(micro_batches))
 

@@ -32,6 +32,7 @@ class StepRecorder:
         self._executor, self._sync, self._arbiter, self._progress = executor, sync, arbiter, progress
         self._stage, self._shards = stage, shards
         self._shards_before = self._shards_after = self._shards_now()
+        self._offload: _C.OffloadCounters | None = None
         self._bounds = (0, 0)
         self._records: list[RawRecord] = []
         self._counted = arbiter.counters()  # by the arbiter before the last run
@@ -72,6 +73,7 @@ class StepRecorder:
         self._shards_after = self._shards_now()
         if not self._progress.life.is_closed:
             self._records += self._take()
+            self._offload = self._executor.offload_counters()
 
     def extend_by_waits(self) -> None:
         """Whoever read weights after the step waited for its DP.sync; what else they did is not the step's."""
@@ -95,7 +97,7 @@ class StepRecorder:
         shards = None
         if self._shards is not None:
             shards = {name: count - self._shards_before[name] for name, count in self._shards_after.items()}
-        return partial(make_breakdown, tuple(self._records), *self._bounds, step_ms, arbiter, predicted, shards)
+        return partial(make_breakdown, tuple(self._records), *self._bounds, step_ms, arbiter, predicted, shards, self._offload)
 
     def _shards_now(self) -> dict[str, int]:
         return {} if self._shards is None else self._shards.counters()

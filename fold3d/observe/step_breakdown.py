@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from fold3d import _C
 from fold3d.comms.world_group import WorldGroup
 from fold3d.plan.simulator import RankBreakdown
 
@@ -15,6 +17,7 @@ RawRecord = tuple[str, str, int, int, int]
 """(lane, action text, start_ns, end_ns, bytes); times are this process's monotonic clock."""
 
 
+_COPY = re.compile("OFFLOAD|PREFETCH")
 MEET = "MEET"
 """Action of a wait in a small exchange with other ranks: the loss, the norm."""
 TP_SYNC = "TP_SYNC"
@@ -54,6 +57,16 @@ class StepBreakdown:
     dp_held_ms: float
     """For how long chunks of DP.sync were held back for messages: sending time that DP.sync lost, both rings and
     directions together."""
+    exposed_offload_ms: float
+    """Waiting for stashes to come back from the pool, or for the way there."""
+    hidden_offload_ms: float
+    """Copies to the pool and back while the rank computed, both directions together."""
+    offload_bytes: int
+    """Copied to the pool; as many come back."""
+    stashes_peak_bytes: int
+    """The most that stashes which move had on the device at once, of those on their way out and back, too."""
+    pool_peak_bytes: int
+    """The most that was in the pool at once."""
     pp_bytes: int
     """Sent to other stages."""
     dp_bytes: int
@@ -78,7 +91,7 @@ class StepBreakdown:
         """Returns the numbers worth logging, rounded to a tenth; what cannot be with so few replicas, stages or shards
         is left out.
 
-        compute, tp_exposed, bubble, pp_exposed, dp_exposed and other add up to step_ms exactly; other_ms is what is in
+        compute, tp_exposed, bubble, pp_exposed, dp_exposed, offload_exposed and other add up to step_ms exactly; other_ms is what is in
         none of the others: loss, norm, an optimizer that steps by itself, and what Python does between actions.
         """
         parts = {"compute_ms": self.compute_ms}
@@ -98,6 +111,9 @@ class StepBreakdown:
                 "pp_delayed_ms": self.pp_delayed_ms,
                 "dp_held_ms": self.dp_held_ms,
             }
+        if self.offload_bytes:
+            parts |= {"offload_exposed_ms": self.exposed_offload_ms}
+            beside |= {"offload_hidden_ms": self.hidden_offload_ms, "offload_gb": self.offload_bytes / 1e9}
         if self.predicted_ms is not None:
             beside |= {"predicted_step_ms": self.predicted_ms}
         if self.predicted is not None and pp > 1:
@@ -116,7 +132,7 @@ class StepBreakdown:
             "step_ms": round(self.step_ms, 1),
             **rounded,
             "other_ms": round(other, 1),
-            **{name: round(value, 1) for name, value in beside.items()},
+            **{name: round(value, 3 if name.endswith("_gb") else 1) for name, value in beside.items()},
         }
 
 
@@ -128,6 +144,7 @@ def make_breakdown(
     arbiter: Mapping[str, int] | None = None,
     predicted: RankBreakdown | None = None,
     shards: Mapping[str, int] | None = None,
+    offload: _C.OffloadCounters | None = None,
 ) -> StepBreakdown:
     """Returns the breakdown of one step from the records of its compute lane and its transfers.
 
@@ -135,6 +152,7 @@ def make_breakdown(
         predicted_ms, predicted: what the simulator says; None: nothing was measured to feed it.
         arbiter: what the host's arbiter counted in the step; None: there was none.
         shards: what TensorSync counted in its forwards and backwards; None: what the records have of TP.sync.
+        offload: what the Offloader counted at the end; None: nothing left the device.
     """
     arbiter = arbiter or {}
     records = without_meetings_in_dp_sync(records)
@@ -148,6 +166,7 @@ def make_breakdown(
     arriving = merged([(start, end) for lane, _, start, end in spans if lane in ("recv_f", "recv_b")])
     dp_sync = merged([(start, end) for lane, _, start, end in spans if lane in ("reduce", "gather")])
     exposed_pp = overlap_ns(of_pp, arriving)
+    copied = merged([(start, end) for lane, _, start, end in spans if lane in ("offload", "prefetch")])
     met = [(start, end) for action, start, end in waits if action == MEET]
     tp_sync = merged([(start, end) for lane, _, start, end in spans if lane == "tp_sync"])
     exposed_tp, hidden_tp = _length(of_tp), overlap_ns(tp_sync, compute)
@@ -170,6 +189,11 @@ def make_breakdown(
         preemptions=arbiter.get("preemptions", 0),
         pp_delayed_ms=arbiter.get("delayed_ns", 0) / NS_PER_MS,
         dp_held_ms=arbiter.get("preempted_ns", 0) / NS_PER_MS,
+        exposed_offload_ms=_length([(start, end) for action, start, end in waits if _COPY.search(action)]) / NS_PER_MS,
+        hidden_offload_ms=overlap_ns(copied, compute) / NS_PER_MS,
+        offload_bytes=sum(size for lane, _, _, _, size in records if lane == "offload"),
+        stashes_peak_bytes=0 if offload is None else offload.device_peak,
+        pool_peak_bytes=0 if offload is None else offload.pool_peak,
         pp_bytes=sum(size for lane, _, _, _, size in records if lane in ("send_f", "send_b")),
         dp_bytes=sum(size for lane, _, _, _, size in records if lane in ("reduce", "gather")),
         tp_bytes=tp_bytes,

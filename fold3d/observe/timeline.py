@@ -22,7 +22,7 @@ from fold3d.topology import coordinates, segment_of
 
 Records = Sequence[Sequence[Mapping[str, Any]]]
 
-LANES = ("compute", "wait", "send_f", "recv_f", "send_b", "recv_b", "reduce", "gather", "tp_sync")
+LANES = ("compute", "wait", "send_f", "recv_f", "send_b", "recv_b", "reduce", "gather", "tp_sync", "offload", "prefetch")
 """Top to bottom, wherever they are shown."""
 _ACTION = re.compile(r"(?P<chunk>\d+)(?P<kind>[A-Z_]+?)(?P<micro_batch>\d*)$")
 CATEGORY = {"F": "forward", "RECOMPUTE": "forward again", "B": "backward", "I": "backward", "W": "backward"}

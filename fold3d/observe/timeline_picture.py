@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 MS = 1e6  # nanoseconds
 _LABELS = {
     "tp_sync": "TP.sync",
+    "offload": "to the pool",
+    "prefetch": "from the pool",
     "send_f": "sends activations",
     "recv_f": "gets activations",
     "send_b": "sends gradients",
@@ -38,6 +40,8 @@ _LABELS = {
 """The rows below a rank's computing; those in which it has nothing are left out."""
 _COLOURS = {
     "tp_sync": "#b8860b",
+    "offload": "#4d8076",
+    "prefetch": "#4d8076",
     "send_f": "#5b9bd5",
     "recv_f": "#5b9bd5",
     "send_b": "#e07b39",

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from fold3d import schedule as schedules
 from fold3d.errors import ConfigError
+from fold3d.plan.space.offload import offloaded_chunks
 from fold3d.plan.strategy import Strategy
 
 
@@ -11,11 +14,21 @@ class Programs:
     """The lowered schedules of a run, one per number of micro-batches: the last step of an epoch may have fewer."""
 
     def __init__(
-        self, name: str, group_size: int | None, *, dp: int, pp: int, segments: int, micro_batches: int
+        self,
+        name: str,
+        group_size: int | None,
+        *,
+        dp: int,
+        pp: int,
+        segments: int,
+        micro_batches: int,
+        offload: Sequence[bool] = (),
     ) -> None:
         """Args:
         name: of a schedule, or path of a CSV file.
+        offload: of every chunk, whether its stashes leave the device; empty: none does.
         """
+        self._offload = offload
         self._name, self._group_size = name, group_size
         self._pp, self._segments, self._micro_batches = pp, segments, micro_batches
         self._reduce = dp > 1
@@ -33,6 +46,7 @@ class Programs:
             pp=strategy.pp,
             segments=strategy.segments,
             micro_batches=strategy.micro_batches,
+            offload=offloaded_chunks(strategy),
         )
 
     def compute(self, micro_batches: int) -> schedules.Schedule:
@@ -56,7 +70,9 @@ class Programs:
     def training(self, micro_batches: int) -> schedules.Schedule:
         """Returns the schedule of one optimizer step with all communication in it."""
         if micro_batches not in self._training:
-            self._training[micro_batches] = schedules.lower(self.compute(micro_batches), reduce=self._reduce)
+            self._training[micro_batches] = schedules.lower(
+                self.compute(micro_batches), reduce=self._reduce, offload=self._offload
+            )
         return self._training[micro_batches]
 
     def evaluation(self) -> schedules.Schedule:

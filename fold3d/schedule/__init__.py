@@ -13,11 +13,12 @@ from fold3d._C import (
     parse_action,
     partition,
     peak_stash,
+    stash_peaks,
     unit_timeline,
     waits_for,
 )
 from fold3d.schedule.files import load_csv, parse_csv, save_csv
-from fold3d.schedule.library import forward_only, generate, lower, names, registry, shortened, validate
+from fold3d.schedule.library import forward_only, generate, lower, names, registry, shortened, validate, validate_room
 
 __all__ = [
     "Action",
@@ -39,7 +40,9 @@ __all__ = [
     "registry",
     "save_csv",
     "shortened",
+    "stash_peaks",
     "unit_timeline",
     "validate",
+    "validate_room",
     "waits_for",
 ]

@@ -82,16 +82,40 @@ def shortened(schedule: _C.Schedule, micro_batches: int) -> _C.Schedule:
     return _C.Schedule(schedule.pp, schedule.segments, micro_batches, ranks)
 
 
-def lower(schedule: _C.Schedule, *, reduce: bool, recompute: Sequence[bool] = ()) -> _C.Schedule:
+def lower(
+    schedule: _C.Schedule,
+    *,
+    reduce: bool,
+    recompute: Sequence[bool] = (),
+    offload: Sequence[bool] = (),
+    prefetch_distance: int = 1,
+) -> _C.Schedule:
     """Returns the schedule with SEND and RECV, and if `reduce` REDUCE_GRAD after each chunk's last backward.
 
     Args:
         recompute: of every chunk whether it keeps no graph between forward and backward: RECOMPUTE makes it again.
             Where a backward follows its own forward the graph stays. Empty: no chunk.
+        offload: of every chunk whether its stashes leave the device: OFFLOAD after their forward, PREFETCH before their
+            first use, unless that comes soon. Empty: no chunk.
+        prefetch_distance: compute actions of the rank that a stash comes back ahead of its use.
     Raises: ConfigError, with the grid, if the schedule is not valid.
     """
     with _config_errors():
-        return _C.lower(schedule, reduce, list(recompute))
+        return _C.lower(schedule, reduce, list(recompute), list(offload), prefetch_distance)
+
+
+def validate_room(
+    schedule: _C.Schedule, *, device: int | None, pool: int | None, stash_bytes: Sequence[int] = ()
+) -> None:
+    """Proves that what forwards stash has room on each rank's device, and in its pool, at every moment of the schedule.
+
+    Args:
+        device, pool: bytes, or numbers of stashes without `stash_bytes`; None: any.
+        stash_bytes: of a stash of each chunk.
+    Raises: ConfigError, which names the rank, what it needs and what there is.
+    """
+    with _config_errors():
+        _C.validate_room(schedule, device, pool, stash_bytes)
 
 
 def validate(schedule: _C.Schedule, *, forward_only: bool = False) -> None:

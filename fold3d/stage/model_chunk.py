@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
+from fold3d import _C
 from fold3d.stage.micro_batch import MicroBatch, one_number
 from fold3d.stage.once.once_per_micro_batch import OncePerMicroBatch
 from fold3d.stage.split_model import SplitModel
@@ -64,13 +65,19 @@ class PipelineChunk:
         self._sharding = sharding
         self._around = _nothing if once is None else partial(once.around, index)
 
-    def forward(self, micro_batch: MicroBatch, received: list[torch.Tensor]) -> tuple[list[torch.Tensor], Any]:
+    def forward(
+        self, micro_batch: MicroBatch, received: list[torch.Tensor], batch: _C.StashBatch | None = None
+    ) -> tuple[list[torch.Tensor], Any]:
         """Returns the tensors for the next chunk, and None; for the last chunk its loss (or nothing, when the result is
-        no tensor), and the result without gradient."""
+        no tensor), and the result without gradient.
+
+        Args:
+            batch: what saves the graph's tensors, which leave the device until the backward; None: they stay.
+        """
         self._sync.before_chunk(self.index)
         if self._sharding is not None:
             received = self._sharding.receive(received)
-        with self._around(micro_batch):
+        with self._around(micro_batch), _saving(batch):
             sent, result = self._run(micro_batch, received)
         if self._sharding is not None:
             sent = self._sharding.send(sent)
@@ -92,6 +99,13 @@ class PipelineChunk:
     def reduce(self) -> None:
         """The last backward of this chunk is done."""
         self._sync.chunk_done(self.index)
+
+
+def _saving(batch: _C.StashBatch | None) -> contextlib.AbstractContextManager[Any]:
+    # Hooks inside of these go first: the user's own, and those of a checkpoint, whose inputs are saved outside of them.
+    if batch is None:
+        return contextlib.nullcontext()
+    return torch.autograd.graph.saved_tensors_hooks(batch.save, _C.unpack_saved)
 
 
 def _nothing(_: MicroBatch) -> contextlib.AbstractContextManager[None]:

@@ -123,6 +123,25 @@ class TrainingArguments(transformers.TrainingArguments):
             "CPU."
         },
     )
+    offload: str = field(
+        default=AUTO,
+        metadata={
+            "help": "What leaves the device between forward and backward, for a pool of host memory: none, boundaries "
+            "(what recomputed layers keep), activations (all that backward passes need), or auto: the planner's choice "
+            "where there is a memory_limit, else none. Copies run beside the computation. The numbers are the same."
+        },
+    )
+    offload_pool: Bytes = field(
+        default=AUTO,
+        metadata={
+            "help": "Bytes of the pool of each process, such as 8GB, reserved before training; auto: what the first "
+            "step asks for."
+        },
+    )
+    offload_disk: str | None = field(
+        default=None,
+        metadata={"help": "Folder for a file that is the pool, where host memory is short. Default: host memory."},
+    )
     blocks: str = field(
         default="auto",
         metadata={
@@ -167,6 +186,8 @@ class TrainingArguments(transformers.TrainingArguments):
         self.sequence_parallel = _flag_or_auto(self.sequence_parallel)
         self.bucket_bytes = parse_bytes("bucket_bytes", self.bucket_bytes)
         self.memory_limit = parse_bytes("memory_limit", self.memory_limit)
+        if self.offload_pool != AUTO:
+            self.offload_pool = parse_bytes("offload_pool", self.offload_pool, 1) or AUTO
         config = self.parallel
         world_size = _announced_world_size()
         dp = config.resolve_dp(world_size)
@@ -215,6 +236,9 @@ class TrainingArguments(transformers.TrainingArguments):
             dp_sync=self.dp_sync,
             bucket_bytes=self.bucket_bytes,
             memory_limit=self.memory_limit,
+            offload=self.offload,
+            offload_pool=self.offload_pool,
+            offload_disk=self.offload_disk,
             blocks=self.blocks,
             recompute=self.recompute,
             seed=self.seed,

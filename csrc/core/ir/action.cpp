@@ -76,5 +76,6 @@ Action parse_action(std::string_view text) {
 bool is_compute(Kind kind) { return about(kind).role == Role::kCompute; }
 bool is_send(Kind kind) { return about(kind).role == Role::kSend; }
 bool is_recv(Kind kind) { return about(kind).role == Role::kRecv; }
+bool is_copy(Kind kind) { return about(kind).role == Role::kCopy; }
 
 }  // namespace fold3d::core

@@ -20,8 +20,10 @@ enum class Kind : std::uint8_t {
   kRecvBackward,    ///< "RECV_B": the gradient of a chunk's output arrives
   kReduce,          ///< "REDUCE_GRAD": sum of a chunk's gradients over the data-parallel group (DP.sync)
   kRecompute,       ///< "RECOMPUTE": forward once more, for the graph that a backward needs and F did not keep
+  kOffload,         ///< "OFFLOAD": what a forward stashed leaves the device for the pool
+  kPrefetch,        ///< "PREFETCH": it comes back
 };
-inline constexpr int kNumKinds = 10;
+inline constexpr int kNumKinds = 12;
 
 /// One cell of a schedule: `kind` of `chunk` (segment * pp + stage) on `micro_batch` (-1 for kReduce, which
 /// has none).
@@ -45,5 +47,7 @@ Action parse_action(std::string_view text);
 bool is_compute(Kind kind);
 bool is_send(Kind kind);
 bool is_recv(Kind kind);
+/// True for OFFLOAD and PREFETCH.
+bool is_copy(Kind kind);
 
 }  // namespace fold3d::core

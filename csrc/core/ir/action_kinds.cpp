@@ -20,10 +20,17 @@ std::vector<Action> input(const Waiting& now) {
   return {{chunk - 1, Kind::kForward, i}};
 }
 
+std::vector<Action> stash(const Waiting& now) {
+  const auto [chunk, kind, i] = now.action;
+  std::vector<Action> waits{{chunk, Kind::kForward, i}};
+  const Action prefetch{chunk, Kind::kPrefetch, i};
+  if (now.present.has(prefetch)) waits.push_back(prefetch);
+  return waits;
+}
+
 std::vector<Action> forward_and_output_gradient(const Waiting& now) {
   const auto [chunk, kind, i] = now.action;
-  const Action forward{chunk, Kind::kForward, i};
-  std::vector<Action> waits{forward};
+  std::vector<Action> waits = stash(now);
   const Action recompute{chunk, Kind::kRecompute, i};
   if (now.present.has(recompute)) waits.push_back(recompute);
   if (chunk == now.shape.num_chunks() - 1) return waits;
@@ -52,6 +59,8 @@ std::vector<Action> all_gradients(const Waiting& now) {
   for (int i = 0; i < now.shape.micro_batches; ++i) waits.push_back(now.present.last_backward(now.action.chunk, i));
   return waits;
 }
+
+std::vector<Action> offload(const Waiting& now) { return {{now.action.chunk, Kind::kOffload, now.action.micro_batch}}; }
 
 constexpr std::array<ActionKind, kNumKinds> kKinds = {{
     {.kind = Kind::kForward,
@@ -124,7 +133,19 @@ constexpr std::array<ActionKind, kNumKinds> kKinds = {{
      .role = Role::kCompute,
      .occurs = Occurs::kAtWill,
      .work = {.forward = 2},
+     .waits_for = stash},
+    {.kind = Kind::kOffload,
+     .text = "OFFLOAD",
+     .python_name = "OFFLOAD",
+     .role = Role::kCopy,
+     .occurs = Occurs::kAtWill,
      .waits_for = output},
+    {.kind = Kind::kPrefetch,
+     .text = "PREFETCH",
+     .python_name = "PREFETCH",
+     .role = Role::kCopy,
+     .occurs = Occurs::kAtWill,
+     .waits_for = offload},
 }};
 
 constexpr bool in_order() {

@@ -17,6 +17,7 @@ enum class Role : std::uint8_t {
   kSend,     ///< a result leaves for a neighbour's stage
   kRecv,     ///< a neighbour's result arrives
   kReduce,   ///< the replicas sum the chunk's gradients
+  kCopy,     ///< a stash moves between device and pool, beside what the rank computes
 };
 
 /// Which schedules have the action, for every chunk and micro-batch.

@@ -51,6 +51,7 @@ class Simulation {
     auto& spans = timeline_.ranks[rank];
     double begin = spans.empty() ? 0 : spans.back().end;
     for (const Action& wait : waits_for(schedule_.shape, action, /*with_comm=*/false, present_)) {
+      if (is_copy(wait.kind)) continue;  // beside what the rank computes
       if (ends_[wait] == kNotYet) return false;
       const bool same_stage = schedule_.shape.stage_of(wait.chunk) == schedule_.shape.stage_of(action.chunk);
       begin = std::max(begin, ends_[wait] + (same_stage ? 0 : costs_.send));

@@ -31,7 +31,7 @@ struct Timeline {
 };
 
 /// Starts every compute action as soon as its rank is free and what it waits for is there. SEND, RECV and
-/// REDUCE cells are passed over: transfers cost Costs::send and nothing waits for DP.sync. Throws
+/// REDUCE, OFFLOAD and PREFETCH cells are passed over: transfers cost Costs::send and nothing waits for DP.sync. Throws
 /// std::invalid_argument if an action can never start; run validate() first to be told which one.
 Timeline unit_timeline(const Schedule& schedule, const Costs& costs = {});
 

@@ -10,8 +10,11 @@ namespace fold3d::core {
 /// What a schedule gets beside sends and receives. Default: nothing.
 struct LoweringOptions {
   bool reduce = false;  ///< the replicas sum gradients
-  std::vector<bool> recompute =
-      {};  ///< of every chunk: no graph is kept between forward and backward; empty: all keep it
+  /// Of every chunk: no graph is kept between forward and backward; empty: all keep it.
+  std::vector<bool> recompute = {};
+  /// Of every chunk, whether its stashes leave the device where they have the time; empty: none.
+  std::vector<bool> offload = {};
+  int prefetch_distance = 1;  ///< compute actions that a stash comes back ahead of its use, >= 1
 };
 
 /// Takes a schedule that is valid and that the passes before have seen.
@@ -27,6 +30,9 @@ Schedule recompute(const Schedule& lowered, const LoweringOptions& options);
 
 /// core/passes/reduce.cpp. Adds REDUCE_GRAD where asked.
 Schedule reduce(const Schedule& lowered, const LoweringOptions& options);
+
+/// core/passes/offload.cpp. Adds OFFLOAD and PREFETCH where asked, and where a stash waits long enough.
+Schedule offload(const Schedule& lowered, const LoweringOptions& options);
 
 }  // namespace passes
 }  // namespace fold3d::core

@@ -1,11 +1,13 @@
 #include "core/passes/validate.h"
 
 #include <algorithm>
+#include <optional>
 #include <stdexcept>
 
 #include "core/ir/action_kinds.h"
 #include "core/ir/action_table.h"
 #include "core/ir/deps.h"
+#include "core/ir/stash_uses.h"
 #include "core/passes/grid.h"
 
 namespace fold3d::core {
@@ -105,6 +107,19 @@ std::vector<Action> needed_actions(const Shape& shape, const Extent& extent, con
   return needed;
 }
 
+/// Both ways of every stash that goes one of them.
+std::vector<Action> needed_copies(const Schedule& schedule) {
+  std::vector<Action> needed;
+  for (const auto& actions : schedule.ranks) {
+    for (const Action& action : actions) {
+      if (!is_copy(action.kind)) continue;
+      needed.push_back({action.chunk, Kind::kOffload, action.micro_batch});
+      needed.push_back({action.chunk, Kind::kPrefetch, action.micro_batch});
+    }
+  }
+  return needed;
+}
+
 std::string why_not_needed(const Action& action, const Extent& extent) {
   if (is_send(action.kind) || is_recv(action.kind)) return " has no other end: no result crosses a stage border there";
   if (extent.forward_only) return " does not belong into a forward-only schedule";
@@ -118,7 +133,12 @@ void check_complete(const Schedule& schedule, const Positions& positions, bool f
     extent.with_reduce = extent.with_reduce || positions[{chunk, Kind::kReduce, -1}] != kAbsent;
   }
   ActionTable<char> is_needed(schedule.shape, 0);
-  for (const Action& action : needed_actions(schedule.shape, extent, present)) {
+  std::vector<Action> needed = needed_actions(schedule.shape, extent, present);
+  if (!forward_only) {
+    const std::vector<Action> copies = needed_copies(schedule);
+    needed.insert(needed.end(), copies.begin(), copies.end());
+  }
+  for (const Action& action : needed) {
     is_needed[action] = 1;
     if (positions[action] == kAbsent) {
       fail(schedule, place_of_missing(schedule, action, extent.with_comm, present),
@@ -226,6 +246,21 @@ class Replay {
 };
 
 }  // namespace
+
+void validate_room(const Schedule& schedule, const Room& room) {
+  const std::vector<StashPeak> peaks = stash_peaks(schedule, room.stash_bytes);
+  const std::string unit = room.stash_bytes.empty() ? " stashes" : " bytes of stashes";
+  for (std::size_t rank = 0; rank < peaks.size(); ++rank) {
+    const auto check = [&](std::int64_t needed, std::optional<std::int64_t> there, const char* where) {
+      if (!there || needed <= *there) return;
+      throw std::invalid_argument("no room (" + to_string(schedule.shape) + "): rank " + std::to_string(rank) +
+                                  " holds " + std::to_string(needed) + unit + " at once " + where +
+                                  ", where there is room for " + std::to_string(*there));
+    };
+    check(peaks[rank].device, room.device, "on its device");
+    check(peaks[rank].pool, room.pool, "in its pool");
+  }
+}
 
 void validate(const Schedule& schedule, bool forward_only) {
   const Shape& shape = schedule.shape;

@@ -37,6 +37,7 @@ SimulatedProgram::SimulatedProgram(const Schedule& schedule) : shape(schedule.sh
   }
   for (std::size_t number = 0; number < nodes.size(); ++number) {
     for (Action wait : waits_for(shape, nodes[number].action, /*with_comm=*/true, present)) {
+      if (is_copy(wait.kind)) continue;
       const bool through = is_recv(wait.kind);
       // What the RECV waits for is its SEND, and that waits for the action that made the data.
       if (through) wait = waits_for(shape, other_end(wait), true, present).front();

@@ -16,8 +16,8 @@
 #include "comm/arbiter/nic_arbiter.h"
 #include "comm/ring/collective_stream.h"
 #include "core/network/hosts.h"
-#include "runtime/executor/device.h"
-#include "runtime/executor/tensor_buffer.h"
+#include "runtime/device/device.h"
+#include "runtime/device/tensor_buffer.h"
 
 namespace fold3d::runtime {
 

@@ -3,7 +3,7 @@
 #include <utility>
 
 #include "comm/tcp/transport_tcp.h"
-#include "runtime/executor/tensor_allocator.h"
+#include "runtime/device/tensor_allocator.h"
 
 namespace fold3d::runtime {
 

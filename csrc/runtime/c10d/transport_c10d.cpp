@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "runtime/c10d/bytes_view.h"
-#include "runtime/executor/tensor_buffer.h"
+#include "runtime/device/tensor_buffer.h"
 
 namespace fold3d::runtime {
 

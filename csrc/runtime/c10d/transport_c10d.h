@@ -9,7 +9,7 @@
 
 #include "comm/p2p/transport.h"
 #include "runtime/c10d/abortable_works.h"
-#include "runtime/executor/device.h"
+#include "runtime/device/device.h"
 
 namespace fold3d::runtime {
 

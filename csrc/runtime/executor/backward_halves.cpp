@@ -172,7 +172,7 @@ BackwardStart run_input_half(BackwardStart start, const std::vector<at::Tensor>&
   Graph graph(start.roots);
   edge_list leaves;  // alive as long as the graph is looked at
   for (const at::Tensor& input : inputs) {
-    if (input.requires_grad()) leaves.push_back(torch::autograd::impl::gradient_edge(input));
+    if (input.defined() && input.requires_grad()) leaves.push_back(torch::autograd::impl::gradient_edge(input));
   }
   for (const Edge& leaf : leaves) graph.aim_at(leaf.function.get());
   graph.aim_past(is_rebuilt);

@@ -4,7 +4,10 @@
 #include <ATen/core/Tensor.h>
 #include <torch/csrc/autograd/node.h>
 
+#include <memory>
 #include <vector>
+
+#include "runtime/offload/stash_batch.h"
 
 namespace fold3d::runtime {
 
@@ -13,9 +16,11 @@ class Chunk {
  public:
   virtual ~Chunk() = default;
 
-  /// Runs the layers on one micro-batch. `inputs`: what the previous chunk returned (empty for chunk 0), leaves.
+  /// Runs the layers on one micro-batch. `inputs`: what the previous chunk returned (empty for chunk 0), leaves or
+  /// views of leaves. `batch`: saves what the graph keeps, which leaves the device until the backward; null: it stays.
   /// Returns the tensors that go to the next chunk, or the loss alone ([1] or scalar) for the last chunk.
-  virtual std::vector<at::Tensor> forward(int micro_batch, std::vector<at::Tensor> inputs) = 0;
+  virtual std::vector<at::Tensor> forward(int micro_batch, std::vector<at::Tensor> inputs,
+                                          const std::shared_ptr<StashBatch>& batch) = 0;
 
   /// Likewise where recompute() will follow: of the outputs the values are used, and whether they require a gradient.
   /// `kept`: what recompute() needs beside the inputs, for the caller to hold; without history.
@@ -30,7 +35,8 @@ class Chunk {
   /// The chunk's last backward of the step is done: hand over for summation what was not handed over before.
   virtual void reduce() = 0;
 
-  /// Whether reading what `node` of a forward's graph saved runs code that makes it anew: recomputation, offloading.
+  /// Whether reading what `node` of a forward's graph saved runs code that makes it anew: recomputation, or hooks of
+  /// the user. What `batch` saved does not.
   virtual bool is_rebuilt(torch::autograd::Node& node) = 0;
 };
 

@@ -7,8 +7,8 @@
 
 #include "comm/base/clock.h"
 #include "core/ir/deps.h"
+#include "runtime/device/tensor_buffer.h"
 #include "runtime/executor/handlers.h"
-#include "runtime/executor/tensor_buffer.h"
 
 namespace fold3d::runtime {
 
@@ -21,19 +21,28 @@ using core::Kind;
 }  // namespace
 
 Executor::Executor(std::shared_ptr<comm::Communicator> communicator, int stage,
-                   std::vector<std::shared_ptr<Chunk>> chunks)
-    : communicator_(std::move(communicator)), stage_(stage), chunks_(std::move(chunks)) {}
+                   std::vector<std::shared_ptr<Chunk>> chunks, std::unique_ptr<Offloader> offloader)
+    : communicator_(std::move(communicator)),
+      stage_(stage),
+      chunks_(std::move(chunks)),
+      offloader_(std::move(offloader)) {}
 
 std::vector<at::Tensor> Executor::run(const core::Shape& shape, const std::vector<Action>& program, bool backward) {
   if (static_cast<int>(chunks_.size()) != shape.segments) {
     throw std::logic_error("the executor holds " + std::to_string(chunks_.size()) + " chunks, the schedule has " +
                            std::to_string(shape.segments) + " segments");
   }
-  state_ = RunState{shape, backward, communicator_.get(), chunks_, {}, {}};
+  state_ = RunState{shape, backward, communicator_.get(), offloader_.get(), chunks_, {}, {}, {}};
   state_.stashes.resize(static_cast<std::size_t>(shape.segments * shape.micro_batches));
+  state_.leaving.resize(state_.stashes.size());
   for (const Action& action : program) {
     if (action.kind == Kind::kRecompute) state_.stash(action.chunk, action.micro_batch).recomputes = true;
+    if (action.kind != Kind::kOffload) continue;
+    if (!offloader_)
+      throw std::logic_error(core::to_string(action) + " is in the program of an executor without a pool");
+    state_.leaving[state_.number_of(action.chunk, action.micro_batch)] = true;
   }
+  if (offloader_) offloader_->begin(shape, program);
   if (stage_ == shape.stage_of(shape.num_chunks() - 1)) {
     state_.results.resize(static_cast<std::size_t>(shape.micro_batches));
   }
@@ -75,6 +84,7 @@ void Executor::run_all(const std::vector<Action>& program) {
 
 void Executor::compute(const Action& action) {
   wait_for_receives(action);
+  wait_for_copies(action);
   const std::int64_t start = now_ns();
   handler_of(action.kind)(state_, action);
   spans_.push_back({action, false, start, now_ns()});
@@ -92,11 +102,23 @@ void Executor::wait_for_receives(const Action& action) {
   }
 }
 
+void Executor::wait_for_copies(const Action& action) {
+  const auto& batch = state_.stash(action.chunk, action.micro_batch).batch;
+  if (batch) offloader_->arrived(*batch, {action.chunk, Kind::kPrefetch, action.micro_batch});
+}
+
 std::string Executor::current_action() const {
   const std::lock_guard lock(mutex_);
   return running_ ? core::to_string(current_) : "";
 }
 
-std::vector<Span> Executor::take_spans() { return std::exchange(spans_, {}); }
+std::vector<Span> Executor::take_spans() {
+  std::vector<Span> spans = std::exchange(spans_, {});
+  if (!offloader_) return spans;
+  for (const CopySpan& copy : offloader_->take_spans()) {
+    spans.push_back({copy.action, copy.is_wait, copy.start_ns, copy.end_ns, copy.bytes});
+  }
+  return spans;
+}
 
 }  // namespace fold3d::runtime

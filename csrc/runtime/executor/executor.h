@@ -16,11 +16,13 @@
 
 namespace fold3d::runtime {
 
-/// What the compute lane did: an action, or the wait for what it depends on. Times are steady-clock nanoseconds.
+/// What the compute lane did, an action or the wait for what it depends on, and what was copied beside it. Times are
+/// steady-clock nanoseconds.
 struct Span {
   core::Action action;
   bool is_wait;
   std::int64_t start_ns, end_ns;
+  std::int64_t bytes = 0;  ///< of a copy
 };
 
 /// Runs one rank's part of a schedule, in program order, on the calling thread; what it does for each kind of action
@@ -32,8 +34,10 @@ struct Span {
 /// current_action() from any thread.
 class Executor {
  public:
-  /// `communicator` may be null when the rank talks to nobody (one stage). `chunks[k]`: segment k's chunk.
-  Executor(std::shared_ptr<comm::Communicator> communicator, int stage, std::vector<std::shared_ptr<Chunk>> chunks);
+  /// `communicator` may be null when the rank talks to nobody (one stage). `chunks[k]`: segment k's chunk. `offloader`:
+  /// for programs with OFFLOAD; null: there are none.
+  Executor(std::shared_ptr<comm::Communicator> communicator, int stage, std::vector<std::shared_ptr<Chunk>> chunks,
+           std::unique_ptr<Offloader> offloader = nullptr);
 
   /// Runs `program`, a lowered list of actions with `shape`. Gradients accumulate in the parameters' .grad.
   /// Returns the last chunk's output of every micro-batch in order, detached (empty on other ranks).
@@ -44,17 +48,22 @@ class Executor {
   /// Text of the action in progress ("" between runs), for error messages.
   std::string current_action() const;
 
-  /// Takes the compute lane's spans since the last call.
+  /// Null where nothing leaves the device.
+  Offloader* offloader() const { return offloader_.get(); }
+
+  /// Takes the spans since the last call.
   std::vector<Span> take_spans();
 
  private:
   void run_all(const std::vector<core::Action>& program);
   void compute(const core::Action& action);
   void wait_for_receives(const core::Action& action);
+  void wait_for_copies(const core::Action& action);
 
   std::shared_ptr<comm::Communicator> communicator_;
   int stage_;
   std::vector<std::shared_ptr<Chunk>> chunks_;
+  std::unique_ptr<Offloader> offloader_;
 
   RunState state_;  // of the run in progress
   std::vector<Span> spans_;

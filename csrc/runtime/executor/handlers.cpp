@@ -1,7 +1,9 @@
 #include "runtime/executor/handlers.h"
 
+#include <ATen/ops/empty.h>
 #include <ATen/ops/ones_like.h>
 #include <ATen/ops/zeros_like.h>
+#include <c10/core/GradMode.h>
 #include <torch/csrc/autograd/variable.h>
 
 #include <array>
@@ -9,8 +11,8 @@
 #include <string>
 #include <utility>
 
+#include "runtime/device/tensor_buffer.h"
 #include "runtime/executor/backward_halves.h"
-#include "runtime/executor/tensor_buffer.h"
 
 namespace fold3d::runtime {
 namespace {
@@ -30,6 +32,26 @@ std::vector<at::Tensor> detach_leaves(const std::vector<at::Tensor>& tensors) {
   return leaves;
 }
 
+/// What a chunk sees in place of leaves whose memory will leave: who keeps one of these keeps the memory.
+std::vector<at::Tensor> views_of(const std::vector<at::Tensor>& leaves) {
+  std::vector<at::Tensor> views;
+  views.reserve(leaves.size());
+  for (const at::Tensor& leaf : leaves) views.push_back(leaf.requires_grad() ? leaf.view_as(leaf) : leaf);
+  return views;
+}
+
+/// Lets go of the leaves' memory: they are only where gradients arrive.
+void let_go(std::vector<at::Tensor>& leaves) {
+  const c10::NoGradGuard no_grad;
+  for (at::Tensor& leaf : leaves) {
+    if (leaf.requires_grad()) {
+      leaf.set_data(at::empty({1}, leaf.options()).expand(leaf.sizes()));
+    } else {
+      leaf = at::Tensor();
+    }
+  }
+}
+
 torch::autograd::edge_list roots_of(const std::vector<at::Tensor>& outputs) {
   torch::autograd::edge_list roots;
   for (const at::Tensor& output : outputs) {
@@ -42,7 +64,7 @@ torch::autograd::edge_list roots_of(const std::vector<at::Tensor>& outputs) {
 std::vector<at::Tensor> input_gradients(const std::vector<at::Tensor>& inputs) {
   std::vector<at::Tensor> gradients;
   for (const at::Tensor& input : inputs) {
-    if (!input.requires_grad()) continue;
+    if (!input.defined() || !input.requires_grad()) continue;
     gradients.push_back(input.grad().defined() ? input.grad() : at::zeros_like(input));
   }
   return gradients;
@@ -67,8 +89,12 @@ void forward(RunState& run, const Action& action) {
   Chunk& chunk = run.chunk(action.chunk);
   if (own.recomputes) {
     own.outputs = detach_leaves(chunk.forward_first(action.micro_batch, own.inputs, own.kept));  // the graph goes
+  } else if (run.leaves(action)) {
+    own.batch = run.offloader->batch();
+    own.outputs = chunk.forward(action.micro_batch, views_of(own.inputs), own.batch);
+    run.offloader->stashed(*own.batch);
   } else {
-    own.outputs = chunk.forward(action.micro_batch, own.inputs);
+    own.outputs = chunk.forward(action.micro_batch, own.inputs, nullptr);
   }
   const int next = action.chunk + 1;
   if (next == run.shape.num_chunks()) {
@@ -81,8 +107,19 @@ void forward(RunState& run, const Action& action) {
   }
 }
 
+/// The batch is back: the tensors are the stash's again.
+void take_back(Stash& own) {
+  for (std::size_t k = 0; k < own.away.size(); ++k) {
+    at::Tensor tensor = own.away[k].tensor();
+    if (own.away_requires_grad[k]) tensor.set_requires_grad(true);
+    (k < own.away_inputs ? own.inputs : own.kept).push_back(std::move(tensor));
+  }
+  own.away.clear();
+}
+
 void recompute(RunState& run, const Action& action) {
   Stash& own = run.stash(action.chunk, action.micro_batch);
+  take_back(own);
   own.outputs = run.chunk(action.chunk).recompute(action.micro_batch, own.inputs, std::exchange(own.kept, {}));
   own.recomputes = false;
   if (action.chunk + 1 < run.shape.num_chunks()) let_go_of_outputs(own);
@@ -143,6 +180,35 @@ void send(RunState& run, const Action& action) {
 /// What arrives is taken by the action that waits for it; here the program only passes it.
 void receive(RunState& run, const Action& action) { run.communicator->pass(action); }
 
+/// What a recomputed stash holds is the batch's from now on.
+void put_away(RunState& run, Stash& own) {
+  own.batch = run.offloader->batch();
+  for (std::vector<at::Tensor>* const tensors : {&own.inputs, &own.kept}) {
+    for (const at::Tensor& tensor : *tensors) {
+      own.away.push_back(own.batch->save(tensor.detach()));
+      own.away_requires_grad.push_back(tensor.requires_grad());
+    }
+  }
+  own.away_inputs = own.inputs.size();
+  own.inputs.clear();
+  own.kept.clear();
+  run.offloader->stashed(*own.batch);
+}
+
+void offload(RunState& run, const Action& action) {
+  Stash& own = run.stash(action.chunk, action.micro_batch);
+  if (own.recomputes) {
+    put_away(run, own);
+  } else {
+    let_go(own.inputs);
+  }
+  run.offloader->leave(own.batch, action);
+}
+
+void prefetch(RunState& run, const Action& action) {
+  run.offloader->come(run.stash(action.chunk, action.micro_batch).batch, action);
+}
+
 void reduce(RunState& run, const Action& action) { run.chunk(action.chunk).reduce(); }
 
 constexpr std::array<std::pair<Kind, Handler>, core::kNumKinds> kHandlers = {{
@@ -156,6 +222,8 @@ constexpr std::array<std::pair<Kind, Handler>, core::kNumKinds> kHandlers = {{
     {Kind::kRecvBackward, receive},
     {Kind::kReduce, reduce},
     {Kind::kRecompute, recompute},
+    {Kind::kOffload, offload},
+    {Kind::kPrefetch, prefetch},
 }};
 
 constexpr bool in_order() {

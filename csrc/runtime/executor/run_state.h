@@ -11,30 +11,40 @@
 #include "core/ir/schedule.h"
 #include "runtime/executor/backward_halves.h"
 #include "runtime/executor/chunk.h"
+#include "runtime/offload/offloader.h"
 
 namespace fold3d::runtime {
 
 /// One micro-batch on one chunk between its forward and its backward. `outputs`: until they are handed on, and the
 /// last chunk's until its backward. `roots`: where the gradients of those outputs that require one go into the graph,
 /// which keeps of the outputs what it needs itself. `weight_half`: what is left of a split backward between I and W.
-/// With `recomputes` there is no graph before RECOMPUTE: the inputs stay, and what the chunk wants `kept`.
+/// With `recomputes` there is no graph before RECOMPUTE: the inputs stay, and what the chunk wants `kept`; from OFFLOAD
+/// on they are `away`. `batch`: what moves, if anything does.
 struct Stash {
   bool recomputes = false;
   std::vector<at::Tensor> inputs, kept, outputs, gradients;
   torch::autograd::edge_list roots;
   BackwardStart weight_half;
+  std::shared_ptr<StashBatch> batch;
+  std::vector<SavedTensor> away;  // inputs, then what was kept
+  std::vector<bool> away_requires_grad;
+  std::size_t away_inputs = 0;  // of away
 };
 
 struct RunState {
   core::Shape shape{};
   bool backward = true;
   comm::Communicator* communicator = nullptr;  // null when the rank talks to nobody
+  Offloader* offloader = nullptr;              // null when nothing leaves the device
   std::vector<std::shared_ptr<Chunk>> chunks;  // [segment]
   std::vector<Stash> stashes;                  // [segment * micro_batches + micro_batch]
   std::vector<at::Tensor> results;             // [micro_batch], on the last stage
+  std::vector<bool> leaving;                   // as stashes: whether the program has its OFFLOAD
 
-  Stash& stash(int chunk, int micro_batch) {
-    return stashes[static_cast<std::size_t>(chunk / shape.pp * shape.micro_batches + micro_batch)];
+  Stash& stash(int chunk, int micro_batch) { return stashes[number_of(chunk, micro_batch)]; }
+  bool leaves(const core::Action& action) const { return leaving[number_of(action.chunk, action.micro_batch)]; }
+  std::size_t number_of(int chunk, int micro_batch) const {
+    return static_cast<std::size_t>(chunk / shape.pp * shape.micro_batches + micro_batch);
   }
   Chunk& chunk(int number) { return *chunks[static_cast<std::size_t>(number / shape.pp)]; }
   bool is_local(int number, int other) const { return shape.stage_of(number) == shape.stage_of(other); }

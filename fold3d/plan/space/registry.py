@@ -8,7 +8,7 @@ from typing import Any
 from fold3d.errors import ConfigError
 from fold3d.plan.constraints import Constraints
 from fold3d.plan.job import Job
-from fold3d.plan.space import bucket_bytes, dp_sync, group_size, recompute, schedule, segments
+from fold3d.plan.space import bucket_bytes, dp_sync, group_size, offload, recompute, schedule, segments
 from fold3d.plan.space.knob import Knob
 from fold3d.plan.strategy import Strategy
 
@@ -19,6 +19,7 @@ KNOBS: list[Knob[Any]] = [
     dp_sync.KNOB,
     bucket_bytes.KNOB,
     recompute.KNOB,
+    offload.KNOB,
 ]
 
 

@@ -17,6 +17,7 @@ _PARTS = {
     "bubble_ms": "bubble",
     "pp_exposed_ms": "PP.sync",
     "dp_exposed_ms": "DP.sync",
+    "offload_exposed_ms": "offload",
     "other_ms": "other",
 }
 """Keys of the breakdown that add up to step_ms, and what the line calls them."""

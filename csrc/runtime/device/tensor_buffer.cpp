@@ -1,4 +1,4 @@
-#include "runtime/executor/tensor_buffer.h"
+#include "runtime/device/tensor_buffer.h"
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>

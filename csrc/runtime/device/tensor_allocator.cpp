@@ -1,4 +1,4 @@
-#include "runtime/executor/tensor_allocator.h"
+#include "runtime/device/tensor_allocator.h"
 
 #include <ATen/ops/empty.h>
 #include <c10/core/ScalarType.h>
@@ -6,7 +6,7 @@
 #include <string>
 
 #include "comm/base/errors.h"
-#include "runtime/executor/tensor_buffer.h"
+#include "runtime/device/tensor_buffer.h"
 
 namespace fold3d::runtime {
 

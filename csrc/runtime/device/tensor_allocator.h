@@ -6,7 +6,7 @@
 #include <memory>
 
 #include "comm/base/allocator.h"
-#include "runtime/executor/device.h"
+#include "runtime/device/device.h"
 
 namespace fold3d::runtime {
 

@@ -7,7 +7,7 @@
 #include <utility>
 
 #include "comm/base/tensor.h"
-#include "runtime/executor/device.h"
+#include "runtime/device/device.h"
 
 namespace fold3d::runtime {
 

@@ -1,0 +1,70 @@
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+
+#include "memory/tier.h"
+
+namespace fold3d::memory {
+
+/// A part of the pool; goes back when it is destroyed, on any thread and even after the pool is gone.
+class Slot {
+ public:
+  Slot() = default;
+  Slot(std::shared_ptr<Tier> tier, std::size_t begin, std::size_t bytes, std::shared_ptr<void> lease)
+      : tier_(std::move(tier)), begin_(begin), bytes_(bytes), lease_(std::move(lease)) {}
+
+  explicit operator bool() const { return tier_ != nullptr; }
+  Tier& tier() const { return *tier_; }
+  std::size_t begin() const { return begin_; }
+  std::size_t bytes() const { return bytes_; }
+  /// First byte, if it can be addressed; else nullptr.
+  std::byte* data() const { return tier_->data() == nullptr ? nullptr : tier_->data() + begin_; }
+
+ private:
+  std::shared_ptr<Tier> tier_;
+  std::size_t begin_ = 0;
+  std::size_t bytes_ = 0;
+  std::shared_ptr<void> lease_;
+};
+
+struct PoolCounters {
+  std::int64_t bytes = 0;   ///< reserved
+  std::int64_t in_use = 0;  ///< of slots
+  std::int64_t peak = 0;    ///< of in_use, since begin()
+};
+
+/// Slots for what leaves the device. Thread-safe.
+class HostPool {
+ public:
+  /// Reserves so many bytes, a multiple of Tier::kAlignment; throws PoolError.
+  using MakeTier = std::function<std::shared_ptr<Tier>(std::size_t)>;
+
+  /// `bytes`: reserved at once, and never more; 0: what reserve() asks for.
+  HostPool(MakeTier make, std::size_t bytes);
+  ~HostPool();
+
+  /// Whether it was made without a size.
+  bool grows() const { return grows_; }
+
+  /// Makes room for slots of so many bytes in all besides those in use, if it grows and has less. Throws PoolError.
+  void reserve(std::size_t bytes);
+
+  /// A run begins: the peak is counted anew.
+  void begin();
+
+  /// A slot of at least `bytes`. Throws PoolError, which names `user`, if there is no room.
+  Slot take(std::size_t bytes, const std::string& user);
+
+  PoolCounters counters() const;
+
+ private:
+  struct State;
+  MakeTier make_;
+  bool grows_;
+  std::shared_ptr<State> state_;
+};
+
+}  // namespace fold3d::memory

@@ -1,0 +1,45 @@
+// DeviceCopies: copies between a device's memory and a slot of the pool. On CUDA on a stream of its own in each
+// direction.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstddef>
+#include <vector>
+
+#include "memory/host_pool.h"
+#include "memory/host_tier.h"
+#include "runtime/device/device.h"
+
+namespace fold3d::runtime {
+
+/// Bytes on the device, uint8 [n], and where they go in a slot.
+struct DevicePiece {
+  at::Tensor memory;
+  std::size_t offset = 0;
+};
+
+/// Called by the two lanes, each in its direction only.
+class DeviceCopies {
+ public:
+  explicit DeviceCopies(c10::Device device);
+
+  /// How the pool's memory is reserved: pinned where the device asks for that.
+  memory::ReserveHost reserve() const;
+
+  /// Copies `pieces` to the slot; they are read when the device has passed `ready`. Returns when they may be reused.
+  /// From `small` on, pieces go in one transfer.
+  void out(const memory::Slot& slot, const std::vector<DevicePiece>& pieces, std::size_t small,
+           const DeviceEvent& ready);
+
+  /// Fills `pieces` from the slot, once the device has passed `ready`, and records `arrived`: when the device has
+  /// passed that, they are filled. Returns before that where the device works by itself.
+  void in(const memory::Slot& slot, const std::vector<DevicePiece>& pieces, const DeviceEvent& ready,
+          DeviceEvent& arrived);
+
+ private:
+  c10::Device device_;
+  c10::Stream out_, in_;
+};
+
+}  // namespace fold3d::runtime

@@ -1,0 +1,214 @@
+#include "runtime/offload/offloader.h"
+
+#include <ATen/ops/empty.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "comm/base/clock.h"
+#include "core/ir/stash_uses.h"
+#include "memory/disk_tier.h"
+
+namespace fold3d::runtime {
+namespace {
+
+/// Parts of a slot begin at multiples of it.
+constexpr std::size_t kAligned = 64;
+/// Memory of more bytes gets a transfer and an allocation of its own; all that is smaller comes and goes together.
+constexpr std::size_t kSmall = std::size_t{256} << 10;
+
+std::size_t aligned(std::size_t bytes) { return (bytes + kAligned - 1) / kAligned * kAligned; }
+
+memory::HostPool::MakeTier maker(const OffloadOptions& options, memory::ReserveHost reserve) {
+  if (!options.disk.empty()) {
+    return [folder = options.disk](std::size_t bytes) { return std::make_shared<memory::DiskTier>(bytes, folder); };
+  }
+  return
+      [reserve = std::move(reserve)](std::size_t bytes) { return std::make_shared<memory::HostTier>(bytes, reserve); };
+}
+
+}  // namespace
+
+void Offloader::Arena::add(std::int64_t more) {
+  const std::int64_t now = bytes.fetch_add(more) + more;
+  std::int64_t most = peak.load();
+  while (now > most && !peak.compare_exchange_weak(most, now)) {
+  }
+}
+
+Offloader::Offloader(c10::Device device, OffloadOptions options)
+    : device_(device),
+      options_(std::move(options)),
+      copies_(device),
+      pool_(maker(options_, copies_.reserve()), static_cast<std::size_t>(options_.pool_bytes)),
+      out_("offload", std::make_shared<memory::CopyRate>(options_.bytes_per_second)),
+      in_("prefetch", out_.rate()) {}
+
+void Offloader::begin(const core::Shape& shape, const std::vector<core::Action>& program) {
+  at_once_.assign(static_cast<std::size_t>(shape.num_chunks()), 0);
+  largest_.resize(at_once_.size(), 0);
+  std::vector<std::int64_t> now(at_once_.size(), 0);
+  for (const core::Action& action : program) {
+    if (!core::is_copy(action.kind)) continue;
+    const auto chunk = static_cast<std::size_t>(action.chunk);
+    now[chunk] += action.kind == core::Kind::kOffload ? 1 : -1;
+    at_once_[chunk] = std::max(at_once_[chunk], now[chunk]);
+  }
+  leaving_.clear();
+  pool_.begin();
+  arena_->peak = arena_->bytes.load();
+  late_ = 0;
+}
+
+void Offloader::keep(const std::vector<at::Tensor>& tensors) {
+  auto staying = std::make_shared<Staying>();
+  for (const at::Tensor& tensor : tensors) {
+    if (tensor.has_storage()) staying->insert(tensor.storage().unsafeGetStorageImpl());
+  }
+  staying_ = std::move(staying);
+}
+
+std::shared_ptr<void> Offloader::on_device(std::int64_t bytes) const {
+  arena_->add(bytes);
+  return {nullptr, [arena = arena_, bytes](void*) { arena->add(-bytes); }};
+}
+
+void Offloader::stashed(StashBatch& batch) {
+  std::int64_t bytes = 0;
+  for (const auto& each : batch.memories_) {
+    if (const auto memory = each.lock()) bytes += static_cast<std::int64_t>(memory->bytes());
+  }
+  batch.by_storage_.clear();
+  batch.on_device_ = on_device(bytes);
+}
+
+void Offloader::wait(memory::CopyLane& lane, memory::CopyLane::Ticket ticket, const core::Action& action) {
+  if (lane.is_done(ticket)) return;
+  const std::int64_t start = comm::now_ns();
+  lane.wait(ticket, options_.timeout, options_.while_waiting);
+  waits_.push_back({action, true, start, comm::now_ns(), 0});
+  ++late_;
+}
+
+void Offloader::reserve_for(const core::Action& action, std::size_t bytes) {
+  const auto chunk = static_cast<std::size_t>(action.chunk);
+  if (bytes <= largest_[chunk]) return;
+  // Those of the chunk that are in the pool already have their slots; the step's others are about as large as this one.
+  largest_[chunk] = bytes;
+  const std::size_t page = memory::Tier::kAlignment;
+  pool_.reserve((bytes + page - 1) / page * page *
+                static_cast<std::size_t>(std::max<std::int64_t>(1, at_once_[chunk])));
+}
+
+void Offloader::leave(const std::shared_ptr<StashBatch>& batch, const core::Action& action) {
+  while (leaving_.size() >= static_cast<std::size_t>(core::kOffloadsUnderWay)) {
+    wait(out_, leaving_.front().first, leaving_.front().second);
+    leaving_.pop_front();
+  }
+  std::vector<std::shared_ptr<StashMemory>> moving;
+  for (const auto& each : batch->memories_) {
+    if (auto memory = each.lock()) moving.push_back(std::move(memory));
+  }
+  const auto first_small =
+      std::stable_partition(moving.begin(), moving.end(), [](const auto& memory) { return memory->bytes() > kSmall; });
+  batch->small_ = static_cast<std::size_t>(first_small - moving.begin());
+  std::vector<DevicePiece> pieces;
+  std::size_t total = 0;
+  for (const auto& memory : moving) {
+    batch->places_.push_back({memory, total});
+    pieces.push_back({memory->view(), total});
+    total = aligned(total + memory->bytes());
+  }
+  if (moving.empty()) return;
+  reserve_for(action, total);
+  batch->slot_ = pool_.take(total, core::to_string(action));
+  DeviceEvent ready;
+  ready.record(current_stream(device_));
+  auto copy = [this, slot = batch->slot_, pieces = std::move(pieces), small = batch->small_,
+               ready = std::make_shared<DeviceEvent>(std::move(ready)), moving = std::move(moving),
+               counted = std::move(batch->on_device_)]() mutable {
+    copies_.out(slot, pieces, small, *ready);
+    pieces.clear();
+    for (const auto& memory : moving) memory->storage = {};
+    counted.reset();
+  };
+  // std::function copies what it holds: one level of indirection keeps that cheap.
+  auto job = std::make_shared<decltype(copy)>(std::move(copy));
+  batch->left_ = out_.submit(action, total, [job = std::move(job)] { (*job)(); });
+  leaving_.emplace_back(batch->left_, action);
+}
+
+void Offloader::come(const std::shared_ptr<StashBatch>& batch, const core::Action& action) {
+  if (!batch->slot_) return;
+  wait(out_, batch->left_, action);
+  std::vector<std::shared_ptr<StashMemory>> moving;
+  std::vector<DevicePiece> pieces;
+  std::int64_t total = 0;
+  const auto allocate = [&](std::size_t bytes) {
+    total += static_cast<std::int64_t>(bytes);
+    return at::empty({static_cast<std::int64_t>(bytes)}, at::TensorOptions(at::kByte).device(device_));
+  };
+  const std::size_t count = batch->places_.size();
+  std::size_t end = 0;  // of the last small one that is still wanted
+  for (std::size_t k = 0; k < count; ++k) {
+    auto memory = batch->places_[k].memory.lock();
+    if (!memory) continue;
+    if (k >= batch->small_) {
+      end = batch->places_[k].offset + memory->bytes();
+    } else {
+      pieces.push_back({allocate(memory->bytes()), batch->places_[k].offset});
+      memory->storage = pieces.back().memory.storage();
+      memory->base = memory->begin;
+    }
+    moving.push_back(std::move(memory));
+  }
+  if (end > 0) {
+    const std::size_t begin = batch->places_[batch->small_].offset;
+    pieces.push_back({allocate(end - begin), begin});
+    for (std::size_t k = batch->small_; k < count; ++k) {
+      const auto memory = batch->places_[k].memory.lock();
+      if (!memory) continue;
+      memory->storage = pieces.back().memory.storage();
+      memory->base = memory->begin - static_cast<std::ptrdiff_t>(batch->places_[k].offset - begin);
+    }
+  }
+  batch->on_device_ = on_device(total);
+  auto ready = std::make_shared<DeviceEvent>();
+  ready->record(current_stream(device_));
+  batch->arrived_ = std::make_shared<DeviceEvent>();
+  auto job = [this, slot = std::exchange(batch->slot_, {}), pieces = std::move(pieces), ready,
+              arrived = batch->arrived_, moving = std::move(moving)] { copies_.in(slot, pieces, *ready, *arrived); };
+  auto shared = std::make_shared<decltype(job)>(std::move(job));
+  const auto bytes = static_cast<std::size_t>(total);
+  if (device_.is_cpu()) {
+    batch->came_ = in_.submit(action, bytes, [shared = std::move(shared)] { (*shared)(); });
+    return;
+  }
+  batch->came_ = in_.submit(action, 0, [shared] { (*shared)(); });
+  // What is copied stays where it is, and so does its slot, until the device is there.
+  in_.submit(action, bytes, [shared = std::move(shared), arrived = batch->arrived_] { arrived->synchronize(); });
+}
+
+void Offloader::arrived(StashBatch& batch, const core::Action& action) {
+  if (batch.came_ == 0) return;
+  wait(in_, batch.came_, action);
+  batch.arrived_->block(current_stream(device_));
+}
+
+std::vector<CopySpan> Offloader::take_spans() {
+  std::vector<CopySpan> spans = std::exchange(waits_, {});
+  for (memory::CopyLane* const lane : {&out_, &in_}) {
+    for (const memory::CopyRecord& record : lane->take_records()) {
+      if (record.bytes == 0) continue;
+      spans.push_back({record.action, false, record.start_ns, record.end_ns, static_cast<std::int64_t>(record.bytes)});
+    }
+  }
+  return spans;
+}
+
+OffloadCounters Offloader::counters() const {
+  const memory::PoolCounters pool = pool_.counters();
+  return {arena_->bytes, arena_->peak, pool.bytes, pool.in_use, pool.peak, late_};
+}
+
+}  // namespace fold3d::runtime

@@ -1,0 +1,191 @@
+// Slots, tiers and the pool over them.
+#include <gtest/gtest.h>
+
+#include <array>
+#include <cstdlib>
+#include <cstring>
+#include <filesystem>
+#include <map>
+#include <random>
+#include <stdexcept>
+
+#include "memory/disk_tier.h"
+#include "memory/errors.h"
+#include "memory/host_memory.h"
+#include "memory/host_pool.h"
+#include "memory/host_tier.h"
+#include "memory/slots.h"
+
+namespace fold3d::memory {
+namespace {
+
+std::string complaint(const std::function<void()>& call) {
+  try {
+    call();
+  } catch (const PoolError& error) {
+    return error.what();
+  }
+  return "";
+}
+
+bool contains(const std::string& text, const std::string& part) { return text.find(part) != std::string::npos; }
+
+HostPool::MakeTier in_memory() {
+  return [](std::size_t bytes) { return std::make_shared<HostTier>(bytes); };
+}
+
+TEST(Slots, RandomTakingAndGivingBackNeverOverlapsAndEndsWhole) {
+  std::mt19937 random(7);
+  Slots slots(10'000);
+  std::map<std::size_t, std::size_t> taken;
+  for (int round = 0; round < 5000; ++round) {
+    if (random() % 2 == 0) {
+      const std::size_t bytes = 1 + random() % 900;
+      const auto begin = slots.take(bytes);
+      if (!begin) {
+        EXPECT_LT(slots.largest_free(), bytes);
+        continue;
+      }
+      const auto after = taken.lower_bound(*begin);
+      EXPECT_TRUE(after == taken.end() || after->first >= *begin + bytes);
+      EXPECT_TRUE(after == taken.begin() || std::prev(after)->first + std::prev(after)->second <= *begin);
+      taken.emplace(*begin, bytes);
+    } else if (!taken.empty()) {
+      const auto some = std::next(taken.begin(), static_cast<std::ptrdiff_t>(random() % taken.size()));
+      slots.give_back(some->first, some->second);
+      taken.erase(some);
+    }
+  }
+  for (const auto& [begin, bytes] : taken) slots.give_back(begin, bytes);
+  EXPECT_EQ(slots.largest_free(), 10'000u);
+  EXPECT_THROW(slots.give_back(5, 10), std::logic_error);
+}
+
+TEST(Slots, TheSmallestPartThatFitsIsTaken) {
+  Slots slots(100);
+  EXPECT_EQ(slots.take(10), 0u);
+  EXPECT_EQ(slots.take(30), 10u);
+  EXPECT_EQ(slots.take(10), 40u);
+  slots.give_back(10, 30);
+  EXPECT_EQ(slots.take(20), 10u);  // of 30 and 50 free
+}
+
+class Folder {
+ public:
+  Folder() {
+    std::string name = (std::filesystem::temp_directory_path() / "fold3d-pool-XXXXXX").string();
+    if (::mkdtemp(name.data()) == nullptr) throw std::runtime_error("mkdtemp");
+    path_ = name;
+  }
+  ~Folder() { std::filesystem::remove_all(path_); }
+  std::string path() const { return path_; }
+
+ private:
+  std::string path_;
+};
+
+void expect_what_was_written(Tier& tier) {
+  std::mt19937 random(3);
+  std::vector<std::vector<std::byte>> out, in;
+  Pieces from, to;
+  std::size_t offset = 0;
+  for (const std::size_t bytes : {1u, 4095u, 4096u, 70'000u, 5'000'000u, 64u, 4'194'304u, 17u}) {
+    out.emplace_back(bytes);
+    for (std::byte& each : out.back()) each = static_cast<std::byte>(random());
+    in.emplace_back(bytes);
+    offset = (offset + 63) / 64 * 64;
+    from.push_back({out.back().data(), bytes, offset});
+    to.push_back({in.back().data(), bytes, offset});
+    offset += bytes;
+  }
+  tier.write(8192, from);
+  tier.read(8192, to);
+  EXPECT_EQ(in, out);
+}
+
+TEST(Tier, GivesBackWhatWasWritten) {
+  HostTier memory(16u << 20);
+  expect_what_was_written(memory);
+  const Folder folder;
+  DiskTier disk(16u << 20, folder.path());
+  expect_what_was_written(disk);
+  EXPECT_TRUE(std::filesystem::is_empty(folder.path()));  // nothing stays, even of a process that is killed
+}
+
+TEST(Tier, MoreMemoryThanTheHostHasIsRefusedBeforeItIsReserved) {
+  bool asked = false;
+  const std::string text = complaint([&] {
+    HostTier(std::size_t{1} << 60, [&](std::size_t) {
+      asked = true;
+      return std::shared_ptr<std::byte>();
+    });
+  });
+  EXPECT_TRUE(contains(text, "lower offload_pool")) << text;
+  EXPECT_FALSE(asked);
+}
+
+TEST(Tier, AFailedReservationSaysWhy) {
+  const std::string text = complaint([] {
+    HostTier(4096, [](std::size_t) -> std::shared_ptr<std::byte> { throw std::runtime_error("out of locked pages"); });
+  });
+  EXPECT_TRUE(contains(text, "out of locked pages") && contains(text, "ulimit -l")) << text;
+}
+
+TEST(Tier, ADiskWithoutRoomOrFolderIsRefusedBeforeAnythingIsWritten) {
+  const Folder folder;
+  const std::string full = complaint([&] { DiskTier(std::size_t{1} << 55, folder.path()); });
+  EXPECT_TRUE(contains(full, "no room") && contains(full, "free")) << full;
+  EXPECT_TRUE(std::filesystem::is_empty(folder.path()));
+  const std::string missing = complaint([&] { DiskTier(4096, folder.path() + "/nowhere"); });
+  EXPECT_TRUE(contains(missing, "offload_disk=") && contains(missing, "nowhere")) << missing;
+}
+
+TEST(HostPool, SlotsOutliveThePoolAndComeBack) {
+  Slot slot;
+  {
+    HostPool pool(in_memory(), 1u << 20);
+    slot = pool.take(1000, "0OFFLOAD0");
+    EXPECT_EQ(pool.counters().in_use, 4096);
+    {
+      const Slot other = pool.take(5000, "0OFFLOAD1");
+      EXPECT_EQ(pool.counters().in_use, 3 * 4096);
+    }
+    EXPECT_EQ(pool.counters().in_use, 4096);
+    EXPECT_EQ(pool.counters().peak, 3 * 4096);
+  }
+  std::memset(slot.data(), 1, slot.bytes());
+}
+
+TEST(HostPool, OneOfAFixedSizeIsFullAndSaysWhatItHas) {
+  HostPool pool(in_memory(), 3 * 4096);
+  const Slot first = pool.take(8192, "0OFFLOAD0");
+  const std::string text = complaint([&] { pool.take(8192, "0OFFLOAD1"); });
+  EXPECT_TRUE(contains(text, "0OFFLOAD1 needs 8.19 kB, 4.10 kB of 12.29 kB are free")) << text;
+  EXPECT_TRUE(contains(text, "raise offload_pool")) << text;
+}
+
+TEST(HostPool, OneWithoutASizeReservesWhatIsAskedForAtOnceAndMoreWhenItMust) {
+  std::vector<std::size_t> made;
+  HostPool pool(
+      [&](std::size_t bytes) {
+        made.push_back(bytes);
+        return std::make_shared<HostTier>(bytes);
+      },
+      0);
+  pool.reserve(40'960);
+  std::vector<Slot> slots;
+  for (int k = 0; k < 10; ++k) slots.push_back(pool.take(4096, "0OFFLOAD0"));
+  EXPECT_EQ(made, std::vector<std::size_t>{40'960});
+  slots.push_back(pool.take(5000, "0OFFLOAD0"));
+  EXPECT_EQ(made.back(), 8192u);
+  EXPECT_EQ(pool.counters().bytes, 49'152);
+}
+
+TEST(HostMemory, IsKnownAndReadable) {
+  EXPECT_GT(available_host_bytes(), 0);
+  EXPECT_EQ(size_text(999), "999 B");
+  EXPECT_EQ(size_text(7'980'000'000), "7.98 GB");
+}
+
+}  // namespace
+}  // namespace fold3d::memory
