@@ -98,13 +98,13 @@ class ParallelConfig:
     in as many buckets as it takes; where nothing fits, the engine is not built. None: nine tenths of a GPU's memory
     where the planner runs (where nothing fits, what needs least), no limit on the CPU."""
     offload: str = AUTO
-    """What leaves the device between its forward and its backward, for a pool of host memory: "none"; "boundaries": what
-    recomputed chunks keep; "activations": what the graphs of all chunks saved. Copies run beside the computation; what is
-    used again at once stays. The numbers are the same. "auto": the planner's choice where there is a memory_limit, else
-    none."""
+    """What leaves the device between its forward and its backward, for a pool of host memory: "none"; "boundaries":
+    what recomputed chunks keep; "activations": what the graphs of all chunks saved. Copies run beside the computation;
+    what is used again at once stays. The numbers are the same. "auto": the planner's choice where there is a
+    memory_limit, else none."""
     offload_pool: int | float | str = AUTO
-    """Bytes of the pool, reserved when the engine is built (pinned on GPUs), also as text: "8GB"; a number from then on.
-    What does not fit is an error. "auto": what the stashes of the first step ask for."""
+    """Bytes of the pool, reserved when the engine is built (pinned on GPUs), also as text: "8GB"; a number from then
+    on. What does not fit is an error. "auto": what the stashes of the first step ask for."""
     offload_disk: str | None = None
     """Folder of a file that is the pool, for hosts whose memory is short; it has no name and is gone with the process.
     None: the pool is host memory."""

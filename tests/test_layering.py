@@ -160,10 +160,10 @@ def test_folders_have_one_trade() -> None:
     assert not {folder: files for folder, files in count.items() if files > MOST_FILES}
 
 
-def test_core_and_comm_know_no_torch_and_no_python() -> None:
+def test_core_comm_and_memory_know_no_torch_and_no_python() -> None:
     wrong = [
         f"{name(path)} includes {header}"
-        for path in cpp_files("core", "comm")
+        for path in cpp_files("core", "comm", "memory")
         for header, _ in includes(path)
         if TORCH_HEADER.match(header) or PYTHON_HEADER.match(header)
     ]
@@ -183,7 +183,7 @@ def test_core_is_deterministic() -> None:
 def test_only_bindings_know_python() -> None:
     wrong = [
         f"{name(path)} includes {header}"
-        for path in cpp_files("core", "comm", "runtime", "ops")
+        for path in cpp_files("core", "comm", "memory", "runtime", "ops")
         for header, _ in includes(path)
         if PYTHON_HEADER.match(header)
     ]

@@ -6,7 +6,7 @@
 #include <string>
 
 #include "bindings/bindings.h"
-#include "memory/errors.h"
+#include "memory/tier.h"
 #include "memory/host_memory.h"
 #include "runtime/offload/offloader.h"
 #include "runtime/offload/stash_batch.h"
@@ -25,6 +25,7 @@ void bind_offload(py::module_& module) {
   py::class_<SavedTensor>(module, "SavedTensor", "What a graph keeps of a tensor; its memory may be away.")
       .def_property_readonly("moves", &SavedTensor::moves);
   py::class_<StashBatch, std::shared_ptr<StashBatch>>(module, "StashBatch", "What one stash saves and moves.")
+      .def(py::init([] { return std::make_shared<StashBatch>(std::make_shared<runtime::Staying>()); }))
       .def("save", &StashBatch::save, py::arg("tensor"), "A pack hook of torch.autograd.graph.saved_tensors_hooks.");
   module.def("unpack_saved", &SavedTensor::tensor, py::arg("saved"),
              "The unpack hook of what StashBatch.save returns.");

@@ -38,6 +38,10 @@ std::string lane_of(const SimulatedSpan& span) {
     case SimulatedSpan::Lane::kReduceScatter:
     case SimulatedSpan::Lane::kGather:
       return "reduce";
+    case SimulatedSpan::Lane::kOffload:
+      return "offload";
+    case SimulatedSpan::Lane::kPrefetch:
+      return "prefetch";
   }
   return "";
 }
@@ -92,6 +96,9 @@ void bind_model(py::module_& module) {
       .def_readwrite("backward_ns", &ClusterModel::backward_ns)
       .def_readwrite("layers", &ClusterModel::layers)
       .def_readwrite("activation_bytes", &ClusterModel::activation_bytes)
+      .def_readwrite("stash_bytes", &ClusterModel::stash_bytes)
+      .def_readwrite("copy_bandwidth", &ClusterModel::copy_bandwidth)
+      .def_readwrite("copies_share", &ClusterModel::copies_share)
       .def_readwrite("gradient_bytes", &ClusterModel::gradient_bytes);
 }
 
@@ -101,6 +108,7 @@ void bind_step(py::module_& module) {
       .def_readonly("bubble_ns", &RankBreakdown::bubble_ns)
       .def_readonly("exposed_pp_ns", &RankBreakdown::exposed_pp_ns)
       .def_readonly("exposed_dp_ns", &RankBreakdown::exposed_dp_ns)
+      .def_readonly("exposed_offload_ns", &RankBreakdown::exposed_offload_ns)
       .def_readonly("hidden_dp_ns", &RankBreakdown::hidden_dp_ns)
       .def_readonly("pp_bytes", &RankBreakdown::pp_bytes)
       .def_readonly("dp_bytes", &RankBreakdown::dp_bytes);

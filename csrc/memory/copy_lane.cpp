@@ -6,7 +6,7 @@
 #include <utility>
 
 #include "comm/base/clock.h"
-#include "memory/errors.h"
+#include "memory/tier.h"
 
 namespace fold3d::memory {
 

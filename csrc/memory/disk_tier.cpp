@@ -11,8 +11,8 @@
 #include <cstring>
 #include <new>
 
-#include "memory/errors.h"
 #include "memory/host_memory.h"
+#include "memory/tier.h"
 
 namespace fold3d::memory {
 namespace {

@@ -6,9 +6,9 @@
 #include <utility>
 #include <vector>
 
-#include "memory/errors.h"
 #include "memory/host_memory.h"
 #include "memory/slots.h"
+#include "memory/tier.h"
 
 namespace fold3d::memory {
 namespace {

@@ -8,8 +8,8 @@
 #include <exception>
 #include <string>
 
-#include "memory/errors.h"
 #include "memory/host_memory.h"
+#include "memory/tier.h"
 
 namespace fold3d::memory {
 namespace {

@@ -1,9 +1,16 @@
 #pragma once
 
 #include <cstddef>
+#include <stdexcept>
 #include <vector>
 
 namespace fold3d::memory {
+
+/// The pool cannot be had or used: the text names the bytes, what there is and the setting to change.
+class PoolError : public std::runtime_error {
+ public:
+  using std::runtime_error::runtime_error;
+};
 
 /// Bytes on the device's side of a copy, and where they lie in a tier, from the beginning of a slot.
 struct Piece {

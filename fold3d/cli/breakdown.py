@@ -13,10 +13,13 @@ def table(who: str, prediction: Prediction) -> str:
     lines = []
     if any(part.exposed_dp_ms + part.exposed_pp_ms > 0 for part in prediction.ranks):
         lines.append("exposed: what the step would be shorter by without it; another stage's wait for it counts, too")
-    lines.append(f"{'ms':<8}{'compute':>10}{'bubble':>10}{'exposed PP':>12}{'exposed DP':>12}{'hidden DP':>11}")
+    copies = any(part.exposed_offload_ms > 0 for part in prediction.ranks)
+    title = f"{'ms':<8}{'compute':>10}{'bubble':>10}{'exposed PP':>12}{'exposed DP':>12}{'hidden DP':>11}"
+    lines.append(title + (f"{'exposed copies':>16}" if copies else ""))
     for number, part in enumerate(prediction.ranks):
         lines.append(
             f"{f'{who} {number}':<8}{part.compute_ms:>10.2f}{part.bubble_ms:>10.2f}"
             f"{part.exposed_pp_ms:>12.2f}{part.exposed_dp_ms:>12.2f}{part.hidden_dp_ms:>11.2f}"
+            + (f"{part.exposed_offload_ms:>16.2f}" if copies else "")
         )
     return "\n".join(lines)

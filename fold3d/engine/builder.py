@@ -27,7 +27,6 @@ from fold3d.data_parallel.dp_sync import DpSync
 from fold3d.data_parallel.one_replica import OneReplica
 from fold3d.engine import planner
 from fold3d.engine.built import BuiltRank
-from fold3d.engine.offload import keeper, offload_options
 from fold3d.engine.pipeline import Pipeline
 from fold3d.engine.replanner import Replanner
 from fold3d.engine.step import Step
@@ -44,6 +43,7 @@ from fold3d.plan.resolve import needs_planner, unplanned
 from fold3d.plan.strategy import Ranges, Strategy
 from fold3d.stage.micro_batch import ModelCall
 from fold3d.stage.model_chunk import PipelineChunk
+from fold3d.stage.offload import keeper, offload_options
 from fold3d.stage.once.once_per_micro_batch import OncePerMicroBatch
 from fold3d.stage.rank_model import RankModel, arguments_of, record
 from fold3d.stage.sharded.border_parts import BorderParts

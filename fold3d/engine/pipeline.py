@@ -12,10 +12,10 @@ from fold3d.comms import abortable_collectives
 from fold3d.comms.broadcast import broadcast_value
 from fold3d.comms.consistency import check_same_batch, fingerprint
 from fold3d.comms.groups import Groups
-from fold3d.engine.offload import Keeps
 from fold3d.faults.progress import Progress
 from fold3d.schedule import Schedule
 from fold3d.stage.micro_batch import MicroBatch
+from fold3d.stage.offload import Keeps
 from fold3d.topology import Topology
 
 

@@ -97,7 +97,9 @@ class StepRecorder:
         shards = None
         if self._shards is not None:
             shards = {name: count - self._shards_before[name] for name, count in self._shards_after.items()}
-        return partial(make_breakdown, tuple(self._records), *self._bounds, step_ms, arbiter, predicted, shards, self._offload)
+        return partial(
+            make_breakdown, tuple(self._records), *self._bounds, step_ms, arbiter, predicted, shards, self._offload
+        )
 
     def _shards_now(self) -> dict[str, int]:
         return {} if self._shards is None else self._shards.counters()

@@ -91,8 +91,9 @@ class StepBreakdown:
         """Returns the numbers worth logging, rounded to a tenth; what cannot be with so few replicas, stages or shards
         is left out.
 
-        compute, tp_exposed, bubble, pp_exposed, dp_exposed, offload_exposed and other add up to step_ms exactly; other_ms is what is in
-        none of the others: loss, norm, an optimizer that steps by itself, and what Python does between actions.
+        compute, tp_exposed, bubble, pp_exposed, dp_exposed, offload_exposed and other add up to step_ms exactly;
+        other_ms is what is in none of the others: loss, norm, an optimizer that steps by itself, and what Python does
+        between actions.
         """
         parts = {"compute_ms": self.compute_ms}
         beside: dict[str, float] = {}

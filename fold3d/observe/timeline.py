@@ -22,7 +22,19 @@ from fold3d.topology import coordinates, segment_of
 
 Records = Sequence[Sequence[Mapping[str, Any]]]
 
-LANES = ("compute", "wait", "send_f", "recv_f", "send_b", "recv_b", "reduce", "gather", "tp_sync", "offload", "prefetch")
+LANES = (
+    "compute",
+    "wait",
+    "send_f",
+    "recv_f",
+    "send_b",
+    "recv_b",
+    "reduce",
+    "gather",
+    "tp_sync",
+    "offload",
+    "prefetch",
+)
 """Top to bottom, wherever they are shown."""
 _ACTION = re.compile(r"(?P<chunk>\d+)(?P<kind>[A-Z_]+?)(?P<micro_batch>\d*)$")
 CATEGORY = {"F": "forward", "RECOMPUTE": "forward again", "B": "backward", "I": "backward", "W": "backward"}
@@ -119,7 +131,7 @@ def _transfers_of(breakdown: StepBreakdown) -> dict[str, float]:
     """Returns what the records tell, from the first to the last of any rank; DP.sync of the step before may be among
     them, so this is no step's length, as in the logs."""
     names = ["compute_ms", "bubble_ms", "pp_exposed_ms", "pp_hidden_ms", "dp_exposed_ms", "dp_hidden_ms"]
-    names += ["tp_exposed_ms", "tp_hidden_ms"]
+    names += ["tp_exposed_ms", "tp_hidden_ms", "offload_exposed_ms", "offload_hidden_ms"]
     numbers = breakdown.log(dp=2, pp=2, tp=2)
     return {"timeline_ms": numbers["step_ms"], **{name: numbers[name] for name in names if name in numbers}}
 
@@ -155,6 +167,7 @@ def shares(
     if step is None:
         first = breakdowns[0]
         step = first.compute_ms + first.bubble_ms + first.exposed_pp_ms + first.exposed_dp_ms
+        step += first.exposed_offload_ms
 
     def share(field: str) -> str:
         mean = sum(getattr(breakdown, field) or 0.0 for breakdown in breakdowns) / len(breakdowns)
@@ -173,6 +186,8 @@ def shares(
     if any(isinstance(breakdown, StepBreakdown) and breakdown.exposed_tp_ms is not None for breakdown in breakdowns):
         parts += [f"exposed TP.sync {share('exposed_tp_ms')}", f"hidden TP.sync {share('hidden_tp_ms')}"]
         sizes += f", TP {sum(getattr(a, 'tp_bytes', 0) for a in breakdowns) / 2**20:.1f} MiB"
+    if any(breakdown.exposed_offload_ms > 0 for breakdown in breakdowns):
+        parts.append(f"exposed offload {share('exposed_offload_ms')}")
     return ", ".join(parts) + f"; {sizes}"
 
 

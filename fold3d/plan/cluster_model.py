@@ -40,6 +40,9 @@ class Work:
     backward: tuple[float, ...]
     activation_bytes: tuple[int, ...]
     """What a chunk sends to the next one for a micro-batch, and gets back as a gradient."""
+    stash_bytes: tuple[int, ...] = ()
+    """What a stash of a micro-batch copies to the pool, and back, where the schedule has its OFFLOAD; none: copies are
+    free."""
     update: tuple[float, ...] = ()
     """Seconds of the whole optimizer update of a chunk on one rank; none: part of the forwards, or left out."""
     buckets: tuple[tuple[BucketCost, ...], ...] = ()
@@ -103,6 +106,10 @@ class Cluster:
     """Seconds from the end of sending a PP.sync message to its arrival."""
     hop_latency: float | None = None
     """The same for a hop of DP.sync's rings and of the norm; None = latency."""
+    copy_bandwidth: float = 25e9
+    """Bytes per second between a device and its pool, each way: PCIe 4.0 with 16 lanes gives about so many."""
+    copies_share: bool = False
+    """Whether both directions together have no more."""
     ranks_per_host: int = 1
     """Ranks replica * pp + stage are placed in order; those of one host share its card."""
     slice_bytes: int = 1 << 20
@@ -156,6 +163,8 @@ def cluster_model(
     model.backward_ns = [_ns(seconds) for seconds in work.backward]
     model.activation_bytes = list(work.activation_bytes)
     model.update_ns = [_ns(seconds) for seconds in work.update]
+    model.stash_bytes = list(work.stash_bytes)
+    model.copy_bandwidth, model.copies_share = cluster.copy_bandwidth, cluster.copies_share
     model.layers = list(work.layers)
     model.gradient_bytes = list(work.gradient_bytes)
     model.layers_per_bucket = layers_per_bucket

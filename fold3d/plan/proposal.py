@@ -56,6 +56,7 @@ class Proposal:
             ("bubble", slowest.bubble_ms),
             ("exposed PP.sync", slowest.exposed_pp_ms),
             ("exposed DP.sync", slowest.exposed_dp_ms),
+            ("exposed offload", slowest.exposed_offload_ms),
         )
         why = " + ".join(f"{name} {ms:.1f}" for name, ms in parts if ms > 0 or name == "compute")
         rows = [(f"{self.strategy.name} (chosen)", self.step_ms, "")]

@@ -12,7 +12,7 @@ from fold3d.schedule import parse_action
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankBreakdown:
-    """One rank's step: compute + bubble + exposed_pp + exposed_dp = the step; milliseconds."""
+    """One rank's step: compute + bubble + exposed_pp + exposed_dp + exposed_offload = the step; milliseconds."""
 
     compute_ms: float
     bubble_ms: float
@@ -26,6 +26,8 @@ class RankBreakdown:
     pp_bytes: int
     """Sent through the network."""
     dp_bytes: int
+    exposed_offload_ms: float = 0.0
+    """By which copies to the pool and back make it longer still."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -136,6 +138,7 @@ def _breakdown(rank: _C.RankBreakdown) -> RankBreakdown:
         bubble_ms=rank.bubble_ns / 1e6,
         exposed_pp_ms=rank.exposed_pp_ns / 1e6,
         exposed_dp_ms=rank.exposed_dp_ns / 1e6,
+        exposed_offload_ms=rank.exposed_offload_ns / 1e6,
         hidden_dp_ms=rank.hidden_dp_ns / 1e6,
         pp_bytes=rank.pp_bytes,
         dp_bytes=rank.dp_bytes,

@@ -36,6 +36,7 @@ class Case:
     dp_sync: str = "auto"
     tp_overlap: str = "auto"
     recompute: bool = False
+    offload: str = "none"
     through: str = "engine"
     family: str = "gpt2"
     tied: bool = True
@@ -77,6 +78,7 @@ class Case:
         words += [self.family, self.dtype.replace("float", "fp"), self.labels, self.through]
         words += ["tied" if self.tied else "untied", "clip" if self.clip else "noclip"]
         words += [word for word, on in (("recompute", self.recompute), ("frozen", self.frozen)) if on]
+        words += [f"offload-{self.offload}"] if self.offload != "none" else []
         words += [value for value in (self.transport, self.dp_sync, self.tp_overlap) if value != "auto"]
         words += ["sequence" if self.sequence_parallel else "whole"] if self.sequence_parallel != "auto" else []
         return "-".join(words)

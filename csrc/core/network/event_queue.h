@@ -11,6 +11,7 @@ struct Event {
   enum class Type : std::uint8_t {
     kComputed,         ///< a rank has finished what it was computing (a = rank)
     kProduced,         ///< a rank's last backward has completed a bucket (a = rank, b = bucket)
+    kCopied,           ///< a rank has what it waits for of its pool (a = rank)
     kArrived,          ///< a pipeline message is there (a = rank, b = action)
     kMessageSent,      ///< the last byte of a message has left (a = message)
     kBurstSent,        ///< a stretch of a data-parallel flow has left (a = flow, b = its version)

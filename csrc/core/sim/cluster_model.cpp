@@ -87,6 +87,8 @@ void ClusterModel::check(const Shape& shape) const {
   check_chunks<std::int64_t>("backward_ns", backward_ns, shape, 0);
   check_chunks<std::int64_t>("activation_bytes", activation_bytes, shape, 0);
   if (!update_ns.empty()) check_chunks<std::int64_t>("update_ns", update_ns, shape, 0);
+  if (!stash_bytes.empty()) check_chunks<std::int64_t>("stash_bytes", stash_bytes, shape, 0);
+  if (!(copy_bandwidth > 0)) refuse("copy_bandwidth", std::to_string(copy_bandwidth), "positive (bytes per second)");
   if (buckets.empty()) {
     check_chunks<int>("layers", layers, shape, 1);
     check_chunks<std::int64_t>("gradient_bytes", gradient_bytes, shape, 0);

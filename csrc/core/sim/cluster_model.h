@@ -65,6 +65,11 @@ struct ClusterModel {
   /// Optimizer: all of the chunk's gradients on one rank; empty = 0. It runs before the chunk's first forward; for
   /// zero1 buckets a replica updates its share of 1/dp right after the norm, before anything else, and then gathers.
   std::vector<std::int64_t> update_ns;
+  /// What a stash of every chunk copies to the pool, and back, where the schedule has its OFFLOAD; empty: copies are
+  /// free. `copy_bandwidth`: bytes per second of each direction; of both together where copies share.
+  std::vector<std::int64_t> stash_bytes;
+  double copy_bandwidth = 25e9;
+  bool copies_share = false;
   /// Of every chunk. Empty: cut from `layers`, equal shares of the chunk's times and `gradient_bytes`.
   std::vector<std::vector<BucketModel>> buckets;
   std::vector<int> layers;

@@ -15,9 +15,28 @@ constexpr int kLeastSteps = 3;  // one without DP.sync before it, two to compare
 /// What the step would take without DP.sync; `messages` false: and with communication for free.
 std::int64_t without_dp_sync(const SimulatedProgram& program, const ClusterModel& model, bool messages,
                              const SimulationOptions& options) {
-  TrainingRun run(program, model, {messages, /*dp_sync=*/false}, {options.max_steps, false, false});
+  TrainingRun run(program, model, {.messages = messages, .copies = false, .dp_sync = false},
+                  {options.max_steps, false, false});
   run.run();
   return run.step_ns();
+}
+
+/// What the step would take if stashes moved in no time.
+std::int64_t without_copies(const SimulatedProgram& program, const ClusterModel& model,
+                            const SimulationOptions& options) {
+  TrainingRun run(program, model, {.copies = false}, {options.max_steps, false, false});
+  run.run();
+  return run.step_ns();
+}
+
+bool has_copies(const Schedule& schedule, const ClusterModel& model) {
+  if (model.stash_bytes.empty()) return false;
+  for (const auto& actions : schedule.ranks) {
+    for (const Action& action : actions) {
+      if (is_copy(action.kind)) return true;
+    }
+  }
+  return false;
 }
 
 }  // namespace
@@ -55,11 +74,14 @@ TrainingStep simulate_step(const Schedule& schedule, const ClusterModel& model, 
 
   const std::int64_t with_messages = without_dp_sync(program, model, true, options);
   const std::int64_t ideal = without_dp_sync(program, model, false, options);
+  const std::int64_t free_copies =
+      has_copies(schedule, model) ? without_copies(program, model, options) : result.step_ns;
   result.limit_ns = std::max(ideal, run.network().duration(run.busiest_card_bytes()));
   for (RankBreakdown& account : result.ranks) {
     account.bubble_ns = ideal - account.compute_ns;
     account.exposed_pp_ns = with_messages - ideal;
-    account.exposed_dp_ns = result.step_ns - with_messages;
+    account.exposed_dp_ns = free_copies - with_messages;
+    account.exposed_offload_ns = result.step_ns - free_copies;
     account.hidden_dp_ns = std::max<std::int64_t>(0, run.network().duration(account.dp_bytes) - account.exposed_dp_ns);
   }
   return result;

@@ -10,7 +10,15 @@ namespace fold3d::core {
 
 /// One thing that a rank does in the simulated step.
 struct SimulatedSpan {
-  enum class Lane : std::uint8_t { kCompute, kSendForward, kSendBackward, kReduceScatter, kGather };
+  enum class Lane : std::uint8_t {
+    kCompute,
+    kSendForward,
+    kSendBackward,
+    kReduceScatter,
+    kGather,
+    kOffload,
+    kPrefetch
+  };
   int rank = 0;
   Lane lane = Lane::kCompute;
   Action action;  ///< what is computed or sent; kReduce of the chunk for DP.sync
@@ -19,14 +27,15 @@ struct SimulatedSpan {
   std::int64_t bytes = 0;
 };
 
-/// A rank's step: step_ns = compute + bubble + exposed_pp + exposed_dp.
+/// A rank's step: step_ns = compute + bubble + exposed_pp + exposed_dp + exposed_offload.
 struct RankBreakdown {
   std::int64_t compute_ns = 0;
-  std::int64_t bubble_ns = 0;      ///< idle time if communication were free
-  std::int64_t exposed_pp_ns = 0;  ///< by which PP.sync alone makes the step longer
-  std::int64_t exposed_dp_ns = 0;  ///< by which DP.sync makes it longer still
-  std::int64_t hidden_dp_ns = 0;   ///< time of the rank's DP.sync on an idle network that is not exposed
-  std::int64_t pp_bytes = 0;       ///< sent through the network per step
+  std::int64_t bubble_ns = 0;           ///< idle time if communication were free
+  std::int64_t exposed_pp_ns = 0;       ///< by which PP.sync alone makes the step longer
+  std::int64_t exposed_dp_ns = 0;       ///< by which DP.sync makes it longer still
+  std::int64_t exposed_offload_ns = 0;  ///< by which copies to the pool and back make it longer still
+  std::int64_t hidden_dp_ns = 0;        ///< time of the rank's DP.sync on an idle network that is not exposed
+  std::int64_t pp_bytes = 0;            ///< sent through the network per step
   std::int64_t dp_bytes = 0;
 };
 
@@ -52,13 +61,13 @@ struct SimulationOptions {
   bool spans = false;
 };
 
-/// Runs training steps of `schedule` (its compute actions; transfers and DP.sync follow from them) on the modelled
-/// cluster until two steps take the same time. A rank computes its list in order, each action as soon as what it
-/// waits for (waits_for) is there; the first forward of a chunk waits, bucket by bucket, for DP.sync of the step
-/// before. Deterministic. Throws std::invalid_argument if the model does not fit the schedule, the schedule has no
-/// backward, or an action can never start (validate() tells why).
+/// Runs training steps of `schedule` (its compute actions, OFFLOAD and PREFETCH; transfers and DP.sync follow from
+/// them) on the modelled cluster until two steps take the same time. A rank computes its list in order, each action as
+/// soon as what it waits for (waits_for) is there; the first forward of a chunk waits, bucket by bucket, for DP.sync of
+/// the step before. Deterministic. Throws std::invalid_argument if the model does not fit the schedule, the schedule
+/// has no backward, or an action can never start (validate() tells why).
 ///
-/// Not modelled: the time of host-device copies and of receives posted too late; TCP's sharing of
+/// Not modelled: receives posted too late; the time of host-device copies other than those of stashes; TCP's sharing of
 /// a link (a card does one thing at a time); the ring's single steps (a collective is one flow per rank).
 TrainingStep simulate_step(const Schedule& schedule, const ClusterModel& model, const SimulationOptions& options = {});
 

@@ -1,6 +1,7 @@
 #include "core/sim/simulated_program.h"
 
 #include <stdexcept>
+#include <utility>
 
 #include "core/ir/action_table.h"
 #include "core/ir/deps.h"
@@ -18,7 +19,9 @@ SimulatedProgram::SimulatedProgram(const Schedule& schedule) : shape(schedule.sh
   std::vector<int> last_backward(num_chunks, -1);
   std::vector<bool> forward_seen(num_chunks, false);
   for (std::size_t rank = 0; rank < schedule.ranks.size(); ++rank) {
+    std::vector<Action> copies;
     for (const Action& action : schedule.ranks[rank]) {
+      if (is_copy(action.kind)) copies.push_back(action);
       if (!is_compute(action.kind)) continue;
       if (!node_of.contains(action)) {
         throw std::invalid_argument(to_string(action) + " lies outside " + to_string(shape));
@@ -26,6 +29,7 @@ SimulatedProgram::SimulatedProgram(const Schedule& schedule) : shape(schedule.sh
       const auto number = static_cast<int>(nodes.size());
       const auto chunk = static_cast<std::size_t>(action.chunk);
       nodes.push_back({action, 0, {}, action.kind == Kind::kForward && !forward_seen[chunk], false});
+      nodes.back().copies = std::exchange(copies, {});
       node_of[action] = number;
       ranks[rank].push_back(number);
       if (action.kind == Kind::kForward) forward_seen[chunk] = true;
@@ -37,7 +41,10 @@ SimulatedProgram::SimulatedProgram(const Schedule& schedule) : shape(schedule.sh
   }
   for (std::size_t number = 0; number < nodes.size(); ++number) {
     for (Action wait : waits_for(shape, nodes[number].action, /*with_comm=*/true, present)) {
-      if (is_copy(wait.kind)) continue;
+      if (is_copy(wait.kind)) {
+        nodes[number].prefetched = true;
+        continue;
+      }
       const bool through = is_recv(wait.kind);
       // What the RECV waits for is its SEND, and that waits for the action that made the data.
       if (through) wait = waits_for(shape, other_end(wait), true, present).front();

@@ -18,6 +18,8 @@ struct SimulatedProgram {
     std::vector<Edge> feeds;
     bool first_forward = false;  // of its chunk, in the rank's order
     bool last_backward = false;  // likewise: after it the chunk's gradients are complete
+    std::vector<Action> copies;  // OFFLOADs and PREFETCHes that the rank comes to between the node before and this one
+    bool prefetched = false;     // it waits for the PREFETCH of its stash
   };
   Shape shape;
   std::vector<Node> nodes;

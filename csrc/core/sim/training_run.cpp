@@ -38,6 +38,9 @@ TrainingRun::TrainingRun(const SimulatedProgram& program, const ClusterModel& mo
   const int hosts = number_of_hosts(model, replicas_ * program.shape.pp);
   card_sent_.assign(at(hosts), 0);
   card_received_.assign(at(hosts), 0);
+  if (parts_.copies && !model.stash_bytes.empty()) {
+    copies_ = std::vector<CopyLanes>(ranks_.size(), CopyLanes(program.shape, model));
+  }
 }
 
 void TrainingRun::run() {
@@ -55,6 +58,8 @@ void TrainingRun::dispatch(const Event& event) {
   switch (event.type) {
     case Event::Type::kComputed:
       return computed(event.time, event.a);
+    case Event::Type::kCopied:
+      return try_start(event.time, event.a);
     case Event::Type::kProduced:
       return dp_sync_.produced(event.time, event.b);
     case Event::Type::kArrived:
@@ -91,6 +96,7 @@ void TrainingRun::try_start(std::int64_t now, int rank_number) {
   if (rank.bucket >= 0) return start_buckets(now, rank_number);
   const SimulatedProgram::Node& node = current(rank_number);
   // A step's arrivals are complete before those of the next one begin, so counting them all is enough.
+  if (waits_for_copies(now, rank_number)) return;
   if (arrivals(rank_number, list[rank.next]) < (rank.step + 1) * node.waits) return;
   std::int64_t duration = duration_of(node.action);
   if (node.first_forward && rank.step > 0) {
@@ -105,6 +111,23 @@ void TrainingRun::try_start(std::int64_t now, int rank_number) {
   }
   if (parts_.dp_sync && node.last_backward) gradients(now, rank_number, node.action, duration);
   compute(now, rank_number, duration);
+}
+
+/// Whether the rank's next action has to wait for its pool; it is tried again then.
+bool TrainingRun::waits_for_copies(std::int64_t now, int rank_number) {
+  if (copies_.empty()) return false;
+  Rank& rank = ranks_[at(rank_number)];
+  const SimulatedProgram::Node& node = current(rank_number);
+  if (!rank.came) {
+    rank.came = true;
+    rank.ready = now;
+    for (const Action& copy : node.copies) {
+      rank.ready = copies_[at(rank_number)].begin(rank.ready, rank_number, copy, options_.spans ? &spans_ : nullptr);
+    }
+    if (node.prefetched) rank.ready = std::max(rank.ready, copies_[at(rank_number)].back(node.action));
+    if (rank.ready > now) events_.push(rank.ready, Event::Type::kCopied, rank_number);
+  }
+  return rank.ready > now;
 }
 
 /// Computes as many layers of a chunk's first forward as are up to date, after what is left of their update.
@@ -152,6 +175,7 @@ void TrainingRun::computed(std::int64_t now, int rank_number) {
     rank.bucket = -1;
   }
   const int number = program_.ranks[at(stage_of(rank_number))][rank.next];
+  rank.came = false;
   if (++rank.next == program_.ranks[at(stage_of(rank_number))].size()) end_of_program(now, rank_number);
   for (const SimulatedProgram::Edge& edge : node.feeds) feed(now, rank_number, edge, number);
   try_start(now, rank_number);

@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "core/sim/copy_lanes.h"
 #include "core/sim/dp_sync.h"
 #include "core/sim/simulate.h"
 #include "core/sim/simulated_program.h"
@@ -14,6 +15,7 @@ class TrainingRun {
  public:
   struct Parts {
     bool messages = true;  ///< false: what a rank needs from another is there at once
+    bool copies = true;    ///< false: stashes move in no time
     bool dp_sync = true;   ///< false: no DP.sync, no norm; the next step may start at once
   };
 
@@ -43,7 +45,9 @@ class TrainingRun {
     std::size_t next = 0;  // in its program
     int step = 0;
     bool busy = false;
-    int bucket = -1;  // next one that the forward under way has to wait for
+    bool came = false;       // to the copies before its next action
+    std::int64_t ready = 0;  // when they, and what that action waits for of them, let it go on
+    int bucket = -1;         // next one that the forward under way has to wait for
   };
   struct Message {
     int from_rank, to_rank, from_node, to_node;
@@ -51,6 +55,7 @@ class TrainingRun {
 
   void dispatch(const Event& event);
   void try_start(std::int64_t now, int rank);
+  bool waits_for_copies(std::int64_t now, int rank);
   void start_buckets(std::int64_t now, int rank);
   void compute(std::int64_t now, int rank, std::int64_t duration);
   std::int64_t update_of(int chunk) const;
@@ -75,8 +80,9 @@ class TrainingRun {
   Network network_;
   DpSyncLanes dp_sync_;
   std::vector<Rank> ranks_;
-  std::vector<int> arrivals_;  // rank's replica * nodes + node: since the start
-  std::vector<int> finished_;  // by step: ranks
+  std::vector<CopyLanes> copies_;  // by rank
+  std::vector<int> arrivals_;      // rank's replica * nodes + node: since the start
+  std::vector<int> finished_;      // by step: ranks
   std::vector<std::int64_t> ends_;
   int last_step_;
   bool steady_ = false;

@@ -1,7 +1,7 @@
 """Which stashes leave the device between their forward and their backward, for a pool of host memory or of a file.
 
-"boundaries": of chunks that recompute, which keep their blocks' inputs. "activations": of all chunks, with what their graphs
-saved. A stash that is used again at once stays: csrc/core/passes/offload.cpp.
+"boundaries": of chunks that recompute, which keep their blocks' inputs. "activations": of all chunks, with what their
+graphs saved. A stash that is used again at once stays: csrc/core/passes/offload.cpp.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ def _check(value: str, constraints: Constraints) -> None:
 
 KNOB = Knob(
     name="offload",
-    help="what leaves the device between forward and backward: none, boundaries (what recomputed chunks keep), activations",
+    help="what leaves the device between forward and backward: none, boundaries (what recomputed chunks keep), or "
+    "activations",
     parse=_parse,
     candidates=lambda job, constraints, so_far: ("none",),
     default="none",

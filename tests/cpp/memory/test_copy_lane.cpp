@@ -8,9 +8,9 @@
 
 #include "comm/base/clock.h"
 #include "memory/copy_lane.h"
-#include "memory/errors.h"
 #include "memory/host_pool.h"
 #include "memory/host_tier.h"
+#include "memory/tier.h"
 
 namespace fold3d::memory {
 namespace {

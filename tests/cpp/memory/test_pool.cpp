@@ -10,11 +10,11 @@
 #include <stdexcept>
 
 #include "memory/disk_tier.h"
-#include "memory/errors.h"
 #include "memory/host_memory.h"
 #include "memory/host_pool.h"
 #include "memory/host_tier.h"
 #include "memory/slots.h"
+#include "memory/tier.h"
 
 namespace fold3d::memory {
 namespace {

@@ -1,0 +1,197 @@
+"""Stashes that leave the device come back as they were: to the bit what is computed without, and the device's share of
+them does not grow with the number of micro-batches."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fold3d
+from fold3d import _C
+from tests.dist import parity_jobs
+from tests.dist.parity_cases import Case
+from tests.helpers.ranks import RankPool
+
+pytestmark = pytest.mark.dist
+
+CASES = [
+    Case(pp=2, segments=2, m=4, schedule="aiao", dtype="float32", dropout=0.1),
+    Case(pp=2, segments=2, m=5, schedule="aiao", dtype="bfloat16", family="llama", tied=False, dropout=0.1),
+    Case(dp=2, pp=2, segments=2, m=6, schedule="aiao", recompute=True, dropout=0.1, labels="padded"),
+    Case(pp=2, m=8, schedule="zb_h1", family="opt", tied=False),
+    Case(segments=3, m=4, schedule="aiao", family="plain", layers=6, frozen=True),
+    Case(segments=2, m=4, schedule="aiao", through="trainer", recompute=True),
+]
+
+
+@dataclass
+class Trained:
+    """Of one rank."""
+
+    losses: list[float]
+    digests: list[dict[str, str]]
+    moved: int
+    """Bytes that left in the last step."""
+    device: int
+    """The most bytes of moving stashes on the device."""
+    pool: int
+
+
+def train(case: Case) -> Trained:
+    """Trains on one rank through the engine."""
+    with parity_jobs.precision(case):
+        engine = parity_jobs.engine_of(case)
+        trained = Trained([], [], 0, 0, 0)
+        for step in range(2):
+            out = engine.step(parity_jobs.batch_of(engine, case, step))
+            trained.losses.append(out.loss.item())
+            trained.digests.append(parity_jobs.digests(engine))
+        account = engine.breakdown()
+        trained.moved, trained.device, trained.pool = (
+            account.offload_bytes,
+            account.stashes_peak_bytes,
+            account.pool_peak_bytes,
+        )
+        came_back = sum(size for lane, _, _, _, size in account.records if lane == "prefetch")
+        assert 0 < came_back <= trained.moved if trained.moved else came_back == 0
+        engine.close()
+        return trained
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_to_the_bit(ranks: RankPool, case: Case) -> None:
+    if case.through == "trainer":
+        off, on = (
+            ranks.run(parity_jobs.train, case.ranks, replace(case, offload=how))[0] for how in ("none", "activations")
+        )
+        assert on.losses == off.losses and on.norms == off.norms
+        assert all(torch.equal(on.weights[name], off.weights[name]) for name in off.weights)
+        return
+    off, on = (ranks.run(train, case.ranks, replace(case, offload=how)) for how in ("none", "activations"))
+    for without, with_pool in zip(off, on, strict=True):
+        assert with_pool.losses == without.losses
+        assert with_pool.digests == without.digests
+        assert without.moved == 0
+    assert all(one.moved > 0 and one.pool > 0 for one in on)
+
+
+def test_what_is_on_the_device_does_not_grow_with_the_micro_batches(ranks: RankPool) -> None:
+    """AIAO keeps segments * m stashes: they are in the pool, the device has those that come and go."""
+    case = Case(pp=2, segments=4, m=8, schedule="aiao", layers=8, offload="activations")
+    few, many = (ranks.run(train, 2, replace(case, m=m)) for m in (8, 24))
+    for one, more in zip(few, many, strict=True):
+        assert more.device <= 1.02 * one.device
+        assert more.pool > 2.5 * one.pool
+
+
+def test_memory_is_given_back_when_it_is_copied(ranks: RankPool) -> None:
+    """Not only counted: by torch's allocator a step needs no more with three times the micro-batches."""
+    few, many = (ranks.run(most_alive, 1, m, "activations")[0] for m in (8, 24))
+    assert many <= few + 4
+    assert ranks.run(most_alive, 1, 24, "none")[0] > 2 * few
+
+
+class Squares(nn.Module):
+    """Layers whose graphs keep a tensor of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x.square().mean()
+
+
+def most_alive(micro_batches: int, offload: str) -> int:
+    """Returns how many tensors as large as an activation lived at once in a step, by the allocator's own account."""
+    config = fold3d.ParallelConfig(
+        segments=2, micro_batches=micro_batches, schedule="aiao", blocks="layers", offload=offload
+    )
+    torch.manual_seed(0)
+    engine = fold3d.Engine(Squares(), config, example={"x": torch.randn(256, 16)})
+    batch = {"x": torch.randn(256 * micro_batches, 16)}
+    engine.step(batch)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        engine.step(batch)
+    engine.close()
+    now = most = 0
+    for event in profile.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            now += event.nbytes()
+            most = max(most, now)
+    return most // 2**14
+
+
+def test_a_pool_that_is_too_small_is_an_error_on_every_rank(ranks: RankPool) -> None:
+    case = Case(pp=2, segments=2, m=4, schedule="aiao", offload="activations")
+    for text in ranks.run(functools.partial(failing, offload_pool=8192), 2, case):
+        assert "the pool for offloaded activations is full" in text and "raise offload_pool" in text
+
+
+def failing(case: Case, **changes: Any) -> str:
+    """Returns what the step says."""
+    with parity_jobs.precision(case):
+        engine = parity_jobs.engine_of(case, **changes)
+        try:
+            engine.step(parity_jobs.batch_of(engine, case, 0))
+        except fold3d.RankError as error:
+            return str(error)
+        finally:
+            engine.close()
+    return "nothing"
+
+
+def test_a_pool_beyond_the_host_and_a_missing_folder_are_refused(tmp_path: Any) -> None:
+    model = Squares()
+    common: dict[str, Any] = {"segments": 2, "micro_batches": 2, "blocks": "layers", "offload": "activations"}
+    example = {"x": torch.randn(4, 16)}
+    with pytest.raises(fold3d.ConfigError, match="lower it, or set offload_disk"):
+        fold3d.Engine(model, fold3d.ParallelConfig(**common, offload_pool="900TB"), example=example)
+    with pytest.raises(fold3d.ConfigError, match="must be a folder"):
+        config = fold3d.ParallelConfig(**common, offload_disk=str(tmp_path / "nowhere"))
+        fold3d.Engine(model, config, example=example)
+
+
+def test_a_file_is_a_pool_too(ranks: RankPool, tmp_path: Any) -> None:
+    case = Case(segments=2, m=4, schedule="aiao", dtype="float32")
+    (off,) = ranks.run(train, 1, case)
+    (on,) = ranks.run(functools.partial(train_on_disk, folder=str(tmp_path)), 1, replace(case, offload="activations"))
+    assert on == off.digests
+    assert not list(tmp_path.iterdir())
+
+
+def train_on_disk(case: Case, folder: str) -> list[dict[str, str]]:
+    """Returns the digests of two steps with a file for a pool."""
+    engine = parity_jobs.engine_of(case, offload_disk=folder)
+    found = []
+    for step in range(2):
+        engine.step(parity_jobs.batch_of(engine, case, step))
+        found.append(parity_jobs.digests(engine))
+    assert engine.breakdown().offload_bytes > 0
+    engine.close()
+    return found
+
+
+def test_hooks_of_the_user_inside_of_ours_and_writing_into_what_was_saved() -> None:
+    batch = _C.StashBatch()
+    x = torch.randn(64, 64, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(batch.save, _C.unpack_saved):
+        y = x * 2
+        z = (y * y).sum()
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t + 0, lambda t: t):
+            z = z + (y * y).sum()
+    z.backward()
+    assert x.grad is not None and torch.equal(x.grad, 16 * x.detach())
+    with torch.autograd.graph.saved_tensors_hooks(batch.save, _C.unpack_saved):
+        y = x * 2
+        z = (y * y).sum()
+        y.detach().zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        z.backward()
