@@ -12,7 +12,7 @@ from fold3d.schedule import parse_action
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankBreakdown:
-    """One rank's step: compute + bubble + exposed_pp + exposed_dp = the step; milliseconds."""
+    """One rank's step: compute + exposed_tp + bubble + exposed_pp + exposed_dp = the step; milliseconds."""
 
     compute_ms: float
     bubble_ms: float
@@ -26,6 +26,8 @@ class RankBreakdown:
     pp_bytes: int
     """Sent through the network."""
     dp_bytes: int
+    exposed_tp_ms: float = 0.0
+    """Waiting for TP.sync in forwards and backwards."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,7 +36,7 @@ class Prediction:
 
     step_ms: float
     limit_ms: float
-    """max(compute + bubble, what the busiest network card has to carry): no way of hiding gets below."""
+    """max(compute + TP.sync + bubble, what the busiest network card has to carry): no way of hiding gets below."""
     ranks: tuple[RankBreakdown, ...]
     """Of the replicas that differ: one, unless hosts hold parts of several."""
     early_gathers: int | None
@@ -139,6 +141,7 @@ def _breakdown(rank: _C.RankBreakdown) -> RankBreakdown:
         hidden_dp_ms=rank.hidden_dp_ns / 1e6,
         pp_bytes=rank.pp_bytes,
         dp_bytes=rank.dp_bytes,
+        exposed_tp_ms=rank.exposed_tp_ns / 1e6,
     )
 
 

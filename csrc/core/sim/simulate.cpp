@@ -47,7 +47,8 @@ TrainingStep simulate_step(const Schedule& schedule, const ClusterModel& model, 
   result.ranks.resize(static_cast<std::size_t>(model.distinct_replicas(shape.pp) * shape.pp));
   for (int rank = 0; rank < static_cast<int>(result.ranks.size()); ++rank) {
     RankBreakdown& account = result.ranks[static_cast<std::size_t>(rank)];
-    account.compute_ns = run.compute_ns(rank % shape.pp);
+    account.exposed_tp_ns = run.exposed_tp_ns(rank % shape.pp);
+    account.compute_ns = run.compute_ns(rank % shape.pp) - account.exposed_tp_ns;
     account.pp_bytes = run.message_bytes(rank);
     account.dp_bytes = run.dp_bytes(rank);
   }
@@ -57,7 +58,7 @@ TrainingStep simulate_step(const Schedule& schedule, const ClusterModel& model, 
   const std::int64_t ideal = without_dp_sync(program, model, false, options);
   result.limit_ns = std::max(ideal, run.network().duration(run.busiest_card_bytes()));
   for (RankBreakdown& account : result.ranks) {
-    account.bubble_ns = ideal - account.compute_ns;
+    account.bubble_ns = ideal - account.compute_ns - account.exposed_tp_ns;
     account.exposed_pp_ns = with_messages - ideal;
     account.exposed_dp_ns = result.step_ns - with_messages;
     account.hidden_dp_ns = std::max<std::int64_t>(0, run.network().duration(account.dp_bytes) - account.exposed_dp_ns);
