@@ -168,24 +168,31 @@ def main() -> None:
     if options.rank is not None:
         work(options.rank)
         return
-    from fold3d.plan.space.tp_overlap import even_regions, ring_seconds, seconds
+    from fold3d.plan.costs import NetworkCosts, TpExchange
+    from fold3d.plan.space.tp_times import even_regions, layers_seconds, traffic
 
     request = {"layers": options.layers, "steps": options.steps}
     with NamespaceHosts(RANKS, Link(rate_mbit=10_000)) as hosts:
         compute = max(answer["seconds"] for answer in ask(hosts, [{"what": "compute"} | request])[0])
     size = 4 * BATCH * LENGTH * WIDTH
     sums = SUMS_PER_LAYER * options.layers
-    bandwidth = sums * ring_seconds(size, RANKS, 1.0, 0.0) / (options.ratio * compute)
+    sent = sums * traffic(TpExchange(size), RANKS)[0]
+    bandwidth = sent / (options.ratio * compute)
     with NamespaceHosts(RANKS, Link(rate_mbit=8e-6 * bandwidth)) as hosts:
         (answers,) = ask(hosts, [{"what": "compare"} | request])
         description = hosts.description
-    sync = sums * ring_seconds(size, RANKS, bandwidth, 0.0)
+    sync = sent / bandwidth
     medians = {s: statistics.median(map(max, zip(*(a["times"][s] for a in answers), strict=True))) for s in SYSTEMS}
+    network = NetworkCosts(
+        pp_latency=0.0, pp_bandwidth=1.0, dp_bandwidth=1.0, hop_latency=0.0, tp_bandwidth=bandwidth, tp_latency=0.0
+    )
     # A forward is a third of the computing and half of the sums.
-    parts = [(compute / 3, sync / 2), (2 * compute / 3, sync / 2)]
     expected = {
         overlap: sum(
-            seconds(even_regions(options.layers, c / options.layers, s / options.layers), overlap) for c, s in parts
+            layers_seconds(
+                options.layers, even_regions(c / options.layers, [TpExchange(size)] * 2, RANKS, network), overlap
+            )
+            for c in (compute / 3, 2 * compute / 3)
         )
         for overlap in ("none", "sub")
     }

@@ -314,6 +314,8 @@ class ClusterModel:
     buckets: list[list[tuple[int, int, int, bool]]]
     forward_ns: list[int]
     backward_ns: list[int]
+    forward_tp_ns: list[int]
+    backward_tp_ns: list[int]
     layers: list[int]
     activation_bytes: list[int]
     gradient_bytes: list[int]
@@ -325,6 +327,8 @@ class ClusterModel:
 class RankBreakdown:
     @property
     def compute_ns(self) -> int: ...
+    @property
+    def exposed_tp_ns(self) -> int: ...
     @property
     def bubble_ns(self) -> int: ...
     @property

@@ -64,8 +64,8 @@ class ParallelConfig:
     """Recompute each block in the backward pass instead of keeping its activations."""
     tp_overlap: str = AUTO
     """How TP.sync is hidden: "sub": two halves of every micro-batch take turns, one computes while the other
-    communicates; "none": every sum is waited for. "auto": both are tried for three steps each, the faster one stays.
-    The numbers are the same."""
+    communicates; "none": every sum is waited for. "auto": both are predicted from measured times, and where the
+    predictions are close tried for three steps each; the faster one stays. The numbers are the same."""
     sequence_parallel: bool | str = AUTO
     """Whether the ranks of a tensor-parallel group share the sequence where they do not share weights, too: norms,
     residual sums and dropout work on 1 / tp of it, which takes 1 / tp of their memory and sends no more. "auto": where

@@ -94,6 +94,8 @@ void bind_model(py::module_& module) {
       .def_property("buckets", &buckets_of, &set_buckets)
       .def_readwrite("forward_ns", &ClusterModel::forward_ns)
       .def_readwrite("backward_ns", &ClusterModel::backward_ns)
+      .def_readwrite("forward_tp_ns", &ClusterModel::forward_tp_ns)
+      .def_readwrite("backward_tp_ns", &ClusterModel::backward_tp_ns)
       .def_readwrite("layers", &ClusterModel::layers)
       .def_readwrite("activation_bytes", &ClusterModel::activation_bytes)
       .def_readwrite("stash_bytes", &ClusterModel::stash_bytes)
@@ -105,6 +107,7 @@ void bind_model(py::module_& module) {
 void bind_step(py::module_& module) {
   py::class_<RankBreakdown>(module, "RankBreakdown", "Where a simulated rank's step goes.")
       .def_readonly("compute_ns", &RankBreakdown::compute_ns)
+      .def_readonly("exposed_tp_ns", &RankBreakdown::exposed_tp_ns)
       .def_readonly("bubble_ns", &RankBreakdown::bubble_ns)
       .def_readonly("exposed_pp_ns", &RankBreakdown::exposed_pp_ns)
       .def_readonly("exposed_dp_ns", &RankBreakdown::exposed_dp_ns)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from fold3d.cli import breakdown, model_option, tp_option
@@ -62,13 +63,14 @@ def run(options: argparse.Namespace) -> None:
 
 def _job(options: argparse.Namespace) -> Job:
     from fold3d.config import ParallelConfig
+    from fold3d.device import default_device
     from fold3d.plan.costs import ACTION_SECONDS, BUCKET_SECONDS, NetworkCosts
     from fold3d.plan.job import Job
     from fold3d.plan.space.recompute import KNOB as RECOMPUTE
     from fold3d.profile.assumed import assumed_profile
     from fold3d.profile.layers import profile_model
     from fold3d.profile.shard import of_a_shard
-    from fold3d.profile.tp_sync import with_tp_sync
+    from fold3d.profile.tp_sync import halves_factor, with_tp_sync
     from fold3d.splitting.plan_sharding import plan_sharding
     from fold3d.trace import trace
 
@@ -81,7 +83,7 @@ def _job(options: argparse.Namespace) -> Job:
         raise ConfigError(f"--world-size is {options.world_size}; it must be below {1 << 31}")
     sizes = {"tp": options.tp, "pp": options.pp, "micro_batches": options.micro_batches}
     config = ParallelConfig(**sizes, memory_limit=options.memory_limit)
-    link = tp_option.link_of(options)
+    link = tp_option.link_of(options, has_tp=options.tp > 1)
     dp = config.resolve_dp(options.world_size)
     model, example = model_option.load(options)
     if example is None:
@@ -91,21 +93,23 @@ def _job(options: argparse.Namespace) -> Job:
     recompute = options.recompute is not None and RECOMPUTE.read(options.recompute)
     print(f"{model_option.describe(model)}; a micro-batch: {model_option.shapes_of(example)}")
     if options.measure:
-        from fold3d.device import default_device
-
         profile = profile_model(model, traced, example, default_device(), recompute=recompute)
     else:
         speed = options.tflops * 1e12
         profile = assumed_profile(model, traced, example, flops_per_second=speed, recompute=recompute)
     if options.tp > 1:
         shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-        sharding = plan_sharding(model, traced, example, options.tp)
-        profile = with_tp_sync(of_a_shard(profile, traced, sharding, shapes), traced, sharding, **link)
+        sharding = plan_sharding(model, traced, example, options.tp, sequence_parallel=bool(config.sequence_parallel))
+        profile = with_tp_sync(of_a_shard(profile, traced, sharding, shapes), model, traced, sharding, example)
+        if options.measure:
+            profile = replace(profile, halves_factor=halves_factor(model, traced, example, default_device()))
     latency, bandwidth = options.latency / 1e6, options.bandwidth * 1e9 / 8
     return Job(
         trace=traced,
         profile=profile,
-        network=NetworkCosts(pp_latency=latency, pp_bandwidth=bandwidth, dp_bandwidth=bandwidth, hop_latency=latency),
+        network=NetworkCosts(
+            pp_latency=latency, pp_bandwidth=bandwidth, dp_bandwidth=bandwidth, hop_latency=latency, **link
+        ),
         dp=dp,
         tp=options.tp,
         pp=options.pp,

@@ -30,6 +30,7 @@ def add(subcommands: Any) -> None:
     )
     cluster = made.add_argument_group("cluster")
     tp_option.add(cluster)
+    cluster.add_argument("--tp-overlap", metavar="WAY", help="that hides their sums: sub, none or auto, the default")
     cluster.add_argument("--dp", type=int, default=2, help="replicas, default 2")
     cluster.add_argument("--bandwidth", type=float, default=10.0, metavar="GBIT", help="per host and way, default 10")
     cluster.add_argument("--latency", type=float, default=50.0, metavar="US", help="of a message, default 50")
@@ -50,26 +51,36 @@ def run(options: argparse.Namespace) -> None:
     """Prints the breakdown of the simulated step. Raises: ConfigError for values that do not fit each other."""
     from fold3d import schedule as schedules
     from fold3d.plan.cluster_model import Cluster, Work
+    from fold3d.plan.costs import NetworkCosts, TpExchange
     from fold3d.plan.simulator import predict
-    from fold3d.plan.space.tp_overlap import layers_seconds, ring_seconds
+    from fold3d.plan.space.tp_times import even_regions, layers_seconds
 
     if options.png and importlib.util.find_spec("matplotlib") is None:
         raise ConfigError("--png needs matplotlib, which is not installed: pip install matplotlib")
     schedule = schedule_option.schedule_of(options, "simulate")
     schedules.validate(schedule)
     layers = 2 * schedule.segments if options.layers is None else options.layers
-    link = tp_option.link_of(options)
-    summed = 2 * ring_seconds(round(options.activation * 1e6), options.tp, link["bandwidth"], link["latency"])
+    if options.tp < 1:
+        raise ConfigError(f"--tp is {options.tp}; it must be positive")
+    link, overlap = tp_option.link_of(options, has_tp=options.tp > 1), tp_option.overlap_of(options)
+    network = NetworkCosts(pp_latency=0.0, pp_bandwidth=1.0, dp_bandwidth=1.0, hop_latency=0.0, **link)
+    sums = [TpExchange(round(options.activation * 1e6))] * 2
 
-    def with_sums(milliseconds: float) -> float:
+    def waits(milliseconds: float) -> float:
         if options.tp == 1 or layers < 1:
-            return milliseconds / 1e3
-        return layers_seconds(layers, milliseconds / 1e3 / layers, summed, link["overlap"])
+            return 0.0
+        regions = even_regions(milliseconds / 1e3 / layers, sums, options.tp, network)
+        return max(0.0, layers_seconds(layers, regions, overlap) - milliseconds / 1e3)
 
+    forward = _positive(options, "forward")
+    backward = 2 * forward if options.backward is None else _positive(options, "backward")
+    forward_tp, backward_tp = waits(forward), waits(backward)
     work = Work.even(
         schedule,
-        forward=with_sums(_positive(options, "forward")),
-        backward=with_sums(2 * options.forward if options.backward is None else _positive(options, "backward")),
+        forward=forward / 1e3 + forward_tp,
+        backward=backward / 1e3 + backward_tp,
+        forward_tp=forward_tp,
+        backward_tp=backward_tp,
         layers=layers,
         activation_bytes=round(options.activation * 1e6),
         gradient_bytes=round(options.gradients * 1e6),

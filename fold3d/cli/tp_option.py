@@ -10,39 +10,37 @@ from fold3d.errors import ConfigError
 
 
 class Link(TypedDict):
-    """Of a rank within its tensor-parallel group."""
+    """Of a rank within its tensor-parallel group, as NetworkCosts calls it."""
 
-    bandwidth: float
+    tp_bandwidth: float
     """Bytes per second."""
-    latency: float
-    """Of a message, in seconds."""
-    overlap: str
-    """How sums are hidden: one of TP_OVERLAP, or "auto"."""
+    tp_latency: float
+    """Of a hop, in seconds."""
 
 
 def add(group: Any) -> None:
-    """Adds them to a group of options that has --tp elsewhere."""
+    """Adds them to a group of options that has --tp and --tp-overlap elsewhere."""
     group.add_argument(
         "--tp-bandwidth", type=float, metavar="GBIT", help="per process among those that share weights, default 100"
     )
     group.add_argument("--tp-latency", type=float, metavar="US", help="of a message among those, default 10")
-    group.add_argument("--tp-overlap", metavar="WAY", help="that hides their sums: sub, none or auto, the default")
 
 
-def link_of(options: argparse.Namespace) -> Link:
+def link_of(options: argparse.Namespace, *, has_tp: bool) -> Link:
     """Returns what was asked for. Raises: ConfigError for what makes no sense, or has no effect without --tp."""
-    if options.tp < 1:
-        raise ConfigError(f"--tp is {options.tp}; it must be positive")
     numbers = {"--tp-bandwidth": options.tp_bandwidth, "--tp-latency": options.tp_latency}
     for name, value in {**numbers, "--tp-overlap": options.tp_overlap}.items():
-        if value is not None and options.tp == 1:
+        if value is not None and not has_tp:
             raise ConfigError(f"{name}={value} has no effect without --tp; remove it, or add --tp 2")
     for name, value in numbers.items():
         if value is not None and not 0 < value < 1e9:
             raise ConfigError(f"{name} is {value:g}; it must be positive, and below 1e9")
-    overlap = options.tp_overlap or AUTO
+    return Link(tp_bandwidth=(options.tp_bandwidth or 100.0) * 1e9 / 8, tp_latency=(options.tp_latency or 10.0) / 1e6)
+
+
+def overlap_of(options: argparse.Namespace) -> str:
+    """Returns how sums are hidden. Raises: ConfigError for another way."""
+    overlap: str = options.tp_overlap or AUTO
     if overlap not in (AUTO, *TP_OVERLAP):
         raise ConfigError(f"--tp-overlap is {overlap!r}; it must be one of {', '.join((AUTO, *TP_OVERLAP))}")
-    return Link(
-        bandwidth=(options.tp_bandwidth or 100.0) * 1e9 / 8, latency=(options.tp_latency or 10.0) / 1e6, overlap=overlap
-    )
+    return overlap

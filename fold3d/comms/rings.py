@@ -127,19 +127,31 @@ def find_hosts(groups: Groups) -> Hosts:
     return Hosts(stages=numbers(world.pipeline), replicas=numbers(world.data), shards=numbers(world.tensor))
 
 
-def warn_of_hosts(hosts: Hosts, world: WorldGroup) -> None:
-    """Says once what it costs where a tensor-parallel group has ranks on several hosts; all ranks of the job call."""
-    tp = world.topology.tp
-    spread = world.gather(len(set(hosts.shards))) if tp > 1 else None
-    if spread is not None and max(spread) > 1:
-        logger.warning(
-            "tp=%d: a tensor-parallel group is spread over %d hosts, so in every block, forward and backward, all wait "
-            "for sums of activations over the network; start a multiple of %d processes on each host, or lower tp and "
-            "raise pp",
-            tp,
-            max(spread),
-            tp,
-        )
+def spread_of_shards(world: WorldGroup) -> int:
+    """Returns on how many hosts the ranks of a tensor-parallel group lie, of the one with most; the same on every rank.
+    All ranks of the job call."""
+    topology = world.topology
+    if topology.tp == 1:
+        return 1
+    groups = [topology.shards(replica, stage) for replica in range(topology.dp) for stage in range(topology.pp)]
+    return world.decide(_host_identity(), lambda hosts: max(len({hosts[rank] for rank in ranks}) for ranks in groups))
+
+
+def warn_of_hosts(spread: int, topology: Topology, cost: str) -> None:
+    """Says once what it costs where a tensor-parallel group has ranks on several hosts.
+
+    Args:
+        spread: from `spread_of_shards`.
+        cost: what TP.sync was measured to take; empty where it was not.
+    """
+    if spread == 1 or topology.rank != 0:
+        return
+    logger.warning(
+        "tp=%d: a tensor-parallel group is spread over %d hosts, so in every block, forward and backward, all wait "
+        "for sums of activations over the network%s; start a multiple of %d processes on each host, or lower tp and "
+        "raise pp",
+        *(topology.tp, spread, f": {cost}" if cost else "", topology.tp),
+    )
 
 
 def join_nic_arbiter(topology: Topology, groups: Groups, job: str, preempt: bool) -> _C.NicArbiter:

@@ -18,17 +18,18 @@ from torch.optim import Optimizer
 from fold3d import _C
 from fold3d.comms.consistency import agree
 from fold3d.comms.groups import Groups
-from fold3d.comms.rings import connect_replicas, connect_shards, find_hosts, join_nic_arbiter, warn_of_hosts
+from fold3d.comms.rings import connect_replicas, connect_shards, find_hosts, join_nic_arbiter
 from fold3d.comms.tcp import connect_stages, uses_tcp
 from fold3d.comms.world_group import WorldGroup
 from fold3d.config import ParallelConfig
 from fold3d.data_parallel.bucket_schedule import BucketSchedule
 from fold3d.data_parallel.dp_sync import DpSync
 from fold3d.data_parallel.one_replica import OneReplica
-from fold3d.engine import planner
 from fold3d.engine.built import BuiltRank
 from fold3d.engine.pipeline import Pipeline
-from fold3d.engine.replanner import Replanner
+from fold3d.engine.planning import planner
+from fold3d.engine.planning.replanner import Replanner
+from fold3d.engine.planning.tp_forecast import TpForecast, forecast_of, predict_tp_sync, warn_of_spread
 from fold3d.engine.step import Step
 from fold3d.engine.step_recorder import StepRecorder
 from fold3d.errors import Fold3dError, RankError
@@ -40,6 +41,7 @@ from fold3d.plan.job import Job
 from fold3d.plan.programs import Programs
 from fold3d.plan.proposal import Proposal
 from fold3d.plan.resolve import needs_planner, unplanned
+from fold3d.plan.space.tp_overlap import KNOB as TP_OVERLAP
 from fold3d.plan.strategy import Ranges, Strategy
 from fold3d.stage.micro_batch import ModelCall
 from fold3d.stage.model_chunk import PipelineChunk
@@ -142,6 +144,7 @@ def cut_model(
         else:
             strategy = proposed[1].strategy
     ranges: Ranges = ((0, 0),)
+    forecast: TpForecast | None = None if proposed is None or sharding is None else forecast_of(*proposed)
     try:
         if error is not None:
             raise error
@@ -152,6 +155,15 @@ def cut_model(
     if topology.dp > 1 and strategy is None:  # replicas have recorded micro-batches of different sizes
         agree(world, "", number, error)
         ranges = world.share(ranges, timeout=world.patience)
+    if sharding is not None:
+        agree(world, "", number, error)
+        assert recording is not None, "what has shards was recorded"
+        if strategy is None:
+            strategy, forecast = predict_tp_sync(
+                *(model, recording, config, unplanned(config, constraints, topology.dp, ranges), world),
+                *(order.device, example, order.autocast, sharding),
+            )
+        warn_of_spread(forecast, world)
     cut: RankModel | None = None
     try:
         if error is not None:
@@ -213,7 +225,6 @@ def _connect(
     undo.callback(groups.close)
     arbiter = join_nic_arbiter(topology, groups, model.name, config.preempt)
     hosts = find_hosts(groups)
-    warn_of_hosts(hosts, world)
     shards: _C.TensorSync | None = None
     if topology.tp > 1:
         shards = connect_shards(topology, groups, arbiter, timeout, over_tcp=over_tcp, hosts=hosts)
@@ -224,7 +235,8 @@ def _connect(
     turning = TurningOps(group, Turns())
     if topology.tp > 1:
         cut.connect(KeptSums(turning))
-    overlap = OverlapTrial(config.tp_overlap if topology.tp > 1 else "none", partial(_slowest, world))
+    way = TP_OVERLAP.of(model.strategy) if topology.tp > 1 else "none"
+    overlap = OverlapTrial(way, partial(_slowest, world))
     _share_weights(cut, groups)
     sync: DpSync | OneReplica
     if topology.dp > 1:

@@ -25,7 +25,7 @@ from fold3d.data_parallel.optimizer.hooks import OptimizerHooks
 from fold3d.device import rng_untouched
 from fold3d.engine.loss_scaler import LossScaler
 from fold3d.engine.pipeline import Pipeline
-from fold3d.engine.replanner import Replanner
+from fold3d.engine.planning.replanner import Replanner
 from fold3d.engine.step_recorder import StepRecorder
 from fold3d.faults.supervisor import Supervisor
 from fold3d.observe.step_breakdown import StepBreakdown
@@ -202,7 +202,9 @@ class Step:
         """
         if self._recorder.holds_step:
             self._recorder.extend_by_waits()
-            self._replanner.observe(self._recorder.records, self._recorder.step_ms)
+            # Steps in which ways of hiding TP.sync are tried in turns are no sample of those to come.
+            if self._overlap.is_decided:
+                self._replanner.observe(self._recorder.records, self._recorder.step_ms, self._recorder.exposed_tp_ms)
         if not self._replanner.is_due:
             return None
         sync = self._sync if isinstance(self._sync, DpSync) else None

@@ -49,6 +49,13 @@ class StepRecorder:
         return (self._bounds[1] - self._bounds[0]) / NS_PER_MS
 
     @property
+    def exposed_tp_ms(self) -> float | None:
+        """For how long the rank waited for TP.sync in the step so far; None: nobody counts it."""
+        if self._shards is None:
+            return None
+        return (self._shards_after["waited_ns"] - self._shards_before["waited_ns"]) / NS_PER_MS
+
+    @property
     def holds_step(self) -> bool:
         """Whether the last run was a step of training."""
         return self._trains

@@ -117,6 +117,9 @@ class StepBreakdown:
             beside |= {"offload_hidden_ms": self.hidden_offload_ms, "offload_gb": self.offload_bytes / 1e9}
         if self.predicted_ms is not None:
             beside |= {"predicted_step_ms": self.predicted_ms}
+        # Where nobody counts TP.sync, steps that were measured cannot tell it from computing.
+        if self.predicted is not None and tp > 1 and (self.exposed_tp_ms is not None or self.predicted.exposed_tp_ms):
+            beside |= {"predicted_tp_exposed_ms": self.predicted.exposed_tp_ms}
         if self.predicted is not None and pp > 1:
             beside |= {
                 "predicted_bubble_ms": self.predicted.bubble_ms,

@@ -43,6 +43,9 @@ class Work:
     stash_bytes: tuple[int, ...] = ()
     """What a stash of a micro-batch copies to the pool, and back, where the schedule has its OFFLOAD; none: copies are
     free."""
+    forward_tp: tuple[float, ...] = ()
+    """Seconds, part of `forward`: waiting for TP.sync; empty where there is none."""
+    backward_tp: tuple[float, ...] = ()
     update: tuple[float, ...] = ()
     """Seconds of the whole optimizer update of a chunk on one rank; none: part of the forwards, or left out."""
     buckets: tuple[tuple[BucketCost, ...], ...] = ()
@@ -60,11 +63,14 @@ class Work:
         layers: int,
         activation_bytes: int,
         gradient_bytes: int,
+        forward_tp: float = 0.0,
+        backward_tp: float = 0.0,
     ) -> Work:
         """Returns the work of a model that is cut evenly: equal stages, segments that differ by at most a layer.
 
         Args:
             forward, backward: seconds of one micro-batch on one rank, all its segments together.
+            forward_tp, backward_tp: parts of them that are waiting for TP.sync.
             layers: of one rank.
             activation_bytes: between two chunks, for one micro-batch.
             gradient_bytes: of one rank.
@@ -78,6 +84,8 @@ class Work:
         return Work(
             forward=tuple(forward * n / layers for n in mine),
             backward=tuple(backward * n / layers for n in mine),
+            forward_tp=tuple(forward_tp * n / layers for n in mine),
+            backward_tp=tuple(backward_tp * n / layers for n in mine),
             layers=tuple(mine),
             activation_bytes=(activation_bytes,) * len(mine),
             gradient_bytes=tuple(gradient_bytes * n // layers for n in mine),
@@ -161,6 +169,8 @@ def cluster_model(
     model.bucket_ns = _ns(cluster.bucket_seconds)
     model.forward_ns = [_ns(seconds) for seconds in work.forward]
     model.backward_ns = [_ns(seconds) for seconds in work.backward]
+    model.forward_tp_ns = _parts(work.forward_tp, model.forward_ns)
+    model.backward_tp_ns = _parts(work.backward_tp, model.backward_ns)
     model.activation_bytes = list(work.activation_bytes)
     model.update_ns = [_ns(seconds) for seconds in work.update]
     model.stash_bytes = list(work.stash_bytes)
@@ -183,6 +193,11 @@ def cluster_model(
 
 def _ns(seconds: float) -> int:
     return round(_NS * seconds)
+
+
+def _parts(seconds: Sequence[float], whole_ns: Sequence[int]) -> list[int]:
+    """Returns parts of times: rounded by themselves they could be larger."""
+    return [min(_ns(part), whole) for part, whole in zip(seconds, whole_ns, strict=True)] if seconds else []
 
 
 def early_gathers_to_try(buckets: int, count: int) -> list[int]:

@@ -19,6 +19,20 @@ BUCKET_SECONDS = 5e-4
 _FASTEST = 1e13  # bytes per second, where there is no network
 
 
+@dataclass(frozen=True, slots=True)
+class TpExchange:
+    """One TP.sync: what the ranks that share a layer do with a tensor of a micro-batch."""
+
+    bytes: int
+    """Of the whole tensor, the same on every rank."""
+    trips: int = 2
+    """Round the ring: 2 of an all-reduce; 1 of a reduce-scatter or an all-gather, its halves."""
+
+
+Exchanges = tuple[tuple[TpExchange, ...], ...]
+"""Per layer, in their order."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Profile:
     """Costs of one micro-batch and one update. "Per layer" has blocks + 2 entries: prologue, blocks, epilogue."""
@@ -41,6 +55,15 @@ class Profile:
     """State that the optimizer keeps, per byte of gradients."""
     measured: bool
     """False: no layer could be run alone; forward and backward are shares of FLOPs."""
+    tp_forward: Exchanges = ()
+    """Per layer: TP.sync of its forward; empty without tensor parallelism."""
+    tp_backward: Exchanges = ()
+    halves_factor: float | None = None
+    """What computing a micro-batch in two halves takes, relative to computing it whole; None: it cannot be divided."""
+    exposed_forward: tuple[float, ...] = ()
+    """Seconds per layer, part of `forward`: waiting for TP.sync, once it is decided how that is hidden
+    (`space.tp_overlap`); empty before, and where nothing is waited for."""
+    exposed_backward: tuple[float, ...] = ()
 
     @staticmethod
     def agreed(profiles: Sequence[Profile]) -> Profile:
@@ -49,12 +72,14 @@ class Profile:
         def middle(name: str) -> tuple[float, ...]:
             return tuple(median(times) for times in zip(*(getattr(p, name) for p in profiles), strict=True))
 
+        factors = [profile.halves_factor for profile in profiles]
         return replace(
             profiles[0],
             forward=middle("forward"),
             backward=middle("backward"),
             update_seconds=median(profile.update_seconds for profile in profiles),
             measured=all(profile.measured for profile in profiles),
+            halves_factor=None if None in factors else median(factor for factor in factors if factor is not None),
         )
 
 
@@ -70,6 +95,10 @@ class NetworkCosts:
     """Bytes per second that a rank sends while gradients are summed."""
     hop_latency: float
     """Seconds for a hop of the ring of replicas."""
+    tp_bandwidth: float = math.inf
+    """Bytes per second that a rank sends in its tensor-parallel group."""
+    tp_latency: float = 0.0
+    """Seconds for a hop in the group."""
 
     @property
     def bandwidth(self) -> float:

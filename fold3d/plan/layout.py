@@ -50,11 +50,15 @@ def layout_of(job: Job, ranges: Ranges, bucket_bytes: int) -> Layout:
     """Returns what the chunks of `ranges` cost, with buckets of at least `bucket_bytes` (cut_buckets)."""
     profile = job.profile
     forward, backward, kept, weights, trained, update, buckets = [], [], [], [], [], [], []
+    forward_tp: list[float] = []
+    backward_tp: list[float] = []
     for layers in chunk_layers(job.trace, ranges, job.pp):
         times = [(profile.forward[layer.block + 1], profile.backward[layer.block + 1]) for layer in layers]
         sizes = [sum(profile.gradient_bytes[name] for name in layer.parameters) for layer in layers]
         forward.append(sum(time for time, _ in times))
         backward.append(sum(time for _, time in times))
+        for waits, known in ((forward_tp, profile.exposed_forward), (backward_tp, profile.exposed_backward)):
+            waits.append(sum(known[layer.block + 1] for layer in layers) if known else 0.0)
         kept.append([profile.layers[layer.block + 1] for layer in layers])
         names = [name for layer in layers for name in layer.parameters]
         weights.append(sum(profile.parameter_bytes[name] for name in names))
@@ -76,6 +80,8 @@ def layout_of(job: Job, ranges: Ranges, bucket_bytes: int) -> Layout:
         bucket_bytes=bucket_bytes,
         forward=tuple(forward),
         backward=tuple(backward),
+        forward_tp=tuple(forward_tp),
+        backward_tp=tuple(backward_tp),
         activation_bytes=tuple(profile.activation_bytes[end - 1] for _, end in ranges),
         activations=tuple(activations_of(layers, arriving) for layers, arriving in zip(kept, sent, strict=True)),
         parameter_bytes=tuple(weights),

@@ -50,9 +50,10 @@ class Proposal:
     @property
     def table(self) -> str:
         """A small table for people: the settings, where a step's time goes, what else was tried, how to pin them."""
-        slowest = max(self.prediction.ranks, key=lambda rank: rank.compute_ms)
+        slowest = max(self.prediction.ranks, key=lambda rank: rank.compute_ms + rank.exposed_tp_ms)
         parts = (
             ("compute", slowest.compute_ms),
+            ("exposed TP.sync", slowest.exposed_tp_ms),
             ("bubble", slowest.bubble_ms),
             ("exposed PP.sync", slowest.exposed_pp_ms),
             ("exposed DP.sync", slowest.exposed_dp_ms),

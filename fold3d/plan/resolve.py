@@ -82,9 +82,8 @@ def unplanned(config: ParallelConfig, constraints: Constraints, dp: int, ranges:
     Args:
         ranges: blocks of every chunk, segments * pp.
     """
-    given = {knob.name: knob.text(knob.default) for knob in registry.KNOBS if not knob.has_field} | dict(
-        constraints.settings
-    )
+    others = registry.in_settings(config.tp)
+    given = {knob.name: knob.text(knob.default) for knob in others} | dict(constraints.settings)
     return Strategy(
         dp=dp,
         pp=config.pp,
@@ -95,5 +94,5 @@ def unplanned(config: ParallelConfig, constraints: Constraints, dp: int, ranges:
         group_size=constraints.group_size,
         dp_sync=constraints.dp_sync or dp_sync.DEFAULT,
         bucket_bytes=DEFAULT_BUCKET_BYTES if constraints.bucket_bytes is None else constraints.bucket_bytes,
-        settings=tuple((knob.name, given[knob.name]) for knob in registry.KNOBS if knob.name in given),
+        settings=tuple((knob.name, given[knob.name]) for knob in others),
     )

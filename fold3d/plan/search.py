@@ -33,6 +33,9 @@ _EQUAL = 1.003
 """Steps within this factor are equal: then fewer segments win, and the kinds of DP.sync in this order."""
 _KINDS = ("early", MIXED, "zero1", "serial")
 _WORTH_A_CHANGE = 0.97
+DECISIVE = 1.1
+"""Predictions that differ by less leave a knob to real steps that can be left to them: measured layers and links are
+right to some percent."""
 _RUNNERS_UP = 4
 _MUCH_WORK = 25_000
 """Compute actions per step of all stages from which the search looks at fewer candidates."""
@@ -132,16 +135,57 @@ def search(job: Job, constraints: Constraints | None = None) -> Proposal:
     """
     constraints = constraints or Constraints()
     registry.check(constraints)
-    best: tuple[_Search, _Candidate, _Candidate] | None = None
+    found: list[_Found] = []
     for settings in registry.settings_to_try(job, constraints):
         state = _Search(registry.with_costs(job, settings), constraints, settings)
         heuristic = _try_all(state)
-        winner = state.winner()
-        if best is None or state.rank(winner) < best[0].rank(best[1]):
-            best = state, winner, heuristic
-    if best is None:
+        found.append(_Found(state, state.winner(), heuristic))
+    if not found:
         raise ConfigError("a knob of the registry has no candidates for this job")
-    return _proposal(*best)
+    best = min(found, key=lambda one: one.state.rank(one.winner))
+    settings, remarks = _settled(best, found)
+    proposal = _proposal(best.state, best.winner, best.heuristic)
+    return replace(
+        proposal,
+        strategy=replace(proposal.strategy, settings=settings),
+        remarks=(*proposal.remarks, *remarks),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """What came out with one combination of settings."""
+
+    state: _Search
+    winner: _Candidate
+    heuristic: _Candidate
+
+
+def _settled(best: _Found, found: Sequence[_Found]) -> tuple[tuple[tuple[str, str], ...], list[str]]:
+    """Returns the best settings, with what real steps are to decide where predictions are too close, and why."""
+    settled, remarks = dict(best.state.settings), []
+    for knob in registry.in_settings(best.state.job.tp):
+        if knob.undecided is None:
+            continue
+        # The search is free to change everything else with it, but not other settings.
+        others = [
+            one
+            for one in found
+            if {name for name, text in one.state.settings if text != dict(best.state.settings)[name]} == {knob.name}
+            and one.state.fits(one.winner)
+        ]
+        if not others:
+            continue
+        second = min(others, key=lambda one: one.winner.step_ns)
+        mine, other = settled[knob.name], dict(second.state.settings)[knob.name]
+        close = second.winner.step_ns < DECISIVE * best.winner.step_ns
+        if close:
+            settled[knob.name] = knob.text(knob.undecided)
+        remarks.append(
+            f"{knob.name}: {mine} takes {best.winner.step_ns / 1e6:.1f} ms a step, {other} "
+            f"{second.winner.step_ns / 1e6:.1f}: " + ("too close to tell, real steps decide" if close else mine)
+        )
+    return tuple(settled.items()), remarks
 
 
 def _try_all(state: _Search) -> _Candidate:
@@ -179,7 +223,13 @@ def decide(job: Job, constraints: Constraints, steps_parts: Callable[[], bool]) 
     return early if fits or not steps_parts() else search(job, constraints)
 
 
-def recheck(job: Job, strategy: Strategy, forward_ms: Sequence[float], backward_ms: Sequence[float]) -> Proposal | None:
+def recheck(
+    job: Job,
+    strategy: Strategy,
+    forward_ms: Sequence[float],
+    backward_ms: Sequence[float],
+    tp_ms: tuple[Sequence[float], Sequence[float]] | None = None,
+) -> Proposal | None:
     """Returns a better strategy for the times that a run measured, or None if none is better by 3 %.
 
     The cut, the buckets and their modes stay, so weights and optimizer state stay where they are; schedule, N and the
@@ -187,6 +237,7 @@ def recheck(job: Job, strategy: Strategy, forward_ms: Sequence[float], backward_
 
     Args:
         forward_ms, backward_ms: of every chunk, for one micro-batch.
+        tp_ms: the parts of both in which TP.sync was waited for; None: nobody counts them, the shares stay.
     Raises: ConfigError unless there is one of each per chunk.
     """
     if not len(forward_ms) == len(backward_ms) == strategy.num_chunks:
@@ -196,7 +247,7 @@ def recheck(job: Job, strategy: Strategy, forward_ms: Sequence[float], backward_
         )
     # What an action costs beside its layers was measured with them, and so was what settings cost.
     job = registry.with_costs(job, strategy.settings)
-    measured = replace(_with_times(job, strategy.ranges, forward_ms, backward_ms), action_seconds=0.0)
+    measured = replace(_with_times(job, strategy.ranges, forward_ms, backward_ms, tp_ms), action_seconds=0.0)
     constraints = Constraints(
         ranges=strategy.ranges,
         bucket_bytes=strategy.bucket_bytes,
@@ -306,15 +357,39 @@ def _remarks(state: _Search, winner: _Candidate) -> list[str]:
     return remarks
 
 
-def _with_times(job: Job, ranges: Ranges, forward_ms: Sequence[float], backward_ms: Sequence[float]) -> Job:
+def _with_times(
+    job: Job,
+    ranges: Ranges,
+    forward_ms: Sequence[float],
+    backward_ms: Sequence[float],
+    tp_ms: tuple[Sequence[float], Sequence[float]] | None,
+) -> Job:
     """Returns the job with its layers' times scaled so that each chunk takes what was measured."""
-    forward, backward = list(job.profile.forward), list(job.profile.backward)
-    last = len(ranges) - 1
-    for chunk, (lo, hi) in enumerate(ranges):
-        layers = range(lo + (chunk > 0), hi + 1 + (chunk == last))
-        for times, measured in ((forward, forward_ms), (backward, backward_ms)):
-            whole = sum(times[layer] for layer in layers)
-            for layer in layers:
-                share = times[layer] / whole if whole > 0 else 1 / len(layers)
-                times[layer] = share * measured[chunk] / 1e3
-    return replace(job, profile=replace(job.profile, forward=tuple(forward), backward=tuple(backward)))
+    profile, last = job.profile, len(ranges) - 1
+    layers = [range(lo + (chunk > 0), hi + 1 + (chunk == last)) for chunk, (lo, hi) in enumerate(ranges)]
+
+    def scaled(times: Sequence[float], measured_ms: Sequence[float]) -> tuple[float, ...]:
+        made = list(times)
+        for mine, milliseconds in zip(layers, measured_ms, strict=True):
+            whole = sum(times[layer] for layer in mine)
+            for layer in mine:
+                made[layer] = (times[layer] / whole if whole > 0 else 1 / len(mine)) * milliseconds / 1e3
+        return tuple(made)
+
+    forward, backward = scaled(profile.forward, forward_ms), scaled(profile.backward, backward_ms)
+    waits = []
+    for now, before, of, number in (
+        (forward, profile.forward, profile.exposed_forward, 0),
+        (backward, profile.backward, profile.exposed_backward, 1),
+    ):
+        if tp_ms is not None:
+            waits.append(scaled(of or (0.0,) * len(now), tp_ms[number]))
+        else:
+            shares = (wait / time if time > 0 else 0.0 for wait, time in zip(of, before, strict=False))
+            waits.append(tuple(share * time for share, time in zip(shares, now, strict=False)))
+    return replace(
+        job,
+        profile=replace(
+            profile, forward=forward, backward=backward, exposed_forward=waits[0], exposed_backward=waits[1]
+        ),
+    )

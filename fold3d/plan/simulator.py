@@ -12,7 +12,8 @@ from fold3d.schedule import parse_action
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankBreakdown:
-    """One rank's step: compute + bubble + exposed_pp + exposed_dp + exposed_offload = the step; milliseconds."""
+    """One rank's step: compute + exposed_tp + bubble + exposed_pp + exposed_dp + exposed_offload = the step;
+    milliseconds."""
 
     compute_ms: float
     bubble_ms: float
@@ -28,6 +29,8 @@ class RankBreakdown:
     dp_bytes: int
     exposed_offload_ms: float = 0.0
     """By which copies to the pool and back make it longer still."""
+    exposed_tp_ms: float = 0.0
+    """Waiting for TP.sync in forwards and backwards."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,7 +39,7 @@ class Prediction:
 
     step_ms: float
     limit_ms: float
-    """max(compute + bubble, what the busiest network card has to carry): no way of hiding gets below."""
+    """max(compute + TP.sync + bubble, what the busiest network card has to carry): no way of hiding gets below."""
     ranks: tuple[RankBreakdown, ...]
     """Of the replicas that differ: one, unless hosts hold parts of several."""
     early_gathers: int | None
@@ -142,6 +145,7 @@ def _breakdown(rank: _C.RankBreakdown) -> RankBreakdown:
         hidden_dp_ms=rank.hidden_dp_ns / 1e6,
         pp_bytes=rank.pp_bytes,
         dp_bytes=rank.dp_bytes,
+        exposed_tp_ms=rank.exposed_tp_ns / 1e6,
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,11 +39,17 @@ class Call:
     result: Any
 
 
-def record_calls(model: nn.Module, names: Iterable[str], micro_batch: Mapping[str, Any]) -> dict[str, Call]:
+def record_calls(
+    model: nn.Module,
+    names: Iterable[str],
+    micro_batch: Mapping[str, Any],
+    autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
+) -> dict[str, Call]:
     """Returns the first call of each module in `names` that ran in a forward of a copy of `model` on fake tensors.
 
     Args:
         micro_batch: keyword arguments of the model's forward; only the shapes of its tensors matter.
+        autocast: the context in which the model's forward runs.
     Raises: whatever the forward raises on tensors without values.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -58,7 +65,7 @@ def record_calls(model: nn.Module, names: Iterable[str], micro_batch: Mapping[st
     called = micro_batch.called(shadow) if isinstance(micro_batch, Arguments) else shadow
     if "use_cache" in inspect.signature(called.forward).parameters:
         kwargs.setdefault("use_cache", False)
-    with mode, torch.no_grad():
+    with mode, torch.no_grad(), autocast():
         called(**kwargs)
     return calls
 

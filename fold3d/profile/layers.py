@@ -57,7 +57,7 @@ def profile_model(
     _log.info("measuring %d blocks for about %.1f s", len(trace.blocks), seconds)
     names = [*trace.prologue, *trace.blocks, *trace.epilogue]
     try:
-        calls = record_calls(model, names, micro_batch)
+        calls = record_calls(model, names, micro_batch, autocast)
     except Exception as error:  # whatever a model raises on tensors without values
         _log.warning("the model's parts cannot be measured (%s: %s); FLOPs decide", type(error).__name__, error)
         calls = {}

@@ -1,4 +1,5 @@
-"""measure_network(): latency and bandwidth of the links that PP.sync and DP.sync use, the same numbers on all ranks."""
+"""measure_network(), measure_shards(): latency and bandwidth of the links that PP.sync, DP.sync and TP.sync use, the
+same numbers on all ranks."""
 
 from __future__ import annotations
 
@@ -55,6 +56,29 @@ def measure_network(
     return NetworkCosts(
         pp_latency=pp_latency, pp_bandwidth=pp_bandwidth, dp_bandwidth=dp_bandwidth, hop_latency=hop_latency
     )
+
+
+def measure_shards(
+    *,
+    sum_up: Callable[[int], None],
+    slowest: Callable[[list[float]], list[float]],
+    tp: int,
+    size: int,
+    seconds: float = 0.4,
+) -> tuple[float, float]:
+    """Returns the bandwidth (bytes per second that a rank sends) and the latency of a hop (seconds) of TP.sync that the
+    slowest rank measured; all ranks call it with the same arguments.
+
+    Args:
+        sum_up: sums so many bytes over the tensor-parallel group and returns when the sum is here.
+        size: bytes of a sum in training, the largest.
+        seconds: about how long to measure.
+    """
+    sum_up(_SMALL)
+    latency = _latency(sum_up, seconds * _LATENCY_SHARE, slowest) / (tp - 1)  # small tensors go round once
+    hops = 2 * (tp - 1)
+    size, spent = _grow(sum_up, max(_LEAST_BURST, size), seconds / 2, slowest)
+    return hops / tp * size / _without(spent, hops * latency), latency
 
 
 def _without(spent: float, latency: float) -> float:

@@ -1,4 +1,4 @@
-"""probe_network(): measures the network between the ranks of a job, by what training will use."""
+"""probe_network(), probe_shards(): measure the network between the ranks of a job, by what training will use."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ import torch.distributed as dist
 
 from fold3d import _C
 from fold3d.comms.groups import Groups
-from fold3d.comms.rings import connect_replicas
+from fold3d.comms.rings import connect_replicas, connect_shards, find_hosts
 from fold3d.comms.tcp import connect_stages
 from fold3d.plan.costs import NetworkCosts
-from fold3d.profile.network import measure_network
+from fold3d.profile.network import measure_network, measure_shards
 from fold3d.topology import Topology
 
 _FLOAT = 4  # bytes
@@ -50,11 +50,6 @@ def probe_network(
     Raises: RuntimeError (CommError, or torch's own) when a rank is gone or does not come.
     """
 
-    def slowest(values: list[float]) -> list[float]:
-        found = torch.tensor(values, dtype=torch.float64)
-        groups.world.all_reduce(found, torch.maximum)
-        return [float(value) for value in found]
-
     with ExitStack() as stack:
         pass_on = sum_up = None
         if topology.pp > 1:
@@ -66,11 +61,54 @@ def probe_network(
         return measure_network(
             pass_on=pass_on,
             sum_up=sum_up,
-            slowest=slowest,
+            slowest=_slowest(groups),
             dp=topology.dp,
             activation_bytes=activation_bytes,
             seconds=seconds,
         )
+
+
+def probe_shards(
+    topology: Topology,
+    groups: Groups,
+    device: torch.device,
+    timeout: float,
+    *,
+    over_tcp: bool,
+    size: int,
+    seconds: float = 0.4,
+) -> tuple[float, float]:
+    """Returns bandwidth (bytes per second) and latency of a hop (seconds) of TP.sync, of the slowest rank; all ranks of
+    the job call it.
+
+    All tensor-parallel groups measure at the same time, so ranks that share a network card share it here, too.
+
+    Args:
+        size: bytes of a sum in training.
+        seconds: about how long to measure, at most twice as long.
+    Raises: RuntimeError (CommError, or torch's own) when a rank is gone or does not come.
+    """
+    arbiter = _C.NicArbiter("", True)
+    shards = connect_shards(topology, groups, arbiter, timeout, over_tcp=over_tcp, hosts=find_hosts(groups))
+
+    def sum_up(size: int) -> None:
+        numbers = torch.zeros(-(-size // _FLOAT), device=device)
+        torch.ops.fold3d.tp_all_reduce(numbers, shards.group, "sum")
+        _wait(device)
+
+    try:
+        return measure_shards(sum_up=sum_up, slowest=_slowest(groups), tp=topology.tp, size=size, seconds=seconds)
+    finally:
+        shards.close()
+
+
+def _slowest(groups: Groups) -> Callable[[list[float]], list[float]]:
+    def slowest(values: list[float]) -> list[float]:
+        found = torch.tensor(values, dtype=torch.float64)
+        groups.world.all_reduce(found, torch.maximum)
+        return [float(value) for value in found]
+
+    return slowest
 
 
 class _Watch:

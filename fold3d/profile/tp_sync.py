@@ -1,48 +1,170 @@
-"""with_tp_sync(): what layers cost whose sums travel between the ranks that share their weights."""
+"""with_tp_sync(): which exchanges TP.sync makes in each layer, and what computing halves of a micro-batch costs."""
 
 from __future__ import annotations
 
+import logging
+import math
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from typing import Any
 
-from fold3d.plan.costs import Profile
-from fold3d.plan.space.tp_overlap import layers_seconds, ring_seconds
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from fold3d.plan.costs import Profile, TpExchange
+from fold3d.profile.calls import Call, TensorShape, record_calls
+from fold3d.profile.stopwatch import time_call
 from fold3d.sharding.plan import ShardingPlan
+from fold3d.sharding.sequence import SequenceSplit
+from fold3d.sharding.split import BlockSplit
 from fold3d.trace import Trace
+from fold3d.trace.arguments import Arguments
+from fold3d.trace.example import part_of, samples_of
+
+_log = logging.getLogger(__name__)
+
+_ROUNDS = 3
+
+Autocast = Callable[[], AbstractContextManager[Any]]
 
 
 def with_tp_sync(
-    profile: Profile, trace: Trace, sharding: ShardingPlan, *, bandwidth: float, latency: float, overlap: str
+    profile: Profile,
+    model: nn.Module,
+    trace: Trace,
+    sharding: ShardingPlan,
+    micro_batch: Mapping[str, Any],
+    autocast: Autocast = nullcontext,
 ) -> Profile:
-    """Returns the costs of a rank with TP.sync that computing does not hide.
+    """Returns the costs of a rank of a tensor-parallel group with the exchanges of its layers.
 
-    A region of a block is summed behind each of its exits in the forward, and once, where it is entered, in the
-    backward; what is summed is as large as what the block hands on. An embedding that is spread is summed in the
-    forward, a head in the backward.
+    A region of a block is summed behind each of its exits in the forward, and where it is entered in the backward; an
+    embedding that is spread in the forward, a head in the backward. Where the ranks share the sequence, each sum is a
+    reduce-scatter, and a gathering stands in front of each region.
 
     Args:
         profile: what `of_a_shard` returned.
-        bandwidth: bytes per second that a rank sends in its group.
-        latency: of a message in the group, in seconds.
-        overlap: "sub", "none", or "auto", which is the faster one for each layer.
-    Raises: ConfigError for another way of hiding.
+        micro_batch: keyword arguments of the model's forward for one micro-batch; only shapes matter.
+        autocast: the context in which the model's forward runs.
     """
-    layers = len(trace.blocks)
-
-    def longer(compute: float, sums: int, size: int) -> float:
-        """Of one of the blocks in a row: the first one's and the last one's waits are everybody's."""
-        if not sums:
-            return compute
-        sync = sums * ring_seconds(size, sharding.tp, bandwidth, latency)
-        return layers_seconds(layers, compute, sync, overlap, sums) / layers
-
-    forward, backward = list(profile.forward), list(profile.backward)
-    for number, name in enumerate(trace.blocks):
-        split, size = sharding.blocks.get(name), profile.activation_bytes[number]
-        groups = () if split is None else split.groups
-        forward[number + 1] = longer(forward[number + 1], sum(len(group.exits) for group in groups), size)
-        backward[number + 1] = longer(backward[number + 1], len(groups), size)
+    wanted = [
+        f"{block}.{name}"
+        for block, split in sharding.blocks.items()
+        for name in {
+            *(name for group in split.groups for name in (*group.exits, *group.entries)),
+            *(one.module for one in _sequence(sharding, block).gathers),
+        }
+    ]
+    calls: dict[str, Call] = {}
+    modules = dict(model.named_modules())
+    try:
+        calls = record_calls(model, [name for name in wanted if name in modules], micro_batch, autocast)
+    except Exception as error:  # whatever a model raises on tensors without values
+        _log.info("TP.sync is taken for as large as what blocks hand on (%s: %s)", type(error).__name__, error)
+    forward: list[tuple[TpExchange, ...]] = [()]
+    backward: list[tuple[TpExchange, ...]] = [()]
+    for number, block in enumerate(trace.blocks):
+        split = sharding.blocks.get(block, BlockSplit())
+        sizes = _Sizes(calls, block, profile.activation_bytes[number])
+        there, back = _of_block(split, _sequence(sharding, block), sizes, shared=block in sharding.sequence)
+        forward.append(there)
+        backward.append(back)
+    ends: list[tuple[TpExchange, ...]] = [(), ()]
     if sharding.vocabulary.embeddings:
-        forward[0] += ring_seconds(profile.activation_bytes[0], sharding.tp, bandwidth, latency)
+        ends[0] = (TpExchange(profile.activation_bytes[0]),)
     if sharding.vocabulary.heads:
-        backward[-1] += ring_seconds(profile.activation_bytes[-1], sharding.tp, bandwidth, latency)
-    return replace(profile, forward=tuple(forward), backward=tuple(backward))
+        ends[1] = (TpExchange(profile.activation_bytes[-1]),)
+    return replace(
+        profile,
+        tp_forward=(ends[0], *forward[1:], ()),
+        tp_backward=((), *backward[1:], ends[1]),
+        halves_factor=None if samples_of(micro_batch) is None else 1.0,
+    )
+
+
+def halves_factor(
+    model: nn.Module,
+    trace: Trace,
+    micro_batch: Mapping[str, Any],
+    device: torch.device,
+    autocast: Autocast = nullcontext,
+    seconds: float = 0.5,
+) -> float | None:
+    """Returns what computing a micro-batch in two halves takes, relative to computing it whole; None: it cannot be
+    divided.
+
+    The block with most work is timed with the whole micro-batch and with half of it; 1.0 where it cannot be run alone.
+
+    Args:
+        seconds: about how long to measure.
+    """
+    samples = samples_of(micro_batch)
+    if samples is None:
+        return None
+    block = max(zip(trace.costs, trace.blocks, strict=True), key=lambda pair: pair[0].flops)[1]
+    half: dict[str, Any] = part_of(micro_batch, 0, samples // 2, samples)
+    if isinstance(micro_batch, Arguments):
+        half = Arguments.of(micro_batch.module, half)
+    times: dict[int, float] = {}
+    try:
+        module = model.get_submodule(block)
+        calls = [record_calls(model, [block], inputs, autocast)[block] for inputs in (micro_batch, half)]
+        # In turns: what else the machine does would count for one of them. The fastest of each, as that only adds time.
+        for _ in range(_ROUNDS):
+            for number, call in enumerate(calls):
+                timing = time_call(module, call, device, seconds=seconds / 2 / _ROUNDS, autocast=autocast)
+                times[number] = min(times.get(number, math.inf), timing.forward + timing.backward)
+    except Exception as error:  # made-up values: anything may go wrong in foreign code
+        _log.info("'%s' cannot be measured alone (%s: %s)", block, type(error).__name__, error)
+        return 1.0
+    # Less than the whole, and more than the whole for each half, is noise. An odd sample goes to the larger half.
+    return min(2.0, max(1.0, times[1] * samples / (samples // 2) / times[0]))
+
+
+class _Sizes:
+    """How large tensors of a block are; where that is not known, as what the block hands on."""
+
+    def __init__(self, calls: Mapping[str, Call], block: str, handed_on: int) -> None:
+        self._calls, self._block, self._handed_on = calls, block, handed_on
+
+    def result(self, name: str) -> int:
+        """Bytes that a module returns."""
+        call = self._calls.get(f"{self._block}.{name}")
+        return self._handed_on if call is None else _largest(call.result)
+
+    def argument(self, name: str) -> int:
+        """Bytes that a module is given."""
+        call = self._calls.get(f"{self._block}.{name}")
+        return self._handed_on if call is None else _largest((call.args, call.kwargs))
+
+
+def _largest(tree: Any) -> int:
+    return max((leaf.bytes for leaf in tree_leaves(tree) if isinstance(leaf, TensorShape)), default=0)
+
+
+def _sequence(sharding: ShardingPlan, block: str) -> SequenceSplit:
+    nothing = SequenceSplit(hidden=(), result=(), dim=0, gathers=(), begins=False, ends=False)
+    return sharding.sequence.get(block, nothing)
+
+
+def _of_block(
+    split: BlockSplit, sequence: SequenceSplit, sizes: _Sizes, *, shared: bool
+) -> tuple[tuple[TpExchange, ...], tuple[TpExchange, ...]]:
+    """Returns what a block exchanges in a forward and in a backward."""
+    trips = 1 if shared else 2
+    exits = [sizes.result(name) for group in split.groups for name in group.exits]
+    hidden = exits[0] if exits else 0
+    if not shared:
+        entered = [max(map(sizes.argument, group.entries), default=hidden) for group in split.groups]
+        return tuple(TpExchange(size, trips) for size in exits), tuple(TpExchange(size, trips) for size in entered)
+    gathered = [(sizes.argument(one.module), one.sums) for one in sequence.gathers]
+    forward = [TpExchange(size, trips) for size, _ in gathered] + [TpExchange(size, trips) for size in exits]
+    backward = [TpExchange(size, trips) for size in exits]
+    backward += [TpExchange(size, trips) for size, sums in gathered if sums]
+    if sequence.ends:
+        forward.append(TpExchange(hidden, trips))
+    if sequence.begins:
+        backward.append(TpExchange(hidden, trips))
+    return tuple(forward), tuple(backward)

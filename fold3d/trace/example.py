@@ -1,7 +1,8 @@
-"""A synthetic example batch for transformers models, so that they can be recorded without data."""
+"""Example batches: a synthetic one, so that transformers models can be recorded without data; some samples of one."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -45,3 +46,30 @@ def synthetic_example(model: Any) -> dict[str, Tensor]:
         f"{type(model).__name__} takes '{main}', for which no example batch can be made up: pass one as "
         "`example` (a dict of tensors, as the model's forward takes them)."
     )
+
+
+def samples_of(inputs: Mapping[str, Any]) -> int | None:
+    """Returns the number of samples of a batch by argument name; None where nobody knows how to divide it.
+
+    Dimension 0 of every tensor must be the samples, or 1 for what all of them share; containers could hold anything.
+    """
+    tensors = [value for value in inputs.values() if isinstance(value, Tensor) and value.ndim]
+    samples = max((tensor.shape[0] for tensor in tensors), default=0)
+    if samples < 2 or any(tensor.shape[0] not in (1, samples) for tensor in tensors):
+        return None
+    if any(isinstance(value, (dict, list, tuple)) for value in inputs.values()):
+        return None
+    return samples
+
+
+def follows(tensor: Tensor, samples: int) -> bool:
+    """Whether dimension 0 of a tensor can be the samples, or so many entries for each of them."""
+    return bool(tensor.ndim and tensor.shape[0] and tensor.shape[0] % samples == 0)
+
+
+def part_of(inputs: Mapping[str, Any], first: int, end: int, samples: int) -> dict[str, Any]:
+    """Returns samples [first, end) of a batch of `samples`."""
+    return {
+        name: value[first:end] if isinstance(value, Tensor) and follows(value, samples) else value
+        for name, value in inputs.items()
+    }

@@ -64,7 +64,7 @@ class TrainingArguments(transformers.TrainingArguments):
         default=AUTO,
         metadata={
             "help": "How tensor-parallel communication is hidden: sub (two halves of a micro-batch take turns), none, "
-            "or auto (both are tried, the faster one stays). The numbers are the same."
+            "or auto (both are predicted, and tried where that is close). The numbers are the same."
         },
     )
     sequence_parallel: FlagOrAuto = field(

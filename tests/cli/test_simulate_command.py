@@ -32,7 +32,7 @@ def test_breakdown(capsys):
     assert rank1.split()[2:] == rank0.split()[2:]
 
 
-def test_sums_of_shards_are_in_the_computing(capsys):
+def test_sums_of_shards_are_exposed_or_hidden(capsys):
     """4 layers and 2 micro-batches; each sum of 1 MB over two ranks takes 1 ms, forward and backward have 8 each."""
     line = "simulate 1f1b -p 1 -m 2 --dp 1 --forward 10 --backward 20 --layers 4 --activation 1"
     link = "--tp 2 --tp-bandwidth 8 --tp-latency 1e-6"
@@ -40,10 +40,12 @@ def test_sums_of_shards_are_in_the_computing(capsys):
     for way in ("none", "sub", "auto"):
         code, out, err = run(capsys, f"{line} {link} --tp-overlap {way}")
         assert code == 0 and not err
-        found[way] = float(out.splitlines()[-1].split()[2])
+        compute, exposed = out.splitlines()[-1].split()[2:4]
+        assert compute == "60.00" and "exposed TP" in out
+        found[way] = float(exposed)
     assert run(capsys, line)[1].splitlines()[-1].split()[2] == "60.00"
-    assert found["none"] == pytest.approx(60 + 2 * (8 + 8), abs=0.02)
-    assert 60 < found["sub"] == found["auto"] < 0.8 * found["none"]
+    assert found["none"] == pytest.approx(2 * (8 + 8), abs=0.02)
+    assert 0 < found["sub"] == found["auto"] < 0.4 * found["none"]
 
 
 def test_early_says_how_many_and_draws(capsys, tmp_path, monkeypatch):

@@ -18,7 +18,7 @@ from fold3d import _C, schedule
 from fold3d.comms import rings
 from fold3d.comms.groups import Groups
 from fold3d.data_parallel.dp_sync import DpSync
-from fold3d.engine import replanner
+from fold3d.engine.planning import replanner
 from fold3d.errors import Fold3dError
 from fold3d.plan.constraints import Constraints
 from fold3d.plan.job import Job

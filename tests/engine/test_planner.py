@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fold3d import ParallelConfig
-from fold3d.engine.planner import _memory_limit, _steps_parts
+from fold3d.engine.planning.planner import _memory_limit, _steps_parts
 from fold3d.plan.constraints import Constraints
 from fold3d.plan.search import decide
 from tests.plan.jobs import evaluate, make_job

@@ -13,8 +13,8 @@ import torch
 import fold3d
 from fold3d import schedule as schedules
 from fold3d.data_parallel.bucket_schedule import BucketSchedule
-from fold3d.engine import replanner as replanner_module
-from fold3d.engine.replanner import EVERY, FIRST_STEPS, RECENT, SAMPLE, Replanner
+from fold3d.engine.planning import replanner as replanner_module
+from fold3d.engine.planning.replanner import EVERY, FIRST_STEPS, RECENT, SAMPLE, Replanner
 from fold3d.plan.costs import NetworkCosts
 from fold3d.plan.strategy import Strategy
 from fold3d.topology import Submesh, Topology

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -153,6 +154,19 @@ def test_exposed_tp_sync_is_no_computing() -> None:
     log = recorded.log(dp=2, pp=1, tp=2)
     assert (log["tp_exposed_ms"], log["tp_hidden_ms"], log["other_ms"]) == (6, 6, 0)
     assert sum(log[f"{part}_ms"] for part in ("compute", "tp_exposed", "dp_exposed", "other")) == log["step_ms"]
+
+
+def test_predicted_tp_sync_stands_beside_what_is_counted() -> None:
+    predicted = RankBreakdown(
+        compute_ms=10.0, bubble_ms=0.0, exposed_pp_ms=0.0, exposed_dp_ms=0.0, hidden_dp_ms=0.0, pp_bytes=0, dp_bytes=0,
+        exposed_tp_ms=4.0,
+    )  # fmt: skip
+    counted = make_breakdown(TP_RECORDS, 0, 30 * MS, 31.0, None, predicted)
+    assert counted.log(dp=1, pp=1, tp=2)["predicted_tp_exposed_ms"] == 4.0
+    assert "predicted_tp_exposed_ms" not in counted.log(dp=1, pp=1)
+    rest = [record for record in TP_RECORDS if record[0] != "tp_sync" and record[1] != "TP_SYNC"]
+    unknown = make_breakdown(rest, 0, 30 * MS, 31.0, None, replace(predicted, exposed_tp_ms=0.0))
+    assert "predicted_tp_exposed_ms" not in unknown.log(dp=1, pp=1, tp=2), "computing has it, as measured"
 
 
 def test_tp_sync_that_nobody_counts_is_not_logged() -> None:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from fold3d._C import CommError
 from fold3d.comms.groups import Groups
-from fold3d.profile.network_probe import probe_network, tcp_messages
+from fold3d.profile.network_probe import probe_network, probe_shards, tcp_messages
 from fold3d.topology import Topology
 
 
@@ -31,6 +31,24 @@ def test_all_ranks_get_the_same_numbers(ranks, dp, pp, over_tcp):
     assert all(links == found[0] for links in found)
     assert 0 < found[0].pp_latency < 0.1 and 0 < found[0].hop_latency < 0.1
     assert 1e6 < found[0].bandwidth < 1e12
+
+
+def _probe_shards(over_tcp: bool) -> tuple[float, float]:
+    topology = Topology(dp=1, pp=2, tp=2, rank=dist.get_rank())
+    device = torch.device("cpu")
+    groups = Groups(topology, device, 30.0, (), with_p2p=False)
+    try:
+        return probe_shards(topology, groups, device, 30.0, over_tcp=over_tcp, size=1 << 16, seconds=0.2)
+    finally:
+        groups.close()
+
+
+@pytest.mark.parametrize("over_tcp", [True, False], ids=["tcp", "gloo"])
+def test_links_of_shards(ranks, over_tcp):
+    found = ranks.run(_probe_shards, 4, over_tcp)
+    assert all(link == found[0] for link in found)
+    bandwidth, latency = found[0]
+    assert 1e6 < bandwidth < 1e12 and 0 < latency < 0.1
 
 
 def _answers_late(delays: list[float]) -> str:

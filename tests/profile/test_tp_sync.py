@@ -1,55 +1,92 @@
-"""TP.sync in the costs of layers."""
+"""The exchanges of TP.sync in the costs of layers."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor, nn
 
-from fold3d.errors import ConfigError
-from fold3d.plan.costs import Profile
-from fold3d.profile.assumed import assumed_profile
-from fold3d.profile.shard import of_a_shard
-from fold3d.profile.tp_sync import with_tp_sync
-from fold3d.sharding.plan import ShardingPlan
+from fold3d.plan.costs import Profile, TpExchange
+from fold3d.profile.tp_sync import halves_factor, with_tp_sync
 from fold3d.splitting.plan_sharding import plan_sharding
-from fold3d.trace import Trace, trace
+from fold3d.trace import trace
 from fold3d.trace.example import synthetic_example
 from tests.helpers import models
 
-LINK: dict[str, Any] = {"bandwidth": 1e9, "latency": 1e-5}
+SAMPLES, LENGTH = 2, 16
 
 
-@pytest.fixture(scope="module")
-def shard() -> tuple[Profile, Trace, ShardingPlan]:
-    model = models.build(models.MODELS["gpt2"](layers=3))
-    example = synthetic_example(model)
-    traced = trace(model, example=example)
-    sharding = plan_sharding(model, traced, example, 2)
-    profile = assumed_profile(model, traced, example, flops_per_second=1e9, recompute=False)
-    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-    return of_a_shard(profile, traced, sharding, shapes), traced, sharding
+def costs(family: str, **settings: Any) -> tuple[Profile, int]:
+    """Returns the profile of a shard of three layers, and the bytes of the hidden state of a micro-batch."""
+    model: Any = models.build(models.MODELS[family](layers=3))
+    ids = torch.zeros(SAMPLES, LENGTH, dtype=torch.long)
+    traced = trace(model, example={"input_ids": ids})
+    sharding = plan_sharding(model, traced, synthetic_example(model), 2, **settings)
+    assert bool(sharding.sequence) == settings.get("sequence_parallel", False)
+    size = 4 * SAMPLES * LENGTH * model.config.hidden_size
+    profile = Profile(
+        forward=(1.0,) * 5,
+        backward=(2.0,) * 5,
+        layers=(),
+        activation_bytes=(size,) * 3,
+        gradient_bytes={},
+        parameter_bytes={},
+        update_seconds=0.0,
+        optimizer_bytes=0.0,
+        measured=True,
+    )
+    made = with_tp_sync(profile, model, traced, sharding, {"input_ids": ids})
+    assert (made.forward, made.backward) == (profile.forward, profile.backward)
+    return made, size
 
 
-def test_a_block_waits_for_two_sums_each_way(shard: tuple[Profile, Trace, ShardingPlan]) -> None:
-    """Over two ranks a sum takes its bytes once, and two hops."""
-    before, traced, sharding = shard
-    after = with_tp_sync(*shard, **LINK, overlap="none")
-    size = before.activation_bytes[0]
-    for block in range(len(traced.blocks)):
-        for times, plain in ((after.forward, before.forward), (after.backward, before.backward)):
-            assert times[block + 1] - plain[block + 1] == pytest.approx(2 * (size / 1e9 + 2e-5))
-    assert (after.backward[0], after.forward[-1]) == (before.backward[0], before.forward[-1])
-    embedded = (size / 1e9 + 2e-5) if sharding.vocabulary.embeddings else 0.0
-    assert after.forward[0] - before.forward[0] == pytest.approx(embedded)
-    assert (after.gradient_bytes, after.layers) == (before.gradient_bytes, before.layers)
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_a_block_makes_two_sums_each_way(family: str) -> None:
+    profile, hidden = costs(family)
+    for exchanges in (profile.tp_forward, profile.tp_backward):
+        assert exchanges[1:-1] == ((TpExchange(hidden),) * 2,) * 3
+    assert profile.halves_factor == 1.0, "two samples can be divided"
 
 
-def test_halves_hide_it(shard: tuple[Profile, Trace, ShardingPlan]) -> None:
-    before, traced, _ = shard
-    way = {name: with_tp_sync(*shard, **LINK, overlap=name) for name in ("none", "sub", "auto")}
-    for block in range(1, len(traced.blocks) + 1):
-        assert before.forward[block] < way["sub"].forward[block] < way["none"].forward[block]
-        assert way["auto"].forward[block] == way["sub"].forward[block]
-    with pytest.raises(ConfigError, match="tp_overlap='half'"):
-        with_tp_sync(*shard, **LINK, overlap="half")
+def test_parts_of_a_sequence_are_gathered_and_scattered() -> None:
+    """As many bytes as sums; the first block's gradient and the last one's result are gathered besides."""
+    profile, hidden = costs("llama", sequence_parallel=True)
+    half = TpExchange(hidden, trips=1)
+    assert profile.tp_forward[1:-1] == ((half,) * 4, (half,) * 4, (half,) * 5)
+    assert profile.tp_backward[1:-1] == ((half,) * 5, (half,) * 4, (half,) * 4)
+
+
+class Sleeper(nn.Module):
+    """A block that takes as long for one sample as for many."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        heavy = torch.ones(400, 400)
+        for _ in range(4):
+            heavy = heavy @ heavy * 1e-3
+        return x @ self.weight + 0 * heavy[0, 0]
+
+
+class Sleepers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Sleeper() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.mean()
+
+
+def test_halves_that_take_as_long_as_the_whole_are_noticed() -> None:
+    model, cpu = Sleepers(), torch.device("cpu")
+    batch = {"x": torch.zeros(4, 4)}
+    traced = trace(model, example=batch)
+    found = halves_factor(model, traced, batch, cpu, seconds=0.2)
+    assert found is not None and 1.4 < found < 3.0
+    assert halves_factor(model, traced, {"x": torch.zeros(1, 4)}, cpu) is None

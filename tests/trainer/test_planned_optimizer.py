@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import fold3d
-from fold3d.engine.planner import _steps_parts
+from fold3d.engine.planning.planner import _steps_parts
 
 
 class OwnOptimizer(fold3d.Trainer):

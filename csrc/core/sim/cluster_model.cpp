@@ -27,6 +27,19 @@ void check_chunks(const char* name, const std::vector<T>& values, const Shape& s
   }
 }
 
+/// What is part of `whole`, chunk by chunk.
+void check_parts(const char* name, const std::vector<std::int64_t>& parts, const std::vector<std::int64_t>& whole,
+                 const Shape& shape) {
+  if (parts.empty()) return;
+  check_chunks<std::int64_t>(name, parts, shape, 0);
+  for (std::size_t chunk = 0; chunk < parts.size(); ++chunk) {
+    if (parts[chunk] > whole[chunk]) {
+      refuse(name + ("[" + std::to_string(chunk)) + "]", std::to_string(parts[chunk]),
+             "part of the " + std::to_string(whole[chunk]) + " ns that the chunk takes");
+    }
+  }
+}
+
 void check_buckets(const std::vector<std::vector<BucketModel>>& buckets, const Shape& shape) {
   if (buckets.size() != static_cast<std::size_t>(shape.num_chunks())) {
     refuse("buckets", std::to_string(buckets.size()) + " lists long",
@@ -85,6 +98,8 @@ void ClusterModel::check(const Shape& shape) const {
   }
   check_chunks<std::int64_t>("forward_ns", forward_ns, shape, 0);
   check_chunks<std::int64_t>("backward_ns", backward_ns, shape, 0);
+  check_parts("forward_tp_ns", forward_tp_ns, forward_ns, shape);
+  check_parts("backward_tp_ns", backward_tp_ns, backward_ns, shape);
   check_chunks<std::int64_t>("activation_bytes", activation_bytes, shape, 0);
   if (!update_ns.empty()) check_chunks<std::int64_t>("update_ns", update_ns, shape, 0);
   if (!stash_bytes.empty()) check_chunks<std::int64_t>("stash_bytes", stash_bytes, shape, 0);

@@ -59,8 +59,11 @@ struct ClusterModel {
   std::int64_t bucket_ns = 0;  ///< from the turn of a reduce-scatter or gather to its first byte
   std::int64_t action_ns = 0;  ///< added to every compute action
 
-  std::vector<std::int64_t> forward_ns;        ///< one micro-batch
-  std::vector<std::int64_t> backward_ns;       ///< one micro-batch; I and W of a split backward take half each
+  std::vector<std::int64_t> forward_ns;   ///< one micro-batch
+  std::vector<std::int64_t> backward_ns;  ///< one micro-batch; I and W of a split backward take half each
+  /// The parts of these in which the rank waits for TP.sync, its stage's own link's; empty = 0.
+  std::vector<std::int64_t> forward_tp_ns;
+  std::vector<std::int64_t> backward_tp_ns;
   std::vector<std::int64_t> activation_bytes;  ///< what a chunk sends to the next for one micro-batch, and gets back
   /// Optimizer: all of the chunk's gradients on one rank; empty = 0. It runs before the chunk's first forward; for
   /// zero1 buckets a replica updates its share of 1/dp right after the norm, before anything else, and then gathers.

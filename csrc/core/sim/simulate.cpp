@@ -66,7 +66,8 @@ TrainingStep simulate_step(const Schedule& schedule, const ClusterModel& model, 
   result.ranks.resize(static_cast<std::size_t>(model.distinct_replicas(shape.pp) * shape.pp));
   for (int rank = 0; rank < static_cast<int>(result.ranks.size()); ++rank) {
     RankBreakdown& account = result.ranks[static_cast<std::size_t>(rank)];
-    account.compute_ns = run.compute_ns(rank % shape.pp);
+    account.exposed_tp_ns = run.exposed_tp_ns(rank % shape.pp);
+    account.compute_ns = run.compute_ns(rank % shape.pp) - account.exposed_tp_ns;
     account.pp_bytes = run.message_bytes(rank);
     account.dp_bytes = run.dp_bytes(rank);
   }
@@ -78,7 +79,7 @@ TrainingStep simulate_step(const Schedule& schedule, const ClusterModel& model, 
       has_copies(schedule, model) ? without_copies(program, model, options) : result.step_ns;
   result.limit_ns = std::max(ideal, run.network().duration(run.busiest_card_bytes()));
   for (RankBreakdown& account : result.ranks) {
-    account.bubble_ns = ideal - account.compute_ns;
+    account.bubble_ns = ideal - account.compute_ns - account.exposed_tp_ns;
     account.exposed_pp_ns = with_messages - ideal;
     account.exposed_dp_ns = free_copies - with_messages;
     account.exposed_offload_ns = result.step_ns - free_copies;

@@ -27,9 +27,10 @@ struct SimulatedSpan {
   std::int64_t bytes = 0;
 };
 
-/// A rank's step: step_ns = compute + bubble + exposed_pp + exposed_dp + exposed_offload.
+/// A rank's step: step_ns = compute + exposed_tp + bubble + exposed_pp + exposed_dp + exposed_offload.
 struct RankBreakdown {
   std::int64_t compute_ns = 0;
+  std::int64_t exposed_tp_ns = 0;       ///< waiting for TP.sync in forwards and backwards, as the model says
   std::int64_t bubble_ns = 0;           ///< idle time if communication were free
   std::int64_t exposed_pp_ns = 0;       ///< by which PP.sync alone makes the step longer
   std::int64_t exposed_dp_ns = 0;       ///< by which DP.sync makes it longer still

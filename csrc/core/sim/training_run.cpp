@@ -254,13 +254,29 @@ void TrainingRun::sent(const Network::Sent& what) {
 
 std::int64_t TrainingRun::duration_of(const Action& action) const {
   const std::size_t chunk = at(action.chunk);
-  return model_.action_ns + time_of(action.kind, action.chunk, model_.forward_ns[chunk], model_.backward_ns[chunk]);
+  const std::int64_t time = time_of(action.kind, action.chunk, model_.forward_ns[chunk], model_.backward_ns[chunk]);
+  // Sums of the first forward were kept: computing again waits for none.
+  const bool again = action.kind == Kind::kRecompute && !model_.forward_tp_ns.empty();
+  return model_.action_ns + time - (again ? model_.forward_tp_ns[chunk] : 0);
 }
 
 std::int64_t TrainingRun::compute_ns(int stage) const {
   std::int64_t sum = 0;
   for (const int node : program_.ranks[at(stage)]) sum += duration_of(program_.nodes[at(node)].action);
   for (int chunk = stage; chunk < program_.shape.num_chunks(); chunk += program_.shape.pp) sum += update_of(chunk);
+  return sum;
+}
+
+std::int64_t TrainingRun::exposed_tp_ns(int stage) const {
+  const auto of = [](const std::vector<std::int64_t>& times, int chunk) {
+    return times.empty() ? 0 : times[at(chunk)];
+  };
+  std::int64_t sum = 0;
+  for (const int node : program_.ranks[at(stage)]) {
+    const auto [chunk, kind, micro_batch] = program_.nodes[at(node)].action;
+    if (kind == Kind::kRecompute) continue;
+    sum += time_of(kind, chunk, of(model_.forward_tp_ns, chunk), of(model_.backward_tp_ns, chunk));
+  }
   return sum;
 }
 

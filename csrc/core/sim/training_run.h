@@ -28,8 +28,9 @@ class TrainingRun {
   std::int64_t step_ns() const { return ends_[ends_.size() - 1] - start_of_last_step(); }
   int steps() const { return static_cast<int>(ends_.size()); }
   bool steady() const { return steady_; }
-  /// Per step, by rank: computing; bytes through the network.
+  /// Per step, by rank: computing, with waiting for TP.sync; that waiting; bytes through the network.
   std::int64_t compute_ns(int stage) const;
+  std::int64_t exposed_tp_ns(int stage) const;
   std::int64_t message_bytes(int rank) const { return message_bytes_[static_cast<std::size_t>(rank)] / steps(); }
   std::int64_t dp_bytes(int rank) const { return dp_bytes_[static_cast<std::size_t>(rank)] / steps(); }
   /// Per step: what the busiest card sends or receives.

@@ -42,6 +42,11 @@ class Knob(Generic[T]):
     """Returns the job with what the value changes about times, bytes and network. Of knobs in `settings`."""
     flag: Callable[[T, Strategy], str | None] = lambda value, strategy: str(value)
     """Returns what the Trainer's command line says to get the value; None: nothing."""
+    undecided: T | None = None
+    """Value that leaves the choice to real steps, taken where the predictions for others are too close to choose by.
+    Of knobs in `settings`; None: the fastest is taken."""
+    needs_tp: bool = False
+    """Whether it is of no interest without tensor parallelism, where nothing mentions it."""
 
     def __post_init__(self) -> None:
         if not self.has_field and self.default is None:

@@ -8,7 +8,7 @@ from typing import Any
 from fold3d.errors import ConfigError
 from fold3d.plan.constraints import Constraints
 from fold3d.plan.job import Job
-from fold3d.plan.space import bucket_bytes, dp_sync, group_size, offload, recompute, schedule, segments
+from fold3d.plan.space import bucket_bytes, dp_sync, group_size, offload, recompute, schedule, segments, tp_overlap
 from fold3d.plan.space.knob import Knob
 from fold3d.plan.strategy import Strategy
 
@@ -20,6 +20,7 @@ KNOBS: list[Knob[Any]] = [
     bucket_bytes.KNOB,
     recompute.KNOB,
     offload.KNOB,
+    tp_overlap.KNOB,
 ]
 
 
@@ -54,8 +55,13 @@ def settings_to_try(job: Job, constraints: Constraints) -> Iterator[tuple[tuple[
         for value in others[at].values(job, constraints, so_far):
             yield from extended(at + 1, so_far | {others[at].name: value})
 
-    others = [knob for knob in KNOBS if not knob.has_field]
+    others = in_settings(job.tp)
     yield from extended(0, {})
+
+
+def in_settings(tp: int) -> list[Knob[Any]]:
+    """Returns the knobs that are in the settings of a job with so many ranks in a tensor-parallel group."""
+    return [knob for knob in KNOBS if not knob.has_field and (tp > 1 or not knob.needs_tp)]
 
 
 def with_costs(job: Job, settings: tuple[tuple[str, str], ...]) -> Job:
@@ -68,5 +74,6 @@ def with_costs(job: Job, settings: tuple[tuple[str, str], ...]) -> Job:
 
 def flags_of(strategy: Strategy) -> str:
     """Returns the Trainer's arguments that pin what was decided."""
-    flags = [(knob.name, knob.flag(knob.of(strategy), strategy)) for knob in KNOBS]
+    said = [knob for knob in KNOBS if strategy.tp > 1 or not knob.needs_tp]
+    flags = [(knob.name, knob.flag(knob.of(strategy), strategy)) for knob in said]
     return " ".join(f"--{name} {text}" for name, text in flags if text is not None)

@@ -1,75 +1,84 @@
-"""How long layers take whose TP.sync is hidden, or is not. Arithmetic only."""
+"""How TP.sync is hidden: halves of a micro-batch take turns, or every sum is waited for."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 
 from fold3d.config import AUTO, TP_OVERLAP
-from fold3d.errors import ConfigError
+from fold3d.plan.constraints import Constraints
+from fold3d.plan.costs import Exchanges, NetworkCosts
+from fold3d.plan.job import Job
+from fold3d.plan.space.knob import Knob, SoFar
+from fold3d.plan.space.tp_times import Region, even_regions, layers_seconds
 
 
-@dataclass(frozen=True, slots=True)
-class Region:
-    """What a rank computes from one exchange to the next, and that exchange: of one micro-batch, in seconds."""
-
-    compute: float
-    sync: float
+def _parse(text: str) -> str:
+    if text not in (AUTO, *TP_OVERLAP):
+        raise ValueError(f"must be one of {', '.join((AUTO, *TP_OVERLAP))}")
+    return text
 
 
-def seconds(regions: Sequence[Region], overlap: str) -> float:
-    """Returns how long one micro-batch takes through regions, of a forward or a backward.
-
-    With "none" everything comes one after the other. With "sub" each of two halves computes a region, starts its
-    exchange and hands over; the link carries one exchange at a time; a half that comes to an exchange that is not done
-    waits for it (Merak, section 5.3, Figure 4(b)). Half a micro-batch takes half as long, which is less than true for
-    small ones.
-
-    Raises: ConfigError for another way.
-    """
-    if overlap == "none":
-        return sum(region.compute + region.sync for region in regions)
-    if overlap != "sub":
-        raise ConfigError(f"tp_overlap={overlap!r}: must be one of {', '.join(TP_OVERLAP)}")
-    computed = link = 0.0
-    arrived = [0.0, 0.0]
-    for region in regions:
-        for half in (0, 1):
-            computed = max(computed, arrived[half]) + region.compute / 2
-            if region.sync:
-                link = max(link, computed) + region.sync / 2
-                arrived[half] = link
-            else:
-                arrived[half] = computed
-    return max(computed, *arrived)
+def _candidates(job: Job, constraints: Constraints, so_far: SoFar) -> Sequence[str]:
+    return ("none", "sub") if job.profile.halves_factor is not None else ("none",)
 
 
-def even_regions(layers: int, compute: float, sync: float, per_layer: int = 2) -> list[Region]:
-    """Returns the regions of equal layers, `per_layer` each (attention and MLP), all alike.
+def _costs(job: Job, value: str) -> Job:
+    """Returns the job with the waits for TP.sync in its layers' times; "auto" is the faster way."""
+    profile, ways = job.profile, TP_OVERLAP if value == AUTO else (value,)
+    found = []
+    for way in ways:
+        factor = profile.halves_factor if way == "sub" else 1.0
+        if factor is None:  # its micro-batches run whole, whatever is asked for
+            way, factor = "none", 1.0
+        computed = [tuple(factor * time for time in times) for times in (profile.forward, profile.backward)]
+        waited = [
+            _exposed(job.network, job.tp, times, exchanges, way)
+            for times, exchanges in zip(computed, (profile.tp_forward, profile.tp_backward), strict=True)
+        ]
+        times = [
+            tuple(map(sum, zip(of, waits, strict=True))) if waits else of
+            for of, waits in zip(computed, waited, strict=True)
+        ]
+        found.append((sum(map(sum, times)), times, waited))
+    _, (forward, backward), (exposed_forward, exposed_backward) = min(found, key=lambda one: one[0])
+    return replace(
+        job,
+        profile=replace(
+            profile,
+            forward=forward,
+            backward=backward,
+            exposed_forward=exposed_forward,
+            exposed_backward=exposed_backward,
+        ),
+    )
 
-    Args:
-        compute: seconds of a layer.
-        sync: seconds of all of a layer's exchanges, when nothing hides them.
-    """
-    return [Region(compute / per_layer, sync / per_layer)] * (layers * per_layer)
+
+def _exposed(
+    network: NetworkCosts, ranks: int, computed: Sequence[float], exchanges: Exchanges, way: str
+) -> tuple[float, ...]:
+    """Returns the seconds that each layer waits for its exchanges."""
+    blocks, waits = len(computed) - 2, []
+    known: dict[tuple[int, tuple[Region, ...]], float] = {}  # blocks are alike, mostly
+    for number, (compute, own) in enumerate(zip(computed, exchanges, strict=False)):
+        # One block of many in a row: what the first and the last one wait for is everybody's. The layers before and
+        # after them have no neighbours of their kind.
+        row, how = (blocks, way) if 0 < number <= blocks else (1, "none")
+        regions = tuple(even_regions(compute, own, ranks, network))
+        if (row, regions) not in known:
+            known[row, regions] = max(0.0, layers_seconds(row, regions, how) / row - compute)
+        waits.append(known[row, regions])
+    return tuple(waits)
 
 
-def layers_seconds(layers: int, compute: float, sync: float, overlap: str, per_layer: int = 2) -> float:
-    """Returns how long equal layers take in a row, as `even_regions` has them; "auto" takes the faster way.
-
-    Raises: ConfigError for another way.
-    """
-    ways = TP_OVERLAP if overlap == AUTO else (overlap,)
-    return min(seconds(even_regions(layers, compute, sync, per_layer), way) for way in ways)
-
-
-def ring_seconds(size: int, ranks: int, bandwidth: float, latency: float) -> float:
-    """Returns how long an all-reduce takes over a ring: 2 (ranks - 1) hops of a share each.
-
-    Args:
-        size: bytes that every rank has.
-        bandwidth: bytes per second that a rank sends.
-        latency: of a hop, in seconds.
-    """
-    hops = 2 * (ranks - 1)
-    return hops * (size / ranks / bandwidth + latency)
+KNOB = Knob(
+    name="tp_overlap",
+    help="how TP.sync is hidden: sub (halves of a micro-batch take turns), none, or auto, as real steps take less time",
+    parse=_parse,
+    candidates=_candidates,
+    default=AUTO,
+    costs=_costs,
+    flag=lambda value, strategy: None if value == AUTO else value,
+    undecided=AUTO,
+    needs_tp=True,
+)

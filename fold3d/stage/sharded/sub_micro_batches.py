@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fold3d.sharding.shard import even_part
 from fold3d.stage.micro_batch import Inputs, MicroBatch
+from fold3d.trace.example import follows, part_of, samples_of
 from fold3d.trace.labels import IGNORED
 
 Weights = tuple[float, ...]
@@ -31,31 +32,19 @@ def sub_micro_batches(whole: MicroBatch, most: int = 2) -> list[SubMicroBatch] |
     """Returns a micro-batch in parts, the first ones with a sample more where they are not equal; None where nobody
     knows how to divide it.
 
-    Dimension 0 of every tensor must be the samples, or 1 for what all of them share; containers could hold anything.
-
     Args:
         most: parts, where there are as many samples.
     """
-    inputs = whole.inputs
-    tensors = [value for value in inputs.values() if isinstance(value, Tensor) and value.ndim]
-    samples = max((tensor.shape[0] for tensor in tensors), default=0)
-    if samples < 2 or any(tensor.shape[0] not in (1, samples) for tensor in tensors):
+    samples = samples_of(whole.inputs)
+    if samples is None:
         return None
-    if any(isinstance(value, (dict, list, tuple)) for value in inputs.values()):
-        return None
-    followers = [name for name, value in inputs.items() if isinstance(value, Tensor) and follows(value, samples)]
 
     def part(first: int, end: int) -> SubMicroBatch:
-        mine: Inputs = {name: value[first:end] if name in followers else value for name, value in inputs.items()}
+        mine: Inputs = part_of(whole.inputs, first, end, samples)
         return SubMicroBatch(replace(whole, inputs=mine), first, end, samples)
 
     parts = min(most, samples)
     return [part(*even_part(samples, parts, number)) for number in range(parts)]
-
-
-def follows(tensor: Tensor, samples: int) -> bool:
-    """Whether dimension 0 of a tensor can be the samples, or so many entries for each of them."""
-    return bool(tensor.ndim and tensor.shape[0] and tensor.shape[0] % samples == 0)
 
 
 def divide(tensor: Tensor, parts: Sequence[SubMicroBatch]) -> Sequence[Tensor]:

@@ -36,6 +36,11 @@ class OverlapTrial:
         self._steps = 0
         self._seconds: dict[bool, list[float]] = {True: [], False: []}
 
+    @property
+    def is_decided(self) -> bool:
+        """Whether steps run in one way only from now on."""
+        return self._decided
+
     @contextmanager
     def step(self) -> Iterator[None]:
         """Around the forwards and backwards of one step; decides when there are times enough."""

@@ -44,6 +44,8 @@ RECENT = 5
 """Steps whose median decides whether a prediction is still worth showing."""
 SLOWER = 0.8
 """Of the speed at the first look: a ring that has less left became slower; above, the measurement varies."""
+_MOST_WAITING = 0.95
+"""Of a chunk's time, for TP.sync; more comes of dividing a stage's waits among its chunks."""
 _PROBE_SECONDS = 0.5
 _LOCAL = 1e10
 """Bytes per second where nothing was sent yet."""
@@ -71,6 +73,7 @@ class Replanner:
         self._recent: deque[float] = deque(maxlen=RECENT)
         self._others: list[float] = []
         self._times: dict[tuple[int, str], list[float]] = {}
+        self._exposed_tp: list[float] = []
         self._lengths: list[float] = []
         self._activation_bytes: dict[int, int] = {}
         self.expected: Expected | None = None
@@ -79,8 +82,12 @@ class Replanner:
         if self._stays and proposed is not None:
             self.expected = Expected.of(proposed[1].prediction, proposed[1].strategy.gather_order)
 
-    def observe(self, records: Sequence[RawRecord], step_ms: float) -> None:
-        """Takes in what a step recorded."""
+    def observe(self, records: Sequence[RawRecord], step_ms: float, exposed_tp_ms: float | None = None) -> None:
+        """Takes in what a step recorded.
+
+        Args:
+            exposed_tp_ms: for how long its forwards and backwards waited for TP.sync; None: nobody counts that.
+        """
         self._steps += 1
         if self._steps == 1:
             return
@@ -104,6 +111,8 @@ class Replanner:
             elif lane == "send_f":
                 chunk = _chunk_of(text)
                 self._activation_bytes[chunk] = max(size, self._activation_bytes.get(chunk, 0))
+        if exposed_tp_ms is not None:
+            self._exposed_tp.append(exposed_tp_ms)
         for (chunk, kind, _), seconds in spent.items():
             self._times.setdefault((chunk, kind), []).append(seconds)
 
@@ -129,7 +138,7 @@ class Replanner:
                 sync.flush()  # what is still on its way would be measured, too
             self._links = self._probe()
         found = self._groups.world.decide(self._share(sync), lambda shares: self._expect(strategy, schedule, shares))
-        self._times, self._lengths, self._others, self._since = {}, [], [], 0
+        self._times, self._exposed_tp, self._lengths, self._others, self._since = {}, [], [], [], 0
         self._until = min(EVERY, max(SAMPLE, 2 * self._until))
         if found is None:
             return None
@@ -149,6 +158,7 @@ class Replanner:
                 buckets.setdefault(chunk, []).append(entry)
         return {
             "times": {key: mean(values) for key, values in self._times.items()},
+            "exposed_tp": mean(self._exposed_tp) / 1e3 if self._exposed_tp else None,
             "activations": self._activation_bytes,
             "buckets": buckets,
             "bandwidth": 0.0 if sync is None else sync.bandwidth(),
@@ -183,13 +193,15 @@ class Replanner:
         measured_rate = [share["bandwidth"] for share in shares if share["bandwidth"] > 0]
         forward = tuple(time_of(chunk, "F") for chunk in chunks)
         backward = tuple(time_of(chunk, "B") for chunk in chunks)
+        waits = _spread_waits([_stage_waits(stage) for stage in stages], strategy, schedule, forward, backward)
         # The fastest: a rank measures too little where its neighbour was not ready, or its two rings shared the link.
         bandwidth = max([*measured_rate, self._links[0]]) * self._slowdown(shares)
         job = self._planned_job
         if job is not None and schedule.micro_batches == job.micro_batches:
             if bandwidth < self._links[0]:
                 job = replace(job, network=replace(job.network, dp_bandwidth=bandwidth))
-            better = recheck(job, strategy, [1e3 * time for time in forward], [1e3 * time for time in backward])
+            tp_ms = None if waits is None else ([1e3 * time for time in waits[0]], [1e3 * time for time in waits[1]])
+            better = recheck(job, strategy, [1e3 * time for time in forward], [1e3 * time for time in backward], tp_ms)
             if better is not None:
                 announce(
                     logger,
@@ -203,6 +215,8 @@ class Replanner:
         work = Work(
             forward=forward,
             backward=backward,
+            forward_tp=() if waits is None else waits[0],
+            backward_tp=() if waits is None else waits[1],
             activation_bytes=tuple(
                 max(share["activations"].get(chunk, 0) for share in stages[stage_of(chunk, schedule.pp)])
                 for chunk in chunks
@@ -256,6 +270,36 @@ class Replanner:
             )
         rate = links.bandwidth if math.isfinite(links.bandwidth) else _LOCAL
         return rate, links.pp_latency, links.hop_latency
+
+
+def _stage_waits(shares: Sequence[dict[str, Any]]) -> float | None:
+    """Returns the seconds of a step for which the ranks of a stage wait for TP.sync; None where nobody counts them."""
+    known = [share["exposed_tp"] for share in shares if share["exposed_tp"] is not None]
+    return float(mean(known)) if known else None
+
+
+def _spread_waits(
+    per_stage: Sequence[float | None],
+    strategy: Strategy,
+    schedule: Schedule,
+    forward: Sequence[float],
+    backward: Sequence[float],
+) -> tuple[tuple[float, ...], tuple[float, ...]] | None:
+    """Returns by chunk which part of a micro-batch's forward and backward is waiting for TP.sync; None: nobody knows.
+
+    A stage's waits are counted together. Its blocks are alike, so they share them; of what a chunk has, its forward and
+    its backward have as much as they have of its time.
+    """
+    if None in per_stage:
+        return None
+    waits: list[tuple[float, float]] = []
+    for chunk, (first, end) in enumerate(strategy.ranges):
+        stage = stage_of(chunk, schedule.pp)
+        blocks = sum(b - a for a, b in strategy.ranges[stage :: schedule.pp])
+        mine = (per_stage[stage] or 0.0) * ((end - first) / blocks if blocks else 0.0) / schedule.micro_batches
+        share = min(_MOST_WAITING, mine / (forward[chunk] + backward[chunk]))
+        waits.append((share * forward[chunk], share * backward[chunk]))
+    return tuple(a for a, _ in waits), tuple(b for _, b in waits)
 
 
 @cache  # every step has the same actions

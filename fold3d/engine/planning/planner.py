@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -27,8 +28,9 @@ from fold3d.plan.job import Job
 from fold3d.plan.proposal import Proposal
 from fold3d.plan.search import decide
 from fold3d.profile.layers import profile_model
-from fold3d.profile.network_probe import probe_network
+from fold3d.profile.network_probe import probe_network, probe_shards
 from fold3d.profile.shard import of_a_shard
+from fold3d.profile.tp_sync import halves_factor, with_tp_sync
 from fold3d.sharding.plan import ShardingPlan
 from fold3d.splitting.plan_sharding import plan_sharding
 from fold3d.tensor_parallel.alike import make_alike
@@ -123,12 +125,7 @@ def resolve_auto(
     profile = None
     try:
         if recording is not None and example is not None:
-            profile = profile_model(
-                model, recording, example, device, recompute=config.recompute, optimizer=optimizer, autocast=autocast
-            )
-            if sharding is not None:
-                shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-                profile = of_a_shard(profile, recording, sharding, shapes)
+            profile = profile_of(model, recording, config, example, device, optimizer, autocast, sharding)
     except Exception as own:
         if config.pp * config.tp > 1 or config.memory_limit is not None:
             error = own
@@ -144,6 +141,47 @@ def resolve_auto(
             )
         return None
     return propose(recording, profile, config, constraints, world, device, optimizer)
+
+
+def profile_of(
+    model: Module,
+    recording: Trace,
+    config: ParallelConfig,
+    example: Mapping[str, Any],
+    device: torch.device,
+    optimizer: Callable[[list[Parameter]], Optimizer] | None,
+    autocast: Callable[[], AbstractContextManager[Any]],
+    sharding: ShardingPlan | None,
+    seconds: float = 2.0,
+) -> Profile:
+    """Returns what layers cost on a rank, measured on this one; with which exchanges, where they have shards.
+
+    Args:
+        seconds: about how long to measure.
+    Raises: whatever the model raises.
+    """
+    profile = profile_model(
+        *(model, recording, example, device),
+        recompute=config.recompute,
+        optimizer=optimizer,
+        autocast=autocast,
+        seconds=seconds,
+    )
+    if sharding is None:
+        return profile
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    profile = of_a_shard(profile, recording, sharding, shapes)
+    profile = with_tp_sync(profile, model, recording, sharding, example, autocast)
+    if config.tp_overlap != "none":
+        factor = halves_factor(model, recording, example, device, autocast, seconds / 4)
+        profile = replace(profile, halves_factor=factor)
+    return profile
+
+
+def agreed_or_none(profiles: list[Profile | None]) -> Profile | None:
+    """Returns `Profile.agreed`, None where a rank could not measure."""
+    known = [profile for profile in profiles if profile is not None]
+    return Profile.agreed(known) if len(known) == len(profiles) else None
 
 
 def propose(
@@ -223,7 +261,7 @@ def _network(profile: Profile, world: WorldGroup, config: ParallelConfig, device
     topology, over_tcp = world.topology, uses_tcp(config.transport, device)
     groups = Groups(topology, device, config.timeout_seconds, (), with_p2p=not over_tcp, world=world)
     try:
-        return probe_network(
+        found = probe_network(
             topology,
             groups,
             device,
@@ -231,10 +269,38 @@ def _network(profile: Profile, world: WorldGroup, config: ParallelConfig, device
             over_tcp=over_tcp,
             activation_bytes=max(profile.activation_bytes),
         )
+        if topology.tp > 1:
+            bandwidth, latency = _probe_shards(profile, groups, config, device)
+            found = replace(found, tp_bandwidth=bandwidth, tp_latency=latency)
+        return found
     except RuntimeError as error:
         raise RankError(f"{topology.describe(topology.rank)} could not measure the network: {error}") from error
     finally:
         groups.close()
+
+
+def tp_link(profile: Profile, world: WorldGroup, config: ParallelConfig, device: torch.device) -> tuple[float, float]:
+    """Returns bandwidth (bytes per second) and latency of a hop (seconds) in the tensor-parallel groups; all ranks of
+    the job call. Raises: RankError when it cannot be measured."""
+    topology = world.topology
+    groups = Groups(topology, device, config.timeout_seconds, (), with_p2p=False, world=world)
+    try:
+        return _probe_shards(profile, groups, config, device)
+    except RuntimeError as error:
+        raise RankError(f"{topology.describe(topology.rank)} could not measure the network: {error}") from error
+    finally:
+        groups.close()
+
+
+def _probe_shards(
+    profile: Profile, groups: Groups, config: ParallelConfig, device: torch.device
+) -> tuple[float, float]:
+    exchanges = [one.bytes for of in (*profile.tp_forward, *profile.tp_backward) for one in of]
+    return probe_shards(
+        *(groups.topology, groups, device, config.timeout_seconds),
+        over_tcp=uses_tcp(config.transport, device),
+        size=max(exchanges, default=1),
+    )
 
 
 def _memory_limit(config: ParallelConfig, device: torch.device) -> int | None:

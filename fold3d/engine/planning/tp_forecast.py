@@ -1,0 +1,170 @@
+"""TpForecast: what TP.sync is expected to cost, and by that how it is hidden, before the first step."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.nn import Module
+
+from fold3d.comms.rings import spread_of_shards, warn_of_hosts
+from fold3d.comms.world_group import WorldGroup
+from fold3d.config import AUTO, TP_OVERLAP, ParallelConfig, text_of_bytes
+from fold3d.engine.planning import planner
+from fold3d.plan.costs import NetworkCosts
+from fold3d.plan.job import Job
+from fold3d.plan.layout import layout_of
+from fold3d.plan.proposal import Proposal
+from fold3d.plan.search import DECISIVE
+from fold3d.plan.space.tp_overlap import KNOB
+from fold3d.plan.space.tp_times import traffic
+from fold3d.plan.strategy import Strategy
+from fold3d.sharding.plan import ShardingPlan
+from fold3d.trace import Trace
+from fold3d.trace.example import synthetic_example
+
+logger = logging.getLogger(__name__)
+
+_SECONDS = 0.5
+"""For measuring layers, where nothing else is planned."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TpForecast:
+    """Of one step; the same on every rank."""
+
+    bytes: int
+    """That a rank of the busiest stage sends in its tensor-parallel group."""
+    computing: float
+    """Seconds that it computes."""
+    exposed: float
+    """Seconds that it waits for TP.sync, hidden as was decided."""
+    bandwidth: float
+    """Bytes per second, measured."""
+
+    @property
+    def text(self) -> str:
+        """In words."""
+        return (
+            f"{text_of_bytes(self.bytes)} a step from each process, at the measured {self.bandwidth / 1e6:.1f} MB/s, "
+            f"for which it waits about {1e3 * self.exposed:.0f} ms"
+        )
+
+
+def forecast_of(job: Job, proposed: Proposal) -> TpForecast:
+    """Returns what the planner expects of what it proposes."""
+    busiest = max(proposed.prediction.ranks, key=lambda rank: rank.exposed_tp_ms)
+    return TpForecast(
+        bytes=_bytes(job, proposed.strategy),
+        computing=busiest.compute_ms / 1e3,
+        exposed=busiest.exposed_tp_ms / 1e3,
+        bandwidth=job.network.tp_bandwidth,
+    )
+
+
+def predict_tp_sync(
+    model: Module,
+    recording: Trace,
+    config: ParallelConfig,
+    strategy: Strategy,
+    world: WorldGroup,
+    device: torch.device,
+    example: Mapping[str, Any] | None,
+    autocast: Callable[[], AbstractContextManager[Any]],
+    sharding: ShardingPlan,
+) -> tuple[Strategy, TpForecast | None]:
+    """Returns a strategy that was not planned, with how TP.sync is hidden where "auto" leaves that open and the
+    predicted difference is clear; and what it costs, where it was looked at. All ranks of the job call.
+
+    It is looked at where it is open, or where a tensor-parallel group is spread over hosts.
+
+    Args:
+        example: a micro-batch; None: the model makes up one, by which nothing is decided.
+    """
+    is_open = KNOB.of(strategy) == AUTO and example is not None
+    if not is_open and spread_of_shards(world) == 1:
+        return strategy, None
+    profile = None
+    try:
+        inputs = synthetic_example(model) if example is None else example
+        profile = planner.profile_of(
+            model, recording, config, inputs, device, None, autocast, sharding, seconds=_SECONDS
+        )
+    except Exception as error:  # foreign code with made-up values; nothing depends on it
+        logger.info("TP.sync cannot be predicted (%s: %s)", type(error).__name__, error)
+    profile = world.decide(profile, planner.agreed_or_none, timeout=world.patience)
+    if profile is None:
+        return strategy, None
+    bandwidth, latency = planner.tp_link(profile, world, config, device)
+    topology, nothing = world.topology, float("inf")
+    job = Job(
+        trace=recording,
+        profile=profile,
+        network=NetworkCosts(
+            pp_latency=0.0,
+            pp_bandwidth=nothing,
+            dp_bandwidth=nothing,
+            hop_latency=0.0,
+            tp_bandwidth=bandwidth,
+            tp_latency=latency,
+        ),
+        dp=topology.dp,
+        pp=topology.pp,
+        tp=topology.tp,
+        micro_batches=config.micro_batches,
+    )
+    way = KNOB.of(strategy)
+    if is_open:
+        way = _decided(job, strategy)
+        strategy = replace(
+            strategy, settings=tuple((name, way if name == KNOB.name else text) for name, text in strategy.settings)
+        )
+    spent, exposed = _seconds(job, strategy, way)
+    sent = _bytes(job, strategy)
+    return strategy, TpForecast(bytes=sent, computing=spent - exposed, exposed=exposed, bandwidth=bandwidth)
+
+
+def warn_of_spread(forecast: TpForecast | None, world: WorldGroup) -> None:
+    """Says what it costs where a tensor-parallel group has ranks on several hosts; all ranks of the job call."""
+    warn_of_hosts(spread_of_shards(world), world.topology, "" if forecast is None else forecast.text)
+
+
+def _decided(job: Job, strategy: Strategy) -> str:
+    """Returns the way that is clearly faster, or "auto"."""
+    if job.profile.halves_factor is None:
+        return AUTO  # batches may come that can be divided
+    times = {way: _seconds(job, strategy, way)[0] for way in TP_OVERLAP}
+    best, second = sorted(times, key=lambda way: times[way])
+    close = times[second] < DECISIVE * times[best]
+    logger.info(
+        "tp_overlap: a step's forwards and backwards are predicted to take %s %.1f ms, %s %.1f: %s",
+        *(best, 1e3 * times[best], second, 1e3 * times[second]),
+        "too close to tell, real steps decide" if close else best,
+    )
+    return AUTO if close else best
+
+
+def _seconds(job: Job, strategy: Strategy, way: str) -> tuple[float, float]:
+    """Returns how long a rank of the busiest stage computes in a step, and what of that it waits for TP.sync."""
+    layout = layout_of(KNOB.costs(job, way), strategy.ranges, strategy.bucket_bytes)
+    both = [a + b for a, b in zip(layout.forward, layout.backward, strict=True)]
+    waits = [a + b for a, b in zip(layout.forward_tp, layout.backward_tp, strict=True)]
+    stages = [(sum(both[stage :: job.pp]), sum(waits[stage :: job.pp])) for stage in range(job.pp)]
+    spent, waited = max(stages)
+    return job.micro_batches * spent, job.micro_batches * waited
+
+
+def _bytes(job: Job, strategy: Strategy) -> int:
+    """Returns what a rank of the stage with most of it sends in its group in a step."""
+    profile, last = job.profile, len(strategy.ranges) - 1
+    of_layer = [
+        sum(traffic(one, job.tp)[0] for one in (*forward, *backward))
+        for forward, backward in zip(profile.tp_forward, profile.tp_backward, strict=True)
+    ]
+    chunks = [sum(of_layer[lo + (c > 0) : hi + 1 + (c == last)]) for c, (lo, hi) in enumerate(strategy.ranges)]
+    most = max(sum(chunks[stage :: job.pp]) for stage in range(job.pp))
+    return round(job.micro_batches * most)
