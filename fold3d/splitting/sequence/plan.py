@@ -106,7 +106,7 @@ def _of_class(name: str, call: CapturedCall, split: BlockSplit, hidden: Path, re
                     break
             else:
                 return _Found(dim, tried, frozenset(summed))
-            reason = f"{name}: {wrong}"
+            reason = f"parts of it do not make up {name} ({wrong})"
     raise NoSequenceError(reason)
 
 
