@@ -6,11 +6,13 @@ import argparse
 import importlib.util
 from typing import TYPE_CHECKING, Any
 
-from fold3d.cli import breakdown, schedule_option, tp_option
+from fold3d.cli import breakdown, memory, schedule_option, tp_option
 from fold3d.config import SIMULATED_DP_SYNC
 from fold3d.errors import ConfigError
 
 if TYPE_CHECKING:
+    from fold3d import _C
+    from fold3d.plan.cluster_model import Cluster, Work
     from fold3d.plan.simulator import Prediction
     from fold3d.schedule import Schedule
 
@@ -25,6 +27,12 @@ def add(subcommands: Any) -> None:
     work.add_argument("--layers", type=int, metavar="N", help="default 2 per segment")
     work.add_argument("--activation", type=float, default=1.0, metavar="MB", help="sent per micro-batch, default 1")
     work.add_argument("--gradients", type=float, default=100.0, metavar="MB", help="default 100")
+    work.add_argument(
+        "--saved",
+        type=float,
+        metavar="MB",
+        help="kept of a micro-batch from forward to backward; shows the memory of a step with AdamW in fp32",
+    )
     work.add_argument(
         "--tp", type=int, default=1, help="ranks that share each layer; two sums of --activation per layer, each way"
     )
@@ -102,12 +110,33 @@ def run(options: argparse.Namespace) -> None:
         timeline=bool(options.png),
     )
     print(_report(schedule, prediction))
+    if options.saved is not None:
+        print(memory.table(_curves(options, schedule, work, cluster)))
     if options.png:
         from fold3d.observe.timeline_picture import write_picture
 
         title = f"{schedule_option.title_of(options)}, {options.dp_sync}: simulated"
         write_picture(options.png, prediction.records, pp=schedule.pp, title=title, simulated=prediction.ranks)
         print(options.png)
+
+
+def _curves(options: argparse.Namespace, schedule: Schedule, work: Work, cluster: Cluster) -> list[_C.StageMemory]:
+    """Returns the memory of the step: weights, gradients and two moments of AdamW of equal size, and what is kept."""
+    from fold3d import _C
+    from fold3d.plan.cluster_model import cluster_model
+    from fold3d.plan.memory.model import even_model
+
+    if not options.saved >= 0:
+        raise ConfigError(f"--saved is {options.saved:g}; it cannot be negative")
+    zero1 = options.dp_sync == "zero1"
+    model = even_model(work, round(options.saved * 1e6), pp=schedule.pp, dp=options.dp, zero1=zero1)
+    step = _C.simulate_step(
+        schedule,
+        cluster_model(work, cluster, pp=schedule.pp, dp_sync=options.dp_sync),
+        breakdown=False,
+        spans=True,
+    )
+    return _C.memory_curves(schedule, model, step)
 
 
 def _positive(options: argparse.Namespace, name: str) -> float:

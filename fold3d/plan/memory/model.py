@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fold3d import _C
+from fold3d.config import text_of_bytes
+from fold3d.plan.cluster_model import Work
 from fold3d.plan.job import Job
 from fold3d.plan.layout import Layout
 from fold3d.plan.strategy import Modes
@@ -28,7 +30,7 @@ class StagePeak:
     def text(self) -> str:
         """Returns what takes most, the largest first."""
         parts = sorted(zip(self.uses, USES, strict=True), reverse=True)
-        return ", ".join(f"{name} {size / 1e6:,.0f} MB" for size, name in parts if size > 0.01 * self.bytes)
+        return ", ".join(f"{name} {text_of_bytes(size)}" for size, name in parts if size > 0.01 * self.bytes)
 
 
 def memory_model(job: Job, layout: Layout, modes: Modes) -> _C.MemoryModel:
@@ -56,6 +58,32 @@ def memory_model(job: Job, layout: Layout, modes: Modes) -> _C.MemoryModel:
             )
         )
     return _C.MemoryModel(chunks, gradients_stay=job.dp > 1)
+
+
+def even_model(work: Work, saved: int, *, pp: int, dp: int, zero1: bool) -> _C.MemoryModel:
+    """Returns the model of a run whose weights, gradients and two moments are equally large, cut as Work.even does.
+
+    Args:
+        work: with `layers` and `gradient_bytes`.
+        saved: bytes that a rank keeps of a micro-batch, all its segments together.
+        zero1: each replica keeps its share of the moments only.
+    """
+    pp_layers = sum(work.layers[::pp])
+    chunks = []
+    for number, (layers, gradients) in enumerate(zip(work.layers, work.gradient_bytes, strict=True)):
+        kept = saved * layers // pp_layers
+        chunks.append(
+            _C.ChunkBytes(
+                weights=gradients,
+                gradients=gradients,
+                optimizer=2 * gradients // (dp if zero1 else 1),
+                inputs=work.activation_bytes[number - 1] if number else 0,
+                saved=kept,
+                forward=kept,
+                backward=kept,
+            )
+        )
+    return _C.MemoryModel(chunks, gradients_stay=dp > 1)
 
 
 def peaks_of(curves: Sequence[_C.StageMemory]) -> tuple[StagePeak, ...]:
