@@ -39,7 +39,7 @@ from fold3d.placement.bucket_layout import bucket_layout
 from fold3d.placement.partition import split_ranges
 from fold3d.plan.constraints import Constraints
 from fold3d.plan.job import Job
-from fold3d.plan.memory.changes import cheapest_changes
+from fold3d.plan.memory.changes import cheapest_changes, predicted_curves
 from fold3d.plan.programs import Programs
 from fold3d.plan.proposal import Proposal
 from fold3d.plan.resolve import needs_planner, unplanned
@@ -273,7 +273,7 @@ def _connect(
     undo.callback(progress.follow, None)
     recorder = StepRecorder(executor, sync, arbiter, progress, topology.pp_rank, shards if over_tcp else None)
     expected = None if model.planned is None else model.planned[1].peaks[topology.pp_rank].bytes
-    memory = MemoryWatch(device, config.memory_size, expected)
+    memory = MemoryWatch(device, config.memory_size, expected, partial(_curves, model))
     step = Step(
         *(cut, topology, config.seed, device),
         pipeline=Pipeline(topology, groups, executor, progress),
@@ -297,6 +297,10 @@ def _connect(
         memory=memory,
         undo=undo,
     )
+
+
+def _curves(model: CutModel) -> list[_C.StageMemory]:
+    return [] if model.planned is None else predicted_curves(model.planned[0], model.strategy)
 
 
 def _changes(model: CutModel) -> list[str]:

@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
-from fold3d import _C
 from fold3d.comms.groups import Groups
 from fold3d.comms.world_group import WorldGroup
 from fold3d.config import ParallelConfig
@@ -32,10 +31,7 @@ from fold3d.faults.supervisor import Supervisor
 from fold3d.observe.memory import MemoryWatch
 from fold3d.observe.step_breakdown import StepBreakdown
 from fold3d.observe.step_output import StepOutput
-from fold3d.plan.job import Job
-from fold3d.plan.memory.changes import predicted_curves
 from fold3d.plan.programs import Programs
-from fold3d.plan.proposal import Proposal
 from fold3d.plan.resolve import programs_of, resolve_auto
 from fold3d.plan.strategy import MIXED, Strategy
 from fold3d.schedule import Schedule
@@ -122,7 +118,6 @@ class Engine:
         self._world: WorldGroup | None = None
         self._rank: BuiltRank | None = None
         self._strategy: Strategy | None = None
-        self._planned: tuple[Job, Proposal] | None = None
         self._fallback: Callable[[], Mapping[str, Any] | None] = lambda: None
         # The planner times layers with a real micro-batch; the synthetic one of a transformers model will not do.
         at_once = is_transformers_model(model) and not self._order.plans
@@ -137,7 +132,6 @@ class Engine:
         self._take_turn()
         cut = cut_model(self._order, self.world, example, call)
         self._rank = rank = connect(cut, self._supervisor, self.world, self.device)
-        self._planned = cut.planned
         self.planned_memory = None if cut.planned is None else cut.planned[1].memory_bytes
         self._follow(cut.strategy)
         weakref.finalize(self, rank.cut.remove).atexit = False
@@ -487,11 +481,6 @@ class Engine:
     def memory(self) -> MemoryWatch:
         """What this rank has needed of memory, and what was planned."""
         return self._built().memory
-
-    def predicted_memory(self) -> list[_C.StageMemory]:
-        """Returns the bytes that each stage should have over a step; none where the planner was not asked."""
-        self._built()
-        return [] if self._planned is None else predicted_curves(self._planned[0], self.strategy)
 
     @property
     def groups(self) -> Groups:

@@ -25,13 +25,20 @@ class MemoryWatch:
     """Of one rank. On a GPU torch's allocator is asked; on the CPU the process's resident memory, or, where the user
     limits memory, what tensors hold (csrc/runtime/memory)."""
 
-    def __init__(self, device: torch.device, limit: int | None, expected: int | None) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        limit: int | None,
+        expected: int | None,
+        curves: Callable[[], Sequence[_C.StageMemory]] = tuple,
+    ) -> None:
         """Args:
         limit: bytes that a rank may use; None: on a GPU all of its memory.
         expected: bytes that the plan says of this rank; None: nothing was planned.
+        curves: makes the bytes that every stage should have over a step; none where nothing was planned.
         """
         self._device = device
-        self.expected = expected
+        self.expected, self.curves = expected, curves
         self._counts = device.type == "cpu" and limit is not None and _C.count_cpu_bytes(True)
         if limit is None and device.type == "cuda":
             limit = torch.cuda.get_device_properties(device).total_memory
