@@ -2,8 +2,8 @@
 
     python benchmarks/fold3d_memory.py [--limit 40]
 
-GPT-3 18B and 39B as in Tables I and II of Fold3D (Li et al., IEEE TPDS 2023): 128 devices, 256 samples a step, 4 samples
-of 2,048 tokens a micro-batch, tensor parallelism over 8 ranks with the sequence shared, 4 segments. Mixed precision: bf16
+GPT-3 18B and 39B as in Tables I and II of Fold3D (Li et al., IEEE TPDS 2023): 128 devices, 256 samples a step, 4 of
+2,048 tokens a micro-batch, tensor parallelism over 8 ranks with the sequence shared, 4 segments. Mixed precision: bf16
 weights, fp32 gradients, fp32 weights and two moments of AdamW in the optimizer. What layers keep is counted on tensors
 without values (fold3d/profile/layer_bytes.py) and divided by the ranks that share it. Nothing is trained.
 """

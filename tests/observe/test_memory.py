@@ -54,7 +54,7 @@ def test_running_out_of_memory_is_explained():
     message = str(caught.value)
     assert "planned were 5 MB" in message and "this rank had used" in message and 'dp_sync="zero1"' in message
     assert isinstance(caught.value.__cause__, RuntimeError)
-    with pytest.raises(ValueError, match="^other$"), watch.explains(list):
+    with pytest.raises(ValueError, match=r"^other$"), watch.explains(list):
         raise ValueError("other")
     assert not is_out_of_memory(RuntimeError("other")) and is_out_of_memory(MemoryError())
 
