@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from fold3d import _C
+    from fold3d.plan.memory.model import StageMemory
 
 _LEVELS = "▁▂▃▄▅▆▇█"
 _WIDTH = 60
 
 
-def table(curves: Sequence[_C.StageMemory]) -> str:
+def table(curves: Sequence[StageMemory]) -> str:
     """Returns a line for each stage: the bytes on its device over the step, the most, and what takes it."""
     from fold3d.config import text_of_bytes
     from fold3d.plan.memory.model import peaks_of

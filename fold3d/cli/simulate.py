@@ -11,8 +11,6 @@ from fold3d.config import SIMULATED_DP_SYNC
 from fold3d.errors import ConfigError
 
 if TYPE_CHECKING:
-    from fold3d import _C
-    from fold3d.plan.cluster_model import Cluster, Work
     from fold3d.plan.simulator import Prediction
     from fold3d.schedule import Schedule
 
@@ -60,6 +58,7 @@ def run(options: argparse.Namespace) -> None:
     from fold3d import schedule as schedules
     from fold3d.plan.cluster_model import Cluster, Work
     from fold3d.plan.costs import NetworkCosts, TpExchange
+    from fold3d.plan.memory.model import even_curves
     from fold3d.plan.simulator import predict
     from fold3d.plan.space.tp_times import even_regions, layers_seconds
 
@@ -111,32 +110,16 @@ def run(options: argparse.Namespace) -> None:
     )
     print(_report(schedule, prediction))
     if options.saved is not None:
-        print(memory.table(_curves(options, schedule, work, cluster)))
+        if not options.saved >= 0:
+            raise ConfigError(f"--saved is {options.saved:g}; it cannot be negative")
+        saved = round(options.saved * 1e6)
+        print(memory.table(even_curves(schedule, work, cluster, saved, dp_sync=options.dp_sync)))
     if options.png:
         from fold3d.observe.timeline_picture import write_picture
 
         title = f"{schedule_option.title_of(options)}, {options.dp_sync}: simulated"
         write_picture(options.png, prediction.records, pp=schedule.pp, title=title, simulated=prediction.ranks)
         print(options.png)
-
-
-def _curves(options: argparse.Namespace, schedule: Schedule, work: Work, cluster: Cluster) -> list[_C.StageMemory]:
-    """Returns the memory of the step: weights, gradients and two moments of AdamW of equal size, and what is kept."""
-    from fold3d import _C
-    from fold3d.plan.cluster_model import cluster_model
-    from fold3d.plan.memory.model import even_model
-
-    if not options.saved >= 0:
-        raise ConfigError(f"--saved is {options.saved:g}; it cannot be negative")
-    zero1 = options.dp_sync == "zero1"
-    model = even_model(work, round(options.saved * 1e6), pp=schedule.pp, dp=options.dp, zero1=zero1)
-    step = _C.simulate_step(
-        schedule,
-        cluster_model(work, cluster, pp=schedule.pp, dp_sync=options.dp_sync),
-        breakdown=False,
-        spans=True,
-    )
-    return _C.memory_curves(schedule, model, step)
 
 
 def _positive(options: argparse.Namespace, name: str) -> float:
