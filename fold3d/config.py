@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import shlex
@@ -239,6 +240,22 @@ def parse_bytes(name: str, value: object, least: int = 0) -> int | None:
         kind = "a positive number of bytes" if least else "a number of bytes, 0 for a bucket per layer"
         raise ConfigError(f'{name}={value!r}: must be {kind}, such as 8000000000, 8e9, "8GB", "512MiB", or None')
     return int(size)
+
+
+def parse_tp_plan(name: str, value: Mapping[str, str] | str | None) -> Mapping[str, str] | None:
+    """Returns the dict that a command line gives as JSON; anything else as it is.
+
+    Raises: ConfigError, naming the setting, for text that is no JSON object.
+    """
+    if not isinstance(value, str):
+        return value
+    try:
+        plan = json.loads(value)
+    except ValueError as error:
+        raise ConfigError(f"{name}={value!r} is no JSON: {error}") from None
+    if not isinstance(plan, dict):
+        raise ConfigError(f'{name}={value!r}: must be a JSON object, such as {{"mlp.gate": "replicate"}}')
+    return plan
 
 
 def text_of_bytes(size: int) -> str:

@@ -173,10 +173,13 @@ def test_log_keys_are_those_of_the_code() -> None:
     )
     shards = {"waited_ns": 0, "hidden_ns": 0, "bytes": 0}
     breakdown = make_breakdown([], 0, 1_000_000, predicted_ms=1.0, predicted=part, shards=shards)
-    beside = ["tokens_per_second", "peak_memory_gb", "mfu"]
-    assert sorted(shown) == sorted([*breakdown.log(dp=2, pp=2, tp=2), *beside])
+    beside = ["tokens_per_second", "mfu"]
+    memory = ["peak_memory_gb", "peak_memory_mb", "peak_memory_rank", "predicted_peak_memory_mb"]
+    assert sorted(shown) == sorted([*breakdown.log(dp=2, pp=2, tp=2), *beside, *memory])
     trainer = (ROOT / "fold3d" / "trainer" / "trainer.py").read_text()
     assert all(f'"{key}"' in trainer for key in beside)
+    peaks = (ROOT / "fold3d" / "trainer" / "logs" / "peak_memory.py").read_text()
+    assert all(f'"{key}"' in peaks for key in memory)
 
 
 SLURM = {

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from fold3d.cli import breakdown, model_option, tp_option
+from fold3d.cli import breakdown, memory, model_option, tp_option
 from fold3d.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -47,6 +47,7 @@ def add(subcommands: Any, *, knobs: bool) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Prints the planner's table, the strategy as text and the breakdown of a step. Raises: ConfigError, TraceError."""
+    from fold3d.plan.memory.changes import predicted_curves
     from fold3d.plan.search import decide
     from fold3d.plan.space.registry import KNOBS, constrained
 
@@ -59,6 +60,7 @@ def run(options: argparse.Namespace) -> None:
     print(proposal.table)
     print(f"strategy: {proposal.strategy}")
     print(breakdown.table("stage", proposal.prediction))
+    print(memory.table(predicted_curves(job, proposal.strategy)))
 
 
 def _job(options: argparse.Namespace) -> Job:

@@ -6,7 +6,7 @@ import argparse
 import importlib.util
 from typing import TYPE_CHECKING, Any
 
-from fold3d.cli import breakdown, schedule_option, tp_option
+from fold3d.cli import breakdown, memory, schedule_option, tp_option
 from fold3d.config import SIMULATED_DP_SYNC
 from fold3d.errors import ConfigError
 
@@ -25,6 +25,12 @@ def add(subcommands: Any) -> None:
     work.add_argument("--layers", type=int, metavar="N", help="default 2 per segment")
     work.add_argument("--activation", type=float, default=1.0, metavar="MB", help="sent per micro-batch, default 1")
     work.add_argument("--gradients", type=float, default=100.0, metavar="MB", help="default 100")
+    work.add_argument(
+        "--saved",
+        type=float,
+        metavar="MB",
+        help="kept of a micro-batch from forward to backward; shows the memory of a step with AdamW in fp32",
+    )
     work.add_argument(
         "--tp", type=int, default=1, help="ranks that share each layer; two sums of --activation per layer, each way"
     )
@@ -52,6 +58,7 @@ def run(options: argparse.Namespace) -> None:
     from fold3d import schedule as schedules
     from fold3d.plan.cluster_model import Cluster, Work
     from fold3d.plan.costs import NetworkCosts, TpExchange
+    from fold3d.plan.memory.model import even_curves
     from fold3d.plan.simulator import predict
     from fold3d.plan.space.tp_times import even_regions, layers_seconds
 
@@ -102,6 +109,11 @@ def run(options: argparse.Namespace) -> None:
         timeline=bool(options.png),
     )
     print(_report(schedule, prediction))
+    if options.saved is not None:
+        if not options.saved >= 0:
+            raise ConfigError(f"--saved is {options.saved:g}; it cannot be negative")
+        saved = round(options.saved * 1e6)
+        print(memory.table(even_curves(schedule, work, cluster, saved, dp_sync=options.dp_sync)))
     if options.png:
         from fold3d.observe.timeline_picture import write_picture
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from fold3d.cli import model_option
 from fold3d.cli.model_option import count
+from fold3d.config import parse_tp_plan
 from fold3d.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def run(options: argparse.Namespace) -> None:
     if options.tp_plan is not None and options.tp is None:
         raise ConfigError("--tp-plan has no effect without --tp")
     if options.tp is not None:
-        _print_sharding(model, traced, example, options.tp, _plan_of(options.tp_plan))
+        _print_sharding(model, traced, example, options.tp, parse_tp_plan("--tp-plan", options.tp_plan))
     if options.pp is not None or options.segments is not None:
         _print_chunks(model, traced, options.pp or 1, options.segments or 1)
 
@@ -86,18 +86,6 @@ def _print_sharding(
     _print_rows(header, rows)
     for line in below:
         print(line)
-
-
-def _plan_of(text: str | None) -> Mapping[str, str] | None:
-    if text is None:
-        return None
-    try:
-        plan = json.loads(text)
-    except ValueError as error:
-        raise ConfigError(f"--tp-plan {text!r} is no JSON: {error}") from None
-    if not isinstance(plan, dict):
-        raise ConfigError(f'--tp-plan {text!r} must be a JSON object, such as {{"mlp.gate": "replicate"}}')
-    return plan
 
 
 def _print_chunks(model: nn.Module, traced: Trace, pp: int, segments: int) -> None:

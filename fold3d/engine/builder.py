@@ -34,10 +34,12 @@ from fold3d.engine.step import Step
 from fold3d.engine.step_recorder import StepRecorder
 from fold3d.errors import Fold3dError, RankError
 from fold3d.faults.supervisor import Supervisor
+from fold3d.observe.memory import MemoryWatch
 from fold3d.placement.bucket_layout import bucket_layout
 from fold3d.placement.partition import split_ranges
 from fold3d.plan.constraints import Constraints
 from fold3d.plan.job import Job
+from fold3d.plan.memory.changes import cheapest_changes, predicted_curves
 from fold3d.plan.programs import Programs
 from fold3d.plan.proposal import Proposal
 from fold3d.plan.resolve import needs_planner, unplanned
@@ -100,8 +102,8 @@ class CutModel:
     strategy: Strategy
     proposed: tuple[Job, Proposal] | None
     """What the planner was told and said, if another schedule may be chosen."""
-    memory_bytes: int | None
-    """What the planner expects the fullest rank to need; None where it was not asked."""
+    planned: tuple[Job, Proposal] | None
+    """What the planner was told and said; None where it was not asked."""
     name: str
     """This engine's in the job."""
 
@@ -191,7 +193,7 @@ def cut_model(
         config=config,
         strategy=strategy,
         proposed=proposed if may_change else None,
-        memory_bytes=None if proposed is None else proposed[1].memory_bytes,
+        planned=proposed,
         name=name,
     )
 
@@ -275,6 +277,8 @@ def _connect(
     undo.callback(progress.follow, None)
     keep = [] if offload is None else [keeper(executor, cut.model)]
     recorder = StepRecorder(executor, sync, arbiter, progress, topology.pp_rank, shards if over_tcp else None)
+    expected = None if model.planned is None else model.planned[1].peaks[topology.pp_rank].bytes
+    memory = MemoryWatch(device, config.memory_size, expected, partial(_curves, model))
     step = Step(
         *(cut, topology, config.seed, device),
         pipeline=Pipeline(topology, groups, executor, progress, *keep),
@@ -284,8 +288,31 @@ def _connect(
         overlap=overlap,
         supervisor=supervisor,
         mean_over_replicas=lambda value: _mean(value, groups),
+        memory=memory,
+        changes=partial(_changes, model),
     )
-    return BuiltRank(cut=cut, groups=groups, sync=sync, recorder=recorder, step=step, supervisor=supervisor, undo=undo)
+    memory.begin([*cut.parameters.values(), *cut.model.buffers()])
+    return BuiltRank(
+        cut=cut,
+        groups=groups,
+        sync=sync,
+        recorder=recorder,
+        step=step,
+        supervisor=supervisor,
+        memory=memory,
+        undo=undo,
+    )
+
+
+def _curves(model: CutModel) -> list[_C.StageMemory]:
+    return [] if model.planned is None else predicted_curves(model.planned[0], model.strategy)
+
+
+def _changes(model: CutModel) -> list[str]:
+    """Returns the settings with which less memory is needed, the cheapest first; none where nothing was planned."""
+    if model.planned is None:
+        return []
+    return [str(change) for change in cheapest_changes(model.planned[0], model.strategy)]
 
 
 def _bucket_schedule(model: CutModel, stage: int) -> BucketSchedule:

@@ -10,6 +10,7 @@ from fold3d.data_parallel.gradient_sync import GradientSync
 from fold3d.engine.step import Step
 from fold3d.engine.step_recorder import StepRecorder
 from fold3d.faults.supervisor import Supervisor
+from fold3d.observe.memory import MemoryWatch
 from fold3d.stage.rank_model import RankModel
 
 
@@ -23,6 +24,7 @@ class BuiltRank:
     recorder: StepRecorder
     step: Step
     supervisor: Supervisor
+    memory: MemoryWatch
     undo: ExitStack = field(repr=False)
     """Closes what communicates."""
 

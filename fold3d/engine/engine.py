@@ -28,6 +28,7 @@ from fold3d.engine.turns import take_turn
 from fold3d.errors import ConfigError, Fold3dError, RankError
 from fold3d.faults.failure import is_communication_error
 from fold3d.faults.supervisor import Supervisor
+from fold3d.observe.memory import MemoryWatch
 from fold3d.observe.step_breakdown import StepBreakdown
 from fold3d.observe.step_output import StepOutput
 from fold3d.plan.programs import Programs
@@ -131,7 +132,7 @@ class Engine:
         self._take_turn()
         cut = cut_model(self._order, self.world, example, call)
         self._rank = rank = connect(cut, self._supervisor, self.world, self.device)
-        self.planned_memory = cut.memory_bytes
+        self.planned_memory = None if cut.planned is None else cut.planned[1].memory_bytes
         self._follow(cut.strategy)
         weakref.finalize(self, rank.cut.remove).atexit = False
         # Threads that outlive the interpreter abort the process: a script that never calls close() must end well.
@@ -475,6 +476,11 @@ class Engine:
         if self._world is None:
             self._world = WorldGroup(self.topology, self.config.timeout_seconds, self._supervisor.progress)
         return self._world
+
+    @property
+    def memory(self) -> MemoryWatch:
+        """What this rank has needed of memory, and what was planned."""
+        return self._built().memory
 
     @property
     def groups(self) -> Groups:

@@ -11,6 +11,7 @@ The rooms behind it: `Pipeline` runs the actions, `GradientSync` has the gradien
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -28,6 +29,7 @@ from fold3d.engine.pipeline import Pipeline
 from fold3d.engine.planning.replanner import Replanner
 from fold3d.engine.step_recorder import StepRecorder
 from fold3d.faults.supervisor import Supervisor
+from fold3d.observe.memory import MemoryWatch
 from fold3d.observe.step_breakdown import StepBreakdown
 from fold3d.plan.strategy import Strategy
 from fold3d.schedule import Schedule
@@ -36,6 +38,8 @@ from fold3d.stage.part_hooks import PartHooks
 from fold3d.stage.rank_model import RankModel
 from fold3d.tensor_parallel.sub_pipelined.overlap_trial import OverlapTrial
 from fold3d.topology import Topology
+
+logger = logging.getLogger(__name__)
 
 
 class Step:
@@ -55,9 +59,12 @@ class Step:
         overlap: OverlapTrial,
         supervisor: Supervisor,
         mean_over_replicas: Callable[[Tensor], Tensor],
+        memory: MemoryWatch,
+        changes: Callable[[], Sequence[str]],
     ) -> None:
         """Args:
         seed: of dropout masks.
+        changes: settings with which less memory is needed; asked when little is left of it.
         mean_over_replicas: of a tensor, the same on all of them; all replicas of the stage call.
         """
         self._topology, self._seed, self._device = topology, seed, device
@@ -65,6 +72,7 @@ class Step:
         self._supervisor, self._mean_over_replicas, self._overlap = supervisor, mean_over_replicas, overlap
         self._part_hooks = PartHooks(cut.parameters, cut.placement.readers, cut.replaced())
         self._loss_check = cut.loss_check()
+        self._memory, self._changes = memory, changes
         self._name = "step 0"
         self.hooks: OptimizerHooks | None = None
 
@@ -85,10 +93,14 @@ class Step:
         Returns: the replica's loss, scalar, on each of its ranks.
         """
         self._name = f"step {number + 1}"
-        with self._supervisor.together(self._name), rng_untouched(self._device):
+        together = self._supervisor.together(self._name)
+        with together, self._memory.explains(self._changes), rng_untouched(self._device):
             # 1. The schedule; from time to time a better one, for the times that steps took.
             schedule = schedule_of(len(inputs))
-            # 2. What must hold before work starts.
+            # 2. What must hold before work starts, and what the steps before have shown.
+            warning = self._memory.warning(self._changes)
+            if warning is not None:
+                logger.warning("%s", warning)
             if self.hooks is not None:
                 self.hooks.put_innermost()
             self._recorder.begin(trains=True)
@@ -140,7 +152,8 @@ class Step:
             self._sync.scale(factor * inverse)
             # 12. The update, by hooks inside of all that the user has there: shards now, other layers before their next
             #     forward. 13. Gathers of what was updated begin, and are waited for there.
-            with self._supervisor.together(f"the optimizer of {self._name}", meets=False):
+            together = self._supervisor.together(f"the optimizer of {self._name}", meets=False)
+            with together, self._memory.explains(self._changes):
                 optimizer.step()
         else:
             with self._supervisor.together(f"dropping the infinite gradients of {self._name}"):
@@ -221,7 +234,8 @@ class Step:
     def _update(self) -> None:
         """The optimizer steps."""
         self._supervisor.progress.life.check()
-        with self._supervisor.together(f"the optimizer of {self._name}", meets=False):
+        together = self._supervisor.together(f"the optimizer of {self._name}", meets=False)
+        with together, self._memory.explains(self._changes):
             self._sync.update()
         self._recorder.extend()
 

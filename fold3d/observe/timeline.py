@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fold3d import _C
 from fold3d.observe.step_breakdown import TP_SYNC, StepBreakdown, make_breakdown, waits_for_dp_sync
 from fold3d.plan.simulator import RankBreakdown
 from fold3d.topology import coordinates, segment_of
@@ -56,7 +57,15 @@ class Event:
     micro_batch: int
 
 
-def write_trace(path: str | Path, records: Records, *, pp: int, tp: int = 1, predicted_ms: float | None = None) -> None:
+def write_trace(
+    path: str | Path,
+    records: Records,
+    *,
+    pp: int,
+    tp: int = 1,
+    predicted_ms: float | None = None,
+    memory: Sequence[_C.StageMemory] = (),
+) -> None:
     """Writes the step as Chrome trace: process = rank, thread = lane, arrows from each SEND to its RECV.
 
     Each rank carries its breakdown in milliseconds, as label and in `otherData`. The file appears whole or not at all.
@@ -64,6 +73,7 @@ def write_trace(path: str | Path, records: Records, *, pp: int, tp: int = 1, pre
 
     Args:
         predicted_ms: what the simulator said the step takes; None: nothing.
+        memory: what it said of each stage's memory over the step; empty: nothing.
     """
     events = events_of(records)
     breakdowns = _accounts(events)
@@ -76,6 +86,7 @@ def write_trace(path: str | Path, records: Records, *, pp: int, tp: int = 1, pre
             _meta("process_sort_index", rank, 0, sort_index=rank),
             _meta("process_labels", rank, 0, labels=_label(breakdowns[rank])),
         ]
+        out += _counters(rank, memory[at.pp]) if memory else []
         present = {event.lane for event in events if event.rank == rank}
         for row, lane in enumerate(LANES):
             if lane not in present:
@@ -116,6 +127,21 @@ def write_trace(path: str | Path, records: Records, *, pp: int, tp: int = 1, pre
     }
     text = json.dumps({"displayTimeUnit": "ms", "otherData": about, "traceEvents": out})
     write_atomically(path, lambda temporary: Path(temporary).write_text(text))
+
+
+def _counters(rank: int, memory: _C.StageMemory) -> list[dict[str, Any]]:
+    """Returns a track of bytes over the step, stacked by what they are for."""
+    names = _C.memory_use_names()
+    return [
+        {
+            "name": "memory, predicted",
+            "ph": "C",
+            "pid": rank,
+            "ts": point.time_ns / _US,
+            "args": dict(zip(names, point.uses, strict=True)),
+        }
+        for point in memory.points
+    ]
 
 
 def _tint(event: Event) -> dict[str, str]:

@@ -29,6 +29,7 @@ class Trials:
     def __init__(self, job: Job) -> None:
         self.job = job
         self._schedules: dict[tuple[Order, int], _C.Schedule] = {}
+        self._again: dict[tuple[Order, int, tuple[bool, ...]], _C.Schedule] = {}
 
     def schedule(self, order: Order, segments: int) -> _C.Schedule:
         """Returns the compute actions. Raises: ConfigError as fold3d.schedule.generate."""
@@ -45,6 +46,20 @@ class Trials:
             )
         return self._schedules[key]
 
+    def program(self, order: Order, segments: int, recompute: Sequence[bool] = ()) -> _C.Schedule:
+        """Returns what is simulated. Raises: ConfigError as fold3d.schedule.generate.
+
+        Args:
+            recompute: of every chunk, as in fold3d.schedule.lower.
+        """
+        made = self.schedule(order, segments)
+        if not any(recompute):
+            return made
+        key = (order, segments, tuple(recompute))
+        if key not in self._again:
+            self._again[key] = schedules.lower(made, reduce=False, recompute=recompute)
+        return self._again[key]
+
     def run(
         self,
         layout: Layout,
@@ -55,16 +70,18 @@ class Trials:
         gather_order: Sequence[Sequence[int]] | None = None,
         breakdown: bool = False,
         spans: bool = True,
+        recompute: Sequence[bool] = (),
     ) -> _C.TrainingStep:
         """Simulates training steps.
 
         Args:
             modes: per stage, "early", "zero1" or "serial" of each bucket; either all are serial or none.
             early_gathers: that a stage may begin before its last reduce-scatter is done, -1 for any number.
+            recompute: of every chunk whether its forward runs again before its backward; empty: of none.
             spans: needed for `memory`.
             gather_order: per stage its early buckets in the order of their gathers; None: as the network becomes idle.
         """
-        made = self.schedule(order, num_segments(len(layout.ranges), self.job.pp))
+        made = self.program(order, num_segments(len(layout.ranges), self.job.pp), recompute)
         cluster = self.job.cluster(max(layout.activation_bytes))
         model = cluster_model(layout, cluster, pp=self.job.pp, dp_sync=kind_of(modes), modes=modes)
         if model.dp_sync == "early":
@@ -74,7 +91,9 @@ class Trials:
                 model.early_gathers = early_gathers
         return _C.simulate_step(made, model, breakdown=breakdown, spans=spans)
 
-    def memory(self, layout: Layout, order: Order, modes: Modes, step: _C.TrainingStep) -> list[_C.StageMemory]:
-        """Returns the bytes of each stage over `step`, which was run with spans."""
-        made = self.schedule(order, num_segments(len(layout.ranges), self.job.pp))
+    def memory(
+        self, layout: Layout, order: Order, modes: Modes, step: _C.TrainingStep, *, recompute: Sequence[bool] = ()
+    ) -> list[_C.StageMemory]:
+        """Returns the bytes of each stage over `step`, which was run with spans and the same `recompute`."""
+        made = self.program(order, num_segments(len(layout.ranges), self.job.pp), recompute)
         return _C.memory_curves(made, memory_model(self.job, layout, modes), step)

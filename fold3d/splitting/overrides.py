@@ -13,6 +13,7 @@ from fold3d.errors import ConfigError
 from fold3d.sharding.split import BlockSplit
 from fold3d.sharding.vocabulary import Vocabulary
 from fold3d.splitting.plan_words import word_of
+from fold3d.tensor_parallel.linear import is_linear
 
 WORDS = ("colwise", "rowwise", "replicate")
 
@@ -33,30 +34,40 @@ class Overrides:
         self._patterns = dict(patterns)
 
     def check_names(self, model: nn.Module) -> None:
-        """Raises: ConfigError for a pattern that matches nothing of the model."""
-        names = [name for name, _ in (*model.named_modules(), *model.named_parameters()) if name]
-        for pattern in self._patterns:
+        """Raises: ConfigError for a pattern that matches nothing of the model, or nothing that could be divided so."""
+        weights = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+        held = {name.rpartition(".")[0] for name in weights}
+        names = [name for name in (*(name for name, _ in model.named_modules()), *weights) if name]
+        for pattern, word in self._patterns.items():
             if not any(_matches(pattern, name) for name in names):
                 raise ConfigError(
                     f"tp_plan[{pattern!r}] matches no module and no parameter of {type(model).__name__}; its modules "
                     f"are called {', '.join(names[-6:-3])} and so on"
                 )
+            if word != "replicate" and not any(_matches(pattern, name) for name in (*held, *weights)):
+                inside = [name for name in weights if any(_matches(pattern, part) for part in _around(name))]
+                such = f"; name its layers, such as {inside[0].rpartition('.')[0]}" if inside else ""
+                raise ConfigError(
+                    f"tp_plan[{pattern!r}] is {word!r}, but what it matches holds no weights itself{such}"
+                )
 
     def of_block(self, name: str, block: nn.Module) -> dict[str, str]:
-        """Returns the modules and parameters of a block, by relative name, that a pattern is about, with its word."""
-        inside = [path for path, _ in (*block.named_modules(), *block.named_parameters()) if path]
+        """Returns the modules and parameters of a block, by relative name, that a pattern is about, with its word; the
+        block itself is ""."""
+        inside = [path for path, _ in (*block.named_modules(), *block.named_parameters())]
         found: dict[str, str] = {}
         for path in inside:
             for pattern, word in self._patterns.items():
-                if _matches(pattern, f"{name}.{path}"):
+                if _matches(pattern, f"{name}.{path}" if path else name):
                     found[path] = word
         return found
 
     def replicated(self, name: str, block: nn.Module) -> frozenset[str]:
         """Returns what of a block is to be whole, and all that lies in it."""
         said = [path for path, word in self.of_block(name, block).items() if word == "replicate"]
+        said += [holder for path in said if is_linear(block.get_submodule(holder := _holder(block, path)))]
         inside = [path for path, _ in (*block.named_modules(), *block.named_parameters()) if path]
-        return frozenset(path for path in inside for one in said if path == one or path.startswith(f"{one}."))
+        return frozenset(path for path in inside for one in said if one in ("", path) or path.startswith(f"{one}."))
 
     def check_split(self, name: str, block: nn.Module, split: BlockSplit) -> None:
         """Raises: ConfigError when a module that is to be divided in one way is not."""
@@ -74,7 +85,7 @@ class Overrides:
     def without_replicated(self, model: nn.Module, vocabulary: Vocabulary) -> Vocabulary:
         """Returns what of the vocabulary's split is left. Raises: ConfigError for another word about its modules."""
         modules = (*vocabulary.embeddings, *vocabulary.heads)
-        said = {name: word for name in modules for one, word in self._patterns.items() if _matches(one, name)}
+        said = {name: word for name in modules for one, word in self._patterns.items() if _is_about(one, name)}
         for name, word in said.items():
             found = "rowwise" if name in vocabulary.embeddings else "colwise"
             if word not in ("replicate", found):
@@ -107,6 +118,21 @@ def _holds_weight(block: nn.Module, path: str) -> bool:
     except AttributeError:
         return True  # a parameter
     return any(True for _ in module.named_parameters(recurse=False))
+
+
+def _holder(block: nn.Module, path: str) -> str:
+    """Returns the module that holds a parameter; of a module, itself."""
+    return path.rpartition(".")[0] if path in dict(block.named_parameters()) else path
+
+
+def _around(name: str) -> list[str]:
+    """Returns the names of the modules that a parameter lies in."""
+    parts = name.split(".")
+    return [".".join(parts[:count]) for count in range(1, len(parts))]
+
+
+def _is_about(pattern: str, module: str) -> bool:
+    return _matches(pattern, module) or _matches(pattern, f"{module}.weight")
 
 
 def _matches(pattern: str, name: str) -> bool:

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Hashable, Mapping
 from typing import Any
 
-from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten
+from torch import nn
 
-from fold3d.errors import ConfigError
+from fold3d.errors import ConfigError, Fold3dError, TraceError
 from fold3d.sharding.plan import ShardingPlan
 from fold3d.sharding.sequence import SequenceSplit
 from fold3d.sharding.shard import Shard
 from fold3d.sharding.split import BlockSplit
 from fold3d.sharding.vocabulary import find_vocabulary
+from fold3d.splitting.block_classes import BlockClasses, differs_in_training
 from fold3d.splitting.dividing.infer import infer
 from fold3d.splitting.overrides import Overrides
 from fold3d.splitting.probing.capture import CapturedCall, capture
@@ -38,8 +39,8 @@ def plan_sharding(
 ) -> ShardingPlan:
     """Returns how `model` is spread over `tp` ranks; the same on every process, whatever the weights are.
 
-    One block of each class (blocks made of the same modules, called with the like arguments) is run to find out how it
-    may be divided (`infer`), and what was found is proved (`prove`). The model is not touched and may be on the meta
+    One block of each class (`BlockClasses`) is run to find out how it may be divided (`infer`), and what was found is
+    proved (`prove`). The model is not touched and may be on the meta
     device. Plans are remembered in the process, by what decides them.
 
     Args:
@@ -71,14 +72,23 @@ def _plan(
     overrides.check_names(model)
     calls = capture(model, trace, example)
     tied = {name for group in trace.tied for name in group} | set(trace.direct) | set(trace.shared)
-    classes: dict[Any, tuple[str, BlockSplit]] = {}
+    classes, kinds = BlockClasses(overrides), dict[str, Hashable]()
+    of_kind: dict[Hashable, BlockSplit] = {}
     blocks: dict[str, BlockSplit] = {}
     shards: dict[str, Shard] = {}
     for name, call in calls.items():
-        key = _class_of(name, call, overrides)
-        if key not in classes:
-            classes[key] = (name, with_draws(call, _split(name, call, tp, overrides, tied), tp))
-        split = classes[key][1]
+        try:
+            kind = kinds[name] = classes.of(name, call)
+            if kind not in of_kind:
+                of_kind[kind] = with_draws(call, _split(name, call, tp, overrides, tied), tp)
+        except Fold3dError:
+            raise
+        except Exception as error:
+            raise TraceError(
+                f"tp={tp}: {name} ({type(call.block).__name__}) could not be run by itself to find out how it may be "
+                f"divided: {type(error).__name__}: {error}. Set tp=1, or other blocks with the setting `blocks`."
+            ) from error
+        split = of_kind[kind]
         blocks[name] = split
         shards.update({f"{name}.{parameter}": shard for parameter, shard in split.shards.items()})
     vocabulary = overrides.without_replicated(model, find_vocabulary(model, trace, tp, example))
@@ -90,7 +100,8 @@ def _plan(
     if sequence_parallel:
         try:
             odd = capture(model, trace, example, odd_length(tp))
-            found = plan_sequence(odd, trace, blocks, tp, tied, lambda name, call: _class_of(name, call, overrides))
+            kind_of = lambda name, call: (kinds[name], classes.made_of(name, call))  # noqa: E731
+            found = plan_sequence(odd, trace, blocks, tp, tied, kind_of)
             sequence = found.blocks
             shards.update(found.shards)
         except NoSequenceError as error:
@@ -108,6 +119,8 @@ def _split(name: str, call: CapturedCall, tp: int, overrides: Overrides, tied: s
     whole = overrides.replicated(name, call.block) | _holders(name, call.block, tied)
     split, failed = _proved(call, tp, whole)
     reasons = {**split.reasons, **failed}
+    for path in _holders(name, call.block, tied) & reasons.keys():
+        reasons[path] = "whole: another module holds its weight, too"
     modules = {path for path, _ in call.block.named_modules()}
     for path in overrides.replicated(name, call.block):
         if path in modules or path in reasons:
@@ -123,8 +136,13 @@ def _split(name: str, call: CapturedCall, tp: int, overrides: Overrides, tied: s
 
 def _proved(call: CapturedCall, tp: int, whole: frozenset[str]) -> tuple[BlockSplit, dict[str, str]]:
     """Returns a split that is proved, and why regions that would be wrong are left whole, by module."""
+    ways = (False, True) if differs_in_training(call) else (False,)
+
+    def wrong_in(split: BlockSplit) -> str:
+        return next((wrong for training in ways if (wrong := prove(call, split, tp, training))), "")
+
     split = infer(call, tp, whole)
-    wrong = prove(call, split, tp)
+    wrong = wrong_in(split)
     if not wrong:
         return split, {}
     failed: dict[str, str] = {}
@@ -132,12 +150,12 @@ def _proved(call: CapturedCall, tp: int, whole: frozenset[str]) -> tuple[BlockSp
     kept = set(exits)
     for exit_ in exits:
         alone = infer(call, tp, whole | (frozenset(exits) - {exit_}))
-        wrong = prove(call, alone, tp)
+        wrong = wrong_in(alone)
         if wrong:
             kept.discard(exit_)
             failed.update(dict.fromkeys(_divided(alone), f"whole: divided, {wrong}"))
     split = infer(call, tp, whole | (frozenset(exits) - kept))
-    wrong = prove(call, split, tp)
+    wrong = wrong_in(split)
     if wrong:
         failed.update(dict.fromkeys(_divided(split), f"whole: divided, {wrong}"))
         split = infer(call, tp, whole | frozenset(exits))
@@ -149,16 +167,8 @@ def _divided(split: BlockSplit) -> list[str]:
 
 
 def _holders(name: str, block: nn.Module, tied: set[str]) -> frozenset[str]:
-    """Modules, and parameters, of a block whose weights are read elsewhere, too."""
-    held = [parameter for parameter, _ in block.named_parameters() if f"{name}.{parameter}" in tied]
+    """Modules, and parameters, of a block whose weights another module holds, too, in the block or elsewhere."""
+    every = list(block.named_parameters(remove_duplicate=False))
+    times = Counter(id(parameter) for _, parameter in every)
+    held = [full for full, parameter in every if times[id(parameter)] > 1 or f"{name}.{full}" in tied]
     return frozenset(found for parameter in held for found in (parameter, parameter.rpartition(".")[0]))
-
-
-def _class_of(name: str, call: CapturedCall, overrides: Overrides) -> Any:
-    modules = tuple(
-        (path, type(module).__qualname__, tuple((key, p.shape) for key, p in module.named_parameters(recurse=False)))
-        for path, module in call.block.named_modules()
-    )
-    leaves, spec = tree_flatten((call.args, call.kwargs))
-    kinds = tuple((leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else type(leaf).__name__ for leaf in leaves)
-    return modules, str(spec), kinds, call.read, tuple(overrides.of_block(name, call.block).items())

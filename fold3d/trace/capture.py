@@ -43,7 +43,7 @@ def trace(model: nn.Module, *, blocks: str = "auto", example: Mapping[str, Any] 
         raise TraceError(
             f"{type(model).__name__} is an encoder-decoder model (config.is_encoder_decoder=True); only "
             "models with one stack of blocks can be cut in this version. Use a decoder-only or encoder-only model, "
-            "or pp=1 and segments=1."
+            "or tp=1, pp=1 and segments=1."
         )
     names = find_blocks(model, blocks)
     return trace_call(model, names, example_for(model) if example is None else example)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -13,7 +12,7 @@ import torch
 import torch.distributed as dist
 import transformers
 
-from fold3d.config import AUTO, ParallelConfig, parse_bytes
+from fold3d.config import AUTO, ParallelConfig, parse_bytes, parse_tp_plan
 from fold3d.errors import ConfigError
 from fold3d.plan.resolve import programs_of, resolve_auto
 from fold3d.trainer.reader import refuse_stock_trainer
@@ -182,7 +181,7 @@ class TrainingArguments(transformers.TrainingArguments):
     def __post_init__(self) -> None:
         refuse_unsupported(self)
         self.segments, self.group_size = _number_or_auto(self.segments), _number_or_auto(self.group_size)
-        self.tp_plan = _from_json(self.tp_plan)
+        self.tp_plan = parse_tp_plan("tp_plan", self.tp_plan)
         self.sequence_parallel = _flag_or_auto(self.sequence_parallel)
         self.bucket_bytes = parse_bytes("bucket_bytes", self.bucket_bytes)
         self.memory_limit = parse_bytes("memory_limit", self.memory_limit)
@@ -255,19 +254,6 @@ class TrainingArguments(transformers.TrainingArguments):
         """
         refuse_stock_trainer()
         return False
-
-
-def _from_json(plan: Mapping[str, str] | str | None) -> Mapping[str, str] | None:
-    """Returns the dict that a command line gives as text; anything else as it is."""
-    if not isinstance(plan, str):
-        return plan
-    try:
-        value = json.loads(plan)
-    except ValueError as error:
-        raise ConfigError(f"tp_plan={plan!r} is no JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise ConfigError(f"tp_plan={plan!r}: must be a JSON object, module names or patterns to how they are spread")
-    return value
 
 
 def _number_or_auto(value: int | str) -> int | str:

@@ -29,7 +29,6 @@ from fold3d.data_parallel.optimizer.hooks import has_hooks
 from fold3d.device import all_rng_untouched
 from fold3d.engine.engine import Engine
 from fold3d.errors import ConfigError
-from fold3d.observe.memory import peak_bytes
 from fold3d.observe.step_breakdown import gather_records
 from fold3d.observe.timeline import write_trace
 from fold3d.observe.timeline_picture import write_picture
@@ -42,6 +41,7 @@ from fold3d.trainer.flushing import FlushingHandler
 from fold3d.trainer.logs.console import printing_lines
 from fold3d.trainer.logs.device_flops import peak_flops
 from fold3d.trainer.logs.parameter_count import WholeSizes, counting_parameters
+from fold3d.trainer.logs.peak_memory import highest_peaks, own_peaks
 from fold3d.trainer.logs.throughput import Throughput
 from fold3d.trainer.overrides import flush_before, gradient_readers
 from fold3d.trainer.preemption import together
@@ -405,10 +405,9 @@ class Trainer(EvaluatingTrainer):
     def _measure(self) -> dict[str, float]:
         """Returns what a training log says of speed, memory and this rank's last step; every rank calls."""
         tokens, seconds = self._throughput.read()
-        mine = torch.tensor([[tokens, peak_bytes(self.args.device)]], dtype=torch.float64, device=self.args.device)
+        mine = torch.tensor([[tokens, *own_peaks(self.engine)]], dtype=torch.float64, device=self.args.device)
         replicas = self.accelerator.gather(mine)
-        total, memory = replicas[:, 0].sum().item(), self.engine.highest_of_replica(replicas[:, 1].max().item())
-        measured = {"peak_memory_gb": round(memory / 1e9, 2)}
+        total, measured = replicas[:, 0].sum().item(), highest_peaks(self.engine, replicas[:, 1:])
         if total > 0 and seconds > 0:
             measured["tokens_per_second"] = round(total / seconds, 1)
             peak = peak_flops(self.args.device, self.accelerator.mixed_precision)
@@ -443,7 +442,8 @@ class Trainer(EvaluatingTrainer):
             return
         path = Path(str(self.args.output_dir)) / "timeline" / f"step-{step}"
         pp, tp, predicted_ms = self.args.pp, self.args.tp, breakdown.predicted_ms
-        write_trace(path.with_suffix(".json"), records, pp=pp, tp=tp, predicted_ms=predicted_ms)
+        memory = self.engine.memory.curves()
+        write_trace(path.with_suffix(".json"), records, pp=pp, tp=tp, predicted_ms=predicted_ms, memory=memory)
         title = f"optimizer step {step}"
         write_picture(path.with_suffix(".png"), records, pp=pp, tp=tp, title=title, predicted_ms=predicted_ms)
 

@@ -90,10 +90,12 @@ def test_what_is_on_the_device_does_not_grow_with_the_micro_batches(ranks: RankP
 
 
 def test_memory_is_given_back_when_it_is_copied(ranks: RankPool) -> None:
-    """Not only counted: by torch's allocator a step needs no more with three times the micro-batches."""
+    """Not only counted: torch's allocator says so. What one segment returned waits on the device for the next segment,
+    one tensor of a micro-batch; the five that its graphs save do not."""
     few, many = (ranks.run(most_alive, 1, m, "activations")[0] for m in (8, 24))
-    assert many <= few + 4
-    assert ranks.run(most_alive, 1, 24, "none")[0] > 2 * few
+    assert many - few <= 16 + 4
+    without = [ranks.run(most_alive, 1, m, "none")[0] for m in (8, 24)]
+    assert without[1] - without[0] >= 4 * 16
 
 
 class Squares(nn.Module):

@@ -91,6 +91,41 @@ def test_dropout_is_that_of_the_whole_sequence(ranks: RankPool, family: str, ove
     assert_ranks_agree(ours, case)
 
 
+def train_on_one_micro_batch(case: Case, rows: int) -> parity_jobs.Result:
+    """Trains with steps of one micro-batch of so many rows."""
+    result = parity_jobs.Result()
+    with parity_jobs.precision(case):
+        engine = parity_jobs.engine_of(case, micro_batches=1)
+        for step in range(3):
+            batch = {name: value[:rows] for name, value in parity_jobs.batch_of(engine, case, step).items()}
+            out = engine.step(batch)
+            result.losses.append(out.loss.item())
+            result.norms.append(out.grad_norm.item())
+        result.weights = engine.state_dict()["model"]
+        engine.close()
+    return result
+
+
+@pytest.mark.rotating
+@pytest.mark.parametrize(
+    "case",
+    [
+        Shared(tp=2, m=3, family="llama", labels="ragged"),
+        Shared(tp=2, pp=2, m=3, family="bert", dropout=0.2, recompute=True),
+        Shared(tp=4, m=3, family="mixture"),
+    ],
+    ids=["llama", "bert", "mixture"],
+)
+def test_three_parts_of_a_micro_batch_take_turns(ranks: RankPool, case: Case) -> None:
+    """Of 5 rows the last part has one."""
+    case = replace(case, tp_overlap="sub")
+    ours = ranks.run(train_on_one_micro_batch, case.ranks, case, 5, timeout=150.0)
+    alone = replace(case, tp=1, recompute=False, sequence_parallel="auto", tp_overlap="auto")
+    expected = ranks.run(train_on_one_micro_batch, alone.ranks, alone, 5, timeout=150.0)[0]
+    for found in ours:
+        assert_equal(found, expected, TOLERANCE["float64"])
+
+
 def look(case: Case) -> dict[str, Any]:
     """What blocks hand to each other, and what the model returns of it."""
     model = parity_jobs.build(case)

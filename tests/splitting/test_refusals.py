@@ -50,6 +50,11 @@ def test_the_error_says_what_to_write() -> None:
         ({"attn.c_attn": "rowwise"}, r"tp_plan says 'rowwise' of transformer\.h\.0\.attn\.c_attn, but it is colwise"),
         ({"ln_1": "colwise"}, r"tp_plan says 'colwise' of transformer\.h\.0\.ln_1, but it is replicate"),
         ({"lm_head": "rowwise"}, r"tp_plan says 'rowwise' of lm_head; it is colwise"),
+        (
+            {"mlp": "colwise"},
+            r"tp_plan\['mlp'\] is 'colwise', but .* no weights itself; .* such as transformer\.h\.0\.mlp\.",
+        ),
+        ({"mlp.act": "colwise"}, r"tp_plan\['mlp\.act'\] is 'colwise', but what it matches holds no weights itself$"),
     ],
 )
 def test_overrides_that_cannot_be_followed(overrides: dict[str, str], says: str) -> None:
@@ -69,6 +74,14 @@ def test_overrides_are_followed() -> None:
     assert not any(".attn." in name or "wte" in name for name in found.shards)
     reasons = found.blocks["transformer.h.1"].reasons
     assert reasons["attn.c_attn"] == 'whole: tp_plan says "replicate"'
+
+
+def test_whole_blocks_and_weights_by_their_own_names_are_followed() -> None:
+    found = plan("gpt2", 2, {"transformer.h.0": "replicate", "transformer.h.1.mlp.*.weight": "replicate"})
+    assert not found.blocks["transformer.h.0"].groups
+    assert [group.exits for group in found.blocks["transformer.h.1"].groups] == [("attn.c_proj",)]
+    assert "transformer.wte.weight" in found.shards
+    assert "transformer.wte.weight" not in plan("gpt2", 2, {"lm_head.weight": "replicate"}).shards
 
 
 def test_one_module_of_a_region_keeps_all_of_it_whole() -> None:

@@ -6,11 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fold3d import _C
+from fold3d.config import text_of_bytes
+from fold3d.plan.cluster_model import Cluster, Work, cluster_model
 from fold3d.plan.job import Job
 from fold3d.plan.layout import Layout
 from fold3d.plan.strategy import Modes
 from fold3d.topology import stage_of
 
+StageMemory = _C.StageMemory
 USES: tuple[str, ...] = tuple(_C.memory_use_names())
 """What bytes are for, in the order in which they are stacked."""
 
@@ -28,7 +31,7 @@ class StagePeak:
     def text(self) -> str:
         """Returns what takes most, the largest first."""
         parts = sorted(zip(self.uses, USES, strict=True), reverse=True)
-        return ", ".join(f"{name} {size / 1e6:,.0f} MB" for size, name in parts if size > 0.01 * self.bytes)
+        return ", ".join(f"{name} {text_of_bytes(size)}" for size, name in parts if size > 0.01 * self.bytes)
 
 
 def memory_model(job: Job, layout: Layout, modes: Modes) -> _C.MemoryModel:
@@ -56,6 +59,37 @@ def memory_model(job: Job, layout: Layout, modes: Modes) -> _C.MemoryModel:
             )
         )
     return _C.MemoryModel(chunks, gradients_stay=job.dp > 1)
+
+
+def even_curves(
+    schedule: _C.Schedule, work: Work, cluster: Cluster, saved: int, *, dp_sync: str
+) -> list[_C.StageMemory]:
+    """Returns the memory of a step of made-up work: weights, gradients and two moments are equally large.
+
+    Args:
+        work: from Work.even.
+        saved: bytes that a rank keeps of a micro-batch, all its segments together.
+        dp_sync: with "zero1" each replica keeps its share of the moments only.
+    """
+    mine = sum(work.layers[:: schedule.pp])
+    chunks = []
+    for number, (layers, gradients) in enumerate(zip(work.layers, work.gradient_bytes, strict=True)):
+        kept = saved * layers // mine
+        chunks.append(
+            _C.ChunkBytes(
+                weights=gradients,
+                gradients=gradients,
+                optimizer=2 * gradients // (cluster.dp if dp_sync == "zero1" else 1),
+                inputs=work.activation_bytes[number - 1] if number else 0,
+                saved=kept,
+                forward=kept,
+                backward=kept,
+            )
+        )
+    step = _C.simulate_step(
+        schedule, cluster_model(work, cluster, pp=schedule.pp, dp_sync=dp_sync), breakdown=False, spans=True
+    )
+    return _C.memory_curves(schedule, _C.MemoryModel(chunks, gradients_stay=cluster.dp > 1), step)
 
 
 def peaks_of(curves: Sequence[_C.StageMemory]) -> tuple[StagePeak, ...]:

@@ -95,7 +95,7 @@ class Numbers:
             return True
         finally:
             undo()
-        return not _equal(found, self._whole) or not _close(_leaves(self._probe.output), _leaves(self._output))
+        return not _equal(found, self._whole) or not close(_leaves(self._probe.output), _leaves(self._output))
 
     # -- comparison --
 
@@ -159,7 +159,7 @@ def _find_slice(path: tuple[int | str, ...], whole: Tensor, parts: list[Tensor])
         return None
     dim, size = dims[0], whole.shape[dims[0]]
     even = torch.cat(parts, dim)
-    if even.shape == whole.shape and _close([even], [whole]):
+    if even.shape == whole.shape and close([even], [whole]):
         lengths = [part.shape[dim] for part in parts]
         ends = list(itertools.accumulate(lengths))
         runs = tuple(((end - length, end),) for end, length in zip(ends, lengths, strict=True))
@@ -170,7 +170,7 @@ def _find_slice(path: tuple[int | str, ...], whole: Tensor, parts: list[Tensor])
         chosen: list[int] = []
         for piece in part.unbind(dim):
             start = chosen[-1] + 1 if chosen else 0
-            match = next((k for k in range(start, size) if _close([piece], [whole.select(dim, k)])), None)
+            match = next((k for k in range(start, size) if close([piece], [whole.select(dim, k)])), None)
             if match is None:
                 return None
             chosen.append(match)
@@ -188,10 +188,11 @@ def _leaves(output: Any) -> list[Tensor]:
 
 
 def _equal(found: dict[str, list[Tensor]], expected: dict[str, list[Tensor]]) -> bool:
-    return found.keys() == expected.keys() and all(_close(found[name], expected[name]) for name in found)
+    return found.keys() == expected.keys() and all(close(found[name], expected[name]) for name in found)
 
 
-def _close(found: Sequence[Tensor], expected: Sequence[Tensor]) -> bool:
+def close(found: Sequence[Tensor], expected: Sequence[Tensor]) -> bool:
+    """Returns whether tensors are equal but for rounding in double precision; NaN is equal to NaN."""
     return len(found) == len(expected) and all(map(_near, found, expected))
 
 

@@ -28,7 +28,7 @@ def infer(call: CapturedCall, tp: int, whole: frozenset[str] = frozenset()) -> B
     Raises: TraceError when the block cannot be run by itself.
     """
     probe = Probe(call)
-    held_whole = {name for name, site in probe.sites.items() if module_of(probe, site) in whole}
+    held_whole = {name for name, site in probe.sites.items() if module_of(probe, site) in whole} | probe.in_two_ways
     reach = {name: atoms(_of_site(probe, name), site.outputs) for name, site in probe.sites.items()}
     regions, failures = find_regions(probe.sites, reach, tp)
     numbers = Numbers(probe, tp)
@@ -50,7 +50,8 @@ def infer(call: CapturedCall, tp: int, whole: frozenset[str] = frozenset()) -> B
         attributes, split = found.attributes, found
     reasons = dict(split.reasons)
     for name, site in probe.sites.items():
-        reasons.setdefault(module_of(probe, site), _why_whole(name, probe, reach, failures, undone))
+        why = "whole: it is multiplied in two ways" if name in probe.in_two_ways else ""
+        reasons.setdefault(module_of(probe, site), why or _why_whole(name, probe, reach, failures, undone))
     return BlockSplit(
         groups=split.groups,
         shards=split.shards,

@@ -9,7 +9,25 @@ from torch.overrides import TorchFunctionMode
 
 
 class DoubleMode(TorchFunctionMode):
-    """Norms and softmaxes of many models ask for float32; comparisons to 1e-10 want more."""
+    """Norms and softmaxes of many models ask for float32; comparisons to 1e-10 want more.
+
+    So do tensors that are made without a type, such as a mask of the scores' smallest number: while the mode is
+    entered, that is double precision in the whole process.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._before: list[torch.dtype] = []
+
+    def __enter__(self) -> DoubleMode:
+        self._before.append(torch.get_default_dtype())
+        torch.set_default_dtype(torch.float64)
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        super().__exit__(*raised)  # type: ignore[no-untyped-call]
+        torch.set_default_dtype(self._before.pop())
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from fold3d.sharding.split import Path
 from fold3d.splitting.probing.capture import CapturedCall, paths_of
 from fold3d.splitting.probing.double import DoubleMode
 from fold3d.splitting.probing.sites import Site, SiteMode
+from fold3d.splitting.probing.without_draws import WithoutDraws
 from fold3d.tensor_parallel.slices import replace_argument
 
 _SMALL = 1 << 16
@@ -65,7 +67,8 @@ class Local:
 class Probe:
     """A private copy of a block in double precision, without weights that matrix products read.
 
-    `sites` are the products that a run makes, by the name of the parameter, in their order.
+    `sites` are the products that a run makes, by the name of the parameter, in their order; `in_two_ways` are those
+    whose parameter is also multiplied otherwise, such as transposed.
     """
 
     def __init__(self, call: CapturedCall) -> None:
@@ -73,6 +76,7 @@ class Probe:
         self.args, self.kwargs = tree_map_only(Tensor, _double, (call.args, call.kwargs))
         self.read = call.read
         self.sites: dict[str, Site] = {}
+        self.in_two_ways: set[str] = set()
         self.seen: dict[str, list[Tensor]] = {}
         self.output: Any = None
         self._presets: dict[Any, Tensor] = {}
@@ -130,6 +134,19 @@ class Probe:
                 self.block.get_parameter(name).data = self._values[name]
         return self.seen
 
+    def run_in_training(self, draws: bool) -> dict[str, list[Tensor]]:
+        """Does what `run` does, as in training.
+
+        Args:
+            draws: whether it draws random numbers; otherwise dropout drops nothing, see WithoutDraws.
+        """
+        self.block.train()
+        try:
+            with contextlib.nullcontext() if draws else WithoutDraws():
+                return self.run()
+        finally:
+            self.block.eval()
+
     @property
     def free(self) -> list[str]:
         """Parameters that no matrix product reads."""
@@ -155,16 +172,13 @@ class Probe:
 
     def _product(self, site: Site, x: Tensor, shape: list[int]) -> Tensor:
         name = site.weight
-        if self._local is None:
-            self.sites.setdefault(name, site)
         count = self._counts[name] = self._counts.get(name, -1) + 1
+        if self._local is None and self.sites.setdefault(name, site).way != site.way:
+            self.in_two_ways.add(name)
+        if name in self.in_two_ways:
+            return self._preset((name, count), shape, x.dtype).clone()
         self.seen.setdefault(name, []).append(x.detach())
-        whole = (*shape[:-1], self.sites[name].outputs)
-        key = (name, count, whole)
-        if key not in self._presets:
-            draw = torch.Generator().manual_seed(len(self._presets) + 11)
-            self._presets[key] = torch.randn(whole, dtype=x.dtype, generator=draw)
-        value = self._presets[key]
+        value = self._preset((name, count), [*shape[:-1], self.sites[name].outputs], x.dtype)
         poison, local = self._poison, self._local
         if poison is not None and poison.site == name:
             value = value.clone()
@@ -175,6 +189,14 @@ class Probe:
         if local is not None and name in local.outputs:
             return value.index_select(-1, local.outputs[name])
         return value.clone()  # models add in place
+
+    def _preset(self, product: tuple[str, int], shape: list[int], dtype: torch.dtype) -> Tensor:
+        """Returns random numbers, the same whenever the product comes."""
+        key = (product, tuple(shape))
+        if key not in self._presets:
+            draw = torch.Generator().manual_seed(len(self._presets) + 11)
+            self._presets[key] = torch.randn(shape, dtype=dtype, generator=draw)
+        return self._presets[key]
 
     # -- parameters --
 
@@ -194,8 +216,7 @@ class Probe:
                 self._set(name, _blank(value) if blank else _random(name, value))
 
     def _set(self, name: str, value: Tensor) -> None:
-        holder, _, attribute = name.rpartition(".")
-        setattr(self.block.get_submodule(holder), attribute, nn.Parameter(value, requires_grad=False))
+        replace_parameter(self.block, name, nn.Parameter(value, requires_grad=False))
         self._values[name] = value
 
     def _set_part(self, name: str, shard: Shard, rank: int) -> None:
@@ -203,6 +224,15 @@ class Probe:
         blank = any(site.weight == name for site in self.sites.values())
         part = _blank(whole, shard.shape(whole.shape, rank)) if blank else shard.take(whole, rank)
         self.block.get_parameter(name).data = part
+
+
+def replace_parameter(block: nn.Module, name: str, by: nn.Parameter) -> None:
+    """Puts another parameter in the place of one, in all modules that hold it."""
+    before = block.get_parameter(name)
+    for each, parameter in list(block.named_parameters(remove_duplicate=False)):
+        if parameter is before:
+            holder, _, attribute = each.rpartition(".")
+            setattr(block.get_submodule(holder), attribute, by)
 
 
 def _blank(like: Tensor, shape: Sequence[int] | None = None) -> Tensor:

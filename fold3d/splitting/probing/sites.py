@@ -26,6 +26,11 @@ class Site:
     bias: str | None
 
     @property
+    def way(self) -> tuple[int, ...]:
+        """How the matrix lies in the parameter."""
+        return self.out_dim, self.in_dim, self.outputs, self.inputs
+
+    @property
     def holder(self) -> str:
         """Name of the module that holds the parameter."""
         return self.weight.rpartition(".")[0]
@@ -108,7 +113,7 @@ class SiteMode(TorchFunctionMode):
             return dims[1:] if single and result.dim() == len(dims) - 1 else None
         if func in _SELECT and args[1:2] == (0,):
             return dims[1:]
-        if (func in _FLIP and len(dims) == 2) or func is _T.mT.__get__:  # type: ignore[attr-defined]
+        if (func in _FLIP and len(dims) == 2) or func in _FLIP_LAST:
             return (*dims[:-2], dims[-1], dims[-2])
         if func in _TRANSPOSE:
             first, second = (kwargs.get(k, a) for k, a in zip(("dim0", "dim1"), (*args[1:3], None, None), strict=False))
@@ -189,5 +194,6 @@ _SAME = frozenset(
     {_T.to, _T.contiguous, _T.clone, _T.detach, _T.float, _T.double, _T.type_as, _T.type, torch.clone, _T.data.__get__}  # type: ignore[attr-defined]
 )
 _FLIP = frozenset({_T.t, torch.t, _T.T.__get__})  # type: ignore[attr-defined]
+_FLIP_LAST = frozenset({_T.mT.__get__})  # type: ignore[attr-defined]
 _TRANSPOSE = frozenset({_T.transpose, torch.transpose, _T.swapaxes, torch.swapaxes})
 _SELECT = frozenset({_T.select, torch.select})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -15,6 +16,8 @@ from fold3d.sharding.shard import Shard
 from fold3d.sharding.split import BlockSplit
 from fold3d.splitting.probing.capture import CapturedCall, paths_of
 from fold3d.splitting.probing.double import DoubleMode
+from fold3d.splitting.probing.probe import replace_parameter
+from fold3d.splitting.probing.without_draws import WithoutDraws
 from fold3d.splitting.proving.emulate import EmulatedGroup, EmulatedOps
 from fold3d.splitting.proving.factors import Factors
 from fold3d.tensor_parallel.block_call import BlockCalls
@@ -26,29 +29,37 @@ TOLERANCE = 1e-10
 """Of differences, relative to the largest element, in double precision."""
 
 
-def prove(call: CapturedCall, split: BlockSplit, tp: int) -> str:
+def prove(call: CapturedCall, split: BlockSplit, tp: int, training: bool = False) -> str:
     """Returns an empty text, or where ranks that share the block differ from it.
 
     All ranks run on this process (`EmulatedGroup`), in double precision, with random weights, large ones of low rank
     (`Factors`); results, and the gradients of every parameter and every argument, are compared with the whole block's.
+
+    Args:
+        training: run it as in training, but for what it draws, and compare what becomes of its buffers, too.
     """
-    return _Proof(call, split, tp).run()
+    return _Proof(call, split, tp, training).run()
 
 
-def prove_sequence(call: CapturedCall, split: BlockSplit, tp: int, sequence: SequenceSplit) -> tuple[str, set[str]]:
+def prove_sequence(
+    call: CapturedCall, split: BlockSplit, tp: int, sequence: SequenceSplit, training: bool = False
+) -> tuple[str, set[str]]:
     """Does what `prove` does for ranks that share the block's sequence, too, and returns besides which parameters that
     every rank holds whole have gradients that are to be summed over the ranks, of which the split does not say so.
 
     Args:
         sequence: of a block that is given the whole sequence and returns it.
     """
-    proof = _Proof(call, split, tp, sequence)
+    proof = _Proof(call, split, tp, training, sequence)
     return proof.run(), proof.summed
 
 
 class _Proof:
-    def __init__(self, call: CapturedCall, split: BlockSplit, tp: int, sequence: SequenceSplit | None = None) -> None:
-        self._call, self._split, self._tp, self._sequence = call, split, tp, sequence
+    def __init__(
+        self, call: CapturedCall, split: BlockSplit, tp: int, training: bool, sequence: SequenceSplit | None = None
+    ) -> None:
+        self._call, self._split, self._tp, self._training, self._sequence = call, split, tp, training, sequence
+        self._before: dict[str, Tensor] = {}
         self.summed: set[str] = set()
         self._args, self._kwargs = double_inputs(call)
         self._factors = Factors()
@@ -67,9 +78,11 @@ class _Proof:
             for path, leaf in paths_of(output)
             if path in self._call.read and leaf.is_floating_point()
         }
-        with DoubleMode():
+        with self._mode():
             _loss(output, weights).backward()  # type: ignore[no-untyped-call]
         blocks = [shard_block(whole, self._split, rank, self._large) for rank in range(self._tp)]
+        for block in blocks:
+            _set_buffers(block, self._before)
         ranks = [_Leaves(self._args, self._kwargs) for _ in range(self._tp)]
 
         def as_rank(ops: EmulatedOps) -> Any:
@@ -78,9 +91,9 @@ class _Proof:
 
         owned = [(rank, name, block.get_parameter(name)) for rank, block in enumerate(blocks) for name in self._large]
         try:
-            with DoubleMode(), self._factors.modes(owned, self._split.shards):
+            with self._mode(), self._factors.modes(owned, self._split.shards):
                 outputs = EmulatedGroup(self._tp).run(as_rank)
-            with DoubleMode():
+            with self._mode():
                 torch.stack([_loss(out, weights) for out in outputs]).sum().backward()  # type: ignore[no-untyped-call]
         except Exception as error:
             return f"{self._tp} ranks raise {type(error).__name__}: {error}"
@@ -93,11 +106,20 @@ class _Proof:
         install_block(block, self._split, ops.rank, ops, calls, parted)
 
     def _run_whole(self) -> tuple[nn.Module, _Leaves, Any]:
-        whole = with_weights(self._call.block, self._large)
+        whole = with_weights(self._call.block, self._large).train(self._training)
+        self._before = {name: buffer.clone() for name, buffer in whole.named_buffers()}
         inputs = _Leaves(self._args, self._kwargs)
         large = [(name, whole.get_parameter(name)) for name in self._large]
-        with DoubleMode(), self._factors.mode(-1, large, {}):
+        with self._mode(), self._factors.mode(-1, large, {}):
             return whole, inputs, whole(*inputs.args, **inputs.kwargs)
+
+    def _mode(self) -> contextlib.ExitStack:
+        stack = contextlib.ExitStack()
+        stack.enter_context(torch.random.fork_rng(devices=[]))
+        stack.enter_context(DoubleMode())
+        if self._training:
+            stack.enter_context(WithoutDraws())
+        return stack
 
     def _wrong(
         self,
@@ -111,9 +133,9 @@ class _Proof:
     ) -> Iterator[str]:
         expected = dict(paths_of(output))
         for rank in range(self._tp):
-            found = dict(paths_of(outputs[rank]))
+            returned = dict(paths_of(outputs[rank]))
             for path in weights:
-                if path not in found or differ(found[path], expected[path]):
+                if path not in returned or differ(returned[path], expected[path]):
                     yield f"rank {rank} returns something else"
             for path, leaf in inputs.tensors.items():
                 if differ(ranks[rank].tensors[path].grad, leaf.grad):
@@ -130,6 +152,11 @@ class _Proof:
                 part = parameter.grad if shard is None or parameter.grad is None else shard.take(parameter.grad, rank)
                 if differ(_whole_gradient(gradients, shard, rank), part):
                     yield f"rank {rank} has another gradient of {name}"
+        for name, buffer in whole.named_buffers():
+            for rank, block in enumerate(blocks):
+                found = dict(block.named_buffers()).get(name)
+                if found is None or differ(found.double(), buffer.double()):
+                    yield f"rank {rank} makes another {name}"
         for rank, name, gradient, part in self._factors.differences(self._split.shards, self._tp):
             if differ(gradient, part):
                 yield f"rank {rank} has another gradient of {name}"
@@ -156,6 +183,12 @@ def shard_block(block: nn.Module, split: BlockSplit, rank: int, large: list[str]
         if shard is not None and name not in large:
             parameter.data = shard.take(parameter.data, rank)
     return made
+
+
+def _set_buffers(block: nn.Module, values: Mapping[str, Tensor]) -> None:
+    for name, value in values.items():
+        holder, _, key = name.rpartition(".")
+        block.get_submodule(holder)._buffers[key] = value.clone()
 
 
 def _whole_gradient(gradients: list[Tensor | None], shard: Shard | None, rank: int) -> Tensor | None:
@@ -188,9 +221,7 @@ def with_weights(block: nn.Module, large: list[str]) -> nn.Module:
     """Returns a copy of a block on the meta device with random weights in double precision, but for large ones."""
     made = copy.deepcopy(block)
     for name, parameter in list(made.named_parameters()):
-        holder, _, attribute = name.rpartition(".")
-        value = _blank(parameter.shape) if name in large else _random(name, parameter)
-        setattr(made.get_submodule(holder), attribute, value)
+        replace_parameter(made, name, _blank(parameter.shape) if name in large else _random(name, parameter))
     for module in made.modules():
         for key, buffer in module._buffers.items():
             if buffer is not None:

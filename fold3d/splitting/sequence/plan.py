@@ -11,6 +11,7 @@ import torch
 from fold3d.sharding.sequence import Gathering, SequenceSplit
 from fold3d.sharding.shard import Shard, even_part
 from fold3d.sharding.split import BlockSplit, Path
+from fold3d.splitting.block_classes import differs_in_training
 from fold3d.splitting.probing.capture import SAMPLES, CapturedCall
 from fold3d.splitting.proving.proof import prove_sequence
 from fold3d.splitting.sequence.chains import NoSequenceError, find_chains
@@ -92,14 +93,20 @@ def _of_class(name: str, call: CapturedCall, split: BlockSplit, hidden: Path, re
     if shape is None or len(shape) not in (2, 3):
         raise NoSequenceError(f"the hidden state that {name} takes is {None if shape is None else tuple(shape)}")
     reason = f"no module of {name} takes the whole sequence of a region"
+    ways = (False, True) if differs_in_training(call) else (False,)
     for gathers in find_gatherings(call, split, hidden):
         for dim, sums in _ways(shape):
             tried = tuple(replace(one, sums=sums) for one in gathers)
             sequence = SequenceSplit(hidden=hidden, result=result, dim=dim, gathers=tried)
-            wrong, summed = prove_sequence(call, split, tp, sequence)
-            if not wrong:
+            summed: set[str] = set()
+            for training in ways:
+                wrong, found = prove_sequence(call, split, tp, sequence, training)
+                summed |= found
+                if wrong:
+                    break
+            else:
                 return _Found(dim, tried, frozenset(summed))
-            reason = f"{name}: {wrong}"
+            reason = f"parts of it do not make up {name} ({wrong})"
     raise NoSequenceError(reason)
 
 

@@ -1,0 +1,145 @@
+"""cheapest_changes(): what else could be set so that a run needs less memory, and what each costs in time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from fold3d import _C
+from fold3d.config import text_of_bytes
+from fold3d.errors import ConfigError
+from fold3d.plan.job import Job
+from fold3d.plan.layout import Layout, cut, layout_of
+from fold3d.plan.memory.model import peaks_of
+from fold3d.plan.space import registry
+from fold3d.plan.space.segments import folds
+from fold3d.plan.strategy import Modes, Strategy
+from fold3d.plan.trial import Order, Trials
+
+_LESS = 0.98
+"""Of the memory: what saves less is no help."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Change:
+    """Another setting, and what the memory model and the simulator say of it."""
+
+    setting: str
+    bytes: int
+    """Of the fullest rank."""
+    slower: float
+    """By which part a step takes longer; negative: it is shorter."""
+
+    def __str__(self) -> str:
+        return f"{self.setting}: {text_of_bytes(self.bytes)}, a step takes {100 * self.slower:+.0f} %"
+
+
+def cheapest_changes(job: Job, strategy: Strategy, count: int = 3) -> list[Change]:
+    """Returns the changes of one setting with which the fullest rank needs less, the fastest first.
+
+    Args:
+        job: what the planner was told.
+        strategy: what runs.
+    """
+    job = registry.with_costs(job, strategy.settings)
+    layout = layout_of(job, strategy.ranges, strategy.bucket_bytes)
+    order = Order(strategy.schedule, strategy.group_size)
+    now_bytes, now_ns = _cost(Trials(job), layout, order, _modes(strategy, layout))
+    found = []
+    for setting, other, other_layout, other_order, modes, recompute in _others(job, strategy, layout, order):
+        try:
+            size, step_ns = _cost(Trials(other), other_layout, other_order, modes, recompute)
+        except ConfigError:  # such a schedule there is not
+            continue
+        if size < _LESS * now_bytes:
+            found.append(Change(setting=setting, bytes=size, slower=step_ns / now_ns - 1))
+    return sorted(found, key=lambda change: change.slower)[:count]
+
+
+def predicted_curves(job: Job, strategy: Strategy) -> list[_C.StageMemory]:
+    """Returns the bytes of each stage over a step of `strategy`.
+
+    Args:
+        job: what the planner is told.
+    """
+    job = registry.with_costs(job, strategy.settings)
+    layout = layout_of(job, strategy.ranges, strategy.bucket_bytes)
+    trials, order, modes = Trials(job), Order(strategy.schedule, strategy.group_size), _modes(strategy, layout)
+    return trials.memory(layout, order, modes, trials.run(layout, order, modes))
+
+
+_Other = tuple[str, Job, Layout, Order, Modes, Sequence[bool]]
+
+
+def _others(job: Job, strategy: Strategy, layout: Layout, order: Order) -> Iterator[_Other]:
+    modes = _modes(strategy, layout)
+    chunks = strategy.num_chunks
+    yield 'recompute="full"', job, layout, order, modes, (True,) * chunks
+    if chunks > job.pp:
+        first = [chunk < chunks - job.pp for chunk in range(chunks)]
+        text = "/".join("full" if again else "none" for again in first)
+        yield f'recompute="{text}"', job, layout, order, modes, first
+    if job.dp > 1 and strategy.dp_sync != "zero1":
+        yield 'dp_sync="zero1"', job, layout, order, _all(layout, job.pp, "zero1"), ()
+    if strategy.schedule != "1f1b":
+        alone = layout_of(job, cut(job, 1), strategy.bucket_bytes)
+        yield 'segments=1, schedule="1f1b"', job, alone, Order("1f1b"), _all(alone, job.pp, _way(strategy)), ()
+    if strategy.segments > 1 and folds(strategy.schedule) and strategy.schedule != "interleaved":
+        yield 'schedule="interleaved"', job, layout, Order("interleaved"), modes, ()
+    half = _half(job)
+    yield (
+        f"twice as many micro-batches of half the size (micro_batches={half.micro_batches})",
+        *(half, layout_of(half, strategy.ranges, strategy.bucket_bytes), order, modes, ()),
+    )
+
+
+def _way(strategy: Strategy) -> str:
+    return strategy.dp_sync if not strategy.modes else "zero1"
+
+
+def _all(layout: Layout, pp: int, way: str) -> Modes:
+    return tuple((way,) * len(layout.of_stage(stage, pp)) for stage in range(pp))
+
+
+def _modes(strategy: Strategy, layout: Layout) -> Modes:
+    pp = strategy.pp
+    return tuple(strategy.modes_of(stage, len(layout.of_stage(stage, pp))) for stage in range(pp))
+
+
+def _cost(
+    trials: Trials, layout: Layout, order: Order, modes: Modes, recompute: Sequence[bool] = ()
+) -> tuple[int, int]:
+    """Returns the bytes of the fullest rank and the nanoseconds of a step."""
+    step = trials.run(layout, order, modes, recompute=recompute)
+    peaks = peaks_of(trials.memory(layout, order, modes, step, recompute=recompute))
+    return max(peak.bytes for peak in peaks), step.step_ns
+
+
+def _half(job: Job) -> Job:
+    """Returns the job with micro-batches of half the size: half the time, if nothing is lost by small ones."""
+    profile = job.profile
+
+    def halves(times: Sequence[float]) -> tuple[float, ...]:
+        return tuple(time / 2 for time in times)
+
+    layers = tuple(
+        replace(
+            layer,
+            saved=layer.saved // 2,
+            outputs=layer.outputs // 2,
+            forward=layer.forward // 2,
+            backward=layer.backward // 2,
+        )
+        for layer in profile.layers
+    )
+    return replace(
+        job,
+        micro_batches=2 * job.micro_batches,
+        profile=replace(
+            profile,
+            forward=halves(profile.forward),
+            backward=halves(profile.backward),
+            layers=layers,
+            activation_bytes=tuple(size // 2 for size in profile.activation_bytes),
+        ),
+    )
