@@ -6,8 +6,8 @@
 #include <string>
 
 #include "bindings/bindings.h"
-#include "memory/tier.h"
 #include "memory/host_memory.h"
+#include "memory/tier.h"
 #include "runtime/offload/offloader.h"
 #include "runtime/offload/stash_batch.h"
 
