@@ -56,7 +56,7 @@ def run(options: argparse.Namespace) -> None:
     job = _job(options)
     proposal = decide(job, constraints, lambda: True)
     if job.memory_limit is not None and proposal.memory_bytes > job.memory_limit:
-        raise ConfigError(f"{proposal.table}\nnothing fits: raise --memory-limit or --pp, or set --recompute True")
+        raise ConfigError(f"{proposal.table}\nnothing fits: raise --memory-limit or --pp, or set --recompute full")
     print(proposal.table)
     print(f"strategy: {proposal.strategy}")
     print(breakdown.table("stage", proposal.prediction))
@@ -92,7 +92,7 @@ def _job(options: argparse.Namespace) -> Job:
         raise ConfigError(f"{options.model!r} returns no example batch, and none can be made up; return (model, batch)")
     example = _resized(example, options)
     traced = trace(model, blocks=options.blocks, example=example)
-    recompute = options.recompute is not None and RECOMPUTE.read(options.recompute)
+    recompute = options.recompute is not None and not RECOMPUTE.read(options.recompute).nothing
     print(f"{model_option.describe(model)}; a micro-batch: {model_option.shapes_of(example)}")
     if options.measure:
         profile = profile_model(model, traced, example, default_device(), recompute=recompute)

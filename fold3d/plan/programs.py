@@ -5,17 +5,29 @@ from __future__ import annotations
 from fold3d import schedule as schedules
 from fold3d.errors import ConfigError
 from fold3d.plan.strategy import Strategy
+from fold3d.recompute import Recompute
 
 
 class Programs:
     """The lowered schedules of a run, one per number of micro-batches: the last step of an epoch may have fewer."""
 
     def __init__(
-        self, name: str, group_size: int | None, *, dp: int, pp: int, segments: int, micro_batches: int
+        self,
+        name: str,
+        group_size: int | None,
+        *,
+        dp: int,
+        pp: int,
+        segments: int,
+        micro_batches: int,
+        recompute: Recompute | None = None,
     ) -> None:
         """Args:
-        name: of a schedule, or path of a CSV file.
+            name: of a schedule, or path of a CSV file.
+            recompute: what the chunks compute again; None: nothing.
+        Raises: ConfigError when that is said of another number of chunks.
         """
+        self._without_graph = [] if recompute is None else recompute.without_graph(pp * segments)
         self._name, self._group_size = name, group_size
         self._pp, self._segments, self._micro_batches = pp, segments, micro_batches
         self._reduce = dp > 1
@@ -33,6 +45,7 @@ class Programs:
             pp=strategy.pp,
             segments=strategy.segments,
             micro_batches=strategy.micro_batches,
+            recompute=Recompute.read(dict(strategy.settings).get("recompute", "none")),
         )
 
     def compute(self, micro_batches: int) -> schedules.Schedule:
@@ -56,7 +69,8 @@ class Programs:
     def training(self, micro_batches: int) -> schedules.Schedule:
         """Returns the schedule of one optimizer step with all communication in it."""
         if micro_batches not in self._training:
-            self._training[micro_batches] = schedules.lower(self.compute(micro_batches), reduce=self._reduce)
+            compute = self.compute(micro_batches)
+            self._training[micro_batches] = schedules.lower(compute, reduce=self._reduce, recompute=self._without_graph)
         return self._training[micro_batches]
 
     def evaluation(self) -> schedules.Schedule:

@@ -73,8 +73,8 @@ def test_what_is_fixed_stays(capsys):
     assert code == 0
     found = strategy_in(out)
     assert (found.schedule, found.segments, found.dp_sync, found.bucket_bytes) == ("gpipe", 1, "zero1", 1 << 20)
-    assert found.settings == (("recompute", "True"),)
-    assert "--schedule gpipe --dp_sync zero1 --bucket_bytes 1048576 --recompute True" in out
+    assert found.settings == (("recompute", "full"),)
+    assert "--schedule gpipe --dp_sync zero1 --bucket_bytes 1048576 --recompute full" in out
 
 
 def step_ms(out: str) -> float:
@@ -98,7 +98,7 @@ def test_a_faster_network_and_a_faster_device_make_the_step_shorter(capsys, gpt2
 def test_recomputing_costs_time_and_saves_memory(capsys, gpt2_folder):  # noqa: F811
     common = (gpt2_folder, "-w", 2, "-p", 2, "-m", 2, "--batch", 64, "--tflops", 0.01, "--memory-limit", "8GB")
     needs, times = [], []
-    for recompute in ("False", "True"):
+    for recompute in ("none", "full"):
         _, out, _ = run(capsys, *common, "--recompute", recompute, "--segments", 1, "--schedule", "1f1b")
         (line,) = [line for line in out.splitlines() if "needs about" in line]
         needs.append(float(line.split()[2]))
@@ -127,7 +127,10 @@ def test_an_example_may_lie_elsewhere(capsys):
         ((PLAIN, "-w", 2, "--segments", 9), "lower segments or pp"),
         ((PLAIN, "-w", 2, "--dp_sync", "lazy"), "dp_sync='lazy': must be one of zero1, early, serial"),
         ((PLAIN, "-w", 2, "--bucket-bytes", "many"), "bucket_bytes='many': must be a number of bytes"),
-        ((PLAIN, "-w", 2, "--recompute", "yes"), "recompute='yes': must be True or False"),
+        (
+            (PLAIN, "-w", 2, "--recompute", "blocks:0"),
+            "recompute='blocks:0': 'blocks:0' must say every how many blocks",
+        ),
         ((PLAIN, "-w", 2, "--schedule", "fastest"), "fastest"),
         ((PLAIN, "-w", 2, "--memory-limit", "1"), "nothing fits: raise --memory-limit or --pp"),
         ((PLAIN, "-w", 2, "--tokens", 8), "--tokens=8 takes a positive number and a model whose input is input_ids"),
