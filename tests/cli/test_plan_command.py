@@ -182,3 +182,27 @@ def test_shards_take_less_each(capsys, gpt2_folder):  # noqa: F811
     assert needs[1] < 0.8 * needs[0]
     code, _, err = run(capsys, *common, "-t", 3)
     assert code != 0 and "tp*pp = 3*2 = 6" in err
+
+
+def test_the_mesh_is_searched_with_the_rest(capsys, gpt2_folder):  # noqa: F811
+    """Two heads: four shards are refused by the splitting, with its reason in the table."""
+    common = (gpt2_folder, "-w", 4, "--tokens", 16, "-t", "auto", "-p", "auto")
+    code, out, err = run(capsys, *common, "--global-micro-batches", 8, "--ranks-per-host", 4, "--batch", 2)
+    assert code == 0, err
+    found = strategy_in(out)
+    assert found.dp * found.tp * found.pp == 4 and found.dp * found.micro_batches == 8
+    rows = [line for line in out.splitlines() if line.startswith("dp=")]
+    assert {tuple(row.split(",")[0].split()) for row in rows} == {
+        (f"dp={4 // tp // pp}", f"tp={tp}", f"pp={pp}") for tp in (1, 2, 4) for pp in (1, 2, 4) if tp * pp <= 4
+    }
+    assert rows[0].startswith(f"dp={found.dp} tp={found.tp} pp={found.pp}, {found.micro_batches} micro-batches each")
+    (refused,) = [row for row in rows if "tp=4" in row]
+    assert " ms " not in refused and "4" in refused.split("each")[1]
+    for arguments, message in (
+        ((), "give --global-micro-batches, a positive number"),
+        (("--global-micro-batches", 8, "-m", 2), "give --global-micro-batches, a positive number"),
+        (("--global-micro-batches", 3, "-t", 1, "-p", 1), "--global-micro-batches=3 is for --tp auto or --pp auto"),
+        (("--global-micro-batches", 8, "-t", 1, "--ranks-per-host", 2), "--ranks-per-host=2 is a positive number for"),
+    ):
+        code, _, err = run(capsys, *common, *arguments)
+        assert code == 1 and message in err
