@@ -28,6 +28,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from fold3d import Engine, ParallelConfig
 from fold3d.stage.micro_batch import MicroBatch
 from fold3d.stage.model_chunk import PipelineChunk
+from fold3d.stage.once.once_per_micro_batch import Run
 
 BLOCKS, BATCH, STEPS = 8, 2, 3
 MB = 1e6
@@ -43,21 +44,23 @@ class Boundaries:
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
         """Counts what engines made in the body receive and send."""
-        run = PipelineChunk.forward
+        run = PipelineChunk._forward
 
-        def forward(chunk: PipelineChunk, micro_batch: MicroBatch, received: list[Tensor]) -> tuple[list[Tensor], Any]:
+        def forward(
+            chunk: PipelineChunk, micro_batch: MicroBatch, received: list[Tensor], which: Run
+        ) -> tuple[list[Tensor], Any]:
             self._add("received", received)
-            sent, result = run(chunk, micro_batch, received)
+            sent, result = run(chunk, micro_batch, received, which)
             if not chunk._is_last:
                 self._add("sent", sent)
             self.peak = max(self.peak, self.bytes("received") + self.bytes("sent"))
             return sent, result
 
-        PipelineChunk.forward = forward  # type: ignore[method-assign]
+        PipelineChunk._forward = forward  # type: ignore[method-assign]
         try:
             yield
         finally:
-            PipelineChunk.forward = run  # type: ignore[method-assign]
+            PipelineChunk._forward = run  # type: ignore[method-assign]
 
     def bytes(self, kind: str) -> int:
         """Returns how many bytes are alive of what was "received" or "sent"."""

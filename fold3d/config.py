@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fold3d.errors import ConfigError
+from fold3d.recompute import Recompute
 
 AUTO = "auto"
 DEFAULT_COMM_TIMEOUT = 300.0
@@ -61,8 +62,11 @@ class ParallelConfig:
     see docs/tensor-parallel.md. None: nothing is."""
     blocks: str = "auto"
     """Name of the ModuleList or Sequential whose children are the model's blocks; "auto" finds it."""
-    recompute: bool = False
-    """Recompute each block in the backward pass instead of keeping its activations."""
+    recompute: bool | str = AUTO
+    """What is computed again in the backward pass instead of kept: "none"; "full": whole chunks, of which only the
+    inputs are kept; "blocks": each block by itself; "blocks:2": every second one; or names of modules inside of a
+    block, also as patterns: "self_attn,mlp", "attn.*". For each chunk another one with "/" between them. True is
+    "full", False "none"; text from then on. "auto": nothing. The numbers are the same."""
     tp_overlap: str = AUTO
     """How TP.sync is hidden: "sub": two halves of every micro-batch take turns, one computes while the other
     communicates; "none": every sum is waited for. "auto": both are predicted from measured times, and where the
@@ -140,6 +144,8 @@ class ParallelConfig:
             raise ConfigError(f'schedule={self.schedule!r}: must be a name, the path of a CSV file, or "auto"')
         if self.dp_sync not in (AUTO, *DP_SYNC):
             raise ConfigError(f"dp_sync={self.dp_sync!r}: must be one of {', '.join((AUTO, *DP_SYNC))}")
+        if self.recompute != AUTO:
+            object.__setattr__(self, "recompute", str(Recompute.parse(self.recompute)))
         for name, least in (("bucket_bytes", 0), ("memory_limit", 1)):
             object.__setattr__(self, name, parse_bytes(name, getattr(self, name), least))
         self._check_offload()
@@ -177,6 +183,11 @@ class ParallelConfig:
     def pool_size(self) -> int | None:
         """`offload_pool`, a number; None where it is "auto"."""
         return self.offload_pool if isinstance(self.offload_pool, int) else None
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether the user has asked for anything to be computed again."""
+        return self.recompute != AUTO and not Recompute.parse(self.recompute).nothing
 
     @property
     def bucket_size(self) -> int | None:

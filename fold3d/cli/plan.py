@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from fold3d.cli import breakdown, memory, model_option, tp_option
+from fold3d.config import AUTO, ParallelConfig, text_of_bytes
 from fold3d.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from fold3d.plan.costs import Profile
     from fold3d.plan.job import Job
+    from fold3d.plan.space.mesh import Mesh, Tried
+
+_MICRO_BATCHES = 8
+_RANKS_PER_HOST = 8
 
 
 def add(subcommands: Any, *, knobs: bool) -> None:
@@ -21,9 +27,15 @@ def add(subcommands: Any, *, knobs: bool) -> None:
     made = subcommands.add_parser("plan", help="plan the training of a model on a cluster", description=__doc__)
     model_option.add(made)
     made.add_argument("-w", "--world-size", type=int, required=True, metavar="N", help="processes, one per device")
-    made.add_argument("-p", "--pp", type=int, default=1, help="stages, default 1; the rest are replicas")
-    made.add_argument("-t", "--tp", type=int, default=1, help="that share each weight of a stage, default 1")
-    made.add_argument("-m", "--micro-batches", type=int, default=8, metavar="M", help="per step, default 8")
+    made.add_argument("-p", "--pp", type=_axis, default=1, help="stages, or auto; default 1; the rest are replicas")
+    made.add_argument("-t", "--tp", type=_axis, default=1, help="that share each weight of a stage, or auto; default 1")
+    made.add_argument(
+        "-m", "--micro-batches", type=int, metavar="M", help="per step and replica, default 8; not with auto"
+    )
+    made.add_argument("--global-micro-batches", type=int, metavar="M", help="per step, of all replicas; with auto")
+    made.add_argument(
+        "--ranks-per-host", type=int, metavar="N", help="with --tp auto, whose groups stay within hosts; default 8"
+    )
     made.add_argument("--batch", type=int, default=1, metavar="N", help="samples of a micro-batch, default 1")
     made.add_argument("--tokens", type=int, metavar="N", help="of a sample, default 128; models with input_ids")
     made.add_argument("--memory-limit", metavar="SIZE", help="of a process, such as 24GB; default: any")
@@ -45,37 +57,44 @@ def add(subcommands: Any, *, knobs: bool) -> None:
             fixed.add_argument(*names, dest=knob.name, metavar="VALUE", help=knob.help)
 
 
+def _axis(text: str) -> int | None:
+    """Returns the size of an axis of the mesh, None for "auto"."""
+    return None if text == AUTO else int(text)
+
+
 def run(options: argparse.Namespace) -> None:
     """Prints the planner's table, the strategy as text and the breakdown of a step. Raises: ConfigError, TraceError."""
     from fold3d.plan.memory.changes import predicted_curves
     from fold3d.plan.search import decide
+    from fold3d.plan.space.mesh import search_meshes
     from fold3d.plan.space.registry import KNOBS, constrained
 
+    _check(options)
     given = {knob: getattr(options, knob.name) for knob in KNOBS}
     constraints = constrained(**{k.name: k.read(text) for k, text in given.items() if text is not None})
-    job = _job(options)
-    proposal = decide(job, constraints, lambda: True)
+    fixed = options.tp is not None and options.pp is not None
+    if fixed:
+        _config(options, options.tp, options.pp).resolve_dp(options.world_size)
+    layers = _Layers(options)
+    if fixed:
+        job = layers.job(_mesh(options))
+        proposal = decide(job, constraints, lambda: True)
+    else:
+        tried = search_meshes(_meshes(options, layers), layers.job, lambda job: decide(job, constraints, lambda: True))
+        print(_mesh_table(tried))
+        if tried[0].proposal is None:
+            raise ConfigError("no mesh is possible")
+        job, proposal = layers.job(tried[0].mesh), tried[0].proposal
     if job.memory_limit is not None and proposal.memory_bytes > job.memory_limit:
-        raise ConfigError(f"{proposal.table}\nnothing fits: raise --memory-limit or --pp, or set --recompute True")
+        raise ConfigError(f"{proposal.table}\nnothing fits: raise --memory-limit or --pp, or set --recompute full")
     print(proposal.table)
     print(f"strategy: {proposal.strategy}")
     print(breakdown.table("stage", proposal.prediction))
     print(memory.table(predicted_curves(job, proposal.strategy)))
 
 
-def _job(options: argparse.Namespace) -> Job:
-    from fold3d.config import ParallelConfig
-    from fold3d.device import default_device
-    from fold3d.plan.costs import ACTION_SECONDS, BUCKET_SECONDS, NetworkCosts
-    from fold3d.plan.job import Job
-    from fold3d.plan.space.recompute import KNOB as RECOMPUTE
-    from fold3d.profile.assumed import assumed_profile
-    from fold3d.profile.layers import profile_model
-    from fold3d.profile.shard import of_a_shard
-    from fold3d.profile.tp_sync import halves_factor, with_tp_sync
-    from fold3d.splitting.plan_sharding import plan_sharding
-    from fold3d.trace import trace
-
+def _check(options: argparse.Namespace) -> None:
+    """Raises: ConfigError for options that make no sense, or do not fit each other."""
     for name in ("tflops", "bandwidth", "batch", "world_size"):
         if not getattr(options, name) > 0:
             raise ConfigError(f"--{name.replace('_', '-')} is {getattr(options, name):g}; it must be positive")
@@ -83,43 +102,130 @@ def _job(options: argparse.Namespace) -> Job:
         raise ConfigError(f"--latency is {options.latency:g}; it must not be negative, and below 1e9 (1,000 s)")
     if options.world_size >= 1 << 31:
         raise ConfigError(f"--world-size is {options.world_size}; it must be below {1 << 31}")
-    sizes = {"tp": options.tp, "pp": options.pp, "micro_batches": options.micro_batches}
-    config = ParallelConfig(**sizes, memory_limit=options.memory_limit)
-    link = tp_option.link_of(options, has_tp=options.tp > 1)
+    free = options.tp is None or options.pp is None
+    if free and (options.micro_batches is not None or (options.global_micro_batches or 0) < 1):
+        raise ConfigError(
+            "with --tp auto or --pp auto, --micro-batches depends on how many replicas there will be: give "
+            "--global-micro-batches, a positive number, instead"
+        )
+    if not free and options.global_micro_batches is not None:
+        raise ConfigError(
+            f"--global-micro-batches={options.global_micro_batches} is for --tp auto or --pp auto; "
+            "with both given, --micro-batches says how many a replica runs"
+        )
+    if options.ranks_per_host is not None and (options.tp is not None or options.ranks_per_host < 1):
+        raise ConfigError(f"--ranks-per-host={options.ranks_per_host} is a positive number for --tp auto")
+
+
+def _config(options: argparse.Namespace, tp: int, pp: int, micro_batches: int | None = None) -> ParallelConfig:
+    count = options.micro_batches if micro_batches is None else micro_batches
+    return ParallelConfig(
+        tp=tp, pp=pp, micro_batches=_MICRO_BATCHES if count is None else count, memory_limit=options.memory_limit
+    )
+
+
+def _mesh(options: argparse.Namespace) -> Mesh:
+    from fold3d.plan.space.mesh import Mesh
+
+    config = _config(options, options.tp, options.pp)
     dp = config.resolve_dp(options.world_size)
-    model, example = model_option.load(options)
-    if example is None:
-        raise ConfigError(f"{options.model!r} returns no example batch, and none can be made up; return (model, batch)")
-    example = _resized(example, options)
-    traced = trace(model, blocks=options.blocks, example=example)
-    recompute = options.recompute is not None and RECOMPUTE.read(options.recompute)
-    print(f"{model_option.describe(model)}; a micro-batch: {model_option.shapes_of(example)}")
-    if options.measure:
-        profile = profile_model(model, traced, example, default_device(), recompute=recompute)
-    else:
-        speed = options.tflops * 1e12
-        profile = assumed_profile(model, traced, example, flops_per_second=speed, recompute=recompute)
-    if options.tp > 1:
-        shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-        sharding = plan_sharding(model, traced, example, options.tp, sequence_parallel=bool(config.sequence_parallel))
-        profile = with_tp_sync(of_a_shard(profile, traced, sharding, shapes), model, traced, sharding, example)
-        if options.measure:
-            profile = replace(profile, halves_factor=halves_factor(model, traced, example, default_device()))
-    latency, bandwidth = options.latency / 1e6, options.bandwidth * 1e9 / 8
-    return Job(
-        trace=traced,
-        profile=profile,
-        network=NetworkCosts(
-            pp_latency=latency, pp_bandwidth=bandwidth, dp_bandwidth=bandwidth, hop_latency=latency, **link
-        ),
-        dp=dp,
+    return Mesh(tp=options.tp, pp=options.pp, dp=dp, micro_batches=config.micro_batches)
+
+
+def _meshes(options: argparse.Namespace, layers: _Layers) -> list[Mesh]:
+    from fold3d.plan.layout import places
+    from fold3d.plan.space.mesh import meshes
+
+    return meshes(
+        options.world_size,
+        options.global_micro_batches,
         tp=options.tp,
         pp=options.pp,
-        micro_batches=options.micro_batches,
-        memory_limit=config.memory_size,
-        action_seconds=ACTION_SECONDS,
-        bucket_seconds=BUCKET_SECONDS,
+        ranks_per_host=options.ranks_per_host or _RANKS_PER_HOST,
+        most_stages=len(places(layers.trace)),
     )
+
+
+def _mesh_table(tried: Sequence[Tried]) -> str:
+    """Returns what was tried, the best first."""
+    width = max(len(one.mesh.name) for one in tried)
+    lines = [f"{'mesh':<{width}}  predicted step"]
+    for one in tried:
+        if one.proposal is None:
+            lines.append(f"{one.mesh.name:<{width}}  {one.reason.splitlines()[0]}")
+            continue
+        needs = f"{one.proposal.step_ms:9.1f} ms  {text_of_bytes(one.proposal.memory_bytes)} on the fullest rank"
+        lines.append(f"{one.mesh.name:<{width}}  {needs}" + (f", {one.reason}" if one.reason else ""))
+    return "\n".join(lines)
+
+
+class _Layers:
+    """What the model's layers cost, whole and in parts."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        from fold3d.device import default_device
+        from fold3d.plan.space.recompute import KNOB as RECOMPUTE
+        from fold3d.profile.assumed import assumed_profile
+        from fold3d.profile.layers import profile_model
+        from fold3d.trace import trace
+
+        self._options = options
+        self._link = tp_option.link_of(options, has_tp=options.tp != 1)
+        model, example = model_option.load(options)
+        if example is None:
+            raise ConfigError(
+                f"{options.model!r} returns no example batch, and none can be made up; return (model, batch)"
+            )
+        self._model, self._example = model, _resized(example, options)
+        self.trace = trace(model, blocks=options.blocks, example=self._example)
+        recompute = options.recompute is not None and not RECOMPUTE.read(options.recompute).nothing
+        print(f"{model_option.describe(model)}; a micro-batch: {model_option.shapes_of(self._example)}")
+        if options.measure:
+            self._device = default_device()
+            self._whole = profile_model(model, self.trace, self._example, self._device, recompute=recompute)
+        else:
+            speed = options.tflops * 1e12
+            self._whole = assumed_profile(model, self.trace, self._example, flops_per_second=speed, recompute=recompute)
+        self._profiles = {1: self._whole}
+
+    def job(self, mesh: Mesh) -> Job:
+        """Returns what the planner is told. Raises: ConfigError when the model cannot be shared out so."""
+        from fold3d.plan.costs import ACTION_SECONDS, BUCKET_SECONDS, NetworkCosts
+        from fold3d.plan.job import Job
+
+        config = _config(self._options, mesh.tp, mesh.pp, mesh.micro_batches)
+        latency, bandwidth = self._options.latency / 1e6, self._options.bandwidth * 1e9 / 8
+        return Job(
+            trace=self.trace,
+            profile=self._profile(mesh.tp, bool(config.sequence_parallel)),
+            network=NetworkCosts(
+                pp_latency=latency, pp_bandwidth=bandwidth, dp_bandwidth=bandwidth, hop_latency=latency, **self._link
+            ),
+            dp=mesh.dp,
+            tp=mesh.tp,
+            pp=mesh.pp,
+            micro_batches=mesh.micro_batches,
+            memory_limit=config.memory_size,
+            action_seconds=ACTION_SECONDS,
+            bucket_seconds=BUCKET_SECONDS,
+        )
+
+    def _profile(self, tp: int, sequence_parallel: bool) -> Profile:
+        from fold3d.profile.shard import of_a_shard
+        from fold3d.profile.tp_sync import halves_factor, with_tp_sync
+        from fold3d.splitting.plan_sharding import plan_sharding
+
+        if tp not in self._profiles:
+            model, example = self._model, self._example
+            shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+            sharding = plan_sharding(model, self.trace, example, tp, sequence_parallel=sequence_parallel)
+            shard = of_a_shard(self._whole, self.trace, sharding, shapes)
+            profile = with_tp_sync(shard, model, self.trace, sharding, example)
+            if self._options.measure:
+                factor = halves_factor(model, self.trace, example, self._device)
+                profile = replace(profile, halves_factor=factor)
+            self._profiles[tp] = profile
+        return self._profiles[tp]
 
 
 def _resized(example: Mapping[str, Tensor], options: argparse.Namespace) -> dict[str, Any]:

@@ -39,6 +39,21 @@ def schedule_of(options: argparse.Namespace, command: str) -> Schedule:
     return schedules.generate(options.schedule, **{k: v for k, v in sizes.items() if v is not None})
 
 
+def recompute_of(options: argparse.Namespace, schedule: Schedule) -> list[bool]:
+    """Returns of each chunk whether it recomputes, as the option --recompute says.
+
+    Raises: ConfigError for more than a schedule can tell: it knows nothing of what is inside of a chunk.
+    """
+    from fold3d.recompute import Recompute
+
+    number = schedule.pp * schedule.segments
+    choices = Recompute.parse("none" if options.recompute is None else options.recompute).of_chunks(number)
+    inside = [choice for choice in choices if not (choice.full or choice.nothing)]
+    if inside:
+        raise ConfigError(f"--recompute {options.recompute}: a schedule has whole chunks; say full or none of each")
+    return [choice.full for choice in choices]
+
+
 def title_of(options: argparse.Namespace) -> str:
     """Returns the schedule's name with the parameters that make it what it is."""
     name = Path(options.schedule).stem

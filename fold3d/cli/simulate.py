@@ -49,6 +49,9 @@ def add(subcommands: Any) -> None:
     made.add_argument(
         "--bucket", type=float, metavar="MB", help="layers join until they have so many gradients; default: none do"
     )
+    made.add_argument(
+        "--recompute", metavar="CHUNKS", help="that run their forward again: full, or of each chunk, such as full/none"
+    )
     made.add_argument("--png", metavar="FILE", help="draw the step's timeline")
     made.set_defaults(run=run)
 
@@ -66,6 +69,9 @@ def run(options: argparse.Namespace) -> None:
         raise ConfigError("--png needs matplotlib, which is not installed: pip install matplotlib")
     schedule = schedule_option.schedule_of(options, "simulate")
     schedules.validate(schedule)
+    if options.recompute is not None:
+        again = schedule_option.recompute_of(options, schedule)
+        schedule = schedules.lower(schedule, reduce=True, recompute=again)
     layers = 2 * schedule.segments if options.layers is None else options.layers
     if options.tp < 1:
         raise ConfigError(f"--tp is {options.tp}; it must be positive")

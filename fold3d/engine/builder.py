@@ -43,6 +43,7 @@ from fold3d.plan.memory.changes import cheapest_changes, predicted_curves
 from fold3d.plan.programs import Programs
 from fold3d.plan.proposal import Proposal
 from fold3d.plan.resolve import needs_planner, unplanned
+from fold3d.plan.space.recompute import KNOB as RECOMPUTE
 from fold3d.plan.space.tp_overlap import KNOB as TP_OVERLAP
 from fold3d.plan.strategy import Ranges, Strategy
 from fold3d.stage.micro_batch import ModelCall
@@ -54,7 +55,7 @@ from fold3d.stage.sharded.border_parts import BorderParts
 from fold3d.stage.sharded.sharded_chunk import ShardedChunk
 from fold3d.stage.sharded.sub_pipeline import SubPipeline
 from fold3d.tensor_parallel.group import TensorParallelGroup
-from fold3d.tensor_parallel.kept_sums import KeptSums
+from fold3d.tensor_parallel.kept.kept_sums import KeptSums
 from fold3d.tensor_parallel.sub_pipelined.overlap_trial import OverlapTrial
 from fold3d.tensor_parallel.sub_pipelined.turning_ops import TurningOps
 from fold3d.tensor_parallel.sub_pipelined.turns import Turns
@@ -235,8 +236,9 @@ def _connect(
         undo.callback(progress.life.forget, shards)
     group = TensorParallelGroup(shards)
     turning = TurningOps(group, Turns())
+    sums = KeptSums(turning, turning.turns)
     if topology.tp > 1:
-        cut.connect(KeptSums(turning))
+        cut.connect(sums)
     way = TP_OVERLAP.of(model.strategy) if topology.tp > 1 else "none"
     overlap = OverlapTrial(way, partial(_slowest, world))
     _share_weights(cut, groups)
@@ -254,7 +256,7 @@ def _connect(
         sync = OneReplica(cut, topology, groups)
     sharded = None
     if topology.tp > 1:
-        sharded = partial(_sharded, model, _border_parts(model, group), turning, overlap)
+        sharded = partial(_sharded, model, _border_parts(model, sums), turning, sums, overlap)
     offload = offload_options(config, model.strategy)
     executor = _C.Executor(
         _chunks(model, topology, sync, sharded),
@@ -330,8 +332,9 @@ def _chunks(
 ) -> list[PipelineChunk]:
     cut = model.cut
     numbers = topology.chunks(model.strategy.segments)
+    without_graph = RECOMPUTE.of(model.strategy).without_graph(model.strategy.num_chunks)
     once = None
-    if len(numbers) > 1:
+    if len(numbers) > 1 or any(without_graph[number] for number in numbers):
         once = OncePerMicroBatch(cut.model, cut.trace.blocks if cut.trace else ())
     last = model.strategy.num_chunks - 1
     return [
@@ -341,19 +344,19 @@ def _chunks(
 
 
 def _sharded(
-    model: CutModel, parts: BorderParts | None, turning: TurningOps, overlap: OverlapTrial, chunk: int
+    model: CutModel, parts: BorderParts | None, turning: TurningOps, sums: KeptSums, overlap: OverlapTrial, chunk: int
 ) -> ShardedChunk:
     cut = model.cut
     sub = SubPipeline(chunk, cut.model, cut.split, turning, shares_sequence=bool(cut.parts.plan.sequence))
-    return ShardedChunk(chunk, parts, sub, lambda: overlap.in_halves)
+    return ShardedChunk(chunk, parts, sub, sums, lambda: overlap.in_halves)
 
 
-def _border_parts(model: CutModel, group: TensorParallelGroup) -> BorderParts | None:
+def _border_parts(model: CutModel, sums: KeptSums) -> BorderParts | None:
     cut = model.cut
     if model.strategy.num_chunks == 1 or cut.trace is None:
         return None
     widths = {size for parameter in cut.model.parameters() for size in whole_shape(parameter)}
-    return BorderParts(cut.trace, cut.ranges, widths, group, cut.parts.plan.sequence)
+    return BorderParts(cut.trace, cut.ranges, widths, sums, cut.parts.plan.sequence)
 
 
 def _slowest(world: WorldGroup, times: Tensor) -> None:

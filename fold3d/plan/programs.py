@@ -8,6 +8,7 @@ from fold3d import schedule as schedules
 from fold3d.errors import ConfigError
 from fold3d.plan.space.offload import offloaded_chunks
 from fold3d.plan.strategy import Strategy
+from fold3d.recompute import Recompute
 
 
 class Programs:
@@ -22,12 +23,16 @@ class Programs:
         pp: int,
         segments: int,
         micro_batches: int,
+        recompute: Recompute | None = None,
         offload: Sequence[bool] = (),
     ) -> None:
         """Args:
-        name: of a schedule, or path of a CSV file.
-        offload: of every chunk, whether its stashes leave the device; empty: none does.
+            name: of a schedule, or path of a CSV file.
+            recompute: what the chunks compute again; None: nothing.
+            offload: of every chunk, whether its stashes leave the device; empty: none does.
+        Raises: ConfigError when that is said of another number of chunks.
         """
+        self._without_graph = [] if recompute is None else recompute.without_graph(pp * segments)
         self._offload = offload
         self._name, self._group_size = name, group_size
         self._pp, self._segments, self._micro_batches = pp, segments, micro_batches
@@ -46,6 +51,7 @@ class Programs:
             pp=strategy.pp,
             segments=strategy.segments,
             micro_batches=strategy.micro_batches,
+            recompute=Recompute.read(dict(strategy.settings).get("recompute", "none")),
             offload=offloaded_chunks(strategy),
         )
 
@@ -71,7 +77,10 @@ class Programs:
         """Returns the schedule of one optimizer step with all communication in it."""
         if micro_batches not in self._training:
             self._training[micro_batches] = schedules.lower(
-                self.compute(micro_batches), reduce=self._reduce, offload=self._offload
+                self.compute(micro_batches),
+                reduce=self._reduce,
+                recompute=self._without_graph,
+                offload=self._offload,
             )
         return self._training[micro_batches]
 

@@ -12,6 +12,7 @@ from fold3d.plan.programs import Programs
 from fold3d.plan.space import dp_sync, registry, schedule
 from fold3d.plan.space.segments import folds
 from fold3d.plan.strategy import Ranges, Strategy
+from fold3d.recompute import Recompute
 
 
 def constraints_of(config: ParallelConfig) -> Constraints:
@@ -73,6 +74,7 @@ def programs_of(config: ParallelConfig, constraints: Constraints, dp: int) -> Pr
         pp=config.pp,
         segments=constraints.segments,
         micro_batches=config.micro_batches,
+        recompute=None if config.recompute == AUTO else Recompute.parse(config.recompute),
     )
 
 

@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from torch.nn import Module
 
+from fold3d.stage.once.changed_buffers import Before
 from fold3d.stage.once.drawn_numbers import DrawnNumbers
+from fold3d.tensor_parallel.kept.kept_run import KeptRun
 
 Inputs = dict[str, Any]
 """What the model's forward takes, and perhaps labels, by argument name."""
@@ -28,6 +30,10 @@ class MicroBatch:
     key: DropoutKey | None
     """None in an evaluation, which leaves the generators alone."""
     drawn: DrawnNumbers = field(default_factory=DrawnNumbers, repr=False, compare=False)
+    before: Before = field(default_factory=dict, repr=False, compare=False)
+    """Buffers that forwards have changed, as they were."""
+    kept: dict[int, KeptRun] = field(default_factory=dict, repr=False, compare=False)
+    """Of each chunk that has run and will run again: what it got from other ranks."""
 
     @property
     def trains(self) -> bool:

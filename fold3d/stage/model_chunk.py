@@ -10,9 +10,10 @@ import torch
 
 from fold3d import _C
 from fold3d.stage.micro_batch import MicroBatch, one_number
-from fold3d.stage.once.once_per_micro_batch import OncePerMicroBatch
+from fold3d.stage.once.once_per_micro_batch import OncePerMicroBatch, Run
 from fold3d.stage.split_model import SplitModel
 from fold3d.stage.whole_model import WholeModel
+from fold3d.tensor_parallel.kept.kept_run import KeptRun
 from fold3d.tensor_parallel.vocabulary import gathered
 
 
@@ -38,6 +39,12 @@ class ChunkSharding(Protocol):
     def run(self, micro_batch: MicroBatch, received: list[torch.Tensor]) -> tuple[list[torch.Tensor], Any] | None:
         """Returns what the chunk returns for the micro-batch; None: it is to run as everywhere."""
 
+    def first(self, run: KeptRun) -> contextlib.AbstractContextManager[None]:
+        """Around a run that is repeated later: what it gets from other ranks is kept in `run`."""
+
+    def again(self, run: KeptRun) -> contextlib.AbstractContextManager[None]:
+        """Around the run that repeats it."""
+
 
 class PipelineChunk:
     """Runs one chunk of a SplitModel; the methods are called by the Executor on the thread that runs the step."""
@@ -54,7 +61,7 @@ class PipelineChunk:
     ):
         """Args:
         is_last: whether it is the model's last, whose results leave the pipeline.
-        once: of a process with several chunks; None: this is the only one.
+        once: of a process with several chunks, or of one that recomputes; None: this is the only one, and runs once.
         sharding: what is different where several ranks share its weights; None: nobody does.
         """
         self.index = index
@@ -63,7 +70,7 @@ class PipelineChunk:
         self._split = split
         self._sync = sync
         self._sharding = sharding
-        self._around = _nothing if once is None else partial(once.around, index)
+        self._once = once
 
     def forward(
         self, micro_batch: MicroBatch, received: list[torch.Tensor], batch: _C.StashBatch | None = None
@@ -75,9 +82,34 @@ class PipelineChunk:
             batch: what saves the graph's tensors, which leave the device until the backward; None: they stay.
         """
         self._sync.before_chunk(self.index)
+        return self._forward(micro_batch, received, "only", batch)
+
+    def forward_first(
+        self, micro_batch: MicroBatch, received: list[torch.Tensor]
+    ) -> tuple[list[torch.Tensor], Any, list[torch.Tensor]]:
+        """Does what `forward` does, where `recompute` follows; also returns what that needs beside `received`."""
+        self._sync.before_chunk(self.index)
+        run = micro_batch.kept[self.index] = KeptRun()
+        with contextlib.nullcontext() if self._sharding is None else self._sharding.first(run):
+            sent, result = self._forward(micro_batch, received, "first")
+        return sent, result, run.take()
+
+    def recompute(
+        self, micro_batch: MicroBatch, received: list[torch.Tensor], kept: list[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        """Returns once more the tensors, or the loss, that `forward_first` returned, for the graph behind them."""
+        run = micro_batch.kept.pop(self.index)
+        run.give_back(kept)
+        with contextlib.nullcontext() if self._sharding is None else self._sharding.again(run):
+            return self._forward(micro_batch, received, "again")[0]
+
+    def _forward(
+        self, micro_batch: MicroBatch, received: list[torch.Tensor], run: Run, batch: _C.StashBatch | None = None
+    ) -> tuple[list[torch.Tensor], Any]:
         if self._sharding is not None:
             received = self._sharding.receive(received)
-        with self._around(micro_batch), _saving(batch):
+        around = contextlib.nullcontext() if self._once is None else self._once.around(self.index, micro_batch, run)
+        with around, _saving(batch):
             sent, result = self._run(micro_batch, received)
         if self._sharding is not None:
             sent = self._sharding.send(sent)
@@ -106,7 +138,3 @@ def _saving(batch: _C.StashBatch | None) -> contextlib.AbstractContextManager[An
     if batch is None:
         return contextlib.nullcontext()
     return torch.autograd.graph.saved_tensors_hooks(batch.save, _C.unpack_saved)
-
-
-def _nothing(_: MicroBatch) -> contextlib.AbstractContextManager[None]:
-    return contextlib.nullcontext()

@@ -16,6 +16,7 @@ from fold3d.plan.space.recompute import KNOB as RECOMPUTE
 from fold3d.plan.strategy import Strategy
 from fold3d.sharding.plan import ShardingPlan
 from fold3d.stage.loss_check import LossCheck
+from fold3d.stage.recompute import Checkpoints, blocks_to_recompute, modules_to_recompute
 from fold3d.stage.split_model import SplitModel
 from fold3d.stage.whole_model import WholeModel
 from fold3d.tensor_parallel.install import install
@@ -74,7 +75,7 @@ def _blocks_of(model: Module, config: ParallelConfig) -> list[str]:
         _check_not_compiled(model)
         return find_blocks(model, config.blocks)
     except TraceError:
-        if config.recompute:
+        if config.recomputes:
             raise
         return []
 
@@ -134,6 +135,10 @@ class RankModel:
             self.ranges: list[tuple[int, int]] = [(0, 0)]
         else:
             self.ranges = list(strategy.ranges)
+        recompute = RECOMPUTE.of(strategy)
+        blocks = self.trace.blocks if self.trace is not None and strategy.num_chunks > 1 else _blocks_of(model, config)
+        self._inner = modules_to_recompute(model, blocks, self.ranges, recompute)
+        again = blocks_to_recompute(blocks, self.ranges, strategy.pp, recompute)
         placement = ParameterPlacement.of(names, self.trace, self.ranges, strategy.pp, tied_groups(model))
         self.placement = placement.sharded(self.parts.plan)
         self.stage = topology.pp_rank
@@ -148,15 +153,15 @@ class RankModel:
         _move(model, device)
         self._late: LateRegion | None = None
         self._undo: list[Callable[[], None]] = []
+        self._checkpoints: Checkpoints | None = None
         if sharding is not None and sharding.tp > 1:
             self._late = LateRegion(sharding.tp, topology.tp_rank)
         self.resume()
-        recompute = RECOMPUTE.of(strategy)
         if strategy.num_chunks == 1:
-            self.split = WholeModel(model, _blocks_of(model, config), recompute=recompute)
+            self.split = WholeModel(model, blocks, recompute=again)
         else:
             assert self.trace is not None, "what is cut was recorded"
-            self.split = SplitModel(model, self.trace, self.ranges, recompute=recompute)
+            self.split = SplitModel(model, self.trace, self.ranges, recompute=again)
         self.parameters: dict[str, Parameter] = {
             name: parameter for name, parameter in model.named_parameters() if parameter.device.type != "meta"
         }
@@ -182,10 +187,15 @@ class RankModel:
             plan = self.parts.plan
             self._undo.append(install(self.model, plan, self.parts.rank, self._late))
             self._undo.append(install_vocabulary(self.model, plan.vocabulary, self._late))
+        if self._checkpoints is None:
+            self._checkpoints = Checkpoints(self.model, self._inner)
 
     def remove(self) -> None:
         """Gives the model its own forward back."""
         self.split.remove()
+        if self._checkpoints is not None:
+            self._checkpoints.remove()
+            self._checkpoints = None
         while self._undo:
             self._undo.pop()()
 

@@ -1,15 +1,27 @@
-"""Activation checkpointing around each block."""
+"""Activation checkpointing around blocks, or around modules inside of them."""
 
 from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+
+from fold3d._C import BlockForward, CurrentForward, block_forward
+from fold3d.errors import ConfigError
+from fold3d.recompute import Choice, Recompute
+from fold3d.stage.once.changed_buffers import Before, ChangedBuffers
+from fold3d.stage.once.drawn_numbers import DrawnNumbers
+from fold3d.topology import stage_of
+from fold3d.trace.wrappers import wrap
+
+_MOST_NAMES = 20
+"""That a message lists."""
 
 
 def recomputed(module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -17,9 +29,10 @@ def recomputed(module: nn.Module, forward: Callable[..., Any]) -> Callable[..., 
 
     Without effect where there is nothing to keep (evaluation, no_grad) and where the block checkpoints itself
     (transformers' gradient checkpointing). A key-value cache is not handed on, because recomputing would fill
-    it twice.
+    it twice. Buffers change once, and Python's and numpy's numbers are drawn once.
     """
     cache_types = _cache_types()
+    buffers = ChangedBuffers(module, ())
 
     @functools.wraps(forward)
     def checkpointed(*args: Any, **kwargs: Any) -> Any:
@@ -28,9 +41,123 @@ def recomputed(module: nn.Module, forward: Callable[..., Any]) -> Callable[..., 
         if cache_types:
             args = tuple(None if isinstance(arg, cache_types) else arg for arg in args)
             kwargs = {name: None if isinstance(arg, cache_types) else arg for name, arg in kwargs.items()}
-        return checkpoint(functools.partial(forward, **kwargs), *args, use_reentrant=False)
+        return checkpoint(_Runs(functools.partial(forward, **kwargs), buffers), *args, use_reentrant=False)
 
     return checkpointed
+
+
+class _Runs:
+    """A forward that backward runs again."""
+
+    def __init__(self, forward: Callable[..., Any], buffers: ChangedBuffers) -> None:
+        self._forward, self._buffers = forward, buffers
+        self._drawn, self._before = DrawnNumbers(), Before()
+        self._has_run = False
+
+    def __call__(self, *args: Any) -> Any:
+        again, self._has_run = self._has_run, True
+        around = self._buffers.again(self._before) if again else self._buffers.of_chunk(0, self._before)
+        with self._drawn.once(0, again=again), around:
+            return self._forward(*args)
+
+
+class Checkpoints:
+    """Makes modules recompute what they compute, by forwards on the instances, until it is removed."""
+
+    def __init__(self, model: nn.Module, names: Collection[str]) -> None:
+        """Args:
+        names: of the modules.
+        """
+        self._undo: list[Callable[[], None]] = []
+        for name in names:
+            self._install(model.get_submodule(name))
+
+    def remove(self) -> None:
+        """Gives the modules their own forwards back."""
+        while self._undo:
+            self._undo.pop()()
+
+    def _install(self, module: nn.Module) -> None:
+        own = vars(module).get("forward")
+        if isinstance(own, BlockForward):  # another engine's
+            own.__wrapped__.fold3d_split.remove()  # type: ignore[attr-defined]
+        original = module.forward
+        checkpointed: Any = recomputed(module, original)
+        checkpointed.fold3d_split = self
+        self._undo.append(wrap(module, block_forward(CurrentForward(), -1, 0, checkpointed, original)))
+
+
+def blocks_to_recompute(
+    blocks: Sequence[str], ranges: Sequence[tuple[int, int]], pp: int, recompute: Recompute
+) -> list[str]:
+    """Returns the blocks that are recomputed each by itself.
+
+    Args:
+        ranges: blocks [first, end) of every chunk.
+    Raises: ConfigError when it is said of another number of chunks.
+    """
+    found: list[str] = []
+    passed: dict[tuple[int, int], int] = {}  # (stage, every): blocks so far
+    for chunk, (choice, names) in enumerate(_chunks(blocks, ranges, recompute)):
+        every = 1 if choice.full and len(ranges) == 1 else choice.every
+        for name in names if every else ():
+            number = passed.setdefault((stage_of(chunk, pp), every), 0)
+            passed[stage_of(chunk, pp), every] += 1
+            if number % every == 0:
+                found.append(name)
+    return found
+
+
+def modules_to_recompute(
+    model: nn.Module, blocks: Sequence[str], ranges: Sequence[tuple[int, int]], recompute: Recompute
+) -> list[str]:
+    """Returns the modules inside of blocks that are recomputed, the outermost of those that patterns name.
+
+    Args:
+        ranges: blocks [first, end) of every chunk.
+    Raises: ConfigError for a pattern that names no module, and when it is said of another number of chunks.
+    """
+    found: list[str] = []
+    unused: dict[str, str] = {}  # patterns so far -> a block without such a module
+    used: set[str] = set()
+    for choice, names in _chunks(blocks, ranges, recompute):
+        for block in names if choice.patterns else ():
+            inside = _names_inside(model.get_submodule(block))
+            for pattern in choice.patterns:
+                if any(fnmatchcase(name, pattern) for name in inside):
+                    used.add(pattern)
+                else:
+                    unused.setdefault(pattern, block)
+            chosen: list[str] = []
+            for name in inside:
+                within = any(name.startswith(f"{outer}.") for outer in chosen)
+                if not within and any(fnmatchcase(name, pattern) for pattern in choice.patterns):
+                    chosen.append(name)
+            found += [f"{block}.{name}" for name in chosen]
+    for pattern, block in unused.items():
+        if pattern not in used:
+            names_there = _names_inside(model.get_submodule(block))
+            more = f" and {len(names_there) - _MOST_NAMES} more" if len(names_there) > _MOST_NAMES else ""
+            raise ConfigError(
+                f"recompute={str(recompute)!r}: {pattern!r} names no module inside of a block. Block {block!r} has "
+                f"{', '.join(names_there[:_MOST_NAMES]) or 'none'}{more}"
+            )
+    return found
+
+
+def _chunks(
+    blocks: Sequence[str], ranges: Sequence[tuple[int, int]], recompute: Recompute
+) -> list[tuple[Choice, Sequence[str]]]:
+    choices = recompute.of_chunks(len(ranges))
+    if len(ranges) == 1:  # nothing may be known of blocks there
+        return [(choices[0], blocks)]
+    return [(choice, blocks[first:end]) for choice, (first, end) in zip(choices, ranges, strict=True)]
+
+
+def _names_inside(block: nn.Module) -> list[str]:
+    """Returns the names of the modules of a block that have a forward, outer ones first."""
+    unimplemented = nn.Module.forward
+    return [name for name, module in block.named_modules() if name and type(module).forward is not unimplemented]
 
 
 def _cache_types() -> tuple[type, ...]:

@@ -15,7 +15,7 @@ chunk's last block run on the next chunk, on what it received.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from inspect import unwrap
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -79,18 +79,24 @@ class SplitModel:
         model: the model; parameters that this rank does not own may be on the meta device (see `release`).
         trace: its recording.
         ranges: [first, end) block of every chunk of the whole model, in chunk order.
-        recompute: recompute each block in backward instead of keeping its activations (training mode only).
+        recompute: names of the blocks that backward computes again instead of keeping their activations (training mode
+            only).
     Raises: TraceError if the ranges do not cover the blocks or cut where the model cannot be cut.
     """
 
     def __init__(
-        self, model: nn.Module, trace: Trace, ranges: Sequence[tuple[int, int]], *, recompute: bool = False
+        self,
+        model: nn.Module,
+        trace: Trace,
+        ranges: Sequence[tuple[int, int]],
+        *,
+        recompute: Collection[str] = (),
     ) -> None:
         trace.check_ranges(list(ranges))
         self._model = model
         self._trace = trace
         self._ranges = tuple(ranges)
-        self._recompute = recompute
+        self._recompute = frozenset(recompute)
         self._uniform = trace.uniform
         self._run: _Run | None = None
         self._slot = CurrentForward()  # the same run, for forwards in C++
@@ -242,7 +248,7 @@ class SplitModel:
         leave = self._constants[index]
 
         def make(module: nn.Module, original: Callable[..., Any]) -> BlockForward:
-            execute = recomputed(module, original) if self._recompute else original
+            execute = recomputed(module, original) if name in self._recompute else original
             # A skipped block returns what the chunk received, as long as all blocks return the like of it, and C++
             # skips it unless anything is unusual.
             shape_only = None if self._uniform else ShapeOnly(name, module)

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fold3d import seeding
-from fold3d._C import CurrentForward, ForwardCursor, block_forward, next_seed, reseed, seed_inside
-from fold3d.stage.recompute import recomputed
+from fold3d._C import ForwardCursor, next_seed, reseed, seed_inside
+from fold3d.stage.recompute import Checkpoints
 from fold3d.trace.recorder import outer_modules
-from fold3d.trace.wrappers import wrap
 
 
 class WholeModel:
@@ -24,10 +23,11 @@ class WholeModel:
 
     Args:
         blocks: names of the model's blocks, see `find_blocks`; empty where none are known: the micro-batch alone seeds.
-        recompute: recompute each block in backward instead of keeping its activations (training mode only).
+        recompute: of the blocks those that backward computes again instead of keeping their activations (training mode
+            only).
     """
 
-    def __init__(self, model: nn.Module, blocks: Sequence[str], *, recompute: bool = False) -> None:
+    def __init__(self, model: nn.Module, blocks: Sequence[str], *, recompute: Collection[str] = ()) -> None:
         self.cursor: ForwardCursor | None = None
         self.begun: nn.Module | None = None
         self.generators = [torch.default_generator]
@@ -41,8 +41,7 @@ class WholeModel:
         outer = outer_modules(model, blocks) if blocks else []
         for name, module in [*((name, model.get_submodule(name)) for name in blocks), *outer]:
             self._seed_around(name, module, is_block=name in blocks)
-            if self._recomputes and name in blocks:
-                self._recompute(module)
+        self._undo.append(Checkpoints(model, self._recomputes).remove)
 
     def run(
         self, chunk: int, call: Callable[[], Any], inputs: list[Tensor], key: tuple[int, int, int] | None
@@ -83,12 +82,6 @@ class WholeModel:
     def begin(self, module: nn.Module | None) -> None:
         """`module` has begun with a seed of its own; None: it has ended."""
         self.begun = module
-
-    def _recompute(self, module: nn.Module) -> None:
-        original = module.forward
-        checkpointed: Any = recomputed(module, original)
-        checkpointed.fold3d_split = self
-        self._undo.append(wrap(module, block_forward(CurrentForward(), -1, 0, checkpointed, original)))
 
     def _seed_around(self, name: str, module: nn.Module, *, is_block: bool) -> None:
         hooks = _Around(self, name, is_block)

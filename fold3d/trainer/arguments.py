@@ -148,11 +148,16 @@ class TrainingArguments(transformers.TrainingArguments):
             "finds it."
         },
     )
-    recompute: bool = field(
-        default=False,
+    recompute: FlagOrAuto = field(
+        default=AUTO,
         metadata={
-            "help": "Compute each block's activations again in the backward pass instead of keeping them, for any "
-            "model. Blocks that activation_checkpointing=True makes do so themselves are left to themselves."
+            "help": "What is computed again in the backward pass instead of kept, for any model: none, full (whole "
+            "chunks, of which only the inputs are kept; also as a bare flag), blocks (each block by itself), blocks:2 "
+            "(every second one), or names of modules inside of a block, such as self_attn,mlp or attn.*; for each "
+            "chunk another one with / between them. Blocks that activation_checkpointing=True makes recompute are left "
+            "to themselves.",
+            "nargs": "?",
+            "const": "full",
         },
     )
     comm_timeout: float | None = field(
@@ -188,6 +193,7 @@ class TrainingArguments(transformers.TrainingArguments):
         if self.offload_pool != AUTO:
             self.offload_pool = parse_bytes("offload_pool", self.offload_pool, 1) or AUTO
         config = self.parallel
+        self.recompute = config.recompute
         world_size = _announced_world_size()
         dp = config.resolve_dp(world_size)
         constraints = resolve_auto(config, dp)

@@ -73,8 +73,8 @@ def test_what_is_fixed_stays(capsys):
     assert code == 0
     found = strategy_in(out)
     assert (found.schedule, found.segments, found.dp_sync, found.bucket_bytes) == ("gpipe", 1, "zero1", 1 << 20)
-    assert found.settings == (("recompute", "True"),)
-    assert "--schedule gpipe --dp_sync zero1 --bucket_bytes 1048576 --recompute True" in out
+    assert found.settings == (("recompute", "full"),)
+    assert "--schedule gpipe --dp_sync zero1 --bucket_bytes 1048576 --recompute full" in out
 
 
 def step_ms(out: str) -> float:
@@ -98,7 +98,7 @@ def test_a_faster_network_and_a_faster_device_make_the_step_shorter(capsys, gpt2
 def test_recomputing_costs_time_and_saves_memory(capsys, gpt2_folder):  # noqa: F811
     common = (gpt2_folder, "-w", 2, "-p", 2, "-m", 2, "--batch", 64, "--tflops", 0.01, "--memory-limit", "8GB")
     needs, times = [], []
-    for recompute in ("False", "True"):
+    for recompute in ("none", "full"):
         _, out, _ = run(capsys, *common, "--recompute", recompute, "--segments", 1, "--schedule", "1f1b")
         (line,) = [line for line in out.splitlines() if "needs about" in line]
         needs.append(float(line.split()[2]))
@@ -127,7 +127,10 @@ def test_an_example_may_lie_elsewhere(capsys):
         ((PLAIN, "-w", 2, "--segments", 9), "lower segments or pp"),
         ((PLAIN, "-w", 2, "--dp_sync", "lazy"), "dp_sync='lazy': must be one of zero1, early, serial"),
         ((PLAIN, "-w", 2, "--bucket-bytes", "many"), "bucket_bytes='many': must be a number of bytes"),
-        ((PLAIN, "-w", 2, "--recompute", "yes"), "recompute='yes': must be True or False"),
+        (
+            (PLAIN, "-w", 2, "--recompute", "blocks:0"),
+            "recompute='blocks:0': 'blocks:0' must say every how many blocks",
+        ),
         ((PLAIN, "-w", 2, "--schedule", "fastest"), "fastest"),
         ((PLAIN, "-w", 2, "--memory-limit", "1"), "nothing fits: raise --memory-limit or --pp"),
         ((PLAIN, "-w", 2, "--tokens", 8), "--tokens=8 takes a positive number and a model whose input is input_ids"),
@@ -179,3 +182,27 @@ def test_shards_take_less_each(capsys, gpt2_folder):  # noqa: F811
     assert needs[1] < 0.8 * needs[0]
     code, _, err = run(capsys, *common, "-t", 3)
     assert code != 0 and "tp*pp = 3*2 = 6" in err
+
+
+def test_the_mesh_is_searched_with_the_rest(capsys, gpt2_folder):  # noqa: F811
+    """Two heads: four shards are refused by the splitting, with its reason in the table."""
+    common = (gpt2_folder, "-w", 4, "--tokens", 16, "-t", "auto", "-p", "auto")
+    code, out, err = run(capsys, *common, "--global-micro-batches", 8, "--ranks-per-host", 4, "--batch", 2)
+    assert code == 0, err
+    found = strategy_in(out)
+    assert found.dp * found.tp * found.pp == 4 and found.dp * found.micro_batches == 8
+    rows = [line for line in out.splitlines() if line.startswith("dp=")]
+    assert {tuple(row.split(",")[0].split()) for row in rows} == {
+        (f"dp={4 // tp // pp}", f"tp={tp}", f"pp={pp}") for tp in (1, 2, 4) for pp in (1, 2, 4) if tp * pp <= 4
+    }
+    assert rows[0].startswith(f"dp={found.dp} tp={found.tp} pp={found.pp}, {found.micro_batches} micro-batches each")
+    (refused,) = [row for row in rows if "tp=4" in row]
+    assert " ms " not in refused and "4" in refused.split("each")[1]
+    for arguments, message in (
+        ((), "give --global-micro-batches, a positive number"),
+        (("--global-micro-batches", 8, "-m", 2), "give --global-micro-batches, a positive number"),
+        (("--global-micro-batches", 3, "-t", 1, "-p", 1), "--global-micro-batches=3 is for --tp auto or --pp auto"),
+        (("--global-micro-batches", 8, "-t", 1, "--ranks-per-host", 2), "--ranks-per-host=2 is a positive number for"),
+    ):
+        code, _, err = run(capsys, *common, *arguments)
+        assert code == 1 and message in err

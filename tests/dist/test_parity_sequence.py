@@ -178,7 +178,7 @@ def decline(case: Case, hooked: bool) -> tuple[bool, list[str]]:
     model, said = parity_jobs.build(case), list[str]()
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("fold3d.engine.planner")
+    logger = logging.getLogger("fold3d")
     before = logger.level
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)

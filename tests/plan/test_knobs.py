@@ -140,4 +140,5 @@ def test_the_user_s_settings_are_found_by_name() -> None:
     assert constraints_of(config) == registry.constrained(
         segments=2, dp_sync="zero1", bucket_bytes=1 << 20, recompute=True
     )
-    assert constraints_of(ParallelConfig(pp=2)) == registry.constrained(recompute=False)
+    assert constraints_of(ParallelConfig(pp=2)) == registry.constrained()
+    assert constraints_of(ParallelConfig(recompute=False)) == registry.constrained(recompute="none")

@@ -65,8 +65,8 @@ def test_without_the_planner_what_is_free_has_its_default() -> None:
     config = ParallelConfig(pp=2, segments=2, micro_batches=4, recompute=True)
     made = unplanned(config, resolve_auto(config, 1), 1, ((0, 1), (1, 2), (2, 3), (3, 4)))
     assert (made.schedule, made.dp_sync, made.bucket_bytes) == ("aiao", "early", 1 << 20)
-    assert RECOMPUTE.of(made) is True and made.segments == 2
+    assert str(RECOMPUTE.of(made)) == "full" and made.segments == 2
     config = ParallelConfig(pp=2, segments=1, dp_sync="zero1", bucket_bytes="4MiB")
     made = unplanned(config, resolve_auto(config, 2), 2, ((0, 2), (2, 4)))
     assert (made.schedule, made.dp_sync, made.bucket_bytes) == ("1f1b", "zero1", 4 << 20)
-    assert RECOMPUTE.of(made) is False
+    assert RECOMPUTE.of(made).nothing

@@ -37,7 +37,9 @@ def strategies(draw: st.DrawFn) -> Strategy:
         modes=tuple(draw(ways)) if dp_sync == MIXED else (),
         gather_order=draw(st.one_of(st.just(()), st.lists(numbers, **stages).map(tuple))),
         bucket_bytes=draw(st.integers(0, 1 << 50)),
-        settings=draw(st.sampled_from(((), (("recompute", "True"),), (("recompute", "False"), ("path", "a b='c'"))))),
+        settings=draw(
+            st.sampled_from(((), (("recompute", "full/none"),), (("recompute", "False"), ("path", "a b='c'"))))
+        ),
     )
 
 

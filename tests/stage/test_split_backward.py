@@ -228,6 +228,15 @@ class Chunk:
         sent = self._forward(micro_batch, received)
         return sent, sent[0].detach() if self._is_last else None
 
+    def forward_first(
+        self, micro_batch: int, received: list[Tensor]
+    ) -> tuple[list[Tensor], Tensor | None, list[Tensor]]:
+        return *self.forward(micro_batch, received), [torch.tensor(micro_batch)]
+
+    def recompute(self, micro_batch: int, received: list[Tensor], kept: list[Tensor]) -> list[Tensor]:
+        assert [int(one) for one in kept] == [micro_batch]
+        return self._forward(micro_batch, received)
+
     def reduce(self) -> None:
         raise AssertionError("one replica")
 
@@ -235,13 +244,13 @@ class Chunk:
 class Run:
     """Two micro-batches through three chunks; `left` are the weights of the middle one without a gradient after I."""
 
-    def __init__(self, middle: type[Middle], text: str, *, first_learns: bool = True):
+    def __init__(self, middle: type[Middle], text: str, *, first_learns: bool = True, recompute: bool = False):
         torch.manual_seed(7)
         EVENTS.clear()
         self.first, self.middle, self.head = nn.Linear(WIDTH, WIDTH), middle(), nn.Linear(WIDTH, 1)
         self.first.requires_grad_(first_learns)
         self.counts: dict[str, int] = {}
-        self.left: set[str] = set()
+        self.left: set[str] | None = None
         self.model = nn.ModuleDict({"first": self.first, "middle": self.middle, "head": self.head})
         for name, parameter in self.model.named_parameters():
             if parameter.requires_grad:
@@ -253,14 +262,14 @@ class Run:
             Chunk(lambda _, received: [sum(self._loss(x) for x in received if x.is_floating_point())], is_last=True),
         ]
         executor = _C.Executor(chunks, 0, 1, {}, torch.device("cpu"), 60.0, "rank 0")
-        lowered = schedules.lower(schedules.parse_csv(text + "\n"), reduce=False)
+        lowered = schedules.lower(schedules.parse_csv(text + "\n"), reduce=False, recompute=[recompute] * 3)
         self.losses = executor.run(lowered, 0, True, [0, 1])
         self.events = sorted(EVENTS)
         self.gradients = {name: parameter.grad for name, parameter in self.model.named_parameters()}
 
     def _middle(self, micro_batch: int, received: list[Tensor]) -> list[Tensor]:
         torch.manual_seed(micro_batch)
-        if micro_batch == 1:
+        if micro_batch == 1 and self.left is None:
             self.left = {name for name, p in self.middle.named_parameters() if p.requires_grad and p.grad is None}
         return self.middle(received[0])
 
@@ -327,6 +336,19 @@ def test_both_halves_are_the_whole(middle: type[Middle], first_learns: bool) -> 
         assert split.left == {name for name, p in split.middle.named_parameters() if p.requires_grad}
     elif first_learns:
         assert split.left == LEFT[middle]
+
+
+@pytest.mark.parametrize("middle", LEFT, ids=lambda one: one.__name__)
+def test_both_halves_of_what_is_computed_again(middle: type[Middle]) -> None:
+    """RECOMPUTE makes a graph as F does, so that it can be split like any other."""
+    whole, split = Run(middle, WHOLE), Run(middle, SPLIT, recompute=True)
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(split.losses, whole.losses, strict=True))
+    for name, gradient in whole.gradients.items():
+        ours = split.gradients[name]
+        assert (ours is None) == (gradient is None), name
+        assert gradient is None or torch.equal(ours, gradient), f"{name}: {ours} instead of {gradient}"
+    assert split.counts == whole.counts
+    assert split.left == LEFT[middle]
 
 
 class Saves(torch.autograd.Function):

@@ -11,13 +11,15 @@ import transformers
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from fold3d.errors import Fold3dError
 from fold3d.stage.micro_batch import Inputs, MicroBatch
 from fold3d.stage.sharded.sub_micro_batches import sub_micro_batches
 from fold3d.stage.sharded.sub_pipeline import SubPipeline
 from fold3d.stage.split_model import SplitModel
 from fold3d.stage.whole_model import WholeModel
 from fold3d.tensor_parallel.group import TensorParallelGroup
-from fold3d.tensor_parallel.kept_sums import KeptSums
+from fold3d.tensor_parallel.kept.kept_run import KeptRun
+from fold3d.tensor_parallel.kept.kept_sums import KeptSums
 from fold3d.tensor_parallel.sub_pipelined.turning_ops import TurningOps
 from fold3d.tensor_parallel.sub_pipelined.turns import Turns
 from fold3d.trace import trace
@@ -128,11 +130,11 @@ def compare(
     for halved in (False, True):
         model = with_regions(make(), KeptSums(ops))
         if chunks == 1:
-            split: SplitModel | WholeModel = WholeModel(model, [], recompute=recompute)
+            split: SplitModel | WholeModel = WholeModel(model, [])
         else:
             recording = trace(model, example=inputs)
             ranges = [(i, i + 1) for i in range(chunks - 1)] + [(chunks - 1, LAYERS)]
-            split = SplitModel(model, recording, ranges, recompute=recompute)
+            split = SplitModel(model, recording, ranges, recompute=recording.blocks if recompute else ())
         numbers = range(chunks if halved else 0)
         subs = [SubPipeline(i, model, split, ops, shares_sequence=shares_sequence) for i in numbers]
         for _ in range(2):  # the first one compares, the second one trusts
@@ -171,6 +173,52 @@ def test_recomputation_communicates_nothing(make: Callable[[float], nn.Module], 
     ops = compare(lambda: make(0.3), batch(4), token_loss, chunks=2, recompute=recompute)
     per_layer = 4 if make is gpt2 else 7
     assert ops.sums == 2 * LAYERS * per_layer
+
+
+@pytest.mark.parametrize("halved", [False, True])
+@pytest.mark.parametrize("own_checkpoints", [False, True])
+def test_a_chunk_that_runs_again_communicates_nothing(halved: bool, own_checkpoints: bool) -> None:
+    ops, micro_batch = Counting(), MicroBatch(batch(4), token_loss, KEY)
+    sums = KeptSums(ops, ops.turns)
+    model = with_regions(gpt2(0.3), sums)
+    if own_checkpoints:
+        model.activation_checkpointing_enable({"use_reentrant": False})
+    split = WholeModel(model, [])
+    sub = SubPipeline(0, model, split, ops)
+
+    def loss() -> Tensor:
+        done = sub.run(micro_batch, []) if halved else None
+        made: Tensor = (done or split.run(0, lambda: micro_batch.run(model), [], KEY))[1]
+        return made
+
+    def gradients(value: Tensor) -> list[Tensor]:
+        model.zero_grad()
+        value.backward()
+        return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+    loss()  # the first one compares
+    ops.sums, ops.order = 0, []
+    expected = loss()
+    wanted, all_sums, turns = gradients(expected), ops.sums, ops.order
+    run = KeptRun()
+    with sums.first(run):
+        assert torch.equal(loss(), expected)
+    kept = run.take()
+    assert len(kept) == all_sums and set(turns) == ({0, 1} if halved else {None})
+    run.give_back(kept)
+    ops.sums = 0
+    with sums.again(run):
+        again = loss()
+    assert torch.equal(again, expected) and not run.take()
+    for found, gradient in zip(gradients(again), wanted, strict=True):
+        assert torch.equal(found, gradient)
+    assert ops.sums == 0
+    run.give_back(kept[:1])
+    with (
+        sums.again(run),
+        pytest.raises(Fold3dError, match="has more sums over its tensor-parallel group"),
+    ):
+        loss()
 
 
 @pytest.mark.parametrize("kind", ["samples", "sum"])

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fold3d.tensor_parallel.group import TensorParallelGroup
-from fold3d.tensor_parallel.kept_sums import KeptSums
+from fold3d.tensor_parallel.kept.kept_sums import KeptSums
 from fold3d.tensor_parallel.sequence.exchange import Exchange
 from fold3d.tensor_parallel.sub_pipelined.turning_ops import TurningOps
 from fold3d.tensor_parallel.sub_pipelined.turns import Turns

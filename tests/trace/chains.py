@@ -43,14 +43,14 @@ def cuts(num_blocks: int) -> list[Ranges]:
     return [*pairs, [(i, i + 1) for i in range(num_blocks)]]
 
 
-def ranks_of(model: nn.Module, recorded: Trace, ranges: Ranges, pp: int, **kwargs: Any) -> list[SplitModel]:
+def ranks_of(model: nn.Module, recorded: Trace, ranges: Ranges, pp: int, recompute: bool = False) -> list[SplitModel]:
     """One SplitModel per stage on a copy of `model` that holds only the stage's parameters."""
     ranks = []
     for stage in range(pp):
         local = copy.deepcopy(model)
         keep = {n for v in range(stage, len(ranges), pp) for n in needed_parameters(local, recorded, ranges, v)}
         release(local, keep)
-        ranks.append(SplitModel(local, recorded, ranges, **kwargs))
+        ranks.append(SplitModel(local, recorded, ranges, recompute=recorded.blocks if recompute else ()))
     return ranks
 
 

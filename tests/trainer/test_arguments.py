@@ -110,8 +110,11 @@ def test_types_are_what_was_meant() -> None:
     words = "--output_dir unused --use_cpu --segments 2 --schedule fold --group_size 2 --recompute"
     parser = HfArgumentParser(TrainingArguments)  # type: ignore[arg-type]
     (args,) = parser.parse_args_into_dataclasses([*words.split(), "--gradient_accumulation_steps", "4"])
-    assert (args.segments, args.group_size, args.recompute) == (2, 2, True)
-    assert args.parallel.recompute
+    assert (args.segments, args.group_size, args.recompute) == (2, 2, "full")
+    for word, meant in (("True", "full"), ("False", "none"), ("blocks:2", "blocks:2"), ("attn.*,mlp", "attn.*,mlp")):
+        (args,) = parser.parse_args_into_dataclasses(["--output_dir", "unused", "--use_cpu", "--recompute", word])
+        assert args.recompute == args.parallel.recompute == meant
+    assert arguments().recompute == "auto"
 
 
 def test_a_timeline_without_matplotlib_ends_before_the_start(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -53,6 +53,7 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
         {"family": "opt", "arguments": {"activation_checkpointing": True}},
     ),
     "recompute, by fold3d": (2, {"pp": 2, "segments": 2, "recompute": True}, {"family": "llama"}),
+    "recompute, selected": (2, {"pp": 2, "segments": 2, "recompute": "self_attn,mlp"}, {"family": "llama"}),
     "evaluation on the way": (
         4,
         {"pp": 2},

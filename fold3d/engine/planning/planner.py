@@ -162,7 +162,7 @@ def profile_of(
     """
     profile = profile_model(
         *(model, recording, example, device),
-        recompute=config.recompute,
+        recompute=config.recomputes,
         optimizer=optimizer,
         autocast=autocast,
         seconds=seconds,

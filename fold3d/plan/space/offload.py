@@ -12,6 +12,7 @@ from fold3d.plan.constraints import Constraints
 from fold3d.plan.space import recompute
 from fold3d.plan.space.knob import Knob
 from fold3d.plan.strategy import Strategy
+from fold3d.recompute import Choice, Recompute
 
 
 def _parse(text: str) -> str:
@@ -21,8 +22,15 @@ def _parse(text: str) -> str:
 
 
 def _check(value: str, constraints: Constraints) -> None:
-    if value == "boundaries" and recompute.KNOB.fixed(constraints) is False:
-        raise ConfigError('offload="boundaries" has no effect with recompute=False: nothing is recomputed')
+    fixed = recompute.KNOB.fixed(constraints)
+    if value == "boundaries" and fixed is not None and not any(map(_keeps_boundaries, fixed.choices)):
+        raise ConfigError(
+            f'offload="boundaries" has no effect with recompute="{fixed}": no chunk recomputes as a whole or block by block'
+        )
+
+
+def _keeps_boundaries(choice: Choice) -> bool:
+    return choice.full or choice.every == 1
 
 
 KNOB = Knob(
@@ -41,5 +49,10 @@ def offloaded_chunks(strategy: Strategy) -> list[bool]:
     """Returns, of every chunk, whether its stashes leave the device; empty where none does."""
     settings = dict(strategy.settings)
     how = settings.get(KNOB.name, KNOB.default)
-    moves = how == "activations" or (how == "boundaries" and settings.get(recompute.KNOB.name) == "True")
-    return [True] * strategy.num_chunks if moves else []
+    if how == "activations":
+        return [True] * strategy.num_chunks
+    if how != "boundaries":
+        return []
+    choices = Recompute.read(settings.get(recompute.KNOB.name, "none")).of_chunks(strategy.num_chunks)
+    moves = [_keeps_boundaries(choice) for choice in choices]
+    return moves if any(moves) else []

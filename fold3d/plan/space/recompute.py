@@ -1,24 +1,21 @@
-"""Whether blocks are computed again in the backward pass instead of keeping their activations.
-
-The user's decision: the profile is measured with it, so the planner has nothing to add to the costs.
-"""
+"""What is computed again in the backward pass instead of kept."""
 
 from __future__ import annotations
 
 from fold3d.plan.space.knob import Knob
+from fold3d.recompute import Recompute
 
 
-def _parse(text: str) -> bool:
-    if text not in ("True", "False"):
-        raise ValueError("must be True or False")
-    return text == "True"
+def _text(value: object) -> str:
+    return str(value if isinstance(value, Recompute) else Recompute.parse(value))
 
 
-KNOB = Knob(
+KNOB: Knob[Recompute] = Knob(
     name="recompute",
-    help="True: compute blocks again in the backward pass instead of keeping their activations",
-    parse=_parse,
-    candidates=lambda job, constraints, so_far: (False,),
-    default=False,
-    flag=lambda value, strategy: "True" if value else None,
+    help="what is computed again in the backward instead of kept: none, full, blocks, blocks:2, or names of modules",
+    parse=Recompute.read,
+    text=_text,
+    candidates=lambda job, constraints, so_far: (Recompute(),),
+    default=Recompute(),
+    flag=lambda value, strategy: None if value.nothing else str(value),
 )

@@ -69,8 +69,16 @@ class SubPipeline:
         self.reason = ""
         """Why micro-batches stay whole; empty where they do not."""
 
-    def run(self, micro_batch: MicroBatch, received: Sequence[Tensor]) -> Result | None:
-        """Returns what the whole micro-batch would give, for one backward over it; None where it has to run whole."""
+    def run(self, micro_batch: MicroBatch, received: Sequence[Tensor], *, again: bool = False) -> Result | None:
+        """Returns what the whole micro-batch would give, for one backward over it; None where it has to run whole.
+
+        Args:
+            again: it ran in parts before, and does so once more.
+        """
+        if again:
+            parts = sub_micro_batches(micro_batch, self._most)
+            assert parts is not None
+            return self._join(self._run_parts(parts, received), weights(parts))
         if self._stays_whole() or not micro_batch.trains:
             return None
         parts = sub_micro_batches(micro_batch, self._most)

@@ -73,15 +73,16 @@ class TurningOps:
         return self._group.copy_weight(weight, dim, indices)
 
     def exchange(self, x: Tensor, how: Exchange, known: Tensor | None = None) -> Tensor:
-        if self.turns.current is None or known is not None:
+        if self.turns.current is None:
             return self._group.exchange(x, how, known)
         with_grad = torch.is_grad_enabled() and x.requires_grad
         back = _GradientExchange(self._group, how, x.shape)
         waited: Tensor = _Wait.apply(x, back) if with_grad else x  # type: ignore[no-untyped-call]
-        finish = self._group.start_exchange(x.detach(), how, how.forward)
+        finish = None if known is not None else self._group.start_exchange(x.detach(), how, how.forward)
         if how.forward != PART:
             self.turns.hand_over()
-        made = finish()
+        made = known if finish is None else finish()
+        assert made is not None
         if not with_grad:
             return made
         started: Tensor = _StartExchange.apply(waited, [made], back)  # type: ignore[no-untyped-call]

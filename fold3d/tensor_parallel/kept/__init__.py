@@ -1,0 +1,1 @@
+"""What a rank got from the others of its tensor-parallel group, kept for code that runs again."""

@@ -1,0 +1,66 @@
+"""Into how many replicas, stages and shards processes are divided."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from fold3d.errors import ConfigError
+from fold3d.plan.job import Job
+from fold3d.plan.proposal import Proposal
+from fold3d.plan.search import search
+from fold3d.plan.space.mesh import Mesh, meshes, search_meshes
+from tests.plan.jobs import make_job
+
+
+def test_every_mesh_of_the_same_global_batch_is_tried() -> None:
+    found = meshes(8, 8, tp=None, pp=None, ranks_per_host=2, most_stages=4)
+    assert [(one.tp, one.pp, one.dp) for one in found] == [
+        (1, 1, 8),
+        (1, 2, 4),
+        (1, 4, 2),
+        (2, 1, 4),
+        (2, 2, 2),
+        (2, 4, 1),
+    ]
+    assert all(one.dp * one.micro_batches == 8 and one.tp * one.pp * one.dp == 8 for one in found)
+    assert {one.tp for one in meshes(8, 8, tp=4, pp=None, ranks_per_host=2, most_stages=4)} == {4}, "asked for"
+    assert [one.dp for one in meshes(8, 4, tp=1, pp=None, ranks_per_host=1, most_stages=8)] == [4, 2, 1]
+    with pytest.raises(ConfigError, match="7 processes and 8 micro-batches of a step cannot be divided with tp=2"):
+        meshes(7, 8, tp=2, pp=None, ranks_per_host=8, most_stages=4)
+
+
+def job_of(mesh: Mesh, limit: int | None = None) -> Job:
+    """Returns a job whose layers take 1 / tp of the time and memory; five heads cannot be shared by two."""
+    if mesh.tp == 4:
+        raise ConfigError("5 heads cannot be divided by 4")
+    layers = 16 // mesh.pp
+    job = make_job(
+        dp=mesh.dp, pp=mesh.pp, layers=layers, micro_batches=mesh.micro_batches,
+        forward=0.04 * layers * mesh.micro_batches / mesh.tp, backward=0.08 * layers * mesh.micro_batches / mesh.tp,
+        gradient_bytes=800_000 * layers // mesh.tp, bandwidth=1e8, memory_limit=limit,
+    )  # fmt: skip
+    return replace(job, tp=mesh.tp)
+
+
+def decide(job: Job) -> Proposal:
+    """Returns a proposal from few candidates."""
+    from fold3d.plan.constraints import Constraints
+
+    return search(job, Constraints(segments=1, schedule="1f1b", dp_sync="early", bucket_bytes=1 << 20))
+
+
+def test_the_fastest_that_fits_is_first_and_what_cannot_be_last() -> None:
+    candidates = meshes(4, 8, tp=None, pp=None, ranks_per_host=4, most_stages=4)
+    free = search_meshes(candidates, job_of, decide)
+    done = [one for one in free if one.proposal is not None]
+    assert free[-1].mesh.tp == 4 and free[-1].reason == "5 heads cannot be divided by 4"
+    times = [one.proposal.step_ms for one in done if one.proposal]
+    assert times == sorted(times) and not any(one.reason for one in done)
+    needs = {one.mesh: one.proposal.memory_bytes for one in done if one.proposal}
+    limit = min(needs.values())
+    short = search_meshes(candidates, lambda mesh: job_of(mesh, limit), decide)
+    assert short[0].reason == "" and needs[short[0].mesh] == limit
+    assert short[1].reason == "does not fit into memory_limit" or short[1].proposal is not None
+    assert {one.mesh for one in short} == {one.mesh for one in free}

@@ -1,0 +1,86 @@
+"""Which blocks and modules are recomputed, and that it shows in what is kept."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fold3d.errors import ConfigError
+from fold3d.recompute import Recompute
+from fold3d.stage.recompute import Checkpoints, blocks_to_recompute, modules_to_recompute
+from tests.helpers import models
+
+BLOCKS = [f"h.{i}" for i in range(8)]
+RANGES = [(0, 2), (2, 4), (4, 6), (6, 8)]
+"""Of two stages with two segments: stage 0 has blocks 0, 1, 4 and 5."""
+
+
+def test_blocks_are_counted_on_each_stage() -> None:
+    def found(text: str, pp: int = 2) -> str:
+        names = blocks_to_recompute(BLOCKS, RANGES, pp, Recompute.parse(text))
+        return " ".join(name.removeprefix("h.") for name in names)
+
+    assert found("blocks") == "0 1 2 3 4 5 6 7"
+    assert found("blocks:2") == "0 2 4 6"
+    assert found("blocks:3") == "0 2 5 7"  # 0 and 5 of 0 1 4 5, 2 and 7 of 2 3 6 7
+    assert found("blocks:3", pp=1) == "0 3 6"
+    assert found("blocks/none/full/attn") == "0 1"
+    assert found("none") == found("full") == ""
+
+
+def test_a_model_in_one_piece_recomputes_block_by_block() -> None:
+    assert blocks_to_recompute(BLOCKS, [(0, 0)], 1, Recompute.parse(True)) == BLOCKS
+
+
+def test_modules_by_name() -> None:
+    model = models.build(models.gpt2_config(layers=2))
+    blocks, ranges = ["transformer.h.0", "transformer.h.1"], [(0, 1), (1, 2)]
+
+    def found(text: str) -> list[str]:
+        return modules_to_recompute(model, blocks, ranges, Recompute.parse(text))
+
+    assert found("attn,mlp") == [f"{block}.{name}" for block in blocks for name in ("attn", "mlp")]
+    assert found("none/mlp") == ["transformer.h.1.mlp"]
+    assert found("mlp.c_*/none") == ["transformer.h.0.mlp.c_fc", "transformer.h.0.mlp.c_proj"]
+    assert found("mlp*/none") == ["transformer.h.0.mlp"]  # what is inside of it is recomputed with it
+    assert found("full") == []
+    with pytest.raises(ConfigError, match=r"'att' names no module .* 'transformer.h.0' has ln_1, attn, attn.c_attn"):
+        found("att,mlp")
+
+
+class Block(nn.Module):
+    """A perceptron with batch norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm, self.down = nn.Linear(4, 16), nn.BatchNorm1d(16), nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.down(torch.relu(self.norm(self.up(x))))
+        return y
+
+
+def grads_and_kept(model: nn.Module) -> tuple[list[Tensor], int]:
+    """Returns gradients, then buffers, and how many numbers a forward keeps."""
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.numel()) or t, lambda t: t):
+        loss = model(torch.arange(12.0).view(3, 4)).square().mean()
+    loss.backward()
+    return [*(p.grad.clone() for p in model.parameters()), *(b.clone() for b in model.buffers())], sum(kept)
+
+
+def test_batch_norms_count_once_and_less_is_kept() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(Block(), Block())
+    plain, wrapped = copy.deepcopy(model), copy.deepcopy(model)
+    expected, most = grads_and_kept(plain)
+    checkpoints = Checkpoints(wrapped, ["0", "1.norm"])
+    found, less = grads_and_kept(wrapped)
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True)) and less < most
+    # A copy recomputes nothing, and what is taken off is gone.
+    assert grads_and_kept(copy.deepcopy(wrapped))[1] > less
+    checkpoints.remove()
+    assert "forward" not in vars(wrapped[0])
