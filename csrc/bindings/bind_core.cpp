@@ -12,7 +12,6 @@
 #include "core/ir/deps.h"
 #include "core/ir/schedule.h"
 #include "core/ir/stash.h"
-#include "core/ir/stash_uses.h"
 #include "core/ir/timeline.h"
 #include "core/partition.h"
 #include "core/passes/grid.h"

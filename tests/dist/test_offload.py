@@ -3,7 +3,6 @@ them does not grow with the number of micro-batches."""
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -139,14 +138,14 @@ def most_alive(micro_batches: int, offload: str) -> int:
 
 def test_a_pool_that_is_too_small_is_an_error_on_every_rank(ranks: RankPool) -> None:
     case = Case(pp=2, segments=2, m=4, schedule="aiao", offload="activations")
-    for text in ranks.run(functools.partial(failing, offload_pool=8192), 2, case):
+    for text in ranks.run(failing, 2, case, 8192):
         assert "the pool for offloaded activations is full" in text and "raise offload_pool" in text
 
 
-def failing(case: Case, **changes: Any) -> str:
-    """Returns what the step says."""
+def failing(case: Case, pool: int) -> str:
+    """Returns what the step says with a pool of so many bytes."""
     with parity_jobs.precision(case):
-        engine = parity_jobs.engine_of(case, **changes)
+        engine = parity_jobs.engine_of(case, offload_pool=pool)
         try:
             engine.step(parity_jobs.batch_of(engine, case, 0))
         except fold3d.RankError as error:
@@ -170,7 +169,7 @@ def test_a_pool_beyond_the_host_and_a_missing_folder_are_refused(tmp_path: Any) 
 def test_a_file_is_a_pool_too(ranks: RankPool, tmp_path: Any) -> None:
     case = Case(segments=2, m=4, schedule="aiao", dtype="float32")
     (off,) = ranks.run(train, 1, case)
-    (on,) = ranks.run(functools.partial(train_on_disk, folder=str(tmp_path)), 1, replace(case, offload="activations"))
+    (on,) = ranks.run(train_on_disk, 1, replace(case, offload="activations"), str(tmp_path))
     assert on == off.digests
     assert not list(tmp_path.iterdir())
 

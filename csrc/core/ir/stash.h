@@ -1,5 +1,7 @@
 #pragma once
 
+#include <cstddef>
+#include <cstdint>
 #include <vector>
 
 #include "core/ir/schedule.h"
@@ -10,5 +12,35 @@ namespace fold3d::core {
 /// whose F has run and whose backward (B, or W of a split one) has not. 1F1B: min(pp - stage, m); GPipe: m;
 /// AIAO: segments * m (Fold3D equation 7).
 std::vector<int> peak_stash(const Schedule& schedule);
+
+/// What a rank's list does with the stash of one (chunk, micro-batch), as positions in the list.
+struct StashUse {
+  static constexpr std::size_t kNone = static_cast<std::size_t>(-1);
+
+  int chunk = 0;
+  int micro_batch = 0;
+  std::size_t forward = kNone;   ///< F
+  std::size_t offload = kNone;   ///< OFFLOAD
+  std::size_t prefetch = kNone;  ///< PREFETCH
+  std::size_t first = kNone;     ///< the first compute action after F that needs the stash: it waits for PREFETCH
+  std::size_t last = kNone;      ///< the last one: after it nothing is left
+};
+
+/// The stashes of one rank's `actions`, in the order of their forwards. Actions outside the shape are ignored.
+std::vector<StashUse> stash_uses(const Shape& shape, const std::vector<Action>& actions);
+
+/// How much of the stashes is where at once, at most. OFFLOADs leave one after the other: with the second after it in
+/// the list an OFFLOAD is done (double buffering); until then the stash counts on both sides, as from PREFETCH to first
+/// use.
+struct StashPeak {
+  std::int64_t device = 0;
+  std::int64_t pool = 0;
+};
+
+/// OFFLOADs that may be under way on one rank: the Executor waits before it begins one more.
+inline constexpr int kOffloadsUnderWay = 2;
+
+/// Of every rank. `bytes`: what a stash of each chunk holds; empty: 1, which counts stashes.
+std::vector<StashPeak> stash_peaks(const Schedule& schedule, const std::vector<std::int64_t>& bytes = {});
 
 }  // namespace fold3d::core

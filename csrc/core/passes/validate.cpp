@@ -7,7 +7,7 @@
 #include "core/ir/action_kinds.h"
 #include "core/ir/action_table.h"
 #include "core/ir/deps.h"
-#include "core/ir/stash_uses.h"
+#include "core/ir/stash.h"
 #include "core/passes/grid.h"
 
 namespace fold3d::core {

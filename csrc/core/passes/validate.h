@@ -20,7 +20,7 @@ namespace fold3d::core {
 ///      backward of its chunk.
 void validate(const Schedule& schedule, bool forward_only = false);
 
-/// Limits of stash_peaks() (core/ir/stash_uses.h), of each rank.
+/// Limits of stash_peaks() (core/ir/stash.h), of each rank.
 struct Room {
   std::optional<std::int64_t> device;     ///< none: any number
   std::optional<std::int64_t> pool;       ///< likewise

@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "core/ir/stash_uses.h"
+#include "core/ir/stash.h"
 
 namespace fold3d::core {
 

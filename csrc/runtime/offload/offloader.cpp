@@ -6,7 +6,7 @@
 #include <utility>
 
 #include "comm/base/clock.h"
-#include "core/ir/stash_uses.h"
+#include "core/ir/stash.h"
 #include "memory/disk_tier.h"
 
 namespace fold3d::runtime {

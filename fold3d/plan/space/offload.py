@@ -25,7 +25,8 @@ def _check(value: str, constraints: Constraints) -> None:
     fixed = recompute.KNOB.fixed(constraints)
     if value == "boundaries" and fixed is not None and not any(map(_keeps_boundaries, fixed.choices)):
         raise ConfigError(
-            f'offload="boundaries" has no effect with recompute="{fixed}": no chunk recomputes as a whole or block by block'
+            f'offload="boundaries" has no effect with recompute="{fixed}": no chunk recomputes as a whole or block by '
+            "block"
         )
 
 

@@ -5,7 +5,7 @@
 #include <stdexcept>
 
 #include "core/generators/registry.h"
-#include "core/ir/stash_uses.h"
+#include "core/ir/stash.h"
 #include "core/passes/lower.h"
 #include "core/passes/validate.h"
 

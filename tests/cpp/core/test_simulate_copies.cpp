@@ -2,7 +2,7 @@
 #include <gtest/gtest.h>
 
 #include "core/generators/registry.h"
-#include "core/ir/stash_uses.h"
+#include "core/ir/stash.h"
 #include "core/passes/lower.h"
 #include "core/sim/simulate.h"
 
