@@ -52,6 +52,7 @@ from fold3d.stage.offload import keeper, offload_options
 from fold3d.stage.once.once_per_micro_batch import OncePerMicroBatch
 from fold3d.stage.rank_model import RankModel, arguments_of, record
 from fold3d.stage.sharded.border_parts import BorderParts
+from fold3d.stage.sharded.shard_reads import ShardReads
 from fold3d.stage.sharded.sharded_chunk import ShardedChunk
 from fold3d.stage.sharded.sub_pipeline import SubPipeline
 from fold3d.tensor_parallel.group import TensorParallelGroup
@@ -256,7 +257,8 @@ def _connect(
         sync = OneReplica(cut, topology, groups)
     sharded = None
     if topology.tp > 1:
-        sharded = partial(_sharded, model, _border_parts(model, sums), turning, sums, overlap)
+        reads = ShardReads(cut.parameters)
+        sharded = partial(_sharded, model, _border_parts(model, sums), turning, sums, reads, overlap)
     offload = offload_options(config, model.strategy)
     executor = _C.Executor(
         _chunks(model, topology, sync, sharded),
@@ -344,11 +346,17 @@ def _chunks(
 
 
 def _sharded(
-    model: CutModel, parts: BorderParts | None, turning: TurningOps, sums: KeptSums, overlap: OverlapTrial, chunk: int
+    model: CutModel,
+    parts: BorderParts | None,
+    turning: TurningOps,
+    sums: KeptSums,
+    reads: ShardReads,
+    overlap: OverlapTrial,
+    chunk: int,
 ) -> ShardedChunk:
     cut = model.cut
     sub = SubPipeline(chunk, cut.model, cut.split, turning, shares_sequence=bool(cut.parts.plan.sequence))
-    return ShardedChunk(chunk, parts, sub, sums, lambda: overlap.in_halves)
+    return ShardedChunk(chunk, parts, sub, sums, reads, lambda: overlap.in_halves)
 
 
 def _border_parts(model: CutModel, sums: KeptSums) -> BorderParts | None:

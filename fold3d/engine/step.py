@@ -70,7 +70,7 @@ class Step:
         self._topology, self._seed, self._device = topology, seed, device
         self._pipeline, self._sync, self._recorder, self._replanner = pipeline, sync, recorder, replanner
         self._supervisor, self._mean_over_replicas, self._overlap = supervisor, mean_over_replicas, overlap
-        self._part_hooks = PartHooks(cut.parameters, cut.placement.readers, cut.replaced())
+        self._part_hooks = PartHooks(cut.parameters, cut.placement.readers, cut.replaced(), cut.divided())
         self._loss_check = cut.loss_check()
         self._memory, self._changes = memory, changes
         self._name = "step 0"

@@ -39,6 +39,9 @@ class ChunkSharding(Protocol):
     def run(self, micro_batch: MicroBatch, received: list[torch.Tensor]) -> tuple[list[torch.Tensor], Any] | None:
         """Returns what the chunk returns for the micro-batch; None: it is to run as everywhere."""
 
+    def watched(self, micro_batch: MicroBatch) -> contextlib.AbstractContextManager[None]:
+        """Around a run: raises where it would not compute what one process does."""
+
     def first(self, run: KeptRun) -> contextlib.AbstractContextManager[None]:
         """Around a run that is repeated later: what it gets from other ranks is kept in `run`."""
 
@@ -122,10 +125,12 @@ class PipelineChunk:
         return ([result], result.detach()) if isinstance(result, torch.Tensor) else ([], result)
 
     def _run(self, micro_batch: MicroBatch, received: list[torch.Tensor]) -> tuple[list[torch.Tensor], Any]:
-        if self._sharding is not None:
-            done = self._sharding.run(micro_batch, received)
-            if done is not None:
-                return done
+        if self._sharding is None:
+            return self._run_whole(micro_batch, received)
+        with self._sharding.watched(micro_batch):
+            return self._sharding.run(micro_batch, received) or self._run_whole(micro_batch, received)
+
+    def _run_whole(self, micro_batch: MicroBatch, received: list[torch.Tensor]) -> tuple[list[torch.Tensor], Any]:
         return self._split.run(self.index, partial(micro_batch.run, self._model), received, micro_batch.key)
 
     def reduce(self) -> None:

@@ -9,21 +9,26 @@ from itertools import chain
 from torch.nn import Module, Parameter
 
 from fold3d.trace.users_hooks import is_users, users_hooks
+from fold3d.trace.wrappers import whole_shape
 
 logger = logging.getLogger(__name__)
 
 
 class PartHooks:
-    """Looks at the parameters that several chunks use, and at the modules that chunks replace.
+    """Looks at the parameters that several chunks use, at the modules that chunks replace, and at those that compute
+    with parts of their weights.
 
     Backward reaches such a parameter once for each chunk: a hook that logs or draws the gradient sees several parts of
     it, and one that changes it, by clipping say, changes each part, which in general is not what it does to their sum.
-    Hooks of a module run in every chunk, also where something stands in for the module or for what it returned.
+    Hooks of a module run in every chunk, also where something stands in for the module or for what it returned. In a
+    tensor-parallel group, they see some of the channels of what it is given and returns, and hooks of its parameters
+    some of the gradient.
 
     Args:
         parameters: canonical name -> parameter with storage on this rank.
         owners: canonical name -> chunks that need it.
         modules: name -> blocks and modules around them; empty for a model that is not cut.
+        divided: name -> modules that compute with parts of weights.
     """
 
     def __init__(
@@ -31,8 +36,10 @@ class PartHooks:
         parameters: Mapping[str, Parameter],
         owners: Mapping[str, Sequence[int]],
         modules: Mapping[str, Module],
+        divided: Mapping[str, Module],
     ) -> None:
-        self._modules = modules
+        self._modules, self._divided = modules, divided
+        self._parts = {name: one for name, one in parameters.items() if whole_shape(one) != one.shape}
         self._shared = {
             name: (parameter, len(owners[name]))
             for name, parameter in parameters.items()
@@ -50,6 +57,7 @@ class PartHooks:
                 "see, and log, may be a stand-in. Hook a module inside of a block, or set pp=1 and segments=1",
                 ", ".join(hooked),
             )
+        self._look_at_parts()
         for name, (parameter, chunks) in self._shared.items():
             if name not in self._said and _is_hooked(parameter):
                 self._said.add(name)
@@ -59,6 +67,19 @@ class PartHooks:
                     name,
                     chunks,
                 )
+
+    def _look_at_parts(self) -> None:
+        hooked = [f"module {name}" for name, one in self._divided.items() if any(users_hooks(one))]
+        hooked += [f"weight {name}" for name, parameter in self._parts.items() if _is_hooked(parameter)]
+        new = [name for name in hooked if name not in self._said]
+        if new:
+            self._said.update(new)
+            logger.warning(
+                "hooks of %s see what this rank of the tensor-parallel group computes: some of the channels, of the "
+                "sequence or of the gradient. What works on each element by itself is right; for a norm, a maximum or "
+                "anything else over all of them, leave the layer whole with tp_plan={NAME: 'replicate'}, or set tp=1",
+                ", ".join(new),
+            )
 
 
 def _is_hooked(parameter: Parameter) -> bool:

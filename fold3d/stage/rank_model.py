@@ -26,6 +26,7 @@ from fold3d.tensor_parallel.vocabulary.install import install_vocabulary
 from fold3d.topology import Topology
 from fold3d.trace import Trace, find_blocks, tied_groups, trace
 from fold3d.trace.arguments import arguments_of as find_arguments
+from fold3d.trace.wrappers import whole_shape
 from fold3d.weights.materialize import materialize
 from fold3d.weights.parts import Parts, shard_parameters
 from fold3d.weights.release import is_released, release
@@ -206,6 +207,15 @@ class RankModel:
         names = dict.fromkeys((*self.trace.prologue, *self.trace.blocks, *self.trace.between, *self.trace.epilogue))
         modules = {name: self.model.get_submodule(name) for name in names}
         return {name: module for name, module in modules.items() if next(module.parameters(), None) is not None}
+
+    def divided(self) -> dict[str, Module]:
+        """Returns the blocks, and the modules in them, that compute with parts of weights, by name."""
+        return {
+            name: module
+            for block in (self.trace.blocks if self.trace is not None else ())
+            for name, module in self.model.get_submodule(block).named_modules(prefix=block)
+            if any(whole_shape(one) != one.shape for one in module.parameters())
+        }
 
     def loss_check(self) -> LossCheck | None:
         """Returns what looks for reads of a loss function that a cut model does not serve; None for one in a piece."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from torch import Tensor
 
 from fold3d.stage.micro_batch import MicroBatch
 from fold3d.stage.sharded.border_parts import BorderParts
+from fold3d.stage.sharded.shard_reads import ShardReads
 from fold3d.stage.sharded.sub_pipeline import SubPipeline
 from fold3d.tensor_parallel.kept.kept_run import KeptRun
 from fold3d.tensor_parallel.kept.kept_sums import KeptSums
@@ -24,6 +25,7 @@ class ShardedChunk:
         parts: BorderParts | None,
         sub: SubPipeline,
         sums: KeptSums,
+        reads: ShardReads,
         in_halves: Callable[[], bool],
     ) -> None:
         """Args:
@@ -32,7 +34,7 @@ class ShardedChunk:
         in_halves: whether micro-batches of the step under way run in halves.
         """
         self._index, self._parts, self._sub, self._in_halves = index, parts, sub, in_halves
-        self._sums = sums
+        self._sums, self._reads = sums, reads
         self._first: KeptRun | None = None
         self._repeated: KeptRun | None = None
 
@@ -55,6 +57,10 @@ class ShardedChunk:
                 yield
         finally:
             self._repeated = None
+
+    def watched(self, micro_batch: MicroBatch) -> AbstractContextManager[None]:
+        """Around a run. Raises: ConfigError, in it, where code around the model reads parts of weights."""
+        return self._reads.watched(self._index, micro_batch.trains)
 
     def receive(self, tensors: list[Tensor]) -> list[Tensor]:
         """Returns what the chunk before returned, of what this rank received of it."""

@@ -1,0 +1,131 @@
+"""Code around a model whose weights are spread: what it reads of them is an error, what hooks see is said."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fold3d import ConfigError, Engine, ParallelConfig
+from fold3d.stage.sharded.shard_reads import ShardReads
+from fold3d.trace.wrappers import set_whole_shape
+from tests.helpers.ranks import RankPool
+
+
+def sharded() -> nn.Sequential:
+    """A model with half of the rows of its first layer."""
+    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 3))
+    set_whole_shape(model[0].weight, (6, 4))
+    return model
+
+
+def watched(model: nn.Module, code: Any) -> Any:
+    with ShardReads(dict(model.named_parameters())).watched(0, True):
+        return code(model)
+
+
+READS = [
+    lambda model: sum(one.norm() for one in model.parameters()),
+    lambda model: nn.functional.linear(torch.ones(4), model[0].weight),
+    lambda model: model(torch.ones(4)).sum() + model[0].weight.detach().abs().max(),
+    lambda model: model[0].weight.T,
+    lambda model: model[0].weight.data,
+]
+HARMLESS = [
+    lambda model: model(torch.ones(2, 4)),
+    lambda model: model[1].weight.norm() + sum(one.numel() for one in model.parameters()),
+    lambda model: (
+        model[0].weight.shape,
+        model[0].weight.dtype,
+        model[0].weight.grad,
+        model[0].weight.requires_grad_(),
+    ),
+    lambda model: torch.nn.utils.parameters_to_vector(model[1].parameters()),
+]
+
+
+@pytest.mark.parametrize("code", READS)
+def test_reading_a_part_is_an_error(code: Any) -> None:
+    with pytest.raises(ConfigError, match=r"the weight '0.weight'.*\(3, 4\) of \(6, 4\).*tp_plan=\{'0': 'replicate'\}"):
+        watched(sharded(), code)
+
+
+@pytest.mark.parametrize("code", HARMLESS)
+def test_modules_and_whole_weights_are_free(code: Any) -> None:
+    watched(sharded(), code)
+
+
+def test_each_chunk_is_watched_until_it_ran_once_in_training_and_evaluation() -> None:
+    model = sharded()
+    reads = ShardReads(dict(model.named_parameters()))
+    with reads.watched(0, True):
+        pass
+    with reads.watched(0, True):
+        model[0].weight.norm()
+    for chunk, trains in ((0, False), (1, True)):
+        with pytest.raises(ConfigError), reads.watched(chunk, trains):
+            model[0].weight.norm()
+
+
+class Mlp(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = x + self.down(self.up(x).relu())
+        return out
+
+
+class Stack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Mlp(8) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+def plain(model: nn.Module, batch: Any) -> Tensor:
+    loss: Tensor = model(**batch)
+    return loss
+
+
+def penalised(model: nn.Module, batch: Any) -> Tensor:
+    loss: Tensor = model(**batch) + 1e-3 * sum(one.square().sum() for one in model.parameters())
+    return loss
+
+
+def train(hook: bool, penalty: bool) -> tuple[str, list[str]]:
+    """Returns the error, "" without one, and what is warned of."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("fold3d.stage.part_hooks").addHandler(handler)
+    torch.manual_seed(0)
+    model = Stack()
+    if hook:
+        model.get_submodule("layers.0.up").register_forward_hook(lambda *_: None)
+        model.get_parameter("layers.1.down.weight").register_hook(lambda gradient: gradient / gradient.norm())
+    engine = Engine(model, ParallelConfig(tp=2), optimizer=lambda weights: torch.optim.SGD(weights, lr=0.1))
+    error = ""
+    try:
+        for _ in range(2):
+            engine.run([{"x": torch.ones(2, 3, 8)}], penalised if penalty else plain)
+    except Exception as raised:
+        error = str(raised)
+    engine.close()
+    logging.getLogger("fold3d.stage.part_hooks").removeHandler(handler)
+    return error, said
+
+
+def test_through_the_engine(ranks: RankPool) -> None:
+    assert ranks.run(train, 2, False, False) == [("", [])] * 2
+    for error, said in ranks.run(train, 2, True, True):
+        assert "reads the weight 'layers.0.up.weight'" in error
+        assert len(said) == 1 and "module layers.0.up, weight layers.1.down.weight see what this rank" in said[0]
