@@ -33,7 +33,7 @@ CPP_FOLDERS = (
         "comm/tcp",
         "comm/tensor",
     ),
-    *("runtime/executor", "runtime/c10d", "runtime/skip", "runtime/memory", "ops", "bindings"),
+    *("runtime/executor", "runtime/c10d", "runtime/skip", "runtime/memory", "ops", "ops/fused", "bindings"),
 )
 """Each may include itself and the folders before it."""
 PYTHON_ROOMS = (

@@ -234,12 +234,12 @@ def _connect(
         undo.callback(shards.close)
         undo.callback(progress.life.forget, shards)
     group = TensorParallelGroup(shards)
-    turning = TurningOps(group, Turns())
+    way = TP_OVERLAP.of(model.strategy) if topology.tp > 1 else "none"
+    overlap = OverlapTrial(way, partial(_slowest, world))
+    turning = TurningOps(group, Turns(), lambda: overlap.fuses)
     sums = KeptSums(turning, turning.turns)
     if topology.tp > 1:
         cut.connect(sums)
-    way = TP_OVERLAP.of(model.strategy) if topology.tp > 1 else "none"
-    overlap = OverlapTrial(way, partial(_slowest, world))
     _share_weights(cut, groups)
     sync: DpSync | OneReplica
     if topology.dp > 1:

@@ -18,6 +18,7 @@ from fold3d.splitting.block_classes import BlockClasses, differs_in_training
 from fold3d.splitting.dividing.infer import infer
 from fold3d.splitting.overrides import Overrides
 from fold3d.splitting.probing.capture import CapturedCall, capture
+from fold3d.splitting.probing.readers import with_together
 from fold3d.splitting.proving.draws import with_draws
 from fold3d.splitting.proving.proof import prove
 from fold3d.splitting.proving.vocabulary import prove_vocabulary
@@ -80,7 +81,8 @@ def _plan(
         try:
             kind = kinds[name] = classes.of(name, call)
             if kind not in of_kind:
-                of_kind[kind] = with_draws(call, _split(name, call, tp, overrides, tied), tp)
+                split = with_draws(call, _split(name, call, tp, overrides, tied), tp)
+                of_kind[kind] = with_together(call, split)
         except Fold3dError:
             raise
         except Exception as error:
