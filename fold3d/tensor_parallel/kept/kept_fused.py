@@ -13,7 +13,7 @@ from fold3d.tensor_parallel.fused.ops import FusedOps
 class Keeper(Protocol):
     """KeptSums, as it is used here."""
 
-    def again(self) -> Tensor | None:
+    def known(self) -> Tensor | None:
         """Returns what was kept, where code runs again."""
 
     def keep(self, made: Tensor) -> None:
@@ -32,21 +32,21 @@ class KeptFused:
     def all_gather_matmul(
         self, x: Tensor, weights: Sequence[Tensor], dim: int, length: int, known: Tensor | None = None
     ) -> tuple[Tensor, list[Tensor]]:
-        kept = self._sums.again()
+        kept = self._sums.known()
         whole, products = self._ops.all_gather_matmul(x, weights, dim, length, kept if known is None else known)
         if kept is None:
             self._sums.keep(whole)
         return whole, products
 
     def matmul_all_reduce(self, x: Tensor, weight: Tensor, known: Tensor | None = None) -> Tensor:
-        kept = self._sums.again()
+        kept = self._sums.known()
         total = self._ops.matmul_all_reduce(x, weight, kept if known is None else known)
         if kept is None:
             self._sums.keep(total)
         return total
 
     def matmul_reduce_scatter(self, x: Tensor, weight: Tensor, dim: int, known: Tensor | None = None) -> Tensor:
-        kept = self._sums.again()
+        kept = self._sums.known()
         part = self._ops.matmul_reduce_scatter(x, weight, dim, kept if known is None else known)
         if kept is None:
             self._sums.keep(part)

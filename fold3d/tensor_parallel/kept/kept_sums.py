@@ -67,7 +67,7 @@ class KeptSums:
         return self._ops.copy_weight(weight, dim, indices)
 
     def reduce_from_region(self, y: Tensor) -> Tensor:
-        kept = self.again()
+        kept = self.known()
         if kept is not None:
             y.detach().copy_(kept)
             if self._turns is not None:
@@ -80,7 +80,7 @@ class KeptSums:
     def exchange(self, x: Tensor, how: Exchange, known: Tensor | None = None) -> Tensor:
         if how.forward == PART:  # needs nobody
             return self._ops.exchange(x, how, known)
-        kept = self.again()
+        kept = self.known()
         if kept is not None:
             return self._ops.exchange(x, how, kept.clone())
         made = self._ops.exchange(x, how, known)
@@ -96,7 +96,7 @@ class KeptSums:
         every rank, is parted."""
         return self.exchange(x, Exchange.gather(dim, x.shape[dim] * self.size, sums=False))
 
-    def again(self) -> Tensor | None:
+    def known(self) -> Tensor | None:
         """Returns what was kept, where backward runs a checkpoint again, or a chunk runs again."""
         frame = frame_of_checkpoint()
         if self._repeated is not None and torch.is_grad_enabled():
