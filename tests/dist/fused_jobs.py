@@ -61,7 +61,7 @@ def losses(tp: int, samples: int, length: int, overlap: str = "auto", **settings
     config = ParallelConfig(tp=tp, segments=1, tp_overlap=overlap, blocks="layers", **settings)  # type: ignore[arg-type]
     batch = inputs(samples, length)
     engine = Engine(
-        Net().double(), config, optimizer=lambda parameters: torch.optim.SGD(parameters, lr=3.0), example=batch
+        Net().double(), config, optimizer=lambda parameters: torch.optim.SGD(parameters, lr=30.0), example=batch
     )
     found = [engine.step(batch).loss.item() for _ in range(3)] + [engine.evaluate(batch).item()]
     engine.close()

@@ -41,6 +41,6 @@ def test_sums_that_are_cut(ranks: RankPool, tp: int, samples: int, sequence: boo
     """Into two pieces and more, of one sample's rows, too, which do not divide."""
     length = 803 // samples
     expected = ranks.run(fused_jobs.losses, 1, 1, samples, length)[0]
-    assert expected[-1] < 0.9 * expected[0], "the gradients must be felt"
+    assert expected[-1] < 0.95 * expected[0], "the gradients must be felt"
     for found in ranks.run(fused_jobs.losses, tp, tp, samples, length, "fused", sequence_parallel=sequence):
         assert found == pytest.approx(expected, rel=1e-10)
