@@ -11,32 +11,39 @@ from fold3d import Engine, ParallelConfig
 WIDTH, HEADS = 256, 4
 
 
-class Block(nn.Module):
-    """Attention and a gated perceptron, with biases."""
-
+class Attention(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
         self.query, self.key, self.value = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
         self.out = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = (self.query(x), self.key(x), self.value(x))
+        heads = [one.unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2) for one in made]
+        mixed: Tensor = self.out(F.scaled_dot_product_attention(*heads).transpose(1, 2).flatten(2))
+        return mixed
+
+
+class Perceptron(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
         self.gate, self.up = nn.Linear(WIDTH, 2 * WIDTH, bias=False), nn.Linear(WIDTH, 2 * WIDTH)
         self.down = nn.Linear(2 * WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.perceive(self.attend(x))
+        made: Tensor = self.down(F.silu(self.gate(x)) * self.up(x))
+        return made
 
-    def attend(self, x: Tensor) -> Tensor:
-        y = self.first(x)
-        heads = [layer(y).unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2) for layer in self.attention]
-        return x + self.out(F.scaled_dot_product_attention(*heads).transpose(1, 2).flatten(2))
 
-    def perceive(self, x: Tensor) -> Tensor:
-        y = self.second(x)
-        return x + self.down(F.silu(self.gate(y)) * self.up(y))
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.attention, self.perceptron = Attention(), Perceptron()
 
-    @property
-    def attention(self) -> list[nn.Linear]:
-        return [self.query, self.key, self.value]
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.first(x))
+        return x + self.perceptron(self.second(x))
 
 
 class Net(nn.Module):
