@@ -40,7 +40,8 @@ def test_training(ranks: RankPool, case: Case) -> None:
 def test_sums_that_are_cut(ranks: RankPool, tp: int, samples: int, sequence: bool) -> None:
     """Into two pieces and more, of one sample's rows, too, which do not divide."""
     length = 803 // samples
-    expected = ranks.run(fused_jobs.losses, 1, 1, samples, length)[0]
+    expected = ranks.run(fused_jobs.losses, 1, 1, samples, length, timeout=150.0)[0]
     assert expected[-1] < 0.95 * expected[0], "the gradients must be felt"
-    for found in ranks.run(fused_jobs.losses, tp, tp, samples, length, "fused", sequence_parallel=sequence):
+    given = (tp, samples, length, "fused")
+    for found in ranks.run(fused_jobs.losses, tp, *given, timeout=150.0, sequence_parallel=sequence):
         assert found == pytest.approx(expected, rel=1e-10)
