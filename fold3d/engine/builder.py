@@ -275,7 +275,8 @@ def _connect(
         undo.callback(progress.life.forget, part)
     progress.follow(executor)
     undo.callback(progress.follow, None)
-    recorder = StepRecorder(executor, sync, arbiter, progress, topology.pp_rank, shards if over_tcp else None)
+    counting = shards if device.type == "cpu" else None  # which hears of tensors in host memory only
+    recorder = StepRecorder(executor, sync, arbiter, progress, topology.pp_rank, counting)
     expected = None if model.planned is None else model.planned[1].peaks[topology.pp_rank].bytes
     memory = MemoryWatch(device, config.memory_size, expected, partial(_curves, model))
     step = Step(
