@@ -26,6 +26,7 @@ from fold3d.splitting.remembered import remembered
 from fold3d.splitting.sequence.chains import NoSequenceError
 from fold3d.splitting.sequence.plan import odd_length, plan_sequence
 from fold3d.splitting.whole import check_whole
+from fold3d.trace.caches.apart import apart_from_caches
 from fold3d.trace.model_trace import Trace
 
 
@@ -56,10 +57,12 @@ def plan_sharding(
         raise ConfigError(f"tp must be at least 1, got {tp}")
     if tp == 1:
         return ShardingPlan(tp=1)
-    return remembered(
-        (model, trace, example, tp, overrides, sequence_parallel),
-        lambda: _plan(model, trace, example, tp, Overrides(overrides or {}), sequence_parallel),
-    )
+
+    def plan() -> ShardingPlan:
+        with apart_from_caches(model):
+            return _plan(model, trace, example, tp, Overrides(overrides or {}), sequence_parallel)
+
+    return remembered((model, trace, example, tp, overrides, sequence_parallel), plan)
 
 
 def _plan(
