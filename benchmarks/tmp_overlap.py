@@ -1,14 +1,14 @@
 """Sub-pipelined tensor parallelism against plain, on a network whose speed makes TP.sync as long as computing.
 
-    python -m benchmarks.tmp_overlap [--ratio 1.0] [--layers 4] [--steps 8] [--json FILE]
+    python -m benchmarks.tmp_overlap [--ratio 1.0] [--layers 4] [--steps 8] [--batch 8] [--json FILE]
 
 Two ranks on two hosts (network namespaces with limited links; needs root), one thread each, train the layers of a
 Llama with tp=2 in turns in the same processes:
 
 - plain: each sum is waited for where it is asked for (tp_overlap="none", sequence_parallel=False);
-- plain+sp: they share the sequence outside of regions, too (sequence_parallel=True);
-- sub: two halves of a micro-batch take turns (tp_overlap="sub");
-- sub+sp: both;
+- fused: products next to a sum send one piece while they compute the next (tp_overlap="fused");
+- sub: two halves of a micro-batch take turns (tp_overlap="sub"), which one sample has not;
+- plain+sp, fused+sp, sub+sp: they share the sequence outside of regions, too (sequence_parallel=True);
 - torch: the same layers by torch.distributed.tensor.parallel, colwise and rowwise, over gloo.
 
 First a rank's share of the layers is timed without any network, all ranks at the same time; the links then get the
@@ -36,10 +36,10 @@ import torch.distributed as dist
 from benchmarks.cluster.testbed.hosts import Link, NamespaceHosts
 from benchmarks.cluster.testbed.ranks import Ranks
 
-RANKS, BATCH, LENGTH, WIDTH, HEADS, VOCABULARY = 2, 8, 128, 512, 8, 64
+RANKS, TOKENS, WIDTH, HEADS, VOCABULARY = 2, 1024, 512, 8, 64
 SUMS_PER_LAYER = 4  # attention and MLP, forward and backward
 WARM_UP = 2
-SYSTEMS = ("plain", "plain+sp", "sub", "sub+sp", "torch")
+SYSTEMS = ("plain", "plain+sp", "fused", "fused+sp", "sub", "sub+sp", "torch")
 
 
 def make(layers: int, heads: int = HEADS, intermediate: int = 3 * WIDTH) -> torch.nn.Module:
@@ -54,8 +54,10 @@ def make(layers: int, heads: int = HEADS, intermediate: int = 3 * WIDTH) -> torc
     return LlamaForCausalLM(config)
 
 
-def batch() -> dict[str, torch.Tensor]:
-    ids = torch.randint(0, VOCABULARY, (BATCH, LENGTH), generator=torch.Generator().manual_seed(1))
+def batch(samples: int) -> dict[str, torch.Tensor]:
+    """Returns samples of TOKENS in all."""
+    shape = (samples, TOKENS // samples)
+    ids = torch.randint(0, VOCABULARY, shape, generator=torch.Generator().manual_seed(1))
     return {"input_ids": ids, "labels": ids}
 
 
@@ -64,20 +66,22 @@ def loss_of(model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> torch.Te
     return loss
 
 
-def step_of(system: str, layers: int) -> Callable[[], float]:
+def step_of(system: str, layers: int, samples: int) -> Callable[[], float]:
     """Returns what trains one micro-batch, forward and backward, and returns its loss."""
     model = make(layers)
     if system == "torch":
-        return _torch_step(model)
+        return _torch_step(model, samples)
     from fold3d import Engine, ParallelConfig
 
-    overlap, shared = "sub" if system.startswith("sub") else "none", system.endswith("+sp")
-    config = ParallelConfig(tp=RANKS, segments=1, tp_overlap=overlap, sequence_parallel=shared)
-    engine = Engine(model, config, example=batch())
-    return lambda: float(engine.run([batch()], loss_of))
+    way, _, shared = system.partition("+")
+    config = ParallelConfig(
+        tp=RANKS, segments=1, tp_overlap="none" if way == "plain" else way, sequence_parallel=bool(shared)
+    )
+    engine = Engine(model, config, example=batch(samples))
+    return lambda: float(engine.run([batch(samples)], loss_of))
 
 
-def _torch_step(model: Any) -> Callable[[], float]:
+def _torch_step(model: Any, samples: int) -> Callable[[], float]:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -91,7 +95,7 @@ def _torch_step(model: Any) -> Callable[[], float]:
 
     def step() -> float:
         model.zero_grad()
-        loss = loss_of(model, batch())
+        loss = loss_of(model, batch(samples))
         loss.backward()
         return float(loss.detach())
 
@@ -102,7 +106,7 @@ def _is(name: str, ways: dict[str, Any]) -> bool:
     return name.rpartition(".")[2] in ways
 
 
-def computing_seconds(layers: int, steps: int) -> float:
+def computing_seconds(layers: int, steps: int, samples: int) -> float:
     """Returns the median time of a step of a rank's share of the layers, with nothing to wait for."""
     model = make(layers, HEADS // RANKS, 3 * WIDTH // RANKS)
     times = []
@@ -110,7 +114,7 @@ def computing_seconds(layers: int, steps: int) -> float:
         dist.barrier()
         start = time.perf_counter()
         model.zero_grad()
-        loss_of(model, batch()).backward()  # type: ignore[no-untyped-call]
+        loss_of(model, batch(samples)).backward()  # type: ignore[no-untyped-call]
         times.append(time.perf_counter() - start)
     return statistics.median(times[WARM_UP:])
 
@@ -125,18 +129,19 @@ def work(rank: int) -> None:
         request = json.loads(line)
         answer: dict[str, Any]
         if request["what"] == "compute":
-            answer = {"seconds": computing_seconds(request["layers"], request["steps"])}
+            answer = {"seconds": computing_seconds(request["layers"], request["steps"], request["samples"])}
         else:
-            answer = _compare(request["layers"], request["steps"])
+            answer = _compare(request["layers"], request["steps"], request["samples"])
         print(json.dumps(answer), file=answers, flush=True)
 
 
-def _compare(layers: int, steps: int) -> dict[str, Any]:
-    steps_of = {system: step_of(system, layers) for system in SYSTEMS}
-    times: dict[str, list[float]] = {system: [] for system in SYSTEMS}
+def _compare(layers: int, steps: int, samples: int) -> dict[str, Any]:
+    systems = [system for system in SYSTEMS if not system.startswith("sub") or samples > 1]
+    steps_of = {system: step_of(system, layers, samples) for system in systems}
+    times: dict[str, list[float]] = {system: [] for system in systems}
     losses: dict[str, float] = {}
     for number in range(steps + WARM_UP):
-        for system in SYSTEMS if number % 2 == 0 else SYSTEMS[::-1]:
+        for system in systems if number % 2 == 0 else systems[::-1]:
             dist.barrier()
             start = time.perf_counter()
             losses[system] = steps_of[system]()
@@ -162,19 +167,21 @@ def main() -> None:
     parser.add_argument("--ratio", type=float, default=1.0, help="TP.sync over computing")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--steps", type=int, default=8, help="of each system")
+    parser.add_argument("--batch", type=int, default=8, help=f"samples, of {TOKENS} tokens in all")
     parser.add_argument("--json", type=Path, help="also write the figures here")
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.rank is not None:
         work(options.rank)
         return
+    from fold3d.config import TP_WAYS
     from fold3d.plan.costs import NetworkCosts, TpExchange
     from fold3d.plan.space.tp_times import even_regions, layers_seconds, traffic
 
-    request = {"layers": options.layers, "steps": options.steps}
+    request = {"layers": options.layers, "steps": options.steps, "samples": options.batch}
     with NamespaceHosts(RANKS, Link(rate_mbit=10_000)) as hosts:
         compute = max(answer["seconds"] for answer in ask(hosts, [{"what": "compute"} | request])[0])
-    size = 4 * BATCH * LENGTH * WIDTH
+    size = 4 * TOKENS * WIDTH
     sums = SUMS_PER_LAYER * options.layers
     sent = sums * traffic(TpExchange(size), RANKS)[0]
     bandwidth = sent / (options.ratio * compute)
@@ -182,7 +189,8 @@ def main() -> None:
         (answers,) = ask(hosts, [{"what": "compare"} | request])
         description = hosts.description
     sync = sent / bandwidth
-    medians = {s: statistics.median(map(max, zip(*(a["times"][s] for a in answers), strict=True))) for s in SYSTEMS}
+    systems = answers[0]["times"]
+    medians = {s: statistics.median(map(max, zip(*(a["times"][s] for a in answers), strict=True))) for s in systems}
     network = NetworkCosts(
         pp_latency=0.0, pp_bandwidth=1.0, dp_bandwidth=1.0, hop_latency=0.0, tp_bandwidth=bandwidth, tp_latency=0.0
     )
@@ -194,7 +202,7 @@ def main() -> None:
             )
             for c in (compute / 3, 2 * compute / 3)
         )
-        for overlap in ("none", "sub")
+        for overlap in TP_WAYS
     }
     forward, exchange = compute / 3 / options.layers, sync / 2 / options.layers
     merak = (
@@ -203,12 +211,16 @@ def main() -> None:
         + (options.layers - 0.25) * max(3 * forward, 2 * forward + exchange, 2 * exchange)
     )
     print(f"{description}; computing {1e3 * compute:.0f} ms, TP.sync {1e3 * sync:.0f} ms a step")
-    for system in SYSTEMS:
+    for system in systems:
         print(f"{system:10}{1e3 * medians[system]:10.1f} ms   {medians['plain'] / medians[system]:.3f}")
-    print(f"plain / sub-pipelined: measured {medians['plain'] / medians['sub']:.3f}, "
-          f"with shared sequences {medians['plain+sp'] / medians['sub+sp']:.3f}, "
-          f"Merak's formula {(3 * forward + 2 * exchange) * options.layers / merak:.3f}, "
-          f"planner {expected['none'] / expected['sub']:.3f}")  # fmt: skip
+    print(f"plain / fused: measured {medians['plain'] / medians['fused']:.3f}, "
+          f"with shared sequences {medians['plain+sp'] / medians['fused+sp']:.3f}, "
+          f"planner {expected['none'] / expected['fused']:.3f}")  # fmt: skip
+    if "sub" in systems:
+        print(f"plain / sub-pipelined: measured {medians['plain'] / medians['sub']:.3f}, "
+              f"with shared sequences {medians['plain+sp'] / medians['sub+sp']:.3f}, "
+              f"Merak's formula {(3 * forward + 2 * exchange) * options.layers / merak:.3f}, "
+              f"planner {expected['none'] / expected['sub']:.3f}")  # fmt: skip
     if options.json:
         options.json.write_text(
             json.dumps({"compute": compute, "sync": sync, "medians": medians, "expected": expected}, indent=2) + "\n"

@@ -18,7 +18,11 @@ AUTO = "auto"
 DEFAULT_COMM_TIMEOUT = 300.0
 DEFAULT_BUCKET_BYTES = 1 << 20
 TP_OVERLAP = ("sub", "none")
-"""Ways to run layers whose ranks communicate: in two halves of a micro-batch that take turns, or as they come."""
+"""Ways to run layers whose ranks communicate that are predicted: in two halves of a micro-batch that take turns, or as
+they come."""
+TP_WAYS = ("sub", "fused", "none")
+"""All that can be asked for by name; "fused": with matrix products next to a region's borders that communicate while
+they compute."""
 TRANSPORTS = ("auto", "tcp", "c10d")
 DP_SYNC = ("zero1", "early", "serial")
 """Ways of DP.sync that can be asked for by name."""
@@ -69,8 +73,9 @@ class ParallelConfig:
     "full", False "none"; text from then on. "auto": nothing. The numbers are the same."""
     tp_overlap: str = AUTO
     """How TP.sync is hidden: "sub": two halves of every micro-batch take turns, one computes while the other
-    communicates; "none": every sum is waited for. "auto": both are predicted from measured times, and where the
-    predictions are close tried for three steps each; the faster one stays. The numbers are the same."""
+    communicates; "fused": matrix products next to a sum send one piece while they compute the next; "none": every sum
+    is waited for. "auto": "sub" and "none" are predicted from measured times, and where the predictions are close all
+    three are tried for three steps each; the fastest one stays. The numbers are the same."""
     sequence_parallel: bool | str = AUTO
     """Whether the ranks of a tensor-parallel group share the sequence where they do not share weights, too: norms,
     residual sums and dropout work on 1 / tp of it, which takes 1 / tp of their memory and sends no more. "auto": where
@@ -130,8 +135,8 @@ class ParallelConfig:
                 "lower group_size, or leave it out"
             )
         self._check_tp_plan()
-        if self.tp_overlap not in (AUTO, *TP_OVERLAP):
-            raise ConfigError(f"tp_overlap={self.tp_overlap!r}: must be one of {', '.join((AUTO, *TP_OVERLAP))}")
+        if self.tp_overlap not in (AUTO, *TP_WAYS):
+            raise ConfigError(f"tp_overlap={self.tp_overlap!r}: must be one of {', '.join((AUTO, *TP_WAYS))}")
         if self.tp_overlap != AUTO and self.tp == 1:
             raise ConfigError(f"tp_overlap={self.tp_overlap!r} has no effect with tp=1; remove it, or raise tp")
         if not isinstance(self.sequence_parallel, bool) and self.sequence_parallel != AUTO:

@@ -34,7 +34,7 @@ CPP_FOLDERS = (
         "comm/tensor",
     ),
     *("memory", "runtime/device", "runtime/offload", "runtime/executor", "runtime/c10d", "runtime/skip"),
-    *("runtime/memory", "ops", "bindings"),
+    *("runtime/memory", "ops", "ops/fused", "bindings"),
 )
 """Each may include itself and the folders before it."""
 PYTHON_ROOMS = (

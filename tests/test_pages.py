@@ -172,7 +172,8 @@ def test_log_keys_are_those_of_the_code() -> None:
         compute_ms=1, bubble_ms=1, exposed_pp_ms=1, exposed_dp_ms=1, hidden_dp_ms=1, pp_bytes=1, dp_bytes=1
     )
     shards = {"waited_ns": 0, "hidden_ns": 0, "bytes": 0}
-    breakdown = make_breakdown([], 0, 1_000_000, predicted_ms=1.0, predicted=part, shards=shards)
+    moved = [("offload", "0OFFLOAD0", 0, 1, 8)]
+    breakdown = make_breakdown(moved, 0, 1_000_000, predicted_ms=1.0, predicted=part, shards=shards)
     beside = ["tokens_per_second", "mfu"]
     memory = ["peak_memory_gb", "peak_memory_mb", "peak_memory_rank", "predicted_peak_memory_mb"]
     assert sorted(shown) == sorted([*breakdown.log(dp=2, pp=2, tp=2), *beside, *memory])

@@ -34,11 +34,13 @@ class PyTensorSync {
                                                                            .name = name,
                                                                            .while_waiting = &handle_signals},
                                                  peers->tensor_connection(), std::move(arbiter));
+      account_ = sync_->account();
       group_ = std::make_shared<ops::RingGroup>(sync_);
     } else {
       limits_ = std::make_shared<ops::WaitLimits>(ops::WaitLimits::Options{
           .timeout = milliseconds(timeout_seconds), .name = name, .while_waiting = &handle_signals});
-      group_ = std::make_shared<ops::C10dGroup>(name_, limits_);
+      account_ = std::make_shared<comm::TensorAccount>();
+      group_ = std::make_shared<ops::C10dGroup>(name_, limits_, account_);
     }
     ops::add_group(name_, group_);
   }
@@ -49,14 +51,11 @@ class PyTensorSync {
   int rank() const { return rank_; }
   int size() const { return size_; }
 
-  void keep_records(bool keep) {
-    if (sync_) sync_->keep_records(keep);
-  }
+  void keep_records(bool keep) { account_->keep_records(keep); }
 
   py::list take_records() {
     py::list out;
-    if (!sync_) return out;
-    for (const comm::TensorSync::Record& record : sync_->take_records()) {
+    for (const comm::TensorAccount::Record& record : account_->take_records()) {
       out.append(
           py::make_tuple(comm::to_string(record.kind), record.issued_ns, record.start_ns, record.end_ns, record.bytes));
     }
@@ -65,15 +64,14 @@ class PyTensorSync {
 
   py::list take_waits() {
     py::list out;
-    if (!sync_) return out;
-    for (const comm::TensorSync::Wait& wait : sync_->take_waits()) {
+    for (const comm::TensorAccount::Wait& wait : account_->take_waits()) {
       out.append(py::make_tuple(wait.start_ns, wait.end_ns));
     }
     return out;
   }
 
   py::dict counters() const {
-    const comm::TensorSync::Counters counters = sync_ ? sync_->counters() : comm::TensorSync::Counters{};
+    const comm::TensorAccount::Counters counters = account_->counters();
     py::dict out;
     out["exchanges"] = counters.exchanges;
     out["bytes"] = counters.bytes;
@@ -101,6 +99,7 @@ class PyTensorSync {
   const int rank_, size_;
   std::shared_ptr<comm::TensorSync> sync_;   // over connections of our own,
   std::shared_ptr<ops::WaitLimits> limits_;  // or over the c10d group
+  std::shared_ptr<comm::TensorAccount> account_;
   std::shared_ptr<ops::TensorGroup> group_;
 };
 
@@ -121,11 +120,11 @@ void bind_tensor_sync(py::module_& module) {
       .def("keep_records", &PyTensorSync::keep_records, py::arg("keep"),
            "Whether records are kept until they are taken; at first they are not.")
       .def("take_records", &PyTensorSync::take_records,
-           "(kind, issued_ns, start_ns, end_ns, bytes) of every exchange over `peers` completed since the last call.")
+           "(kind, issued_ns, start_ns, end_ns, bytes) of every exchange of host memory completed since the last call.")
       .def("take_waits", &PyTensorSync::take_waits,
            "(start_ns, end_ns) of every wait for one that ended since the last call, where records are kept.")
       .def("counters", &PyTensorSync::counters,
-           "Sums since the beginning, of exchanges over `peers`: exchanges, bytes sent, transfer_ns, waited_ns, and "
+           "Sums since the beginning, of exchanges of host memory: exchanges, bytes sent, transfer_ns, waited_ns, and "
            "hidden_ns: something was under way that nobody waited for.")
       .def("abort", &PyTensorSync::abort, py::arg("reason"), "Ends all communication; any thread.")
       .def("close", &PyTensorSync::close, "Ends the threads; the group's name is free again.");

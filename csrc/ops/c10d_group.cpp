@@ -5,6 +5,7 @@
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 
 #include <algorithm>
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -14,22 +15,26 @@
 namespace fold3d::ops {
 namespace {
 
+using Kind = comm::Exchange::Kind;
 using Work = c10::intrusive_ptr<c10d::Work>;
 
 class StartedWork final : public Started {
  public:
   /// `finish` makes the result of what the work leaves; none: `result` is it.
-  StartedWork(Work work, at::Tensor result, std::shared_ptr<WaitLimits> limits, std::string what,
-              std::function<at::Tensor()> finish = {})
+  StartedWork(Work work, at::Tensor result, std::shared_ptr<WaitLimits> limits,
+              std::shared_ptr<comm::TensorAccount> account, std::string what, std::function<at::Tensor()> finish)
       : work_(std::move(work)),
         result_(std::move(result)),
         limits_(std::move(limits)),
+        account_(std::move(account)),
         what_(std::move(what)),
         finish_(std::move(finish)) {}
 
   void wait() override {
     if (!work_) return;
     if (result_.is_cpu()) {
+      std::optional<comm::TensorAccount::Waiting> waiting;
+      if (account_) waiting.emplace(*account_);
       limits_->wait(*work_, what_);
     } else {
       work_->wait();  // which is to queue the next kernel
@@ -43,13 +48,10 @@ class StartedWork final : public Started {
   Work work_;
   at::Tensor result_;
   const std::shared_ptr<WaitLimits> limits_;
+  const std::shared_ptr<comm::TensorAccount> account_;
   const std::string what_;
   std::function<at::Tensor()> finish_;
 };
-
-std::string text_of(const char* what, const at::Tensor& x) {
-  return std::string(what) + " of " + std::to_string(x.nbytes()) + " bytes";
-}
 
 }  // namespace
 
@@ -74,7 +76,8 @@ void WaitLimits::wait(c10d::Work& work, const std::string& what) {
     try {
       if (work.wait(comm::kLook)) return;
     } catch (const std::exception&) {
-      if (work.isCompleted()) throw;  // else it takes longer than a look
+      // That it takes longer than a look, or what went wrong with it. Whether it is complete does not tell which: it
+      // may have become so since, for what is thrown holds a stack trace that takes its time.
     }
     check();
     if (options_.while_waiting) options_.while_waiting();
@@ -87,15 +90,37 @@ void WaitLimits::wait(c10d::Work& work, const std::string& what) {
   work.wait();  // throws what went wrong
 }
 
-C10dGroup::C10dGroup(const std::string& name, std::shared_ptr<WaitLimits> limits)
-    : group_(c10d::resolve_process_group(name)), limits_(std::move(limits)) {}
+C10dGroup::C10dGroup(const std::string& name, std::shared_ptr<WaitLimits> limits,
+                     std::shared_ptr<comm::TensorAccount> account)
+    : group_(c10d::resolve_process_group(name)), limits_(std::move(limits)), account_(std::move(account)) {}
+
+/// `bytes` are those of the whole tensor, which goes round the ranks `rounds` times but for one part.
+std::shared_ptr<Started> C10dGroup::start(Kind kind, std::size_t bytes, std::size_t rounds,
+                                          const std::function<Work()>& issue, const at::Tensor& result,
+                                          std::function<at::Tensor()> finish) {
+  const auto members = static_cast<std::size_t>(size());
+  const std::int64_t start_ns = account_ ? account_->begin() : 0;
+  const auto completed = [account = account_, kind, start_ns, sent = rounds * (members - 1) * bytes / members] {
+    account->end({.kind = kind, .issued_ns = start_ns, .start_ns = start_ns, .bytes = sent});
+  };
+  Work work;
+  try {
+    work = issue();
+    if (account_) work->getFuture()->addCallback([completed](c10::ivalue::Future&) { completed(); });
+  } catch (...) {
+    if (account_) completed();
+    throw;
+  }
+  return std::make_shared<StartedWork>(work, result, limits_, account_,
+                                       std::string(comm::to_string(kind)) + " of " + std::to_string(bytes) + " bytes",
+                                       std::move(finish));
+}
 
 std::shared_ptr<Started> C10dGroup::all_reduce(const at::Tensor& x, comm::Reduction reduction, bool in_place) {
   std::vector<at::Tensor> total{in_place ? x.detach() : x.detach().clone(at::MemoryFormat::Contiguous)};
   c10d::AllreduceOptions options;
   options.reduceOp = reduction == comm::Reduction::kSum ? c10d::ReduceOp::SUM : c10d::ReduceOp::MAX;
-  const Work work = group_->allreduce(total, options);
-  return std::make_shared<StartedWork>(work, total[0], limits_, text_of("all-reduce", x));
+  return start(Kind::kAllReduce, x.nbytes(), 2, [&] { return group_->allreduce(total, options); }, total[0]);
 }
 
 std::shared_ptr<Started> C10dGroup::reduce_scatter(const at::Tensor& x, std::int64_t dim) {
@@ -105,19 +130,20 @@ std::shared_ptr<Started> C10dGroup::reduce_scatter(const at::Tensor& x, std::int
     std::vector<std::int64_t> sizes = whole.sizes().vec();
     sizes[0] = length / size();
     at::Tensor part = at::empty(sizes, whole.options());
-    const Work work = group_->reduce_scatter_single(part, whole);
-    return std::make_shared<StartedWork>(work, part, limits_, text_of("reduce-scatter", x),
-                                         [part, dim] { return part.movedim(0, dim).contiguous(); });
+    return start(
+        Kind::kReduceScatter, x.nbytes(), 1, [&] { return group_->reduce_scatter_single(part, whole); }, part,
+        [part, dim] { return part.movedim(0, dim).contiguous(); });
   }
   // NCCL knows equal parts only; gloo's own does not tell when it is complete.
   if (whole.is_alias_of(x)) whole = whole.clone();
   std::vector<at::Tensor> total{whole};
-  const Work work = group_->allreduce(total);
   const std::int64_t first = rank() * (length / size()) + std::min(rank(), length % size());
   const std::int64_t own = part_length(length, rank(), size());
-  return std::make_shared<StartedWork>(work, whole, limits_, text_of("reduce-scatter", x), [whole, first, own, dim] {
-    return whole.narrow(0, first, own).movedim(0, dim).clone(at::MemoryFormat::Contiguous);
-  });
+  return start(
+      Kind::kReduceScatter, x.nbytes(), 2, [&] { return group_->allreduce(total); }, whole,
+      [whole, first, own, dim] {
+        return whole.narrow(0, first, own).movedim(0, dim).clone(at::MemoryFormat::Contiguous);
+      });
 }
 
 std::shared_ptr<Started> C10dGroup::all_gather(const at::Tensor& x, std::int64_t dim, std::int64_t length) {
@@ -132,9 +158,9 @@ std::shared_ptr<Started> C10dGroup::all_gather(const at::Tensor& x, std::int64_t
   }
   sizes[0] = longest * members;
   at::Tensor whole = at::empty(sizes, part.options());
-  const Work work = group_->all_gather_single(whole, part);
-  return std::make_shared<StartedWork>(
-      work, whole, limits_, text_of("all-gather", whole), [whole, part, dim, length, longest, members] {
+  return start(
+      Kind::kAllGather, whole.nbytes(), 1, [&] { return group_->all_gather_single(whole, part); }, whole,
+      [whole, part, dim, length, longest, members] {
         if (length == longest * members) return whole.movedim(0, dim).contiguous();
         std::vector<at::Tensor> parts;
         for (std::int64_t member = 0; member < members; ++member) {

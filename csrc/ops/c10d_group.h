@@ -10,6 +10,7 @@
 #include <mutex>
 #include <string>
 
+#include "comm/tensor/tensor_account.h"
 #include "ops/tensor_group.h"
 
 namespace fold3d::ops {
@@ -43,7 +44,10 @@ class WaitLimits {
 class C10dGroup final : public TensorGroup {
  public:
   /// Resolves the group by name. Throws c10::Error when it does not exist.
-  explicit C10dGroup(const std::string& name, std::shared_ptr<WaitLimits> limits = std::make_shared<WaitLimits>());
+  /// `account` hears of collectives on host memory: under way from their call on, bytes as if they went round a ring,
+  /// for what the library sends it does not tell. None: there are none, or nobody asks.
+  explicit C10dGroup(const std::string& name, std::shared_ptr<WaitLimits> limits = std::make_shared<WaitLimits>(),
+                     std::shared_ptr<comm::TensorAccount> account = nullptr);
 
   std::int64_t rank() const override { return group_->getRank(); }
   std::int64_t size() const override { return group_->getSize(); }
@@ -52,8 +56,13 @@ class C10dGroup final : public TensorGroup {
   std::shared_ptr<Started> all_gather(const at::Tensor& x, std::int64_t dim, std::int64_t length) override;
 
  private:
+  std::shared_ptr<Started> start(comm::Exchange::Kind kind, std::size_t bytes, std::size_t rounds,
+                                 const std::function<c10::intrusive_ptr<c10d::Work>()>& issue, const at::Tensor& result,
+                                 std::function<at::Tensor()> finish = {});
+
   const c10::intrusive_ptr<c10d::ProcessGroup> group_;
   const std::shared_ptr<WaitLimits> limits_;
+  const std::shared_ptr<comm::TensorAccount> account_;
 };
 
 }  // namespace fold3d::ops

@@ -6,6 +6,7 @@
 #include <string>
 
 #include "ops/handle.h"
+#include "ops/sizes.h"
 #include "ops/tensor_group.h"
 
 namespace fold3d::ops {
@@ -22,23 +23,6 @@ comm::Reduction reduction_of(c10::string_view op) {
 at::Tensor finished(const std::shared_ptr<Started>& started) {
   started->wait();
   return started->result();
-}
-
-/// Bounds of this rank's part along a dimension of `length`.
-struct Part {
-  c10::SymInt first, length;
-};
-
-Part part_of(const c10::SymInt& length, std::int64_t rank, std::int64_t size) {
-  const c10::SymInt shortest = length / size, longer = length % size;
-  if (longer.sym_gt(rank).guard_bool(__FILE__, __LINE__)) return {(shortest + 1) * rank, shortest + 1};
-  return {shortest * rank + longer, shortest};
-}
-
-at::Tensor meta_like(const at::Tensor& x, std::int64_t dim, const c10::SymInt& length) {
-  std::vector<c10::SymInt> sizes = x.sym_sizes().vec();
-  sizes[static_cast<std::size_t>(wrapped(x, dim))] = length;
-  return at::empty_symint(sizes, x.options().requires_grad(false));
 }
 
 at::Tensor meta_handle() { return at::empty({1}, at::TensorOptions().dtype(at::kLong).device(at::kMeta)); }
@@ -107,12 +91,12 @@ at::Tensor all_reduce_meta(const at::Tensor& x, c10::string_view group, c10::str
 }
 
 at::Tensor all_gather_meta(const at::Tensor& x, std::int64_t dim, c10::SymInt length, c10::string_view) {
-  return meta_like(x, dim, length);
+  return empty_with(x, dim, length);
 }
 
 at::Tensor part_meta(const at::Tensor& x, std::int64_t dim, c10::string_view group) {
   const auto found = find_group(std::string(group), x);
-  return meta_like(x, dim, part_of(x.sym_size(dim), found->rank(), found->size()).length);
+  return empty_with(x, dim, part_of(x.sym_size(dim), found->rank(), found->size()).length);
 }
 
 at::Tensor start_meta(const at::Tensor&, c10::string_view) { return meta_handle(); }

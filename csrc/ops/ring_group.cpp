@@ -3,12 +3,16 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 
+#include <algorithm>
 #include <span>
 #include <stdexcept>
 #include <string>
 
 namespace fold3d::ops {
 namespace {
+
+constexpr std::size_t kLeastShareBytes = 256u << 10;
+constexpr std::int64_t kMostShares = 8;
 
 class StartedExchange final : public Started {
  public:
@@ -79,8 +83,9 @@ at::Tensor with_length(const at::Tensor& x, std::int64_t dim, std::int64_t lengt
 
 }  // namespace
 
-comm::Exchange::Operation RingGroup::operation(const at::Tensor& x, comm::Reduction reduction) const {
-  return {.rank = sync_->rank(), .size = sync_->size(), .number = number_of(x), .reduction = reduction};
+comm::Exchange::Operation RingGroup::operation(const at::Tensor& x, comm::Reduction reduction,
+                                               comm::Share share) const {
+  return {.rank = sync_->rank(), .size = sync_->size(), .number = number_of(x), .reduction = reduction, .share = share};
 }
 
 std::shared_ptr<Started> RingGroup::issue(comm::Exchange exchange, const at::Tensor& input, const at::Tensor& output) {
@@ -98,20 +103,36 @@ std::shared_ptr<Started> RingGroup::all_reduce(const at::Tensor& x, comm::Reduct
 }
 
 std::shared_ptr<Started> RingGroup::reduce_scatter(const at::Tensor& x, std::int64_t dim) {
-  check_summable(x);
-  const at::Tensor input = x.contiguous();
-  const at::Tensor output = with_length(x, dim, part_length(x.size(dim), rank(), size()));
-  return issue(comm::Exchange::reduce_scatter(operation(x, comm::Reduction::kSum), split_of(x, dim, x.size(dim)),
-                                              bytes_of(input), writable_bytes_of(output)),
-               input, output);
+  return reduce_scatter(x.contiguous(), dim, with_length(x, dim, part_length(x.size(dim), rank(), size())), {});
 }
 
 std::shared_ptr<Started> RingGroup::all_gather(const at::Tensor& x, std::int64_t dim, std::int64_t length) {
-  const at::Tensor input = x.contiguous();
-  const at::Tensor output = with_length(x, dim, length);
-  return issue(comm::Exchange::all_gather(operation(x, comm::Reduction::kSum), split_of(x, dim, length),
-                                          bytes_of(input), writable_bytes_of(output)),
-               input, output);
+  return all_gather(x.contiguous(), dim, with_length(x, dim, length), {});
+}
+
+std::int64_t RingGroup::most(std::size_t bytes) const {
+  return std::clamp<std::int64_t>(static_cast<std::int64_t>(bytes / kLeastShareBytes), 1, kMostShares);
+}
+
+std::shared_ptr<Started> RingGroup::all_reduce(const at::Tensor& x, comm::Share share) {
+  check_summable(x);
+  return issue(
+      comm::Exchange::all_reduce(operation(x, comm::Reduction::kSum, share), bytes_of(x), writable_bytes_of(x)), x, x);
+}
+
+std::shared_ptr<Started> RingGroup::reduce_scatter(const at::Tensor& x, std::int64_t dim, const at::Tensor& part,
+                                                   comm::Share share) {
+  check_summable(x);
+  return issue(comm::Exchange::reduce_scatter(operation(x, comm::Reduction::kSum, share), split_of(x, dim, x.size(dim)),
+                                              bytes_of(x), writable_bytes_of(part)),
+               x, part);
+}
+
+std::shared_ptr<Started> RingGroup::all_gather(const at::Tensor& x, std::int64_t dim, const at::Tensor& whole,
+                                               comm::Share share) {
+  return issue(comm::Exchange::all_gather(operation(x, comm::Reduction::kSum, share), split_of(x, dim, whole.size(dim)),
+                                          bytes_of(x), writable_bytes_of(whole)),
+               x, whole);
 }
 
 }  // namespace fold3d::ops

@@ -27,6 +27,10 @@ std::int64_t part_length(std::int64_t length, std::int64_t rank, std::int64_t si
   return length / size + (rank < length % size ? 1 : 0);
 }
 
+std::int64_t part_begin(std::int64_t length, std::int64_t rank, std::int64_t size) {
+  return rank * (length / size) + std::min(rank, length % size);
+}
+
 void add_group(const std::string& name, std::shared_ptr<TensorGroup> group) {
   Registry& known = registry();
   const std::lock_guard lock(known.mutex);

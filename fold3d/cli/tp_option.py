@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any, TypedDict
 
-from fold3d.config import AUTO, TP_OVERLAP
+from fold3d.config import AUTO, TP_WAYS
 from fold3d.errors import ConfigError
 
 
@@ -41,6 +41,6 @@ def link_of(options: argparse.Namespace, *, has_tp: bool) -> Link:
 def overlap_of(options: argparse.Namespace) -> str:
     """Returns how sums are hidden. Raises: ConfigError for another way."""
     overlap: str = options.tp_overlap or AUTO
-    if overlap not in (AUTO, *TP_OVERLAP):
-        raise ConfigError(f"--tp-overlap is {overlap!r}; it must be one of {', '.join((AUTO, *TP_OVERLAP))}")
+    if overlap not in (AUTO, *TP_WAYS):
+        raise ConfigError(f"--tp-overlap is {overlap!r}; it must be one of {', '.join((AUTO, *TP_WAYS))}")
     return overlap

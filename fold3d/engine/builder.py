@@ -236,12 +236,12 @@ def _connect(
         undo.callback(shards.close)
         undo.callback(progress.life.forget, shards)
     group = TensorParallelGroup(shards)
-    turning = TurningOps(group, Turns())
+    way = TP_OVERLAP.of(model.strategy) if topology.tp > 1 else "none"
+    overlap = OverlapTrial(way, partial(_slowest, world))
+    turning = TurningOps(group, Turns(), lambda: overlap.fuses)
     sums = KeptSums(turning, turning.turns)
     if topology.tp > 1:
         cut.connect(sums)
-    way = TP_OVERLAP.of(model.strategy) if topology.tp > 1 else "none"
-    overlap = OverlapTrial(way, partial(_slowest, world))
     _share_weights(cut, groups)
     sync: DpSync | OneReplica
     if topology.dp > 1:
@@ -280,7 +280,8 @@ def _connect(
     progress.follow(executor)
     undo.callback(progress.follow, None)
     keep = [] if offload is None else [keeper(executor, cut.model)]
-    recorder = StepRecorder(executor, sync, arbiter, progress, topology.pp_rank, shards if over_tcp else None)
+    counting = shards if device.type == "cpu" else None  # which hears of tensors in host memory only
+    recorder = StepRecorder(executor, sync, arbiter, progress, topology.pp_rank, counting)
     expected = None if model.planned is None else model.planned[1].peaks[topology.pp_rank].bytes
     memory = MemoryWatch(device, config.memory_size, expected, partial(_curves, model))
     step = Step(

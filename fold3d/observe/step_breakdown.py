@@ -46,7 +46,7 @@ class StepBreakdown:
     """DP.sync under way while the rank computed."""
     exposed_tp_ms: float | None
     """Waiting for TP.sync in forward and backward passes, for ranks of the group that are late, too. None where nobody
-    knows: without tensor parallelism, and where it goes through torch's process groups."""
+    knows: without tensor parallelism, and on GPUs, where no host waits for it."""
     hidden_tp_ms: float | None
     """TP.sync under way while the rank waited for none: with `tp_overlap`, one half's under the other's computation."""
     preemptions: int

@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map, tree_map_only
 
 from fold3d.trace.arguments import Arguments
+from fold3d.trace.caches.apart import apart_from_caches
 from fold3d.trace.capture import fake_copy
 
 
@@ -65,7 +66,7 @@ def record_calls(
     called = micro_batch.called(shadow) if isinstance(micro_batch, Arguments) else shadow
     if "use_cache" in inspect.signature(called.forward).parameters:
         kwargs.setdefault("use_cache", False)
-    with mode, torch.no_grad(), autocast():
+    with apart_from_caches(shadow), mode, torch.no_grad(), autocast():
         called(**kwargs)
     return calls
 

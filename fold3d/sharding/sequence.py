@@ -21,16 +21,18 @@ class Gathering:
     """Whether the ranks have different shares of its gradient; otherwise it is the same on each."""
     folded: bool = False
     """Whether samples and their sequences lie in one dimension, the first, as experts take tokens."""
+    readers: tuple[str, ...] = ()
+    """Linear layers that enter regions with just this tensor; each is called once."""
 
     def to_json(self) -> list[Any]:
         """Returns it as JSON values."""
-        return [self.module, list(self.path), self.sums, self.folded]
+        return [self.module, list(self.path), self.sums, self.folded, list(self.readers)]
 
     @classmethod
     def from_json(cls, value: list[Any]) -> Gathering:
         """Returns what `to_json` made."""
-        module, path, sums, folded = value
-        return cls(module=module, path=tuple(path), sums=sums, folded=folded)
+        module, path, sums, folded, readers = value
+        return cls(module=module, path=tuple(path), sums=sums, folded=folded, readers=tuple(readers))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

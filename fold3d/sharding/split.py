@@ -104,6 +104,8 @@ class BlockSplit:
     """Arguments that a region reads whole: their gradient is summed over the ranks, if they have one."""
     outputs: tuple[TensorSlice, ...] = ()
     """Results of which a rank makes its part; they are put together before they leave the block."""
+    together: tuple[tuple[str, ...], ...] = ()
+    """Linear layers that enter regions with the same tensor, which nothing else there takes; each is called once."""
     draws: tuple[Draw | None, ...] = ()
     """In the order in which the block draws in training; None: drawn alike on every rank. Empty: it draws nothing, or
     it is not known how; then each rank draws for itself inside a region."""
@@ -119,6 +121,7 @@ class BlockSplit:
             "inputs": [_slice_to_json(one) for one in self.inputs],
             "entering": [list(path) for path in self.entering],
             "outputs": [_slice_to_json(one) for one in self.outputs],
+            "together": [list(names) for names in self.together],
             "draws": [None if one is None else _draw_to_json(one) for one in self.draws],
             "reasons": dict(self.reasons),
         }
@@ -136,6 +139,7 @@ class BlockSplit:
             inputs=tuple(map(_slice_from_json, value["inputs"])),
             entering=tuple(tuple(path) for path in value["entering"]),
             outputs=tuple(map(_slice_from_json, value["outputs"])),
+            together=tuple(map(tuple, value["together"])),
             draws=tuple(None if one is None else _draw_from_json(one) for one in value["draws"]),
             reasons=value["reasons"],
         )

@@ -18,6 +18,7 @@ from fold3d.splitting.block_classes import BlockClasses, differs_in_training
 from fold3d.splitting.dividing.infer import infer
 from fold3d.splitting.overrides import Overrides
 from fold3d.splitting.probing.capture import CapturedCall, capture
+from fold3d.splitting.probing.readers import with_together
 from fold3d.splitting.proving.draws import with_draws
 from fold3d.splitting.proving.proof import prove
 from fold3d.splitting.proving.vocabulary import prove_vocabulary
@@ -25,6 +26,7 @@ from fold3d.splitting.remembered import remembered
 from fold3d.splitting.sequence.chains import NoSequenceError
 from fold3d.splitting.sequence.plan import odd_length, plan_sequence
 from fold3d.splitting.whole import check_whole
+from fold3d.trace.caches.apart import apart_from_caches
 from fold3d.trace.model_trace import Trace
 
 
@@ -55,10 +57,12 @@ def plan_sharding(
         raise ConfigError(f"tp must be at least 1, got {tp}")
     if tp == 1:
         return ShardingPlan(tp=1)
-    return remembered(
-        (model, trace, example, tp, overrides, sequence_parallel),
-        lambda: _plan(model, trace, example, tp, Overrides(overrides or {}), sequence_parallel),
-    )
+
+    def plan() -> ShardingPlan:
+        with apart_from_caches(model):
+            return _plan(model, trace, example, tp, Overrides(overrides or {}), sequence_parallel)
+
+    return remembered((model, trace, example, tp, overrides, sequence_parallel), plan)
 
 
 def _plan(
@@ -80,7 +84,8 @@ def _plan(
         try:
             kind = kinds[name] = classes.of(name, call)
             if kind not in of_kind:
-                of_kind[kind] = with_draws(call, _split(name, call, tp, overrides, tied), tp)
+                split = with_draws(call, _split(name, call, tp, overrides, tied), tp)
+                of_kind[kind] = with_together(call, split)
         except Fold3dError:
             raise
         except Exception as error:

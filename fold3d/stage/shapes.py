@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
 
+from fold3d.trace.caches.apart import apart_from_caches
 from fold3d.trace.capture import fake_copy
 
 _CACHE_LIMIT = 1024
@@ -61,7 +62,7 @@ class ShapeOnly:
                 return leaf
             return torch.empty(leaf.shape, dtype=leaf.dtype, device=leaf.device)
 
-        with mode, torch.no_grad():
+        with apart_from_caches(module), mode, torch.no_grad():
             fake_args, fake_kwargs = tree_map(fake, (args, kwargs))
             result = module(*fake_args, **fake_kwargs)
         leaves, structure = tree_flatten(result)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from typing import Any
 
@@ -26,6 +26,7 @@ class BlockCall:
         self._open: set[int] = set()
         self._entered: list[tuple[weakref.ref[Tensor], bool, Tensor]] = []
         self._gathered: list[tuple[weakref.ref[Tensor], bool, bool, Tensor]] = []
+        self._products: list[tuple[weakref.ref[Tensor], tuple[bool, int], dict[str, Tensor]]] = []
         self._given: tuple[int, int] | None = None
 
     @property
@@ -42,15 +43,23 @@ class BlockCall:
         """Whether a region has begun and not ended."""
         return bool(self._open)
 
-    def enter(self, x: Tensor, group: int, forks: bool) -> Tensor:
-        """Returns `x` as the region of a group reads it; what several modules take enters once.
+    def open(self, group: int, forks: bool, device: torch.device) -> None:
+        """The region of a group has begun.
 
         Args:
             forks: whether each rank draws its own random numbers from here on.
         """
         self._open.add(group)
         if forks:
-            self._draws.fork(x.device, group)
+            self._draws.fork(device, group)
+
+    def enter(self, x: Tensor, group: int, forks: bool) -> Tensor:
+        """Returns `x` as the region of a group reads it; what several modules take enters once.
+
+        Args:
+            forks: whether each rank draws its own random numbers from here on.
+        """
+        self.open(group, forks, x.device)
         return self.copy(x)
 
     def copy(self, x: Tensor) -> Tensor:
@@ -80,6 +89,17 @@ class BlockCall:
             self._entered.append((weakref.ref(whole), True, whole))
         return whole
 
+    def add_products(self, x: Tensor, products: Mapping[str, Tensor]) -> None:
+        """Linear layers that will be called with `x` are computed already."""
+        self._products.append((weakref.ref(x), _state_of(x), dict(products)))
+
+    def product(self, x: Tensor, name: str) -> Tensor | None:
+        """Returns what a linear layer makes of `x` without its bias, if it is computed already; only once."""
+        for known, state, products in self._products:
+            if known() is x and state == _state_of(x):
+                return products.pop(name, None)
+        return None
+
     def leave(self, group: int) -> None:
         """The region of a group has ended, up to the sum."""
         self._open.discard(group)
@@ -92,6 +112,12 @@ class BlockCall:
         self._draws.join()
         self._entered.clear()
         self._gathered.clear()
+        self._products.clear()
+
+
+def _state_of(x: Tensor) -> tuple[bool, int]:
+    """What changes where a tensor is written to, or gradients are no longer wanted."""
+    return torch.is_grad_enabled(), -1 if x.is_inference() else x._version
 
 
 _CURRENT: ContextVar[tuple[object, BlockCall] | None] = ContextVar("fold3d_block_call", default=None)

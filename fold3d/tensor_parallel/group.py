@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fold3d import _C
+from fold3d.tensor_parallel.fused.ops import FusedOps, GroupFusedOps
 from fold3d.tensor_parallel.sequence.exchange import ALL_GATHER, PART, REDUCE_SCATTER, Exchange
 
 _OPS: Any = torch.ops.fold3d
@@ -41,6 +42,7 @@ class TensorParallelGroup:
             if isinstance(group, str):
                 group = torch._C._distributed_c10d._resolve_process_group(dist.GroupName(group))
             self.size, self.rank, self.name = group.size(), group.rank(), str(group.group_name)
+        self.fused: FusedOps | None = GroupFusedOps(self.name) if self.size > 1 else None
 
     def copy_to_region(self, x: Tensor, channels: Tensor | None = None) -> Tensor:
         """Returns `x`, the same on every rank; its gradient is summed over the ranks (f).

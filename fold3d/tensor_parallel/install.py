@@ -16,6 +16,7 @@ from fold3d.sharding.plan import ShardingPlan
 from fold3d.sharding.shard import Shard
 from fold3d.sharding.split import Attribute, BlockSplit, GroupSplit, TensorSlice
 from fold3d.tensor_parallel.block_call import BlockCalls
+from fold3d.tensor_parallel.fused.linear import factor, is_fusable, with_bias
 from fold3d.tensor_parallel.linear import is_linear, matmul, widths
 from fold3d.tensor_parallel.region import RegionOps
 from fold3d.tensor_parallel.sequence.block_sequence import BlockSequence
@@ -81,7 +82,7 @@ def install_block(
         for number, group in enumerate(split.groups):
             undo += made.group(number, group)
         if sequence is not None:
-            undo += [sequence.gather(one) for one in sequence.split.gathers]
+            undo += [sequence.gather(one, made.linear_entries) for one in sequence.split.gathers]
             if sequence.split.begins:
                 undo.append(sequence.watch())
         undo.append(made.block())
@@ -123,6 +124,8 @@ class _Installer:
         calls: BlockCalls,
         sequence: BlockSequence | None,
     ) -> None:
+        self.linear_entries: dict[str, nn.Module] = {}
+        """Entries whose products may be computed before they are called."""
         self._sequence = sequence
         self._leave = ops.reduce_from_region if sequence is None else sequence.leave
         self._block = block
@@ -144,6 +147,9 @@ class _Installer:
             enters, exits = name in group.entries, name in group.exits
             if exits and is_linear(module) and "forward" not in vars(module):
                 yield wrap(module, self._linear_exit(module, number))
+            elif not exits and is_linear(module) and "forward" not in vars(module) and not self._hubs_of(name):
+                self.linear_entries[name] = module
+                yield wrap(module, self._linear_entry(module, name, number))
             else:
                 yield wrap(module, self._region(module, name, number, enters, exits, group.shared))
 
@@ -201,18 +207,53 @@ class _Installer:
         return forward
 
     def _linear_exit(self, module: nn.Module, number: int) -> Callable[[Tensor], Tensor]:
-        calls, summed = self._calls, self._leave
+        calls, ops, summed, sequence = self._calls, self._ops, self._leave, self._sequence
 
         def forward(x: Tensor) -> Tensor:
-            y = matmul(module, x)
+            fused = ops.fused if is_fusable(module, x) else None
+            y = x if fused is not None else matmul(module, x)
             call = calls.current()
             call.leave(number)
             calls.left(call)
-            y = summed(y)
+            if fused is None:
+                y = summed(y)
+            elif sequence is None:
+                y = fused.matmul_all_reduce(x, factor(module))
+            else:
+                y = sequence.leave_product(fused, x, factor(module))
             bias: Tensor | None = module.bias  # type: ignore[assignment]
             return y if bias is None else y + bias.to(y.dtype)
 
         return forward
+
+    def _linear_entry(self, module: nn.Module, name: str, number: int) -> Callable[..., Tensor]:
+        calls, ops, block, split, original = self._calls, self._ops, self._block, self._split, module.forward
+        # Where the sequence is shared, what is gathered brings its products.
+        found = next((names for names in split.together if name in names and self._sequence is None), ())
+        linear = self.linear_entries
+
+        def forward(*args: Any, **kwargs: Any) -> Tensor:
+            (x,) = (*args, *kwargs.values())
+            call = calls.current()
+            forks = block.training and not split.draws
+            product = call.product(x, name)
+            if product is None and found and x.requires_grad and torch.is_grad_enabled():
+                fused = ops.fused
+                modules = [linear[one] for one in found if one in linear]
+                if fused is not None and len(modules) == len(found) and all(is_fusable(one, x) for one in modules):
+                    made = fused.copy_matmul(x, [factor(one) for one in modules])
+                    call.add_products(x, dict(zip(found, made, strict=True)))
+                    product = call.product(x, name)
+            if product is None:
+                return original(call.enter(x, number, forks))  # type: ignore[no-any-return]
+            call.open(number, forks, x.device)
+            return with_bias(module, product)
+
+        return forward
+
+    def _hubs_of(self, name: str) -> dict[str, _Hub]:
+        prefix = f"{name}." if name else ""
+        return {full: hub for full, hub in self._hubs.items() if full.startswith(prefix)}
 
     def _region(
         self, module: nn.Module, name: str, number: int, enters: bool, exits: bool, shared: tuple[str, ...]
@@ -220,7 +261,7 @@ class _Installer:
         calls, ops, block, split, original = self._calls, self._ops, self._block, self._split, module.forward
         summed = self._leave
         prefix = f"{name}." if name else ""
-        hubs = {full: hub for full, hub in self._hubs.items() if full.startswith(prefix)}
+        hubs = self._hubs_of(name)
         parts = [full for full in shared if full.startswith(prefix)] if exits else []
         # The bias of a linear layer that somebody has put a forward on is added once, behind the sum.
         late = f"{prefix}bias" if exits and is_linear(module) and module.bias is not None else None

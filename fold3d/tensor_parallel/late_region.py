@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from fold3d.tensor_parallel.fused.ops import FusedOps
 from fold3d.tensor_parallel.region import RegionOps
 from fold3d.tensor_parallel.sequence.exchange import Exchange
 
@@ -21,6 +22,11 @@ class LateRegion:
         if (ops.size, ops.rank) != (self.size, self.rank):
             raise ValueError(f"rank {ops.rank} of {ops.size} is not rank {self.rank} of {self.size}")
         self._ops = ops
+
+    @property
+    def fused(self) -> FusedOps | None:
+        """See RegionOps."""
+        return self._connected().fused
 
     def copy_to_region(self, x: Tensor, channels: Tensor | None = None) -> Tensor:
         """See RegionOps."""

@@ -11,6 +11,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from fold3d.tensor_parallel.fused.ops import FusedOps
 from fold3d.tensor_parallel.sequence.exchange import Exchange
 
 
@@ -21,6 +22,11 @@ class RegionOps(Protocol):
     """Ranks of the group."""
     rank: int
     """This one's place in it."""
+
+    @property
+    def fused(self) -> FusedOps | None:
+        """What computes the products next to a region's borders while it communicates; None: nothing does, so that
+        they come before or after."""
 
     def copy_to_region(self, x: Tensor, channels: Tensor | None = None) -> Tensor:
         """Returns `x`, the same on every rank; its gradient is summed over the ranks.

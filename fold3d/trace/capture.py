@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from fold3d.errors import TraceError
 from fold3d.trace.arguments import Arguments, Form, form_of
 from fold3d.trace.blocks import find_blocks
+from fold3d.trace.caches.apart import apart_from_caches
 from fold3d.trace.example import is_transformers_model, synthetic_example
 from fold3d.trace.model_trace import BlockCost, Trace
 from fold3d.trace.recorder import Recorder
@@ -104,7 +105,7 @@ class Shadow:
         if "use_cache" in inspect.signature(called.forward).parameters:
             kwargs.setdefault("use_cache", False)
         try:
-            with mode, torch.no_grad(), watch:
+            with apart_from_caches(self.model), mode, torch.no_grad(), watch:
                 returned = called(**kwargs)
                 if result is not None:
                     result(returned)

@@ -21,6 +21,8 @@ from torch.utils._pytree import arg_tree_leaves, tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from fold3d.errors import TraceError
+from fold3d.trace.caches.apart import forget_fakes
+from fold3d.trace.caches.code import Code
 
 _aten = torch.ops.aten
 
@@ -90,6 +92,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._stubbed = False
         self._around = "the model's forward"
         self._versions: list[list[int]] = []
+        self._code = Code(model)
         self._install(model, list(blocks))
 
     def _install(self, model: nn.Module, blocks: list[str]) -> None:
@@ -117,6 +120,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     f"block '{name}' runs inside block '{self._block}': blocks must run one after the "
                     "other. Choose other blocks with the setting `blocks`."
                 )
+            forget_fakes(self._code)  # what one region makes and another one finds, a rank makes again
             self._block = name
             self.order.append(name)
             region = self.regions[-1]
@@ -127,6 +131,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _leave_block(self, module: nn.Module, args: Any, output: Any) -> None:
         name = self._block
         assert name is not None
+        forget_fakes(self._code)
         token = frozenset({Token(len(self.order) - 1, True, name)})
         tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
         for tensor in tensors:

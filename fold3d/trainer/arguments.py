@@ -62,8 +62,9 @@ class TrainingArguments(transformers.TrainingArguments):
     tp_overlap: str = field(
         default=AUTO,
         metadata={
-            "help": "How tensor-parallel communication is hidden: sub (two halves of a micro-batch take turns), none, "
-            "or auto (both are predicted, and tried where that is close). The numbers are the same."
+            "help": "How tensor-parallel communication is hidden: sub (two halves of a micro-batch take turns), fused "
+            "(matrix products send one piece while they compute the next), none, or auto (sub and none are predicted, "
+            "and all are tried where that is close). The numbers are the same."
         },
     )
     sequence_parallel: FlagOrAuto = field(

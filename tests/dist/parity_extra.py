@@ -26,7 +26,7 @@ EVALUATION_ROWS = 3
 
 def evaluation_rows(case: Case) -> jobs.Batch:
     """Returns one evaluation batch over all replicas, of another length than the training rows (images have one)."""
-    if case.family == "vit":
+    if case.family in jobs.IMAGES:
         return jobs.images(case, case.dp * EVALUATION_ROWS, 77)
     return data.batch(case.dp * EVALUATION_ROWS, LENGTH + 4, start=77, padded=True)
 

@@ -30,15 +30,20 @@ FAMILIES = models.MODELS | {
     "bloom": models.bloom_config,
     "mixture": models.mixture_config,
     "vit": models.vit_config,
+    "beit": models.beit_config,
     "gpt2-4": functools.partial(models.gpt2_config, heads=4),
     "gpt2-8": functools.partial(models.gpt2_config, heads=8),
 }
 """Name -> configuration builder; also of what other tests do not run: an encoder, and more heads to share out."""
-KINDS = {"bert": transformers.AutoModelForMaskedLM, "vit": transformers.AutoModelForImageClassification}
+IMAGES = ("vit", "beit")
+"""Families that look at images."""
+KINDS = {"bert": transformers.AutoModelForMaskedLM} | dict.fromkeys(
+    IMAGES, transformers.AutoModelForImageClassification
+)
 """Family -> kind of model; the others are causal language models."""
-SINGLE_INSIDE = ("bloom", "mixture")
+SINGLE_INSIDE = ("bloom", "mixture", "beit")
 """Families that compute in float32 in places (softmax, routing) whatever they are given: run under DoubleMode."""
-IN_A_LOOP = ("plain", "bert")
+IN_A_LOOP = ("plain", "bert", "beit")
 """Families whose loss is a mean over a micro-batch, whatever the stock Trainer believes: their reference is a loop."""
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
 LEARNING_RATE = 1e-2
@@ -103,7 +108,7 @@ def _build(case: Case) -> nn.Module:
     kind = KINDS.get(case.family, transformers.AutoModelForCausalLM)
     model = models.build(config, dtype=dtype, kind=kind)
     if case.dtype == "float64":
-        if case.family != "vit":  # its loss has no cast
+        if case.family not in IMAGES:  # its loss has no cast
             model.loss_function = causal_loss
         _norms_in_float64(model)
     if case.frozen:
@@ -137,7 +142,7 @@ def global_batch(case: Case, step: int) -> Batch:
     if case.labels == "empty":  # a whole micro-batch without label, or a row of the only one
         empty = [0] if case.total == 1 else [ROWS, ROWS + 1]
     rows = case.total * ROWS
-    if case.family == "vit":
+    if case.family in IMAGES:
         return images(case, rows, step * rows * LENGTH)
     return data.batch(
         rows,

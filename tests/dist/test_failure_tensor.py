@@ -18,6 +18,7 @@ from fold3d import _C, Engine, ParallelConfig
 from fold3d.comms.groups import Groups
 from fold3d.comms.rings import connect_shards
 from fold3d.faults.lifetime import Lifetime
+from fold3d.tensor_parallel.fused.ops import GroupFusedOps
 from fold3d.tensor_parallel.group import TensorParallelGroup
 from fold3d.topology import Topology
 from tests.helpers.launch import launch
@@ -63,6 +64,33 @@ def exchange(over_tcp: bool, what: str) -> None:
             say(f"ended {time.monotonic()}")
             os._exit(3)
     os._exit(0)
+
+
+def multiply(what: str) -> None:
+    """Products whose rows are summed as they are computed, one after the other; the victim falls in one of them."""
+    topology = Topology(dp=1, pp=1, rank=dist.get_rank(), tp=dist.get_world_size())
+    groups = Groups(topology, torch.device("cpu"), TIMEOUT, ())
+    sync = connect_shards(topology, groups, _C.NicArbiter(), TIMEOUT, over_tcp=True)
+    fused = GroupFusedOps(sync.group)
+    x, weight = torch.ones(2048, 64), torch.ones(64, 1024)
+    if topology.rank == VICTIM:
+        threading.Timer(0.3, fall, (what,)).start()
+    while True:
+        try:
+            fused.matmul_all_reduce(x, weight)
+        except RuntimeError as error:
+            say(f"{type(error).__name__}: {error}")
+            say(f"ended {time.monotonic()}")
+            os._exit(3)
+
+
+@pytest.mark.parametrize("what", ["SIGKILL", "SIGSTOP"])
+def test_so_does_one_that_computes_while_it_sums(what: str) -> None:
+    result = launch(multiply, 3, what, timeout=60)
+    (trap,) = times(result, "trap")
+    ended = times(result, "ended")
+    assert len(ended) == 2 and max(ended) - trap < TIMEOUT + 2, result.report()
+    assert all("TP.sync " in one.stdout for rank, one in enumerate(result) if rank != VICTIM), result.report()
 
 
 def times(result: Any, word: str) -> list[float]:

@@ -109,15 +109,8 @@ def matrices_of_blocks(case: Case) -> set[str]:
     return {name for name, p in found if p.ndim in (2, 3) and ".0." in name and "gate.weight" not in name}
 
 
-def params() -> list[Any]:
-    """Returns the grid. Over gloo with eight processes a sum has once run into its time limit, on two busy cores: those
-    cases are in `make test-slow` until it is known why."""
-    busy = [pytest.mark.slow]
-    return [pytest.param(case, marks=busy if case.transport == "c10d" else [], id=case.name) for case in GRID]
-
-
 @pytest.mark.rotating
-@pytest.mark.parametrize("case", params())
+@pytest.mark.parametrize("case", GRID, ids=lambda case: case.name)
 def test_grid(ranks8: RankPool, case: Case) -> None:
     check(ranks8, case)
 
@@ -140,6 +133,14 @@ def test_the_grid_shows_every_setting() -> None:
         assert {case.family for case in mine} == set(families)
         for name, values in SETTINGS.items() if tp < MOST_RANKS else ():
             assert {getattr(case, name) for case in mine} >= set(values)
+
+
+@pytest.mark.rotating
+@pytest.mark.parametrize("layout", [(1, 2), (2, 1), (2, 2)])
+def test_code_that_caches_tensors(ranks: RankPool, layout: tuple[int, int]) -> None:
+    """Nothing of what was cached while the model was recorded or divided is there when it trains."""
+    tp, pp = layout
+    check(ranks, Case(tp=tp, pp=pp, m=2, family="beit"))
 
 
 TRAINER = [

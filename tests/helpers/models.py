@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
+    BeitConfig,
     BertConfig,
     BloomConfig,
     GPT2Config,
@@ -191,6 +192,24 @@ def vit_config(*, layers: int = 4, hidden: int = 16, dropout: float = 0.0, tied:
         num_labels=CLASSES,
         hidden_dropout_prob=dropout,
         attention_probs_dropout_prob=0.0,
+    )
+
+
+def beit_config(*, layers: int = 4, hidden: int = 16, dropout: float = 0.0, tied: bool = False) -> BeitConfig:
+    """Returns a BEiT's configuration: as `vit_config`, whose code caches an index of relative positions."""
+    return BeitConfig(
+        num_hidden_layers=layers,
+        hidden_size=hidden,
+        intermediate_size=2 * hidden,
+        num_attention_heads=4,
+        image_size=IMAGE,
+        patch_size=IMAGE // 2,
+        num_labels=CLASSES,
+        use_relative_position_bias=True,
+        out_indices=[1],
+        hidden_dropout_prob=dropout,
+        attention_probs_dropout_prob=0.0,
+        drop_path_rate=0.0,
     )
 
 

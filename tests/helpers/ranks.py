@@ -201,7 +201,9 @@ class RankPool:
         with contextlib.suppress(ProcessLookupError):
             os.kill(process.pid, signal.SIGUSR1)
         time.sleep(0.3)
-        return (self._folder / f"stacks-{rank}").read_text() or "none was written: it is stopped or not yet running"
+        written = self._folder / f"stacks-{rank}"  # by a worker that has come so far
+        text = written.read_text() if written.exists() else ""
+        return text or "none was written: it is stopped or not yet running"
 
 
 def _serve(pipe: Connection, rank: int, folder: str) -> None:

@@ -17,7 +17,7 @@ from fold3d.plan.layout import layout_of
 from fold3d.plan.search import DECISIVE, recheck, search
 from fold3d.plan.space import registry
 from fold3d.plan.space.tp_overlap import KNOB
-from fold3d.plan.space.tp_times import Region, even_regions, layers_seconds, seconds, traffic
+from fold3d.plan.space.tp_times import FUSED_SHARE, Region, even_regions, layers_seconds, seconds, traffic
 from tests.plan.jobs import make_job
 
 times = st.floats(0.01, 10.0)
@@ -45,6 +45,11 @@ def test_latencies_do_not_become_shorter_with_half_a_micro_batch() -> None:
     assert seconds(regions, "sub") == 2 * 4 * 0.75
 
 
+def test_fused_products_hide_no_more_than_they_take() -> None:
+    regions = [Region(compute=8.0, sync=1.0), Region(compute=4.0, sync=3.0)]
+    assert seconds(regions, "fused") == pytest.approx(8.0 + 4.0 + 3.0 - FUSED_SHARE * 4.0)
+
+
 def test_nothing_to_hide() -> None:
     network = NetworkCosts(pp_latency=0.0, pp_bandwidth=1.0, dp_bandwidth=1.0, hop_latency=0.0)
     assert layers_seconds(3, even_regions(2.0, [], 2, network), "sub") == pytest.approx(6.0)
@@ -60,7 +65,7 @@ def test_traffic_of_a_ring() -> None:
 
 
 def test_another_way() -> None:
-    with pytest.raises(ConfigError, match="sub, none"):
+    with pytest.raises(ConfigError, match="sub, fused, none"):
         seconds([], "threads")
 
 

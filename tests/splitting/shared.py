@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,8 +13,9 @@ from torch import Tensor, nn
 from fold3d.sharding.plan import ShardingPlan
 from fold3d.sharding.vocabulary import Vocabulary
 from fold3d.splitting.probing.double import DoubleMode
-from fold3d.splitting.proving.emulate import EmulatedGroup
+from fold3d.splitting.proving.emulate import EmulatedGroup, EmulatedOps
 from fold3d.tensor_parallel.install import install
+from fold3d.tensor_parallel.region import RegionOps
 
 
 def blocks_of(plan: ShardingPlan) -> ShardingPlan:
@@ -74,8 +76,17 @@ def saved_bytes(model: nn.Module, batch: dict[str, Tensor], plan: ShardingPlan) 
     return sum(storage.nbytes() for storage in kept.values()) / plan.tp
 
 
-def compare(model: nn.Module, batch: dict[str, Tensor], plan: ShardingPlan) -> float:
-    """Returns the largest difference of loss and gradients between `model` and the ranks that share its blocks."""
+def compare(
+    model: nn.Module,
+    batch: dict[str, Tensor],
+    plan: ShardingPlan,
+    over: Callable[[EmulatedOps], RegionOps] = lambda x: x,
+) -> float:
+    """Returns the largest difference of loss and gradients between `model` and the ranks that share its blocks.
+
+    Args:
+        over: what the ranks run with.
+    """
     plan = blocks_of(plan)
     model.zero_grad(set_to_none=True)
     with DoubleMode():
@@ -83,8 +94,8 @@ def compare(model: nn.Module, batch: dict[str, Tensor], plan: ShardingPlan) -> f
     whole.backward()
     ranks = [shard(model, plan, rank) for rank in range(plan.tp)]
 
-    def as_rank(ops: Any) -> Tensor:
-        install(ranks[ops.rank], plan, ops.rank, ops)
+    def as_rank(ops: EmulatedOps) -> Tensor:
+        install(ranks[ops.rank], plan, ops.rank, over(ops))
         return result_of(ranks[ops.rank](**batch))
 
     with DoubleMode():

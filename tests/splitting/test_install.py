@@ -26,6 +26,7 @@ class OneOfTwo:
     """RegionOps of a rank whose peer adds nothing: what it draws and keeps can be seen without one."""
 
     size = 2
+    fused = None
 
     def __init__(self, rank: int) -> None:
         self.rank = rank

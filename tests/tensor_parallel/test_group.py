@@ -32,15 +32,15 @@ def everybodys(size: int, *shape: int) -> list[Tensor]:
 
 
 @contextlib.contextmanager
-def group_of_all(over_tcp: bool) -> Iterator[TensorParallelGroup]:
-    """The ranks of the job as one tensor-parallel group."""
+def all_of(over_tcp: bool) -> Iterator[tuple[_C.TensorSync, TensorParallelGroup]]:
+    """The ranks of the job as one tensor-parallel group, and this rank's part in its TP.sync."""
     topology = Topology(dp=1, pp=1, rank=dist.get_rank(), tp=dist.get_world_size())
     groups = Groups(topology, torch.device("cpu"), 60, ())
     sync = connect_shards(topology, groups, _C.NicArbiter(), 60, over_tcp=over_tcp)
     group: RegionOps = TensorParallelGroup(sync)
     assert isinstance(group, TensorParallelGroup)
     try:
-        yield group
+        yield sync, group
     finally:
         sync.close()
         groups.close()
@@ -48,7 +48,7 @@ def group_of_all(over_tcp: bool) -> Iterator[TensorParallelGroup]:
 
 def on_all(over_tcp: bool, function: Callable[..., Any], *args: Any) -> Any:
     """Calls `function(group, *args)` on a rank."""
-    with group_of_all(over_tcp) as group:
+    with all_of(over_tcp) as (_, group):
         return function(group, *args)
 
 

@@ -16,10 +16,19 @@ std::byte* writable(std::span<const std::byte> bytes) { return const_cast<std::b
 
 Piece flat(std::byte* data, std::size_t bytes) { return {data, 1, bytes, bytes}; }
 
-Piece part_of(std::byte* whole, const Split& split, int rank, int size) {
+/// Of `length` things where the `index`-th of `count` consecutive parts begins: longer ones first.
+std::size_t even_first(std::size_t length, int index, int count) {
+  const auto i = static_cast<std::size_t>(index), n = static_cast<std::size_t>(count);
+  return i * (length / n) + std::min(i, length % n);
+}
+
+/// The share of a rank's part that travels.
+Piece part_of(std::byte* whole, const Split& split, int rank, const Exchange::Operation& operation) {
   const std::size_t stride = split.length * split.unit_bytes;
-  Piece piece{whole + split.first(rank, size) * split.unit_bytes, split.rows,
-              split.part_length(rank, size) * split.unit_bytes, stride};
+  const Share share = operation.share, behind{.index = share.index + 1, .count = share.count};
+  const std::size_t first = split.share_first(rank, operation.size, share);
+  const std::size_t length = split.share_first(rank, operation.size, behind) - first;
+  Piece piece{whole + first * split.unit_bytes, split.rows, length * split.unit_bytes, stride};
   if (piece.rows == 1 || piece.row_bytes == stride) piece = flat(piece.data, piece.bytes());
   return piece;
 }
@@ -29,9 +38,20 @@ void check(const Exchange::Operation& operation, const char* what, std::size_t g
     throw std::invalid_argument("there is no rank " + std::to_string(operation.rank) + " in a group of " +
                                 std::to_string(operation.size) + "; TP.sync has at least 2");
   }
+  const Share share = operation.share;
+  if (share.count < 1 || share.index < 0 || share.index >= share.count) {
+    throw std::invalid_argument("there is no share " + std::to_string(share.index) + " of " +
+                                std::to_string(share.count));
+  }
   if (got != wanted) {
     throw std::invalid_argument(std::string(what) + " has " + std::to_string(got) + " bytes, not " +
                                 std::to_string(wanted));
+  }
+}
+
+void check_shares(const Exchange::Operation& operation, const Split& split) {
+  if (operation.share.count > 1 && split.rows > 1) {
+    throw std::invalid_argument("parts of several rows have no shares");
   }
 }
 
@@ -44,9 +64,10 @@ void check_numbers(const Exchange::Operation& operation, std::size_t bytes) {
 
 }  // namespace
 
-std::size_t Split::first(int rank, int size) const {
-  const auto r = static_cast<std::size_t>(rank), n = static_cast<std::size_t>(size);
-  return r * (length / n) + std::min(r, length % n);
+std::size_t Split::first(int rank, int size) const { return even_first(length, rank, size); }
+
+std::size_t Split::share_first(int rank, int size, const Share& share) const {
+  return first(rank, size) + even_first(part_length(rank, size), share.index, share.count);
 }
 
 std::size_t Split::part_length(int rank, int size) const { return first(rank + 1, size) - first(rank, size); }
@@ -82,7 +103,10 @@ Exchange Exchange::all_reduce(const Operation& operation, std::span<const std::b
   const int size = operation.size, rank = operation.rank;
   const std::size_t bytes = input.size();
   const std::size_t others = static_cast<std::size_t>(size - 1);
-  if (bytes * others <= kWholeBytes) {
+  if (operation.share.count > 1 && input.data() != output.data()) {
+    throw std::invalid_argument("shares of an all-reduce are summed in place");
+  }
+  if (operation.share.count == 1 && bytes * others <= kWholeBytes) {
     const bool in_place = input.data() == output.data();
     if (in_place || size > 2) out.scratch_ = std::make_shared<std::byte[]>((others + 1) * bytes);
     std::byte* own = writable(input);
@@ -111,8 +135,8 @@ Exchange Exchange::all_reduce(const Operation& operation, std::span<const std::b
   const Split split{.rows = 1, .length = bytes / element, .unit_bytes = element};
   out.add_reduce_rounds(split, writable(input), output.data(), /*is_whole=*/true);
   for (int round = 0; round < size - 1; ++round) {
-    out.sends_.push_back(part_of(output.data(), split, wrapped(rank - round, size), size));
-    out.receives_.push_back({part_of(output.data(), split, wrapped(rank - 1 - round, size), size), {}});
+    out.sends_.push_back(part_of(output.data(), split, wrapped(rank - round, size), operation));
+    out.receives_.push_back({part_of(output.data(), split, wrapped(rank - 1 - round, size), operation), {}});
   }
   return out;
 }
@@ -121,20 +145,24 @@ Exchange Exchange::all_reduce(const Operation& operation, std::span<const std::b
 void Exchange::add_reduce_rounds(const Split& split, std::byte* input, std::byte* partial, bool is_whole) {
   const int size = operation_.size, rank = operation_.rank;
   std::size_t longest = 0;
-  for (int member = 0; member < size; ++member) longest = std::max(longest, split.part_bytes(member, size));
+  for (int member = 0; member < size; ++member) {
+    longest = std::max(longest, part_of(input, split, member, operation_).bytes());
+  }
   if (!is_whole && size > 2) scratch_ = std::make_shared<std::byte[]>(static_cast<std::size_t>(size - 2) * longest);
-  Piece last = part_of(input, split, wrapped(rank - 1, size), size);
+  Piece last = part_of(input, split, wrapped(rank - 1, size), operation_);
   for (int round = 0; round < size - 1; ++round) {
     const int part = wrapped(rank - 2 - round, size);
     sends_.push_back(last);
     if (is_whole) {
-      last = part_of(partial, split, part, size);
+      last = part_of(partial, split, part, operation_);
     } else {
       const bool is_own = round == size - 2;
-      last = flat(is_own ? partial : scratch_.get() + static_cast<std::size_t>(round) * longest,
-                  split.part_bytes(part, size));
+      const std::size_t begin = split.share_first(rank, size, operation_.share) - split.first(rank, size);
+      last =
+          flat(is_own ? partial + begin * split.unit_bytes : scratch_.get() + static_cast<std::size_t>(round) * longest,
+               part_of(input, split, part, operation_).bytes());
     }
-    receives_.push_back({last, part_of(input, split, part, size)});
+    receives_.push_back({last, part_of(input, split, part, operation_)});
   }
 }
 
@@ -143,6 +171,7 @@ Exchange Exchange::reduce_scatter(const Operation& operation, const Split& split
   check(operation, "the input of a reduce-scatter", input.size(), split.bytes());
   check(operation, "the output of a reduce-scatter", output.size(), split.part_bytes(operation.rank, operation.size));
   check_numbers(operation, split.unit_bytes);
+  check_shares(operation, split);
   Exchange out(Kind::kReduceScatter, operation, input.size());
   out.add_reduce_rounds(split, writable(input), output.data(), /*is_whole=*/false);
   return out;
@@ -154,12 +183,14 @@ Exchange Exchange::all_gather(const Operation& operation, const Split& split, st
   check(operation, "the output of an all-gather", output.size(), split.bytes());
   Exchange out(Kind::kAllGather, operation, output.size());
   const int size = operation.size, rank = operation.rank;
-  out.copy_from_ = flat(writable(input), input.size());
-  out.copy_to_ = part_of(output.data(), split, rank, size);
+  check_shares(operation, split);
+  out.copy_to_ = part_of(output.data(), split, rank, operation);
+  const std::size_t begin = split.share_first(rank, size, operation.share) - split.first(rank, size);
+  out.copy_from_ = flat(writable(input) + begin * split.unit_bytes, out.copy_to_.bytes());
   Piece last = out.copy_from_;
   for (int round = 0; round < size - 1; ++round) {
     out.sends_.push_back(last);
-    last = part_of(output.data(), split, wrapped(rank - 1 - round, size), size);
+    last = part_of(output.data(), split, wrapped(rank - 1 - round, size), operation);
     out.receives_.push_back({last, {}});
   }
   return out;

@@ -11,6 +11,12 @@
 
 namespace fold3d::comm {
 
+/// Of each rank's part the `index`-th of `count` consecutive pieces, whose lengths differ by one at most.
+struct Share {
+  int index = 0;
+  int count = 1;
+};
+
 /// How a tensor lies in memory whose dimension of `length` is split over the ranks: `rows` (the product of the
 /// dimensions before it) times `length` units of `unit_bytes` (the elements of the dimensions behind it). Rank r's part
 /// of every row is the r-th of as many consecutive ones as there are ranks; their lengths differ by one at most, longer
@@ -24,6 +30,8 @@ struct Split {
   /// Where rank's part of a row begins and how long it is, in units.
   std::size_t first(int rank, int size) const;
   std::size_t part_length(int rank, int size) const;
+  /// Where a share of rank's part of a row begins, from the beginning of the row; the last one's end is share `count`.
+  std::size_t share_first(int rank, int size, const Share& share) const;
   std::size_t part_bytes(int rank, int size) const { return rows * part_length(rank, size) * unit_bytes; }
 };
 
@@ -61,6 +69,10 @@ class Exchange {
     int size = 2;
     Number number = Number::kOther;
     Reduction reduction = Reduction::kSum;
+    /// What travels of every part, so that the rest may still be computed, or what was there is computed with. All
+    /// shares together do what one exchange does, to the bit. Of several only where the parts' rows are one, and no
+    /// small all-reduce, which is not made part by part.
+    Share share = {};
   };
 
   /// `output` becomes the sum of everybody's `input`, equally long; they may be the same memory. Small tensors go round

@@ -100,8 +100,8 @@ void TensorSync::wait(Ticket ticket) {
     return changed_.wait_until(lock, std::min(deadline, Clock::now() + kLook),
                                [&] { return failure_.is_set() || ticket < first_; });
   };
-  begin_wait();
-  try {
+  {
+    const TensorAccount::Waiting waiting(*account_);
     bool ended = look();
     while (!ended && Clock::now() < deadline) {
       lock.unlock();
@@ -109,12 +109,7 @@ void TensorSync::wait(Ticket ticket) {
       lock.lock();
       ended = look();
     }
-  } catch (...) {
-    lock.lock();
-    end_wait();
-    throw;
   }
-  end_wait();
   if (ticket < first_) return;
   if (!failure_.is_set()) {
     const std::string text = options_.name + ": the " + name_of(ticket) + " was not done after " +
@@ -123,33 +118,6 @@ void TensorSync::wait(Ticket ticket) {
     fail(Failure::Kind::kTimeout, text);
   }
   failure_.check();
-}
-
-/// With the lock, as end_wait().
-void TensorSync::begin_wait() {
-  if (waiting_++ == 0) waiting_since_ns_ = now_ns();
-}
-
-void TensorSync::end_wait() {
-  if (--waiting_ > 0) return;
-  const std::int64_t end_ns = now_ns();
-  counters_.waited_ns += end_ns - waiting_since_ns_;
-  if (keep_records_) waits_.push_back({.start_ns = waiting_since_ns_, .end_ns = end_ns});
-}
-
-/// For how long there was anybody in wait(), until `when_ns`, which is now.
-std::int64_t TensorSync::waited_until(std::int64_t when_ns) const {
-  return counters_.waited_ns + (waiting_ > 0 ? when_ns - waiting_since_ns_ : 0);
-}
-
-/// An exchange is complete: the time that it, and none before it, was under way, less that in wait().
-void TensorSync::count_hidden(const Job& job, std::int64_t end_ns) {
-  const bool alone = job.start_ns >= last_end_ns_;
-  const std::int64_t since = alone ? job.start_ns : last_end_ns_;
-  const std::int64_t waited = waited_until(end_ns);
-  counters_.hidden_ns += end_ns - since - (waited - (alone ? job.waited_ns : waited_at_end_));
-  last_end_ns_ = end_ns;
-  waited_at_end_ = waited;
 }
 
 /// "TP.sync 17 (all-reduce of 4096 bytes)".
@@ -192,9 +160,7 @@ void TensorSync::guard(void (TensorSync::*loop)(), const std::uint64_t& number) 
 }
 
 void TensorSync::begin(Job& job) const {
-  if (job.start_ns != 0) return;
-  job.start_ns = now_ns();
-  job.waited_ns = waited_until(job.start_ns);
+  if (job.start_ns == 0) job.start_ns = account_->begin();
 }
 
 TensorSync::Place TensorSync::place_of(const std::vector<std::size_t>& begins, std::size_t position) {
@@ -334,22 +300,10 @@ void TensorSync::finish(std::unique_lock<std::mutex>& lock) {
   while (!jobs_.empty() && !stopped_) {
     Job& oldest = jobs_.front();
     if (oldest.sent < oldest.to_send() || !oldest.is_finished) return;
-    const std::int64_t end_ns = now_ns();
-    if (oldest.start_ns != 0) {
-      count_hidden(oldest, end_ns);
-    } else {
-      oldest.start_ns = oldest.issued_ns;  // nothing travelled
-    }
-    ++counters_.exchanges;
-    counters_.bytes += static_cast<std::int64_t>(oldest.to_send());
-    counters_.transfer_ns += end_ns - oldest.start_ns;
-    if (keep_records_) {
-      records_.push_back({.kind = oldest.exchange.kind(),
-                          .issued_ns = oldest.issued_ns,
-                          .start_ns = oldest.start_ns,
-                          .end_ns = end_ns,
-                          .bytes = oldest.to_send()});
-    }
+    account_->end({.kind = oldest.exchange.kind(),
+                   .issued_ns = oldest.issued_ns,
+                   .start_ns = oldest.start_ns,
+                   .bytes = oldest.to_send()});
     std::shared_ptr<void> keep = std::move(oldest.keep);
     sending_ = std::max(sending_, first_ + 1);
     jobs_.pop_front();
@@ -359,29 +313,6 @@ void TensorSync::finish(std::unique_lock<std::mutex>& lock) {
     keep.reset();  // without the lock: it may be much to free
     lock.lock();
   }
-}
-
-void TensorSync::keep_records(bool keep) {
-  const std::lock_guard lock(mutex_);
-  keep_records_ = keep;
-  if (keep) return;
-  records_.clear();
-  waits_.clear();
-}
-
-std::vector<TensorSync::Record> TensorSync::take_records() {
-  const std::lock_guard lock(mutex_);
-  return std::exchange(records_, {});
-}
-
-std::vector<TensorSync::Wait> TensorSync::take_waits() {
-  const std::lock_guard lock(mutex_);
-  return std::exchange(waits_, {});
-}
-
-TensorSync::Counters TensorSync::counters() const {
-  const std::lock_guard lock(mutex_);
-  return counters_;
 }
 
 void TensorSync::fail(Failure::Kind kind, const std::string& text) noexcept {

@@ -17,6 +17,7 @@
 #include "comm/ring/ring_connection.h"
 #include "comm/tensor/exchange.h"
 #include "comm/tensor/exchange_header.h"
+#include "comm/tensor/tensor_account.h"
 #include "core/network/hosts.h"
 
 namespace fold3d::comm {
@@ -45,27 +46,6 @@ class TensorSync final {
   /// What an exchange is waited for by; they count from 0.
   using Ticket = std::uint64_t;
 
-  /// One exchange as it happened on this rank; times are std::chrono::steady_clock nanoseconds.
-  struct Record {
-    Exchange::Kind kind = Exchange::Kind::kAllReduce;
-    std::int64_t issued_ns = 0;
-    std::int64_t start_ns = 0;  ///< its first slice began to be sent or received
-    std::int64_t end_ns = 0;
-    std::size_t bytes = 0;  ///< sent by this rank
-  };
-  /// Sums since the beginning.
-  struct Counters {
-    std::int64_t exchanges = 0;
-    std::int64_t bytes = 0;        ///< sent by this rank
-    std::int64_t transfer_ns = 0;  ///< from start to end, exchanges that overlap counted one after the other
-    std::int64_t waited_ns = 0;    ///< in wait(): what computing did not hide
-    std::int64_t hidden_ns = 0;    ///< something was under way and nobody in wait()
-  };
-  /// When somebody was in wait(); times as in Record.
-  struct Wait {
-    std::int64_t start_ns = 0, end_ns = 0;
-  };
-
   /// Starts the threads. Throws std::invalid_argument for options out of range.
   TensorSync(Options options, std::shared_ptr<RingConnection> connection, std::shared_ptr<NicArbiter> arbiter);
   /// As close(). Never throws.
@@ -85,13 +65,8 @@ class TensorSync final {
   int rank() const { return options_.rank; }
   int size() const { return options_.size; }
 
-  /// Whether records, of exchanges and of waits, are kept until somebody takes them; at first they are not.
-  void keep_records(bool keep);
-  /// What was completed since the last call, in the order of completion.
-  std::vector<Record> take_records();
-  /// Which waits ended since the last call; several at once are one.
-  std::vector<Wait> take_waits();
-  Counters counters() const;
+  /// What was exchanged, and how long this rank was in wait().
+  const std::shared_ptr<TensorAccount>& account() const { return account_; }
 
   /// Ends everything; the first reason wins. Never throws.
   void abort(const std::string& reason) noexcept;
@@ -108,7 +83,6 @@ class TensorSync final {
     bool is_prepared = false;  // by the receiver, which finishes it, too
     bool is_finished = false;
     std::int64_t issued_ns = 0, start_ns = 0;
-    std::int64_t waited_ns = 0;  // in wait() until start_ns
 
     std::size_t to_send() const { return sends.back(); }
     std::size_t to_receive() const { return receives.back(); }
@@ -127,10 +101,6 @@ class TensorSync final {
   static Place place_of(const std::vector<std::size_t>& begins, std::size_t position);
   Job& job(std::uint64_t number) { return jobs_[static_cast<std::size_t>(number - first_)]; }
   void begin(Job& job) const;
-  void count_hidden(const Job& job, std::int64_t end_ns);
-  std::int64_t waited_until(std::int64_t when_ns) const;
-  void begin_wait();
-  void end_wait();
   void finish(std::unique_lock<std::mutex>& lock);
   void guard(void (TensorSync::*loop)(), const std::uint64_t& number) noexcept;
   void fail(Failure::Kind kind, const std::string& text) noexcept;
@@ -143,6 +113,7 @@ class TensorSync final {
   const bool sends_by_card_, receives_by_card_;
   const std::shared_ptr<RingConnection> connection_;
   const std::shared_ptr<NicArbiter> arbiter_;
+  const std::shared_ptr<TensorAccount> account_ = std::make_shared<TensorAccount>();
   Failure failure_;
   std::vector<std::byte> received_;  // receiver: what is to be added, or to be spread over rows
   std::vector<std::byte> gathered_;  // sender: rows that are sent together
@@ -154,14 +125,6 @@ class TensorSync final {
   std::uint64_t sending_ = 0;    // number of the job that is sent
   std::uint64_t receiving_ = 0;  // and of the one that is received
   bool stopped_ = false;
-  bool keep_records_ = false;
-  std::vector<Record> records_;
-  std::vector<Wait> waits_;
-  Counters counters_;
-  int waiting_ = 0;                    // threads in wait()
-  std::int64_t waiting_since_ns_ = 0;  // where there are any
-  std::int64_t last_end_ns_ = 0;       // of an exchange,
-  std::int64_t waited_at_end_ = 0;     // and how long anybody had been in wait() then
 
   std::thread sender_, receiver_;
 };

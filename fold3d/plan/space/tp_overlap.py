@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from fold3d.config import AUTO, TP_OVERLAP
+from fold3d.config import AUTO, TP_OVERLAP, TP_WAYS
 from fold3d.plan.constraints import Constraints
 from fold3d.plan.costs import Exchanges, NetworkCosts
 from fold3d.plan.job import Job
@@ -14,8 +14,8 @@ from fold3d.plan.space.tp_times import Region, even_regions, layers_seconds
 
 
 def _parse(text: str) -> str:
-    if text not in (AUTO, *TP_OVERLAP):
-        raise ValueError(f"must be one of {', '.join((AUTO, *TP_OVERLAP))}")
+    if text not in (AUTO, *TP_WAYS):
+        raise ValueError(f"must be one of {', '.join((AUTO, *TP_WAYS))}")
     return text
 
 
@@ -73,7 +73,7 @@ def _exposed(
 
 KNOB = Knob(
     name="tp_overlap",
-    help="how TP.sync is hidden: sub (halves of a micro-batch take turns), none, or auto, as real steps take less time",
+    help="how TP.sync is hidden: sub (halves of a micro-batch), fused (products send pieces), none, or auto",
     parse=_parse,
     candidates=_candidates,
     default=AUTO,

@@ -19,6 +19,7 @@ class EmulatedOps:
     def __init__(self, group: EmulatedGroup, rank: int) -> None:
         self.size = group.size
         self.rank = rank
+        self.fused = None
         self._group = group
 
     def copy_to_region(self, x: Tensor, channels: Tensor | None = None) -> Tensor:

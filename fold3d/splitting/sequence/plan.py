@@ -13,6 +13,7 @@ from fold3d.sharding.shard import Shard, even_part
 from fold3d.sharding.split import BlockSplit, Path
 from fold3d.splitting.block_classes import differs_in_training
 from fold3d.splitting.probing.capture import SAMPLES, CapturedCall
+from fold3d.splitting.probing.readers import with_readers
 from fold3d.splitting.proving.proof import prove_sequence
 from fold3d.splitting.sequence.chains import NoSequenceError, find_chains
 from fold3d.splitting.sequence.find import find_gatherings, shape_at
@@ -105,7 +106,7 @@ def _of_class(name: str, call: CapturedCall, split: BlockSplit, hidden: Path, re
                 if wrong:
                     break
             else:
-                return _Found(dim, tried, frozenset(summed))
+                return _Found(dim, with_readers(call, split, tried), frozenset(summed))
             reason = f"parts of it do not make up {name} ({wrong})"
     raise NoSequenceError(reason)
 

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from fold3d.tensor_parallel.checkpoints import frame_of_checkpoint
+from fold3d.tensor_parallel.fused.ops import FusedOps
+from fold3d.tensor_parallel.kept.kept_fused import KeptFused
 from fold3d.tensor_parallel.kept.kept_run import KeptRun
 from fold3d.tensor_parallel.region import RegionOps
 from fold3d.tensor_parallel.sequence.exchange import PART, Exchange
@@ -54,6 +56,10 @@ class KeptSums:
         finally:
             self._repeated = None
 
+    @property
+    def fused(self) -> FusedOps | None:
+        return None if self._ops.fused is None else KeptFused(self._ops.fused, self)
+
     def copy_to_region(self, x: Tensor, channels: Tensor | None = None) -> Tensor:
         return self._ops.copy_to_region(x, channels)
 
@@ -61,24 +67,24 @@ class KeptSums:
         return self._ops.copy_weight(weight, dim, indices)
 
     def reduce_from_region(self, y: Tensor) -> Tensor:
-        kept = self._again()
+        kept = self.known()
         if kept is not None:
             y.detach().copy_(kept)
             if self._turns is not None:
                 self._turns.hand_over()
             return y
         summed = self._ops.reduce_from_region(y)
-        self._keep(summed)
+        self.keep(summed)
         return summed
 
     def exchange(self, x: Tensor, how: Exchange, known: Tensor | None = None) -> Tensor:
         if how.forward == PART:  # needs nobody
             return self._ops.exchange(x, how, known)
-        kept = self._again()
+        kept = self.known()
         if kept is not None:
             return self._ops.exchange(x, how, kept.clone())
         made = self._ops.exchange(x, how, known)
-        self._keep(made)
+        self.keep(made)
         return made
 
     def scatter_to_sequence_region(self, x: Tensor, dim: int) -> Tensor:
@@ -90,7 +96,7 @@ class KeptSums:
         every rank, is parted."""
         return self.exchange(x, Exchange.gather(dim, x.shape[dim] * self.size, sums=False))
 
-    def _again(self) -> Tensor | None:
+    def known(self) -> Tensor | None:
         """Returns what was kept, where backward runs a checkpoint again, or a chunk runs again."""
         frame = frame_of_checkpoint()
         if self._repeated is not None and torch.is_grad_enabled():
@@ -106,7 +112,8 @@ class KeptSums:
         self._replayed[frame] = (backward, number + 1)
         return kept[number]
 
-    def _keep(self, made: Tensor) -> None:
+    def keep(self, made: Tensor) -> None:
+        """Keeps what was summed or gathered, where code runs for the first time."""
         if not torch.is_grad_enabled():
             return
         self._keep_for(frame_of_checkpoint(), made)

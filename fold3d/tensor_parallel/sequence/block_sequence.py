@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -14,6 +14,8 @@ from fold3d.sharding.sequence import Gathering, SequenceSplit
 from fold3d.sharding.shard import even_part
 from fold3d.sharding.split import Path
 from fold3d.tensor_parallel.block_call import BlockCall, BlockCalls
+from fold3d.tensor_parallel.fused.linear import factor, is_fusable
+from fold3d.tensor_parallel.fused.ops import FusedOps
 from fold3d.tensor_parallel.region import RegionOps
 from fold3d.tensor_parallel.sequence.exchange import Exchange
 from fold3d.tensor_parallel.sequence.length import SequenceLength
@@ -79,24 +81,34 @@ class BlockSequence:
 
     def leave(self, y: Tensor) -> Tensor:
         """Returns this rank's part of the sum of what an exit returns. Raises: ValueError when it has no sequence."""
-        dim, (length, _) = self.split.dim, self._known(None)
-        folded = dim == 1 and y.dim() == 2  # as some models have it around linear layers, or experts return tokens
-        unfolded = _unfolded(y, length) if folded else y
-        if unfolded.dim() <= dim or unfolded.shape[dim] != length:
-            raise ValueError(f"an exit returns {tuple(y.shape)}, in which dimension {dim} is no sequence of {length}")
+        unfolded, folded = self._of_an_exit(y)
+        dim, length = self.split.dim, unfolded.shape[self.split.dim]
         part = self._ops.exchange(unfolded, Exchange.reduce_scatter(dim, length))
         return part.flatten(0, 1) if folded else part
 
-    def gather(self, one: Gathering) -> Callable[[], None]:
-        """Has a module take the whole sequence."""
+    def leave_product(self, fused: FusedOps, x: Tensor, weight: Tensor) -> Tensor:
+        """Does what `leave` does for the product of `x` and a weight, [in, out]."""
+        unfolded, folded = self._of_an_exit(x)
+        part = fused.matmul_reduce_scatter(unfolded, weight, self.split.dim)
+        return part.flatten(0, 1) if folded else part
+
+    def gather(self, one: Gathering, linear: Collection[str] = ()) -> Callable[[], None]:
+        """Has a module take the whole sequence.
+
+        Args:
+            linear: layers that take a product which is computed already (`BlockCall.product`).
+        """
         module, calls = self._block.get_submodule(one.module), self._calls
+        readers = {name: self._block.get_submodule(name) for name in one.readers if name in linear}
         original = module.forward
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             call = calls.current()
 
             def gathered(x: Tensor) -> Tensor:
-                return call.gather(x, one.sums, lambda x: self._whole(x, sums=one.sums, folded=one.folded))
+                return call.gather(
+                    x, one.sums, lambda x: self._whole(x, sums=one.sums, folded=one.folded, call=call, readers=readers)
+                )
 
             args, kwargs = replace_argument(args, kwargs, one.path, gathered)
             return original(*args, **kwargs)
@@ -118,13 +130,39 @@ class BlockSequence:
             yield
         self._draws = (chances, mode.used or (known and self._draws is not None and self._draws[1]))
 
-    def _whole(self, part: Tensor, *, sums: bool, folded: bool) -> Tensor:
+    def _whole(
+        self,
+        part: Tensor,
+        *,
+        sums: bool,
+        folded: bool,
+        call: BlockCall | None = None,
+        readers: Mapping[str, nn.Module] | None = None,
+    ) -> Tensor:
         dim = self.split.dim
         length, samples = self._known(None if folded else part.shape[dim])
         first, end = even_part(length, self._ops.size, self._ops.rank)
         unfolded = _unfolded(part, end - first, samples) if folded else part
+        fused = self._ops.fused if readers and all(is_fusable(one, part) for one in readers.values()) else None
+        if fused is not None and call is not None and readers:
+            weights = [factor(one) for one in readers.values()]
+            whole, products = fused.all_gather_matmul(unfolded, weights, dim, length)
+            if folded:
+                whole, products = whole.flatten(0, 1), [one.flatten(0, 1) for one in products]
+            call.add_products(whole, dict(zip(readers, products, strict=True)))
+            return whole
         whole = self._ops.exchange(unfolded, Exchange.gather(dim, length, sums=sums))
         return whole.flatten(0, 1) if folded else whole
+
+    def _of_an_exit(self, x: Tensor) -> tuple[Tensor, bool]:
+        """Returns the whole sequences that an exit takes or returns, and whether samples and sequences lay in one
+        dimension, as some models have it around linear layers, or experts return tokens."""
+        dim, (length, _) = self.split.dim, self._known(None)
+        folded = dim == 1 and x.dim() == 2
+        unfolded = _unfolded(x, length) if folded else x
+        if unfolded.dim() <= dim or unfolded.shape[dim] != length:
+            raise ValueError(f"an exit has {tuple(x.shape)}, in which dimension {dim} is no sequence of {length}")
+        return unfolded, folded
 
     def _known(self, rows: int | None) -> tuple[int, int | None]:
         """Returns how long the whole sequence is, and how many samples there are, where that was said."""

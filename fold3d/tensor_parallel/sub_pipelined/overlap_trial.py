@@ -1,4 +1,4 @@
-"""OverlapTrial: whether halves of a micro-batch take turns (tp_overlap), decided by the times of real steps."""
+"""OverlapTrial: how TP.sync is hidden (tp_overlap), decided by the times of real steps."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from fold3d.config import AUTO, TP_WAYS
+
 logger = logging.getLogger(__name__)
 
 STEPS_EACH = 3
@@ -20,21 +22,31 @@ class OverlapTrial:
     """Of one rank. All ranks of the job run the same steps, so they try and decide alike; every way gives the same
     numbers.
 
-    With "auto" the first step, which compares results, is left out, then steps are run in halves and whole in turns,
-    three of each; from then on as was faster by the median of the slowest rank's times.
+    With "auto" the first step, which compares results, is left out, then steps are run in every way in turns, three
+    each; from then on as was fastest by the median of the slowest rank's times.
     """
 
     def __init__(self, asked: str, slowest: Callable[[Tensor], None]) -> None:
         """Args:
-        asked: "auto", "sub" or "none".
+        asked: one of TP_WAYS, or "auto".
         slowest: gives every rank the elementwise maximum of everybody's tensor, in place; all ranks call.
         """
-        self.in_halves = asked != "none"
-        """Whether micro-batches of the step under way run in halves."""
-        self._decided = asked != "auto"
+        self.way = TP_WAYS[0] if asked == AUTO else asked
+        """Of the step under way."""
+        self._decided = asked != AUTO
         self._slowest = slowest
         self._steps = 0
-        self._seconds: dict[bool, list[float]] = {True: [], False: []}
+        self._seconds: dict[str, list[float]] = {way: [] for way in TP_WAYS}
+
+    @property
+    def in_halves(self) -> bool:
+        """Whether micro-batches of the step under way run in halves."""
+        return self.way == "sub"
+
+    @property
+    def fuses(self) -> bool:
+        """Whether matrix products of the step under way communicate while they compute."""
+        return self.way == "fused"
 
     @property
     def is_decided(self) -> bool:
@@ -47,21 +59,21 @@ class OverlapTrial:
         if self._decided:
             yield
             return
-        self.in_halves = self._steps % 2 == 0
+        self.way = TP_WAYS[self._steps % len(TP_WAYS)]
         start = time.perf_counter()
         yield
         if self._steps:  # the first one compares results
-            self._seconds[self.in_halves].append(time.perf_counter() - start)
+            self._seconds[self.way].append(time.perf_counter() - start)
         self._steps += 1
         if min(map(len, self._seconds.values())) >= STEPS_EACH:
             self._decide()
 
     def _decide(self) -> None:
-        mine = torch.tensor([statistics.median(self._seconds[way]) for way in (True, False)], dtype=torch.float64)
+        mine = torch.tensor([statistics.median(times) for times in self._seconds.values()], dtype=torch.float64)
         self._slowest(mine)
-        halves, whole = mine.tolist()
-        self._decided, self.in_halves = True, halves <= whole
+        seconds = dict(zip(self._seconds, mine.tolist(), strict=True))
+        self._decided, self.way = True, min(seconds, key=lambda way: seconds[way])
         logger.info(
-            "tp_overlap: %s, a step's forwards and backwards take %.1f ms in halves and %.1f ms whole",
-            "sub" if self.in_halves else "none", 1e3 * halves, 1e3 * whole,
+            "tp_overlap: %s; a step's forwards and backwards take %s",
+            self.way, ", ".join(f"{1e3 * each:.1f} ms with {way}" for way, each in seconds.items()),
         )  # fmt: skip

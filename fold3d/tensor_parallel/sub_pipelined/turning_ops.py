@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from fold3d.tensor_parallel.fused.ops import FusedOps
 from fold3d.tensor_parallel.region import RegionOps
 from fold3d.tensor_parallel.sequence.exchange import PART, Exchange
 from fold3d.tensor_parallel.sub_pipelined.turns import Turns
@@ -37,14 +38,23 @@ class TurningOps:
     both sides of the turn of the other function as they are made.
     """
 
-    def __init__(self, group: StartedSums, turns: Turns) -> None:
+    def __init__(self, group: StartedSums, turns: Turns, fuses: Callable[[], bool] = lambda: False) -> None:
+        """Args:
+        fuses: whether products are fused where no functions take turns. It changes between steps only: where backward
+            runs an activation checkpoint again, that must go as it went.
+        """
         self.size, self.rank = group.size, group.rank
+        self._fuses = fuses
         self._group, self.turns = group, turns
         self._newest: dict[int, int] = {}  # function -> sequence number of its newest waiting node
 
     def begin(self) -> None:
         """Functions begin to take turns."""
         self._newest.clear()
+
+    @property
+    def fused(self) -> FusedOps | None:
+        return self._group.fused if self.turns.current is None and self._fuses() else None
 
     def copy_to_region(self, x: Tensor, channels: Tensor | None = None) -> Tensor:
         me = self.turns.current

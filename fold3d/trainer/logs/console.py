@@ -33,7 +33,7 @@ _SAID = {
     *_PARTS,
 }
 _LEFT_OUT = {"tp_hidden_ms", "pp_hidden_ms", "dp_hidden_ms", "preemptions", "pp_delayed_ms", "dp_held_ms"}
-_LEFT_OUT |= {"peak_memory_mb", "peak_memory_rank"}
+_LEFT_OUT |= {"offload_hidden_ms", "offload_gb", "peak_memory_mb", "peak_memory_rank"}
 
 
 def step_line(logs: Mapping[str, Any], state: TrainerState) -> str:

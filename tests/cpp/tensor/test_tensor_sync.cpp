@@ -188,23 +188,23 @@ TEST(TensorSync, RecordsAndCountersTellWhatTravelled) {
       sync.wait(sync.issue(Exchange::all_reduce(of(rank, 2), bytes_of(input), writable_bytes_of(output))));
     };
     all_reduce();
-    if (!sync.take_records().empty()) throw std::runtime_error("records that nobody asked for");
-    sync.keep_records(true);
+    if (!sync.account()->take_records().empty()) throw std::runtime_error("records that nobody asked for");
+    sync.account()->keep_records(true);
     all_reduce();
-    const auto records = sync.take_records();
+    const auto records = sync.account()->take_records();
     if (records.size() != 1 || records[0].bytes != 4000 || records[0].kind != Exchange::Kind::kAllReduce) {
       throw std::runtime_error("a wrong record");
     }
     if (records[0].issued_ns > records[0].start_ns || records[0].start_ns > records[0].end_ns) {
       throw std::runtime_error("wrong times");
     }
-    const auto counters = sync.counters();
+    const auto counters = sync.account()->counters();
     if (counters.exchanges != 2 || counters.bytes != 8000 || counters.waited_ns <= 0) {
       throw std::runtime_error("wrong counters");
     }
     std::int64_t waited = 0;
-    for (const auto& wait : sync.take_waits()) waited += wait.end_ns - wait.start_ns;
-    if (waited > counters.waited_ns || !sync.take_waits().empty()) throw std::runtime_error("wrong waits");
+    for (const auto& wait : sync.account()->take_waits()) waited += wait.end_ns - wait.start_ns;
+    if (waited > counters.waited_ns || !sync.account()->take_waits().empty()) throw std::runtime_error("wrong waits");
   });
 }
 
@@ -218,20 +218,20 @@ TEST(TensorSync, WhatNobodyWaitsForIsHidden) {
     const auto issue = [&] {
       return sync.issue(Exchange::all_reduce(of(rank, 2), bytes_of(input), writable_bytes_of(output)));
     };
-    sync.keep_records(true);
+    sync.account()->keep_records(true);
     if (rank == 1) std::this_thread::sleep_for(milliseconds(300));  // late: rank 0 waits for it
     sync.wait(issue());
-    auto counters = sync.counters();
+    auto counters = sync.account()->counters();
     if (rank == 0 && counters.waited_ns < 200 * kMs) throw std::runtime_error("waited too little");
     if (counters.hidden_ns > 100 * kMs) throw std::runtime_error("what was waited for is not hidden");
-    if (rank == 0 && sync.take_waits().size() != 1) throw std::runtime_error("there was one wait");
+    if (rank == 0 && sync.account()->take_waits().size() != 1) throw std::runtime_error("there was one wait");
 
     const std::int64_t hidden = counters.hidden_ns;
     if (rank == 1) std::this_thread::sleep_for(milliseconds(300));
     const auto ticket = issue();
     std::this_thread::sleep_for(milliseconds(600));  // as if it computed
     sync.wait(ticket);
-    counters = sync.counters();
+    counters = sync.account()->counters();
     if (rank == 0 && counters.hidden_ns - hidden < 200 * kMs) throw std::runtime_error("it was under way");
     if (counters.hidden_ns - hidden > 590 * kMs) throw std::runtime_error("it was over before that");
   });

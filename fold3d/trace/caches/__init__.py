@@ -1,0 +1,1 @@
+"""What a model's code keeps between calls."""
