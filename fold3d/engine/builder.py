@@ -106,6 +106,9 @@ class CutModel:
     """What the planner was told and said, if another schedule may be chosen."""
     planned: tuple[Job, Proposal] | None
     """What the planner was told and said; None where it was not asked."""
+    overlap_limit: float | None
+    """Seconds of a step's forwards and backwards from which the predicted way of hiding TP.sync is doubted; None: it
+    was not predicted."""
     name: str
     """This engine's in the job."""
 
@@ -196,6 +199,7 @@ def cut_model(
         strategy=strategy,
         proposed=proposed if may_change else None,
         planned=proposed,
+        overlap_limit=None if forecast is None else forecast.other,
         name=name,
     )
 
@@ -237,7 +241,7 @@ def _connect(
         undo.callback(progress.life.forget, shards)
     group = TensorParallelGroup(shards)
     way = TP_OVERLAP.of(model.strategy) if topology.tp > 1 else "none"
-    overlap = OverlapTrial(way, partial(_slowest, world))
+    overlap = OverlapTrial(way, partial(_slowest, world), model.overlap_limit)
     turning = TurningOps(group, Turns(), lambda: overlap.fuses)
     sums = KeptSums(turning, turning.turns)
     if topology.tp > 1:

@@ -32,6 +32,9 @@ class Proposal:
         """What the fullest rank needs."""
         return max(peak.bytes for peak in self.peaks)
 
+    second_best: tuple[tuple[str, float], ...] = ()
+    """Of knobs whose choice can be left to real steps: name, and milliseconds predicted with the next best value."""
+
     @property
     def step_ms(self) -> float:
         """Predicted milliseconds of a step."""

@@ -143,12 +143,13 @@ def search(job: Job, constraints: Constraints | None = None) -> Proposal:
     if not found:
         raise ConfigError("a knob of the registry has no candidates for this job")
     best = min(found, key=lambda one: one.state.rank(one.winner))
-    settings, remarks = _settled(best, found)
+    settings, remarks, second_best = _settled(best, found)
     proposal = _proposal(best.state, best.winner, best.heuristic)
     return replace(
         proposal,
         strategy=replace(proposal.strategy, settings=settings),
         remarks=(*proposal.remarks, *remarks),
+        second_best=second_best,
     )
 
 
@@ -161,9 +162,12 @@ class _Found:
     heuristic: _Candidate
 
 
-def _settled(best: _Found, found: Sequence[_Found]) -> tuple[tuple[tuple[str, str], ...], list[str]]:
-    """Returns the best settings, with what real steps are to decide where predictions are too close, and why."""
-    settled, remarks = dict(best.state.settings), []
+def _settled(
+    best: _Found, found: Sequence[_Found]
+) -> tuple[tuple[tuple[str, str], ...], list[str], tuple[tuple[str, float], ...]]:
+    """Returns the best settings, with what real steps are to decide where predictions are too close; why; and what the
+    next best value of each such knob takes."""
+    settled, remarks, seconds = dict(best.state.settings), [], []
     for knob in registry.in_settings(best.state.job.tp):
         if knob.undecided is None:
             continue
@@ -177,6 +181,7 @@ def _settled(best: _Found, found: Sequence[_Found]) -> tuple[tuple[tuple[str, st
         if not others:
             continue
         second = min(others, key=lambda one: one.winner.step_ns)
+        seconds.append((knob.name, second.winner.step_ns / 1e6))
         mine, other = settled[knob.name], dict(second.state.settings)[knob.name]
         close = second.winner.step_ns < DECISIVE * best.winner.step_ns
         if close:
@@ -185,7 +190,7 @@ def _settled(best: _Found, found: Sequence[_Found]) -> tuple[tuple[tuple[str, st
             f"{knob.name}: {mine} takes {best.winner.step_ns / 1e6:.1f} ms a step, {other} "
             f"{second.winner.step_ns / 1e6:.1f}: " + ("too close to tell, real steps decide" if close else mine)
         )
-    return tuple(settled.items()), remarks
+    return tuple(settled.items()), remarks, tuple(seconds)
 
 
 def _try_all(state: _Search) -> _Candidate:

@@ -50,3 +50,15 @@ def test_what_is_asked_for_is_not_tried(asked: str, monkeypatch: pytest.MonkeyPa
         raise AssertionError
 
     assert set(ways(OverlapTrial(asked, never), lambda way: 1.0, monkeypatch)) == {asked}
+
+
+@pytest.mark.parametrize(("limit", "stays"), [(1.5, "none"), (3.0, "sub")])
+def test_a_prediction_that_does_not_hold_is_tried(limit: float, stays: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Halves were predicted to be faster; they take 2 s, and the whole 1 s."""
+    trial = OverlapTrial("sub", lambda times: None, limit)
+
+    def seconds(way: str) -> float:
+        return 1.0 if way == "none" else 2.0
+
+    assert set(ways(trial, seconds, monkeypatch)[: STEPS_EACH + 1]) == {"sub"}
+    assert ways(trial, seconds, monkeypatch)[-1] == stays and trial.is_decided

@@ -45,6 +45,8 @@ class TpForecast:
     """Seconds that it waits for TP.sync, hidden as was decided."""
     bandwidth: float
     """Bytes per second, measured."""
+    other: float | None = None
+    """Seconds that forwards and backwards would take hidden in the other way; None where there was no choice."""
 
     @property
     def text(self) -> str:
@@ -63,6 +65,7 @@ def forecast_of(job: Job, proposed: Proposal) -> TpForecast:
         computing=busiest.compute_ms / 1e3,
         exposed=busiest.exposed_tp_ms / 1e3,
         bandwidth=job.network.tp_bandwidth,
+        other=next((ms / 1e3 for name, ms in proposed.second_best if name == KNOB.name), None),
     )
 
 
@@ -117,15 +120,19 @@ def predict_tp_sync(
         tp=topology.tp,
         micro_batches=config.micro_batches,
     )
-    way = KNOB.of(strategy)
+    way, other = KNOB.of(strategy), None
     if is_open:
         way = _decided(job, strategy)
+        bubbles = (job.micro_batches + job.pp - 1) / job.micro_batches
+        other = max(_seconds(job, strategy, one)[0] for one in TP_OVERLAP) * bubbles
         strategy = replace(
             strategy, settings=tuple((name, way if name == KNOB.name else text) for name, text in strategy.settings)
         )
     spent, exposed = _seconds(job, strategy, way)
     sent = _bytes(job, strategy)
-    return strategy, TpForecast(bytes=sent, computing=spent - exposed, exposed=exposed, bandwidth=bandwidth)
+    return strategy, TpForecast(
+        bytes=sent, computing=spent - exposed, exposed=exposed, bandwidth=bandwidth, other=other
+    )
 
 
 def warn_of_spread(forecast: TpForecast | None, world: WorldGroup) -> None:
