@@ -35,9 +35,9 @@ struct PyRun {
   std::vector<py::object> micro_batches, results;
 };
 
-/// A Python object with forward(micro_batch, tensors, batch or None) -> (tensors, result) and reduce() -> None; and,
-/// for schedules with RECOMPUTE, forward_first(micro_batch, tensors) -> (tensors, result, kept) and
-/// recompute(micro_batch, tensors, kept) -> tensors.
+/// A Python object with forward(micro_batch, tensors) -> (tensors, result), which in schedules with OFFLOAD gets a
+/// StashBatch besides, and reduce() -> None; and, for schedules with RECOMPUTE, forward_first(micro_batch, tensors) ->
+/// (tensors, result, kept) and recompute(micro_batch, tensors, kept) -> tensors.
 class PyChunk final : public runtime::Chunk {
  public:
   explicit PyChunk(py::object chunk) : chunk_(std::move(chunk)), forward_(chunk_.attr("forward")) {}
@@ -54,7 +54,8 @@ class PyChunk final : public runtime::Chunk {
   std::vector<at::Tensor> forward(int micro_batch, std::vector<at::Tensor> inputs,
                                   const std::shared_ptr<runtime::StashBatch>& batch) override {
     const py::gil_scoped_acquire gil;
-    const py::tuple sent_and_result = forward_(input_of(micro_batch), std::move(inputs), batch);
+    const py::tuple sent_and_result = batch ? forward_(input_of(micro_batch), std::move(inputs), batch)
+                                            : forward_(input_of(micro_batch), std::move(inputs));
     keep_result(micro_batch, sent_and_result[1]);
     return sent_and_result[0].cast<std::vector<at::Tensor>>();
   }
