@@ -110,8 +110,7 @@ class ParallelConfig:
     offload: str = AUTO
     """What leaves the device between its forward and its backward, for a pool of host memory: "none"; "boundaries":
     what recomputed chunks keep; "activations": what the graphs of all chunks saved. Copies run beside the computation;
-    what is used again at once stays. The numbers are the same. "auto": the planner's choice where there is a
-    memory_limit, else none."""
+    what is used again at once stays. The numbers are the same. "auto": nothing."""
     offload_pool: int | float | str = AUTO
     """Bytes of the pool, reserved when the engine is built (pinned on GPUs), also as text: "8GB"; a number from then
     on. What does not fit is an error. "auto": what the stashes of the first step ask for."""

@@ -127,8 +127,8 @@ class TrainingArguments(transformers.TrainingArguments):
         default=AUTO,
         metadata={
             "help": "What leaves the device between forward and backward, for a pool of host memory: none, boundaries "
-            "(what recomputed layers keep), activations (all that backward passes need), or auto: the planner's choice "
-            "where there is a memory_limit, else none. Copies run beside the computation. The numbers are the same."
+            "(what recomputed layers keep), activations (all that backward passes need), or auto: none. Copies run "
+            "beside the computation. The numbers are the same."
         },
     )
     offload_pool: Bytes = field(
