@@ -6,11 +6,13 @@ import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from fold3d import _C
 from fold3d.comms.world_group import WorldGroup
 from fold3d.plan.simulator import RankBreakdown
+
+if TYPE_CHECKING:  # drawing records needs neither torch nor the extension
+    from fold3d import _C
 
 NS_PER_MS = 1e6
 RawRecord = tuple[str, str, int, int, int]
