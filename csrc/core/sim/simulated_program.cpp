@@ -28,8 +28,8 @@ SimulatedProgram::SimulatedProgram(const Schedule& schedule) : shape(schedule.sh
       }
       const auto number = static_cast<int>(nodes.size());
       const auto chunk = static_cast<std::size_t>(action.chunk);
-      nodes.push_back({action, 0, {}, action.kind == Kind::kForward && !forward_seen[chunk], false});
-      nodes.back().copies = std::exchange(copies, {});
+      const bool is_first = action.kind == Kind::kForward && !forward_seen[chunk];
+      nodes.push_back({action, 0, {}, is_first, false, std::exchange(copies, {}), false});
       node_of[action] = number;
       ranks[rank].push_back(number);
       if (action.kind == Kind::kForward) forward_seen[chunk] = true;
