@@ -47,10 +47,10 @@ class Boundaries:
         run = PipelineChunk._forward
 
         def forward(
-            chunk: PipelineChunk, micro_batch: MicroBatch, received: list[Tensor], which: Run
+            chunk: PipelineChunk, micro_batch: MicroBatch, received: list[Tensor], which: Run, *batch: Any
         ) -> tuple[list[Tensor], Any]:
             self._add("received", received)
-            sent, result = run(chunk, micro_batch, received, which)
+            sent, result = run(chunk, micro_batch, received, which, *batch)
             if not chunk._is_last:
                 self._add("sent", sent)
             self.peak = max(self.peak, self.bytes("received") + self.bytes("sent"))
