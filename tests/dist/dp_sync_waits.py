@@ -267,7 +267,7 @@ def another_schedule() -> tuple[list[float], dict[str, Tensor], dict[str, Any]]:
     """Trains through a look of the replanner that finds a better schedule; returns losses, weights, and the plan."""
     real, asked = replanner.recheck, []
 
-    def better(job: Job, strategy: Strategy, forward: Any, backward: Any) -> Proposal | None:
+    def better(job: Job, strategy: Strategy, *measured: Any) -> Proposal | None:
         other = "aiao" if strategy.schedule != "aiao" else "1f1b" if strategy.segments == 1 else "interleaved"
         asked.append(other)
         kept = {"ranges": strategy.ranges, "bucket_bytes": strategy.bucket_bytes, "dp_sync": strategy.dp_sync}

@@ -66,7 +66,8 @@ def account_of_a_step(transport: str) -> tuple[dict[str, float], int, list[tuple
     engine.record_tp_sync(True)
     engine.step(parity_jobs.batch_of(engine, case, 1))
     breakdown = engine.breakdown()
-    exchanges = [(action, size) for lane, action, _, _, size in breakdown.records if lane == "tp_sync"]
+    # In any order: over gloo several are under way, and each is recorded when it is done.
+    exchanges = sorted((action, size) for lane, action, _, _, size in breakdown.records if lane == "tp_sync")
     waits = sum(end - start for lane, action, start, end, _ in breakdown.records if (lane, action) == ("wait", TP_SYNC))
     engine.close()
     return breakdown.log(dp=1, pp=1, tp=2), breakdown.tp_bytes, exchanges, waits
