@@ -18,13 +18,16 @@ from fold3d.tensor_parallel.sub_pipelined.turns import Turns
 
 WIDTH, LAYERS = 6, 4
 
+Event = tuple[str, int]
+"""What happened, and with which exchange."""
+
 
 class Wire(TensorParallelGroup):
     """A group of one rank that writes down what is started and waited for, and whether something came in between."""
 
     def __init__(self) -> None:
         super().__init__(None)
-        self.events: list[tuple[str, int]] = []
+        self.events: list[Event] = []
         self.number = 0
 
     def start_all_reduce(self, tensor: Tensor) -> Any:
@@ -81,7 +84,7 @@ class SharedSequence(nn.Module):
         return x
 
 
-def hidden(events: list[tuple[str, int]]) -> list[bool]:
+def hidden(events: list[Event]) -> list[bool]:
     """Of each sum in the order of starts, whether somebody computed between its start and the wait for it."""
     starts = {number: at for at, (kind, number) in enumerate(events) if kind == "start"}
     waits = {number: at for at, (kind, number) in enumerate(events) if kind == "wait"}
@@ -89,12 +92,16 @@ def hidden(events: list[tuple[str, int]]) -> list[bool]:
     return [any(kind == "compute" for kind, _ in events[starts[n] : waits[n]]) for n in sorted(starts)]
 
 
-@pytest.mark.parametrize("kept", [False, True])
-def test_every_sum_is_hidden_but_the_last(kept: bool) -> None:
+def in_halves(kind: type[nn.Module], kept: bool) -> tuple[list[Event], list[Event], nn.Sequential, Tensor]:
+    """Returns what happened in a forward of layers in two halves and in the backward of both, the layers and the input.
+
+    Args:
+        kept: whether layers are checkpointed.
+    """
     torch.manual_seed(0)
     wire, turns = Wire(), Turns()
     ops: Any = TurningOps(wire, turns)
-    layers = nn.Sequential(*(Layer(KeptSums(ops), wire) for _ in range(LAYERS)))
+    layers = nn.Sequential(*(kind(KeptSums(ops), wire) for _ in range(LAYERS)))
     x = torch.randn(4, 3, WIDTH, requires_grad=True)
     ops.begin()
 
@@ -106,31 +113,23 @@ def test_every_sum_is_hidden_but_the_last(kept: bool) -> None:
     halves = turns.run([lambda: run(x[:2]), lambda: run(x[2:])], [], [torch.default_generator])
     forward, wire.events = wire.events, []
     torch.cat(halves).square().sum().backward()
+    return forward, wire.events, layers, x
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_every_sum_is_hidden_but_the_last(kept: bool) -> None:
+    forward, backward, _, _ = in_halves(Layer, kept)
     assert hidden(forward)[:-1] == [True] * (2 * LAYERS - 1), "the last half has nobody left"
     assert [kind for kind, _ in forward].count("start") == 2 * LAYERS
     # The first sum of the gradients begins when the other half has all of its last layer to compute, and so on.
-    assert hidden(wire.events)[:-1] == [True] * (2 * LAYERS - 1)
-    assert [kind for kind, _ in wire.events].count("start") == 2 * LAYERS, "recomputation communicates nothing"
+    assert hidden(backward)[:-1] == [True] * (2 * LAYERS - 1)
+    assert [kind for kind, _ in backward].count("start") == 2 * LAYERS, "recomputation communicates nothing"
 
 
 @pytest.mark.parametrize("kept", [False, True])
 def test_every_exchange_of_a_sequence_is_hidden_but_the_last(kept: bool) -> None:
-    torch.manual_seed(0)
-    wire, turns = Wire(), Turns()
-    ops: Any = TurningOps(wire, turns)
-    layers = nn.Sequential(*(SharedSequence(KeptSums(ops), wire) for _ in range(LAYERS)))
-    x = torch.randn(4, 3, WIDTH, requires_grad=True)
-    ops.begin()
-
-    def run(part: Tensor) -> Tensor:
-        for layer in layers:
-            part = checkpoint(layer, part, use_reentrant=False) if kept else layer(part)
-        return part
-
-    halves = turns.run([lambda: run(x[:2]), lambda: run(x[2:])], [], [torch.default_generator])
-    forward, wire.events = wire.events, []
-    torch.cat(halves).square().sum().backward()
-    for events in (forward, wire.events):
+    forward, backward, layers, x = in_halves(SharedSequence, kept)
+    for events in (forward, backward):
         assert [kind for kind, _ in events].count("start") == 2 * 2 * LAYERS, "recomputation communicates nothing"
         assert sum(hidden(events)) >= 2 * 2 * LAYERS - 2, "what ends a half has nobody left"
     found, x.grad = x.grad, None
