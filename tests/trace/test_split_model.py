@@ -17,6 +17,7 @@ HALVES = [(0, 2), (2, 4)]
 SINGLES = [(0, 1), (1, 2), (2, 3), (3, 4)]
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_cut_equals_the_whole_model(family: str, padded: bool) -> None:
@@ -76,6 +77,7 @@ def test_micro_batches_of_other_shapes(family: str) -> None:
 
 
 class TestRecomputing:
+    @pytest.mark.rotating
     @pytest.mark.parametrize("family", ["gpt2", "llama", "opt", "gpt_neox"])
     @pytest.mark.parametrize("reentrant", [None, False, True])
     def test_equals_the_whole_model(self, family: str, reentrant: bool | None) -> None:
@@ -132,6 +134,7 @@ class TestRecomputing:
 
 
 class TestDropout:
+    @pytest.mark.rotating
     @pytest.mark.parametrize("recompute", [False, True])
     @pytest.mark.parametrize("family", FAMILIES)
     def test_every_split_equals_one_chunk(self, family: str, recompute: bool) -> None:
