@@ -175,7 +175,8 @@ void bind_memory(py::module_& module) {
   module.def(
       "memory_curves",
       [](const core::Schedule& schedule, const MemoryModel& model, const core::TrainingStep& step) {
-        return core::memory_curves(schedule, model, core::compute_times(step, schedule.shape));
+        return core::memory_curves(schedule, model, core::compute_times(step, schedule.shape),
+                                   core::copy_times(step, schedule.shape));
       },
       py::arg("schedule"), py::arg("model"), py::arg("step"), py::call_guard<py::gil_scoped_release>());
 }

@@ -22,7 +22,8 @@ def table(curves: Sequence[StageMemory]) -> str:
     lines = ["memory over the step, and the most of it"]
     for stage, (curve, peak) in enumerate(zip(curves, peaks_of(curves), strict=True)):
         line = sparkline([(point.time_ns, point.device) for point in curve.points], end, most)
-        lines.append(f"stage {stage}  {line}  {text_of_bytes(peak.bytes)} ({peak.text()})")
+        pool = f"; in the pool {text_of_bytes(peak.pool)}" if peak.pool else ""
+        lines.append(f"stage {stage}  {line}  {text_of_bytes(peak.bytes)} ({peak.text()}){pool}")
     return "\n".join(lines)
 
 

@@ -46,6 +46,9 @@ def add(subcommands: Any, *, knobs: bool) -> None:
         "--bandwidth", type=float, default=10.0, metavar="GBIT", help="per process, each way; default 10"
     )
     costs.add_argument("--latency", type=float, default=50.0, metavar="US", help="of a message, default 50")
+    costs.add_argument(
+        "--copy-bandwidth", type=float, default=25.0, metavar="GB", help="a second to host memory and back, default 25"
+    )
     tp_option.add(costs)
     made.set_defaults(run=run)
     if knobs:
@@ -86,7 +89,11 @@ def run(options: argparse.Namespace) -> None:
             raise ConfigError("no mesh is possible")
         job, proposal = layers.job(tried[0].mesh), tried[0].proposal
     if job.memory_limit is not None and proposal.memory_bytes > job.memory_limit:
-        raise ConfigError(f"{proposal.table}\nnothing fits: raise --memory-limit or --pp, or set --recompute full")
+        raise ConfigError(
+            f"{proposal.table}\nnothing fits: stage {proposal.fullest_stage} needs at least "
+            f"{text_of_bytes(proposal.memory_bytes)} of {text_of_bytes(job.memory_limit)}; raise --memory-limit or "
+            "--pp, or lower --batch"
+        )
     print(proposal.table)
     print(f"strategy: {proposal.strategy}")
     print(breakdown.table("stage", proposal.prediction))
@@ -95,7 +102,7 @@ def run(options: argparse.Namespace) -> None:
 
 def _check(options: argparse.Namespace) -> None:
     """Raises: ConfigError for options that make no sense, or do not fit each other."""
-    for name in ("tflops", "bandwidth", "batch", "world_size"):
+    for name in ("tflops", "bandwidth", "copy_bandwidth", "batch", "world_size"):
         if not getattr(options, name) > 0:
             raise ConfigError(f"--{name.replace('_', '-')} is {getattr(options, name):g}; it must be positive")
     if not 0 <= options.latency < 1e9:
@@ -164,7 +171,6 @@ class _Layers:
 
     def __init__(self, options: argparse.Namespace) -> None:
         from fold3d.device import default_device
-        from fold3d.plan.space.recompute import KNOB as RECOMPUTE
         from fold3d.profile.assumed import assumed_profile
         from fold3d.profile.layers import profile_model
         from fold3d.trace import trace
@@ -178,14 +184,13 @@ class _Layers:
             )
         self._model, self._example = model, _resized(example, options)
         self.trace = trace(model, blocks=options.blocks, example=self._example)
-        recompute = options.recompute is not None and not RECOMPUTE.read(options.recompute).nothing
         print(f"{model_option.describe(model)}; a micro-batch: {model_option.shapes_of(self._example)}")
         if options.measure:
             self._device = default_device()
-            self._whole = profile_model(model, self.trace, self._example, self._device, recompute=recompute)
+            self._whole = profile_model(model, self.trace, self._example, self._device)
         else:
             speed = options.tflops * 1e12
-            self._whole = assumed_profile(model, self.trace, self._example, flops_per_second=speed, recompute=recompute)
+            self._whole = assumed_profile(model, self.trace, self._example, flops_per_second=speed)
         self._profiles = {1: self._whole}
 
     def job(self, mesh: Mesh) -> Job:
@@ -208,6 +213,8 @@ class _Layers:
             memory_limit=config.memory_size,
             action_seconds=ACTION_SECONDS,
             bucket_seconds=BUCKET_SECONDS,
+            copy_bandwidth=self._options.copy_bandwidth * 1e9,
+            pool_is_elsewhere=True,
         )
 
     def _profile(self, tp: int, sequence_parallel: bool) -> Profile:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from fold3d.cli import breakdown, memory, schedule_option, tp_option
-from fold3d.config import SIMULATED_DP_SYNC
+from fold3d.config import OFFLOAD, SIMULATED_DP_SYNC
 from fold3d.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -42,6 +43,9 @@ def add(subcommands: Any) -> None:
     cluster.add_argument("--latency", type=float, default=50.0, metavar="US", help="of a message, default 50")
     cluster.add_argument("--ranks-per-host", type=int, default=1, metavar="N", help="share a network card, default 1")
     cluster.add_argument("--chunk", type=float, default=1.0, metavar="MB", help="DP.sync may pause so often, default 1")
+    cluster.add_argument(
+        "--copy-bandwidth", type=float, default=25.0, metavar="GB", help="a second to the pool and back, default 25"
+    )
     cluster.add_argument("--no-preempt", action="store_true", help="PP.sync waits for whole buckets of DP.sync")
     made.add_argument(
         "--dp-sync", choices=SIMULATED_DP_SYNC, default="zero1", help="how DP.sync is hidden, default zero1"
@@ -52,6 +56,12 @@ def add(subcommands: Any) -> None:
     made.add_argument(
         "--recompute", metavar="CHUNKS", help="that run their forward again: full, or of each chunk, such as full/none"
     )
+    made.add_argument(
+        "--offload",
+        choices=OFFLOAD,
+        default="none",
+        help="which stashes leave the device, with --saved: boundaries (of chunks that recompute) or activations (all)",
+    )
     made.add_argument("--png", metavar="FILE", help="draw the step's timeline")
     made.set_defaults(run=run)
 
@@ -61,17 +71,27 @@ def run(options: argparse.Namespace) -> None:
     from fold3d import schedule as schedules
     from fold3d.plan.cluster_model import Cluster, Work
     from fold3d.plan.costs import NetworkCosts, TpExchange
-    from fold3d.plan.memory.model import even_curves
+    from fold3d.plan.memory.model import even_curves, even_stashes
+    from fold3d.plan.memory.spared import Spared
     from fold3d.plan.simulator import predict
     from fold3d.plan.space.tp_times import even_regions, layers_seconds
+    from fold3d.recompute import Choice, Recompute
 
     if options.png and importlib.util.find_spec("matplotlib") is None:
         raise ConfigError("--png needs matplotlib, which is not installed: pip install matplotlib")
     schedule = schedule_option.schedule_of(options, "simulate")
     schedules.validate(schedule)
-    if options.recompute is not None:
-        again = schedule_option.recompute_of(options, schedule)
-        schedule = schedules.lower(schedule, reduce=True, recompute=again)
+    again = schedule_option.recompute_of(options, schedule)
+    if options.saved is not None and not options.saved >= 0:
+        raise ConfigError(f"--saved is {options.saved:g}; it cannot be negative")
+    if options.offload != "none" and options.saved is None:
+        raise ConfigError(f"--offload {options.offload} copies what --saved says; give it, in MB")
+    whole = Recompute(tuple(Choice(full=chunk) for chunk in again))
+    moves = Spared(whole, options.offload).offloaded(len(again))
+    if options.offload != "none" and not moves:
+        raise ConfigError("--offload boundaries has no effect: no chunk recomputes; set --recompute full")
+    if options.recompute is not None or moves:
+        schedule = schedules.lower(schedule, reduce=True, recompute=again, offload=moves)
     layers = 2 * schedule.segments if options.layers is None else options.layers
     if options.tp < 1:
         raise ConfigError(f"--tp is {options.tp}; it must be positive")
@@ -98,6 +118,9 @@ def run(options: argparse.Namespace) -> None:
         activation_bytes=round(options.activation * 1e6),
         gradient_bytes=round(options.gradients * 1e6),
     )
+    saved = 0 if options.saved is None else round(options.saved * 1e6)
+    if moves:
+        work = replace(work, stash_bytes=even_stashes(work, schedule.pp, saved, again))
     cluster = Cluster(
         dp=options.dp,
         bandwidth=options.bandwidth * 1e9 / 8,
@@ -105,6 +128,8 @@ def run(options: argparse.Namespace) -> None:
         ranks_per_host=options.ranks_per_host,
         slice_bytes=round(options.chunk * 1e6),
         preempt=not options.no_preempt,
+        copy_bandwidth=_positive(options, "copy_bandwidth") * 1e9,
+        copies_share=True,
     )
     prediction = predict(
         schedule,
@@ -116,9 +141,6 @@ def run(options: argparse.Namespace) -> None:
     )
     print(_report(schedule, prediction))
     if options.saved is not None:
-        if not options.saved >= 0:
-            raise ConfigError(f"--saved is {options.saved:g}; it cannot be negative")
-        saved = round(options.saved * 1e6)
         print(memory.table(even_curves(schedule, work, cluster, saved, dp_sync=options.dp_sync)))
     if options.png:
         from fold3d.observe.timeline_picture import write_picture
@@ -131,7 +153,7 @@ def run(options: argparse.Namespace) -> None:
 def _positive(options: argparse.Namespace, name: str) -> float:
     value: float = getattr(options, name)
     if not value > 0:
-        raise ConfigError(f"--{name} is {value:g}; a micro-batch takes some time")
+        raise ConfigError(f"--{name.replace('_', '-')} is {value:g}; it must be positive")
     return value
 
 

@@ -34,6 +34,12 @@ class Job:
     """Spent on every forward and backward of a chunk besides computing."""
     bucket_seconds: float = 0.0
     """Spent on every reduce-scatter and gather besides sending."""
+    copy_bandwidth: float = 25e9
+    """Bytes per second between a device and its pool, both directions together."""
+    pool_is_elsewhere: bool = False
+    """Whether the pool is no part of the memory that is limited. Else nothing leaves for it unless the user says so."""
+    pool_limit: int | None = None
+    """Bytes of a rank's pool; None: any."""
 
     def cluster(self, message_bytes: int) -> Cluster:
         """Returns what the simulator is told of the ranks and their network.
@@ -51,4 +57,6 @@ class Job:
             preempt=self.preempt,
             action_seconds=self.action_seconds,
             bucket_seconds=self.bucket_seconds,
+            copy_bandwidth=self.copy_bandwidth,
+            copies_share=True,
         )

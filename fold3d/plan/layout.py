@@ -9,9 +9,11 @@ from fold3d._C import partition
 from fold3d.errors import ConfigError
 from fold3d.placement.buckets import cut_buckets
 from fold3d.placement.layers import chunk_layers
+from fold3d.placement.recomputed_blocks import recomputed_places
 from fold3d.plan.cluster_model import BucketCost, Work
 from fold3d.plan.job import Job
-from fold3d.plan.memory.layer_bytes import Activations, activations_of
+from fold3d.plan.memory.layer_bytes import Activations, LayerBytes, activations_of
+from fold3d.plan.memory.spared import NOTHING, Spared
 from fold3d.plan.strategy import Ranges
 from fold3d.topology import num_segments
 from fold3d.trace import Trace
@@ -37,6 +39,10 @@ class Layout(Work):
     ranges: Ranges
     bucket_bytes: int
     activations: tuple[Activations, ...]
+    kept: tuple[int, ...]
+    """Bytes that a chunk keeps of a micro-batch beside its inputs if its forward runs again as a whole."""
+    spared: Spared
+    """What is computed again, and what leaves the device."""
     parameter_bytes: tuple[int, ...]
     trainable_bytes: tuple[int, ...]
     """Of `parameter_bytes` those that are trained."""
@@ -46,20 +52,37 @@ class Layout(Work):
         return [bucket for chunk in self.buckets[stage::pp] for bucket in chunk]
 
 
-def layout_of(job: Job, ranges: Ranges, bucket_bytes: int) -> Layout:
-    """Returns what the chunks of `ranges` cost, with buckets of at least `bucket_bytes` (cut_buckets)."""
+def layout_of(job: Job, ranges: Ranges, bucket_bytes: int, spared: Spared = NOTHING) -> Layout:
+    """Returns what the chunks of `ranges` cost, with buckets of at least `bucket_bytes` (cut_buckets).
+
+    Blocks that recompute each by itself are part of their chunk's backward; chunks that recompute as a whole cost what
+    they do without: their RECOMPUTE is an action of its own.
+
+    Raises: ConfigError when `spared` is said of another number of chunks.
+    """
     profile = job.profile
-    forward, backward, kept, weights, trained, update, buckets = [], [], [], [], [], [], []
+    again = [
+        {first + place for place in places}
+        for (first, _), places in zip(
+            ranges, recomputed_places([end - first for first, end in ranges], job.pp, spared.recompute), strict=True
+        )
+    ]
+    forward, backward, weights, trained, update, buckets = [], [], [], [], [], []
+    needs: list[list[LayerBytes]] = []
+    sums: list[int] = []  # of TP.sync
     forward_tp: list[float] = []
     backward_tp: list[float] = []
-    for layers in chunk_layers(job.trace, ranges, job.pp):
-        times = [(profile.forward[layer.block + 1], profile.backward[layer.block + 1]) for layer in layers]
+    for chunk, layers in enumerate(chunk_layers(job.trace, ranges, job.pp)):
+        choice = spared.recompute.of_chunks(len(ranges))[chunk]
+        costs = [profile.layer(layer.block + 1, layer.block in again[chunk], choice.patterns) for layer in layers]
+        times = [(cost.forward, cost.backward) for cost in costs]
         sizes = [sum(profile.gradient_bytes[name] for name in layer.parameters) for layer in layers]
         forward.append(sum(time for time, _ in times))
         backward.append(sum(time for _, time in times))
         for waits, known in ((forward_tp, profile.exposed_forward), (backward_tp, profile.exposed_backward)):
             waits.append(sum(known[layer.block + 1] for layer in layers) if known else 0.0)
-        kept.append([profile.layers[layer.block + 1] for layer in layers])
+        needs.append([cost.bytes for cost in costs])
+        sums.append(sum(cost.sums for cost in costs))
         names = [name for layer in layers for name in layer.parameters]
         weights.append(sum(profile.parameter_bytes[name] for name in names))
         trained.append(sum(profile.parameter_bytes[name] for name in names if profile.gradient_bytes[name]))
@@ -75,6 +98,14 @@ def layout_of(job: Job, ranges: Ranges, bucket_bytes: int) -> Layout:
             )
         )
     sent = [*(profile.activation_bytes[end - 1] for _, end in ranges[:-1]), 0]
+    activations = [activations_of(layers, arriving) for layers, arriving in zip(needs, sent, strict=True)]
+    arrives = [0, *(profile.activation_bytes[end - 1] for _, end in ranges[:-1])]
+    whole = spared.recompute.without_graph(len(ranges))
+    moves = spared.offloaded(len(ranges))
+    stashed = [
+        into + (held if none else chunk.saved)
+        for into, held, none, chunk in zip(arrives, sums, whole, activations, strict=True)
+    ]
     return Layout(
         ranges=ranges,
         bucket_bytes=bucket_bytes,
@@ -83,7 +114,10 @@ def layout_of(job: Job, ranges: Ranges, bucket_bytes: int) -> Layout:
         forward_tp=tuple(forward_tp),
         backward_tp=tuple(backward_tp),
         activation_bytes=tuple(profile.activation_bytes[end - 1] for _, end in ranges),
-        activations=tuple(activations_of(layers, arriving) for layers, arriving in zip(kept, sent, strict=True)),
+        stash_bytes=tuple(stashed) if moves else (),
+        activations=tuple(activations),
+        kept=tuple(sums),
+        spared=spared,
         parameter_bytes=tuple(weights),
         trainable_bytes=tuple(trained),
         update=tuple(update),

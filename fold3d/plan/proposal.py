@@ -32,6 +32,11 @@ class Proposal:
         """What the fullest rank needs."""
         return max(peak.bytes for peak in self.peaks)
 
+    @property
+    def fullest_stage(self) -> int:
+        """The stage of the rank that needs most."""
+        return max(range(len(self.peaks)), key=lambda stage: self.peaks[stage].bytes)
+
     second_best: tuple[tuple[str, float], ...] = ()
     """Of knobs whose choice can be left to real steps: name, and milliseconds predicted with the next best value."""
 

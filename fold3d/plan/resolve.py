@@ -32,12 +32,10 @@ def resolve_auto(config: ParallelConfig, dp: int) -> Constraints:
     """
     constraints = replace(constraints_of(config), segments=_only_segments(config, dp))
     if config.memory_limit is not None and not needs_planner(config, constraints, dp):
-        alone = "one process has nothing to spread; remove it"
-        all_set = (
-            'everything that memory depends on is set; remove it, or set schedule, group_size or dp_sync to "auto"'
+        raise ConfigError(
+            f"memory_limit={config.memory_limit} has no effect: everything that memory depends on is set; remove it, "
+            'or set schedule, group_size, dp_sync, recompute or offload to "auto"'
         )
-        why = alone if dp * config.tp * config.pp == 1 else all_set
-        raise ConfigError(f"memory_limit={config.memory_limit} has no effect: {why}")
     return constraints
 
 
@@ -51,7 +49,9 @@ def needs_planner(config: ParallelConfig, constraints: Constraints, dp: int) -> 
         return True
     open_order = constraints.schedule is None or (constraints.schedule == "fold" and constraints.group_size is None)
     open_ways = dp > 1 and constraints.dp_sync is None
-    return config.memory_limit is not None and dp * config.pp > 1 and (open_order or open_ways)
+    open_spared = not {"recompute", "offload"} <= set(dict(constraints.settings))
+    spread = dp * config.pp > 1 and (open_order or open_ways)
+    return config.memory_limit is not None and (spread or open_spared)
 
 
 def _only_segments(config: ParallelConfig, dp: int) -> int | None:

@@ -11,11 +11,14 @@ from fold3d.placement.partition import split_ranges
 from fold3d.plan.cluster_model import early_gathers_to_try, kind_of
 from fold3d.plan.constraints import Constraints
 from fold3d.plan.job import Job
-from fold3d.plan.layout import Layout, Shares, cut
+from fold3d.plan.layout import Layout, Shares, cut, layout_of
 from fold3d.plan.memory.model import StagePeak, peaks_of
+from fold3d.plan.memory.spared import NOTHING, Spared
+from fold3d.plan.memory.sparing import climb, ladders
 from fold3d.plan.proposal import Proposal
 from fold3d.plan.simulator import prediction_of
 from fold3d.plan.space import candidates, dp_sync, registry
+from fold3d.plan.space.candidates import spared_from
 from fold3d.plan.space.segments import KNOB as SEGMENTS
 from fold3d.plan.strategy import MIXED, Modes, Ranges, Strategy, name_of
 from fold3d.plan.trial import Order, Trials
@@ -37,6 +40,8 @@ DECISIVE = 1.1
 """Predictions that differ by less leave a knob to real steps that can be left to them: measured layers and links are
 right to some percent."""
 _RUNNERS_UP = 4
+_SPARED_PLANS = 12
+"""That the search makes fit into memory, the fastest first."""
 _MUCH_WORK = 25_000
 """Compute actions per step of all stages from which the search looks at fewer candidates."""
 
@@ -71,7 +76,7 @@ class _Search:
         self.pool: dict[tuple[object, ...], _Candidate] = {}
 
     def try_one(self, layout: Layout, order: Order, modes: Modes, early_gathers: int = -1) -> _Candidate:
-        key = (layout.ranges, layout.buckets, order, modes, early_gathers)
+        key = (layout.ranges, layout.buckets, layout.spared, order, modes, early_gathers)
         if key not in self.pool:
             step = self.trials.run(layout, order, modes, early_gathers=early_gathers)
             memory = peaks_of(self.trials.memory(layout, order, modes, step))
@@ -79,8 +84,12 @@ class _Search:
         return self.pool[key]
 
     def fits(self, candidate: _Candidate) -> bool:
-        limit = self.job.memory_limit
-        return limit is None or candidate.memory <= limit
+        return all(map(self.has_room, candidate.peaks))
+
+    def has_room(self, peak: StagePeak) -> bool:
+        """Whether a rank holds so much."""
+        limit, pool = self.job.memory_limit, self.job.pool_limit
+        return (limit is None or peak.bytes <= limit) and (pool is None or peak.pool <= pool)
 
     def rank(self, candidate: _Candidate) -> tuple[object, ...]:
         """What is better comes first: fits, fast; if nothing fits, the least memory."""
@@ -121,7 +130,38 @@ class _Search:
             return best
         equal = [c for c in self.pool.values() if self.fits(c) and c.step_ns <= best.step_ns * _EQUAL]
         # Gathers that may begin at any time depend least on what was measured being right.
-        return min(equal, key=lambda c: (c.segments(self.job.pp), _KINDS.index(kind_of(c.modes)), c.step_ns))
+        return min(
+            equal,
+            key=lambda c: (
+                *(not c.layout.spared.nothing, c.segments(self.job.pp)),
+                *(_KINDS.index(kind_of(c.modes)), c.step_ns),
+            ),
+        )
+
+    def spare(self) -> None:
+        """Makes what is fast, but too large, fit by computing again and by copies to the pool, as far as these are not
+        decided. They only add time: what takes longer without them than the fastest that fits is not looked at."""
+        if self.job.memory_limit is None:
+            return
+        fitting = [c.step_ns for c in self.pool.values() if self.fits(c)]
+        best = min(fitting, default=None)
+        found: dict[object, _Candidate] = {}
+        for candidate in sorted(self.pool.values(), key=lambda c: c.step_ns):
+            found.setdefault((candidate.segments(self.job.pp), candidate.order, kind_of(candidate.modes)), candidate)
+        for candidate in list(found.values())[:_SPARED_PLANS]:
+            if best is not None and candidate.step_ns * _EQUAL >= best:
+                return
+            for ladder in ladders(self.job, self.constraints, len(candidate.layout.ranges)):
+
+                def tried(spared: Spared, like: _Candidate = candidate) -> tuple[int, Sequence[StagePeak]]:
+                    nonlocal best
+                    layout = layout_of(self.job, like.layout.ranges, like.layout.bucket_bytes, spared)
+                    made = self.try_one(layout, like.order, like.modes, like.early_gathers)
+                    if self.fits(made) and (best is None or made.step_ns < best):
+                        best = made.step_ns
+                    return made.step_ns, made.peaks
+
+                climb(ladder, tried, self.has_room, candidate.step_ns)
 
 
 def search(job: Job, constraints: Constraints | None = None) -> Proposal:
@@ -143,8 +183,8 @@ def search(job: Job, constraints: Constraints | None = None) -> Proposal:
     if not found:
         raise ConfigError("a knob of the registry has no candidates for this job")
     best = min(found, key=lambda one: one.state.rank(one.winner))
-    settings, remarks, second_best = _settled(best, found)
     proposal = _proposal(best.state, best.winner, best.heuristic)
+    settings, remarks, second_best = _settled(best, found, proposal.strategy.settings)
     return replace(
         proposal,
         strategy=replace(proposal.strategy, settings=settings),
@@ -163,11 +203,15 @@ class _Found:
 
 
 def _settled(
-    best: _Found, found: Sequence[_Found]
+    best: _Found, found: Sequence[_Found], settings: tuple[tuple[str, str], ...]
 ) -> tuple[tuple[tuple[str, str], ...], list[str], tuple[tuple[str, float], ...]]:
     """Returns the best settings, with what real steps are to decide where predictions are too close; why; and what the
-    next best value of each such knob takes."""
-    settled, remarks, seconds = dict(best.state.settings), [], []
+    next best value of each such knob takes.
+
+    Args:
+        settings: the best ones.
+    """
+    settled, remarks, seconds = dict(settings), [], []
     for knob in registry.in_settings(best.state.job.tp):
         if knob.undecided is None:
             continue
@@ -211,6 +255,7 @@ def _try_all(state: _Search) -> _Candidate:
                 state.try_all(layout, found.order, _limits(job, layout, 4))
     for found in state.best_of(lambda c: (c.layout.ranges, c.layout.buckets, c.order), max(1, few // 2)):
         state.try_all(found.layout, found.order, _limits(job, found.layout, 24), mixed=True)
+    state.spare()
     return heuristic
 
 
@@ -225,7 +270,8 @@ def decide(job: Job, constraints: Constraints, steps_parts: Callable[[], bool]) 
         return search(job, constraints)
     early = search(job, replace(constraints, dp_sync="early"))
     fits = job.memory_limit is None or early.memory_bytes <= job.memory_limit
-    return early if fits or not steps_parts() else search(job, constraints)
+    spares = Spared.of(early.strategy.settings) != spared_from(constraints)
+    return early if (fits and not spares) or not steps_parts() else search(job, constraints)
 
 
 def recheck(
@@ -252,12 +298,14 @@ def recheck(
         )
     # What an action costs beside its layers was measured with them, and so was what settings cost.
     job = registry.with_costs(job, strategy.settings)
+    backward_ms = _once(job, strategy, backward_ms)
     measured = replace(_with_times(job, strategy.ranges, forward_ms, backward_ms, tp_ms), action_seconds=0.0)
     constraints = Constraints(
         ranges=strategy.ranges,
         bucket_bytes=strategy.bucket_bytes,
         dp_sync=strategy.dp_sync,
         modes=strategy.modes or None,
+        settings=strategy.settings,
     )
     layout = candidates.layouts(measured, constraints, strategy.ranges)[0]
     buckets = [len(layout.of_stage(stage, job.pp)) for stage in range(job.pp)]
@@ -322,7 +370,7 @@ def _proposal(state: _Search, winner: _Candidate, heuristic: _Candidate) -> Prop
         modes=winner.modes if kind == MIXED else (),
         gather_order=tuple(tuple(numbers) for numbers in winner.gather_order) if has_early else (),
         bucket_bytes=winner.layout.bucket_bytes,
-        settings=state.settings,
+        settings=winner.layout.spared.into(state.settings),
     )
     return Proposal(
         strategy=strategy,
@@ -357,9 +405,38 @@ def _remarks(state: _Search, winner: _Candidate) -> list[str]:
         remarks.append(
             f"needs about {text_of_bytes(winner.memory)} of {text_of_bytes(job.memory_limit)} on the fullest rank"
         )
+    remarks += _traded(state, winner)
     if not job.profile.measured:
         remarks.append("layers were not measured: times are shares of FLOPs")
     return remarks
+
+
+def _once(job: Job, strategy: Strategy, backward_ms: Sequence[float]) -> Sequence[float]:
+    """Returns the backward times of chunks without what their blocks compute again, if they do."""
+    spared = Spared.of(strategy.settings)
+    if spared.nothing:
+        return backward_ms
+    kept, again = (layout_of(job, strategy.ranges, strategy.bucket_bytes, how).backward for how in (NOTHING, spared))
+    return [ms * (a / b if b else 1.0) for ms, a, b in zip(backward_ms, kept, again, strict=True)]
+
+
+def _traded(state: _Search, winner: _Candidate) -> list[str]:
+    """Returns what is computed again or copied to the pool, what that costs, and what it is for."""
+    spared = spared_from(state.constraints)
+    if spared == winner.layout.spared:
+        return []
+    plain = layout_of(state.job, winner.layout.ranges, winner.layout.bucket_bytes, spared)
+    without = state.try_one(plain, winner.order, winner.modes, winner.early_gathers)
+    stage = max(range(len(without.peaks)), key=lambda number: without.peaks[number].bytes)
+    slower = 100 * (winner.step_ns / without.step_ns - 1)
+    saved = without.peaks[stage].bytes - winner.peaks[stage].bytes
+    pool = max(peak.pool for peak in winner.peaks)
+    return [
+        f"{winner.layout.spared} costs {slower:.1f} % of a step and saves {text_of_bytes(saved)} on stage {stage}: "
+        f"without it stage {stage} needs {text_of_bytes(without.peaks[stage].bytes)} of "
+        f"{text_of_bytes(state.job.memory_limit or 0)}"
+        + (f"; the pool of a rank holds up to {text_of_bytes(pool)}" if pool else "")
+    ]
 
 
 def _with_times(

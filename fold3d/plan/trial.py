@@ -29,7 +29,7 @@ class Trials:
     def __init__(self, job: Job) -> None:
         self.job = job
         self._schedules: dict[tuple[Order, int], _C.Schedule] = {}
-        self._again: dict[tuple[Order, int, tuple[bool, ...]], _C.Schedule] = {}
+        self._lowered: dict[tuple[Order, int, tuple[bool, ...], tuple[bool, ...]], _C.Schedule] = {}
 
     def schedule(self, order: Order, segments: int) -> _C.Schedule:
         """Returns the compute actions. Raises: ConfigError as fold3d.schedule.generate."""
@@ -46,19 +46,20 @@ class Trials:
             )
         return self._schedules[key]
 
-    def program(self, order: Order, segments: int, recompute: Sequence[bool] = ()) -> _C.Schedule:
-        """Returns what is simulated. Raises: ConfigError as fold3d.schedule.generate.
+    def program(self, order: Order, layout: Layout) -> _C.Schedule:
+        """Returns the compute actions, with what `layout` computes again and copies to the pool.
 
-        Args:
-            recompute: of every chunk, as in fold3d.schedule.lower.
+        Raises: ConfigError as fold3d.schedule.generate.
         """
-        made = self.schedule(order, segments)
-        if not any(recompute):
+        chunks = len(layout.ranges)
+        made = self.schedule(order, num_segments(chunks, self.job.pp))
+        again, moves = layout.spared.recompute.without_graph(chunks), layout.spared.offloaded(chunks)
+        if not any(again) and not moves:
             return made
-        key = (order, segments, tuple(recompute))
-        if key not in self._again:
-            self._again[key] = schedules.lower(made, reduce=False, recompute=recompute)
-        return self._again[key]
+        key = (order, num_segments(chunks, self.job.pp), tuple(again), tuple(moves))
+        if key not in self._lowered:
+            self._lowered[key] = schedules.lower(made, reduce=False, recompute=again, offload=moves)
+        return self._lowered[key]
 
     def run(
         self,
@@ -70,18 +71,16 @@ class Trials:
         gather_order: Sequence[Sequence[int]] | None = None,
         breakdown: bool = False,
         spans: bool = True,
-        recompute: Sequence[bool] = (),
     ) -> _C.TrainingStep:
         """Simulates training steps.
 
         Args:
             modes: per stage, "early", "zero1" or "serial" of each bucket; either all are serial or none.
             early_gathers: that a stage may begin before its last reduce-scatter is done, -1 for any number.
-            recompute: of every chunk whether its forward runs again before its backward; empty: of none.
             spans: needed for `memory`.
             gather_order: per stage its early buckets in the order of their gathers; None: as the network becomes idle.
         """
-        made = self.program(order, num_segments(len(layout.ranges), self.job.pp), recompute)
+        made = self.program(order, layout)
         cluster = self.job.cluster(max(layout.activation_bytes))
         model = cluster_model(layout, cluster, pp=self.job.pp, dp_sync=kind_of(modes), modes=modes)
         if model.dp_sync == "early":
@@ -91,9 +90,6 @@ class Trials:
                 model.early_gathers = early_gathers
         return _C.simulate_step(made, model, breakdown=breakdown, spans=spans)
 
-    def memory(
-        self, layout: Layout, order: Order, modes: Modes, step: _C.TrainingStep, *, recompute: Sequence[bool] = ()
-    ) -> list[_C.StageMemory]:
-        """Returns the bytes of each stage over `step`, which was run with spans and the same `recompute`."""
-        made = self.program(order, num_segments(len(layout.ranges), self.job.pp), recompute)
-        return _C.memory_curves(made, memory_model(self.job, layout, modes), step)
+    def memory(self, layout: Layout, order: Order, modes: Modes, step: _C.TrainingStep) -> list[_C.StageMemory]:
+        """Returns the bytes of each stage over `step`, which was run with spans."""
+        return _C.memory_curves(self.program(order, layout), memory_model(self.job, layout, modes), step)

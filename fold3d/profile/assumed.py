@@ -8,7 +8,6 @@ from typing import Any
 from torch import nn
 
 from fold3d.plan.costs import Profile
-from fold3d.plan.memory.layer_bytes import recomputed
 from fold3d.profile.layer_bytes import layer_bytes
 from fold3d.profile.layers import handed_on
 from fold3d.trace import Trace
@@ -25,7 +24,6 @@ def assumed_profile(
     micro_batch: Mapping[str, Any],
     *,
     flops_per_second: float,
-    recompute: bool = False,
 ) -> Profile:
     """Returns times by FLOPs (a backward is two forwards) and the bytes that a forward without values keeps.
 
@@ -34,20 +32,15 @@ def assumed_profile(
         trace: its recording with `micro_batch`.
         micro_batch: keyword arguments of the model's forward for one micro-batch, on the meta device.
         flops_per_second: that the device sustains.
-        recompute: each block's forward runs again in backward; what it keeps is what it was given.
     """
     costs = [trace.prologue_cost, *trace.costs, trace.epilogue_cost]
     forward = [cost.flops / flops_per_second for cost in costs]
-    again = [recompute and 0 < layer < len(costs) - 1 for layer in range(len(costs))]
     handed = [handed_on(None, trace, block) for block in range(len(trace.blocks))]
     layers = layer_bytes(model, trace, micro_batch)
     return Profile(
         forward=tuple(forward),
-        backward=tuple((3 if more else 2) * seconds for seconds, more in zip(forward, again, strict=True)),
-        layers=tuple(
-            recomputed(layer, handed[number - 1]) if more else layer
-            for number, (layer, more) in enumerate(zip(layers, again, strict=True))
-        ),
+        backward=tuple(2 * seconds for seconds in forward),
+        layers=layers,
         activation_bytes=tuple(handed),
         gradient_bytes={name: _FLOAT * p.numel() if p.requires_grad else 0 for name, p in model.named_parameters()},
         parameter_bytes={name: p.numel() * p.element_size() for name, p in model.named_parameters()},

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from fold3d.plan.costs import Profile
-from fold3d.plan.memory.layer_bytes import LayerBytes, estimated, recomputed
+from fold3d.plan.memory.layer_bytes import LayerBytes, estimated
 from fold3d.profile.calls import Call, TensorShape, record_calls
 from fold3d.profile.layer_bytes import layer_bytes
 from fold3d.profile.stopwatch import Timing, time_call
@@ -34,7 +34,6 @@ def profile_model(
     micro_batch: Mapping[str, Any],
     device: torch.device,
     *,
-    recompute: bool = False,
     optimizer: Callable[[list[nn.Parameter]], Optimizer] | None = None,
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
     seconds: float = 2.0,
@@ -48,7 +47,6 @@ def profile_model(
         model: before it is cut; parameters may be on the meta device.
         trace: its recording.
         micro_batch: keyword arguments of the model's forward for one micro-batch; only shapes matter.
-        recompute: the runtime will run each block's forward again in backward.
         optimizer: makes the optimizer of a list of parameters, tried on a made-up one; where that fails, and for None,
             AdamW stands for it.
         autocast: the context in which the model's forward runs.
@@ -75,19 +73,13 @@ def profile_model(
     layers = [_sum([timings[kinds[name]] if name in kinds else None for name in parts]) for parts, _ in entries]
     flops = [cost.flops for _, cost in entries]
     complete = _fill(layers, flops, device)
-    again = [recompute and 0 < index < len(complete) - 1 for index in range(len(complete))]
     handed = [handed_on(calls.get(block), trace, index) for index, block in enumerate(trace.blocks)]
     needs = _bytes(model, trace, micro_batch, device, autocast, complete, handed)
     update, state = _optimizer_cost(optimizer, device)
     return Profile(
         forward=tuple(layer.forward for layer in complete),
-        backward=tuple(
-            layer.backward + (layer.forward if more else 0) for layer, more in zip(complete, again, strict=True)
-        ),
-        layers=tuple(
-            recomputed(layer, handed[index - 1]) if more else layer
-            for index, (layer, more) in enumerate(zip(needs, again, strict=True))
-        ),
+        backward=tuple(layer.backward for layer in complete),
+        layers=needs,
         activation_bytes=tuple(handed),
         gradient_bytes={name: _FLOAT * p.numel() if p.requires_grad else 0 for name, p in model.named_parameters()},
         parameter_bytes={name: p.numel() * p.element_size() for name, p in model.named_parameters()},

@@ -12,11 +12,12 @@ from torch.nn import Module, Parameter
 from fold3d.config import AUTO, ParallelConfig
 from fold3d.errors import ConfigError, TraceError
 from fold3d.placement.parameter_placement import ParameterPlacement
+from fold3d.placement.recomputed_blocks import recomputed_blocks
 from fold3d.plan.space.recompute import KNOB as RECOMPUTE
 from fold3d.plan.strategy import Strategy
 from fold3d.sharding.plan import ShardingPlan
 from fold3d.stage.loss_check import LossCheck
-from fold3d.stage.recompute import Checkpoints, blocks_to_recompute, modules_to_recompute
+from fold3d.stage.recompute import Checkpoints, modules_to_recompute
 from fold3d.stage.split_model import SplitModel
 from fold3d.stage.whole_model import WholeModel
 from fold3d.tensor_parallel.install import install
@@ -139,7 +140,7 @@ class RankModel:
         recompute = RECOMPUTE.of(strategy)
         blocks = self.trace.blocks if self.trace is not None and strategy.num_chunks > 1 else _blocks_of(model, config)
         self._inner = modules_to_recompute(model, blocks, self.ranges, recompute)
-        again = blocks_to_recompute(blocks, self.ranges, strategy.pp, recompute)
+        again = recomputed_blocks(blocks, self.ranges, strategy.pp, recompute)
         placement = ParameterPlacement.of(names, self.trace, self.ranges, strategy.pp, tied_groups(model))
         self.placement = placement.sharded(self.parts.plan)
         self.stage = topology.pp_rank

@@ -17,7 +17,6 @@ from fold3d.errors import ConfigError
 from fold3d.recompute import Choice, Recompute
 from fold3d.stage.once.changed_buffers import Before, ChangedBuffers
 from fold3d.stage.once.drawn_numbers import DrawnNumbers
-from fold3d.topology import stage_of
 from fold3d.trace.wrappers import wrap
 
 _MOST_NAMES = 20
@@ -85,27 +84,6 @@ class Checkpoints:
         checkpointed: Any = recomputed(module, original)
         checkpointed.fold3d_split = self
         self._undo.append(wrap(module, block_forward(CurrentForward(), -1, 0, checkpointed, original)))
-
-
-def blocks_to_recompute(
-    blocks: Sequence[str], ranges: Sequence[tuple[int, int]], pp: int, recompute: Recompute
-) -> list[str]:
-    """Returns the blocks that are recomputed each by itself.
-
-    Args:
-        ranges: blocks [first, end) of every chunk.
-    Raises: ConfigError when it is said of another number of chunks.
-    """
-    found: list[str] = []
-    passed: dict[tuple[int, int], int] = {}  # (stage, every): blocks so far
-    for chunk, (choice, names) in enumerate(_chunks(blocks, ranges, recompute)):
-        every = 1 if choice.full and len(ranges) == 1 else choice.every
-        for name in names if every else ():
-            number = passed.setdefault((stage_of(chunk, pp), every), 0)
-            passed[stage_of(chunk, pp), every] += 1
-            if number % every == 0:
-                found.append(name)
-    return found
 
 
 def modules_to_recompute(

@@ -45,20 +45,21 @@ def test_a_schedule_of_one_s_own_says_how_often_it_folds(tmp_path: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "dp", "why"),
+    ("settings", "dp"),
     [
-        ({"pp": 1}, 1, "one process has nothing to spread"),
-        ({"pp": 2, "segments": 2, "schedule": "aiao"}, 1, "everything that memory depends on is set"),
-        (
-            {"pp": 2, "segments": 2, "schedule": "aiao", "dp_sync": "early"},
-            2,
-            "everything that memory depends on is set",
-        ),
+        ({"pp": 1}, 1),
+        ({"pp": 2, "segments": 2, "schedule": "aiao"}, 1),
+        ({"pp": 2, "segments": 2, "schedule": "aiao", "dp_sync": "early"}, 2),
     ],
 )
-def test_a_memory_limit_needs_something_to_choose(settings: dict[str, Any], dp: int, why: str) -> None:
-    with pytest.raises(ConfigError, match=f"memory_limit=5 has no effect: {why}"):
-        resolve_auto(ParallelConfig(memory_limit=5, **settings), dp)
+def test_a_memory_limit_needs_something_to_choose(settings: dict[str, Any], dp: int) -> None:
+    why = "memory_limit=5 has no effect: everything that memory depends on is set"
+    with pytest.raises(ConfigError, match=why):
+        resolve_auto(ParallelConfig(memory_limit=5, recompute="none", offload="none", **settings), dp)
+    for name in ("recompute", "offload"):
+        both = {"recompute": "none", "offload": "none", name: "auto"}
+        config = ParallelConfig(memory_limit=5, **both, **settings)
+        assert needs_planner(config, resolve_auto(config, dp), dp)
 
 
 def test_without_the_planner_what_is_free_has_its_default() -> None:

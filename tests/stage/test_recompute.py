@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from fold3d.errors import ConfigError
+from fold3d.placement.recomputed_blocks import recomputed_blocks
 from fold3d.recompute import Recompute
-from fold3d.stage.recompute import Checkpoints, blocks_to_recompute, modules_to_recompute
+from fold3d.stage.recompute import Checkpoints, modules_to_recompute
 from tests.helpers import models
 
 BLOCKS = [f"h.{i}" for i in range(8)]
@@ -20,7 +21,7 @@ RANGES = [(0, 2), (2, 4), (4, 6), (6, 8)]
 
 def test_blocks_are_counted_on_each_stage() -> None:
     def found(text: str, pp: int = 2) -> str:
-        names = blocks_to_recompute(BLOCKS, RANGES, pp, Recompute.parse(text))
+        names = recomputed_blocks(BLOCKS, RANGES, pp, Recompute.parse(text))
         return " ".join(name.removeprefix("h.") for name in names)
 
     assert found("blocks") == "0 1 2 3 4 5 6 7"
@@ -32,7 +33,7 @@ def test_blocks_are_counted_on_each_stage() -> None:
 
 
 def test_a_model_in_one_piece_recomputes_block_by_block() -> None:
-    assert blocks_to_recompute(BLOCKS, [(0, 0)], 1, Recompute.parse(True)) == BLOCKS
+    assert recomputed_blocks(BLOCKS, [(0, 0)], 1, Recompute.parse(True)) == BLOCKS
 
 
 def test_modules_by_name() -> None:

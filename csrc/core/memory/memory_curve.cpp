@@ -1,6 +1,7 @@
 #include "core/memory/memory_curve.h"
 
 #include <algorithm>
+#include <deque>
 #include <numeric>
 #include <stdexcept>
 #include <string>
@@ -9,27 +10,36 @@
 
 #include "core/ir/action_kinds.h"
 #include "core/ir/deps.h"
+#include "core/ir/stash.h"
 
 namespace fold3d::core {
 namespace {
 
 std::size_t at(int number) { return static_cast<std::size_t>(number); }
 
-/// More or fewer bytes of one use from a moment on.
+/// Beside the uses of the device.
+constexpr std::size_t kPool = kNumMemoryUses;
+
+/// More or fewer bytes of one use, or in the pool, from a moment on.
 struct Change {
   std::int64_t time_ns;
-  MemoryUse use;
+  std::size_t use;
   std::int64_t bytes;
 };
 
 class Stage {
  public:
   void add(std::int64_t time_ns, MemoryUse use, std::int64_t bytes) {
-    if (bytes != 0) changes_.push_back({time_ns, use, bytes});
+    if (bytes != 0) changes_.push_back({time_ns, static_cast<std::size_t>(use), bytes});
   }
   void hold(std::int64_t from_ns, std::int64_t until_ns, MemoryUse use, std::int64_t bytes) {
     add(from_ns, use, bytes);
     add(until_ns, use, -bytes);
+  }
+  void lie_in_pool(std::int64_t from_ns, std::int64_t until_ns, std::int64_t bytes) {
+    if (bytes == 0) return;
+    changes_.push_back({from_ns, kPool, bytes});
+    changes_.push_back({until_ns, kPool, -bytes});
   }
   /// Buffers of the pool of received messages: they stay for the next ones.
   void receive(std::int64_t from_ns, std::int64_t until_ns, std::int64_t bytes) {
@@ -51,9 +61,10 @@ class Stage {
     for (std::size_t k = 0; k < changes_.size(); ++k) {
       const Change& change = changes_[k];
       now.time_ns = change.time_ns;
-      now.uses[static_cast<std::size_t>(change.use)] += change.bytes;
+      (change.use == kPool ? now.pool : now.uses[change.use]) += change.bytes;
       if (k + 1 < changes_.size() && changes_[k + 1].time_ns == change.time_ns) continue;
       memory.points.push_back(now);
+      memory.most_pool = std::max(memory.most_pool, now.pool);
       if (now.device() > memory.peak.device()) memory.peak = now;
     }
     if (memory.points.empty()) memory.points.push_back(now);
@@ -68,17 +79,23 @@ class Stage {
 /// A forward that is not the first of its chunk and micro-batch.
 bool is_second_forward(Kind kind) { return kind != Kind::kForward && about(kind).work.forward > 0; }
 
-/// When the stash of a chunk and micro-batch ends, and what of it is known.
+/// When the stash of a chunk and micro-batch ends, and where it lies until then.
 struct Ends {
   std::int64_t again_ns = -1;    ///< end of a second forward
   std::int64_t backward_ns = 0;  ///< B, or I
   std::int64_t last_ns = 0;      ///< B, or W
+  bool moves = false;            ///< to the pool, and back
+  std::int64_t leaves_ns = 0;    ///< OFFLOAD: it has a place in the pool
+  std::int64_t left_ns = 0;      ///< and none on the device
+  std::int64_t comes_ns = 0;     ///< PREFETCH: it has a place on the device again
+  std::int64_t back_ns = 0;      ///< and none in the pool
 };
 
 /// The step of all stages, action by action.
 class Walk {
  public:
-  Walk(const Schedule& schedule, const MemoryModel& model, const std::vector<std::vector<ActionTime>>& times)
+  Walk(const Schedule& schedule, const MemoryModel& model, const std::vector<std::vector<ActionTime>>& times,
+       const std::vector<std::vector<ActionTime>>& copies)
       : shape_(schedule.shape),
         model_(model),
         times_(times),
@@ -96,6 +113,16 @@ class Walk {
         }
         if (time.action == split_.last_backward(time.action.chunk, time.action.micro_batch)) ends.last_ns = time.end_ns;
       }
+    }
+    for (const auto& list : copies) {
+      for (const ActionTime& time : list) {
+        Ends& ends = ends_of(time.action);
+        std::int64_t& end = time.action.kind == Kind::kOffload ? ends.left_ns : ends.back_ns;
+        end = std::max(end, time.end_ns);
+      }
+    }
+    for (std::size_t stage = 0; stage < schedule.ranks.size(); ++stage) {
+      place_copies(schedule.ranks[stage], times[stage]);
     }
   }
 
@@ -123,16 +150,55 @@ class Walk {
   const ChunkBytes& of(int chunk) const { return model_.chunks[at(chunk)]; }
   Ends& ends_of(const Action& action) { return ends_[at(action.chunk * shape_.micro_batches + action.micro_batch)]; }
 
+  /// When a stage's program comes to its copies, which it does as the Executor: see CopyLanes. Copies of which nothing
+  /// is known are over at once.
+  void place_copies(const std::vector<Action>& actions, const std::vector<ActionTime>& times) {
+    std::size_t computed = 0;
+    std::int64_t now = 0;
+    std::deque<std::int64_t> leaving;
+    for (const Action& action : actions) {
+      if (is_compute(action.kind)) now = times[computed++].end_ns;
+      if (!is_copy(action.kind)) continue;
+      Ends& ends = ends_of(action);
+      ends.moves = true;
+      if (action.kind == Kind::kOffload) {
+        while (leaving.size() >= at(kOffloadsUnderWay)) {
+          now = std::max(now, leaving.front());
+          leaving.pop_front();
+        }
+        ends.leaves_ns = now;
+        leaving.push_back(ends.left_ns = std::max(ends.left_ns, now));
+      } else {
+        ends.comes_ns = now = std::max(now, ends.left_ns);
+        ends.back_ns = std::max(ends.back_ns, now);
+      }
+    }
+  }
+
+  /// What a forward keeps until its last backward.
+  void keep(Stage& stage, const Ends& ends, std::int64_t from_ns, MemoryUse use, std::int64_t bytes) {
+    if (!ends.moves) return stage.hold(from_ns, ends.last_ns, use, bytes);
+    stage.hold(from_ns, std::max(from_ns, ends.left_ns), use, bytes);
+    come_back(stage, ends, use, bytes);
+  }
+  void come_back(Stage& stage, const Ends& ends, MemoryUse use, std::int64_t bytes) {
+    stage.lie_in_pool(ends.leaves_ns, ends.back_ns, bytes);
+    stage.hold(ends.comes_ns, ends.last_ns, use, bytes);
+  }
+
   void compute(Stage& stage, const ActionTime& time) {
     const Action& action = time.action;
     const ChunkBytes& bytes = of(action.chunk);
     const auto works = [&](std::int64_t size) { stage.hold(time.start_ns, time.end_ns, MemoryUse::kWorkspace, size); };
     if (action.kind == Kind::kForward || is_second_forward(action.kind)) {
       const Ends& ends = ends_of(action);
-      const bool keeps = ends.again_ns < 0 || action.kind != Kind::kForward;
       works(bytes.forward);
-      stage.hold(time.end_ns, ends.last_ns, MemoryUse::kSaved, keeps ? bytes.saved : bytes.kept);
-      if (action.kind == Kind::kForward) hand_over(stage, action.chunk + 1, action.micro_batch, time.end_ns);
+      if (action.kind != Kind::kForward) {
+        stage.hold(time.end_ns, ends.last_ns, MemoryUse::kSaved, bytes.saved);
+        return;
+      }
+      keep(stage, ends, time.end_ns, MemoryUse::kSaved, ends.again_ns < 0 ? bytes.saved : bytes.kept);
+      hand_over(stage, action.chunk + 1, action.micro_batch, time.end_ns);
       return;
     }
     switch (action.kind) {
@@ -156,7 +222,7 @@ class Walk {
     const std::int64_t bytes = of(next).inputs;
     const Ends& its = ends_of({next, Kind::kForward, micro_batch});
     const Ends& own = ends_of({next - 1, Kind::kForward, micro_batch});
-    stage.hold(now, its.last_ns, MemoryUse::kInputs, bytes);
+    keep(stage, its, now, MemoryUse::kInputs, bytes);
     stage.hold(its.backward_ns, own.backward_ns, MemoryUse::kMessages, bytes);
   }
 
@@ -167,7 +233,9 @@ class Walk {
     const std::int64_t bytes = of(is_forward ? message.to.chunk : message.from.chunk).inputs;
     const Ends& ends = ends_of(message.to);
     sender.hold(message.made_ns, message.there_ns, MemoryUse::kMessages, bytes);
-    receiver.receive(message.begins_ns, is_forward ? ends.last_ns : ends.backward_ns, bytes);
+    const bool moves = is_forward && ends.moves;
+    receiver.receive(message.begins_ns, moves ? ends.left_ns : is_forward ? ends.last_ns : ends.backward_ns, bytes);
+    if (moves) come_back(receiver, ends, MemoryUse::kInputs, bytes);
   }
 
   const Shape& shape_;
@@ -185,7 +253,8 @@ class Walk {
 std::int64_t MemoryPoint::device() const { return std::accumulate(uses.begin(), uses.end(), std::int64_t{0}); }
 
 std::vector<StageMemory> memory_curves(const Schedule& schedule, const MemoryModel& model,
-                                       const std::vector<std::vector<ActionTime>>& times) {
+                                       const std::vector<std::vector<ActionTime>>& times,
+                                       const std::vector<std::vector<ActionTime>>& copies) {
   model.check(schedule.shape);
   if (times.size() != schedule.ranks.size()) {
     throw std::invalid_argument("times of " + std::to_string(times.size()) + " stages for a schedule of " +
@@ -201,7 +270,7 @@ std::vector<StageMemory> memory_curves(const Schedule& schedule, const MemoryMod
       ++k;
     }
   }
-  return Walk(schedule, model, times).run();
+  return Walk(schedule, model, times, copies).run();
 }
 
 }  // namespace fold3d::core

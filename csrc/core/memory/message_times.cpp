@@ -16,14 +16,14 @@ std::size_t at(int number) { return static_cast<std::size_t>(number); }
 /// A link and its direction: messages of it are sent one after the other.
 using Queue = std::tuple<int, int, Kind>;
 
-}  // namespace
-
-std::vector<std::vector<ActionTime>> compute_times(const TrainingStep& step, const Shape& shape) {
+/// Of the first replica, by stage; parts that follow each other are one.
+template <class Wanted>
+std::vector<std::vector<ActionTime>> times_of(const TrainingStep& step, const Shape& shape, Wanted wanted) {
   std::vector<std::vector<ActionTime>> times(at(shape.pp));
   std::int64_t origin = 0;
   for (const SimulatedSpan& span : step.spans) origin = std::min(origin, span.start_ns);
   for (const SimulatedSpan& span : step.spans) {
-    if (span.lane != SimulatedSpan::Lane::kCompute || span.rank >= shape.pp) continue;
+    if (!wanted(span.lane) || span.rank >= shape.pp) continue;
     auto& list = times[at(span.rank)];
     const std::int64_t start = span.start_ns - origin, end = span.end_ns - origin;
     if (!list.empty() && list.back().action == span.action) {
@@ -33,6 +33,18 @@ std::vector<std::vector<ActionTime>> compute_times(const TrainingStep& step, con
     }
   }
   return times;
+}
+
+}  // namespace
+
+std::vector<std::vector<ActionTime>> compute_times(const TrainingStep& step, const Shape& shape) {
+  using Lane = SimulatedSpan::Lane;
+  return times_of(step, shape, [](Lane lane) { return lane == Lane::kCompute; });
+}
+
+std::vector<std::vector<ActionTime>> copy_times(const TrainingStep& step, const Shape& shape) {
+  using Lane = SimulatedSpan::Lane;
+  return times_of(step, shape, [](Lane lane) { return lane == Lane::kOffload || lane == Lane::kPrefetch; });
 }
 
 std::vector<Message> message_times(const Shape& shape, const std::vector<std::vector<ActionTime>>& times,

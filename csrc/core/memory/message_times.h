@@ -20,6 +20,10 @@ struct ActionTime {
 /// first replica. A forward that was interrupted by DP.sync runs from its first to its last part.
 std::vector<std::vector<ActionTime>> compute_times(const TrainingStep& step, const Shape& shape);
 
+/// Per stage the copies of its stashes to the pool and back, OFFLOAD and PREFETCH, of a simulated step with spans, as
+/// `compute_times`; none where the model says that copies are free.
+std::vector<std::vector<ActionTime>> copy_times(const TrainingStep& step, const Shape& shape);
+
 /// A message between two stages, in memory of both.
 struct Message {
   int from_stage = 0;

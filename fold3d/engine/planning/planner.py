@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from statistics import median
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -25,8 +26,10 @@ from fold3d.observe.announce import announce
 from fold3d.plan.constraints import Constraints
 from fold3d.plan.costs import ACTION_SECONDS, BUCKET_SECONDS, NetworkCosts, Profile
 from fold3d.plan.job import Job
+from fold3d.plan.memory.spared import Spared
 from fold3d.plan.proposal import Proposal
 from fold3d.plan.search import decide
+from fold3d.profile.copies import copy_bandwidth
 from fold3d.profile.layers import profile_model
 from fold3d.profile.network_probe import probe_network, probe_shards
 from fold3d.profile.shard import of_a_shard
@@ -162,7 +165,6 @@ def profile_of(
     """
     profile = profile_model(
         *(model, recording, example, device),
-        recompute=config.recomputes,
         optimizer=optimizer,
         autocast=autocast,
         seconds=seconds,
@@ -200,6 +202,8 @@ def propose(
     topology = world.topology
     profile = world.decide(profile, Profile.agreed, timeout=world.patience)
     network = _network(profile, world, config, device)
+    limit = _memory_limit(config, device)
+    copies = {} if limit is None or config.offload == "none" else _copies(config, world, device)
     job = Job(
         trace=recording,
         profile=profile,
@@ -208,10 +212,12 @@ def propose(
         pp=topology.pp,
         tp=topology.tp,
         micro_batches=config.micro_batches,
-        memory_limit=_memory_limit(config, device),
+        memory_limit=limit,
+        pool_limit=config.pool_size,
         preempt=config.preempt,
         action_seconds=ACTION_SECONDS,
         bucket_seconds=BUCKET_SECONDS,
+        **copies,
     )
     found: Proposal | ConfigError | None = None
     if topology.rank == 0:
@@ -231,6 +237,13 @@ def propose(
     return job, found
 
 
+def _copies(config: ParallelConfig, world: WorldGroup, device: torch.device) -> dict[str, Any]:
+    """Returns what Job says of copies, the same on every rank; all ranks of the job call."""
+    measured = copy_bandwidth(device, config.offload_disk)
+    elsewhere = device.type != "cpu" or config.offload_disk is not None
+    return {"copy_bandwidth": world.decide(measured, median, timeout=world.patience), "pool_is_elsewhere": elsewhere}
+
+
 def _steps_parts(make: Callable[[list[Parameter]], Optimizer] | None) -> bool:
     """Returns whether the optimizer works element by element, as far as a made-up parameter tells: of one that cannot
     be made of it, `DpSync.attach` finds out."""
@@ -247,13 +260,13 @@ def _steps_parts(make: Callable[[list[Parameter]], Optimizer] | None) -> bool:
 
 def _check_memory(proposal: Proposal, config: ParallelConfig) -> None:
     """Raises ConfigError when the best that was found needs more memory than the user allows."""
-    strategy = proposal.strategy
+    strategy, spared = proposal.strategy, str(Spared.of(proposal.strategy.settings))
     if config.memory_size is not None and proposal.memory_bytes > config.memory_size:
         raise ConfigError(
-            f"memory_limit={config.memory_limit}: the fullest rank would need about "
+            f"memory_limit={config.memory_limit}: stage {proposal.fullest_stage} would need about "
             f"{text_of_bytes(proposal.memory_bytes)}, the least that was found ({strategy.segments} segments, "
-            f"{strategy.schedule}, dp_sync {strategy.dp_sync}); "
-            "raise memory_limit or pp, set recompute=True, or leave more of segments, schedule and dp_sync at auto"
+            f"{strategy.schedule}, dp_sync {strategy.dp_sync}{spared and f', {spared}'}); raise memory_limit or pp, "
+            "use smaller micro-batches, or leave more of segments, schedule, dp_sync, recompute and offload at auto"
         )
 
 

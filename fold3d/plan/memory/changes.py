@@ -11,10 +11,12 @@ from fold3d.errors import ConfigError
 from fold3d.plan.job import Job
 from fold3d.plan.layout import Layout, cut, layout_of
 from fold3d.plan.memory.model import peaks_of
+from fold3d.plan.memory.spared import Spared
 from fold3d.plan.space import registry
 from fold3d.plan.space.segments import folds
 from fold3d.plan.strategy import Modes, Strategy
 from fold3d.plan.trial import Order, Trials
+from fold3d.recompute import Recompute
 
 _LESS = 0.98
 """Of the memory: what saves less is no help."""
@@ -42,13 +44,13 @@ def cheapest_changes(job: Job, strategy: Strategy, count: int = 3) -> list[Chang
         strategy: what runs.
     """
     job = registry.with_costs(job, strategy.settings)
-    layout = layout_of(job, strategy.ranges, strategy.bucket_bytes)
+    layout = layout_of(job, strategy.ranges, strategy.bucket_bytes, Spared.of(strategy.settings))
     order = Order(strategy.schedule, strategy.group_size)
     now_bytes, now_ns = _cost(Trials(job), layout, order, _modes(strategy, layout))
     found = []
-    for setting, other, other_layout, other_order, modes, recompute in _others(job, strategy, layout, order):
+    for setting, other, other_layout, other_order, modes in _others(job, strategy, layout, order):
         try:
-            size, step_ns = _cost(Trials(other), other_layout, other_order, modes, recompute)
+            size, step_ns = _cost(Trials(other), other_layout, other_order, modes)
         except ConfigError:  # such a schedule there is not
             continue
         if size < _LESS * now_bytes:
@@ -63,34 +65,43 @@ def predicted_curves(job: Job, strategy: Strategy) -> list[_C.StageMemory]:
         job: what the planner is told.
     """
     job = registry.with_costs(job, strategy.settings)
-    layout = layout_of(job, strategy.ranges, strategy.bucket_bytes)
+    layout = layout_of(job, strategy.ranges, strategy.bucket_bytes, Spared.of(strategy.settings))
     trials, order, modes = Trials(job), Order(strategy.schedule, strategy.group_size), _modes(strategy, layout)
     return trials.memory(layout, order, modes, trials.run(layout, order, modes))
 
 
-_Other = tuple[str, Job, Layout, Order, Modes, Sequence[bool]]
+_Other = tuple[str, Job, Layout, Order, Modes]
 
 
 def _others(job: Job, strategy: Strategy, layout: Layout, order: Order) -> Iterator[_Other]:
-    modes = _modes(strategy, layout)
-    chunks = strategy.num_chunks
-    yield 'recompute="full"', job, layout, order, modes, (True,) * chunks
-    if chunks > job.pp:
-        first = [chunk < chunks - job.pp for chunk in range(chunks)]
-        text = "/".join("full" if again else "none" for again in first)
-        yield f'recompute="{text}"', job, layout, order, modes, first
+    modes, spared = _modes(strategy, layout), layout.spared
+    for other in _spared(job, strategy, spared):
+        yield str(other), job, layout_of(job, strategy.ranges, strategy.bucket_bytes, other), order, modes
     if job.dp > 1 and strategy.dp_sync != "zero1":
-        yield 'dp_sync="zero1"', job, layout, order, _all(layout, job.pp, "zero1"), ()
-    if strategy.schedule != "1f1b":
-        alone = layout_of(job, cut(job, 1), strategy.bucket_bytes)
-        yield 'segments=1, schedule="1f1b"', job, alone, Order("1f1b"), _all(alone, job.pp, _way(strategy)), ()
+        yield 'dp_sync="zero1"', job, layout, order, _all(layout, job.pp, "zero1")
+    if strategy.schedule != "1f1b" and len(spared.recompute.choices) == 1:
+        alone = layout_of(job, cut(job, 1), strategy.bucket_bytes, spared)
+        yield 'segments=1, schedule="1f1b"', job, alone, Order("1f1b"), _all(alone, job.pp, _way(strategy))
     if strategy.segments > 1 and folds(strategy.schedule) and strategy.schedule != "interleaved":
-        yield 'schedule="interleaved"', job, layout, Order("interleaved"), modes, ()
+        yield 'schedule="interleaved"', job, layout, Order("interleaved"), modes
     half = _half(job)
     yield (
         f"twice as many micro-batches of half the size (micro_batches={half.micro_batches})",
-        *(half, layout_of(half, strategy.ranges, strategy.bucket_bytes), order, modes, ()),
+        *(half, layout_of(half, strategy.ranges, strategy.bucket_bytes, spared), order, modes),
     )
+
+
+def _spared(job: Job, strategy: Strategy, spared: Spared) -> Iterator[Spared]:
+    """Yields what recomputes or offloads more."""
+    chunks = strategy.num_chunks
+    full = Recompute.read("full")
+    if spared.recompute != full:
+        yield replace(spared, recompute=full)
+    if spared.recompute.nothing and chunks > job.pp:
+        first = "/".join("full" if chunk < chunks - job.pp else "none" for chunk in range(chunks))
+        yield replace(spared, recompute=Recompute.read(first))
+    if job.pool_is_elsewhere and spared.offload != "activations":
+        yield replace(spared, offload="activations")
 
 
 def _way(strategy: Strategy) -> str:
@@ -106,12 +117,10 @@ def _modes(strategy: Strategy, layout: Layout) -> Modes:
     return tuple(strategy.modes_of(stage, len(layout.of_stage(stage, pp))) for stage in range(pp))
 
 
-def _cost(
-    trials: Trials, layout: Layout, order: Order, modes: Modes, recompute: Sequence[bool] = ()
-) -> tuple[int, int]:
+def _cost(trials: Trials, layout: Layout, order: Order, modes: Modes) -> tuple[int, int]:
     """Returns the bytes of the fullest rank and the nanoseconds of a step."""
-    step = trials.run(layout, order, modes, recompute=recompute)
-    peaks = peaks_of(trials.memory(layout, order, modes, step, recompute=recompute))
+    step = trials.run(layout, order, modes)
+    peaks = peaks_of(trials.memory(layout, order, modes, step))
     return max(peak.bytes for peak in peaks), step.step_ns
 
 

@@ -45,13 +45,15 @@ def activations_of(layers: Sequence[LayerBytes], arriving: int) -> Activations:
     return Activations(saved=own, forward=forward, backward=max(own, backward - arriving))
 
 
-def recomputed(layer: LayerBytes, handed_on: int) -> LayerBytes:
+def recomputed(layer: LayerBytes, handed_on: int, sums: int = 0) -> LayerBytes:
     """Returns what a layer needs whose forward runs again in its backward: it keeps only what it hands on.
 
     Args:
         handed_on: bytes of the tensors that it returns: the next layer keeps them as its inputs.
+        sums: of TP.sync, which are kept as well.
     """
-    return replace(layer, saved=handed_on, outputs=handed_on, backward=max(layer.backward, layer.forward))
+    backward = max(layer.backward, layer.forward) + sums
+    return replace(layer, saved=handed_on + sums, outputs=handed_on, backward=backward)
 
 
 def estimated(saved: int, handed_on: int) -> LayerBytes:

@@ -54,6 +54,7 @@ def memory_model(job: Job, layout: Layout, modes: Modes) -> _C.MemoryModel:
                 optimizer=sum(round(state * b.bytes / (job.dp if next(way) == "zero1" else 1)) for b in buckets),
                 inputs=layout.activation_bytes[number - 1] if number else 0,
                 saved=activations.saved,
+                kept=layout.kept[number],
                 forward=activations.forward,
                 backward=activations.backward,
             )
@@ -71,10 +72,9 @@ def even_curves(
         saved: bytes that a rank keeps of a micro-batch, all its segments together.
         dp_sync: with "zero1" each replica keeps its share of the moments only.
     """
-    mine = sum(work.layers[:: schedule.pp])
     chunks = []
-    for number, (layers, gradients) in enumerate(zip(work.layers, work.gradient_bytes, strict=True)):
-        kept = saved * layers // mine
+    shares = _even_shares(work, schedule.pp, saved)
+    for number, (kept, gradients) in enumerate(zip(shares, work.gradient_bytes, strict=True)):
         chunks.append(
             _C.ChunkBytes(
                 weights=gradients,
@@ -90,6 +90,23 @@ def even_curves(
         schedule, cluster_model(work, cluster, pp=schedule.pp, dp_sync=dp_sync), breakdown=False, spans=True
     )
     return _C.memory_curves(schedule, _C.MemoryModel(chunks, gradients_stay=cluster.dp > 1), step)
+
+
+def even_stashes(work: Work, pp: int, saved: int, recompute: Sequence[bool]) -> tuple[int, ...]:
+    """Returns Work.stash_bytes of made-up work: the inputs of chunks, and what those keep that do not recompute.
+
+    Args:
+        work, saved: as in `even_curves`.
+        recompute: of every chunk whether it keeps no graph.
+    """
+    inputs = [0, *work.activation_bytes[:-1]]
+    shares = _even_shares(work, pp, saved)
+    return tuple(i + (0 if again else kept) for i, kept, again in zip(inputs, shares, recompute, strict=True))
+
+
+def _even_shares(work: Work, pp: int, saved: int) -> list[int]:
+    mine = sum(work.layers[::pp])
+    return [saved * layers // mine for layers in work.layers]
 
 
 def peaks_of(curves: Sequence[_C.StageMemory]) -> tuple[StagePeak, ...]:

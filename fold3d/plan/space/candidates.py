@@ -7,9 +7,11 @@ from collections.abc import Sequence
 from fold3d.plan.constraints import Constraints
 from fold3d.plan.job import Job
 from fold3d.plan.layout import Layout, layout_of
-from fold3d.plan.space import bucket_bytes, group_size, schedule
+from fold3d.plan.memory.spared import NOTHING, Spared
+from fold3d.plan.space import bucket_bytes, group_size, offload, recompute, schedule
 from fold3d.plan.strategy import Modes, Ranges
 from fold3d.plan.trial import Order
+from fold3d.recompute import Recompute
 
 
 def orders(job: Job, constraints: Constraints, segments: int) -> list[Order]:
@@ -22,11 +24,18 @@ def orders(job: Job, constraints: Constraints, segments: int) -> list[Order]:
     ]
 
 
+def spared_from(constraints: Constraints) -> Spared:
+    """Returns what the user has decided to recompute and to offload; nothing where they have not."""
+    again, leaves = recompute.KNOB.fixed(constraints), offload.KNOB.fixed(constraints)
+    return Spared(Recompute() if again is None else again, NOTHING.offload if leaves is None else leaves)
+
+
 def layouts(job: Job, constraints: Constraints, ranges: Ranges) -> list[Layout]:
     """Returns the cut with every bucket size that makes a difference, from small buckets to large ones."""
     found: list[Layout] = []
+    spared = spared_from(constraints)
     for size in bucket_bytes.KNOB.values(job, constraints, {}):
-        layout = layout_of(job, ranges, size)
+        layout = layout_of(job, ranges, size, spared)
         if not found or layout.buckets != found[-1].buckets:
             found.append(layout)
     return found

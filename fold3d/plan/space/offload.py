@@ -9,10 +9,10 @@ from __future__ import annotations
 from fold3d.config import OFFLOAD
 from fold3d.errors import ConfigError
 from fold3d.plan.constraints import Constraints
+from fold3d.plan.memory.spared import Spared, keeps_boundaries
 from fold3d.plan.space import recompute
 from fold3d.plan.space.knob import Knob
 from fold3d.plan.strategy import Strategy
-from fold3d.recompute import Choice, Recompute
 
 
 def _parse(text: str) -> str:
@@ -23,15 +23,11 @@ def _parse(text: str) -> str:
 
 def _check(value: str, constraints: Constraints) -> None:
     fixed = recompute.KNOB.fixed(constraints)
-    if value == "boundaries" and fixed is not None and not any(map(_keeps_boundaries, fixed.choices)):
+    if value == "boundaries" and fixed is not None and not any(map(keeps_boundaries, fixed.choices)):
         raise ConfigError(
             f'offload="boundaries" has no effect with recompute="{fixed}": no chunk recomputes as a whole or block by '
             "block"
         )
-
-
-def _keeps_boundaries(choice: Choice) -> bool:
-    return choice.full or choice.every == 1
 
 
 KNOB = Knob(
@@ -39,7 +35,7 @@ KNOB = Knob(
     help="what leaves the device between forward and backward: none, boundaries (what recomputed chunks keep), or "
     "activations",
     parse=_parse,
-    candidates=lambda job, constraints, so_far: ("none",),
+    candidates=lambda job, constraints, so_far: ("none",),  # more where memory is short: plan/memory/sparing.py
     default="none",
     check=_check,
     flag=lambda value, strategy: None if value == "none" else value,
@@ -48,12 +44,4 @@ KNOB = Knob(
 
 def offloaded_chunks(strategy: Strategy) -> list[bool]:
     """Returns, of every chunk, whether its stashes leave the device; empty where none does."""
-    settings = dict(strategy.settings)
-    how = settings.get(KNOB.name, KNOB.default)
-    if how == "activations":
-        return [True] * strategy.num_chunks
-    if how != "boundaries":
-        return []
-    choices = Recompute.read(settings.get(recompute.KNOB.name, "none")).of_chunks(strategy.num_chunks)
-    moves = [_keeps_boundaries(choice) for choice in choices]
-    return moves if any(moves) else []
+    return Spared.of(strategy.settings).offloaded(strategy.num_chunks)

@@ -9,6 +9,7 @@
 #include "core/generators/registry.h"
 #include "core/ir/stash.h"
 #include "core/memory/memory_curve.h"
+#include "core/passes/lower.h"
 #include "core/sim/simulate.h"
 
 namespace fold3d::core {
@@ -29,7 +30,8 @@ MemoryModel even(const Shape& shape) {
   return model;
 }
 
-std::vector<StageMemory> curves_of(const Schedule& schedule, const MemoryModel& model) {
+/// `stash_bytes`: of every chunk, copied at a byte per microsecond; 0: copies are free.
+std::vector<StageMemory> curves_of(const Schedule& schedule, const MemoryModel& model, std::int64_t stash_bytes = 0) {
   const auto chunks = static_cast<std::size_t>(schedule.shape.num_chunks());
   ClusterModel cluster;
   cluster.forward_ns.assign(chunks, 1'000'000);
@@ -37,8 +39,10 @@ std::vector<StageMemory> curves_of(const Schedule& schedule, const MemoryModel& 
   cluster.activation_bytes.assign(chunks, 0);
   cluster.layers.assign(chunks, 1);
   cluster.gradient_bytes.assign(chunks, 0);
+  if (stash_bytes > 0) cluster.stash_bytes.assign(chunks, stash_bytes);
+  cluster.copy_bandwidth = 1e6;
   const TrainingStep step = simulate_step(schedule, cluster, {8, false, true});
-  return memory_curves(schedule, model, compute_times(step, schedule.shape));
+  return memory_curves(schedule, model, compute_times(step, schedule.shape), copy_times(step, schedule.shape));
 }
 
 std::int64_t use(const MemoryPoint& point, MemoryUse what) { return point.uses[static_cast<std::size_t>(what)]; }
@@ -132,6 +136,47 @@ TEST(CoreMemory, TheReceiverTakesNoMoreMessagesThanItMay) {
   EXPECT_GT(waits[1], waits[4]);
   EXPECT_GT(waits[4], waits[16]);
   EXPECT_LE(waits[16], 2 * kSent);
+}
+
+Schedule offloaded(const Shape& shape, bool recompute) {
+  LoweringOptions options;
+  const auto chunks = static_cast<std::size_t>(shape.num_chunks());
+  options.offload.assign(chunks, true);
+  if (recompute) options.recompute.assign(chunks, true);
+  return lower(generate("aiao", {shape, 0, ""}), options);
+}
+
+TEST(CoreMemory, WhatLeavesIsInThePool) {
+  std::map<int, StageMemory> by_count;
+  for (const int m : {8, 16}) {
+    const Schedule schedule = offloaded({2, 2, m}, false);
+    by_count[m] = curves_of(schedule, even(schedule.shape))[0];  // copies are free
+    EXPECT_EQ(most(by_count[m], MemoryUse::kSaved), kKept * stash_peaks(schedule)[0].device - 2 * kKept) << m;
+    EXPECT_EQ(by_count[m].points.back().pool, 0);
+    EXPECT_EQ(use(by_count[m].points.back(), MemoryUse::kSaved), 0);
+  }
+  EXPECT_EQ(most(by_count[8], MemoryUse::kSaved), most(by_count[16], MemoryUse::kSaved));
+  EXPECT_GE(by_count[16].most_pool, by_count[8].most_pool + 8 * kKept);
+}
+
+TEST(CoreMemory, SlowCopiesStayLonger) {
+  // A forward takes 1 ms: with 1,000 bytes a ms copies keep pace, with twice as many they do not.
+  const Schedule schedule = offloaded({2, 2, 8}, false);
+  const auto at_pace = most(curves_of(schedule, even(schedule.shape), 1'000)[0], MemoryUse::kSaved);
+  const auto late = most(curves_of(schedule, even(schedule.shape), 2'000)[0], MemoryUse::kSaved);
+  EXPECT_LT(most(curves_of(schedule, even(schedule.shape))[0], MemoryUse::kSaved), at_pace);
+  EXPECT_LT(at_pace, late);
+  EXPECT_LE(late, kKept * stash_peaks(schedule)[0].device);
+}
+
+TEST(CoreMemory, OfRecomputedChunksInputsLeave) {
+  const Schedule schedule = offloaded({2, 2, 8}, true);
+  MemoryModel model = even(schedule.shape);
+  for (ChunkBytes& bytes : model.chunks) bytes.kept = 1;
+  const StageMemory memory = curves_of(schedule, model)[1];
+  EXPECT_LT(most(memory, MemoryUse::kSaved), 2 * kKept);
+  EXPECT_GT(memory.most_pool, 8 * (kSent + 1) / 2);
+  EXPECT_LT(memory.most_pool, 16 * (kSent + 1) + 1);
 }
 
 TEST(CoreMemory, RefusesWhatDoesNotFit) {

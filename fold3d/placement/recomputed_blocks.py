@@ -1,0 +1,47 @@
+"""Which blocks of a cut model compute again, each by itself, what their backward needs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fold3d.recompute import Recompute
+from fold3d.topology import stage_of
+
+
+def recomputed_places(counts: Sequence[int], pp: int, recompute: Recompute) -> list[list[int]]:
+    """Returns of every chunk the places within it of the blocks that recompute each by itself.
+
+    Every so many blocks of a stage do, whatever chunks they are in. A model that is one chunk recomputes block by block
+    where whole chunks were asked for: its backward follows its forward.
+
+    Args:
+        counts: blocks of every chunk.
+        pp: stages.
+    Raises: ConfigError when `recompute` is said of another number of chunks.
+    """
+    found: list[list[int]] = []
+    passed: dict[tuple[int, int], int] = {}  # (stage, every): blocks so far
+    for chunk, (choice, count) in enumerate(zip(recompute.of_chunks(len(counts)), counts, strict=True)):
+        every = 1 if choice.full and len(counts) == 1 else choice.every
+        mine: list[int] = []
+        for place in range(count if every else 0):
+            number = passed.setdefault((stage_of(chunk, pp), every), 0)
+            passed[stage_of(chunk, pp), every] += 1
+            if number % every == 0:
+                mine.append(place)
+        found.append(mine)
+    return found
+
+
+def recomputed_blocks(
+    blocks: Sequence[str], ranges: Sequence[tuple[int, int]], pp: int, recompute: Recompute
+) -> list[str]:
+    """Returns the names of these blocks.
+
+    Args:
+        ranges: blocks [first, end) of every chunk; of a model that is one chunk nothing may be known of them.
+    Raises: ConfigError as `recomputed_places`.
+    """
+    parts = [blocks] if len(ranges) == 1 else [blocks[first:end] for first, end in ranges]
+    places = recomputed_places([len(part) for part in parts], pp, recompute)
+    return [part[place] for part, mine in zip(parts, places, strict=True) for place in mine]

@@ -1,0 +1,58 @@
+"""Spared: what a plan does for less memory on the device, at the cost of time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from fold3d.recompute import Choice, Recompute
+
+NOTHING_LEAVES = "none"
+
+
+@dataclass(frozen=True, slots=True)
+class Spared:
+    """What is computed again instead of kept, and what leaves the device between forward and backward: the values of
+    the knobs `recompute` and `offload`."""
+
+    recompute: Recompute = field(default_factory=Recompute)
+    offload: str = NOTHING_LEAVES
+
+    @staticmethod
+    def of(settings: tuple[tuple[str, str], ...]) -> Spared:
+        """Returns what the settings of a strategy say. Raises: ValueError for text that is no value."""
+        texts = dict(settings)
+        return Spared(Recompute.read(texts.get("recompute", "none")), texts.get("offload", NOTHING_LEAVES))
+
+    def into(self, settings: tuple[tuple[str, str], ...]) -> tuple[tuple[str, str], ...]:
+        """Returns the settings with this in place of what they said."""
+        mine = {"recompute": str(self.recompute), "offload": self.offload}
+        return tuple((name, mine.get(name, text)) for name, text in settings)
+
+    @property
+    def nothing(self) -> bool:
+        """Whether all is kept on the device."""
+        return self.recompute.nothing and self.offload == NOTHING_LEAVES
+
+    def offloaded(self, chunks: int) -> list[bool]:
+        """Returns, of every chunk, whether its stashes leave the device; empty where none does.
+
+        Raises: ConfigError as Recompute.of_chunks.
+        """
+        if self.offload == "activations":
+            return [True] * chunks
+        if self.offload != "boundaries":
+            return []
+        moves = [keeps_boundaries(choice) for choice in self.recompute.of_chunks(chunks)]
+        return moves if any(moves) else []
+
+    def __str__(self) -> str:
+        parts = {"recompute": str(self.recompute), "offload": self.offload}
+        return ", ".join(f'{name}="{text}"' for name, text in parts.items() if text != "none")
+
+
+NOTHING = Spared()
+
+
+def keeps_boundaries(choice: Choice) -> bool:
+    """Returns whether a chunk keeps nothing but what it, or each of its blocks, was given."""
+    return choice.full or choice.every == 1
