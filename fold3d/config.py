@@ -70,7 +70,8 @@ class ParallelConfig:
     """What is computed again in the backward pass instead of kept: "none"; "full": whole chunks, of which only the
     inputs are kept; "blocks": each block by itself; "blocks:2": every second one; or names of modules inside of a
     block, also as patterns: "self_attn,mlp", "attn.*". For each chunk another one with "/" between them. True is
-    "full", False "none"; text from then on. "auto": nothing. The numbers are the same."""
+    "full", False "none"; text from then on. "auto": under a `memory_limit` the least with which it is kept, else
+    nothing. The numbers are the same."""
     tp_overlap: str = AUTO
     """How TP.sync is hidden: "sub": two halves of every micro-batch take turns, one computes while the other
     communicates; "fused": matrix products next to a sum send one piece while they compute the next; "none": every sum
@@ -103,14 +104,15 @@ class ParallelConfig:
     a number from then on. None: the planner's, or 1 MiB."""
     memory_limit: int | float | str | None = None
     """Bytes that a rank may use for weights, gradients, optimizer state and activations, also as text: "8GB" (8e9),
-    "512MiB" (512 * 2^20); a number from then on. With it the planner
-    runs also where `segments` is set, for a schedule with fewer micro-batches in flight, and for zero1 instead of early
-    in as many buckets as it takes; where nothing fits, the engine is not built. None: nine tenths of a GPU's memory
-    where the planner runs (where nothing fits, what needs least), no limit on the CPU."""
+    "512MiB" (512 * 2^20); a number from then on. With it the planner runs also where `segments` is set, for a schedule
+    with fewer micro-batches in flight, for zero1 instead of early in as many buckets as it takes, and for `recompute`
+    and `offload`; where nothing fits, the engine is not built. None: nine tenths of a GPU's memory where the planner
+    runs (where nothing fits, what needs least), no limit on the CPU."""
     offload: str = AUTO
     """What leaves the device between its forward and its backward, for a pool of host memory: "none"; "boundaries":
     what recomputed chunks keep; "activations": what the graphs of all chunks saved. Copies run beside the computation;
-    what is used again at once stays. The numbers are the same. "auto": nothing."""
+    what is used again at once stays. The numbers are the same. "auto": under a `memory_limit`, on a GPU or with
+    `offload_disk`, what is faster than `recompute`; else nothing."""
     offload_pool: int | float | str = AUTO
     """Bytes of the pool, reserved when the engine is built (pinned on GPUs), also as text: "8GB"; a number from then
     on. What does not fit is an error. "auto": what the stashes of the first step ask for."""

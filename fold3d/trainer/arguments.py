@@ -127,8 +127,9 @@ class TrainingArguments(transformers.TrainingArguments):
         default=AUTO,
         metadata={
             "help": "What leaves the device between forward and backward, for a pool of host memory: none, boundaries "
-            "(what recomputed layers keep), activations (all that backward passes need), or auto: none. Copies run "
-            "beside the computation. The numbers are the same."
+            "(what recomputed layers keep), activations (all that backward passes need), or auto: what is fastest "
+            "under memory_limit, on a GPU or with offload_disk. Copies run beside the computation. The numbers are the "
+            "same."
         },
     )
     offload_pool: Bytes = field(
@@ -155,8 +156,8 @@ class TrainingArguments(transformers.TrainingArguments):
             "help": "What is computed again in the backward pass instead of kept, for any model: none, full (whole "
             "chunks, of which only the inputs are kept; also as a bare flag), blocks (each block by itself), blocks:2 "
             "(every second one), or names of modules inside of a block, such as self_attn,mlp or attn.*; for each "
-            "chunk another one with / between them. Blocks that activation_checkpointing=True makes recompute are left "
-            "to themselves.",
+            "chunk another one with / between them; auto: the least with which memory_limit is kept. Blocks that "
+            "activation_checkpointing=True makes recompute are left to themselves.",
             "nargs": "?",
             "const": "full",
         },

@@ -132,7 +132,7 @@ def test_an_example_may_lie_elsewhere(capsys):
             "recompute='blocks:0': 'blocks:0' must say every how many blocks",
         ),
         ((PLAIN, "-w", 2, "--schedule", "fastest"), "fastest"),
-        ((PLAIN, "-w", 2, "--memory-limit", "1"), "nothing fits: raise --memory-limit or --pp"),
+        ((PLAIN, "-w", 2, "--memory-limit", "1"), "nothing fits: stage 0 needs at least"),
         ((PLAIN, "-w", 2, "--tokens", 8), "--tokens=8 takes a positive number and a model whose input is input_ids"),
         (("tests.cli.test_plan_command:without_example", "-w", 2), "returns no example batch"),
         (("tests.cli.test_plan_command:with_a_list", "-w", 2), "returned a module and list; return (model, batch)"),
