@@ -35,7 +35,7 @@ class Case:
     transport: str = "auto"
     dp_sync: str = "auto"
     tp_overlap: str = "auto"
-    recompute: bool = False
+    recompute: bool | str = False
     offload: str = "none"
     through: str = "engine"
     family: str = "gpt2"
@@ -77,7 +77,8 @@ class Case:
         words[-1] += "" if self.group_size is None else f"({self.group_size})"
         words += [self.family, self.dtype.replace("float", "fp"), self.labels, self.through]
         words += ["tied" if self.tied else "untied", "clip" if self.clip else "noclip"]
-        words += [word for word, on in (("recompute", self.recompute), ("frozen", self.frozen)) if on]
+        words += [word for word, on in (("recompute", self.recompute is True), ("frozen", self.frozen)) if on]
+        words += [f"recompute-{self.recompute}"] if isinstance(self.recompute, str) else []
         words += [f"offload-{self.offload}"] if self.offload != "none" else []
         words += [value for value in (self.transport, self.dp_sync, self.tp_overlap) if value != "auto"]
         words += ["sequence" if self.sequence_parallel else "whole"] if self.sequence_parallel != "auto" else []

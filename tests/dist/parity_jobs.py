@@ -33,8 +33,10 @@ FAMILIES = models.MODELS | {
     "beit": models.beit_config,
     "gpt2-4": functools.partial(models.gpt2_config, heads=4),
     "gpt2-8": functools.partial(models.gpt2_config, heads=8),
+    "gpt2-96": functools.partial(models.gpt2_config, hidden=96),
+    "llama-96": functools.partial(models.llama_config, hidden=96),
 }
-"""Name -> configuration builder; also of what other tests do not run: an encoder, and more heads to share out."""
+"""Name -> configuration builder; also of what other tests do not run: an encoder, more heads to share out, width."""
 IMAGES = ("vit", "beit")
 """Families that look at images."""
 KINDS = {"bert": transformers.AutoModelForMaskedLM} | dict.fromkeys(
@@ -370,7 +372,9 @@ def train_trainer(case: Case, *, rows: list[Batch] | None = None, **arguments: A
         named = trainer_arguments(case, folder) | {"gradient_accumulation_steps": case.m}
         layout = {"dp": case.dp, "tp": case.tp, "pp": case.pp, "segments": case.segments, "schedule": case.schedule}
         layout |= {"offload": case.offload}
-        layout |= {"group_size": case.group_size or "auto", "activation_checkpointing": case.recompute}
+        layout |= {"group_size": case.group_size or "auto"}
+        kind = "recompute" if isinstance(case.recompute, str) else "activation_checkpointing"
+        layout |= {kind: case.recompute}
         if case.dp > 1:
             layout |= {"dp_sync": case.dp_sync, "bucket_bytes": BUCKET_BYTES}
         if case.tp > 1:

@@ -62,6 +62,7 @@ def train(case: Case) -> Trained:
         return trained
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_to_the_bit(ranks: RankPool, case: Case) -> None:
     if case.through == "trainer":

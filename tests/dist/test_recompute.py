@@ -118,6 +118,7 @@ def assert_same(found: tuple[list[float], State], expected: tuple[list[float], S
         assert torch.equal(found[1][name], value), f"{how} {name}"
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(
     ("layout", "named"),
     [
@@ -157,6 +158,7 @@ def trained_gpt2(layout: Layout) -> tuple[list[float], State]:
     return losses, state
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(
     "layout",
     [
