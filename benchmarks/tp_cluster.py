@@ -30,6 +30,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from benchmarks.cluster.on_rank.answering import answer_requests
 from benchmarks.cluster.on_rank.worker import sent_bytes
 from benchmarks.cluster.testbed.hosts import Link, NamespaceHosts
 from benchmarks.cluster.testbed.ranks import Ranks
@@ -153,12 +154,10 @@ def work(rank: int) -> None:
 
     logging.basicConfig(level=logging.INFO if rank == 0 else logging.ERROR)
     torch.set_num_threads(1)
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    dist.init_process_group("gloo", rank=rank, world_size=RANKS)
-    for line in sys.stdin:
-        request = json.loads(line)
-        print(json.dumps(train(request["way"], request["steps"])), file=answers, flush=True)
+    answer_requests(
+        lambda request: train(request["way"], request["steps"]),
+        join=lambda: dist.init_process_group("gloo", rank=rank, world_size=RANKS),
+    )
 
 
 def limit_inside(hosts: NamespaceHosts, count: int, bytes_per_second: float) -> None:

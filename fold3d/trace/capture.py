@@ -43,7 +43,7 @@ def trace(model: nn.Module, *, blocks: str = "auto", example: Mapping[str, Any] 
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         raise TraceError(
             f"{type(model).__name__} is an encoder-decoder model (config.is_encoder_decoder=True); only "
-            "models with one stack of blocks can be cut in this version. Use a decoder-only or encoder-only model, "
+            "models with one stack of blocks can be cut, or divided by tp. Use a decoder-only or encoder-only model, "
             "or tp=1, pp=1 and segments=1."
         )
     names = find_blocks(model, blocks)

@@ -136,7 +136,10 @@ class ReplicaAccelerator(Accelerator):  # type: ignore[misc]
             return data
         count: int = state.remainder
         cut: Callable[[Any], Any] = lambda piece: piece[:count]  # noqa: E731
-        return recursively_apply(cut, data) if tensors else cut(data)
+        try:
+            return recursively_apply(cut, data) if tensors else cut(data)
+        except (IndexError, TypeError, KeyError):
+            return data  # as accelerate has it where one of them is a single number, or no sequence of samples
 
 
 def _same(tensor: Tensor) -> Tensor:

@@ -153,7 +153,7 @@ class Predicts(Variant):
         test = rows(5, seed=9)
         labelled = trainer.predict(test)
         unlabelled = trainer.predict([{"input_ids": row["input_ids"], "labels": None} for row in test[:1]])
-        return trainer.before, labelled.predictions, labelled.label_ids, unlabelled.predictions
+        return trainer.before, *labelled.predictions, labelled.label_ids, *unlabelled.predictions
 
 
 def collate_some(samples: list[dict[str, Any]]) -> dict[str, Tensor]:
@@ -163,8 +163,11 @@ def collate_some(samples: list[dict[str, Any]]) -> dict[str, Tensor]:
 
 
 class PredictsSome(Predicts):
+    """Predicts a single number per batch, too, of which filling cannot be cut off."""
+
     def arguments(self, named: dict[str, Any]) -> dict[str, Any]:
-        return named | {"data_collator": collate_some}
+        measured = {"preprocess_logits_for_metrics": lambda logits, labels: (logits, logits.square().mean())}
+        return named | measured | {"data_collator": collate_some}
 
 
 def test_predict_and_evaluate_before_training(ranks: RankPool, tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import json
 import logging
 import os
 import signal
@@ -17,6 +16,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from benchmarks.cluster.on_rank.answering import answer_requests
 from benchmarks.cluster.testbed.machine import core_ticks
 from benchmarks.cluster.testbed.wake_up import wake_punctually
 
@@ -87,13 +87,7 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
-def main() -> None:
-    """Answers requests until standard input ends."""
-    rank, world, parent = (int(text) for text in sys.argv[1:])
-    die_with(parent)
-    wake_punctually()
-    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # whatever a library prints is no answer
+def _join(rank: int, world: int) -> None:
     import torch
     import torch.distributed as dist
 
@@ -102,9 +96,14 @@ def main() -> None:
     logging.getLogger("fold3d").setLevel(logging.WARNING)
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=world, timeout=timedelta(seconds=COMM_TIMEOUT))
-    for line in sys.stdin:
-        answers.write(json.dumps(run(json.loads(line))) + "\n")
-        answers.flush()
+
+
+def main() -> None:
+    """Answers requests until standard input ends."""
+    rank, world, parent = (int(text) for text in sys.argv[1:])
+    die_with(parent)
+    wake_punctually()
+    answer_requests(run, join=lambda: _join(rank, world))
     os._exit(0)  # groups that torch's runtime leaves behind take long to end
 
 

@@ -8,9 +8,13 @@
 #include "core/ir/stash.h"
 #include "core/passes/lower.h"
 #include "core/passes/validate.h"
+#include "harness/complaint.h"
 
 namespace fold3d::core {
 namespace {
+
+using test::complaint_of;
+using test::contains;
 
 Schedule aiao(int pp, int segments, int micro_batches) {
   return generate("aiao", {Shape{pp, segments, micro_batches}, 0, ""});
@@ -30,15 +34,8 @@ int count(const Schedule& schedule, Kind kind) {
 }
 
 std::string complaint(const Schedule& schedule) {
-  try {
-    validate(schedule);
-  } catch (const std::invalid_argument& error) {
-    return error.what();
-  }
-  return "";
+  return complaint_of<std::invalid_argument>([&] { validate(schedule); });
 }
-
-bool contains(const std::string& text, const std::string& part) { return text.find(part) != std::string::npos; }
 
 TEST(Offload, EveryScheduleOfTheRegistryStaysValidAndKeepsWhatItComputes) {
   for (const SchedulerInfo& info : registry()) {

@@ -11,9 +11,12 @@
 #include "core/passes/lower.h"
 #include "core/passes/validate.h"
 #include "core/sim/simulate.h"
+#include "harness/complaint.h"
 
 namespace fold3d::core {
 namespace {
+
+using test::complaint_of;
 
 std::vector<bool> all_chunks(const Shape& shape) {
   return std::vector<bool>(static_cast<std::size_t>(shape.num_chunks()), true);
@@ -24,12 +27,7 @@ Schedule recomputed(const Schedule& compute, std::vector<bool> chunks) {
 }
 
 std::string complaint(const Schedule& schedule, bool forward_only = false) {
-  try {
-    validate(schedule, forward_only);
-  } catch (const std::invalid_argument& error) {
-    return error.what();
-  }
-  return "";
+  return complaint_of<std::invalid_argument>([&] { validate(schedule, forward_only); });
 }
 
 template <class Check>

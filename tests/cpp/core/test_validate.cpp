@@ -8,20 +8,17 @@
 #include "core/ir/deps.h"
 #include "core/passes/lower.h"
 #include "core/passes/validate.h"
+#include "harness/complaint.h"
 
 namespace fold3d::core {
 namespace {
 
-std::string complaint(const Schedule& schedule) {
-  try {
-    validate(schedule);
-  } catch (const std::invalid_argument& error) {
-    return error.what();
-  }
-  return "";
-}
+using test::complaint_of;
+using test::contains;
 
-bool contains(const std::string& text, const std::string& part) { return text.find(part) != std::string::npos; }
+std::string complaint(const Schedule& schedule) {
+  return complaint_of<std::invalid_argument>([&] { validate(schedule); });
+}
 
 std::vector<Schedule> samples() {
   std::vector<Schedule> schedules;

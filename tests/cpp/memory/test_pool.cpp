@@ -9,6 +9,7 @@
 #include <random>
 #include <stdexcept>
 
+#include "harness/complaint.h"
 #include "memory/disk_tier.h"
 #include "memory/host_memory.h"
 #include "memory/host_pool.h"
@@ -19,16 +20,8 @@
 namespace fold3d::memory {
 namespace {
 
-std::string complaint(const std::function<void()>& call) {
-  try {
-    call();
-  } catch (const PoolError& error) {
-    return error.what();
-  }
-  return "";
-}
-
-bool contains(const std::string& text, const std::string& part) { return text.find(part) != std::string::npos; }
+using test::complaint_of;
+using test::contains;
 
 HostPool::MakeTier in_memory() {
   return [](std::size_t bytes) { return std::make_shared<HostTier>(bytes); };
@@ -114,7 +107,7 @@ TEST(Tier, GivesBackWhatWasWritten) {
 
 TEST(Tier, MoreMemoryThanTheHostHasIsRefusedBeforeItIsReserved) {
   bool asked = false;
-  const std::string text = complaint([&] {
+  const std::string text = complaint_of<PoolError>([&] {
     HostTier(std::size_t{1} << 60, [&](std::size_t) {
       asked = true;
       return std::shared_ptr<std::byte>();
@@ -125,7 +118,7 @@ TEST(Tier, MoreMemoryThanTheHostHasIsRefusedBeforeItIsReserved) {
 }
 
 TEST(Tier, AFailedReservationSaysWhy) {
-  const std::string text = complaint([] {
+  const std::string text = complaint_of<PoolError>([] {
     HostTier(4096, [](std::size_t) -> std::shared_ptr<std::byte> { throw std::runtime_error("out of locked pages"); });
   });
   EXPECT_TRUE(contains(text, "out of locked pages") && contains(text, "ulimit -l")) << text;
@@ -133,10 +126,10 @@ TEST(Tier, AFailedReservationSaysWhy) {
 
 TEST(Tier, ADiskWithoutRoomOrFolderIsRefusedBeforeAnythingIsWritten) {
   const Folder folder;
-  const std::string full = complaint([&] { DiskTier(std::size_t{1} << 55, folder.path()); });
+  const std::string full = complaint_of<PoolError>([&] { DiskTier(std::size_t{1} << 55, folder.path()); });
   EXPECT_TRUE(contains(full, "no room") && contains(full, "free")) << full;
   EXPECT_TRUE(std::filesystem::is_empty(folder.path()));
-  const std::string missing = complaint([&] { DiskTier(4096, folder.path() + "/nowhere"); });
+  const std::string missing = complaint_of<PoolError>([&] { DiskTier(4096, folder.path() + "/nowhere"); });
   EXPECT_TRUE(contains(missing, "offload_disk=") && contains(missing, "nowhere")) << missing;
 }
 
@@ -159,7 +152,7 @@ TEST(HostPool, SlotsOutliveThePoolAndComeBack) {
 TEST(HostPool, OneOfAFixedSizeIsFullAndSaysWhatItHas) {
   HostPool pool(in_memory(), 3 * 4096);
   const Slot first = pool.take(8192, "0OFFLOAD0");
-  const std::string text = complaint([&] { pool.take(8192, "0OFFLOAD1"); });
+  const std::string text = complaint_of<PoolError>([&] { pool.take(8192, "0OFFLOAD1"); });
   EXPECT_TRUE(contains(text, "0OFFLOAD1 needs 8.19 kB, 4.10 kB of 12.29 kB are free")) << text;
   EXPECT_TRUE(contains(text, "raise offload_pool")) << text;
 }
