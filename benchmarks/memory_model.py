@@ -46,6 +46,18 @@ GRID: list[dict[str, Any]] = [
     {"pp": 2, "dp": 2, "segments": 2, "schedule": "aiao", "micro_batches": 4, "dp_sync": "zero1"},
     {"pp": 2, "dp": 2, "segments": 1, "schedule": "1f1b", "micro_batches": 4, "dp_sync": "zero1"},
     {"pp": 1, "dp": 1, "segments": 4, "schedule": "aiao", "micro_batches": 4},
+    {"pp": 2, "dp": 1, "segments": 2, "schedule": "aiao", "micro_batches": 8, "recompute": "full"},
+    {"pp": 2, "dp": 1, "segments": 1, "schedule": "1f1b", "micro_batches": 8, "recompute": "blocks/blocks:2"},
+    {"pp": 2, "dp": 1, "segments": 2, "schedule": "aiao", "micro_batches": 8, "offload": "activations"},
+    {
+        "pp": 2,
+        "dp": 1,
+        "segments": 2,
+        "schedule": "aiao",
+        "micro_batches": 8,
+        "recompute": "blocks",
+        "offload": "boundaries",
+    },
 ]
 
 

@@ -83,9 +83,12 @@ def unplanned(config: ParallelConfig, constraints: Constraints, dp: int, ranges:
 
     Args:
         ranges: blocks of every chunk, segments * pp.
+    Raises: ConfigError for a setting that then has no effect.
     """
     others = registry.in_settings(config.tp)
     given = {knob.name: knob.text(knob.default) for knob in others} | dict(constraints.settings)
+    settings = tuple((knob.name, given[knob.name]) for knob in others)
+    registry.check(replace(constraints, settings=settings))  # with what is nothing where nobody plans it
     return Strategy(
         dp=dp,
         pp=config.pp,
@@ -96,5 +99,5 @@ def unplanned(config: ParallelConfig, constraints: Constraints, dp: int, ranges:
         group_size=constraints.group_size,
         dp_sync=constraints.dp_sync or dp_sync.DEFAULT,
         bucket_bytes=DEFAULT_BUCKET_BYTES if constraints.bucket_bytes is None else constraints.bucket_bytes,
-        settings=tuple((knob.name, given[knob.name]) for knob in others),
+        settings=settings,
     )

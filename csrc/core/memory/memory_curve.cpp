@@ -158,7 +158,7 @@ class Walk {
     std::deque<std::int64_t> leaving;
     for (const Action& action : actions) {
       if (is_compute(action.kind)) now = times[computed++].end_ns;
-      if (!is_copy(action.kind)) continue;
+      if (action.kind != Kind::kOffload && action.kind != Kind::kPrefetch) continue;
       Ends& ends = ends_of(action);
       ends.moves = true;
       if (action.kind == Kind::kOffload) {
