@@ -30,6 +30,7 @@ from fold3d.plan.job import Job
 from fold3d.plan.memory.changes import predicted_curves
 from fold3d.plan.memory.model import peaks_of
 from fold3d.profile.assumed import assumed_profile
+from fold3d.recompute import Recompute
 from fold3d.trace import trace
 
 STEPS, LENGTH, VOCABULARY = 3, 128, 2048
@@ -58,6 +59,9 @@ GRID: list[dict[str, Any]] = [
         "recompute": "blocks",
         "offload": "boundaries",
     },
+    {"pp": 1, "dp": 1, "tp": 2, "segments": 1, "schedule": "1f1b", "micro_batches": 4, "sequence_parallel": False},
+    {"pp": 2, "dp": 1, "tp": 2, "segments": 2, "schedule": "aiao", "micro_batches": 4, "sequence_parallel": False},
+    {"pp": 2, "dp": 1, "tp": 2, "segments": 2, "schedule": "aiao", "micro_batches": 4, "sequence_parallel": True},
 ]
 
 
@@ -80,12 +84,14 @@ def work(rank: int, world: int, port: int, case: dict[str, Any], sizes: tuple[in
         dist.init_process_group("gloo", rank=rank, world_size=world)
     assert _C.count_cpu_bytes(True), "another allocator is in use"
     before = _C.live_cpu_bytes()
-    config = fold3d.ParallelConfig(**case)
+    # How weights are shared out is part of the engine's own plan.
+    config = fold3d.ParallelConfig(**case, memory_limit="1TB" if case.get("tp", 1) > 1 else None)
     ids = torch.zeros(batch * config.micro_batches, LENGTH, dtype=torch.long)
     micro_batch = {"input_ids": ids[:batch], "labels": ids[:batch]}
     model = model_of(*sizes)
     recorded = trace(model, example=micro_batch)
-    profile = assumed_profile(model, recorded, micro_batch, flops_per_second=1e10)
+    again = Recompute.parse(case.get("recompute", "none"))
+    profile = assumed_profile(model, recorded, micro_batch, flops_per_second=1e10, recompute=again)
     engine = fold3d.Engine(model, config, optimizer=functools.partial(torch.optim.AdamW, lr=1e-3), example=micro_batch)
     for step in range(STEPS):
         if step == 1:
@@ -106,8 +112,9 @@ def work(rank: int, world: int, port: int, case: dict[str, Any], sizes: tuple[in
     strategy = engine.strategy
     if strategy.ranges == ((0, 0),):  # in one piece: it was not looked into
         strategy = dataclasses.replace(strategy, ranges=((0, len(recorded.blocks)),))
-    peaks = peaks_of(predicted_curves(job, strategy))
-    out.put((topology.pp_rank, peaks[topology.pp_rank].bytes, counted, peaks[topology.pp_rank].text()))
+    curves = engine.memory.curves() if topology.tp > 1 else predicted_curves(job, strategy)
+    peak = peaks_of(curves)[topology.pp_rank]
+    out.put((topology.pp_rank, peak.bytes, counted, peak.text()))
     engine.close()
     if world > 1:
         dist.destroy_process_group()
@@ -117,7 +124,7 @@ def run(case: dict[str, Any], sizes: tuple[int, int], batch: int) -> list[tuple[
     """Returns stage, predicted and counted bytes and their uses of every process."""
     context = multiprocessing.get_context("spawn")
     out = context.Queue()
-    world = case["dp"] * case["pp"]
+    world = case["dp"] * case["pp"] * case.get("tp", 1)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

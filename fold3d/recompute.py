@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 
 from fold3d.errors import ConfigError
 
@@ -29,6 +31,19 @@ class Choice:
     def nothing(self) -> bool:
         """Whether everything is kept."""
         return self == Choice()
+
+    def modules(self, names: Sequence[str]) -> list[str]:
+        """Returns those of a block's modules that patterns name, of several inside of each other the outermost.
+
+        Args:
+            names: relative to the block, outer ones first.
+        """
+        chosen: list[str] = []
+        for name in names:
+            within = any(name.startswith(f"{outer}.") for outer in chosen)
+            if not within and any(fnmatchcase(name, pattern) for pattern in self.patterns):
+                chosen.append(name)
+        return chosen
 
     def __str__(self) -> str:
         if self.full:
@@ -89,6 +104,9 @@ class Recompute:
 
     def __str__(self) -> str:
         return "/".join(map(str, self.choices))
+
+
+NOTHING = Recompute()
 
 
 def _choice(text: str) -> Choice:

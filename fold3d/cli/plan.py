@@ -171,6 +171,7 @@ class _Layers:
 
     def __init__(self, options: argparse.Namespace) -> None:
         from fold3d.device import default_device
+        from fold3d.plan.space.recompute import KNOB as RECOMPUTE
         from fold3d.profile.assumed import assumed_profile
         from fold3d.profile.layers import profile_model
         from fold3d.trace import trace
@@ -184,13 +185,14 @@ class _Layers:
             )
         self._model, self._example = model, _resized(example, options)
         self.trace = trace(model, blocks=options.blocks, example=self._example)
+        again = RECOMPUTE.read(options.recompute or "none")
         print(f"{model_option.describe(model)}; a micro-batch: {model_option.shapes_of(self._example)}")
         if options.measure:
             self._device = default_device()
-            self._whole = profile_model(model, self.trace, self._example, self._device)
+            self._whole = profile_model(model, self.trace, self._example, self._device, recompute=again)
         else:
             speed = options.tflops * 1e12
-            self._whole = assumed_profile(model, self.trace, self._example, flops_per_second=speed)
+            self._whole = assumed_profile(model, self.trace, self._example, flops_per_second=speed, recompute=again)
         self._profiles = {1: self._whole}
 
     def job(self, mesh: Mesh) -> Job:
@@ -218,7 +220,7 @@ class _Layers:
         )
 
     def _profile(self, tp: int, sequence_parallel: bool) -> Profile:
-        from fold3d.profile.shard import of_a_shard
+        from fold3d.profile.shard import layers_of_a_shard, of_a_shard
         from fold3d.profile.tp_sync import halves_factor, with_tp_sync
         from fold3d.splitting.plan_sharding import plan_sharding
 
@@ -226,7 +228,8 @@ class _Layers:
             model, example = self._model, self._example
             shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
             sharding = plan_sharding(model, self.trace, example, tp, sequence_parallel=sequence_parallel)
-            shard = of_a_shard(self._whole, self.trace, sharding, shapes)
+            layers = layers_of_a_shard(model, self.trace, example, sharding)
+            shard = of_a_shard(self._whole, self.trace, sharding, shapes, layers)
             profile = with_tp_sync(shard, model, self.trace, sharding, example)
             if self._options.measure:
                 factor = halves_factor(model, self.trace, example, self._device)

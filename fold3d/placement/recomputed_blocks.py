@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from torch import nn
+
 from fold3d.recompute import Recompute
 from fold3d.topology import stage_of
 
@@ -45,3 +47,9 @@ def recomputed_blocks(
     parts = [blocks] if len(ranges) == 1 else [blocks[first:end] for first, end in ranges]
     places = recomputed_places([len(part) for part in parts], pp, recompute)
     return [part[place] for part, mine in zip(parts, places, strict=True) for place in mine]
+
+
+def modules_inside(block: nn.Module) -> list[str]:
+    """Returns the names of the modules of a block that have a forward, outer ones first."""
+    unimplemented = nn.Module.forward
+    return [name for name, module in block.named_modules() if name and type(module).forward is not unimplemented]

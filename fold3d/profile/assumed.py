@@ -8,8 +8,10 @@ from typing import Any
 from torch import nn
 
 from fold3d.plan.costs import Profile
+from fold3d.profile.inside import inside_of
 from fold3d.profile.layer_bytes import layer_bytes
 from fold3d.profile.layers import handed_on
+from fold3d.recompute import NOTHING, Recompute
 from fold3d.trace import Trace
 
 _FLOAT = 4  # bytes of a gradient: fp32
@@ -24,6 +26,7 @@ def assumed_profile(
     micro_batch: Mapping[str, Any],
     *,
     flops_per_second: float,
+    recompute: Recompute = NOTHING,
 ) -> Profile:
     """Returns times by FLOPs (a backward is two forwards) and the bytes that a forward without values keeps.
 
@@ -32,6 +35,7 @@ def assumed_profile(
         trace: its recording with `micro_batch`.
         micro_batch: keyword arguments of the model's forward for one micro-batch, on the meta device.
         flops_per_second: that the device sustains.
+        recompute: what will be computed again; of interest is what it says of modules inside of blocks.
     """
     costs = [trace.prologue_cost, *trace.costs, trace.epilogue_cost]
     forward = [cost.flops / flops_per_second for cost in costs]
@@ -47,4 +51,5 @@ def assumed_profile(
         update_seconds=_UPDATE_SECONDS,
         optimizer_bytes=_ADAMW_STATE,
         measured=False,
+        inside=inside_of(model, trace, micro_batch, recompute, forward),
     )

@@ -20,6 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fold3d.plan.memory.layer_bytes import LayerBytes
+from fold3d.profile.parts import Parts
+from fold3d.sharding.plan import ShardingPlan
 from fold3d.trace import Trace
 from fold3d.trace.arguments import Arguments
 from fold3d.trace.capture import fake, fake_copy
@@ -33,6 +35,7 @@ def layer_bytes(
     *,
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
     prepare: Callable[[nn.Module], None] = lambda model: None,
+    sharding: ShardingPlan | None = None,
 ) -> tuple[LayerBytes, ...]:
     """Returns what the prologue, each block and the epilogue need, for one micro-batch; no process group is used.
 
@@ -45,6 +48,7 @@ def layer_bytes(
         device: whose kernels are chosen; of a kind that this torch knows.
         autocast: the context in which the forward runs.
         prepare: called with the copy that runs; may wrap parts of it.
+        sharding: how a tensor-parallel group has shared its weights out: what a rank of it needs; None: there is none.
     Raises: whatever the forward raises on tensors without values.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -58,7 +62,7 @@ def layer_bytes(
             if parameter.requires_grad:
                 parameter.grad = torch.zeros_like(parameter)
     prepare(shadow)
-    counted = _Counted(len(trace.blocks) + 2)
+    counted = _Counted(len(trace.blocks) + 2, Parts(shadow, sharding))
     with ExitStack() as stack:
         for number, block in enumerate(trace.blocks, 1):
             module = shadow.get_submodule(block)
@@ -106,8 +110,9 @@ def _roots(returned: Any) -> list[Tensor]:
 class _Counted(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the bytes of storages that operations make, by the layer that is under way."""
 
-    def __init__(self, layers: int) -> None:
+    def __init__(self, layers: int, parts: Parts) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._parts = parts
         self._live = 0
         self._sizes: dict[int, tuple[int, int]] = {}  # storage -> layer that made it, bytes
         self._layer, self._backward = 0, False
@@ -119,6 +124,10 @@ class _Counted(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         given: set[int] | None = None
+        tensors = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
+        name = func.overloadpacket.__name__
+        for key, size in self._parts.gathered(name, tensors):
+            self._whole(key, size)
         for leaf in tree_leaves(result):
             if not isinstance(leaf, Tensor):
                 continue
@@ -127,16 +136,23 @@ class _Counted(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if key in self._sizes:
                 continue
             if given is None:
-                tensors = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
                 given = {tensor.untyped_storage()._cdata for tensor in tensors}
             if key in given:  # changed in place, or a view, of what was there before
                 continue
-            size = storage.nbytes()
+            in_block = 0 < self._layer < len(self._start) - 1
+            size = self._parts.bytes_of(name, tensors, key, storage.nbytes(), in_block)
             self._sizes[key] = self._layer, size
             self._live += size
             weakref.finalize(storage, self._freed, key)
         self._note()
         return result
+
+    def _whole(self, key: int, size: int) -> None:
+        """All of a storage is there."""
+        if key in self._sizes:
+            layer, before = self._sizes[key]
+            self._sizes[key] = layer, max(before, size)
+            self._live += self._sizes[key][1] - before
 
     def _freed(self, key: int) -> None:
         self._live -= self._sizes.pop(key)[1]

@@ -14,11 +14,13 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from fold3d.plan.costs import Profile
+from fold3d.plan.costs import Inside, Profile
 from fold3d.plan.memory.layer_bytes import LayerBytes, estimated
 from fold3d.profile.calls import Call, TensorShape, record_calls
+from fold3d.profile.inside import inside_of
 from fold3d.profile.layer_bytes import layer_bytes
 from fold3d.profile.stopwatch import Timing, time_call
+from fold3d.recompute import NOTHING, Recompute
 from fold3d.trace import BlockCost, Trace
 
 _log = logging.getLogger(__name__)
@@ -34,6 +36,7 @@ def profile_model(
     micro_batch: Mapping[str, Any],
     device: torch.device,
     *,
+    recompute: Recompute = NOTHING,
     optimizer: Callable[[list[nn.Parameter]], Optimizer] | None = None,
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
     seconds: float = 2.0,
@@ -47,6 +50,7 @@ def profile_model(
         model: before it is cut; parameters may be on the meta device.
         trace: its recording.
         micro_batch: keyword arguments of the model's forward for one micro-batch; only shapes matter.
+        recompute: what will be computed again; of interest is what it says of modules inside of blocks.
         optimizer: makes the optimizer of a list of parameters, tried on a made-up one; where that fails, and for None,
             AdamW stands for it.
         autocast: the context in which the model's forward runs.
@@ -86,7 +90,26 @@ def profile_model(
         update_seconds=update,
         optimizer_bytes=state,
         measured=any(timing is not None for timing in timings.values()),
+        inside=_inside(model, trace, micro_batch, recompute, complete, device, autocast),
     )
+
+
+def _inside(
+    model: nn.Module,
+    trace: Trace,
+    micro_batch: Mapping[str, Any],
+    recompute: Recompute,
+    timings: Sequence[Timing],
+    device: torch.device,
+    autocast: Callable[[], AbstractContextManager[Any]],
+) -> tuple[Inside, ...]:
+    """Returns what `inside_of` says; nothing where the whole model cannot run without values."""
+    forward = [timing.forward for timing in timings]
+    try:
+        return inside_of(model, trace, micro_batch, recompute, forward, device, autocast=autocast)
+    except Exception as error:  # whatever a model raises on tensors without values
+        _log.info("what modules inside of blocks recompute is not planned with (%s: %s)", type(error).__name__, error)
+        return ()
 
 
 def _bytes(

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fold3d._C import BlockForward, CurrentForward, block_forward
 from fold3d.errors import ConfigError
+from fold3d.placement.recomputed_blocks import modules_inside
 from fold3d.recompute import Choice, Recompute
 from fold3d.stage.once.changed_buffers import Before, ChangedBuffers
 from fold3d.stage.once.drawn_numbers import DrawnNumbers
@@ -100,21 +101,16 @@ def modules_to_recompute(
     used: set[str] = set()
     for choice, names in _chunks(blocks, ranges, recompute):
         for block in names if choice.patterns else ():
-            inside = _names_inside(model.get_submodule(block))
+            inside = modules_inside(model.get_submodule(block))
             for pattern in choice.patterns:
                 if any(fnmatchcase(name, pattern) for name in inside):
                     used.add(pattern)
                 else:
                     unused.setdefault(pattern, block)
-            chosen: list[str] = []
-            for name in inside:
-                within = any(name.startswith(f"{outer}.") for outer in chosen)
-                if not within and any(fnmatchcase(name, pattern) for pattern in choice.patterns):
-                    chosen.append(name)
-            found += [f"{block}.{name}" for name in chosen]
+            found += [f"{block}.{name}" for name in choice.modules(inside)]
     for pattern, block in unused.items():
         if pattern not in used:
-            names_there = _names_inside(model.get_submodule(block))
+            names_there = modules_inside(model.get_submodule(block))
             more = f" and {len(names_there) - _MOST_NAMES} more" if len(names_there) > _MOST_NAMES else ""
             raise ConfigError(
                 f"recompute={str(recompute)!r}: {pattern!r} names no module inside of a block. Block {block!r} has "
@@ -130,12 +126,6 @@ def _chunks(
     if len(ranges) == 1:  # nothing may be known of blocks there
         return [(choices[0], blocks)]
     return [(choice, blocks[first:end]) for choice, (first, end) in zip(choices, ranges, strict=True)]
-
-
-def _names_inside(block: nn.Module) -> list[str]:
-    """Returns the names of the modules of a block that have a forward, outer ones first."""
-    unimplemented = nn.Module.forward
-    return [name for name, module in block.named_modules() if name and type(module).forward is not unimplemented]
 
 
 def _cache_types() -> tuple[type, ...]:

@@ -32,8 +32,9 @@ from fold3d.plan.search import decide
 from fold3d.profile.copies import copy_bandwidth
 from fold3d.profile.layers import profile_model
 from fold3d.profile.network_probe import probe_network, probe_shards
-from fold3d.profile.shard import of_a_shard
+from fold3d.profile.shard import layers_of_a_shard, of_a_shard
 from fold3d.profile.tp_sync import halves_factor, with_tp_sync
+from fold3d.recompute import Recompute
 from fold3d.sharding.plan import ShardingPlan
 from fold3d.splitting.plan_sharding import plan_sharding
 from fold3d.tensor_parallel.alike import make_alike
@@ -165,6 +166,7 @@ def profile_of(
     """
     profile = profile_model(
         *(model, recording, example, device),
+        recompute=Recompute() if config.recompute == AUTO else Recompute.parse(config.recompute),
         optimizer=optimizer,
         autocast=autocast,
         seconds=seconds,
@@ -172,7 +174,8 @@ def profile_of(
     if sharding is None:
         return profile
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-    profile = of_a_shard(profile, recording, sharding, shapes)
+    layers = layers_of_a_shard(model, recording, example, sharding, device, autocast)
+    profile = of_a_shard(profile, recording, sharding, shapes, layers)
     profile = with_tp_sync(profile, model, recording, sharding, example, autocast)
     if config.tp_overlap != "none":
         factor = halves_factor(model, recording, example, device, autocast, seconds / 4)
