@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from benchmarks.cluster.scenarios import Scenario
 from benchmarks.cluster.systems import System
@@ -59,6 +59,12 @@ def predict_step(
         activation_bytes=scenario.activation_bytes,
         gradient_bytes=scenario.gradient_bytes,
     )
+    if family.recompute == "blocks":  # each layer runs again right before its backward
+        work = replace(work, backward=tuple(map(sum, zip(work.forward, work.backward, strict=True))))
+    if family.offload != "none":
+        kept = scenario.saved_bytes if family.recompute == "none" else scenario.activation_bytes
+        work = replace(work, stash_bytes=tuple(layers * kept for layers in work.layers))
+        schedule = schedules.lower(schedule, reduce=scenario.dp > 1, offload=[True] * len(work.layers))
     bandwidth = scenario.rate_mbit * 1e6 / 8 * PAYLOAD
     cluster = Cluster(
         dp=scenario.dp,
@@ -67,7 +73,10 @@ def predict_step(
         slice_bytes=pause_bytes(bandwidth),
         preempt=family.preempt,
         action_seconds=costs.action_s,
+        copies_share=True,
     )
+    if scenario.copy_rate:
+        cluster = replace(cluster, copy_bandwidth=scenario.copy_rate)
     model = cluster_model(work, cluster, pp=scenario.pp, dp_sync="blocking" if family.waits else family.dp_sync)
     if model.dp_sync == "early":
         if gather_order is None:

@@ -17,6 +17,7 @@ from typing import Any
 
 from benchmarks.cluster.comparison import Effort, compare
 from benchmarks.cluster.grid import SHAPES, GridReport, measure_grid
+from benchmarks.cluster.offloading import OffloadReport, measure_offloading
 from benchmarks.cluster.preemption import PreemptionReport, measure_preemption
 from benchmarks.cluster.results.progress import say
 from benchmarks.cluster.results.report import Report
@@ -88,6 +89,9 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     what.add_argument(
         "--grid", choices=SHAPES, nargs="*", help=f"the simulator against measured steps (default {' '.join(GRID)})"
     )
+    what.add_argument(
+        "--offload", choices=SCENARIOS, nargs="?", const="O", help="what copies of stashes cost, at two rates"
+    )
     parser.add_argument("--systems", nargs="+", metavar="SYSTEM", help=f"with --scenario: of {known}")
     parser.add_argument("--repetitions", type=_positive, help="runs of each system, in turn (default 3, --grid 1)")
     parser.add_argument("--steps", type=_positive, help="measured steps of a run (default by scenario, --grid 3)")
@@ -101,7 +105,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--json", type=Path, help="write everything here")
     parser.add_argument("--png", type=Path, help="draw the comparison or the grid here (needs matplotlib)")
     options = parser.parse_args(arguments)
-    compares = options.grid is None and options.latency is None
+    compares = options.grid is None and options.latency is None and options.offload is None
     for name, given in (
         ("--systems", options.systems),
         ("--without-dp-sync", options.without_dp_sync),
@@ -110,8 +114,11 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
             parser.error(f"{name} has an effect only with --scenario")
     if options.thin > 1 and options.latency:
         parser.error("--thin has no effect with --latency: nothing is computed there")
-    if options.png and options.latency:
-        parser.error("--png has no effect with --latency: it is a table")
+    for name in ("latency", "offload"):
+        if options.png and getattr(options, name):
+            parser.error(f"--png has no effect with --{name}: it is a table")
+    if options.offload and not SCENARIOS[options.offload].copy_rate:
+        parser.error(f"--offload {options.offload}: the layers of this scenario save nothing; O's do")
     return options
 
 
@@ -144,9 +151,11 @@ def _no_wait() -> bool:
 
 def _measure(
     options: argparse.Namespace, hosts_of: Callable[..., Hosts], session_on: Callable[..., Session]
-) -> Report | PreemptionReport | GridReport:
+) -> Report | PreemptionReport | GridReport | OffloadReport:
     if options.grid is not None:
         return _measure_grid(options, hosts_of, session_on)
+    if options.offload:
+        return _measure_offload(options, hosts_of, session_on)
     scenario = SCENARIOS[options.latency or options.scenario or "A"]
     effort = _effort(options, repetitions=3, steps=scenario.steps)
     if options.latency:
@@ -166,6 +175,17 @@ def _measure(
     with hosts_of(scenario) as hosts, session_on(hosts, scenario.ranks) as session:
         report = Report(scenario=scenario, network=hosts.description, shaped=hosts.shaped)
         compare(report, entries, session, effort)
+    return report
+
+
+def _measure_offload(
+    options: argparse.Namespace, hosts_of: Callable[..., Hosts], session_on: Callable[..., Session]
+) -> OffloadReport:
+    scenario = SCENARIOS[options.offload].thinned(options.thin)
+    effort = _effort(options, repetitions=3, steps=scenario.steps)
+    with hosts_of(scenario) as hosts, session_on(hosts, scenario.ranks) as session:
+        report = OffloadReport(scenario=scenario, network=hosts.description, shaped=hosts.shaped)
+        measure_offloading(report, session, effort)
     return report
 
 

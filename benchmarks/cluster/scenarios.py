@@ -7,6 +7,39 @@ from dataclasses import dataclass, replace
 FLOAT_BYTES = 4
 
 
+@dataclass(frozen=True, slots=True)
+class Copies:
+    """How fast an accelerator computes a transformer's layer, and copies what the layer saves.
+
+    Of a token a layer of width h computes 24 h^2 + 4 h s operations forward (Megatron-LM, arXiv 2104.04473, section 3)
+    and saves 34 h bytes in 16 bits where attention keeps no scores (Korthikanti et al., arXiv 2205.05198, equation 2).
+    """
+
+    flops: float
+    """Operations per second, as reached."""
+    bytes_per_second: float
+    """Both directions together."""
+    width: int
+    length: int
+    """Tokens of a sequence."""
+
+    @property
+    def per_forward(self) -> float:
+        """Seconds of copying what a layer saves, one way, over the seconds of its forward."""
+        copied = 34 * self.width / self.bytes_per_second
+        computed = (24 * self.width**2 + 4 * self.width * self.length) / self.flops
+        return copied / computed
+
+    def rate(self, *, forward_s: float, saved_bytes: float) -> float:
+        """Returns the bytes per second at which `saved_bytes`, saved in `forward_s`, keep the same proportion."""
+        return saved_bytes / (self.per_forward * forward_s)
+
+
+PCIE4 = Copies(flops=156e12, bytes_per_second=25e9, width=12288, length=2048)
+"""An A100 at half of its 312 Tflop/s in bf16, 16 lanes of PCIe 4.0 (25 of 31.5 GB/s are reached), layers of GPT-3 175B:
+a copy takes 0.70 of a forward."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scenario:
     """A model of equal layers on dp x pp ranks, each on a host of its own. Times in seconds, sizes in bytes."""
@@ -33,8 +66,18 @@ class Scenario:
     """What one micro-batch hands from one stage to the next, forward and backward."""
     rate_mbit: float
     """Of each host's link, each way, in Mbit/s."""
+    saved_bytes: int = 0
+    """What a layer keeps of a micro-batch for its backward, beside its input."""
+    copy_rate: float = 0.0
+    """Of copies between an accelerator and its pool, both directions together, in bytes per second; 0: no limit."""
     steps: int = 5
     """Measured steps of a run, where the command says nothing else."""
+
+    def with_copy_rate(self, share: float) -> Scenario:
+        """Returns the same with copies at `share` of the rate."""
+        if share == 1:
+            return self
+        return replace(self, name=f"{self.name}, copies * {share:g}", copy_rate=self.copy_rate * share)
 
     def thinned(self, factor: int) -> Scenario:
         """Returns the same times and shares with fewer bytes on slower links, which cost the machine's cores less."""
@@ -46,6 +89,8 @@ class Scenario:
             gradient_bytes=self.gradient_bytes // factor,
             activation_bytes=self.activation_bytes // factor,
             rate_mbit=self.rate_mbit / factor,
+            saved_bytes=self.saved_bytes // factor,
+            copy_rate=self.copy_rate / factor,
         )
 
     @property
@@ -85,6 +130,13 @@ class Scenario:
     def communication_s(self) -> float:
         """Everything the busiest rank sends in one step, at full rate."""
         return (self.dp_bytes + self.pp_bytes) * 8 / (self.rate_mbit * 1e6)
+
+    @property
+    def copies_per_forward(self) -> float:
+        """What a layer saves on its way to the pool, over the layer's forward."""
+        if not self.copy_rate:
+            return 0.0
+        return self.saved_bytes * self.layers * self.micro_batches / self.copy_rate / self.forward_s
 
     @property
     def limit_s(self) -> float:
@@ -155,6 +207,22 @@ SCENARIOS = {
             rate_mbit=100,
         ),
         Scenario(
+            name="O",
+            title="A's compute at the table's pace; layers save 17 times their input, copies as by PCIe 4.0",
+            dp=2,
+            pp=2,
+            segments=4,
+            layers=16,
+            micro_batches=8,
+            forward_s=0.634,
+            backward_s=1.550,
+            gradient_bytes=12_500_000,
+            activation_bytes=8192,
+            rate_mbit=100,
+            saved_bytes=17 * 8192,
+            copy_rate=PCIE4.rate(forward_s=0.634, saved_bytes=17 * 8192 * 16 * 8),
+        ),
+        Scenario(
             name="smoke",
             title="a second of work, to see that everything runs",
             dp=2,
@@ -167,6 +235,8 @@ SCENARIOS = {
             gradient_bytes=64_000,
             activation_bytes=1024,
             rate_mbit=100,
+            saved_bytes=4096,
+            copy_rate=1e7,
         ),
     )
 }

@@ -59,6 +59,10 @@ class Family:
     waits: bool = False
     """Whether a step ends only when the sums are everywhere: they overlap the backward, not the next forward."""
     preempt: bool = True
+    recompute: str = "none"
+    """fold3d's setting."""
+    offload: str = "none"
+    """fold3d's setting."""
     warm_up: int = 1
     """Steps until it does the same in every step; the first also connects and allocates."""
 
@@ -76,6 +80,26 @@ FAMILIES = {
     ),
     "fold3d-aiao-unordered": Family(
         "fold3d", "aiao", "the same, first come, first served", dp_sync="early", preempt=False, warm_up=PLANNED
+    ),
+    "fold3d-aiao-activations": Family(
+        "fold3d",
+        "aiao",
+        "as -early; what layers save leaves the accelerator",
+        dp_sync="early",
+        offload="activations",
+        warm_up=PLANNED,
+    ),
+    "fold3d-aiao-blocks": Family(
+        "fold3d", "aiao", "as -early; layers run again", dp_sync="early", recompute="blocks", warm_up=PLANNED
+    ),
+    "fold3d-aiao-boundaries": Family(
+        "fold3d",
+        "aiao",
+        "the same, and their inputs leave",
+        dp_sync="early",
+        recompute="blocks",
+        offload="boundaries",
+        warm_up=PLANNED,
     ),
     "fold3d-interleaved-serial": Family(
         "fold3d", "interleaved", "sums after the pipeline", dp_sync="serial", warm_up=PLANNED

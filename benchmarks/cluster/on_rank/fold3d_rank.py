@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -11,9 +12,11 @@ import torch
 import torch.distributed as dist
 
 import fold3d
+from benchmarks.cluster.on_rank.copies import copies_at
 from benchmarks.cluster.on_rank.virtual_layer import VirtualModel, make_batch
 from benchmarks.cluster.scenarios import Scenario
 from benchmarks.cluster.systems import COMM_TIMEOUT, LANES, LEARNING_RATE, Record, System
+from fold3d import _C
 from fold3d.observe.step_output import StepOutput
 
 
@@ -33,6 +36,8 @@ class Fold3dRank:
             # A layer is a bucket, as for the peers; where all is planned, so is this.
             bucket_bytes=None if family.schedule == "auto" else 1,
             preempt=family.preempt,
+            recompute=family.recompute,
+            offload=family.offload,
             blocks="layers",
             comm_timeout=COMM_TIMEOUT,
         )
@@ -40,6 +45,10 @@ class Fold3dRank:
         self._waited_ms = 0.0
         self._batch = {"x": make_batch(scenario)}
         self._outputs: list[StepOutput] = []
+        self._copies = ExitStack()
+        self._copies.enter_context(copies_at(scenario.copy_rate))
+        self._counts = scenario.saved_bytes > 0 and _C.count_cpu_bytes(True)
+        self._before = _C.live_cpu_bytes()  # what is left of systems before
         self._engine = fold3d.Engine(
             VirtualModel(scenario),
             config,
@@ -58,6 +67,7 @@ class Fold3dRank:
     def warmed_up(self) -> None:
         """Drops what was recorded so far."""
         self._outputs.clear()
+        _C.reset_peak_cpu_bytes()
         if self._waits:
             _gather_as_reduced(self._engine)  # only now: fold3d plans its own order first
 
@@ -69,8 +79,15 @@ class Fold3dRank:
         ]
 
     def breakdown(self) -> dict[str, float]:
-        """Returns the last step's breakdown; with what was waited for after it, where that is part of the step."""
-        breakdown = self._outputs[-1].breakdown.log(dp=2, pp=2)  # all keys, whatever the layout
+        """Returns the last step's breakdown; with what was waited for after it, where that is part of the step. In
+        scenarios whose layers save something with what tensors held at most and what was in the pool, 10^6 bytes."""
+        account = self._outputs[-1].breakdown
+        breakdown = account.log(dp=2, pp=2)  # all keys, whatever the layout
+        if self._counts:
+            breakdown |= {
+                "device_mb": (_C.peak_cpu_bytes() - self._before) / 1e6,
+                "pool_mb": account.pool_peak_bytes / 1e6,
+            }
         for name in ("step_ms", "dp_exposed_ms"):
             breakdown[name] = round(breakdown[name] + self._waited_ms, 1)
         return breakdown
@@ -96,6 +113,9 @@ class Fold3dRank:
         self._engine.flush()
         dist.barrier()
         self._engine.close()
+        self._copies.close()
+        if self._counts:
+            _C.count_cpu_bytes(False)
 
 
 def _gather_as_reduced(engine: fold3d.Engine) -> None:

@@ -24,6 +24,7 @@ class VirtualLayer(nn.Module):
     Args:
         parameters: floats of `weight`.
         forward_s, backward_s: seconds of one call.
+        saved: floats, ones, that the graph keeps beside, and by which the backward multiplies.
     """
 
     due: float | None = None
@@ -33,11 +34,12 @@ class VirtualLayer(nn.Module):
     began = 0
     """When the backward that is under way began."""
 
-    def __init__(self, parameters: int, forward_s: float, backward_s: float) -> None:
+    def __init__(self, parameters: int, forward_s: float, backward_s: float, saved: int = 0) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(parameters))
         self.forward_s = forward_s
         self.backward_s = backward_s
+        self.saved = saved
         self._watch_weight()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -82,7 +84,10 @@ def make_layers(scenario: Scenario, count: int) -> list[VirtualLayer]:
     """Returns `count` layers, each with its share of a rank's time and gradient."""
     calls = scenario.layers * scenario.micro_batches
     parameters = max(1, scenario.gradient_bytes // scenario.layers // FLOAT_BYTES)
-    return [VirtualLayer(parameters, scenario.forward_s / calls, scenario.backward_s / calls) for _ in range(count)]
+    saved = scenario.saved_bytes // FLOAT_BYTES
+    return [
+        VirtualLayer(parameters, scenario.forward_s / calls, scenario.backward_s / calls, saved) for _ in range(count)
+    ]
 
 
 def make_batch(scenario: Scenario) -> Tensor:
@@ -94,7 +99,7 @@ class _Occupy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, layer: VirtualLayer) -> Tensor:
         start, end = time.monotonic_ns(), time.perf_counter() + layer.forward_s
-        ctx.save_for_backward(weight)
+        ctx.save_for_backward(weight, x.new_ones(layer.saved) if layer.saved else None)
         ctx.layer = layer
         y = x + weight.mean()
         _sleep_until(end)
@@ -106,8 +111,10 @@ class _Occupy(torch.autograd.Function):
         layer: VirtualLayer = ctx.layer
         assert layer.due is None, "a layer may be used once in each backward"
         (gradient,) = outputs
-        (weight,) = ctx.saved_tensors  # in a checkpoint, this runs the forward again
+        weight, saved = ctx.saved_tensors  # in a checkpoint, this runs the forward again
         end, layer.began = time.perf_counter() + layer.backward_s, time.monotonic_ns()
+        if saved is not None:
+            gradient = gradient * saved[-1]
         of_weight = (gradient.sum() / weight.numel()).expand_as(weight).contiguous()
         if _is_accumulated(weight):
             layer.due = end
