@@ -132,6 +132,13 @@ class Scenario:
         return (self.dp_bytes + self.pp_bytes) * 8 / (self.rate_mbit * 1e6)
 
     @property
+    def memory_limit(self) -> int:
+        """Bytes of an accelerator that is too small for what all layers save, by half of that: beside it there are
+        weights, gradients and what of them is on its way."""
+        saved = self.saved_bytes * self.layers * self.micro_batches
+        return 2 * self.gradient_bytes + saved // 2
+
+    @property
     def copies_per_forward(self) -> float:
         """What a layer saves on its way to the pool, over the layer's forward."""
         if not self.copy_rate:

@@ -101,6 +101,15 @@ FAMILIES = {
         offload="boundaries",
         warm_up=PLANNED,
     ),
+    "fold3d-aiao-limited": Family(
+        "fold3d",
+        "aiao",
+        "as -early; fold3d makes it fit into half of what layers save",
+        dp_sync="early",
+        recompute="auto",
+        offload="auto",
+        warm_up=PLANNED,
+    ),
     "fold3d-interleaved-serial": Family(
         "fold3d", "interleaved", "sums after the pipeline", dp_sync="serial", warm_up=PLANNED
     ),

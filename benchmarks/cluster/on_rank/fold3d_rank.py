@@ -38,6 +38,7 @@ class Fold3dRank:
             preempt=family.preempt,
             recompute=family.recompute,
             offload=family.offload,
+            memory_limit=scenario.memory_limit if family.offload == "auto" else None,
             blocks="layers",
             comm_timeout=COMM_TIMEOUT,
         )
@@ -104,6 +105,7 @@ class Fold3dRank:
             "segments": strategy.segments,
             "schedule": strategy.schedule,
             "group_size": strategy.group_size,
+            "memory": {name: dict(strategy.settings)[name] for name in ("recompute", "offload")},
             "modes": ["serial"] * len(sync.modes) if sync.serial else list(sync.modes),
             "gather_order": list(sync.gather_order),
         }
