@@ -17,12 +17,9 @@ from fold3d.recompute import Recompute
 AUTO = "auto"
 DEFAULT_COMM_TIMEOUT = 300.0
 DEFAULT_BUCKET_BYTES = 1 << 20
-TP_OVERLAP = ("sub", "none")
-"""Ways to run layers whose ranks communicate that are predicted: in two halves of a micro-batch that take turns, or as
-they come."""
 TP_WAYS = ("sub", "fused", "none")
-"""All that can be asked for by name; "fused": with matrix products next to a region's borders that communicate while
-they compute."""
+"""Ways to run layers whose ranks communicate: in sub-micro-batches that take turns, with matrix products next to a
+region's borders that communicate while they compute, or as they come."""
 TRANSPORTS = ("auto", "tcp", "c10d")
 DP_SYNC = ("zero1", "early", "serial")
 """Ways of DP.sync that can be asked for by name."""

@@ -232,7 +232,7 @@ class _Layers:
             shard = of_a_shard(self._whole, self.trace, sharding, shapes, layers)
             profile = with_tp_sync(shard, model, self.trace, sharding, example)
             if self._options.measure:
-                factor = halves_factor(model, self.trace, example, self._device)
+                factor = halves_factor(model, self.trace, example, self._device, parts=profile.sub_micro_batches)
                 profile = replace(profile, halves_factor=factor)
             self._profiles[tp] = profile
         return self._profiles[tp]

@@ -27,6 +27,8 @@ class TpExchange:
     """Of the whole tensor, the same on every rank."""
     trips: int = 2
     """Round the ring: 2 of an all-reduce; 1 of a reduce-scatter or an all-gather, its halves."""
+    follows: bool = False
+    """It stands right behind the exchange before it, with no more than a norm between them."""
 
 
 Exchanges = tuple[tuple[TpExchange, ...], ...]
@@ -82,7 +84,10 @@ class Profile:
     """Per layer: TP.sync of its forward; empty without tensor parallelism."""
     tp_backward: Exchanges = ()
     halves_factor: float | None = None
-    """What computing a micro-batch in two halves takes, relative to computing it whole; None: it cannot be divided."""
+    """What computing a micro-batch in sub-micro-batches takes, relative to computing it whole; None: it cannot be
+    divided."""
+    sub_micro_batches: int = 2
+    """So many take turns (`tp_overlap="sub"`)."""
     exposed_forward: tuple[float, ...] = ()
     """Seconds per layer, part of `forward`: waiting for TP.sync, once it is decided how that is hidden
     (`space.tp_overlap`); empty before, and where nothing is waited for."""
@@ -143,6 +148,9 @@ class NetworkCosts:
     """Bytes per second that a rank sends in its tensor-parallel group."""
     tp_latency: float = 0.0
     """Seconds for a hop in the group."""
+    tp_toll: float = 0.0
+    """Seconds that a rank computes longer for each byte that it sends in its group meanwhile: where there are no cores
+    to spare, the links' threads take their time from those that compute."""
 
     @property
     def bandwidth(self) -> float:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 from fold3d.plan.costs import NetworkCosts
 
@@ -15,6 +16,23 @@ _LATENCY_SHARE = 0.1  # of the time for measuring, for each latency: one of its 
 _MOST_ROUNDS = 100
 _LEAST_BURST = 1 << 18  # bytes
 _MOST_BURST = 1 << 28
+_BESIDE_SECONDS = 0.02  # of exchanges beside which something is computed
+
+
+@dataclass(frozen=True, slots=True)
+class ShardLink:
+    """What links the ranks of a tensor-parallel group."""
+
+    bandwidth: float
+    """Bytes per second that a rank sends."""
+    latency: float
+    """Seconds for a hop."""
+    toll: float = 0.0
+    """Seconds that a rank computes longer for each byte that it sends meanwhile."""
+
+    def of(self, network: NetworkCosts) -> NetworkCosts:
+        """Returns the network with this link."""
+        return replace(network, tp_bandwidth=self.bandwidth, tp_latency=self.latency, tp_toll=self.toll)
 
 
 def measure_network(
@@ -61,24 +79,61 @@ def measure_network(
 def measure_shards(
     *,
     sum_up: Callable[[int], None],
+    compute: Callable[[int, int, int], None],
     slowest: Callable[[list[float]], list[float]],
     tp: int,
     size: int,
     seconds: float = 0.4,
-) -> tuple[float, float]:
-    """Returns the bandwidth (bytes per second that a rank sends) and the latency of a hop (seconds) of TP.sync that the
-    slowest rank measured; all ranks call it with the same arguments.
+) -> ShardLink:
+    """Returns what the slowest rank measured of TP.sync; all ranks call it with the same arguments.
 
     Args:
         sum_up: sums so many bytes over the tensor-parallel group and returns when the sum is here.
+        compute: does a small piece of work so many times, while a number of sums of so many bytes travel, and returns
+            when both are done.
         size: bytes of a sum in training, the largest.
         seconds: about how long to measure.
     """
     sum_up(_SMALL)
     latency = _latency(sum_up, seconds * _LATENCY_SHARE, slowest) / (tp - 1)  # small tensors go round once
     hops = 2 * (tp - 1)
-    size, spent = _grow(sum_up, max(_LEAST_BURST, size), seconds / 2, slowest)
-    return hops / tp * size / _without(spent, hops * latency), latency
+    burst, spent = _grow(sum_up, max(_LEAST_BURST, size), seconds / 2, slowest)
+    bandwidth = hops / tp * burst / _without(spent, hops * latency)
+    # Sums as sub-micro-batches make them, but on slow links, where they take long and few cores' time.
+    half = max(1, min(size // 2, round(bandwidth * _BESIDE_SECONDS)))
+    return ShardLink(bandwidth, latency, _toll(compute, half, hops / tp * half, bandwidth, slowest))
+
+
+def _toll(
+    compute: Callable[[int, int, int], None],
+    size: int,
+    sent: float,
+    bandwidth: float,
+    slowest: Callable[[list[float]], list[float]],
+) -> float:
+    """Returns by how much each byte that a rank sends while it computes delays its computing, in seconds: no longer
+    than both take the cores' time, which says nothing of cores to spare, and delay it here, to which other work on the
+    machine adds.
+
+    Args:
+        size: bytes of a sum; it sends `sent` of them.
+    """
+    count = max(1, min(_MOST_ROUNDS, round(_BESIDE_SECONDS * bandwidth / sent)))
+    lasting, times = count * sent / bandwidth, 1
+
+    def spent(sums: int, times: int) -> tuple[float, float]:
+        begin, cores = time.perf_counter(), time.process_time()
+        compute(times, sums, size)
+        return time.perf_counter() - begin, time.process_time() - cores
+
+    # Longer than the sums travel, so that all they take is taken from it.
+    while slowest([spent(0, times)[0]])[0] < 2 * lasting and times < _MOST_BURST:
+        times *= 2
+    # In turns: what else the machine does would count for one of them.
+    rounds = [(*spent(0, times), *spent(count, times)) for _ in range(_FEW)]
+    alone, alone_cores, beside, beside_cores = slowest([min(one) for one in zip(*rounds, strict=True)])
+    delay = max(0.0, min(beside - alone, beside_cores - alone_cores))
+    return min(1 / bandwidth, delay / (count * sent))
 
 
 def _without(spent: float, latency: float) -> float:

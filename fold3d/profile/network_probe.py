@@ -17,10 +17,11 @@ from fold3d.comms.groups import Groups
 from fold3d.comms.rings import connect_replicas, connect_shards, find_hosts
 from fold3d.comms.tcp import connect_stages
 from fold3d.plan.costs import NetworkCosts
-from fold3d.profile.network import measure_network, measure_shards
+from fold3d.profile.network import ShardLink, measure_network, measure_shards
 from fold3d.topology import Topology
 
 _FLOAT = 4  # bytes
+_MATRIX = 128  # rows and columns of what is multiplied beside sums: some dozens of microseconds
 
 Action = Callable[[int], None]
 """Moves so many bytes and returns when they are here."""
@@ -77,15 +78,14 @@ def probe_shards(
     over_tcp: bool,
     size: int,
     seconds: float = 0.4,
-) -> tuple[float, float]:
-    """Returns bandwidth (bytes per second) and latency of a hop (seconds) of TP.sync, of the slowest rank; all ranks of
-    the job call it.
+) -> ShardLink:
+    """Returns what TP.sync travels by, of the slowest rank; all ranks of the job call it.
 
     All tensor-parallel groups measure at the same time, so ranks that share a network card share it here, too.
 
     Args:
         size: bytes of a sum in training.
-        seconds: about how long to measure, at most twice as long.
+        seconds: about how long to measure, at most twice as long, but for some tenths of a second in which is computed.
     Raises: RuntimeError (CommError, or torch's own) when a rank is gone or does not come.
     """
     arbiter = _C.NicArbiter("", True)
@@ -96,8 +96,27 @@ def probe_shards(
         torch.ops.fold3d.tp_all_reduce(numbers, shards.group, "sum")
         _wait(device)
 
+    matrix = torch.zeros(_MATRIX, _MATRIX, device=device)
+
+    room = torch.zeros(0, device=device)
+
+    def compute(times: int, sums: int, size: int) -> None:
+        nonlocal room
+        each = -(-size // _FLOAT)
+        if room.numel() < sums * each:
+            room = torch.zeros(sums * each, device=device)
+        numbers = [room[number * each : (number + 1) * each] for number in range(sums)]
+        started = [torch.ops.fold3d.tp_all_reduce_start_(one, shards.group) for one in numbers]
+        for _ in range(times):
+            torch.mm(matrix, matrix)
+        for one in started:
+            torch.ops.fold3d.tp_finish(one)
+        _wait(device)
+
     try:
-        return measure_shards(sum_up=sum_up, slowest=_slowest(groups), tp=topology.tp, size=size, seconds=seconds)
+        return measure_shards(
+            sum_up=sum_up, compute=compute, slowest=_slowest(groups), tp=topology.tp, size=size, seconds=seconds
+        )
     finally:
         shards.close()
 

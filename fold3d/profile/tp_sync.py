@@ -1,4 +1,4 @@
-"""with_tp_sync(): which exchanges TP.sync makes in each layer, and what computing halves of a micro-batch costs."""
+"""with_tp_sync(): which exchanges TP.sync makes in each layer, and what computing a micro-batch in parts costs."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -76,11 +77,14 @@ def with_tp_sync(
         ends[0] = (TpExchange(profile.activation_bytes[0]),)
     if sharding.vocabulary.heads:
         ends[1] = (TpExchange(profile.activation_bytes[-1]),)
+    samples = samples_of(micro_batch)
     return replace(
         profile,
         tp_forward=(ends[0], *forward[1:], ()),
         tp_backward=((), *backward[1:], ends[1]),
-        halves_factor=None if samples_of(micro_batch) is None else 1.0,
+        halves_factor=None if samples is None else 1.0,
+        # As SubPipeline does it.
+        sub_micro_batches=2 if samples is None else min(3 if sharding.sequence else 2, samples),
     )
 
 
@@ -91,11 +95,13 @@ def halves_factor(
     device: torch.device,
     autocast: Autocast = nullcontext,
     seconds: float = 0.5,
+    parts: int = 2,
 ) -> float | None:
-    """Returns what computing a micro-batch in two halves takes, relative to computing it whole; None: it cannot be
+    """Returns what computing a micro-batch in `parts` takes, relative to computing it whole; None: it cannot be
     divided.
 
-    The block with most work is timed with the whole micro-batch and with half of it; 1.0 where it cannot be run alone.
+    The block with most work is timed with the whole micro-batch and with a part of it; 1.0 where it cannot be run
+    alone.
 
     Args:
         seconds: about how long to measure.
@@ -104,7 +110,8 @@ def halves_factor(
     if samples is None:
         return None
     block = max(zip(trace.costs, trace.blocks, strict=True), key=lambda pair: pair[0].flops)[1]
-    half: dict[str, Any] = part_of(micro_batch, 0, samples // 2, samples)
+    size = -(-samples // parts)
+    half: dict[str, Any] = part_of(micro_batch, 0, size, samples)
     if isinstance(micro_batch, Arguments):
         half = Arguments.of(micro_batch.module, half)
     times: dict[int, float] = {}
@@ -119,8 +126,8 @@ def halves_factor(
     except Exception as error:  # made-up values: anything may go wrong in foreign code
         _log.info("'%s' cannot be measured alone (%s: %s)", block, type(error).__name__, error)
         return 1.0
-    # Less than the whole, and more than the whole for each half, is noise. An odd sample goes to the larger half.
-    return min(2.0, max(1.0, times[1] * samples / (samples // 2) / times[0]))
+    # Less than the whole, and more than the whole for each part, is noise.
+    return min(float(parts), max(1.0, times[1] * samples / size / times[0]))
 
 
 class _Sizes:
@@ -159,12 +166,24 @@ def _of_block(
     if not shared:
         entered = [max(map(sizes.argument, group.entries), default=hidden) for group in split.groups]
         return tuple(TpExchange(size, trips) for size in exits), tuple(TpExchange(size, trips) for size in entered)
-    gathered = [(sizes.argument(one.module), one.sums) for one in sequence.gathers]
-    forward = [TpExchange(size, trips) for size, _ in gathered] + [TpExchange(size, trips) for size in exits]
-    backward = [TpExchange(size, trips) for size in exits]
-    backward += [TpExchange(size, trips) for size, sums in gathered if sums]
+    forward: list[TpExchange] = []
+    backward: list[TpExchange] = []
+    regions = list(zip_longest(sequence.gathers, exits))
+    for gather, size in regions:
+        if gather is not None:
+            forward.append(TpExchange(sizes.argument(gather.module), trips, follows=True))
+        if size is not None:
+            forward.append(TpExchange(size, trips))
+    sent = True  # by the layer behind this one
+    for gather, size in reversed(regions):
+        if size is not None:
+            backward.append(TpExchange(size, trips, follows=sent))
+        if gather is not None:
+            sent = gather.sums
+            if sent:
+                backward.append(TpExchange(sizes.argument(gather.module), trips))
     if sequence.ends:
-        forward.append(TpExchange(hidden, trips))
+        forward.append(TpExchange(hidden, trips, follows=True))
     if sequence.begins:
-        backward.append(TpExchange(hidden, trips))
+        backward.append(TpExchange(hidden, trips, follows=True))
     return tuple(forward), tuple(backward)

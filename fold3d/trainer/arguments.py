@@ -63,8 +63,8 @@ class TrainingArguments(transformers.TrainingArguments):
         default=AUTO,
         metadata={
             "help": "How tensor-parallel communication is hidden: sub (two halves of a micro-batch take turns), fused "
-            "(matrix products send one piece while they compute the next), none, or auto (sub and none are predicted, "
-            "and all are tried where that is close). The numbers are the same."
+            "(matrix products send one piece while they compute the next), none, or auto (the fastest, by "
+            "prediction, and by real steps where that is close). The numbers are the same."
         },
     )
     sequence_parallel: FlagOrAuto = field(

@@ -17,7 +17,7 @@ from fold3d.plan.layout import layout_of
 from fold3d.plan.search import DECISIVE, recheck, search
 from fold3d.plan.space import registry
 from fold3d.plan.space.tp_overlap import KNOB
-from fold3d.plan.space.tp_times import FUSED_SHARE, Region, even_regions, layers_seconds, seconds, traffic
+from fold3d.plan.space.tp_times import FUSED_SHARE, Region, even_regions, layers_seconds, seconds, toll, traffic
 from tests.plan.jobs import make_job
 
 times = st.floats(0.01, 10.0)
@@ -53,6 +53,42 @@ def test_fused_products_hide_no_more_than_they_take() -> None:
 def test_nothing_to_hide() -> None:
     network = NetworkCosts(pp_latency=0.0, pp_bandwidth=1.0, dp_bandwidth=1.0, hop_latency=0.0)
     assert layers_seconds(3, even_regions(2.0, [], 2, network), "sub") == pytest.approx(6.0)
+
+
+@given(st.integers(2, 8), times)
+def test_two_parts_hide_half_of_exchanges_that_follow_each_other_and_three_all(layers: int, compute: float) -> None:
+    """A region of a shared sequence is entered right behind the end of the one before it, and each of its two exchanges
+    takes half of its computing."""
+    regions = [Region(0.0, compute / 2), Region(compute, compute / 2)] * layers
+    three = seconds(regions, "sub", parts=3)
+    assert three < seconds(regions, "sub", parts=2)
+    assert three <= layers * compute + 2 * compute, "all but the ends"
+
+
+@given(st.lists(st.builds(Region, times, times), min_size=1, max_size=12))
+def test_bounds_of_three_parts(regions: list[Region]) -> None:
+    compute, sync = sum(region.compute for region in regions), sum(region.sync for region in regions)
+    assert max(compute, sync) * (1 - 1e-9) <= seconds(regions, "sub", 3) <= (compute + sync) * (1 + 1e-9)
+
+
+def test_what_follows_another_exchange_has_nothing_computed_before_it() -> None:
+    network = NetworkCosts(pp_latency=0.0, pp_bandwidth=1.0, dp_bandwidth=1.0, hop_latency=0.0, tp_bandwidth=1.0)
+    layer = (TpExchange(2, trips=1, follows=True), TpExchange(4, trips=1))
+    assert even_regions(6.0, layer, 2, network) == [Region(0.0, 1.0), Region(6.0, 2.0)]
+    assert even_regions(6.0, layer[:1], 2, network) == [Region(6.0, 1.0)]
+
+
+def test_cores_that_links_take_cannot_compute() -> None:
+    network = NetworkCosts(
+        pp_latency=0.0, pp_bandwidth=1.0, dp_bandwidth=1.0, hop_latency=0.0, tp_bandwidth=1e6, tp_toll=1e-7
+    )
+    exchanges = (TpExchange(1 << 20),) * 2
+    whole = 1e-7 * 2 * (1 << 20)
+    assert toll(1.0, exchanges, 2, network, "none") == 0.0
+    assert toll(1.0, exchanges, 2, network, "sub") == pytest.approx(whole)
+    hidden = 2 * FUSED_SHARE * 0.5 / (2 * 1.048576)
+    assert toll(1.0, exchanges, 2, network, "fused") == pytest.approx(hidden * whole)
+    assert toll(1.0, (), 2, network, "fused") == 0.0
 
 
 def test_traffic_of_a_ring() -> None:
@@ -107,7 +143,7 @@ def test_the_account_has_what_is_waited_for() -> None:
 
 @pytest.mark.parametrize(
     ("ratio", "factor", "chosen"),
-    [(1.0, 1.0, "sub"), (0.25, 1.0, "sub"), (0.05, 1.0, "auto"), (0.05, 1.3, "none"), (0.25, 1.25, "auto")],
+    [(1.0, 1.0, "sub"), (0.25, 1.0, "auto"), (0.05, 1.0, "auto"), (0.05, 1.3, "auto"), (0.25, 1.25, "fused")],
 )
 def test_what_is_clearly_faster_is_taken(ratio: float, factor: float, chosen: str) -> None:
     """Else real steps decide. Halves may compute longer than the whole."""
@@ -119,11 +155,24 @@ def test_what_is_clearly_faster_is_taken(ratio: float, factor: float, chosen: st
     assert 1.0 < DECISIVE < 1.2
 
 
+@pytest.mark.parametrize("share", [0.0, 0.5, 0.9])
+def test_links_that_take_cores_make_hiding_dear(share: float) -> None:
+    job = shards(ratio=0.25, dp=1)
+    job = replace(job, network=replace(job.network, tp_toll=share / job.network.tp_bandwidth))
+    assert KNOB.of(search(job, FIXED).strategy) == "auto"
+    found = [search(job, replace(FIXED, settings=((KNOB.name, way),))) for way in ("none", "sub")]
+    none, sub = (one.prediction.ranks[0] for one in found)
+    # What is taken is computing that takes longer, nothing that is waited for.
+    assert sub.compute_ms == pytest.approx((1 + 0.25 * share) * none.compute_ms, rel=0.01)
+
+
 def test_what_cannot_be_divided_is_not() -> None:
-    proposal = search(shards(ratio=1.0, halves_factor=None), FIXED)
-    assert KNOB.of(proposal.strategy) == "none" and "tp_overlap:" not in proposal.table
-    asked = search(shards(ratio=1.0, halves_factor=None), replace(FIXED, settings=((KNOB.name, "sub"),)))
-    assert asked.step_ms == proposal.step_ms
+    proposal = search(shards(ratio=1.0, halves_factor=None, dp=1), FIXED)
+    assert KNOB.of(proposal.strategy) == "fused", "what can hide TP.sync there"
+    assert "tp_overlap: fused takes" in proposal.table and ", sub" not in proposal.table
+    asked = search(shards(ratio=1.0, halves_factor=None, dp=1), replace(FIXED, settings=((KNOB.name, "sub"),)))
+    none = search(shards(ratio=1.0, halves_factor=None, dp=1), replace(FIXED, settings=((KNOB.name, "none"),)))
+    assert asked.step_ms == none.step_ms > proposal.step_ms
 
 
 def test_without_shards_nothing_mentions_it() -> None:

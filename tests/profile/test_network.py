@@ -8,7 +8,7 @@ import time
 import pytest
 
 from fold3d.plan.costs import NetworkCosts, pause_bytes
-from fold3d.profile.network import measure_network
+from fold3d.profile.network import measure_network, measure_shards
 
 
 class Wire:
@@ -96,3 +96,28 @@ def test_slow_messages_are_latency():
     links = NetworkCosts(pp_latency=1e-4, pp_bandwidth=1e7, dp_bandwidth=1e8, hop_latency=0)
     assert links.message_latency(10_000) == pytest.approx(1e-4 + 1e-3 - 1e-4)
     assert math.isinf(NetworkCosts(pp_latency=0, pp_bandwidth=math.inf, dp_bandwidth=1, hop_latency=0).pp_bandwidth)
+
+
+@pytest.mark.parametrize("size", [1 << 14, 1 << 20, 1 << 24])
+@pytest.mark.parametrize(
+    ("share", "other", "spare"), [(0.0, 0, 0), (0.3, 0, 0), (1.0, 0, 0), (0.3, 0.5, 0), (0.3, 0, 1)]
+)
+def test_what_the_links_threads_take_from_computing(monkeypatch, size, share, other, spare):
+    """Each byte takes `share` of the time in which it travels from those who compute, unless there are cores to spare;
+    what else the machine does takes time of its own."""
+    wire, cores = Wire(monkeypatch), [0.0]
+    monkeypatch.setattr(time, "process_time", lambda: cores[0])
+
+    def sum_up(size):  # tp = 2
+        wire.now += 2 * 5e-5 + size / 1e8
+
+    def compute(times, sums, size):
+        taken = share * sums * size / 1e8
+        cores[0] += 50e-6 * times + taken
+        wire.now += max(50e-6 * times + (0 if spare else taken) + other * sums * size / 1e8, sums * size / 1e8)
+
+    found = measure_shards(sum_up=sum_up, compute=compute, slowest=lambda x: x, tp=2, size=size)
+    assert found.bandwidth == pytest.approx(1e8, rel=0.05)
+    assert found.toll == pytest.approx(0 if spare else share / 1e8, rel=0.05, abs=1e-12)
+    assert found.of(NetworkCosts(pp_latency=0, pp_bandwidth=1, dp_bandwidth=1, hop_latency=0)).tp_toll == found.toll
+    assert wire.now < 3.0

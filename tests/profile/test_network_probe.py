@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from fold3d._C import CommError
 from fold3d.comms.groups import Groups
+from fold3d.profile.network import ShardLink
 from fold3d.profile.network_probe import probe_network, probe_shards, tcp_messages
 from fold3d.topology import Topology
 
@@ -33,7 +34,7 @@ def test_all_ranks_get_the_same_numbers(ranks, dp, pp, over_tcp):
     assert 1e6 < found[0].bandwidth < 1e12
 
 
-def _probe_shards(over_tcp: bool) -> tuple[float, float]:
+def _probe_shards(over_tcp: bool) -> ShardLink:
     topology = Topology(dp=1, pp=2, tp=2, rank=dist.get_rank())
     device = torch.device("cpu")
     groups = Groups(topology, device, 30.0, (), with_p2p=False)
@@ -47,8 +48,8 @@ def _probe_shards(over_tcp: bool) -> tuple[float, float]:
 def test_links_of_shards(ranks, over_tcp):
     found = ranks.run(_probe_shards, 4, over_tcp)
     assert all(link == found[0] for link in found)
-    bandwidth, latency = found[0]
-    assert 1e6 < bandwidth < 1e12 and 0 < latency < 0.1
+    assert 1e6 < found[0].bandwidth < 1e12 and 0 < found[0].latency < 0.1
+    assert 0 <= found[0].toll <= 1 / found[0].bandwidth
 
 
 def _answers_late(delays: list[float]) -> str:

@@ -31,6 +31,7 @@ from fold3d.plan.proposal import Proposal
 from fold3d.plan.search import decide
 from fold3d.profile.copies import copy_bandwidth
 from fold3d.profile.layers import profile_model
+from fold3d.profile.network import ShardLink
 from fold3d.profile.network_probe import probe_network, probe_shards
 from fold3d.profile.shard import layers_of_a_shard, of_a_shard
 from fold3d.profile.tp_sync import halves_factor, with_tp_sync
@@ -178,7 +179,7 @@ def profile_of(
     profile = of_a_shard(profile, recording, sharding, shapes, layers)
     profile = with_tp_sync(profile, model, recording, sharding, example, autocast)
     if config.tp_overlap != "none":
-        factor = halves_factor(model, recording, example, device, autocast, seconds / 4)
+        factor = halves_factor(model, recording, example, device, autocast, seconds / 4, profile.sub_micro_batches)
         profile = replace(profile, halves_factor=factor)
     return profile
 
@@ -286,8 +287,7 @@ def _network(profile: Profile, world: WorldGroup, config: ParallelConfig, device
             activation_bytes=max(profile.activation_bytes),
         )
         if topology.tp > 1:
-            bandwidth, latency = _probe_shards(profile, groups, config, device)
-            found = replace(found, tp_bandwidth=bandwidth, tp_latency=latency)
+            found = _probe_shards(profile, groups, config, device).of(found)
         return found
     except RuntimeError as error:
         raise RankError(f"{topology.describe(topology.rank)} could not measure the network: {error}") from error
@@ -295,9 +295,11 @@ def _network(profile: Profile, world: WorldGroup, config: ParallelConfig, device
         groups.close()
 
 
-def tp_link(profile: Profile, world: WorldGroup, config: ParallelConfig, device: torch.device) -> tuple[float, float]:
-    """Returns bandwidth (bytes per second) and latency of a hop (seconds) in the tensor-parallel groups; all ranks of
-    the job call. Raises: RankError when it cannot be measured."""
+def tp_link(profile: Profile, world: WorldGroup, config: ParallelConfig, device: torch.device) -> ShardLink:
+    """Returns what links the ranks of tensor-parallel groups; all ranks of the job call.
+
+    Raises: RankError when it cannot be measured.
+    """
     topology = world.topology
     groups = Groups(topology, device, config.timeout_seconds, (), with_p2p=False, world=world)
     try:
@@ -308,9 +310,7 @@ def tp_link(profile: Profile, world: WorldGroup, config: ParallelConfig, device:
         groups.close()
 
 
-def _probe_shards(
-    profile: Profile, groups: Groups, config: ParallelConfig, device: torch.device
-) -> tuple[float, float]:
+def _probe_shards(profile: Profile, groups: Groups, config: ParallelConfig, device: torch.device) -> ShardLink:
     exchanges = [one.bytes for of in (*profile.tp_forward, *profile.tp_backward) for one in of]
     return probe_shards(
         *(groups.topology, groups, device, config.timeout_seconds),

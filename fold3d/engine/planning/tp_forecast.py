@@ -13,7 +13,7 @@ from torch.nn import Module
 
 from fold3d.comms.rings import spread_of_shards, warn_of_hosts
 from fold3d.comms.world_group import WorldGroup
-from fold3d.config import AUTO, TP_OVERLAP, ParallelConfig, text_of_bytes
+from fold3d.config import AUTO, TP_WAYS, ParallelConfig, text_of_bytes
 from fold3d.engine.planning import planner
 from fold3d.plan.costs import NetworkCosts
 from fold3d.plan.job import Job
@@ -46,7 +46,7 @@ class TpForecast:
     bandwidth: float
     """Bytes per second, measured."""
     other: float | None = None
-    """Seconds that forwards and backwards would take hidden in the other way; None where there was no choice."""
+    """Seconds that forwards and backwards would take hidden in the next best way; None where there was no choice."""
 
     @property
     def text(self) -> str:
@@ -102,19 +102,12 @@ def predict_tp_sync(
     profile = world.decide(profile, planner.agreed_or_none, timeout=world.patience)
     if profile is None:
         return strategy, None
-    bandwidth, latency = planner.tp_link(profile, world, config, device)
+    link = planner.tp_link(profile, world, config, device)
     topology, nothing = world.topology, float("inf")
     job = Job(
         trace=recording,
         profile=profile,
-        network=NetworkCosts(
-            pp_latency=0.0,
-            pp_bandwidth=nothing,
-            dp_bandwidth=nothing,
-            hop_latency=0.0,
-            tp_bandwidth=bandwidth,
-            tp_latency=latency,
-        ),
+        network=link.of(NetworkCosts(pp_latency=0.0, pp_bandwidth=nothing, dp_bandwidth=nothing, hop_latency=0.0)),
         dp=topology.dp,
         pp=topology.pp,
         tp=topology.tp,
@@ -124,14 +117,14 @@ def predict_tp_sync(
     if is_open:
         way = _decided(job, strategy)
         bubbles = (job.micro_batches + job.pp - 1) / job.micro_batches
-        other = max(_seconds(job, strategy, one)[0] for one in TP_OVERLAP) * bubbles
+        other = sorted(_seconds(job, strategy, one)[0] for one in TP_WAYS)[1] * bubbles  # the second best
         strategy = replace(
             strategy, settings=tuple((name, way if name == KNOB.name else text) for name, text in strategy.settings)
         )
     spent, exposed = _seconds(job, strategy, way)
     sent = _bytes(job, strategy)
     return strategy, TpForecast(
-        bytes=sent, computing=spent - exposed, exposed=exposed, bandwidth=bandwidth, other=other
+        bytes=sent, computing=spent - exposed, exposed=exposed, bandwidth=link.bandwidth, other=other
     )
 
 
@@ -141,15 +134,15 @@ def warn_of_spread(forecast: TpForecast | None, world: WorldGroup) -> None:
 
 
 def _decided(job: Job, strategy: Strategy) -> str:
-    """Returns the way that is clearly faster, or "auto"."""
+    """Returns the way that is clearly the fastest, or "auto"."""
     if job.profile.halves_factor is None:
         return AUTO  # batches may come that can be divided
-    times = {way: _seconds(job, strategy, way)[0] for way in TP_OVERLAP}
-    best, second = sorted(times, key=lambda way: times[way])
+    times = {way: _seconds(job, strategy, way)[0] for way in TP_WAYS}
+    best, second, _ = order = sorted(times, key=lambda way: times[way])
     close = times[second] < DECISIVE * times[best]
     logger.info(
-        "tp_overlap: a step's forwards and backwards are predicted to take %s %.1f ms, %s %.1f: %s",
-        *(best, 1e3 * times[best], second, 1e3 * times[second]),
+        "tp_overlap: a step's forwards and backwards are predicted to take %s: %s",
+        ", ".join(f"{1e3 * times[way]:.1f} ms with {way}" for way in order),
         "too close to tell, real steps decide" if close else best,
     )
     return AUTO if close else best

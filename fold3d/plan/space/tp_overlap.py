@@ -1,16 +1,16 @@
-"""How TP.sync is hidden: halves of a micro-batch take turns, or every sum is waited for."""
+"""How TP.sync is hidden: sub-micro-batches take turns, products send pieces, or every sum is waited for."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
 
-from fold3d.config import AUTO, TP_OVERLAP, TP_WAYS
+from fold3d.config import AUTO, TP_WAYS
 from fold3d.plan.constraints import Constraints
 from fold3d.plan.costs import Exchanges, NetworkCosts
 from fold3d.plan.job import Job
 from fold3d.plan.space.knob import Knob, SoFar
-from fold3d.plan.space.tp_times import Region, even_regions, layers_seconds
+from fold3d.plan.space.tp_times import Region, even_regions, layers_seconds, toll
 
 
 def _parse(text: str) -> str:
@@ -20,22 +20,24 @@ def _parse(text: str) -> str:
 
 
 def _candidates(job: Job, constraints: Constraints, so_far: SoFar) -> Sequence[str]:
-    return ("none", "sub") if job.profile.halves_factor is not None else ("none",)
+    return [way for way in reversed(TP_WAYS) if way != "sub" or job.profile.halves_factor is not None]
 
 
 def _costs(job: Job, value: str) -> Job:
-    """Returns the job with the waits for TP.sync in its layers' times; "auto" is the faster way."""
-    profile, ways = job.profile, TP_OVERLAP if value == AUTO else (value,)
+    """Returns the job with the waits for TP.sync in its layers' times; "auto" is the fastest way."""
+    profile, ways = job.profile, TP_WAYS if value == AUTO else (value,)
     found = []
     for way in ways:
         factor = profile.halves_factor if way == "sub" else 1.0
         if factor is None:  # its micro-batches run whole, whatever is asked for
             way, factor = "none", 1.0
-        computed = [tuple(factor * time for time in times) for times in (profile.forward, profile.backward)]
-        waited = [
-            _exposed(job.network, job.tp, times, exchanges, way)
-            for times, exchanges in zip(computed, (profile.tp_forward, profile.tp_backward), strict=True)
-        ]
+        computed, waited = [], []
+        for layers, exchanges in ((profile.forward, profile.tp_forward), (profile.backward, profile.tp_backward)):
+            longer = [factor * time for time in layers]
+            for layer, own in enumerate(exchanges[1:-1], start=1):  # of the ends everything is waited for
+                longer[layer] += toll(longer[layer], own, job.tp, job.network, way)
+            computed.append(tuple(longer))
+            waited.append(_exposed(job.network, job.tp, longer, exchanges, way, profile.sub_micro_batches))
         times = [
             tuple(map(sum, zip(of, waits, strict=True))) if waits else of
             for of, waits in zip(computed, waited, strict=True)
@@ -55,7 +57,7 @@ def _costs(job: Job, value: str) -> Job:
 
 
 def _exposed(
-    network: NetworkCosts, ranks: int, computed: Sequence[float], exchanges: Exchanges, way: str
+    network: NetworkCosts, ranks: int, computed: Sequence[float], exchanges: Exchanges, way: str, parts: int
 ) -> tuple[float, ...]:
     """Returns the seconds that each layer waits for its exchanges."""
     blocks, waits = len(computed) - 2, []
@@ -66,7 +68,7 @@ def _exposed(
         row, how = (blocks, way) if 0 < number <= blocks else (1, "none")
         regions = tuple(even_regions(compute, own, ranks, network))
         if (row, regions) not in known:
-            known[row, regions] = max(0.0, layers_seconds(row, regions, how) / row - compute)
+            known[row, regions] = max(0.0, layers_seconds(row, regions, how, parts) / row - compute)
         waits.append(known[row, regions])
     return tuple(waits)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fold3d.config import AUTO, TP_OVERLAP, TP_WAYS
+from fold3d.config import AUTO, TP_WAYS
 from fold3d.errors import ConfigError
 from fold3d.plan.costs import NetworkCosts, TpExchange
 
@@ -26,49 +26,59 @@ class Region:
     compute: float
     sync: float
     fixed: float = 0.0
-    """Part of `sync` that half a micro-batch takes as well: latencies."""
+    """Part of `sync` that a part of a micro-batch takes as well: latencies."""
 
 
-def seconds(regions: Sequence[Region], overlap: str) -> float:
+def seconds(regions: Sequence[Region], overlap: str, parts: int = 2) -> float:
     """Returns how long one micro-batch takes through regions, of a forward or a backward.
 
-    With "none" everything comes one after the other. With "sub" each of two halves computes a region, starts its
-    exchange and hands over; the link carries one exchange at a time; a half that comes to an exchange that is not done
-    waits for it (Merak, section 5.3, Figure 4(b)). Computing half a micro-batch takes half of `compute`.
-    With "fused" the matrix products next to a region's borders, FUSED_SHARE of its computing, hide its exchange.
+    With "none" everything comes one after the other. With "sub" the sub-micro-batches take turns: each computes a
+    region, starts its exchange and hands over; the link carries one exchange at a time; one that comes to an exchange
+    that is not done waits for it (Merak, section 5.3, Figure 4(b)). Computing one of `parts` takes that part of
+    `compute`. Of three, the second one begins a turn later (`SubPipeline`).
+    With "fused" the matrix products next to a region's borders hide its exchange, as far as they take so long.
 
     Raises: ConfigError for another way.
     """
     if overlap == "none":
         return sum(region.compute + region.sync for region in regions)
     if overlap == "fused":
-        return sum(region.compute + max(0.0, region.sync - FUSED_SHARE * region.compute) for region in regions)
+        return sum(region.compute + region.sync - fused_sync(region.compute, region.sync) for region in regions)
     if overlap != "sub":
         raise ConfigError(f"tp_overlap={overlap!r}: must be one of {', '.join(TP_WAYS)}")
     computed = link = 0.0
-    arrived = [0.0, 0.0]
-    for region in regions:
-        for half in (0, 1):
-            computed = max(computed, arrived[half]) + region.compute / 2
+    arrived = [0.0] * parts
+    late = 1 if parts > 2 else None
+    for turn in range(len(regions) + (late is not None)):
+        for part in range(parts):
+            at = turn - (part == late)
+            if not 0 <= at < len(regions):
+                continue
+            region = regions[at]
+            computed = max(computed, arrived[part]) + region.compute / parts
+            arrived[part] = computed
             if region.sync:
-                link = max(link, computed) + (region.sync + region.fixed) / 2
-                arrived[half] = link
-            else:
-                arrived[half] = computed
+                link = arrived[part] = max(link, computed) + (region.sync - region.fixed) / parts + region.fixed
     return max(computed, *arrived)
 
 
-def layers_seconds(layers: int, regions: Sequence[Region], overlap: str) -> float:
-    """Returns how long equal layers of these regions take in a row; "auto" takes the faster way.
+def fused_sync(compute: float, sync: float) -> float:
+    """Returns for how long an exchange travels while the products next to it, FUSED_SHARE of `compute`, run."""
+    return min(sync, FUSED_SHARE * compute)
+
+
+def layers_seconds(layers: int, regions: Sequence[Region], overlap: str, parts: int = 2) -> float:
+    """Returns how long equal layers of these regions take in a row; "auto" takes the fastest way.
 
     Raises: ConfigError for another way.
     """
-    ways = TP_OVERLAP if overlap == AUTO else (overlap,)
-    return min(seconds([*regions] * layers, way) for way in ways)
+    ways = TP_WAYS if overlap == AUTO else (overlap,)
+    return min(seconds([*regions] * layers, way, parts) for way in ways)
 
 
 def even_regions(compute: float, exchanges: Sequence[TpExchange], ranks: int, network: NetworkCosts) -> list[Region]:
-    """Returns the regions of a layer whose computing is the same before each of its exchanges.
+    """Returns the regions of a layer whose computing is the same before each of its exchanges, but for those that
+    follow another one.
 
     Args:
         compute: seconds of the layer.
@@ -76,12 +86,28 @@ def even_regions(compute: float, exchanges: Sequence[TpExchange], ranks: int, ne
     """
     if not exchanges:
         return [Region(compute, 0.0)]
+    # Where all follow another one, the layer has no region of its own: what it computes comes first.
+    computed = [not one.follows for one in exchanges] if not all(one.follows for one in exchanges) else None
     made = []
-    for one in exchanges:
+    for number, one in enumerate(exchanges):
         size, hops = traffic(one, ranks)
         fixed = hops * network.tp_latency
-        made.append(Region(compute / len(exchanges), size / network.tp_bandwidth + fixed, fixed))
+        share = (number == 0) if computed is None else computed[number] / sum(computed)
+        made.append(Region(compute * share, size / network.tp_bandwidth + fixed, fixed))
     return made
+
+
+def toll(compute: float, exchanges: Sequence[TpExchange], ranks: int, network: NetworkCosts, overlap: str) -> float:
+    """Returns the seconds that a layer computes longer for what its rank sends meanwhile."""
+    if overlap == "none" or not network.tp_toll:
+        return 0.0
+    taken = network.tp_toll * sum(traffic(one, ranks)[0] for one in exchanges)
+    if overlap != "fused":
+        return taken
+    regions = even_regions(compute, exchanges, ranks, network)
+    sync = sum(region.sync for region in regions)
+    hidden = sum(fused_sync(region.compute, region.sync) for region in regions)
+    return taken * hidden / sync if sync else 0.0
 
 
 def traffic(exchange: TpExchange, ranks: int) -> tuple[float, int]:
