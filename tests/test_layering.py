@@ -33,7 +33,7 @@ CPP_FOLDERS = (
         "comm/tcp",
         "comm/tensor",
     ),
-    *("memory", "runtime/device", "runtime/offload", "runtime/executor", "runtime/c10d", "runtime/skip"),
+    *("memory", "memory/room", "runtime/device", "runtime/offload", "runtime/executor", "runtime/c10d", "runtime/skip"),
     *("runtime/memory", "ops", "ops/fused", "bindings"),
 )
 """Each may include itself and the folders before it."""

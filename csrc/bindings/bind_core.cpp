@@ -85,31 +85,36 @@ void bind_schedule(py::module_& module) {
   module.def("grid", [](const Schedule& s) { return core::grid(s); }, py::arg("schedule"));
   module.def(
       "lower",
-      [](const Schedule& s, bool reduce, std::vector<bool> recompute, std::vector<bool> offload,
-         int prefetch_distance) {
+      [](const Schedule& s, bool reduce, std::vector<bool> recompute, std::vector<bool> offload, int prefetch_distance,
+         bool lazy) {
         return core::lower(s, {.reduce = reduce,
                                .recompute = std::move(recompute),
                                .offload = std::move(offload),
+                               .lazy = lazy,
                                .prefetch_distance = prefetch_distance});
       },
       py::arg("schedule"), py::arg("reduce"), py::arg("recompute") = std::vector<bool>{},
-      py::arg("offload") = std::vector<bool>{}, py::arg("prefetch_distance") = 1);
+      py::arg("offload") = std::vector<bool>{}, py::arg("prefetch_distance") = 1, py::arg("lazy") = false);
   module.def("validate", &core::validate, py::arg("schedule"), py::arg("forward_only") = false);
   module.def("peak_stash", &core::peak_stash, py::arg("schedule"));
   module.def(
       "validate_room",
       [](const Schedule& s, std::optional<std::int64_t> device, std::optional<std::int64_t> pool,
-         std::vector<std::int64_t> stash_bytes) { core::validate_room(s, {device, pool, std::move(stash_bytes)}); },
-      py::arg("schedule"), py::arg("device"), py::arg("pool"), py::arg("stash_bytes") = std::vector<std::int64_t>{});
+         std::vector<std::int64_t> stash_bytes, std::vector<std::int64_t> sent_bytes) {
+        core::validate_room(s, {device, pool, std::move(stash_bytes), std::move(sent_bytes)});
+      },
+      py::arg("schedule"), py::arg("device"), py::arg("pool"), py::arg("stash_bytes") = std::vector<std::int64_t>{},
+      py::arg("sent_bytes") = std::vector<std::int64_t>{});
   module.def(
       "stash_peaks",
-      [](const Schedule& s, const std::vector<std::int64_t>& stash_bytes) {
+      [](const Schedule& s, const std::vector<std::int64_t>& stash_bytes, const std::vector<std::int64_t>& sent_bytes) {
         std::vector<std::pair<std::int64_t, std::int64_t>> peaks;
-        for (const core::StashPeak& peak : core::stash_peaks(s, stash_bytes))
+        for (const core::StashPeak& peak : core::stash_peaks(s, stash_bytes, sent_bytes))
           peaks.emplace_back(peak.device, peak.pool);
         return peaks;
       },
-      py::arg("schedule"), py::arg("stash_bytes") = std::vector<std::int64_t>{});
+      py::arg("schedule"), py::arg("stash_bytes") = std::vector<std::int64_t>{},
+      py::arg("sent_bytes") = std::vector<std::int64_t>{});
   module.def(
       "waits_for",
       [](const Schedule& s, const Action& action) {

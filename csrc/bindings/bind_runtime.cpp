@@ -97,8 +97,8 @@ class PyChunk final : public runtime::Chunk {
 
 const char* lane_of(const runtime::Span& span) {
   if (span.is_wait) return "wait";
-  if (span.action.kind == core::Kind::kOffload) return "offload";
-  return span.action.kind == core::Kind::kPrefetch ? "prefetch" : "compute";
+  if (!core::is_copy(span.action.kind)) return "compute";
+  return core::is_offload(span.action.kind) ? "offload" : "prefetch";
 }
 
 /// What Python sees as `Executor`: the executor and the communicator it talks through.
@@ -109,6 +109,12 @@ class PyExecutor {
              const std::shared_ptr<comm::TcpPeers>& peers, const std::shared_ptr<comm::NicArbiter>& arbiter,
              const core::Hosts& hosts, std::optional<runtime::OffloadOptions> offload) {
     for (const py::object& chunk : chunks) chunks_.push_back(std::make_shared<PyChunk>(chunk));
+    std::shared_ptr<runtime::Offloader> offloader;
+    if (offload) {
+      offload->timeout = comm::milliseconds(timeout_seconds);
+      offload->while_waiting = &handle_signals;
+      offloader = std::make_shared<runtime::Offloader>(py::cast<c10::Device>(device), *std::move(offload));
+    }
     if (pp > 1) {
       const runtime::GroupNames names{groups.at("forward"), groups.at("forward_wrap"), groups.at("backward"),
                                       groups.at("backward_wrap")};
@@ -119,13 +125,11 @@ class PyExecutor {
       options.name = name;
       options.hosts = hosts;
       options.while_waiting = &handle_signals;
-      communicator_ = runtime::make_communicator(options, py::cast<c10::Device>(device), names, peers, arbiter);
-    }
-    std::unique_ptr<runtime::Offloader> offloader;
-    if (offload) {
-      offload->timeout = comm::milliseconds(timeout_seconds);
-      offload->while_waiting = &handle_signals;
-      offloader = std::make_unique<runtime::Offloader>(py::cast<c10::Device>(device), *std::move(offload));
+      // The communicator keeps the offloader, in whose pool its messages land.
+      std::shared_ptr<comm::Landing> landing;
+      if (offloader) landing = {offloader, &offloader->landing()};
+      communicator_ =
+          runtime::make_communicator(options, py::cast<c10::Device>(device), names, peers, arbiter, std::move(landing));
     }
     executor_ = std::make_shared<runtime::Executor>(
         communicator_, stage, std::vector<std::shared_ptr<runtime::Chunk>>(chunks_.begin(), chunks_.end()),

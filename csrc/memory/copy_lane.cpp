@@ -50,7 +50,13 @@ bool CopyLane::is_done(Ticket ticket) const {
   return done_count_ >= ticket;
 }
 
-void CopyLane::wait(Ticket ticket, std::chrono::milliseconds timeout, const std::function<void()>& while_waiting) {
+CopyLane::Ticket CopyLane::under_way() const {
+  const std::lock_guard lock(mutex_);
+  return done_count_ < submitted_ ? done_count_ + 1 : 0;
+}
+
+void CopyLane::wait(Ticket ticket, std::chrono::milliseconds timeout,
+                    const std::function<void()>& while_waiting) const {
   const auto deadline = std::chrono::steady_clock::now() + timeout;
   for (;;) {
     {

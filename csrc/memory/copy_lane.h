@@ -23,8 +23,7 @@ struct CopyRecord {
   std::size_t bytes = 0;
 };
 
-/// A named thread that copies in one direction, in the order in which it was asked. submit() and wait() come from one
-/// thread at a time, take_records() from any.
+/// A named thread that copies in one direction, in the order in which it was asked. Thread-safe.
 class CopyLane {
  public:
   /// Number of a copy, from 1; 0: none.
@@ -47,9 +46,12 @@ class CopyLane {
   /// Whether the copy is done.
   bool is_done(Ticket ticket) const;
 
+  /// The first copy that is not done; 0: all are.
+  Ticket under_way() const;
+
   /// Blocks until the copy is done; `while_waiting` is called now and then, what it throws ends the wait. Throws
   /// PoolError when a copy failed, and after `timeout`.
-  void wait(Ticket ticket, std::chrono::milliseconds timeout, const std::function<void()>& while_waiting = {});
+  void wait(Ticket ticket, std::chrono::milliseconds timeout, const std::function<void()>& while_waiting = {}) const;
 
   /// The copies that were done since the last call.
   std::vector<CopyRecord> take_records();
@@ -68,8 +70,8 @@ class CopyLane {
   const std::string name_;
   const std::shared_ptr<CopyRate> rate_;
   mutable std::mutex mutex_;
-  std::condition_variable work_;  // the lane waits: jobs_ or stopped_
-  std::condition_variable done_;  // somebody waits for done_count_
+  std::condition_variable work_;          // the lane waits: jobs_ or stopped_
+  mutable std::condition_variable done_;  // somebody waits for done_count_
   std::deque<Job> jobs_;
   std::vector<CopyRecord> records_;
   Ticket submitted_ = 0;

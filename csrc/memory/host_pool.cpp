@@ -66,28 +66,31 @@ void HostPool::begin() {
   state_->counters.peak = state_->counters.in_use;
 }
 
+Slot HostPool::try_take(std::size_t bytes) {
+  const std::size_t size = aligned(bytes);
+  const std::lock_guard lock(state_->mutex);
+  State::Extent* best = nullptr;
+  for (const auto& extent : state_->extents) {
+    const std::size_t largest = extent->slots.largest_free();
+    if (largest >= size && (best == nullptr || largest < best->slots.largest_free())) best = extent.get();
+  }
+  if (best == nullptr) return {};
+  const std::size_t begin = *best->slots.take(size);
+  state_->counters.in_use += static_cast<std::int64_t>(size);
+  state_->counters.peak = std::max(state_->counters.peak, state_->counters.in_use);
+  std::shared_ptr<void> lease(nullptr,
+                              [state = state_, best, begin, size](void*) { state->give_back(best, begin, size); });
+  return {best->tier, begin, size, std::move(lease)};
+}
+
 Slot HostPool::take(std::size_t bytes, const std::string& user) {
   const std::size_t size = aligned(bytes);
-  for (bool again = true;; again = false) {
-    {
-      const std::lock_guard lock(state_->mutex);
-      State::Extent* best = nullptr;
-      for (const auto& extent : state_->extents) {
-        const std::size_t largest = extent->slots.largest_free();
-        if (largest >= size && (best == nullptr || largest < best->slots.largest_free())) best = extent.get();
-      }
-      if (best != nullptr) {
-        const std::size_t begin = *best->slots.take(size);
-        state_->counters.in_use += static_cast<std::int64_t>(size);
-        state_->counters.peak = std::max(state_->counters.peak, state_->counters.in_use);
-        std::shared_ptr<void> lease(
-            nullptr, [state = state_, best, begin, size](void*) { state->give_back(best, begin, size); });
-        return {best->tier, begin, size, std::move(lease)};
-      }
-    }
-    if (!grows_ || !again) break;
+  Slot slot = try_take(bytes);
+  while (!slot && grows_) {  // somebody else may take what was added
     state_->add(make_(size));
+    slot = try_take(bytes);
   }
+  if (slot) return slot;
   const PoolCounters now = counters();
   throw PoolError("the pool for offloaded activations is full: " + user + " needs " +
                   size_text(static_cast<std::int64_t>(size)) + ", " + size_text(now.bytes - now.in_use) + " of " +

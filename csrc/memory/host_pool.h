@@ -55,6 +55,9 @@ class HostPool {
   /// A run begins: the peak is counted anew.
   void begin();
 
+  /// A slot of at least `bytes`; none if there is no room now. It does not grow.
+  Slot try_take(std::size_t bytes);
+
   /// A slot of at least `bytes`. Throws PoolError, which names `user`, if there is no room.
   Slot take(std::size_t bytes, const std::string& user);
 

@@ -89,6 +89,7 @@ def lower(
     recompute: Sequence[bool] = (),
     offload: Sequence[bool] = (),
     prefetch_distance: int = 1,
+    lazy: bool = False,
 ) -> _C.Schedule:
     """Returns the schedule with SEND and RECV, and if `reduce` REDUCE_GRAD after each chunk's last backward.
 
@@ -98,24 +99,33 @@ def lower(
         offload: of every chunk whether its stashes leave the device: OFFLOAD after their forward, PREFETCH before their
             first use, unless that comes soon. Empty: no chunk.
         prefetch_distance: compute actions of the rank that a stash comes back ahead of its use.
+        lazy: what a chunk takes from another one, and does not use soon, waits in the pool: OFFLOAD_F after the forward
+            that made it on the same rank, PREFETCH_F before its use; OFFLOAD_B, PREFETCH_B for gradients. What a message
+            brings lands in the pool (Fold3D V-C).
     Raises: ConfigError, with the grid, if the schedule is not valid.
     """
     with _config_errors():
-        return _C.lower(schedule, reduce, list(recompute), list(offload), prefetch_distance)
+        return _C.lower(schedule, reduce, list(recompute), list(offload), prefetch_distance, lazy)
 
 
 def validate_room(
-    schedule: _C.Schedule, *, device: int | None, pool: int | None, stash_bytes: Sequence[int] = ()
+    schedule: _C.Schedule,
+    *,
+    device: int | None,
+    pool: int | None,
+    stash_bytes: Sequence[int] = (),
+    sent_bytes: Sequence[int] = (),
 ) -> None:
     """Proves that what forwards stash has room on each rank's device, and in its pool, at every moment of the schedule.
 
     Args:
         device, pool: bytes, or numbers of stashes without `stash_bytes`; None: any.
         stash_bytes: of a stash of each chunk.
+        sent_bytes: what each chunk hands to the next for a micro-batch, and gets back; empty: not counted.
     Raises: ConfigError, which names the rank, what it needs and what there is.
     """
     with _config_errors():
-        _C.validate_room(schedule, device, pool, stash_bytes)
+        _C.validate_room(schedule, device, pool, stash_bytes, sent_bytes)
 
 
 def validate(schedule: _C.Schedule, *, forward_only: bool = False) -> None:

@@ -25,6 +25,9 @@ CASES = [
     Case(pp=2, m=8, schedule="zb_h1", family="opt", tied=False),
     Case(segments=3, m=4, schedule="aiao", family="plain", layers=6, frozen=True),
     Case(segments=2, m=4, schedule="aiao", through="trainer", recompute=True),
+    Case(pp=2, segments=4, m=6, schedule="aiao", layers=8, dropout=0.1),
+    Case(segments=4, m=6, schedule="aiao", dtype="float32", recompute=True, dropout=0.1),
+    Case(pp=2, segments=4, m=6, schedule="aiao", family="plain", layers=8, transport="c10d"),
 ]
 
 
@@ -56,8 +59,11 @@ def train(case: Case) -> Trained:
             account.stashes_peak_bytes,
             account.pool_peak_bytes,
         )
-        came_back = sum(size for lane, _, _, _, size in account.records if lane == "prefetch")
-        assert 0 < came_back <= trained.moved if trained.moved else came_back == 0
+        came = [record for record in account.records if record[0] == "prefetch"]
+        # A message that lands in the pool comes to the device without having left one.
+        came_back = sum(size for _, action, _, _, size in came if "PREFETCH_" not in action)
+        assert came_back <= trained.moved and (came if trained.moved else not came_back)
+        assert not came or case.offload != "none"
         engine.close()
         return trained
 
@@ -94,10 +100,10 @@ def test_what_is_on_the_device_does_not_grow_with_the_micro_batches(ranks: RankP
 
 
 def test_memory_is_given_back_when_it_is_copied(ranks: RankPool) -> None:
-    """Not only counted: torch's allocator says so. What one segment returned waits on the device for the next segment,
-    one tensor of a micro-batch; the five that its graphs save do not."""
+    """Not only counted: torch's allocator says so, of all that is on the device: what graphs save, and what one segment
+    returned and the next has not taken."""
     few, many = (ranks.run(most_alive, 1, m, "activations")[0] for m in (8, 24))
-    assert many - few <= 16 + 4
+    assert many - few <= 6
     without = [ranks.run(most_alive, 1, m, "none")[0] for m in (8, 24)]
     assert without[1] - without[0] >= 4 * 16
 

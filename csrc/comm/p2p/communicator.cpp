@@ -42,12 +42,13 @@ Options checked(Options options) {
 }  // namespace
 
 Communicator::Communicator(std::unique_ptr<Transport> transport, Options options, std::shared_ptr<NicArbiter> arbiter,
-                           std::unique_ptr<Allocator> allocator)
+                           std::unique_ptr<Allocator> allocator, std::shared_ptr<Landing> landing)
     : options_(checked(std::move(options))),
       name_(options_.name.empty() ? "stage " + std::to_string(options_.stage) : options_.name),
       transport_(std::move(transport)),
       allocator_(std::move(allocator)),
       pool_(*allocator_),
+      landing_(std::move(landing)),
       arbiter_(arbiter ? std::move(arbiter) : std::make_shared<NicArbiter>()) {
   for (std::size_t i = 0; i < kNumQueues; ++i) {
     const auto id = static_cast<QueueId>(i);
@@ -100,9 +101,8 @@ std::size_t Communicator::position_of(QueueId id, const core::Action& action) {
   return static_cast<std::size_t>(position);
 }
 
-void Communicator::begin(const std::vector<core::Action>& program) {
-  failure_.check();
-  if (open_) throw std::logic_error(name_ + ": begin() before finish() of the step before");
+/// Fills the lines with the messages of a step.
+void Communicator::read(const std::vector<core::Action>& program) {
   int micro_batches = 1;
   for (const core::Action& action : program) {
     if (!is_message(action.kind)) continue;
@@ -125,8 +125,30 @@ void Communicator::begin(const std::vector<core::Action>& program) {
       throw std::invalid_argument(name_ + ": " + core::to_string(action) + " occurs twice in its program");
     }
     position = static_cast<int>(to.tasks.size());
-    to.tasks.push_back(Task{.action = action, .tensors = {}, .waited = false});
+    to.tasks.push_back(Task{.action = action, .tensors = {}, .waited = false, .lands = false});
   }
+  for (const core::Action& action : program) {
+    const bool forward = action.kind == core::Kind::kPrefetchForward;
+    if (!forward && action.kind != core::Kind::kPrefetchBackward) continue;
+    const core::Kind recv = forward ? core::Kind::kRecvForward : core::Kind::kRecvBackward;
+    Line& of = line(queue_of(recv));
+    const int position = action.micro_batch < micro_batches ? of.positions[key_of(action)] : kAbsent;
+    if (position == kAbsent) continue;  // it was made here
+    if (!landing_) throw std::logic_error(name_ + ": " + core::to_string(action) + ", but no message can land");
+    of.tasks[static_cast<std::size_t>(position)].lands = true;
+  }
+  for (Line& each : lines_) {
+    each.on_device.clear();
+    for (std::size_t k = 0; k < each.tasks.size(); ++k) {
+      if (!each.tasks[k].lands) each.on_device.push_back(k);
+    }
+  }
+}
+
+void Communicator::begin(const std::vector<core::Action>& program) {
+  failure_.check();
+  if (open_) throw std::logic_error(name_ + ": begin() before finish() of the step before");
+  read(program);
   transport_->begin();
   allocator_->begin();
   pool_.next_step();
@@ -134,14 +156,25 @@ void Communicator::begin(const std::vector<core::Action>& program) {
   open_ = true;
   for (Line& each : lines_) each.queue->start(each.tasks.size());
   for (const QueueId id : {QueueId::kRecvForward, QueueId::kRecvBackward}) {
-    line(id).queue->raise(static_cast<std::size_t>(options_.receive_ahead));
+    line(id).queue->raise(limit_after(line(id), 0));
   }
+}
+
+/// How many receives may run when the program has passed so many of them: messages that land do so as soon as they
+/// come.
+std::size_t Communicator::limit_after(const Line& line, std::size_t passed) const {
+  const auto next = std::lower_bound(line.on_device.begin(), line.on_device.end(), passed);
+  const auto left = static_cast<std::size_t>(line.on_device.end() - next);
+  const auto ahead = static_cast<std::size_t>(options_.receive_ahead);
+  return left > ahead ? next[options_.receive_ahead] : line.tasks.size();
 }
 
 void Communicator::pass(const core::Action& recv) {
   failure_.check();
   const QueueId id = queue_of(recv.kind);
-  line(id).queue->raise(position_of(id, recv) + 1 + static_cast<std::size_t>(options_.receive_ahead));
+  const std::size_t position = position_of(id, recv);
+  if (line(id).tasks[position].lands) landing_->due(recv);
+  line(id).queue->raise(limit_after(line(id), position + 1));
 }
 
 void Communicator::send(const core::Action& send, Tensors tensors) {
@@ -177,6 +210,12 @@ void Communicator::wait_done(QueueId id, std::size_t count, const core::Action& 
              "the step is only slow, raise comm_timeout");
   }
   failure_.check();
+}
+
+bool Communicator::has_arrived(const core::Action& recv) {
+  failure_.check();
+  const QueueId id = queue_of(recv.kind);
+  return line(id).queue->is_done(position_of(id, recv) + 1);
 }
 
 Tensors Communicator::wait(const core::Action& recv) {
@@ -224,6 +263,7 @@ void Communicator::fail(Failure::Kind kind, const std::string& text) noexcept {
   if (!failure_.set(kind, text)) return;
   for (Line& each : lines_) each.queue->stop();  // first: ends the waits, however long the transport takes
   arbiter_->open();
+  if (landing_) landing_->abort(text);
   try {
     transport_->abort(text);
   } catch (...) {

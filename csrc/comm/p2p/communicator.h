@@ -17,6 +17,7 @@
 #include "comm/base/record_log.h"
 #include "comm/base/tensor.h"
 #include "comm/p2p/buffer_pool.h"
+#include "comm/p2p/landing.h"
 #include "comm/p2p/transfer_queue.h"
 #include "comm/p2p/transport.h"
 #include "core/ir/action.h"
@@ -29,10 +30,11 @@ struct Options {
   core::Shape shape = {};  ///< pp and segments of the run; micro_batches may differ from step to step
   int stage = 0;           ///< this rank's stage, [0, shape.pp)
   std::chrono::milliseconds timeout{300'000};  ///< longest blocking wait (setting comm_timeout), > 0
-  int receive_ahead = 4;                       ///< messages a receive queue may run beyond the program counter, >= 0
-  std::string name = {};                       ///< how errors call this rank; empty: "stage S"
-  core::Hosts hosts = {};                      ///< of each stage
-  std::function<void()> while_waiting = {};    ///< called by who waits, every kLook; what it throws ends the wait
+  int receive_ahead =
+      4;  ///< messages a receive queue may run beyond the program counter, >= 0; without those that land
+  std::string name = {};                     ///< how errors call this rank; empty: "stage S"
+  core::Hosts hosts = {};                    ///< of each stage
+  std::function<void()> while_waiting = {};  ///< called by who waits, every kLook; what it throws ends the wait
 };
 
 /// Owns the pipeline messages of one rank: four queues (send and receive of each direction), each a thread with
@@ -52,17 +54,19 @@ class Communicator {
  public:
   /// `arbiter`: of the rank's host; null: nobody else uses the network. Opened when the communicator fails. Throws
   /// std::invalid_argument for options out of range.
-  /// `allocator`: where received tensors lie.
+  /// `allocator`: where received tensors lie. `landing`: where those lie that a PREFETCH brings to the device; null:
+  /// programs have none.
   Communicator(std::unique_ptr<Transport> transport, Options options, std::shared_ptr<NicArbiter> arbiter = nullptr,
-               std::unique_ptr<Allocator> allocator = std::make_unique<HostAllocator>());
+               std::unique_ptr<Allocator> allocator = std::make_unique<HostAllocator>(),
+               std::shared_ptr<Landing> landing = nullptr);
   /// Joins the queues; aborts the transport before if a step is under way. Never throws. Waits for an abort()
   /// that has begun; none may follow.
   ~Communicator();
   Communicator(const Communicator&) = delete;
   Communicator& operator=(const Communicator&) = delete;
 
-  /// Starts a step: queues the receives of `program` (this stage's lowered list; what is not a message is
-  /// skipped), which begin to arrive at once. Every rank of the pipeline begins the same steps. Throws
+  /// Starts a step: queues the receives of `program` (this stage's lowered list; what is not a message, or the PREFETCH
+  /// of one, is skipped), which begin to arrive at once. Every rank of the pipeline begins the same steps. Throws
   /// std::invalid_argument when an action is not this stage's or occurs twice, std::logic_error when the step
   /// before was not finished.
   void begin(const std::vector<core::Action>& program);
@@ -73,6 +77,9 @@ class Communicator {
   /// Queues a message; keeps the buffers alive until it is sent. Nobody may write to them before finish().
   /// The last reference may be dropped by a queue thread.
   void send(const core::Action& send, Tensors tensors);
+
+  /// Whether wait() would return at once.
+  bool has_arrived(const core::Action& recv);
 
   /// The message of this RECV (implies pass). Blocks for at most `timeout`.
   Tensors wait(const core::Action& recv);
@@ -92,6 +99,7 @@ class Communicator {
     core::Action action;
     Tensors tensors;      // send: until done; receive: from arrival until waited for
     bool waited = false;  // a receive was handed out; executor's thread only
+    bool lands = false;   // a receive goes to landing_
   };
 
   /// One queue and its part of the step. The executor fills tasks in begin(), while the queue is idle; after
@@ -99,8 +107,9 @@ class Communicator {
   /// after.
   struct Line {
     std::vector<Task> tasks;
-    std::vector<int> positions;  // key_of(action) -> index into tasks, -1 where there is none
-    std::size_t issued = 0;      // tasks handed over by send(); executor's thread only
+    std::vector<int> positions;          // key_of(action) -> index into tasks, -1 where there is none
+    std::vector<std::size_t> on_device;  // indices of the receives that do not land
+    std::size_t issued = 0;              // tasks handed over by send(); executor's thread only
     std::vector<std::byte> frame;
     RecordLog log;
     std::unique_ptr<TransferQueue> queue;
@@ -110,6 +119,8 @@ class Communicator {
   void check_belongs(const core::Action& action) const;
   std::size_t key_of(const core::Action& action) const;
   std::size_t position_of(QueueId id, const core::Action& action);
+  void read(const std::vector<core::Action>& program);
+  std::size_t limit_after(const Line& line, std::size_t passed) const;
   void wait_done(QueueId id, std::size_t count, const core::Action& action);
 
   void run(QueueId id, std::size_t index) noexcept;
@@ -125,6 +136,7 @@ class Communicator {
   std::unique_ptr<Transport> transport_;
   std::unique_ptr<Allocator> allocator_;
   BufferPool pool_;
+  const std::shared_ptr<Landing> landing_;
   Failure failure_;
   std::mutex fail_mutex_;  // held while failing, so that the destructor does not overtake it
   const std::shared_ptr<NicArbiter> arbiter_;

@@ -93,7 +93,11 @@ void Communicator::run_recv(Line& own, QueueId id, Task& task) {
   for (const TensorDesc& desc : header.tensors) allocator_->check(desc);
   Tensors tensors;
   tensors.reserve(header.tensors.size());
-  for (const TensorDesc& desc : header.tensors) tensors.push_back({.desc = desc, .buffer = pool_.acquire(desc)});
+  if (task.lands) {
+    tensors = landing_->take(task.action, header.tensors);
+  } else {
+    for (const TensorDesc& desc : header.tensors) tensors.push_back({.desc = desc, .buffer = pool_.acquire(desc)});
+  }
   if (header.is_inline) {
     copy_inline(header.payload, tensors);
   } else {
@@ -108,6 +112,7 @@ void Communicator::run_recv(Line& own, QueueId id, Task& task) {
   }
   own.log.append(
       {.action = task.action, .queue = id, .start_ns = start_ns, .end_ns = now_ns(), .bytes = payload_bytes(tensors)});
+  if (task.lands) landing_->filled(task.action, tensors);
   task.tensors = std::move(tensors);
 }
 

@@ -55,6 +55,11 @@ TransferQueue::Outcome TransferQueue::wait(std::size_t count, Clock::time_point 
   return stopped_ ? Outcome::kStopped : Outcome::kTimeout;
 }
 
+bool TransferQueue::is_done(std::size_t count) {
+  const std::lock_guard lock(mutex_);
+  return done_count_ >= count;
+}
+
 bool TransferQueue::idle() {
   const std::lock_guard lock(mutex_);
   return done_count_ == total_;

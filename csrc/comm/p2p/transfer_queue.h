@@ -40,6 +40,8 @@ class TransferQueue {
   /// Blocks until tasks [0, count) are done, the queue was stopped or the deadline has passed; done wins over
   /// the others.
   Outcome wait(std::size_t count, Clock::time_point deadline);
+  /// Whether tasks [0, count) are done.
+  bool is_done(std::size_t count);
   /// Whether every task of the step is done.
   bool idle();
   /// Ends every wait and runs no further task. Does not interrupt the task under way. Idempotent.

@@ -77,5 +77,8 @@ bool is_compute(Kind kind) { return about(kind).role == Role::kCompute; }
 bool is_send(Kind kind) { return about(kind).role == Role::kSend; }
 bool is_recv(Kind kind) { return about(kind).role == Role::kRecv; }
 bool is_copy(Kind kind) { return about(kind).role == Role::kCopy; }
+bool is_offload(Kind kind) {
+  return kind == Kind::kOffload || kind == Kind::kOffloadForward || kind == Kind::kOffloadBackward;
+}
 
 }  // namespace fold3d::core

@@ -13,29 +13,35 @@ bool through_link(const Waiting& now, int neighbour) {
   return now.with_comm && now.shape.stage_of(neighbour) != now.shape.stage_of(now.action.chunk);
 }
 
+void add_if_present(std::vector<Action>& waits, const Waiting& now, Kind kind) {
+  const Action action{now.action.chunk, kind, now.action.micro_batch};
+  if (now.present.has(action)) waits.push_back(action);
+}
+
 std::vector<Action> input(const Waiting& now) {
   const auto [chunk, kind, i] = now.action;
   if (chunk == 0) return {};
-  if (through_link(now, chunk - 1)) return {{chunk, Kind::kRecvForward, i}};
-  return {{chunk - 1, Kind::kForward, i}};
+  std::vector<Action> waits{through_link(now, chunk - 1) ? Action{chunk, Kind::kRecvForward, i}
+                                                         : Action{chunk - 1, Kind::kForward, i}};
+  add_if_present(waits, now, Kind::kPrefetchForward);
+  return waits;
 }
 
 std::vector<Action> stash(const Waiting& now) {
   const auto [chunk, kind, i] = now.action;
   std::vector<Action> waits{{chunk, Kind::kForward, i}};
-  const Action prefetch{chunk, Kind::kPrefetch, i};
-  if (now.present.has(prefetch)) waits.push_back(prefetch);
+  add_if_present(waits, now, Kind::kPrefetch);
   return waits;
 }
 
 std::vector<Action> forward_and_output_gradient(const Waiting& now) {
   const auto [chunk, kind, i] = now.action;
   std::vector<Action> waits = stash(now);
-  const Action recompute{chunk, Kind::kRecompute, i};
-  if (now.present.has(recompute)) waits.push_back(recompute);
+  add_if_present(waits, now, Kind::kRecompute);
   if (chunk == now.shape.num_chunks() - 1) return waits;
   const bool arrives = through_link(now, chunk + 1);
   waits.push_back(arrives ? Action{chunk, Kind::kRecvBackward, i} : now.present.input_gradient(chunk + 1, i));
+  add_if_present(waits, now, Kind::kPrefetchBackward);
   return waits;
 }
 
@@ -61,6 +67,28 @@ std::vector<Action> all_gradients(const Waiting& now) {
 }
 
 std::vector<Action> offload(const Waiting& now) { return {{now.action.chunk, Kind::kOffload, now.action.micro_batch}}; }
+
+/// The chunk that makes what a copy of a border moves.
+int maker(const Waiting& now) {
+  const int chunk = now.action.chunk + about(now.action.kind).neighbour;
+  if (chunk >= 0 && chunk < now.shape.num_chunks()) return chunk;
+  throw std::invalid_argument(to_string(now.action) + " has nothing to move: chunk " +
+                              std::to_string(now.action.chunk) + " is the " + (chunk < 0 ? "first" : "last") +
+                              " chunk of " + to_string(now.shape));
+}
+
+std::vector<Action> made_here(const Waiting& now) {
+  const int chunk = maker(now);
+  if (chunk < now.action.chunk) return {{chunk, Kind::kForward, now.action.micro_batch}};
+  return {now.present.input_gradient(chunk, now.action.micro_batch)};
+}
+
+std::vector<Action> in_pool(const Waiting& now) {
+  const auto [chunk, kind, i] = now.action;
+  const bool forward = kind == Kind::kPrefetchForward;
+  if (through_link(now, maker(now))) return {{chunk, forward ? Kind::kRecvForward : Kind::kRecvBackward, i}};
+  return {{chunk, forward ? Kind::kOffloadForward : Kind::kOffloadBackward, i}};
+}
 
 constexpr std::array<ActionKind, kNumKinds> kKinds = {{
     {.kind = Kind::kForward,
@@ -146,6 +174,34 @@ constexpr std::array<ActionKind, kNumKinds> kKinds = {{
      .role = Role::kCopy,
      .occurs = Occurs::kAtWill,
      .waits_for = offload},
+    {.kind = Kind::kOffloadForward,
+     .text = "OFFLOAD_F",
+     .python_name = "OFFLOAD_FORWARD",
+     .role = Role::kCopy,
+     .occurs = Occurs::kAtWill,
+     .neighbour = -1,
+     .waits_for = made_here},
+    {.kind = Kind::kPrefetchForward,
+     .text = "PREFETCH_F",
+     .python_name = "PREFETCH_FORWARD",
+     .role = Role::kCopy,
+     .occurs = Occurs::kAtWill,
+     .neighbour = -1,
+     .waits_for = in_pool},
+    {.kind = Kind::kOffloadBackward,
+     .text = "OFFLOAD_B",
+     .python_name = "OFFLOAD_BACKWARD",
+     .role = Role::kCopy,
+     .occurs = Occurs::kAtWill,
+     .neighbour = 1,
+     .waits_for = made_here},
+    {.kind = Kind::kPrefetchBackward,
+     .text = "PREFETCH_B",
+     .python_name = "PREFETCH_BACKWARD",
+     .role = Role::kCopy,
+     .occurs = Occurs::kAtWill,
+     .neighbour = 1,
+     .waits_for = in_pool},
 }};
 
 constexpr bool in_order() {

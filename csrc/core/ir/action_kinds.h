@@ -17,7 +17,7 @@ enum class Role : std::uint8_t {
   kSend,     ///< a result leaves for a neighbour's stage
   kRecv,     ///< a neighbour's result arrives
   kReduce,   ///< the replicas sum the chunk's gradients
-  kCopy,     ///< a stash moves between device and pool, beside what the rank computes
+  kCopy,     ///< something moves between device and pool, beside what the rank computes
 };
 
 /// Which schedules have the action, for every chunk and micro-batch.
@@ -61,6 +61,7 @@ struct ActionKind {
   bool has_micro_batch = true;             ///< false: one action for all micro-batches of a chunk
   std::optional<Kind> sent_by = {};        ///< the transfer that takes what it makes to a neighbour on another stage
   std::optional<OtherEnd> other_end = {};  ///< of a transfer
+  int neighbour = 0;                       ///< of a copy: offset of the chunk that made what moves; 0: the same
   Work work = {};
   int stash = 0;  ///< by how many it changes the number of activations that wait for their backward
   std::vector<Action> (*waits_for)(const Waiting&);

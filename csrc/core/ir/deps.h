@@ -8,7 +8,7 @@
 
 namespace fold3d::core {
 
-/// Which actions a schedule has that another one may lack: I and W in place of B, RECOMPUTE. Default: none.
+/// Which actions a schedule has that another one may lack: I and W in place of B, RECOMPUTE, copies. Default: none.
 class OptionalActions {
  public:
   OptionalActions() = default;
@@ -32,18 +32,20 @@ class OptionalActions {
 /// THE dependency rule: the actions that must be complete, anywhere, before `action` may start. Lowering,
 /// validator, simulator and Executor all ask here. with_comm: the schedule has been lowered, so data from
 /// another stage comes through its RECV.
-///   F(c,i):      F(c-1,i), or RECV_F(c,i) if chunk c-1 is on another stage and with_comm; nothing if c == 0
+///   F(c,i):      F(c-1,i), or RECV_F(c,i) if chunk c-1 is on another stage and with_comm; nothing if c == 0; also
+///   PREFETCH_F(c,i) where there is one
 ///   OFFLOAD(c,i): F(c,i);   PREFETCH(c,i): OFFLOAD(c,i)
+///   OFFLOAD_F(c,i): F(c-1,i), on the same stage;   PREFETCH_F(c,i): that, or RECV_F(c,i) from another stage
+///   OFFLOAD_B(c,i): B|I(c+1,i), on the same stage;   PREFETCH_B(c,i): that, or RECV_B(c,i) from another stage
 ///   RECOMPUTE(c,i): F(c,i), PREFETCH(c,i) where there is one
 ///   B or I(c,i): F(c,i), PREFETCH(c,i) and RECOMPUTE(c,i) where there is one; also B|I(c+1,i), or RECV_B(c,i)
-///   likewise,
-///                unless c is the last chunk
+///                likewise, unless c is the last chunk, with PREFETCH_B(c,i) where there is one
 ///   W(c,i):      I(c,i)
 ///   SEND_F(c,i): F(c,i);    RECV_F(c,i): SEND_F(c-1,i)
 ///   SEND_B(c,i): B|I(c,i);  RECV_B(c,i): SEND_B(c+1,i)
 ///   REDUCE(c):   B|W(c,i) of every micro-batch i
-/// `action` must lie inside the shape. Pure; any thread. Throws std::invalid_argument for a RECV_F of the
-/// first or a RECV_B of the last chunk, which nothing can feed.
+/// `action` must lie inside the shape. Pure; any thread. Throws std::invalid_argument for a RECV_F or PREFETCH_F of the
+/// first or a RECV_B or PREFETCH_B of the last chunk, which nothing can feed.
 std::vector<Action> waits_for(const Shape& shape, const Action& action, bool with_comm,
                               const OptionalActions& present = {});
 

@@ -1,6 +1,7 @@
 #include "core/ir/stash.h"
 
 #include <algorithm>
+#include <utility>
 
 #include "core/ir/action_kinds.h"
 
@@ -14,31 +15,55 @@ struct Changes {
   std::vector<StashPeak> after;   // when it is done
 };
 
-Changes changes_of(const Schedule& schedule, std::size_t rank, const std::vector<std::int64_t>& bytes) {
-  const auto& actions = schedule.ranks[rank];
-  std::vector<StashUse> uses = stash_uses(schedule.shape, actions);
-  Changes changes(actions.size());
-  std::vector<StashUse> leaving;
+/// What leaves by an OFFLOAD, and where that stands.
+struct Leaving {
+  std::size_t offload, prefetch;
+  std::int64_t size;
+};
+
+/// When what leaves has left.
+void count_leaving(Changes& changes, std::vector<Leaving> leaving) {
+  std::sort(leaving.begin(), leaving.end(), [](const Leaving& a, const Leaving& b) { return a.offload < b.offload; });
+  for (std::size_t k = 0; k < leaving.size(); ++k) {
+    const std::size_t follower = k + kOffloadsUnderWay;
+    std::size_t gone = follower < leaving.size() ? leaving[follower].offload : changes.before.size() - 1;
+    gone = std::min(gone, leaving[k].prefetch);  // a PREFETCH begins when the way out is over
+    changes.before[gone].device -= leaving[k].size;
+  }
+}
+
+void count_stashes(Changes& changes, const std::vector<StashUse>& uses, const std::vector<std::int64_t>& bytes) {
+  std::vector<Leaving> leaving;
   for (const StashUse& use : uses) {
     const std::int64_t size = bytes.empty() ? 1 : bytes.at(static_cast<std::size_t>(use.chunk));
     changes.before[use.forward].device += size;
     if (use.last != StashUse::kNone) changes.after[use.last].device -= size;
     if (use.offload == StashUse::kNone) continue;
     changes.before[use.offload].pool += size;
-    leaving.push_back(use);
+    leaving.push_back({use.offload, use.prefetch, size});
     if (use.prefetch == StashUse::kNone) continue;
     changes.before[use.prefetch].device += size;
     if (use.first != StashUse::kNone) changes.before[use.first].pool -= size;
   }
-  std::sort(leaving.begin(), leaving.end(), [](const StashUse& a, const StashUse& b) { return a.offload < b.offload; });
-  for (std::size_t k = 0; k < leaving.size(); ++k) {
-    const std::int64_t size = bytes.empty() ? 1 : bytes.at(static_cast<std::size_t>(leaving[k].chunk));
-    const std::size_t follower = k + kOffloadsUnderWay;
-    std::size_t gone = follower < leaving.size() ? leaving[follower].offload : actions.size();
-    gone = std::min(gone, leaving[k].prefetch);  // a PREFETCH begins when the way out is over
-    changes.before[gone].device -= size;
+  count_leaving(changes, std::move(leaving));
+}
+
+void count_borders(Changes& changes, const std::vector<BorderUse>& uses, const std::vector<std::int64_t>& sent) {
+  std::vector<Leaving> leaving;
+  for (const BorderUse& use : uses) {
+    const std::int64_t size = sent.at(static_cast<std::size_t>(use.border()));
+    const bool lands = use.is_message && use.prefetch != StashUse::kNone;
+    (lands ? changes.before[use.there].pool : changes.before[use.there].device) += size;
+    changes.after[use.use].device -= size;
+    if (use.offload != StashUse::kNone) {
+      changes.before[use.offload].pool += size;
+      leaving.push_back({use.offload, use.prefetch, size});
+    }
+    if (use.prefetch == StashUse::kNone) continue;
+    changes.before[use.prefetch].device += size;
+    changes.before[use.use].pool -= size;
   }
-  return changes;
+  count_leaving(changes, std::move(leaving));
 }
 
 }  // namespace
@@ -80,21 +105,79 @@ std::vector<StashUse> stash_uses(const Shape& shape, const std::vector<Action>& 
   return uses;
 }
 
-std::vector<StashPeak> stash_peaks(const Schedule& schedule, const std::vector<std::int64_t>& bytes) {
-  std::vector<StashPeak> peaks;
-  for (std::size_t rank = 0; rank < schedule.ranks.size(); ++rank) {
-    const Changes changes = changes_of(schedule, rank, bytes);
-    StashPeak now, peak;
-    for (std::size_t at = 0; at < changes.before.size(); ++at) {
-      now.device += changes.before[at].device;
-      now.pool += changes.before[at].pool;
-      peak.device = std::max(peak.device, now.device);
-      peak.pool = std::max(peak.pool, now.pool);
-      now.device += changes.after[at].device;
-      now.pool += changes.after[at].pool;
+std::vector<BorderUse> border_uses(const Shape& shape, const std::vector<Action>& actions) {
+  const int chunks = shape.num_chunks();
+  std::vector<BorderUse> all(2 * static_cast<std::size_t>(chunks * shape.micro_batches));
+  const auto entry = [&](bool is_gradient, int chunk, int i) -> BorderUse* {
+    const int maker = is_gradient ? chunk + 1 : chunk - 1;
+    if (chunk < 0 || chunk >= chunks || maker < 0 || maker >= chunks) return nullptr;
+    BorderUse& use = all[static_cast<std::size_t>(((is_gradient ? chunks : 0) + chunk) * shape.micro_batches + i)];
+    use.chunk = chunk;
+    use.micro_batch = i;
+    use.is_gradient = is_gradient;
+    use.is_message = shape.stage_of(maker) != shape.stage_of(chunk);
+    return &use;
+  };
+  const auto put = [&](BorderUse* use, std::size_t BorderUse::* where, std::size_t at) {
+    if (use != nullptr) use->*where = at;
+  };
+  const auto made = [&](BorderUse* use, bool by_message, std::size_t at) {
+    if (use != nullptr && use->is_message == by_message) use->there = at;
+  };
+  for (std::size_t at = 0; at < actions.size(); ++at) {
+    const auto [chunk, kind, i] = actions[at];
+    if (chunk < 0 || chunk >= chunks || i < 0 || i >= shape.micro_batches) continue;
+    switch (kind) {
+      case Kind::kForward:
+        put(entry(false, chunk, i), &BorderUse::use, at);
+        made(entry(false, chunk + 1, i), false, at);
+        break;
+      case Kind::kBackward:
+      case Kind::kBackwardInput:
+        put(entry(true, chunk, i), &BorderUse::use, at);
+        made(entry(true, chunk - 1, i), false, at);
+        break;
+      case Kind::kRecvForward:
+      case Kind::kRecvBackward:
+        made(entry(kind == Kind::kRecvBackward, chunk, i), true, at);
+        break;
+      case Kind::kOffloadForward:
+      case Kind::kOffloadBackward:
+        put(entry(kind == Kind::kOffloadBackward, chunk, i), &BorderUse::offload, at);
+        break;
+      case Kind::kPrefetchForward:
+      case Kind::kPrefetchBackward:
+        put(entry(kind == Kind::kPrefetchBackward, chunk, i), &BorderUse::prefetch, at);
+        break;
+      default:
+        break;
     }
-    peaks.push_back(peak);
   }
+  std::erase_if(all, [](const BorderUse& use) { return use.there == StashUse::kNone || use.use == StashUse::kNone; });
+  return all;
+}
+
+StashPeak stash_peak(const Shape& shape, const std::vector<Action>& actions, const std::vector<std::int64_t>& bytes,
+                     const std::vector<std::int64_t>& sent) {
+  Changes changes(actions.size());
+  count_stashes(changes, stash_uses(shape, actions), bytes);
+  if (!sent.empty()) count_borders(changes, border_uses(shape, actions), sent);
+  StashPeak now, peak;
+  for (std::size_t at = 0; at < changes.before.size(); ++at) {
+    now.device += changes.before[at].device;
+    now.pool += changes.before[at].pool;
+    peak.device = std::max(peak.device, now.device);
+    peak.pool = std::max(peak.pool, now.pool);
+    now.device += changes.after[at].device;
+    now.pool += changes.after[at].pool;
+  }
+  return peak;
+}
+
+std::vector<StashPeak> stash_peaks(const Schedule& schedule, const std::vector<std::int64_t>& bytes,
+                                   const std::vector<std::int64_t>& sent) {
+  std::vector<StashPeak> peaks;
+  for (const auto& actions : schedule.ranks) peaks.push_back(stash_peak(schedule.shape, actions, bytes, sent));
   return peaks;
 }
 

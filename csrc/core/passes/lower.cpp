@@ -13,10 +13,7 @@ namespace {
 
 // What turns a schedule into programs, in this order. One line per pass.
 constexpr Pass kPasses[] = {
-    passes::send_recv,
-    passes::recompute,
-    passes::reduce,
-    passes::offload,
+    passes::send_recv, passes::recompute, passes::reduce, passes::offload, passes::lazy,
 };
 
 /// Whether the schedule has an action that a pass adds, and that lower() does not drop.

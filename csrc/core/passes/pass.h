@@ -14,7 +14,10 @@ struct LoweringOptions {
   std::vector<bool> recompute = {};
   /// Of every chunk, whether its stashes leave the device where they have the time; empty: none.
   std::vector<bool> offload = {};
-  int prefetch_distance = 1;  ///< compute actions that a stash comes back ahead of its use, >= 1
+  /// What a chunk takes from another one, and does not use soon, waits in the pool: it leaves the device, or a message
+  /// lands there in the first place (lazy inter-segment communication, Fold3D V-C).
+  bool lazy = false;
+  int prefetch_distance = 1;  ///< compute actions that what is in the pool comes ahead of its use, >= 1
 };
 
 /// Takes a schedule that is valid and that the passes before have seen.
@@ -33,6 +36,10 @@ Schedule reduce(const Schedule& lowered, const LoweringOptions& options);
 
 /// core/passes/offload.cpp. Adds OFFLOAD and PREFETCH where asked, and where a stash waits long enough.
 Schedule offload(const Schedule& lowered, const LoweringOptions& options);
+
+/// core/passes/lazy.cpp. Adds OFFLOAD and PREFETCH of what crosses chunk borders where asked, and where it waits long
+/// enough.
+Schedule lazy(const Schedule& lowered, const LoweringOptions& options);
 
 }  // namespace passes
 }  // namespace fold3d::core

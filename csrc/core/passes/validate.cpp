@@ -107,14 +107,31 @@ std::vector<Action> needed_actions(const Shape& shape, const Extent& extent, con
   return needed;
 }
 
-/// Both ways of every stash that goes one of them.
+/// What brings back what `copy` takes away, or takes away what it brings; but for messages, which arrive in the pool.
+std::vector<Action> ways_of(const Shape& shape, const Action& copy) {
+  const auto both = [&](Kind out, Kind in) -> std::vector<Action> {
+    const int maker = copy.chunk + about(out).neighbour;
+    if (shape.stage_of(maker) != shape.stage_of(copy.chunk)) return {{copy.chunk, in, copy.micro_batch}};
+    return {{copy.chunk, out, copy.micro_batch}, {copy.chunk, in, copy.micro_batch}};
+  };
+  switch (about(copy.kind).neighbour) {
+    case -1:
+      return both(Kind::kOffloadForward, Kind::kPrefetchForward);
+    case 1:
+      return both(Kind::kOffloadBackward, Kind::kPrefetchBackward);
+    default:
+      return both(Kind::kOffload, Kind::kPrefetch);
+  }
+}
+
+/// Both ways of everything that goes one of them.
 std::vector<Action> needed_copies(const Schedule& schedule) {
   std::vector<Action> needed;
   for (const auto& actions : schedule.ranks) {
     for (const Action& action : actions) {
       if (!is_copy(action.kind)) continue;
-      needed.push_back({action.chunk, Kind::kOffload, action.micro_batch});
-      needed.push_back({action.chunk, Kind::kPrefetch, action.micro_batch});
+      const std::vector<Action> ways = ways_of(schedule.shape, action);
+      needed.insert(needed.end(), ways.begin(), ways.end());
     }
   }
   return needed;
@@ -123,6 +140,7 @@ std::vector<Action> needed_copies(const Schedule& schedule) {
 std::string why_not_needed(const Action& action, const Extent& extent) {
   if (is_send(action.kind) || is_recv(action.kind)) return " has no other end: no result crosses a stage border there";
   if (extent.forward_only) return " does not belong into a forward-only schedule";
+  if (is_copy(action.kind)) return " has nothing to take away: a message brings it, and that arrives in the pool";
   return " does not go together with I and W: a backward is either B, or I and W";
 }
 
@@ -147,7 +165,8 @@ void check_complete(const Schedule& schedule, const Positions& positions, bool f
   }
   for (int rank = 0; rank < schedule.shape.pp; ++rank) {
     for (const Action& action : schedule.ranks[static_cast<std::size_t>(rank)]) {
-      if (is_needed[action] || (about(action.kind).occurs == Occurs::kAtWill && !forward_only)) continue;
+      const bool at_will = about(action.kind).occurs == Occurs::kAtWill && !is_copy(action.kind);
+      if (is_needed[action] || (at_will && !forward_only)) continue;
       fail(schedule, {rank, positions[action]}, on_rank(action, rank) + why_not_needed(action, extent));
     }
   }
@@ -248,7 +267,7 @@ class Replay {
 }  // namespace
 
 void validate_room(const Schedule& schedule, const Room& room) {
-  const std::vector<StashPeak> peaks = stash_peaks(schedule, room.stash_bytes);
+  const std::vector<StashPeak> peaks = stash_peaks(schedule, room.stash_bytes, room.sent_bytes);
   const std::string unit = room.stash_bytes.empty() ? " stashes" : " bytes of stashes";
   for (std::size_t rank = 0; rank < peaks.size(); ++rank) {
     const auto check = [&](std::int64_t needed, std::optional<std::int64_t> there, const char* where) {
@@ -274,10 +293,12 @@ void validate(const Schedule& schedule, bool forward_only) {
   const OptionalActions present(schedule);
   for (int rank = 0; rank < shape.pp; ++rank) {
     for (const Action& action : schedule.ranks[static_cast<std::size_t>(rank)]) {
-      if (!is_recv(action.kind)) continue;
-      const int sender = other_end(action).chunk;
-      const bool feedable = sender >= 0 && sender < shape.num_chunks();
-      if (!feedable) fail(schedule, {rank, positions[action]}, on_rank(action, rank) + " has no sender");
+      const bool crosses = is_copy(action.kind) && about(action.kind).neighbour != 0;
+      if (!is_recv(action.kind) && !crosses) continue;
+      const int other = crosses ? action.chunk + about(action.kind).neighbour : other_end(action).chunk;
+      if (other >= 0 && other < shape.num_chunks()) continue;
+      fail(schedule, {rank, positions[action]},
+           on_rank(action, rank) + (crosses ? " has nothing to move: there is no such border" : " has no sender"));
     }
   }
   check_complete(schedule, positions, forward_only, present);

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <deque>
 #include <vector>
@@ -11,26 +12,34 @@
 namespace fold3d::core {
 
 /// A rank's copies to the pool and back, as the Executor makes them: each direction in the order of the program, beside
-/// the computation; an OFFLOAD begins when the last but one is done (kOffloadsUnderWay).
+/// the computation; an OFFLOAD begins when the last but one is done (kOffloadsUnderWay), those of borders for
+/// themselves.
 class CopyLanes {
  public:
   CopyLanes(const Shape& shape, const ClusterModel& model);
 
-  /// The rank comes to OFFLOAD or PREFETCH `action` at `now`; returns when it may go on. `spans`: gets the copy; may be
-  /// null.
+  /// The rank comes to a copy at `now`; returns when it may go on. `spans`: gets the copy; may be null.
   std::int64_t begin(std::int64_t now, int rank, const Action& action, std::vector<SimulatedSpan>* spans);
 
-  /// When what the last PREFETCH of the action's stash brought is there.
-  std::int64_t back(const Action& action) const { return back_[number_of(action)]; }
+  /// Whether a PREFETCH has begun, and nobody has taken what it brings.
+  bool is_coming(const Action& prefetch) { return moved(prefetch).comes; }
+  /// When what `prefetch` brings is there; somebody takes it.
+  std::int64_t take(const Action& prefetch);
 
  private:
-  std::size_t number_of(const Action& action) const;
+  /// A stash, or what crosses a border.
+  struct Moved {
+    std::int64_t left = 0, back = 0;
+    bool comes = false;
+  };
+
+  Moved& moved(const Action& copy);
 
   const Shape shape_;
   const ClusterModel& model_;
   std::int64_t out_free_ = 0, in_free_ = 0;
-  std::deque<std::int64_t> leaving_;  // when the OFFLOADs under way are done
-  std::vector<std::int64_t> left_, back_;
+  std::deque<std::int64_t> stashes_leaving_, borders_leaving_;  // when the OFFLOADs under way are done
+  std::array<std::vector<Moved>, 3> moved_;  // [stash, input, gradient][segment * micro_batches + micro_batch]
 };
 
 }  // namespace fold3d::core

@@ -3,6 +3,7 @@
 #include <stdexcept>
 #include <utility>
 
+#include "core/ir/action_kinds.h"
 #include "core/ir/action_table.h"
 #include "core/ir/deps.h"
 
@@ -19,9 +20,9 @@ SimulatedProgram::SimulatedProgram(const Schedule& schedule) : shape(schedule.sh
   std::vector<int> last_backward(num_chunks, -1);
   std::vector<bool> forward_seen(num_chunks, false);
   for (std::size_t rank = 0; rank < schedule.ranks.size(); ++rank) {
-    std::vector<Action> copies;
+    std::vector<Copy> copies;
     for (const Action& action : schedule.ranks[rank]) {
-      if (is_copy(action.kind)) copies.push_back(action);
+      if (is_copy(action.kind)) copies.push_back({action});
       if (!is_compute(action.kind)) continue;
       if (!node_of.contains(action)) {
         throw std::invalid_argument(to_string(action) + " lies outside " + to_string(shape));
@@ -29,7 +30,7 @@ SimulatedProgram::SimulatedProgram(const Schedule& schedule) : shape(schedule.sh
       const auto number = static_cast<int>(nodes.size());
       const auto chunk = static_cast<std::size_t>(action.chunk);
       const bool is_first = action.kind == Kind::kForward && !forward_seen[chunk];
-      nodes.push_back({action, 0, {}, is_first, false, std::exchange(copies, {}), false});
+      nodes.push_back({action, 0, {}, is_first, false, std::exchange(copies, {}), {}});
       node_of[action] = number;
       ranks[rank].push_back(number);
       if (action.kind == Kind::kForward) forward_seen[chunk] = true;
@@ -42,7 +43,7 @@ SimulatedProgram::SimulatedProgram(const Schedule& schedule) : shape(schedule.sh
   for (std::size_t number = 0; number < nodes.size(); ++number) {
     for (Action wait : waits_for(shape, nodes[number].action, /*with_comm=*/true, present)) {
       if (is_copy(wait.kind)) {
-        nodes[number].prefetched = true;
+        nodes[number].waited.push_back(wait);
         continue;
       }
       const bool through = is_recv(wait.kind);
@@ -54,6 +55,15 @@ SimulatedProgram::SimulatedProgram(const Schedule& schedule) : shape(schedule.sh
       }
       nodes[static_cast<std::size_t>(node_of[wait])].feeds.push_back({static_cast<int>(number), through});
       ++nodes[number].waits;
+    }
+  }
+  for (Node& node : nodes) {
+    for (Copy& copy : node.copies) {
+      if (about(copy.action.kind).neighbour == 0) continue;
+      if (!is_recv(waits_for(shape, copy.action, /*with_comm=*/true, present).front().kind)) continue;
+      const auto [chunk, kind, i] = copy.action;
+      copy.user =
+          node_of[kind == Kind::kPrefetchForward ? Action{chunk, Kind::kForward, i} : present.input_gradient(chunk, i)];
     }
   }
 }

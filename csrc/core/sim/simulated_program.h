@@ -12,14 +12,18 @@ struct SimulatedProgram {
     int node = 0;          // that waits
     bool through = false;  // a pipeline message carries the result
   };
+  struct Copy {
+    Action action;
+    int user = -1;  // node that waits for the message which it brings from the pool
+  };
   struct Node {
     Action action;
     int waits = 0;  // edges that end here
     std::vector<Edge> feeds;
     bool first_forward = false;  // of its chunk, in the rank's order
     bool last_backward = false;  // likewise: after it the chunk's gradients are complete
-    std::vector<Action> copies;  // OFFLOADs and PREFETCHes that the rank comes to between the node before and this one
-    bool prefetched = false;     // it waits for the PREFETCH of its stash
+    std::vector<Copy> copies;    // that the rank comes to between the node before and this one
+    std::vector<Action> waited;  // PREFETCHes that it waits for
   };
   Shape shape;
   std::vector<Node> nodes;

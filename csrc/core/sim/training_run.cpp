@@ -31,6 +31,7 @@ TrainingRun::TrainingRun(const SimulatedProgram& program, const ClusterModel& mo
       dp_sync_(program.shape, model, replicas_, events_, network_),
       ranks_(at(replicas_ * program.shape.pp)),
       arrivals_(at(replicas_) * program.nodes.size(), 0),
+      messages_for_(arrivals_.size(), 0),
       finished_(at(options.max_steps), 0),
       last_step_(options.max_steps - 1),
       message_bytes_(ranks_.size(), 0),
@@ -63,7 +64,7 @@ void TrainingRun::dispatch(const Event& event) {
     case Event::Type::kProduced:
       return dp_sync_.produced(event.time, event.b);
     case Event::Type::kArrived:
-      return arrived(event.time, event.a, event.b);
+      return arrived(event.time, event.a, event.b, /*through=*/true);
     case Event::Type::kMessageSent:
     case Event::Type::kBurstSent:
     case Event::Type::kNetworkWake: {
@@ -88,6 +89,10 @@ int& TrainingRun::arrivals(int rank, int node) {
   return arrivals_[at(rank / program_.shape.pp) * program_.nodes.size() + at(node)];
 }
 
+int& TrainingRun::messages_for(int rank, int node) {
+  return messages_for_[at(rank / program_.shape.pp) * program_.nodes.size() + at(node)];
+}
+
 /// Starts the rank's next action, or goes on with a forward that waited for DP.sync, if nothing is missing.
 void TrainingRun::try_start(std::int64_t now, int rank_number) {
   Rank& rank = ranks_[at(rank_number)];
@@ -96,8 +101,9 @@ void TrainingRun::try_start(std::int64_t now, int rank_number) {
   if (rank.bucket >= 0) return start_buckets(now, rank_number);
   const SimulatedProgram::Node& node = current(rank_number);
   // A step's arrivals are complete before those of the next one begin, so counting them all is enough.
-  if (waits_for_copies(now, rank_number)) return;
-  if (arrivals(rank_number, list[rank.next]) < (rank.step + 1) * node.waits) return;
+  if (!copies_.empty() && !rank.came) come_to_copies(now, rank_number);
+  if (rank.ready > now || arrivals(rank_number, list[rank.next]) < (rank.step + 1) * node.waits) return;
+  if (!copies_.empty() && waits_for_copies(now, rank_number)) return;
   std::int64_t duration = duration_of(node.action);
   if (node.first_forward && rank.step > 0) {
     const SimulatedBuckets& buckets = dp_sync_.buckets();
@@ -113,21 +119,34 @@ void TrainingRun::try_start(std::int64_t now, int rank_number) {
   compute(now, rank_number, duration);
 }
 
-/// Whether the rank's next action has to wait for its pool; it is tried again then.
-bool TrainingRun::waits_for_copies(std::int64_t now, int rank_number) {
-  if (copies_.empty()) return false;
+/// The copies that the rank comes to before its next action. What a message has not brought yet is copied when it is
+/// waited for.
+void TrainingRun::come_to_copies(std::int64_t now, int rank_number) {
   Rank& rank = ranks_[at(rank_number)];
-  const SimulatedProgram::Node& node = current(rank_number);
-  if (!rank.came) {
-    rank.came = true;
-    rank.ready = now;
-    for (const Action& copy : node.copies) {
-      rank.ready = copies_[at(rank_number)].begin(rank.ready, rank_number, copy, options_.spans ? &spans_ : nullptr);
-    }
-    if (node.prefetched) rank.ready = std::max(rank.ready, copies_[at(rank_number)].back(node.action));
-    if (rank.ready > now) events_.push(rank.ready, Event::Type::kCopied, rank_number);
+  rank.came = true;
+  rank.took = false;
+  rank.ready = now;
+  for (const SimulatedProgram::Copy& copy : current(rank_number).copies) {
+    if (copy.user >= 0 && messages_for(rank_number, copy.user) <= rank.step) continue;
+    rank.ready =
+        copies_[at(rank_number)].begin(rank.ready, rank_number, copy.action, options_.spans ? &spans_ : nullptr);
   }
-  return rank.ready > now;
+  if (rank.ready > now) events_.push(rank.ready, Event::Type::kCopied, rank_number);
+}
+
+/// Whether what the rank's next action needs of the pool is still on its way; the action is tried again then.
+bool TrainingRun::waits_for_copies(std::int64_t now, int rank_number) {
+  Rank& rank = ranks_[at(rank_number)];
+  if (rank.took) return false;
+  rank.took = true;
+  CopyLanes& lanes = copies_[at(rank_number)];
+  for (const Action& prefetch : current(rank_number).waited) {
+    if (!lanes.is_coming(prefetch)) lanes.begin(now, rank_number, prefetch, options_.spans ? &spans_ : nullptr);
+    rank.ready = std::max(rank.ready, lanes.take(prefetch));
+  }
+  if (rank.ready <= now) return false;
+  events_.push(rank.ready, Event::Type::kCopied, rank_number);
+  return true;
 }
 
 /// Computes as many layers of a chunk's first forward as are up to date, after what is left of their update.
@@ -212,7 +231,7 @@ void TrainingRun::feed(std::int64_t now, int from, const SimulatedProgram::Edge&
   const Action& source = program_.nodes[at(from_node)].action;
   const Action& target = program_.nodes[at(edge.node)].action;
   const int to = from - stage_of(from) + program_.shape.stage_of(target.chunk);
-  if (!edge.through || !parts_.messages) return arrived(now, to, edge.node);
+  if (!edge.through || !parts_.messages) return arrived(now, to, edge.node, edge.through);
   // Chunk c hands activations to c + 1 and gets their gradient, of the same size, back.
   const std::int64_t bytes = model_.activation_bytes[at(std::min(source.chunk, target.chunk))];
   if (bytes == 0 || !uses_card(model_.hosts, from, to)) {
@@ -223,8 +242,9 @@ void TrainingRun::feed(std::int64_t now, int from, const SimulatedProgram::Edge&
   network_.send_message(now, model_.host_of(from), model_.host_of(to), bytes, static_cast<int>(messages_.size()) - 1);
 }
 
-void TrainingRun::arrived(std::int64_t now, int rank, int node) {
+void TrainingRun::arrived(std::int64_t now, int rank, int node, bool through) {
   ++arrivals(rank, node);
+  if (through) ++messages_for(rank, node);
   try_start(now, rank);
 }
 

@@ -47,7 +47,8 @@ class TrainingRun {
     int step = 0;
     bool busy = false;
     bool came = false;       // to the copies before its next action
-    std::int64_t ready = 0;  // when they, and what that action waits for of them, let it go on
+    bool took = false;       // what they bring for it
+    std::int64_t ready = 0;  // when they let it go on
     int bucket = -1;         // next one that the forward under way has to wait for
   };
   struct Message {
@@ -56,13 +57,14 @@ class TrainingRun {
 
   void dispatch(const Event& event);
   void try_start(std::int64_t now, int rank);
+  void come_to_copies(std::int64_t now, int rank);
   bool waits_for_copies(std::int64_t now, int rank);
   void start_buckets(std::int64_t now, int rank);
   void compute(std::int64_t now, int rank, std::int64_t duration);
   std::int64_t update_of(int chunk) const;
   void computed(std::int64_t now, int rank);
   void feed(std::int64_t now, int rank, const SimulatedProgram::Edge& edge, int from_node);
-  void arrived(std::int64_t now, int rank, int node);
+  void arrived(std::int64_t now, int rank, int node, bool through);
   void gradients(std::int64_t start, int rank, const Action& action, std::int64_t duration);
   void end_of_program(std::int64_t now, int rank);
   void sent(const Network::Sent& sent);
@@ -70,6 +72,7 @@ class TrainingRun {
   std::int64_t duration_of(const Action& action) const;
   const SimulatedProgram::Node& current(int rank) const;
   int& arrivals(int rank, int node);
+  int& messages_for(int rank, int node);
   int stage_of(int rank) const { return rank % program_.shape.pp; }
 
   const SimulatedProgram& program_;
@@ -83,6 +86,7 @@ class TrainingRun {
   std::vector<Rank> ranks_;
   std::vector<CopyLanes> copies_;  // by rank
   std::vector<int> arrivals_;      // rank's replica * nodes + node: since the start
+  std::vector<int> messages_for_;  // likewise: those of messages
   std::vector<int> finished_;      // by step: ranks
   std::vector<std::int64_t> ends_;
   int last_step_;

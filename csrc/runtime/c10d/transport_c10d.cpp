@@ -2,6 +2,9 @@
 
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 
+#include <ATen/ops/empty.h>
+#include <c10/core/GradMode.h>
+
 #include <vector>
 
 #include "runtime/c10d/bytes_view.h"
@@ -65,7 +68,16 @@ void C10dTransport::recv(comm::Channel channel, int peer_stage, std::shared_ptr<
   DeviceEvent reusable;
   reusable.record(compute_stream_);
   reusable.block(stream);
-  transfer(channel, /*is_send=*/false, peer_stage, as_tensor(buffer).tensor());
+  const at::Tensor& target = as_tensor(buffer).tensor();
+  if (target.device() == device_) return transfer(channel, /*is_send=*/false, peer_stage, target);
+  // It lands in host memory: NCCL brings it as far as the device.
+  const at::Tensor staging = at::empty(target.sizes(), target.options().device(device_));
+  transfer(channel, /*is_send=*/false, peer_stage, staging);
+  const c10::NoGradGuard no_grad;
+  at::Tensor(target).copy_(staging, /*non_blocking=*/true);
+  DeviceEvent done;
+  done.record(stream);
+  done.synchronize();
 }
 
 void C10dTransport::send_frame(comm::Channel channel, int peer_stage, std::span<const std::byte> frame) {

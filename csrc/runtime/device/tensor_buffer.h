@@ -12,17 +12,20 @@
 namespace fold3d::runtime {
 
 /// Memory of one contiguous tensor. `ready` marks, on the producing stream, when its contents are valid.
-class TensorBuffer final : public comm::Buffer {
+class TensorBuffer : public comm::Buffer {
  public:
   explicit TensorBuffer(at::Tensor tensor) : tensor_(std::move(tensor)) {}
 
-  std::size_t bytes() const override { return tensor_.nbytes(); }
+  std::size_t bytes() const override { return tensor_.defined() ? tensor_.nbytes() : 0; }
   std::byte* host_data() override {
     return tensor_.is_cpu() ? static_cast<std::byte*>(tensor_.mutable_data_ptr()) : nullptr;
   }
 
   const at::Tensor& tensor() const { return tensor_; }
   DeviceEvent& ready() { return ready_; }
+
+ protected:
+  void let_go() { tensor_ = at::Tensor(); }
 
  private:
   at::Tensor tensor_;

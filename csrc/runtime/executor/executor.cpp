@@ -21,7 +21,7 @@ using core::Kind;
 }  // namespace
 
 Executor::Executor(std::shared_ptr<comm::Communicator> communicator, int stage,
-                   std::vector<std::shared_ptr<Chunk>> chunks, std::unique_ptr<Offloader> offloader)
+                   std::vector<std::shared_ptr<Chunk>> chunks, std::shared_ptr<Offloader> offloader)
     : communicator_(std::move(communicator)),
       stage_(stage),
       chunks_(std::move(chunks)),
@@ -32,15 +32,20 @@ std::vector<at::Tensor> Executor::run(const core::Shape& shape, const std::vecto
     throw std::logic_error("the executor holds " + std::to_string(chunks_.size()) + " chunks, the schedule has " +
                            std::to_string(shape.segments) + " segments");
   }
-  state_ = RunState{shape, backward, communicator_.get(), offloader_.get(), chunks_, {}, {}, {}};
+  state_ = RunState{shape, backward, communicator_.get(), offloader_.get(), chunks_, {}, {}, {}, {}};
   state_.stashes.resize(static_cast<std::size_t>(shape.segments * shape.micro_batches));
-  state_.leaving.resize(state_.stashes.size());
+  for (auto* const each : {&state_.leaving, &state_.landing[0], &state_.landing[1]}) {
+    each->resize(state_.stashes.size());
+  }
   for (const Action& action : program) {
     if (action.kind == Kind::kRecompute) state_.stash(action.chunk, action.micro_batch).recomputes = true;
-    if (action.kind != Kind::kOffload) continue;
+    if (!core::is_copy(action.kind)) continue;
     if (!offloader_)
       throw std::logic_error(core::to_string(action) + " is in the program of an executor without a pool");
-    state_.leaving[state_.number_of(action.chunk, action.micro_batch)] = true;
+    const std::size_t number = state_.number_of(action.chunk, action.micro_batch);
+    if (action.kind == Kind::kOffload) state_.leaving[number] = true;
+    if (action.kind == Kind::kPrefetchForward) state_.landing[0][number] = true;
+    if (action.kind == Kind::kPrefetchBackward) state_.landing[1][number] = true;
   }
   if (offloader_) offloader_->begin(shape, program);
   if (stage_ == shape.stage_of(shape.num_chunks() - 1)) {
@@ -93,18 +98,39 @@ void Executor::compute(const Action& action) {
 void Executor::wait_for_receives(const Action& action) {
   for (const Action& needed : core::waits_for(state_.shape, action, /*with_comm=*/true)) {
     if (!core::is_recv(needed.kind)) continue;  // the others ran before: program order
+    Stash& target = state_.stash(action.chunk, action.micro_batch);
+    const bool forward = needed.kind == Kind::kRecvForward;
+    if (state_.lands(needed)) {
+      if (forward ? target.inputs_away : target.gradients_away) continue;  // its PREFETCH has begun
+      const std::int64_t start = now_ns();
+      const comm::Tensors message = communicator_->wait(needed);
+      spans_.push_back({needed, true, start, now_ns()});
+      fetch_message(state_, needed, message);
+      continue;
+    }
     const std::int64_t start = now_ns();
     std::vector<at::Tensor> received;
     for (const comm::Tensor& tensor : communicator_->wait(needed)) received.push_back(unwrap(tensor));
     spans_.push_back({needed, true, start, now_ns()});
-    Stash& target = state_.stash(action.chunk, action.micro_batch);
-    (needed.kind == Kind::kRecvForward ? target.inputs : target.gradients) = std::move(received);
+    (forward ? target.inputs : target.gradients) = std::move(received);
   }
 }
 
 void Executor::wait_for_copies(const Action& action) {
-  const auto& batch = state_.stash(action.chunk, action.micro_batch).batch;
-  if (batch) offloader_->arrived(*batch, {action.chunk, Kind::kPrefetch, action.micro_batch});
+  Stash& own = state_.stash(action.chunk, action.micro_batch);
+  const auto wait = [&](StashBatch& batch, Kind prefetch) {
+    offloader_->arrived(batch, {action.chunk, prefetch, action.micro_batch});
+  };
+  if (own.batch) wait(*own.batch, Kind::kPrefetch);
+  if (own.inputs_away && action.kind == Kind::kForward) {
+    wait(*own.inputs_away.batch, Kind::kPrefetchForward);
+    own.inputs = own.inputs_away.unpack();
+  }
+  const bool takes_gradients = action.kind == Kind::kBackward || action.kind == Kind::kBackwardInput;
+  if (own.gradients_away && takes_gradients) {
+    wait(*own.gradients_away.batch, Kind::kPrefetchBackward);
+    own.gradients = own.gradients_away.unpack();
+  }
 }
 
 std::string Executor::current_action() const {

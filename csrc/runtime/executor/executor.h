@@ -37,7 +37,7 @@ class Executor {
   /// `communicator` may be null when the rank talks to nobody (one stage). `chunks[k]`: segment k's chunk. `offloader`:
   /// for programs with OFFLOAD; null: there are none.
   Executor(std::shared_ptr<comm::Communicator> communicator, int stage, std::vector<std::shared_ptr<Chunk>> chunks,
-           std::unique_ptr<Offloader> offloader = nullptr);
+           std::shared_ptr<Offloader> offloader = nullptr);
 
   /// Runs `program`, a lowered list of actions with `shape`. Gradients accumulate in the parameters' .grad.
   /// Returns the last chunk's output of every micro-batch in order, detached (empty on other ranks).
@@ -63,7 +63,7 @@ class Executor {
   std::shared_ptr<comm::Communicator> communicator_;
   int stage_;
   std::vector<std::shared_ptr<Chunk>> chunks_;
-  std::unique_ptr<Offloader> offloader_;
+  std::shared_ptr<Offloader> offloader_;
 
   RunState state_;  // of the run in progress
   std::vector<Span> spans_;

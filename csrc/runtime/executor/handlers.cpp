@@ -209,6 +209,31 @@ void prefetch(RunState& run, const Action& action) {
   run.offloader->come(run.stash(action.chunk, action.micro_batch).batch, action);
 }
 
+/// What chunk `action.chunk` will take of its neighbour on this rank goes to the pool.
+void offload_border(RunState& run, const Action& action) {
+  Stash& own = run.stash(action.chunk, action.micro_batch);
+  const bool forward = action.kind == Kind::kOffloadForward;
+  std::vector<at::Tensor>& tensors = forward ? own.inputs : own.gradients;
+  Parcel parcel{run.offloader->batch(), {}, {}};
+  for (const at::Tensor& tensor : tensors) parcel.add(parcel.batch->save(tensor.detach()), tensor.requires_grad());
+  tensors.clear();
+  run.offloader->stashed(*parcel.batch);
+  run.offloader->leave(parcel.batch, action);
+  (forward ? own.inputs_away : own.gradients_away) = std::move(parcel);
+}
+
+/// What was made here comes back. A message is fetched if it is there, else by the action that waits for it: nothing
+/// before that has to wait.
+void prefetch_border(RunState& run, const Action& action) {
+  Stash& own = run.stash(action.chunk, action.micro_batch);
+  const bool forward = action.kind == Kind::kPrefetchForward;
+  if (const Parcel& parcel = forward ? own.inputs_away : own.gradients_away) {
+    return run.offloader->come(parcel.batch, action);
+  }
+  const Action recv{action.chunk, forward ? Kind::kRecvForward : Kind::kRecvBackward, action.micro_batch};
+  if (run.communicator->has_arrived(recv)) fetch_message(run, recv, run.communicator->wait(recv));
+}
+
 void reduce(RunState& run, const Action& action) { run.chunk(action.chunk).reduce(); }
 
 constexpr std::array<std::pair<Kind, Handler>, core::kNumKinds> kHandlers = {{
@@ -224,6 +249,10 @@ constexpr std::array<std::pair<Kind, Handler>, core::kNumKinds> kHandlers = {{
     {Kind::kRecompute, recompute},
     {Kind::kOffload, offload},
     {Kind::kPrefetch, prefetch},
+    {Kind::kOffloadForward, offload_border},
+    {Kind::kPrefetchForward, prefetch_border},
+    {Kind::kOffloadBackward, offload_border},
+    {Kind::kPrefetchBackward, prefetch_border},
 }};
 
 constexpr bool in_order() {
@@ -235,6 +264,15 @@ constexpr bool in_order() {
 static_assert(in_order(), "one handler for each Kind, in the order of the enumeration");
 
 }  // namespace
+
+void fetch_message(RunState& run, const Action& recv, const comm::Tensors& message) {
+  const bool forward = recv.kind == Kind::kRecvForward;
+  Stash& own = run.stash(recv.chunk, recv.micro_batch);
+  Parcel& parcel = forward ? own.inputs_away : own.gradients_away;
+  parcel = run.offloader->landed(message);
+  const Kind prefetch = forward ? Kind::kPrefetchForward : Kind::kPrefetchBackward;
+  run.offloader->come(parcel.batch, {recv.chunk, prefetch, recv.micro_batch});
+}
 
 Handler handler_of(Kind kind) { return kHandlers.at(static_cast<std::size_t>(kind)).second; }
 

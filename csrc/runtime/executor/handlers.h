@@ -12,4 +12,7 @@ using Handler = void (*)(RunState&, const core::Action&);
 /// The handler of `kind`.
 Handler handler_of(core::Kind kind);
 
+/// The message of `recv`, which landed in the pool, begins to come to the device.
+void fetch_message(RunState& run, const core::Action& recv, const comm::Tensors& message);
+
 }  // namespace fold3d::runtime

@@ -4,6 +4,7 @@
 #include <ATen/core/Tensor.h>
 #include <torch/csrc/autograd/edge.h>
 
+#include <array>
 #include <memory>
 #include <vector>
 
@@ -19,7 +20,8 @@ namespace fold3d::runtime {
 /// last chunk's until its backward. `roots`: where the gradients of those outputs that require one go into the graph,
 /// which keeps of the outputs what it needs itself. `weight_half`: what is left of a split backward between I and W.
 /// With `recomputes` there is no graph before RECOMPUTE: the inputs stay, and what the chunk wants `kept`; from OFFLOAD
-/// on they are `away`. `batch`: what moves, if anything does.
+/// on they are `away`. `batch`: what moves, if anything does. `inputs_away`, `gradients_away`: what waits in the pool
+/// before it becomes `inputs` or `gradients`.
 struct Stash {
   bool recomputes = false;
   std::vector<at::Tensor> inputs, kept, outputs, gradients;
@@ -29,6 +31,7 @@ struct Stash {
   std::vector<SavedTensor> away;  // inputs, then what was kept
   std::vector<bool> away_requires_grad;
   std::size_t away_inputs = 0;  // of away
+  Parcel inputs_away, gradients_away;
 };
 
 struct RunState {
@@ -40,8 +43,13 @@ struct RunState {
   std::vector<Stash> stashes;                  // [segment * micro_batches + micro_batch]
   std::vector<at::Tensor> results;             // [micro_batch], on the last stage
   std::vector<bool> leaving;                   // as stashes: whether the program has its OFFLOAD
+  std::array<std::vector<bool>, 2> landing;    // as stashes: whether it has PREFETCH_F; PREFETCH_B
 
   Stash& stash(int chunk, int micro_batch) { return stashes[number_of(chunk, micro_batch)]; }
+  /// Whether what a RECV brings waits in the pool.
+  bool lands(const core::Action& recv) const {
+    return landing[recv.kind == core::Kind::kRecvForward ? 0 : 1][number_of(recv.chunk, recv.micro_batch)];
+  }
   bool leaves(const core::Action& action) const { return leaving[number_of(action.chunk, action.micro_batch)]; }
   std::size_t number_of(int chunk, int micro_batch) const {
     return static_cast<std::size_t>(chunk / shape.pp * shape.micro_batches + micro_batch);

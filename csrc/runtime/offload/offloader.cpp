@@ -3,11 +3,13 @@
 #include <ATen/ops/empty.h>
 
 #include <algorithm>
+#include <optional>
 #include <utility>
 
 #include "comm/base/clock.h"
 #include "core/ir/stash.h"
 #include "memory/disk_tier.h"
+#include "memory/room/slot_wait.h"
 
 namespace fold3d::runtime {
 namespace {
@@ -42,19 +44,16 @@ Offloader::Offloader(c10::Device device, OffloadOptions options)
       copies_(device),
       pool_(maker(options_, copies_.reserve()), static_cast<std::size_t>(options_.pool_bytes)),
       out_("offload", std::make_shared<memory::CopyRate>(options_.bytes_per_second)),
-      in_("prefetch", out_.rate()) {}
+      in_("prefetch", out_.rate()),
+      landing_(pool_, out_, in_, plan_, options_.timeout) {}
 
 void Offloader::begin(const core::Shape& shape, const std::vector<core::Action>& program) {
-  at_once_.assign(static_cast<std::size_t>(shape.num_chunks()), 0);
-  largest_.resize(at_once_.size(), 0);
-  std::vector<std::int64_t> now(at_once_.size(), 0);
-  for (const core::Action& action : program) {
-    if (!core::is_copy(action.kind)) continue;
-    const auto chunk = static_cast<std::size_t>(action.chunk);
-    now[chunk] += action.kind == core::Kind::kOffload ? 1 : -1;
-    at_once_[chunk] = std::max(at_once_[chunk], now[chunk]);
-  }
-  leaving_.clear();
+  plan_.begin(shape, program);
+  const std::optional<std::int64_t> needed = plan_.peak();
+  const std::int64_t spare = needed ? std::max<std::int64_t>(0, pool_.counters().bytes - *needed) : 0;
+  landing_.begin(pool_.grows() ? memory::LandingRoom::kAnyNumber : spare);
+  stashes_leaving_.clear();
+  borders_leaving_.clear();
   pool_.begin();
   arena_->peak = arena_->bytes.load();
   late_ = 0;
@@ -90,20 +89,11 @@ void Offloader::wait(memory::CopyLane& lane, memory::CopyLane::Ticket ticket, co
   ++late_;
 }
 
-void Offloader::reserve_for(const core::Action& action, std::size_t bytes) {
-  const auto chunk = static_cast<std::size_t>(action.chunk);
-  if (bytes <= largest_[chunk]) return;
-  // Those of the chunk that are in the pool already have their slots; the step's others are about as large as this one.
-  largest_[chunk] = bytes;
-  const std::size_t page = memory::Tier::kAlignment;
-  pool_.reserve((bytes + page - 1) / page * page *
-                static_cast<std::size_t>(std::max<std::int64_t>(1, at_once_[chunk])));
-}
-
 void Offloader::leave(const std::shared_ptr<StashBatch>& batch, const core::Action& action) {
-  while (leaving_.size() >= static_cast<std::size_t>(core::kOffloadsUnderWay)) {
-    wait(out_, leaving_.front().first, leaving_.front().second);
-    leaving_.pop_front();
+  Leaving& leaving = action.kind == core::Kind::kOffload ? stashes_leaving_ : borders_leaving_;
+  while (leaving.size() >= static_cast<std::size_t>(core::kOffloadsUnderWay)) {
+    wait(out_, leaving.front().first, leaving.front().second);
+    leaving.pop_front();
   }
   std::vector<std::shared_ptr<StashMemory>> moving;
   for (const auto& each : batch->memories_) {
@@ -120,8 +110,9 @@ void Offloader::leave(const std::shared_ptr<StashBatch>& batch, const core::Acti
     total = aligned(total + memory->bytes());
   }
   if (moving.empty()) return;
-  reserve_for(action, total);
-  batch->slot_ = pool_.take(total, core::to_string(action));
+  plan_.make_room(pool_, action, total);
+  batch->slot_ = memory::take_waiting(pool_, in_, total, core::to_string(action),
+                                      [&](memory::CopyLane::Ticket ticket) { wait(in_, ticket, action); });
   DeviceEvent ready;
   ready.record(current_stream(device_));
   auto copy = [this, slot = batch->slot_, pieces = std::move(pieces), small = batch->small_,
@@ -135,7 +126,26 @@ void Offloader::leave(const std::shared_ptr<StashBatch>& batch, const core::Acti
   // std::function copies what it holds: one level of indirection keeps that cheap.
   auto job = std::make_shared<decltype(copy)>(std::move(copy));
   batch->left_ = out_.submit(action, total, [job = std::move(job)] { (*job)(); });
-  leaving_.emplace_back(batch->left_, action);
+  leaving.emplace_back(batch->left_, action);
+}
+
+Parcel Offloader::landed(const comm::Tensors& message) const {
+  Parcel parcel{batch(), {}, {}};
+  for (const comm::Tensor& tensor : message) {
+    const auto& buffer = static_cast<const SlotBuffer&>(*tensor.buffer);
+    const auto options = at::TensorOptions().device(device_).dtype(static_cast<at::ScalarType>(tensor.desc.dtype));
+    const std::size_t bytes = tensor.desc.bytes();
+    if (bytes == 0) {
+      parcel.add(SavedTensor::staying(at::empty(tensor.desc.shape, options)), tensor.desc.requires_grad);
+      continue;
+    }
+    auto memory = std::make_shared<StashMemory>(StashMemory{{}, 0, 0, static_cast<std::ptrdiff_t>(bytes)});
+    parcel.batch->places_.push_back({memory, buffer.offset()});
+    parcel.batch->slot_ = buffer.slot();
+    parcel.add(SavedTensor(options, tensor.desc.shape, std::move(memory)), tensor.desc.requires_grad);
+  }
+  parcel.batch->small_ = parcel.batch->places_.size();  // each is copied by itself
+  return parcel;
 }
 
 void Offloader::come(const std::shared_ptr<StashBatch>& batch, const core::Action& action) {

@@ -16,6 +16,9 @@
 #include "memory/copy_lane.h"
 #include "memory/host_pool.h"
 #include "runtime/offload/device_copies.h"
+#include "runtime/offload/message_landing.h"
+#include "runtime/offload/parcel.h"
+#include "runtime/offload/pool_plan.h"
 #include "runtime/offload/stash_batch.h"
 
 namespace fold3d::runtime {
@@ -29,7 +32,7 @@ struct OffloadOptions {
 };
 
 struct OffloadCounters {
-  std::int64_t device_bytes = 0;  ///< of stashes that move, on the device now
+  std::int64_t device_bytes = 0;  ///< of what moves, on the device now
   std::int64_t device_peak = 0;   ///< the most since the run began
   std::int64_t pool_bytes = 0;    ///< reserved
   std::int64_t pool_in_use = 0;
@@ -45,7 +48,7 @@ struct CopySpan {
   std::int64_t bytes;
 };
 
-/// All but counters() is called by the thread that walks the program.
+/// All but counters() and landing() is called by the thread that walks the program.
 class Offloader {
  public:
   /// Throws memory::PoolError if the pool cannot be had.
@@ -61,13 +64,18 @@ class Offloader {
   std::shared_ptr<StashBatch> batch() const { return std::make_shared<StashBatch>(staying_); }
   /// It is over: what the batch has is on the device.
   void stashed(StashBatch& batch);
-  /// Begins to copy the batch to the pool, after waiting for the last but one OFFLOAD to be done; its memory goes as
-  /// soon as it is copied and nobody else has it. Throws memory::PoolError.
+  /// Begins to copy the batch to the pool, after waiting for the last but one OFFLOAD to be done (those of borders for
+  /// themselves); its memory goes as soon as it is copied and nobody else has it. Throws memory::PoolError.
   void leave(const std::shared_ptr<StashBatch>& batch, const core::Action& action);
+  /// A message that landed in the pool, as what come() brings to the device.
+  Parcel landed(const comm::Tensors& message) const;
   /// Begins to bring it back.
   void come(const std::shared_ptr<StashBatch>& batch, const core::Action& action);
   /// Work that the calling thread queues on its device from now on finds the batch in place; `action`: its PREFETCH.
   void arrived(StashBatch& batch, const core::Action& action);
+
+  /// Where messages land. Any thread.
+  comm::Landing& landing() { return landing_; }
 
   /// What happened since the last call.
   std::vector<CopySpan> take_spans();
@@ -81,7 +89,6 @@ class Offloader {
 
   std::shared_ptr<void> on_device(std::int64_t bytes) const;
   void wait(memory::CopyLane& lane, memory::CopyLane::Ticket ticket, const core::Action& action);
-  void reserve_for(const core::Action& action, std::size_t bytes);
 
   const c10::Device device_;
   const OffloadOptions options_;
@@ -89,12 +96,13 @@ class Offloader {
   memory::HostPool pool_;
   std::shared_ptr<const Staying> staying_ = std::make_shared<Staying>();
   std::shared_ptr<Arena> arena_ = std::make_shared<Arena>();
-  std::vector<std::int64_t> at_once_;  // by chunk: its stashes in the pool, at most
-  std::vector<std::size_t> largest_;   // by chunk: bytes of its stashes, as far as known
-  std::deque<std::pair<memory::CopyLane::Ticket, core::Action>> leaving_;
+  PoolPlan plan_;
+  using Leaving = std::deque<std::pair<memory::CopyLane::Ticket, core::Action>>;
+  Leaving stashes_leaving_, borders_leaving_;
   std::vector<CopySpan> waits_;
   std::int64_t late_ = 0;
-  memory::CopyLane out_, in_;  // last: they end first
+  memory::CopyLane out_, in_;  // late: they end first
+  MessageLanding landing_;
 };
 
 }  // namespace fold3d::runtime

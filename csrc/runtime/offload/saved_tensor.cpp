@@ -1,5 +1,6 @@
 #include "runtime/offload/saved_tensor.h"
 
+#include <ATen/TensorUtils.h>
 #include <ATen/ops/empty.h>
 #include <c10/core/GradMode.h>
 #include <c10/util/Exception.h>
@@ -42,6 +43,9 @@ SavedTensor::SavedTensor(const at::Tensor& tensor, std::shared_ptr<StashMemory> 
   sizes_ = tensor.sizes();
   strides_ = tensor.strides();
 }
+
+SavedTensor::SavedTensor(at::TensorOptions options, at::IntArrayRef sizes, std::shared_ptr<StashMemory> memory)
+    : memory_(std::move(memory)), options_(options), sizes_(sizes), strides_(at::detail::defaultStrides(sizes)) {}
 
 at::Tensor SavedTensor::tensor() const {
   TORCH_CHECK(!version_.enabled() || version_.current_version() == saved_version_,

@@ -29,6 +29,8 @@ class SavedTensor {
   /// `tensor` itself, which stays where it is.
   static SavedTensor staying(const at::Tensor& tensor);
   SavedTensor(const at::Tensor& tensor, std::shared_ptr<StashMemory> memory);
+  /// A contiguous tensor over all of `memory`, that nobody has seen yet.
+  SavedTensor(at::TensorOptions options, at::IntArrayRef sizes, std::shared_ptr<StashMemory> memory);
 
   /// The tensor with the memory where it is now, without history. Throws c10::Error, as autograd does, if somebody
   /// wrote into the tensor after it was saved, and if the memory is away.
