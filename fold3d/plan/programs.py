@@ -29,8 +29,8 @@ class Programs:
         """Args:
             name: of a schedule, or path of a CSV file.
             recompute: what the chunks compute again; None: nothing.
-            offload: of every chunk, whether its stashes leave the device; empty: none does. Where one does, what crosses
-                chunk borders and waits does, too.
+            offload: of every chunk, whether its stashes leave the device; empty: none does. Where one does, so
+                does what crosses chunk borders and waits.
         Raises: ConfigError when that is said of another number of chunks.
         """
         self._without_graph = [] if recompute is None else recompute.without_graph(pp * segments)
@@ -82,7 +82,6 @@ class Programs:
                 reduce=self._reduce,
                 recompute=self._without_graph,
                 offload=self._offload,
-                lazy=any(self._offload),
             )
         return self._training[micro_batches]
 

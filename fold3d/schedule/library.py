@@ -89,7 +89,7 @@ def lower(
     recompute: Sequence[bool] = (),
     offload: Sequence[bool] = (),
     prefetch_distance: int = 1,
-    lazy: bool = False,
+    lazy: bool | None = None,
 ) -> _C.Schedule:
     """Returns the schedule with SEND and RECV, and if `reduce` REDUCE_GRAD after each chunk's last backward.
 
@@ -100,12 +100,13 @@ def lower(
             first use, unless that comes soon. Empty: no chunk.
         prefetch_distance: compute actions of the rank that a stash comes back ahead of its use.
         lazy: what a chunk takes from another one, and does not use soon, waits in the pool: OFFLOAD_F after the forward
-            that made it on the same rank, PREFETCH_F before its use; OFFLOAD_B, PREFETCH_B for gradients. What a message
-            brings lands in the pool (Fold3D V-C).
+            that made it on the same rank, PREFETCH_F before its use; OFFLOAD_B, PREFETCH_B for gradients. What a
+            message brings lands in the pool (Fold3D V-C). None: where stashes leave.
     Raises: ConfigError, with the grid, if the schedule is not valid.
     """
     with _config_errors():
-        return _C.lower(schedule, reduce, list(recompute), list(offload), prefetch_distance, lazy)
+        moves = any(offload) if lazy is None else lazy
+        return _C.lower(schedule, reduce, list(recompute), list(offload), prefetch_distance, moves)
 
 
 def validate_room(

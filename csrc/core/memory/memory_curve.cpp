@@ -1,6 +1,7 @@
 #include "core/memory/memory_curve.h"
 
 #include <algorithm>
+#include <array>
 #include <deque>
 #include <numeric>
 #include <stdexcept>
@@ -79,16 +80,20 @@ class Stage {
 /// A forward that is not the first of its chunk and micro-batch.
 bool is_second_forward(Kind kind) { return kind != Kind::kForward && about(kind).work.forward > 0; }
 
-/// When the stash of a chunk and micro-batch ends, and where it lies until then.
+/// When something goes to the pool and comes back, if it does.
+struct Trip {
+  bool moves = false;
+  std::int64_t leaves_ns = 0;  ///< OFFLOAD: it has a place in the pool
+  std::int64_t left_ns = 0;    ///< and none on the device
+  std::int64_t comes_ns = 0;   ///< PREFETCH: it has a place on the device again
+  std::int64_t back_ns = 0;    ///< and none in the pool
+};
+
+/// When the stash of a chunk and micro-batch ends.
 struct Ends {
   std::int64_t again_ns = -1;    ///< end of a second forward
   std::int64_t backward_ns = 0;  ///< B, or I
   std::int64_t last_ns = 0;      ///< B, or W
-  bool moves = false;            ///< to the pool, and back
-  std::int64_t leaves_ns = 0;    ///< OFFLOAD: it has a place in the pool
-  std::int64_t left_ns = 0;      ///< and none on the device
-  std::int64_t comes_ns = 0;     ///< PREFETCH: it has a place on the device again
-  std::int64_t back_ns = 0;      ///< and none in the pool
 };
 
 /// The step of all stages, action by action.
@@ -103,6 +108,7 @@ class Walk {
         ends_(at(shape_.num_chunks() * shape_.micro_batches)),
         has_gradients_(at(shape_.num_chunks()), model.gradients_stay),
         stages_(at(shape_.pp)) {
+    for (auto& each : trips_) each.resize(ends_.size());
     for (const auto& list : times) {
       for (const ActionTime& time : list) {
         step_ns_ = std::max(step_ns_, time.end_ns);
@@ -116,8 +122,8 @@ class Walk {
     }
     for (const auto& list : copies) {
       for (const ActionTime& time : list) {
-        Ends& ends = ends_of(time.action);
-        std::int64_t& end = time.action.kind == Kind::kOffload ? ends.left_ns : ends.back_ns;
+        Trip& trip = trip_of(time.action);
+        std::int64_t& end = is_offload(time.action.kind) ? trip.left_ns : trip.back_ns;
         end = std::max(end, time.end_ns);
       }
     }
@@ -140,7 +146,8 @@ class Walk {
         stage.hold(step_ns_, step_ns_ + 1, MemoryUse::kWorkspace, model_.update[at(number)]);
       }
     }
-    for (const Message& message : message_times(shape_, times_, model_.receive_ahead)) transfer(message);
+    const auto lands = [this](const Action& taker) { return trip_of(brought_by(taker)).moves; };
+    for (const Message& message : message_times(shape_, times_, model_.receive_ahead, lands)) transfer(message);
     std::vector<StageMemory> curves;
     for (Stage& stage : stages_) curves.push_back(stage.finish());
     return curves;
@@ -149,41 +156,59 @@ class Walk {
  private:
   const ChunkBytes& of(int chunk) const { return model_.chunks[at(chunk)]; }
   Ends& ends_of(const Action& action) { return ends_[at(action.chunk * shape_.micro_batches + action.micro_batch)]; }
+  /// Of what `copy` moves: a stash, an input, a gradient.
+  Trip& trip_of(const Action& copy) {
+    const int neighbour = about(copy.kind).neighbour;
+    const int number = copy.chunk * shape_.micro_batches + copy.micro_batch;
+    return trips_.at(neighbour == 0 ? 0 : neighbour < 0 ? 1 : 2)[at(number)];
+  }
+  /// The PREFETCH that may bring what a forward or backward takes from its neighbour.
+  static Action brought_by(const Action& taker) {
+    const bool forward = taker.kind == Kind::kForward;
+    return {taker.chunk, forward ? Kind::kPrefetchForward : Kind::kPrefetchBackward, taker.micro_batch};
+  }
 
   /// When a stage's program comes to its copies, which it does as the Executor: see CopyLanes. Copies of which nothing
   /// is known are over at once.
   void place_copies(const std::vector<Action>& actions, const std::vector<ActionTime>& times) {
     std::size_t computed = 0;
     std::int64_t now = 0;
-    std::deque<std::int64_t> leaving;
+    std::deque<std::int64_t> stashes_leaving, borders_leaving;
     for (const Action& action : actions) {
       if (is_compute(action.kind)) now = times[computed++].end_ns;
-      if (action.kind != Kind::kOffload && action.kind != Kind::kPrefetch) continue;
-      Ends& ends = ends_of(action);
-      ends.moves = true;
-      if (action.kind == Kind::kOffload) {
+      if (!is_copy(action.kind)) continue;
+      Trip& trip = trip_of(action);
+      trip.moves = true;
+      if (is_offload(action.kind)) {
+        auto& leaving = action.kind == Kind::kOffload ? stashes_leaving : borders_leaving;
         while (leaving.size() >= at(kOffloadsUnderWay)) {
           now = std::max(now, leaving.front());
           leaving.pop_front();
         }
-        ends.leaves_ns = now;
-        leaving.push_back(ends.left_ns = std::max(ends.left_ns, now));
+        trip.leaves_ns = now;
+        leaving.push_back(trip.left_ns = std::max(trip.left_ns, now));
       } else {
-        ends.comes_ns = now = std::max(now, ends.left_ns);
-        ends.back_ns = std::max(ends.back_ns, now);
+        trip.comes_ns = now = std::max(now, trip.left_ns);
+        trip.back_ns = std::max(trip.back_ns, now);
       }
     }
   }
 
-  /// What a forward keeps until its last backward.
-  void keep(Stage& stage, const Ends& ends, std::int64_t from_ns, MemoryUse use, std::int64_t bytes) {
-    if (!ends.moves) return stage.hold(from_ns, ends.last_ns, use, bytes);
-    stage.hold(from_ns, std::max(from_ns, ends.left_ns), use, bytes);
-    come_back(stage, ends, use, bytes);
+  /// What is on the device from one moment on and needed until another; between them it may be away.
+  void keep(Stage& stage, const Trip& trip, std::int64_t from_ns, std::int64_t until_ns, MemoryUse use,
+            std::int64_t bytes) {
+    if (!trip.moves) return stage.hold(from_ns, until_ns, use, bytes);
+    stage.hold(from_ns, std::max(from_ns, trip.left_ns), use, bytes);
+    come_back(stage, trip, until_ns, use, bytes);
   }
-  void come_back(Stage& stage, const Ends& ends, MemoryUse use, std::int64_t bytes) {
-    stage.lie_in_pool(ends.leaves_ns, ends.back_ns, bytes);
-    stage.hold(ends.comes_ns, ends.last_ns, use, bytes);
+  void come_back(Stage& stage, const Trip& trip, std::int64_t until_ns, MemoryUse use, std::int64_t bytes) {
+    stage.lie_in_pool(trip.leaves_ns, trip.back_ns, bytes);
+    stage.hold(trip.comes_ns, until_ns, use, bytes);
+  }
+  /// What a chunk was given is a part of its stash.
+  void keep_input(Stage& stage, const Action& forward, std::int64_t from_ns, std::int64_t bytes) {
+    const Trip& trip = trip_of({forward.chunk, Kind::kOffload, forward.micro_batch});
+    keep(stage, trip, from_ns, ends_of(forward).last_ns, MemoryUse::kInputs, bytes);
   }
 
   void compute(Stage& stage, const ActionTime& time) {
@@ -197,7 +222,9 @@ class Walk {
         stage.hold(time.end_ns, ends.last_ns, MemoryUse::kSaved, bytes.saved);
         return;
       }
-      keep(stage, ends, time.end_ns, MemoryUse::kSaved, ends.again_ns < 0 ? bytes.saved : bytes.kept);
+      const Trip& trip = trip_of({action.chunk, Kind::kOffload, action.micro_batch});
+      const std::int64_t kept = ends.again_ns < 0 ? bytes.saved : bytes.kept;
+      keep(stage, trip, time.end_ns, ends.last_ns, MemoryUse::kSaved, kept);
       hand_over(stage, action.chunk + 1, action.micro_batch, time.end_ns);
       return;
     }
@@ -220,10 +247,17 @@ class Walk {
   void hand_over(Stage& stage, int next, int micro_batch, std::int64_t now) {
     if (next == shape_.num_chunks() || shape_.stage_of(next) != shape_.stage_of(next - 1)) return;
     const std::int64_t bytes = of(next).inputs;
-    const Ends& its = ends_of({next, Kind::kForward, micro_batch});
+    const Action forward{next, Kind::kForward, micro_batch};
+    const Ends& its = ends_of(forward);
     const Ends& own = ends_of({next - 1, Kind::kForward, micro_batch});
-    keep(stage, its, now, MemoryUse::kInputs, bytes);
-    stage.hold(its.backward_ns, own.backward_ns, MemoryUse::kMessages, bytes);
+    const Trip& input = trip_of(brought_by(forward));
+    if (input.moves) {
+      stage.hold(now, std::max(now, input.left_ns), MemoryUse::kInputs, bytes);
+      stage.lie_in_pool(input.leaves_ns, input.back_ns, bytes);
+    }
+    keep_input(stage, forward, input.moves ? input.comes_ns : now, bytes);
+    const Trip& gradient = trip_of({next - 1, Kind::kPrefetchBackward, micro_batch});
+    keep(stage, gradient, its.backward_ns, own.backward_ns, MemoryUse::kMessages, bytes);
   }
 
   void transfer(const Message& message) {
@@ -233,17 +267,26 @@ class Walk {
     const std::int64_t bytes = of(is_forward ? message.to.chunk : message.from.chunk).inputs;
     const Ends& ends = ends_of(message.to);
     sender.hold(message.made_ns, message.there_ns, MemoryUse::kMessages, bytes);
-    const bool moves = is_forward && ends.moves;
-    receiver.receive(message.begins_ns, moves ? ends.left_ns : is_forward ? ends.last_ns : ends.backward_ns, bytes);
-    if (moves) come_back(receiver, ends, MemoryUse::kInputs, bytes);
+    Trip lands = trip_of(brought_by(message.to));
+    if (lands.moves) {
+      lands.comes_ns = std::max(lands.comes_ns, message.there_ns);
+      receiver.lie_in_pool(message.begins_ns, std::max(lands.back_ns, lands.comes_ns), bytes);
+      if (is_forward) return keep_input(receiver, message.to, lands.comes_ns, bytes);
+      return receiver.hold(lands.comes_ns, ends.backward_ns, MemoryUse::kMessages, bytes);
+    }
+    const Trip& stash = trip_of({message.to.chunk, Kind::kOffload, message.to.micro_batch});
+    const bool moves = is_forward && stash.moves;
+    receiver.receive(message.begins_ns, moves ? stash.left_ns : is_forward ? ends.last_ns : ends.backward_ns, bytes);
+    if (moves) come_back(receiver, stash, ends.last_ns, MemoryUse::kInputs, bytes);
   }
 
   const Shape& shape_;
   const MemoryModel& model_;
   const std::vector<std::vector<ActionTime>>& times_;
   OptionalActions split_;
-  std::vector<Ends> ends_;           // chunk * micro_batches + micro_batch
-  std::vector<bool> has_gradients_;  // by chunk
+  std::vector<Ends> ends_;                  // chunk * micro_batches + micro_batch
+  std::array<std::vector<Trip>, 3> trips_;  // [stash, input, gradient], as ends_
+  std::vector<bool> has_gradients_;         // by chunk
   std::vector<Stage> stages_;
   std::int64_t step_ns_ = 0;
 };

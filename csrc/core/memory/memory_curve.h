@@ -50,7 +50,8 @@ struct StageMemory {
 /// ones (BufferPool), so the most that are in use at once count all the time.
 ///
 /// What F keeps leaves the device when its OFFLOAD has been copied, and has its place there again from PREFETCH on; in
-/// the pool it is from OFFLOAD until it is back. `copies`: from `copy_times`; one that is not there takes no time.
+/// the pool it is from OFFLOAD until it is back. So does what crosses a border and waits: a message that a PREFETCH
+/// brings is in the pool from the beginning. `copies`: from `copy_times`; one that is not there takes no time.
 ///
 /// Throws std::invalid_argument if the model does not fit the schedule, or `times` has other compute actions.
 std::vector<StageMemory> memory_curves(const Schedule& schedule, const MemoryModel& model,

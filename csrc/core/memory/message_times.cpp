@@ -48,7 +48,7 @@ std::vector<std::vector<ActionTime>> copy_times(const TrainingStep& step, const 
 }
 
 std::vector<Message> message_times(const Shape& shape, const std::vector<std::vector<ActionTime>>& times,
-                                   int receive_ahead) {
+                                   int receive_ahead, const std::function<bool(const Action&)>& lands) {
   constexpr std::pair<int, int> kNowhere{-1, -1};
   ActionTable<std::pair<int, int>> places(shape, kNowhere);  // stage, position in its list
   OptionalActions split;
@@ -87,7 +87,7 @@ std::vector<Message> message_times(const Shape& shape, const std::vector<std::ve
     for (std::size_t k = 0; k < messages.size(); ++k) {
       Message& message = messages[k];
       std::int64_t allowed = 0;
-      if (k >= at(receive_ahead)) {
+      if (k >= at(receive_ahead) && !(lands && lands(message.to))) {
         // The receiver's program comes to a receive when what it computes before is done.
         const auto [to, position] = places[messages[k - at(receive_ahead)].to];
         if (position > 0) allowed = times[at(to)][at(position - 1)].end_ns;

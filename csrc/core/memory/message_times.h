@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <vector>
 
 #include "core/ir/action_table.h"
@@ -37,9 +38,10 @@ struct Message {
 };
 
 /// All messages of the step. The queue of a direction sends in the order in which it was filled, and not before the
-/// receiver lets it: a receive may run `receive_ahead` messages before the receiver's program (Communicator). Messages
-/// need no time of their own: that the simulator has added to the waits of who takes them.
+/// receiver lets it: a receive may run `receive_ahead` messages before the receiver's program (Communicator), those
+/// that land in the pool any number; `lands`: asked with the action that takes a message; none: no message does.
+/// Messages need no time of their own: that the simulator has added to the waits of who takes them.
 std::vector<Message> message_times(const Shape& shape, const std::vector<std::vector<ActionTime>>& times,
-                                   int receive_ahead);
+                                   int receive_ahead, const std::function<bool(const Action&)>& lands = {});
 
 }  // namespace fold3d::core

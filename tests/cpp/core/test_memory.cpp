@@ -169,6 +169,27 @@ TEST(CoreMemory, SlowCopiesStayLonger) {
   EXPECT_LE(late, kKept * stash_peaks(schedule)[0].device);
 }
 
+TEST(CoreMemory, WhatWaitsAtBordersIsInThePool) {
+  for (const int pp : {1, 2}) {
+    const auto crossing = [&](int m, bool lazy) {
+      const Shape shape{pp, 4, m};
+      LoweringOptions options;
+      options.offload.assign(static_cast<std::size_t>(shape.num_chunks()), true);
+      options.lazy = lazy;
+      const Schedule schedule = lower(generate("aiao", {shape, 0, ""}), options);
+      StageMemory first = curves_of(schedule, even(shape))[0];
+      EXPECT_EQ(first.points.back().pool, 0);
+      return first;
+    };
+    const auto most_crossing = [](const StageMemory& memory) {
+      return most(memory, MemoryUse::kInputs) + most(memory, MemoryUse::kMessages);
+    };
+    EXPECT_EQ(most_crossing(crossing(8, true)), most_crossing(crossing(32, true))) << pp;
+    EXPECT_GE(most_crossing(crossing(32, false)), most_crossing(crossing(8, false)) + 20 * kSent) << pp;
+    EXPECT_GE(crossing(32, true).most_pool, crossing(8, true).most_pool + 24 * (kKept + kSent)) << pp;
+  }
+}
+
 TEST(CoreMemory, OfRecomputedChunksInputsLeave) {
   const Schedule schedule = offloaded({2, 2, 8}, true);
   MemoryModel model = even(schedule.shape);
