@@ -220,3 +220,23 @@ def test_a_prediction_that_is_off_is_not_shown(monkeypatch) -> None:
     assert replanner.believed is None
     observe(replanner, RECENT, 1.05 * predicted)
     assert replanner.believed is replanner.expected
+
+
+def test_copies_take_what_they_took(monkeypatch) -> None:
+    """Stashes whose copies take twice a forward make a step longer; with ten times the bandwidth they do not."""
+    made = schedules.generate("gpipe", pp=1, segments=1, micro_batches=2 * MICRO_BATCHES)
+    lowered = schedules.lower(made, reduce=True, offload=[True])
+    strategy = replace(STRATEGY, micro_batches=2 * MICRO_BATCHES)
+    expected = []
+    for copy_ms in (20, 2):
+        replanner = make_tuner(monkeypatch)
+        copies: list[Any] = [("offload", "0OFFLOAD0", 0, copy_ms * MS, 10**6)]
+        for _ in range(FIRST_STEPS):
+            observe(replanner, 1, 100.0)
+            replanner.observe(copies, 100.0)
+        assert replanner.look(strategy, lowered, Sync()) is not None  # type: ignore[arg-type]
+        assert replanner.expected is not None
+        expected.append(replanner.expected)
+    slow, fast = expected
+    assert slow.stages[0].exposed_offload_ms > 50 and slow.step_ms > fast.step_ms + 50
+    assert fast.stages[0].exposed_offload_ms == 0

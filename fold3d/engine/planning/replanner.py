@@ -76,6 +76,8 @@ class Replanner:
         self._exposed_tp: list[float] = []
         self._lengths: list[float] = []
         self._activation_bytes: dict[int, int] = {}
+        self._stash_bytes: dict[int, int] = {}
+        self._copy_rate = 0.0  # bytes per second
         self.expected: Expected | None = None
         # There the recorded times are those of launching kernels; the planner's, which waited for them, are better.
         self._stays = device.type == "cuda"
@@ -111,6 +113,10 @@ class Replanner:
             elif lane == "send_f":
                 chunk = _chunk_of(text)
                 self._activation_bytes[chunk] = max(size, self._activation_bytes.get(chunk, 0))
+            elif lane == "offload" and (action := parse_action(text)).kind == Kind.OFFLOAD:
+                self._stash_bytes[action.chunk] = max(size, self._stash_bytes.get(action.chunk, 0))
+                # The fastest: others shared the link with a copy the other way.
+                self._copy_rate = max(self._copy_rate, 1e9 * size / max(1, end - start))
         if exposed_tp_ms is not None:
             self._exposed_tp.append(exposed_tp_ms)
         for (chunk, kind, _), seconds in spent.items():
@@ -160,6 +166,8 @@ class Replanner:
             "times": {key: mean(values) for key, values in self._times.items()},
             "exposed_tp": mean(self._exposed_tp) / 1e3 if self._exposed_tp else None,
             "activations": self._activation_bytes,
+            "stashes": self._stash_bytes,
+            "copy_rate": self._copy_rate,
             "buckets": buckets,
             "bandwidth": 0.0 if sync is None else sync.bandwidth(),
             "step_ms": mean(self._lengths) if self._lengths else 0.0,
@@ -221,6 +229,10 @@ class Replanner:
                 max(share["activations"].get(chunk, 0) for share in stages[stage_of(chunk, schedule.pp)])
                 for chunk in chunks
             ),
+            stash_bytes=tuple(
+                max(share["stashes"].get(chunk, 0) for share in stages[stage_of(chunk, schedule.pp)])
+                for chunk in chunks
+            ),
             buckets=tuple(
                 tuple(BucketCost(forward[chunk] / len(mine), backward[chunk] / len(mine), size) for size, _ in mine)
                 for chunk, mine in enumerate(buckets)
@@ -233,7 +245,10 @@ class Replanner:
             hop_latency=self._links[2],
             slice_bytes=pause_bytes(bandwidth),
             preempt=self._config.preempt,
+            copies_share=True,
         )
+        if copy_rates := [share["copy_rate"] for share in shares if share["copy_rate"] > 0]:
+            cluster = replace(cluster, copy_bandwidth=min(copy_rates))
         modes = [[mode for mine in buckets[s :: schedule.pp] for _, mode in mine] for s in range(schedule.pp)]
         expected = plan_gathers(schedule, work, cluster, modes).longer_by(other_ms)
         logger.info("measured %.1f ms a step, predicted %.1f ms", longest, expected.step_ms)
