@@ -14,12 +14,16 @@ from fold3d.errors import ConfigError
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from fold3d.plan.constraints import Constraints
     from fold3d.plan.costs import Profile
     from fold3d.plan.job import Job
+    from fold3d.plan.proposal import Proposal
     from fold3d.plan.space.mesh import Mesh, Tried
 
 _MICRO_BATCHES = 8
 _RANKS_PER_HOST = 8
+_MOST_DOUBLINGS = 8
+"""Of the samples of a micro-batch, in a search."""
 
 
 def add(subcommands: Any, *, knobs: bool) -> None:
@@ -36,7 +40,13 @@ def add(subcommands: Any, *, knobs: bool) -> None:
     made.add_argument(
         "--ranks-per-host", type=int, metavar="N", help="with --tp auto, whose groups stay within hosts; default 8"
     )
-    made.add_argument("--batch", type=int, default=1, metavar="N", help="samples of a micro-batch, default 1")
+    made.add_argument("--batch", type=int, metavar="N", help="samples of a micro-batch, default 1")
+    made.add_argument(
+        "--global-samples",
+        type=int,
+        metavar="N",
+        help="of a step, all replicas together, instead of --batch and the number of micro-batches: both are chosen",
+    )
     made.add_argument("--tokens", type=int, metavar="N", help="of a sample, default 128; models with input_ids")
     made.add_argument("--memory-limit", metavar="SIZE", help="of a process, such as 24GB; default: any")
     costs = made.add_argument_group("cluster")
@@ -68,26 +78,16 @@ def _axis(text: str) -> int | None:
 def run(options: argparse.Namespace) -> None:
     """Prints the planner's table, the strategy as text and the breakdown of a step. Raises: ConfigError, TraceError."""
     from fold3d.plan.memory.changes import predicted_curves
-    from fold3d.plan.search import decide
-    from fold3d.plan.space.mesh import search_meshes
     from fold3d.plan.space.registry import KNOBS, constrained
 
     _check(options)
     given = {knob: getattr(options, knob.name) for knob in KNOBS}
     constraints = constrained(**{k.name: k.read(text) for k, text in given.items() if text is not None})
-    fixed = options.tp is not None and options.pp is not None
-    if fixed:
-        _config(options, options.tp, options.pp).resolve_dp(options.world_size)
-    layers = _Layers(options)
-    if fixed:
-        job = layers.job(_mesh(options))
-        proposal = decide(job, constraints, lambda: True)
+    if options.global_samples is None:
+        options.batch = options.batch or 1
+        job, proposal = _planned(options, constraints)
     else:
-        tried = search_meshes(_meshes(options, layers), layers.job, lambda job: decide(job, constraints, lambda: True))
-        print(_mesh_table(tried))
-        if tried[0].proposal is None:
-            raise ConfigError("no mesh is possible")
-        job, proposal = layers.job(tried[0].mesh), tried[0].proposal
+        job, proposal = _best_batch(options, constraints)
     if job.memory_limit is not None and proposal.memory_bytes > job.memory_limit:
         raise ConfigError(
             f"{proposal.table}\nnothing fits: stage {proposal.fullest_stage} needs at least "
@@ -100,17 +100,77 @@ def run(options: argparse.Namespace) -> None:
     print(memory.table(predicted_curves(job, proposal.strategy)))
 
 
+def _planned(options: argparse.Namespace, constraints: Constraints) -> tuple[Job, Proposal]:
+    """Returns what the planner was told and says, of the best mesh. Raises: ConfigError, TraceError."""
+    from fold3d.plan.search import decide
+    from fold3d.plan.space.mesh import search_meshes
+
+    fixed = options.tp is not None and options.pp is not None
+    if fixed:
+        _config(options, options.tp, options.pp).resolve_dp(options.world_size)
+    layers = _Layers(options)
+    if fixed:
+        job = layers.job(_mesh(options))
+        return job, decide(job, constraints, lambda: True)
+    tried = search_meshes(_meshes(options, layers), layers.job, lambda job: decide(job, constraints, lambda: True))
+    print(_mesh_table(tried))
+    if tried[0].proposal is None:
+        raise ConfigError("no mesh is possible")
+    return layers.job(tried[0].mesh), tried[0].proposal
+
+
+def _best_batch(options: argparse.Namespace, constraints: Constraints) -> tuple[Job, Proposal]:
+    """Returns `_planned` of the size of micro-batches with the shortest step of those that fit, after a table of all.
+
+    Raises: ConfigError when no size divides the samples.
+    """
+    found: list[tuple[tuple[bool, float], int, Job, Proposal]] = []
+    for size in _sizes(options):
+        sized = argparse.Namespace(**vars(options))
+        sized.batch = size
+        if options.tp is None or options.pp is None:
+            sized.global_micro_batches = options.global_samples // size
+        else:
+            dp = _config(options, options.tp, options.pp).resolve_dp(options.world_size)
+            sized.micro_batches = options.global_samples // (size * dp)
+        job, proposal = _planned(sized, constraints)
+        short = job.memory_limit is not None and proposal.memory_bytes > job.memory_limit
+        found.append(((short, proposal.memory_bytes if short else proposal.step_ms), size, job, proposal))
+    found.sort(key=lambda one: one[0])
+    print("samples of a micro-batch  predicted step")
+    for (short, _), size, _, proposal in found:
+        needs = f"{text_of_bytes(proposal.memory_bytes)} on the fullest rank" + (", does not fit" if short else "")
+        print(f"{size:<24}  {proposal.step_ms:9.1f} ms  {proposal.strategy.micro_batches} micro-batches, {needs}")
+    return found[0][2:]
+
+
+def _sizes(options: argparse.Namespace) -> list[int]:
+    """Returns the numbers of samples that micro-batches may have: powers of two that divide what a replica gets."""
+    replicas = 1
+    if options.tp is not None and options.pp is not None:
+        replicas = _config(options, options.tp, options.pp).resolve_dp(options.world_size)
+    samples, rest = divmod(options.global_samples, replicas)
+    if rest or not samples:
+        raise ConfigError(f"--global-samples={options.global_samples} cannot be divided by {replicas} replicas")
+    return [1 << power for power in range(_MOST_DOUBLINGS) if samples % (1 << power) == 0]
+
+
 def _check(options: argparse.Namespace) -> None:
     """Raises: ConfigError for options that make no sense, or do not fit each other."""
-    for name in ("tflops", "bandwidth", "copy_bandwidth", "batch", "world_size"):
-        if not getattr(options, name) > 0:
+    for name in ("tflops", "bandwidth", "copy_bandwidth", "batch", "world_size", "global_samples"):
+        if getattr(options, name) is not None and not getattr(options, name) > 0:
             raise ConfigError(f"--{name.replace('_', '-')} is {getattr(options, name):g}; it must be positive")
     if not 0 <= options.latency < 1e9:
         raise ConfigError(f"--latency is {options.latency:g}; it must not be negative, and below 1e9 (1,000 s)")
     if options.world_size >= 1 << 31:
         raise ConfigError(f"--world-size is {options.world_size}; it must be below {1 << 31}")
     free = options.tp is None or options.pp is None
-    if free and (options.micro_batches is not None or (options.global_micro_batches or 0) < 1):
+    counts = {name: getattr(options, name) for name in ("batch", "micro_batches", "global_micro_batches")}
+    said = [name for name, value in counts.items() if value is not None]
+    if options.global_samples is not None and said:
+        raise ConfigError(f"--{said[0].replace('_', '-')} is chosen where --global-samples is given; leave one out")
+    counted = options.global_samples is not None  # the number of micro-batches follows
+    if not counted and free and (options.micro_batches is not None or (options.global_micro_batches or 0) < 1):
         raise ConfigError(
             "with --tp auto or --pp auto, --micro-batches depends on how many replicas there will be: give "
             "--global-micro-batches, a positive number, instead"

@@ -118,9 +118,25 @@ def test_an_example_may_lie_elsewhere(capsys):
     assert out == run(capsys, PLAIN, "-w", 2)[1]
 
 
+def test_the_size_of_micro_batches_is_chosen_for_a_number_of_samples(capsys, gpt2_folder):  # noqa: F811
+    common = (gpt2_folder, "-w", 2, "-p", 2, "--tokens", 16, "--tflops", 0.001)
+    code, out, _ = run(capsys, *common, "--global-samples", 8)
+    assert code == 0
+    table = out.splitlines()[out.splitlines().index("samples of a micro-batch  predicted step") + 1 :][:4]
+    tried = {int(line.split()[0]): float(line.split()[1]) for line in table}
+    assert set(tried) == {1, 2, 4, 8} and list(tried.values()) == sorted(tried.values())
+    best = next(iter(tried))
+    assert strategy_in(out).micro_batches * best == 8 and step_ms(out) == min(tried.values())
+    for size, milliseconds in tried.items():
+        alone = run(capsys, *common, "--batch", size, "-m", 8 // size)[1]
+        assert step_ms(alone) == milliseconds
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        ((PLAIN, "-w", 3, "--global-samples", 4), "--global-samples=4 cannot be divided by 3 replicas"),
+        ((PLAIN, "-w", 2, "--global-samples", 4, "-m", 2), "--micro-batches is chosen where --global-samples is given"),
         ((PLAIN, "-w", 3, "-p", 2), "pp=2 needs 2 processes, or a multiple of them, but the job has 3"),
         ((PLAIN, "-w", 2, "--tflops", 0), "--tflops is 0; it must be positive"),
         ((PLAIN, "-w", 2, "--segments", "two"), "segments='two': invalid literal"),
@@ -178,7 +194,8 @@ def test_shards_take_less_each(capsys, gpt2_folder):  # noqa: F811
     assert [code for code, _, _ in found.values()] == [0, 0], found
     whole, shared = (strategy_in(out) for _, out, _ in found.values())
     assert (whole.dp, whole.tp, shared.dp, shared.tp) == (4, 1, 2, 2)
-    needs = [float(out.split("needs about ")[1].split(" MB")[0]) for _, out, _ in found.values()]
+    sizes = [out.split("needs about ")[1].split(" of ")[0].split() for _, out, _ in found.values()]
+    needs = [float(number) * {"kB": 1e3, "MB": 1e6}[unit] for number, unit in sizes]
     assert needs[1] < 0.8 * needs[0]
     code, _, err = run(capsys, *common, "-t", 3)
     assert code != 0 and "tp*pp = 3*2 = 6" in err
