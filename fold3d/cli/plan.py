@@ -84,8 +84,7 @@ def run(options: argparse.Namespace) -> None:
     given = {knob: getattr(options, knob.name) for knob in KNOBS}
     constraints = constrained(**{k.name: k.read(text) for k, text in given.items() if text is not None})
     if options.global_samples is None:
-        options.batch = options.batch or 1
-        job, proposal = _planned(options, constraints)
+        job, proposal = _planned(argparse.Namespace(**(vars(options) | {"batch": options.batch or 1})), constraints)
     else:
         job, proposal = _best_batch(options, constraints)
     if job.memory_limit is not None and proposal.memory_bytes > job.memory_limit:
@@ -126,13 +125,12 @@ def _best_batch(options: argparse.Namespace, constraints: Constraints) -> tuple[
     """
     found: list[tuple[tuple[bool, float], int, Job, Proposal]] = []
     for size in _sizes(options):
-        sized = argparse.Namespace(**vars(options))
-        sized.batch = size
         if options.tp is None or options.pp is None:
-            sized.global_micro_batches = options.global_samples // size
+            count = {"global_micro_batches": options.global_samples // size}
         else:
             dp = _config(options, options.tp, options.pp).resolve_dp(options.world_size)
-            sized.micro_batches = options.global_samples // (size * dp)
+            count = {"micro_batches": options.global_samples // (size * dp)}
+        sized = argparse.Namespace(**(vars(options) | count | {"batch": size}))
         job, proposal = _planned(sized, constraints)
         short = job.memory_limit is not None and proposal.memory_bytes > job.memory_limit
         found.append(((short, proposal.memory_bytes if short else proposal.step_ms), size, job, proposal))
