@@ -57,7 +57,8 @@ def variants(scenario: Scenario) -> list[Variant]:
     for share in SHARES:
         one = scenario.with_copy_rate(share)
         for name, beside in BESIDE.items():
-            if beside or share == SHARES[0]:
+            runs = scenario.memory_limit > 0 if name == PLANNED else beside or share == SHARES[0]
+            if runs:
                 found.append(Variant(share=share, scenario=one, system=find_system(name, one)))
     return found
 

@@ -70,6 +70,8 @@ class Scenario:
     """What a layer keeps of a micro-batch for its backward, beside its input."""
     copy_rate: float = 0.0
     """Of copies between an accelerator and its pool, both directions together, in bytes per second; 0: no limit."""
+    memory_limit: int = 0
+    """Bytes of an accelerator that is too small for what all layers save; 0: none is."""
     steps: int = 5
     """Measured steps of a run, where the command says nothing else."""
 
@@ -91,6 +93,7 @@ class Scenario:
             rate_mbit=self.rate_mbit / factor,
             saved_bytes=self.saved_bytes // factor,
             copy_rate=self.copy_rate / factor,
+            memory_limit=self.memory_limit // factor,
         )
 
     @property
@@ -130,13 +133,6 @@ class Scenario:
     def communication_s(self) -> float:
         """Everything the busiest rank sends in one step, at full rate."""
         return (self.dp_bytes + self.pp_bytes) * 8 / (self.rate_mbit * 1e6)
-
-    @property
-    def memory_limit(self) -> int:
-        """Bytes of an accelerator that is too small for what all layers save, by half of that: beside it there are
-        weights, gradients and what of them is on its way."""
-        saved = self.saved_bytes * self.layers * self.micro_batches
-        return 2 * self.gradient_bytes + saved // 2
 
     @property
     def copies_per_forward(self) -> float:
@@ -228,6 +224,7 @@ SCENARIOS = {
             rate_mbit=100,
             saved_bytes=17 * 8192,
             copy_rate=PCIE4.rate(forward_s=0.634, saved_bytes=17 * 8192 * 16 * 8),
+            memory_limit=34_000_000,
         ),
         Scenario(
             name="smoke",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,13 +13,19 @@ import torch
 
 from benchmarks.cluster.comparison import Effort
 from benchmarks.cluster.offloading import OffloadReport, measure_offloading, variants
-from benchmarks.cluster.on_rank.virtual_layer import VirtualLayer
+from benchmarks.cluster.on_rank.virtual_layer import VirtualLayer, VirtualModel, make_batch
 from benchmarks.cluster.prediction import Costs, predict_step
 from benchmarks.cluster.results.report import Run
 from benchmarks.cluster.scenarios import PCIE4, SCENARIOS, Scenario
 from benchmarks.cluster.session import Session
 from benchmarks.cluster.systems import System
 from benchmarks.offload import Link
+from fold3d.plan.constraints import Constraints
+from fold3d.plan.costs import NetworkCosts
+from fold3d.plan.job import Job
+from fold3d.plan.search import search
+from fold3d.profile.assumed import assumed_profile
+from fold3d.trace import trace
 from tests.benchmarks.test_cluster import CLUSTER, NO_MESSAGES, ROOT
 
 COSTS = Costs(latency_s=1e-4, action_s=1e-4)
@@ -55,6 +62,38 @@ def test_copies_slow_a_step_down_when_they_take_longer_than_a_forward() -> None:
     again = seconds["fold3d-aiao-blocks:4"]
     assert again > 1.2 * kept
     assert seconds["fold3d-aiao-boundaries:4 at 0.5"] == pytest.approx(again, rel=0.01)
+
+
+def test_beside_slow_copies_a_mixture_is_planned() -> None:
+    """With copies that hide everything leaves; with slower ones blocks run again besides, and that is faster."""
+    one = SCENARIOS["O"]
+    model, example = VirtualModel(one), {"x": make_batch(one)[:1]}
+    recorded = trace(model, example=example, blocks="layers")
+    profile = assumed_profile(model, recorded, example, flops_per_second=1e10)
+    passes, number = one.layers * one.micro_batches, one.layers * one.pp
+    profile = replace(
+        profile,
+        forward=(0.0, *[one.forward_s / passes] * number, 0.0),
+        backward=(0.0, *[one.backward_s / passes] * number, 0.0),
+    )
+    network = NetworkCosts(pp_latency=5e-4, pp_bandwidth=12e6, dp_bandwidth=12e6, hop_latency=1e-3)
+    found = []
+    for rate in (one.copy_rate, one.copy_rate / 2):
+        job = Job(
+            trace=recorded,
+            profile=profile,
+            network=network,
+            dp=one.dp,
+            pp=one.pp,
+            micro_batches=one.micro_batches,
+            memory_limit=60_000_000,  # 69 MB are needed with nothing spared, 51 MB at least
+            copy_bandwidth=rate,
+            pool_is_elsewhere=True,
+        )
+        pinned = Constraints(segments=one.segments, schedule="aiao", dp_sync="early", bucket_bytes=1)
+        found.append(dict(search(job, pinned).strategy.settings))
+    assert found[0]["recompute"] == "none" and found[0]["offload"] == "activations"
+    assert "blocks" in found[1]["recompute"] and found[1]["offload"] == "activations"
 
 
 class Slow(Session):
