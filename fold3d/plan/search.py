@@ -389,9 +389,12 @@ def _runners_up(state: _Search, winner: _Candidate, heuristic: _Candidate) -> li
     def group(candidate: _Candidate) -> object:
         return candidate.segments(state.job.pp), candidate.order
 
+    def row(name: str, candidate: _Candidate) -> tuple[str, float]:
+        return name if state.fits(candidate) else f"{name}, does not fit", candidate.step_ns / 1e6
+
     others = [one for one in state.best_of(group, _RUNNERS_UP + 1) if group(one) != group(winner)][:_RUNNERS_UP]
-    found = [(_name(state, one), one.step_ns / 1e6) for one in others]
-    return [*found, (f"Fold3D's heuristic ({_name(state, heuristic)})", heuristic.step_ns / 1e6)]
+    found = [row(_name(state, one), one) for one in others]
+    return [*found, row(f"Fold3D's heuristic ({_name(state, heuristic)})", heuristic)]
 
 
 def _remarks(state: _Search, winner: _Candidate) -> list[str]:

@@ -138,3 +138,11 @@ def test_the_least_is_told_where_nothing_fits() -> None:
     plain = search(large(), Constraints(segments=2, schedule="aiao"))
     assert found.memory_bytes < plain.memory_bytes and "the least" in found.table
     assert found.peaks[found.fullest_stage].bytes == found.memory_bytes
+
+
+def test_faster_plans_that_do_not_fit_are_called_so() -> None:
+    fixed = Constraints(segments=4, schedule="aiao")
+    free = search(large(), fixed)
+    rows = dict(search(large(memory_limit=free.memory_bytes // 2), fixed).runners_up)
+    assert any(name.endswith(", does not fit") for name in rows)
+    assert not any(name.endswith("does not fit") for name, _ in free.runners_up)
