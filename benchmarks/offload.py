@@ -1,6 +1,6 @@
 """What leaves the device with fold3d, beside torch's `save_on_cpu` and transformers' activation checkpointing.
 
-    python benchmarks/offload.py [--layers 8] [--width 256] [--micro-batches 8] [--ratio 0.7] [--json FILE]
+    python -m benchmarks.offload [--layers 8] [--width 256] [--micro-batches 8] [--ratio 0.7] [--json FILE]
 
 Trains a GPT-2 in one process with all-in-all-out, 4 segments, each way in a fresh process, on a CPU that plays a
 device: copies between it and the pool run at a rate at which what a micro-batch saves takes `--ratio` of its forward,

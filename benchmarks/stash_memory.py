@@ -1,6 +1,6 @@
 """What all-in-all-out keeps on the device and in the pool, by number of micro-batches, with and without offload.
 
-    python benchmarks/stash_memory.py [--pp 1] [--micro-batches 8 16 32 64] [--hidden 64] [--json FILE] [--png FILE]
+    python -m benchmarks.stash_memory [--pp 1] [--micro-batches 8 16 32 64] [--hidden 64] [--json FILE] [--png FILE]
 
 Trains a GPT-like chain of 8 blocks in 4 segments on pp processes of this machine, offload="none" and "activations", a
 pool that grows. Device bytes are all that tensors hold at once in a step by the allocator's count, parameters and batch

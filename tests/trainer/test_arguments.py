@@ -100,7 +100,11 @@ def test_settings_of_the_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"dp_sync": "zero3"}, "dp_sync='zero3': must be one of auto, zero1"),
         ({"bucket_bytes": -5}, "bucket_bytes=-5: must be a number of bytes"),
         ({"pp": 4, "dp_sync": "early"}, "dp_sync='early' has no effect with one replica"),
-        ({"segments": "2", "schedule": "aiao", "dp_sync": "zero1", "memory_limit": 9}, "memory_limit=9 has no effect"),
+        (
+            {"segments": "2", "schedule": "aiao", "dp_sync": "zero1", "memory_limit": 9}
+            | {"recompute": "none", "offload": "none"},
+            "memory_limit=9 has no effect",
+        ),
         ({"pp": 4, "bucket_bytes": 9}, "bucket_bytes=9 has no effect with one replica"),
     ):
         with pytest.raises(ConfigError, match=message):
