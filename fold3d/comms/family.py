@@ -37,6 +37,8 @@ class Family:
             self._group = connect_few(name, self._own, len(ranks), timedelta(seconds=timeout))
         except RuntimeError as error:
             raise dist.DistNetworkError(f"{self._others()} did not connect within {timeout:g} s: {error}") from error
+        # gloo is done with this rank before the others are done with it: one that closes at once would fail them.
+        self.sizes(0, timeout, Progress())
 
     def gather(self, block: Tensor, timeout: float, progress: Progress) -> list[Tensor]:
         """Returns everybody's `block`, uint8 and of one size, in the order of the ranks, at the top; else nothing."""

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -19,6 +20,8 @@ import torch.distributed as dist
 from torch import nn
 
 from fold3d import Engine, ParallelConfig
+from fold3d.comms import family
+from fold3d.comms.shared_gloo import connect_few
 from fold3d.comms.tree import FAN_OUT, Tree
 from fold3d.comms.tree_group import TreeGroup
 from fold3d.comms.world_group import WorldGroup, connections, messages
@@ -279,6 +282,28 @@ def waits(timeout: float, aborts_after: float | None) -> tuple[str, float]:
     dist.barrier()
     group.close()
     return told, spent
+
+
+def first_to_be_connected() -> bool:
+    """Returns whether member 0, which is late, had come back from gloo when this one's family was made."""
+    store: Any = dist.distributed_c10d._get_default_store()
+
+    def late(*args: Any) -> Any:
+        group = connect_few(*args)
+        time.sleep(0.3)  # what others would use to close theirs
+        store.set("late member is connected", "yes")
+        return group
+
+    with mock.patch.object(family, "connect_few", late if dist.get_rank() == 0 else connect_few):
+        made = family.Family(range(dist.get_world_size()), dist.get_rank(), "late", LIMIT)
+    found = store.check(["late member is connected"])
+    made.close()
+    return bool(found)
+
+
+def test_nobody_has_a_family_before_all_are_connected(ranks: RankPool) -> None:
+    """gloo is done with one member while others are on their way; if that one closed, they would fail."""
+    assert all(ranks.run(first_to_be_connected, 3))
 
 
 def test_a_member_that_does_not_come_is_named(ranks: RankPool) -> None:

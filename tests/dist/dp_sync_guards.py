@@ -121,7 +121,7 @@ def _single(step: int, replica: int) -> dict[str, Tensor]:
 def too_little(optimizer: str) -> str:
     """Returns what becomes of an engine for which no memory suffices, or not with this optimizer."""
     kind = getattr(torch.optim, optimizer)
-    layout = {"pp": 2, "segments": 2, "schedule": "aiao"}
+    layout = {"pp": 2, "segments": 2, "schedule": "aiao", "recompute": "none", "offload": "none"}
     engine = _limited(1 << 30, kind, **layout)
     assert engine.planned_memory is not None
     limit = 10 if optimizer == "Adam" else engine.planned_memory - 1
