@@ -232,6 +232,8 @@ class _Layers:
         from fold3d.plan.space.recompute import KNOB as RECOMPUTE
         from fold3d.profile.assumed import assumed_profile
         from fold3d.profile.layers import profile_model
+        from fold3d.recompute import Recompute
+        from fold3d.stage.recompute import modules_to_recompute
         from fold3d.trace import trace
 
         self._options = options
@@ -244,6 +246,8 @@ class _Layers:
         self._model, self._example = model, _resized(example, options)
         self.trace = trace(model, blocks=options.blocks, example=self._example)
         again = RECOMPUTE.read(options.recompute or "none")
+        for choice in again.choices:  # that each names modules which there are; chunks are not known yet
+            modules_to_recompute(model, self.trace.blocks, [(0, len(self.trace.blocks))], Recompute((choice,)))
         print(f"{model_option.describe(model)}; a micro-batch: {model_option.shapes_of(self._example)}")
         if options.measure:
             self._device = default_device()

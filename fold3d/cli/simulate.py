@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from fold3d.plan.simulator import Prediction
     from fold3d.schedule import Schedule
 
+_MOST = 1e9
+"""Of a number on the command line: bytes and nanoseconds of it can be counted."""
+
 
 def add(subcommands: Any) -> None:
     """Adds the subcommand to the parser."""
@@ -79,6 +82,7 @@ def run(options: argparse.Namespace) -> None:
 
     if options.png and importlib.util.find_spec("matplotlib") is None:
         raise ConfigError("--png needs matplotlib, which is not installed: pip install matplotlib")
+    _check_sizes(options)
     schedule = schedule_option.schedule_of(options, "simulate")
     schedules.validate(schedule)
     again = schedule_option.recompute_of(options, schedule)
@@ -148,6 +152,13 @@ def run(options: argparse.Namespace) -> None:
         title = f"{schedule_option.title_of(options)}, {options.dp_sync}: simulated"
         write_picture(options.png, prediction.records, pp=schedule.pp, title=title, simulated=prediction.ranks)
         print(options.png)
+
+
+def _check_sizes(options: argparse.Namespace) -> None:
+    """Raises: ConfigError for numbers whose bytes or nanoseconds could not be counted."""
+    for name, value in vars(options).items():
+        if isinstance(value, float) and not abs(value) <= _MOST:
+            raise ConfigError(f"--{name.replace('_', '-')} is {value:g}; it must be a number up to {_MOST:g}")
 
 
 def _positive(options: argparse.Namespace, name: str) -> float:

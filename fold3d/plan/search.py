@@ -175,6 +175,8 @@ def search(job: Job, constraints: Constraints | None = None) -> Proposal:
     """
     constraints = constraints or Constraints()
     registry.check(constraints)
+    if job.memory_limit is None:  # then what is open of both spares nothing: what depends on the other has no effect
+        registry.check(replace(constraints, settings=_with_spared(constraints)))
     found: list[_Found] = []
     for settings in registry.settings_to_try(job, constraints):
         state = _Search(registry.with_costs(job, settings), constraints, settings)
@@ -191,6 +193,12 @@ def search(job: Job, constraints: Constraints | None = None) -> Proposal:
         remarks=(*proposal.remarks, *remarks),
         second_best=second_best,
     )
+
+
+def _with_spared(constraints: Constraints) -> tuple[tuple[str, str], ...]:
+    spared = spared_from(constraints)
+    decided = {"recompute": str(spared.recompute), "offload": spared.offload}
+    return tuple((dict(constraints.settings) | decided).items())
 
 
 @dataclass(frozen=True, slots=True)
@@ -399,10 +407,16 @@ def _runners_up(state: _Search, winner: _Candidate, heuristic: _Candidate) -> li
 
 def _remarks(state: _Search, winner: _Candidate) -> list[str]:
     job, remarks = state.job, []
-    if not state.fits(winner):
+    pool = max(peak.pool for peak in winner.peaks)
+    if job.memory_limit is not None and winner.memory > job.memory_limit:
         remarks.append(
-            f"nothing that was tried fits into {text_of_bytes(job.memory_limit or 0)} (setting memory_limit): this "
+            f"nothing that was tried fits into {text_of_bytes(job.memory_limit)} (setting memory_limit): this "
             f"needs {text_of_bytes(winner.memory)}, the least"
+        )
+    elif job.pool_limit is not None and pool > job.pool_limit:
+        remarks.append(
+            f"nothing that was tried fits into a pool of {text_of_bytes(job.pool_limit)} (setting offload_pool): this "
+            f"puts {text_of_bytes(pool)} there"
         )
     elif job.memory_limit is not None:
         remarks.append(

@@ -147,6 +147,11 @@ def test_the_size_of_micro_batches_is_chosen_for_a_number_of_samples(capsys, gpt
             (PLAIN, "-w", 2, "--recompute", "blocks:0"),
             "recompute='blocks:0': 'blocks:0' must say every how many blocks",
         ),
+        (
+            (PLAIN, "-w", 2, "--recompute", "nowhere"),
+            "'nowhere' names no module inside of a block",
+        ),
+        ((PLAIN, "-w", 2, "--offload", "boundaries"), 'offload="boundaries" has no effect with recompute="none"'),
         ((PLAIN, "-w", 2, "--schedule", "fastest"), "fastest"),
         ((PLAIN, "-w", 2, "--memory-limit", "1"), "nothing fits: stage 0 needs at least"),
         ((PLAIN, "-w", 2, "--tokens", 8), "--tokens=8 takes a positive number and a model whose input is input_ids"),

@@ -69,6 +69,12 @@ def test_a_file(capsys, tmp_path, monkeypatch):
         ("simulate aiao -p 2 -m 2 -s 4 --layers 3", "3 layers per rank cannot be cut into 4 segments"),
         ("simulate aiao -p 2 -m 2 --forward 0", "--forward is 0"),
         ("simulate aiao -p 2 -m 2 --bandwidth 0", "bandwidth"),
+        ("simulate aiao -p 2 -m 2 --saved inf", "--saved is inf; it must be a number up to 1e+09"),
+        ("simulate aiao -p 2 -m 2 --activation nan", "--activation is nan; it must be a number"),
+        (
+            "simulate aiao -p 2 -m 8 -s 2 --saved 1 --offload activations --copy-bandwidth 1e-300",
+            "enough to copy each stash, here 500000 bytes, within 1,000 s",
+        ),
     ],
 )
 def test_errors(capsys, line, message):

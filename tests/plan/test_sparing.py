@@ -96,6 +96,9 @@ def test_a_pool_has_its_size() -> None:
     size = max(peak.pool for peak in search(job, fixed).peaks) // 2
     found = search(replace(job, pool_limit=size), fixed)
     assert found.memory_bytes <= limit and max(peak.pool for peak in found.peaks) <= size
+    leaves = replace(fixed, settings=(("recompute", "none"), ("offload", "activations")))
+    table = search(replace(job, pool_limit=size), leaves).table
+    assert "nothing that was tried fits into a pool of" in table and "setting offload_pool" in table
 
 
 def test_what_the_user_has_fixed_stays() -> None:

@@ -9,6 +9,8 @@
 namespace fold3d::core {
 namespace {
 
+constexpr double kLongestCopy = 1000;  // seconds: sums of nanoseconds stay far from overflowing
+
 [[noreturn]] void refuse(const std::string& name, const std::string& value, const std::string& wanted) {
   throw std::invalid_argument("cluster model: " + name + " is " + value + "; it must be " + wanted);
 }
@@ -104,6 +106,12 @@ void ClusterModel::check(const Shape& shape) const {
   if (!update_ns.empty()) check_chunks<std::int64_t>("update_ns", update_ns, shape, 0);
   if (!stash_bytes.empty()) check_chunks<std::int64_t>("stash_bytes", stash_bytes, shape, 0);
   if (!(copy_bandwidth > 0)) refuse("copy_bandwidth", std::to_string(copy_bandwidth), "positive (bytes per second)");
+  for (const std::int64_t bytes : stash_bytes) {
+    if (static_cast<double>(bytes) > kLongestCopy * copy_bandwidth) {
+      refuse("copy_bandwidth", std::to_string(copy_bandwidth),
+             "enough to copy each stash, here " + std::to_string(bytes) + " bytes, within 1,000 s");
+    }
+  }
   if (buckets.empty()) {
     check_chunks<int>("layers", layers, shape, 1);
     check_chunks<std::int64_t>("gradient_bytes", gradient_bytes, shape, 0);

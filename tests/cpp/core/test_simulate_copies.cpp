@@ -87,8 +87,10 @@ TEST(SimulateCopies, ModelsThatDoNotFitAreRefused) {
   model.stash_bytes = {1};
   EXPECT_THROW(simulate_step(made, model), std::invalid_argument);
   model = model_of(made, 1);
-  model.copy_bandwidth = 0;
-  EXPECT_THROW(simulate_step(made, model), std::invalid_argument);
+  for (const double rate : {0.0, 1e-300}) {  // times of the latter are no nanoseconds of 64 bits
+    model.copy_bandwidth = rate;
+    EXPECT_THROW(simulate_step(made, model), std::invalid_argument);
+  }
 }
 
 }  // namespace
