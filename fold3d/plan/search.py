@@ -398,7 +398,8 @@ def _runners_up(state: _Search, winner: _Candidate, heuristic: _Candidate) -> li
         return candidate.segments(state.job.pp), candidate.order
 
     def row(name: str, candidate: _Candidate) -> tuple[str, float]:
-        return name if state.fits(candidate) else f"{name}, does not fit", candidate.step_ns / 1e6
+        larger = state.fits(winner) and not state.fits(candidate)
+        return f"{name}, does not fit" if larger else name, candidate.step_ns / 1e6
 
     others = [one for one in state.best_of(group, _RUNNERS_UP + 1) if group(one) != group(winner)][:_RUNNERS_UP]
     found = [row(_name(state, one), one) for one in others]
