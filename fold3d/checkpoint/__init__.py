@@ -1,6 +1,7 @@
 """Checkpoints in the stock Trainer's folder layout, under any dp, pp and segments."""
 
 from fold3d.checkpoint import manifest
+from fold3d.checkpoint.adapters import adapter_files, has_adapters, load_adapters
 from fold3d.checkpoint.consensus import together
 from fold3d.checkpoint.folder import CheckpointFolder, remove_stale
 from fold3d.checkpoint.optimizer import OptimizerLayout, OptimizerSink
@@ -14,6 +15,9 @@ __all__ = [
     "OptimizerSink",
     "Stream",
     "WeightsSink",
+    "adapter_files",
+    "has_adapters",
+    "load_adapters",
     "load_weights",
     "manifest",
     "remove_stale",

@@ -20,6 +20,8 @@ _VERSION = 1
 _STATE = "trainer_state.json"
 _INDEX = "model.safetensors.index.json"
 _WEIGHTS = "model*.safetensors"
+_ADAPTER = "adapter_model.safetensors"
+"""What a PeftModel has instead, here or in folders named after its adapters."""
 _TELLING = (".safetensors", ".json", ".pt", ".pth")
 """Files that show by themselves whether they are whole."""
 
@@ -61,7 +63,7 @@ def _in_weights(folder: Path) -> str | None:
         missing = sorted(set(_load(folder / _INDEX)["weight_map"].values()) - weights)
         if missing:
             return f"{missing[0]} is missing, {_INDEX} names it"
-    return None if weights else f"it holds no {_WEIGHTS}"
+    return None if weights or any(folder.rglob(_ADAPTER)) else f"it holds no {_WEIGHTS}"
 
 
 def _in_recorded(folder: Path) -> str | None:
@@ -80,7 +82,7 @@ def _in_recorded(folder: Path) -> str | None:
 
 def _in_present(folder: Path) -> str | None:
     """What the files say about themselves: some may have been written again, a trainer_state.json for one."""
-    for path in sorted(path for path in folder.iterdir() if path.suffix in _TELLING):
+    for path in sorted(path for path in folder.rglob("*") if path.suffix in _TELLING and path.is_file()):
         problem = None
         if path.suffix == ".safetensors":
             problem = safetensors_file.defect(path)

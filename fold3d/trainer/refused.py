@@ -1,4 +1,4 @@
-"""Stock arguments that fold3d does not carry out; each with the reason and what to use instead."""
+"""Stock arguments, models and callbacks that fold3d does not carry out; each with the reason and the way out."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from collections.abc import Callable
 from typing import Any
 
 import transformers
+from torch.nn import Module
+from transformers.integrations.integration_utils import WandbCallback
 
+from fold3d.checkpoint import adapter_files, has_adapters
 from fold3d.errors import ConfigError
 
 _NO_DDP = "fold3d does not use DistributedDataParallel, so it has no effect; remove it"
@@ -63,3 +66,38 @@ def refuse_unsupported(args: transformers.TrainingArguments) -> None:
         raise ConfigError(
             f"ACCELERATE_MIXED_PRECISION={os.environ['ACCELERATE_MIXED_PRECISION']} is not available; use bf16=True"
         )
+
+
+def refuse_model(model: Module | None, model_init: Any) -> None:
+    """Raises ConfigError for what cannot be spread over processes, or saved from there."""
+    if model_init is not None:
+        raise ConfigError("model_init is not available: build the model and pass it as model")
+    if model is None:
+        raise ConfigError("Trainer needs a model")
+    if getattr(model, "_hf_peft_config_loaded", False) and not has_adapters(model):
+        raise ConfigError(
+            "the model has adapters by add_adapter or load_adapter, with which the stock Trainer cannot resume either; "
+            "give the Trainer peft.get_peft_model(model, config)"
+        )
+    if has_adapters(model):
+        if any(parameter.is_meta for parameter in model.parameters()):
+            raise ConfigError(
+                "a PeftModel on the meta device is not available: its adapters have no values to begin with; load the "
+                "base model (from_pretrained) before get_peft_model"
+            )
+        adapter_files(model, embeddings=False)
+    if getattr(model, "hf_device_map", None) is not None:
+        raise ConfigError("the model was loaded with device_map, but fold3d places it; load it without")
+    if getattr(model, "quantization_method", None) is not None:
+        raise ConfigError("quantised models are not available: load the model without quantization_config")
+
+
+def refuse_callbacks(callbacks: list[Any]) -> None:
+    """Raises ConfigError for callbacks of transformers that need the whole model."""
+    for callback in callbacks:
+        way = getattr(callback, "_log_model", None)
+        if isinstance(callback, WandbCallback) and way is not None and way.is_enabled:
+            raise ConfigError(
+                f"WANDB_LOG_MODEL={way.value} is not available: at the end transformers' callback has a stock Trainer "
+                "save the model, of which a process may have a part; remove it and log what trainer.save_model() wrote"
+            )

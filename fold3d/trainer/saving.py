@@ -28,13 +28,17 @@ from fold3d.checkpoint import (
     OptimizerSink,
     Stream,
     WeightsSink,
+    adapter_files,
+    has_adapters,
+    load_adapters,
     load_weights,
     manifest,
     remove_stale,
     together,
 )
 from fold3d.checkpoint import optimizer as optimizer_file
-from fold3d.checkpoint.names import converts_weights, persistent_buffers, saved_names
+from fold3d.checkpoint.adapters import AdapterFiles
+from fold3d.checkpoint.names import converts_weights, persistent_buffers, saved_names, tied_groups
 from fold3d.engine.engine import Engine
 from fold3d.errors import CheckpointError, ConfigError
 from fold3d.sharding.shard import Shard
@@ -100,6 +104,9 @@ class CheckpointingTrainer(transformers.Trainer):
         if state_dict is not None:
             super()._save(str(folder), state_dict=state_dict)
             return
+        if has_adapters(self.model):
+            self._save_adapters(folder)
+            return
         sink = WeightsSink(folder, prepare=lambda: self._save_all_but_weights(folder))
         own, spread = self._own_state()
         self._stream.send(own, None, sink, spread)
@@ -110,6 +117,26 @@ class CheckpointingTrainer(transformers.Trainer):
         own, spread = self._own_state()
         self._stream.send(own, None, host, spread)
         super()._save(output_dir, state_dict=host.tensors)
+
+    def _save_adapters(self, folder: Path) -> None:
+        """Saves the adapters of a PeftModel; rank 0 has all of them for a moment, they are small."""
+        names = {name for file in self._adapter_files().values() for name in file.values()}
+        host = HostSink()
+        own, spread = self._own_state()
+        self._stream.send(
+            {name: tensor for name, tensor in own.items() if name in names},
+            None,
+            host,
+            {name: shard for name, shard in spread.items() if name in names},
+        )
+        aliases = {alias: group[0] for group in tied_groups(self.model) for alias in group if group[0] in names}
+        super()._save(
+            str(folder), state_dict=host.tensors | {a: host.tensors[n] for a, n in aliases.items() if n in host.tensors}
+        )
+
+    def _adapter_files(self) -> AdapterFiles:
+        """Returns what rank 0 finds; every rank calls."""
+        return self.engine.world.decide(None, lambda _: adapter_files(self.model), timeout=self.args.ddp_timeout)
 
     def _own_state(self) -> tuple[dict[str, Tensor], dict[str, Shard]]:
         """Returns what this rank contributes to the file, by name there, and how what it has in parts is spread."""
@@ -216,10 +243,13 @@ class CheckpointingTrainer(transformers.Trainer):
         with self._together(f"loading {folder}"):
             manifest.check(folder)
             self.engine.flush()
+            targets = {name: p.data for name, p in self.engine.owned.items()} | persistent_buffers(self.model)
+            if has_adapters(self.model):
+                load_adapters(self._adapter_files(), targets, folder, self.engine.parts)
+                return
             if type(self.model).load_state_dict is not Module.load_state_dict:
                 self._load_as_the_model_does(folder)
                 return
-            targets = {name: p.data for name, p in self.engine.owned.items()} | persistent_buffers(self.model)
             load_weights(self.model, targets, folder, self.engine.parts)
 
     def _load_as_the_model_does(self, folder: Path) -> None:

@@ -19,10 +19,8 @@ from accelerate.utils.memory import clear_device_cache
 from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
-from transformers.integrations.integration_utils import WandbCallback
 from transformers.trainer_pt_utils import BatchRebalanceSampler
 from transformers.trainer_utils import seed_worker
-from transformers.utils.import_utils import is_peft_available
 
 from fold3d.checkpoint import OptimizerLayout
 from fold3d.data_parallel.optimizer.hooks import has_hooks
@@ -46,6 +44,7 @@ from fold3d.trainer.logs.throughput import Throughput
 from fold3d.trainer.overrides import flush_before, gradient_readers
 from fold3d.trainer.preemption import together
 from fold3d.trainer.reader import building_trainer
+from fold3d.trainer.refused import refuse_callbacks, refuse_model
 from fold3d.trainer.waiting import Waiting
 from fold3d.weights.missing import MissingWeight
 
@@ -88,7 +87,7 @@ class Trainer(EvaluatingTrainer):
     ) -> None:
         stock = inspect.signature(transformers.Trainer.__init__)
         given = stock.bind(self, model, args, *others, **named).arguments
-        _check_model(model, given.get("model_init"))
+        refuse_model(model, given.get("model_init"))
         assert model is not None
         if args is None:
             args = TrainingArguments(output_dir="tmp_trainer")
@@ -110,7 +109,7 @@ class Trainer(EvaluatingTrainer):
         self.layout = None
         with building_trainer():
             super().__init__(model, args, *others, **named)
-        _check_callbacks(self.callback_handler.callbacks)
+        refuse_callbacks(self.callback_handler.callbacks)
         self.engine = Engine(
             model,
             args.parallel,
@@ -468,31 +467,3 @@ class Trainer(EvaluatingTrainer):
     def hyperparameter_search(self, *args: Any, **named: Any) -> Any:
         """Raises: ConfigError; it needs a fresh model for every trial."""
         raise ConfigError("hyperparameter_search is not available: start one job per trial")
-
-
-def _check_model(model: Module | None, model_init: Any) -> None:
-    """Raises ConfigError for what cannot be spread over processes."""
-    if model_init is not None:
-        raise ConfigError("model_init is not available: build the model and pass it as model")
-    if model is None:
-        raise ConfigError("Trainer needs a model")
-    if is_peft_available():
-        from peft import PeftModel  # type: ignore[import-not-found,unused-ignore]
-
-        if isinstance(model, PeftModel):
-            raise ConfigError("PEFT models are not available yet: merge the adapter, or train the model itself")
-    if getattr(model, "hf_device_map", None) is not None:
-        raise ConfigError("the model was loaded with device_map, but fold3d places it; load it without")
-    if getattr(model, "quantization_method", None) is not None:
-        raise ConfigError("quantised models are not available: load the model without quantization_config")
-
-
-def _check_callbacks(callbacks: list[Any]) -> None:
-    """Raises ConfigError for callbacks of transformers that need the whole model."""
-    for callback in callbacks:
-        way = getattr(callback, "_log_model", None)
-        if isinstance(callback, WandbCallback) and way is not None and way.is_enabled:
-            raise ConfigError(
-                f"WANDB_LOG_MODEL={way.value} is not available: at the end transformers' callback has a stock Trainer "
-                "save the model, of which a process may have a part; remove it and log what trainer.save_model() wrote"
-            )

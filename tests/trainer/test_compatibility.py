@@ -9,8 +9,6 @@ import ast
 import dataclasses
 import functools
 import inspect
-import sys
-import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -78,17 +76,8 @@ def quantised(model: torch.nn.Module) -> None:
     model.quantization_method = "bitsandbytes"  # type: ignore[assignment]
 
 
-def adapted(model: torch.nn.Module) -> None:
-    """As a library does that the tests do without."""
-    library = types.ModuleType("peft")
-    library.PeftModel = type(model)  # type: ignore[attr-defined]
-    sys.modules["peft"] = library
-
-
-@pytest.mark.parametrize("change, words", [(placed, "device_map"), (quantised, "quantised"), (adapted, "PEFT")])
-def test_models_that_are_refused(monkeypatch: pytest.MonkeyPatch, change: Callable[..., None], words: str) -> None:
-    monkeypatch.setattr("fold3d.trainer.trainer.is_peft_available", lambda: change is adapted)
-    monkeypatch.setitem(sys.modules, "peft", sys.modules.get("peft", types.ModuleType("peft")))
+@pytest.mark.parametrize("change, words", [(placed, "device_map"), (quantised, "quantised")])
+def test_models_that_are_refused(change: Callable[..., None], words: str) -> None:
     model = torch.nn.Linear(2, 2)
     change(model)
     with pytest.raises(ConfigError, match=words):
