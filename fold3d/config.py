@@ -116,6 +116,10 @@ class ParallelConfig:
     offload_disk: str | None = None
     """Folder of a file that is the pool, for hosts whose memory is short; it has no name and is gone with the process.
     None: the pool is host memory."""
+    offload_optimizer: bool = False
+    """Whether the optimizer's state (moments, and master weights that the optimizer keeps) lies in host memory and is
+    stepped there, by the same optimizer: of this rank's shard with zero1, else of all its parameters. Gradients and
+    weights travel there, and weights back. On a CPU the numbers are the same; a GPU's differ in their last bits."""
     preempt: bool = True
     """Activations go before gradients on the network. False: first come, first served; for comparison."""
 
@@ -152,8 +156,9 @@ class ParallelConfig:
         for name, least in (("bucket_bytes", 0), ("memory_limit", 1)):
             object.__setattr__(self, name, parse_bytes(name, getattr(self, name), least))
         self._check_offload()
-        if not isinstance(self.preempt, bool):
-            raise ConfigError(f"preempt={self.preempt!r}: must be True or False")
+        for name in ("preempt", "offload_optimizer"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name}={getattr(self, name)!r}: must be True or False")
         if self.comm_timeout is not None and not self.comm_timeout > 0:
             raise ConfigError(f"comm_timeout={self.comm_timeout}: must be a positive number of seconds")
         if self.patience is not None and not self.patience > 0:

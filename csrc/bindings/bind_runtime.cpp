@@ -251,6 +251,8 @@ void bind_offload(py::module_& module) {
 
 void bind_runtime(py::module_& module) {
   module.def("count_cpu_bytes", &runtime::count_cpu_bytes, py::arg("on"));
+  module.def("allocate_as_host", &runtime::allocate_as_host, py::arg("on"));
+  module.def("host_cpu_bytes", &runtime::host_cpu_bytes);
   module.def("live_cpu_bytes", &runtime::live_cpu_bytes);
   module.def("peak_cpu_bytes", &runtime::peak_cpu_bytes);
   module.def("reset_peak_cpu_bytes", &runtime::reset_peak_cpu_bytes);

@@ -154,11 +154,11 @@ void bind_memory(py::module_& module) {
       .def_readonly("forward", &ChunkBytes::forward)
       .def_readonly("backward", &ChunkBytes::backward);
   py::class_<MemoryModel>(module, "MemoryModel", "What the stages of a replica need; immutable.")
-      .def(py::init([](std::vector<ChunkBytes> chunks, std::vector<std::int64_t> fixed,
-                       std::vector<std::int64_t> update, bool gradients_stay, int receive_ahead) {
-             return MemoryModel{std::move(chunks), std::move(fixed), std::move(update), gradients_stay, receive_ahead};
+      .def(py::init([](std::vector<ChunkBytes> chunks, std::vector<std::int64_t> host, std::vector<std::int64_t> update,
+                       bool gradients_stay, int receive_ahead) {
+             return MemoryModel{std::move(chunks), std::move(host), std::move(update), gradients_stay, receive_ahead};
            }),
-           py::arg("chunks"), py::kw_only(), py::arg("fixed") = std::vector<std::int64_t>{},
+           py::arg("chunks"), py::kw_only(), py::arg("host") = std::vector<std::int64_t>{},
            py::arg("update") = std::vector<std::int64_t>{}, py::arg("gradients_stay") = true,
            py::arg("receive_ahead") = 4)
       .def_readonly("chunks", &MemoryModel::chunks);
@@ -170,7 +170,8 @@ void bind_memory(py::module_& module) {
   py::class_<StageMemory>(module, "StageMemory", "Bytes of a stage over a step.")
       .def_readonly("points", &StageMemory::points)
       .def_readonly("peak", &StageMemory::peak)
-      .def_readonly("most_pool", &StageMemory::most_pool);
+      .def_readonly("most_pool", &StageMemory::most_pool)
+      .def_readonly("host", &StageMemory::host);
   module.def("memory_use_names", [] { return core::kMemoryUseNames; });
   module.def(
       "memory_curves",

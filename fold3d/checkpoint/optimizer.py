@@ -22,6 +22,7 @@ from torch.serialization import skip_data
 
 from fold3d.checkpoint.arrivals import Entry
 from fold3d.checkpoint.torch_file import TorchFile
+from fold3d.data_parallel.optimizer.host_memory import OnHost, host_memory
 from fold3d.data_parallel.optimizer.parameter_state import cut_state, like_parameter, shard_of_state
 from fold3d.errors import CheckpointError, ConfigError
 from fold3d.sharding.shard import Shard
@@ -108,20 +109,29 @@ class OptimizerLayout:
         return {name: shard for name, shard in shards.items() if shard is not None}
 
     def load(
-        self, path: Path, optimizer: Optimizer, owned: Mapping[str, Parameter], parts: Parts | None = None
+        self,
+        path: Path,
+        optimizer: Optimizer,
+        owned: Mapping[str, Parameter],
+        parts: Parts | None = None,
+        *,
+        on_host: bool = False,
     ) -> None:
         """Gives this rank's optimizer its part of the state in `path`, ours or the stock Trainer's.
 
         Args:
             parts: which part of each parameter this rank has; None: all of it. Nothing else is read.
+            on_host: the state lies in host memory; whoever steps the optimizer there unwraps it (`OnHost`).
         Raises: CheckpointError when the file is damaged, has other groups than this run's optimizer, or a state that
             cannot be divided.
         """
         file = TorchFile(path)
         with file.opened():
-            optimizer.load_state_dict(self._own_part(file, path, owned, parts or Parts.whole()))
+            optimizer.load_state_dict(self._own_part(file, path, owned, parts or Parts.whole(), on_host))
 
-    def _own_part(self, file: TorchFile, path: Path, owned: Mapping[str, Parameter], parts: Parts) -> dict[str, Any]:
+    def _own_part(
+        self, file: TorchFile, path: Path, owned: Mapping[str, Parameter], parts: Parts, on_host: bool
+    ) -> dict[str, Any]:
         """Returns what this rank's optimizer loads."""
         whole = file.content
         saved = file.read_all(whole["param_groups"])
@@ -142,7 +152,14 @@ class OptimizerLayout:
             shard = shard_of_state(name, key, value, shape, parts)
             if isinstance(value, Tensor):
                 value = file.read(value, shard, parts.rank)
-            return like_parameter(key, value, owned[name])
+            if not on_host:
+                return like_parameter(key, value, owned[name])
+            with host_memory():
+                made = like_parameter(key, value, owned[name], on_host=True)
+                if not isinstance(made, Tensor) or key == "step":
+                    return made
+                # The dtype that torch's optimizers give a state that they load.
+                return OnHost(made.to(owned[name].dtype) if owned[name].is_floating_point() else made)
 
         state = {
             number: {key: read(name, key, value) for key, value in whole["state"][index_of[name]].items()}

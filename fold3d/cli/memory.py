@@ -23,7 +23,8 @@ def table(curves: Sequence[StageMemory]) -> str:
     for stage, (curve, peak) in enumerate(zip(curves, peaks_of(curves), strict=True)):
         line = sparkline([(point.time_ns, point.device) for point in curve.points], end, most)
         pool = f"; in the pool {text_of_bytes(peak.pool)}" if peak.pool else ""
-        lines.append(f"stage {stage}  {line}  {text_of_bytes(peak.bytes)} ({peak.text()}){pool}")
+        host = f"; the optimizer in host memory {text_of_bytes(peak.host)}" if peak.host else ""
+        lines.append(f"stage {stage}  {line}  {text_of_bytes(peak.bytes)} ({peak.text()}){pool}{host}")
     return "\n".join(lines)
 
 

@@ -279,6 +279,7 @@ class _Layers:
             bucket_seconds=BUCKET_SECONDS,
             copy_bandwidth=self._options.copy_bandwidth * 1e9,
             pool_is_elsewhere=True,
+            host_is_elsewhere=True,
         )
 
     def _profile(self, tp: int, sequence_parallel: bool) -> Profile:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -55,6 +56,17 @@ def agree(world: WorldGroup, digest: str, number: int, error: Exception | None) 
     except dist.DistError as lost:
         rank = topology.describe(topology.rank)
         raise RankError(f"{rank} met nobody in building the engine: {lost}") from (error or lost)
+
+
+@contextlib.contextmanager
+def all_or_none(world: WorldGroup) -> Iterator[None]:
+    """All ranks of the job run the body, then meet. Raises: what it raised; RankError where it did on another rank."""
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as own:
+        error = own
+    agree(world, "", 0, error)
 
 
 def fingerprint(micro_batches: Sequence[Mapping[str, Any]]) -> int:

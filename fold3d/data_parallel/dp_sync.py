@@ -30,6 +30,7 @@ from fold3d.data_parallel.bucket_schedule import BucketSchedule
 from fold3d.data_parallel.buffers import BufferSync
 from fold3d.data_parallel.gradient_states import Event, GradientStates, State
 from fold3d.data_parallel.optimizer.bucketwise_optimizer import BucketwiseOptimizer
+from fold3d.data_parallel.optimizer.host_copies import check_room
 from fold3d.data_parallel.optimizer.separable import check_separable
 from fold3d.data_parallel.parameter_readiness import ParameterReadiness
 from fold3d.data_parallel.reducer import Reducer
@@ -61,12 +62,14 @@ class DpSync:
         plan: BucketSchedule,
         progress: Progress,
         read: Callable[[], None],
+        offload_optimizer: bool = False,
     ):
         """Args:
+        offload_optimizer: steps are taken in host memory, where the optimizer's state lies.
         read: calls `flush`, and tells of failures; for whoever reads weights through a state_dict.
         """
         self._cut, self._groups, self._tp = cut, groups, topology.tp
-        self._plan = plan
+        self._plan, self._on_host = plan, offload_optimizer
         self.buckets = [
             Bucket(number, spec, cut.parameters, topology.dp, topology.dp_rank)
             for number, spec in enumerate(plan.buckets)
@@ -263,16 +266,24 @@ class DpSync:
 
         Args:
             parts: whether any stage steps parts of parameters (zero1).
-        Raises: ConfigError when parts of parameters shall be stepped and the optimizer cannot do that exactly.
+        Raises: ConfigError when parts of parameters shall be stepped and the optimizer cannot do that exactly, or
+            shall be stepped on the host and cannot be there.
         """
         if self._states.has_gradients:
             raise ConfigError("attach the optimizer before the step's `run`, not between it and optimizer.step()")
-        check_separable(optimizer, parts=parts, tp=self._tp)
+        state_bytes = check_separable(optimizer, parts=parts, tp=self._tp, on_host=self._on_host)
+        sharded = [self._plan.modes[bucket.number] == "zero1" for bucket in self.buckets]
+        if self._on_host:
+            stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+            pieces = [b.pieces if part else b.all_pieces for b, part in zip(self.buckets, sharded, strict=True)]
+            mine = [piece for of in pieces for piece in of if id(piece.parameter) in stepped]
+            check_room(state_bytes * sum(piece.stop - piece.start for piece in mine))
         for bucket in self.buckets:
             bucket.detach()
             bucket.clear()
-        sharded = [self._plan.modes[bucket.number] == "zero1" for bucket in self.buckets]
-        self._optimizer = BucketwiseOptimizer(optimizer, self.buckets, sharded, self._groups.data)
+        self._optimizer = BucketwiseOptimizer(
+            optimizer, self.buckets, sharded, self._groups.data, on_host=self._on_host
+        )
         self._states.on(Event.ATTACH)
 
     @property

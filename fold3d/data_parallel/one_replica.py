@@ -7,10 +7,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from fold3d.comms.groups import Groups
 from fold3d.data_parallel import gradients
+from fold3d.data_parallel.optimizer.host_copies import check_room
+from fold3d.data_parallel.optimizer.host_steps import HostSteps, held
 from fold3d.data_parallel.optimizer.separable import check_separable
 from fold3d.observe.step_breakdown import RawRecord
 from fold3d.stage.rank_model import RankModel
@@ -20,17 +23,26 @@ from fold3d.topology import Topology
 class OneReplica:
     """A GradientSync which leaves the gradients where autograd puts them, and the step to the optimizer."""
 
-    steps_by_itself = False
-
-    def __init__(self, cut: RankModel, topology: Topology, groups: Groups) -> None:
+    def __init__(self, cut: RankModel, topology: Topology, groups: Groups, *, offload_optimizer: bool = False) -> None:
+        """Args:
+        offload_optimizer: the optimizer is stepped in host memory, where its state lies.
+        """
+        self.steps_by_itself = offload_optimizer
         self._cut, self._topology, self._groups = cut, topology, groups
         self._tied = gradients.tied_parameters(cut, groups, topology)
         self._norm_dtype = gradients.norm_dtype(cut.model)
         self._whole = False  # somebody may have changed the gradients
+        self._host: HostSteps | None = None
+        self._taken: list[tuple[Parameter, Tensor]] = []  # what `.grad` held when the optimizer was stepped
 
     def attach(self, optimizer: Optimizer, *, parts: bool) -> None:
         """Raises ConfigError when there are several stages and it cannot be stepped stage by stage, or shards and it
-        cannot be stepped part by part."""
+        cannot be stepped part by part, or it shall be stepped on the host and cannot be there."""
+        if self.steps_by_itself:
+            state_bytes = check_separable(optimizer, parts=False, tp=self._topology.tp, on_host=True)
+            check_room(state_bytes * sum(p.numel() for p in held(optimizer, self._cut.parameters).values()))
+            self._host = HostSteps(optimizer, self._cut.parameters)
+            return
         if self._topology.pp * self._topology.tp > 1:  # each rank steps its own parameters
             check_separable(optimizer, parts=False, tp=self._topology.tp)
         optimizer.register_step_pre_hook(self._share_tied)
@@ -60,10 +72,16 @@ class OneReplica:
         gradients.scale(self._cut.parameters.values(), coefficient)
 
     def update(self) -> None:
-        """The optimizer steps."""
+        """Steps the optimizer on the host; its own step then finds no gradients of these parameters."""
+        if self._host is not None:
+            self._share_tied()
+            self._taken = self._host.step()
 
     def updated(self) -> None:
-        """The optimizer has stepped."""
+        """The optimizer has stepped: `.grad` holds what it held."""
+        for parameter, gradient in self._taken:
+            parameter.grad = gradient
+        self._taken = []
 
     def abandon(self) -> None:
         """The next step begins without gradients anyway."""
@@ -90,7 +108,9 @@ class OneReplica:
         """It is whole."""
 
     def split_state(self) -> None:
-        """It stays whole."""
+        """It stays whole, where it belongs."""
+        if self._host is not None:
+            self._host.own_state()
 
     def take_records(self) -> list[RawRecord]:
         """Returns none."""

@@ -256,9 +256,10 @@ def _connect(
             with supervisor.together("waiting for the weights of the last step"):
                 sync.flush()
 
-        sync = DpSync(cut, topology, groups, rings, _bucket_schedule(model, topology.pp_rank), progress, read)
+        schedule = _bucket_schedule(model, topology.pp_rank)
+        sync = DpSync(cut, topology, groups, rings, schedule, progress, read, config.offload_optimizer)
     else:
-        sync = OneReplica(cut, topology, groups)
+        sync = OneReplica(cut, topology, groups, offload_optimizer=config.offload_optimizer)
     sharded = None
     if topology.tp > 1:
         reads = ShardReads(cut.parameters)

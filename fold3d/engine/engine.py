@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
+from fold3d.comms.consistency import all_or_none
 from fold3d.comms.groups import Groups
 from fold3d.comms.world_group import WorldGroup
 from fold3d.config import ParallelConfig
@@ -171,15 +172,16 @@ class Engine:
         reads weights after `flush`. Gradients are then not in `.grad` (see `run`). One given to the constructor is
         attached already. With one replica `optimizer.step()` stays as it is.
 
-        Raises: ConfigError when dp_sync="zero1" and the optimizer does not work element by element.
+        Raises: ConfigError when dp_sync="zero1" or offload_optimizer cannot be with this optimizer or host.
         """
         rank = self._built()
         if self.optimizer is not None:
             raise ConfigError("this engine has an optimizer already")
         self.optimizer = optimizer
         cut_state(optimizer, rank.cut.parameters, rank.cut.parts)
-        # What holds for all stages: all ranks raise, or none.
-        rank.step.attach(optimizer, parts=self.strategy.dp_sync in ("zero1", MIXED))
+        with all_or_none(self.world) if self.config.offload_optimizer else contextlib.nullcontext():
+            # What holds for all stages: all ranks raise, or none.
+            rank.step.attach(optimizer, parts=self.strategy.dp_sync in ("zero1", MIXED))
 
     def _follow(self, strategy: Strategy) -> None:
         """The steps from now on are the strategy's."""
@@ -317,8 +319,7 @@ class Engine:
         else:
             self._rank.recorder.keep_tp_sync(record)
 
-    account = breakdown
-    """Its former name."""
+    account = breakdown  # its former name
 
     def highest_of_replica(self, value: float) -> float:
         """Returns the highest `value` that a rank of this replica gives; all ranks call."""
@@ -401,7 +402,7 @@ class Engine:
         """
         rank = self._built()
         self.flush()
-        state.load(rank.cut, self.optimizer, full)
+        state.load(rank.cut, self.optimizer, full, on_host=self.config.offload_optimizer)
         rank.sync.split_state()
         self.step_index = int(full["step_index"])
 

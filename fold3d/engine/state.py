@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from fold3d.comms.tree_group import TreeGroup
+from fold3d.data_parallel.optimizer.host_memory import host_memory
 from fold3d.data_parallel.optimizer.parameter_state import assembled, like_parameter, part_of_state, shard_of_state
 from fold3d.errors import CheckpointError
 from fold3d.sharding.shard import Shard
@@ -69,9 +71,11 @@ def own_buffers(cut: RankModel) -> Tensors:
     return {name: buffer for name, buffer in cut.model.named_buffers() if name in names and stage_of(name) == stage}
 
 
-def load(cut: RankModel, optimizer: Optimizer | None, full: Mapping[str, Any]) -> None:
+def load(cut: RankModel, optimizer: Optimizer | None, full: Mapping[str, Any], *, on_host: bool = False) -> None:
     """Copies this rank's share of `full` into the model and the optimizer.
 
+    Args:
+        on_host: the optimizer's state lies in host memory.
     Raises: CheckpointError, before anything has changed, when a tensor is missing or has another shape, or when a part
         of the optimizer's state cannot be had.
     """
@@ -85,7 +89,7 @@ def load(cut: RankModel, optimizer: Optimizer | None, full: Mapping[str, Any]) -
                 f"the state has {'no' if found is None else f'shape {list(found.shape)} for'} {name!r}, the model has "
                 f"shape {list(whole)}; it belongs to another model"
             )
-    states = {} if optimizer is None else _states(cut, optimizer, full["optimizer"])
+    states = {} if optimizer is None else _states(cut, optimizer, full["optimizer"], on_host)
     for name, target in targets.items():
         shard = parts.shard_of(name)
         if shard is None:
@@ -100,7 +104,9 @@ def load(cut: RankModel, optimizer: Optimizer | None, full: Mapping[str, Any]) -
             optimizer.state[parameter] = states[name]
 
 
-def _states(cut: RankModel, optimizer: Optimizer, saved: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+def _states(
+    cut: RankModel, optimizer: Optimizer, saved: Mapping[str, Mapping[str, Any]], on_host: bool
+) -> dict[str, dict[str, Any]]:
     """Returns this rank's part of the state of each parameter that the optimizer steps."""
     groups = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
     states: dict[str, dict[str, Any]] = {}
@@ -110,15 +116,17 @@ def _states(cut: RankModel, optimizer: Optimizer, saved: Mapping[str, Mapping[st
             # Where torch's optimizers keep their step counter.
             on_device = bool(group.get("fused") or group.get("capturable"))
             whole = cut.parts.whole_shape(name, parameter.shape)
-            states[name] = {
-                key: like_parameter(
-                    key,
-                    part_of_state(name, key, value, whole, cut.parts),
-                    parameter,
-                    on_device=on_device and key == "step",
-                )
-                for key, value in saved[name].items()
-            }
+            with host_memory() if on_host else contextlib.nullcontext():
+                states[name] = {
+                    key: like_parameter(
+                        key,
+                        part_of_state(name, key, value, whole, cut.parts),
+                        parameter,
+                        on_device=on_device and key == "step",
+                        on_host=on_host,
+                    )
+                    for key, value in saved[name].items()
+                }
     return states
 
 

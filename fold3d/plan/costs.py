@@ -76,8 +76,14 @@ class Profile:
     """Canonical parameter name -> bytes of the parameter itself, frozen ones, too."""
     update_seconds: float
     """Optimizer, per byte of gradients."""
+    host_update_seconds: float
+    """The same in host memory, copies aside."""
     optimizer_bytes: float
     """State that the optimizer keeps, per byte of gradients."""
+    update_bytes: float
+    """What an update needs beside it, per byte of gradients that are stepped at once."""
+    updates_together: bool
+    """Whether a call of the optimizer steps all its parameters at once; else one after the other."""
     measured: bool
     """False: no layer could be run alone; forward and backward are shares of FLOPs."""
     tp_forward: Exchanges = ()
@@ -127,6 +133,7 @@ class Profile:
             forward=middle("forward"),
             backward=middle("backward"),
             update_seconds=median(profile.update_seconds for profile in profiles),
+            host_update_seconds=median(profile.host_update_seconds for profile in profiles),
             measured=all(profile.measured for profile in profiles),
             halves_factor=None if None in factors else median(factor for factor in factors if factor is not None),
         )

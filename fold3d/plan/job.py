@@ -38,6 +38,10 @@ class Job:
     """Bytes per second between a device and its pool, both directions together."""
     pool_is_elsewhere: bool = False
     """Whether the pool is no part of the memory that is limited. Else nothing leaves for it unless the user says so."""
+    host_is_elsewhere: bool = False
+    """Whether the host's memory is no part of it."""
+    offload_optimizer: bool = False
+    """Whether the optimizer's state lies in host memory; the profile's `update_seconds` are then of updates there."""
     pool_limit: int | None = None
     """Bytes of a rank's pool; None: any."""
 

@@ -46,6 +46,8 @@ class Layout(Work):
     parameter_bytes: tuple[int, ...]
     trainable_bytes: tuple[int, ...]
     """Of `parameter_bytes` those that are trained."""
+    largest_gradient: tuple[int, ...]
+    """Bytes of the largest parameter's."""
 
     def of_stage(self, stage: int, pp: int) -> list[BucketCost]:
         """Returns the stage's buckets in forward order: number 0, 1, ..."""
@@ -67,7 +69,7 @@ def layout_of(job: Job, ranges: Ranges, bucket_bytes: int, spared: Spared = NOTH
             ranges, recomputed_places([end - first for first, end in ranges], job.pp, spared.recompute), strict=True
         )
     ]
-    forward, backward, weights, trained, update, buckets = [], [], [], [], [], []
+    forward, backward, weights, trained, largest, update, buckets = [], [], [], [], [], [], []
     needs: list[list[LayerBytes]] = []
     sums: list[int] = []  # of TP.sync
     forward_tp: list[float] = []
@@ -86,6 +88,7 @@ def layout_of(job: Job, ranges: Ranges, bucket_bytes: int, spared: Spared = NOTH
         names = [name for layer in layers for name in layer.parameters]
         weights.append(sum(profile.parameter_bytes[name] for name in names))
         trained.append(sum(profile.parameter_bytes[name] for name in names if profile.gradient_bytes[name]))
+        largest.append(max((profile.gradient_bytes[name] for name in names), default=0))
         update.append(sum(sizes) * profile.update_seconds)
         buckets.append(
             tuple(
@@ -120,6 +123,7 @@ def layout_of(job: Job, ranges: Ranges, bucket_bytes: int, spared: Spared = NOTH
         spared=spared,
         parameter_bytes=tuple(weights),
         trainable_bytes=tuple(trained),
+        largest_gradient=tuple(largest),
         update=tuple(update),
         buckets=tuple(buckets),
     )

@@ -12,13 +12,15 @@ from fold3d.plan.cluster_model import early_gathers_to_try, kind_of
 from fold3d.plan.constraints import Constraints
 from fold3d.plan.job import Job
 from fold3d.plan.layout import Layout, Shares, cut, layout_of
+from fold3d.plan.measured import with_times, without_recomputed
 from fold3d.plan.memory.model import StagePeak, peaks_of
-from fold3d.plan.memory.spared import NOTHING, Spared
+from fold3d.plan.memory.spared import Spared
 from fold3d.plan.memory.sparing import climb, ladders
 from fold3d.plan.proposal import Proposal
 from fold3d.plan.simulator import prediction_of
 from fold3d.plan.space import candidates, dp_sync, registry
 from fold3d.plan.space.candidates import spared_from
+from fold3d.plan.space.offload import OPTIMIZER as OFFLOAD_OPTIMIZER
 from fold3d.plan.space.segments import KNOB as SEGMENTS
 from fold3d.plan.strategy import MIXED, Modes, Ranges, Strategy, name_of
 from fold3d.plan.trial import Order, Trials
@@ -68,8 +70,14 @@ class _Candidate:
 class _Search:
     """The candidates tried so far for one job."""
 
-    def __init__(self, job: Job, constraints: Constraints, settings: tuple[tuple[str, str], ...]) -> None:
-        self.job = job
+    def __init__(
+        self, job: Job, constraints: Constraints, settings: tuple[tuple[str, str], ...], asked: Job | None = None
+    ) -> None:
+        """Args:
+        job: with what `settings` cost.
+        asked: without it; where it is said what settings cost.
+        """
+        self.job, self.asked = job, asked
         self.constraints = constraints
         self.settings = settings
         self.trials = Trials(job)
@@ -179,7 +187,7 @@ def search(job: Job, constraints: Constraints | None = None) -> Proposal:
         registry.check(replace(constraints, settings=_with_spared(constraints)))
     found: list[_Found] = []
     for settings in registry.settings_to_try(job, constraints):
-        state = _Search(registry.with_costs(job, settings), constraints, settings)
+        state = _Search(registry.with_costs(job, settings), constraints, settings, job)
         heuristic = _try_all(state)
         found.append(_Found(state, state.winner(), heuristic))
     if not found:
@@ -279,7 +287,8 @@ def decide(job: Job, constraints: Constraints, steps_parts: Callable[[], bool]) 
     early = search(job, replace(constraints, dp_sync="early"))
     fits = job.memory_limit is None or early.memory_bytes <= job.memory_limit
     spares = Spared.of(early.strategy.settings) != spared_from(constraints)
-    return early if (fits and not spares) or not steps_parts() else search(job, constraints)
+    on_host = OFFLOAD_OPTIMIZER.of(early.strategy)  # where updates take long, rather each replica its share
+    return early if (fits and not spares and not on_host) or not steps_parts() else search(job, constraints)
 
 
 def recheck(
@@ -306,8 +315,8 @@ def recheck(
         )
     # What an action costs beside its layers was measured with them, and so was what settings cost.
     job = registry.with_costs(job, strategy.settings)
-    backward_ms = _once(job, strategy, backward_ms)
-    measured = replace(_with_times(job, strategy.ranges, forward_ms, backward_ms, tp_ms), action_seconds=0.0)
+    backward_ms = without_recomputed(job, strategy, backward_ms)
+    measured = replace(with_times(job, strategy.ranges, forward_ms, backward_ms, tp_ms), action_seconds=0.0)
     constraints = Constraints(
         ranges=strategy.ranges,
         bucket_bytes=strategy.bucket_bytes,
@@ -423,19 +432,10 @@ def _remarks(state: _Search, winner: _Candidate) -> list[str]:
         remarks.append(
             f"needs about {text_of_bytes(winner.memory)} of {text_of_bytes(job.memory_limit)} on the fullest rank"
         )
-    remarks += _traded(state, winner)
+    remarks += [*_traded(state, winner), *_on_host(state, winner)]
     if not job.profile.measured:
         remarks.append("layers were not measured: times are shares of FLOPs")
     return remarks
-
-
-def _once(job: Job, strategy: Strategy, backward_ms: Sequence[float]) -> Sequence[float]:
-    """Returns the backward times of chunks without what their blocks compute again, if they do."""
-    spared = Spared.of(strategy.settings)
-    if spared.nothing:
-        return backward_ms
-    kept, again = (layout_of(job, strategy.ranges, strategy.bucket_bytes, how).backward for how in (NOTHING, spared))
-    return [ms * (a / b if b else 1.0) for ms, a, b in zip(backward_ms, kept, again, strict=True)]
 
 
 def _traded(state: _Search, winner: _Candidate) -> list[str]:
@@ -457,39 +457,19 @@ def _traded(state: _Search, winner: _Candidate) -> list[str]:
     ]
 
 
-def _with_times(
-    job: Job,
-    ranges: Ranges,
-    forward_ms: Sequence[float],
-    backward_ms: Sequence[float],
-    tp_ms: tuple[Sequence[float], Sequence[float]] | None,
-) -> Job:
-    """Returns the job with its layers' times scaled so that each chunk takes what was measured."""
-    profile, last = job.profile, len(ranges) - 1
-    layers = [range(lo + (chunk > 0), hi + 1 + (chunk == last)) for chunk, (lo, hi) in enumerate(ranges)]
-
-    def scaled(times: Sequence[float], measured_ms: Sequence[float]) -> tuple[float, ...]:
-        made = list(times)
-        for mine, milliseconds in zip(layers, measured_ms, strict=True):
-            whole = sum(times[layer] for layer in mine)
-            for layer in mine:
-                made[layer] = (times[layer] / whole if whole > 0 else 1 / len(mine)) * milliseconds / 1e3
-        return tuple(made)
-
-    forward, backward = scaled(profile.forward, forward_ms), scaled(profile.backward, backward_ms)
-    waits = []
-    for now, before, of, number in (
-        (forward, profile.forward, profile.exposed_forward, 0),
-        (backward, profile.backward, profile.exposed_backward, 1),
-    ):
-        if tp_ms is not None:
-            waits.append(scaled(of or (0.0,) * len(now), tp_ms[number]))
-        else:
-            shares = (wait / time if time > 0 else 0.0 for wait, time in zip(of, before, strict=False))
-            waits.append(tuple(share * time for share, time in zip(shares, now, strict=False)))
-    return replace(
-        job,
-        profile=replace(
-            profile, forward=forward, backward=backward, exposed_forward=waits[0], exposed_backward=waits[1]
-        ),
-    )
+def _on_host(state: _Search, winner: _Candidate) -> list[str]:
+    """Returns what an optimizer in host memory costs, and what it is for."""
+    asked = state.asked
+    if asked is None or not state.job.offload_optimizer:
+        return []
+    settings = tuple((name, "False" if name == OFFLOAD_OPTIMIZER.name else text) for name, text in state.settings)
+    job = registry.with_costs(asked, settings)
+    layout = layout_of(job, winner.layout.ranges, winner.layout.bucket_bytes, winner.layout.spared)
+    search = _Search(job, state.constraints, settings)
+    without = search.try_one(layout, winner.order, winner.modes, winner.early_gathers)
+    stage = max(range(len(winner.peaks)), key=lambda number: winner.peaks[number].host)
+    return [
+        f"offload_optimizer=True costs {100 * (winner.step_ns / without.step_ns - 1):.1f} % of a step and keeps "
+        f"{text_of_bytes(winner.peaks[stage].host)} of stage {stage} in host memory: on its device stage {stage} "
+        f"needs {text_of_bytes(winner.peaks[stage].bytes)}, without it {text_of_bytes(without.peaks[stage].bytes)}"
+    ]

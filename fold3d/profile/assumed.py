@@ -17,7 +17,11 @@ from fold3d.trace import Trace
 _FLOAT = 4  # bytes of a gradient: fp32
 _UPDATE_SECONDS = 7e-12
 """Of AdamW, per byte of gradients: seven tensors of fp32 pass through memory at 1 TB/s."""
+_HOST_UPDATE_SECONDS = 3.5e-10
+"""The same in host memory, of which a process that shares it with others gets 20 GB/s."""
 _ADAMW_STATE = 2.0
+_ADAMW_WORKSPACE = 1.0
+"""The denominator."""
 
 
 def assumed_profile(
@@ -49,7 +53,10 @@ def assumed_profile(
         gradient_bytes={name: _FLOAT * p.numel() if p.requires_grad else 0 for name, p in model.named_parameters()},
         parameter_bytes={name: p.numel() * p.element_size() for name, p in model.named_parameters()},
         update_seconds=_UPDATE_SECONDS,
+        host_update_seconds=_HOST_UPDATE_SECONDS,
         optimizer_bytes=_ADAMW_STATE,
+        update_bytes=_ADAMW_WORKSPACE,
+        updates_together=False,
         measured=False,
         inside=inside_of(model, trace, micro_batch, recompute, forward),
     )

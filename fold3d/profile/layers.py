@@ -6,7 +6,6 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from statistics import median
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from fold3d.plan.memory.layer_bytes import LayerBytes, estimated
 from fold3d.profile.calls import Call, TensorShape, record_calls
 from fold3d.profile.inside import inside_of
 from fold3d.profile.layer_bytes import layer_bytes
+from fold3d.profile.optimizer import UpdateCost, update_cost
 from fold3d.profile.stopwatch import Timing, time_call
 from fold3d.recompute import NOTHING, Recompute
 from fold3d.trace import BlockCost, Trace
@@ -26,7 +26,6 @@ from fold3d.trace import BlockCost, Trace
 _log = logging.getLogger(__name__)
 
 _FLOAT = 4  # bytes of a gradient: fp32
-_OPTIMIZER_SAMPLE = (1024, 1024)  # floats; a matrix, since some optimizers take nothing else
 _FALLBACK_SIZE = 256  # of the matrices whose product tells the speed when no block can be run alone
 
 
@@ -79,7 +78,7 @@ def profile_model(
     complete = _fill(layers, flops, device)
     handed = [handed_on(calls.get(block), trace, index) for index, block in enumerate(trace.blocks)]
     needs = _bytes(model, trace, micro_batch, device, autocast, complete, handed)
-    update, state = _optimizer_cost(optimizer, device)
+    update = _optimizer_cost(optimizer, device)
     return Profile(
         forward=tuple(layer.forward for layer in complete),
         backward=tuple(layer.backward for layer in complete),
@@ -87,8 +86,11 @@ def profile_model(
         activation_bytes=tuple(handed),
         gradient_bytes={name: _FLOAT * p.numel() if p.requires_grad else 0 for name, p in model.named_parameters()},
         parameter_bytes={name: p.numel() * p.element_size() for name, p in model.named_parameters()},
-        update_seconds=update,
-        optimizer_bytes=state,
+        update_seconds=update.seconds,
+        host_update_seconds=update.host_seconds,
+        optimizer_bytes=update.state,
+        update_bytes=update.workspace,
+        updates_together=update.together,
         measured=any(timing is not None for timing in timings.values()),
         inside=_inside(model, trace, micro_batch, recompute, complete, device, autocast),
     )
@@ -193,33 +195,13 @@ def handed_on(call: Call | None, trace: Trace, block: int) -> int:
     return sum(leaf.bytes for leaf in tree_leaves(call.result) if isinstance(leaf, TensorShape))
 
 
-def _optimizer_cost(
-    make: Callable[[list[nn.Parameter]], Optimizer] | None, device: torch.device
-) -> tuple[float, float]:
-    """Returns what `_time_optimizer` says of the user's optimizer, else of AdamW."""
+def _optimizer_cost(make: Callable[[list[nn.Parameter]], Optimizer] | None, device: torch.device) -> UpdateCost:
+    """Returns what `update_cost` says of the user's optimizer, else of AdamW."""
     if make is not None:
         try:
-            return _time_optimizer(make, device)
+            return update_cost(make, device)
         except Exception as error:  # it may know its parameters by name; whether it can be used is not decided here
             _log.info(
                 "the optimizer cannot be measured alone (%s: %s); AdamW stands for it", type(error).__name__, error
             )
-    return _time_optimizer(torch.optim.AdamW, device)
-
-
-def _time_optimizer(
-    make: Callable[[list[nn.Parameter]], Optimizer], device: torch.device, runs: int = 3
-) -> tuple[float, float]:
-    """Returns the seconds of an update and the bytes of its state, each per byte of gradients."""
-    parameter = nn.Parameter(torch.zeros(_OPTIMIZER_SAMPLE, device=device))
-    parameter.grad = torch.ones_like(parameter)
-    optimizer = make([parameter])
-    times = []
-    for _ in range(runs + 1):
-        begin = time.perf_counter()
-        optimizer.step()
-        float(parameter.detach()[0, 0])  # waits for the device
-        times.append(time.perf_counter() - begin)
-    tensors = [value for value in optimizer.state.get(parameter, {}).values() if isinstance(value, torch.Tensor)]
-    size = _FLOAT * parameter.numel()
-    return median(times[1:]) / size, sum(t.numel() * t.element_size() for t in tensors) / size
+    return update_cost(torch.optim.AdamW, device)

@@ -143,6 +143,13 @@ class TrainingArguments(transformers.TrainingArguments):
         default=None,
         metadata={"help": "Folder for a file that is the pool, where host memory is short. Default: host memory."},
     )
+    offload_optimizer: bool = field(
+        default=False,
+        metadata={
+            "help": "Whether the optimizer's state lies in host memory and is stepped there: of this process's share "
+            "with zero1, else of all its parameters. For any optimizer that torch can step on a CPU, layer by layer."
+        },
+    )
     blocks: str = field(
         default="auto",
         metadata={
@@ -246,6 +253,7 @@ class TrainingArguments(transformers.TrainingArguments):
             offload=self.offload,
             offload_pool=self.offload_pool,
             offload_disk=self.offload_disk,
+            offload_optimizer=self.offload_optimizer,
             blocks=self.blocks,
             recompute=self.recompute,
             seed=self.seed,

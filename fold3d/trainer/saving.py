@@ -276,7 +276,8 @@ class CheckpointingTrainer(transformers.Trainer):
                 logger.warning("%s has no optimizer state: the optimizer starts anew", checkpoint)
                 return
             assert self.layout is not None
-            self.layout.load(state, self._plain_optimizer(), self.engine.owned, self.engine.parts)
+            on_host = self.engine.config.offload_optimizer and self.engine.optimizer is not None
+            self.layout.load(state, self._plain_optimizer(), self.engine.owned, self.engine.parts, on_host=on_host)
             self.lr_scheduler.load_state_dict(torch.load(schedule, map_location="cpu", weights_only=True))
 
     def _load_rng_state(self, checkpoint: str | None) -> None:

@@ -47,6 +47,7 @@ class Case:
     dropout: float = 0.0
     frozen: bool = False
     sequence_parallel: bool | str = "auto"
+    offload_optimizer: bool = False
 
     @property
     def ranks(self) -> int:
@@ -79,6 +80,7 @@ class Case:
         words += ["tied" if self.tied else "untied", "clip" if self.clip else "noclip"]
         words += [word for word, on in (("recompute", self.recompute is True), ("frozen", self.frozen)) if on]
         words += [f"recompute-{self.recompute}"] if isinstance(self.recompute, str) else []
+        words += ["on-host"] if self.offload_optimizer else []
         words += [f"offload-{self.offload}"] if self.offload != "none" else []
         words += [value for value in (self.transport, self.dp_sync, self.tp_overlap) if value != "auto"]
         words += ["sequence" if self.sequence_parallel else "whole"] if self.sequence_parallel != "auto" else []

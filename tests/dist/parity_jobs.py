@@ -317,7 +317,7 @@ def config_of(case: Case, **changes: Any) -> fold3d.ParallelConfig:
     """Returns the case's layout."""
     named = {"dp": case.dp, "tp": case.tp, "pp": case.pp, "segments": case.segments, "micro_batches": case.m}
     named |= {"schedule": case.schedule, "group_size": case.group_size or "auto", "recompute": case.recompute}
-    named |= {"offload": case.offload}
+    named |= {"offload": case.offload, "offload_optimizer": case.offload_optimizer}
     if case.dp > 1:
         named |= {"dp_sync": case.dp_sync, "bucket_bytes": BUCKET_BYTES}
     if case.tp > 1:
@@ -371,7 +371,7 @@ def train_trainer(case: Case, *, rows: list[Batch] | None = None, **arguments: A
     with tempfile.TemporaryDirectory() as folder:
         named = trainer_arguments(case, folder) | {"gradient_accumulation_steps": case.m}
         layout = {"dp": case.dp, "tp": case.tp, "pp": case.pp, "segments": case.segments, "schedule": case.schedule}
-        layout |= {"offload": case.offload}
+        layout |= {"offload": case.offload, "offload_optimizer": case.offload_optimizer}
         layout |= {"group_size": case.group_size or "auto"}
         kind = "recompute" if isinstance(case.recompute, str) else "activation_checkpointing"
         layout |= {kind: case.recompute}

@@ -67,7 +67,10 @@ def make_job(
         gradient_bytes={f"layers.{layer}.weight": 4 * width for layer in range(count)},
         parameter_bytes={f"layers.{layer}.weight": 4 * width for layer in range(count)},
         update_seconds=1e-9,
+        host_update_seconds=1e-8,
         optimizer_bytes=2.0,
+        update_bytes=0.0,
+        updates_together=False,
         measured=True,
     )
     network = NetworkCosts(pp_latency=2e-4, pp_bandwidth=bandwidth, dp_bandwidth=bandwidth, hop_latency=2e-4)

@@ -34,7 +34,10 @@ def costs(family: str, **settings: Any) -> tuple[Profile, int]:
         gradient_bytes={},
         parameter_bytes={},
         update_seconds=0.0,
+        host_update_seconds=1e-8,
         optimizer_bytes=0.0,
+        update_bytes=0.0,
+        updates_together=False,
         measured=True,
     )
     made = with_tp_sync(profile, model, traced, sharding, {"input_ids": ids})

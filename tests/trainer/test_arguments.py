@@ -46,6 +46,7 @@ def test_new_arguments_have_help() -> None:
         "offload",
         "offload_pool",
         "offload_disk",
+        "offload_optimizer",
         "blocks",
         "recompute",
         "comm_timeout",

@@ -140,7 +140,6 @@ class Walk {
         stage.add(0, MemoryUse::kOptimizer, of(chunk).optimizer);
         if (model_.gradients_stay) stage.add(0, MemoryUse::kGradients, of(chunk).gradients);
       }
-      if (!model_.fixed.empty()) stage.add(0, MemoryUse::kWorkspace, model_.fixed[at(number)]);
       for (const ActionTime& time : times_[at(number)]) compute(stage, time);
       if (!model_.update.empty()) {
         stage.hold(step_ns_, step_ns_ + 1, MemoryUse::kWorkspace, model_.update[at(number)]);
@@ -150,6 +149,7 @@ class Walk {
     for (const Message& message : message_times(shape_, times_, model_.receive_ahead, lands)) transfer(message);
     std::vector<StageMemory> curves;
     for (Stage& stage : stages_) curves.push_back(stage.finish());
+    for (std::size_t stage = 0; stage < model_.host.size(); ++stage) curves[stage].host = model_.host[stage];
     return curves;
   }
 

@@ -40,6 +40,7 @@ struct StageMemory {
   std::vector<MemoryPoint> points;  ///< by time; never empty
   MemoryPoint peak;                 ///< the first with most bytes on the device
   std::int64_t most_pool = 0;
+  std::int64_t host = 0;  ///< in host memory all the time, beside the pool
 };
 
 /// The bytes of every stage in a step of which it is known when each compute action ran.

@@ -22,7 +22,7 @@ void check_bytes(const char* name, std::size_t entry, std::int64_t bytes) {
 
 void MemoryModel::check(const Shape& shape) const {
   check_size("chunks", chunks.size(), shape.num_chunks(), shape);
-  if (!fixed.empty()) check_size("fixed", fixed.size(), shape.pp, shape);
+  if (!host.empty()) check_size("host", host.size(), shape.pp, shape);
   if (!update.empty()) check_size("update", update.size(), shape.pp, shape);
   if (receive_ahead < 0) {
     throw std::invalid_argument("receive_ahead is " + std::to_string(receive_ahead) + "; it cannot be negative");
@@ -38,7 +38,7 @@ void MemoryModel::check(const Shape& shape) const {
     check_bytes("forward", chunk, bytes.forward);
     check_bytes("backward", chunk, bytes.backward);
   }
-  for (std::size_t stage = 0; stage < fixed.size(); ++stage) check_bytes("fixed", stage, fixed[stage]);
+  for (std::size_t stage = 0; stage < host.size(); ++stage) check_bytes("host", stage, host[stage]);
   for (std::size_t stage = 0; stage < update.size(); ++stage) check_bytes("update", stage, update[stage]);
 }
 

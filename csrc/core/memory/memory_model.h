@@ -23,7 +23,7 @@ struct ChunkBytes {
 /// What the stages of a replica need. `chunks` has Shape::num_chunks() entries.
 struct MemoryModel {
   std::vector<ChunkBytes> chunks;
-  std::vector<std::int64_t> fixed;   ///< by stage: what is there all the time beside chunks; empty = nothing
+  std::vector<std::int64_t> host;    ///< by stage: what lies in host memory all the time; empty = nothing
   std::vector<std::int64_t> update;  ///< by stage: what the optimizer's step needs beside its state; empty = nothing
   bool gradients_stay = true;        ///< else they come with a chunk's first backward and go before the next step
   int receive_ahead = 4;             ///< messages of one direction that may arrive before the program comes to them

@@ -16,6 +16,8 @@ namespace {
 
 std::atomic<std::int64_t> live{0};
 std::atomic<std::int64_t> peak{0};
+std::atomic<std::int64_t> host{0};
+thread_local bool as_host = false;
 
 /// What malloc gave for this pointer: so nothing has to be kept beside it.
 std::int64_t size_of(void* memory) {
@@ -40,8 +42,12 @@ class CountingAllocator final : public at::Allocator {
     c10::DataPtr memory = c10::GetDefaultCPUAllocator()->allocate(bytes);
     void* const pointer = memory.get();
     if (pointer == nullptr || memory.get_context() != pointer) return memory;
-    add(size_of(pointer));
     const c10::Device device = memory.device();
+    if (as_host) {
+      host.fetch_add(size_of(pointer), std::memory_order_relaxed);
+      return {pointer, memory.release_context(), &release_host, device};
+    }
+    add(size_of(pointer));
     return {pointer, memory.release_context(), &release, device};
   }
 
@@ -52,6 +58,12 @@ class CountingAllocator final : public at::Allocator {
   static void release(void* pointer) {
     if (pointer == nullptr) return;
     add(-size_of(pointer));
+    c10::GetDefaultCPUAllocator()->raw_deleter()(pointer);
+  }
+
+  static void release_host(void* pointer) {
+    if (pointer == nullptr) return;
+    host.fetch_sub(size_of(pointer), std::memory_order_relaxed);
     c10::GetDefaultCPUAllocator()->raw_deleter()(pointer);
   }
 };
@@ -73,6 +85,14 @@ bool count_cpu_bytes(bool on) {
 }
 
 std::int64_t live_cpu_bytes() { return live.load(std::memory_order_relaxed); }
+
+std::int64_t host_cpu_bytes() { return host.load(std::memory_order_relaxed); }
+
+bool allocate_as_host(bool on) {
+  const bool before = as_host;
+  as_host = on;
+  return before;
+}
 
 std::int64_t peak_cpu_bytes() { return peak.load(std::memory_order_relaxed); }
 

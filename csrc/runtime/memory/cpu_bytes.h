@@ -24,6 +24,13 @@ std::int64_t peak_cpu_bytes();
 /// Begins the search for the most with what there is now. Any thread.
 void reset_peak_cpu_bytes();
 
+/// Whether what this thread allocates from now on stands for the host's memory beside a device: it is in no figure but
+/// `host_cpu_bytes`. Returns whether it did before.
+bool allocate_as_host(bool on);
+
+/// Bytes of the living tensors that stand for the host's memory, and were allocated while counting. Any thread.
+std::int64_t host_cpu_bytes();
+
 /// Whether the memory of `tensor` is in the figures.
 bool is_counted(const at::Tensor& tensor);
 

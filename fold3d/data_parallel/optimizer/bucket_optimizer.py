@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import OrderedDict, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +14,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fold3d.data_parallel.bucket import Piece
+from fold3d.data_parallel.optimizer.host_copies import HostCopies
+from fold3d.data_parallel.optimizer.host_memory import has_fused_step, host_memory, settings_on_host, to_host
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,24 +36,40 @@ class Settings:
 class BucketOptimizer:
     """A twin of the user's optimizer over some tensors, in the groups of the parameters that they are part of."""
 
-    def __init__(self, optimizer: Optimizer, tensors: Sequence[tuple[Piece, Tensor]], *, sharded: bool):
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        tensors: Sequence[tuple[Piece, Tensor]],
+        *,
+        sharded: bool,
+        copies: HostCopies | None = None,
+    ):
         """Args:
         tensors: what to step; each stands for its piece's parameter. Those of parameters that the optimizer does not
             have are left alone.
         sharded: the twin keeps a state of its own; else the tensors are the parameters, and the state is the
             optimizer's.
+        copies: of those of `tensors` that the optimizer has, in host memory, where they are stepped and the state lies.
         """
         self._optimizer = optimizer
         self._sharded = sharded
+        self._copies = copies
         number = {id(p): k for k, group in enumerate(optimizer.param_groups) for p in group["params"]}
-        self.tensors = [(piece, tensor) for piece, tensor in tensors if id(piece.parameter) in number]
-        groups: list[dict[str, Any]] = [{**group, "params": []} for group in optimizer.param_groups]
+        device = [(piece, tensor) for piece, tensor in tensors if id(piece.parameter) in number]
+        self.tensors = device if copies is None else copies.weights
+        """What the twin steps."""
+        self._dtypes = {piece.index: tensor.dtype for piece, tensor in self.tensors}
+        self._gradients: Mapping[int, Tensor] | None = None
+        is_away = copies is not None and any(tensor.device.type != "cpu" for _, tensor in device)
+        self._fused = is_away and has_fused_step(optimizer, device[0][1].dtype)
+        self._settings: Callable[[Mapping[str, Any]], Mapping[str, Any]] = self._on_host if is_away else dict
+        groups: list[dict[str, Any]] = [{**self._settings(group), "params": []} for group in optimizer.param_groups]
         for piece, tensor in self.tensors:
             groups[number[id(piece.parameter)]]["params"].append(tensor)
         self.twin = twin_of(optimizer, groups)
 
-    def step(self, gradients: Mapping[int, Tensor], settings: Settings) -> None:
-        """Updates the tensors.
+    def prepare(self, gradients: Mapping[int, Tensor], settings: Settings) -> None:
+        """Takes the gradients of the next `step`; where the optimizer steps on the host they set out for it.
 
         Args:
             gradients: index of the parameter in its bucket -> gradient of the tensor; those that are missing are
@@ -57,16 +77,77 @@ class BucketOptimizer:
         """
         if settings.coefficient != 1.0 and gradients:
             torch._foreach_mul_(list(gradients.values()), settings.coefficient)
-        if not self._sharded:
-            self.twin.state = self._optimizer.state
+        own = {index: gradients[index].to(dtype) for index, dtype in self._dtypes.items() if index in gradients}
+        self._gradients = own if self._copies is None else self._copies.bring(own)
+
+    def step(
+        self, gradients: Mapping[int, Tensor], settings: Settings, ahead: Callable[[], None] | None = None
+    ) -> None:
+        """Updates the tensors.
+
+        Args:
+            gradients: as in `prepare`, which may have been called with them already.
+            ahead: `prepare` of what is stepped next.
+        """
+        if self._gradients is None:
+            self.prepare(gradients, settings)
+        given, self._gradients = self._gradients, None
+        assert given is not None
+        if ahead is not None:
+            ahead()
+        if self._copies is not None:
+            self._copies.arrive()
+        self._take_state()
         for group, kept in zip(self.twin.param_groups, settings.groups, strict=True):
-            group.update(kept)
+            group.update(self._settings(kept))
         for piece, tensor in self.tensors:
-            gradient = gradients.get(piece.index)
-            tensor.grad = None if gradient is None else gradient.to(tensor.dtype)
-        self.twin.step()
+            tensor.grad = given.get(piece.index)
+        with self.memory():
+            self.twin.step()
         for _, tensor in self.tensors:
             tensor.grad = None
+        if self._copies is not None:
+            self._copies.send(given)
+            self._give_state()
+
+    def memory(self) -> AbstractContextManager[None]:
+        """Returns the context in which tensors of the state are made."""
+        return contextlib.nullcontext() if self._copies is None else host_memory()
+
+    def own(self, value: Any) -> Any:
+        """Returns a value of the state as the twin keeps it: in host memory where it steps there."""
+        return value if self._copies is None else to_host(value)
+
+    def own_state(self) -> None:
+        """Brings the optimizer's state of these parameters to where the twin keeps it; of whole parameters."""
+        for piece, _ in self.tensors:
+            state = self._optimizer.state.get(piece.parameter)
+            if state is not None:
+                for key, value in state.items():
+                    state[key] = self.own(value)
+
+    def _take_state(self) -> None:
+        if self._sharded:
+            return
+        if self._copies is None:
+            self.twin.state = self._optimizer.state
+            return
+        for piece, tensor in self.tensors:
+            state = self._optimizer.state.get(piece.parameter)
+            if state is None:
+                self.twin.state.pop(tensor, None)
+            else:
+                self.twin.state[tensor] = state
+
+    def _give_state(self) -> None:
+        if self._sharded:
+            return
+        for piece, tensor in self.tensors:
+            if tensor in self.twin.state:
+                self._optimizer.state[piece.parameter] = self.twin.state[tensor]
+
+    def _on_host(self, settings: Mapping[str, Any]) -> Mapping[str, Any]:
+        return settings_on_host(settings, fused=self._fused)
 
 
 def twin_of(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:

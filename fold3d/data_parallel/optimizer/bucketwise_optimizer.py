@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
+from itertools import pairwise
 
+from torch import Tensor
 from torch.optim import Optimizer
 
 from fold3d.comms.tree_group import TreeGroup
-from fold3d.data_parallel.bucket import Bucket
+from fold3d.data_parallel.bucket import Bucket, Piece
 from fold3d.data_parallel.optimizer import state
 from fold3d.data_parallel.optimizer.bucket_optimizer import BucketOptimizer, Settings
+from fold3d.data_parallel.optimizer.host_copies import host_copies
 from fold3d.errors import ConfigError
 
 
@@ -19,38 +23,55 @@ class BucketwiseOptimizer:
     Of shards each replica keeps its part of the optimizer's state; `collect_state` puts it together.
     """
 
-    def __init__(self, optimizer: Optimizer, buckets: Sequence[Bucket], sharded: Sequence[bool], data: TreeGroup):
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        buckets: Sequence[Bucket],
+        sharded: Sequence[bool],
+        data: TreeGroup,
+        *,
+        on_host: bool = False,
+    ):
         """Moves parameters of sharded buckets into one flat tensor each.
 
         Args:
             buckets: in the order of their numbers.
             sharded: per bucket, whether this replica steps its shard only.
             data: the replicas of this rank's stage.
+            on_host: steps are taken in host memory, where the state lies.
+        Raises: ConfigError when the host lacks memory.
         """
         self._optimizer, self._buckets, self._data = optimizer, buckets, data
+        self._is_sharded = list(sharded)
         self._sharded = [bucket for bucket, is_sharded in zip(buckets, sharded, strict=True) if is_sharded]
         self._pending: dict[int, Settings] = {}  # buckets that are to be stepped when they are opened
         self._collected = False  # the optimizer's state is whole
-        self.parts: list[BucketOptimizer] = []
+        tensors: list[list[tuple[Piece, Tensor]]] = []
         for bucket, is_sharded in zip(buckets, sharded, strict=True):
             if is_sharded:
                 bucket.flatten_parameters()
                 assert bucket.weights is not None
-                tensors = [(piece, piece.of(bucket.weights)) for piece in bucket.pieces]
-                part = BucketOptimizer(optimizer, tensors, sharded=True)
-                state.scatter(bucket, part, optimizer)
+                tensors.append([(piece, piece.of(bucket.weights)) for piece in bucket.pieces])
             else:
-                part = BucketOptimizer(optimizer, [(p, p.parameter) for p in bucket.all_pieces], sharded=False)
-            self.parts.append(part)
+                tensors.append([(piece, piece.parameter) for piece in bucket.all_pieces])
+        self.parts = parts_of(optimizer, tensors, sharded, on_host=on_host)
+        self._next = dict(pairwise(bucket.number for bucket in self._sharded))
+        self._on_host = on_host
+        self.split_state()
 
     def settings(self, coefficient: float) -> Settings:
         """Returns the optimizer's settings of now, for gradients that are scaled by `coefficient`."""
         return Settings.of(self._optimizer, coefficient)
 
     def step_shard(self, bucket: Bucket, settings: Settings) -> None:
-        """Steps this replica's shard of a bucket's weights."""
-        gradients = {p.index: p.of(bucket.gradients) for p in bucket.pieces if bucket.used[p.index]}
-        self.parts[bucket.number].step(gradients, settings)
+        """Steps this replica's shard of a bucket's weights. Where it does so on the host, the next one sets out for it:
+        sharded buckets are stepped in order, and all their gradients are here."""
+        following = self._next.get(bucket.number) if self._on_host else None
+        ahead = None if following is None else partial(self._prepare, self._buckets[following], settings)
+        self.parts[bucket.number].step(_shard_gradients(bucket), settings, ahead)
+
+    def _prepare(self, bucket: Bucket, settings: Settings) -> None:
+        self.parts[bucket.number].prepare(_shard_gradients(bucket), settings)
 
     def postpone(self, bucket: Bucket, settings: Settings) -> None:
         """`step_postponed` shall step the whole bucket."""
@@ -85,7 +106,9 @@ class BucketwiseOptimizer:
     def collect_state(self) -> None:
         """Fills the optimizer's state with what the replicas hold in parts; all replicas call. See `split_state`."""
         for bucket in self._sharded:
-            self._optimizer.state.update(state.gather(bucket, self.parts[bucket.number], self._data))
+            part = self.parts[bucket.number]
+            with part.memory():
+                self._optimizer.state.update(state.gather(bucket, part, self._data))
         self._collected = True
 
     def check_state_is_whole(self) -> None:
@@ -104,5 +127,37 @@ class BucketwiseOptimizer:
 
     def split_state(self) -> None:
         """Keeps this rank's part of a state that was loaded whole into the optimizer."""
-        for bucket in self._sharded:
-            state.scatter(bucket, self.parts[bucket.number], self._optimizer)
+        for bucket, is_sharded in zip(self._buckets, self._is_sharded, strict=True):
+            part = self.parts[bucket.number]
+            if is_sharded:
+                with part.memory():
+                    state.scatter(bucket, part, self._optimizer)
+            elif self._on_host:
+                part.own_state()
+
+
+def parts_of(
+    optimizer: Optimizer,
+    tensors: Sequence[Sequence[tuple[Piece, Tensor]]],
+    sharded: Sequence[bool],
+    *,
+    on_host: bool,
+) -> list[BucketOptimizer]:
+    """Returns what steps each entry of `tensors`, on the host if `on_host`: see `BucketOptimizer`.
+
+    Raises: ConfigError when the host lacks memory.
+    """
+    if not on_host:
+        return [BucketOptimizer(optimizer, one, sharded=part) for one, part in zip(tensors, sharded, strict=True)]
+    stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    held = [[(piece, tensor) for piece, tensor in one if id(piece.parameter) in stepped] for one in tensors]
+    # Those that follow each other take turns, so that one sets out while the other is stepped.
+    turns = [sum(sharded[:k]) % 2 if part else k % 2 for k, part in enumerate(sharded)]
+    return [
+        BucketOptimizer(optimizer, one, sharded=part, copies=copies)
+        for one, part, copies in zip(held, sharded, host_copies(held, turns), strict=True)
+    ]
+
+
+def _shard_gradients(bucket: Bucket) -> dict[int, Tensor]:
+    return {p.index: p.of(bucket.gradients) for p in bucket.pieces if bucket.used[p.index]}

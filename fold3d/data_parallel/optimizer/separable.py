@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fold3d.data_parallel.optimizer.bucket_optimizer import twin_of
+from fold3d.data_parallel.optimizer.host_memory import settings_on_host
 from fold3d.device import rng_untouched
 from fold3d.errors import ConfigError
 
@@ -23,9 +24,13 @@ _CUT = 4611
 """Where the sample is cut: not at a row, so that whatever looks at rows, columns or norms shows."""
 
 
-def check_separable(optimizer: Optimizer, *, parts: bool, tp: int = 1) -> None:
+def check_separable(optimizer: Optimizer, *, parts: bool, tp: int = 1, on_host: bool = False) -> int:
     """Raises ConfigError unless the optimizer steps each tensor by itself, and if `parts`, or with tensor parallelism
     (`tp` ranks hold a part of each tensor), each element.
+
+    Args:
+        on_host: it is stepped in host memory, piece by piece, wherever its parameters are; tried there.
+    Returns: bytes of the state of each element of a parameter, at most.
 
     Found out by trying, with the settings of each group, on the device and in the dtype of its parameters, in the mode
     for training: a few steps on two small matrices together must give the same numbers as on each alone, or on the
@@ -33,26 +38,51 @@ def check_separable(optimizer: Optimizer, *, parts: bool, tp: int = 1) -> None:
     """
     name = type(optimizer).__name__
     first = next((p for group in optimizer.param_groups for p in group["params"]), torch.empty(0))
+    if on_host and callable(getattr(optimizer, "eval", None)):
+        raise ConfigError(
+            f"offload_optimizer=True keeps the optimizer's state in host memory, but {name} computes the weights for "
+            "evaluation from it; set offload_optimizer=False"
+        )
+    tried_on = first
+    if on_host and first.device.type != "cpu":
+        tried_on = torch.empty(0, dtype=first.dtype)
     with rng_untouched(first.device):
-        _check_separable(optimizer, name, functools.partial(_samples, first), parts=parts, tp=tp)
+        return _check_separable(
+            optimizer, name, functools.partial(_samples, tried_on), parts=parts, tp=tp, on_host=on_host
+        )
 
 
 def _check_separable(
-    optimizer: Optimizer, name: str, draw: Callable[[], list[_Sample]], *, parts: bool, tp: int
-) -> None:
+    optimizer: Optimizer, name: str, draw: Callable[[], list[_Sample]], *, parts: bool, tp: int, on_host: bool
+) -> int:
     why, instead = (f"tp={tp}", "set tp=1") if tp > 1 else ('dp_sync="zero1"', 'set dp_sync="early"')
+    state_bytes = 0
     for group in optimizer.param_groups:
         settings = {k: v for k, v in group.items() if k != "params"}
+        if on_host and group["params"] and group["params"][0].device.type != "cpu":
+            settings = settings_on_host(settings, fused=False)
         if "lr" in settings:
             settings["lr"] = 0.1  # a schedule may begin at zero, where nothing shows
         try:
             together = _tried(optimizer, settings, [draw()])
         except Exception as error:
+            if on_host:
+                raise ConfigError(
+                    f"offload_optimizer=True steps the optimizer in host memory, layer by layer, which {name} cannot "
+                    f"do ({type(error).__name__}: {error}); use another optimizer, or set offload_optimizer=False"
+                ) from error
             raise ConfigError(
                 f"{name} cannot be stepped layer by layer, as several stages or replicas need it "
                 f"({type(error).__name__}: {error}); use another optimizer"
             ) from error
+        state_bytes = max(state_bytes, together[2])
         if not _same(together, _tried(optimizer, settings, [[sample] for sample in draw()])):
+            if on_host:
+                raise ConfigError(
+                    f"{name} gives other numbers for parameters together than for each alone, but with "
+                    "offload_optimizer=True layers are stepped apart; use an optimizer that treats parameters "
+                    "independently, or set offload_optimizer=False"
+                )
             raise ConfigError(
                 f"{name} gives other numbers for parameters together than for each alone, but with several stages or "
                 "replicas layers are stepped apart; use an optimizer that treats parameters independently"
@@ -76,12 +106,13 @@ def _check_separable(
                 f"{why} steps parts of parameters, but {name} gives other numbers for a part than for the whole: it "
                 f"does not work element by element; {instead}"
             )
+    return state_bytes
 
 
 _Sample = tuple[Tensor, ...]
 """A tensor and its gradients of some steps."""
-_Outcome = tuple[Tensor, list[dict[str, float]]]
-"""All elements, and the numbers that each twin has in its group."""
+_Outcome = tuple[Tensor, list[dict[str, float]], int]
+"""All elements, the numbers that each twin has in its group, and the bytes of state for each element."""
 
 
 def _samples(like: Tensor) -> list[_Sample]:
@@ -103,6 +134,7 @@ def _cut(sample: _Sample) -> list[_Sample]:
 def _tried(optimizer: Optimizer, settings: Mapping[str, Any], twins: Sequence[Sequence[_Sample]]) -> _Outcome:
     """Returns what some steps lead to, in order, when each entry of `twins` is stepped by a twin of its own."""
     numbers: list[dict[str, float]] = []
+    kept = 0
     for samples in twins:
         twin = twin_of(optimizer, [{**settings, "params": [sample[0] for sample in samples]}])
         for_training = getattr(twin, "train", None)
@@ -112,9 +144,12 @@ def _tried(optimizer: Optimizer, settings: Mapping[str, Any], twins: Sequence[Se
             for sample in samples:
                 sample[0].grad = sample[step].clone()
             twin.step()
+        values = [value for state in twin.state.values() for value in state.values() if isinstance(value, Tensor)]
+        kept += sum(value.nbytes for value in values)
         group = twin.param_groups[0].items()
         numbers.append({key: float(value) for key, value in group if _is_number(value)})
-    return torch.cat([sample[0].flatten() for samples in twins for sample in samples]), numbers
+    elements = torch.cat([sample[0].flatten() for samples in twins for sample in samples])
+    return elements, numbers, -(-kept // elements.numel())
 
 
 def _is_number(value: Any) -> bool:
@@ -123,7 +158,7 @@ def _is_number(value: Any) -> bool:
 
 def _same(together: _Outcome, apart: _Outcome) -> bool:
     """Whether the elements agree, and what twins count or estimate for all of their parameters."""
-    (first, (common,)), (second, numbers) = together, apart
+    (first, (common,), _), (second, numbers, _) = together, apart
     rough = first.dtype in (torch.float16, torch.bfloat16)
     alike = torch.allclose(first, second, rtol=1e-2 if rough else 1e-5, atol=1e-2 if rough else 1e-7)
     return alike and all(

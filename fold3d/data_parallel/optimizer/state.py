@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from fold3d.comms.tree_group import TreeGroup
 from fold3d.data_parallel.bucket import Bucket, Piece, flattened, laid_out
 from fold3d.data_parallel.optimizer.bucket_optimizer import BucketOptimizer
+from fold3d.data_parallel.optimizer.host_memory import unwrapped
 
 State = dict[Tensor, dict[str, Any]]
 """Parameter -> its optimizer state."""
@@ -38,8 +39,8 @@ def gather(bucket: Bucket, part: BucketOptimizer, data: TreeGroup) -> State:
         for index in keys:
             result.setdefault(bucket.parameters[index], {}).update(values.get(index, {}))
     for key, dtype in sorted({item for kinds, _, _ in told for item in kinds.items()}, key=lambda item: item[0]):
-        own = flat.get(key, torch.zeros(width, dtype=dtype, device=bucket.gradients.device))
-        whole = torch.cat(data.all_gather(own))
+        own = flat.get(key, torch.zeros(width, dtype=dtype)).to(bucket.gradients.device)
+        whole = part.own(torch.cat(data.all_gather(own)))
         owners = {
             index
             for _, values, keys in told
@@ -59,7 +60,7 @@ def scatter(bucket: Bucket, part: BucketOptimizer, optimizer: Optimizer) -> None
     for piece, tensor in part.tensors:
         state = optimizer.state.get(piece.parameter)
         if state is not None:
-            part.twin.state[tensor] = {key: _slice(value, piece) for key, value in state.items()}
+            part.twin.state[tensor] = {key: part.own(_slice(unwrapped(value), piece)) for key, value in state.items()}
     drop(bucket, optimizer)
 
 

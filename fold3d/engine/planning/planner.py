@@ -207,7 +207,8 @@ def propose(
     profile = world.decide(profile, Profile.agreed, timeout=world.patience)
     network = _network(profile, world, config, device)
     limit = _memory_limit(config, device)
-    copies = {} if limit is None or config.offload == "none" else _copies(config, world, device)
+    copied = config.offload_optimizer or (limit is not None and config.offload != "none")
+    copies = _copies(config, world, device) if copied else {}
     job = Job(
         trace=recording,
         profile=profile,
@@ -245,7 +246,11 @@ def _copies(config: ParallelConfig, world: WorldGroup, device: torch.device) -> 
     """Returns what Job says of copies, the same on every rank; all ranks of the job call."""
     measured = copy_bandwidth(device, config.offload_disk)
     elsewhere = device.type != "cpu" or config.offload_disk is not None
-    return {"copy_bandwidth": world.decide(measured, median, timeout=world.patience), "pool_is_elsewhere": elsewhere}
+    return {
+        "copy_bandwidth": world.decide(measured, median, timeout=world.patience),
+        "pool_is_elsewhere": elsewhere,
+        "host_is_elsewhere": device.type != "cpu",
+    }
 
 
 def _steps_parts(make: Callable[[list[Parameter]], Optimizer] | None) -> bool:

@@ -12,7 +12,7 @@ from fold3d.plan.job import Job
 from fold3d.plan.layout import Layout, cut, layout_of
 from fold3d.plan.memory.model import peaks_of
 from fold3d.plan.memory.spared import Spared
-from fold3d.plan.space import registry
+from fold3d.plan.space import offload, registry
 from fold3d.plan.space.segments import folds
 from fold3d.plan.strategy import Modes, Strategy
 from fold3d.plan.trial import Order, Trials
@@ -77,6 +77,10 @@ def _others(job: Job, strategy: Strategy, layout: Layout, order: Order) -> Itera
     modes, spared = _modes(strategy, layout), layout.spared
     for other in _spared(job, strategy, spared):
         yield str(other), job, layout_of(job, strategy.ranges, strategy.bucket_bytes, other), order, modes
+    if job.host_is_elsewhere and not job.offload_optimizer:
+        host = offload.optimizer_costs(job, True)
+        its = layout_of(host, strategy.ranges, strategy.bucket_bytes, spared)
+        yield "offload_optimizer=True", host, its, order, modes
     if job.dp > 1 and strategy.dp_sync != "zero1":
         yield 'dp_sync="zero1"', job, layout, order, _all(layout, job.pp, "zero1")
     if strategy.schedule != "1f1b" and len(spared.recompute.choices) == 1:

@@ -27,6 +27,8 @@ class StagePeak:
     """By USES, at that moment; together `bytes`."""
     pool: int = 0
     """The most in the host's pool."""
+    host: int = 0
+    """In host memory all the time, beside the pool: the optimizer's state, if it is there."""
 
     def text(self) -> str:
         """Returns what takes most, the largest first."""
@@ -42,16 +44,19 @@ def memory_model(job: Job, layout: Layout, modes: Modes) -> _C.MemoryModel:
     """
     ways = [iter(modes[stage]) for stage in range(job.pp)]
     chunks = []
+    state_of = [0] * job.pp
     for number, activations in enumerate(layout.activations):
         way, buckets = ways[stage_of(number, job.pp)], layout.buckets[number]
         flat, trained = sum(bucket.bytes for bucket in buckets), layout.trainable_bytes[number]
         state = job.profile.optimizer_bytes * trained / flat if flat else 0.0  # per byte of a bucket
+        optimizer = sum(round(state * b.bytes / (job.dp if next(way) == "zero1" else 1)) for b in buckets)
+        state_of[stage_of(number, job.pp)] += optimizer
         chunks.append(
             _C.ChunkBytes(
                 weights=layout.parameter_bytes[number],
                 # In buckets, fp32 at least; with one replica autograd makes them, like the parameters.
                 gradients=max(flat, trained) if job.dp > 1 else trained,
-                optimizer=sum(round(state * b.bytes / (job.dp if next(way) == "zero1" else 1)) for b in buckets),
+                optimizer=0 if job.offload_optimizer else optimizer,
                 inputs=layout.activation_bytes[number - 1] if number else 0,
                 saved=activations.saved,
                 kept=layout.kept[number],
@@ -59,7 +64,24 @@ def memory_model(job: Job, layout: Layout, modes: Modes) -> _C.MemoryModel:
                 backward=activations.backward,
             )
         )
-    return _C.MemoryModel(chunks, gradients_stay=job.dp > 1)
+    return _C.MemoryModel(
+        chunks,
+        host=state_of if job.offload_optimizer else [],
+        update=[] if job.offload_optimizer else [_workspace(job, layout, modes, stage) for stage in range(job.pp)],
+        gradients_stay=job.dp > 1,
+    )
+
+
+def _workspace(job: Job, layout: Layout, modes: Modes, stage: int) -> int:
+    """Returns the bytes that the optimizer's step needs on the device beside its state."""
+    buckets = layout.of_stage(stage, job.pp)
+    at_once = [
+        bucket.bytes // (job.dp if mode == "zero1" else 1) for bucket, mode in zip(buckets, modes[stage], strict=True)
+    ]
+    most = sum(at_once) if job.dp == 1 else max(at_once, default=0)  # several replicas step bucket by bucket
+    if not job.profile.updates_together:
+        most = min(most, max(layout.largest_gradient[stage :: job.pp]))
+    return round(job.profile.update_bytes * most)
 
 
 def even_curves(
@@ -112,5 +134,6 @@ def _even_shares(work: Work, pp: int, saved: int) -> list[int]:
 def peaks_of(curves: Sequence[_C.StageMemory]) -> tuple[StagePeak, ...]:
     """Returns the peak of each stage."""
     return tuple(
-        StagePeak(bytes=curve.peak.device, uses=tuple(curve.peak.uses), pool=curve.most_pool) for curve in curves
+        StagePeak(bytes=curve.peak.device, uses=tuple(curve.peak.uses), pool=curve.most_pool, host=curve.host)
+        for curve in curves
     )

@@ -2,13 +2,18 @@
 
 "boundaries": of chunks that recompute, which keep their blocks' inputs. "activations": of all chunks, with what their
 graphs saved. A stash that is used again at once stays: csrc/core/passes/offload.cpp.
+
+And whether the optimizer's state lies in host memory, where it is stepped (Ren et al., ZeRO-Offload, 2021).
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from fold3d.config import OFFLOAD
 from fold3d.errors import ConfigError
 from fold3d.plan.constraints import Constraints
+from fold3d.plan.job import Job
 from fold3d.plan.memory.spared import Spared, keeps_boundaries
 from fold3d.plan.space import recompute
 from fold3d.plan.space.knob import Knob
@@ -45,3 +50,39 @@ KNOB = Knob(
 def offloaded_chunks(strategy: Strategy) -> list[bool]:
     """Returns, of every chunk, whether its stashes leave the device; empty where none does."""
     return Spared.of(strategy.settings).offloaded(strategy.num_chunks)
+
+
+_VALUES = {"true": True, "false": False}
+_COPIES = 3
+"""Of a parameter: it and its gradient go to the host, and it comes back."""
+
+
+def _flag_of(text: str) -> bool:
+    if text.lower() not in _VALUES:
+        raise ValueError("must be True or False")
+    return _VALUES[text.lower()]
+
+
+def optimizer_costs(job: Job, value: bool) -> Job:
+    """Returns the job with the update's time on the host, and that of its copies: as if none ran beside an update, so
+    no step should take longer than that."""
+    if not value or job.offload_optimizer:
+        return job
+    profile = job.profile
+    trained = [name for name, size in profile.gradient_bytes.items() if size]
+    gradients = sum(profile.gradient_bytes[name] for name in trained)
+    weights = sum(profile.parameter_bytes[name] for name in trained)
+    copies = _COPIES * weights / gradients / job.copy_bandwidth if gradients else 0.0
+    update = profile.host_update_seconds + copies
+    return replace(job, offload_optimizer=True, profile=replace(profile, update_seconds=update))
+
+
+OPTIMIZER = Knob(
+    name="offload_optimizer",
+    help="whether the optimizer's state lies in host memory and is stepped there: True, or False",
+    parse=_flag_of,
+    candidates=lambda job, constraints, so_far: (False,),  # the host's memory and cores are the user's to give
+    default=False,
+    costs=optimizer_costs,
+    flag=lambda value, strategy: "True" if value else None,
+)

@@ -8,7 +8,16 @@ from typing import Any
 from fold3d.errors import ConfigError
 from fold3d.plan.constraints import Constraints
 from fold3d.plan.job import Job
-from fold3d.plan.space import bucket_bytes, dp_sync, group_size, offload, recompute, schedule, segments, tp_overlap
+from fold3d.plan.space import (
+    bucket_bytes,
+    dp_sync,
+    group_size,
+    offload,
+    recompute,
+    schedule,
+    segments,
+    tp_overlap,
+)
 from fold3d.plan.space.knob import Knob
 from fold3d.plan.strategy import Strategy
 
@@ -20,6 +29,7 @@ KNOBS: list[Knob[Any]] = [
     bucket_bytes.KNOB,
     recompute.KNOB,
     offload.KNOB,
+    offload.OPTIMIZER,
     tp_overlap.KNOB,
 ]
 

@@ -1,0 +1,113 @@
+"""update_cost(): what an optimizer's update takes on a device and on the host, and what memory it needs, measured."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import median
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from fold3d import _C
+
+_FLOAT = 4  # bytes of a gradient: fp32
+_SAMPLE = (1024, 1024)  # floats; a matrix, since some optimizers take nothing else
+_RUNS = 3
+_TOGETHER = 1.5
+"""Times the memory of one parameter, which two take that are stepped at once."""
+
+Make = Callable[[list[nn.Parameter]], Optimizer]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UpdateCost:
+    """Of an update, each per byte of gradients."""
+
+    seconds: float
+    host_seconds: float
+    """In host memory."""
+    state: float
+    """Bytes that stay."""
+    workspace: float
+    """Bytes beside it, of what is stepped at once."""
+    together: bool
+    """Whether a call steps all its parameters at once; else one after the other."""
+
+
+def update_cost(make: Make, device: torch.device) -> UpdateCost:
+    """Returns what an update costs on `device`. Any rank may call it alone.
+
+    Args:
+        make: makes the optimizer of a list of parameters; tried on made-up ones.
+    Raises: whatever the optimizer raises.
+    """
+    seconds, state = _timed(make, device)
+    one, two = (_workspace(make, device, count) for count in (1, 2))
+    return UpdateCost(
+        seconds=seconds,
+        host_seconds=seconds if device.type == "cpu" else _host_seconds(make, seconds),
+        state=state,
+        workspace=one,
+        together=two > _TOGETHER * one,
+    )
+
+
+def _host_seconds(make: Make, otherwise: float) -> float:
+    """Returns the seconds of an update on the host; of an optimizer that cannot be stepped there, those elsewhere."""
+    cpu = torch.device("cpu")
+    try:
+        fused = type(make([_parameter(cpu)]))([_parameter(cpu)], lr=1e-3, fused=True)  # type: ignore[call-arg]
+        return _timed(lambda parameters: type(fused)(parameters, lr=1e-3, fused=True), cpu)[0]  # type: ignore[call-arg]
+    except Exception:  # it has no such setting
+        pass
+    try:
+        return _timed(make, cpu)[0]
+    except Exception:  # which is said where it is asked for
+        return otherwise
+
+
+def _parameter(device: torch.device) -> nn.Parameter:
+    parameter = nn.Parameter(torch.zeros(_SAMPLE, device=device))
+    parameter.grad = torch.ones_like(parameter)
+    return parameter
+
+
+def _timed(make: Make, device: torch.device) -> tuple[float, float]:
+    """Returns the seconds of an update and the bytes of its state, each per byte of gradients."""
+    parameter = _parameter(device)
+    optimizer = make([parameter])
+    times = []
+    for _ in range(_RUNS + 1):
+        begin = time.perf_counter()
+        optimizer.step()
+        float(parameter.detach()[0, 0])  # waits for the device
+        times.append(time.perf_counter() - begin)
+    tensors = [value for value in optimizer.state.get(parameter, {}).values() if isinstance(value, torch.Tensor)]
+    size = _FLOAT * parameter.numel()
+    return median(times[1:]) / size, sum(t.numel() * t.element_size() for t in tensors) / size
+
+
+def _workspace(make: Make, device: torch.device, count: int) -> float:
+    """Returns the most bytes at any moment of an update of so many parameters, per byte of gradients of one."""
+    parameters = [_parameter(device) for _ in range(count)]
+    optimizer = make(parameters)
+    optimizer.step()  # makes the state
+    size = _FLOAT * parameters[0].numel()
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        optimizer.step()
+        return (torch.cuda.max_memory_allocated(device) - before) / size
+    counted_before = _C.is_counted(torch.empty(1))
+    if not _C.count_cpu_bytes(True):  # another allocator, which nobody can ask
+        return 0.0
+    try:
+        before = _C.live_cpu_bytes()
+        _C.reset_peak_cpu_bytes()
+        optimizer.step()
+        return (_C.peak_cpu_bytes() - before) / size
+    finally:
+        _C.count_cpu_bytes(counted_before)
