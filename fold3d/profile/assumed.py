@@ -20,8 +20,8 @@ _UPDATE_SECONDS = 7e-12
 _HOST_UPDATE_SECONDS = 3.5e-10
 """The same in host memory, of which a process that shares it with others gets 20 GB/s."""
 _ADAMW_STATE = 2.0
-_ADAMW_WORKSPACE = 1.0
-"""The denominator."""
+_ADAMW_WORKSPACE = 3.0
+"""The denominator, what it is made of, and that of the parameter before."""
 
 
 def assumed_profile(

@@ -16,8 +16,8 @@ from fold3d import _C
 _FLOAT = 4  # bytes of a gradient: fp32
 _SAMPLE = (1024, 1024)  # floats; a matrix, since some optimizers take nothing else
 _RUNS = 3
-_TOGETHER = 1.5
-"""Times the memory of one parameter, which two take that are stepped at once."""
+_SEVERAL = 4
+"""Parameters: stepped at once, they need as many times the memory of one; one after the other, hardly more."""
 
 Make = Callable[[list[nn.Parameter]], Optimizer]
 
@@ -45,13 +45,14 @@ def update_cost(make: Make, device: torch.device) -> UpdateCost:
     Raises: whatever the optimizer raises.
     """
     seconds, state = _timed(make, device)
-    one, two = (_workspace(make, device, count) for count in (1, 2))
+    one, several = (_workspace(make, device, count) for count in (1, _SEVERAL))
+    together = several > 0.6 * _SEVERAL * one
     return UpdateCost(
         seconds=seconds,
         host_seconds=seconds if device.type == "cpu" else _host_seconds(make, seconds),
         state=state,
-        workspace=one,
-        together=two > _TOGETHER * one,
+        workspace=several / _SEVERAL if together else several,
+        together=together,
     )
 
 

@@ -228,7 +228,7 @@ def propose(
     if topology.rank == 0:
         try:
             proposal = decide(job, constraints, lambda: _steps_parts(optimizer))
-            _check_memory(proposal, config)
+            _check_memory(job, proposal, config)
             announce(logger, proposal.table)
             found = proposal
         except ConfigError as error:
@@ -267,15 +267,17 @@ def _steps_parts(make: Callable[[list[Parameter]], Optimizer] | None) -> bool:
     return True
 
 
-def _check_memory(proposal: Proposal, config: ParallelConfig) -> None:
+def _check_memory(job: Job, proposal: Proposal, config: ParallelConfig) -> None:
     """Raises ConfigError when the best that was found needs more memory than the user allows."""
     strategy, spared = proposal.strategy, str(Spared.of(proposal.strategy.settings))
+    host = "set offload_optimizer=True, " if job.host_is_elsewhere and not config.offload_optimizer else ""
     if config.memory_size is not None and proposal.memory_bytes > config.memory_size:
         raise ConfigError(
             f"memory_limit={config.memory_limit}: stage {proposal.fullest_stage} would need about "
             f"{text_of_bytes(proposal.memory_bytes)}, the least that was found ({strategy.segments} segments, "
             f"{strategy.schedule}, dp_sync {strategy.dp_sync}{spared and f', {spared}'}); raise memory_limit or pp, "
-            "use smaller micro-batches, or leave more of segments, schedule, dp_sync, recompute and offload at auto"
+            f"use smaller micro-batches, {host}or leave more of segments, schedule, dp_sync, recompute and offload at "
+            "auto"
         )
 
 
