@@ -101,8 +101,9 @@ def lower(
     reduce: bool,
     recompute: Sequence[bool] = [],
     offload: Sequence[bool] = [],
-    prefetch_distance: int = 1,
+    prefetch_distance: int = 2,
     lazy: bool = False,
+    offload_share: float = 1.0,
 ) -> Schedule: ...
 def validate(schedule: Schedule, forward_only: bool = False) -> None: ...
 def peak_stash(schedule: Schedule) -> list[int]: ...

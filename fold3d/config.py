@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fold3d.errors import ConfigError
+from fold3d.offload import Offload
 from fold3d.recompute import Recompute
 
 AUTO = "auto"
@@ -23,8 +24,6 @@ region's borders that communicate while they compute, or as they come."""
 TRANSPORTS = ("auto", "tcp", "c10d")
 DP_SYNC = ("zero1", "early", "serial")
 """Ways of DP.sync that can be asked for by name."""
-OFFLOAD = ("none", "boundaries", "activations")
-"""What may leave the device between forward and backward."""
 SIMULATED_DP_SYNC = (*DP_SYNC, "blocking", "unvoted")
 """Those of the simulator: also two that fold3d does not train with, for comparison; csrc/core/sim/cluster_model.h."""
 _UNITS = {"": 1, "b": 1} | {
@@ -108,7 +107,8 @@ class ParallelConfig:
     offload: str = AUTO
     """What leaves the device between its forward and its backward, for a pool of host memory: "none"; "boundaries":
     what recomputed chunks keep; "activations": what the graphs of all chunks saved. Copies run beside the computation;
-    what is used again at once stays. The numbers are the same. "auto": under a `memory_limit`, on a GPU or with
+    what is used again at once stays. "activations:50%": of half of the micro-batches, where copies of all would take
+    longer than what hides them. The numbers are the same. "auto": under a `memory_limit`, on a GPU or with
     `offload_disk`, what is faster than `recompute`; else nothing."""
     offload_pool: int | float | str = AUTO
     """Bytes of the pool, reserved when the engine is built (pinned on GPUs), also as text: "8GB"; a number from then
@@ -176,8 +176,8 @@ class ParallelConfig:
             raise ConfigError(f"tp_plan={plan!r} has no effect with tp=1; remove it, or raise tp")
 
     def _check_offload(self) -> None:
-        if self.offload not in (AUTO, *OFFLOAD):
-            raise ConfigError(f"offload={self.offload!r}: must be one of {', '.join((AUTO, *OFFLOAD))}")
+        if self.offload != AUTO:
+            object.__setattr__(self, "offload", str(Offload.parse(self.offload)))
         if self.offload_pool != AUTO:
             object.__setattr__(self, "offload_pool", parse_bytes("offload_pool", self.offload_pool, 1))
         for name, default in (("offload_pool", AUTO), ("offload_disk", None)):

@@ -39,6 +39,7 @@ CPP_FOLDERS = (
 """Each may include itself and the folders before it."""
 PYTHON_ROOMS = (
     "errors",
+    "offload",
     "recompute",
     "config",
     "device",

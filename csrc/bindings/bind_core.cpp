@@ -86,15 +86,17 @@ void bind_schedule(py::module_& module) {
   module.def(
       "lower",
       [](const Schedule& s, bool reduce, std::vector<bool> recompute, std::vector<bool> offload, int prefetch_distance,
-         bool lazy) {
+         bool lazy, double offload_share) {
         return core::lower(s, {.reduce = reduce,
                                .recompute = std::move(recompute),
                                .offload = std::move(offload),
+                               .offload_share = offload_share,
                                .lazy = lazy,
                                .prefetch_distance = prefetch_distance});
       },
       py::arg("schedule"), py::arg("reduce"), py::arg("recompute") = std::vector<bool>{},
-      py::arg("offload") = std::vector<bool>{}, py::arg("prefetch_distance") = 1, py::arg("lazy") = false);
+      py::arg("offload") = std::vector<bool>{}, py::arg("prefetch_distance") = 2, py::arg("lazy") = false,
+      py::arg("offload_share") = 1.0);
   module.def("validate", &core::validate, py::arg("schedule"), py::arg("forward_only") = false);
   module.def("peak_stash", &core::peak_stash, py::arg("schedule"));
   module.def(

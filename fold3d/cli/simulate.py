@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from fold3d.cli import breakdown, memory, schedule_option, tp_option
-from fold3d.config import OFFLOAD, SIMULATED_DP_SYNC
+from fold3d.config import SIMULATED_DP_SYNC
 from fold3d.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -61,9 +61,10 @@ def add(subcommands: Any) -> None:
     )
     made.add_argument(
         "--offload",
-        choices=OFFLOAD,
         default="none",
-        help="which stashes leave the device, with --saved: boundaries (of chunks that recompute) or activations (all)",
+        metavar="WHAT",
+        help="which stashes leave the device, with --saved: boundaries (of chunks that recompute), activations (all), "
+        "or activations:50%% (of half of the micro-batches)",
     )
     made.add_argument("--png", metavar="FILE", help="draw the step's timeline")
     made.set_defaults(run=run)
@@ -72,6 +73,7 @@ def add(subcommands: Any) -> None:
 def run(options: argparse.Namespace) -> None:
     """Prints the breakdown of the simulated step. Raises: ConfigError for values that do not fit each other."""
     from fold3d import schedule as schedules
+    from fold3d.offload import Offload
     from fold3d.plan.cluster_model import Cluster, Work
     from fold3d.plan.costs import NetworkCosts, TpExchange
     from fold3d.plan.memory.model import even_curves, even_stashes
@@ -88,14 +90,15 @@ def run(options: argparse.Namespace) -> None:
     again = schedule_option.recompute_of(options, schedule)
     if options.saved is not None and not options.saved >= 0:
         raise ConfigError(f"--saved is {options.saved:g}; it cannot be negative")
-    if options.offload != "none" and options.saved is None:
+    leaves = Offload.parse(options.offload)
+    if not leaves.nothing and options.saved is None:
         raise ConfigError(f"--offload {options.offload} copies what --saved says; give it, in MB")
     whole = Recompute(tuple(Choice(full=chunk) for chunk in again))
-    moves = Spared(whole, options.offload).offloaded(len(again))
-    if options.offload != "none" and not moves:
-        raise ConfigError("--offload boundaries has no effect: no chunk recomputes; set --recompute full")
+    moves = Spared(whole, leaves).offloaded(len(again))
+    if not leaves.nothing and not moves:
+        raise ConfigError(f"--offload {leaves} has no effect: no chunk recomputes; set --recompute full")
     if options.recompute is not None or moves:
-        schedule = schedules.lower(schedule, reduce=True, recompute=again, offload=moves)
+        schedule = schedules.lower(schedule, reduce=True, recompute=again, offload=moves, offload_share=leaves.share)
     layers = 2 * schedule.segments if options.layers is None else options.layers
     if options.tp < 1:
         raise ConfigError(f"--tp is {options.tp}; it must be positive")

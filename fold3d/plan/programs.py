@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from fold3d import schedule as schedules
 from fold3d.errors import ConfigError
+from fold3d.plan.space.offload import KNOB as OFFLOAD
 from fold3d.plan.space.offload import offloaded_chunks
 from fold3d.plan.strategy import Strategy
 from fold3d.recompute import Recompute
@@ -25,16 +26,18 @@ class Programs:
         micro_batches: int,
         recompute: Recompute | None = None,
         offload: Sequence[bool] = (),
+        offload_share: float = 1.0,
     ) -> None:
         """Args:
             name: of a schedule, or path of a CSV file.
             recompute: what the chunks compute again; None: nothing.
             offload: of every chunk, whether its stashes leave the device; empty: none does. Where one does, so
                 does what crosses chunk borders and waits.
+            offload_share: of the micro-batches whose stashes do.
         Raises: ConfigError when that is said of another number of chunks.
         """
         self._without_graph = [] if recompute is None else recompute.without_graph(pp * segments)
-        self._offload = offload
+        self._offload, self._offload_share = offload, offload_share
         self._name, self._group_size = name, group_size
         self._pp, self._segments, self._micro_batches = pp, segments, micro_batches
         self._reduce = dp > 1
@@ -54,6 +57,7 @@ class Programs:
             micro_batches=strategy.micro_batches,
             recompute=Recompute.read(dict(strategy.settings).get("recompute", "none")),
             offload=offloaded_chunks(strategy),
+            offload_share=OFFLOAD.of(strategy).share,
         )
 
     def compute(self, micro_batches: int) -> schedules.Schedule:
@@ -82,6 +86,7 @@ class Programs:
                 reduce=self._reduce,
                 recompute=self._without_graph,
                 offload=self._offload,
+                offload_share=self._offload_share,
             )
         return self._training[micro_batches]
 

@@ -15,10 +15,10 @@ from fold3d.plan.layout import Layout, Shares, cut, layout_of
 from fold3d.plan.measured import with_times, without_recomputed
 from fold3d.plan.memory.model import StagePeak, peaks_of
 from fold3d.plan.memory.spared import Spared
-from fold3d.plan.memory.sparing import climb, ladders
+from fold3d.plan.memory.sparing import climb, ladders, lighten
 from fold3d.plan.proposal import Proposal
 from fold3d.plan.simulator import prediction_of
-from fold3d.plan.space import candidates, dp_sync, registry
+from fold3d.plan.space import candidates, dp_sync, offload, registry
 from fold3d.plan.space.candidates import spared_from
 from fold3d.plan.space.offload import OPTIMIZER as OFFLOAD_OPTIMIZER
 from fold3d.plan.space.segments import KNOB as SEGMENTS
@@ -142,7 +142,7 @@ class _Search:
             equal,
             key=lambda c: (
                 *(not c.layout.spared.nothing, c.segments(self.job.pp)),
-                *(_KINDS.index(kind_of(c.modes)), c.step_ns),
+                *(_KINDS.index(kind_of(c.modes)), c.step_ns, c.layout.spared.offload.percent),
             ),
         )
 
@@ -170,6 +170,8 @@ class _Search:
                     return made.step_ns, made.peaks
 
                 climb(ladder, tried, self.has_room, candidate.step_ns)
+                if not ladder.steps and offload.KNOB.fixed(self.constraints) is None:
+                    lighten(self.job, ladder.spared, tried, self.has_room)
 
 
 def search(job: Job, constraints: Constraints | None = None) -> Proposal:
@@ -205,7 +207,7 @@ def search(job: Job, constraints: Constraints | None = None) -> Proposal:
 
 def _with_spared(constraints: Constraints) -> tuple[tuple[str, str], ...]:
     spared = spared_from(constraints)
-    decided = {"recompute": str(spared.recompute), "offload": spared.offload}
+    decided = {"recompute": str(spared.recompute), "offload": str(spared.offload)}
     return tuple((dict(constraints.settings) | decided).items())
 
 

@@ -29,7 +29,7 @@ class Trials:
     def __init__(self, job: Job) -> None:
         self.job = job
         self._schedules: dict[tuple[Order, int], _C.Schedule] = {}
-        self._lowered: dict[tuple[Order, int, tuple[bool, ...], tuple[bool, ...]], _C.Schedule] = {}
+        self._lowered: dict[tuple[Order, int, tuple[bool, ...], tuple[bool, ...], float], _C.Schedule] = {}
 
     def schedule(self, order: Order, segments: int) -> _C.Schedule:
         """Returns the compute actions. Raises: ConfigError as fold3d.schedule.generate."""
@@ -56,9 +56,12 @@ class Trials:
         again, moves = layout.spared.recompute.without_graph(chunks), layout.spared.offloaded(chunks)
         if not any(again) and not moves:
             return made
-        key = (order, num_segments(chunks, self.job.pp), tuple(again), tuple(moves))
+        share = layout.spared.offload.share
+        key = (order, num_segments(chunks, self.job.pp), tuple(again), tuple(moves), share)
         if key not in self._lowered:
-            self._lowered[key] = schedules.lower(made, reduce=False, recompute=again, offload=moves)
+            self._lowered[key] = schedules.lower(
+                made, reduce=False, recompute=again, offload=moves, offload_share=share
+            )
         return self._lowered[key]
 
     def run(

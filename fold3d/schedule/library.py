@@ -88,7 +88,8 @@ def lower(
     reduce: bool,
     recompute: Sequence[bool] = (),
     offload: Sequence[bool] = (),
-    prefetch_distance: int = 1,
+    offload_share: float = 1.0,
+    prefetch_distance: int = 2,
     lazy: bool | None = None,
 ) -> _C.Schedule:
     """Returns the schedule with SEND and RECV, and if `reduce` REDUCE_GRAD after each chunk's last backward.
@@ -98,7 +99,9 @@ def lower(
             Where a backward follows its own forward the graph stays. Empty: no chunk.
         offload: of every chunk whether its stashes leave the device: OFFLOAD after their forward, PREFETCH before their
             first use, unless that comes soon. Empty: no chunk.
-        prefetch_distance: compute actions of the rank that a stash comes back ahead of its use.
+        offload_share: of the micro-batches for which they do, spread evenly over them, in (0, 1].
+        prefetch_distance: compute actions of the rank that a stash comes back ahead of its use; two, since copies the
+            other way may be in its way.
         lazy: what a chunk takes from another one, and does not use soon, waits in the pool: OFFLOAD_F after the forward
             that made it on the same rank, PREFETCH_F before its use; OFFLOAD_B, PREFETCH_B for gradients. What a
             message brings lands in the pool (Fold3D V-C). None: where stashes leave.
@@ -106,7 +109,7 @@ def lower(
     """
     with _config_errors():
         moves = any(offload) if lazy is None else lazy
-        return _C.lower(schedule, reduce, list(recompute), list(offload), prefetch_distance, moves)
+        return _C.lower(schedule, reduce, list(recompute), list(offload), prefetch_distance, moves, offload_share)
 
 
 def validate_room(

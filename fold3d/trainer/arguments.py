@@ -127,8 +127,9 @@ class TrainingArguments(transformers.TrainingArguments):
         default=AUTO,
         metadata={
             "help": "What leaves the device between forward and backward, for a pool of host memory: none, boundaries "
-            "(what recomputed layers keep), activations (all that backward passes need), or auto: what is fastest "
-            "under memory_limit, on a GPU or with offload_disk. Copies run beside the computation. The numbers are the "
+            "(what recomputed layers keep), activations (all that backward passes need), either of a share of the "
+            "micro-batches, such as activations:50%%, or auto: what is fastest under memory_limit, on a GPU or with "
+            "offload_disk. Copies run beside the computation. The numbers are the "
             "same."
         },
     )

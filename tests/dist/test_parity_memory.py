@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from fold3d import schedule as schedules
+from fold3d.offload import Offload
 from tests.dist.parity_cases import Case
 from tests.dist.test_offload import Trained, train
 from tests.helpers.ranks import RankPool
@@ -19,7 +20,7 @@ from tests.helpers.ranks import RankPool
 pytestmark = pytest.mark.dist
 
 FORMS = {
-    "none": ("activations",),
+    "none": ("activations", "activations:50%"),
     "full": ("none", "boundaries", "activations"),
     "blocks": ("none", "boundaries", "activations"),
     "blocks:2": ("none", "activations"),
@@ -65,15 +66,17 @@ def kept(ranks: RankPool, case: Case) -> list[Trained]:
 
 def is_copied(case: Case, form: str) -> bool:
     """Whether some stash of the schedule is to leave. The first chunk's input is the batch, which stays."""
+    leaves = Offload.read(case.offload)
     choices = form.split("/") * (1 if "/" in form else case.pp * case.segments)
     lowered = schedules.lower(
         schedules.generate(case.schedule, pp=case.pp, segments=case.segments, micro_batches=case.m),
         reduce=case.dp > 1,
         recompute=[choice == "full" for choice in choices],
         offload=[
-            chunk > 0 if choice == "full" else choice == "blocks" or case.offload == "activations"
+            chunk > 0 if choice == "full" else choice == "blocks" or leaves.what == "activations"
             for chunk, choice in enumerate(choices)
         ],
+        offload_share=leaves.share,
     )
     return "OFFLOAD" in lowered.csv()
 

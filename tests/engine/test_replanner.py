@@ -225,7 +225,7 @@ def test_a_prediction_that_is_off_is_not_shown(monkeypatch) -> None:
 def test_copies_take_what_they_took(monkeypatch) -> None:
     """Stashes whose copies take twice a forward make a step longer; with ten times the bandwidth they do not."""
     made = schedules.generate("gpipe", pp=1, segments=1, micro_batches=2 * MICRO_BATCHES)
-    lowered = schedules.lower(made, reduce=True, offload=[True])
+    lowered = schedules.lower(made, reduce=True, offload=[True], prefetch_distance=1)
     strategy = replace(STRATEGY, micro_batches=2 * MICRO_BATCHES)
     expected = []
     for copy_ms in (20, 2):

@@ -48,7 +48,7 @@ def test_as_little_is_recomputed_as_it_takes(share: float) -> None:
     job = large(memory_limit=limit)
     found = search(job, fixed)
     assert found.memory_bytes <= limit
-    assert not spared(found).recompute.nothing and spared(found).offload == "none"
+    assert not spared(found).recompute.nothing and spared(found).offload.nothing
     curves = predicted_curves(job, found.strategy)
     assert max(curve.peak.device for curve in curves) == found.memory_bytes
     everything = search(large(), replace(fixed, settings=(("recompute", "full"),)))
@@ -79,7 +79,8 @@ def test_what_can_leave_leaves_where_copies_are_fast_and_is_mixed_where_they_are
     fixed = Constraints(segments=4, schedule="aiao")
     limit = search(large(), fixed).memory_bytes // 4
     fast = search(large(memory_limit=limit, pool_is_elsewhere=True, copy_bandwidth=1e12), fixed)
-    assert spared(fast) == Spared(offload="activations") and max(peak.pool for peak in fast.peaks) > limit
+    assert spared(fast).recompute.nothing and spared(fast).offload.what == "activations"
+    assert max(peak.pool for peak in fast.peaks) > limit
     alone = search(large(memory_limit=limit), fixed)
     assert fast.step_ms < alone.step_ms
     job = large(memory_limit=limit, pool_is_elsewhere=True)
@@ -87,6 +88,25 @@ def test_what_can_leave_leaves_where_copies_are_fast_and_is_mixed_where_they_are
     slow = search(replace(job, copy_bandwidth=0.7 * step_bytes / (fast.step_ms / 1e3)), fixed)
     assert fast.step_ms < slow.step_ms <= alone.step_ms
     assert slow.memory_bytes <= limit and "offload" in str(spared(slow)) and "recompute" in str(spared(slow))
+
+
+def test_no_more_leaves_than_must() -> None:
+    """Copies that take longer than the forwards beside them hide where some micro-batches' stashes stay."""
+    fixed = Constraints(segments=4, schedule="aiao")
+    free = search(large(), fixed)
+    all_of_it = replace(fixed, settings=(("recompute", "none"), ("offload", "activations")))
+    job = large(pool_is_elsewhere=True, copy_bandwidth=SAVED / (1.25 * large().profile.forward[1]))
+    slow = search(job, all_of_it)
+    assert slow.step_ms > 1.02 * free.step_ms
+    percents = []
+    for share in (0.9, 0.7, 0.5):
+        found = search(replace(job, memory_limit=int(share * free.memory_bytes)), fixed)
+        assert spared(found).recompute.nothing and found.memory_bytes <= share * free.memory_bytes
+        assert found.step_ms < 1.003 * free.step_ms
+        percents.append(spared(found).offload.percent)
+    assert percents == sorted(percents) and percents[0] < percents[-1] < 100
+    pinned = replace(fixed, settings=(("recompute", "none"), ("offload", f"activations:{percents[-1]}%")))
+    assert search(job, pinned).step_ms == pytest.approx(found.step_ms, rel=0.003)
 
 
 def test_a_pool_has_its_size() -> None:

@@ -54,6 +54,10 @@ Schedule lower(const Schedule& compute_only, const LoweringOptions& options) {
     throw std::invalid_argument("prefetch_distance is " + std::to_string(options.prefetch_distance) +
                                 "; it must be at least 1");
   }
+  if (!(options.offload_share > 0 && options.offload_share <= 1)) {
+    throw std::invalid_argument("offload_share is " + std::to_string(options.offload_share) +
+                                "; it must be above 0 and at most 1");
+  }
   validate(compute_only, forward_only);
   Schedule lowered = compute_only;
   for (const Pass pass : kPasses) lowered = pass(lowered, options);

@@ -1,9 +1,10 @@
 // OFFLOAD right after the forward that stashes, and after what sends its result; PREFETCH some compute actions ahead of
 // the first use: in the order of the uses, so in the schedule's reverse order where that is how backwards come.
 //
-// A stash that is used again soon stays: there is one compute action for the way out, `prefetch_distance` for the way
+// A stash that is used again soon stays: there is one compute action for the way out, at least one for the way
 // back, and one to spare.
 #include <algorithm>
+#include <cmath>
 
 #include "core/ir/action_kinds.h"
 #include "core/ir/deps.h"
@@ -12,6 +13,15 @@
 
 namespace fold3d::core {
 namespace {
+
+/// A stash that waits for fewer compute actions stays.
+constexpr std::size_t kSoon = 3;
+
+/// Whether the stash of a micro-batch is one of the share that leaves: of the first n about n * share are.
+bool is_of_share(int micro_batch, double share) {
+  constexpr double kRounding = 1e-9;
+  return std::floor((micro_batch + 1) * share + kRounding) > std::floor(micro_batch * share + kRounding);
+}
 
 std::vector<Action> with_copies(const Shape& shape, const std::vector<Action>& actions,
                                 const LoweringOptions& options) {
@@ -24,9 +34,11 @@ std::vector<Action> with_copies(const Shape& shape, const std::vector<Action>& a
   std::vector<std::vector<Action>> before(actions.size() + 1);
   std::vector<StashUse> uses = stash_uses(shape, actions);
   const auto distance = static_cast<std::size_t>(options.prefetch_distance);
+  const auto wait = [&](const StashUse& use) { return number[use.first] - number[use.forward] - 1; };
   std::erase_if(uses, [&](const StashUse& use) {
     if (!options.offload[static_cast<std::size_t>(use.chunk)] || use.first == StashUse::kNone) return true;
-    return number[use.first] - number[use.forward] - 1 < distance + 2;
+    if (!is_of_share(use.micro_batch, options.offload_share)) return true;
+    return wait(use) < kSoon;
   });
   for (const StashUse& use : uses) {
     std::size_t at = use.forward + 1;
@@ -36,7 +48,8 @@ std::vector<Action> with_copies(const Shape& shape, const std::vector<Action>& a
   }
   std::sort(uses.begin(), uses.end(), [](const StashUse& a, const StashUse& b) { return a.first < b.first; });
   for (const StashUse& use : uses) {
-    before[compute[number[use.first] - distance]].push_back({use.chunk, Kind::kPrefetch, use.micro_batch});
+    const std::size_t ahead = std::min(distance, wait(use) - (kSoon - 1));  // closer where it waits for less
+    before[compute[number[use.first] - ahead]].push_back({use.chunk, Kind::kPrefetch, use.micro_batch});
   }
   std::vector<Action> result;
   for (std::size_t at = 0; at <= actions.size(); ++at) {

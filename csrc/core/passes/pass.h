@@ -14,10 +14,14 @@ struct LoweringOptions {
   std::vector<bool> recompute = {};
   /// Of every chunk, whether its stashes leave the device where they have the time; empty: none.
   std::vector<bool> offload = {};
+  /// Of the stashes of these chunks as many leave, in (0, 1]; spread evenly over the micro-batches, so that copies are.
+  double offload_share = 1;
   /// What a chunk takes from another one, and does not use soon, waits in the pool: it leaves the device, or a message
   /// lands there in the first place (lazy inter-segment communication, Fold3D V-C).
   bool lazy = false;
-  int prefetch_distance = 1;  ///< compute actions that what is in the pool comes ahead of its use, >= 1
+  /// Compute actions that what is in the pool comes ahead of its use, >= 1. Two: copies the other way may be in its
+  /// way.
+  int prefetch_distance = 2;
 };
 
 /// Takes a schedule that is valid and that the passes before have seen.

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from fold3d import _C
 from fold3d.config import text_of_bytes
 from fold3d.errors import ConfigError
+from fold3d.offload import Offload
 from fold3d.plan.job import Job
 from fold3d.plan.layout import Layout, cut, layout_of
 from fold3d.plan.memory.model import peaks_of
@@ -104,8 +105,8 @@ def _spared(job: Job, strategy: Strategy, spared: Spared) -> Iterator[Spared]:
     if spared.recompute.nothing and chunks > job.pp:
         first = "/".join("full" if chunk < chunks - job.pp else "none" for chunk in range(chunks))
         yield replace(spared, recompute=Recompute.read(first))
-    if job.pool_is_elsewhere and spared.offload != "activations":
-        yield replace(spared, offload="activations")
+    if job.pool_is_elsewhere and spared.offload != Offload("activations"):
+        yield replace(spared, offload=Offload("activations"))
 
 
 def _way(strategy: Strategy) -> str:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from fold3d.offload import Offload
 from fold3d.recompute import Choice, Recompute
-
-NOTHING_LEAVES = "none"
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,38 +14,39 @@ class Spared:
     the knobs `recompute` and `offload`."""
 
     recompute: Recompute = field(default_factory=Recompute)
-    offload: str = NOTHING_LEAVES
+    offload: Offload = field(default_factory=Offload)
 
     @staticmethod
     def of(settings: tuple[tuple[str, str], ...]) -> Spared:
         """Returns what the settings of a strategy say. Raises: ValueError for text that is no value."""
         texts = dict(settings)
-        return Spared(Recompute.read(texts.get("recompute", "none")), texts.get("offload", NOTHING_LEAVES))
+        return Spared(Recompute.read(texts.get("recompute", "none")), Offload.read(texts.get("offload", "none")))
 
     def into(self, settings: tuple[tuple[str, str], ...]) -> tuple[tuple[str, str], ...]:
         """Returns the settings with this in place of what they said."""
-        mine = {"recompute": str(self.recompute), "offload": self.offload}
+        mine = {"recompute": str(self.recompute), "offload": str(self.offload)}
         return tuple((name, mine.get(name, text)) for name, text in settings)
 
     @property
     def nothing(self) -> bool:
         """Whether all is kept on the device."""
-        return self.recompute.nothing and self.offload == NOTHING_LEAVES
+        return self.recompute.nothing and self.offload.nothing
 
     def offloaded(self, chunks: int) -> list[bool]:
-        """Returns, of every chunk, whether its stashes leave the device; empty where none does.
+        """Returns, of every chunk, whether its stashes leave the device, of the share of micro-batches that `offload`
+        names; empty where none does.
 
         Raises: ConfigError as Recompute.of_chunks.
         """
-        if self.offload == "activations":
+        if self.offload.what == "activations":
             return [True] * chunks
-        if self.offload != "boundaries":
+        if self.offload.what != "boundaries":
             return []
         moves = [keeps_boundaries(choice) for choice in self.recompute.of_chunks(chunks)]
         return moves if any(moves) else []
 
     def __str__(self) -> str:
-        parts = {"recompute": str(self.recompute), "offload": self.offload}
+        parts = {"recompute": str(self.recompute), "offload": str(self.offload)}
         return ", ".join(f'{name}="{text}"' for name, text in parts.items() if text != "none")
 
 

@@ -1,8 +1,9 @@
-"""Ladder, climb(): what makes a plan fit into memory with as little recomputation and as few copies as that takes.
+"""Ladder, climb(), lighten(): what makes a plan fit with as little recomputation and as few copies as that takes.
 
-Which is stage-aware (Merak, section 5.2): earlier stages keep more micro-batches, so they compute more again. Of a
+That is stage-aware (Merak, section 5.2): earlier stages keep more micro-batches, so they compute more again. Of a
 stage the first chunks come first, whose activations are kept longest; where the others' leave the device, all chunks
-compute a little again.
+compute a little again. And of the micro-batches a share may leave, the least that it takes: so copies that are too slow
+for all of them hide.
 """
 
 from __future__ import annotations
@@ -10,10 +11,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from fold3d.offload import Offload
 from fold3d.plan.constraints import Constraints
 from fold3d.plan.job import Job
 from fold3d.plan.memory.model import StagePeak
-from fold3d.plan.memory.spared import NOTHING, Spared
+from fold3d.plan.memory.spared import Spared
 from fold3d.plan.space import offload, recompute
 from fold3d.plan.space.candidates import spared_from
 from fold3d.recompute import Choice, Recompute
@@ -25,6 +27,11 @@ _STEPS: dict[str, tuple[Choice, ...]] = {
     "blocks": (Choice(every=4), Choice(every=2), Choice(every=1)),
 }
 """What a chunk recomputes, from little to all of it."""
+
+_SHARES = (100, 50, 25)
+"""Percent of the micro-batches whose stashes leave, where chunks compute again besides."""
+_FINEST = 16
+"""Shares are looked at in so many steps, at most."""
 
 Try = Callable[[Spared], tuple[int, Sequence[StagePeak]]]
 """Returns the nanoseconds of a step of a plan that spares so, and the peaks of its stages."""
@@ -54,7 +61,7 @@ class Ladder:
         for stage, rung in enumerate(rungs):
             mine = chunks_of(stage, self.chunks, self.pp)
             for place, chunk in enumerate(mine):
-                if self.spared.offload == NOTHING.offload:
+                if self.spared.offload.nothing:
                     step = min(rung - len(self.steps) * place, len(self.steps))
                 else:  # copies are best spread over the step
                     step = (rung - place - 1) // len(mine) + 1
@@ -73,14 +80,38 @@ def ladders(job: Job, constraints: Constraints, chunks: int) -> Iterator[Ladder]
         if not again_is_free:
             return
     elif job.pool_is_elsewhere:
-        leaves = ["none", "boundaries", "activations"]
+        leaves = [Offload(), Offload("boundaries"), *(Offload("activations", share) for share in _SHARES)]
     for how in leaves:
         spared = replace(fixed, offload=how)
-        if how == "activations" or (not again_is_free and spared.offloaded(chunks)):
+        is_share = how != fixed.offload and how.percent < 100  # of what leaves alone `lighten` finds the best one
+        if not is_share and spared.offloaded(chunks):
             yield Ladder(chunks, job.pp, (), spared)
         for name, steps in _STEPS.items() if again_is_free else ():
-            if name == "blocks" or chunks > 1:  # one chunk in one piece recomputes block by block
+            if chunks == 1 and name == "full":  # one chunk in one piece recomputes block by block
+                continue
+            if not is_share or name == "blocks":
                 yield Ladder(chunks, job.pp, steps, spared)
+
+
+def lighten(job: Job, spared: Spared, tried: Try, fits: Callable[[StagePeak], bool]) -> None:
+    """Looks for the least share of micro-batches whose stashes must leave so that every stage fits, where those of all
+    would do; what it looks at, `tried` notes.
+
+    Args:
+        spared: with `offload` of all micro-batches.
+    """
+    steps = min(job.micro_batches, _FINEST)
+
+    def has_room(step: int) -> bool:
+        percent = -(-100 * step // steps)
+        return all(map(fits, tried(replace(spared, offload=replace(spared.offload, percent=percent)))[1]))
+
+    low, high = 0, steps
+    if not has_room(high):
+        return
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if has_room(middle) else (middle, high)
 
 
 def climb(ladder: Ladder, tried: Try, fits: Callable[[StagePeak], bool], least_ns: int) -> None:
@@ -103,7 +134,7 @@ def climb(ladder: Ladder, tried: Try, fits: Callable[[StagePeak], bool], least_n
         if all(good):
             break
         enough = [min(rung + (not ok), ladder.top) for rung, ok in zip(enough, good, strict=True)]
-    if ladder.spared.offload == NOTHING.offload or not ladder.steps:
+    if ladder.spared.offload.nothing or not ladder.steps:
         return
 
     def step_ns(rung: int) -> int:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from fold3d.offload import Offload
 from fold3d.plan.constraints import Constraints
 from fold3d.plan.job import Job
 from fold3d.plan.layout import Layout, layout_of
-from fold3d.plan.memory.spared import NOTHING, Spared
+from fold3d.plan.memory.spared import Spared
 from fold3d.plan.space import bucket_bytes, group_size, offload, recompute, schedule
 from fold3d.plan.strategy import Modes, Ranges
 from fold3d.plan.trial import Order
@@ -27,7 +28,7 @@ def orders(job: Job, constraints: Constraints, segments: int) -> list[Order]:
 def spared_from(constraints: Constraints) -> Spared:
     """Returns what the user has decided to recompute and to offload; nothing where they have not."""
     again, leaves = recompute.KNOB.fixed(constraints), offload.KNOB.fixed(constraints)
-    return Spared(Recompute() if again is None else again, NOTHING.offload if leaves is None else leaves)
+    return Spared(again or Recompute(), leaves or Offload())
 
 
 def layouts(job: Job, constraints: Constraints, ranges: Ranges) -> list[Layout]:

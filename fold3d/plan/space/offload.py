@@ -1,7 +1,8 @@
 """Which stashes leave the device between their forward and their backward, for a pool of host memory or of a file.
 
 "boundaries": of chunks that recompute, which keep their blocks' inputs. "activations": of all chunks, with what their
-graphs saved. A stash that is used again at once stays: csrc/core/passes/offload.cpp.
+graphs saved. Both perhaps of a share of the micro-batches. A stash that is used again at once
+stays: csrc/core/passes/offload.cpp.
 
 And whether the optimizer's state lies in host memory, where it is stepped (Ren et al., ZeRO-Offload, 2021).
 """
@@ -10,8 +11,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from fold3d.config import OFFLOAD
 from fold3d.errors import ConfigError
+from fold3d.offload import Offload
 from fold3d.plan.constraints import Constraints
 from fold3d.plan.job import Job
 from fold3d.plan.memory.spared import Spared, keeps_boundaries
@@ -20,30 +21,29 @@ from fold3d.plan.space.knob import Knob
 from fold3d.plan.strategy import Strategy
 
 
-def _parse(text: str) -> str:
-    if text not in OFFLOAD:
-        raise ValueError(f"must be one of {', '.join(OFFLOAD)}")
-    return text
-
-
-def _check(value: str, constraints: Constraints) -> None:
+def _check(value: Offload, constraints: Constraints) -> None:
     fixed = recompute.KNOB.fixed(constraints)
-    if value == "boundaries" and fixed is not None and not any(map(keeps_boundaries, fixed.choices)):
+    if value.what == "boundaries" and fixed is not None and not any(map(keeps_boundaries, fixed.choices)):
         raise ConfigError(
-            f'offload="boundaries" has no effect with recompute="{fixed}": no chunk recomputes as a whole or block by '
+            f'offload="{value}" has no effect with recompute="{fixed}": no chunk recomputes as a whole or block by '
             "block"
         )
 
 
-KNOB = Knob(
+def _text(value: object) -> str:
+    return str(value if isinstance(value, Offload) else Offload.parse(value))
+
+
+KNOB: Knob[Offload] = Knob(
     name="offload",
     help="what leaves the device between forward and backward: none, boundaries (what recomputed chunks keep), or "
-    "activations",
-    parse=_parse,
-    candidates=lambda job, constraints, so_far: ("none",),  # more where memory is short: plan/memory/sparing.py
-    default="none",
+    "activations; activations:50%%, of half of the micro-batches",
+    parse=Offload.read,
+    text=_text,
+    candidates=lambda job, constraints, so_far: (Offload(),),  # more where memory is short: plan/memory/sparing.py
+    default=Offload(),
     check=_check,
-    flag=lambda value, strategy: None if value == "none" else value,
+    flag=lambda value, strategy: None if value.nothing else str(value),
 )
 
 

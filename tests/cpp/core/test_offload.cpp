@@ -2,6 +2,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <cmath>
 #include <stdexcept>
 
 #include "core/generators/registry.h"
@@ -67,10 +68,10 @@ TEST(Offload, AStashComesBackThatManyComputeActionsAheadAndOneUsedSoonStays) {
       };
       for (const StashUse& use : stash_uses(made.shape, actions)) {
         const auto between = computed(use.forward + 1, use.first);
-        EXPECT_EQ(use.offload != StashUse::kNone, between >= distance + 2);
+        EXPECT_EQ(use.offload != StashUse::kNone, between >= 3);
         stay += use.offload == StashUse::kNone;
         if (use.offload == StashUse::kNone) continue;
-        EXPECT_EQ(computed(use.prefetch, use.first), distance);
+        EXPECT_EQ(computed(use.prefetch, use.first), std::min<std::ptrdiff_t>(distance, between - 2));
         EXPECT_EQ(computed(use.forward + 1, use.offload), 0);
       }
     }
@@ -110,7 +111,33 @@ TEST(Offload, OnlyTheChunksAskedForLeave) {
   EXPECT_EQ(lower(aiao(2, 2, 8), LoweringOptions{.offload = std::vector<bool>(4, false)}), lower(aiao(2, 2, 8), {}));
 }
 
+TEST(Offload, AShareOfThemLeavesSpreadEvenlyOverTheMicroBatches) {
+  const auto leaving = [](double share) {
+    std::vector<int> found;
+    const Schedule made =
+        lower(aiao(1, 4, 8), LoweringOptions{.offload = std::vector<bool>(4, true), .offload_share = share});
+    for (const Action& action : made.ranks[0]) {
+      if (action.kind == Kind::kOffload && action.chunk == 0) found.push_back(action.micro_batch);
+    }
+    return found;
+  };
+  EXPECT_EQ(leaving(1), (std::vector{0, 1, 2, 3, 4, 5, 6, 7}));
+  EXPECT_EQ(leaving(0.63), (std::vector{1, 3, 4, 6, 7}));
+  EXPECT_EQ(leaving(0.5), (std::vector{1, 3, 5, 7}));
+  EXPECT_EQ(leaving(0.75), (std::vector{1, 2, 3, 5, 6, 7}));
+  for (int percent = 1; percent <= 100; ++percent) {  // of any number in a row, as many as it can be
+    const Schedule made =
+        lower(aiao(2, 2, 16), LoweringOptions{.offload = std::vector<bool>(4, true), .offload_share = percent / 100.0});
+    validate(made);
+    EXPECT_EQ(count(made, Kind::kOffload), count(made, Kind::kPrefetch));
+  }
+}
+
 TEST(Offload, OptionsThatDoNotFitAreRefused) {
+  for (const double share : {0.0, -0.5, 1.01, std::nan("")}) {
+    EXPECT_THROW(lower(aiao(2, 2, 4), LoweringOptions{.offload = std::vector<bool>(4, true), .offload_share = share}),
+                 std::invalid_argument);
+  }
   EXPECT_THROW(lower(aiao(2, 2, 4), LoweringOptions{.offload = {true}}), std::invalid_argument);
   EXPECT_THROW(offloaded(aiao(2, 2, 4), 0), std::invalid_argument);
 }
