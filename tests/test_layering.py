@@ -33,7 +33,16 @@ CPP_FOLDERS = (
         "comm/tcp",
         "comm/tensor",
     ),
-    *("memory", "memory/room", "runtime/device", "runtime/offload", "runtime/executor", "runtime/c10d", "runtime/skip"),
+    *(
+        "memory/slot",
+        "memory",
+        "memory/room",
+        "runtime/device",
+        "runtime/offload",
+        "runtime/executor",
+        "runtime/c10d",
+        "runtime/skip",
+    ),
     *("runtime/memory", "ops", "ops/fused", "bindings"),
 )
 """Each may include itself and the folders before it."""

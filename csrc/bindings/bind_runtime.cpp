@@ -13,7 +13,7 @@
 #include "comm/base/clock.h"
 #include "comm/base/errors.h"
 #include "memory/host_memory.h"
-#include "memory/tier.h"
+#include "memory/slot/tier.h"
 #include "runtime/c10d/communicator_factory.h"
 #include "runtime/executor/executor.h"
 #include "runtime/memory/cpu_bytes.h"

@@ -6,7 +6,7 @@
 #include <utility>
 
 #include "comm/base/clock.h"
-#include "memory/tier.h"
+#include "memory/slot/tier.h"
 
 namespace fold3d::memory {
 
@@ -72,6 +72,15 @@ void CopyLane::wait(Ticket ticket, std::chrono::milliseconds timeout,
     }
     if (while_waiting) while_waiting();
   }
+}
+
+void CopyLane::wait_for_all(std::chrono::milliseconds timeout, const std::function<void()>& while_waiting) const {
+  Ticket last = 0;
+  {
+    const std::lock_guard lock(mutex_);
+    last = submitted_;
+  }
+  wait(last, timeout, while_waiting);
 }
 
 std::vector<CopyRecord> CopyLane::take_records() {

@@ -53,6 +53,9 @@ class CopyLane {
   /// PoolError when a copy failed, and after `timeout`.
   void wait(Ticket ticket, std::chrono::milliseconds timeout, const std::function<void()>& while_waiting = {}) const;
 
+  /// As wait(), for all that were queued before.
+  void wait_for_all(std::chrono::milliseconds timeout, const std::function<void()>& while_waiting = {}) const;
+
   /// The copies that were done since the last call.
   std::vector<CopyRecord> take_records();
 

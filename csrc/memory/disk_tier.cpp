@@ -12,7 +12,7 @@
 #include <new>
 
 #include "memory/host_memory.h"
-#include "memory/tier.h"
+#include "memory/slot/tier.h"
 
 namespace fold3d::memory {
 namespace {

@@ -3,7 +3,7 @@
 #include <memory>
 #include <string>
 
-#include "memory/tier.h"
+#include "memory/slot/tier.h"
 
 namespace fold3d::memory {
 

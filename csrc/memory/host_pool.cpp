@@ -7,8 +7,8 @@
 #include <vector>
 
 #include "memory/host_memory.h"
-#include "memory/slots.h"
-#include "memory/tier.h"
+#include "memory/slot/slots.h"
+#include "memory/slot/tier.h"
 
 namespace fold3d::memory {
 namespace {
@@ -36,17 +36,49 @@ struct HostPool::State {
     extents.push_back(std::make_unique<Extent>(Extent{std::move(tier), Slots(bytes)}));
   }
 
-  void give_back(Extent* extent, std::size_t begin, std::size_t bytes) {
+  /// Of one extent.
+  struct Part {
+    Extent* extent;
+    std::size_t begin, bytes;
+  };
+
+  void give_back(const std::vector<Part>& parts) {
     const std::lock_guard lock(mutex);
-    extent->slots.give_back(begin, bytes);
-    counters.in_use -= static_cast<std::int64_t>(bytes);
+    for (const Part& part : parts) {
+      part.extent->slots.give_back(part.begin, part.bytes);
+      counters.in_use -= static_cast<std::int64_t>(part.bytes);
+    }
   }
 
   std::size_t free_bytes() const {
     const std::lock_guard lock(mutex);
+    return free_locked();
+  }
+
+  std::size_t free_locked() const {
     std::size_t sum = 0;
     for (const auto& extent : extents) sum += extent->slots.free_bytes();
     return sum;
+  }
+
+  /// Parts of `bytes` in all, which are free: the smallest that has room for them, else the largest ones.
+  std::vector<Part> take_locked(std::size_t bytes) {
+    Extent* best = nullptr;
+    for (const auto& extent : extents) {
+      const std::size_t largest = extent->slots.largest_free();
+      if (largest >= bytes && (best == nullptr || largest < best->slots.largest_free())) best = extent.get();
+    }
+    if (best != nullptr) return {{best, *best->slots.take(bytes), bytes}};
+    std::vector<Part> parts;
+    while (bytes > 0) {
+      const auto most = std::max_element(extents.begin(), extents.end(), [](const auto& a, const auto& b) {
+        return a->slots.largest_free() < b->slots.largest_free();
+      });
+      const std::size_t some = std::min(bytes, (*most)->slots.largest_free());
+      parts.push_back({most->get(), *(*most)->slots.take(some), some});
+      bytes -= some;
+    }
+    return parts;
   }
 };
 
@@ -69,18 +101,14 @@ void HostPool::begin() {
 Slot HostPool::try_take(std::size_t bytes) {
   const std::size_t size = aligned(bytes);
   const std::lock_guard lock(state_->mutex);
-  State::Extent* best = nullptr;
-  for (const auto& extent : state_->extents) {
-    const std::size_t largest = extent->slots.largest_free();
-    if (largest >= size && (best == nullptr || largest < best->slots.largest_free())) best = extent.get();
-  }
-  if (best == nullptr) return {};
-  const std::size_t begin = *best->slots.take(size);
+  if (state_->free_locked() < size) return {};
+  std::vector<State::Part> parts = state_->take_locked(size);
   state_->counters.in_use += static_cast<std::int64_t>(size);
   state_->counters.peak = std::max(state_->counters.peak, state_->counters.in_use);
-  std::shared_ptr<void> lease(nullptr,
-                              [state = state_, best, begin, size](void*) { state->give_back(best, begin, size); });
-  return {best->tier, begin, size, std::move(lease)};
+  std::vector<Slot::Span> spans;
+  for (const State::Part& part : parts) spans.push_back({part.extent->tier, part.begin, part.bytes});
+  std::shared_ptr<void> lease(nullptr, [state = state_, parts = std::move(parts)](void*) { state->give_back(parts); });
+  return {std::move(spans), std::move(lease)};
 }
 
 Slot HostPool::take(std::size_t bytes, const std::string& user) {

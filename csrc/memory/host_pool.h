@@ -5,30 +5,10 @@
 #include <memory>
 #include <string>
 
-#include "memory/tier.h"
+#include "memory/slot/slot.h"
+#include "memory/slot/tier.h"
 
 namespace fold3d::memory {
-
-/// A part of the pool; goes back when it is destroyed, on any thread and even after the pool is gone.
-class Slot {
- public:
-  Slot() = default;
-  Slot(std::shared_ptr<Tier> tier, std::size_t begin, std::size_t bytes, std::shared_ptr<void> lease)
-      : tier_(std::move(tier)), begin_(begin), bytes_(bytes), lease_(std::move(lease)) {}
-
-  explicit operator bool() const { return tier_ != nullptr; }
-  Tier& tier() const { return *tier_; }
-  std::size_t begin() const { return begin_; }
-  std::size_t bytes() const { return bytes_; }
-  /// First byte, if it can be addressed; else nullptr.
-  std::byte* data() const { return tier_->data() == nullptr ? nullptr : tier_->data() + begin_; }
-
- private:
-  std::shared_ptr<Tier> tier_;
-  std::size_t begin_ = 0;
-  std::size_t bytes_ = 0;
-  std::shared_ptr<void> lease_;
-};
 
 struct PoolCounters {
   std::int64_t bytes = 0;   ///< reserved
@@ -55,10 +35,10 @@ class HostPool {
   /// A run begins: the peak is counted anew.
   void begin();
 
-  /// A slot of at least `bytes`; none if there is no room now. It does not grow.
+  /// A slot of at least `bytes`; none if less is free now. It does not grow.
   Slot try_take(std::size_t bytes);
 
-  /// A slot of at least `bytes`. Throws PoolError, which names `user`, if there is no room.
+  /// A slot of at least `bytes`. Throws PoolError, which names `user`, if less is free.
   Slot take(std::size_t bytes, const std::string& user);
 
   PoolCounters counters() const;

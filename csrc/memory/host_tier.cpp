@@ -9,7 +9,7 @@
 #include <string>
 
 #include "memory/host_memory.h"
-#include "memory/tier.h"
+#include "memory/slot/tier.h"
 
 namespace fold3d::memory {
 namespace {
@@ -35,7 +35,9 @@ std::shared_ptr<std::byte> reserved(std::size_t bytes, const ReserveHost& reserv
 }  // namespace
 
 std::shared_ptr<std::byte> reserve_pages(std::size_t bytes) {
-  void* const memory = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  // Else the same memory would be available to the next who reserves.
+  constexpr int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_POPULATE;
+  void* const memory = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, flags, -1, 0);
   if (memory == MAP_FAILED) throw PoolError(std::string("mmap: ") + std::strerror(errno));
   return {static_cast<std::byte*>(memory), [bytes](std::byte* pages) { ::munmap(pages, bytes); }};
 }

@@ -3,7 +3,7 @@
 #include <functional>
 #include <memory>
 
-#include "memory/tier.h"
+#include "memory/slot/tier.h"
 
 namespace fold3d::memory {
 
@@ -11,7 +11,7 @@ namespace fold3d::memory {
 /// room's matter. Throws when there is none.
 using ReserveHost = std::function<std::shared_ptr<std::byte>(std::size_t)>;
 
-/// Pages of the operating system, which come when they are first written.
+/// Pages of the operating system, all of them there at once.
 std::shared_ptr<std::byte> reserve_pages(std::size_t bytes);
 
 /// Host memory.

@@ -48,7 +48,7 @@ from fold3d.plan.space.tp_overlap import KNOB as TP_OVERLAP
 from fold3d.plan.strategy import Ranges, Strategy
 from fold3d.stage.micro_batch import ModelCall
 from fold3d.stage.model_chunk import PipelineChunk
-from fold3d.stage.offload import keeper, offload_options
+from fold3d.stage.offload import keeper, offload_options, refuse_without_effect
 from fold3d.stage.once.once_per_micro_batch import OncePerMicroBatch
 from fold3d.stage.rank_model import RankModel, arguments_of, record
 from fold3d.stage.sharded.border_parts import BorderParts
@@ -177,6 +177,7 @@ def cut_model(
             raise error
         if strategy is None:
             strategy = unplanned(config, constraints, topology.dp, ranges)
+        refuse_without_effect(config, decided=proposed is not None and proposed[0].pool_is_elsewhere)
         offload_options(config, strategy)
         cut = RankModel(model, config, strategy, topology, order.device, recording, order.weights, sharding)
         blocks = recording.blocks if recording else ()

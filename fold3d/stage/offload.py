@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from fold3d import _C
-from fold3d.config import ParallelConfig, text_of_bytes
+from fold3d.config import AUTO, ParallelConfig, text_of_bytes
 from fold3d.errors import ConfigError
 from fold3d.plan.space.offload import offloaded_chunks
 from fold3d.plan.strategy import Strategy
@@ -29,12 +29,30 @@ def offload_options(config: ParallelConfig, strategy: Strategy) -> _C.OffloadOpt
     size, disk = config.pool_size, config.offload_disk
     if disk is not None and not (os.path.isdir(disk) and os.access(disk, os.W_OK)):
         raise ConfigError(f"offload_disk={disk!r}: must be a folder that this process can write to")
-    if disk is None and size is not None and size > (there := _C.available_host_bytes()):
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # torchrun's; each has a pool of its own
+    if disk is None and size is not None and size * here > (there := _C.available_host_bytes()):
         raise ConfigError(
-            f"offload_pool={config.offload_pool}: the host has {text_of_bytes(there)} of memory left; lower it, or set "
-            "offload_disk to a folder of a fast disk"
+            f"offload_pool={config.offload_pool}: the host has {text_of_bytes(there)} of memory left"
+            f"{f' for {here} processes' if here > 1 else ''}; lower it, or set offload_disk to a folder of a fast disk"
         )
     return _C.OffloadOptions(size or 0, disk or "")
+
+
+def refuse_without_effect(config: ParallelConfig, *, decided: bool) -> None:
+    """Raises ConfigError for a pool that nothing will ever lie in.
+
+    Args:
+        decided: whether somebody has decided what offload="auto" is.
+    """
+    if config.offload != AUTO or decided:
+        return
+    for name, default in (("offload_pool", AUTO), ("offload_disk", None)):
+        value = getattr(config, name)
+        if value != default:
+            raise ConfigError(
+                f'{name}={value!r} has no effect: with offload="auto" stashes leave under a memory_limit only, and on '
+                'the CPU with offload_disk only; set offload to "activations" or "boundaries"'
+            )
 
 
 def keeper(executor: _C.Executor, model: Module) -> Keeps:

@@ -177,24 +177,105 @@ def test_a_pool_beyond_the_host_and_a_missing_folder_are_refused(tmp_path: Any) 
         fold3d.Engine(model, config, example=example)
 
 
-def test_a_file_is_a_pool_too(ranks: RankPool, tmp_path: Any) -> None:
-    case = Case(segments=2, m=4, schedule="aiao", dtype="float32")
-    (off,) = ranks.run(train, 1, case)
-    (on,) = ranks.run(train_on_disk, 1, replace(case, offload="activations"), str(tmp_path))
-    assert on == off.digests
+@pytest.mark.parametrize("setting", [{"offload_pool": "1GB"}, {"offload_disk": "."}], ids=lambda one: next(iter(one)))
+def test_a_pool_that_nothing_will_lie_in_is_refused(setting: dict[str, Any]) -> None:
+    config = fold3d.ParallelConfig(segments=2, micro_batches=2, blocks="layers", **setting)
+    with pytest.raises(fold3d.ConfigError, match=f"{next(iter(setting))}=.* has no effect.*memory_limit"):
+        fold3d.Engine(Squares(), config, example={"x": torch.randn(4, 16)})
+
+
+@pytest.mark.parametrize("pp", [1, 2])
+def test_a_file_is_a_pool_too_and_what_a_pool_needed_suffices(ranks: RankPool, tmp_path: Any, pp: int) -> None:
+    """Also for messages between segments, which land there; pieces of different sizes leave gaps."""
+    case = Case(pp=pp, segments=3, m=5, layers=7, schedule="aiao", dtype="float32")
+    off = ranks.run(train, pp, case)
+    on = ranks.run(train_on_disk, pp, replace(case, offload="activations"), str(tmp_path))
+    assert [digests for digests, _ in on] == [one.digests for one in off]
     assert not list(tmp_path.iterdir())
+    needed = max(pool for _, pool in on)
+    for folder in (None, str(tmp_path)):
+        exact = ranks.run(train_on_disk, pp, replace(case, offload="activations"), folder, needed)
+        assert [digests for digests, _ in exact] == [one.digests for one in off]
 
 
-def train_on_disk(case: Case, folder: str) -> list[dict[str, str]]:
-    """Returns the digests of two steps with a file for a pool."""
-    engine = parity_jobs.engine_of(case, offload_disk=folder)
+def train_on_disk(case: Case, folder: str | None, pool: int | str = "auto") -> tuple[list[dict[str, str]], int]:
+    """Returns the digests of two steps with a file for a pool, and the most bytes in it."""
+    engine = parity_jobs.engine_of(case, offload_disk=folder, offload_pool=pool)
     found = []
+    most = 0
     for step in range(2):
         engine.step(parity_jobs.batch_of(engine, case, step))
         found.append(parity_jobs.digests(engine))
-    assert engine.breakdown().offload_bytes > 0
+        most = max(most, engine.breakdown().pool_peak_bytes)
+    account = engine.breakdown()
+    assert account.offload_bytes > 0
+    assert case.pp == 1 or any("PREFETCH_" in record[1] for record in account.records)
     engine.close()
-    return found
+    return found, most
+
+
+class Penalty(nn.Module):
+    """A number goes from layer to layer beside the activations, as mixtures of experts have it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        total = x.new_zeros(())
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+            total = total + x.mean()
+        return x.square().mean() + total
+
+
+def test_numbers_cross_borders_too() -> None:
+    found = {}
+    for offload in ("none", "activations"):
+        torch.manual_seed(0)
+        model = Penalty()
+        config = fold3d.ParallelConfig(segments=2, micro_batches=5, schedule="aiao", blocks="layers", offload=offload)
+        batches = [{"x": torch.randn(64, 16)} for _ in range(5)]
+        engine = fold3d.Engine(model, config, example=batches[0])
+        engine.run(batches, squares)
+        assert (engine.breakdown().offload_bytes > 0) == (offload != "none")
+        engine.close()
+        found[offload] = [parameter.grad for parameter in model.parameters()]
+    for mine, wanted in zip(found["activations"], found["none"], strict=True):
+        assert mine is not None and wanted is not None and torch.equal(mine, wanted)
+
+
+class Pixels(nn.Module):
+    """Convolutions that say how the gradients lay that came back to them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Conv2d(8, 8, 1) for _ in range(4))
+        self.strides: list[tuple[int, ...]] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x).relu()
+            if torch.is_grad_enabled():
+                x.register_hook(lambda gradient: self.strides.append(gradient.stride()))
+        return x.square().mean()
+
+
+def test_gradients_lie_as_they_do_without() -> None:
+    found = {}
+    for offload in ("none", "activations"):
+        torch.manual_seed(0)
+        model = Pixels().to(memory_format=torch.channels_last)
+        config = fold3d.ParallelConfig(segments=4, micro_batches=4, schedule="aiao", blocks="layers", offload=offload)
+        batches = [{"x": torch.randn(2, 8, 12, 12).to(memory_format=torch.channels_last)} for _ in range(4)]
+        engine = fold3d.Engine(model, config, example=batches[0])
+        model.strides.clear()
+        engine.run(batches, squares)
+        assert (engine.breakdown().offload_bytes > 0) == (offload != "none")
+        engine.close()
+        found[offload] = model.strides
+    assert found["activations"] == found["none"]
+    assert (1152, 1, 96, 8) in found["none"]  # channels last
 
 
 def test_hooks_of_the_user_inside_of_ours_and_writing_into_what_was_saved() -> None:

@@ -2,7 +2,7 @@
 
 #include "comm/base/errors.h"
 #include "memory/room/slot_wait.h"
-#include "memory/tier.h"
+#include "memory/slot/tier.h"
 
 namespace fold3d::memory {
 
@@ -48,7 +48,7 @@ Slot LandingRoom::take(const core::Action& recv, std::size_t bytes) {
     try {
       return take_waiting(pool_, in_, bytes, core::to_string(recv), wait);
     } catch (const PoolError&) {
-      wait_until_due(recv);  // what is free lies in pieces that are too small; until then others may come back
+      wait_until_due(recv);  // others were larger than before; until then they may come back
     }
   }
   return take_waiting(pool_, in_, bytes, core::to_string(recv), wait);

@@ -47,12 +47,12 @@ std::vector<at::Tensor> Executor::run(const core::Shape& shape, const std::vecto
     if (action.kind == Kind::kPrefetchForward) state_.landing[0][number] = true;
     if (action.kind == Kind::kPrefetchBackward) state_.landing[1][number] = true;
   }
-  if (offloader_) offloader_->begin(shape, program);
   if (stage_ == shape.stage_of(shape.num_chunks() - 1)) {
     state_.results.resize(static_cast<std::size_t>(shape.micro_batches));
   }
   const c10::AutoGradMode grad_mode(backward);
   try {
+    if (offloader_) offloader_->begin(shape, program);
     run_all(program);
   } catch (...) {
     state_ = {};

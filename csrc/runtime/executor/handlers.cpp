@@ -40,12 +40,23 @@ std::vector<at::Tensor> views_of(const std::vector<at::Tensor>& leaves) {
   return views;
 }
 
+/// Has the shape of `leaf`, and hardly any memory. A gradient that is added up for it is laid out as for `leaf`:
+/// kernels that read it may round in another order where it is not (channels_last).
+at::Tensor placeholder_of(const at::Tensor& leaf) {
+  if (leaf.is_contiguous() || !leaf.is_non_overlapping_and_dense()) {
+    return at::empty({}, leaf.options()).expand(leaf.sizes());
+  }
+  at::Tensor placeholder = at::empty({0}, leaf.options());
+  placeholder.unsafeGetTensorImpl()->set_sizes_and_strides(leaf.sizes(), leaf.strides());
+  return placeholder;
+}
+
 /// Lets go of the leaves' memory: they are only where gradients arrive.
 void let_go(std::vector<at::Tensor>& leaves) {
   const c10::NoGradGuard no_grad;
   for (at::Tensor& leaf : leaves) {
     if (leaf.requires_grad()) {
-      leaf.set_data(at::empty({1}, leaf.options()).expand(leaf.sizes()));
+      leaf.set_data(placeholder_of(leaf));
     } else {
       leaf = at::Tensor();
     }

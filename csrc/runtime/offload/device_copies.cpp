@@ -7,6 +7,7 @@
 #include <ATen/ops/zeros.h>
 #include <c10/core/GradMode.h>
 
+#include <functional>
 #include <utility>
 
 namespace fold3d::runtime {
@@ -19,11 +20,6 @@ memory::Pieces addresses_of(const std::vector<DevicePiece>& pieces) {
     plain.push_back({static_cast<std::byte*>(piece.memory.mutable_data_ptr()), piece.memory.nbytes(), piece.offset});
   }
   return plain;
-}
-
-/// `count` bytes of the slot as the device's copies see them.
-at::Tensor host_view(std::byte* data, std::size_t count) {
-  return at::from_blob(data, {static_cast<std::int64_t>(count)}, at::kByte);
 }
 
 /// The pieces from `small` on as one, the gaps between them filled.
@@ -48,6 +44,31 @@ std::size_t end_of(const std::vector<DevicePiece>& pieces) {
   return pieces.empty() ? 0 : pieces.back().offset + pieces.back().memory.nbytes();
 }
 
+/// Pinned memory as large as the pieces reach, for a slot that cannot be addressed.
+at::Tensor bounce_of(const std::vector<DevicePiece>& pieces) {
+  return at::empty({static_cast<std::int64_t>(end_of(pieces))}, at::TensorOptions(at::kByte).pinned_memory(true));
+}
+
+memory::Pieces whole(const at::Tensor& bounce) {
+  return {{static_cast<std::byte*>(bounce.mutable_data_ptr()), bounce.nbytes(), 0}};
+}
+
+/// Calls `copy` with each part of `piece` that lies together in the slot, there and on the device; with `bounce`,
+/// there.
+void for_each_part(const memory::Slot& slot, const at::Tensor& bounce, const DevicePiece& piece,
+                   const std::function<void(const at::Tensor& host, const at::Tensor& device)>& copy) {
+  const auto bytes = static_cast<std::int64_t>(piece.memory.nbytes());
+  if (bounce.defined()) {
+    return copy(bounce.narrow(0, static_cast<std::int64_t>(piece.offset), bytes), piece.memory);
+  }
+  std::int64_t at = 0;
+  for (const memory::Slot::Span& span : slot.spans(piece.offset, piece.memory.nbytes())) {
+    const auto count = static_cast<std::int64_t>(span.bytes);
+    copy(at::from_blob(span.data(), {count}, at::kByte), piece.memory.narrow(0, at, count));
+    at += count;
+  }
+}
+
 }  // namespace
 
 DeviceCopies::DeviceCopies(c10::Device device)
@@ -67,41 +88,37 @@ memory::ReserveHost DeviceCopies::reserve() const {
 void DeviceCopies::out(const memory::Slot& slot, const std::vector<DevicePiece>& pieces, std::size_t small,
                        const DeviceEvent& ready) {
   const c10::NoGradGuard no_grad;
-  if (device_.is_cpu()) return slot.tier().write(slot.begin(), addresses_of(pieces));
+  if (device_.is_cpu()) return slot.write(addresses_of(pieces));
   const c10::StreamGuard guard(out_);
   ready.block(out_);
   // Pieces of memory that is not the pool's, for a tier that cannot be addressed.
   at::Tensor bounce;
-  std::byte* target = slot.data();
-  if (target == nullptr) {
-    bounce = at::empty({static_cast<std::int64_t>(end_of(pieces))}, at::TensorOptions(at::kByte).pinned_memory(true));
-    target = static_cast<std::byte*>(bounce.mutable_data_ptr());
-  }
+  if (!slot.is_addressable()) bounce = bounce_of(pieces);
   const std::vector<DevicePiece> few = gathered(pieces, small);
   for (const DevicePiece& piece : few) {
-    host_view(target + piece.offset, piece.memory.nbytes()).copy_(piece.memory, /*non_blocking=*/true);
+    for_each_part(slot, bounce, piece,
+                  [](const at::Tensor& host, const at::Tensor& device) { host.copy_(device, /*non_blocking=*/true); });
   }
   DeviceEvent done;
   done.record(out_);
   done.synchronize();
-  if (bounce.defined()) slot.tier().write(slot.begin(), {{target, bounce.nbytes(), 0}});
+  if (bounce.defined()) slot.write(whole(bounce));
 }
 
 void DeviceCopies::in(const memory::Slot& slot, const std::vector<DevicePiece>& pieces, const DeviceEvent& ready,
                       DeviceEvent& arrived) {
   const c10::NoGradGuard no_grad;
-  if (device_.is_cpu()) return slot.tier().read(slot.begin(), addresses_of(pieces));
+  if (device_.is_cpu()) return slot.read(addresses_of(pieces));
   const c10::StreamGuard guard(in_);
   at::Tensor bounce;
-  std::byte* source = slot.data();
-  if (source == nullptr) {
-    bounce = at::empty({static_cast<std::int64_t>(end_of(pieces))}, at::TensorOptions(at::kByte).pinned_memory(true));
-    source = static_cast<std::byte*>(bounce.mutable_data_ptr());
-    slot.tier().read(slot.begin(), {{source, bounce.nbytes(), 0}});
+  if (!slot.is_addressable()) {
+    bounce = bounce_of(pieces);
+    slot.read(whole(bounce));
   }
   ready.block(in_);
   for (const DevicePiece& piece : pieces) {
-    piece.memory.copy_(host_view(source + piece.offset, piece.memory.nbytes()), /*non_blocking=*/true);
+    for_each_part(slot, bounce, piece,
+                  [](const at::Tensor& host, const at::Tensor& device) { device.copy_(host, /*non_blocking=*/true); });
   }
   arrived.record(in_);
   if (bounce.defined()) arrived.synchronize();

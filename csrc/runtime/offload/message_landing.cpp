@@ -3,7 +3,7 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
 
-#include "memory/tier.h"
+#include "memory/slot/tier.h"
 
 namespace fold3d::runtime {
 namespace {
@@ -53,7 +53,8 @@ void MessageLanding::filled(const core::Action& recv, const comm::Tensors& tenso
   const core::Action copy{recv.chunk, forward ? core::Kind::kOffloadForward : core::Kind::kOffloadBackward,
                           recv.micro_batch};
   const memory::Slot slot = buffers.front()->slot();
-  out_.wait(out_.submit(copy, total, [slot, pieces] { slot.tier().write(slot.begin(), pieces); }), timeout_);
+  // It keeps what it reads: a wait that ends early must not free that.
+  out_.wait(out_.submit(copy, total, [slot, pieces, buffers] { slot.write(pieces); }), timeout_);
   for (const auto& buffer : buffers) buffer->moved();
 }
 

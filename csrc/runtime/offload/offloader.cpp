@@ -48,6 +48,8 @@ Offloader::Offloader(c10::Device device, OffloadOptions options)
       landing_(pool_, out_, in_, plan_, options_.timeout) {}
 
 void Offloader::begin(const core::Shape& shape, const std::vector<core::Action>& program) {
+  // A run that failed may have left copies under way: theirs are slots, and memory of tensors that are no longer used.
+  for (memory::CopyLane* const lane : {&out_, &in_}) lane->wait_for_all(options_.timeout, options_.while_waiting);
   plan_.begin(shape, program);
   const std::optional<std::int64_t> needed = plan_.peak();
   const std::int64_t spare = needed ? std::max<std::int64_t>(0, pool_.counters().bytes - *needed) : 0;

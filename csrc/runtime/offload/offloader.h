@@ -54,7 +54,7 @@ class Offloader {
   /// Throws memory::PoolError if the pool cannot be had.
   Offloader(c10::Device device, OffloadOptions options);
 
-  /// A run of `program` begins.
+  /// A run of `program` begins, when what was under way is over. Throws memory::PoolError if a copy failed.
   void begin(const core::Shape& shape, const std::vector<core::Action>& program);
 
   /// Memory of these tensors stays where it is, in the runs to come: parameters, buffers, the batch.

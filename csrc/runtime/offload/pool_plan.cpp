@@ -3,7 +3,7 @@
 #include <algorithm>
 
 #include "core/ir/stash.h"
-#include "memory/tier.h"
+#include "memory/slot/tier.h"
 
 namespace fold3d::runtime {
 

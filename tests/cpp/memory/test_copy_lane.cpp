@@ -10,7 +10,7 @@
 #include "memory/copy_lane.h"
 #include "memory/host_pool.h"
 #include "memory/host_tier.h"
-#include "memory/tier.h"
+#include "memory/slot/tier.h"
 
 namespace fold3d::memory {
 namespace {
@@ -35,7 +35,7 @@ TEST(CopyLane, CopiesInOrderWhileOthersComeBack) {
       std::vector<std::byte>& source = sources[static_cast<std::size_t>(k)];
       Slot slot = pool.take(source.size(), "0OFFLOAD0");
       left[static_cast<std::size_t>(k)] = out.submit(offload(k), source.size(), [&source, slot] {
-        slot.tier().write(slot.begin(), {{source.data(), source.size(), 0}});
+        slot.write({{source.data(), source.size(), 0}});
         source.assign(source.size(), std::byte{255});  // memory that others use now
       });
       slots[static_cast<std::size_t>(k)] = slot;
@@ -46,7 +46,7 @@ TEST(CopyLane, CopiesInOrderWhileOthersComeBack) {
     std::vector<std::byte>& target = targets[back];
     target.resize(8000);
     came[back] = in.submit(offload(k), target.size(), [&target, slot = std::exchange(slots[back], {})] {
-      slot.tier().read(slot.begin(), {{target.data(), target.size(), 0}});
+      slot.read({{target.data(), target.size(), 0}});
     });
   }
   in.wait(came.back(), 10s);
@@ -86,6 +86,27 @@ TEST(CopyLane, WaitsEndByTimeAndBySignals) {
   gate.set_value();
   lane.wait(ticket, 10s);
   EXPECT_TRUE(lane.is_done(ticket));
+}
+
+TEST(CopyLane, WaitsForAllThatWasQueued) {
+  CopyLane lane("out", unlimited());
+  lane.wait_for_all(10ms);  // nothing
+  std::promise<void> gate;
+  auto memory = std::make_unique<std::vector<std::byte>>(1 << 20, std::byte{1});
+  std::size_t sum = 0;
+  for (int k = 0; k < 3; ++k) {
+    lane.submit(offload(k), 1, [&, k] {
+      if (k == 0) gate.get_future().wait();
+      for (const std::byte each : *memory) sum += static_cast<std::size_t>(each);
+    });
+  }
+  EXPECT_THROW(lane.wait_for_all(10ms), PoolError);
+  gate.set_value();
+  lane.wait_for_all(10s);
+  memory.reset();  // nobody reads it any more
+  EXPECT_EQ(sum, std::size_t{3} << 20);
+  lane.submit(offload(3), 1, [] { throw PoolError("the disk is gone"); });
+  EXPECT_THROW(lane.wait_for_all(10s), PoolError);
 }
 
 TEST(CopyLane, LanesShareTheRateOfTheirLink) {

@@ -14,8 +14,8 @@
 #include "memory/host_memory.h"
 #include "memory/host_pool.h"
 #include "memory/host_tier.h"
-#include "memory/slots.h"
-#include "memory/tier.h"
+#include "memory/slot/slots.h"
+#include "memory/slot/tier.h"
 
 namespace fold3d::memory {
 namespace {
@@ -155,6 +155,39 @@ TEST(HostPool, OneOfAFixedSizeIsFullAndSaysWhatItHas) {
   const std::string text = complaint_of<PoolError>([&] { pool.take(8192, "0OFFLOAD1"); });
   EXPECT_TRUE(contains(text, "0OFFLOAD1 needs 8.19 kB, 4.10 kB of 12.29 kB are free")) << text;
   EXPECT_TRUE(contains(text, "raise offload_pool")) << text;
+}
+
+TEST(HostPool, WhatIsFreeSufficesHoweverItLies) {
+  const Folder folder;
+  const std::vector<HostPool::MakeTier> makers = {
+      in_memory(), [&](std::size_t bytes) { return std::make_shared<DiskTier>(bytes, folder.path()); }};
+  for (const HostPool::MakeTier& make : makers) {
+    HostPool pool(make, 8 * 4096);
+    std::vector<Slot> slots;
+    for (int k = 0; k < 8; ++k) slots.push_back(pool.take(4096, "0OFFLOAD0"));
+    for (const std::size_t k : {0u, 2u, 3u, 7u}) slots[k] = {};
+    EXPECT_FALSE(pool.try_take(4 * 4096 + 1));
+    Slot scattered = pool.take(4 * 4096, "0OFFLOAD1");
+    EXPECT_EQ(scattered.data(), nullptr);  // in pieces
+    EXPECT_EQ(scattered.bytes(), 4u * 4096);
+    std::mt19937 random(5);
+    std::vector<std::byte> out(4 * 4096 - 100), in(out.size());
+    for (std::byte& each : out) each = static_cast<std::byte>(random());
+    const Pieces from = {{out.data(), 5000, 64}, {out.data() + 5000, out.size() - 5000, 5100}};
+    const Pieces to = {{in.data(), 5000, 64}, {in.data() + 5000, in.size() - 5000, 5100}};
+    scattered.write(from);
+    slots[1].write({{out.data(), 4096, 0}});  // its neighbours are others'
+    scattered.read(to);
+    EXPECT_EQ(in, out);
+    EXPECT_EQ(scattered.is_addressable(), slots[1].data() != nullptr);
+    std::size_t sum = 0;
+    for (const Slot::Span& span : scattered.spans(4000, 9000)) sum += span.bytes;
+    EXPECT_EQ(sum, 9000u);
+    scattered = {};
+    slots.clear();
+    EXPECT_EQ(pool.counters().in_use, 0);
+    EXPECT_EQ(pool.take(8 * 4096, "0OFFLOAD2").spans(0, 8 * 4096).size(), 1u);  // whole again
+  }
 }
 
 TEST(HostPool, OneWithoutASizeReservesWhatIsAskedForAtOnceAndMoreWhenItMust) {

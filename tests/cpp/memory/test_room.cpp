@@ -13,7 +13,7 @@
 #include "memory/host_tier.h"
 #include "memory/room/landing_room.h"
 #include "memory/room/slot_wait.h"
-#include "memory/tier.h"
+#include "memory/slot/tier.h"
 
 namespace fold3d::memory {
 namespace {

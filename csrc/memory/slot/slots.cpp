@@ -1,4 +1,4 @@
-#include "memory/slots.h"
+#include "memory/slot/slots.h"
 
 #include <iterator>
 #include <stdexcept>

@@ -7,7 +7,7 @@
 namespace fold3d::memory {
 
 /// Which parts of one range of bytes are taken: the smallest free part that fits is cut (best fit), neighbours that are
-/// free become one. Stashes of a chunk are of one size, so parts fit again. Not thread-safe.
+/// free become one. Stashes of a chunk are of one size, so parts mostly fit again. Not thread-safe.
 class Slots {
  public:
   explicit Slots(std::size_t bytes);
