@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map, tree_map_only
 
 from fold3d.trace.arguments import Arguments
 from fold3d.trace.caches.apart import apart_from_caches
 from fold3d.trace.capture import fake_copy
+from fold3d.trace.values.without_values import WithoutValues
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ def record_calls(
         autocast: the context in which the model's forward runs.
     Raises: whatever the forward raises on tensors without values.
     """
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode = WithoutValues()
     shadow = fake_copy(model, mode).train()
     for module in shadow.modules():
         if getattr(module, "gradient_checkpointing", False):

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -25,6 +24,7 @@ from fold3d.sharding.plan import ShardingPlan
 from fold3d.trace import Trace
 from fold3d.trace.arguments import Arguments
 from fold3d.trace.capture import fake, fake_copy
+from fold3d.trace.values.without_values import WithoutValues
 
 
 def layer_bytes(
@@ -51,7 +51,7 @@ def layer_bytes(
         sharding: how a tensor-parallel group has shared its weights out: what a rank of it needs; None: there is none.
     Raises: whatever the forward raises on tensors without values.
     """
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode = WithoutValues()
     shadow = fake_copy(model, mode, device).train()
     kwargs = {k: tree_map_only(Tensor, lambda tensor: fake(tensor, mode, device), v) for k, v in micro_batch.items()}
     called = micro_batch.called(shadow) if isinstance(micro_batch, Arguments) else shadow

@@ -11,6 +11,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
 
 from fold3d.trace.caches.apart import apart_from_caches
 from fold3d.trace.capture import fake_copy
+from fold3d.trace.values.without_values import WithoutValues
 
 _CACHE_LIMIT = 1024
 
@@ -70,7 +71,7 @@ class ShapeOnly:
 
     def _copy_for(self, device: torch.device) -> tuple[FakeTensorMode, nn.Module]:
         if device not in self._copies:
-            mode = FakeTensorMode(allow_non_fake_inputs=True)
+            mode = WithoutValues()
             module = fake_copy(self._module, mode, device)
             self._copies[device] = (mode, module)
         return self._copies[device]

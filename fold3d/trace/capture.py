@@ -22,6 +22,7 @@ from fold3d.trace.model_trace import BlockCost, Trace
 from fold3d.trace.recorder import Recorder
 from fold3d.trace.structure import TreeStructure
 from fold3d.trace.users_hooks import drop_hooks, is_users, users_hooks
+from fold3d.trace.values.without_values import WithoutValues
 from fold3d.trace.wrappers import drop_wrappers, whole_shape
 
 
@@ -87,7 +88,7 @@ class Shadow:
         """Args:
         example: arguments of the forward, see `trace`.
         """
-        self._mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self._mode = WithoutValues()
         self.model = fake_copy(model, self._mode).train()
         for module in self.model.modules():
             if getattr(module, "gradient_checkpointing", False):
@@ -116,7 +117,7 @@ class Shadow:
                 f"{type(self.model).__name__} could not be recorded: its forward failed on the example "
                 f"{ {k: tuple(v.shape) if isinstance(v, Tensor) else v for k, v in example.items()} } with "
                 f"{type(error).__name__}: {error}. The forward is run on tensors without values, so it must "
-                f"not branch on them; {_remedy(error)}."
+                "not branch on them; check that `example` has the keys and shapes of a training batch."
             ) from error
 
 
@@ -128,12 +129,6 @@ def _attributes(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 for leaf in tree_leaves(value):
                     if isinstance(leaf, Tensor):
                         yield f"{name}.{attribute}".lstrip("."), leaf
-
-
-def _remedy(error: Exception) -> str:
-    if "BF16" in str(error):  # torch's grouped matrix product, without values, takes nothing else
-        return 'call model.set_experts_implementation("batched_mm") before, or train in bfloat16'
-    return "check that `example` has the keys and shapes of a training batch"
 
 
 def fake_copy(model: nn.Module, mode: FakeTensorMode, device: torch.device | str = "cpu") -> nn.Module:

@@ -16,6 +16,7 @@ from fold3d.trace.arguments import ancestors
 from fold3d.trace.capture import fake
 from fold3d.trace.recorder import Recorder
 from fold3d.trace.users_hooks import drop_hooks, is_ours
+from fold3d.trace.values.without_values import WithoutValues
 
 _aten = torch.ops.aten
 
@@ -34,7 +35,7 @@ def record_loss(
         truth: what a condition on values that are not there is taken to be.
     Returns: why the model cannot be cut at each border (see `Recorder.borders`), and whether `truth` was asked for.
     """
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode = WithoutValues()
     _make_fake(model, mode)
     recorder = LossRecorder(model, blocks, mode, truth)
     with mode, recorder:

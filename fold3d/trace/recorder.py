@@ -227,6 +227,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         elif packet is _aten._scaled_dot_product_flash_attention_for_cpu:
             query, key, value = (tensor.shape for tensor in args[:3])
             flops = 2 * prod(query[:-1]) * key[-2] * (query[-1] + value[-1])
+        elif packet is getattr(_aten, "_grouped_mm", None):
+            one, other = (tensor.shape for tensor in args[:2])
+            flops = 2 * prod(one) * other[-1]  # each row meets one of the experts
         self.regions[-1].count(flops, in_block=self._block is not None)
 
     def _key(self, tensor: Tensor) -> int:

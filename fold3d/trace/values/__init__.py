@@ -1,0 +1,1 @@
+"""Running a model on shapes: which operations need no values."""

@@ -1,0 +1,40 @@
+"""`python -m tests.zoo`: which classes of the installed transformers are exact when cut, and why others are refused."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections import Counter
+from pathlib import Path
+
+from tests.zoo import table
+from tests.zoo.cases import Case, all_cases, select
+from tests.zoo.run import progress, run
+from tests.zoo.verdict import Verdict
+
+
+def main() -> None:
+    """Judges the chosen cases; prints each and how many there are of each outcome."""
+    parser = argparse.ArgumentParser(prog="python -m tests.zoo", description=__doc__)
+    parser.add_argument(
+        "--only", metavar="PATTERN", nargs="+", default=[], help="of classes, kinds or model types, such as 'T5*'"
+    )
+    parser.add_argument("--every", metavar="N", type=int, default=1, help="take each N-th of these")
+    parser.add_argument("--timeout", metavar="SECONDS", type=float, default=90.0, help="of a case, default 90")
+    parser.add_argument("--write", metavar="FILE", type=Path, help="renew the rows of these cases in a table")
+    options = parser.parse_args()
+    cases = select(all_cases(), options.only, options.every)
+    found: dict[Case, Verdict] = {}
+    for number, (case, verdict) in enumerate(run(cases, options.timeout), 1):
+        found[case] = verdict
+        progress(number, len(cases), case.name)
+        sys.stdout.write(f"{case.name:<48} {verdict.outcome:<10} {verdict.inputs:<18} {verdict.reason}\n")
+        sys.stdout.flush()
+    for outcome, count in Counter(verdict.outcome for verdict in found.values()).most_common():
+        sys.stdout.write(f"{count:4} {outcome}\n")
+    if options.write:
+        table.write(options.write, found)
+
+
+if __name__ == "__main__":
+    main()

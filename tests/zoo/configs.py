@@ -1,0 +1,195 @@
+"""Tiny configurations, derived from the fields of a configuration class: by what a field is called and holds.
+
+No model is named here. Where the rules of one `Size` do not fit a model, the next is tried; the last leaves widths as
+they are and only has fewer layers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+VOCABULARY = 128
+_LAYERS = 4
+_LAYER_COUNT = re.compile(r"^(num_hidden_layers|num_layers|n_layers?)$")
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """Widths of a tiny model. `width` 0: as the class has them."""
+
+    width: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    fills: bool = False
+    """Whether fields that hold None get a number as well."""
+    image: int = 32
+    window: int = 8
+
+
+SIZES = (
+    Size(64, 4, 2, 16), Size(64, 4, 2, 16, fills=True), Size(64, 4, 4, 16, fills=True), Size(64, 4, 4, 16),
+    Size(64, 4, 4, 16, image=64, window=2), Size(64, 8, 8, 16), Size(64, 4, 4, 32), Size(0, 0, 0, 0, image=64),
+)  # fmt: skip
+
+
+class _Tokens:
+    """Gives each special token of a model a number of its own, from the end of the vocabulary."""
+
+    def __init__(self) -> None:
+        self._next = VOCABULARY - 1
+
+    def one(self) -> int:
+        self._next -= 1
+        return self._next + 1
+
+
+def tiny_config(config_class: Any, size: Size, *, causal: bool = False) -> Any:
+    """Returns a small configuration without dropout. Raises: whatever the class raises of it."""
+    fields = _fields(config_class, size, _Tokens())
+    if causal and "is_decoder" in (field.name for field in dataclasses.fields(config_class)):
+        fields["is_decoder"] = True
+    return config_class(**fields)
+
+
+def _fields(config_class: Any, size: Size, tokens: _Tokens) -> dict[str, Any]:
+    default = _default(config_class)
+    made: dict[str, Any] = {}
+    layers = next((one for name, one in _values(config_class, default, size) if _LAYER_COUNT.search(name)), None)
+    for name, value in _values(config_class, default, size):
+        if isinstance(value, (list, tuple)) and len(value) == layers and layers > _LAYERS:
+            made[name] = _some(list(value))
+            continue
+        instead = _smaller(name, value, size, tokens)
+        if instead is not None and instead != value:
+            made[name] = instead
+    for name, part in (getattr(config_class, "sub_configs", None) or {}).items():
+        inside = getattr(default, name, None) if default is not None else None
+        actual = type(inside) if dataclasses.is_dataclass(inside) else part
+        if not dataclasses.is_dataclass(actual) or not hasattr(actual, "model_type"):
+            continue
+        fields = _fields(actual, size, tokens)
+        if actual.model_type:
+            fields["model_type"] = actual.model_type
+        made[name] = fields
+    return made
+
+
+def _some(value: list[Any]) -> list[Any]:
+    """Returns as many of a list with an entry for each layer as there are layers, with one of each kind."""
+    kinds = [one for number, one in enumerate(value) if one not in value[:number]][:_LAYERS]
+    return [*value[: _LAYERS - len(kinds)], *kinds] if set(value[:_LAYERS]) != set(kinds) else value[:_LAYERS]
+
+
+def _default(config_class: Any) -> Any:
+    try:
+        return config_class()
+    except Exception:  # parts without which it cannot be: the fields' own defaults do
+        return None
+
+
+def _values(config_class: Any, default: Any, size: Size) -> Iterator[tuple[str, Any]]:
+    """Yields the fields that tell a class's size, with what they hold; those that stay None are derived of others."""
+    for field in dataclasses.fields(config_class):
+        value = field.default
+        if value is dataclasses.MISSING and field.default_factory is not dataclasses.MISSING:
+            value = field.default_factory()
+        if value is None and size.fills and "int" in str(field.type) and not field.name.endswith("_id"):
+            found = _number(field.name, 1 << 20, size, _Tokens())
+            if found is not None and found < 1 << 20:
+                yield field.name, 1 << 20  # whatever it is made of that
+        elif isinstance(value, dict) or (value is None and field.name.startswith("rope_")):
+            value = getattr(default, field.name, value)  # what the class writes into it
+            if isinstance(value, dict):
+                yield field.name, value
+        elif value is not None and value is not dataclasses.MISSING:
+            yield field.name, value
+
+
+def _smaller(name: str, value: Any, size: Size, tokens: _Tokens) -> Any:
+    """Returns what a field should hold, None where it stays."""
+    if isinstance(value, bool):
+        return None
+    if isinstance(value, float):
+        return 0.0 if re.search(r"drop|jitter|noise|mask_\w+_prob|_mask_prob", name) else None
+    if isinstance(value, int):
+        return _number(name, value, size, tokens)
+    if isinstance(value, (list, tuple)) and value and all(type(one) is int for one in value):
+        return _numbers(name, list(value), size, tokens)
+    if isinstance(value, dict) and size.width and isinstance(value.get("mrope_section"), (list, tuple)):
+        return {**value, "mrope_section": _sections(list(value["mrope_section"]), size.head_dim // 2)}
+    return None
+
+
+def _sections(value: list[int], total: int) -> list[int]:
+    small = [max(1, total * one // sum(value)) for one in value]
+    small[0] += total - sum(small)
+    return small
+
+
+def _number(name: str, value: int, size: Size, tokens: _Tokens) -> int | None:
+    if re.search(r"token_(id|index)$", name) or name.endswith(("_token", "image_index")):
+        return value if 0 <= value < VOCABULARY - 40 else tokens.one() if value > 0 else None
+    if "vocab" in name:
+        return min(value, VOCABULARY)
+    if "shared_layers" in name:
+        return min(value, 1)
+    if re.search(r"(^|_)(layers?|blocks?|depth)$", name) and re.search(r"num|^n_|^depth|^(en|de)coder_layers", name):
+        return min(value, _LAYERS)
+    if re.search(r"first_k_dense|max_window_layers|moe_layer_start|mtp|nextn", name):
+        return min(value, 1)
+    if "image_size" in name:
+        return min(value, size.image)
+    if not size.width:
+        return None
+    for pattern, small in _rules(size):
+        if re.search(pattern, name):
+            return min(value, small)
+    return None
+
+
+def _rules(size: Size) -> list[tuple[str, int]]:
+    return [
+        (r"n_group|group_size|topk_group|expert_group", 1),
+        (r"rotary_dim|rope_dim", size.head_dim),
+        (r"experts?_per|top_?k|topk|moe_k$", 2),
+        (r"experts$", 4),
+        (r"(kv|key_value|query_group)\w*heads|heads_kv|num_kv", size.kv_heads),
+        (r"heads?$", size.heads),
+        (r"head_dim|head_size|d_kv|kv_channels|key_value_proj_dim|dim_head", size.head_dim),
+        (r"lora_rank|_rank$", 16),
+        (r"num_frames|frames_per", 4),
+        (r"temporal_patch|tubelet", 2),
+        (r"patch_size", 4),
+        (r"positions?$|position_embeddings|max_\w*(len|length|seqlen|size)$|n_ctx|seq_length|n_positions", 64),
+        (r"sliding_window|attention_window|chunk_size|window_size|local_attention", size.window),
+        (r"state_size|d_state|conv_kernel|d_conv|kernel|stride|channels$|groups?$|mel|labels|buckets", 1 << 30),
+        (r"intermediate|ffn|d_ff|d_inner|mlp_dim|feedforward|feed_forward", 2 * size.width),
+        (r"hidden|d_model|embd|embed|dim$|dim_|width|_size$|projection|channels", size.width),
+        (r"num_(query|latents)|query_tokens|codevectors|negatives", 8),
+    ]
+
+
+def _numbers(name: str, value: list[int], size: Size, tokens: _Tokens) -> list[int] | None:
+    if re.search(r"token_id", name):
+        return [_number("token_id", one, size, tokens) or one for one in value]
+    if re.search(r"depths|num_\w*(layers|blocks)", name):
+        return [min(one, 2) for one in value]
+    if "image_size" in name:
+        return [min(one, size.image) for one in value]
+    if not size.width:
+        return None
+    if re.search(r"heads", name):
+        return [_power(one) for one in value]
+    if re.search(r"hidden_sizes|embed_dims?|conv_dim|widths|dims$|channels|neck_hidden", name):
+        return [min(one, max(16, _power(one) // 4)) for one in value]
+    return None
+
+
+def _power(value: int) -> int:
+    return 1 << max(0, int(math.log2(max(1, value))))

@@ -1,0 +1,245 @@
+"""Inputs for a model, from its main input's name, its forward's parameters and its configuration."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_SAMPLES = 2
+_LENGTH = 12
+_PADDED = 3
+"""Positions at the end of the first sample."""
+
+Batch = dict[str, Any]
+
+
+def batches(model: nn.Module) -> Iterator[tuple[str, Callable[[], Batch]]]:
+    """Yields what makes a batch of the model, perhaps, and what kind of input that is: what trains most of it first."""
+    takes = set(inspect.signature(model.forward).parameters)
+    if "past_values" in takes:
+        yield from (("series", partial(dict, batch)) for batch in _series(model, takes))
+    for kind, part in (*_images(model, takes), *_sounds(model, takes)):
+        if "input_ids" in takes:
+            yield f"text and {kind}", partial(_with_places, model, part)
+            yield f"text and {kind}", partial(_with_text, model, takes, part)
+        else:
+            yield kind, partial(_with_decoder, model, takes, part)
+    if "input_ids" in takes:
+        yield "text", partial(_with_text, model, takes, {})
+
+
+def labelled(model: nn.Module, batch: Batch) -> Iterator[Batch]:
+    """Yields the batch with what may be its labels; without, at last."""
+    takes = set(inspect.signature(model.forward).parameters)
+    if "labels" in takes or "labels" in _spread(model):
+        config: Any = model.config
+        classes = torch.arange(_SAMPLES) % max(1, int(getattr(config, "num_labels", 2) or 2))
+        if "decoder_input_ids" in batch or not {"input_ids"} & set(batch):
+            length = batch["decoder_input_ids"].shape[1] if "decoder_input_ids" in batch else 4
+            yield {**batch, "labels": _random_ids(model, length)}
+        if "input_ids" in batch:
+            labels = batch["input_ids"].clone()
+            labels[0, -_PADDED:] = -100
+            yield {**batch, "labels": labels}
+        yield {**batch, "labels": classes}
+        yield {**batch, "labels": torch.zeros(_SAMPLES, 32, 32, dtype=torch.long)}
+    if "return_loss" in takes:
+        yield {**batch, "return_loss": True}
+    yield batch
+
+
+def _spread(model: nn.Module) -> set[str]:
+    """Names that a forward takes by **kwargs."""
+    kinds = {one.kind for one in inspect.signature(model.forward).parameters.values()}
+    return {"labels"} if inspect.Parameter.VAR_KEYWORD in kinds and "CausalLM" in type(model).__name__ else set()
+
+
+def _generator() -> torch.Generator:
+    return torch.Generator().manual_seed(11)
+
+
+def _random(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=_generator(), dtype=torch.float64)
+
+
+def _vocabulary(model: nn.Module) -> int:
+    config: Any = model.config
+    text = config.get_text_config(decoder=True)
+    sizes = [getattr(one, "vocab_size", None) for one in (text, config)]
+    return next((size for size in sizes if isinstance(size, int) and size > 0), 32)
+
+
+def _random_ids(model: nn.Module, length: int) -> Tensor:
+    """Returns tokens that are none of the special ones, which have the highest numbers and a few of the lowest."""
+    vocabulary = _vocabulary(model)
+    most = vocabulary - 40 if vocabulary > 80 else vocabulary
+    return torch.randint(min(5, most - 1), most, (_SAMPLES, length), generator=_generator())
+
+
+def _text(model: nn.Module, takes: set[str]) -> Batch:
+    ids = _random_ids(model, _LENGTH)
+    batch: Batch = {"input_ids": ids}
+    if "attention_mask" in takes:
+        mask = torch.ones_like(ids)
+        mask[0, -_PADDED:] = 0
+        batch["attention_mask"] = mask
+    return batch
+
+
+def _with_text(model: nn.Module, takes: set[str], part: Batch) -> Batch:
+    return {**_text(model, takes), **_with_decoder(model, takes, part)}
+
+
+def _with_decoder(model: nn.Module, takes: set[str], part: Batch) -> Batch:
+    if "decoder_input_ids" in takes and getattr(model.config, "is_encoder_decoder", False):
+        return {**part, "decoder_input_ids": _random_ids(model, _LENGTH - 2)}
+    return dict(part)
+
+
+def _configs(model: nn.Module) -> list[Any]:
+    """Returns the model's configuration and those in it, the parts first."""
+    config: Any = model.config
+    parts = _parts(config)
+    inner = [one for part in parts for one in _parts(part)]
+    return [*inner, *parts, config]
+
+
+def _parts(config: Any) -> list[Any]:
+    found = [getattr(config, name, None) for name in getattr(config, "sub_configs", None) or {}]
+    return [one for one in found if one is not None]
+
+
+def _first(model: nn.Module, *names: str, default: Any) -> Any:
+    """Returns the first of the fields that any of the configurations has."""
+    for config in _configs(model):
+        for name in names:
+            value = getattr(config, name, None)
+            if value is not None and not isinstance(value, dict):
+                return value
+    return default
+
+
+def _side(value: Any) -> int:
+    return int(value) if isinstance(value, int) else int(value[-1])
+
+
+def _images(model: nn.Module, takes: set[str]) -> Iterator[tuple[str, Batch]]:
+    side = _side(_first(model, "image_size", "input_size", default=32))
+    side = 32 if side <= 0 else side
+    channels = int(_first(model, "num_channels", "in_channels", "in_chans", default=3))
+    if "pixel_values" in takes:
+        if "image_grid_thw" in takes:
+            patch = _side(_first(model, "patch_size", default=4))
+            time = int(_first(model, "temporal_patch_size", default=1))
+            for depth in (channels * time * patch * patch, channels * patch * patch):
+                grid = torch.tensor([[1, 4, 4]] * _SAMPLES)
+                yield "images", {"pixel_values": _random(16 * _SAMPLES, depth), "image_grid_thw": grid}
+        plain = {"pixel_values": _random(_SAMPLES, channels, side, side)}
+        sizes = torch.tensor([[side, side]] * _SAMPLES)
+        if "bool_masked_pos" in takes:
+            patches = (side // max(1, _side(_first(model, "patch_size", default=4)))) ** 2
+            masked = torch.zeros(_SAMPLES, patches, dtype=torch.bool)
+            masked[:, ::2] = True
+            yield "images", {**plain, "bool_masked_pos": masked}
+        if "image_sizes" in takes:
+            for number in (2, 3, 5):
+                tiles = {"pixel_values": _random(_SAMPLES, number, channels, side, side)}
+                yield "images", {**tiles, "image_sizes": sizes}
+        if "image_sizes" in takes:
+            yield "images", {**plain, "image_sizes": sizes}
+        if "spatial_shapes" in takes:
+            patch = _side(_first(model, "patch_size", default=4))
+            yield (
+                "images",
+                {
+                    "pixel_values": _random(_SAMPLES, 16, channels * patch * patch),
+                    "pixel_attention_mask": torch.ones(_SAMPLES, 16, dtype=torch.long),
+                    "spatial_shapes": torch.tensor([[4, 4]] * _SAMPLES),
+                },
+            )
+        yield "images", plain
+        if frames := _first(model, "num_frames", "frames_per_clip", default=0):
+            yield "video", {"pixel_values": _random(_SAMPLES, int(frames), channels, side, side)}
+    if "pixel_values_videos" in takes and "image_grid_thw" not in takes:
+        frames = int(_first(model, "num_frames", "frames_per_clip", default=2))
+        yield "video", {"pixel_values_videos": _random(_SAMPLES, frames, channels, side, side)}
+
+
+def _sounds(model: nn.Module, takes: set[str]) -> Iterator[tuple[str, Batch]]:
+    bins = int(_first(model, "num_mel_bins", "input_feat_per_channel", "feature_size", "n_mels", default=80))
+    frames = int(_first(model, "max_source_positions", default=32))
+    for name in ("input_features", "audio_values"):
+        if name in takes:
+            extra: Batch = {}
+            for mask in ("input_features_mask", "feature_attention_mask"):
+                if mask in takes:
+                    extra[mask] = torch.ones(_SAMPLES, 2 * frames, dtype=torch.long)
+            yield "sound", {name: _random(_SAMPLES, bins, 2 * frames), **extra}
+            yield "sound", {name: _random(_SAMPLES, 2 * frames, bins), **extra}
+            yield "sound", {name: _random(_SAMPLES, bins, 2 * frames)}
+            yield "sound", {name: _random(_SAMPLES, 64, 2 * bins)}
+    if "input_values" in takes:
+        length = int(_first(model, "max_length", default=0))
+        if length:
+            yield "sound", {"input_values": _random(_SAMPLES, length, bins)}
+        for samples in (2000, 6000):
+            yield "sound", {"input_values": _random(_SAMPLES, samples)}
+            yield "sound", {"input_values": _random(_SAMPLES, 1, samples)}
+
+
+def _series(model: nn.Module, takes: set[str]) -> Iterator[Batch]:
+    config: Any = model.config
+    length = int(_first(model, "context_length", default=16) or 16)
+    lags = max(getattr(config, "lags_sequence", None) or [0])
+    ahead = int(_first(model, "prediction_length", default=4) or 4)
+    features = int(getattr(config, "num_time_features", 0) or 0)
+    channels = int(_first(model, "num_input_channels", "input_size", default=1) or 1)
+    past = length + lags
+    univariate = "past_time_features" in takes
+    batch: Batch = {"past_values": _random(_SAMPLES, past) if univariate else _random(_SAMPLES, past, channels)}
+    if univariate:
+        batch["past_time_features"] = _random(_SAMPLES, past, features)
+        batch["past_observed_mask"] = torch.ones(_SAMPLES, past)
+        batch["future_values"] = _random(_SAMPLES, ahead)
+        batch["future_time_features"] = _random(_SAMPLES, ahead, features)
+        yield batch
+    if "future_values" in takes:
+        yield {**batch, "future_values": _random(_SAMPLES, ahead, channels)}
+    if "target_values" in takes:
+        classes = int(getattr(config, "num_targets", 0) or 2)
+        yield {**batch, "target_values": torch.arange(_SAMPLES) % classes}
+        yield {**batch, "target_values": _random(_SAMPLES, classes)}
+    if "freq" in takes:
+        yield {"past_values": _random(_SAMPLES, past), "freq": torch.zeros(_SAMPLES, 1, dtype=torch.long)}
+    yield batch
+    yield {"past_values": _random(_SAMPLES, past)}
+
+
+def _with_places(model: nn.Module, part: Batch) -> Batch:
+    """Returns `part`, and a text with as many places for image or sound features as the model makes of `part`."""
+    config: Any = model.config
+    for kind in ("image", "video", "audio"):
+        features = getattr(model, f"get_{kind}_features", None)
+        place = next((getattr(config, f"{kind}_token_{end}", None) for end in ("id", "index")), None)
+        place = getattr(config, f"{kind}_token_index", None) if place is None else place
+        if features is None or place is None:
+            continue
+        known = inspect.signature(features).parameters
+        if not set(part) & set(known):
+            continue
+        with torch.no_grad():
+            made = features(**{name: value for name, value in part.items() if name in known})
+        made = getattr(made, "pooler_output", made)
+        tensors = [made] if isinstance(made, Tensor) else [one for one in made if isinstance(one, Tensor)]
+        places = sum(one.numel() // one.shape[-1] for one in tensors) // _SAMPLES
+        ids = torch.cat([torch.full((_SAMPLES, places), int(place)), _random_ids(model, _LENGTH)], 1)
+        batch: Batch = {**part, "input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        if "mm_token_type_ids" in inspect.signature(model.forward).parameters:
+            batch["mm_token_type_ids"] = (ids == place).long()
+        return batch
+    raise ValueError("nothing says how many places in the text an image takes")

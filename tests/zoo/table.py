@@ -1,0 +1,77 @@
+"""The table of verdicts in docs/models_table.md: written from what was measured, and read again by the test."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+
+from tests.zoo.cases import KINDS, Case
+from tests.zoo.verdict import CRASHED, EXACT, REFUSED, UNBUILT, WRONG, Verdict
+
+TABLE = Path(__file__).parents[2] / "docs" / "models_table.md"
+OUTCOMES = (EXACT, REFUSED, WRONG, CRASHED, UNBUILT)
+
+_HEAD = """\
+# Every model class
+
+Written by `python -m tests.zoo --write docs/models_table.md`, with transformers {version}. Each class that
+transformers' own tables list for these kinds of models was made tiny with random weights, in float64 (float32 where
+torch has an operation in no other precision), and trained on one batch: whole, and cut into four parts (`pp=2,
+segments=2`), in one process. Its loss and all gradients were compared.
+
+- **exact**: nothing differs by more than 1e-10 (1e-5 in float32).
+- **refused**: the model is not cut; the reason is what you would read.
+- **wrong**: another loss or gradient, without an error. There must be none.
+- **crashed**: an error that does not say what to do, or not done within the time limit.
+- **not built**: no tiny model of the class runs by itself here, mostly for lack of rules for its configuration or
+  inputs; nothing is known about cutting it.
+"""
+
+
+def write(path: Path, found: Mapping[Case, Verdict]) -> None:
+    """Puts the verdicts into the table, in the place of those that it has of these cases."""
+    import transformers
+
+    rows = read(path) if path.exists() else {}
+    rows |= {(case.kind, case.name): verdict for case, verdict in found.items()}
+    ordered = sorted(rows, key=lambda key: (list(KINDS).index(key[0]), key[1]))
+    counts = Counter((kind, rows[kind, name].outcome) for kind, name in ordered)
+    lines = [_HEAD.format(version=transformers.__version__)]
+    lines += ["| kind | " + " | ".join(OUTCOMES) + " |", "| --- |" + " ---: |" * len(OUTCOMES)]
+    lines += [_counts(kind, [counts[kind, outcome] for outcome in OUTCOMES]) for kind in KINDS]
+    lines += [_counts("all", [sum(counts[kind, outcome] for kind in KINDS) for outcome in OUTCOMES])]
+    for kind in KINDS:
+        lines += [
+            "",
+            f"## {kind.capitalize()}",
+            "",
+            "| class | trained on | verdict | reason |",
+            "| --- | --- | --- | --- |",
+        ]
+        for key in (key for key in ordered if key[0] == kind):
+            one = rows[key]
+            reason = f"`{_plain(one.reason)}`" if one.reason else ""
+            lines.append(f"| {key[1]} | {one.inputs} | {one.outcome} | {reason} |")
+    path.write_text("\n".join(lines) + "\n")
+
+
+def read(path: Path) -> dict[tuple[str, str], Verdict]:
+    """Returns the verdicts of a table by kind and class."""
+    found: dict[tuple[str, str], Verdict] = {}
+    kind = ""
+    for line in path.read_text().splitlines():
+        if line.startswith("## "):
+            kind = line[3:].lower()
+        cells = [cell.strip() for cell in line.strip("|").split(" | ")]
+        if kind and line.startswith("| ") and len(cells) == 4 and cells[2] in OUTCOMES:
+            found[kind, cells[0]] = Verdict(cells[2], cells[3].strip("`"), cells[1])
+    return found
+
+
+def _plain(text: str) -> str:
+    return text.replace("`", "'").replace("|", "/").strip()
+
+
+def _counts(name: str, numbers: list[int]) -> str:
+    return f"| {name} | " + " | ".join(str(number) for number in numbers) + " |"

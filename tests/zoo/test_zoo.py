@@ -1,0 +1,97 @@
+"""The zoo: a handful of classes of every kind now, all of them in the slow part."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from fold3d.errors import TraceError
+from tests.zoo import table, verdict
+from tests.zoo.cases import KINDS, Case, all_cases, select
+from tests.zoo.run import run
+from tests.zoo.verdict import CRASHED, EXACT, REFUSED, UNBUILT, WRONG, Verdict, judge
+
+HANDFUL = ["LlamaForCausalLM", "MixtralForCausalLM", "BertForMaskedLM", "ViTForImageClassification"]
+
+
+@pytest.mark.parametrize("name", HANDFUL)
+def test_some_are_exact(name: str) -> None:
+    [case] = select(all_cases(), [name])
+    assert judge(case) == Verdict(EXACT, "", "images" if "Image" in name else "text")
+
+
+def test_a_wrong_gradient_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The comparison sees what it is there to see."""
+    chained = verdict.chained
+
+    def slightly_off(*args: object, **kwargs: object) -> object:
+        loss, gradients = chained(*args, **kwargs)  # type: ignore[arg-type]
+        gradients["lm_head.weight"] = gradients["lm_head.weight"] * (1 + 1e-7)
+        return loss, gradients
+
+    monkeypatch.setattr(verdict, "chained", slightly_off)
+    [case] = select(all_cases(), ["LlamaForCausalLM"])
+    found = judge(case)
+    assert found.outcome == WRONG
+    assert "lm_head.weight" in found.reason
+
+
+def test_refusals_and_crashes_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    [case] = select(all_cases(), ["LlamaForCausalLM"])
+
+    def refuse(model: nn.Module, **_: object) -> None:
+        raise TraceError("no blocks")
+
+    def crash(model: nn.Module, **_: object) -> None:
+        raise KeyError("blocks")
+
+    monkeypatch.setattr(verdict, "trace", refuse)
+    assert judge(case) == Verdict(REFUSED, "TraceError: no blocks", "text")
+    monkeypatch.setattr(verdict, "trace", crash)
+    assert judge(case).outcome == CRASHED
+
+
+def test_a_process_that_dies_ends_only_its_own_case(monkeypatch: pytest.MonkeyPatch) -> None:
+    dying, unknown = Case("dying", "causal", "CAUSAL_LM", ""), Case("NoSuchClass", "causal", "CAUSAL_LM", "")
+
+    def one(case: Case) -> Verdict:
+        if case is dying:
+            torch.tensor(0).untyped_storage()
+            raise SystemExit(3)
+        return judge(case)
+
+    monkeypatch.setattr("tests.zoo.run.judge", one)
+    found = dict(run([dying, unknown], seconds=60))
+    assert found[dying] == Verdict(CRASHED, "its process ended with status 3")
+    assert found[unknown].outcome == UNBUILT
+
+
+def test_the_table_is_read_as_it_was_written(tmp_path: Path) -> None:
+    path = tmp_path / "table.md"
+    one, two = all_cases()[:2]
+    table.write(path, {one: Verdict(EXACT, "", "text"), two: Verdict(REFUSED, "TraceError: `a` | b", "text")})
+    table.write(path, {one: Verdict(WRONG, "loss off", "text")})
+    assert table.read(path) == {
+        (one.kind, one.name): Verdict(WRONG, "loss off", "text"),
+        (two.kind, two.name): Verdict(REFUSED, "TraceError: 'a' / b", "text"),
+    }
+
+
+def test_the_table_has_every_class() -> None:
+    assert set(table.read(table.TABLE)) == {(case.kind, case.name) for case in all_cases()}
+
+
+def test_none_in_the_table_is_wrong() -> None:
+    assert not [name for (_, name), one in table.read(table.TABLE).items() if one.outcome == WRONG]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_none_is_wrong_and_the_table_is_current(kind: str) -> None:
+    said = table.read(table.TABLE)
+    for case, found in run(select(all_cases(), [kind])):
+        assert found.outcome != WRONG, (case.name, found.reason)
+        assert found.outcome == said[case.kind, case.name].outcome, (case.name, found)

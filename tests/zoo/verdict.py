@@ -1,0 +1,204 @@
+"""judge(): trains a tiny model of a class, whole and cut into four parts, and compares loss and gradients."""
+
+from __future__ import annotations
+
+import copy
+import re
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from textwrap import shorten
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fold3d.errors import Fold3dError
+from fold3d.placement.partition import split_ranges
+from fold3d.trace import trace
+from tests.trace.chains import chained, ranks_of
+from tests.zoo.cases import Case
+from tests.zoo.configs import SIZES, Size, tiny_config
+from tests.zoo.inputs import Batch, batches, labelled
+
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
+"""float32 is for what torch has in no float64, such as grouped matrix products."""
+PP, SEGMENTS = 2, 2
+_MOST_PARAMETERS = 15_000_000
+_LONGEST_SEARCH = 20.0
+"""Seconds after which no further size is tried."""
+
+EXACT, REFUSED, WRONG, CRASHED, UNBUILT = "exact", "refused", "wrong", "crashed", "not built"
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What came of a case."""
+
+    outcome: str
+    """One of EXACT, REFUSED (by fold3d, with a reason), WRONG (another loss or gradient, and no error), CRASHED (an
+    error that is not fold3d's) and UNBUILT (no tiny model of the class runs by itself here)."""
+    reason: str = ""
+    inputs: str = ""
+    """What the model was trained on, such as "text and images"."""
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """A tiny model that trains, and on what."""
+
+    model: nn.Module
+    batch: Batch
+    inputs: str
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """That it trains in."""
+        return next(self.model.parameters()).dtype
+
+
+Loss = Callable[[nn.Module, Batch], Tensor]
+
+
+def judge(case: Case) -> Verdict:
+    """Returns the verdict of a case."""
+    subject, why = build(case)
+    if subject is None:
+        return Verdict(UNBUILT, why)
+    try:
+        return _compared(subject)
+    except Fold3dError as error:
+        return Verdict(REFUSED, reason_of(error), subject.inputs)
+    except Exception as error:
+        return Verdict(CRASHED, reason_of(error), subject.inputs)
+
+
+def reason_of(error: BaseException) -> str:
+    """Returns the error's kind and first words, without the sizes of the example, on one line."""
+    text = re.sub(r"its forward failed on the example \{.*?\} with", "its forward failed with", str(error), flags=re.S)
+    text = re.sub(r"\s+", " ", text).strip()
+    return f"{type(error).__name__}: {shorten(text, 200, placeholder=' ...')}"
+
+
+def build(case: Case) -> tuple[Subject | None, str]:
+    """Returns a tiny model of the class that trains by itself, in float64 if it can, and why there is none."""
+    reasons: list[str] = []
+    begun = time.monotonic()
+    for size in SIZES:
+        for dtype in (torch.float64, torch.float32):
+            if time.monotonic() - begun > _LONGEST_SEARCH:
+                return None, reasons[0]
+            torch.set_default_dtype(dtype)
+            subject, reason = _build(case, size, dtype)
+            if subject is not None:
+                return subject, ""
+            reasons.append(reason)
+    return None, reasons[0]
+
+
+def _build(case: Case, size: Size, dtype: torch.dtype) -> tuple[Subject | None, str]:
+    try:
+        model_class = case.model_class()
+        model = _model(model_class, tiny_config(model_class.config_class, size, causal=case.kind == "causal"), dtype)
+    except Exception as error:
+        return None, reason_of(error)
+    reason = ""
+    for inputs, make in batches(model):
+        try:
+            plain = {name: _cast(value, dtype) for name, value in make().items()}
+            with torch.no_grad():
+                model(**plain)
+        except Exception as error:
+            reason = reason or reason_of(error)
+            continue
+        for batch in labelled(model, plain):
+            try:
+                _train(copy.deepcopy(model), batch)
+            except Exception as error:
+                reason = reason or reason_of(error)
+                continue
+            return Subject(model, batch, inputs), ""
+    return None, reason or "no inputs of a kind that the rules make"
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    return value.to(dtype) if isinstance(value, Tensor) and value.dtype.is_floating_point else value
+
+
+def _model(model_class: Any, config: Any, dtype: torch.dtype) -> nn.Module:
+    config.use_cache = False
+    with torch.device("meta"):
+        count = sum(one.numel() for one in model_class(copy.deepcopy(config)).parameters())
+    if count > _MOST_PARAMETERS:
+        raise ValueError(f"{count:,} parameters where widths are as the class has them")
+    torch.manual_seed(0)
+    model: nn.Module = model_class(config).to(dtype).train()
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for parameter in model.parameters():  # else what begins with zeros hides what is behind it
+            parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator, dtype=dtype))
+    return model
+
+
+def loss_of(model: nn.Module, batch: Batch) -> Tensor:
+    """Returns the model's own loss; where it has none, a sum over the first tensor of its output that has gradients."""
+    output = model(**batch)
+    loss = getattr(output, "loss", None)
+    if isinstance(loss, Tensor) and loss.ndim == 0:
+        return loss
+    values = output.values() if hasattr(output, "values") else output
+    for value in _flat(values):
+        if value.requires_grad and value.dtype.is_floating_point:
+            weights = torch.linspace(-1.0, 1.0, value.numel(), dtype=value.dtype).reshape(value.shape)
+            return (weights * value.tanh()).sum()
+    raise ValueError(f"{type(model).__name__} returned nothing that has a gradient")
+
+
+def _flat(values: Iterable[Any]) -> Iterable[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (tuple, list)):
+            yield from _flat(value)
+
+
+def _train(model: nn.Module, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+    torch.manual_seed(0)
+    loss = loss_of(model, batch)
+    if not loss.isfinite():
+        raise ValueError(f"the loss is {float(loss)}")
+    loss.backward()
+    gradients = {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
+    if not gradients or not any(bool(one.any()) for one in gradients.values()):
+        raise ValueError("the loss moves no parameter")
+    return loss.detach(), gradients
+
+
+def _compared(subject: Subject) -> Verdict:
+    model, batch = subject.model, subject.batch
+    recorded = trace(model, example=batch)
+    ranges = split_ranges(recorded, PP * SEGMENTS)
+    ranks = ranks_of(model, recorded, ranges, PP)
+    got = chained(ranks, recorded, len(ranges), batch, call=loss_of)
+    want = _train(copy.deepcopy(model), batch)
+    difference = _difference(got, want, TOLERANCE[subject.dtype])
+    return Verdict(WRONG, difference, subject.inputs) if difference else Verdict(EXACT, "", subject.inputs)
+
+
+def _difference(got: tuple[Tensor, dict[str, Tensor]], want: tuple[Tensor, dict[str, Tensor]], tolerance: float) -> str:
+    """Returns what differs by more than the tolerance, an empty string if nothing does."""
+    off = abs(float(got[0] - want[0])) / max(1.0, abs(float(want[0])))
+    if not off <= tolerance:
+        return f"loss off by {off:.1e}"
+    scale = max(1.0, *(float(one.abs().max()) for one in want[1].values()))
+    for name in sorted(got[1].keys() | want[1].keys()):
+        one, other = got[1].get(name), want[1].get(name)
+        if one is None or other is None:
+            rest = other if one is None else one
+            if rest is not None and bool(rest.any()):
+                return f"{'no gradient' if one is None else 'a gradient too many'} of {name}"
+            continue
+        off = float((one - other).abs().max()) / scale
+        if not off <= tolerance:
+            return f"gradient of {name} off by {off:.1e}"
+    return ""
