@@ -89,13 +89,13 @@ def test_to_the_bit(ranks: RankPool, case: Case) -> None:
 def test_what_is_on_the_device_does_not_grow_with_the_micro_batches(ranks: RankPool) -> None:
     """AIAO keeps segments * m stashes: they are in the pool, the device has those that come and go.
 
-    How many that are at once depends on how fast copies are: two that leave, one that comes, and one in use at most.
+    How many that are at once depends on how fast copies are: two that leave, two that come, and one in use at most.
     """
     case = Case(pp=2, segments=4, m=8, schedule="aiao", layers=8, offload="activations")
     few, many = (ranks.run(train, 2, replace(case, m=m)) for m in (8, 24))
     for one, more in zip(few, many, strict=True):
         stash = one.moved / (case.segments * 8)
-        assert max(one.device, more.device) <= 4.1 * stash
+        assert max(one.device, more.device) <= 5.1 * stash
         assert more.pool > 2.5 * one.pool
 
 
