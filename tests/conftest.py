@@ -7,6 +7,7 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: the ranks of a test share few cores
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing in the suite is fetched
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("FOLD3D_CACHE", "off")  # commands run, and leave nothing behind
 
 import random
 from collections.abc import Iterator

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from fold3d import __version__
 from fold3d.cli import draw, plan, schedules, simulate, trace, validate
+from fold3d.cli.kept import answers
 from fold3d.errors import Fold3dError
 
 
@@ -31,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if arguments is None else list(arguments)
     options = parser(words).parse_args(words)
     try:
-        options.run(options)
+        answers.answered(options)
     except Fold3dError as error:
         print(f"fold3d: {str(error).rstrip()}", file=sys.stderr)
         return 1

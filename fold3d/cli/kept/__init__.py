@@ -1,0 +1,1 @@
+"""What commands keep in files, for the next time."""

@@ -1,0 +1,165 @@
+"""Answers of commands that would be the same again, kept in files: found without loading torch or the model.
+
+A file holds what a command printed. It is named by everything that decides that: the command's options, the model's
+configuration, and the versions and files of fold3d, torch, transformers and Python. Files are written whole under
+another name and then renamed, so processes that run at once, or are ended while they write, leave no half of one; a
+file whose contents do not fit its name is not used.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import io
+import json
+import os
+import sys
+import tempfile
+from contextlib import redirect_stdout, suppress
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+from typing import TextIO
+
+VARIABLE = "FOLD3D_CACHE"
+"""A folder, or "off"."""
+_PACKAGES = ("torch", "transformers")
+_MOST_FILES = 256
+
+
+def answered(options: argparse.Namespace) -> None:
+    """Runs a command; of one that has `answers`, prints what it printed before, if that would be the same again.
+
+    Raises: what the command raises; that is kept in no file.
+    """
+    folder = folder_of_answers() if hasattr(options, "answers") else None
+    key = None if folder is None else _key(options)
+    if folder is None or key is None:
+        options.run(options)
+        return
+    path = folder / f"{hashlib.sha256(key.encode()).hexdigest()}.json"
+    known = _read(path, key)
+    if known is not None:
+        sys.stdout.write(known)
+        return
+    both = _Copied(sys.stdout)
+    with redirect_stdout(both):
+        options.run(options)
+    if _key(options) != key:  # somebody changed the configuration, or code, meanwhile
+        return
+    with suppress(OSError):  # a full disk or a folder that may not be written to costs time, and nothing else
+        _write(path, key, both.getvalue())
+
+
+def folder_of_answers() -> Path | None:
+    """Returns the folder: $FOLD3D_CACHE, or fold3d in the user's folder of caches; None where it is switched off."""
+    said = os.environ.get(VARIABLE, "")
+    if said.lower() in ("off", "0"):
+        return None
+    if said:
+        return Path(said).expanduser()
+    caches = os.environ.get("XDG_CACHE_HOME", "")
+    try:
+        return (Path(caches) if os.path.isabs(caches) else Path.home() / ".cache") / "fold3d"
+    except RuntimeError:  # nobody's home
+        return None
+
+
+class _Copied(io.StringIO):
+    """Keeps what is written, and hands it on at once."""
+
+    def __init__(self, out: TextIO) -> None:
+        super().__init__()
+        self._out = out
+
+    def write(self, text: str) -> int:
+        self._out.write(text)
+        return super().write(text)
+
+    def flush(self) -> None:
+        self._out.flush()
+
+
+def _key(options: argparse.Namespace) -> str | None:
+    """Returns everything that decides the answer, as text; None where that cannot be told without running."""
+    named = {name: value for name, value in vars(options).items() if name != "run"}
+    if named.get("measure"):
+        return None
+    config = Path(named["model"])
+    config = config / "config.json" if config.is_dir() else config
+    try:
+        text = config.read_text()
+        packages = [_package(name) for name in _PACKAGES]
+    except (OSError, UnicodeDecodeError, PackageNotFoundError):  # a function, whose code lies anywhere
+        return None
+    if "auto_map" in text:  # a configuration with code of its own
+        return None
+    parts = {
+        "options": {name: repr(value) for name, value in sorted(named.items()) if name != "model"},
+        "model": [named["model"], text],
+        "packages": packages,
+        "code": _code(Path(__file__).parents[2]),
+        "python": sys.version,
+    }
+    return json.dumps(parts, sort_keys=True)
+
+
+def _package(name: str) -> list[str]:
+    """Returns a package's name, version, where it is and when it was put there."""
+    found = distribution(name)
+    place = Path(str(found.locate_file(name)))
+    return [name, found.version, str(place), str(place.stat().st_mtime_ns)]
+
+
+def _code(folder: Path) -> list[str]:
+    """Returns the files of fold3d with their sizes and times."""
+    made = []
+    for root, _, names in os.walk(folder):
+        for name in names:
+            if name.endswith((".py", ".so")):
+                path = os.path.join(root, name)
+                seen = os.stat(path)
+                made.append(f"{os.path.relpath(path, folder)} {seen.st_size} {seen.st_mtime_ns}")
+    return sorted(made)
+
+
+def _read(path: Path, key: str) -> str | None:
+    """Returns the answer in a file; None if there is none, or it is damaged or of something else."""
+    try:
+        found = json.loads(path.read_text())
+        text = found["text"]
+        whole = found["key"] == key and found["sha256"] == _digest(text)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+    return str(text) if whole else None
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _write(path: Path, key: str, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent, suffix=".part")
+    try:
+        with os.fdopen(handle, "w") as file:
+            json.dump({"key": key, "text": text, "sha256": _digest(text)}, file)
+        os.replace(name, path)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(name)
+        raise
+    _drop_oldest(path.parent)
+
+
+def _drop_oldest(folder: Path) -> None:
+    files = sorted((*folder.glob("*.json"), *folder.glob("*.part")), key=_written)  # parts: of processes that ended
+    for file in files[:-_MOST_FILES]:
+        with suppress(OSError):  # another process was first
+            file.unlink()
+
+
+def _written(file: Path) -> float:
+    try:
+        return file.stat().st_mtime
+    except OSError:
+        return 0.0
