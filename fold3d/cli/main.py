@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from fold3d import __version__
 from fold3d.cli import draw, plan, schedules, simulate, trace, validate
-from fold3d.cli.kept import answers
+from fold3d.cli.kept.answers import Answer
 from fold3d.errors import Fold3dError
 
 
@@ -30,13 +30,27 @@ def parser(words: Sequence[str] | None = None) -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one subcommand; returns 0, or 1 after an error whose text went to stderr."""
     words = sys.argv[1:] if arguments is None else list(arguments)
+    answer = Answer(words)
+    known = answer.find()
+    if known is not None:
+        return _print(known)
     options = parser(words).parse_args(words)
     try:
-        answers.answered(options)
+        answer.keep(lambda: options.run(options))
     except Fold3dError as error:
         print(f"fold3d: {str(error).rstrip()}", file=sys.stderr)
         return 1
     except BrokenPipeError:  # `fold3d draw ... | head`
+        sys.stderr.close()
+        return 1
+    return 0
+
+
+def _print(text: str) -> int:
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except BrokenPipeError:
         sys.stderr.close()
         return 1
     return 0

@@ -60,7 +60,7 @@ def add(subcommands: Any, *, knobs: bool) -> None:
         "--copy-bandwidth", type=float, default=25.0, metavar="GB", help="a second to host memory and back, default 25"
     )
     tp_option.add(costs)
-    made.set_defaults(run=run, answers="plan")
+    made.set_defaults(run=run)
     if knobs:
         from fold3d.plan.space.registry import KNOBS
 

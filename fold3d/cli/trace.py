@@ -29,7 +29,7 @@ def add(subcommands: Any) -> None:
     made.add_argument(
         "--tp-plan", metavar="JSON", help='modules of which you know better, as {"mlp.gate": "replicate"}; with --tp'
     )
-    made.set_defaults(run=run, answers="trace")
+    made.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> None:

@@ -46,14 +46,15 @@ def files(folder: Path) -> list[Path]:
     return sorted(folder.iterdir()) if folder.exists() else []
 
 
-def test_the_second_answer_needs_neither_torch_nor_the_model(kept, model, capsys) -> None:
-    first = said(capsys, "trace", model, "-p", 2)
+@pytest.mark.parametrize("words", [["trace"], ["plan", "-w", "2"]])
+def test_the_second_answer_needs_neither_torch_nor_the_model(kept, model, capsys, words: list[str]) -> None:
+    first = said(capsys, *words, model, "-p", 2)
     assert "GPT2LMHeadModel" in first
     code = (
         "import sys; from fold3d.cli.main import main; code = main(sys.argv[1:]); "
         "sys.exit(code or int('torch' in sys.modules or 'transformers' in sys.modules))"
     )
-    command = [sys.executable, "-c", code, "trace", str(model), "-p", "2"]
+    command = [sys.executable, "-c", code, *words, str(model), "-p", "2"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (0, first), done.stderr
 

@@ -8,13 +8,13 @@ file whose contents do not fit its name is not used.
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import io
 import json
 import os
 import sys
 import tempfile
+from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout, suppress
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
@@ -22,32 +22,45 @@ from typing import TextIO
 
 VARIABLE = "FOLD3D_CACHE"
 """A folder, or "off"."""
+_COMMANDS = ("trace", "plan")
 _PACKAGES = ("torch", "transformers")
 _MOST_FILES = 256
 
 
-def answered(options: argparse.Namespace) -> None:
-    """Runs a command; of one that has `answers`, prints what it printed before, if that would be the same again.
+class Answer:
+    """What a command line printed, and will print."""
 
-    Raises: what the command raises; that is kept in no file.
-    """
-    folder = folder_of_answers() if hasattr(options, "answers") else None
-    key = None if folder is None else _key(options)
-    if folder is None or key is None:
-        options.run(options)
-        return
-    path = folder / f"{hashlib.sha256(key.encode()).hexdigest()}.json"
-    known = _read(path, key)
-    if known is not None:
-        sys.stdout.write(known)
-        return
-    both = _Copied(sys.stdout)
-    with redirect_stdout(both):
-        options.run(options)
-    if _key(options) != key:  # somebody changed the configuration, or code, meanwhile
-        return
-    with suppress(OSError):  # a full disk or a folder that may not be written to costs time, and nothing else
-        _write(path, key, both.getvalue())
+    def __init__(self, words: Sequence[str]) -> None:
+        """Args:
+        words: of the command line, the subcommand first.
+        """
+        self._words = tuple(words)
+        self._folder = folder_of_answers() if words and words[0] in _COMMANDS else None
+        self._key = None if self._folder is None else _key(self._words)
+
+    def find(self) -> str | None:
+        """Returns what is kept of it, None if it must run."""
+        path = self._path()
+        return None if path is None or self._key is None else _read(path, self._key)
+
+    def keep(self, run: Callable[[], None]) -> None:
+        """Runs the command, and keeps what it prints. Raises: what it raises; that is not kept."""
+        path, key = self._path(), self._key
+        if path is None or key is None:
+            run()
+            return
+        both = _Copied(sys.stdout)
+        with redirect_stdout(both):
+            run()
+        if _key(self._words) != key:  # somebody changed the configuration, or code, meanwhile
+            return
+        with suppress(OSError):  # a full disk or a folder that may not be written to costs time, and nothing else
+            _write(path, key, both.getvalue())
+
+    def _path(self) -> Path | None:
+        if self._folder is None or self._key is None:
+            return None
+        return self._folder / f"{hashlib.sha256(self._key.encode()).hexdigest()}.json"
 
 
 def folder_of_answers() -> Path | None:
@@ -79,28 +92,34 @@ class _Copied(io.StringIO):
         self._out.flush()
 
 
-def _key(options: argparse.Namespace) -> str | None:
-    """Returns everything that decides the answer, as text; None where that cannot be told without running."""
-    named = {name: value for name, value in vars(options).items() if name != "run"}
-    if named.get("measure"):
+def _key(words: Sequence[str]) -> str | None:
+    """Returns everything that decides the answer, as text; None where that cannot be told without running.
+
+    Words are not parsed, which takes torch: each that is a file or a folder may be the model.
+    """
+    if any(len(word) > 3 and "--measure".startswith(word) for word in words):
         return None
-    config = Path(named["model"])
-    config = config / "config.json" if config.is_dir() else config
     try:
-        text = config.read_text()
+        configs = [path.read_text() for path in map(_config, words[1:]) if path is not None]
         packages = [_package(name) for name in _PACKAGES]
-    except (OSError, UnicodeDecodeError, PackageNotFoundError):  # a function, whose code lies anywhere
+    except (OSError, ValueError, PackageNotFoundError):
         return None
-    if "auto_map" in text:  # a configuration with code of its own
+    if not configs or any("auto_map" in text for text in configs):  # a function, or a model with code of its own
         return None
     parts = {
-        "options": {name: repr(value) for name, value in sorted(named.items()) if name != "model"},
-        "model": [named["model"], text],
+        "words": list(words),
+        "configs": configs,
         "packages": packages,
         "code": _code(Path(__file__).parents[2]),
         "python": sys.version,
     }
     return json.dumps(parts, sort_keys=True)
+
+
+def _config(word: str) -> Path | None:
+    path = Path(word)
+    path = path / "config.json" if path.is_dir() else path
+    return path if path.is_file() else None
 
 
 def _package(name: str) -> list[str]:
