@@ -1,8 +1,7 @@
 // OFFLOAD right after the forward that stashes, and after what sends its result; PREFETCH some compute actions ahead of
 // the first use: in the order of the uses, so in the schedule's reverse order where that is how backwards come.
 //
-// A stash that is used again soon stays: there is one compute action for the way out, at least one for the way
-// back, and one to spare.
+// A stash that is used again soon stays (kSoon).
 #include <algorithm>
 #include <cmath>
 
@@ -13,9 +12,6 @@
 
 namespace fold3d::core {
 namespace {
-
-/// A stash that waits for fewer compute actions stays.
-constexpr std::size_t kSoon = 3;
 
 /// Whether the stash of a micro-batch is one of the share that leaves: of the first n about n * share are.
 bool is_of_share(int micro_batch, double share) {
@@ -33,12 +29,11 @@ std::vector<Action> with_copies(const Shape& shape, const std::vector<Action>& a
   }
   std::vector<std::vector<Action>> before(actions.size() + 1);
   std::vector<StashUse> uses = stash_uses(shape, actions);
-  const auto distance = static_cast<std::size_t>(options.prefetch_distance);
   const auto wait = [&](const StashUse& use) { return number[use.first] - number[use.forward] - 1; };
   std::erase_if(uses, [&](const StashUse& use) {
     if (!options.offload[static_cast<std::size_t>(use.chunk)] || use.first == StashUse::kNone) return true;
     if (!is_of_share(use.micro_batch, options.offload_share)) return true;
-    return wait(use) < kSoon;
+    return wait(use) < passes::kSoon;
   });
   for (const StashUse& use : uses) {
     std::size_t at = use.forward + 1;
@@ -48,7 +43,7 @@ std::vector<Action> with_copies(const Shape& shape, const std::vector<Action>& a
   }
   std::sort(uses.begin(), uses.end(), [](const StashUse& a, const StashUse& b) { return a.first < b.first; });
   for (const StashUse& use : uses) {
-    const std::size_t ahead = std::min(distance, wait(use) - (kSoon - 1));  // closer where it waits for less
+    const std::size_t ahead = passes::ahead_of_use(wait(use), options);
     before[compute[number[use.first] - ahead]].push_back({use.chunk, Kind::kPrefetch, use.micro_batch});
   }
   std::vector<Action> result;

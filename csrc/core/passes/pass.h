@@ -1,6 +1,8 @@
 // The passes of lowering: each adds one kind of action to a schedule. Their order stands in core/passes/lower.cpp.
 #pragma once
 
+#include <algorithm>
+#include <cstddef>
 #include <vector>
 
 #include "core/ir/schedule.h"
@@ -28,6 +30,15 @@ struct LoweringOptions {
 using Pass = Schedule (*)(const Schedule&, const LoweringOptions&);
 
 namespace passes {
+
+/// What waits for fewer compute actions than these stays where it is: one for the way out, at least one for the way
+/// back, one to spare.
+inline constexpr std::size_t kSoon = 3;
+
+/// How many compute actions ahead of its use comes back what waits for `wait` of them, kSoon or more.
+constexpr std::size_t ahead_of_use(std::size_t wait, const LoweringOptions& options) {
+  return std::min(static_cast<std::size_t>(options.prefetch_distance), wait - (kSoon - 1));
+}
 
 /// core/passes/send_recv.cpp. Keeps compute actions only, and adds SEND and RECV.
 Schedule send_recv(const Schedule& compute_only, const LoweringOptions& options);
