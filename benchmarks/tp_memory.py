@@ -1,12 +1,14 @@
 """How much memory a rank needs under tensor parallelism: loading, training, saving and resuming.
 
-    python benchmarks/tp_memory.py [--megabytes 1024] [--tp 1 4] [--length 64] [--whole-sequences] [--json FILE]
+    python benchmarks/tp_memory.py [--megabytes 1024] [--tp 1 4] [--length 64] [--whole-sequences] [--repetitions 3]
+                                   [--json FILE]
 
 A Llama of about that many bytes (fp32) is written to a folder as safetensors. For each number of shards fresh processes
 build it on the meta device, read their parts from the folder, take two steps of AdamW and save a checkpoint; others
 resume from that. Of each phase the highest resident memory of any rank counts, less what a process had before that had
-imported everything, joined the others and built the model without values. With more shards it should shrink as the
-weights do, also where whole tensors are read, drawn or written. With long sequences training shows the activations,
+imported everything, joined the others and built the model without values. All of that is done --repetitions times;
+the table has the median of each phase, as what the heap of a process holds differs by a tenth from run to run. With
+more shards it should shrink as the weights do, also where whole tensors are read, drawn or written. With long sequences training shows the activations,
 which --whole-sequences has whole on every rank where no weights are shared (sequence_parallel=False).
 """
 
@@ -17,6 +19,7 @@ import json
 import multiprocessing
 import os
 import socket
+import statistics
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -177,14 +180,22 @@ def measured(tp: int, case: Case, folder: str) -> dict[str, int]:
     return found
 
 
+def medians(runs: Sequence[dict[str, int]]) -> dict[str, int]:
+    """Returns the median of each phase over several runs."""
+    return {phase: int(statistics.median(run[phase] for run in runs)) for phase in PHASES}
+
+
 def write(case: Case, folder: str) -> None:
     """Writes the model."""
     transformers.LlamaForCausalLM(config_of(case.megabytes, case.length)).save_pretrained(folder)
 
 
-def report(results: Sequence[tuple[int, dict[str, int]]], total: int) -> None:
+def report(results: Sequence[tuple[int, dict[str, int]]], total: int, repetitions: int) -> None:
     """Prints a table: MiB of each phase, and the share of what the first number of shards needs."""
-    print(f"weights: {total / MB:.0f} MiB; MiB of the fullest rank above an idle process, and the share of the first")
+    print(
+        f"weights: {total / MB:.0f} MiB; MiB of the fullest rank above an idle process, median of {repetitions}, and "
+        "the share of the first"
+    )
     print(f"{'tp':>4}" + "".join(f"{phase:>16}" for phase in (*PHASES, "highest")))
     first = results[0][1]
     for tp, peaks in results:
@@ -199,6 +210,7 @@ def main() -> None:
     parser.add_argument("--tp", type=int, nargs="+", default=[1, 4], help="numbers of shards; shares are of the first")
     parser.add_argument("--length", type=int, default=64, help="tokens of a sequence")
     parser.add_argument("--whole-sequences", action="store_true", help="sequence_parallel=False")
+    parser.add_argument("--repetitions", type=int, default=3, help="runs of each, of which the median counts")
     parser.add_argument("--json", type=Path, help="also write the figures here")
     options = parser.parse_args()
     case = Case(options.megabytes, options.length, options.whole_sequences)
@@ -209,10 +221,11 @@ def main() -> None:
         writer = multiprocessing.get_context("spawn").Process(target=write, args=(case, folder))
         writer.start()
         writer.join()
-        results = [(tp, measured(tp, case, folder)) for tp in options.tp]
-    report(results, total)
+        runs = {tp: [measured(tp, case, folder) for _ in range(options.repetitions)] for tp in options.tp}
+    results = [(tp, medians(found)) for tp, found in runs.items()]
+    report(results, total, options.repetitions)
     if options.json:
-        figures = [{"tp": tp, **peaks} for tp, peaks in results]
+        figures = [{"tp": tp, **peaks, "runs": runs[tp]} for tp, peaks in results]
         options.json.write_text(json.dumps({"weights": total, "results": figures}, indent=2) + "\n")
 
 

@@ -153,7 +153,8 @@ class OptimizerLayout:
             if isinstance(value, Tensor):
                 value = file.read(value, shard, parts.rank)
             if not on_host:
-                return like_parameter(key, value, owned[name])
+                # It has just been read: a copy would leave a hole in the heap for every tensor.
+                return like_parameter(key, value, owned[name], copy=not isinstance(value, Tensor))
             with host_memory():
                 made = like_parameter(key, value, owned[name], on_host=True)
                 if not isinstance(made, Tensor) or key == "step":

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from fold3d.checkpoint import OptimizerLayout, OptimizerSink
 from fold3d.checkpoint.arrivals import Entry
+from fold3d.checkpoint.torch_file import TorchFile
 from fold3d.errors import CheckpointError, ConfigError
 from fold3d.sharding.plan import ShardingPlan
 from fold3d.sharding.shard import Shard
@@ -172,6 +173,30 @@ def test_a_state_is_cut_with_its_parameters_and_read_in_parts(tmp_path: Path, ki
             for key, value in whole.state[reference[name]].items()
             if isinstance(value, Tensor) and value.ndim
         }
+
+
+def test_what_is_read_is_the_state_without_a_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy of each would leave holes between those that stay: memory that nobody uses until the end."""
+    whole = model()
+    optimizer = optimizer_over(whole)
+    layout = OptimizerLayout.restrict(
+        optimizer, {id(p): n for n, p in whole.named_parameters()}, dict(whole.named_parameters())
+    )
+    step(whole, optimizer)
+    torch.save(optimizer.state_dict(), tmp_path / "optimizer.pt")
+    places, read = set[int](), TorchFile.read
+
+    def noted(self: TorchFile, *arguments: Any) -> Tensor:
+        tensor = read(self, *arguments)
+        places.add(tensor.data_ptr())
+        return tensor
+
+    monkeypatch.setattr(TorchFile, "read", noted)
+    again = optimizer_over(whole)
+    layout.load(tmp_path / "optimizer.pt", again, dict(whole.named_parameters()))
+    held = [value.data_ptr() for state in again.state.values() for value in state.values()]
+    assert len(held) == 3 * len(NAMES)
+    assert set(held) <= places
 
 
 def test_a_state_of_another_shape_is_refused(tmp_path: Path) -> None:

@@ -94,21 +94,26 @@ def check_complete(what: str, ranks: Collection[int], shard: Shard) -> None:
         )
 
 
-def like_parameter(key: str, value: Any, parameter: Tensor, *, on_device: bool = False, on_host: bool = False) -> Any:
+def like_parameter(
+    key: str, value: Any, parameter: Tensor, *, on_device: bool = False, on_host: bool = False, copy: bool = True
+) -> Any:
     """Returns a copy of a value of the parameter's optimizer state for use beside it.
 
     Args:
         key: its name in the state.
         on_device: numbers go to the parameter's device; else they stay where they are.
         on_host: it is used in host memory, beside a copy of the parameter.
+        copy: False: `value` itself where it can be used as it is.
     """
     if not isinstance(value, Tensor):
         return value
     device = torch.device("cpu") if on_host else parameter.device
     if value.ndim == 0 and (parameter.ndim > 0 or key == "step"):
-        return value.to(device if on_device else value.device, copy=True)
+        return value.to(device if on_device else value.device, copy=copy)
     if value.shape != parameter.shape:
-        return value.to(device, copy=True)
+        return value.to(device, copy=copy)
+    if not copy and value.device == device and value.stride() == torch.empty_like(parameter, device="meta").stride():
+        return value
     # Laid out as the parameter is: fused optimizers go through the memory of both without a look at their strides.
     return torch.empty_like(parameter, dtype=value.dtype, device=device, requires_grad=False).copy_(value)
 
