@@ -6,10 +6,11 @@
 A Llama of about that many bytes (fp32) is written to a folder as safetensors. For each number of shards fresh processes
 build it on the meta device, read their parts from the folder, take two steps of AdamW and save a checkpoint; others
 resume from that. Of each phase the highest resident memory of any rank counts, less what a process had before that had
-imported everything, joined the others and built the model without values. All of that is done --repetitions times;
-the table has the median of each phase, as what the heap of a process holds differs by a tenth from run to run. With
-more shards it should shrink as the weights do, also where whole tensors are read, drawn or written. With long sequences training shows the activations,
-which --whole-sequences has whole on every rank where no weights are shared (sequence_parallel=False).
+imported everything, joined the others and built the model without values. All of that is done --repetitions times; the
+table has the median of each phase, as what the heap of a process holds differs by a tenth from run to run. With more
+shards it should shrink as the weights do, also where whole tensors are read, drawn or written. With long sequences
+training shows the activations, which --whole-sequences has whole on every rank where no weights are shared
+(sequence_parallel=False).
 """
 
 from __future__ import annotations

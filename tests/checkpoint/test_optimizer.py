@@ -193,7 +193,7 @@ def test_what_is_read_is_the_state_without_a_copy(tmp_path: Path, monkeypatch: p
 
     monkeypatch.setattr(TorchFile, "read", noted)
     again = optimizer_over(whole)
-    layout.load(tmp_path / "optimizer.pt", again, dict(whole.named_parameters()))
+    layout.load(tmp_path / "optimizer.pt", again, owned)
     held = [value.data_ptr() for state in again.state.values() for value in state.values()]
     assert len(held) == 3 * len(NAMES)
     assert set(held) <= places
