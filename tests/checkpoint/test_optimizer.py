@@ -179,9 +179,8 @@ def test_what_is_read_is_the_state_without_a_copy(tmp_path: Path, monkeypatch: p
     """A copy of each would leave holes between those that stay: memory that nobody uses until the end."""
     whole = model()
     optimizer = optimizer_over(whole)
-    layout = OptimizerLayout.restrict(
-        optimizer, {id(p): n for n, p in whole.named_parameters()}, dict(whole.named_parameters())
-    )
+    owned = dict(whole.named_parameters())
+    layout = OptimizerLayout.restrict(optimizer, {id(p): n for n, p in owned.items()}, owned)
     step(whole, optimizer)
     torch.save(optimizer.state_dict(), tmp_path / "optimizer.pt")
     places, read = set[int](), TorchFile.read
