@@ -21,7 +21,7 @@ import transformers
 from fold3d import _C
 from fold3d import schedule as schedules
 from fold3d.plan.cluster_model import Cluster, Work, cluster_model
-from fold3d.plan.memory.layer_bytes import LayerBytes, activations_of, recomputed
+from fold3d.plan.memory.layer_bytes import LayerBytes, activations_of, recomputed, with_head_done
 from fold3d.plan.memory.model import StagePeak, peaks_of
 from fold3d.profile.layer_bytes import layer_bytes
 from fold3d.trace import trace
@@ -93,7 +93,7 @@ def peaks(model: Model, schedule: str, recompute: str, zero1: bool) -> tuple[Sta
         layers = [layers[0], *(recomputed(layer, handed) for layer in layers[1:-1]), layers[-1]]
     chunks = model.pp * segments
     borders = [0, *accumulate([model.layers // chunks] * chunks)]
-    parts = []
+    parts, head = [], None
     for number, (first, end) in enumerate(pairwise(borders)):
         mine = slice(first + (number > 0), end + 1 + (number == chunks - 1))
         needs = activations_of(layers[mine], 0 if number == chunks - 1 else handed)
@@ -109,6 +109,14 @@ def peaks(model: Model, schedule: str, recompute: str, zero1: bool) -> tuple[Sta
                 backward=needs.backward,
             )
         )
+        if number == chunks - 1:
+            parted = with_head_done(layers[mine], handed)
+            head = _C.HeadBytes(
+                gradients=GRADIENT * parameters[-1],
+                saved=parted.saved,
+                forward=parted.forward,
+                backward=parted.backward,
+            )
     program = schedules.lower(made, reduce=True, recompute=(recompute == "full",) * chunks)
     forward = 6e-3 * model.layers / chunks
     backward = (3 if recompute == "blocks" else 2) * forward
@@ -121,7 +129,7 @@ def peaks(model: Model, schedule: str, recompute: str, zero1: bool) -> tuple[Sta
     )
     cluster = cluster_model(work, Cluster(dp=model.dp, bandwidth=25e9), pp=model.pp)
     step = _C.simulate_step(program, cluster, breakdown=False, spans=True)
-    return peaks_of(_C.memory_curves(program, _C.MemoryModel(parts), step))
+    return peaks_of(_C.memory_curves(program, _C.MemoryModel(parts, head=head), step))
 
 
 def rows(limit: float, zero1: bool) -> Sequence[str]:

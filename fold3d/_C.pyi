@@ -326,6 +326,7 @@ class ClusterModel:
     buckets: list[list[tuple[int, int, int, bool]]]
     forward_ns: list[int]
     backward_ns: list[int]
+    head_ns: int
     forward_tp_ns: list[int]
     backward_tp_ns: list[int]
     layers: list[int]
@@ -424,6 +425,9 @@ class ChunkBytes:
     @property
     def backward(self) -> int: ...
 
+class HeadBytes:
+    def __init__(self, *, gradients: int, saved: int, forward: int, backward: int) -> None: ...
+
 class MemoryModel:
     def __init__(
         self,
@@ -433,6 +437,7 @@ class MemoryModel:
         update: Sequence[int] = (),
         gradients_stay: bool = True,
         receive_ahead: int = 4,
+        head: HeadBytes | None = None,
     ) -> None: ...
     @property
     def chunks(self) -> list[ChunkBytes]: ...

@@ -2,6 +2,7 @@
 
 #include <pybind11/stl.h>
 
+#include <optional>
 #include <string>
 #include <tuple>
 #include <utility>
@@ -19,6 +20,7 @@ namespace {
 using core::BucketModel;
 using core::ChunkBytes;
 using core::ClusterModel;
+using core::HeadBytes;
 using core::MemoryModel;
 using core::MemoryPoint;
 using core::RankBreakdown;
@@ -94,6 +96,7 @@ void bind_model(py::module_& module) {
       .def_property("buckets", &buckets_of, &set_buckets)
       .def_readwrite("forward_ns", &ClusterModel::forward_ns)
       .def_readwrite("backward_ns", &ClusterModel::backward_ns)
+      .def_readwrite("head_ns", &ClusterModel::head_ns)
       .def_readwrite("forward_tp_ns", &ClusterModel::forward_tp_ns)
       .def_readwrite("backward_tp_ns", &ClusterModel::backward_tp_ns)
       .def_readwrite("layers", &ClusterModel::layers)
@@ -153,14 +156,20 @@ void bind_memory(py::module_& module) {
       .def_readonly("kept", &ChunkBytes::kept)
       .def_readonly("forward", &ChunkBytes::forward)
       .def_readonly("backward", &ChunkBytes::backward);
+  py::class_<HeadBytes>(module, "HeadBytes", "What the last chunk needs where its head's backward is in its forward.")
+      .def(py::init([](std::int64_t gradients, std::int64_t saved, std::int64_t forward, std::int64_t backward) {
+             return HeadBytes{gradients, saved, forward, backward};
+           }),
+           py::kw_only(), py::arg("gradients"), py::arg("saved"), py::arg("forward"), py::arg("backward"));
   py::class_<MemoryModel>(module, "MemoryModel", "What the stages of a replica need; immutable.")
       .def(py::init([](std::vector<ChunkBytes> chunks, std::vector<std::int64_t> host, std::vector<std::int64_t> update,
-                       bool gradients_stay, int receive_ahead) {
-             return MemoryModel{std::move(chunks), std::move(host), std::move(update), gradients_stay, receive_ahead};
+                       bool gradients_stay, int receive_ahead, std::optional<HeadBytes> head) {
+             return MemoryModel{std::move(chunks), std::move(host), std::move(update),
+                                gradients_stay,    receive_ahead,   head};
            }),
            py::arg("chunks"), py::kw_only(), py::arg("host") = std::vector<std::int64_t>{},
            py::arg("update") = std::vector<std::int64_t>{}, py::arg("gradients_stay") = true,
-           py::arg("receive_ahead") = 4)
+           py::arg("receive_ahead") = 4, py::arg("head") = std::nullopt)
       .def_readonly("chunks", &MemoryModel::chunks);
   py::class_<MemoryPoint>(module, "MemoryPoint", "Bytes of a stage from a moment on.")
       .def_readonly("time_ns", &MemoryPoint::time_ns)

@@ -43,6 +43,9 @@ class Work:
     stash_bytes: tuple[int, ...] = ()
     """What a stash of a micro-batch copies to the pool, and back, where the schedule has its OFFLOAD; none: copies are
     free."""
+    head: float = 0.0
+    """Seconds, part of the last chunk's `backward`: that of the head, which is run in the forward where the rest of the
+    backward does not follow at once."""
     forward_tp: tuple[float, ...] = ()
     """Seconds, part of `forward`: waiting for TP.sync; empty where there is none."""
     backward_tp: tuple[float, ...] = ()
@@ -169,6 +172,7 @@ def cluster_model(
     model.bucket_ns = _ns(cluster.bucket_seconds)
     model.forward_ns = [_ns(seconds) for seconds in work.forward]
     model.backward_ns = [_ns(seconds) for seconds in work.backward]
+    model.head_ns = min(_ns(work.head), model.backward_ns[-1])
     model.forward_tp_ns = _parts(work.forward_tp, model.forward_ns)
     model.backward_tp_ns = _parts(work.backward_tp, model.backward_ns)
     model.activation_bytes = list(work.activation_bytes)

@@ -8,11 +8,11 @@ from itertools import pairwise
 from fold3d._C import partition
 from fold3d.errors import ConfigError
 from fold3d.placement.buckets import cut_buckets
-from fold3d.placement.layers import chunk_layers
+from fold3d.placement.layers import chunk_layers, layers_of
 from fold3d.placement.recomputed_blocks import recomputed_places
 from fold3d.plan.cluster_model import BucketCost, Work
 from fold3d.plan.job import Job
-from fold3d.plan.memory.layer_bytes import Activations, LayerBytes, activations_of
+from fold3d.plan.memory.layer_bytes import Activations, LayerBytes, activations_of, with_head_done
 from fold3d.plan.memory.spared import NOTHING, Spared
 from fold3d.plan.strategy import Ranges
 from fold3d.topology import num_segments
@@ -39,6 +39,11 @@ class Layout(Work):
     ranges: Ranges
     bucket_bytes: int
     activations: tuple[Activations, ...]
+    parted: Activations | None
+    """Those of the last chunk where its head's backward is in its forward; None: that cannot be parted from the body's,
+    because they share parameters."""
+    head_gradient_bytes: int
+    """Of the parameters that only the last chunk's head reads."""
     kept: tuple[int, ...]
     """Bytes that a chunk keeps of a micro-batch beside its inputs if its forward runs again as a whole."""
     spared: Spared
@@ -102,12 +107,17 @@ def layout_of(job: Job, ranges: Ranges, bucket_bytes: int, spared: Spared = NOTH
         )
     sent = [*(profile.activation_bytes[end - 1] for _, end in ranges[:-1]), 0]
     activations = [activations_of(layers, arriving) for layers, arriving in zip(needs, sent, strict=True)]
+    parts = _head_parts(job.trace, ranges)
+    parted = with_head_done(needs[-1], profile.activation_bytes[-1]) if parts else None
+    of_head = [name for name in layers[-1].parameters if profile.gradient_bytes[name]]
     arrives = [0, *(profile.activation_bytes[end - 1] for _, end in ranges[:-1])]
     whole = spared.recompute.without_graph(len(ranges))
     moves = spared.offloaded(len(ranges))
     stashed = [
         into + (held if none else chunk.saved)
-        for into, held, none, chunk in zip(arrives, sums, whole, activations, strict=True)
+        for into, held, none, chunk in zip(
+            arrives, sums, whole, [*activations[:-1], parted or activations[-1]], strict=True
+        )
     ]
     return Layout(
         ranges=ranges,
@@ -119,6 +129,9 @@ def layout_of(job: Job, ranges: Ranges, bucket_bytes: int, spared: Spared = NOTH
         activation_bytes=tuple(profile.activation_bytes[end - 1] for _, end in ranges),
         stash_bytes=tuple(stashed) if moves else (),
         activations=tuple(activations),
+        parted=parted,
+        head_gradient_bytes=sum(profile.parameter_bytes[name] for name in of_head),
+        head=profile.backward[-1] if parts else 0.0,
         kept=tuple(sums),
         spared=spared,
         parameter_bytes=tuple(weights),
@@ -127,6 +140,15 @@ def layout_of(job: Job, ranges: Ranges, bucket_bytes: int, spared: Spared = NOTH
         update=tuple(update),
         buckets=tuple(buckets),
     )
+
+
+def _head_parts(trace: Trace, ranges: Ranges) -> bool:
+    """Whether what follows the last block shares no parameter with the rest of its chunk (see
+    csrc/runtime/executor/head_backward.h)."""
+    canonical = trace.canonical()
+    *body, head = layers_of(trace, ranges, len(ranges) - 1)
+    of_body = {canonical.get(name, name) for layer in body for name in layer.parameters}
+    return of_body.isdisjoint(canonical.get(name, name) for name in head.parameters)
 
 
 def places(trace: Trace) -> list[int]:

@@ -79,7 +79,7 @@ class PipelineChunk:
         self, micro_batch: MicroBatch, received: list[torch.Tensor], batch: _C.StashBatch | None = None
     ) -> tuple[list[torch.Tensor], Any]:
         """Returns the tensors for the next chunk, and None; for the last chunk its loss (or nothing, when the result is
-        no tensor), and the result without gradient.
+        no tensor), followed in training by what the model's last block returned, and the result without gradient.
 
         Args:
             batch: what saves the graph's tensors, which leave the device until the backward; None: they stay.
@@ -112,8 +112,11 @@ class PipelineChunk:
         if self._sharding is not None:
             received = self._sharding.receive(received)
         around = contextlib.nullcontext() if self._once is None else self._once.around(self.index, micro_batch, run)
-        with around, _saving(batch):
-            sent, result = self._run(micro_batch, received)
+        try:
+            with around, _saving(batch):
+                sent, result = self._run(micro_batch, received)
+        finally:
+            ends = self._split.take_ends()
         if self._sharding is not None:
             sent = self._sharding.send(sent)
         if not self._is_last:
@@ -122,7 +125,9 @@ class PipelineChunk:
             one_number(result)
         else:  # for code that not every rank of a tensor-parallel group runs
             result = gathered(result)
-        return ([result], result.detach()) if isinstance(result, torch.Tensor) else ([], result)
+        if not isinstance(result, torch.Tensor):
+            return [], result
+        return [result, *(ends if run == "only" else ())], result.detach()
 
     def _run(self, micro_batch: MicroBatch, received: list[torch.Tensor]) -> tuple[list[torch.Tensor], Any]:
         if self._sharding is None:

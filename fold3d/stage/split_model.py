@@ -22,6 +22,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from fold3d import seeding
 from fold3d._C import BlockForward, CurrentForward, ForwardCursor, block_forward, next_seed, reseed, seed_inside
@@ -105,6 +106,7 @@ class SplitModel:
         # What a module that did not run itself returned inside a checkpoint of the user's own code, by the
         # checkpoint's frame: it must return the same when backward runs that code again.
         self._replaced: WeakKeyDictionary[Any, dict[str, Any]] = WeakKeyDictionary()
+        self._ends: list[Tensor] = []
         self._undo: list[Callable[[], None]] = []
         self._outer = list(dict.fromkeys((*trace.prologue, *trace.between, *trace.epilogue)))
         self._guard = CallGuard(model, trace, ranges, lambda: self._run is not None, self._use_outer)
@@ -165,6 +167,11 @@ class SplitModel:
                 f"{chunk}, was done: it must run the model's whole forward once"
             )
         return run.leaving, None
+
+    def take_ends(self) -> list[Tensor]:
+        """Returns what the model's last block returned in the runs with gradient since the last call."""
+        ends, self._ends = self._ends, []
+        return ends
 
     def install(self) -> None:
         """Puts the instance forwards on the model, in the place of another SplitModel's."""
@@ -275,8 +282,11 @@ class SplitModel:
                     run.leave_module()
                     raise
                 run.end_module(leave)
-                if index + 1 == run.hi and not run.last:
-                    return self._leave(run, index, output)
+                if index + 1 == run.hi:
+                    if not run.last:
+                        return self._leave(run, index, output)
+                    if run.with_grad:
+                        self._ends += [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
                 return output
 
             return block_forward(self._slot, -1 if shape_only is not None else index, leave, forward, original)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from fold3d import seeding
 from fold3d._C import ForwardCursor, next_seed, reseed, seed_inside
@@ -31,6 +32,7 @@ class WholeModel:
         self.cursor: ForwardCursor | None = None
         self.begun: nn.Module | None = None
         self.generators = [torch.default_generator]
+        self._ends: list[Tensor] = []
         self._device = next((p.device for p in model.parameters()), torch.device("cpu"))
         self._undo: list[Callable[[], None]] = []
         self._model, self._blocks, self._recomputes = model, tuple(blocks), recompute
@@ -41,6 +43,9 @@ class WholeModel:
         outer = outer_modules(model, blocks) if blocks else []
         for name, module in [*((name, model.get_submodule(name)) for name in blocks), *outer]:
             self._seed_around(name, module, is_block=name in blocks)
+        if blocks:
+            last = model.get_submodule(blocks[-1])
+            self._undo.append(last.register_forward_hook(_Ends(self), prepend=True).remove)
         self._undo.append(Checkpoints(model, self._recomputes).remove)
 
     def run(
@@ -63,6 +68,16 @@ class WholeModel:
             return [], call()
         finally:
             self.cursor = self.begun = None
+
+    def take_ends(self) -> list[Tensor]:
+        """Returns as `SplitModel.take_ends`."""
+        ends, self._ends = self._ends, []
+        return ends
+
+    def end(self, output: Any) -> None:
+        """The last block returned `output`."""
+        if self.cursor is not None and torch.is_grad_enabled():
+            self._ends += [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
 
     def remove(self) -> None:
         """Takes the hooks off the model again. The next `run` puts them back."""
@@ -125,6 +140,20 @@ class _Around:
         elif self._carried is not None:
             reseed(whole.generators, next_seed(self._carried, self._leave))
             self._carried = None
+
+
+class _Ends:
+    """The hook that notes what the last block returned. That of a copy, as of `_Around`, does nothing."""
+
+    def __init__(self, whole: WholeModel | None) -> None:
+        self._whole = whole
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Ends, (None,)
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self._whole is not None:
+            self._whole.end(output)
 
 
 def _seed_in_backward() -> int | None:

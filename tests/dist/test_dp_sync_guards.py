@@ -32,7 +32,7 @@ def test_a_parameter_that_got_other_memory(ranks: RankPool) -> None:
 
 @pytest.mark.parametrize("segments", [2, "auto"])
 def test_buckets_are_zero1_as_far_as_memory_asks_for_it(ranks: RankPool, segments: int | str) -> None:
-    settings = {"pp": 2, "segments": segments, "schedule": "aiao"}
+    settings = {"pp": 2, "segments": segments, "schedule": "aiao", "recompute": "none", "offload": "none"}
     plenty = ranks.run(jobs.within, 4, 1 << 30, **settings)
     needs, ways, _ = plenty[0]
     assert ways == {"early"}

@@ -12,6 +12,7 @@
 #include "core/ir/action_kinds.h"
 #include "core/ir/deps.h"
 #include "core/ir/stash.h"
+#include "core/passes/head.h"
 
 namespace fold3d::core {
 namespace {
@@ -106,7 +107,8 @@ class Walk {
         times_(times),
         split_(schedule),
         ends_(at(shape_.num_chunks() * shape_.micro_batches)),
-        has_gradients_(at(shape_.num_chunks()), model.gradients_stay),
+        turning_heads_(turning_heads(shape_, schedule.ranks.at(at(shape_.stage_of(shape_.num_chunks() - 1))))),
+        gradients_(at(shape_.num_chunks())),
         stages_(at(shape_.pp)) {
     for (auto& each : trips_) each.resize(ends_.size());
     for (const auto& list : times) {
@@ -155,6 +157,24 @@ class Walk {
 
  private:
   const ChunkBytes& of(int chunk) const { return model_.chunks[at(chunk)]; }
+  /// What a chunk needs of a micro-batch, by where its head's backward runs.
+  ChunkBytes of(const Action& action) const {
+    ChunkBytes bytes = of(action.chunk);
+    if (!turns(action)) return bytes;
+    bytes.saved = model_.head->saved;
+    bytes.forward = model_.head->forward;
+    bytes.backward = model_.head->backward;
+    return bytes;
+  }
+  bool turns(const Action& action) const {
+    return model_.head && action.chunk + 1 == shape_.num_chunks() && turning_heads_[at(action.micro_batch)];
+  }
+  /// So many bytes of a chunk's gradients are there from now on.
+  void have_gradients(Stage& stage, int chunk, std::int64_t now, std::int64_t bytes) {
+    if (model_.gradients_stay || gradients_[at(chunk)] >= bytes) return;
+    stage.add(now, MemoryUse::kGradients, bytes - gradients_[at(chunk)]);
+    gradients_[at(chunk)] = bytes;
+  }
   Ends& ends_of(const Action& action) { return ends_[at(action.chunk * shape_.micro_batches + action.micro_batch)]; }
   /// Of what `copy` moves: a stash, an input, a gradient.
   Trip& trip_of(const Action& copy) {
@@ -213,7 +233,7 @@ class Walk {
 
   void compute(Stage& stage, const ActionTime& time) {
     const Action& action = time.action;
-    const ChunkBytes& bytes = of(action.chunk);
+    const ChunkBytes bytes = of(action);
     const auto works = [&](std::int64_t size) { stage.hold(time.start_ns, time.end_ns, MemoryUse::kWorkspace, size); };
     if (action.kind == Kind::kForward || is_second_forward(action.kind)) {
       const Ends& ends = ends_of(action);
@@ -222,6 +242,7 @@ class Walk {
         stage.hold(time.end_ns, ends.last_ns, MemoryUse::kSaved, bytes.saved);
         return;
       }
+      if (turns(action)) have_gradients(stage, action.chunk, time.start_ns, model_.head->gradients);
       const Trip& trip = trip_of({action.chunk, Kind::kOffload, action.micro_batch});
       const std::int64_t kept = ends.again_ns < 0 ? bytes.saved : bytes.kept;
       keep(stage, trip, time.end_ns, ends.last_ns, MemoryUse::kSaved, kept);
@@ -233,10 +254,7 @@ class Walk {
       case Kind::kBackwardInput:
       case Kind::kBackwardWeight:
         works(std::max<std::int64_t>(0, bytes.backward - bytes.saved));
-        if (!has_gradients_[at(action.chunk)]) {
-          stage.add(time.start_ns, MemoryUse::kGradients, bytes.gradients);
-          has_gradients_[at(action.chunk)] = true;
-        }
+        have_gradients(stage, action.chunk, time.start_ns, bytes.gradients);
         return;
       default:
         return;
@@ -286,7 +304,8 @@ class Walk {
   OptionalActions split_;
   std::vector<Ends> ends_;                  // chunk * micro_batches + micro_batch
   std::array<std::vector<Trip>, 3> trips_;  // [stash, input, gradient], as ends_
-  std::vector<bool> has_gradients_;         // by chunk
+  std::vector<bool> turning_heads_;         // by micro-batch
+  std::vector<std::int64_t> gradients_;     // there already, by chunk
   std::vector<Stage> stages_;
   std::int64_t step_ns_ = 0;
 };

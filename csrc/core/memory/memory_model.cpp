@@ -38,6 +38,12 @@ void MemoryModel::check(const Shape& shape) const {
     check_bytes("forward", chunk, bytes.forward);
     check_bytes("backward", chunk, bytes.backward);
   }
+  if (head) {
+    check_bytes("head gradients", chunks.size() - 1, head->gradients);
+    check_bytes("head saved", chunks.size() - 1, head->saved);
+    check_bytes("head forward", chunks.size() - 1, head->forward);
+    check_bytes("head backward", chunks.size() - 1, head->backward);
+  }
   for (std::size_t stage = 0; stage < host.size(); ++stage) check_bytes("host", stage, host[stage]);
   for (std::size_t stage = 0; stage < update.size(); ++stage) check_bytes("update", stage, update[stage]);
 }

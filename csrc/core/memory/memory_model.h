@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <vector>
 
 #include "core/ir/schedule.h"
@@ -20,6 +21,15 @@ struct ChunkBytes {
   std::int64_t backward = 0;  ///< likewise, of a backward; beside the gradient that arrived, too
 };
 
+/// What the last chunk needs of a micro-batch where the head's backward follows its forward (core/passes/head.h): in
+/// the place of what it has of the same name.
+struct HeadBytes {
+  std::int64_t gradients = 0;  ///< those of ChunkBytes::gradients that are there with the first forward
+  std::int64_t saved = 0;      ///< the gradient of what the last block returned included
+  std::int64_t forward = 0;    ///< the head's backward included
+  std::int64_t backward = 0;
+};
+
 /// What the stages of a replica need. `chunks` has Shape::num_chunks() entries.
 struct MemoryModel {
   std::vector<ChunkBytes> chunks;
@@ -27,6 +37,7 @@ struct MemoryModel {
   std::vector<std::int64_t> update;  ///< by stage: what the optimizer's step needs beside its state; empty = nothing
   bool gradients_stay = true;        ///< else they come with a chunk's first backward and go before the next step
   int receive_ahead = 4;             ///< messages of one direction that may arrive before the program comes to them
+  std::optional<HeadBytes> head{};   ///< none: the head cannot be parted from the body, and logits wait
 
   /// Throws std::invalid_argument naming what does not fit, or is negative.
   void check(const Shape& shape) const;

@@ -100,6 +100,10 @@ void ClusterModel::check(const Shape& shape) const {
   }
   check_chunks<std::int64_t>("forward_ns", forward_ns, shape, 0);
   check_chunks<std::int64_t>("backward_ns", backward_ns, shape, 0);
+  if (head_ns < 0 || head_ns > backward_ns.back()) {
+    refuse("head_ns", std::to_string(head_ns),
+           "part of the " + std::to_string(backward_ns.back()) + " ns of the last chunk's backward");
+  }
   check_parts("forward_tp_ns", forward_tp_ns, forward_ns, shape);
   check_parts("backward_tp_ns", backward_tp_ns, backward_ns, shape);
   check_chunks<std::int64_t>("activation_bytes", activation_bytes, shape, 0);

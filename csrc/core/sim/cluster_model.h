@@ -61,6 +61,9 @@ struct ClusterModel {
 
   std::vector<std::int64_t> forward_ns;   ///< one micro-batch
   std::vector<std::int64_t> backward_ns;  ///< one micro-batch; I and W of a split backward take half each
+  /// The part of the last chunk's backward that is its head's: that of its forward, where a backward does not follow it
+  /// at once (core/passes/head.h).
+  std::int64_t head_ns = 0;
   /// The parts of these in which the rank waits for TP.sync, its stage's own link's; empty = 0.
   std::vector<std::int64_t> forward_tp_ns;
   std::vector<std::int64_t> backward_tp_ns;

@@ -6,6 +6,7 @@
 #include "core/ir/action_kinds.h"
 #include "core/ir/action_table.h"
 #include "core/ir/deps.h"
+#include "core/passes/head.h"
 
 namespace fold3d::core {
 
@@ -30,7 +31,7 @@ SimulatedProgram::SimulatedProgram(const Schedule& schedule) : shape(schedule.sh
       const auto number = static_cast<int>(nodes.size());
       const auto chunk = static_cast<std::size_t>(action.chunk);
       const bool is_first = action.kind == Kind::kForward && !forward_seen[chunk];
-      nodes.push_back({action, 0, {}, is_first, false, std::exchange(copies, {}), {}});
+      nodes.push_back({action, 0, {}, is_first, false, false, false, std::exchange(copies, {}), {}});
       node_of[action] = number;
       ranks[rank].push_back(number);
       if (action.kind == Kind::kForward) forward_seen[chunk] = true;
@@ -40,6 +41,7 @@ SimulatedProgram::SimulatedProgram(const Schedule& schedule) : shape(schedule.sh
   for (const int number : last_backward) {
     if (number >= 0) nodes[static_cast<std::size_t>(number)].last_backward = true;
   }
+  turn_heads(schedule);
   for (std::size_t number = 0; number < nodes.size(); ++number) {
     for (Action wait : waits_for(shape, nodes[number].action, /*with_comm=*/true, present)) {
       if (is_copy(wait.kind)) {
@@ -66,6 +68,20 @@ SimulatedProgram::SimulatedProgram(const Schedule& schedule) : shape(schedule.sh
           node_of[kind == Kind::kPrefetchForward ? Action{chunk, Kind::kForward, i} : present.input_gradient(chunk, i)];
     }
   }
+}
+
+void SimulatedProgram::turn_heads(const Schedule& schedule) {
+  const int last_chunk = shape.num_chunks() - 1;
+  const auto stage = static_cast<std::size_t>(shape.stage_of(last_chunk));
+  const std::vector<bool> turning = turning_heads(shape, schedule.ranks.at(stage));
+  Node* last = nullptr;  // that adds to the head's gradients
+  for (const int number : ranks[stage]) {
+    Node& node = nodes[static_cast<std::size_t>(number)];
+    if (node.action.chunk != last_chunk) continue;
+    node.turns = turning[static_cast<std::size_t>(node.action.micro_batch)];
+    if (node.turns == (node.action.kind == Kind::kForward)) last = &node;
+  }
+  if (last != nullptr) head_is_early = last->last_of_head = last->turns;
 }
 
 }  // namespace fold3d::core

@@ -22,15 +22,21 @@ struct SimulatedProgram {
     std::vector<Edge> feeds;
     bool first_forward = false;  // of its chunk, in the rank's order
     bool last_backward = false;  // likewise: after it the chunk's gradients are complete
+    bool turns = false;          // of the last chunk: the head's backward is a part of the forward
+    bool last_of_head = false;   // a forward after which the head's gradients are complete
     std::vector<Copy> copies;    // that the rank comes to between the node before and this one
     std::vector<Action> waited;  // PREFETCHes that it waits for
   };
   Shape shape;
   std::vector<Node> nodes;
   std::vector<std::vector<int>> ranks;  // nodes of every stage in its order
+  bool head_is_early = false;           // whether a node is last_of_head
 
   /// Throws std::invalid_argument if the schedule has no backward or lacks an action that another waits for.
   explicit SimulatedProgram(const Schedule& schedule);
+
+ private:
+  void turn_heads(const Schedule& schedule);
 };
 
 }  // namespace fold3d::core

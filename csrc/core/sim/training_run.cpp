@@ -104,7 +104,7 @@ void TrainingRun::try_start(std::int64_t now, int rank_number) {
   if (!copies_.empty() && !rank.came) come_to_copies(now, rank_number);
   if (rank.ready > now || arrivals(rank_number, list[rank.next]) < (rank.step + 1) * node.waits) return;
   if (!copies_.empty() && waits_for_copies(now, rank_number)) return;
-  std::int64_t duration = duration_of(node.action);
+  std::int64_t duration = duration_of(node);
   if (node.first_forward && rank.step > 0) {
     const SimulatedBuckets& buckets = dp_sync_.buckets();
     const int chunk = node.action.chunk;
@@ -115,7 +115,7 @@ void TrainingRun::try_start(std::int64_t now, int rank_number) {
       return start_buckets(now, rank_number);
     }
   }
-  if (parts_.dp_sync && node.last_backward) gradients(now, rank_number, node.action, duration);
+  if (parts_.dp_sync && node.last_backward) gradients(now, rank_number, node, duration);
   compute(now, rank_number, duration);
 }
 
@@ -163,7 +163,9 @@ void TrainingRun::start_buckets(std::int64_t now, int rank_number) {
   }
   if (rank.bucket == first) return;
   const std::int64_t begin = first == buckets.first(chunk) ? -model_.action_ns : buckets[first].forward_begin;
-  compute(now, rank_number, update + buckets[rank.bucket - 1].forward_end - begin);
+  const bool ends = rank.bucket == buckets.end(chunk);
+  const std::int64_t head = ends && current(rank_number).turns ? model_.head_ns : 0;
+  compute(now, rank_number, update + buckets[rank.bucket - 1].forward_end - begin + head);
 }
 
 void TrainingRun::compute(std::int64_t now, int rank, std::int64_t duration) {
@@ -174,15 +176,44 @@ void TrainingRun::compute(std::int64_t now, int rank, std::int64_t duration) {
   }
 }
 
-/// Announces when the chunk's buckets will be complete: the backward goes through its layers from last to first.
-void TrainingRun::gradients(std::int64_t start, int rank, const Action& action, std::int64_t duration) {
+/// Announces when the chunk's buckets will be complete: the backward goes through its layers from last to first; where
+/// the head's has run before, from the last block.
+void TrainingRun::gradients(std::int64_t start, int rank, const SimulatedProgram::Node& node, std::int64_t duration) {
   if (model_.dp_sync == DpSync::kSerial) return;  // end_of_program
   const SimulatedBuckets& buckets = dp_sync_.buckets();
+  const int chunk = node.action.chunk;
   const std::int64_t computing = duration - model_.action_ns;
-  for (int bucket = buckets.end(action.chunk) - 1; bucket >= buckets.first(action.chunk); --bucket) {
-    const std::int64_t after = model_.action_ns + buckets.produced_after(bucket, computing);
-    events_.push(start + after, Event::Type::kProduced, rank, bucket);
+  const std::int64_t head = node.turns ? model_.head_ns : 0;
+  const std::int64_t body = model_.backward_ns[at(chunk)] - head;
+  for (int bucket = buckets.end(chunk) - 1; bucket >= buckets.first(chunk); --bucket) {
+    std::int64_t after = 0;
+    if (head == 0) {
+      after = buckets.produced_after(bucket, computing);
+    } else if (program_.head_is_early && is_of_head(bucket)) {
+      continue;  // head_gradients
+    } else if (body > 0) {
+      const std::int64_t part = std::max<std::int64_t>(0, buckets.produced_after(bucket, body + head) - head);
+      after = static_cast<std::int64_t>(static_cast<long double>(computing) * static_cast<long double>(part) /
+                                        static_cast<long double>(body));
+    }
+    events_.push(start + model_.action_ns + after, Event::Type::kProduced, rank, bucket);
   }
+}
+
+/// Buckets of nothing but the head are complete with its last backward, which was a part of a forward.
+void TrainingRun::head_gradients(std::int64_t now) {
+  if (model_.dp_sync == DpSync::kSerial) return;
+  const SimulatedBuckets& buckets = dp_sync_.buckets();
+  const int chunk = program_.shape.num_chunks() - 1;
+  for (int bucket = buckets.end(chunk) - 1; bucket >= buckets.first(chunk); --bucket) {
+    if (is_of_head(bucket)) dp_sync_.produced(now, bucket);
+  }
+}
+
+bool TrainingRun::is_of_head(int bucket) const {
+  const std::int64_t backward = model_.backward_ns.back();
+  const std::int64_t rounding = backward / 100'000;  // times come as seconds
+  return model_.head_ns > 0 && dp_sync_.buckets().produced_after(bucket, backward) <= model_.head_ns + rounding;
 }
 
 void TrainingRun::computed(std::int64_t now, int rank_number) {
@@ -194,6 +225,7 @@ void TrainingRun::computed(std::int64_t now, int rank_number) {
     rank.bucket = -1;
   }
   const int number = program_.ranks[at(stage_of(rank_number))][rank.next];
+  if (parts_.dp_sync && node.last_of_head) head_gradients(now);
   rank.came = false;
   if (++rank.next == program_.ranks[at(stage_of(rank_number))].size()) end_of_program(now, rank_number);
   for (const SimulatedProgram::Edge& edge : node.feeds) feed(now, rank_number, edge, number);
@@ -272,9 +304,13 @@ void TrainingRun::sent(const Network::Sent& what) {
   if (options_.spans) spans_.push_back(span);
 }
 
-std::int64_t TrainingRun::duration_of(const Action& action) const {
+std::int64_t TrainingRun::duration_of(const SimulatedProgram::Node& node) const {
+  const Action& action = node.action;
   const std::size_t chunk = at(action.chunk);
-  const std::int64_t time = time_of(action.kind, action.chunk, model_.forward_ns[chunk], model_.backward_ns[chunk]);
+  const std::int64_t head = node.turns ? model_.head_ns : 0;
+  const std::int64_t time =
+      time_of(action.kind, action.chunk, model_.forward_ns[chunk], model_.backward_ns[chunk] - head) +
+      (action.kind == Kind::kForward ? head : 0);
   // Sums of the first forward were kept: computing again waits for none.
   const bool again = action.kind == Kind::kRecompute && !model_.forward_tp_ns.empty();
   return model_.action_ns + time - (again ? model_.forward_tp_ns[chunk] : 0);
@@ -282,7 +318,7 @@ std::int64_t TrainingRun::duration_of(const Action& action) const {
 
 std::int64_t TrainingRun::compute_ns(int stage) const {
   std::int64_t sum = 0;
-  for (const int node : program_.ranks[at(stage)]) sum += duration_of(program_.nodes[at(node)].action);
+  for (const int node : program_.ranks[at(stage)]) sum += duration_of(program_.nodes[at(node)]);
   for (int chunk = stage; chunk < program_.shape.num_chunks(); chunk += program_.shape.pp) sum += update_of(chunk);
   return sum;
 }

@@ -65,11 +65,13 @@ class TrainingRun {
   void computed(std::int64_t now, int rank);
   void feed(std::int64_t now, int rank, const SimulatedProgram::Edge& edge, int from_node);
   void arrived(std::int64_t now, int rank, int node, bool through);
-  void gradients(std::int64_t start, int rank, const Action& action, std::int64_t duration);
+  void gradients(std::int64_t start, int rank, const SimulatedProgram::Node& node, std::int64_t duration);
+  void head_gradients(std::int64_t now);
+  bool is_of_head(int bucket) const;
   void end_of_program(std::int64_t now, int rank);
   void sent(const Network::Sent& sent);
   std::int64_t start_of_last_step() const { return ends_.size() > 1 ? ends_[ends_.size() - 2] : 0; }
-  std::int64_t duration_of(const Action& action) const;
+  std::int64_t duration_of(const SimulatedProgram::Node& node) const;
   const SimulatedProgram::Node& current(int rank) const;
   int& arrivals(int rank, int node);
   int& messages_for(int rank, int node);

@@ -18,7 +18,8 @@ class Chunk {
 
   /// Runs the layers on one micro-batch. `inputs`: what the previous chunk returned (empty for chunk 0), leaves or
   /// views of leaves. `batch`: saves what the graph keeps, which leaves the device until the backward; null: it stays.
-  /// Returns the tensors that go to the next chunk, or the loss alone ([1] or scalar) for the last chunk.
+  /// Returns the tensors that go to the next chunk; for the last chunk the loss ([1] or scalar), and behind it what the
+  /// model's last block returned, where that is known.
   virtual std::vector<at::Tensor> forward(int micro_batch, std::vector<at::Tensor> inputs,
                                           const std::shared_ptr<StashBatch>& batch) = 0;
 
@@ -28,7 +29,7 @@ class Chunk {
                                                 std::vector<at::Tensor>& kept) = 0;
 
   /// Does what forward_first did with the same inputs, for the graph: the same outputs come of it, and nothing is
-  /// changed, drawn or counted twice. Returns outputs or loss, as forward does.
+  /// changed, drawn or counted twice. Returns outputs, or the loss alone.
   virtual std::vector<at::Tensor> recompute(int micro_batch, std::vector<at::Tensor> inputs,
                                             std::vector<at::Tensor> kept) = 0;
 

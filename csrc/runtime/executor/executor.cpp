@@ -7,6 +7,7 @@
 
 #include "comm/base/clock.h"
 #include "core/ir/deps.h"
+#include "core/passes/head.h"
 #include "runtime/device/tensor_buffer.h"
 #include "runtime/executor/handlers.h"
 
@@ -32,7 +33,7 @@ std::vector<at::Tensor> Executor::run(const core::Shape& shape, const std::vecto
     throw std::logic_error("the executor holds " + std::to_string(chunks_.size()) + " chunks, the schedule has " +
                            std::to_string(shape.segments) + " segments");
   }
-  state_ = RunState{shape, backward, communicator_.get(), offloader_.get(), chunks_, {}, {}, {}, {}};
+  state_ = RunState{shape, backward, communicator_.get(), offloader_.get(), chunks_, {}, {}, {}, {}, {}};
   state_.stashes.resize(static_cast<std::size_t>(shape.segments * shape.micro_batches));
   for (auto* const each : {&state_.leaving, &state_.landing[0], &state_.landing[1]}) {
     each->resize(state_.stashes.size());
@@ -49,6 +50,7 @@ std::vector<at::Tensor> Executor::run(const core::Shape& shape, const std::vecto
   }
   if (stage_ == shape.stage_of(shape.num_chunks() - 1)) {
     state_.results.resize(static_cast<std::size_t>(shape.micro_batches));
+    state_.turning_heads = core::turning_heads(shape, program);
   }
   const c10::AutoGradMode grad_mode(backward);
   try {

@@ -7,12 +7,14 @@
 #include <torch/csrc/autograd/variable.h>
 
 #include <array>
+#include <iterator>
 #include <stdexcept>
 #include <string>
 #include <utility>
 
 #include "runtime/device/tensor_buffer.h"
 #include "runtime/executor/backward_halves.h"
+#include "runtime/executor/head_backward.h"
 
 namespace fold3d::runtime {
 namespace {
@@ -95,6 +97,29 @@ void let_go_of_outputs(Stash& own) {
   own.outputs.clear();
 }
 
+/// A forward of the last chunk is over. If its backward is far, that of the head runs now: logits and what else the
+/// head saved go, and the gradient of what the last block returned waits in their place.
+void end_with_loss(RunState& run, const Action& action, Stash& own) {
+  std::vector<at::Tensor> ends;  // of the body
+  if (own.outputs.size() > 1) {
+    ends.assign(std::make_move_iterator(own.outputs.begin() + 1), std::make_move_iterator(own.outputs.end()));
+    own.outputs.resize(1);
+  }
+  if (!own.outputs.empty()) run.results[static_cast<std::size_t>(action.micro_batch)] = own.outputs.front().detach();
+  if (own.recomputes) return own.outputs.clear();
+  if (ends.empty() || !run.turns(action) || !own.outputs.front().requires_grad()) return;
+  auto body = run_head_backward(own.outputs.front(), ends, own.inputs,
+                                [&](torch::autograd::Node& node) { return run.chunk(action.chunk).is_rebuilt(node); });
+  if (!body) return;
+  own.outputs.clear();
+  own.roots = std::move(body->roots);
+  own.gradients = std::move(body->gradients);
+  if (!own.batch) return;
+  for (const at::Tensor& gradient : std::exchange(own.gradients, {})) {
+    own.gradients_saved.push_back(own.batch->save(gradient));
+  }
+}
+
 void forward(RunState& run, const Action& action) {
   Stash& own = run.stash(action.chunk, action.micro_batch);
   Chunk& chunk = run.chunk(action.chunk);
@@ -103,19 +128,17 @@ void forward(RunState& run, const Action& action) {
   } else if (run.leaves(action)) {
     own.batch = run.offloader->batch();
     own.outputs = chunk.forward(action.micro_batch, views_of(own.inputs), own.batch);
-    run.offloader->stashed(*own.batch);
   } else {
     own.outputs = chunk.forward(action.micro_batch, own.inputs, nullptr);
   }
   const int next = action.chunk + 1;
-  if (next == run.shape.num_chunks()) {
-    auto& result = run.results[static_cast<std::size_t>(action.micro_batch)];
-    if (!own.outputs.empty()) result = own.outputs.front().detach();
-    if (own.recomputes) own.outputs.clear();
+  if (run.is_last(action.chunk)) {
+    end_with_loss(run, action, own);
   } else if (run.is_local(action.chunk, next)) {
     run.stash(next, action.micro_batch).inputs = detach_leaves(own.outputs);
     let_go_of_outputs(own);
   }
+  if (own.batch) run.offloader->stashed(*own.batch);
 }
 
 /// The batch is back: the tensors are the stash's again.
@@ -136,10 +159,12 @@ void recompute(RunState& run, const Action& action) {
   if (action.chunk + 1 < run.shape.num_chunks()) let_go_of_outputs(own);
 }
 
-/// Takes from the stash where the action's backward begins: the chunk's loss, or the outputs whose gradients arrived.
+/// Takes from the stash where the action's backward begins: the chunk's loss, the outputs whose gradients arrived, or
+/// what the head's backward came to.
 BackwardStart start_of(const RunState& run, const Action& action, Stash& own) {
   BackwardStart start{std::exchange(own.roots, {}), std::exchange(own.gradients, {})};
-  if (action.chunk + 1 == run.shape.num_chunks()) {
+  for (const SavedTensor& saved : std::exchange(own.gradients_saved, {})) start.gradients.push_back(saved.tensor());
+  if (run.is_last(action.chunk)) {
     for (const at::Tensor& loss : std::exchange(own.outputs, {})) {
       if (!loss.requires_grad()) continue;
       start.roots.push_back(torch::autograd::impl::gradient_edge(loss));

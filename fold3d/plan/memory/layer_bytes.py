@@ -45,6 +45,24 @@ def activations_of(layers: Sequence[LayerBytes], arriving: int) -> Activations:
     return Activations(saved=own, forward=forward, backward=max(own, backward - arriving))
 
 
+def with_head_done(layers: Sequence[LayerBytes], ends: int) -> Activations:
+    """Returns what the layers of the model's last chunk need where the backward of the head, the last one, is a part
+    of the forward.
+
+    Args:
+        ends: bytes of what the last block returns, and of its gradient, which is kept in the place of all that the head
+            saved.
+    """
+    body = activations_of(layers[:-1], ends)
+    whole = activations_of(layers, 0)
+    before_head = whole.saved - layers[-1].saved
+    return Activations(
+        saved=body.saved + ends,
+        forward=max(whole.forward, before_head + layers[-1].backward),
+        backward=body.backward + ends,
+    )
+
+
 def recomputed(layer: LayerBytes, handed_on: int, sums: int = 0) -> LayerBytes:
     """Returns what a layer needs whose forward runs again in its backward: it keeps only what it hands on.
 

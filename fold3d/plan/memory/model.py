@@ -64,11 +64,20 @@ def memory_model(job: Job, layout: Layout, modes: Modes) -> _C.MemoryModel:
                 backward=activations.backward,
             )
         )
+    parted, head = layout.parted, None
+    if parted is not None:
+        head = _C.HeadBytes(
+            gradients=layout.head_gradient_bytes,
+            saved=parted.saved,
+            forward=parted.forward,
+            backward=parted.backward,
+        )
     return _C.MemoryModel(
         chunks,
         host=state_of if job.offload_optimizer else [],
         update=[] if job.offload_optimizer else [_workspace(job, layout, modes, stage) for stage in range(job.pp)],
         gradients_stay=job.dp > 1,
+        head=head,
     )
 
 
