@@ -8,6 +8,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK = 1
 export PIP_ROOT_USER_ACTION = ignore
 
 CSRC := $(shell find csrc -name '*.cpp' -o -name '*.h')
+SIMDEVICE := $(shell find tests/simdevice -name '*.cpp' -o -name '*.h')
 TORCH := $(shell grep '^torch==' requirements.txt)
 LINT := tests/test_quality.py tests/test_layering.py
 
@@ -32,7 +33,7 @@ test-cpp: .venv/.system
 test-python: lint test-unit test-dist
 
 # One process each, so one for every core.
-test-unit: .venv/.extension
+test-unit: .venv/.extension .venv/.simdevice
 	$(PY) -m pytest -q -m "not slow and not dist" $(LINT:%=--ignore=%) --numprocesses auto
 
 # Several processes each, most of which wait: two at a time, in the order in which they are collected.
@@ -52,10 +53,10 @@ docs: .venv/.extension
 format: .venv/.requirements
 	.venv/bin/ruff check --fix-only --quiet .
 	.venv/bin/ruff format .
-	find csrc tests/cpp -name '*.cpp' -o -name '*.h' -o -name '*.cu' | xargs .venv/bin/clang-format -i
+	find csrc tests/cpp tests/simdevice -name '*.cpp' -o -name '*.h' -o -name '*.cu' | xargs .venv/bin/clang-format -i
 
 clean:
-	rm -rf build out *.egg-info fold3d/_C*.so .venv/.extension .pytest_cache .hypothesis .mypy_cache .ruff_cache
+	rm -rf build out *.egg-info fold3d/_C*.so .venv/.extension .venv/.simdevice .pytest_cache .hypothesis .mypy_cache .ruff_cache
 	find fold3d tests examples benchmarks docs -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
 	if [ -e tests/cpp/Makefile ]; then $(MAKE) -C tests/cpp clean; fi
 
@@ -90,4 +91,10 @@ distclean: clean
 	    echo "building the extension (minutes on two cores)"; \
 	    $(PY) -m pip install --quiet --no-build-isolation --no-deps --editable . && touch .venv/.installed; \
 	fi
+	touch $@
+
+# The accelerator of the tests (tests/simdevice), of torch's headers and little else.
+.venv/.simdevice: tests/simdevice/build.py $(SIMDEVICE) .venv/.requirements
+	@echo "building the simulated device of the tests (about a minute)"
+	$(PY) -m tests.simdevice.build
 	touch $@

@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[1]
 BIN = Path(sys.executable).parent
 CPP = sorted(
     str(path.relative_to(ROOT))
-    for folder in ("csrc", "tests/cpp")
+    for folder in ("csrc", "tests/cpp", "tests/simdevice")
     for path in (ROOT / folder).rglob("*")
     if path.suffix in {".h", ".cpp", ".cu"}
 )

@@ -1,0 +1,17 @@
+"""Processes that have the simulated device, apart from those of other tests, whose accelerator it must not become."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.helpers.ranks import RankPool
+
+
+@pytest.fixture(scope="session")
+def sim_ranks() -> Iterator[RankPool]:
+    """Two worker processes; what they run imports tests.simdevice.sim."""
+    pool = RankPool(2)
+    yield pool
+    pool.close()

@@ -1,0 +1,88 @@
+#include "simdevice/device/guard.h"
+
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+
+#include <chrono>
+#include <memory>
+
+#include "simdevice/device/allocators.h"
+#include "simdevice/device/current.h"
+
+namespace simdevice {
+
+namespace {
+
+/// What a c10::Event points to: the mark of its last recording.
+using EventMark = std::shared_ptr<Mark>;
+
+const EventMark& mark_of(void* event) { return *static_cast<EventMark*>(event); }
+
+class Guard final : public c10::impl::DeviceGuardImplInterface {
+ public:
+  c10::DeviceType type() const override { return c10::kPrivateUse1; }
+  c10::Device exchangeDevice(c10::Device device) const override {
+    const c10::Device before = getDevice();
+    setDevice(device);
+    return before;
+  }
+  c10::Device getDevice() const override { return device_at(current_device()); }
+  void setDevice(c10::Device device) const override {
+    if (device.has_index()) set_current_device(device.index());
+  }
+  void uncheckedSetDevice(c10::Device device) const noexcept override {
+    if (device.has_index() && device.index() < deviceCount()) set_current_device(device.index());
+  }
+  c10::DeviceIndex deviceCount() const noexcept override { return static_cast<c10::DeviceIndex>(runtime().devices()); }
+  c10::DeviceCapability getDeviceCapability(c10::Device) const override { return {}; }
+
+  c10::Stream getStream(c10::Device device) const override { return as_c10(current_stream(index_of(device))); }
+  c10::Stream getDefaultStream(c10::Device device) const override {
+    return c10::Stream(c10::Stream::DEFAULT, device_at(index_of(device)));
+  }
+  c10::Stream getStreamFromGlobalPool(c10::Device device, bool urgent) const override {
+    return getNewStream(device, urgent ? -1 : 0);
+  }
+  c10::Stream getNewStream(c10::Device device, int priority) const override {
+    return as_c10(runtime().stream_from_pool(index_of(device), priority));
+  }
+  c10::Stream exchangeStream(c10::Stream stream) const override {
+    return as_c10(exchange_current_stream(stream_of(stream)));
+  }
+  void* getStreamNativeHandle(const c10::Stream stream) const override { return stream_of(stream); }
+  bool queryStream(const c10::Stream& stream) const override { return runtime().query(stream_of(stream)); }
+  void synchronizeStream(const c10::Stream& stream) const override { runtime().synchronize(stream_of(stream)); }
+  void synchronizeDevice(const c10::DeviceIndex device) const override {
+    runtime().synchronize(device < 0 ? current_device() : device);
+  }
+
+  void record(void** event, const c10::Stream& stream, const c10::DeviceIndex, const c10::EventFlag) const override {
+    if (*event == nullptr) *event = new EventMark;
+    *static_cast<EventMark*>(*event) = runtime().record(stream_of(stream));
+  }
+  void block(void* event, const c10::Stream& stream) const override {
+    if (event != nullptr) runtime().wait(stream_of(stream), mark_of(event));
+  }
+  bool queryEvent(void* event) const override { return event == nullptr || runtime().query(mark_of(event)); }
+  void synchronizeEvent(void* event) const override {
+    if (event != nullptr) runtime().synchronize(mark_of(event));
+  }
+  void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override {
+    delete static_cast<EventMark*>(event);
+  }
+  double elapsedTime(void* from, void* to, const c10::DeviceIndex) const override {
+    TORCH_CHECK(from != nullptr && to != nullptr, "elapsed_time of an event that was not recorded");
+    TORCH_CHECK(runtime().query(mark_of(from)) && runtime().query(mark_of(to)),
+                "elapsed_time of an event that the device has not come to yet");
+    return std::chrono::duration<double, std::milli>(mark_of(to)->time() - mark_of(from)->time()).count();
+  }
+
+  void recordDataPtrOnStream(const c10::DataPtr& data, const c10::Stream& stream) const override {
+    if (Block* const block = block_of(data)) runtime().record_use(block, stream_of(stream));
+  }
+};
+
+}  // namespace
+
+void register_guard() { c10::impl::registerDeviceGuard(c10::kPrivateUse1, new Guard); }
+
+}  // namespace simdevice

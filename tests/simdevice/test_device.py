@@ -1,0 +1,33 @@
+"""The simulated device: streams, events, memory, copies, errors, random numbers and autograd, as on CUDA."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.helpers.ranks import RankPool
+
+PROGRAMS = "tests.simdevice.programs"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "streams_and_events",
+        "two_devices",
+        "copies",
+        "memory_of_streams",
+        "memory_that_nobody_wrote",
+        "errors",
+        "random_numbers",
+        "tied_weights_stay_tied",
+        "autocast",
+        "backward_on_the_streams_of_forward",
+    ],
+)
+def test_device(name: str, sim_ranks: RankPool) -> None:
+    sim_ranks.run(f"{PROGRAMS}:run", 1, name)
+
+
+@pytest.mark.parametrize("jittered", [False, True])
+def test_training_has_the_bits_of_the_cpu(jittered: bool, sim_ranks: RankPool) -> None:
+    sim_ranks.run(f"{PROGRAMS}:training_as_on_the_cpu", 1, jittered)
