@@ -1,6 +1,7 @@
 // Messages that land beside the device's memory: however many, however early; failures end the wait for room.
 #include <gtest/gtest.h>
 
+#include <chrono>
 #include <condition_variable>
 #include <memory>
 #include <mutex>
@@ -100,7 +101,7 @@ struct Border {
 };
 
 /// A message that has been taken up is announced by another thread a moment later.
-bool arrives(const Communicator& receiver, const Action& recv) {
+bool arrives(Communicator& receiver, const Action& recv) {
   const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(10);
   while (!receiver.has_arrived(recv) && std::chrono::steady_clock::now() < end) std::this_thread::yield();
   return receiver.has_arrived(recv);
