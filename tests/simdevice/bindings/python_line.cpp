@@ -3,7 +3,6 @@
 #include <pybind11/pybind11.h>
 
 #include <string>
-#include <string_view>
 
 namespace simdevice {
 
@@ -13,7 +12,8 @@ std::string line_of(PyFrameObject* frame) {
   pybind11::object code =
       pybind11::reinterpret_steal<pybind11::object>(reinterpret_cast<PyObject*>(PyFrame_GetCode(frame)));
   const std::string file = pybind11::str(code.attr("co_filename"));
-  if (file.find("/torch/") != std::string::npos || file.starts_with("<")) return {};
+  const bool is_ours = file.ends_with("/simdevice/sim.py");
+  if (is_ours || file.find("/torch/") != std::string::npos || file.starts_with("<")) return {};
   return " at " + file.substr(file.rfind('/') + 1) + ":" + std::to_string(PyFrame_GetLineNumber(frame));
 }
 
