@@ -194,6 +194,7 @@ def record_stream_names_another_stream(broken: bool) -> None:
         y = x * 2
     x.record_stream(other if broken else side)
     del x
+    other.synchronize()  # has passed the end of x, and says nothing of the stream that reads it
     torch.empty(777, device=DEVICE).add_(1)
     del y
 
