@@ -63,3 +63,8 @@ def same_library_rng_state(one: LibraryState, other: LibraryState) -> bool:
     """Returns whether nobody drew from Python's and numpy's generators between the two."""
     of_one, of_other = one[1], other[1]
     return bool(one[0] == other[0] and of_one[2:] == of_other[2:] and np.array_equal(of_one[1], of_other[1]))
+
+
+def processes_of_host() -> int:
+    """Returns how many processes of the job run on this host, as launchers such as torchrun say it; else 1."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE") or 1)

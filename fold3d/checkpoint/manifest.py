@@ -12,7 +12,7 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
-from fold3d.checkpoint import safetensors_file
+from fold3d.checkpoint import adapters, safetensors_file
 from fold3d.errors import CheckpointError
 
 NAME = "fold3d.json"
@@ -20,8 +20,7 @@ _VERSION = 1
 _STATE = "trainer_state.json"
 _INDEX = "model.safetensors.index.json"
 _WEIGHTS = "model*.safetensors"
-_ADAPTER = "adapter_model.safetensors"
-"""What a PeftModel has instead, here or in folders named after its adapters."""
+"""A PeftModel has adapters instead, here or in folders named after them."""
 _TELLING = (".safetensors", ".json", ".pt", ".pth")
 """Files that show by themselves whether they are whole."""
 
@@ -63,7 +62,7 @@ def _in_weights(folder: Path) -> str | None:
         missing = sorted(set(_load(folder / _INDEX)["weight_map"].values()) - weights)
         if missing:
             return f"{missing[0]} is missing, {_INDEX} names it"
-    return None if weights or any(folder.rglob(_ADAPTER)) else f"it holds no {_WEIGHTS}"
+    return None if weights or any(folder.rglob(adapters.FILE)) else f"it holds no {_WEIGHTS}"
 
 
 def _in_recorded(folder: Path) -> str | None:

@@ -10,6 +10,7 @@ from torch.nn import Module
 
 from fold3d import _C
 from fold3d.config import AUTO, ParallelConfig, text_of_bytes
+from fold3d.device import processes_of_host
 from fold3d.errors import ConfigError
 from fold3d.plan.space.offload import offloaded_chunks
 from fold3d.plan.strategy import Strategy
@@ -29,7 +30,7 @@ def offload_options(config: ParallelConfig, strategy: Strategy) -> _C.OffloadOpt
     size, disk = config.pool_size, config.offload_disk
     if disk is not None and not (os.path.isdir(disk) and os.access(disk, os.W_OK)):
         raise ConfigError(f"offload_disk={disk!r}: must be a folder that this process can write to")
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # torchrun's; each has a pool of its own
+    here = processes_of_host()  # each has a pool of its own
     if disk is None and size is not None and size * here > (there := _C.available_host_bytes()):
         raise ConfigError(
             f"offload_pool={config.offload_pool}: the host has {text_of_bytes(there)} of memory left"

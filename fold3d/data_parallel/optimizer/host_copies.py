@@ -7,7 +7,6 @@ and weights leave it. Copies have streams of their own, one for each direction.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -17,6 +16,7 @@ from fold3d import _C
 from fold3d.config import text_of_bytes
 from fold3d.data_parallel.bucket import Piece, laid_out
 from fold3d.data_parallel.optimizer.host_memory import host_memory
+from fold3d.device import processes_of_host
 from fold3d.errors import ConfigError
 
 _ALIGN = 64
@@ -173,7 +173,7 @@ def host_copies(parts: Sequence[Tensors], turns: Sequence[int]) -> list[HostCopi
 
 def check_room(needed: int) -> None:
     """Raises ConfigError when this host has not so many bytes left for each of its processes."""
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or 1)  # launchers say it
+    ranks = processes_of_host()
     there = _C.available_host_bytes()
     if needed * ranks <= there:
         return

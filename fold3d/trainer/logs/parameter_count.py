@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import transformers.trainer
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import Module
 
 from fold3d.trace.capture import fake_copy
+from fold3d.trace.values.without_values import WithoutValues
 
 
 @contextlib.contextmanager
@@ -38,5 +38,5 @@ class WholeSizes:
     def of(self, model: Module) -> Module:
         """Returns a copy of `model`, without values whose parameters have the whole shapes; always the same one."""
         if self._copy is None:
-            self._copy = fake_copy(model, FakeTensorMode(allow_non_fake_inputs=True))
+            self._copy = fake_copy(model, WithoutValues())
         return self._copy
