@@ -51,6 +51,11 @@ class ParallelConfig:
     be hidden (one process, or a schedule that does not fold)."""
     micro_batches: int = 1
     """m: micro-batches per optimizer step and replica; `Engine.step` divides dimension 0 of the batch by it."""
+    micro_batch_size: int | None = None
+    """Most samples that pass the model at once: larger micro-batches are divided into parts of this size, and the
+    schedule runs these. Less memory and shorter pipeline bubbles, more and smaller kernels. Gradients and loss are
+    those of the undivided micro-batches, masks of dropout included; where samples depend on each other (batch norm,
+    losses that compare samples) it is refused. None: micro-batches stay as they are given."""
     schedule: str = AUTO
     """Name of a schedule (`fold3d schedules` lists them) or path of a CSV file with compute actions. "auto": the
     planner's, and with a fixed number of segments "aiao" when there are several, else "1f1b"."""
@@ -124,14 +129,17 @@ class ParallelConfig:
     """Activations go before gradients on the network. False: first come, first served; for comparison."""
 
     def __post_init__(self) -> None:
-        for name in ("dp", "tp", "pp", "segments", "micro_batches", "group_size"):
+        for name in ("dp", "tp", "pp", "segments", "micro_batches", "micro_batch_size", "group_size"):
             value = getattr(self, name)
-            if (value is None and name == "dp") or (value == AUTO and name in ("segments", "group_size")):
+            if (value is None and name in ("dp", "micro_batch_size")) or (
+                value == AUTO and name in ("segments", "group_size")
+            ):
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 auto = ' or "auto"' if name in ("segments", "group_size") else ""
                 raise ConfigError(f"{name}={value!r}: must be an integer of at least 1{auto}")
-        if isinstance(self.group_size, int) and self.group_size > self.micro_batches:
+        divides = self.micro_batch_size is not None
+        if isinstance(self.group_size, int) and self.group_size > self.micro_batches and not divides:
             raise ConfigError(
                 f"group_size={self.group_size} is more than micro_batches={self.micro_batches} and would act like it; "
                 "lower group_size, or leave it out"

@@ -26,13 +26,14 @@ from fold3d.data_parallel.bucket_schedule import BucketSchedule
 from fold3d.data_parallel.dp_sync import DpSync
 from fold3d.data_parallel.one_replica import OneReplica
 from fold3d.engine.built import BuiltRank
+from fold3d.engine.division import COMPARED, Division, number_of_parts
 from fold3d.engine.pipeline import Pipeline
 from fold3d.engine.planning import planner
 from fold3d.engine.planning.replanner import Replanner
 from fold3d.engine.planning.tp_forecast import TpForecast, forecast_of, predict_tp_sync, warn_of_spread
 from fold3d.engine.step import Step
 from fold3d.engine.step_recorder import StepRecorder
-from fold3d.errors import Fold3dError, RankError
+from fold3d.errors import ConfigError, Fold3dError, RankError
 from fold3d.faults.supervisor import Supervisor
 from fold3d.observe.memory import MemoryWatch
 from fold3d.placement.bucket_layout import bucket_layout
@@ -46,10 +47,12 @@ from fold3d.plan.resolve import needs_planner, unplanned
 from fold3d.plan.space.recompute import KNOB as RECOMPUTE
 from fold3d.plan.space.tp_overlap import KNOB as TP_OVERLAP
 from fold3d.plan.strategy import Ranges, Strategy
+from fold3d.sharding.shard import even_part
 from fold3d.stage.micro_batch import ModelCall
 from fold3d.stage.model_chunk import PipelineChunk
 from fold3d.stage.offload import keeper, offload_options, refuse_without_effect
 from fold3d.stage.once.once_per_micro_batch import OncePerMicroBatch
+from fold3d.stage.once.part_draws import PartDraws
 from fold3d.stage.rank_model import RankModel, arguments_of, record
 from fold3d.stage.sharded.border_parts import BorderParts
 from fold3d.stage.sharded.shard_reads import ShardReads
@@ -61,6 +64,7 @@ from fold3d.tensor_parallel.sub_pipelined.overlap_trial import OverlapTrial
 from fold3d.tensor_parallel.sub_pipelined.turning_ops import TurningOps
 from fold3d.tensor_parallel.sub_pipelined.turns import Turns
 from fold3d.topology import Topology
+from fold3d.trace.example import part_of, samples_of
 from fold3d.trace.wrappers import whole_shape
 
 _numbers = itertools.count()  # of the engines of one process
@@ -111,6 +115,8 @@ class CutModel:
     was not predicted."""
     name: str
     """This engine's in the job."""
+    autocast: Callable[[], AbstractContextManager[Any]]
+    """What the training puts around layers."""
 
 
 def cut_model(
@@ -125,6 +131,8 @@ def cut_model(
     """
     model, config, constraints, topology = order.model, order.config, order.constraints, order.topology
     error: Exception | None = None
+    if config.micro_batch_size is not None and example is not None:
+        config, example = _divided(config, example, world)
     if order.records and example is not None and call is not None:
         try:
             example = arguments_of(model, config, example, call)
@@ -202,6 +210,7 @@ def cut_model(
         planned=proposed,
         overlap_limit=None if forecast is None else forecast.other,
         name=name,
+        autocast=order.autocast,
     )
 
 
@@ -266,8 +275,9 @@ def _connect(
         reads = ShardReads(cut.parameters)
         sharded = partial(_sharded, model, _border_parts(model, sums), turning, sums, reads, overlap)
     offload = offload_options(config, model.strategy)
+    divides = config.micro_batch_size is not None
     executor = _C.Executor(
-        _chunks(model, topology, sync, sharded),
+        _chunks(model, topology, sync, sharded, PartDraws(cut.model) if divides else None),
         topology.pp_rank,
         topology.pp,
         groups.p2p_names(),
@@ -290,9 +300,10 @@ def _connect(
     recorder = StepRecorder(executor, sync, arbiter, progress, topology.pp_rank, counting)
     expected = None if model.planned is None else model.planned[1].peaks[topology.pp_rank].bytes
     memory = MemoryWatch(device, config.memory_size, expected, partial(_curves, model))
+    pipeline = Pipeline(topology, groups, executor, progress, *keep)
     step = Step(
         *(cut, topology, config.seed, device),
-        pipeline=Pipeline(topology, groups, executor, progress, *keep),
+        pipeline=pipeline,
         sync=sync,
         recorder=recorder,
         replanner=Replanner(topology, groups, config, device, model.proposed),
@@ -301,6 +312,7 @@ def _connect(
         mean_over_replicas=lambda value: _mean(value, groups),
         memory=memory,
         changes=partial(_changes, model),
+        division=_division(model, pipeline),
     )
     memory.begin([*cut.parameters.values(), *cut.model.buffers()])
     return BuiltRank(
@@ -313,6 +325,39 @@ def _connect(
         memory=memory,
         undo=undo,
     )
+
+
+def _divided(
+    config: ParallelConfig, example: Mapping[str, Any], world: WorldGroup
+) -> tuple[ParallelConfig, Mapping[str, Any]]:
+    """Returns the layout with as many micro-batches as parts run, and the example's first part; all ranks call."""
+    size = config.micro_batch_size
+    assert size is not None
+    parts, error = 1, None
+    try:
+        parts = number_of_parts(example, size)
+    except ConfigError as own:
+        error = own
+    agree(world, "", 0, error)
+    samples = samples_of(example)
+    if parts > 1 and samples is not None:
+        example = part_of(example, *even_part(samples, parts, 0), samples)
+    parts = world.share(parts, timeout=world.patience)  # replicas may have micro-batches of different sizes
+    return replace(config, micro_batches=parts * config.micro_batches), example
+
+
+def _division(model: CutModel, pipeline: Pipeline) -> Division | None:
+    size, parameters = model.config.micro_batch_size, [*model.cut.model.parameters()]
+    if size is None:
+        return None
+
+    def in_16_bits() -> bool:
+        with model.autocast():
+            on = any(torch.is_autocast_enabled(kind) for kind in {one.device.type for one in parameters} - {"meta"})
+        return on or any(one.dtype.itemsize == 2 for one in parameters if one.is_floating_point())
+
+    schedule = Programs.of(model.strategy).evaluation(COMPARED)
+    return Division(size, pipeline, schedule, model.cut.model, in_16_bits=in_16_bits)
 
 
 def _curves(model: CutModel) -> list[_C.StageMemory]:
@@ -338,6 +383,7 @@ def _chunks(
     topology: Topology,
     sync: DpSync | OneReplica,
     sharded: Callable[[int], ShardedChunk] | None,
+    draws: PartDraws | None,
 ) -> list[PipelineChunk]:
     cut = model.cut
     numbers = topology.chunks(model.strategy.segments)
@@ -347,7 +393,7 @@ def _chunks(
         once = OncePerMicroBatch(cut.model, cut.trace.blocks if cut.trace else ())
     last = model.strategy.num_chunks - 1
     return [
-        PipelineChunk(v, v == last, cut.model, cut.split, sync, once, None if sharded is None else sharded(v))
+        PipelineChunk(v, v == last, cut.model, cut.split, sync, once, None if sharded is None else sharded(v), draws)
         for v in numbers
     ]
 

@@ -35,7 +35,6 @@ from fold3d.observe.step_output import StepOutput
 from fold3d.plan.programs import Programs
 from fold3d.plan.resolve import programs_of, resolve_auto
 from fold3d.plan.strategy import MIXED, Strategy
-from fold3d.schedule import Schedule
 from fold3d.stage.micro_batch import Inputs, ModelCall, split_batch
 from fold3d.topology import Topology
 from fold3d.trace import Trace
@@ -94,7 +93,7 @@ class Engine:
         self.topology = Topology(dp=config.resolve_dp(world), pp=config.pp, tp=config.tp, rank=rank)
         self.config = config
         constraints = resolve_auto(config, self.topology.dp)
-        if constraints.segments is not None:  # a bad schedule ends here
+        if constraints.segments is not None and config.micro_batch_size is None:  # a bad schedule ends here
             programs_of(config, constraints, self.topology.dp).training(config.micro_batches)
         self.device = make_current(device or default_device())
         self.optimizer: Optimizer | None = None
@@ -121,10 +120,11 @@ class Engine:
         self._strategy: Strategy | None = None
         self._fallback: Callable[[], Mapping[str, Any] | None] = lambda: None
         # The planner times layers with a real micro-batch; the synthetic one of a transformers model will not do.
-        at_once = is_transformers_model(model) and not self._order.plans
+        # Nor will it say into how many parts micro-batches are divided.
+        at_once = not self._order.records or (is_transformers_model(model) and not self._order.plans)
         if callable(example):
-            self._fallback, at_once, example = example, False, None
-        if example is not None or not self._order.records or at_once:
+            self._fallback, at_once, example = example, not self._order.records, None
+        if example is not None or (at_once and config.micro_batch_size is None):
             self._build(example)
 
     # Construction
@@ -235,17 +235,16 @@ class Engine:
         number = self.step_index
         self.step_index += 1
         return rank.step.run(
-            *(number, self._next_schedule, micro_batches, loss_fn),
+            *(number, self._replan, lambda parts: self.programs.training(parts), micro_batches, loss_fn),
             reads_weights=reads_weights,
             reads_gradients=reads_gradients,
         )
 
-    def _next_schedule(self, micro_batches: int) -> Schedule:
-        """Returns what the next step runs, and keeps what was found to be better."""
+    def _replan(self, micro_batches: int) -> None:
+        """Keeps what was found to be better for the next steps."""
         better = self._built().step.replan(self.strategy, self.programs.training(micro_batches))
         if better is not None:
             self._follow(better)
-        return self.programs.training(micro_batches)
 
     def grad_norm(self) -> torch.Tensor:
         """Returns the exact global gradient norm, the same on every rank; all ranks of the job call."""

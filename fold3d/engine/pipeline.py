@@ -57,9 +57,18 @@ class Pipeline:
         """
         # Summed in fp64: many small shares add up to one number that is compared over layouts.
         loss = torch.zeros((), dtype=torch.float64)
-        if self._topology.is_last_stage and self._topology.tp_rank == 0:  # its other shards have the same
+        if self.has_result:
             loss = torch.stack([value.double().reshape(()) for value in losses]).sum().cpu()
         return self._meet(loss, micro_batches).to(torch.get_default_dtype())
+
+    def sum_over_replica(self, values: torch.Tensor, micro_batches: Sequence[MicroBatch]) -> torch.Tensor:
+        """Returns the sums of `values`, fp64, on every rank of the replica. Raises as `sum_of_losses`."""
+        return self._meet(values, micro_batches)
+
+    @property
+    def has_result(self) -> bool:
+        """Whether what `run` returns on this rank counts: others have nothing, or the same."""
+        return self._topology.is_last_stage and self._topology.tp_rank == 0
 
     def result_everywhere(self, result: Any, micro_batch: MicroBatch) -> Any:
         """Returns the last stage's `result`, any nesting of tensors and plain values, on every stage. Raises as
@@ -71,7 +80,7 @@ class Pipeline:
         return result if self._group is None else broadcast_value(result, source, self._group)
 
     def _meet(self, value: torch.Tensor, micro_batches: Sequence[MicroBatch]) -> torch.Tensor:
-        """Returns the sum of `value`, fp64 scalar, over the replica, once all its ranks had the same micro-batches."""
+        """Returns the sum of `value`, fp64, over the replica, once all its ranks had the same micro-batches."""
         if self._replica is None:
             return value
         ranks = self._topology.replica(self._topology.dp_rank)
@@ -84,13 +93,14 @@ class Pipeline:
         """Returns those of the micro-batches of all `ranks`, the members of `group`, who call.
 
         Args:
-            value: fp64, a scalar, of which all get the sum.
+            value: fp64, of which all get the sum.
         """
-        shares = torch.zeros(1 + len(ranks), dtype=torch.float64)
-        shares[1 + ranks.index(self._topology.rank)] = fingerprint([one.inputs for one in micro_batches])
+        size = 0 if value is None else value.numel()
+        shares = torch.zeros(size + len(ranks), dtype=torch.float64)
+        shares[size + ranks.index(self._topology.rank)] = fingerprint([one.inputs for one in micro_batches])
         if value is not None:
-            shares[0] = value
+            shares[:size] = value.reshape(-1)
         abortable_collectives.all_reduce(shares, group, self._progress)
         if value is not None:
-            value.copy_(shares[0])
-        return [int(one) for one in shares[1:].tolist()]
+            value.copy_(shares[:size].reshape(value.shape))
+        return [int(one) for one in shares[size:].tolist()]

@@ -2,7 +2,7 @@
 
 Two parts, because a loop of one's own, or a trainer's, does as it likes between them:
 
-    `Step.run`        1 schedule   2 checks   3 weights   4 micro-batches   5 gradients begin
+    `Step.run`        1 micro-batches   2 checks   3 schedule   4 weights   5 gradients begin
                       6 forwards and backwards, sums under them   7 sums end   8 loss
     `Step.optimize`   9 mean loss   10 norm   11 clip   12 update   13 gathers, up to the next forward
 
@@ -24,6 +24,7 @@ from fold3d.data_parallel.dp_sync import DpSync
 from fold3d.data_parallel.gradient_sync import GradientSync
 from fold3d.data_parallel.optimizer.hooks import OptimizerHooks
 from fold3d.device import rng_untouched
+from fold3d.engine.division import Division
 from fold3d.engine.loss_scaler import LossScaler
 from fold3d.engine.pipeline import Pipeline
 from fold3d.engine.planning.replanner import Replanner
@@ -61,24 +62,27 @@ class Step:
         mean_over_replicas: Callable[[Tensor], Tensor],
         memory: MemoryWatch,
         changes: Callable[[], Sequence[str]],
+        division: Division | None = None,
     ) -> None:
         """Args:
         seed: of dropout masks.
         changes: settings with which less memory is needed; asked when little is left of it.
         mean_over_replicas: of a tensor, the same on all of them; all replicas of the stage call.
+        division: makes parts of the micro-batches; None: they stay as they are given.
         """
         self._topology, self._seed, self._device = topology, seed, device
         self._pipeline, self._sync, self._recorder, self._replanner = pipeline, sync, recorder, replanner
         self._supervisor, self._mean_over_replicas, self._overlap = supervisor, mean_over_replicas, overlap
         self._part_hooks = PartHooks(cut.parameters, cut.placement.readers, cut.replaced(), cut.divided())
         self._loss_check = cut.loss_check()
-        self._memory, self._changes = memory, changes
+        self._memory, self._changes, self._division = memory, changes, division
         self._name = "step 0"
         self.hooks: OptimizerHooks | None = None
 
     def run(
         self,
         number: int,
+        replan: Callable[[int], None],
         schedule_of: Callable[[int], Schedule],
         inputs: Sequence[Inputs],
         loss_fn: ModelCall,
@@ -89,15 +93,22 @@ class Step:
         """Runs the forwards, backwards and gradient sums of step `number`; see `Engine.run`.
 
         Args:
+            replan: number of micro-batches -> makes `schedule_of` return what is better, if anything is.
             schedule_of: number of micro-batches -> what all ranks run.
         Returns: the replica's loss, scalar, on each of its ranks.
         """
         self._name = f"step {number + 1}"
         together = self._supervisor.together(self._name)
         with together, self._memory.explains(self._changes), rng_untouched(self._device):
-            # 1. The schedule; from time to time a better one, for the times that steps took.
-            schedule = schedule_of(len(inputs))
-            # 2. What must hold before work starts, and what the steps before have shown.
+            # 1. Micro-batches, with the loss they go into and the seed of their dropout masks. Number i of replica d is
+            #    number i * dp + d of the global batch, as a stock data loader deals them out.
+            dp, replica, division = self._topology.dp, self._topology.dp_rank, self._division
+            micro_batches = [
+                MicroBatch(one, loss_fn, (self._seed, number, i * dp + replica)) for i, one in enumerate(inputs)
+            ]
+            # 2. What must hold before work starts, and what the steps before have shown: from time to time another
+            #    schedule is better.
+            replan(len(inputs) if division is None else division.count(inputs))
             warning = self._memory.warning(self._changes)
             if warning is not None:
                 logger.warning("%s", warning)
@@ -107,15 +118,13 @@ class Step:
             self._part_hooks.look()
             if self._loss_check is not None:
                 self._loss_check.look(loss_fn, inputs[0])
-            # 3. Weights that the loss function may read; other layers wait for their own when they run.
+            # 3. The schedule, of the micro-batches or of parts of them.
+            if division is not None:
+                micro_batches = division.parts(micro_batches, self._sync.flush)
+            schedule = schedule_of(len(micro_batches))
+            # 4. Weights that the loss function may read; other layers wait for their own when they run.
             if reads_weights:
                 self._sync.flush()
-            # 4. Micro-batches, with the loss they go into and the seed of their dropout masks. Number i of replica d is
-            #    number i * dp + d of the global batch, as a stock data loader deals them out.
-            dp, replica = self._topology.dp, self._topology.dp_rank
-            micro_batches = [
-                MicroBatch(one, loss_fn, (self._seed, number, i * dp + replica)) for i, one in enumerate(inputs)
-            ]
             # 5. Gradients begin at zero; a bucket is given to the rings once all its gradients are there.
             chunks = schedule.reduce_order(self._topology.pp_rank)
             self._sync.begin(len(micro_batches), chunks, whole=reads_gradients)

@@ -42,7 +42,7 @@ class Programs:
         self._pp, self._segments, self._micro_batches = pp, segments, micro_batches
         self._reduce = dp > 1
         self._training: dict[int, schedules.Schedule] = {}
-        self._evaluation: schedules.Schedule | None = None
+        self._evaluation: dict[int, schedules.Schedule] = {}
         self._file: schedules.Schedule | None = None
 
     @classmethod
@@ -90,12 +90,12 @@ class Programs:
             )
         return self._training[micro_batches]
 
-    def evaluation(self) -> schedules.Schedule:
-        """Returns the forward pass of one batch through all chunks."""
-        if self._evaluation is None:
-            forward = schedules.forward_only(self._pp, self._segments)
-            self._evaluation = schedules.lower(forward, reduce=False)
-        return self._evaluation
+    def evaluation(self, micro_batches: int = 1) -> schedules.Schedule:
+        """Returns the forward passes of one batch, or several, through all chunks."""
+        if micro_batches not in self._evaluation:
+            forward = schedules.forward_only(self._pp, self._segments, micro_batches)
+            self._evaluation[micro_batches] = schedules.lower(forward, reduce=False)
+        return self._evaluation[micro_batches]
 
     def _from_file(self, path: str, micro_batches: int) -> schedules.Schedule:
         if self._file is None:  # read once: a step in the middle of training must not depend on the file

@@ -34,11 +34,15 @@ class MicroBatch:
     """Buffers that forwards have changed, as they were."""
     kept: dict[int, KeptRun] = field(default_factory=dict, repr=False, compare=False)
     """Of each chunk that has run and will run again: what it got from other ranks."""
+    part: tuple[int, int, int] | None = None
+    """(first, end, samples): samples [first, end) of a micro-batch of the user's, whose key it has; None: whole."""
+    compares: bool = False
+    """Whether it runs only to be compared, with masks as in training."""
 
     @property
     def trains(self) -> bool:
         """Whether a backward follows, for which the result must be a loss."""
-        return self.key is not None
+        return self.key is not None and not self.compares
 
     def run(self, model: Module) -> Any:
         """Calls what is to be called, with a shallow copy: a loss function may take labels out of its inputs, and

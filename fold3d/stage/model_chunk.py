@@ -11,6 +11,7 @@ import torch
 from fold3d import _C
 from fold3d.stage.micro_batch import MicroBatch, one_number
 from fold3d.stage.once.once_per_micro_batch import OncePerMicroBatch, Run
+from fold3d.stage.once.part_draws import PartDraws
 from fold3d.stage.split_model import SplitModel
 from fold3d.stage.whole_model import WholeModel
 from fold3d.tensor_parallel.kept.kept_run import KeptRun
@@ -61,11 +62,13 @@ class PipelineChunk:
         sync: ChunkSync,
         once: OncePerMicroBatch | None,
         sharding: ChunkSharding | None = None,
+        draws: PartDraws | None = None,
     ):
         """Args:
         is_last: whether it is the model's last, whose results leave the pipeline.
         once: of a process with several chunks, or of one that recomputes; None: this is the only one, and runs once.
         sharding: what is different where several ranks share its weights; None: nobody does.
+        draws: where micro-batches may be parts of the user's; None: they are not.
         """
         self.index = index
         self._is_last = is_last
@@ -74,6 +77,7 @@ class PipelineChunk:
         self._sync = sync
         self._sharding = sharding
         self._once = once
+        self._draws = draws
 
     def forward(
         self, micro_batch: MicroBatch, received: list[torch.Tensor], batch: _C.StashBatch | None = None
@@ -112,8 +116,9 @@ class PipelineChunk:
         if self._sharding is not None:
             received = self._sharding.receive(received)
         around = contextlib.nullcontext() if self._once is None else self._once.around(self.index, micro_batch, run)
+        draws = contextlib.nullcontext() if self._draws is None else self._draws.around(self.index, micro_batch)
         try:
-            with around, _saving(batch):
+            with around, _saving(batch), draws:
                 sent, result = self._run(micro_batch, received)
         finally:
             ends = self._split.take_ends()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -91,6 +91,14 @@ class TrainingArguments(transformers.TrainingArguments):
         default=AUTO,
         metadata={
             "help": "Order of the micro-batches: a name that `fold3d schedules` lists, the path of a CSV file, or auto."
+        },
+    )
+    micro_batch_size: int | None = field(
+        default=None,
+        metadata={
+            "help": "Samples that pass the model at once; it divides per_device_train_batch_size, and so many parts of "
+            "a micro-batch run after each other: less memory, with the gradients and the loss of the whole one. "
+            "Default: per_device_train_batch_size."
         },
     )
     group_size: NumberOrAuto = field(
@@ -208,7 +216,8 @@ class TrainingArguments(transformers.TrainingArguments):
         dp = config.resolve_dp(world_size)
         constraints = resolve_auto(config, dp)
         if constraints.segments is not None:  # raises when the schedule cannot be made
-            programs_of(config, constraints, dp).compute(config.micro_batches)
+            parts = self._parts() * config.micro_batches
+            programs_of(replace(config, micro_batches=parts), constraints, dp).compute(parts)
         is_cut = constraints.segments is None or constraints.segments * config.pp * config.tp > 1
         if self.blocks != "auto" and not is_cut:
             raise ConfigError(
@@ -234,6 +243,16 @@ class TrainingArguments(transformers.TrainingArguments):
                 "per GPU with torchrun, or set CUDA_VISIBLE_DEVICES to one of them"
             )
 
+    def _parts(self) -> int:
+        """Returns into how many parts a micro-batch is divided."""
+        size, samples = self.micro_batch_size, self.per_device_train_batch_size
+        if size is not None and samples % size:
+            raise ConfigError(
+                f"micro_batch_size={size} does not divide per_device_train_batch_size={samples}; take one of "
+                f"{', '.join(str(one) for one in range(1, samples + 1) if samples % one == 0)}"
+            )
+        return 1 if size is None else samples // size
+
     @property
     def parallel(self) -> ParallelConfig:
         """The layout, for the Engine."""
@@ -246,6 +265,7 @@ class TrainingArguments(transformers.TrainingArguments):
             pp=self.pp,
             segments=self.segments,
             micro_batches=self.gradient_accumulation_steps,
+            micro_batch_size=self.micro_batch_size,
             schedule=self.schedule,
             group_size=self.group_size,
             dp_sync=self.dp_sync,

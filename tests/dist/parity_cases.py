@@ -48,6 +48,7 @@ class Case:
     frozen: bool = False
     sequence_parallel: bool | str = "auto"
     offload_optimizer: bool = False
+    micro_batch_size: int | None = None
 
     @property
     def ranks(self) -> int:
@@ -80,6 +81,7 @@ class Case:
         words += ["tied" if self.tied else "untied", "clip" if self.clip else "noclip"]
         words += [word for word, on in (("recompute", self.recompute is True), ("frozen", self.frozen)) if on]
         words += [f"recompute-{self.recompute}"] if isinstance(self.recompute, str) else []
+        words += [] if self.micro_batch_size is None else [f"size{self.micro_batch_size}"]
         words += ["on-host"] if self.offload_optimizer else []
         words += [f"offload-{self.offload}"] if self.offload != "none" else []
         words += [value for value in (self.transport, self.dp_sync, self.tp_overlap) if value != "auto"]

@@ -318,6 +318,7 @@ def config_of(case: Case, **changes: Any) -> fold3d.ParallelConfig:
     named = {"dp": case.dp, "tp": case.tp, "pp": case.pp, "segments": case.segments, "micro_batches": case.m}
     named |= {"schedule": case.schedule, "group_size": case.group_size or "auto", "recompute": case.recompute}
     named |= {"offload": case.offload, "offload_optimizer": case.offload_optimizer}
+    named |= {"micro_batch_size": case.micro_batch_size}
     if case.dp > 1:
         named |= {"dp_sync": case.dp_sync, "bucket_bytes": BUCKET_BYTES}
     if case.tp > 1:
@@ -372,7 +373,7 @@ def train_trainer(case: Case, *, rows: list[Batch] | None = None, **arguments: A
         named = trainer_arguments(case, folder) | {"gradient_accumulation_steps": case.m}
         layout = {"dp": case.dp, "tp": case.tp, "pp": case.pp, "segments": case.segments, "schedule": case.schedule}
         layout |= {"offload": case.offload, "offload_optimizer": case.offload_optimizer}
-        layout |= {"group_size": case.group_size or "auto"}
+        layout |= {"group_size": case.group_size or "auto", "micro_batch_size": case.micro_batch_size}
         kind = "recompute" if isinstance(case.recompute, str) else "activation_checkpointing"
         layout |= {kind: case.recompute}
         if case.dp > 1:

@@ -39,6 +39,7 @@ def test_new_arguments_have_help() -> None:
         "pp",
         "segments",
         "schedule",
+        "micro_batch_size",
         "group_size",
         "dp_sync",
         "bucket_bytes",
@@ -149,6 +150,11 @@ ERRORS: dict[str, tuple[dict[str, Any], str]] = {
     "unknown schedule": ({"schedule": "zigzag"}, r"unknown schedule 'zigzag'.*1f1b"),
     "segments with 1f1b": ({"segments": 2, "schedule": "1f1b"}, r"segments=2 has no effect on schedule '1f1b'"),
     "segments with gpipe": ({"segments": 2, "schedule": "gpipe"}, r"segments=2 has no effect"),
+    "micro_batch_size": (
+        {"per_device_train_batch_size": 6, "micro_batch_size": 4},
+        r"micro_batch_size=4 does not divide per_device_train_batch_size=6; take one of 1, 2, 3, 6",
+    ),
+    "micro_batch_size 0": ({"micro_batch_size": 0}, r"micro_batch_size=0: must be an integer of at least 1"),
     "group_size with aiao": (
         {"segments": 2, "group_size": 2, "gradient_accumulation_steps": 4},
         r"group_size=2 has no effect on schedule 'aiao'",

@@ -56,20 +56,22 @@ def divide(tensor: Tensor, parts: Sequence[SubMicroBatch]) -> Sequence[Tensor]:
     return torch.split(tensor, [each * (part.end - part.first) for part in parts])
 
 
-def weights(parts: Sequence[SubMicroBatch]) -> dict[str, Weights]:
+def weights(parts: Sequence[SubMicroBatch], *, without_labels: bool = False) -> dict[str, Weights]:
     """Returns by what kind of loss the parts would have to be weighted how: a sum (such as one that is divided by the
     labels of the global batch), a mean over labels, or over those behind the first of each row, a mean over samples.
 
     A mean over labels is left out where a part has none, because its mean is no number.
+
+    Args:
+        without_labels: it is not, as long as any part has labels: others have weight 0, and must not be added.
     """
-    samples = parts[0].samples
     found: dict[str, Weights] = {"sum": (1.0,) * len(parts)}
-    labels = [part.micro_batch.inputs.get("labels") for part in parts]
     for kind, first in (("mean over labels", 0), ("mean over shifted labels", 1)):
-        counts = [_count(one, first) for one in labels]
-        if all(counts):
+        counts = [_count(part.micro_batch.inputs.get("labels"), first) for part in parts]
+        if any(counts) if without_labels else all(counts):
             found[kind] = tuple(count / sum(counts) for count in counts)
-    found["mean over samples"] = tuple((part.end - part.first) / samples for part in parts)
+    samples = [part.end - part.first for part in parts]
+    found["mean over samples"] = tuple(each / sum(samples) for each in samples)
     return found
 
 

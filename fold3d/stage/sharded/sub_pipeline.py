@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from fold3d import seeding
 from fold3d.device import library_rng_state, same_library_rng_state, set_library_rng_state
 from fold3d.stage.micro_batch import MicroBatch
+from fold3d.stage.once.buffer_values import BufferValues
 from fold3d.stage.sharded.sub_micro_batches import SubMicroBatch, divide, sub_micro_batches, weights
 from fold3d.stage.split_model import SplitModel
 from fold3d.stage.whole_model import WholeModel
@@ -106,7 +107,7 @@ class SubPipeline:
 
     def _run_whole(self, micro_batch: MicroBatch, received: Sequence[Tensor]) -> Result:
         """Leaves no traces."""
-        drawn, buffers = library_rng_state(), _Buffers(self._model)
+        drawn, buffers = library_rng_state(), BufferValues(self._model)
         with torch.no_grad():
             whole = self._split.run(self._index, partial(micro_batch.run, self._model), list(received), micro_batch.key)
         if not same_library_rng_state(drawn, library_rng_state()):
@@ -196,23 +197,3 @@ def _close(found: Tensor, expected: Tensor) -> bool:
 
 def _device(model: nn.Module) -> torch.device:
     return next((p.device for p in model.parameters() if p.device.type != "meta"), torch.device("cpu"))
-
-
-class _Buffers:
-    """What a model's buffers hold."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._places = [(module, name, one) for module in model.modules() for name, one in module._buffers.items()]
-        self._values = [
-            (one, one.detach().clone()) for _, _, one in self._places if one is not None and not one.is_meta
-        ]
-
-    def restore(self) -> bool:
-        """Returns whether anything has changed since, and makes it what it was."""
-        changed = [(one, value) for one, value in self._values if not torch.equal(one, value)]
-        moved = [place for place in self._places if place[0]._buffers.get(place[1]) is not place[2]]
-        for one, value in changed:
-            one.data.copy_(value)
-        for module, name, buffer in moved:
-            module._buffers[name] = buffer
-        return bool(changed or moved)

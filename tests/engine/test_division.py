@@ -1,0 +1,112 @@
+"""micro_batch_size: micro-batches in parts, and which models and batches cannot be divided."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fold3d import Engine, ParallelConfig
+from fold3d.engine.division import number_of_parts
+from fold3d.errors import ConfigError, Fold3dError
+
+SGD = functools.partial(torch.optim.SGD, lr=0.1)
+WIDTH = 4
+
+
+class Layers(nn.Module):
+    """Linear layers, and a loss of choice over their outputs, fp64 [samples, WIDTH]."""
+
+    def __init__(self, loss: str = "mean", norm: nn.Module | None = None) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        self.norm = nn.Identity() if norm is None else norm
+        self.loss, self.seen = loss, []  # type: ignore[var-annotated]
+        self.double()
+
+    def forward(self, x: Tensor, scale: Tensor | None = None, **_: Any) -> Tensor:
+        if self.training and x.device.type != "meta":
+            self.seen.append(x.shape[0])
+        for layer in self.layers:
+            x = self.norm(layer(x)).tanh()
+        if scale is not None:
+            x = x * scale
+        if self.loss == "contrast":
+            return nn.functional.cross_entropy(x @ x.T, torch.arange(len(x)))
+        return x.square().sum() if self.loss == "sum" else x.square().mean()
+
+
+def gradients(model: Layers, batch: dict[str, Any], **config: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    engine = Engine(model, ParallelConfig(blocks="layers", **config))
+    loss = engine.run([batch], lambda module, inputs: module(**inputs), reads_gradients=True)
+    found = {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None}
+    engine.close()
+    return loss, found
+
+
+def made(**named: Any) -> Layers:
+    torch.manual_seed(0)
+    return Layers(**named)
+
+
+@pytest.mark.parametrize("loss", ["mean", "sum"])
+@pytest.mark.parametrize(("samples", "parts"), [(6, [2, 2, 2]), (5, [2, 2, 1]), (2, [2]), (1, [1])])
+def test_is_the_whole_one(loss: str, samples: int, parts: list[int]) -> None:
+    """What the parts' loss counts for is found out; a batch that does not divide has smaller parts at its end."""
+    batch = {"x": torch.randn(samples, WIDTH, dtype=torch.float64), "scale": torch.rand(1, WIDTH, dtype=torch.float64)}
+    torch.set_default_dtype(torch.float64)
+    expected, wanted = gradients(made(loss=loss), batch, segments=1)
+    model = made(loss=loss)
+    found, ours = gradients(model, batch, segments=1, micro_batch_size=2)
+    assert model.seen[-len(parts) :] == parts
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
+    assert ours.keys() == wanted.keys()
+    for name, gradient in ours.items():
+        torch.testing.assert_close(gradient, wanted[name], rtol=1e-12, atol=1e-14)
+
+
+def test_is_compared_once() -> None:
+    model = made()
+    engine = Engine(model, ParallelConfig(micro_batch_size=2, blocks="layers"), optimizer=SGD)
+    for _ in range(3):
+        engine.step({"x": torch.randn(4, WIDTH, dtype=torch.float64)})
+    engine.close()
+    assert model.seen == [4, 2, 2, 2, 2, 2, 2, 2, 2]
+
+
+@pytest.mark.parametrize(
+    ("coupled", "why"),
+    [
+        ({"loss": "contrast"}, "no sum, and no mean over labels or samples"),
+        ({"norm": nn.BatchNorm1d(WIDTH)}, "its forward changes buffers"),
+        ({"norm": nn.BatchNorm1d(WIDTH, track_running_stats=False)}, "no sum, and no mean"),
+    ],
+    ids=["contrast", "batch norm", "batch norm without statistics"],
+)
+def test_coupled_samples_are_refused(coupled: dict[str, Any], why: str) -> None:
+    model = made(**coupled)
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    with pytest.raises(Fold3dError, match=rf"micro_batch_size=2: this model's .*{why}.* Remove micro_batch_size"):
+        gradients(model, {"x": torch.randn(4, WIDTH, dtype=torch.float64)}, micro_batch_size=2)
+    assert all(torch.equal(buffer, before[name]) for name, buffer in model.named_buffers())
+
+
+@pytest.mark.parametrize(
+    ("batch", "why"),
+    [
+        ({"x": torch.zeros(4, 2), "y": torch.zeros(8)}, r"batch\['x'\] has shape \[4, 2\], and others have 8 samples"),
+        ({"x": torch.zeros(4, 2), "y": [torch.zeros(4)]}, r"batch\['y'\] is a list"),
+    ],
+)
+def test_what_nobody_can_divide(batch: dict[str, Any], why: str) -> None:
+    with pytest.raises(ConfigError, match=f"micro_batch_size=2: {why}"):
+        number_of_parts(batch, 2)
+
+
+def test_number_of_parts() -> None:
+    batch = {"x": torch.zeros(7, 2), "shared": torch.zeros(1, 2), "scalar": torch.zeros(()), "text": "as it is"}
+    assert [number_of_parts(batch, size) for size in (1, 2, 3, 7, 9)] == [7, 4, 3, 1, 1]
+    assert number_of_parts({"x": torch.zeros(2), "y": [torch.zeros(3)]}, 2) == 1, "nothing is to be divided"
