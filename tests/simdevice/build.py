@@ -21,7 +21,7 @@ from torch.utils import cpp_extension
 HERE = Path(__file__).resolve().parent
 OUT = HERE.parents[1] / "build" / "simdevice"
 LIBRARY = OUT / "_simdevice.so"
-UNITS = {"core": ["core"], "device": ["device", "bindings"], "operators": ["operators"]}
+UNITS = {"core": ["core"], "device": ["device", "bindings", "c10d"], "operators": ["operators"]}
 """Which folders are compiled together."""
 FLAGS = ["-std=c++20", "-O1", "-g0", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wno-unused-parameter"]
 
@@ -56,7 +56,18 @@ def _compile(unit: str) -> Path:
     includes += [f"-isystem{path}" for path in cpp_extension.include_paths()]
     compiler = ["ccache", "g++"] if shutil.which("ccache") else ["g++"]
     subprocess.run(
-        [*compiler, *FLAGS, "-DTORCH_EXTENSION_NAME=_simdevice", *includes, "-c", whole, "-o", target],
+        [
+            *compiler,
+            *FLAGS,
+            "-DTORCH_EXTENSION_NAME=_simdevice",
+            "-DUSE_DISTRIBUTED",
+            "-DUSE_C10D_GLOO",
+            *includes,
+            "-c",
+            whole,
+            "-o",
+            target,
+        ],
         check=True,
         timeout=600,
     )

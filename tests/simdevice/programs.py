@@ -26,17 +26,17 @@ def streams_and_events() -> None:
     begin = time.perf_counter()
     first.record()
     for _ in range(20):
-        sim.sleep(2)
+        sim.sleep(10)
         x.add_(1)
     second.record()
     launched = time.perf_counter() - begin
     side.wait_event(second)
     with side:
         y = x + 1
-    assert not second.query() and not side.query() and launched < 0.03
+    assert not second.query() and not side.query() and launched < 0.15
     side.synchronize()
-    assert second.query() and time.perf_counter() - begin >= 0.04
-    assert 40 <= first.elapsed_time(second) < 200
+    assert second.query() and time.perf_counter() - begin >= 0.2
+    assert 200 <= first.elapsed_time(second) < 2000
     assert y.tolist() == [21.0] * 4
 
 
@@ -63,20 +63,20 @@ def copies() -> None:
     host, pinned = torch.ones(1000), torch.ones(1000).pin_memory()
     assert pinned.is_pinned() and pinned[10:].is_pinned() and not host.is_pinned()
     event = torch.Event(DEVICE)
-    sim.sleep(20)
+    sim.sleep(150)
     a, b = host.to(DEVICE, non_blocking=True), pinned.to(DEVICE, non_blocking=True)
     event.record()
     host.fill_(2)
     assert not event.query()
     event.synchronize()
     assert a.sum().item() == b.sum().item() == 1000
-    sim.sleep(20)
+    sim.sleep(150)
     event.record()
     back = torch.empty(1000, pin_memory=True).copy_(b.mul_(2), non_blocking=True)
     assert not event.query()
     torch.accelerator.synchronize()
     assert back.sum().item() == 2000
-    sim.sleep(20)
+    sim.sleep(150)
     event.record()
     host.copy_(b, non_blocking=True)  # to memory that is not pinned: the host waits
     assert event.query()
@@ -93,7 +93,7 @@ def memory_of_streams() -> None:
     assert x.data_ptr() == address
     side = torch.Stream(DEVICE)
     with side:
-        sim.sleep(20)
+        sim.sleep(150)
     x.record_stream(side)
     del x
     assert torch.empty(5000, device=DEVICE).data_ptr() != address
@@ -104,7 +104,7 @@ def memory_of_streams() -> None:
     assert torch.accelerator.memory_allocated() - before == y.nbytes
     pinned = torch.ones(5000).pin_memory()
     address = pinned.data_ptr()
-    sim.sleep(20)
+    sim.sleep(150)
     z = pinned.to(DEVICE, non_blocking=True)
     del pinned
     assert torch.empty(5000, pin_memory=True).data_ptr() != address

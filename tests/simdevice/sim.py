@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 
 from tests.simdevice.build import build
 
@@ -163,6 +164,11 @@ def _device_module() -> types.ModuleType:
     return module
 
 
+def _process_group(options: Any, _: Any = None) -> Any:
+    gloo = dist.ProcessGroupGloo(options.store, options.group_rank, options.group_size, options.timeout)
+    return _C.process_group(gloo, options.group_rank, options.group_size)
+
+
 def _register() -> None:
     _C.register_device()
     torch.utils.rename_privateuse1_backend("sim")
@@ -170,6 +176,7 @@ def _register() -> None:
     torch._register_device_module("sim", module)
     sys.modules["torch.sim"] = module
     torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
+    dist.Backend.register_backend("simccl", _process_group, extended_api=True, devices=["sim"])
     atexit.register(_C.drain, END_TIMEOUT_S)
 
 

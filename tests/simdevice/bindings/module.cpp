@@ -6,6 +6,7 @@
 #include <string>
 
 #include "simdevice/bindings/python_line.h"
+#include "simdevice/c10d/sim_backend.h"
 #include "simdevice/device/allocators.h"
 #include "simdevice/device/current.h"
 #include "simdevice/device/generator.h"
@@ -69,6 +70,9 @@ PYBIND11_MODULE(_simdevice, m) {
   m.def("launches", [] { return runtime().launches(); });
   m.def("blocking_operators", &blocking_operators);
   m.def("use_on_host", &use_on_host);
+  m.def("process_group", [](const BackendPtr& gloo, int rank, int size) -> BackendPtr {
+    return c10::make_intrusive<SimBackend>(gloo, rank, size);
+  });
   m.def(
       "drain",
       [](double seconds) {

@@ -1,0 +1,36 @@
+"""Process groups of the simulated device follow NCCL's rules."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.helpers.ranks import RankPool
+
+GROUPS = "tests.simdevice.groups"
+
+
+@pytest.mark.parametrize("name", ["collectives", "messages", "data_parallel"])
+def test_groups(name: str, sim_ranks: RankPool) -> None:
+    sim_ranks.run(f"{GROUPS}:{name}", 2)
+
+
+def test_a_missing_wait_is_a_race(sim_ranks: RankPool) -> None:
+    for rank, reports in enumerate(sim_ranks.run(f"{GROUPS}:order", 2)):
+        assert len(reports) == 2
+        assert "aten::add.Tensor" in reports[0] and "simccl all_reduce" in reports[0]
+        assert ("simccl send to 1", "simccl receive from 0")[rank] in reports[1]
+
+
+def test_sends_that_meet_hang_until_the_time_limit(sim_ranks: RankPool) -> None:
+    for rank, message in enumerate(sim_ranks.run(f"{GROUPS}:opposite_orders", 2)):
+        assert f"simccl send to {1 - rank}" in message and "launched in different orders" in message
+
+
+def test_messages_have_communicators_of_their_own_unless_a_device_is_bound(sim_ranks: RankPool) -> None:
+    assert sim_ranks.run(f"{GROUPS}:beside_a_collective", 2, False) == ["", ""]
+    assert all("did not end" in message for message in sim_ranks.run(f"{GROUPS}:beside_a_collective", 2, True))
+
+
+def test_abort_ends_a_wait(sim_ranks: RankPool) -> None:
+    (seconds, message), _ = sim_ranks.run(f"{GROUPS}:aborted", 2)
+    assert seconds < 5 and "aborted" in message
