@@ -10,7 +10,7 @@ from fold3d.errors import CheckpointError, ConfigError, Fold3dError, MissingWeig
 if TYPE_CHECKING:
     from fold3d.engine.engine import Engine
     from fold3d.trace.errors import SplitError
-    from fold3d.trainer import Trainer, TrainingArguments
+    from fold3d.trainer import Trainer, TrainingArguments, arguments_class, trainer_class
 
 __version__ = "0.1.0"
 __all__ = [
@@ -25,6 +25,8 @@ __all__ = [
     "TraceError",
     "Trainer",
     "TrainingArguments",
+    "arguments_class",
+    "trainer_class",
 ]
 
 _LAZY = {
@@ -32,6 +34,8 @@ _LAZY = {
     "SplitError": "fold3d.trace.errors",
     "Trainer": "fold3d.trainer",
     "TrainingArguments": "fold3d.trainer",
+    "arguments_class": "fold3d.trainer",
+    "trainer_class": "fold3d.trainer",
 }
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import math
 from typing import Any
 
 import torch
 from torch.nn import Module
 
+from fold3d.engine.engine import Engine
 from fold3d.trainer.overrides import is_overridden
 from fold3d.trainer.saving import CheckpointingTrainer
 
@@ -40,6 +43,18 @@ class EvaluatingTrainer(CheckpointingTrainer):
         finally:
             self._label_count = None
         return loss, logits, labels
+
+    def _evaluate_with_whole_model(self) -> None:
+        """A `prediction_step` of the user's gets a model that it may call: on every rank the call returns."""
+        if not is_overridden(self, "prediction_step"):
+            return
+        users = self.prediction_step
+
+        @functools.wraps(users)
+        def predict(model: Module, *args: Any, **named: Any) -> Any:
+            return users(WholeModel(self.engine, model), *args, **named)  # type: ignore[arg-type]
+
+        setattr(self, "prediction_step", predict)  # noqa: B010
 
     def _computes_loss_otherwise(self) -> bool:
         """Whether the loss is computed by code of the user's."""
@@ -79,3 +94,23 @@ class EvaluatingTrainer(CheckpointingTrainer):
         if self._label_count is not None:
             return self._label_count[0]
         return super()._get_num_items_in_batch(batch_samples, device)
+
+
+class WholeModel:
+    """What a `prediction_step` of the user's gets as the model: a call goes through all chunks, without gradients.
+
+    Every rank of the replica calls and gets what the model's forward returns. Attributes are the model's.
+    """
+
+    def __init__(self, engine: Engine, model: Module) -> None:
+        self._engine, self._model = engine, model
+
+    def __call__(self, *args: Any, **named: Any) -> Any:
+        """Returns what the model returns for these arguments, on every rank of the replica; all of them call."""
+        if args:
+            bound = inspect.signature(self._model.forward).bind_partial(*args)
+            named = {**bound.arguments, **named}
+        return self._engine.forward(named, lambda module, batch: module(**batch))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)

@@ -38,7 +38,7 @@ def refuse_stock_trainer() -> None:
     if maker is not None and maker.f_globals.get("__name__", "").startswith("transformers.integrations"):
         return  # W&B and DVCLive make a Trainer to save the model with, which never trains
     name = type(trainer).__name__ if is_trainer else "Trainer"
-    of_its_own = "" if name == "Trainer" else f", and derive {name} from it: class {name}(fold3d.Trainer, ...)"
+    of_its_own = "" if name == "Trainer" else f", and derive {name} from it, or take fold3d.trainer_class({name})"
     raise ConfigError(
         f"{name} is transformers' own Trainer or derived from it, but args are fold3d.TrainingArguments: it would "
         "ignore dp, pp and every other setting of fold3d and train the whole model in each process; import Trainer "

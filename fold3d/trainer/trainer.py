@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import inspect
@@ -41,7 +42,8 @@ from fold3d.trainer.logs.device_flops import peak_flops
 from fold3d.trainer.logs.parameter_count import WholeSizes, counting_parameters
 from fold3d.trainer.logs.peak_memory import highest_peaks, own_peaks
 from fold3d.trainer.logs.throughput import Throughput
-from fold3d.trainer.overrides import flush_before, gradient_readers
+from fold3d.trainer.loss_state import LossState
+from fold3d.trainer.overrides import flush_before, gradient_readers, is_overridden
 from fold3d.trainer.preemption import together
 from fold3d.trainer.reader import building_trainer
 from fold3d.trainer.refused import refuse_callbacks, refuse_model
@@ -93,7 +95,8 @@ class Trainer(EvaluatingTrainer):
             args = TrainingArguments(output_dir="tmp_trainer")
         if not isinstance(args, TrainingArguments):
             raise ConfigError(
-                f"args is a {type(args).__module__}.{type(args).__name__}; import TrainingArguments from fold3d too"
+                f"args is a {type(args).__module__}.{type(args).__name__}; import TrainingArguments from fold3d too, "
+                f"or take fold3d.arguments_class({type(args).__name__})"
             )
         # The engine replaces parameters of other ranks: an optimizer the user made knows the objects of before.
         self._before = dict(model.named_parameters())
@@ -101,6 +104,7 @@ class Trainer(EvaluatingTrainer):
         self._to_load: list[Callable[[], None]] = []
         self.current_gradient_accumulation_steps = 1  # of a training_step outside of train()
         self._waiting = Waiting()
+        self._loss_state = LossState(self)
         self._throughput = Throughput()
         self._flops_per_token: float | None = None
         self._whole_sizes = WholeSizes()
@@ -123,6 +127,7 @@ class Trainer(EvaluatingTrainer):
         callbacks = self.callback_handler.callbacks
         callbacks[:] = [together(callback, self.engine.world) for callback in callbacks]
         FlushingHandler.adopt(self.callback_handler, self.engine)
+        self._evaluate_with_whole_model()
         flush_before(self, self.engine.flush, self.engine.topology.dp)
         if self._world is not None and args.comm_timeout is not None:  # where the stock loop gathers, too
             dist.distributed_c10d._set_pg_timeout(timedelta(seconds=args.comm_timeout), self._world)
@@ -279,6 +284,7 @@ class Trainer(EvaluatingTrainer):
             self._clean_output_dir()
             self._gradients_are_read = None
             result = super().train(resume_from_checkpoint, *args, **named)
+            self._share_loss_state()
             self.engine.flush()
             return result
 
@@ -329,16 +335,26 @@ class Trainer(EvaluatingTrainer):
             self._gradients_are_read = self._agree_on_gradients()
         if self.args.timeline == self.state.global_step + 1:
             self.engine.record_tp_sync(True)
-        loss = self.engine.run(
-            micro_batches,
-            share,
-            reads_weights=self._loss_reads_weights(),
-            reads_gradients=self._gradients_are_read,
-        )
+        with self._loss_state.watch() if self._keeps_loss_state else contextlib.nullcontext():
+            loss = self.engine.run(
+                micro_batches,
+                share,
+                reads_weights=self._loss_reads_weights(),
+                reads_gradients=self._gradients_are_read,
+            )
         every = self.args.torch_empty_cache_steps
         if every is not None and self.state.global_step % every == 0:
             clear_device_cache()
         return loss.to(self.args.device)
+
+    @property
+    def _keeps_loss_state(self) -> bool:
+        return self.args.pp > 1 and is_overridden(self, "compute_loss")
+
+    def _share_loss_state(self) -> None:
+        """Takes over what the last stage's `compute_loss` has kept in the trainer; every rank calls."""
+        if self._keeps_loss_state and self.engine.is_built:
+            vars(self).update(self._loss_state.share(self.engine.world, self.args.ddp_timeout))
 
     def _agree_on_gradients(self) -> bool:
         """Returns whether any process has somebody who may look at gradients; every rank calls."""
@@ -399,6 +415,8 @@ class Trainer(EvaluatingTrainer):
             self._write_timeline()
         if self.control.should_log and self.state.global_step > self._globalstep_last_logged:
             self._measured = self._measure()
+        if self.control.should_log or self.control.should_evaluate or self.control.should_save:
+            self._share_loss_state()
         super()._maybe_log_save_evaluate(*args, **named)
 
     def _measure(self) -> dict[str, float]:

@@ -48,7 +48,7 @@ def test_the_stock_trainer_is_refused(tmp_path: Path, kind: Any) -> None:
         build(kind, args)
     text = str(caught.value)
     assert text.startswith(f"{kind.__name__} is transformers' own Trainer or derived from it")
-    assert (f"class {kind.__name__}(fold3d.Trainer" in text) == (kind is not transformers.Trainer)
+    assert (f"fold3d.trainer_class({kind.__name__})" in text) == (kind is not transformers.Trainer)
     assert not (tmp_path / "out").exists(), "nothing was begun"
     build(GoodTrainer, args).train()
     with pytest.raises(ConfigError):  # that a Trainer of fold3d's had them first changes nothing
