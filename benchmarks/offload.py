@@ -1,16 +1,18 @@
 """What leaves the device with fold3d, beside torch's `save_on_cpu` and transformers' activation checkpointing.
 
-    python -m benchmarks.offload [--layers 8] [--width 256] [--micro-batches 8] [--ratio 0.7] [--json FILE]
+    python -m benchmarks.offload [--layers 8] [--width 256] [--micro-batches 8] [--steps 9] [--ratio 0.7] [--json FILE]
 
-Trains a GPT-2 in one process with all-in-all-out, 4 segments, each way in a fresh process, on a CPU that plays a
-device: copies between it and the pool run at a rate at which what a micro-batch saves takes `--ratio` of its forward,
-both directions together (0.70 is PCIe 4.0 beside an A100 at width 12288, benchmarks/cluster/scenarios.py; a run of
-fold3d without limit says the rate). fold3d's copies are its own. torch's hooks, also those of transformers'
-`offload=True`, copy each saved tensor on the computing stream, so here each copy lasts as long on the computing
-thread; what they copy to is no memory of torch's.
+Trains a GPT-2 with all-in-all-out, 4 segments, each way in a process of its own, on a CPU that plays a device: copies
+between it and the pool run at a rate at which what a micro-batch saves takes `--ratio` of its forward, both directions
+together (0.70 is PCIe 4.0 beside an A100 at width 12288, benchmarks/cluster/scenarios.py; a run of fold3d without limit
+says the rate). fold3d's copies are its own. torch's hooks, also those of transformers' `offload=True`, copy each saved
+tensor on the computing stream, so here copies last as long on the computing thread; what they copy to is no memory of
+torch's.
 
-Seconds: the median of the measured steps. Device: the most bytes that tensors hold, weights, gradients and optimizer
-included; pool: the most on the other side; copied: both directions, of one step.
+The processes take turns, a step of each, so that what else the machine does meets all of them alike. Seconds: the
+median of the measured steps; slower: the median, over the turns, of a way's step by the step of the same turn where
+nothing leaves. Device: the most bytes that tensors hold, weights, gradients and optimizer included; pool: the most on
+the other side; copied: both directions, of one step. Ways whose losses differ are an error.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ import multiprocessing
 import time
 import weakref
 from dataclasses import asdict, dataclass
+from multiprocessing.connection import Connection
 from statistics import median
 from typing import Any
 from unittest import mock
@@ -37,8 +40,11 @@ from benchmarks.cluster.on_rank.copies import copies_at
 from benchmarks.memory_model import LENGTH, model_of
 from fold3d import _C
 
-WARM_UP, STEPS = 2, 5
+WARM_UP = 2
 SEGMENTS = 4
+TIMEOUT_S = 600
+SHORTEST_S = 1e-3
+"""Of a sleep: short ones last longer than they should, which small tensors would pay for."""
 OURS: dict[str, dict[str, str]] = {
     "nothing leaves": {},
     "fold3d, offload=activations": {"offload": "activations"},
@@ -56,6 +62,7 @@ class Link:
     def __init__(self, rate: float) -> None:
         self.rate = rate
         self.copied = self.held = self.peak = 0
+        self.owed = 0.0  # seconds
 
     def out(self, tensor: Tensor) -> Tensor:
         """Returns a copy in memory of numpy's."""
@@ -79,9 +86,15 @@ class Link:
     @contextlib.contextmanager
     def _lasting(self, size: int) -> Any:
         self.copied += size
-        end = time.perf_counter() + (size / self.rate if self.rate else 0.0)
+        start = time.perf_counter()
         yield
-        time.sleep(max(0.0, end - time.perf_counter()))
+        if not self.rate:
+            return
+        self.owed += max(0.0, size / self.rate - (time.perf_counter() - start))
+        if self.owed >= SHORTEST_S:
+            start = time.perf_counter()
+            time.sleep(self.owed)
+            self.owed -= time.perf_counter() - start
 
     def hooks(self, *_: Any, **__: Any) -> torch.autograd.graph.saved_tensors_hooks:
         """Takes the place of torch's save_on_cpu, and does to each tensor what it does."""
@@ -92,74 +105,120 @@ class Link:
 class Found:
     """Of one way. Bytes."""
 
-    step_s: float
+    seconds: list[float]
+    """Of each measured step."""
     device: int
     pool: int
     copied: int
     forward_s: float
     """Of a step: a third of its computing, where nothing runs again."""
-    loss: float
+    losses: list[float]
 
 
-def work(way: str, sizes: tuple[int, int], micro_batches: int, rate: float, out: Any) -> None:
-    """One process: trains one way, and puts what it found."""
+@dataclass(frozen=True)
+class Setup:
+    """What all ways train."""
+
+    sizes: tuple[int, int]
+    """Layers, width."""
+    micro_batches: int
+    steps: int
+
+
+def work(way: str, setup: Setup, rate: float, turns: Connection) -> None:
+    """One process: trains one way, a step for each message, and sends what it found."""
     torch.set_num_threads(1)
     transformers.utils.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     assert _C.count_cpu_bytes(True), "another allocator is in use"
     torch.manual_seed(0)
-    model = model_of(*sizes)
+    model = model_of(*setup.sizes)
     link = Link(rate)
     with contextlib.ExitStack() as around:
         around.enter_context(copies_at(rate))
         if way == HF:
             around.enter_context(mock.patch("transformers.modeling_utils.save_on_cpu", link.hooks))
             model.activation_checkpointing_enable({"use_reentrant": False}, offload=True)
-        out.put(train(model, way, link, micro_batches))
+        turns.send(train(model, way, link, setup, turns))
 
 
-def train(model: transformers.PreTrainedModel, way: str, link: Link, micro_batches: int) -> Found:
-    """Returns what some steps cost."""
-    ids = torch.randint(0, 2048, (2 * micro_batches, LENGTH))
+def train(model: transformers.PreTrainedModel, way: str, link: Link, setup: Setup, turns: Connection) -> Found:
+    """Returns what some steps cost; each waits for its turn and says when it is over."""
+    ids = torch.randint(0, 2048, (2 * setup.micro_batches, LENGTH))
     settings: dict[str, Any] = {"recompute": "none", "offload": "none"} | OURS.get(way, {})
-    config = fold3d.ParallelConfig(segments=SEGMENTS, schedule="aiao", micro_batches=micro_batches, **settings)
+    config = fold3d.ParallelConfig(segments=SEGMENTS, schedule="aiao", micro_batches=setup.micro_batches, **settings)
     engine = fold3d.Engine(
         model,
         config,
         optimizer=functools.partial(torch.optim.AdamW, lr=1e-3),
         example={"input_ids": ids[:2], "labels": ids[:2]},
     )
-    seconds, loss = [], 0.0
-    for step in range(WARM_UP + STEPS):
+    seconds, losses, computing = [], [], []
+    for step in range(WARM_UP + setup.steps):
+        turns.recv()
         if step == WARM_UP:
             _C.reset_peak_cpu_bytes()
             link.peak = link.held
         link.copied = 0
         start = time.perf_counter()
         with link.hooks() if way == TORCH else contextlib.nullcontext():
-            loss = engine.step({"input_ids": ids, "labels": ids}).loss.item()
+            losses.append(engine.step({"input_ids": ids, "labels": ids}).loss.item())
         seconds.append(time.perf_counter() - start)
-    account = engine.breakdown()
+        account = engine.breakdown()
+        computing.append(account.compute_ms)
+        turns.send(None)
     found = Found(
-        step_s=median(seconds[WARM_UP:]),
+        seconds=seconds[WARM_UP:],
         device=_C.peak_cpu_bytes(),
         pool=max(link.peak, account.pool_peak_bytes),
         copied=max(link.copied, 2 * account.offload_bytes),
-        forward_s=account.compute_ms / 3e3,
-        loss=loss,
+        forward_s=median(computing[WARM_UP:]) / 3e3,
+        losses=losses,
     )
     engine.close()
     return found
 
 
-def run(way: str, sizes: tuple[int, int], micro_batches: int, rate: float) -> Found:
-    """Returns what a fresh process found."""
+def answer(way: str, turns: Connection) -> Any:
+    """Returns the next message of a process. Raises RuntimeError where none comes."""
+    try:
+        if turns.poll(TIMEOUT_S):
+            return turns.recv()
+    except EOFError:
+        pass
+    raise RuntimeError(f"{way}: its process ended, or did not answer in {TIMEOUT_S} s")
+
+
+def run(ways: list[str], setup: Setup, rate: float) -> dict[str, Found]:
+    """Returns what the processes found, one for each way, which step in turns."""
     context = multiprocessing.get_context("spawn")
-    out = context.Queue()
-    process = context.Process(target=work, args=(way, sizes, micro_batches, rate, out))
-    process.start()
-    found: Found = out.get(timeout=600)
-    process.join()
+    turns: dict[str, Connection] = {}
+    processes = []
+    for way in ways:
+        turns[way], theirs = context.Pipe()
+        processes.append(context.Process(target=work, args=(way, setup, rate, theirs), daemon=True))
+        processes[-1].start()
+        theirs.close()
+    for _ in range(WARM_UP + setup.steps):
+        for way in ways:
+            turns[way].send(None)
+            answer(way, turns[way])
+    found = {way: answer(way, turns[way]) for way in ways}
+    for process in processes:
+        process.join(TIMEOUT_S)
     return found
+
+
+def slowdown(found: Found, kept: Found) -> float:
+    """Returns by how much steps are slower than those of the same turns of `kept`: the median, a share."""
+    return median(one / other for one, other in zip(found.seconds, kept.seconds, strict=True)) - 1
+
+
+def check_losses(rows: dict[str, Found]) -> None:
+    """Raises RuntimeError where a way computes something else."""
+    first = next(iter(rows.values())).losses
+    for way, found in rows.items():
+        if found.losses != first:
+            raise RuntimeError(f"{way}: losses {found.losses}, expected {first}")
 
 
 def main() -> None:
@@ -168,28 +227,27 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--micro-batches", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=9, help="measured, of each way")
     parser.add_argument("--ratio", type=float, default=0.7, help="copying what a micro-batch saves, over its forward")
     parser.add_argument("--json", metavar="FILE")
     options = parser.parse_args()
-    if options.layers < SEGMENTS or not options.ratio > 0:
-        parser.error(f"--layers must be at least {SEGMENTS}, --ratio positive")
-    sizes = options.layers, options.width
-    kept, free = (run(way, sizes, options.micro_batches, 0.0) for way in list(OURS)[:2])
+    if options.layers < SEGMENTS or options.steps < 1 or not options.ratio > 0:
+        parser.error(f"--layers must be at least {SEGMENTS}, --steps at least 1, --ratio positive")
+    setup = Setup((options.layers, options.width), options.micro_batches, options.steps)
+    kept, free = run(list(OURS)[:2], setup, 0.0).values()
     rate = free.copied / 2 / (options.ratio * kept.forward_s)
     print(f"copies at {rate / 1e6:.0f} MB/s: {options.ratio:g} of a forward for what it saves")
     print("| way | s a step | slower | device MB | pool MB | copied MB |")
     print("| --- | --- | --- | --- | --- | --- |")
-    rows = {}
-    for way in [*list(OURS)[:2], TORCH, *list(OURS)[2:], HF]:
-        found = run(way, sizes, options.micro_batches, rate)
-        kept = found if way == "nothing leaves" else kept
-        rows[way] = {**asdict(found), "rate": rate}
-        slower = 100 * (found.step_s / kept.step_s - 1)
-        sizes_text = " | ".join(f"{size / 1e6:.1f}" for size in (found.device, found.pool, found.copied))
-        print(f"| {way} | {found.step_s:.3f} | {slower:+.1f} % | {sizes_text} |", flush=True)
+    rows = run([*list(OURS)[:2], TORCH, *list(OURS)[2:], HF], setup, rate)
+    kept = next(iter(rows.values()))
+    for way, found in rows.items():
+        sizes = " | ".join(f"{size / 1e6:.1f}" for size in (found.device, found.pool, found.copied))
+        print(f"| {way} | {median(found.seconds):.3f} | {100 * slowdown(found, kept):+.1f} % | {sizes} |")
     if options.json:
         with open(options.json, "w") as file:
-            json.dump(rows, file, indent=1)
+            json.dump({way: {**asdict(found), "rate": rate} for way, found in rows.items()}, file, indent=1)
+    check_losses(rows)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from benchmarks.cluster.results.report import Run
 from benchmarks.cluster.scenarios import PCIE4, SCENARIOS, Scenario
 from benchmarks.cluster.session import Session
 from benchmarks.cluster.systems import System
-from benchmarks.offload import Link
+from benchmarks.offload import SHORTEST_S, Found, Link, check_losses, slowdown
 from fold3d.plan.constraints import Constraints
 from fold3d.plan.costs import NetworkCosts
 from fold3d.plan.job import Job
@@ -148,3 +148,42 @@ def test_hooks_copy_each_tensor_and_count_it() -> None:
     del y
     gc.collect()
     assert (link.copied, link.held, link.peak) == (1600, 0, 800)
+
+
+class LateClock:
+    """Time passes only in sleeps, and each lasts 0.1 ms longer than it should."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds + 1e-4
+
+
+def test_small_copies_last_as_long_as_one_of_their_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = LateClock()
+    monkeypatch.setattr("benchmarks.offload.time", clock)
+    link = Link(rate=1e8)
+    for _ in range(512):
+        link.out(torch.zeros(250))
+    assert link.copied == 512 * 1000
+    assert clock.now == pytest.approx(512 * 1000 / 1e8, abs=SHORTEST_S)
+
+
+def found(seconds: list[float], losses: list[float]) -> Found:
+    return Found(seconds=seconds, device=0, pool=0, copied=0, forward_s=0.0, losses=losses)
+
+
+def test_steps_are_compared_turn_by_turn() -> None:
+    """A turn in which the machine did something else, too, made both slower."""
+    kept = found([1.0, 1.0, 3.0, 3.0, 3.0], [2.0])
+    assert slowdown(found([1.5, 1.5, 4.5, 3.0, 4.5], [2.0]), kept) == 0.5
+
+
+def test_ways_that_compute_something_else_are_refused() -> None:
+    check_losses({"one": found([1.0], [2.0, 1.0]), "other": found([1.0], [2.0, 1.0])})
+    with pytest.raises(RuntimeError, match=r"other: losses \[2.0, 1.5\], expected \[2.0, 1.0\]"):
+        check_losses({"one": found([1.0], [2.0, 1.0]), "other": found([1.0], [2.0, 1.5])})
