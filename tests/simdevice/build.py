@@ -6,6 +6,7 @@ torch-free core, one of what stands on torch, one of the operators. What has not
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 import shutil
@@ -27,11 +28,20 @@ FLAGS = ["-std=c++20", "-O1", "-g0", "-fPIC", "-fvisibility=hidden", "-Wall", "-
 
 
 def build() -> Path:
-    """Returns the library, built if its sources, torch or the flags have changed. Raises CalledProcessError."""
+    """Returns the library, built if its sources, torch or the flags have changed. Raises CalledProcessError.
+
+    Of several processes one builds, and the others wait for it.
+    """
+    OUT.mkdir(parents=True, exist_ok=True)
+    with open(OUT / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        return _build_alone()
+
+
+def _build_alone() -> Path:
     stamp, want = OUT / "stamp", _fingerprint()
     if LIBRARY.exists() and stamp.exists() and stamp.read_text() == want:
         return LIBRARY
-    OUT.mkdir(parents=True, exist_ok=True)
     with ThreadPoolExecutor(min(len(UNITS), os.cpu_count() or 1)) as pool:
         objects = list(pool.map(_compile, sorted(UNITS)))
     lib = Path(torch.__file__).parent / "lib"

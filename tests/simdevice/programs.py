@@ -28,15 +28,15 @@ def streams_and_events() -> None:
     for _ in range(20):
         sim.sleep(10)
         x.add_(1)
+    sim.sleep(600)  # longer than a busy machine takes to launch all this
     second.record()
-    launched = time.perf_counter() - begin
     side.wait_event(second)
     with side:
         y = x + 1
-    assert not second.query() and not side.query() and launched < 0.15
+    assert not second.query() and not side.query()
     side.synchronize()
-    assert second.query() and time.perf_counter() - begin >= 0.2
-    assert 200 <= first.elapsed_time(second) < 2000
+    assert second.query() and time.perf_counter() - begin >= 0.8
+    assert 800 <= first.elapsed_time(second) < 8000
     assert y.tolist() == [21.0] * 4
 
 
