@@ -53,7 +53,8 @@ def order() -> list[str]:
     group, rank = _group(), dist.get_rank()
     dist.barrier(group=group)
     x = torch.full((1000,), float(rank + 1), device=DEVICE)
-    sim.sleep(200)
+    x + 1  # the first of its sizes: torch imports its meta kernels, which takes seconds
+    sim.sleep(300)
     work = dist.all_reduce(x, group=group, async_op=True)
     assert work is not None
     work.wait()
