@@ -18,6 +18,8 @@ void bind_forward_cursor(py::module_& module) {
            py::arg("lo"), py::arg("seed"), py::arg("generators"), py::arg("constants") = std::vector<std::uint64_t>(),
            "`lo`: the chunk's first block. `seed`: the chain's first, given to the generators at once; None: they are "
            "left alone. `constants`: of the ends of the blocks, by which seeds are known ahead.")
+      .def("skip_from", &ForwardCursor::skip_from, py::arg("block"),
+           "Blocks before `block` are none that skip() passes.")
       .def("skip", &ForwardCursor::skip, py::arg("block"), py::arg("constant"),
            "Passes a block in front of the chunk and reseeds as after it; False if anything is unusual.")
       .def("enter", &ForwardCursor::enter, py::arg("block"), "Passes a block; False if it is not the next one.")

@@ -265,7 +265,7 @@ class _Layers:
         config = _config(self._options, mesh.tp, mesh.pp, mesh.micro_batches)
         latency, bandwidth = self._options.latency / 1e6, self._options.bandwidth * 1e9 / 8
         return Job(
-            trace=self.trace,
+            trace=self.trace.under(mesh.tp),
             profile=self._profile(mesh.tp, bool(config.sequence_parallel)),
             network=NetworkCosts(
                 pp_latency=latency, pp_bandwidth=bandwidth, dp_bandwidth=bandwidth, hop_latency=latency, **self._link

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from fold3d.cli import model_option
-from fold3d.cli.model_option import count
+from fold3d.cli.model_option import count, size
 from fold3d.config import parse_tp_plan
 from fold3d.errors import ConfigError
 
@@ -61,15 +61,20 @@ def _print_rows(header: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> Non
 
 
 def _print_blocks(traced: Trace) -> None:
-    def row(place: str, cost: BlockCost, name: str, note: str = "") -> tuple[str, ...]:
-        return place, name, count(cost.parameters), count(cost.flops), note
+    from fold3d.trace.model_trace import stack_of
 
+    def row(place: str, cost: BlockCost, name: str, crossing: str = "", note: str = "") -> tuple[str, ...]:
+        return place, name, count(cost.parameters), count(cost.flops), crossing, note
+
+    crossing = [size(sum(one.bytes for one in border)) if border else "" for border in traced.crossings]
     notes = [f"no cut before it: {reason}" if reason else "" for reason in traced.borders]
     rows = [row("before", traced.prologue_cost, ", ".join(traced.prologue) or "-")]
-    rows += [row(str(k), cost, cost.name, note) for k, (cost, note) in enumerate(zip(traced.costs, notes, strict=True))]
+    rows += [row(str(k), cost, cost.name, crossing[k], notes[k]) for k, cost in enumerate(traced.costs)]
     rows.append(row("after", traced.epilogue_cost, ", ".join(traced.epilogue) or "-"))
     print()
-    _print_rows(("block", "name", "parameters", "FLOPs", ""), rows)
+    _print_rows(("block", "name", "parameters", "FLOPs", "received", ""), rows)
+    if len(traced.stacks) > 1:
+        print(f"stacks: {', '.join(f'{stack_of(traced.blocks[lo])} ({lo}..{hi - 1})' for lo, hi in traced.stacks)}")
     for group in traced.tied:
         print(f"one tensor: {' = '.join(group)}")
     if traced.shared:

@@ -142,7 +142,8 @@ def cut_model(
     recording = proposed = strategy = sharding = None
     if order.records and error is None:
         try:
-            recording = record(model, config, example)
+            found = record(model, config, example)
+            recording = None if found is None else found.under(config.tp)
         except Exception as own:
             error = own
     if config.tp > 1:

@@ -45,9 +45,12 @@ class ParameterPlacement:
         if trace is None:
             return cls.from_needed([list(names)], tied, pp)
         trace.check_ranges(list(ranges))
-        modules = dict.fromkeys(trace.prologue, 0) | dict.fromkeys(trace.epilogue, pp - 1)
+        modules: dict[str, int] = {}
         for chunk, (first, end) in enumerate(ranges):
-            modules.update(dict.fromkeys(trace.blocks[first:end], stage_of(chunk, pp)))
+            stage = stage_of(chunk, pp)
+            for region in range(first, end + (end == len(trace.blocks))):
+                modules.update(dict.fromkeys(trace.around[region], stage))
+            modules.update(dict.fromkeys(trace.blocks[first:end], stage))
         needed = [chunk_parameters(names, trace, ranges, chunk) for chunk in range(len(ranges))]
         return cls.from_needed(needed, tied, pp, modules)
 

@@ -43,7 +43,7 @@ def assumed_profile(
     """
     costs = [trace.prologue_cost, *trace.costs, trace.epilogue_cost]
     forward = [cost.flops / flops_per_second for cost in costs]
-    handed = [handed_on(None, trace, block) for block in range(len(trace.blocks))]
+    handed = [handed_on({}, trace, block) for block in range(len(trace.blocks))]
     layers = layer_bytes(model, trace, micro_batch)
     return Profile(
         forward=tuple(forward),

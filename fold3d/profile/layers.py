@@ -22,6 +22,7 @@ from fold3d.profile.optimizer import UpdateCost, update_cost
 from fold3d.profile.stopwatch import Timing, time_call
 from fold3d.recompute import NOTHING, Recompute
 from fold3d.trace import BlockCost, Trace
+from fold3d.trace.results.crossing import Value
 
 _log = logging.getLogger(__name__)
 
@@ -58,11 +59,12 @@ def profile_model(
     _log.info("measuring %d blocks for about %.1f s", len(trace.blocks), seconds)
     names = [*trace.prologue, *trace.blocks, *trace.epilogue]
     try:
-        calls = record_calls(model, names, micro_batch, autocast)
+        carried = [value.module for border in trace.crossings for one in border for value in one.values]
+        calls = record_calls(model, [*names, *carried], micro_batch, autocast)
     except Exception as error:  # whatever a model raises on tensors without values
         _log.warning("the model's parts cannot be measured (%s: %s); FLOPs decide", type(error).__name__, error)
         calls = {}
-    kinds = {name: _kind(model.get_submodule(name), call) for name, call in calls.items()}
+    kinds = {name: _kind(model.get_submodule(name), calls[name]) for name in dict.fromkeys(names) if name in calls}
     timings: dict[str, Timing | None] = {}
     share = seconds / max(1, len(set(kinds.values())))
     for name, kind in kinds.items():
@@ -76,7 +78,7 @@ def profile_model(
     layers = [_sum([timings[kinds[name]] if name in kinds else None for name in parts]) for parts, _ in entries]
     flops = [cost.flops for _, cost in entries]
     complete = _fill(layers, flops, device)
-    handed = [handed_on(calls.get(block), trace, index) for index, block in enumerate(trace.blocks)]
+    handed = [handed_on(calls, trace, block) for block in range(len(trace.blocks))]
     needs = _bytes(model, trace, micro_batch, device, autocast, complete, handed)
     update = _optimizer_cost(optimizer, device)
     return Profile(
@@ -188,11 +190,27 @@ def _fill(layers: list[Timing | None], flops: list[int], device: torch.device) -
     ]
 
 
-def handed_on(call: Call | None, trace: Trace, block: int) -> int:
-    """Returns the bytes of the tensors that the block returns."""
-    if call is None:  # of the recorded example, which may have had another batch size
-        return sum(TensorShape(shape, dtype).bytes for shape, dtype in trace.shapes[block])
-    return sum(leaf.bytes for leaf in tree_leaves(call.result) if isinstance(leaf, TensorShape))
+def handed_on(calls: Mapping[str, Call], trace: Trace, block: int) -> int:
+    """Returns the bytes of the tensors that cross the border behind the block; behind the last, of what that returns.
+
+    Args:
+        calls: of modules whose results cross. Of others those of the recorded example count, which may have had another
+            batch size.
+    """
+    if block + 1 == len(trace.blocks):
+        sizes = [TensorShape(shape, dtype).bytes for shape, dtype in trace.shapes[block]]
+        values = [Value(trace.blocks[block], 0, tensor) for tensor in range(len(sizes))]
+    else:
+        sizes = [crossing.bytes for crossing in trace.crossings[block + 1]]
+        values = [crossing.values[0] for crossing in trace.crossings[block + 1]]
+    return sum(_bytes_of(value, calls, size) for value, size in zip(values, sizes, strict=True))
+
+
+def _bytes_of(value: Value, calls: Mapping[str, Call], otherwise: int) -> int:
+    if value.call or value.module not in calls:
+        return otherwise
+    tensors = [leaf for leaf in tree_leaves(calls[value.module].result) if isinstance(leaf, TensorShape)]
+    return tensors[value.tensor].bytes
 
 
 def _optimizer_cost(make: Callable[[list[nn.Parameter]], Optimizer] | None, device: torch.device) -> UpdateCost:

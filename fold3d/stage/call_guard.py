@@ -33,7 +33,7 @@ class CallGuard:
 
     Args:
         is_running: whether a chunk runs.
-        use_modules: called with the names of modules around the blocks that another form runs.
+        entered: called with the recording of the form in which the model is called, before its forward begins.
     """
 
     def __init__(
@@ -42,12 +42,12 @@ class CallGuard:
         trace: Trace,
         ranges: Sequence[tuple[int, int]],
         is_running: Callable[[], bool],
-        use_modules: Callable[[Sequence[str]], None],
+        entered: Callable[[Trace], None],
     ) -> None:
         self._model = weakref.ref(model)
         self._trace, self._ranges = trace, list(ranges)
-        self._is_running, self._use_modules = is_running, use_modules
-        self._known: set[Form] = {trace.form}
+        self._is_running, self._entered = is_running, entered
+        self._known: dict[Form, Trace] = {trace.form: trace}
         self._inside: str | None = None
         self._calls = 0
         self._undo: list[Callable[[], None]] = []
@@ -105,14 +105,17 @@ class CallGuard:
         arguments = by_name(model, name, args, kwargs)
         form = form_of(arguments)
         if form not in self._known:
-            self._prove(model, arguments)
-            self._known.add(form)
+            self._known[form] = self._prove(model, arguments)
+        self._entered(self._known[form])
 
-    def _prove(self, model: nn.Module, arguments: Arguments) -> None:
-        """Records the call and compares. Raises: SplitError when the chunks would not give what the model would."""
+    def _prove(self, model: nn.Module, arguments: Arguments) -> Trace:
+        """Records the call and returns the recording.
+
+        Raises: SplitError when the chunks would not give what the model would.
+        """
         try:
             with torch.random.fork_rng(devices=[]), torch.autocast("cpu", enabled=False):
-                found = trace_call(model, list(self._trace.blocks), arguments)
+                found = trace_call(model, list(self._trace.blocks), arguments).under(self._trace.tp)
         except TraceError as error:
             raise SplitError(f"{describe(arguments)} differs from the call that was recorded: {error}") from error
         reason = self._difference(model, found)
@@ -121,22 +124,15 @@ class CallGuard:
                 f"{describe(arguments)} cannot be run on this cut of the model, which was recorded without such a "
                 f"call: {reason}. {WAYS_OUT}"
             )
-        known = {*self._trace.prologue, *self._trace.between, *self._trace.epilogue}
-        self._use_modules([n for n in (*found.prologue, *found.between, *found.epilogue) if n not in known])
+        return found
 
     def _difference(self, model: nn.Module, found: Trace) -> str:
         trace, blocks = self._trace, self._trace.blocks
         if found.blocks != blocks:
             return "the blocks run in another order"
-        if found.uniform != trace.uniform:
-            return "the blocks return other things"
         for lo, _ in self._ranges[1:]:
             if found.borders[lo]:
                 return f"{found.borders[lo]}, and the cut before block '{blocks[lo]}' lies between"
-            if found.structures[lo - 1] != trace.structures[lo - 1]:
-                return f"block '{blocks[lo - 1]}' returns something else"
-            if found.modified[lo - 1] and not trace.modified[lo - 1]:
-                return f"what block '{blocks[lo - 1]}' returns is written to in place"
         parameters = dict(model.named_parameters(remove_duplicate=False))
         names, absent = list(parameters), {n for n, p in parameters.items() if p.is_meta}.difference(found.unread)
         for chunk in range(len(self._ranges)):

@@ -18,6 +18,7 @@ from fold3d.stage.call_guard import WAYS_OUT
 from fold3d.trace.errors import SplitError
 from fold3d.trace.loss_recorder import record_loss
 from fold3d.trace.model_trace import Trace
+from fold3d.trace.results.crossing import Value
 from fold3d.trace.users_hooks import is_ours, users_hooks
 
 logger = logging.getLogger(__name__)
@@ -75,7 +76,7 @@ class LossCheck:
         problem, followed = "", False
         for truth in (True, False):
             try:
-                borders, guessed = aside(partial(self._record, call, known, truth), _SECONDS)
+                borders, crossings, guessed = aside(partial(self._record, call, known, truth), _SECONDS)
             except AsideError as error:
                 problem = str(error)
                 if error.took_too_long:
@@ -83,9 +84,12 @@ class LossCheck:
                 continue
             followed = True
             for lo, _ in self._ranges[1:]:
-                if borders[lo]:
+                known_there = {value for crossing in self._trace.crossings[lo] for value in crossing.values}
+                unknown = [reason for value, reason in crossings[lo].items() if value not in known_there]
+                reason = borders[lo] or next(iter(unknown), "")
+                if reason:
                     raise SplitError(
-                        f"{borders[lo]}, and the cut of the model before block '{self._trace.blocks[lo]}' lies "
+                        f"{reason}, and the cut of the model before block '{self._trace.blocks[lo]}' lies "
                         f"between: what {kept} keeps there is not in the process, or not of the micro-batch, that "
                         f"reads it. {WAYS_OUT}"
                     )
@@ -101,7 +105,7 @@ class LossCheck:
 
     def _record(
         self, call: Callable[[Module, dict[str, Any]], Any], batch: dict[str, Any], truth: bool
-    ) -> tuple[tuple[str, ...], bool]:
+    ) -> tuple[tuple[str, ...], tuple[dict[Value, str], ...], bool]:
         self._uncut()
         with torch.set_grad_enabled(self._model.training):
             return record_loss(self._model, self._trace.blocks, call, batch, truth)

@@ -30,8 +30,14 @@ class ShapeOnly:
         self._copies: dict[torch.device, tuple[FakeTensorMode, nn.Module]] = {}
         self._known: dict[Any, tuple[list[Any], TreeSpec]] = {}
 
-    def __call__(self, device: torch.device, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Returns zeros on `device`, in the structure that the module would return for these arguments."""
+    def __call__(
+        self, device: torch.device, args: tuple[Any, ...], kwargs: dict[str, Any], with_grad: bool = False
+    ) -> Any:
+        """Returns zeros on `device`, in the structure that the module would return for these arguments.
+
+        Args:
+            with_grad: those in floating point are results of a graph, as code may expect that gives them hooks.
+        """
         leaves, spec = tree_flatten((args, kwargs))
         autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
         signature: Any = (
@@ -52,6 +58,11 @@ class ShapeOnly:
         zeros = [
             torch.zeros(leaf[0], dtype=leaf[1], device=device) if isinstance(leaf, tuple) else leaf for leaf in shapes
         ]
+        if with_grad:  # a clone is no leaf: it may be written to
+            zeros = [
+                leaf.requires_grad_().clone() if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+                for leaf in zeros
+            ]
         return tree_unflatten(zeros, structure)
 
     def _infer(self, device: torch.device, args: Any, kwargs: Any) -> tuple[list[Any], TreeSpec]:

@@ -4,9 +4,10 @@ The forward of the whole model is called on every chunk, so masks, positions and
 the model's own code from the micro-batch. Only three things differ, by instance-level forwards on the blocks
 and the modules around them:
 
-    modules before the chunk that have parameters -> zeros of the right shapes
-    blocks before the chunk                       -> return what the chunk received
-    the chunk's last block                        -> its output leaves, and an exception ends the forward
+    blocks before the chunk, and modules with
+    parameters that run before it   -> return what the chunk received of their results, and zeros of the right shapes
+                                       for what nothing reads any more
+    the chunk's last block          -> what crosses the border behind it leaves, and an exception ends the forward
 
 On the model itself, and on what lies between it and the blocks, are hooks only (see `CallGuard`), so wrappers around
 `model.forward` (autocast, for one) keep working. Forward hooks of the modules run as always, with one shift: those of a
@@ -28,9 +29,11 @@ from fold3d import seeding
 from fold3d._C import BlockForward, CurrentForward, ForwardCursor, block_forward, next_seed, reseed, seed_inside
 from fold3d.errors import MissingWeightsError, TraceError
 from fold3d.stage.call_guard import CallGuard, CallState
+from fold3d.stage.cargo import Borders, Cargo
 from fold3d.stage.recompute import recomputed
 from fold3d.stage.shapes import ShapeOnly
 from fold3d.tensor_parallel.checkpoints import frame_of_checkpoint, group_of_checkpoint, in_reentrant_checkpoint
+from fold3d.trace.arguments import Form
 from fold3d.trace.errors import SplitError
 from fold3d.trace.model_trace import Trace
 from fold3d.trace.wrappers import wrap
@@ -49,22 +52,44 @@ class _Run(ForwardCursor):
     """One call of `SplitModel.run`."""
 
     def __init__(
-        self, lo: int, hi: int, last: bool, device: torch.device, seed: int | None, constants: Sequence[int]
+        self,
+        chunk: int,
+        blocks: tuple[int, int],
+        last: bool,
+        device: torch.device,
+        seed: int | None,
+        constants: Sequence[int],
+        received: Sequence[Tensor],
     ) -> None:
+        lo, hi = blocks
         self.generators = [] if seed is None else seeding.generators_of(device)
         super().__init__(lo, seed, self.generators, constants)
+        self.skip_from(lo)  # until it is known what crosses the borders
+        self.chunk = chunk
         self.lo = lo
         self.hi = hi
         self.last = last
         self.device = device
-        self.received: Any = None
+        self.received = received
+        self.borders: Borders | None = None
+        self.cargo: Cargo | None = None
+        self.alike: Any = None
         self.leaving: list[Tensor] | None = None
+        self._calls: dict[str, int] = {}
         self.outer_checkpoint = group_of_checkpoint()
         self.checkpoint: object = None
 
-    def receive(self, received: Any) -> None:
-        """What the chunk before handed over, as its last block returned it."""
-        self.received = received
+    def load(self, borders: Borders) -> None:
+        """The model is called, in a form for which `borders` say what crosses them."""
+        self.borders, self.cargo = borders, borders.cargo(self.chunk, self.received)
+        alike_from, self.alike = borders.alike(self.chunk, self.cargo)
+        self.skip_from(alike_from)
+        self._calls = {}
+
+    def call_of(self, module: str) -> int:
+        """Returns how often the module was called before by the model's forward, and counts this call."""
+        call = self._calls[module] = self._calls.get(module, -1) + 1
+        return call
 
     def leave(self, leaving: list[Tensor]) -> bool:
         """The chunk's last block is done; returns whether the forward may be ended right here."""
@@ -98,7 +123,6 @@ class SplitModel:
         self._trace = trace
         self._ranges = tuple(ranges)
         self._recompute = frozenset(recompute)
-        self._uniform = trace.uniform
         self._run: _Run | None = None
         self._slot = CurrentForward()  # the same run, for forwards in C++
         self._constants = [seeding.constant_of(f"{name}:leave") for name in trace.blocks]
@@ -109,7 +133,8 @@ class SplitModel:
         self._ends: list[Tensor] = []
         self._undo: list[Callable[[], None]] = []
         self._outer = list(dict.fromkeys((*trace.prologue, *trace.between, *trace.epilogue)))
-        self._guard = CallGuard(model, trace, ranges, lambda: self._run is not None, self._use_outer)
+        self._borders: dict[Form, Borders] = {}
+        self._guard = CallGuard(model, trace, ranges, lambda: self._run is not None, self._entered)
         self.install()
 
     def run(
@@ -136,7 +161,7 @@ class SplitModel:
         self._guard.begin()
         try:
             self._run = run
-            self._slot.begin(run, run.received)
+            self._slot.begin(run, None)
             result = call()
             returned = True
         except ChunkExit as leave:
@@ -204,27 +229,37 @@ class SplitModel:
         if self._run is None:
             self._slot.end()
         else:
-            self._slot.begin(self._run, self._run.received)
+            self._slot.begin(self._run, self._run.alike)
 
     # -- one run --
 
     def _begin(self, chunk: int, inputs: list[Tensor], key: tuple[int, int, int] | None) -> _Run:
         lo, hi = self._ranges[chunk]
-        structure = self._trace.structures[lo - 1] if lo else None
-        expected = structure.num_tensors if structure else 0
-        if len(inputs) != expected:
-            before = f"block '{self._trace.blocks[lo - 1]}' returns {expected}" if lo else "the first chunk takes none"
-            raise SplitError(f"chunk {chunk} was given {len(inputs)} tensors, but {before}")
         device = inputs[0].device if inputs else self._device()
         seed = None if key is None else seeding.start(key)
-        run = _Run(lo, hi, hi == len(self._trace.blocks), device, seed, self._constants if self._uniform else [])
+        run = _Run(chunk, (lo, hi), hi == len(self._trace.blocks), device, seed, self._constants, inputs)
         if key is not None:
             self._generators = run.generators
-        if structure:
-            # Code that writes into a block's output would write into a leaf, which autograd forbids.
-            tensors = [t.clone() for t in inputs] if self._trace.modified[lo - 1] else inputs
-            run.receive(structure.unflatten(tensors))
         return run
+
+    def _entered(self, found: Trace) -> None:
+        """The running chunk calls the model, in a form of which `found` is the recording."""
+        run = self._run
+        assert run is not None
+        borders = self._borders.get(found.form)
+        if borders is None:
+            borders = self._borders[found.form] = Borders(found, self._ranges)
+            self._use_outer([name for region in found.around for name in region])
+        run.load(borders)
+        self._slot.begin(run, run.alike)
+
+    def _loaded(self, run: _Run) -> tuple[Borders, Cargo]:
+        """Returns what crosses the chunk's borders. Who calls `model.forward` comes by no hook, and is taken to call it
+        as recorded."""
+        if run.borders is None or run.cargo is None:
+            self._entered(self._trace)
+        assert run.borders is not None and run.cargo is not None
+        return run.borders, run.cargo
 
     def _device(self) -> torch.device:
         parameter = next(self._model.get_submodule(self._trace.blocks[0]).parameters(), None)
@@ -233,7 +268,8 @@ class SplitModel:
     def _leave(self, run: _Run, index: int, output: Any) -> Any:
         """The chunk's last block is done: ends the forward, at once or as soon as no checkpoint is in the
         way."""
-        if run.leave(self._trace.structures[index].flatten(output, self._trace.blocks[index])):
+        assert run.cargo is not None
+        if run.leave(run.cargo.leave()):
             raise ChunkExit(self)
         # The user's code called torch.utils.checkpoint around this block. An exception through it would leave
         # the checkpoint half-built, so the exit waits for the next module that starts.
@@ -256,9 +292,9 @@ class SplitModel:
 
         def make(module: nn.Module, original: Callable[..., Any]) -> BlockForward:
             execute = recomputed(module, original) if name in self._recompute else original
-            # A skipped block returns what the chunk received, as long as all blocks return the like of it, and C++
-            # skips it unless anything is unusual.
-            shape_only = None if self._uniform else ShapeOnly(name, module)
+            # Of the blocks that are left out, C++ skips those for which the last one can stand, unless anything is
+            # unusual.
+            shape_only = ShapeOnly(name, module)
 
             def forward(*args: Any, **kwargs: Any) -> Any:
                 run = self._run
@@ -272,12 +308,16 @@ class SplitModel:
                     self._refuse_reentrant(name)
                 run.begin_module(enter)
                 try:
+                    borders, cargo = self._loaded(run)
+                    structure = borders.structure(index)
                     if index >= run.lo:
                         output = execute(*args, **kwargs)
-                    elif shape_only is None or index == run.lo - 1:
-                        output = self._replace(run, name, run.received)
+                        cargo.note(name, 0, output, structure)
                     else:
-                        output = self._replace(run, name, shape_only(run.device, args, kwargs))
+                        output = cargo.whole(name, 0, structure)
+                        if output is None:
+                            output = cargo.put_into(name, 0, shape_only(run.device, args, kwargs, run.with_grad))
+                        output = self._replace(run, name, output)
                 except BaseException:
                     run.leave_module()
                     raise
@@ -289,7 +329,7 @@ class SplitModel:
                         self._ends += [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
                 return output
 
-            return block_forward(self._slot, -1 if shape_only is not None else index, leave, forward, original)
+            return block_forward(self._slot, index, leave, forward, original)
 
         return make
 
@@ -307,12 +347,16 @@ class SplitModel:
                     return self._outside(name, original, enter, leave, args, kwargs)
                 if run.leaving is not None:
                     self._leave_late(run, name)
+                _, cargo = self._loaded(run)
                 begins = run.begin_module(enter)
+                call = run.call_of(name) if begins and shape_only is not None else -1
                 try:
                     if run.position < run.lo and shape_only is not None:
-                        output = self._replace(run, name, shape_only(run.device, args, kwargs))
+                        output = cargo.put_into(name, call, shape_only(run.device, args, kwargs))
+                        output = self._replace(run, name, output)
                     else:
                         output = original(*args, **kwargs)
+                        cargo.note(name, call, output)
                 except BaseException:
                     if begins:
                         run.leave_module()
@@ -364,8 +408,9 @@ class SplitModel:
     def _use_outer(self, names: Sequence[str]) -> None:
         """Modules around the blocks that only another form of call runs."""
         for name in names:
-            self._install(name, self._outer_forward(name))
-            self._outer.append(name)
+            if name not in self._outer:
+                self._install(name, self._outer_forward(name))
+                self._outer.append(name)
 
     def _install(self, name: str, make: Callable[[nn.Module, Callable[..., Any]], BlockForward]) -> None:
         module = self._model.get_submodule(name)

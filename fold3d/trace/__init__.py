@@ -6,7 +6,7 @@ from fold3d.trace.blocks import find_blocks
 from fold3d.trace.capture import tied_groups, trace
 from fold3d.trace.errors import SplitError
 from fold3d.trace.model_trace import BlockCost, Trace
-from fold3d.trace.structure import TreeStructure
+from fold3d.trace.results.structure import TreeStructure
 from fold3d.trace.wrappers import drop_wrappers
 
 __all__ = [

@@ -30,23 +30,20 @@ def find_blocks(model: nn.Module, blocks: str = "auto") -> list[str]:
 
     Args:
         model: any module; nothing is run, parameters may be on the meta device.
-        blocks: "auto" takes the outermost `GradientCheckpointingLayer`s of a transformers model, else the
-            largest ModuleList or Sequential (by parameters) whose modules are all of one class. Otherwise the
-            name of a container, such as "model.layers", or "." for the model itself: its children are the
-            blocks.
+        blocks: "auto" takes the outermost `GradientCheckpointingLayer`s of a transformers model, in whichever lists,
+            else the largest ModuleList or Sequential (by parameters) whose modules are all of one class. Otherwise the
+            names of containers, such as "model.layers" or "encoder.layers,decoder.layers", or "." for the model
+            itself: their children are the blocks.
     Raises: TraceError with the candidates if there is no container of that name, or none or no single best
         one.
     """
     if blocks != "auto":
-        return list(_named_container(model, blocks).blocks)
+        return list(
+            dict.fromkeys(b for name in blocks.split(",") for b in _named_container(model, name.strip()).blocks)
+        )
     layers = _checkpointing_layers(model)
     if layers:
-        if len(layers) > 1:
-            raise TraceError(
-                f"{type(model).__name__} has blocks in {len(layers)} places: {_listing(layers)}. Name the "
-                "one to cut with the setting `blocks`."
-            )
-        return list(layers[0].blocks)
+        return [block for container in layers for block in container.blocks]
     candidates = [c for c in _outermost(model) if len(set(c.kinds)) == 1 and len(c.blocks) > 1]
     candidates.sort(key=lambda c: -c.parameters)
     if not candidates:
@@ -59,7 +56,7 @@ def find_blocks(model: nn.Module, blocks: str = "auto") -> list[str]:
     if len(candidates) > 1 and candidates[0].parameters == candidates[1].parameters:
         raise TraceError(
             f"{type(model).__name__} has several equally large lists of blocks: {_listing(candidates)}. "
-            "Name the one to cut with the setting `blocks`."
+            "Name the one to cut, or all of them, separated by commas, with the setting `blocks`."
         )
     return list(candidates[0].blocks)
 

@@ -18,9 +18,9 @@ from fold3d.trace.arguments import Arguments, Form, form_of
 from fold3d.trace.blocks import find_blocks
 from fold3d.trace.caches.apart import apart_from_caches
 from fold3d.trace.example import is_transformers_model, synthetic_example
-from fold3d.trace.model_trace import BlockCost, Trace
+from fold3d.trace.model_trace import BlockCost, Trace, stack_of
 from fold3d.trace.recorder import Recorder
-from fold3d.trace.structure import TreeStructure
+from fold3d.trace.results.structure import TreeStructure
 from fold3d.trace.users_hooks import drop_hooks, is_users, users_hooks
 from fold3d.trace.values.without_values import WithoutValues
 from fold3d.trace.wrappers import drop_wrappers, whole_shape
@@ -38,15 +38,8 @@ def trace(model: nn.Module, *, blocks: str = "auto", example: Mapping[str, Any] 
         blocks: see `find_blocks`.
         example: keyword arguments of the model's forward; tensors of any device, only shape and dtype matter. May
             be `Arguments` of one of the modules that the blocks lie in. None: made up for transformers models.
-    Raises: TraceError if the blocks cannot be found, the model is an encoder-decoder, an example is needed,
-        or the forward cannot run on fake tensors.
+    Raises: TraceError if the blocks cannot be found, an example is needed, or the forward cannot run on fake tensors.
     """
-    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
-        raise TraceError(
-            f"{type(model).__name__} is an encoder-decoder model (config.is_encoder_decoder=True); only "
-            "models with one stack of blocks can be cut, or divided by tp. Use a decoder-only or encoder-only model, "
-            "or tp=1, pp=1 and segments=1."
-        )
     names = find_blocks(model, blocks)
     return trace_call(model, names, example_for(model) if example is None else example)
 
@@ -71,10 +64,12 @@ def _record(model: nn.Module, names: list[str], example: Mapping[str, Any]) -> t
     """Returns what was recorded, and the attributes in which modules keep tensors of the forward."""
     shadow = Shadow(model, example)
     recorder = Recorder(shadow.model, names)
-    before = {id(tensor) for _, tensor in _attributes(shadow.model)}
+    before = {id(tensor) for _, tensor in attributes(shadow.model)}
     shadow.run(recorder, recorder.read_result)
-    kept = (name for name, tensor in _attributes(shadow.model) if id(tensor) not in before)
-    return recorder, tuple(dict.fromkeys(kept))
+    kept = [(name, tensor) for name, tensor in attributes(shadow.model) if id(tensor) not in before]
+    for name, tensor in kept:
+        recorder.note_kept(name, tensor)
+    return recorder, tuple(dict.fromkeys(name for name, _ in kept))
 
 
 class Shadow:
@@ -121,7 +116,7 @@ class Shadow:
             ) from error
 
 
-def _attributes(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def attributes(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yields the tensors in attributes of modules, or in containers there, besides parameters and buffers."""
     for name, module in model.named_modules():
         for attribute, value in vars(module).items():
@@ -170,7 +165,7 @@ def fake(tensor: Tensor, mode: FakeTensorMode, device: torch.device | str = "cpu
 
 
 def _summarise(model: nn.Module, names: list[str], recorder: Recorder, form: Form, kept: tuple[str, ...]) -> Trace:
-    missing = [name for name in names if name not in recorder.order]
+    missing = [name for name in _of_stacks_that_run(names, recorder.order) if name not in recorder.order]
     if missing:
         raise TraceError(
             f"block '{missing[0]}' did not run in a training forward of the example ({len(missing)} of "
@@ -214,6 +209,7 @@ def _summarise(model: nn.Module, names: list[str], recorder: Recorder, form: For
         prologue=tuple(regions[0].modules),
         epilogue=tuple(regions[last].modules),
         between=tuple(dict.fromkeys(m for region in regions[1:last] for m in region.modules)),
+        around=tuple(tuple(region.modules) for region in regions),
         shared=tuple(name for name in order if name in shared),
         direct=tuple(name for name in order if any(name in region.direct for region in regions)),
         uses=tuple(tuple(name for name in order if name in use) for use in uses),
@@ -224,6 +220,7 @@ def _summarise(model: nn.Module, names: list[str], recorder: Recorder, form: For
         shapes=recorder.shapes(),
         modified=recorder.modified(),
         borders=recorder.borders(),
+        crossings=recorder.crossings(),
         leaks=recorder.leaks(),
         costs=costs,
         prologue_cost=BlockCost(
@@ -236,6 +233,12 @@ def _summarise(model: nn.Module, names: list[str], recorder: Recorder, form: For
         form=form,
         kept=kept,
     )
+
+
+def _of_stacks_that_run(names: list[str], order: list[str]) -> list[str]:
+    """Returns the blocks of those stacks of which any block ran; all, if none did."""
+    running = {stack_of(name) for name in order}
+    return [name for name in names if stack_of(name) in running or not order]
 
 
 def tied_groups(model: nn.Module) -> tuple[tuple[str, ...], ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -36,7 +37,10 @@ def synthetic_example(model: Any) -> dict[str, Tensor]:
         limit = next((limit for limit in limits if limit), 2 * _SEQUENCE)
         # half of the positions: some models (RoBERTa, OPT) number them from an offset
         length = max(1, min(_SEQUENCE, limit // 2))
-        return {"input_ids": torch.zeros(1, length, dtype=torch.long, device="meta")}
+        ids = torch.zeros(1, length, dtype=torch.long, device="meta")
+        if "decoder_input_ids" in inspect.signature(model.forward).parameters:
+            return {"input_ids": ids, "decoder_input_ids": ids}
+        return {"input_ids": ids}
     if main == "pixel_values" and hasattr(config, "image_size"):
         size = config.image_size
         height, width = (size, size) if isinstance(size, int) else tuple(size)

@@ -13,8 +13,9 @@ from torch.utils._pytree import arg_tree_leaves, tree_map_only
 
 from fold3d.errors import TraceError
 from fold3d.trace.arguments import ancestors
-from fold3d.trace.capture import fake
+from fold3d.trace.capture import attributes, fake
 from fold3d.trace.recorder import Recorder
+from fold3d.trace.results.crossing import Value
 from fold3d.trace.users_hooks import drop_hooks, is_ours
 from fold3d.trace.values.without_values import WithoutValues
 
@@ -24,7 +25,7 @@ _aten = torch.ops.aten
 def record_loss(
     model: nn.Module, blocks: Iterable[str], call: Callable[[nn.Module, dict[str, Any]], Any], batch: Mapping[str, Any],
     truth: bool,
-) -> tuple[tuple[str, ...], bool]:  # fmt: skip
+) -> tuple[tuple[str, ...], tuple[dict[Value, str], ...], bool]:  # fmt: skip
     """Runs `call(model, batch)` without the values of weights and activations, the user's hooks on the model included.
 
     The model loses its weights, and whoever is called may keep tensors without values: for a process that has no other
@@ -33,14 +34,23 @@ def record_loss(
     Args:
         batch: a micro-batch in host memory; what is computed from it alone has values.
         truth: what a condition on values that are not there is taken to be.
-    Returns: why the model cannot be cut at each border (see `Recorder.borders`), and whether `truth` was asked for.
+    Returns: why the model cannot be cut at each border (see `Recorder.borders`); what crosses each border, and where it
+        is read; whether `truth` was asked for.
     """
     mode = WithoutValues()
     _make_fake(model, mode)
     recorder = LossRecorder(model, blocks, mode, truth)
+    before = {id(tensor) for _, tensor in attributes(model)}
     with mode, recorder:
         recorder.read_result(call(model, dict(batch)))
-    return recorder.borders(), recorder.guessed
+    for name, tensor in attributes(model):
+        if id(tensor) not in before:
+            recorder.note_kept(name, tensor)
+    said = recorder.said()
+    crossings = tuple(
+        {value: said[value] for crossing in border for value in crossing.values} for border in recorder.crossings()
+    )
+    return recorder.borders(), crossings, recorder.guessed
 
 
 def _make_fake(model: nn.Module, mode: FakeTensorMode) -> None:

@@ -3,19 +3,26 @@ cut.
 
 Words used here. Blocks are numbered 0 .. n-1 in execution order. Region k (0 <= k < n) is everything that
 runs after block k-1 has returned until block k has returned; region n is everything after the last block.
-Border k (1 <= k < n) lies between block k-1 and region k: a chunk that starts at block k receives what block
-k-1 returned and runs region k itself.
+Border k (1 <= k < n) lies between block k-1 and region k: a chunk that starts at block k receives what crosses that
+border (see `crossing`) and runs region k itself. A stack is a list of blocks that one module holds.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 import torch
 
 from fold3d.errors import TraceError
 from fold3d.trace.arguments import Form
-from fold3d.trace.structure import TreeStructure
+from fold3d.trace.results.crossing import Crossing, Crossings, Value
+from fold3d.trace.results.structure import TreeStructure
+
+
+def stack_of(block: str) -> str:
+    """Returns the name of the module that holds a block."""
+    return block.rpartition(".")[0]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,6 +49,8 @@ class Trace:
     """The same after the last block. A module that runs on both sides is in both."""
     between: tuple[str, ...]
     """The same between two blocks."""
+    around: tuple[tuple[str, ...], ...]
+    """The same of each region (length: blocks + 1)."""
     shared: tuple[str, ...]
     """Parameters that code outside of any block or prologue module reads (such as those held directly by the
     model):
@@ -63,6 +72,8 @@ class Trace:
     """Per border (length: blocks; entry 0 is the model's start and always free): empty if the model may be
     cut there,
     else the reason why not."""
+    crossings: tuple[Crossings, ...]
+    """Per border (length: blocks; entry 0 is empty): what is made before it and read after it."""
     costs: tuple[BlockCost, ...]
     """Size of each block."""
     prologue_cost: BlockCost
@@ -75,11 +86,87 @@ class Trace:
     """Of the recorded call."""
     kept: tuple[str, ...] = ()
     """Attributes in which modules keep tensors of a forward, for whoever reads them."""
+    tp: int = 1
+    """How many ranks share each block where the model is cut; borders and crossings are theirs."""
 
     @property
-    def uniform(self) -> bool:
-        """Whether all blocks return the same: as many tensors, of the same shapes, in the same structure."""
-        return len(set(self.shapes)) == 1 and all(s == self.structures[0] for s in self.structures)
+    def stacks(self) -> tuple[tuple[int, int], ...]:
+        """[first, end) block of each run of blocks of one stack."""
+        starts = [k for k, name in enumerate(self.blocks) if not k or stack_of(name) != stack_of(self.blocks[k - 1])]
+        return tuple(zip(starts, [*starts[1:], len(self.blocks)], strict=True))
+
+    def under(self, tp: int) -> Trace:
+        """Returns the recording as it may be cut where `tp` ranks share each block.
+
+        Stages then exchange what the block right before a cut returns, all of it: by themselves no blocks or modules
+        that are left out say of what shapes their results are, with parts of their weights installed.
+        """
+        if tp == 1:
+            return self
+        crossings = tuple(self._with_all_of_last(border) for border in range(len(self.blocks)))
+        whole = replace(self, crossings=crossings, tp=tp)
+        return replace(whole, borders=tuple(whole._closed(border) for border in range(len(self.blocks))))
+
+    def _with_all_of_last(self, border: int) -> Crossings:
+        found = self.crossings[border]
+        if not border:
+            return found
+        there = {value for one in found for value in one.values}
+        last = self.blocks[border - 1]
+        unread = (
+            Crossing(values=(Value(last, 0, tensor),), shape=shape, dtype=dtype, modified=False)
+            for tensor, (shape, dtype) in enumerate(self.shapes[border - 1])
+            if Value(last, 0, tensor) not in there
+        )
+        return (*found, *unread)
+
+    def _closed(self, border: int) -> str:
+        """Returns why the model cannot be cut at the border by tensor-parallel ranks; "" where it can."""
+        if self.borders[border] or not border:
+            return self.borders[border]
+        if len(self.stacks) > 1:
+            stacks = ", ".join(dict.fromkeys(stack_of(self.blocks[first]) for first, _ in self.stacks))
+            return f"with tp={self.tp} only models with one stack of blocks can be cut, and this has several ({stacks})"
+        last = self.blocks[border - 1]
+        for one in self.crossings[border]:
+            if not any(value.module == last for value in one.values):
+                return (
+                    f"it lies between '{one.values[0].module}' and who reads its result later, and with tp={self.tp} "
+                    "only what the block right before a cut returns can cross it"
+                )
+        first = self.alike_from(border)
+        if first:
+            return (
+                f"with tp={self.tp} all blocks before it must return the like of what '{last}' does, and "
+                f"'{self.blocks[first - 1]}' does not"
+            )
+        return ""
+
+    def alike_from(self, border: int) -> int:
+        """Returns the first of those blocks right before the border for which the last of them can stand: what crosses
+        of their results is what crosses of its, all of that does, and they return tensors of the same shapes.
+
+        Blocks that are left out then return the same objects. The border itself, where that is so of none.
+        """
+        last = border - 1
+        of = {value: number for number, one in enumerate(self.crossings[border]) for value in one.values}
+        tensors = range(self.structures[last].num_tensors)
+        if any(Value(self.blocks[last], 0, tensor) not in of for tensor in tensors):
+            return border
+        first = last
+        stack = next(start for start, end in self.stacks if start <= last < end)
+        while first > stack and self._alike(first - 1, last, of):
+            first -= 1
+        return first
+
+    def _alike(self, block: int, last: int, of: Mapping[Value, int]) -> bool:
+        if self.shapes[block] != self.shapes[last] or self.structures[block] != self.structures[last]:
+            return False
+        for tensor in range(self.structures[last].num_tensors):
+            mine = of.get(Value(self.blocks[block], 0, tensor))
+            if mine is not None and mine != of[Value(self.blocks[last], 0, tensor)]:
+                return False
+        return True
 
     def check_ranges(self, ranges: list[tuple[int, int]]) -> None:
         """Checks that `ranges` ([first, end) block of every chunk) cover all blocks once and cut only where

@@ -1,10 +1,10 @@
 """Recorder: follows one forward pass operation by operation and notes which region reads what.
 
-A chunk that starts at block c skips blocks 0 .. c-1 and replaces the modules with parameters before block c
-by zeros (see `split_model`). That is right only if nothing from before the border, other than what block c-1
-returned, is read after it. The recorder proves that: every tensor carries tokens that say where it comes
-from, every operation looks at the tokens of its arguments. Autograd graphs would not show what flows through
-detached tensors, so values are followed instead, by storage.
+A chunk that starts at block c skips blocks 0 .. c-1 and the modules with parameters before block c (see `split_model`).
+That is right only if all that they return and that is read after the border is handed over (see `crossing`), and
+nothing else of them is read there. The recorder finds the first and proves the second: every tensor carries tokens that
+say where it comes from, every operation looks at the tokens of its arguments. Autograd graphs would not show what flows
+through detached tensors, so values are followed instead, by storage.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from torch.utils.flop_counter import flop_registry
 from fold3d.errors import TraceError
 from fold3d.trace.caches.apart import forget_fakes
 from fold3d.trace.caches.code import Code
+from fold3d.trace.results.crossing import INSIDE, Crossing, Crossings, Value
 
 _aten = torch.ops.aten
 
@@ -38,19 +39,16 @@ _SHAPE_ONLY = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """Where a value comes from: what a block returned (`chain`), or anything else made in that region."""
+    """Where a value comes from: something that was returned in that region by a module with parameters, or made in it
+    and not returned."""
 
     region: int
-    chain: bool
-    source: str
-
-    def first_bad_border(self) -> int:
-        """The first border c at which a chunk may not start if it reads this value."""
-        return self.region + 2 if self.chain else self.region + 1
+    value: Value
 
     def said(self, reader: str) -> str:
         """Returns that `reader` reads it later."""
-        what = f"what block '{self.source}' returned" if self.chain else f"a tensor made in '{self.source}'"
+        inside = self.value.tensor == INSIDE
+        what = f"a tensor made in '{self.value.module}'" if inside else f"what '{self.value.module}' returned"
         return f"{what} is read again later, in '{reader}'"
 
 
@@ -89,8 +87,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._storages: list[torch.UntypedStorage] = []
         self._block: str | None = None
         self._outer: list[str] = []
-        self._stubbed = False
+        self._made: Token | None = None
+        self._calls: dict[str, int] = {}
+        self._returned: dict[Value, tuple[Tensor, int]] = {}
         self._around = "the model's forward"
+        self._kept: dict[int, str] = {}
         self._versions: list[list[int]] = []
         self._code = Code(model)
         self._install(model, list(blocks))
@@ -122,6 +123,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 )
             forget_fakes(self._code)  # what one region makes and another one finds, a rank makes again
             self._block = name
+            self._made = Token(len(self.order), Value(name, 0, INSIDE))
             self.order.append(name)
             region = self.regions[-1]
             region.parameters.update(f"{name}.{p}" for p, _ in module.named_parameters(remove_duplicate=False))
@@ -132,13 +134,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         name = self._block
         assert name is not None
         forget_fakes(self._code)
-        token = frozenset({Token(len(self.order) - 1, True, name)})
-        tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
-        for tensor in tensors:
-            self._tokens[self._key(tensor)] = token
+        self._return(output)
         self.outputs.append(output)
-        self._versions.append([tensor._version for tensor in tensors])
-        self._block = None
+        self._versions.append([leaf._version for leaf in tree_leaves(output) if isinstance(leaf, Tensor)])
+        self._block = self._made = None
         self.regions.append(RegionRecord())
 
     def _enter_outer(self, name: str, module: nn.Module) -> Callable[..., None]:
@@ -150,15 +149,32 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 if name not in region.modules:
                     region.modules.append(name)
                 region.parameters.update(parameters)
-                self._stubbed = bool(parameters)
+                if parameters:
+                    call = self._calls[name] = self._calls.get(name, -1) + 1
+                    self._made = Token(len(self.order), Value(name, call, INSIDE))
             self._outer.append(name)
 
         return hook
 
     def _leave_outer(self, module: nn.Module, args: Any, output: Any) -> None:
         self._outer.pop()
-        if not self._outer:
-            self._stubbed = False
+        if not self._outer and self._block is None and self._made is not None:
+            self._return(output)
+            self._made = None
+
+    def _return(self, output: Any) -> None:
+        """A module that other chunks leave out has returned `output`: what is read of it from now on is its result."""
+        made = self._made
+        assert made is not None
+        mine: dict[int, set[Token]] = {}
+        for number, tensor in enumerate(leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)):
+            value = Value(made.value.module, made.value.call, number)
+            self._returned[value] = tensor, tensor._version
+            mine.setdefault(self._key(tensor), set()).add(Token(made.region, value))
+        for key, tokens in mine.items():
+            before = self._tokens.get(key, _NO_TOKENS)
+            # What the module was given and returns as it is can be read under either name.
+            self._tokens[key] = frozenset(tokens) if made in before else before | tokens
 
     # -- operations --
 
@@ -171,10 +187,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         inputs = [leaf for leaf in arg_tree_leaves(*args, **kwargs) if isinstance(leaf, Tensor)]
         keys = {self._key(tensor) for tensor in inputs}
         tokens = _NO_TOKENS if packet in _SHAPE_ONLY else self._read(keys)
-        if self._block is not None:
-            tokens = frozenset({Token(len(self.order) - 1, False, self._block)})
-        elif self._stubbed:
-            tokens = frozenset({Token(len(self.order), False, self._outer[0])})
+        if self._made is not None:
+            tokens = frozenset({self._made})
         mutable = func._schema.is_mutable
         for leaf in tree_leaves(result):
             if not isinstance(leaf, Tensor):
@@ -196,21 +210,20 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             names = self._names.get(key)
             if names is not None:
                 self._read_parameter(names, self.regions[-1])
-            else:
-                found |= self._read_tokens(key, reader)
+            found |= self._read_tokens(key, reader)  # a parameter may have been returned by its module
         return found
 
     def read_result(self, result: Any) -> None:
         """Notes that the forward's result is read at the end: it must be right on the last chunk."""
         for leaf in tree_leaves(result):
-            if isinstance(leaf, Tensor) and self._key(leaf) not in self._names:
+            if isinstance(leaf, Tensor):
                 self._read_tokens(self._key(leaf), "the model's result")
 
     def _read_tokens(self, key: int, reader: str) -> frozenset[Token]:
         here = len(self.order) - (self._block is not None)
         tokens = self._tokens.get(key, _NO_TOKENS)
         for token in tokens:
-            if here >= token.first_bad_border() and here > self.reads.get(token, (-1, ""))[0]:
+            if here > token.region and here > self.reads.get(token, (-1, ""))[0]:
                 self.reads[token] = (here, reader)
         return tokens
 
@@ -257,14 +270,74 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Per border: why the model cannot be cut there, or an empty string."""
         reasons = [""] * len(self.order)
         for token, (last, reader) in self.reads.items():
-            for border in range(token.first_bad_border(), min(last + 1, len(self.order))):
-                reasons[border] = reasons[border] or token.said(reader)
+            why = self._why_not(token, last)
+            if why:
+                for border in range(token.region + 1, min(last + 1, len(self.order))):
+                    reasons[border] = reasons[border] or f"{token.said(reader)}{why}"
+        for border, crossings in enumerate(self.crossings()):
+            if border and not crossings:
+                reasons[border] = reasons[border] or "nothing that is made before it is read after it"
         return tuple(reasons)
+
+    def _why_not(self, token: Token, last: int) -> str:
+        """Returns why a tensor cannot be handed over; "" where it can."""
+        if token.value.tensor == INSIDE:
+            return ", and it is no result of that module"
+        if self._is_handed_on(token) and last == token.region + 1:
+            return ""
+        tensor, version = self._returned[token.value]
+        if tensor._version != version:
+            return ", and it is written to in place in between"
+        if self._key(tensor) in self._kept:
+            return f", and it is also kept in {self._kept[self._key(tensor)]}"
+        return ""
+
+    def note_kept(self, attribute: str, tensor: Tensor) -> None:
+        """A module has kept the tensor in an attribute, where it can be read without the module's result."""
+        self._kept.setdefault(self._key(tensor), attribute)
+
+    def _is_handed_on(self, token: Token) -> bool:
+        """Whether a block returned it."""
+        return token.region < len(self.order) and self.order[token.region] == token.value.module
+
+    def crossings(self) -> tuple[Crossings, ...]:
+        """Per border: the tensors that cross it."""
+        found: list[dict[int, list[Value]]] = [{} for _ in self.order]
+        numbers = {value: number for number, value in enumerate(self._returned)}
+        read = [(token.value, token.region, last) for token, (last, _) in self.reads.items()]
+        for value, region, last in sorted((one for one in read if one[0] in numbers), key=lambda one: numbers[one[0]]):
+            for border in range(region + 1, min(last + 1, len(self.order))):
+                found[border].setdefault(id(self._returned[value][0]), []).append(value)
+        return tuple(tuple(map(self._crossing, tensors.values())) for tensors in found)
+
+    def _crossing(self, values: list[Value]) -> Crossing:
+        tensor = self._returned[values[0]][0]
+        modified = any(self._returned[value][0]._version != self._returned[value][1] for value in values)
+        return Crossing(values=tuple(values), shape=tuple(tensor.shape), dtype=tensor.dtype, modified=modified)
+
+    def said(self) -> dict[Value, str]:
+        """Returns of each module's result that is read later where that is."""
+        return {token.value: token.said(reader) for token, (_, reader) in self.reads.items()}
 
     def leaks(self) -> tuple[str, ...]:
         """Returns what is read of blocks otherwise than by the next one of what the one before returned."""
-        blocks = set(self.order)
-        return tuple(token.said(reader) for token, (_, reader) in self.reads.items() if token.source in blocks)
+        regions = {name: region for region, name in enumerate(self.order)}
+        handing = dict[int, set[int]]()  # in which regions blocks have returned a tensor
+        for value, (tensor, _) in self._returned.items():
+            if value.module in regions:
+                handing.setdefault(id(tensor), set()).add(regions[value.module])
+
+        def is_leak(token: Token, last: int) -> bool:
+            if token.value.tensor == INSIDE:
+                return True
+            between = range(token.region + 1, last)
+            return not handing[id(self._returned[token.value][0])].issuperset(between)
+
+        return tuple(
+            token.said(reader)
+            for token, (last, reader) in self.reads.items()
+            if token.value.module in regions and is_leak(token, last)
+        )
 
 
 def outer_modules(model: nn.Module, blocks: Iterable[str]) -> list[tuple[str, nn.Module]]:

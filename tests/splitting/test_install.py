@@ -261,7 +261,7 @@ def test_forwards_that_others_have_put_on_linear_layers_run() -> None:
 
 def test_under_a_split_model() -> None:
     tiny, plan = planned("bloom")
-    traced = tiny.trace()
+    traced = tiny.trace().under(plan.tp)
     expected = result_of(tiny.model(**tiny.batch))
 
     def prepare(model: nn.Module, ops: EmulatedOps) -> Callable[[], Tensor]:

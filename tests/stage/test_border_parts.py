@@ -12,6 +12,7 @@ from torch import Tensor
 from fold3d.stage.sharded.border_parts import BorderParts
 from fold3d.tensor_parallel.group import TensorParallelGroup
 from fold3d.trace import Trace, trace
+from fold3d.trace.results.crossing import Crossing, Value
 from tests.helpers.models import build, gpt2_config
 from tests.helpers.ranks import RankPool
 
@@ -22,7 +23,11 @@ def recording() -> Trace:
     """Of two blocks that hand on a hidden state, a mask as long as samples are, and numbers."""
     found = trace(build(gpt2_config()))
     shapes = (((2, 8, WIDTH), torch.float64), ((2, 1, 8, 8), torch.float64), ((2, WIDTH), torch.int64))
-    return replace(found, shapes=(shapes,) * len(found.blocks))
+    crossing = tuple(
+        Crossing(values=(Value(found.blocks[0], 0, number),), shape=shape, dtype=dtype, modified=False)
+        for number, (shape, dtype) in enumerate(shapes)
+    )
+    return replace(found, crossings=(crossing,) * len(found.blocks))
 
 
 def travel() -> tuple[list[tuple[int, ...]], list[bool], list[Tensor | None]]:

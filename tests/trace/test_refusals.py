@@ -23,10 +23,13 @@ def split_of(model: nn.Module, ranges: Any = HALVES) -> SplitModel:
 
 def test_wrong_number_of_tensors() -> None:
     split = split_of(plain())
-    with pytest.raises(SplitError, match=r"chunk 1 was given 0 tensors, but block 'layers\.1' returns 1"):
-        split.run(1, lambda: None, [], None)
+    model = split._model
+    with pytest.raises(
+        SplitError, match=r"chunk 1 was given 0 tensors, but 1 cross the border before block 'layers\.2'"
+    ):
+        split.run(1, lambda: model(**tokens()), [], None)
     with pytest.raises(SplitError, match=r"chunk 0 was given 1 tensors, but the first chunk takes none"):
-        split.run(0, lambda: None, [torch.zeros(2)], None)
+        split.run(0, lambda: model(**tokens()), [torch.zeros(2)], None)
 
 
 def test_a_call_that_does_not_run_the_model() -> None:

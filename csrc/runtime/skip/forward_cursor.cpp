@@ -20,7 +20,7 @@ ForwardCursor::ForwardCursor(int lo, std::optional<std::uint64_t> seed, std::vec
 }
 
 bool ForwardCursor::skip(int block, std::uint64_t constant) {
-  if (block >= lo_ || block != position_ || c10::GradMode::is_enabled() != with_grad_ ||
+  if (block >= lo_ || block < from_ || block != position_ || c10::GradMode::is_enabled() != with_grad_ ||
       !at::SavedTensorDefaultHooks::get_tls_state().stack.empty()) {
     return false;
   }

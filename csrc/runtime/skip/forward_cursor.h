@@ -21,6 +21,9 @@ class ForwardCursor {
   ForwardCursor(int lo, std::optional<std::uint64_t> seed, std::vector<at::Generator> generators,
                 std::vector<std::uint64_t> constants = {});
 
+  /// Blocks before `block` are none that skip() passes. At first that is block 0.
+  void skip_from(int block) { from_ = block; }
+
   /// Passes `block` if it is the next one, in front of the chunk and in no unusual surroundings: under another grad
   /// mode than the forward or under hooks for saved tensors, such as those of a checkpoint. Reseeds as after it. False,
   /// with nothing changed: the caller has to look closer.
@@ -44,6 +47,7 @@ class ForwardCursor {
 
  private:
   const int lo_;
+  int from_ = 0;
   const bool with_grad_;
   int position_ = 0;
   bool inside_ = false;

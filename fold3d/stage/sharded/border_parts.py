@@ -10,7 +10,8 @@ from torch import Tensor
 
 from fold3d.sharding.sequence import SequenceSplit
 from fold3d.tensor_parallel.slices import replace_leaf
-from fold3d.trace import Trace
+from fold3d.trace import SplitError, Trace
+from fold3d.trace.results.crossing import Value
 
 
 class PartOps(Protocol):
@@ -44,26 +45,34 @@ class BorderParts:
         sequence: Mapping[str, SequenceSplit] | None = None,
     ) -> None:
         """Args:
-        ranges: blocks [first, end) of every chunk.
+        ranges: blocks [first, end) of every chunk, cut where `Trace.under` tensor parallelism may be.
         widths: sizes that the model's whole parameters have.
         sequence: blocks that work on parts of the sequence, by name; None: none does.
         """
         self._ops = ops
         self._parted = [
             [
-                dtype.is_floating_point
-                and bool(shape)
-                and shape[-1] % ops.size == 0
-                and shape[-1] in widths
-                and number != parted
-                for number, (shape, dtype) in enumerate(trace.shapes[end - 1])
+                one.dtype.is_floating_point
+                and bool(one.shape)
+                and one.shape[-1] % ops.size == 0
+                and one.shape[-1] in widths
+                and parted not in one.values
+                for one in trace.crossings[end]
             ]
             for _, end in ranges[:-1]
             for parted in (_parted_already(trace, end - 1, sequence or {}),)
         ]
 
     def send(self, chunk: int, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Returns what this rank sends of what the chunk returned."""
+        """Returns what this rank sends of what leaves the chunk.
+
+        Raises: SplitError in a form of call for which other tensors do than in the recorded one.
+        """
+        if len(tensors) != len(self._parted[chunk]):
+            raise SplitError(
+                f"{len(tensors)} tensors leave chunk {chunk}, {len(self._parted[chunk])} in the recorded call: "
+                "with tp > 1 all calls of the model must need the same. Ask for the same outputs in all, or set tp=1"
+            )
         return [
             self._ops.scatter_to_sequence_region(tensor, -1) if parted else tensor
             for tensor, parted in zip(tensors, self._parted[chunk], strict=True)
@@ -77,7 +86,7 @@ class BorderParts:
         ]
 
 
-def _parted_already(trace: Trace, block: int, sequence: Mapping[str, SequenceSplit]) -> int | None:
+def _parted_already(trace: Trace, block: int, sequence: Mapping[str, SequenceSplit]) -> Value | None:
     """Returns which of the tensors that a block returns is a part of the sequence."""
     split = sequence.get(trace.blocks[block])
     if split is None or split.ends:
@@ -91,4 +100,4 @@ def _parted_already(trace: Trace, block: int, sequence: Mapping[str, SequenceSpl
         return number
 
     replace_leaf(numbers, split.result, note)
-    return found[0] if found else None
+    return Value(trace.blocks[block], 0, found[0]) if found else None

@@ -1,0 +1,136 @@
+"""Cargo: the tensors that cross the borders of one chunk in one run of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from fold3d.trace.errors import SplitError
+from fold3d.trace.model_trace import Trace
+from fold3d.trace.results.crossing import Crossing, Crossings, Value
+from fold3d.trace.results.structure import TreeStructure
+
+
+class Borders:
+    """What crosses the borders of the chunks in one form of call.
+
+    Args:
+        ranges: [first, end) block of every chunk.
+    """
+
+    def __init__(self, trace: Trace, ranges: Sequence[tuple[int, int]]) -> None:
+        self._trace, self._ranges = trace, ranges
+        self._alike_from = [trace.alike_from(lo) if lo else 0 for lo, _ in ranges]
+
+    def cargo(self, chunk: int, received: Sequence[Tensor]) -> Cargo:
+        """Returns what a run of the chunk takes and hands on. Raises: SplitError for another number of tensors."""
+        (lo, hi), trace = self._ranges[chunk], self._trace
+        arriving = trace.crossings[lo]
+        if len(received) != len(arriving):
+            before = f"{len(arriving)} cross the border before block '{trace.blocks[lo]}'"
+            raise SplitError(
+                f"chunk {chunk} was given {len(received)} tensors, but {before if lo else 'the first chunk takes none'}"
+            )
+        return Cargo(arriving, trace.crossings[hi] if hi < len(trace.blocks) else (), received)
+
+    def structure(self, block: int) -> TreeStructure:
+        """Returns the structure of what a block returns."""
+        return self._trace.structures[block]
+
+    def alike(self, chunk: int, cargo: Cargo) -> tuple[int, Any]:
+        """Returns what the last block before the chunk returned, and the first of the blocks for which it can stand."""
+        first, (lo, _) = self._alike_from[chunk], self._ranges[chunk]
+        if first == lo:
+            return lo, None
+        return first, cargo.whole(self._trace.blocks[lo - 1], 0, self._trace.structures[lo - 1])
+
+
+class Cargo:
+    """What the chunk received stands where the modules before it would have returned it; what it hands on are such
+    tensors that a later chunk reads, too, and those that its own modules return.
+
+    One that is received and handed on is the same tensor, so autograd adds the gradient that comes back for it to those
+    of its readers here.
+
+    Args:
+        arriving: what crosses the border before the chunk.
+        leaving: what crosses the border behind it.
+        received: a tensor for each of `arriving`.
+    """
+
+    def __init__(self, arriving: Crossings, leaving: Crossings, received: Sequence[Tensor]) -> None:
+        self._leaving = leaving
+        self._arrived: dict[tuple[str, int], dict[int, Tensor]] = {}
+        self._leaves: dict[Value, Tensor] = {}
+        self._wanted: dict[tuple[str, int], list[Value]] = {}
+        for crossing in leaving:
+            for value in crossing.values:
+                self._wanted.setdefault((value.module, value.call), []).append(value)
+        wanted = {value for crossing in leaving for value in crossing.values}
+        for crossing, tensor in zip(arriving, received, strict=True):
+            # Code that writes into a module's result would write into a leaf, which autograd forbids.
+            mine = tensor.clone() if crossing.modified else tensor
+            for value in crossing.values:
+                self._arrived.setdefault((value.module, value.call), {})[value.tensor] = mine
+                if value in wanted:
+                    self._leaves[value] = tensor.view_as(tensor) if tensor.requires_grad else tensor
+
+    def whole(self, module: str, call: int, structure: TreeStructure) -> Any:
+        """Returns what the module returned, `structure`, when all of its tensors were received; else None."""
+        tensors = self._arrived.get((module, call), {})
+        if len(tensors) < structure.num_tensors:
+            return None
+        return structure.unflatten([tensors[number] for number in range(structure.num_tensors)])
+
+    def put_into(self, module: str, call: int, stand_in: Any) -> Any:
+        """Returns `stand_in`, of the structure that the module returns, with the tensors that were received."""
+        tensors = self._arrived.get((module, call))
+        if not tensors:
+            return stand_in
+        leaves, spec = tree_flatten(stand_in)
+        places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+        for number, tensor in tensors.items():
+            if number >= len(places):
+                raise _otherwise(module)
+            leaves[places[number]] = tensor
+        return tree_unflatten(leaves, spec)
+
+    def note(self, module: str, call: int, output: Any, structure: TreeStructure | None = None) -> None:
+        """The chunk has run the module, which returned `output`: keeps what leaves.
+
+        Raises: SplitError when it returned something else than recorded.
+        """
+        values = self._wanted.get((module, call))
+        if values is None:
+            return
+        if structure is not None:
+            tensors = structure.flatten(output, module)
+        else:
+            tensors = [leaf for leaf in tree_flatten(output)[0] if isinstance(leaf, Tensor)]
+        for value in values:
+            if value.tensor >= len(tensors):
+                raise _otherwise(module)
+            self._leaves[value] = tensors[value.tensor]
+
+    def leave(self) -> list[Tensor]:
+        """Returns the tensors that the chunk hands on. Raises: SplitError when one is missing."""
+        return [self._of(crossing) for crossing in self._leaving]
+
+    def _of(self, crossing: Crossing) -> Tensor:
+        for value in crossing.values:
+            if value in self._leaves:
+                return self._leaves[value]
+        value = crossing.values[0]
+        raise SplitError(
+            f"module '{value.module}' was called fewer times than recorded, and a later chunk needs what call "
+            f"{value.call + 1} returned; pass an `example` that is like the training batches"
+        )
+
+
+def _otherwise(module: str) -> SplitError:
+    return SplitError(
+        f"module '{module}' returned fewer tensors than recorded; pass an `example` that is like the training batches"
+    )
