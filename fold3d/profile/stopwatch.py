@@ -54,38 +54,61 @@ def time_call(
     with torch.random.fork_rng(devices=devices), torch.enable_grad():
         generator = torch.Generator().manual_seed(0)
         made = real_copy(module, device, generator).train()
-        parameters = {p.data_ptr() for p in made.parameters()}
-        begin = time.perf_counter()
-        forwards: list[float] = []
-        backwards: list[float] = []
-        saved = 0
-        while len(forwards) < 2 or (len(forwards) <= _MOST_RUNS and time.perf_counter() - begin < seconds):
-            args, kwargs = _inputs(call, device, generator)
-            kept: dict[int, int] = {}
+        try:
+            return _time(made, call, device, generator, seconds=seconds, autocast=autocast)
+        finally:
+            _empty(made)
 
-            def pack(tensor: Tensor, kept: dict[int, int] = kept) -> Tensor:
-                if tensor.data_ptr() not in parameters:
-                    kept[tensor.data_ptr()] = tensor.numel() * tensor.element_size()
-                return tensor
 
-            with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-                start = _now(device)
-                with autocast():
-                    result = made(*args, **kwargs)
-                middle = _now(device)
-            outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor) and leaf.requires_grad]
-            gradients = [torch.ones_like(output) for output in outputs]
-            between = _now(device)
-            if outputs:
-                torch.autograd.backward(outputs, gradients)
-            forwards.append(middle - start)
-            backwards.append(_now(device) - between)
-            saved = sum(kept.values())
+def _time(
+    made: nn.Module,
+    call: Call,
+    device: torch.device,
+    generator: torch.Generator,
+    *,
+    seconds: float,
+    autocast: Callable[[], AbstractContextManager[Any]],
+) -> Timing:
+    """As `time_call`, of a module that may change."""
+    parameters = {p.data_ptr() for p in made.parameters()}
+    begin = time.perf_counter()
+    forwards: list[float] = []
+    backwards: list[float] = []
+    saved = 0
+    while len(forwards) < 2 or (len(forwards) <= _MOST_RUNS and time.perf_counter() - begin < seconds):
+        args, kwargs = _inputs(call, device, generator)
+        kept: dict[int, int] = {}
+
+        def pack(tensor: Tensor, kept: dict[int, int] = kept) -> Tensor:
+            if tensor.data_ptr() not in parameters:
+                kept[tensor.data_ptr()] = tensor.numel() * tensor.element_size()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            start = _now(device)
+            with autocast():
+                result = made(*args, **kwargs)
+            middle = _now(device)
+        outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor) and leaf.requires_grad]
+        gradients = [torch.ones_like(output) for output in outputs]
+        between = _now(device)
+        if outputs:
+            torch.autograd.backward(outputs, gradients)
+        forwards.append(middle - start)
+        backwards.append(_now(device) - between)
+        saved = sum(kept.values())
     return Timing(_lower_quartile(forwards[1:]), _lower_quartile(backwards[1:]), saved)
 
 
 def _lower_quartile(times: list[float]) -> float:
     return quantiles(times, n=4, method="inclusive")[0] if len(times) > 1 else times[0]
+
+
+def _empty(made: nn.Module) -> None:
+    """Frees what a copy holds; where a hook of a parameter knows its module, nothing else would ever do so."""
+    for tensor in (*made.parameters(), *made.buffers()):
+        tensor.grad = None
+        tensor.data = tensor.data.new_empty(0)
 
 
 def real_copy(module: nn.Module, device: torch.device, generator: torch.Generator) -> nn.Module:

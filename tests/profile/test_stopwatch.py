@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import time
 from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from fold3d import _C
 from fold3d.profile.calls import Call, TensorShape
 from fold3d.profile.stopwatch import Timing, time_call
 
@@ -55,3 +57,39 @@ def test_stops_when_the_time_is_over(monkeypatch):
     assert RUNS[0] == 2, "one to warm up, one that counts"
     measure(monkeypatch, 0.001, seconds=10.0)
     assert 5 < RUNS[0] < 50
+
+
+class Watched(nn.Module):
+    """Its parameter's hook knows the module: a cycle that Python's collector does not see through."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1_000_000))
+        self._watch()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._watch()
+
+    def _watch(self) -> None:
+        self.weight.register_post_accumulate_grad_hook(self._accumulated)  # type: ignore[no-untyped-call]
+
+    def _accumulated(self, _: torch.Tensor) -> None:
+        pass
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.weight.mean()
+
+
+def test_nothing_of_the_copy_stays() -> None:
+    module = Watched()
+    shape = TensorShape((3,), torch.float32)
+    call = Call((shape,), {}, shape)
+    assert _C.count_cpu_bytes(True)
+    try:
+        before = _C.live_cpu_bytes()
+        time_call(module, call, torch.device("cpu"), seconds=0.0, autocast=nullcontext)
+        assert _C.live_cpu_bytes() - before < 1_000_000  # weight and gradient are 8 MB
+    finally:
+        _C.count_cpu_bytes(False)
+    assert module.weight.numel() == 1_000_000
