@@ -73,6 +73,7 @@ class _Run(ForwardCursor):
         self.received = received
         self.borders: Borders | None = None
         self.cargo: Cargo | None = None
+        self.alike_from = lo
         self.alike: Any = None
         self.leaving: list[Tensor] | None = None
         self._calls: dict[str, int] = {}
@@ -82,8 +83,8 @@ class _Run(ForwardCursor):
     def load(self, borders: Borders) -> None:
         """The model is called, in a form for which `borders` say what crosses them."""
         self.borders, self.cargo = borders, borders.cargo(self.chunk, self.received)
-        alike_from, self.alike = borders.alike(self.chunk, self.cargo)
-        self.skip_from(alike_from)
+        self.alike_from, self.alike = borders.alike(self.chunk, self.cargo)
+        self.skip_from(self.alike_from)
         self._calls = {}
 
     def call_of(self, module: str) -> int:
@@ -314,7 +315,8 @@ class SplitModel:
                         output = execute(*args, **kwargs)
                         cargo.note(name, 0, output, structure)
                     else:
-                        output = cargo.whole(name, 0, structure)
+                        # C++ skips no block while hooks keep what is saved, as where activations leave.
+                        output = run.alike if index >= run.alike_from else cargo.whole(name, 0, structure)
                         if output is None:
                             output = cargo.put_into(name, 0, shape_only(run.device, args, kwargs, run.with_grad))
                         output = self._replace(run, name, output)

@@ -132,12 +132,15 @@ def fake_copy(model: nn.Module, mode: FakeTensorMode, device: torch.device | str
     It has no hooks of the user's: they would keep, print or count what no training has computed.
     """
     memo: dict[int, Any] = {}
+    frozen: list[nn.Parameter] = []
     for module in model.modules():
         memo.update((id(hook), hook) for hook in users_hooks(module))  # of objects that may be too large to copy
         tensors = [*module._parameters.values(), *module._buffers.values(), *vars(module).values()]
         for tensor in tensors:
             if isinstance(tensor, Tensor) and id(tensor) not in memo:
-                memo[id(tensor)] = fake(tensor, mode, device)
+                made = memo[id(tensor)] = fake(tensor, mode, device)
+                if isinstance(made, nn.Parameter) and not made.requires_grad and made.is_floating_point():
+                    frozen.append(made.requires_grad_())  # a copy's `__setstate__` may give it hooks
     try:
         shadow = copy.deepcopy(model, memo)
     except Exception as error:
@@ -145,6 +148,8 @@ def fake_copy(model: nn.Module, mode: FakeTensorMode, device: torch.device | str
             f"{type(model).__name__} cannot be copied for recording ({type(error).__name__}: {error}). "
             "Remove what copy.deepcopy cannot copy (locks, open files, generators) from its attributes."
         ) from error
+    for parameter in frozen:
+        parameter.requires_grad_(False)
     drop_wrappers(shadow)
     for module in shadow.modules():
         drop_hooks(module, is_users)

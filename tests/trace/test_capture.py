@@ -397,3 +397,18 @@ def test_a_copy_of_a_shard_is_whole() -> None:
     assert layer.weight.shape == (3, 4) and layer.out_features == 2
     undo()
     assert layer.out_features == 6
+
+
+class Hooked(torch.nn.Linear):
+    """Its copies watch their gradients themselves."""
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self.weight.register_hook(lambda gradient: gradient)
+
+
+def test_a_frozen_module_whose_copies_hook_their_parameters() -> None:
+    layer = Hooked(4, 6)
+    layer.requires_grad_(False)
+    copied = fake_copy(layer, FakeTensorMode())
+    assert not any(parameter.requires_grad for parameter in copied.parameters())

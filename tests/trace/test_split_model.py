@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from fold3d.stage.shapes import ShapeOnly
 from fold3d.stage.split_model import SplitModel
 from tests.trace.chains import assert_equal, chained, cuts, loss_of, ranks_of, record, whole
 from tests.trace.zoo import FAMILIES, FURTHER, build, checkpointed, plain, tokens
@@ -61,6 +63,32 @@ def test_several_chunks_on_one_rank_with_one_model_object(family: str, pp: int) 
     ranks = ranks_of(model, recorded, SINGLES, pp)
     assert_equal(chained(ranks, recorded, 4, batch), want)
     assert_equal(chained(ranks, recorded, 4, batch), want)  # nothing is left over from the first run
+
+
+def test_what_is_received_stands_for_all_blocks_before_it_while_hooks_keep_what_is_saved(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As where activations leave: no shapes are inferred for a block of which nothing is read."""
+    model = build("gpt2")
+    recorded = record(model)
+    batch = tokens()
+    want = whole(model, batch)
+    ranks = ranks_of(model, recorded, HALVES, 2)
+    asked: list[str] = []
+    monkeypatch.setattr(ShapeOnly, "__call__", recording(asked, ShapeOnly.__call__))
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
+        assert_equal(chained(ranks, recorded, 2, batch), want)
+    assert not [name for name in asked if name in recorded.blocks]
+
+
+def recording(asked: list[str], call: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns `call` of a ShapeOnly, which notes for whom it is asked."""
+
+    def noted(self: ShapeOnly, *args: Any, **kwargs: Any) -> Any:
+        asked.append(self._name)
+        return call(self, *args, **kwargs)
+
+    return noted
 
 
 @pytest.mark.parametrize("family", ["gpt2", "opt", "bert"])
