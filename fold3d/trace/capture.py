@@ -140,7 +140,8 @@ def fake_copy(model: nn.Module, mode: FakeTensorMode, device: torch.device | str
             if isinstance(tensor, Tensor) and id(tensor) not in memo:
                 made = memo[id(tensor)] = fake(tensor, mode, device)
                 if isinstance(made, nn.Parameter) and not made.requires_grad and made.is_floating_point():
-                    frozen.append(made.requires_grad_())  # a copy's `__setstate__` may give it hooks
+                    made.requires_grad_()  # a copy's `__setstate__` may give it hooks
+                    frozen.append(made)
     try:
         shadow = copy.deepcopy(model, memo)
     except Exception as error:
