@@ -35,7 +35,7 @@ from fold3d.topology import Topology
 from fold3d.trace.example import synthetic_example
 from fold3d.trainer.accelerator import ReplicaAccelerator
 from fold3d.trainer.arguments import TrainingArguments
-from fold3d.trainer.evaluating import EvaluatingTrainer
+from fold3d.trainer.evaluation.evaluating import EvaluatingTrainer
 from fold3d.trainer.flushing import FlushingHandler
 from fold3d.trainer.logs.console import printing_lines
 from fold3d.trainer.logs.device_flops import peak_flops

@@ -41,8 +41,8 @@ class Samples(TrainerCallback):
         self.texts.append(None if made is None else made.tolist())
 
 
-def generate(folder: str, layout: dict[str, Any]) -> tuple[list[Any], Any]:
-    """Returns what is generated in training and after it."""
+def generate(folder: str, layout: dict[str, Any]) -> tuple[list[Any], Any, Any]:
+    """Returns what is generated in training, after it from what was saved, and after it by all processes."""
     Path(folder).mkdir(exist_ok=True)
     os.chdir(folder)
     arguments = stock_arguments(Job(folder, arguments={"max_steps": 2, "learning_rate": 0.05})) | layout
@@ -57,15 +57,18 @@ def generate(folder: str, layout: dict[str, Any]) -> tuple[list[Any], Any]:
     callback.trainer = trainer
     trainer.train()
     after = recipe("sample")(trainer, PROMPT)
+    torch.manual_seed(0)
+    everywhere = recipe("sample_everywhere")(trainer, PROMPT)
     trainer.engine.close()
-    return callback.texts, None if after is None else after.tolist()
+    return callback.texts, None if after is None else after.tolist(), everywhere.tolist()
 
 
 @pytest.mark.parametrize("layout", [{"pp": 2, "segments": 1}, {"dp": 2, "segments": 2, "dp_sync": "zero1"}], ids=str)
 def test_recipes(ranks: RankPool, tmp_path: Path, layout: dict[str, Any]) -> None:
-    whole, last = generate(
+    whole, last, sampled = generate(
         str(tmp_path / "whole"), {"segments": 1, "gradient_accumulation_steps": 4 if "dp" in layout else 2}
     )
-    (texts, after), (others, nothing) = ranks.run(generate, 2, str(tmp_path / "ours"), layout)
+    (texts, after, ours), (others, nothing, theirs) = ranks.run(generate, 2, str(tmp_path / "ours"), layout)
     assert texts == whole and after == last == whole[-1] and len(texts) == 2
     assert others == [None, None] and nothing is None
+    assert ours == theirs == sampled

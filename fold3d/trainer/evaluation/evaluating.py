@@ -11,6 +11,7 @@ import torch
 from torch.nn import Module
 
 from fold3d.engine.engine import Engine
+from fold3d.trainer.evaluation.generation import generate
 from fold3d.trainer.overrides import is_overridden
 from fold3d.trainer.saving import CheckpointingTrainer
 
@@ -80,6 +81,19 @@ class EvaluatingTrainer(CheckpointingTrainer):
         output = super().predict(*args, **named)
         self._correct_speed(output.metrics)
         return output
+
+    def generate(self, *args: Any, **options: Any) -> Any:
+        """Returns what `model.generate(*args, **options)` would in one process, on any layout. Every process calls.
+
+        The processes of a replica pass the same arguments, get the same result and, when sampling, draw from the
+        generator of the replica's first process. A model that is cut generates without a cache: every token costs a
+        forward of all tokens before it.
+
+        Raises: ConfigError for a model without transformers' `generate`, and for an encoder-decoder that is cut.
+        """
+        if self.engine.is_built:
+            self.engine.meet("trainer.generate()")
+        return generate(self.engine, *args, autocast=self.accelerator.autocast, **options)
 
     def _correct_speed(self, metrics: dict[str, float] | None) -> None:
         """Corrects evaluation steps per second, which the stock code divides by processes instead of replicas."""

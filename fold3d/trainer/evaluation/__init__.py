@@ -1,0 +1,1 @@
+"""How the Trainer evaluates, predicts and generates where no rank holds the whole model."""

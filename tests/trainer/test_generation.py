@@ -1,0 +1,96 @@
+"""Tokens that a model generates where it is cut are those of one process."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+
+from fold3d import ConfigError, Engine, ParallelConfig
+from fold3d.trainer.evaluation.generation import generate
+from tests.helpers import data, models
+from tests.helpers.ranks import RankPool
+
+PROMPTS = torch.tensor([[0, 0, 5, 9], [7, 3, 12, 4]])
+MASK = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]])
+CONFIGS = {"gpt2": models.gpt2_config, "llama": models.llama_config}
+WAYS: dict[str, dict[str, Any]] = {
+    "greedy": {"do_sample": False},
+    "sampled": {"do_sample": True, "temperature": 1.5, "top_k": 20},
+    "beams": {"num_beams": 3, "repetition_penalty": 1.3},
+}
+SGD = functools.partial(torch.optim.SGD, lr=0.5)
+
+
+def trained(kind: str, layout: dict[str, Any]) -> Engine:
+    """Returns an engine after one step, so that weights count that came to their layers by an update."""
+    model = models.build(CONFIGS[kind](), dtype=torch.float64)
+    engine = Engine(model, ParallelConfig(micro_batches=2, **layout), optimizer=SGD)
+    rows = data.batch(8, 8)
+    share = 8 // engine.topology.dp
+    first = engine.topology.dp_rank * share
+    engine.step({name: value[first : first + share] for name, value in rows.items()})
+    return engine
+
+
+def tokens(kind: str, layout: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns what is generated in each way, and what stock generates with those weights, and with its cache."""
+    engine = trained(kind, layout)
+    stock = models.build(CONFIGS[kind](), dtype=torch.float64, seed=1).eval()
+    stock.load_state_dict(engine.state_dict()["model"], strict=False)
+    topology = engine.topology
+    made, expected = {}, {}
+    for way, options in WAYS.items():
+        options = {"attention_mask": MASK, "max_new_tokens": 6, "pad_token_id": 0, **options}
+        torch.manual_seed(3)
+        expected[way] = stock.generate(PROMPTS, use_cache=True, **options).tolist()
+        torch.manual_seed(3 + list(topology.replica(topology.dp_rank)).index(topology.rank))  # ranks differ
+        made[way] = generate(engine, PROMPTS, **options).tolist()
+    assert engine.model.training
+    engine.step(data.batch(8 // engine.topology.dp, 8))  # goes on training
+    engine.close()
+    return made, expected
+
+
+LAYOUTS: list[dict[str, Any]] = [
+    {"pp": 2, "segments": 2},
+    {"tp": 2, "segments": 1},
+    {"dp": 2, "pp": 2, "segments": 1},
+]
+
+
+@pytest.mark.rotating
+@pytest.mark.parametrize("kind", CONFIGS)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_tokens_over_processes(ranks: RankPool, kind: str, layout: dict[str, Any]) -> None:
+    """Greedy, sampled and by beams, with prompts of several lengths, on every rank."""
+    size = layout.get("dp", 1) * layout.get("pp", 1) * layout.get("tp", 1)
+    for made, expected in ranks.run(tokens, size, kind, {"dp": 1, **layout}):
+        assert made == expected
+
+
+@pytest.mark.parametrize("layout", [{"segments": 2}, {"segments": 1}], ids=str)
+def test_tokens_in_one_process(layout: dict[str, Any]) -> None:
+    """Cut, and whole."""
+    made, expected = tokens("llama", layout)
+    assert made == expected
+
+
+def test_ways_that_need_a_cache_are_refused() -> None:
+    """Where the model is cut."""
+    engine = trained("llama", {"segments": 2})
+    with pytest.raises(ConfigError, match="use_cache"):
+        generate(engine, PROMPTS, use_cache=True)
+    with pytest.raises(ConfigError, match="assisted"):
+        generate(engine, PROMPTS, prompt_lookup_num_tokens=2)
+    engine.close()
+
+
+def test_a_model_without_generate_is_refused() -> None:
+    """It says which."""
+    engine = Engine(torch.nn.Linear(2, 2), ParallelConfig(segments=1))
+    with pytest.raises(ConfigError, match="Linear has no generate"):
+        generate(engine)
+    engine.close()
