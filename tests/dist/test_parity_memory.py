@@ -65,7 +65,8 @@ def kept(ranks: RankPool, case: Case) -> list[Trained]:
 
 
 def is_copied(case: Case, form: str) -> bool:
-    """Whether some stash of the schedule is to leave. The first chunk's input is the batch, which stays."""
+    """Whether some stash of the schedule is to leave. The first chunk's input is the batch, which stays; what ranks of a
+    tensor-parallel group have summed is kept for its recomputation, and leaves."""
     leaves = Offload.read(case.offload)
     choices = form.split("/") * (1 if "/" in form else case.pp * case.segments)
     lowered = schedules.lower(
@@ -73,7 +74,7 @@ def is_copied(case: Case, form: str) -> bool:
         reduce=case.dp > 1,
         recompute=[choice == "full" for choice in choices],
         offload=[
-            chunk > 0 if choice == "full" else choice == "blocks" or leaves.what == "activations"
+            chunk > 0 or case.tp > 1 if choice == "full" else choice == "blocks" or leaves.what == "activations"
             for chunk, choice in enumerate(choices)
         ],
         offload_share=leaves.share,
