@@ -12,6 +12,7 @@ from fold3d import ConfigError, Engine, ParallelConfig
 from fold3d.trainer.evaluation.generation import generate
 from tests.helpers import data, models
 from tests.helpers.ranks import RankPool
+from tests.trace import stacks
 
 PROMPTS = torch.tensor([[0, 0, 5, 9], [7, 3, 12, 4]])
 MASK = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]])
@@ -52,6 +53,54 @@ def tokens(kind: str, layout: dict[str, Any]) -> tuple[dict[str, Any], dict[str,
     engine.step(data.batch(8 // engine.topology.dp, 8))  # goes on training
     engine.close()
     return made, expected
+
+
+def translated(kind: str, layout: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """As `tokens`, of an encoder-decoder."""
+    model, batch = stacks.build(kind)
+    engine = Engine(model, ParallelConfig(micro_batches=1, **layout), optimizer=SGD)
+    engine.step(batch)
+    stock, _ = stacks.build(kind)
+    stock.load_state_dict(engine.state_dict()["model"], strict=False)
+    stock.eval()
+    prompt = {name: batch[name] for name in ("input_ids", "attention_mask")}
+    made, expected = {}, {}
+    for way, options in WAYS.items():
+        options = {**prompt, "max_new_tokens": 6, **options}
+        torch.manual_seed(3)
+        expected[way] = stock.generate(**options).tolist()
+        torch.manual_seed(3)
+        made[way] = generate(engine, **options).tolist()
+    engine.step(batch)
+    with pytest.raises(ConfigError, match="output_attentions"):
+        generate(engine, **prompt, output_attentions=True)
+    engine.close()
+    return made, expected
+
+
+@pytest.mark.parametrize("kind", ["t5", "bart"])
+def test_encoder_decoders_in_one_process(kind: str) -> None:
+    """Cut."""
+    made, expected = translated(kind, {"segments": 2})
+    assert made == expected
+    assert len(made) == len(WAYS) and made["greedy"] != made["sampled"]
+
+
+@pytest.mark.rotating
+@pytest.mark.parametrize("kind", ["t5", "bart"])
+@pytest.mark.parametrize("layout", [{"pp": 2, "segments": 1}, {"tp": 2, "segments": 1}], ids=str)
+def test_encoder_decoders_over_processes(ranks: RankPool, kind: str, layout: dict[str, Any]) -> None:
+    for made, expected in ranks.run(translated, 2, kind, {"dp": 1, **layout}):
+        assert made == expected
+
+
+def test_a_generate_of_ones_own_is_refused() -> None:
+    """It may call parts of the model."""
+    model, batch = stacks.build("whisper")
+    engine = Engine(model, ParallelConfig(micro_batches=1, segments=2), optimizer=SGD, example=batch)
+    with pytest.raises(ConfigError, match="WhisperForConditionalGeneration has a generate"):
+        generate(engine, **batch)
+    engine.close()
 
 
 LAYOUTS: list[dict[str, Any]] = [

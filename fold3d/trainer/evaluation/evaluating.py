@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch.nn import Module
 
 from fold3d.engine.engine import Engine
-from fold3d.trainer.evaluation.generation import generate
+from fold3d.trainer.evaluation.generation import generate, has_stock_generate
 from fold3d.trainer.overrides import is_overridden
 from fold3d.trainer.saving import CheckpointingTrainer
 
@@ -46,16 +48,35 @@ class EvaluatingTrainer(CheckpointingTrainer):
         return loss, logits, labels
 
     def _evaluate_with_whole_model(self) -> None:
-        """A `prediction_step` of the user's gets a model that it may call: on every rank the call returns."""
-        if not is_overridden(self, "prediction_step"):
+        """A `prediction_step` of another class, Seq2SeqTrainer's or the user's, gets a model that it may call, and may
+        let `self.model` generate: on every rank the call returns."""
+        if type(self).prediction_step is EvaluatingTrainer.prediction_step:
             return
         users = self.prediction_step
 
         @functools.wraps(users)
         def predict(model: Module, *args: Any, **named: Any) -> Any:
-            return users(WholeModel(self.engine, model), *args, **named)  # type: ignore[arg-type]
+            with self._generating():
+                return users(WholeModel(self.engine, model), *args, **named)  # type: ignore[arg-type]
 
         setattr(self, "prediction_step", predict)  # noqa: B010
+
+    @contextlib.contextmanager
+    def _generating(self) -> Iterator[None]:
+        """`self.model.generate` is `trainer.generate`, as Seq2SeqTrainer calls it."""
+
+        def call(*args: Any, **options: Any) -> Any:  # a function, so copies of the model have no copy of the trainer
+            return generate(self.engine, *args, autocast=self.accelerator.autocast, **options)
+
+        own = vars(self.model)
+        if not has_stock_generate(self.engine.model) or "generate" in own:
+            yield
+            return
+        own["generate"] = call
+        try:
+            yield
+        finally:
+            del own["generate"]
 
     def _computes_loss_otherwise(self) -> bool:
         """Whether the loss is computed by code of the user's."""
@@ -89,7 +110,7 @@ class EvaluatingTrainer(CheckpointingTrainer):
         generator of the replica's first process. A model that is cut generates without a cache: every token costs a
         forward of all tokens before it.
 
-        Raises: ConfigError for a model without transformers' `generate`, and for an encoder-decoder that is cut.
+        Raises: ConfigError for a model without transformers' `generate`, or with one of its own that is cut.
         """
         if self.engine.is_built:
             self.engine.meet("trainer.generate()")

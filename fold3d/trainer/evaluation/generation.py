@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch.nn import Module
 from transformers import GenerationMixin
-from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.modeling_outputs import BaseModelOutput, CausalLMOutputWithPast, Seq2SeqLMOutput
+from transformers.utils.generic import ModelOutput
 
 from fold3d.comms.broadcast import broadcast_value
 from fold3d.engine.engine import Engine
@@ -53,25 +54,44 @@ def generate(
     try:
         with engine.supervise("generating"), contextlib.nullcontext() if is_cut else autocast():
             _share_generators(engine)
-            return model.generate(*args, **options)
+            return type(model).generate(model, *args, **options)
     finally:
         engine.model.train(was_training)
 
 
 def _refuse(model: Module, options: dict[str, Any]) -> None:
-    if getattr(model.config, "is_encoder_decoder", False):
+    name = type(model).__name__
+    if not has_stock_generate(model):
         raise ConfigError(
-            f"{type(model).__name__} is an encoder-decoder, which generates only where it is whole: set pp=1, tp=1 and "
-            "segments=1, or generate from what save_model() wrote"
+            f"{name} has a generate() of its own, which may call parts of the model that are on other processes: set "
+            "pp=1, tp=1 and segments=1, or generate from what save_model() wrote"
         )
     if options.get("use_cache"):
         raise ConfigError("use_cache=True: a model that is cut generates without a cache; leave use_cache out")
     if options.get("assistant_model") is not None or options.get("prompt_lookup_num_tokens"):
         raise ConfigError("assisted generation needs a cache, and a model that is cut generates without one")
+    if not _is_encoder_decoder(model):
+        return
+    settings = options.get("generation_config") or getattr(model, "generation_config", None)
+    for setting in ("output_attentions", "output_hidden_states"):
+        if options.get(setting, getattr(settings, setting, None)):
+            raise ConfigError(f"{setting}=True: an encoder-decoder that is cut generates tokens and scores only")
+    if options.get("encoder_outputs") is not None:
+        raise ConfigError(f"encoder_outputs: where a {name} is cut, its encoder runs with its decoder; pass its inputs")
+
+
+def has_stock_generate(model: Module) -> bool:
+    """Returns whether the model generates by transformers' own code alone."""
+    return getattr(type(model), "generate", None) is GenerationMixin.generate
+
+
+def _is_encoder_decoder(model: Module) -> bool:
+    return bool(getattr(model.config, "is_encoder_decoder", False))
 
 
 def _stand_in(engine: Engine, autocast: Callable[[], AbstractContextManager[Any]]) -> Any:
     """Returns what looks like the model to transformers' decoding loops, and whose call is an evaluation."""
+    encoder = _Encoder(engine.model) if _is_encoder_decoder(engine.model) else None
 
     def run(model: Module, inputs: dict[str, Any]) -> dict[str, Any]:
         with autocast():
@@ -83,15 +103,42 @@ def _stand_in(engine: Engine, autocast: Callable[[], AbstractContextManager[Any]
         def device(self) -> torch.device:
             return engine.device  # the first parameter may be another rank's, on meta
 
-        def __call__(self, **inputs: Any) -> CausalLMOutputWithPast:
+        def get_encoder(self, *args: Any, **options: Any) -> Any:
+            return super().get_encoder(*args, **options) if encoder is None else encoder
+
+        def __call__(self, **inputs: Any) -> ModelOutput:
             given = {name: value for name, value in inputs.items() if value is not None}
-            return CausalLMOutputWithPast(**engine.forward(given, run))
+            if encoder is None:
+                return CausalLMOutputWithPast(**engine.forward(given, run))
+            given.update(encoder.inputs(given.pop("encoder_outputs")))
+            return Seq2SeqLMOutput(logits=engine.forward(given, run)["logits"])
 
     StandIn.__name__ = type(engine.model).__name__  # transformers looks at it
     StandIn.__qualname__ = type(engine.model).__qualname__
     made = object.__new__(StandIn)
     made.__dict__.update(engine.model.__dict__)
     return made
+
+
+class _Encoder:
+    """Stands for the encoder of a model that is cut: what it "returns" is what it was asked about.
+
+    So transformers repeats that for beams and samples, as it does with an encoder's output, and each forward of the
+    model runs encoder and decoder.
+    """
+
+    def __init__(self, model: Any) -> None:
+        encoder = model.get_encoder()
+        self.forward = encoder.forward  # transformers looks at its signature
+        self._main = model.main_input_name
+
+    def __call__(self, **inputs: Any) -> BaseModelOutput:
+        """Returns the encoder's main input in the place of its output."""
+        return BaseModelOutput(last_hidden_state=inputs[self._main])
+
+    def inputs(self, output: BaseModelOutput) -> dict[str, Any]:
+        """Returns the arguments of the whole model for which `output` stands."""
+        return {self._main: output.last_hidden_state}
 
 
 def _share_generators(engine: Engine) -> None:
