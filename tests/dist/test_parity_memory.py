@@ -65,8 +65,8 @@ def kept(ranks: RankPool, case: Case) -> list[Trained]:
 
 
 def is_copied(case: Case, form: str) -> bool:
-    """Whether some stash of the schedule is to leave. The first chunk's input is the batch, which stays; what ranks of a
-    tensor-parallel group have summed is kept for its recomputation, and leaves."""
+    """Whether some stash of the schedule is to leave. The first chunk's input is the batch, which stays; what ranks of
+    a tensor-parallel group have summed is kept for its recomputation, and leaves."""
     leaves = Offload.read(case.offload)
     choices = form.split("/") * (1 if "/" in form else case.pp * case.segments)
     lowered = schedules.lower(
