@@ -24,6 +24,10 @@ class Job:
     """Ranks that share the weights of a stage of a replica; the profile is that of one of them."""
     micro_batches: int
     """Per step and replica."""
+    samples: int | None = None
+    """Of a micro-batch; None: nobody knows, or they cannot be divided."""
+    one_sample: Profile | None = None
+    """What a micro-batch of one sample costs; None: nobody has looked."""
     memory_limit: int | None = None
     """Bytes that a rank may use for weights, gradients, optimizer and activations; None: any."""
     slice_bytes: int | None = None

@@ -37,6 +37,8 @@ class Proposal:
         """The stage of the rank that needs most."""
         return max(range(len(self.peaks)), key=lambda stage: self.peaks[stage].bytes)
 
+    micro_batch_size: int | None = None
+    """Samples that pass the model at once, where the planner has chosen to divide micro-batches."""
     second_best: tuple[tuple[str, float], ...] = ()
     """Of knobs whose choice can be left to real steps: name, and milliseconds predicted with the next best value."""
 
@@ -49,6 +51,8 @@ class Proposal:
     def flags(self) -> str:
         """What the Trainer's command line must say to run with these settings and without the planner."""
         words = flags_of(self.strategy)
+        if self.micro_batch_size is not None:
+            words += f" --micro_batch_size {self.micro_batch_size}"
         if self.strategy.dp > 1 and self.strategy.dp_sync == MIXED:
             words += " (dp_sync stays auto: it differs from bucket to bucket, as memory_limit asks)"
         elif self.limited:

@@ -34,7 +34,7 @@ def resolve_auto(config: ParallelConfig, dp: int) -> Constraints:
     if config.memory_limit is not None and not needs_planner(config, constraints, dp):
         raise ConfigError(
             f"memory_limit={config.memory_limit} has no effect: everything that memory depends on is set; remove it, "
-            'or set schedule, group_size, dp_sync, recompute or offload to "auto"'
+            'or set schedule, group_size, dp_sync, recompute, offload or micro_batch_size to "auto"'
         )
     return constraints
 
@@ -51,7 +51,7 @@ def needs_planner(config: ParallelConfig, constraints: Constraints, dp: int) -> 
     open_ways = dp > 1 and constraints.dp_sync is None
     open_spared = not {"recompute", "offload"} <= set(dict(constraints.settings))
     spread = dp * config.pp > 1 and (open_order or open_ways)
-    return config.memory_limit is not None and (spread or open_spared)
+    return config.memory_limit is not None and (spread or open_spared or config.micro_batch_size == AUTO)
 
 
 def _only_segments(config: ParallelConfig, dp: int) -> int | None:

@@ -39,6 +39,44 @@ def test_divided_as_whole(ranks: RankPool, case: Case) -> None:
     assert_ranks_agree(results, case)
 
 
+PLANNED = [
+    Case(pp=2, m=2, dropout=0.1, labels="padded"),
+    Case(dp=2, m=2, family="plain", dropout=0.1, labels="padded", dp_sync="early"),
+    Case(tp=2, m=2, dropout=0.1, labels="ragged", tp_overlap="none"),
+]
+
+
+def train_planned(case: Case, **changes: object) -> tuple[parity_jobs.Result, int, int]:
+    """Called on every rank: returns the numbers, the schedule's micro-batches, and the bytes that were planned."""
+    with parity_jobs.precision(case):
+        engine = parity_jobs.engine_of(case, **{"offload": "none", "recompute": "auto", **changes})
+        result = parity_jobs.Result()
+        for step in range(3):
+            out = engine.step(parity_jobs.batch_of(engine, case, step))
+            result.losses.append(out.loss.item())
+            result.norms.append(out.grad_norm.item())
+        result.weights = engine.state_dict()["model"]
+        assert engine.planned_memory is not None
+        found = result, engine.strategy.micro_batches, engine.planned_memory
+        engine.close()
+        return found
+
+
+@pytest.mark.rotating
+@pytest.mark.parametrize("case", PLANNED, ids=lambda case: case.name)
+def test_the_planner_divides_under_a_limit(ranks: RankPool, case: Case) -> None:
+    *_, whole = ranks.run(train_planned, case.ranks, case, memory_limit="1GB")[0]
+    *_, least = ranks.run(train_planned, case.ranks, case, memory_limit="1GB", micro_batch_size=1)[0]
+    limit = (whole + least) // 2
+    assert least < limit < whole
+    results = ranks.run(train_planned, case.ranks, case, memory_limit=limit, recompute="none", micro_batch_size="auto")
+    alone = one_process(ranks, case.alone())
+    for result, micro_batches, planned in results:
+        assert micro_batches == 2 * case.m and planned <= limit
+        assert result.losses == pytest.approx(alone.losses, rel=TOLERANCE[case.dtype])
+        assert result.norms == pytest.approx(alone.norms, rel=TOLERANCE[case.dtype])
+
+
 def losses_with_labels_in_some_rows(dp: int, size: int | None) -> list[float]:
     """Called on every rank: replicas have rows without labels in different places, one of them all but one."""
     case = Case(dp=dp, m=2 // dp, family="plain", tied=False)

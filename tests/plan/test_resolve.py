@@ -60,6 +60,14 @@ def test_a_memory_limit_needs_something_to_choose(settings: dict[str, Any], dp: 
         both = {"recompute": "none", "offload": "none", name: "auto"}
         config = ParallelConfig(memory_limit=5, **both, **settings)
         assert needs_planner(config, resolve_auto(config, dp), dp)
+    sized = ParallelConfig(memory_limit=5, recompute="none", offload="none", micro_batch_size="auto", **settings)
+    assert needs_planner(sized, resolve_auto(sized, dp), dp) and sized.part_size is None
+
+
+def test_sizes_of_parts_alone_ask_nobody_to_plan() -> None:
+    config = ParallelConfig(segments=1, micro_batch_size="auto")
+    assert not needs_planner(config, resolve_auto(config, 1), 1)
+    assert ParallelConfig(micro_batch_size=3).part_size == 3
 
 
 def test_without_the_planner_what_is_free_has_its_default() -> None:

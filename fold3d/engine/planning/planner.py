@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -26,8 +26,12 @@ from fold3d.observe.announce import announce
 from fold3d.plan.constraints import Constraints
 from fold3d.plan.costs import ACTION_SECONDS, BUCKET_SECONDS, NetworkCosts, Profile
 from fold3d.plan.job import Job
+from fold3d.plan.memory.changes import predicted_curves
 from fold3d.plan.memory.spared import Spared
+from fold3d.plan.parts.costs import in_parts
+from fold3d.plan.parts.sizes import remark_on, search_sizes, sizes_of
 from fold3d.plan.proposal import Proposal
+from fold3d.plan.resolve import programs_of
 from fold3d.plan.search import decide
 from fold3d.profile.copies import copy_bandwidth
 from fold3d.profile.layers import profile_model
@@ -48,8 +52,23 @@ logger = logging.getLogger(__name__)
 
 _cut_by: WeakKeyDictionary[Module, dict[object, ShardingPlan]] = WeakKeyDictionary()
 """By tp and tp_plan: how a model was spread, whose next engine finds parts of weights only."""
+_SECONDS_OF_ONE = 1.0
+"""For which a micro-batch of one sample is measured, where it is."""
 _OF_DEVICE = 0.9
 """Share of a GPU's memory that is planned with; the rest is the libraries' and lost between allocations."""
+
+
+@dataclass(frozen=True, slots=True)
+class Samples:
+    """What is known of the samples of a rank's micro-batch."""
+
+    number: int | None
+    """None: nobody knows how to divide it."""
+    one: Mapping[str, Any] | None
+    """Keyword arguments of the model's forward for one of them; None: the planner shall not divide them."""
+
+
+UNKNOWN = Samples(None, None)
 
 
 def shard_alike(
@@ -117,20 +136,24 @@ def resolve_auto(
     autocast: Callable[[], AbstractContextManager[Any]],
     number: int,
     sharding: ShardingPlan | None,
+    samples: Samples = UNKNOWN,
 ) -> tuple[Job, Proposal] | None:
     """Decides what is "auto"; all ranks of the job call that have recorded the model.
 
     Args:
         recording: what `record` returned.
         sharding: how weights are spread over tensor-parallel groups; None where there are none.
+        samples: of `example`.
     Returns: what the planner was told and what it proposes; None where there is nothing to fold.
     Raises: ConfigError; RankError when another rank failed.
     """
     error: Exception | None = None
-    profile = None
+    profile = one = None
     try:
         if recording is not None and example is not None:
             profile = profile_of(model, recording, config, example, device, optimizer, autocast, sharding)
+            if samples.one is not None and _memory_limit(config, device) is not None:
+                one = _of_one(model, recording, config, samples.one, device, optimizer, autocast, sharding)
     except Exception as own:
         if config.pp * config.tp > 1 or config.memory_limit is not None:
             error = own
@@ -145,7 +168,29 @@ def resolve_auto(
                 'remove it and, for less memory, set dp_sync="zero1"'
             )
         return None
-    return propose(recording, profile, config, constraints, world, device, optimizer)
+    return propose(recording, profile, config, constraints, world, device, optimizer, samples.number, one)
+
+
+def _of_one(
+    model: Module,
+    recording: Trace,
+    config: ParallelConfig,
+    example: Mapping[str, Any],
+    device: torch.device,
+    optimizer: Callable[[list[Parameter]], Optimizer] | None,
+    autocast: Callable[[], AbstractContextManager[Any]],
+    sharding: ShardingPlan | None,
+) -> Profile | None:
+    """Returns `profile_of` a micro-batch of one sample; None where that cannot be measured."""
+    try:
+        return profile_of(model, recording, config, example, device, optimizer, autocast, sharding, _SECONDS_OF_ONE)
+    except Exception as error:  # some models want several samples
+        logger.warning(
+            'micro_batch_size="auto": micro-batches stay whole, since one sample cannot be measured (%s: %s)',
+            type(error).__name__,
+            error,
+        )
+        return None
 
 
 def profile_of(
@@ -198,13 +243,20 @@ def propose(
     world: WorldGroup,
     device: torch.device,
     optimizer: Callable[[list[Parameter]], Optimizer] | None,
+    samples: int | None = None,
+    one_sample: Profile | None = None,
 ) -> tuple[Job, Proposal]:
     """Returns the fastest strategy for everything that is "auto", the same on every rank; all ranks of the job call.
 
+    Args:
+        samples: of this rank's micro-batch; None: nobody knows.
+        one_sample: what a micro-batch of one sample costs; None: micro-batches are not to be divided.
     Raises: ConfigError on every rank when the model cannot be spread as asked.
     """
     topology = world.topology
     profile = world.decide(profile, Profile.agreed, timeout=world.patience)
+    one_sample = world.decide(one_sample, agreed_or_none, timeout=world.patience)
+    samples = world.share(samples, timeout=world.patience)
     network = _network(profile, world, config, device)
     limit = _memory_limit(config, device)
     copied = config.offload_optimizer or (limit is not None and config.offload != "none")
@@ -217,6 +269,8 @@ def propose(
         pp=topology.pp,
         tp=topology.tp,
         micro_batches=config.micro_batches,
+        samples=samples,
+        one_sample=one_sample,
         memory_limit=limit,
         pool_limit=config.pool_size,
         preempt=config.preempt,
@@ -227,8 +281,8 @@ def propose(
     found: Proposal | ConfigError | None = None
     if topology.rank == 0:
         try:
-            proposal = decide(job, constraints, lambda: _steps_parts(optimizer))
-            _check_memory(job, proposal, config)
+            chosen, proposal = _decide(job, config, constraints, lambda: _steps_parts(optimizer))
+            _check_memory(chosen, proposal, config)
             announce(logger, proposal.table)
             found = proposal
         except ConfigError as error:
@@ -239,7 +293,28 @@ def propose(
     if isinstance(found, ConfigError):
         raise found
     assert isinstance(found, Proposal)
-    return job, found
+    return job if found.micro_batch_size is None else in_parts(job, found.micro_batch_size), found
+
+
+def _decide(
+    job: Job, config: ParallelConfig, constraints: Constraints, steps_parts: Callable[[], bool]
+) -> tuple[Job, Proposal]:
+    """Returns the best proposal, and the job that it is for: with parts of micro-batches where they may be divided."""
+    if job.samples is None or job.one_sample is None:
+        return job, decide(job, constraints, steps_parts)
+
+    def plan(size: int) -> tuple[Job, Proposal]:
+        made = in_parts(job, size)
+        if constraints.schedule is not None and constraints.segments is not None:  # a file is for so many micro-batches
+            sized = replace(config, micro_batches=made.micro_batches)
+            programs_of(sized, constraints, job.dp).compute(made.micro_batches)
+        return made, decide(made, constraints, steps_parts)
+
+    found = search_sizes(sizes_of(job.samples), plan)
+    remark = remark_on(found, job.samples, measured=job.profile.measured and job.one_sample.measured)
+    best = found[0]
+    size = None if best.size == job.samples else best.size
+    return best.job, replace(best.proposal, remarks=(*best.proposal.remarks, remark), micro_batch_size=size)
 
 
 def _copies(config: ParallelConfig, world: WorldGroup, device: torch.device) -> dict[str, Any]:
@@ -269,16 +344,25 @@ def _steps_parts(make: Callable[[list[Parameter]], Optimizer] | None) -> bool:
 
 def _check_memory(job: Job, proposal: Proposal, config: ParallelConfig) -> None:
     """Raises ConfigError when the best that was found needs more memory than the user allows."""
+    if config.memory_size is None or proposal.memory_bytes <= config.memory_size:
+        return
     strategy, spared = proposal.strategy, str(Spared.of(proposal.strategy.settings))
     host = "set offload_optimizer=True, " if job.host_is_elsewhere and not config.offload_optimizer else ""
-    if config.memory_size is not None and proposal.memory_bytes > config.memory_size:
-        raise ConfigError(
-            f"memory_limit={config.memory_limit}: stage {proposal.fullest_stage} would need about "
-            f"{text_of_bytes(proposal.memory_bytes)}, the least that was found ({strategy.segments} segments, "
-            f"{strategy.schedule}, dp_sync {strategy.dp_sync}{spared and f', {spared}'}); raise memory_limit or pp, "
-            f"use smaller micro-batches, {host}or leave more of segments, schedule, dp_sync, recompute and offload at "
-            "auto"
-        )
+    size = proposal.micro_batch_size
+    divided = "" if size is None else f", micro_batch_size={size}"
+    smaller = "use smaller micro-batches, "
+    if job.samples is not None and not strategy.schedule.endswith(".csv"):
+        tried = 1 if job.one_sample is None else job.samples  # all sizes, where it was "auto"
+        least = max(curve.peak.device for curve in predicted_curves(in_parts(job, tried), strategy))
+        needs = f"(a sample at a time needs about {text_of_bytes(least)})"
+        smaller = f'set micro_batch_size="auto" {needs}, ' if least < proposal.memory_bytes else ""
+    raise ConfigError(
+        f"memory_limit={config.memory_limit}: stage {proposal.fullest_stage} would need about "
+        f"{text_of_bytes(proposal.memory_bytes)}, the least that was found ({strategy.segments} segments, "
+        f"{strategy.schedule}, dp_sync {strategy.dp_sync}{spared and f', {spared}'}{divided}); raise memory_limit or "
+        f"pp, {smaller}{host}or leave more of segments, schedule, dp_sync, recompute and offload at "
+        "auto"
+    )
 
 
 def _network(profile: Profile, world: WorldGroup, config: ParallelConfig, device: torch.device) -> NetworkCosts:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from fold3d import _C
@@ -13,6 +13,8 @@ from fold3d.plan.job import Job
 from fold3d.plan.layout import Layout, cut, layout_of
 from fold3d.plan.memory.model import peaks_of
 from fold3d.plan.memory.spared import Spared
+from fold3d.plan.parts.costs import in_parts
+from fold3d.plan.parts.sizes import sizes_of
 from fold3d.plan.space import offload, registry
 from fold3d.plan.space.segments import folds
 from fold3d.plan.strategy import Modes, Strategy
@@ -44,12 +46,15 @@ def cheapest_changes(job: Job, strategy: Strategy, count: int = 3) -> list[Chang
         job: what the planner was told.
         strategy: what runs.
     """
-    job = registry.with_costs(job, strategy.settings)
+    asked, job = job, registry.with_costs(job, strategy.settings)
     layout = layout_of(job, strategy.ranges, strategy.bucket_bytes, Spared.of(strategy.settings))
     order = Order(strategy.schedule, strategy.group_size)
     now_bytes, now_ns = _cost(Trials(job), layout, order, _modes(strategy, layout))
     found = []
-    for setting, other, other_layout, other_order, modes in _others(job, strategy, layout, order):
+    for setting, other, other_layout, other_order, modes in (
+        *_others(job, strategy, layout, order),
+        *_smaller(asked, strategy, layout, order),
+    ):
         try:
             size, step_ns = _cost(Trials(other), other_layout, other_order, modes)
         except ConfigError:  # such a schedule there is not
@@ -89,11 +94,25 @@ def _others(job: Job, strategy: Strategy, layout: Layout, order: Order) -> Itera
         yield 'segments=1, schedule="1f1b"', job, alone, Order("1f1b"), _all(alone, job.pp, _way(strategy))
     if strategy.segments > 1 and folds(strategy.schedule) and strategy.schedule != "interleaved":
         yield 'schedule="interleaved"', job, layout, Order("interleaved"), modes
-    half = _half(job)
-    yield (
-        f"twice as many micro-batches of half the size (micro_batches={half.micro_batches})",
-        *(half, layout_of(half, strategy.ranges, strategy.bucket_bytes, spared), order, modes),
-    )
+
+
+def _smaller(asked: Job, strategy: Strategy, layout: Layout, order: Order) -> Iterator[_Other]:
+    """Yields smaller micro-batches.
+
+    Args:
+        asked: without what settings cost.
+    """
+    if asked.samples == 1 or order.name.endswith(".csv"):  # which is for so many micro-batches
+        return
+    if asked.samples is None:  # whatever there is, half of it
+        half = in_parts(replace(asked, samples=2), 1)
+        setting = f"twice as many micro-batches of half the size (micro_batches={half.micro_batches})"
+    else:
+        half = in_parts(asked, sizes_of(asked.samples)[1])
+        setting = f"micro_batch_size={half.samples}"
+    half = registry.with_costs(half, strategy.settings)
+    its = layout_of(half, strategy.ranges, strategy.bucket_bytes, layout.spared)
+    yield setting, half, its, order, _modes(strategy, layout)
 
 
 def _spared(job: Job, strategy: Strategy, spared: Spared) -> Iterator[Spared]:
@@ -127,33 +146,3 @@ def _cost(trials: Trials, layout: Layout, order: Order, modes: Modes) -> tuple[i
     step = trials.run(layout, order, modes)
     peaks = peaks_of(trials.memory(layout, order, modes, step))
     return max(peak.bytes for peak in peaks), step.step_ns
-
-
-def _half(job: Job) -> Job:
-    """Returns the job with micro-batches of half the size: half the time, if nothing is lost by small ones."""
-    profile = job.profile
-
-    def halves(times: Sequence[float]) -> tuple[float, ...]:
-        return tuple(time / 2 for time in times)
-
-    layers = tuple(
-        replace(
-            layer,
-            saved=layer.saved // 2,
-            outputs=layer.outputs // 2,
-            forward=layer.forward // 2,
-            backward=layer.backward // 2,
-        )
-        for layer in profile.layers
-    )
-    return replace(
-        job,
-        micro_batches=2 * job.micro_batches,
-        profile=replace(
-            profile,
-            forward=halves(profile.forward),
-            backward=halves(profile.backward),
-            layers=layers,
-            activation_bytes=tuple(size // 2 for size in profile.activation_bytes),
-        ),
-    )
