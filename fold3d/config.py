@@ -7,7 +7,7 @@ import math
 import re
 import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +16,10 @@ from fold3d.offload import Offload
 from fold3d.recompute import Recompute
 
 AUTO = "auto"
+BLOCKS = "blocks"
+GRAPH = "graph"
+Partition = str | Sequence[str]
+"""Between which modules a model may be cut: BLOCKS, GRAPH, or the names of the modules."""
 DEFAULT_COMM_TIMEOUT = 300.0
 DEFAULT_BUCKET_BYTES = 1 << 20
 TP_WAYS = ("sub", "fused", "none")
@@ -51,11 +55,13 @@ class ParallelConfig:
     be hidden (one process, or a schedule that does not fold)."""
     micro_batches: int = 1
     """m: micro-batches per optimizer step and replica; `Engine.step` divides dimension 0 of the batch by it."""
-    micro_batch_size: int | None = None
+    micro_batch_size: int | str | None = None
     """Most samples that pass the model at once: larger micro-batches are divided into parts of this size, and the
     schedule runs these. Less memory and shorter pipeline bubbles, more and smaller kernels. Gradients and loss are
     those of the undivided micro-batches, masks of dropout included; where samples depend on each other (batch norm,
-    losses that compare samples) it is refused. None: micro-batches stay as they are given."""
+    losses that compare samples) it is refused. None: micro-batches stay as they are given. "auto": under a
+    `memory_limit` what is fastest of all that keeps to it, together with `recompute`, `offload` and `segments`; else
+    None."""
     schedule: str = AUTO
     """Name of a schedule (`fold3d schedules` lists them) or path of a CSV file with compute actions. "auto": the
     planner's, and with a fixed number of segments "aiao" when there are several, else "1f1b"."""
@@ -67,6 +73,10 @@ class ParallelConfig:
     see docs/tensor-parallel.md. None: nothing is."""
     blocks: str = "auto"
     """Name of the ModuleList or Sequential whose children are the model's blocks; "auto" finds it."""
+    partition: Partition = BLOCKS
+    """Between which modules the model may be cut: "blocks": the blocks; "graph": any that few tensors leave, found in a
+    recording, for models without a list of blocks (ResNets, U-Nets, Swin); or the names of the modules that run one
+    after the other, in a sequence or separated by commas."""
     recompute: bool | str = AUTO
     """What is computed again in the backward pass instead of kept: "none"; "full": whole chunks, of which only the
     inputs are kept; "blocks": each block by itself; "blocks:2": every second one; or names of modules inside of a
@@ -132,11 +142,11 @@ class ParallelConfig:
         for name in ("dp", "tp", "pp", "segments", "micro_batches", "micro_batch_size", "group_size"):
             value = getattr(self, name)
             if (value is None and name in ("dp", "micro_batch_size")) or (
-                value == AUTO and name in ("segments", "group_size")
+                value == AUTO and name in ("segments", "micro_batch_size", "group_size")
             ):
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                auto = ' or "auto"' if name in ("segments", "group_size") else ""
+                auto = ' or "auto"' if name in ("segments", "micro_batch_size", "group_size") else ""
                 raise ConfigError(f"{name}={value!r}: must be an integer of at least 1{auto}")
         divides = self.micro_batch_size is not None
         if isinstance(self.group_size, int) and self.group_size > self.micro_batches and not divides:
@@ -173,6 +183,17 @@ class ParallelConfig:
             raise ConfigError(f"patience={self.patience}: must be a positive number of seconds")
         if not self.blocks:
             raise ConfigError('blocks="": name the ModuleList that holds the blocks, or leave it at "auto"')
+        object.__setattr__(self, "partition", parse_partition("partition", self.partition))
+        if self.blocks != AUTO and self.partition != BLOCKS:
+            raise ConfigError(
+                f"blocks={self.blocks!r} has no effect with partition={self.partition!r}, which says by itself between "
+                "which modules to cut; remove one of them"
+            )
+        if self.partition == GRAPH and self.tp > 1:
+            raise ConfigError(
+                f'partition="graph" cuts models that have no list of equal blocks, and tp={self.tp} divides equal '
+                'blocks; set tp=1, or partition="blocks"'
+            )
 
     def _check_tp_plan(self) -> None:
         plan = self.tp_plan
@@ -199,6 +220,11 @@ class ParallelConfig:
     def pool_size(self) -> int | None:
         """`offload_pool`, a number; None where it is "auto"."""
         return self.offload_pool if isinstance(self.offload_pool, int) else None
+
+    @property
+    def part_size(self) -> int | None:
+        """`micro_batch_size`, a number; None where micro-batches stay whole, or it is not known yet."""
+        return self.micro_batch_size if isinstance(self.micro_batch_size, int) else None
 
     @property
     def recomputes(self) -> bool:
@@ -283,6 +309,19 @@ def parse_tp_plan(name: str, value: Mapping[str, str] | str | None) -> Mapping[s
     if not isinstance(plan, dict):
         raise ConfigError(f'{name}={value!r}: must be a JSON object, such as {{"mlp.gate": "replicate"}}')
     return plan
+
+
+def parse_partition(name: str, value: object) -> Partition:
+    """Returns BLOCKS, GRAPH, or names of modules as a tuple; text names them with commas between.
+
+    Raises: ConfigError for anything else.
+    """
+    if value in (BLOCKS, GRAPH):
+        return str(value)
+    names = [one.strip() for one in value.split(",")] if isinstance(value, str) else value
+    if isinstance(names, (list, tuple)) and names and all(isinstance(one, str) and one for one in names):
+        return tuple(names)
+    raise ConfigError(f'{name}={value!r}: must be "{BLOCKS}", "{GRAPH}", or the names of the modules')
 
 
 def text_of_bytes(size: int) -> str:

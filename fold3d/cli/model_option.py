@@ -9,6 +9,7 @@ import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from fold3d.config import BLOCKS, ParallelConfig
 from fold3d.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """Adds MODEL_OR_CONFIG and --blocks to a subcommand's parser."""
+    """Adds MODEL_OR_CONFIG, --blocks and --partition to a subcommand's parser."""
     parser.add_argument(
         "model",
         metavar="MODEL_OR_CONFIG",
@@ -24,15 +25,22 @@ def add(parser: argparse.ArgumentParser) -> None:
         "arguments that returns a module, or a module and an example batch (a dict of tensors)",
     )
     parser.add_argument("--blocks", default="auto", help="name of the list of blocks, default: found by themselves")
+    parser.add_argument(
+        "--partition",
+        default=BLOCKS,
+        help="modules between which to cut: blocks (default); graph: any that few tensors leave, for models without a "
+        "list of equal blocks; or the modules' names, A,B,C",
+    )
 
 
 def load(options: argparse.Namespace) -> tuple[nn.Module, Mapping[str, Tensor] | None]:
     """Returns the model on the meta device and an example batch, if there is one or it can be made up.
 
-    Raises: ConfigError for what is no model.
+    Checks `options.partition`, too. Raises: ConfigError for what is no model, or no partition.
     """
     from fold3d.trace.example import is_transformers_model, synthetic_example
 
+    options.partition = ParallelConfig(blocks=options.blocks, partition=options.partition).partition
     model, example = _load(options.model)
     if example is None and is_transformers_model(model):
         example = synthetic_example(model)

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 _MICRO_BATCHES = 8
 _RANKS_PER_HOST = 8
-_MOST_DOUBLINGS = 8
-"""Of the samples of a micro-batch, in a search."""
+_MOST_SAMPLES = 128
+"""Of a micro-batch, in a search."""
 
 
 def add(subcommands: Any, *, knobs: bool) -> None:
@@ -123,34 +123,38 @@ def _best_batch(options: argparse.Namespace, constraints: Constraints) -> tuple[
 
     Raises: ConfigError when no size divides the samples.
     """
-    found: list[tuple[tuple[bool, float], int, Job, Proposal]] = []
-    for size in _sizes(options):
+    from fold3d.plan.parts.sizes import search_sizes
+
+    def plan(size: int) -> tuple[Job, Proposal]:
         if options.tp is None or options.pp is None:
             count = {"global_micro_batches": options.global_samples // size}
         else:
             dp = _config(options, options.tp, options.pp).resolve_dp(options.world_size)
             count = {"micro_batches": options.global_samples // (size * dp)}
-        sized = argparse.Namespace(**(vars(options) | count | {"batch": size}))
-        job, proposal = _planned(sized, constraints)
-        short = job.memory_limit is not None and proposal.memory_bytes > job.memory_limit
-        found.append(((short, proposal.memory_bytes if short else proposal.step_ms), size, job, proposal))
-    found.sort(key=lambda one: one[0])
+        return _planned(argparse.Namespace(**(vars(options) | count | {"batch": size})), constraints)
+
+    found = search_sizes(_sizes(options), plan)
     print("samples of a micro-batch  predicted step")
-    for (short, _), size, _, proposal in found:
-        needs = f"{text_of_bytes(proposal.memory_bytes)} on the fullest rank" + (", does not fit" if short else "")
-        print(f"{size:<24}  {proposal.step_ms:9.1f} ms  {proposal.strategy.micro_batches} micro-batches, {needs}")
-    return found[0][2:]
+    for one in found:
+        needs = f"{text_of_bytes(one.proposal.memory_bytes)} on the fullest rank" + (
+            "" if one.fits else ", does not fit"
+        )
+        count = one.proposal.strategy.micro_batches
+        print(f"{one.size:<24}  {one.proposal.step_ms:9.1f} ms  {count} micro-batches, {needs}")
+    return found[0].job, found[0].proposal
 
 
 def _sizes(options: argparse.Namespace) -> list[int]:
-    """Returns the numbers of samples that micro-batches may have: powers of two that divide what a replica gets."""
+    """Returns the numbers of samples to try of a micro-batch, the largest first: they divide what a replica gets."""
+    from fold3d.plan.parts.sizes import sizes_of
+
     replicas = 1
     if options.tp is not None and options.pp is not None:
         replicas = _config(options, options.tp, options.pp).resolve_dp(options.world_size)
     samples, rest = divmod(options.global_samples, replicas)
     if rest or not samples:
         raise ConfigError(f"--global-samples={options.global_samples} cannot be divided by {replicas} replicas")
-    return [1 << power for power in range(_MOST_DOUBLINGS) if samples % (1 << power) == 0]
+    return sizes_of(samples, _MOST_SAMPLES)
 
 
 def _check(options: argparse.Namespace) -> None:
@@ -244,7 +248,7 @@ class _Layers:
                 f"{options.model!r} returns no example batch, and none can be made up; return (model, batch)"
             )
         self._model, self._example = model, _resized(example, options)
-        self.trace = trace(model, blocks=options.blocks, example=self._example)
+        self.trace = trace(model, blocks=options.blocks, partition=options.partition, example=self._example)
         again = RECOMPUTE.read(options.recompute or "none")
         for choice in again.choices:  # that each names modules which there are; chunks are not known yet
             modules_to_recompute(model, self.trace.blocks, [(0, len(self.trace.blocks))], Recompute((choice,)))

@@ -41,7 +41,7 @@ def run(options: argparse.Namespace) -> None:
     from fold3d.trace import trace
 
     model, example = model_option.load(options)
-    traced = trace(model, blocks=options.blocks, example=example)
+    traced = trace(model, blocks=options.blocks, partition=options.partition, example=example)
     print(model_option.describe(model))
     if example is not None:
         print(f"FLOPs of one forward on {model_option.shapes_of(example)}")
@@ -74,7 +74,8 @@ def _print_blocks(traced: Trace) -> None:
     print()
     _print_rows(("block", "name", "parameters", "FLOPs", "received", ""), rows)
     if len(traced.stacks) > 1:
-        print(f"stacks: {', '.join(f'{stack_of(traced.blocks[lo])} ({lo}..{hi - 1})' for lo, hi in traced.stacks)}")
+        named = (f"{stack_of(traced.blocks[lo]) or 'the model itself'} ({lo}..{hi - 1})" for lo, hi in traced.stacks)
+        print(f"stacks: {', '.join(named)}")
     for group in traced.tied:
         print(f"one tensor: {' = '.join(group)}")
     if traced.shared:

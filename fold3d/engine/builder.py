@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
@@ -21,20 +22,22 @@ from fold3d.comms.groups import Groups
 from fold3d.comms.rings import connect_replicas, connect_shards, find_hosts, join_nic_arbiter
 from fold3d.comms.tcp import connect_stages, uses_tcp
 from fold3d.comms.world_group import WorldGroup
-from fold3d.config import ParallelConfig
+from fold3d.config import AUTO, GRAPH, ParallelConfig
 from fold3d.data_parallel.bucket_schedule import BucketSchedule
 from fold3d.data_parallel.dp_sync import DpSync
 from fold3d.data_parallel.one_replica import OneReplica
 from fold3d.engine.built import BuiltRank
-from fold3d.engine.division import COMPARED, Division, number_of_parts
+from fold3d.engine.division import COMPARED, Division, number_of_parts, why_not_divided
 from fold3d.engine.pipeline import Pipeline
 from fold3d.engine.planning import planner
+from fold3d.engine.planning.agreed_graph import agreed_graph
 from fold3d.engine.planning.replanner import Replanner
 from fold3d.engine.planning.tp_forecast import TpForecast, forecast_of, predict_tp_sync, warn_of_spread
 from fold3d.engine.step import Step
 from fold3d.engine.step_recorder import StepRecorder
-from fold3d.errors import ConfigError, Fold3dError, RankError
+from fold3d.errors import ConfigError, Fold3dError, RankError, TraceError
 from fold3d.faults.supervisor import Supervisor
+from fold3d.observe.announce import announce
 from fold3d.observe.memory import MemoryWatch
 from fold3d.placement.bucket_layout import bucket_layout
 from fold3d.placement.partition import split_ranges
@@ -66,6 +69,8 @@ from fold3d.tensor_parallel.sub_pipelined.turns import Turns
 from fold3d.topology import Topology
 from fold3d.trace.example import part_of, samples_of
 from fold3d.trace.wrappers import whole_shape
+
+logger = logging.getLogger(__name__)
 
 _numbers = itertools.count()  # of the engines of one process
 
@@ -131,11 +136,13 @@ def cut_model(
     """
     model, config, constraints, topology = order.model, order.config, order.constraints, order.topology
     error: Exception | None = None
-    if config.micro_batch_size is not None and example is not None:
+    samples = planner.UNKNOWN
+    if config.part_size is not None and example is not None:
         config, example = _divided(config, example, world)
-    if order.records and example is not None and call is not None:
+    if order.records and example is not None:
         try:
-            example = arguments_of(model, config, example, call)
+            given, example = example, _called(order, example, call)
+            samples = _samples(order, given, call)
         except Exception as own:
             error = own
     digest, number = "", next(_numbers)
@@ -146,6 +153,13 @@ def cut_model(
             recording = None if found is None else found.under(config.tp)
         except Exception as own:
             error = own
+    if config.partition == GRAPH and topology.dp > 1 and order.records:
+        agree(world, "", number, error)
+        assert recording is not None, "a graph is cut or refused"
+        try:
+            recording = agreed_graph(model, recording, world, example)
+        except TraceError as own:
+            error = own
     if config.tp > 1:
         agree(world, "", number, error)
         assert recording is not None, "what has shards was recorded"
@@ -153,12 +167,16 @@ def cut_model(
     if order.plans and error is None:
         proposed = planner.resolve_auto(
             *(model, recording, config, constraints, world, order.device, example),
-            *(order.optimizer, order.autocast, number, sharding),
+            *(order.optimizer, order.autocast, number, sharding, samples),
         )
         if proposed is None:  # nothing can be cut
             constraints = replace(constraints, segments=1)
         else:
             strategy = proposed[1].strategy
+    if config.micro_batch_size == AUTO:  # decided: from here on it is a number, or nothing
+        size = None if proposed is None else proposed[1].micro_batch_size
+        number_of = config.micro_batches if strategy is None else strategy.micro_batches
+        config = replace(config, micro_batch_size=size, micro_batches=number_of)
     ranges: Ranges = ((0, 0),)
     forecast: TpForecast | None = None if proposed is None or sharding is None else forecast_of(*proposed)
     try:
@@ -328,11 +346,27 @@ def _connect(
     )
 
 
+def _called(order: Order, example: Mapping[str, Any], call: ModelCall | None) -> Mapping[str, Any]:
+    """Returns the arguments with which the loss function calls the model."""
+    return example if call is None else arguments_of(order.model, order.config, example, call)
+
+
+def _samples(order: Order, example: Mapping[str, Any], call: ModelCall | None) -> planner.Samples:
+    """Returns what the planner is told of a micro-batch's samples."""
+    number = samples_of(example)
+    why = "" if number is not None else why_not_divided(example)
+    if order.config.micro_batch_size != AUTO or not order.plans or number is None:
+        if why and order.config.micro_batch_size == AUTO and order.topology.rank == 0:
+            announce(logger, f'micro_batch_size="auto": micro-batches stay whole, since {why}')
+        return planner.Samples(None if why else number or 1, None)
+    return planner.Samples(number, _called(order, part_of(example, 0, 1, number), call))
+
+
 def _divided(
     config: ParallelConfig, example: Mapping[str, Any], world: WorldGroup
 ) -> tuple[ParallelConfig, Mapping[str, Any]]:
     """Returns the layout with as many micro-batches as parts run, and the example's first part; all ranks call."""
-    size = config.micro_batch_size
+    size = config.part_size
     assert size is not None
     parts, error = 1, None
     try:
@@ -348,7 +382,7 @@ def _divided(
 
 
 def _division(model: CutModel, pipeline: Pipeline) -> Division | None:
-    size, parameters = model.config.micro_batch_size, [*model.cut.model.parameters()]
+    size, parameters = model.config.part_size, [*model.cut.model.parameters()]
     if size is None:
         return None
 

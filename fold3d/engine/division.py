@@ -33,20 +33,30 @@ def number_of_parts(inputs: Mapping[str, Any], size: int) -> int:
 
     Raises: ConfigError where nobody knows how to divide it.
     """
-    tensors = {name: value for name, value in inputs.items() if isinstance(value, Tensor) and value.ndim}
-    most = max((tensor.shape[0] for tensor in tensors.values()), default=0)
-    if most <= size:
+    if _most(inputs) <= size:
         return 1
     samples = samples_of(inputs)
-    if samples is not None:
-        return -(-samples // size)
+    if samples is None:
+        why = why_not_divided(inputs)
+        raise ConfigError(f"micro_batch_size={size}: {why}; remove micro_batch_size, and lower the batch size instead")
+    return -(-samples // size)
+
+
+def why_not_divided(inputs: Mapping[str, Any]) -> str:
+    """Returns why nobody knows how to divide a micro-batch of several samples; "" where that is known."""
+    most = _most(inputs)
+    if most < 2 or samples_of(inputs) is not None:
+        return ""
+    tensors = {name: value for name, value in inputs.items() if isinstance(value, Tensor) and value.ndim}
     odd = next((name for name, tensor in tensors.items() if tensor.shape[0] not in (1, most)), None)
-    if odd is None:
-        odd = next(name for name, value in inputs.items() if isinstance(value, (dict, list, tuple)))
-        why = f"batch[{odd!r}] is a {type(inputs[odd]).__name__}, of which nobody knows where its samples are"
-    else:
-        why = f"batch[{odd!r}] has shape {list(tensors[odd].shape)}, and others have {most} samples in dimension 0"
-    raise ConfigError(f"micro_batch_size={size}: {why}; remove micro_batch_size, and lower the batch size instead")
+    if odd is not None:
+        return f"batch[{odd!r}] has shape {list(tensors[odd].shape)}, and others have {most} samples in dimension 0"
+    odd = next(name for name, value in inputs.items() if isinstance(value, (dict, list, tuple)))
+    return f"batch[{odd!r}] is a {type(inputs[odd]).__name__}, of which nobody knows where its samples are"
+
+
+def _most(inputs: Mapping[str, Any]) -> int:
+    return max((value.shape[0] for value in inputs.values() if isinstance(value, Tensor) and value.ndim), default=0)
 
 
 class Division:

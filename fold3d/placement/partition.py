@@ -30,7 +30,8 @@ def split_ranges(trace: Trace, num_chunks: int) -> list[tuple[int, int]]:
         why = f", and it can be cut at {len(units) - 1} of {total - 1} borders only ({reasons[0]})" if reasons else ""
         raise ConfigError(
             f"{num_chunks} chunks (pp * segments) are asked for, but the model has {total} blocks{why}; "
-            "lower segments or pp (with 1 and 1 nothing is cut), or name smaller blocks with the setting `blocks`"
+            "lower segments or pp (with 1 and 1 nothing is cut), or name smaller modules with the setting `blocks` or "
+            '`partition` ("graph" looks for them in the whole model)'
         )
     ends = [*units[1:], total]
     costs = _shares(trace)

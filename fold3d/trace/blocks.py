@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import nn
 
+from fold3d.config import BLOCKS, Partition
 from fold3d.errors import TraceError
 
 ROOT = "."
@@ -25,8 +27,8 @@ class Container:
         return f"'{self.name or ROOT}' ({len(self.blocks)} x {kinds}, {self.parameters:,} parameters)"
 
 
-def find_blocks(model: nn.Module, blocks: str = "auto") -> list[str]:
-    """Returns the names of the blocks of `model` in the order in which they are registered.
+def find_blocks(model: nn.Module, blocks: str = "auto", partition: Partition = BLOCKS) -> list[str]:
+    """Returns the names of the blocks of `model` in the order in which they are registered, or named.
 
     Args:
         model: any module; nothing is run, parameters may be on the meta device.
@@ -34,9 +36,14 @@ def find_blocks(model: nn.Module, blocks: str = "auto") -> list[str]:
             else the largest ModuleList or Sequential (by parameters) whose modules are all of one class. Otherwise the
             names of containers, such as "model.layers" or "encoder.layers,decoder.layers", or "." for the model
             itself: their children are the blocks.
+        partition: names of modules that are to be the blocks; BLOCKS: as `blocks` says. Not GRAPH, which is found by
+            running the model: see `trace`.
     Raises: TraceError with the candidates if there is no container of that name, or none or no single best
         one.
     """
+    if not isinstance(partition, str):
+        return named_blocks(model, partition)
+    assert partition == BLOCKS, partition
     if blocks != "auto":
         return list(
             dict.fromkeys(b for name in blocks.split(",") for b in _named_container(model, name.strip()).blocks)
@@ -51,7 +58,8 @@ def find_blocks(model: nn.Module, blocks: str = "auto") -> list[str]:
         hint = f"Containers in it: {_listing(others)}." if others else "It has no ModuleList and no Sequential."
         raise TraceError(
             f"no blocks found in {type(model).__name__}: looked for a ModuleList or Sequential with at "
-            f"least two modules of one class. {hint} Name one with the setting `blocks`."
+            f"least two modules of one class. {hint} Name one with the setting `blocks`, or let the "
+            'model be cut between any modules, partition="graph".'
         )
     if len(candidates) > 1 and candidates[0].parameters == candidates[1].parameters:
         raise TraceError(
@@ -59,6 +67,28 @@ def find_blocks(model: nn.Module, blocks: str = "auto") -> list[str]:
             "Name the one to cut, or all of them, separated by commas, with the setting `blocks`."
         )
     return list(candidates[0].blocks)
+
+
+def named_blocks(model: nn.Module, names: Sequence[str]) -> list[str]:
+    """Returns `names`, of modules that are to be the blocks. Raises: TraceError for what cannot be any."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    for name in names:
+        if name not in modules or not name:
+            near = [one for one in modules if one.rpartition(".")[2] == name.rpartition(".")[2]] or list(modules)[1:]
+            raise TraceError(
+                f"partition names '{name}', and {type(model).__name__} has no module of that name; it has "
+                f"{', '.join(near[:8])}{', ...' if len(near) > 8 else ''}"
+            )
+        outer = next((one for one in names if name.startswith(f"{one}.")), None)
+        if outer is not None:
+            raise TraceError(
+                f"partition names both '{outer}' and '{name}', which lies in it: the modules must run one after the "
+                "other; name either the outer one or those inside of it"
+            )
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise TraceError(f"partition names '{twice}' twice; name each module once")
+    return list(names)
 
 
 def _join(prefix: str, name: str) -> str:

@@ -13,11 +13,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from fold3d.config import BLOCKS, GRAPH, Partition
 from fold3d.errors import TraceError
 from fold3d.trace.arguments import Arguments, Form, form_of
 from fold3d.trace.blocks import find_blocks
 from fold3d.trace.caches.apart import apart_from_caches
 from fold3d.trace.example import is_transformers_model, synthetic_example
+from fold3d.trace.graph.calls import CallTree
+from fold3d.trace.graph.units import trace_graph
 from fold3d.trace.model_trace import BlockCost, Trace, stack_of
 from fold3d.trace.recorder import Recorder
 from fold3d.trace.results.structure import TreeStructure
@@ -26,7 +29,9 @@ from fold3d.trace.values.without_values import WithoutValues
 from fold3d.trace.wrappers import drop_wrappers, whole_shape
 
 
-def trace(model: nn.Module, *, blocks: str = "auto", example: Mapping[str, Any] | None = None) -> Trace:
+def trace(
+    model: nn.Module, *, blocks: str = "auto", partition: Partition = BLOCKS, example: Mapping[str, Any] | None = None
+) -> Trace:
     """Returns what one forward of `model` says about its blocks and what lies around them.
 
     Runs `model(**example)` in training mode on a copy whose tensors have shapes but no storage
@@ -36,12 +41,20 @@ def trace(model: nn.Module, *, blocks: str = "auto", example: Mapping[str, Any] 
     Args:
         model: a transformers model or any module; parameters may be real or on the meta device.
         blocks: see `find_blocks`.
+        partition: "blocks": those; "graph": what `trace_graph` chooses; or the names of the modules that are to be the
+            blocks.
         example: keyword arguments of the model's forward; tensors of any device, only shape and dtype matter. May
             be `Arguments` of one of the modules that the blocks lie in. None: made up for transformers models.
     Raises: TraceError if the blocks cannot be found, an example is needed, or the forward cannot run on fake tensors.
     """
-    names = find_blocks(model, blocks)
-    return trace_call(model, names, example_for(model) if example is None else example)
+    if partition != GRAPH:
+        names = find_blocks(model, blocks, partition)
+        return trace_call(model, names, example_for(model) if example is None else example)
+    given = example_for(model) if example is None else example
+    shadow = Shadow(model, given)
+    tree = CallTree(shadow.model)
+    shadow.run(tree)
+    return trace_graph(model, tree, lambda units: trace_call(model, units, given))
 
 
 def example_for(model: nn.Module) -> Mapping[str, Any]:

@@ -22,6 +22,14 @@ from fold3d.trace.values.without_values import WithoutValues
 _aten = torch.ops.aten
 
 
+class CalledAgainError(TraceError):
+    """The loss function calls the model a second time; `guessed`: after a condition whose value was made up."""
+
+    def __init__(self, guessed: bool) -> None:
+        super().__init__("the loss function calls the model a second time")
+        self.guessed = guessed
+
+
 def record_loss(
     model: nn.Module, blocks: Iterable[str], call: Callable[[nn.Module, dict[str, Any]], Any], batch: Mapping[str, Any],
     truth: bool,
@@ -36,6 +44,7 @@ def record_loss(
         truth: what a condition on values that are not there is taken to be.
     Returns: why the model cannot be cut at each border (see `Recorder.borders`); what crosses each border, and where it
         is read; whether `truth` was asked for.
+    Raises: CalledAgainError at the second call of the model; TraceError and whatever `call` raises.
     """
     mode = WithoutValues()
     _make_fake(model, mode)
@@ -73,7 +82,7 @@ class LossRecorder(Recorder):  # type: ignore[no-untyped-call]
         names = list(blocks)
         super().__init__(model, names)
         self.guessed = False
-        self._truth, self._mode, self._depth = truth, mode, 0
+        self._truth, self._mode, self._depth, self._called = truth, mode, 0, False
         self._around = "the loss function"
         for name in ancestors(names):
             module = model.get_submodule(name)
@@ -81,6 +90,9 @@ class LossRecorder(Recorder):  # type: ignore[no-untyped-call]
             module.register_forward_hook(self._leave_model, always_call=True)
 
     def _enter_model(self, *_: Any) -> None:
+        if self._called and not self._depth:
+            raise CalledAgainError(self.guessed)
+        self._called = True
         self._depth += 1
         self._around = "the model's forward"
 

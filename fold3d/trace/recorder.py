@@ -11,19 +11,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import arg_tree_leaves, tree_leaves
-from torch.utils.flop_counter import flop_registry
 
 from fold3d.errors import TraceError
 from fold3d.trace.caches.apart import forget_fakes
 from fold3d.trace.caches.code import Code
 from fold3d.trace.results.crossing import INSIDE, Crossing, Crossings, Value
+from fold3d.trace.results.flops import flops_of
 
 _aten = torch.ops.aten
 
@@ -234,16 +233,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         region.direct.add(names[0])
 
     def _count(self, packet: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        flops = 0
-        if packet in flop_registry:
-            flops = int(flop_registry[packet](*args, **kwargs, out_val=result))
-        elif packet is _aten._scaled_dot_product_flash_attention_for_cpu:
-            query, key, value = (tensor.shape for tensor in args[:3])
-            flops = 2 * prod(query[:-1]) * key[-2] * (query[-1] + value[-1])
-        elif packet is getattr(_aten, "_grouped_mm", None):
-            one, other = (tensor.shape for tensor in args[:2])
-            flops = 2 * prod(one) * other[-1]  # each row meets one of the experts
-        self.regions[-1].count(flops, in_block=self._block is not None)
+        self.regions[-1].count(flops_of(packet, args, kwargs, result), in_block=self._block is not None)
 
     def _key(self, tensor: Tensor) -> int:
         storage = tensor.untyped_storage()
