@@ -10,7 +10,14 @@ from fold3d.errors import CheckpointError, ConfigError, Fold3dError, MissingWeig
 if TYPE_CHECKING:
     from fold3d.engine.engine import Engine
     from fold3d.trace.errors import SplitError
-    from fold3d.trainer import Trainer, TrainingArguments, arguments_class, trainer_class
+    from fold3d.trainer import (
+        Seq2SeqTrainer,
+        Seq2SeqTrainingArguments,
+        Trainer,
+        TrainingArguments,
+        arguments_class,
+        trainer_class,
+    )
 
 __version__ = "0.1.0"
 __all__ = [
@@ -21,6 +28,8 @@ __all__ = [
     "MissingWeightsError",
     "ParallelConfig",
     "RankError",
+    "Seq2SeqTrainer",
+    "Seq2SeqTrainingArguments",
     "SplitError",
     "TraceError",
     "Trainer",
@@ -31,6 +40,8 @@ __all__ = [
 
 _LAZY = {
     "Engine": "fold3d.engine.engine",
+    "Seq2SeqTrainer": "fold3d.trainer",
+    "Seq2SeqTrainingArguments": "fold3d.trainer",
     "SplitError": "fold3d.trace.errors",
     "Trainer": "fold3d.trainer",
     "TrainingArguments": "fold3d.trainer",

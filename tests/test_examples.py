@@ -10,9 +10,11 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM
 
-from tests.helpers import pages
-from tests.helpers.example import EXAMPLE, TINY
+from tests.helpers import example, pages
+from tests.helpers.example import EXAMPLE, EXAMPLES, FEW, IN_SINGLE, SMALL, TINY
 from tests.helpers.launch import launch
+from tests.helpers.ranks import RankPool
+from tests.trainer.jobs import clean
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
@@ -92,3 +94,43 @@ def test_the_engine_example_of_the_pages_runs(tmp_path: Path) -> None:
     assert [rank.returncode for rank in result] == [0] * 4, result.report()
     losses = {rank.stdout.splitlines()[-1] for rank in result}
     assert len(losses) == 1 and "tensor(" in losses.pop(), result.report()
+
+
+def test_every_example_is_tested_and_listed() -> None:
+    scripts = {path.name for path in EXAMPLES.glob("*.py")}
+    assert scripts == {EXAMPLE.name, *SMALL}
+    listed = (ROOT / "docs" / "examples.md").read_text()
+    assert all(f"(../examples/{name})" in listed for name in scripts)
+
+
+def compare(name: str, folder: Path, ranks: RankPool, layout: dict[str, int]) -> None:
+    """Compares what the script logs on this layout with what it logs without fold3d."""
+    if name == "sft_lora.py":
+        pytest.importorskip("trl", reason="TRL is not installed: pip install fold3d[trl]")
+    replicas = layout.get("dp", 1)
+    stock = folder / name
+    stock.write_text(example.as_stock(EXAMPLES / name))
+    arguments = [*SMALL[name], *FEW, "--gradient_accumulation_steps"]
+    wanted = clean(example.run(str(stock), str(folder / "stock"), [*arguments, str(2 * replicas)]))
+    assert wanted[0]["loss"] > 0
+    options = [word for key, value in layout.items() for word in (f"--{key}", str(value))]
+    count = replicas * layout.get("pp", 1)
+    ours = ranks.run(example.run, count, str(EXAMPLES / name), str(folder / "ours"), [*arguments, "2", *options])[0]
+    assert len(ours) == len(wanted)
+    tolerance = 1e-4 if name in IN_SINGLE else 2e-6  # the stock loop sums losses in float32
+    for mine, theirs in zip(clean(ours), wanted, strict=True):
+        assert mine.keys() == theirs.keys()
+        for key, value in theirs.items():
+            if replicas == 1 or key != "eval_loss":  # replicas share a batch out: a mean of other parts
+                assert mine[key] == pytest.approx(value, rel=tolerance), key
+
+
+@pytest.mark.rotating
+@pytest.mark.parametrize("name", SMALL)
+def test_a_task_cut(name: str, ranks: RankPool, tmp_path: Path) -> None:
+    compare(name, tmp_path, ranks, {"pp": 2})
+
+
+@pytest.mark.rotating
+def test_a_task_on_replicas(ranks: RankPool, tmp_path: Path) -> None:
+    compare("finetune_bert_classification.py", tmp_path, ranks, {"dp": 2, "pp": 2})

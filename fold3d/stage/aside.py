@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import torch
 
 T = TypeVar("T")
+_in_copy = False
 
 
 class AsideError(Exception):
@@ -24,6 +25,11 @@ class AsideError(Exception):
     def __init__(self, message: str, *, took_too_long: bool = False) -> None:
         super().__init__(message)
         self.took_too_long = took_too_long
+
+
+def is_aside() -> bool:
+    """Returns whether this process is a copy that runs such a function: it reaches no other rank."""
+    return _in_copy
 
 
 def aside(function: Callable[[], T], seconds: float) -> T:
@@ -62,6 +68,8 @@ def aside(function: Callable[[], T], seconds: float) -> T:
 
 
 def _be_the_copy(function: Callable[[], Any], writer: int) -> None:
+    global _in_copy
+    _in_copy = True
     try:
         gc.disable()  # what would be collected belongs to the process that goes on
         signal.signal(signal.SIGINT, signal.SIG_DFL)

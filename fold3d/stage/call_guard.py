@@ -20,6 +20,11 @@ WAYS_OUT = (
     "Set pp=1 and segments=1, where nothing is cut and all outputs are there; or use fewer chunks (pp * segments), or "
     "compute it from what the model returns at its end"
 )
+CALLED_AGAIN = (
+    "the loss function calls the model a second time for one micro-batch, and a model that is cut runs once. Put both "
+    "inputs into one batch (torch.cat) and divide its outputs; let a model of its own, or a pass before training, "
+    "compute what needs no gradients (a reference); or set pp=1 and segments=1, where nothing is cut"
+)
 
 CallState = tuple[str | None, int]
 """The module that was entered first and has not been left, and how often it was."""
@@ -97,11 +102,7 @@ class CallGuard:
         assert model is not None
         self._calls += 1
         if self._calls > 1:
-            raise SplitError(
-                "the loss function calls the model a second time for one micro-batch, and a model that is cut runs "
-                "once. Put both inputs into one batch (torch.cat) and divide its outputs, or set pp=1 and segments=1, "
-                "where nothing is cut"
-            )
+            raise SplitError(CALLED_AGAIN)
         arguments = by_name(model, name, args, kwargs)
         form = form_of(arguments)
         if form not in self._known:

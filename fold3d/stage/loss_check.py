@@ -14,9 +14,9 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.hooks import RemovableHandle
 
 from fold3d.stage.aside import AsideError, aside
-from fold3d.stage.call_guard import WAYS_OUT
+from fold3d.stage.call_guard import CALLED_AGAIN, WAYS_OUT
 from fold3d.trace.errors import SplitError
-from fold3d.trace.loss_recorder import record_loss
+from fold3d.trace.loss_recorder import CalledAgainError, record_loss
 from fold3d.trace.model_trace import Trace
 from fold3d.trace.results.crossing import Value
 from fold3d.trace.users_hooks import is_ours, users_hooks
@@ -73,16 +73,22 @@ class LossCheck:
         known = tree_map_only(Tensor, lambda tensor: tensor.detach().cpu(), dict(batch))
         hooked = list(dict.fromkeys(name for name, _ in self._hooks))
         kept = _listing("a hook of", hooked) or _listing("the attribute", self._trace.kept) or "a hook"
-        problem, followed = "", False
+        problem, followed, called_again = "", False, 0
         for truth in (True, False):
             try:
-                borders, crossings, guessed = aside(partial(self._record, call, known, truth), _SECONDS)
+                found = aside(partial(self._record, call, known, truth), _SECONDS)
             except AsideError as error:
                 problem = str(error)
                 if error.took_too_long:
                     break
                 continue
+            if isinstance(found, bool):  # the model is called again; it may not be, where a condition led there
+                called_again += 1
+                if not found or called_again == 2:
+                    raise SplitError(CALLED_AGAIN)
+                continue
             followed = True
+            borders, crossings, guessed = found
             for lo, _ in self._ranges[1:]:
                 known_there = {value for crossing in self._trace.crossings[lo] for value in crossing.values}
                 unknown = [reason for value, reason in crossings[lo].items() if value not in known_there]
@@ -105,10 +111,14 @@ class LossCheck:
 
     def _record(
         self, call: Callable[[Module, dict[str, Any]], Any], batch: dict[str, Any], truth: bool
-    ) -> tuple[tuple[str, ...], tuple[dict[Value, str], ...], bool]:
+    ) -> tuple[tuple[str, ...], tuple[dict[Value, str], ...], bool] | bool:
+        """Returns what `record_loss` does; where the model is called again, whether a guess had led there."""
         self._uncut()
-        with torch.set_grad_enabled(self._model.training):
-            return record_loss(self._model, self._trace.blocks, call, batch, truth)
+        try:
+            with torch.set_grad_enabled(self._model.training):
+                return record_loss(self._model, self._trace.blocks, call, batch, truth)
+        except CalledAgainError as error:
+            return error.guessed
 
 
 def has_users_code(call: Callable[..., Any]) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.nn import Module, Parameter
 
-from fold3d.config import AUTO, ParallelConfig
+from fold3d.config import AUTO, BLOCKS, GRAPH, ParallelConfig
 from fold3d.errors import ConfigError, TraceError
 from fold3d.placement.parameter_placement import ParameterPlacement
 from fold3d.placement.recomputed_blocks import recomputed_blocks
@@ -44,7 +44,8 @@ def arguments_of(
     """
     try:
         _check_not_compiled(model)
-        blocks = find_blocks(model, config.blocks)
+        # Which modules a graph is cut between is not known before it is recorded: it is the model that is called.
+        blocks = [] if config.partition == GRAPH else find_blocks(model, config.blocks, config.partition)
     except TraceError:  # of which `record` tells, if it matters
         return example
     # What `call` changes in place, it changes again when it trains with this very micro-batch.
@@ -59,23 +60,27 @@ def record(model: Module, config: ParallelConfig, example: Mapping[str, Any] | N
     """
     try:
         _check_not_compiled(model)
-        return trace(model, blocks=config.blocks, example=example)
+        return trace(model, blocks=config.blocks, partition=config.partition, example=example)
     except TraceError as error:
         # Data parallelism alone needs no blocks, unless the user has named them.
-        if config.pp > 1 or config.tp > 1 or config.segments not in (1, AUTO) or config.blocks != AUTO:
+        named = config.blocks != AUTO or config.partition != BLOCKS
+        if config.pp > 1 or config.tp > 1 or config.segments not in (1, AUTO) or named:
             raise
         logger.info("the model stays in one piece: %s", error)
         return None
 
 
-def _blocks_of(model: Module, config: ParallelConfig) -> list[str]:
-    """Returns the blocks of a model that is not cut, as far as they are needed and can be told without running it.
+def _blocks_of(model: Module, config: ParallelConfig, recording: Trace | None) -> list[str]:
+    """Returns the blocks of a model that is not cut, as far as they are needed and were recorded or can be told without
+    running it.
 
     Raises: TraceError when something is asked for that is done per block.
     """
     try:
         _check_not_compiled(model)
-        return find_blocks(model, config.blocks)
+        if config.partition == GRAPH:
+            return [] if recording is None else list(recording.blocks)
+        return find_blocks(model, config.blocks, config.partition)
     except TraceError:
         if config.recomputes:
             raise
@@ -138,7 +143,11 @@ class RankModel:
         else:
             self.ranges = list(strategy.ranges)
         recompute = RECOMPUTE.of(strategy)
-        blocks = self.trace.blocks if self.trace is not None and strategy.num_chunks > 1 else _blocks_of(model, config)
+        blocks = (
+            self.trace.blocks
+            if self.trace is not None and strategy.num_chunks > 1
+            else _blocks_of(model, config, recording)
+        )
         self._inner = modules_to_recompute(model, blocks, self.ranges, recompute)
         again = recomputed_blocks(blocks, self.ranges, strategy.pp, recompute)
         placement = ParameterPlacement.of(names, self.trace, self.ranges, strategy.pp, tied_groups(model))

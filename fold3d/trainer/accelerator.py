@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -9,9 +10,11 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils.operations import recursively_apply, reduce
 from torch import Tensor
+from torch.nn import Module
 
 from fold3d.comms.tree_group import TreeGroup
 from fold3d.errors import ConfigError
+from fold3d.stage.aside import is_aside
 from fold3d.topology import Topology
 
 
@@ -19,16 +22,18 @@ class ReplicaAccelerator(Accelerator):  # type: ignore[misc]
     """What the Trainer asks to shard data and gather results: `num_processes` is dp, `process_index` the replica.
 
     All stages of a replica get the same batches, and gathering goes over one rank of each replica. Which process
-    writes and logs is still decided by the rank in the job.
+    writes and logs is still decided by the rank in the job. Where a loss function runs only to be looked at
+    (`stage.aside`), nobody is asked: all replicas have what this one has.
     """
 
     topology: Topology
     flag_tensor: Tensor | None
     replicas: TreeGroup | None
+    spread: weakref.ref[Module] | None
 
-    def use_replicas(self, replicas: TreeGroup) -> None:
-        """What is gathered comes from these from now on."""
-        self.replicas = replicas
+    def use_replicas(self, replicas: TreeGroup, spread: Module) -> None:
+        """What is gathered comes from these from now on; `spread` is the model that they train."""
+        self.replicas, self.spread = replicas, weakref.ref(spread)
 
     @classmethod
     def adopt(cls, accelerator: Accelerator, topology: Topology) -> ReplicaAccelerator:
@@ -39,7 +44,7 @@ class ReplicaAccelerator(Accelerator):  # type: ignore[misc]
         accelerator.__class__ = cls
         assert isinstance(accelerator, cls)
         accelerator.topology = topology
-        accelerator.replicas = None
+        accelerator.replicas = accelerator.spread = None
         config = accelerator.dataloader_config
         if topology.world > 1:
             if config.dispatch_batches:
@@ -61,8 +66,14 @@ class ReplicaAccelerator(Accelerator):  # type: ignore[misc]
         return self.topology.dp_rank
 
     def prepare_model(self, model: Any, device_placement: bool | None = None, evaluation_mode: bool = False) -> Any:
-        """Returns `model` itself, with autocast around its forward if asked for; neither moved nor wrapped."""
-        return super().prepare_model(model, device_placement=False, evaluation_mode=True)
+        """Returns `model` itself, with autocast around its forward if asked for, never wrapped.
+
+        The model that is spread over processes is not moved, either; any other one (a reference model) is whole in each
+        process, on its device.
+        """
+        if self.spread is None or self.spread() is model:
+            device_placement = False
+        return super().prepare_model(model, device_placement=device_placement, evaluation_mode=True)
 
     def gather(self, tensor: Any) -> Any:
         """Returns the tensors of all replicas, concatenated along dimension 0; every rank calls."""
@@ -71,8 +82,11 @@ class ReplicaAccelerator(Accelerator):  # type: ignore[misc]
         return recursively_apply(self._gather_one, tensor, error_on_other_type=True)
 
     def _gather_one(self, tensor: Tensor) -> Tensor:
+        mine = tensor[None] if tensor.ndim == 0 else tensor
+        if is_aside():
+            return torch.cat([mine] * self.topology.dp)
         assert self.replicas is not None
-        return torch.cat(self.replicas.all_gather(tensor[None] if tensor.ndim == 0 else tensor))
+        return torch.cat(self.replicas.all_gather(mine))
 
     def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
         """Returns `tensor` padded along `dim` to the longest of all replicas; every rank calls."""
@@ -101,8 +115,11 @@ class ReplicaAccelerator(Accelerator):  # type: ignore[misc]
     def _reduce_one(self, tensor: Tensor, reduction: str) -> Tensor:
         total = tensor.detach().clone()
         if self.topology.dp > 1 and reduction != "none":
-            assert self.replicas is not None
-            self.replicas.all_reduce(total, torch.maximum if reduction == "max" else torch.add)
+            if is_aside():
+                total *= 1 if reduction == "max" else self.topology.dp
+            else:
+                assert self.replicas is not None
+                self.replicas.all_reduce(total, torch.maximum if reduction == "max" else torch.add)
             if reduction == "mean":
                 total /= self.topology.dp
         return total
@@ -125,8 +142,10 @@ class ReplicaAccelerator(Accelerator):  # type: ignore[misc]
             return self._without_filling(self.gather(input_data), tensors=True)
         gathered = input_data
         if self.topology.dp > 1:
-            assert self.replicas is not None
-            shares = self.replicas.share(self.replicas.gather(input_data))
+            shares = [input_data] * self.topology.dp
+            if not is_aside():
+                assert self.replicas is not None
+                shares = self.replicas.share(self.replicas.gather(input_data))
             gathered = [item for share in shares for item in share]
         return self._without_filling(gathered, tensors=False)
 

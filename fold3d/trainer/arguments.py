@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 import transformers
 
-from fold3d.config import AUTO, ParallelConfig, parse_bytes, parse_tp_plan
+from fold3d.config import AUTO, BLOCKS, ParallelConfig, parse_bytes, parse_tp_plan
 from fold3d.errors import ConfigError
 from fold3d.plan.resolve import programs_of, resolve_auto
 from fold3d.trainer.reader import refuse_stock_trainer
@@ -93,12 +93,12 @@ class TrainingArguments(transformers.TrainingArguments):
             "help": "Order of the micro-batches: a name that `fold3d schedules` lists, the path of a CSV file, or auto."
         },
     )
-    micro_batch_size: int | None = field(
+    micro_batch_size: NumberOrAuto | None = field(
         default=None,
         metadata={
             "help": "Samples that pass the model at once; it divides per_device_train_batch_size, and so many parts of "
-            "a micro-batch run after each other: less memory, with the gradients and the loss of the whole one. "
-            "Default: per_device_train_batch_size."
+            "a micro-batch run after each other: less memory, with the gradients and the loss of the whole one. auto: "
+            "under memory_limit what is fastest. Default: per_device_train_batch_size."
         },
     )
     group_size: NumberOrAuto = field(
@@ -166,6 +166,14 @@ class TrainingArguments(transformers.TrainingArguments):
             "finds it."
         },
     )
+    partition: str = field(
+        default=BLOCKS,
+        metadata={
+            "help": "Between which modules the model may be cut: blocks; graph: any that few tensors leave, for models "
+            "without a list of equal blocks (ResNets, U-Nets, Swin); or the names of the modules that run one after "
+            "the other, with commas between."
+        },
+    )
     recompute: FlagOrAuto = field(
         default=AUTO,
         metadata={
@@ -204,6 +212,8 @@ class TrainingArguments(transformers.TrainingArguments):
     def __post_init__(self) -> None:
         refuse_unsupported(self)
         self.segments, self.group_size = _number_or_auto(self.segments), _number_or_auto(self.group_size)
+        if self.micro_batch_size is not None:
+            self.micro_batch_size = _number_or_auto(self.micro_batch_size)
         self.tp_plan = parse_tp_plan("tp_plan", self.tp_plan)
         self.sequence_parallel = _flag_or_auto(self.sequence_parallel)
         self.bucket_bytes = parse_bytes("bucket_bytes", self.bucket_bytes)
@@ -212,16 +222,22 @@ class TrainingArguments(transformers.TrainingArguments):
             self.offload_pool = parse_bytes("offload_pool", self.offload_pool, 1) or AUTO
         config = self.parallel
         self.recompute = config.recompute
+        if not isinstance(config.partition, str):
+            self.partition = ",".join(config.partition)
         world_size = _announced_world_size()
         dp = config.resolve_dp(world_size)
         constraints = resolve_auto(config, dp)
-        if constraints.segments is not None:  # raises when the schedule cannot be made
+        if constraints.segments is not None and self.micro_batch_size != AUTO:  # raises when there is no such schedule
             parts = self._parts() * config.micro_batches
             programs_of(replace(config, micro_batches=parts), constraints, dp).compute(parts)
         is_cut = constraints.segments is None or constraints.segments * config.pp * config.tp > 1
         if self.blocks != "auto" and not is_cut:
             raise ConfigError(
                 f"blocks={self.blocks!r} has no effect with pp=1 and segments=1: the model is not cut; remove it"
+            )
+        if self.partition != BLOCKS and not is_cut:
+            raise ConfigError(
+                f"partition={self.partition!r} has no effect with pp=1 and segments=1: the model is not cut; remove it"
             )
         if self.timeline is not None and self.timeline < 1:
             raise ConfigError(f"timeline={self.timeline}: must be an optimizer step, the first of which is 1")
@@ -245,7 +261,7 @@ class TrainingArguments(transformers.TrainingArguments):
 
     def _parts(self) -> int:
         """Returns into how many parts a micro-batch is divided."""
-        size, samples = self.micro_batch_size, self.per_device_train_batch_size
+        size, samples = self.parallel.part_size, self.per_device_train_batch_size
         if size is not None and samples % size:
             raise ConfigError(
                 f"micro_batch_size={size} does not divide per_device_train_batch_size={samples}; take one of "
@@ -276,6 +292,7 @@ class TrainingArguments(transformers.TrainingArguments):
             offload_disk=self.offload_disk,
             offload_optimizer=self.offload_optimizer,
             blocks=self.blocks,
+            partition=self.partition,
             recompute=self.recompute,
             seed=self.seed,
             comm_timeout=self.comm_timeout,

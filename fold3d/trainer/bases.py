@@ -54,3 +54,9 @@ def _derived(base: Any, stock: type[Any], ours: type[Any], function: str) -> Any
 
 def _new_arguments(base: Any) -> Any:
     return object.__new__(arguments_class(base))
+
+
+Seq2SeqTrainer = trainer_class(transformers.Seq2SeqTrainer)
+"""transformers.Seq2SeqTrainer on fold3d's Trainer."""
+Seq2SeqTrainingArguments = arguments_class(transformers.Seq2SeqTrainingArguments)
+"""transformers.Seq2SeqTrainingArguments with fold3d's settings."""

@@ -123,7 +123,7 @@ class Trainer(EvaluatingTrainer):
             device=args.device,
             optimizer_like=self._optimizer_like(),
         )
-        self.accelerator.use_replicas(self.engine.world.data)
+        self.accelerator.use_replicas(self.engine.world.data, model)
         callbacks = self.callback_handler.callbacks
         callbacks[:] = [together(callback, self.engine.world) for callback in callbacks]
         FlushingHandler.adopt(self.callback_handler, self.engine)

@@ -122,6 +122,37 @@ def refused(layout: dict[str, int], modules: list[str], use: str) -> str:
     return str(error.value)
 
 
+class Again:
+    """A loss that calls the model a second time: always, or for numbers that there never are."""
+
+    def __init__(self, always: bool) -> None:
+        self.always = always
+        self.calls = 0
+
+    def __call__(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        self.calls += 1
+        loss: Tensor = model(batch["x"]).square().mean()
+        if self.always or bool(loss > 1e6):
+            with torch.no_grad():
+                loss = loss + model(batch["x"]).mean()
+        return loss
+
+
+@pytest.mark.parametrize("always", [True, False])
+def test_the_model_is_called_again(always: bool) -> None:
+    """Refused before anything runs, if that is certain."""
+    engine = Engine(Net(), ParallelConfig(blocks="layers", segments=2), optimizer=SGD, example={"x": X.float()})
+    loss = Again(always)
+    if always:
+        with pytest.raises(RankError, match=r"failed in step 1: .*calls the model a second time .* set pp=1"):
+            engine.run([{"x": X.float()}], loss)
+        assert loss.calls == 0
+    else:
+        engine.run([{"x": X.float()}], loss)
+        assert loss.calls == 2, "once for each chunk"
+    engine.close()
+
+
 @pytest.mark.parametrize("modules", KEPT, ids=["block", "inside", "several", "embedding"])
 def test_a_model_in_one_piece_gives_it(modules: list[str]) -> None:
     assert train({}, modules, "add")[0] != train({}, modules, "nothing")[0]

@@ -49,6 +49,7 @@ def test_new_arguments_have_help() -> None:
         "offload_disk",
         "offload_optimizer",
         "blocks",
+        "partition",
         "recompute",
         "comm_timeout",
         "timeline",
@@ -155,6 +156,10 @@ ERRORS: dict[str, tuple[dict[str, Any], str]] = {
         r"micro_batch_size=4 does not divide per_device_train_batch_size=6; take one of 1, 2, 3, 6",
     ),
     "micro_batch_size 0": ({"micro_batch_size": 0}, r"micro_batch_size=0: must be an integer of at least 1"),
+    "micro_batch_size in words": (
+        {"micro_batch_size": "half"},
+        r"micro_batch_size='half': must be an integer of at least 1 or \"auto\"",
+    ),
     "group_size with aiao": (
         {"segments": 2, "group_size": 2, "gradient_accumulation_steps": 4},
         r"group_size=2 has no effect on schedule 'aiao'",
