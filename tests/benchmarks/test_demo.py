@@ -124,4 +124,5 @@ def test_a_step_of_torch_as_fold3d_records_it() -> None:
     (sum_of_gradients,) = [record for record in records if record[0] == "reduce"]
     assert sum_of_gradients[1] == "2REDUCE_GRAD" and sum_of_gradients[4] == 16
     breakdown = make_breakdown(records, records[0][2], max(record[3] for record in records))
-    assert breakdown.compute_ms == pytest.approx(2 * 3 * 3, rel=0.5)
+    lasted = sum(record[3] - record[2] for record in records if record[0] == "compute")
+    assert breakdown.compute_ms == pytest.approx(lasted / 1e6) and breakdown.compute_ms > 2 * 3 * 3

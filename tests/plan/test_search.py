@@ -46,12 +46,12 @@ def scenario_limit_ms(job, segments=4):
 def test_the_benchmarks_scenarios(name):
     changes, most = SCENARIOS[name]
     job = make_job(**changes)
-    begin = time.perf_counter()
+    begin = time.process_time()
     choice = search(job)
-    seconds = time.perf_counter() - begin
+    seconds = time.process_time() - begin
     ratio = choice.step_ms / scenario_limit_ms(job)
     assert ratio <= most, choice.table
-    assert seconds < 20  # some on an idle machine
+    assert seconds < 20  # of this process, some on most machines
     trials = Trials(job)
 
     def default(segments, order, kind, bucket_bytes):

@@ -89,9 +89,9 @@ def test_a_giant_takes_seconds_and_no_memory() -> None:
     with torch.device("meta"):
         model = GPT2LMHeadModel(config)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    start = time.perf_counter()
+    start = time.process_time()
     recorded = trace(model)
-    assert time.perf_counter() - start < 20
+    assert time.process_time() - start < 20
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 500_000  # kilobytes
     assert sum(cost.parameters for cost in recorded.costs) > 86e9
 
