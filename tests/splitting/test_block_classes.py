@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from fold3d.errors import ConfigError, TraceError
 from fold3d.sharding.plan import ShardingPlan
 from fold3d.splitting import plan_sharding
-from fold3d.splitting.block_classes import BlockClasses
+from fold3d.splitting.block_classes import BlockClasses, _computed
 from fold3d.splitting.overrides import Overrides
 from fold3d.splitting.probing.capture import capture
 from fold3d.trace import Trace
@@ -152,6 +152,36 @@ def test_blocks_are_of_one_class_where_their_numbers_mean_nothing() -> None:
     classes = BlockClasses(Overrides({}))
     first, second, third, fourth = (classes.of(name, call) for name, call in capture(model, traced, batch).items())
     assert first == second == fourth != third
+
+
+def test_numbers_with_a_default_mean_something() -> None:
+    class Deep(Mlp):
+        def __init__(self, depth: int) -> None:
+            super().__init__()
+            self.depth = depth
+
+        def inner(self, y: Tensor) -> Tensor:
+            return torch.tanh(y / (1 + getattr(self, "depth", 0)))
+
+    model, batch, traced = stacked(Deep(0), Deep(1), Deep(0))
+    classes = BlockClasses(Overrides({}))
+    first, second, third = (classes.of(name, call) for name, call in capture(model, traced, batch).items())
+    assert first == third != second
+
+
+def test_blocks_whose_numbers_nothing_reads_are_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    blocks = [Mlp() for _ in range(6)]
+    for number, block in enumerate(blocks):
+        vars(block)["number"] = number
+    model, batch, traced = stacked(*blocks)
+    calls = capture(model, traced, batch)
+    ran: list[nn.Module] = []
+    monkeypatch.setattr(
+        "fold3d.splitting.block_classes._computed", lambda call, run=_computed: (ran.append(call.block), run(call))[1]
+    )
+    classes = BlockClasses(Overrides({}))
+    assert len({classes.of(name, call) for name, call in calls.items()}) == 1
+    assert not {id(call.block) for call in list(calls.values())[1:]} & set(map(id, ran))
 
 
 @pytest.mark.parametrize("block", [Counting, Levelled])

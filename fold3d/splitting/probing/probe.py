@@ -108,7 +108,8 @@ class Probe:
         for name, inputs in self.seen.items():
             mask = torch.zeros(self.sites[name].inputs, dtype=torch.bool)
             for x in inputs:
-                mask |= torch.isnan(x).reshape(-1, mask.numel()).any(0)
+                if x.is_floating_point() and x.numel():
+                    mask |= x.reshape(-1, mask.numel()).amax(0).isnan()  # of several numbers NaN is the largest
             if mask.any():
                 sinks[name] = mask
         leaks = frozenset(

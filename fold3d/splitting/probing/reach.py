@@ -33,9 +33,9 @@ class Atom:
 def atoms(respond: Respond, size: int) -> list[Atom]:
     """Returns the channels [0, size) as atoms, in order.
 
-    Two ways, as the channels want it. Channels that go together (of a head's queries) are found by extending a run as
-    long as it reaches nothing new. Channels each of which reaches something of its own (neurons) are told apart by the
-    bits of their numbers: two runs for each bit.
+    Channels that go together (of a head's queries) are found by extending a run as long as it reaches nothing new. Runs
+    of that length behind it that each reach something of their own (heads; neurons, which are runs of one) are told
+    apart all at once by the bits of their numbers: the block is run twice for each bit.
     """
     return list(_Search(respond, size).walk())
 
@@ -45,8 +45,8 @@ class _Search:
         self._respond = respond
         self._size = size
         self._lengths: list[int] = []  # of runs found, the latest first
-        self._windows: list[int] = []
-        self._failures = 0
+        self._windows: dict[int, list[int]] = {}  # of runs of that length
+        self._failures: dict[int, int] = {}
 
     def walk(self) -> Iterator[Atom]:
         everything = self._respond(range(self._size))
@@ -57,14 +57,9 @@ class _Search:
         while position < self._size:
             single = self._respond([position])
             length = self._run_length(position, single)
-            if length == 1:
-                found = self._singles(position)
-                if found:
-                    yield from found
-                    position += len(found)
-                    continue
-            yield _atom(position, position + length, single)
-            position += length
+            found = self._alike(position, length) or [_atom(position, position + length, single)]
+            yield from found
+            position = found[-1].end
 
     def _run_length(self, first: int, single: Response) -> int:
         """Returns how many channels from `first` reach nothing but what the first one reaches."""
@@ -85,33 +80,34 @@ class _Search:
         self._remember(self._lengths, low)
         return low
 
-    def _singles(self, first: int) -> list[Atom]:
-        """Returns channels from `first` on that each reach something of their own, as far as they can be told apart."""
-        if self._failures == _PATIENCE:
+    def _alike(self, first: int, length: int) -> list[Atom]:
+        """Returns runs of a length from `first` on that each reach something of their own, as far as they can be told
+        apart."""
+        if self._failures.get(length, 0) == _PATIENCE:
             return []
-        rest = self._size - first
-        sizes = [*self._windows, rest]
+        rest = (self._size - first) // length
+        known = self._windows.setdefault(length, [])
+        sizes = [*known, rest]
         window = min(_WINDOW, rest)
-        while window > 1 and not self._windows:
+        while window > 1 and (length > 1 or not known):
             sizes.append(window)
             window //= 2
         for window in dict.fromkeys(size for size in sizes if 1 < size <= rest):
-            found = self._by_bits(first, window)
+            found = self._by_bits(first, length, window)
             if found:
-                self._remember(self._windows, window)
-                self._failures = 0
+                self._remember(known, window)
+                self._failures[length] = 0
                 return found
-        self._failures += 1
+        self._failures[length] = self._failures.get(length, 0) + 1
         return []
 
-    def _by_bits(self, first: int, window: int) -> list[Atom]:
-        bits = (window - 1).bit_length()
+    def _by_bits(self, first: int, length: int, window: int) -> list[Atom]:
         codes: dict[str, Tensor] = {}
         reached: dict[str, Tensor] = {}
-        for bit in range(bits):
+        for bit in reversed(range((window - 1).bit_length())):  # what is far apart is the likeliest to reach the same
             sides = []
             for value in (0, 1):
-                chosen = [first + k for k in range(window) if k >> bit & 1 == value]
+                chosen = [first + k for k in range(window * length) if k // length >> bit & 1 == value]
                 sides.append(self._respond(chosen))
                 if sides[-1].leaks:
                     return []
@@ -130,7 +126,21 @@ class _Search:
             values, counts = torch.unique_consecutive(code[here][order], return_counts=True)
             for value, indices in zip(values.tolist(), torch.split(here[order], counts.tolist()), strict=True):
                 places[value][name] = indices
-        return [Atom(first + k, first + k + 1, sinks, frozenset()) for k, sinks in enumerate(places)]
+        count = window if length == 1 else self._led(first, length, places)
+        if count < 2:
+            return []
+        return [
+            Atom(first + k * length, first + (k + 1) * length, sinks, frozenset())
+            for k, sinks in enumerate(places[:count])
+        ]
+
+    def _led(self, first: int, length: int, places: list[dict[str, Tensor]]) -> int:
+        """Returns how many of the runs, from the first one on, reach all that they reach with their first channels."""
+        sinks = self._respond([first + k * length for k in range(len(places))]).sinks
+        for k, reached in enumerate(places):
+            if any(name not in sinks or not bool(sinks[name][at].all()) for name, at in reached.items()):
+                return k
+        return len(places)
 
     @staticmethod
     def _remember(known: list[int], value: int) -> None:
