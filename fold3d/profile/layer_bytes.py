@@ -1,7 +1,7 @@
 """layer_bytes(): the memory that each layer of a model needs in a training step, found without memory.
 
 A forward and a backward run on tensors without values, and every allocation is counted: what the loss, mixed precision
-and code between modules need is in it, too. What kernels need inside of themselves is not.
+and code between modules need is in it, too. What kernels need inside of themselves is not. Of equal blocks a few run.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fold3d.plan.memory.layer_bytes import LayerBytes
 from fold3d.profile.parts import Parts
+from fold3d.profile.twins import Twins
 from fold3d.sharding.plan import ShardingPlan
 from fold3d.trace import Trace
 from fold3d.trace.arguments import Arguments
@@ -62,6 +63,7 @@ def layer_bytes(
             if parameter.requires_grad:
                 parameter.grad = torch.zeros_like(parameter)
     prepare(shadow)
+    twins = Twins(shadow, trace, micro_batch)
     counted = _Counted(len(trace.blocks) + 2, Parts(shadow, sharding))
     with ExitStack() as stack:
         for number, block in enumerate(trace.blocks, 1):
@@ -78,7 +80,7 @@ def layer_bytes(
         counted.turn()
         if roots:
             torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
-    return counted.result()
+    return counted.result(twins.of)
 
 
 @contextmanager
@@ -207,8 +209,12 @@ class _Counted(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._backward = True
         self._note()
 
-    def result(self) -> tuple[LayerBytes, ...]:
-        """Returns what was counted."""
+    def result(self, twins: Mapping[int, int]) -> tuple[LayerBytes, ...]:
+        """Returns what was counted.
+
+        Args:
+            twins: block -> the one whose bytes are its own: for it a stand-in ran.
+        """
         layers, before = [], 0
         for number in range(len(self._start)):
             kept = {key: size for key, (layer, size) in self._kept.items() if layer == number}
@@ -223,4 +229,4 @@ class _Counted(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 )
             )
             before += saved
-        return tuple(layers)
+        return tuple(layers[twins.get(number - 1, number - 1) + 1] for number in range(len(layers)))
