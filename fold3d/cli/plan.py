@@ -248,7 +248,10 @@ class _Layers:
                 f"{options.model!r} returns no example batch, and none can be made up; return (model, batch)"
             )
         self._model, self._example = model, _resized(example, options)
-        self.trace = trace(model, blocks=options.blocks, partition=options.partition, example=self._example)
+        chunks = (options.pp or 1) * int(options.segments or 1)
+        self.trace = trace(
+            model, blocks=options.blocks, partition=options.partition, example=self._example, chunks=chunks
+        )
         again = RECOMPUTE.read(options.recompute or "none")
         for choice in again.choices:  # that each names modules which there are; chunks are not known yet
             modules_to_recompute(model, self.trace.blocks, [(0, len(self.trace.blocks))], Recompute((choice,)))

@@ -41,7 +41,8 @@ def run(options: argparse.Namespace) -> None:
     from fold3d.trace import trace
 
     model, example = model_option.load(options)
-    traced = trace(model, blocks=options.blocks, partition=options.partition, example=example)
+    chunks = (options.pp or 1) * (options.segments or 1)
+    traced = trace(model, blocks=options.blocks, partition=options.partition, example=example, chunks=chunks)
     print(model_option.describe(model))
     if example is not None:
         print(f"FLOPs of one forward on {model_option.shapes_of(example)}")

@@ -60,7 +60,8 @@ def record(model: Module, config: ParallelConfig, example: Mapping[str, Any] | N
     """
     try:
         _check_not_compiled(model)
-        return trace(model, blocks=config.blocks, partition=config.partition, example=example)
+        chunks = config.pp * (1 if config.segments == AUTO else int(config.segments))
+        return trace(model, blocks=config.blocks, partition=config.partition, example=example, chunks=chunks)
     except TraceError as error:
         # Data parallelism alone needs no blocks, unless the user has named them.
         named = config.blocks != AUTO or config.partition != BLOCKS

@@ -30,7 +30,12 @@ from fold3d.trace.wrappers import drop_wrappers, whole_shape
 
 
 def trace(
-    model: nn.Module, *, blocks: str = "auto", partition: Partition = BLOCKS, example: Mapping[str, Any] | None = None
+    model: nn.Module,
+    *,
+    blocks: str = "auto",
+    partition: Partition = BLOCKS,
+    example: Mapping[str, Any] | None = None,
+    chunks: int = 1,
 ) -> Trace:
     """Returns what one forward of `model` says about its blocks and what lies around them.
 
@@ -45,6 +50,7 @@ def trace(
             blocks.
         example: keyword arguments of the model's forward; tensors of any device, only shape and dtype matter. May
             be `Arguments` of one of the modules that the blocks lie in. None: made up for transformers models.
+        chunks: into how many parts the model is to be cut, as far as that is known; "graph" looks for so many.
     Raises: TraceError if the blocks cannot be found, an example is needed, or the forward cannot run on fake tensors.
     """
     if partition != GRAPH:
@@ -54,7 +60,7 @@ def trace(
     shadow = Shadow(model, given)
     tree = CallTree(shadow.model)
     shadow.run(tree)
-    return trace_graph(model, tree, lambda units: trace_call(model, units, given))
+    return trace_graph(model, tree, lambda units: trace_call(model, units, given), chunks)
 
 
 def example_for(model: nn.Module) -> Mapping[str, Any]:

@@ -82,6 +82,23 @@ def test_cuts_that_more_crosses_than_a_near_one_are_closed() -> None:
     assert not any(trace(Wide(), partition=units, example=example).borders)
 
 
+def test_many_chunks_open_small_modules() -> None:
+    class Chain(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.parts = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)) for _ in range(40)))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.parts(x).sum()
+
+    example = {"x": torch.zeros(2, 4)}
+    with pytest.raises(ConfigError, match="60 chunks"):
+        split_ranges(trace(Chain(), partition="graph", example=example), 60)
+    recorded = trace(Chain(), partition="graph", example=example, chunks=60)
+    assert len(recorded.blocks) == 80
+    assert len(split_ranges(recorded, 60)) == 60
+
+
 def test_named_modules() -> None:
     model, batch = build("skipping")
     recorded = trace(model, partition=("down.0", "down.1", "bottom", "up.1"), example=batch)

@@ -27,17 +27,20 @@ from fold3d.trace.graph.calls import CallTree
 from fold3d.trace.model_trace import Trace
 
 SHARDS = 32
-"""A module with less than one in so many of the model's FLOPs and parameters is not opened."""
+"""A module with less than one in so many of the model's FLOPs and parameters is not opened, where few chunks are asked
+for."""
+_SHARDS_A_CHUNK = 2
 
 Record = Callable[[list[str]], Trace]
 """Records the forward with modules of these names as the blocks. Raises: TraceError."""
 
 
-def trace_graph(model: nn.Module, tree: CallTree, record: Record) -> Trace:
+def trace_graph(model: nn.Module, tree: CallTree, record: Record, chunks: int) -> Trace:
     """Returns a recording whose blocks are the modules that were chosen.
 
     Args:
         tree: of the same forward.
+        chunks: into which the model is to be cut; the more, the smaller the modules.
     Raises: TraceError when there is no place to cut.
     """
     units = tree.inside("")
@@ -46,19 +49,20 @@ def trace_graph(model: nn.Module, tree: CallTree, record: Record) -> Trace:
             f'partition="graph": {type(model).__name__} calls no module with parameters exactly once, so there is '
             "nothing between which it could be cut. Set pp=1 and segments=1."
         )
+    shards = max(SHARDS, _SHARDS_A_CHUNK * chunks)
     found = record(units)
     whole: set[Hashable] = set()
     while True:
         chosen = [
             unit
             for unit in found.blocks
-            if tree.share(unit) > 1 / SHARDS and tree.inside(unit) and _kind(model, unit) not in whole
+            if tree.share(unit) > 1 / shards and tree.inside(unit) and _kind(model, unit) not in whole
         ]
         opened = _open(model, tree, record, found, chosen, whole)
         if opened is None:
             break
         found = opened
-    closed = _bounded(found, tree)
+    closed = _bounded(found, tree, shards)
     if not any(not reason for reason in closed.borders[1:]):
         why = next((reason for reason in closed.borders[1:] if reason), "all of its work is done in one module")
         raise TraceError(
@@ -108,7 +112,7 @@ def _is_worse(before: Trace, unit: str, after: Trace, inside: list[str]) -> bool
     return not before.borders[old] and len(after.crossings[new]) > len(before.crossings[old])
 
 
-def _bounded(found: Trace, tree: CallTree) -> Trace:
+def _bounded(found: Trace, tree: CallTree, shards: int) -> Trace:
     """Returns the recording without those cuts that have another one near them which less crosses."""
     ends = list(accumulate(tree.share(unit) for unit in found.blocks))
     places = {border: ends[border - 1] / ends[-1] for border in range(1, len(ends)) if not found.borders[border]}
@@ -123,7 +127,7 @@ def _bounded(found: Trace, tree: CallTree) -> Trace:
         better = [
             other
             for other in kept
-            if abs(places[other] - places[border]) < 1 / SHARDS and crossing(other) < crossing(border)
+            if abs(places[other] - places[border]) < 1 / shards and crossing(other) < crossing(border)
         ]
         if better:
             tensors, size = crossing(border)
