@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import pickle
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import transformers
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_map_only
+from torch.utils._pytree import tree_flatten, tree_map, tree_map_only
 
 from fold3d.comms.world_group import WorldGroup
 
@@ -41,11 +44,13 @@ class LossState:
         """Returns what this rank is to take over: attributes that changed on its replica's last stage since the last
         call; every rank calls."""
         attributes = vars(self._trainer)
-        mine = {name: _on_host(attributes[name]) for name in self._changed if name in attributes}
+        mine = {name: _without_factories(_on_host(attributes[name])) for name in self._changed if name in attributes}
         self._changed.clear()
         topology = world.topology
         found = world.decide((topology.dp_rank, mine if topology.is_last_stage else None), _by_replica, timeout=timeout)
-        return {} if topology.is_last_stage else found[topology.dp_rank]
+        if topology.is_last_stage:
+            return {}
+        return {name: _with_factories(value, attributes.get(name)) for name, value in found[topology.dp_rank].items()}
 
 
 def _by_replica(shares: list[tuple[int, dict[str, Any] | None]]) -> dict[int, dict[str, Any]]:
@@ -63,3 +68,44 @@ def _version(value: Any) -> Any:
 def _on_host(value: Any) -> Any:
     found: Any = tree_map_only(Tensor, lambda tensor: torch.clone(tensor.detach()).cpu(), value)
     return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Entries:
+    """Of a defaultdict, whose factory may be a function that cannot travel: the receiver has its own."""
+
+    values: dict[Any, Any]
+    factory: Callable[[], Any] | None
+
+
+def _without_factories(value: Any) -> Any:
+    def entries(leaf: Any) -> Any:
+        if not isinstance(leaf, defaultdict):
+            return leaf
+        values = {key: _without_factories(one) for key, one in leaf.items()}
+        return _Entries(values, leaf.default_factory if _travels(leaf.default_factory) else None)
+
+    return tree_map(entries, value, is_leaf=lambda leaf: isinstance(leaf, defaultdict))
+
+
+def _travels(factory: Any) -> bool:
+    try:
+        pickle.dumps(factory)
+    except Exception:  # of a function in a function
+        return False
+    return True
+
+
+def _with_factories(value: Any, mine: Any) -> Any:
+    """Returns what `_without_factories` was given; where a factory did not travel, with that of `mine`."""
+    if isinstance(value, _Entries):
+        factory = value.factory or (mine.default_factory if isinstance(mine, defaultdict) else None)
+        made: defaultdict[Any, Any] = defaultdict(factory)
+        for key, one in value.values.items():
+            known = mine.get(key) if isinstance(mine, dict) else None
+            made[key] = _with_factories(one, factory() if known is None and factory is not None else known)
+        return made
+    if type(value) is dict:
+        known = mine if isinstance(mine, dict) else {}
+        return {key: _with_factories(one, known.get(key)) for key, one in value.items()}
+    return tree_map(lambda leaf: _with_factories(leaf, None) if isinstance(leaf, _Entries) else leaf, value)
