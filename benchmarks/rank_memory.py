@@ -1,15 +1,22 @@
-"""How much memory a rank needs under tensor parallelism: loading, training, saving and resuming.
+"""How much memory a rank needs of a model that several processes share: loading, training, saving and resuming.
 
-    python benchmarks/tp_memory.py [--megabytes 1024] [--tp 1 4] [--length 64] [--whole-sequences] [--repetitions 3]
-                                   [--json FILE]
+    python benchmarks/rank_memory.py [--megabytes 1024] [--layouts tp=4 pp=4 pp=2,tp=2 pp=4,segments=2] [--initialised]
+                                     [--length 64] [--whole-sequences] [--repetitions 3] [--json FILE]
 
-A Llama of about that many bytes (fp32) is written to a folder as safetensors. For each number of shards fresh processes
-build it on the meta device, read their parts from the folder, take two steps of AdamW and save a checkpoint; others
-resume from that. Of each phase the highest resident memory of any rank counts, less what a process had before that had
-imported everything, joined the others and built the model without values. All of that is done --repetitions times; the
-table has the median of each phase, as what the heap of a process holds differs by a tenth from run to run. With more
-shards it should shrink as the weights do, also where whole tensors are read, drawn or written. With long sequences
-training shows the activations, which --whole-sequences has whole on every rank where no weights are shared
+A Llama of about that many bytes (fp32) is written to a folder as safetensors. For each layout (dp=1) fresh processes
+build it on the meta device, read their shares of it (or draw initial values, --initialised), take two steps of
+AdamW and save a checkpoint; others resume from that. Of each phase the highest resident memory of any rank counts, less
+what a process had before that had imported everything, joined the others and built the model without values. Phases:
+
+    load     until the model is cut and each rank has its weights
+    start    until the first optimizer step: weights, gradients and activations
+    train    until the last one, with AdamW's two moments
+    save     writing a checkpoint, which rank 0 puts together
+    resume   reading it on fresh processes, and a step
+
+All of that is done --repetitions times; the table has the median of each phase, as what the heap of a process holds
+differs by a tenth from run to run. Each is followed by its share of the weights' bytes. With long sequences training
+shows the activations, which --whole-sequences has whole on every rank where no weights are shared
 (sequence_parallel=False).
 """
 
@@ -37,7 +44,8 @@ from fold3d import Trainer, TrainingArguments
 
 MB = 1 << 20
 VOCABULARY, STEPS = 4096, 2
-PHASES = ("load", "train", "save", "resume")
+LAYOUTS = ("tp=4", "pp=4", "pp=2,tp=2", "pp=4,segments=2")
+PHASES = ("load", "start", "train", "save", "resume")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +55,30 @@ class Case:
     megabytes: int
     length: int
     whole_sequences: bool
+    initialised: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How the ranks share the model."""
+
+    pp: int = 1
+    tp: int = 1
+    segments: int = 1
+
+    @classmethod
+    def of(cls, text: str) -> Layout:
+        """Returns the layout of a text such as "pp=2,tp=2"."""
+        return cls(**{name: int(number) for name, number in (part.split("=") for part in text.split(","))})
+
+    @property
+    def ranks(self) -> int:
+        """How many there are."""
+        return self.pp * self.tp
+
+    def __str__(self) -> str:
+        values = {"pp": self.pp, "tp": self.tp, "segments": self.segments}
+        return ",".join(f"{name}={value}" for name, value in values.items() if value > 1) or "alone"
 
 
 def config_of(megabytes: int, length: int) -> transformers.LlamaConfig:
@@ -88,6 +120,7 @@ class Phases(transformers.TrainerCallback):
     """The highest resident memory of each phase, above that at the beginning."""
 
     reads_weights = False
+    reads_gradients = False
 
     def __init__(self) -> None:
         self._base = status("VmRSS")
@@ -99,9 +132,14 @@ class Phases(transformers.TrainerCallback):
         Path("/proc/self/clear_refs").write_text("5")
 
     def ends(self, phase: str) -> None:
-        """What has been highest until now was so in `phase`."""
-        self.peaks[phase] = status("VmHWM") - self._base
+        """What has been highest until now was so in `phase`, if that has not ended before."""
+        self.peaks.setdefault(phase, status("VmHWM") - self._base)
         self.forget()
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """The first time there is no optimizer state yet."""
+        if not state.global_step:
+            self.ends("start")
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Before the checkpoint is written."""
@@ -113,7 +151,7 @@ class Phases(transformers.TrainerCallback):
         self.ends("save")
 
 
-def work(rank: int, tp: int, port: int, case: Case, folder: str, out: str, resumes: bool, answers: Any) -> None:
+def work(rank: int, layout: Layout, port: int, case: Case, folder: str, out: str, resumes: bool, answers: Any) -> None:
     """One rank: trains and saves, or resumes."""
     torch.set_num_threads(1)
     os.environ |= {
@@ -121,15 +159,18 @@ def work(rank: int, tp: int, port: int, case: Case, folder: str, out: str, resum
         "MASTER_PORT": str(port),
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(tp),
+        "WORLD_SIZE": str(layout.ranks),
         "OMP_NUM_THREADS": "1",
     }
     transformers.utils.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     arguments = TrainingArguments(
         output_dir=out,
-        tp=tp,
+        pp=layout.pp,
+        tp=layout.tp,
+        segments=layout.segments,
+        schedule="1f1b" if layout.segments == 1 else "auto",
         sequence_parallel=False if case.whole_sequences else "auto",
-        weights=folder,
+        weights=None if case.initialised else folder,
         per_device_train_batch_size=1,
         max_steps=STEPS + resumes,
         save_steps=STEPS,
@@ -142,13 +183,15 @@ def work(rank: int, tp: int, port: int, case: Case, folder: str, out: str, resum
         model = transformers.LlamaForCausalLM(config_of(case.megabytes, case.length))
     phases = Phases()
     trainer = Trainer(model, arguments, train_dataset=Tokens(case.length), callbacks=[phases])
-    phases.ends("load")
+    trainer.engine.on_build.append(lambda: phases.ends("load"))
+    if trainer.engine.is_built:
+        phases.ends("load")
     trainer.train(resume_from_checkpoint=str(Path(out) / f"checkpoint-{STEPS}") if resumes else None)
     if resumes:
         phases.ends("resume")
     shares: list[Any] = [phases.peaks]
-    if tp > 1:
-        shares = [None] * tp
+    if layout.ranks > 1:
+        shares = [None] * layout.ranks
         dist.all_gather_object(shares, phases.peaks)
     if rank == 0:
         answers.put({phase: max(share[phase] for share in shares) for phase in phases.peaks})
@@ -156,7 +199,7 @@ def work(rank: int, tp: int, port: int, case: Case, folder: str, out: str, resum
         dist.destroy_process_group()
 
 
-def measured(tp: int, case: Case, folder: str) -> dict[str, int]:
+def measured(layout: Layout, case: Case, folder: str) -> dict[str, int]:
     """Returns the bytes of each phase of the fullest rank."""
     context = multiprocessing.get_context("spawn")
     found: dict[str, int] = {}
@@ -167,8 +210,8 @@ def measured(tp: int, case: Case, folder: str) -> dict[str, int]:
                 port = probe.getsockname()[1]
             answers = context.SimpleQueue()
             ranks = [
-                context.Process(target=work, args=(rank, tp, port, case, folder, out, resumes, answers))
-                for rank in range(tp)
+                context.Process(target=work, args=(rank, layout, port, case, folder, out, resumes, answers))
+                for rank in range(layout.ranks)
             ]
             for process in ranks:
                 process.start()
@@ -191,42 +234,46 @@ def write(case: Case, folder: str) -> None:
     transformers.LlamaForCausalLM(config_of(case.megabytes, case.length)).save_pretrained(folder)
 
 
-def report(results: Sequence[tuple[int, dict[str, int]]], total: int, repetitions: int) -> None:
-    """Prints a table: MiB of each phase, and the share of what the first number of shards needs."""
+def report(results: Sequence[tuple[Layout, dict[str, int]]], total: int, repetitions: int) -> None:
+    """Prints a table: MiB of each phase, and their share of the weights."""
     print(
         f"weights: {total / MB:.0f} MiB; MiB of the fullest rank above an idle process, median of {repetitions}, and "
-        "the share of the first"
+        "the share of the weights"
     )
-    print(f"{'tp':>4}" + "".join(f"{phase:>16}" for phase in (*PHASES, "highest")))
-    first = results[0][1]
-    for tp, peaks in results:
-        both = [(peaks[phase], first[phase]) for phase in PHASES] + [(max(peaks.values()), max(first.values()))]
-        print(f"{tp:4}" + "".join(f"{peak / MB:10.0f} {peak / whole:5.2f}" for peak, whole in both))
+    print(f"{'layout':<16}" + "".join(f"{phase:>16}" for phase in PHASES))
+    for layout, peaks in results:
+        print(f"{layout!s:<16}" + "".join(f"{peaks[phase] / MB:10.0f} {peaks[phase] / total:5.2f}" for phase in PHASES))
 
 
 def main() -> None:
     """Prints a table; the same as JSON where asked."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--megabytes", type=int, default=1024, help="of the weights, about")
-    parser.add_argument("--tp", type=int, nargs="+", default=[1, 4], help="numbers of shards; shares are of the first")
+    parser.add_argument(
+        "--layouts", type=Layout.of, nargs="+", default=list(map(Layout.of, LAYOUTS)), help="such as pp=2,tp=2"
+    )
+    parser.add_argument("--initialised", action="store_true", help="draw initial values instead of reading a folder")
     parser.add_argument("--length", type=int, default=64, help="tokens of a sequence")
     parser.add_argument("--whole-sequences", action="store_true", help="sequence_parallel=False")
     parser.add_argument("--repetitions", type=int, default=3, help="runs of each, of which the median counts")
     parser.add_argument("--json", type=Path, help="also write the figures here")
     options = parser.parse_args()
-    case = Case(options.megabytes, options.length, options.whole_sequences)
+    case = Case(options.megabytes, options.length, options.whole_sequences, options.initialised)
     with torch.device("meta"):
         parameters = transformers.LlamaForCausalLM(config_of(case.megabytes, case.length)).parameters()
         total = 4 * sum(parameter.numel() for parameter in parameters)
     with tempfile.TemporaryDirectory() as folder:
-        writer = multiprocessing.get_context("spawn").Process(target=write, args=(case, folder))
-        writer.start()
-        writer.join()
-        runs = {tp: [measured(tp, case, folder) for _ in range(options.repetitions)] for tp in options.tp}
-    results = [(tp, medians(found)) for tp, found in runs.items()]
+        if not case.initialised:
+            writer = multiprocessing.get_context("spawn").Process(target=write, args=(case, folder))
+            writer.start()
+            writer.join()
+        runs = {
+            layout: [measured(layout, case, folder) for _ in range(options.repetitions)] for layout in options.layouts
+        }
+    results = [(layout, medians(found)) for layout, found in runs.items()]
     report(results, total, options.repetitions)
     if options.json:
-        figures = [{"tp": tp, **peaks, "runs": runs[tp]} for tp, peaks in results]
+        figures = [{"layout": str(layout), **peaks, "runs": runs[layout]} for layout, peaks in results]
         options.json.write_text(json.dumps({"weights": total, "results": figures}, indent=2) + "\n")
 
 
