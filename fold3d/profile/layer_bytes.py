@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fold3d.plan.memory.layer_bytes import LayerBytes
 from fold3d.profile.parts import Parts
-from fold3d.profile.twins import Twins
+from fold3d.profile.repeated.twins import Twins
 from fold3d.sharding.plan import ShardingPlan
 from fold3d.trace import Trace
 from fold3d.trace.arguments import Arguments

@@ -1,0 +1,1 @@
+"""Blocks that repeat: which of them need not run to be counted."""
