@@ -7,12 +7,14 @@ OUT ?= out/demo
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 export PIP_ROOT_USER_ACTION = ignore
 
-CSRC := $(shell find csrc -name '*.cpp' -o -name '*.h')
+CSRC := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu')
 SIMDEVICE := $(shell find tests/simdevice -name '*.cpp' -o -name '*.h')
 TORCH := $(shell grep '^torch==' requirements.txt)
 LINT := tests/test_quality.py tests/test_layering.py
 
-.PHONY: all demo demo-network docs test test-cpp test-python test-unit test-dist test-slow lint format clean distclean
+GPU_TESTS := tests/dist/test_cuda.py tests/dist/test_kernels.py tests/kernels
+
+.PHONY: all demo demo-network docs test test-cpp test-python test-unit test-dist test-slow gpu lint format clean distclean
 .DELETE_ON_ERROR:
 
 all: .venv/.extension
@@ -42,6 +44,14 @@ test-dist: .venv/.extension
 
 test-slow: .venv/.extension
 	FOLD3D_ROTATION=all $(PY) -m pytest -q -m slow
+
+# On a machine with GPUs, better two: tests that need them, speeds of links, and benchmarks, as text to paste.
+gpu: .venv/.requirements
+	@$(PY) -m benchmarks.gpu --look
+	$(MAKE) .venv/.extension
+	FOLD3D_REQUIRE_CUDA=1 $(PY) -m pytest -q $(GPU_TESTS)
+	.venv/bin/torchrun --standalone --nproc-per-node gpu -m fold3d doctor
+	$(PY) -m benchmarks.gpu --out out/gpu.json
 
 lint: .venv/.extension
 	$(PY) -m pytest -q $(LINT) --numprocesses auto

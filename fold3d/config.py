@@ -30,6 +30,8 @@ DP_SYNC = ("zero1", "early", "serial")
 """Ways of DP.sync that can be asked for by name."""
 SIMULATED_DP_SYNC = (*DP_SYNC, "blocking", "unvoted")
 """Those of the simulator: also two that fold3d does not train with, for comparison; csrc/core/sim/cluster_model.h."""
+DP_SYNC_DTYPES = ("float32", "bfloat16")
+KERNELS = ("torch", "fold3d")
 _UNITS = {"": 1, "b": 1} | {
     f"{prefix}{unit}": base ** (power + 1)
     for unit, base in (("b", 1000), ("ib", 1024))
@@ -110,6 +112,10 @@ class ParallelConfig:
     are gathered whenever the network is idle, each replica steps everything (hides more). "serial": nothing is hidden;
     for comparison. "auto": the planner's choice for each bucket where it runs (segments="auto", or a memory_limit),
     else early."""
+    dp_sync_dtype: str = "float32"
+    """How gradients travel to their sums over the replicas: "float32", or "bfloat16", which halves the bytes. They are
+    accumulated over micro-batches in float32 and added in float32; with dp replicas a sum has been rounded dp times
+    on its way. The numbers are no more those of one process."""
     bucket_bytes: int | float | str | None = None
     """Layers' gradients are summed together until they have so many bytes; 0: each layer's alone. Also as text, "4MiB";
     a number from then on. None: the planner's, or 1 MiB."""
@@ -135,6 +141,10 @@ class ParallelConfig:
     """Whether the optimizer's state (moments, and master weights that the optimizer keeps) lies in host memory and is
     stepped there, by the same optimizer: of this rank's shard with zero1, else of all its parameters. Gradients and
     weights travel there, and weights back. On a CPU the numbers are the same; a GPU's differ in their last bits."""
+    kernels: str = "torch"
+    """Whose kernels compute the gradient norm, step AdamW (with several replicas, or offload_optimizer) and put small
+    stashes together: "torch", or "fold3d", which goes through the memory once where torch does several times. The
+    numbers differ in their last bits. No GPU has shown a gain yet: measure with `make gpu`."""
     preempt: bool = True
     """Activations go before gradients on the network. False: first come, first served; for comparison."""
 
@@ -169,6 +179,9 @@ class ParallelConfig:
             raise ConfigError(f'schedule={self.schedule!r}: must be a name, the path of a CSV file, or "auto"')
         if self.dp_sync not in (AUTO, *DP_SYNC):
             raise ConfigError(f"dp_sync={self.dp_sync!r}: must be one of {', '.join((AUTO, *DP_SYNC))}")
+        for name, known in (("dp_sync_dtype", DP_SYNC_DTYPES), ("kernels", KERNELS)):
+            if getattr(self, name) not in known:
+                raise ConfigError(f"{name}={getattr(self, name)!r}: must be one of {', '.join(known)}")
         if self.recompute != AUTO:
             object.__setattr__(self, "recompute", str(Recompute.parse(self.recompute)))
         for name, least in (("bucket_bytes", 0), ("memory_limit", 1)):
@@ -270,6 +283,7 @@ class ParallelConfig:
             raise ConfigError(f"{asked}{needs}, but the job has {world_size} process(es); {how}, or change {sizes}")
         if dp == 1:
             given = {"dp_sync": self.dp_sync != AUTO, "bucket_bytes": self.bucket_bytes is not None}
+            given["dp_sync_dtype"] = self.dp_sync_dtype != "float32"
             given["preempt"] = not self.preempt
             for name in (name for name, is_given in given.items() if is_given):
                 raise ConfigError(f"{name}={getattr(self, name)!r} has no effect with one replica; remove it")

@@ -20,7 +20,7 @@ LONGEST_GENERATOR = 120
 MOST_FILES = 14
 """Of a folder: a room with more has more than one trade."""
 
-CPP_ROOMS = ("core", "comm", "memory", "runtime", "ops", "bindings")
+CPP_ROOMS = ("core", "comm", "memory", "kernels", "runtime", "ops", "bindings")
 CPP_FOLDERS = (
     *("core/ir", "core/generators", "core/passes", "core/network", "core/sim", "core/memory", "core/random", "core"),
     *(
@@ -37,7 +37,9 @@ CPP_FOLDERS = (
         "memory/slot",
         "memory",
         "memory/room",
+        "kernels",
         "runtime/device",
+        "runtime/kernels",
         "runtime/offload",
         "runtime/executor",
         "runtime/c10d",
@@ -64,6 +66,7 @@ PYTHON_ROOMS = (
     "comms",
     "profile",
     "observe",
+    "doctor",
     "tensor_parallel",
     "stage",
     "splitting",
@@ -171,10 +174,10 @@ def test_folders_have_one_trade() -> None:
     assert not {folder: files for folder, files in count.items() if files > MOST_FILES}
 
 
-def test_core_comm_and_memory_know_no_torch_and_no_python() -> None:
+def test_core_comm_memory_and_kernels_know_no_torch_and_no_python() -> None:
     wrong = [
         f"{name(path)} includes {header}"
-        for path in cpp_files("core", "comm", "memory")
+        for path in cpp_files("core", "comm", "memory", "kernels")
         for header, _ in includes(path)
         if TORCH_HEADER.match(header) or PYTHON_HEADER.match(header)
     ]
@@ -194,7 +197,7 @@ def test_core_is_deterministic() -> None:
 def test_only_bindings_know_python() -> None:
     wrong = [
         f"{name(path)} includes {header}"
-        for path in cpp_files("core", "comm", "memory", "runtime", "ops")
+        for path in cpp_files("core", "comm", "memory", "kernels", "runtime", "ops")
         for header, _ in includes(path)
         if PYTHON_HEADER.match(header)
     ]

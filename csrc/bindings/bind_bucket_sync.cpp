@@ -27,7 +27,8 @@ using Traffic = NicArbiter::Traffic;
 
 using comm::milliseconds;
 
-comm::Collective collective_of(int bucket, const at::Tensor& tensor, double scale, c10::Device device) {
+comm::Collective collective_of(int bucket, const at::Tensor& tensor, double scale, bool as_bfloat16,
+                               c10::Device device) {
   const auto reject = [&](const std::string& what) {
     throw std::invalid_argument("the tensor of bucket " + std::to_string(bucket) + " must be " + what);
   };
@@ -42,7 +43,8 @@ comm::Collective collective_of(int bucket, const at::Tensor& tensor, double scal
           .buffer = wrapped.buffer,
           .element_bytes = wrapped.desc.element_bytes,
           .element = element,
-          .scale = scale};
+          .scale = scale,
+          .as_bfloat16 = as_bfloat16};
 }
 
 /// What Python sees as `BucketSync`.
@@ -86,10 +88,12 @@ class PyBucketSync {
   ~PyBucketSync() { close(); }
 
   void begin(std::int64_t step, const std::vector<int>& gather_order) { sync().begin(step, gather_order); }
-  void reduce(int bucket, const at::Tensor& gradients, double scale) {
-    sync().reduce(collective_of(bucket, gradients, scale, device_));
+  void reduce(int bucket, const at::Tensor& gradients, double scale, bool as_bfloat16) {
+    sync().reduce(collective_of(bucket, gradients, scale, as_bfloat16, device_));
   }
-  void gather(int bucket, const at::Tensor& tensor) { sync().gather(collective_of(bucket, tensor, 1.0, device_)); }
+  void gather(int bucket, const at::Tensor& tensor, bool as_bfloat16) {
+    sync().gather(collective_of(bucket, tensor, 1.0, as_bfloat16, device_));
+  }
 
   void wait_reduced(int bucket) {
     without_gil([bucket](comm::BucketSync& sync) { sync.wait_reduced(bucket); });
@@ -193,8 +197,10 @@ void bind_bucket_sync(py::module_& module) {
       .def("begin", &PyBucketSync::begin, py::arg("step"), py::arg("gather_order"),
            "Begins a step; the buckets of gather_order are gathered behind their reduce-scatters, in this order.")
       .def("reduce", &PyBucketSync::reduce, py::arg("bucket"), py::arg("gradients"), py::arg("scale"),
-           "Queues the reduce-scatter of a bucket in place; its own shard ends as the sum times scale.")
-      .def("gather", &PyBucketSync::gather, py::arg("bucket"), py::arg("tensor"),
+           py::arg("as_bfloat16") = false,
+           "Queues the reduce-scatter of a bucket in place; its own shard ends as the sum times scale. as_bfloat16: "
+           "float32 gradients travel as bfloat16, and the sum is rounded to it. Its planned gather goes the same way.")
+      .def("gather", &PyBucketSync::gather, py::arg("bucket"), py::arg("tensor"), py::arg("as_bfloat16") = false,
            "Queues the all-gather of a bucket in place; every replica gives its own shard.")
       .def("wait_reduced", &PyBucketSync::wait_reduced, py::arg("bucket"),
            "Blocks until this step's reduce-scatter of the bucket is done.")

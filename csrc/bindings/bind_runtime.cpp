@@ -233,12 +233,14 @@ void bind_offload(py::module_& module) {
   module.def("unpack_saved", &SavedTensor::tensor, py::arg("saved"),
              "The unpack hook of what StashBatch.save returns.");
   py::class_<OffloadOptions>(module, "OffloadOptions", "How stashes leave the device.")
-      .def(py::init([](std::int64_t pool_bytes, const std::string& disk, double bytes_per_second) {
-             return OffloadOptions{.pool_bytes = pool_bytes, .disk = disk, .bytes_per_second = bytes_per_second};
+      .def(py::init([](std::int64_t pool_bytes, const std::string& disk, double bytes_per_second, bool packs) {
+             return OffloadOptions{
+                 .pool_bytes = pool_bytes, .disk = disk, .packs = packs, .bytes_per_second = bytes_per_second};
            }),
-           py::arg("pool_bytes") = 0, py::arg("disk") = "", py::arg("bytes_per_second") = 0.0,
+           py::arg("pool_bytes") = 0, py::arg("disk") = "", py::arg("bytes_per_second") = 0.0, py::arg("packs") = false,
            "`pool_bytes`: reserved at once; 0: what the first step asks for. `disk`: folder; empty: host memory. "
-           "`bytes_per_second`: copies take as long as at this rate, both directions together; 0: as long as they do.");
+           "`bytes_per_second`: copies take as long as at this rate, both directions together; 0: as long as they do. "
+           "`packs`: small pieces are put together by fold3d's kernel.");
   py::class_<OffloadCounters>(module, "OffloadCounters", "Bytes of stashes on both sides.")
       .def_readonly("device_bytes", &OffloadCounters::device_bytes)
       .def_readonly("device_peak", &OffloadCounters::device_peak)

@@ -1,4 +1,4 @@
-"""`fold3d`: looks at schedules and models without starting a process group."""
+"""`fold3d`: looks at schedules, models and machines."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from fold3d import __version__
-from fold3d.cli import draw, plan, schedules, simulate, trace, validate
+from fold3d.cli import doctor, draw, plan, schedules, simulate, trace, validate
 from fold3d.cli.kept.answers import Answer
 from fold3d.errors import Fold3dError
 
@@ -21,7 +21,7 @@ def parser(words: Sequence[str] | None = None) -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(prog="fold3d", description=__doc__)
     made.add_argument("--version", action="version", version=f"fold3d {__version__}")
     subcommands = made.add_subparsers(metavar="COMMAND", required=True)
-    for module in (draw, schedules, validate, simulate, trace):
+    for module in (draw, schedules, validate, simulate, trace, doctor):
         module.add(subcommands)
     plan.add(subcommands, knobs=words is None or "plan" in words)
     return made

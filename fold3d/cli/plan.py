@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from fold3d.cli import breakdown, memory, model_option, tp_option
+from fold3d.cli import model_option, tp_option
+from fold3d.cli.tables import breakdown, memory
 from fold3d.config import AUTO, ParallelConfig, text_of_bytes
 from fold3d.errors import ConfigError
 

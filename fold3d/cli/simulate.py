@@ -7,8 +7,9 @@ import importlib.util
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from fold3d.cli import breakdown, memory, schedule_option, tp_option
-from fold3d.config import SIMULATED_DP_SYNC
+from fold3d.cli import schedule_option, tp_option
+from fold3d.cli.tables import breakdown, memory
+from fold3d.config import DP_SYNC_DTYPES, SIMULATED_DP_SYNC
 from fold3d.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -54,6 +55,12 @@ def add(subcommands: Any) -> None:
         "--dp-sync", choices=SIMULATED_DP_SYNC, default="zero1", help="how DP.sync is hidden, default zero1"
     )
     made.add_argument(
+        "--dp-sync-dtype",
+        choices=DP_SYNC_DTYPES,
+        default="float32",
+        help="how gradients travel, default float32; bfloat16 halves their bytes",
+    )
+    made.add_argument(
         "--bucket", type=float, metavar="MB", help="layers join until they have so many gradients; default: none do"
     )
     made.add_argument(
@@ -79,6 +86,7 @@ def run(options: argparse.Namespace) -> None:
     from fold3d.plan.memory.model import even_curves, even_stashes
     from fold3d.plan.memory.spared import Spared
     from fold3d.plan.simulator import predict
+    from fold3d.plan.space.dp_sync import gradient_share
     from fold3d.plan.space.tp_times import even_regions, layers_seconds
     from fold3d.recompute import Choice, Recompute
 
@@ -137,6 +145,7 @@ def run(options: argparse.Namespace) -> None:
         preempt=not options.no_preempt,
         copy_bandwidth=_positive(options, "copy_bandwidth") * 1e9,
         copies_share=True,
+        gradient_share=gradient_share(options.dp_sync_dtype),
     )
     prediction = predict(
         schedule,

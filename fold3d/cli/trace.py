@@ -86,7 +86,7 @@ def _print_blocks(traced: Trace) -> None:
 def _print_sharding(
     model: nn.Module, traced: Trace, example: Mapping[str, Any] | None, tp: int, overrides: Mapping[str, str] | None
 ) -> None:
-    from fold3d.cli.sharding_table import lines
+    from fold3d.cli.tables.sharding_table import lines
 
     header, rows, below = lines(model, traced, example, tp, overrides)
     print()

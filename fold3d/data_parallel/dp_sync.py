@@ -29,6 +29,7 @@ from fold3d.data_parallel.bucket import Bucket
 from fold3d.data_parallel.bucket_schedule import BucketSchedule
 from fold3d.data_parallel.buffers import BufferSync
 from fold3d.data_parallel.gradient_states import Event, GradientStates, State
+from fold3d.data_parallel.optimizer.adamw_kernel import check_kernel
 from fold3d.data_parallel.optimizer.bucketwise_optimizer import BucketwiseOptimizer
 from fold3d.data_parallel.optimizer.host_copies import check_room
 from fold3d.data_parallel.optimizer.separable import check_separable
@@ -63,20 +64,25 @@ class DpSync:
         progress: Progress,
         read: Callable[[], None],
         offload_optimizer: bool = False,
+        kernels: bool = False,
+        wire_dtype: torch.dtype = torch.float32,
     ):
         """Args:
         offload_optimizer: steps are taken in host memory, where the optimizer's state lies.
         read: calls `flush`, and tells of failures; for whoever reads weights through a state_dict.
+        kernels: fold3d's compute the norm and step the optimizer.
+        wire_dtype: of gradients on their way to their sums; see `BucketTransfers`.
+        Raises: ConfigError for gradients that cannot travel so.
         """
         self._cut, self._groups, self._tp = cut, groups, topology.tp
-        self._plan, self._on_host = plan, offload_optimizer
+        self._plan, self._on_host, self._kernels = plan, offload_optimizer, kernels
         self.buckets = [
             Bucket(number, spec, cut.parameters, topology.dp, topology.dp_rank)
             for number, spec in enumerate(plan.buckets)
         ]
         self._states = GradientStates()
         self._whole = False  # this step's gradients shall be in `.grad` although there is an optimizer
-        self._transfers = BucketTransfers(sync, self.buckets, topology.dp, progress)
+        self._transfers = BucketTransfers(sync, self.buckets, topology.dp, progress, wire_dtype)
         self._tied_parameters = gradients.tied_parameters(cut, groups, topology)
         self._tied = TiedBuckets(self.buckets, groups.ties, topology, progress)
         self._buffers = BufferSync(cut, groups.data, progress)
@@ -149,7 +155,7 @@ class DpSync:
     def norm(self) -> Tensor:
         """Returns the exact global gradient norm, the same on every rank; all ranks call (one all-reduce)."""
         if self._optimizer is None or self._states.in_grad:
-            return gradients.global_norm(self._cut, self._norm_dtype, self._groups.world)
+            return gradients.global_norm(self._cut, self._norm_dtype, self._groups.world, kernel=self._kernels)
         if self._norm is None and not self._states.has_gradients:  # no step has run
             return torch.zeros((), dtype=self._norm_dtype)
         if self._norm is None:
@@ -185,14 +191,13 @@ class DpSync:
             bucket.detach()
             if self._plan.modes[bucket.number] == "zero1":
                 optimizer.step_shard(bucket, settings)
-                assert bucket.weights is not None
-                self._transfers.gather(bucket, bucket.weights)
+                self._transfers.gather_weights(bucket)
                 if not is_shown:
                     bucket.clear()
             else:
                 optimizer.postpone(bucket, settings)
                 if not is_shown and bucket.number not in self._gathered_early:
-                    self._transfers.gather(bucket, bucket.gradients)
+                    self._transfers.gather_gradients(bucket)
             self._readiness.close(bucket)
         self._states.on(Event.TAKE)
         self._coefficient = 1.0
@@ -271,6 +276,8 @@ class DpSync:
         """
         if self._states.has_gradients:
             raise ConfigError("attach the optimizer before the step's `run`, not between it and optimizer.step()")
+        if self._kernels:
+            check_kernel(optimizer)
         state_bytes = check_separable(optimizer, parts=parts, tp=self._tp, on_host=self._on_host)
         sharded = [self._plan.modes[bucket.number] == "zero1" for bucket in self.buckets]
         if self._on_host:
@@ -282,7 +289,7 @@ class DpSync:
             bucket.detach()
             bucket.clear()
         self._optimizer = BucketwiseOptimizer(
-            optimizer, self.buckets, sharded, self._groups.data, on_host=self._on_host
+            optimizer, self.buckets, sharded, self._groups.data, on_host=self._on_host, kernel=self._kernels
         )
         self._states.on(Event.ATTACH)
 
@@ -349,11 +356,16 @@ class DpSync:
         self._tied.sum()
         unused = sum(not used for bucket in self.buckets for used in bucket.used)
         primary, shares = self._cut.primary(), self._cut.shares
-        mine = [(p, b.gradients[p.start : p.stop]) for b in self.buckets for p in b.pieces if p.name in primary]
+        whole = [b for b in self.buckets if self._kernels and all(p.name in primary - shares.keys() for p in b.pieces)]
+        apart = [bucket for bucket in self.buckets if bucket not in whole]
+        mine = [(p, b.gradients[p.start : p.stop]) for b in apart for p in b.pieces if p.name in primary]
         shards = [gradient for piece, gradient in mine if piece.name not in shares]
+        shards += [bucket.gradients[bucket.shard] for bucket in whole]  # what pads them is zero
         weighted = [(gradient, piece.part_of(shares[piece.name])) for piece, gradient in mine if piece.name in shares]
         counts = [unused, self._buffers.changed()]
-        (total, changed), norm = gradients.all_reduce_norm(counts, shards, self._groups.world, weighted)
+        (total, changed), norm = gradients.all_reduce_norm(
+            counts, shards, self._groups.world, weighted, kernel=self._kernels
+        )
         self._buffers.agree(changed > 0)
         if total:
             self._share_use()
@@ -376,7 +388,7 @@ class DpSync:
     def _gather_gradients(self) -> None:
         for bucket in self.buckets:
             if bucket.number not in self._gathered_early:  # else it is on its way
-                self._transfers.gather(bucket, bucket.gradients)
+                self._transfers.gather_gradients(bucket)
         for bucket in self.buckets:
             self._transfers.wait_gathered(bucket)
 

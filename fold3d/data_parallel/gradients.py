@@ -92,19 +92,21 @@ def norm_dtype(model: Module) -> torch.dtype:
     return functools.reduce(torch.promote_types, (parameter.dtype for parameter in model.parameters()), torch.float32)
 
 
-def global_norm(cut: RankModel, dtype: torch.dtype, world: WorldGroup) -> torch.Tensor:
+def global_norm(cut: RankModel, dtype: torch.dtype, world: WorldGroup, *, kernel: bool = False) -> torch.Tensor:
     """Returns the L2 norm of the gradients in `.grad` of a whole replica, identical on every rank of it.
 
     Args:
         cut: of its parameters those count that this rank is responsible for.
         dtype: of the result, `norm_dtype`.
         world: squares are summed in its order.
+        kernel: as in `sum_of_squares`.
     """
     shares = cut.shares
     # In the model's order: a set's differs between processes, and so would the last bit of the sum.
     mine = [(name, p.grad) for name, p in cut.parameters.items() if p.grad is not None and name in cut.primary()]
     whole = [gradient for name, gradient in mine if name not in shares]
-    squares = sum_of_squares(whole, [(gradient, shares[name]) for name, gradient in mine if name in shares])
+    weighted = [(gradient, shares[name]) for name, gradient in mine if name in shares]
+    squares = sum_of_squares(whole, weighted, kernel=kernel)
     world.all_reduce_replica(squares)
     return squares.sqrt().to(dtype)
 
@@ -114,6 +116,8 @@ def all_reduce_norm(
     shards: Sequence[Tensor],
     world: WorldGroup,
     weighted: Sequence[tuple[Tensor, Tensor]] = (),
+    *,
+    kernel: bool = False,
 ) -> tuple[list[int], Tensor]:
     """Returns the sums of `counts` over all ranks, and the L2 norm of everybody's `shards`; all ranks of the job call.
 
@@ -123,22 +127,31 @@ def all_reduce_norm(
     Args:
         counts: this rank's, as many as every rank's.
         shards: gradients that no other rank brings, any shapes.
-        weighted: others, see `sum_of_squares`.
+        weighted, kernel: see `sum_of_squares`.
     """
-    mine = torch.cat([torch.tensor(counts, dtype=torch.float64), sum_of_squares(shards, weighted).reshape(1)])
+    squares = sum_of_squares(shards, weighted, kernel=kernel)
+    mine = torch.cat([torch.tensor(counts, dtype=torch.float64), squares.reshape(1)])
     world.all_reduce(mine)
     return [int(count) for count in mine[:-1]], mine[-1].sqrt()
 
 
-def sum_of_squares(tensors: Sequence[Tensor], weighted: Sequence[tuple[Tensor, Tensor]] = ()) -> torch.Tensor:
+def sum_of_squares(
+    tensors: Sequence[Tensor], weighted: Sequence[tuple[Tensor, Tensor]] = (), *, kernel: bool = False
+) -> torch.Tensor:
     """Returns the sum of the squares of all elements, a scalar of fp64 in host memory.
 
     Args:
         weighted: tensors with by what the square of each element is multiplied, in fp64 and of a shape that expands to
             the tensor's: one over the number of ranks that bring it.
+        kernel: fold3d's adds up each of `tensors` in fp64 throughout, in one pass; else torch's norms are squared.
     """
     total = torch.zeros((), dtype=torch.float64)
-    if tensors:
+    if kernel:
+        for tensor in tensors:
+            result = torch.zeros(2, dtype=torch.float64, device=tensor.device)
+            torch.ops.fold3d.squares(tensor.float() if tensor.dtype == torch.float16 else tensor.contiguous(), result)
+            total += result[0].cpu()
+    elif tensors:
         norms = torch.stack([norm.to(torch.float64).cpu() for norm in torch._foreach_norm(list(tensors))])
         total = norms.square().sum()
     for tensor, factors in weighted:

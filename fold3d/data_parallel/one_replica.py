@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from fold3d.comms.groups import Groups
 from fold3d.data_parallel import gradients
+from fold3d.data_parallel.optimizer.adamw_kernel import check_kernel
 from fold3d.data_parallel.optimizer.host_copies import check_room
 from fold3d.data_parallel.optimizer.host_steps import HostSteps, held
 from fold3d.data_parallel.optimizer.separable import check_separable
@@ -23,12 +24,21 @@ from fold3d.topology import Topology
 class OneReplica:
     """A GradientSync which leaves the gradients where autograd puts them, and the step to the optimizer."""
 
-    def __init__(self, cut: RankModel, topology: Topology, groups: Groups, *, offload_optimizer: bool = False) -> None:
+    def __init__(
+        self,
+        cut: RankModel,
+        topology: Topology,
+        groups: Groups,
+        *,
+        offload_optimizer: bool = False,
+        kernels: bool = False,
+    ) -> None:
         """Args:
         offload_optimizer: the optimizer is stepped in host memory, where its state lies.
+        kernels: fold3d's compute the norm, and step there.
         """
         self.steps_by_itself = offload_optimizer
-        self._cut, self._topology, self._groups = cut, topology, groups
+        self._cut, self._topology, self._groups, self._kernels = cut, topology, groups, kernels
         self._tied = gradients.tied_parameters(cut, groups, topology)
         self._norm_dtype = gradients.norm_dtype(cut.model)
         self._whole = False  # somebody may have changed the gradients
@@ -39,9 +49,11 @@ class OneReplica:
         """Raises ConfigError when there are several stages and it cannot be stepped stage by stage, or shards and it
         cannot be stepped part by part, or it shall be stepped on the host and cannot be there."""
         if self.steps_by_itself:
+            if self._kernels:
+                check_kernel(optimizer)
             state_bytes = check_separable(optimizer, parts=False, tp=self._topology.tp, on_host=True)
             check_room(state_bytes * sum(p.numel() for p in held(optimizer, self._cut.parameters).values()))
-            self._host = HostSteps(optimizer, self._cut.parameters)
+            self._host = HostSteps(optimizer, self._cut.parameters, kernel=self._kernels)
             return
         if self._topology.pp * self._topology.tp > 1:  # each rank steps its own parameters
             check_separable(optimizer, parts=False, tp=self._topology.tp)
@@ -65,7 +77,7 @@ class OneReplica:
 
     def norm(self) -> Tensor:
         """Returns the global gradient norm, the same on every rank; all ranks call."""
-        return gradients.global_norm(self._cut, self._norm_dtype, self._groups.world)
+        return gradients.global_norm(self._cut, self._norm_dtype, self._groups.world, kernel=self._kernels)
 
     def scale(self, coefficient: float) -> None:
         """Scales `.grad`."""

@@ -5,10 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from torch import Tensor
+import torch
 
 from fold3d import _C
 from fold3d.data_parallel.bucket import Bucket
+from fold3d.errors import ConfigError
 from fold3d.faults.progress import Progress
 from fold3d.observe.step_breakdown import RawRecord
 
@@ -21,7 +22,27 @@ class BucketTransfers:
     Waits end with an error when the job has failed or a replica does not come within comm_timeout.
     """
 
-    def __init__(self, sync: _C.BucketSync, buckets: Sequence[Bucket], replicas: int, progress: Progress):
+    def __init__(
+        self,
+        sync: _C.BucketSync,
+        buckets: Sequence[Bucket],
+        replicas: int,
+        progress: Progress,
+        wire_dtype: torch.dtype = torch.float32,
+    ):
+        """Args:
+        wire_dtype: bfloat16: gradients are rounded to it for each journey, added in float32, and the sums are rounded
+            to it, so that gathers of them change nothing. Sums over tied weights come after that and are gathered as
+            they are, as weights are. float32: everything travels as it is.
+        Raises: ConfigError for gradients that are not float32, and would lose what they are kept in.
+        """
+        self._rounds = wire_dtype == torch.bfloat16
+        for bucket in buckets if self._rounds else ():
+            if bucket.gradients.dtype != torch.float32:
+                raise ConfigError(
+                    f'dp_sync_dtype="bfloat16": {bucket.names[0]} has gradients of {bucket.gradients.dtype}, and only '
+                    'those of float32 are rounded; set dp_sync_dtype="float32"'
+                )
         self._sync, self._buckets, self._progress = sync, buckets, progress
         self._factor = 1.0 / replicas
         self._step = 0
@@ -43,11 +64,17 @@ class BucketTransfers:
 
     def reduce(self, bucket: Bucket) -> None:
         """Begins the mean of the bucket's gradients over the replicas; each replica gets its shard of it."""
-        self._sync.reduce(bucket.number, bucket.gradients, self._factor)
+        self._sync.reduce(bucket.number, bucket.gradients, self._factor, self._rounds)
 
-    def gather(self, bucket: Bucket, flat: Tensor) -> None:
-        """Begins to put together `flat`, the bucket's gradients or weights, from the shards of all replicas."""
-        self._sync.gather(bucket.number, flat)
+    def gather_gradients(self, bucket: Bucket) -> None:
+        """Begins to put together the bucket's gradients from the shards of all replicas."""
+        rounded = self._rounds and not bucket.spec.summed_over.is_shared
+        self._sync.gather(bucket.number, bucket.gradients, rounded)
+
+    def gather_weights(self, bucket: Bucket) -> None:
+        """Begins to put together the bucket's flat weights from the shards of all replicas."""
+        assert bucket.weights is not None
+        self._sync.gather(bucket.number, bucket.weights)
 
     def wait_reduced(self) -> None:
         """Waits until all buckets' sums of this step are here."""

@@ -26,6 +26,7 @@ from fold3d.config import AUTO, GRAPH, ParallelConfig
 from fold3d.data_parallel.bucket_schedule import BucketSchedule
 from fold3d.data_parallel.dp_sync import DpSync
 from fold3d.data_parallel.one_replica import OneReplica
+from fold3d.data_parallel.optimizer.adamw_kernel import check_kernels
 from fold3d.engine.built import BuiltRank
 from fold3d.engine.division import COMPARED, Division, number_of_parts, why_not_divided
 from fold3d.engine.pipeline import Pipeline
@@ -206,6 +207,7 @@ def cut_model(
             strategy = unplanned(config, constraints, topology.dp, ranges)
         refuse_without_effect(config, decided=proposed is not None and proposed[0].pool_is_elsewhere)
         offload_options(config, strategy)
+        check_kernels(config.kernels, order.device)
         cut = RankModel(model, config, strategy, topology, order.device, recording, order.weights, sharding)
         blocks = recording.blocks if recording else ()
         schedule = Programs.of(strategy).compute(config.micro_batches).csv()
@@ -277,6 +279,7 @@ def _connect(
         cut.connect(sums)
     _share_weights(cut, groups)
     sync: DpSync | OneReplica
+    kernels = config.kernels == "fold3d"
     if topology.dp > 1:
         rings = connect_replicas(topology, groups, arbiter, device, timeout, over_tcp=over_tcp, hosts=hosts)
 
@@ -286,9 +289,12 @@ def _connect(
                 sync.flush()
 
         schedule = _bucket_schedule(model, topology.pp_rank)
-        sync = DpSync(cut, topology, groups, rings, schedule, progress, read, config.offload_optimizer)
+        wire = torch.bfloat16 if config.dp_sync_dtype == "bfloat16" else torch.float32
+        sync = DpSync(
+            cut, topology, groups, rings, schedule, progress, read, config.offload_optimizer, kernels, wire_dtype=wire
+        )
     else:
-        sync = OneReplica(cut, topology, groups, offload_optimizer=config.offload_optimizer)
+        sync = OneReplica(cut, topology, groups, offload_optimizer=config.offload_optimizer, kernels=kernels)
     sharded = None
     if topology.tp > 1:
         reads = ShardReads(cut.parameters)

@@ -121,6 +121,8 @@ class Cluster:
     """Bytes per second between a device and its pool, each way: PCIe 4.0 with 16 lanes gives about so many."""
     copies_share: bool = False
     """Whether both directions together have no more."""
+    gradient_share: float = 1.0
+    """Of the bytes of gradients what travels; parameters, which zero1 gathers, travel whole."""
     ranks_per_host: int = 1
     """Ranks replica * pp + stage are placed in order; those of one host share its card."""
     slice_bytes: int = 1 << 20
@@ -180,7 +182,8 @@ def cluster_model(
     model.stash_bytes = list(work.stash_bytes)
     model.copy_bandwidth, model.copies_share = cluster.copy_bandwidth, cluster.copies_share
     model.layers = list(work.layers)
-    model.gradient_bytes = list(work.gradient_bytes)
+    share = cluster.gradient_share
+    model.gradient_bytes = [_sent(size, share, dp_sync) for size in work.gradient_bytes]
     model.layers_per_bucket = layers_per_bucket
     try:
         model.dp_sync = "early" if dp_sync == "mixed" else dp_sync
@@ -189,10 +192,18 @@ def cluster_model(
     if work.buckets:
         ways = [iter(modes[stage]) if dp_sync == "mixed" else repeat(dp_sync) for stage in range(pp)]
         model.buckets = [
-            [(_ns(b.forward), _ns(b.backward), b.bytes, next(ways[stage_of(chunk, pp)]) == "zero1") for b in buckets]
+            [
+                (_ns(b.forward), _ns(b.backward), _sent(b.bytes, share, way), way == "zero1")
+                for b, way in zip(buckets, ways[stage_of(chunk, pp)], strict=False)
+            ]
             for chunk, buckets in enumerate(work.buckets)
         ]
     return model
+
+
+def _sent(size: int, share: float, way: str) -> int:
+    """Returns how many bytes of an all-reduce a bucket's sum and gather take, each half of it, one with the other."""
+    return round(size * ((1 + share) / 2 if way == "zero1" else share))
 
 
 def _ns(seconds: float) -> int:

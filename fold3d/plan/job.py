@@ -46,6 +46,8 @@ class Job:
     """Whether the host's memory is no part of it."""
     offload_optimizer: bool = False
     """Whether the optimizer's state lies in host memory; the profile's `update_seconds` are then of updates there."""
+    gradient_share: float = 1.0
+    """Of the bytes of gradients, as they are kept, what travels."""
     pool_limit: int | None = None
     """Bytes of a rank's pool; None: any."""
 
@@ -67,4 +69,5 @@ class Job:
             bucket_seconds=self.bucket_seconds,
             copy_bandwidth=self.copy_bandwidth,
             copies_share=True,
+            gradient_share=self.gradient_share,
         )

@@ -36,7 +36,7 @@ def offload_options(config: ParallelConfig, strategy: Strategy) -> _C.OffloadOpt
             f"offload_pool={config.offload_pool}: the host has {text_of_bytes(there)} of memory left"
             f"{f' for {here} processes' if here > 1 else ''}; lower it, or set offload_disk to a folder of a fast disk"
         )
-    return _C.OffloadOptions(size or 0, disk or "")
+    return _C.OffloadOptions(size or 0, disk or "", packs=config.kernels == "fold3d")
 
 
 def refuse_without_effect(config: ParallelConfig, *, decided: bool) -> None:

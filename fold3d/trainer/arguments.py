@@ -116,6 +116,13 @@ class TrainingArguments(transformers.TrainingArguments):
             "serial (nothing is hidden), auto."
         },
     )
+    dp_sync_dtype: str = field(
+        default="float32",
+        metadata={
+            "help": "How gradients travel to their sums over the replicas: float32, or bfloat16, which halves the "
+            "bytes; they are kept and added in float32, but are rounded on their way."
+        },
+    )
     bucket_bytes: Bytes | None = field(
         default=None,
         metadata={
@@ -157,6 +164,14 @@ class TrainingArguments(transformers.TrainingArguments):
         metadata={
             "help": "Whether the optimizer's state lies in host memory and is stepped there: of this process's share "
             "with zero1, else of all its parameters. For any optimizer that torch can step on a CPU, layer by layer."
+        },
+    )
+    kernels: str = field(
+        default="torch",
+        metadata={
+            "help": "Whose kernels compute the gradient norm, step AdamW (with several replicas, or offload_optimizer) "
+            "and put small stashes together: torch, or fold3d (one pass over the memory). The numbers differ in their "
+            "last bits."
         },
     )
     blocks: str = field(
@@ -285,12 +300,14 @@ class TrainingArguments(transformers.TrainingArguments):
             schedule=self.schedule,
             group_size=self.group_size,
             dp_sync=self.dp_sync,
+            dp_sync_dtype=self.dp_sync_dtype,
             bucket_bytes=self.bucket_bytes,
             memory_limit=self.memory_limit,
             offload=self.offload,
             offload_pool=self.offload_pool,
             offload_disk=self.offload_disk,
             offload_optimizer=self.offload_optimizer,
+            kernels=self.kernels,
             blocks=self.blocks,
             partition=self.partition,
             recompute=self.recompute,

@@ -49,6 +49,8 @@ class Case:
     sequence_parallel: bool | str = "auto"
     offload_optimizer: bool = False
     micro_batch_size: int | None = None
+    kernels: str = "torch"
+    dp_sync_dtype: str = "float32"
 
     @property
     def ranks(self) -> int:
@@ -82,6 +84,8 @@ class Case:
         words += [word for word, on in (("recompute", self.recompute is True), ("frozen", self.frozen)) if on]
         words += [f"recompute-{self.recompute}"] if isinstance(self.recompute, str) else []
         words += [] if self.micro_batch_size is None else [f"size{self.micro_batch_size}"]
+        words += ["kernels"] if self.kernels != "torch" else []
+        words += ["rounded"] if self.dp_sync_dtype != "float32" else []
         words += ["on-host"] if self.offload_optimizer else []
         words += [f"offload-{self.offload}"] if self.offload != "none" else []
         words += [value for value in (self.transport, self.dp_sync, self.tp_overlap) if value != "auto"]

@@ -319,8 +319,9 @@ def config_of(case: Case, **changes: Any) -> fold3d.ParallelConfig:
     named |= {"schedule": case.schedule, "group_size": case.group_size or "auto", "recompute": case.recompute}
     named |= {"offload": case.offload, "offload_optimizer": case.offload_optimizer}
     named |= {"micro_batch_size": case.micro_batch_size}
+    named |= {"kernels": case.kernels}
     if case.dp > 1:
-        named |= {"dp_sync": case.dp_sync, "bucket_bytes": BUCKET_BYTES}
+        named |= {"dp_sync": case.dp_sync, "bucket_bytes": BUCKET_BYTES, "dp_sync_dtype": case.dp_sync_dtype}
     if case.tp > 1:
         named |= {"tp_overlap": case.tp_overlap, "sequence_parallel": case.sequence_parallel}
     return fold3d.ParallelConfig(**(named | {"transport": case.transport, "comm_timeout": 100.0} | changes))
@@ -374,10 +375,11 @@ def train_trainer(case: Case, *, rows: list[Batch] | None = None, **arguments: A
         layout = {"dp": case.dp, "tp": case.tp, "pp": case.pp, "segments": case.segments, "schedule": case.schedule}
         layout |= {"offload": case.offload, "offload_optimizer": case.offload_optimizer}
         layout |= {"group_size": case.group_size or "auto", "micro_batch_size": case.micro_batch_size}
+        layout |= {"kernels": case.kernels}
         kind = "recompute" if isinstance(case.recompute, str) else "activation_checkpointing"
         layout |= {kind: case.recompute}
         if case.dp > 1:
-            layout |= {"dp_sync": case.dp_sync, "bucket_bytes": BUCKET_BYTES}
+            layout |= {"dp_sync": case.dp_sync, "bucket_bytes": BUCKET_BYTES, "dp_sync_dtype": case.dp_sync_dtype}
         if case.tp > 1:
             layout |= {"tp_overlap": case.tp_overlap, "sequence_parallel": case.sequence_parallel}
         trainer = fold3d.Trainer(

@@ -138,9 +138,16 @@ def test_each_knob_s_text_says_its_value() -> None:
 def test_the_user_s_settings_are_found_by_name() -> None:
     config = ParallelConfig(pp=2, segments=2, dp_sync="zero1", bucket_bytes="1MiB", recompute=True)
     assert constraints_of(config) == registry.constrained(
-        segments=2, dp_sync="zero1", bucket_bytes=1 << 20, recompute=True, offload_optimizer=False
+        segments=2,
+        dp_sync="zero1",
+        bucket_bytes=1 << 20,
+        recompute=True,
+        offload_optimizer=False,
+        dp_sync_dtype="float32",
     )
-    assert constraints_of(ParallelConfig(pp=2)) == registry.constrained(offload_optimizer=False)
+    assert constraints_of(ParallelConfig(pp=2)) == registry.constrained(
+        offload_optimizer=False, dp_sync_dtype="float32"
+    )
     assert constraints_of(ParallelConfig(recompute=False)) == registry.constrained(
-        recompute="none", offload_optimizer=False
+        recompute="none", offload_optimizer=False, dp_sync_dtype="float32"
     )

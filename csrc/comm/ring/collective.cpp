@@ -19,6 +19,9 @@ void check_collective(NicArbiter::Traffic traffic, const Collective& collective,
   if (traffic == NicArbiter::Traffic::kReduce && collective.element == Element::kOther) {
     throw std::invalid_argument(name + " cannot be reduced: sums are made of float32 or float64 elements only");
   }
+  if (collective.as_bfloat16 && collective.element != Element::kFloat32) {
+    throw std::invalid_argument(name + " cannot travel as bfloat16: only float32 elements are rounded to it");
+  }
 }
 
 }  // namespace fold3d::comm

@@ -25,6 +25,13 @@ struct Collective {
   std::uint8_t element_bytes = 1;
   Element element = Element::kOther;  ///< of a reduce-scatter: not kOther
   double scale = 1.0;                 ///< of a reduce-scatter
+  /// float32 elements travel rounded to bfloat16, and are added in float32. A reduce-scatter ends with sums that are
+  /// rounded, too, so that an all-gather of them changes nothing; one of other values gives them rounded to all but
+  /// their owner.
+  bool as_bfloat16 = false;
+
+  /// Bytes of an element on its way.
+  std::size_t wire_bytes() const { return as_bfloat16 ? 2 : element_bytes; }
 };
 
 /// One collective as it happened on one rank; times are std::chrono::steady_clock nanoseconds.
@@ -45,7 +52,7 @@ inline const char* to_string(NicArbiter::Traffic traffic) {
 std::string name_of(NicArbiter::Traffic traffic, const Collective& collective);
 
 /// Throws std::invalid_argument when the bucket is empty or cannot be cut into `size` equal shards of whole elements,
-/// or when its elements cannot be summed.
+/// or when its elements cannot be summed, or not be rounded.
 void check_collective(NicArbiter::Traffic traffic, const Collective& collective, int size);
 
 }  // namespace fold3d::comm

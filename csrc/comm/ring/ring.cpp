@@ -55,7 +55,8 @@ void Ring::push(Collective collective) {
     const std::lock_guard lock(mutex_);
     if (stopped_) return;
     const auto size = static_cast<std::size_t>(options_.size);
-    const std::size_t shard_bytes = collective.buffer->bytes() / size;
+    const std::size_t shard_bytes =
+        collective.buffer->bytes() / size / collective.element_bytes * collective.wire_bytes();
     jobs_.push_back({.collective = std::move(collective),
                      .shard_bytes = shard_bytes,
                      .total_bytes = (size - 1) * shard_bytes,
@@ -204,13 +205,15 @@ void Ring::finish(std::unique_lock<std::mutex>& lock) {
   lock.lock();
 }
 
-/// The slice at `position`, when the shards of the rounds are first_shard, first_shard - 1, ...
+/// The memory of the slice at `position`, when the shards of the rounds are first_shard, first_shard - 1, ...
 Ring::Place Ring::place(const Job& job, std::size_t position, std::size_t length, int first_shard) const {
   const int round = static_cast<int>(position / job.shard_bytes);
   const int shard = (first_shard - round + 2 * options_.size) % options_.size;
   const std::size_t offset = position % job.shard_bytes;
   std::byte* const data = job.collective.buffer->host_data();
-  return {round, offset, {data + static_cast<std::size_t>(shard) * job.shard_bytes + offset, length}};
+  const std::size_t ratio = job.collective.element_bytes / job.collective.wire_bytes();
+  const std::size_t begin = static_cast<std::size_t>(shard) * job.shard_bytes + offset;
+  return {round, offset, {data + ratio * begin, ratio * length}};
 }
 
 void Ring::send_slice(const Job& job, std::size_t position, std::size_t length) {
@@ -218,10 +221,16 @@ void Ring::send_slice(const Job& job, std::size_t position, std::size_t length) 
   const Place slice = place(job, position, length, is_reduce ? options_.rank - 1 : options_.rank);
   const SliceHeader header =
       slice_header(options_.traffic, job.collective, job.shard_bytes, slice.round, slice.offset, length);
+  std::span<const std::byte> payload = slice.bytes;
+  if (job.collective.as_bfloat16) {
+    rounded_.resize(std::max(rounded_.size(), length));
+    narrow(slice.bytes, std::span(rounded_).first(length));
+    payload = std::span(rounded_).first(length);
+  }
   if (sends_by_card_) arbiter_->hold(Direction::kSend, options_.traffic);
   const std::int64_t start_ns = now_ns();
   meter_.begins(start_ns, connection_->unsent());
-  connection_->send(std::as_bytes(std::span(&header, 1)), slice.bytes);
+  connection_->send(std::as_bytes(std::span(&header, 1)), payload);
   const std::int64_t end_ns = now_ns();
   meter_.ends(end_ns, length, connection_->unsent());
   if (sends_by_card_) arbiter_->passed(Direction::kSend, start_ns, end_ns);
@@ -257,8 +266,8 @@ std::size_t Ring::recv_slice(Job& job, std::size_t position) {
   if (receives_by_card_) arbiter_->hold(Direction::kReceive, options_.traffic);
   const std::int64_t start_ns = now_ns();
   const std::span<std::byte> target = place(job, position, length, first_shard).bytes;
-  if (is_reduce) {
-    recv_and_add(job, target, expected.round);
+  if (is_reduce || job.collective.as_bfloat16) {
+    recv_payload(job, target, length, expected.round);
   } else {
     connection_->recv(target);
   }
@@ -266,15 +275,27 @@ std::size_t Ring::recv_slice(Job& job, std::size_t position) {
   return length;
 }
 
-void Ring::recv_and_add(const Job& job, std::span<std::byte> target, int round) {
+/// Receives `length` bytes and adds them to `target`, or writes them there; of 16 bits for each 32 of the target's
+/// where that is what travels.
+void Ring::recv_payload(const Job& job, std::span<std::byte> target, std::size_t length, int round) {
+  const Collective& collective = job.collective;
   const bool is_last = round == options_.size - 2;  // this replica owns the shard
-  const std::size_t length = target.size();
+  const std::size_t ratio = target.size() / length;
   const std::size_t block = connection_->can_split() ? std::min(kAddBytes, length) : length;
   received_.resize(std::max(received_.size(), block));
   for (std::size_t done = 0; done < length; done += block) {
     const std::span<std::byte> part = std::span(received_).first(std::min(block, length - done));
+    const std::span<std::byte> into = target.subspan(ratio * done, ratio * part.size());
     connection_->recv(part);
-    add_scaled(target.subspan(done, part.size()), part, job.collective.element, is_last ? job.collective.scale : 1.0);
+    if (options_.traffic == Traffic::kGather) {
+      widen(part, into);
+    } else if (!collective.as_bfloat16) {
+      add_scaled(into, part, collective.element, is_last ? collective.scale : 1.0);
+    } else if (is_last) {
+      add_last_bfloat16(into, part, collective.scale);
+    } else {
+      add_bfloat16(into, part);
+    }
   }
 }
 

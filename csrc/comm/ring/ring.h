@@ -29,7 +29,8 @@ namespace fold3d::comm {
 /// the card; not where the replica at the other end is on the same host.
 ///
 /// The order of a sum is fixed: shard k is summed from replica k + 1 around the ring to its owner k, whose addition
-/// comes last and multiplies by the scale. So results do not depend on time or slice size, to the bit.
+/// comes last and multiplies by the scale. So results do not depend on time or slice size, to the bit. What travels as
+/// bfloat16 is rounded for each journey and added in float32: of n replicas n - 1 roundings, and one of the result.
 ///
 /// Two threads of its own: one sends, one receives.
 class Ring final : public CollectiveStream {
@@ -53,7 +54,8 @@ class Ring final : public CollectiveStream {
   std::string waits_for() const override;
 
  private:
-  /// A collective under way. `sent` and `received` count bytes over all rounds; guarded by mutex_, the rest is fixed.
+  /// A collective under way. Its bytes are those that travel. `sent` and `received` count them over all rounds; guarded
+  /// by mutex_, the rest is fixed.
   struct Job {
     Collective collective;
     std::size_t shard_bytes = 0;
@@ -74,7 +76,7 @@ class Ring final : public CollectiveStream {
   void recv_loop();
   void send_slice(const Job& job, std::size_t position, std::size_t length);
   std::size_t recv_slice(Job& job, std::size_t position);
-  void recv_and_add(const Job& job, std::span<std::byte> target, int round);
+  void recv_payload(const Job& job, std::span<std::byte> target, std::size_t length, int round);
   void adapt();
   Place place(const Job& job, std::size_t position, std::size_t length, int first_shard) const;
   Job& job(std::uint64_t number) { return jobs_[static_cast<std::size_t>(number - first_)]; }
@@ -92,7 +94,8 @@ class Ring final : public CollectiveStream {
   const std::shared_ptr<NicArbiter> arbiter_;
   const std::shared_ptr<Credits> credits_;
   Listener* listener_ = nullptr;
-  std::vector<std::byte> received_;  // receiver: a slice to be added
+  std::vector<std::byte> received_;  // receiver: a slice to be added or widened
+  std::vector<std::byte> rounded_;   // sender: a slice as it travels
   BandwidthMeter meter_;             // sender
   std::size_t limit_ = 0;            // sender: what the connection's buffers were limited to
 

@@ -3,6 +3,7 @@
 #include <string>
 
 #include "comm/base/errors.h"
+#include "core/bfloat16.h"
 
 namespace fold3d::comm {
 namespace {
@@ -34,7 +35,7 @@ SliceHeader slice_header(NicArbiter::Traffic traffic, const Collective& collecti
   return {.magic = kMagic,
           .traffic = static_cast<std::uint8_t>(traffic),
           .element = static_cast<std::uint8_t>(collective.element),
-          .element_bytes = collective.element_bytes,
+          .element_bytes = static_cast<std::uint8_t>(collective.wire_bytes()),
           .bucket = collective.bucket,
           .round = static_cast<std::uint32_t>(round),
           .step = collective.step,
@@ -71,6 +72,33 @@ void add_scaled(std::span<std::byte> sum, std::span<const std::byte> part, Eleme
     add(reinterpret_cast<double*>(sum.data()), reinterpret_cast<const double*>(part.data()),
         sum.size() / sizeof(double), scale);
   }
+}
+
+void add_bfloat16(std::span<std::byte> sum, std::span<const std::byte> part) {
+  float* const values = reinterpret_cast<float*>(sum.data());
+  const std::uint16_t* const added = reinterpret_cast<const std::uint16_t*>(part.data());
+  for (std::size_t i = 0; i < sum.size() / sizeof(float); ++i) values[i] += core::from_bfloat16(added[i]);
+}
+
+void add_last_bfloat16(std::span<std::byte> sum, std::span<const std::byte> part, double scale) {
+  float* const values = reinterpret_cast<float*>(sum.data());
+  const std::uint16_t* const added = reinterpret_cast<const std::uint16_t*>(part.data());
+  const auto factor = static_cast<float>(scale);
+  for (std::size_t i = 0; i < sum.size() / sizeof(float); ++i) {
+    values[i] = core::from_bfloat16(core::to_bfloat16((values[i] + core::from_bfloat16(added[i])) * factor));
+  }
+}
+
+void narrow(std::span<const std::byte> values, std::span<std::byte> rounded) {
+  const float* const from = reinterpret_cast<const float*>(values.data());
+  std::uint16_t* const to = reinterpret_cast<std::uint16_t*>(rounded.data());
+  for (std::size_t i = 0; i < values.size() / sizeof(float); ++i) to[i] = core::to_bfloat16(from[i]);
+}
+
+void widen(std::span<const std::byte> rounded, std::span<std::byte> values) {
+  const std::uint16_t* const from = reinterpret_cast<const std::uint16_t*>(rounded.data());
+  float* const to = reinterpret_cast<float*>(values.data());
+  for (std::size_t i = 0; i < values.size() / sizeof(float); ++i) to[i] = core::from_bfloat16(from[i]);
 }
 
 }  // namespace fold3d::comm

@@ -4,6 +4,8 @@
 #include <cmath>
 #include <stdexcept>
 
+#include "core/bfloat16.h"
+
 namespace fold3d::comm {
 namespace {
 
@@ -30,14 +32,6 @@ std::uint16_t to_half(float value) {
   return static_cast<std::uint16_t>((word & 0x80000000u) >> 16 | (doubled > 0xFF000000u ? 0x7E00u : magnitude));
 }
 
-float of_bfloat(std::uint16_t bits) { return std::bit_cast<float>(static_cast<std::uint32_t>(bits) << 16); }
-
-std::uint16_t to_bfloat(float value) {
-  if (std::isnan(value)) return 0x7FC0;
-  const std::uint32_t word = std::bit_cast<std::uint32_t>(value);
-  return static_cast<std::uint16_t>((word + 0x7FFFu + ((word >> 16) & 1u)) >> 16);
-}
-
 /// How an element is stored, and what it is computed as.
 template <class Value>
 struct Plain {
@@ -57,8 +51,8 @@ struct Half {
 struct BFloat {
   using Stored = std::uint16_t;
   using Computed = float;
-  static float load(std::uint16_t value) { return of_bfloat(value); }
-  static std::uint16_t store(float value) { return to_bfloat(value); }
+  static float load(std::uint16_t value) { return core::from_bfloat16(value); }
+  static std::uint16_t store(float value) { return core::to_bfloat16(value); }
 };
 
 template <class Value>

@@ -20,6 +20,8 @@ using comm::NicArbiter;
 using Traffic = NicArbiter::Traffic;
 
 constexpr std::int64_t kSliceBytes = 4 << 20;
+/// Of a slice, to each replica: less takes as long.
+constexpr std::int64_t kLeastForReplica = 256 << 10;
 
 bool spans_hosts(const core::Hosts& hosts, int size) {
   core::check_hosts(hosts, size, "collectives");
@@ -125,14 +127,18 @@ void C10dCollectives::run(const comm::Collective& collective) {
   const c10::StreamGuard guard(stream_);
   static_cast<TensorBuffer&>(*collective.buffer).ready().block(stream_);
   const at::Tensor shards = tensor_of(collective).view({options_.size, -1});
-  const std::int64_t shard_length = shards.size(1);
-  const std::int64_t slice_bytes =
-      options_.slice_bytes == 0 ? kSliceBytes : static_cast<std::int64_t>(options_.slice_bytes);
-  const std::int64_t slice_length =
-      std::max<std::int64_t>(slice_bytes / ((options_.size - 1) * shards.element_size()), 1);
-  const at::Tensor staging =
-      at::empty({options_.size * std::min(slice_length, shard_length)}, tensor_of(collective).options());
-  const auto sent = static_cast<std::size_t>((options_.size - 1) * shard_length * shards.element_size());
+  const std::int64_t others = options_.size - 1, shard_length = shards.size(1);
+  const auto wire_bytes = static_cast<std::int64_t>(collective.wire_bytes());
+  const std::int64_t slice_bytes = options_.slice_bytes == 0 ? std::max(kSliceBytes, others * kLeastForReplica)
+                                                             : static_cast<std::int64_t>(options_.slice_bytes);
+  const std::int64_t slice_length = std::max<std::int64_t>(slice_bytes / (others * wire_bytes), 1);
+  at::Tensor staging;  // none where the bucket goes as it lies
+  if (slice_length < shard_length || collective.as_bfloat16) {
+    at::TensorOptions options = shards.options();
+    if (collective.as_bfloat16) options = options.dtype(at::kBFloat16);
+    staging = at::empty({options_.size * std::min(slice_length, shard_length)}, options);
+  }
+  const auto sent = static_cast<std::size_t>(others * shard_length * wire_bytes);
   comm::ReduceTurn turn(*arbiter_, options_.traffic, uses_card_);
   turn.take(sent);
   std::size_t index = 0;
@@ -152,22 +158,29 @@ void C10dCollectives::run(const comm::Collective& collective) {
 }
 
 /// Elements [offset, offset + length) of every shard. `shards`: [size, shard length]; `staging`: [size * length] or
-/// more.
+/// more, in what travels; undefined: the shards travel as they lie.
 void C10dCollectives::run_slice(const comm::Collective& collective, const at::Tensor& shards, std::int64_t offset,
                                 std::int64_t length, at::Tensor staging) {
   const bool is_reduce = options_.traffic == Traffic::kReduce;
   at::Tensor own = shards[options_.rank].narrow(0, offset, length);
   const at::Tensor part = shards.narrow(1, offset, length);
-  staging = staging.narrow(0, 0, options_.size * length);
   if (uses_card_) arbiter_->hold(NicArbiter::Direction::kSend, options_.traffic);
   check();
+  const bool in_place = !staging.defined();
+  at::Tensor all = in_place ? shards.view(-1) : staging.narrow(0, 0, options_.size * length);
+  // The library may read and write the same shard (NCCL's "in place"); gloo may not.
+  const bool apart = collective.as_bfloat16 || (in_place && own.is_cpu());
+  at::Tensor one = apart ? at::empty({length}, all.options()) : own;
   if (is_reduce) {
-    staging.view({options_.size, length}).copy_(part);
-    group_->reduce_scatter_single(own, staging)->wait();
+    if (!in_place) all.view({options_.size, length}).copy_(part);
+    group_->reduce_scatter_single(one, all)->wait();
+    if (apart) own.copy_(one);
     if (collective.scale != 1.0) own.mul_(collective.scale);
+    if (collective.as_bfloat16) own.copy_(own.to(at::kBFloat16));
   } else {
-    group_->all_gather_single(staging, own)->wait();
-    part.copy_(staging.view({options_.size, length}));
+    if (apart) one.copy_(own);
+    group_->all_gather_single(all, one)->wait();
+    if (!in_place) part.copy_(all.view({options_.size, length}));
   }
 }
 

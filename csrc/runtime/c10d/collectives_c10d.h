@@ -23,7 +23,8 @@ namespace fold3d::runtime {
 
 /// Reduce-scatters or all-gathers of device memory by the group's library (NCCL), in slices on a stream beside the
 /// compute stream; a thread asks the arbiter before each. At most two slices are under way, so a pipeline message waits
-/// for no more. Sums have the library's order.
+/// for no more. Sums have the library's order. A bucket that is one slice travels as it lies, a larger one through a
+/// copy of each slice, as what is rounded for its journey does.
 ///
 /// Host memory works as well (gloo), a slice at a time; gloo's collectives cannot be aborted: stop() then returns when
 /// the group's time limit has passed.
@@ -36,8 +37,9 @@ class C10dCollectives final : public comm::CollectiveStream {
     int rank = 0;  ///< replica, also the rank in the group
     int size = 2;
     comm::NicArbiter::Traffic traffic = comm::NicArbiter::Traffic::kReduce;
-    std::size_t slice_bytes = 0;  ///< what a replica sends in a slice, the same on all; 0: 4 MiB
-    core::Hosts hosts = {};       ///< of each replica
+    std::size_t slice_bytes =
+        0;                   ///< what a replica sends in a slice, the same on all; 0: 4 MiB, 256 KiB to each or more
+    core::Hosts hosts = {};  ///< of each replica
   };
 
   /// Resolves the group by name; its ranks are the replicas of the stage, and nobody else uses it. Throws c10::Error

@@ -10,6 +10,8 @@
 #include <functional>
 #include <utility>
 
+#include "runtime/kernels/kernel_ops.h"
+
 namespace fold3d::runtime {
 namespace {
 
@@ -22,11 +24,24 @@ memory::Pieces addresses_of(const std::vector<DevicePiece>& pieces) {
   return plain;
 }
 
-/// The pieces from `small` on as one, the gaps between them filled.
-std::vector<DevicePiece> gathered(std::vector<DevicePiece> pieces, std::size_t small) {
+/// The pieces from `small` on as one, with anything in the gaps between them.
+std::vector<DevicePiece> gathered(std::vector<DevicePiece> pieces, std::size_t small, bool packs) {
   if (pieces.size() < small + 2) return pieces;
   const std::size_t begin = pieces[small].offset;
   std::vector<at::Tensor> parts;
+  if (packs) {
+    std::vector<std::int64_t> offsets;
+    for (std::size_t k = small; k < pieces.size(); ++k) {
+      offsets.push_back(static_cast<std::int64_t>(pieces[k].offset - begin));
+      parts.push_back(std::move(pieces[k].memory));
+    }
+    const auto bytes = offsets.back() + static_cast<std::int64_t>(parts.back().nbytes());
+    const at::Tensor together = at::empty({bytes}, parts.front().options());
+    pack(parts, offsets, together);
+    pieces.resize(small);
+    pieces.push_back({together, begin});
+    return pieces;
+  }
   std::size_t at = begin;
   for (std::size_t k = small; k < pieces.size(); ++k) {
     if (pieces[k].offset > at) {
@@ -71,8 +86,9 @@ void for_each_part(const memory::Slot& slot, const at::Tensor& bounce, const Dev
 
 }  // namespace
 
-DeviceCopies::DeviceCopies(c10::Device device)
+DeviceCopies::DeviceCopies(c10::Device device, bool packs)
     : device_(device),
+      packs_(packs),
       out_(side_stream(device, /*high_priority=*/false)),
       in_(side_stream(device, /*high_priority=*/false)) {}
 
@@ -94,7 +110,7 @@ void DeviceCopies::out(const memory::Slot& slot, const std::vector<DevicePiece>&
   // Pieces of memory that is not the pool's, for a tier that cannot be addressed.
   at::Tensor bounce;
   if (!slot.is_addressable()) bounce = bounce_of(pieces);
-  const std::vector<DevicePiece> few = gathered(pieces, small);
+  const std::vector<DevicePiece> few = gathered(pieces, small, packs_);
   for (const DevicePiece& piece : few) {
     for_each_part(slot, bounce, piece,
                   [](const at::Tensor& host, const at::Tensor& device) { host.copy_(device, /*non_blocking=*/true); });

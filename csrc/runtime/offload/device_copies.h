@@ -22,7 +22,8 @@ struct DevicePiece {
 /// Called by the two lanes, each in its direction only.
 class DeviceCopies {
  public:
-  explicit DeviceCopies(c10::Device device);
+  /// `packs`: small pieces are put together by csrc/kernels.
+  DeviceCopies(c10::Device device, bool packs);
 
   /// How the pool's memory is reserved: pinned where the device asks for that.
   memory::ReserveHost reserve() const;
@@ -39,6 +40,7 @@ class DeviceCopies {
 
  private:
   c10::Device device_;
+  bool packs_;
   c10::Stream out_, in_;
 };
 

@@ -41,7 +41,7 @@ void Offloader::Arena::add(std::int64_t more) {
 Offloader::Offloader(c10::Device device, OffloadOptions options)
     : device_(device),
       options_(std::move(options)),
-      copies_(device),
+      copies_(device, options_.packs),
       pool_(maker(options_, copies_.reserve()), static_cast<std::size_t>(options_.pool_bytes)),
       out_("offload", std::make_shared<memory::CopyRate>(options_.bytes_per_second)),
       in_("prefetch", out_.rate()),

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fold3d.data_parallel.bucket import Piece
+from fold3d.data_parallel.optimizer.adamw_kernel import step_by_kernel
 from fold3d.data_parallel.optimizer.host_copies import HostCopies
 from fold3d.data_parallel.optimizer.host_memory import has_fused_step, host_memory, settings_on_host, to_host
 
@@ -43,6 +44,7 @@ class BucketOptimizer:
         *,
         sharded: bool,
         copies: HostCopies | None = None,
+        kernel: bool = False,
     ):
         """Args:
         tensors: what to step; each stands for its piece's parameter. Those of parameters that the optimizer does not
@@ -50,10 +52,12 @@ class BucketOptimizer:
         sharded: the twin keeps a state of its own; else the tensors are the parameters, and the state is the
             optimizer's.
         copies: of those of `tensors` that the optimizer has, in host memory, where they are stepped and the state lies.
+        kernel: fold3d's kernel steps in the optimizer's place, see `check_kernel`.
         """
         self._optimizer = optimizer
         self._sharded = sharded
-        self._copies = copies
+        self._copies, self._kernel = copies, kernel
+        self._scale = 1.0  # what is left of the settings' coefficient
         number = {id(p): k for k, group in enumerate(optimizer.param_groups) for p in group["params"]}
         device = [(piece, tensor) for piece, tensor in tensors if id(piece.parameter) in number]
         self.tensors = device if copies is None else copies.weights
@@ -73,8 +77,14 @@ class BucketOptimizer:
 
         Args:
             gradients: index of the parameter in its bucket -> gradient of the tensor; those that are missing are
-                skipped, as torch's optimizers skip parameters without gradient. Scaled in place.
+                skipped, as torch's optimizers skip parameters without gradient. Scaled, in place or as they are read.
         """
+        if self._kernel and self._copies is None:
+            self._gradients, self._scale = (
+                {k: gradients[k] for k in self._dtypes if k in gradients},
+                settings.coefficient,
+            )
+            return
         if settings.coefficient != 1.0 and gradients:
             torch._foreach_mul_(list(gradients.values()), settings.coefficient)
         own = {index: gradients[index].to(dtype) for index, dtype in self._dtypes.items() if index in gradients}
@@ -100,15 +110,22 @@ class BucketOptimizer:
         self._take_state()
         for group, kept in zip(self.twin.param_groups, settings.groups, strict=True):
             group.update(self._settings(kept))
-        for piece, tensor in self.tensors:
-            tensor.grad = given.get(piece.index)
         with self.memory():
-            self.twin.step()
-        for _, tensor in self.tensors:
-            tensor.grad = None
+            self._step_twin(given)
         if self._copies is not None:
             self._copies.send(given)
             self._give_state()
+
+    def _step_twin(self, gradients: Mapping[int, Tensor]) -> None:
+        if self._kernel:
+            found = {tensor: gradients[piece.index] for piece, tensor in self.tensors if piece.index in gradients}
+            step_by_kernel(self.twin, found, self._scale)
+            return
+        for piece, tensor in self.tensors:
+            tensor.grad = gradients.get(piece.index)
+        self.twin.step()
+        for _, tensor in self.tensors:
+            tensor.grad = None
 
     def memory(self) -> AbstractContextManager[None]:
         """Returns the context in which tensors of the state are made."""

@@ -31,6 +31,7 @@ class BucketwiseOptimizer:
         data: TreeGroup,
         *,
         on_host: bool = False,
+        kernel: bool = False,
     ):
         """Moves parameters of sharded buckets into one flat tensor each.
 
@@ -39,6 +40,7 @@ class BucketwiseOptimizer:
             sharded: per bucket, whether this replica steps its shard only.
             data: the replicas of this rank's stage.
             on_host: steps are taken in host memory, where the state lies.
+            kernel: as in `BucketOptimizer`.
         Raises: ConfigError when the host lacks memory.
         """
         self._optimizer, self._buckets, self._data = optimizer, buckets, data
@@ -54,7 +56,7 @@ class BucketwiseOptimizer:
                 tensors.append([(piece, piece.of(bucket.weights)) for piece in bucket.pieces])
             else:
                 tensors.append([(piece, piece.parameter) for piece in bucket.all_pieces])
-        self.parts = parts_of(optimizer, tensors, sharded, on_host=on_host)
+        self.parts = parts_of(optimizer, tensors, sharded, on_host=on_host, kernel=kernel)
         self._next = dict(pairwise(bucket.number for bucket in self._sharded))
         self._on_host = on_host
         self.split_state()
@@ -142,19 +144,21 @@ def parts_of(
     sharded: Sequence[bool],
     *,
     on_host: bool,
+    kernel: bool = False,
 ) -> list[BucketOptimizer]:
-    """Returns what steps each entry of `tensors`, on the host if `on_host`: see `BucketOptimizer`.
+    """Returns what steps each entry of `tensors`, on the host if `on_host`, by `kernel`: see `BucketOptimizer`.
 
     Raises: ConfigError when the host lacks memory.
     """
     if not on_host:
-        return [BucketOptimizer(optimizer, one, sharded=part) for one, part in zip(tensors, sharded, strict=True)]
+        pairs = zip(tensors, sharded, strict=True)
+        return [BucketOptimizer(optimizer, one, sharded=part, kernel=kernel) for one, part in pairs]
     stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     held = [[(piece, tensor) for piece, tensor in one if id(piece.parameter) in stepped] for one in tensors]
     # Those that follow each other take turns, so that one sets out while the other is stepped.
     turns = [sum(sharded[:k]) % 2 if part else k % 2 for k, part in enumerate(sharded)]
     return [
-        BucketOptimizer(optimizer, one, sharded=part, copies=copies)
+        BucketOptimizer(optimizer, one, sharded=part, copies=copies, kernel=kernel)
         for one, part, copies in zip(held, sharded, host_copies(held, turns), strict=True)
     ]
 

@@ -21,9 +21,17 @@ _PART_BYTES = 16 << 20
 class HostSteps:
     """The optimizer's state of these parameters is in `Optimizer.state`, as ever, and in host memory."""
 
-    def __init__(self, optimizer: Optimizer, parameters: Mapping[str, Parameter], part_bytes: int = _PART_BYTES):
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        parameters: Mapping[str, Parameter],
+        part_bytes: int = _PART_BYTES,
+        *,
+        kernel: bool = False,
+    ):
         """Args:
         parameters: by name; those that the optimizer has are stepped here.
+        kernel: as in `BucketOptimizer`.
         Raises: ConfigError when the host lacks memory.
         """
         self._optimizer = optimizer
@@ -36,7 +44,7 @@ class HostSteps:
                 size = 0
             parts[-1].append((Piece(name, parameter, index, 0, parameter.numel(), 0), parameter))
             size += parameter.nbytes
-        self._parts = parts_of(optimizer, parts, [False] * len(parts), on_host=True)
+        self._parts = parts_of(optimizer, parts, [False] * len(parts), on_host=True, kernel=kernel)
         self.own_state()
 
     def own_state(self) -> None:

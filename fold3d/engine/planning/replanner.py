@@ -25,6 +25,7 @@ from fold3d.plan.job import Job
 from fold3d.plan.measured import Expected, plan_gathers
 from fold3d.plan.proposal import Proposal
 from fold3d.plan.search import recheck
+from fold3d.plan.space.dp_sync import gradient_share
 from fold3d.plan.strategy import Strategy
 from fold3d.profile.network_probe import probe_network
 from fold3d.schedule import Kind, Schedule, parse_action
@@ -246,6 +247,7 @@ class Replanner:
             slice_bytes=pause_bytes(bandwidth),
             preempt=self._config.preempt,
             copies_share=True,
+            gradient_share=gradient_share(self._config.dp_sync_dtype),
         )
         if copy_rates := [share["copy_rate"] for share in shares if share["copy_rate"] > 0]:
             cluster = replace(cluster, copy_bandwidth=min(copy_rates))

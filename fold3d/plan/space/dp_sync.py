@@ -1,10 +1,11 @@
-"""How gradients are summed over the replicas."""
+"""How gradients are summed over the replicas, and in what they travel to their sums."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
-from fold3d.config import DP_SYNC
+from fold3d.config import DP_SYNC, DP_SYNC_DTYPES
 from fold3d.errors import ConfigError
 from fold3d.plan.constraints import Constraints
 from fold3d.plan.job import Job
@@ -12,6 +13,7 @@ from fold3d.plan.space.knob import Knob, SoFar
 from fold3d.plan.strategy import MIXED, Strategy
 
 DEFAULT = "early"
+WHOLE = "float32"
 
 
 def _candidates(job: Job, constraints: Constraints, so_far: SoFar) -> Sequence[str]:
@@ -35,4 +37,30 @@ KNOB = Knob(
     candidates=_candidates,
     check=_check,
     flag=_flag,
+)
+
+
+def gradient_share(dtype: str) -> float:
+    """Returns what of a gradient's bytes travels."""
+    return 0.5 if dtype == "bfloat16" else 1.0
+
+
+def _check_dtype(value: str, constraints: Constraints) -> None:
+    if value not in DP_SYNC_DTYPES:
+        raise ConfigError(f"dp_sync_dtype={value!r}: must be one of {', '.join(DP_SYNC_DTYPES)}")
+
+
+def _costs(job: Job, value: str) -> Job:
+    return replace(job, gradient_share=gradient_share(value))
+
+
+DTYPE = Knob(
+    name="dp_sync_dtype",
+    help=f"how gradients travel to their sums: {', '.join(DP_SYNC_DTYPES)}",
+    parse=str,
+    candidates=lambda job, constraints, so_far: (WHOLE,),  # the other changes the numbers: never by itself
+    check=_check_dtype,
+    default=WHOLE,
+    costs=_costs,
+    flag=lambda value, strategy: None if value == WHOLE else value,
 )

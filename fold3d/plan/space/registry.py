@@ -30,6 +30,7 @@ KNOBS: list[Knob[Any]] = [
     recompute.KNOB,
     offload.KNOB,
     offload.OPTIMIZER,
+    dp_sync.DTYPE,
     tp_overlap.KNOB,
 ]
 

@@ -1,0 +1,170 @@
+"""examine(): looks at everything, on all ranks, and says it."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from fold3d.config import text_of_bytes
+from fold3d.device import default_device, make_current
+from fold3d.doctor.advice import Measured, advice
+from fold3d.doctor.exchange import collective_speeds, copy_speeds, meet_pairs, process_group
+from fold3d.doctor.facts import Card, Device, Facts, find_facts
+from fold3d.doctor.meeting import Meeting
+from fold3d.errors import ConfigError, Fold3dError, RankError
+
+_SLOW_PAIRS = 3
+
+
+def examine(say: Callable[[str], None], *, device: str, size: int, timeout: float) -> int:
+    """Looks at this host, or under torchrun at all ranks and what is between them; all ranks call.
+
+    Args:
+        say: told line by line, on rank 0.
+        device: "auto", "cpu" or "cuda".
+        size: bytes of a message, a copy and a collective.
+        timeout: seconds that a rank, or an exchange, is waited for.
+    Returns: how many things should be changed, the same on every rank.
+    Raises: ConfigError; RankError, naming ranks that did not answer or do not reach each other.
+    """
+    where = _device(device)
+    meeting = Meeting(timeout)
+    out = say if meeting.rank == 0 else lambda line: None
+    ranks = [_facts(one) for one in meeting.gather("looking at the host", asdict(find_facts()))]
+    for line in _described(ranks):
+        out(line)
+    copies = meeting.gather("copies", copy_speeds(where, size))
+    speeds = _of_copies(copies, ranks)
+    if meeting.world > 1:
+        try:
+            with process_group(meeting.store, meeting.rank, meeting.world, where, timeout):
+                pairs = _together(meeting, "pairs", lambda: list(_met(meeting, where, size, timeout)))
+                sums = _together(meeting, "collectives", lambda: collective_speeds(meeting.world, where, size))
+        except Fold3dError:
+            raise
+        except Exception as error:
+            raise RankError(f"rank {meeting.rank}: {error}") from error
+        speeds += _of_pairs(pairs, ranks) + _of_collectives(sums, ranks)
+        out(f"{meeting.world} ranks: each pair has exchanged messages both ways, in the order of streams")
+    out("speeds (GB/s; in parentheses what the hardware should give)")
+    for one in speeds:
+        out(f"  {one.what}: {one.gbytes:.2f}" + (f" ({one.expected:.2f})" if one.expected else ""))
+    todo = advice(ranks, speeds)
+    out("to change:" if todo else "nothing to change")
+    for line in todo:
+        out(f"  - {line}")
+    meeting.leave()
+    return len(todo)
+
+
+def _device(name: str) -> torch.device:
+    if name == "cpu":
+        return torch.device("cpu")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("--device cuda: torch sees no GPU here; leave it out, or look at nvidia-smi")
+    return make_current(default_device())
+
+
+def _together(meeting: Meeting, what: str, measure: Callable[[], Any]) -> list[Any]:
+    """Returns what all ranks have measured. Raises: RankError on all of them when one fails."""
+    try:
+        value = measure()
+    except Exception as error:
+        meeting.give_up(what, str(error))
+        raise RankError("; ".join(meeting.causes(what))) from error  # others' come first, whose lack others notice
+    return meeting.gather(what, value)
+
+
+def _met(meeting: Meeting, device: torch.device, size: int, timeout: float) -> Sequence[tuple[int, float]]:
+    return list(meet_pairs(meeting.rank, meeting.world, device, size, timeout).items())
+
+
+def _facts(said: dict[str, Any]) -> Facts:
+    devices = tuple(Device(**one) for one in said.pop("devices"))
+    cards = tuple(Card(**one) for one in said.pop("cards"))
+    return Facts(devices=devices, cards=cards, **said)
+
+
+def _described(ranks: Sequence[Facts]) -> list[str]:
+    first = ranks[0]
+    lines = [
+        f"fold3d {first.fold3d}, built for torch {first.built_for} with compiler {first.compiler}; CUDA kernels: "
+        + (f"by nvcc {first.nvcc}" if first.nvcc else "none"),
+        f"python {first.python}, torch {first.torch}, CUDA {first.cuda or 'none'}, NCCL {first.nccl or 'none'}",
+    ]
+    for facts in {facts.host: facts for facts in ranks}.values():
+        cards = ", ".join(f"{card.name} {card.address}" + _speed(card) for card in facts.cards) or "none that is up"
+        lines += [
+            f"host {facts.host}: {sum(one.host == facts.host for one in ranks)} rank(s), {facts.cores} cores, "
+            f"{text_of_bytes(facts.memory)} of memory, {text_of_bytes(facts.available)} of it left",
+            f"  devices: {_devices(facts)}",
+            f"  network: {cards}; ranks listen at {facts.address}",
+            f"  /dev/shm: {text_of_bytes(facts.shm)}, {text_of_bytes(facts.shm_free)} of it left; open files: "
+            f"{_limit(facts.open_files)}; locked memory: {_limit(facts.locked)}",
+        ]
+    return lines
+
+
+def _devices(facts: Facts) -> str:
+    if not facts.devices:
+        return "none but the CPU"
+    names = ", ".join(f"{one.name} ({text_of_bytes(one.memory)})" for one in facts.devices)
+    links = "unknown" if facts.nvlinks is None else f"between {facts.nvlinks} pair(s)"
+    return f"{names}; NVLink: {links}; MPS: {'running' if facts.mps else 'not running'}"
+
+
+def _speed(card: Card) -> str:
+    return "" if card.gbits is None else f" ({card.gbits:g} Gbit/s)"
+
+
+def _limit(value: int) -> str:
+    return "unlimited" if value < 0 else str(value)
+
+
+def _of_copies(copies: Sequence[dict[str, float]], ranks: Sequence[Facts]) -> list[Measured]:
+    """The slowest rank's; all copy at the same time."""
+    slots = [device.pcie for facts in ranks for device in facts.devices if device.pcie]
+    expected = min(slots) if slots else None
+    remedy = "look at the GPU's slot (nvidia-smi -q, PCIe generation and width) and at NUMA binding (numactl)"
+    return [
+        Measured(f"copies, {way}", min(one[way] for one in copies), None if "host to host" in way else expected, remedy)
+        for way in copies[0]
+    ]
+
+
+def _of_pairs(pairs: Sequence[Sequence[tuple[int, float]]], ranks: Sequence[Facts]) -> list[Measured]:
+    """The median of pairs within a host and of others, and those that are far slower than their like."""
+    of_pair = {(rank, other): speed for rank, met in enumerate(pairs) for other, speed in met if rank < other}
+    remedy = "look at the cable, the switch's port and the card of these hosts (ethtool, ibstat)"
+    out = []
+    for same, name in ((True, "within a host"), (False, "between hosts")):
+        speeds = {pair: s for pair, s in of_pair.items() if (ranks[pair[0]].host == ranks[pair[1]].host) == same}
+        if not speeds:
+            continue
+        middle = statistics.median(speeds.values())
+        card = None if same else _slowest_card(ranks)
+        # Both ways together, while a round's pairs share the hosts' cards.
+        out.append(Measured(f"pairs {name}, both ways (median of {len(speeds)})", middle, card, remedy))
+        slow = sorted((s, pair) for pair, s in speeds.items() if s < middle / 2)[:_SLOW_PAIRS]
+        out += [Measured(f"ranks {a} and {b}, both ways", s, middle, remedy) for s, (a, b) in slow]
+    return out
+
+
+def _of_collectives(sums: Sequence[dict[str, float]], ranks: Sequence[Facts]) -> list[Measured]:
+    several = len({facts.host for facts in ranks}) > 1
+    expected = _slowest_card(ranks) if several else None
+    remedy = "set NCCL_DEBUG=INFO and look at which card and which protocol NCCL takes; NCCL_SOCKET_IFNAME names one"
+    return [
+        Measured(f"{kind}, sent by each rank", min(one[kind] for one in sums), expected, remedy) for kind in sums[0]
+    ]
+
+
+def _slowest_card(ranks: Sequence[Facts]) -> float | None:
+    """Returns GB/s one way of the card that the ranks use, of the slowest host, where the system says it."""
+    speeds = [card.gbits for facts in ranks for card in facts.cards if card.address == facts.address]
+    known = [speed for speed in speeds if speed is not None]
+    return min(known) / 8 if known else None
