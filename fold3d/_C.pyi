@@ -117,6 +117,7 @@ def validate_room(
 def stash_peaks(
     schedule: Schedule, stash_bytes: Sequence[int] = (), sent_bytes: Sequence[int] = ()
 ) -> list[tuple[int, int]]: ...
+def least_pools(schedule: Schedule, stash_bytes: Sequence[int], sent_bytes: Sequence[int]) -> list[int]: ...
 def waits_for(schedule: Schedule, action: Action) -> list[Action]: ...
 def registry() -> list[SchedulerInfo]: ...
 def generate(
@@ -205,7 +206,12 @@ def unpack_saved(saved: SavedTensor) -> torch.Tensor: ...
 
 class OffloadOptions:
     def __init__(
-        self, pool_bytes: int = 0, disk: str = "", bytes_per_second: float = 0.0, packs: bool = False
+        self,
+        pool_bytes: int = 0,
+        disk: str = "",
+        bytes_per_second: float = 0.0,
+        expected_bytes: int = 0,
+        packs: bool = False,
     ) -> None: ...
 
 class OffloadCounters:

@@ -133,7 +133,8 @@ class ParallelConfig:
     `offload_disk`, what is faster than `recompute`; else nothing."""
     offload_pool: int | float | str = AUTO
     """Bytes of the pool, reserved when the engine is built (pinned on GPUs), also as text: "8GB"; a number from then
-    on. What does not fit is an error. "auto": what the stashes of the first step ask for."""
+    on. What does not fit is an error, before training where that can be proven. "auto": what was planned, and what the
+    stashes of the first step ask for beyond."""
     offload_disk: str | None = None
     """Folder of a file that is the pool, for hosts whose memory is short; it has no name and is gone with the process.
     None: the pool is host memory."""
@@ -222,12 +223,15 @@ class ParallelConfig:
             object.__setattr__(self, "offload", str(Offload.parse(self.offload)))
         if self.offload_pool != AUTO:
             object.__setattr__(self, "offload_pool", parse_bytes("offload_pool", self.offload_pool, 1))
-        for name, default in (("offload_pool", AUTO), ("offload_disk", None)):
-            value = getattr(self, name)
-            if value != default and self.offload == "none":
-                raise ConfigError(f'{name}={value!r} has no effect with offload="none"; remove one of them')
+        for name, value in self.of_pool().items() if self.offload == "none" else ():
+            raise ConfigError(f'{name}={value!r} has no effect with offload="none"; remove one of them')
         if self.offload_disk is not None and not isinstance(self.offload_disk, str):
             raise ConfigError(f"offload_disk={self.offload_disk!r}: must be the name of a folder, or None")
+
+    def of_pool(self) -> dict[str, object]:
+        """Returns what the user has said of the pool, by the names of the settings."""
+        said = {"offload_pool": (self.offload_pool, AUTO), "offload_disk": (self.offload_disk, None)}
+        return {name: value for name, (value, default) in said.items() if value != default}
 
     @property
     def pool_size(self) -> int | None:

@@ -117,6 +117,7 @@ void bind_schedule(py::module_& module) {
       },
       py::arg("schedule"), py::arg("stash_bytes") = std::vector<std::int64_t>{},
       py::arg("sent_bytes") = std::vector<std::int64_t>{});
+  module.def("least_pools", &core::least_pools, py::arg("schedule"), py::arg("stash_bytes"), py::arg("sent_bytes"));
   module.def(
       "waits_for",
       [](const Schedule& s, const Action& action) {

@@ -233,12 +233,18 @@ void bind_offload(py::module_& module) {
   module.def("unpack_saved", &SavedTensor::tensor, py::arg("saved"),
              "The unpack hook of what StashBatch.save returns.");
   py::class_<OffloadOptions>(module, "OffloadOptions", "How stashes leave the device.")
-      .def(py::init([](std::int64_t pool_bytes, const std::string& disk, double bytes_per_second, bool packs) {
-             return OffloadOptions{
-                 .pool_bytes = pool_bytes, .disk = disk, .packs = packs, .bytes_per_second = bytes_per_second};
+      .def(py::init([](std::int64_t pool_bytes, const std::string& disk, double bytes_per_second,
+                       std::int64_t expected_bytes, bool packs) {
+             return OffloadOptions{.pool_bytes = pool_bytes,
+                                   .expected_bytes = expected_bytes,
+                                   .disk = disk,
+                                   .packs = packs,
+                                   .bytes_per_second = bytes_per_second};
            }),
-           py::arg("pool_bytes") = 0, py::arg("disk") = "", py::arg("bytes_per_second") = 0.0, py::arg("packs") = false,
-           "`pool_bytes`: reserved at once; 0: what the first step asks for. `disk`: folder; empty: host memory. "
+           py::arg("pool_bytes") = 0, py::arg("disk") = "", py::arg("bytes_per_second") = 0.0,
+           py::arg("expected_bytes") = 0, py::arg("packs") = false,
+           "`pool_bytes`: reserved at once; 0: `expected_bytes`, and what the first step asks for beyond. `disk`: "
+           "folder; empty: host memory. "
            "`bytes_per_second`: copies take as long as at this rate, both directions together; 0: as long as they do. "
            "`packs`: small pieces are put together by fold3d's kernel.");
   py::class_<OffloadCounters>(module, "OffloadCounters", "Bytes of stashes on both sides.")

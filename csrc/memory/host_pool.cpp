@@ -90,7 +90,9 @@ HostPool::HostPool(MakeTier make, std::size_t bytes)
 HostPool::~HostPool() = default;
 
 void HostPool::reserve(std::size_t bytes) {
-  if (grows_ && state_->free_bytes() < aligned(bytes)) state_->add(make_(aligned(bytes)));
+  if (!grows_) return;
+  const std::size_t free = state_->free_bytes();
+  if (free < aligned(bytes)) state_->add(make_(aligned(bytes) - free));  // a slot may lie in several pieces
 }
 
 void HostPool::begin() {

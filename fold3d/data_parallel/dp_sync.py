@@ -32,6 +32,7 @@ from fold3d.data_parallel.gradient_states import Event, GradientStates, State
 from fold3d.data_parallel.optimizer.adamw_kernel import check_kernel
 from fold3d.data_parallel.optimizer.bucketwise_optimizer import BucketwiseOptimizer
 from fold3d.data_parallel.optimizer.host_copies import check_room
+from fold3d.data_parallel.optimizer.host_steps import held
 from fold3d.data_parallel.optimizer.separable import check_separable
 from fold3d.data_parallel.parameter_readiness import ParameterReadiness
 from fold3d.data_parallel.reducer import Reducer
@@ -281,7 +282,7 @@ class DpSync:
         state_bytes = check_separable(optimizer, parts=parts, tp=self._tp, on_host=self._on_host)
         sharded = [self._plan.modes[bucket.number] == "zero1" for bucket in self.buckets]
         if self._on_host:
-            stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+            stepped = {id(parameter) for parameter in held(optimizer, self._cut.parameters).values()}
             pieces = [b.pieces if part else b.all_pieces for b, part in zip(self.buckets, sharded, strict=True)]
             mine = [piece for of in pieces for piece in of if id(piece.parameter) in stepped]
             check_room(state_bytes * sum(piece.stop - piece.start for piece in mine))

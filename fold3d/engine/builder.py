@@ -54,7 +54,7 @@ from fold3d.plan.strategy import Ranges, Strategy
 from fold3d.sharding.shard import even_part
 from fold3d.stage.micro_batch import ModelCall
 from fold3d.stage.model_chunk import PipelineChunk
-from fold3d.stage.offload import keeper, offload_options, refuse_without_effect
+from fold3d.stage.offload import check_folder, check_pool, keeper, offload_options, prove_room, refuse_without_effect
 from fold3d.stage.once.once_per_micro_batch import OncePerMicroBatch
 from fold3d.stage.once.part_draws import PartDraws
 from fold3d.stage.rank_model import RankModel, arguments_of, record
@@ -137,10 +137,14 @@ def cut_model(
     """
     model, config, constraints, topology = order.model, order.config, order.constraints, order.topology
     error: Exception | None = None
+    try:
+        check_folder(config)
+    except ConfigError as own:
+        error = own
     samples = planner.UNKNOWN
     if config.part_size is not None and example is not None:
         config, example = _divided(config, example, world)
-    if order.records and example is not None:
+    if order.records and example is not None and error is None:
         try:
             given, example = example, _called(order, example, call)
             samples = _samples(order, given, call)
@@ -206,7 +210,8 @@ def cut_model(
         if strategy is None:
             strategy = unplanned(config, constraints, topology.dp, ranges)
         refuse_without_effect(config, decided=proposed is not None and proposed[0].pool_is_elsewhere)
-        offload_options(config, strategy)
+        check_pool(config, strategy, 0 if proposed is None else max(peak.pool for peak in proposed[1].peaks))
+        prove_room(config, strategy, model, recording, example, order.device, order.autocast)
         check_kernels(config.kernels, order.device)
         cut = RankModel(model, config, strategy, topology, order.device, recording, order.weights, sharding)
         blocks = recording.blocks if recording else ()
@@ -299,7 +304,8 @@ def _connect(
     if topology.tp > 1:
         reads = ShardReads(cut.parameters)
         sharded = partial(_sharded, model, _border_parts(model, sums), turning, sums, reads, overlap)
-    offload = offload_options(config, model.strategy)
+    peaks = None if model.planned is None else model.planned[1].peaks
+    offload = offload_options(config, model.strategy, 0 if peaks is None else peaks[topology.pp_rank].pool)
     divides = config.micro_batch_size is not None
     executor = _C.Executor(
         _chunks(model, topology, sync, sharded, PartDraws(cut.model) if divides else None),
@@ -323,7 +329,7 @@ def _connect(
     keep = [] if offload is None else [keeper(executor, cut.model)]
     counting = shards if device.type == "cpu" else None  # which hears of tensors in host memory only
     recorder = StepRecorder(executor, sync, arbiter, progress, topology.pp_rank, counting)
-    expected = None if model.planned is None else model.planned[1].peaks[topology.pp_rank].bytes
+    expected = None if peaks is None else peaks[topology.pp_rank].bytes
     memory = MemoryWatch(device, config.memory_size, expected, partial(_curves, model))
     pipeline = Pipeline(topology, groups, executor, progress, *keep)
     step = Step(

@@ -47,12 +47,21 @@ def inside_of(
 
 def _share(block: nn.Module, choice: Choice) -> float:
     size = sum(parameter.numel() for parameter in block.parameters())
-    chosen = [block.get_submodule(name) for name in choice.modules(modules_inside(block))]
-    return sum(p.numel() for module in chosen for p in module.parameters()) / size if size else 0.0
+    return sum(p.numel() for module in modules_of(block, choice) for p in module.parameters()) / size if size else 0.0
 
 
 def _checkpoint(model: nn.Module, *, blocks: Sequence[str], choice: Choice) -> None:
     for block in map(model.get_submodule, blocks):
-        for module in map(block.get_submodule, choice.modules(modules_inside(block))):
-            again: Any = functools.partial(checkpoint, module.forward, use_reentrant=False, preserve_rng_state=False)
-            module.forward = again
+        for module in modules_of(block, choice):
+            compute_again(module)
+
+
+def modules_of(block: nn.Module, choice: Choice) -> list[nn.Module]:
+    """Returns the modules inside of a block that compute again."""
+    return [block.get_submodule(name) for name in choice.modules(modules_inside(block))]
+
+
+def compute_again(module: nn.Module) -> None:
+    """Has a module of a copy without values compute again, in a backward, what that needs."""
+    again: Any = functools.partial(checkpoint, module.forward, use_reentrant=False, preserve_rng_state=False)
+    module.forward = again

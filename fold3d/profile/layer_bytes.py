@@ -6,26 +6,22 @@ and code between modules need is in it, too. What kernels need inside of themsel
 
 from __future__ import annotations
 
-import inspect
-import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 
 from fold3d.plan.memory.layer_bytes import LayerBytes
 from fold3d.profile.parts import Parts
 from fold3d.profile.repeated.twins import Twins
+from fold3d.profile.shadow import Shadow, has_memory
 from fold3d.sharding.plan import ShardingPlan
 from fold3d.trace import Trace
-from fold3d.trace.arguments import Arguments
-from fold3d.trace.capture import fake, fake_copy
-from fold3d.trace.values.without_values import WithoutValues
 
 
 def layer_bytes(
@@ -52,54 +48,27 @@ def layer_bytes(
         sharding: how a tensor-parallel group has shared its weights out: what a rank of it needs; None: there is none.
     Raises: whatever the forward raises on tensors without values.
     """
-    mode = WithoutValues()
-    shadow = fake_copy(model, mode, device).train()
-    kwargs = {k: tree_map_only(Tensor, lambda tensor: fake(tensor, mode, device), v) for k, v in micro_batch.items()}
-    called = micro_batch.called(shadow) if isinstance(micro_batch, Arguments) else shadow
-    if "use_cache" in inspect.signature(called.forward).parameters:
-        kwargs.setdefault("use_cache", False)
-    with mode:
-        for parameter in shadow.parameters():
+    shadow = Shadow(model, micro_batch, device)
+    with shadow.mode:
+        for parameter in shadow.model.parameters():
             if parameter.requires_grad:
                 parameter.grad = torch.zeros_like(parameter)
-    prepare(shadow)
-    twins = Twins(shadow, trace, micro_batch)
-    counted = _Counted(len(trace.blocks) + 2, Parts(shadow, sharding))
+    prepare(shadow.model)
+    twins = Twins(shadow.model, trace, micro_batch)
+    counted = _Counted(len(trace.blocks) + 2, Parts(shadow.model, sharding))
     with ExitStack() as stack:
         for number, block in enumerate(trace.blocks, 1):
-            module = shadow.get_submodule(block)
+            module = shadow.model.get_submodule(block)
             stack.callback(module.register_forward_pre_hook(counted.before(number), with_kwargs=True).remove)
             stack.callback(module.register_forward_hook(counted.after(number)).remove)
-        devices = [torch.device(device)] if torch.device(device).type == "cuda" else []
-        stack.enter_context(torch.random.fork_rng(devices=devices))
-        stack.enter_context(_one_sequence_a_row())
-        stack.enter_context(mode)
+        stack.enter_context(shadow.training())
         stack.enter_context(counted)
         with torch.enable_grad(), autocast():
-            roots = _roots(called(**kwargs))
+            roots = _roots(shadow.call())
         counted.turn()
         if roots:
             torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
     return counted.result(twins.of)
-
-
-@contextmanager
-def _one_sequence_a_row() -> Iterator[None]:
-    """In its body transformers takes rows for one sequence each.
-
-    Whether they are several it reads off position_ids; without values it would take that for granted, and every block
-    would keep a mask.
-    """
-    masks = sys.modules.get("transformers.masking_utils")
-    found = getattr(masks, "find_packed_sequence_indices", None)
-    if masks is None or found is None:
-        yield
-        return
-    vars(masks)["find_packed_sequence_indices"] = lambda *_, **__: None
-    try:
-        yield
-    finally:
-        vars(masks)["find_packed_sequence_indices"] = found
 
 
 def _roots(returned: Any) -> list[Tensor]:
@@ -126,13 +95,11 @@ class _Counted(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         given: set[int] | None = None
-        tensors = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
+        tensors = [value for value in tree_leaves((args, kwargs)) if has_memory(value)]
         name = func.overloadpacket.__name__
         for key, size in self._parts.gathered(name, tensors):
             self._whole(key, size)
-        for leaf in tree_leaves(result):
-            if not isinstance(leaf, Tensor):
-                continue
+        for leaf in filter(has_memory, tree_leaves(result)):
             storage = leaf.untyped_storage()
             key = storage._cdata
             if key in self._sizes:
@@ -194,7 +161,7 @@ class _Counted(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _returns_to(self, layer: int, handed_on: Any) -> None:
         """Backward comes to the layer with the gradient of what it hands on."""
         for leaf in tree_leaves(handed_on):
-            if isinstance(leaf, Tensor):
+            if has_memory(leaf):
                 self._outputs[layer].add(leaf.untyped_storage()._cdata)
                 if leaf.requires_grad:
                     leaf.register_hook(lambda _, layer=layer: self._turn_to(layer))  # type: ignore[no-untyped-call]

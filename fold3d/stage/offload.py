@@ -1,10 +1,16 @@
-"""offload_options(): what the executor's Offloader is told, checked before anything is built."""
+"""What the executor's Offloader is told, and what is checked before anything is built."""
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Callable, Sequence
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn import Module
 
@@ -12,31 +18,70 @@ from fold3d import _C
 from fold3d.config import AUTO, ParallelConfig, text_of_bytes
 from fold3d.device import processes_of_host
 from fold3d.errors import ConfigError
+from fold3d.plan.programs import Programs
+from fold3d.plan.space.offload import KNOB as OFFLOAD
 from fold3d.plan.space.offload import offloaded_chunks
+from fold3d.plan.space.recompute import KNOB as RECOMPUTE
 from fold3d.plan.strategy import Strategy
+from fold3d.profile.stashes import stashes_of
 from fold3d.stage.micro_batch import MicroBatch
+from fold3d.trace import Trace
+
+logger = logging.getLogger(__name__)
 
 Keeps = Callable[[Sequence[MicroBatch]], None]
 """Told of the micro-batches of a run before it begins."""
 
 
-def offload_options(config: ParallelConfig, strategy: Strategy) -> _C.OffloadOptions | None:
+def check_folder(config: ParallelConfig) -> None:
+    """Raises ConfigError for a folder of the pool that this process cannot write to."""
+    disk = config.offload_disk
+    if disk is not None and not (os.path.isdir(disk) and os.access(disk, os.W_OK)):
+        raise ConfigError(f"offload_disk={disk!r}: must be a folder that this process can write to")
+
+
+def check_pool(config: ParallelConfig, strategy: Strategy, expected: int = 0) -> None:
+    """Checks that this host can hold the pools of its processes; before any of them has reserved one, else what is left
+    is no longer for all of them.
+
+    Args:
+        expected: bytes that the plan has in the fullest pool.
+    Raises: ConfigError for a pool that this host cannot hold.
+    """
+    if not offloaded_chunks(strategy):
+        return
+    size, disk = config.pool_size, config.offload_disk
+    here = processes_of_host()  # each has a pool of its own
+    there = room_for_pools(config)
+    if (expected if size is None else size) * here <= there:
+        return
+    left = f"{text_of_bytes(there)} of memory left" if disk is None else f"{text_of_bytes(there)} free in {disk}"
+    share = f" for {here} processes" if here > 1 else ""
+    lack = f"the host has {left}{share}; "
+    where = "set offload_disk to a folder of a fast disk" if disk is None else "name another folder"
+    if size is not None:
+        raise ConfigError(f"offload_pool={config.offload_pool}: {lack}lower it, or {where}")
+    raise ConfigError(
+        f'offload_pool="auto": the plan has up to {text_of_bytes(expected)} in a pool, and {lack}let less leave '
+        f"(setting offload), or {where}"
+    )
+
+
+def room_for_pools(config: ParallelConfig) -> int:
+    """Returns how many bytes the pools of this host's processes can have together."""
+    return _C.available_host_bytes() if config.offload_disk is None else shutil.disk_usage(config.offload_disk).free
+
+
+def offload_options(config: ParallelConfig, strategy: Strategy, expected: int = 0) -> _C.OffloadOptions | None:
     """Returns how stashes leave the device; None where none does.
 
-    Raises: ConfigError for a pool that this host cannot hold, and for a folder that nobody can write to.
+    Args:
+        expected: bytes that the plan has in this rank's pool; reserved at once where the user has not said how many.
     """
     if not offloaded_chunks(strategy):
         return None
-    size, disk = config.pool_size, config.offload_disk
-    if disk is not None and not (os.path.isdir(disk) and os.access(disk, os.W_OK)):
-        raise ConfigError(f"offload_disk={disk!r}: must be a folder that this process can write to")
-    here = processes_of_host()  # each has a pool of its own
-    if disk is None and size is not None and size * here > (there := _C.available_host_bytes()):
-        raise ConfigError(
-            f"offload_pool={config.offload_pool}: the host has {text_of_bytes(there)} of memory left"
-            f"{f' for {here} processes' if here > 1 else ''}; lower it, or set offload_disk to a folder of a fast disk"
-        )
-    return _C.OffloadOptions(size or 0, disk or "", packs=config.kernels == "fold3d")
+    packs = config.kernels == "fold3d"
+    return _C.OffloadOptions(config.pool_size or 0, config.offload_disk or "", expected_bytes=expected, packs=packs)
 
 
 def refuse_without_effect(config: ParallelConfig, *, decided: bool) -> None:
@@ -47,13 +92,50 @@ def refuse_without_effect(config: ParallelConfig, *, decided: bool) -> None:
     """
     if config.offload != AUTO or decided:
         return
-    for name, default in (("offload_pool", AUTO), ("offload_disk", None)):
-        value = getattr(config, name)
-        if value != default:
-            raise ConfigError(
-                f'{name}={value!r} has no effect: with offload="auto" stashes leave under a memory_limit only, and on '
-                'the CPU with offload_disk only; set offload to "activations" or "boundaries"'
-            )
+    for name, value in config.of_pool().items():
+        raise ConfigError(
+            f'{name}={value!r} has no effect: with offload="auto" stashes leave under a memory_limit only, and on '
+            'the CPU with offload_disk only; set offload to "activations" or "boundaries"'
+        )
+
+
+def prove_room(
+    config: ParallelConfig,
+    strategy: Strategy,
+    model: Module,
+    recording: Trace | None,
+    example: Mapping[str, Any] | None,
+    device: torch.device,
+    autocast: Callable[[], AbstractContextManager[Any]],
+) -> None:
+    """Proves, before training, that a pool of a fixed size has room at every moment of a step, as far as it is known
+    what a micro-batch puts there.
+
+    Args:
+        model, recording, example, device, autocast: as `profile.stashes_of`; without a recording nothing is known.
+    Raises: ConfigError for a pool that cannot be enough, however fast copies are.
+    """
+    if config.pool_size is None or recording is None or example is None or not offloaded_chunks(strategy):
+        return
+    if config.tp > 1:  # of a shard's tensors only some are parts
+        return
+    again = RECOMPUTE.of(strategy)
+    try:
+        known = stashes_of(
+            model, recording, example, strategy.ranges, strategy.pp, again, device=device, autocast=autocast
+        )
+    except Exception as error:  # whatever a model raises on tensors without values
+        logger.info("what leaves for the pool is not known before it does (%s: %s)", type(error).__name__, error)
+        return
+    program = Programs.of(strategy).training(config.micro_batches)
+    pools = _C.least_pools(program, known.kept, known.sent)
+    needed = max(pools)
+    if needed > config.pool_size:
+        raise ConfigError(
+            f"offload_pool={config.offload_pool}: stage {pools.index(needed)} puts at least {text_of_bytes(needed)} "
+            "there at the same time, with micro-batches like the first; raise it, leave it at "
+            f'"auto", or let less leave (offload="{replace(OFFLOAD.of(strategy), percent=50)}", recompute)'
+        )
 
 
 def keeper(executor: _C.Executor, model: Module) -> Keeps:

@@ -83,7 +83,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.reads: dict[Token, tuple[int, str]] = {}
         self._names: dict[int, list[str]] = {}
         self._tokens: dict[int, frozenset[Token]] = {}
-        self._storages: list[torch.UntypedStorage] = []
+        self._storages: list[object] = []  # kept, because the address of a freed one is used again
         self._block: str | None = None
         self._outer: list[str] = []
         self._made: Token | None = None
@@ -236,8 +236,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.regions[-1].count(flops_of(packet, args, kwargs, result), in_block=self._block is not None)
 
     def _key(self, tensor: Tensor) -> int:
+        if tensor.layout != torch.strided:  # a sparse tensor has no memory of its own: its parts have
+            self._storages.append(tensor)
+            return id(tensor)
         storage = tensor.untyped_storage()
-        self._storages.append(storage)  # kept, because a freed storage's address is used again
+        self._storages.append(storage)
         return int(storage._cdata)
 
     # -- results --

@@ -10,9 +10,10 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from fold3d.data_parallel.optimizer.host_copies import Slot, check_room
-from fold3d.data_parallel.optimizer.host_memory import has_fused_step, settings_on_host
+from fold3d.data_parallel.optimizer.host_memory import settings_on_host
 from fold3d.data_parallel.optimizer.host_steps import HostSteps
 from fold3d.errors import ConfigError
+from fold3d.profile.optimizer import has_fused_step
 from tests.data_parallel.test_bucket_optimizer import OPTIMIZERS
 
 

@@ -8,11 +8,12 @@
 namespace fold3d::core {
 namespace {
 
-/// What each action of a list adds to device and pool.
+/// What each action of a list adds to device and pool. Of `instant` copies the way back is over where it begins.
 struct Changes {
-  explicit Changes(std::size_t actions) : before(actions + 1), after(actions + 1) {}
+  explicit Changes(std::size_t actions, bool instant) : before(actions + 1), after(actions + 1), instant(instant) {}
   std::vector<StashPeak> before;  // while the action runs, and from then on
   std::vector<StashPeak> after;   // when it is done
+  bool instant;
 };
 
 /// What leaves by an OFFLOAD, and where that stands.
@@ -43,7 +44,8 @@ void count_stashes(Changes& changes, const std::vector<StashUse>& uses, const st
     leaving.push_back({use.offload, use.prefetch, size});
     if (use.prefetch == StashUse::kNone) continue;
     changes.before[use.prefetch].device += size;
-    if (use.first != StashUse::kNone) changes.before[use.first].pool -= size;
+    const std::size_t back = changes.instant ? use.prefetch : use.first;
+    if (back != StashUse::kNone) changes.before[back].pool -= size;
   }
   count_leaving(changes, std::move(leaving));
 }
@@ -61,7 +63,7 @@ void count_borders(Changes& changes, const std::vector<BorderUse>& uses, const s
     }
     if (use.prefetch == StashUse::kNone) continue;
     changes.before[use.prefetch].device += size;
-    changes.before[use.use].pool -= size;
+    changes.before[changes.instant ? use.prefetch : use.use].pool -= size;
   }
   count_leaving(changes, std::move(leaving));
 }
@@ -157,9 +159,11 @@ std::vector<BorderUse> border_uses(const Shape& shape, const std::vector<Action>
   return all;
 }
 
-StashPeak stash_peak(const Shape& shape, const std::vector<Action>& actions, const std::vector<std::int64_t>& bytes,
-                     const std::vector<std::int64_t>& sent) {
-  Changes changes(actions.size());
+namespace {
+
+StashPeak peak_of(const Shape& shape, const std::vector<Action>& actions, const std::vector<std::int64_t>& bytes,
+                  const std::vector<std::int64_t>& sent, bool instant) {
+  Changes changes(actions.size(), instant);
   count_stashes(changes, stash_uses(shape, actions), bytes);
   if (!sent.empty()) count_borders(changes, border_uses(shape, actions), sent);
   StashPeak now, peak;
@@ -172,6 +176,22 @@ StashPeak stash_peak(const Shape& shape, const std::vector<Action>& actions, con
     now.pool += changes.after[at].pool;
   }
   return peak;
+}
+
+}  // namespace
+
+StashPeak stash_peak(const Shape& shape, const std::vector<Action>& actions, const std::vector<std::int64_t>& bytes,
+                     const std::vector<std::int64_t>& sent) {
+  return peak_of(shape, actions, bytes, sent, false);
+}
+
+std::vector<std::int64_t> least_pools(const Schedule& schedule, const std::vector<std::int64_t>& bytes,
+                                      const std::vector<std::int64_t>& sent) {
+  std::vector<std::int64_t> pools;
+  for (const auto& actions : schedule.ranks) {
+    pools.push_back(peak_of(schedule.shape, actions, bytes, sent, true).pool);
+  }
+  return pools;
 }
 
 std::vector<StashPeak> stash_peaks(const Schedule& schedule, const std::vector<std::int64_t>& bytes,

@@ -70,4 +70,8 @@ StashPeak stash_peak(const Shape& shape, const std::vector<Action>& actions, con
 std::vector<StashPeak> stash_peaks(const Schedule& schedule, const std::vector<std::int64_t>& bytes = {},
                                    const std::vector<std::int64_t>& sent = {});
 
+/// Of every rank: what its pool must have however fast copies are, for a slot goes back at PREFETCH at the earliest.
+std::vector<std::int64_t> least_pools(const Schedule& schedule, const std::vector<std::int64_t>& bytes,
+                                      const std::vector<std::int64_t>& sent);
+
 }  // namespace fold3d::core

@@ -3,6 +3,7 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
 
+#include "memory/room/slot_write.h"
 #include "memory/slot/tier.h"
 
 namespace fold3d::runtime {
@@ -38,24 +39,20 @@ comm::Tensors MessageLanding::take(const core::Action& recv, const std::vector<c
 }
 
 void MessageLanding::filled(const core::Action& recv, const comm::Tensors& tensors) {
-  std::vector<std::shared_ptr<SlotBuffer>> buffers;
+  auto buffers = std::make_shared<std::vector<std::shared_ptr<SlotBuffer>>>();
   memory::Pieces pieces;
-  std::size_t total = 0;
   for (const comm::Tensor& tensor : tensors) {
     auto buffer = std::static_pointer_cast<SlotBuffer>(tensor.buffer);
     if (buffer->slot().data() != nullptr || buffer->bytes() == 0) continue;
     pieces.push_back({buffer->host_data(), buffer->bytes(), buffer->offset()});
-    total += buffer->bytes();
-    buffers.push_back(std::move(buffer));
+    buffers->push_back(std::move(buffer));
   }
-  if (buffers.empty()) return;
+  if (buffers->empty()) return;
   const bool forward = recv.kind == core::Kind::kRecvForward;
   const core::Action copy{recv.chunk, forward ? core::Kind::kOffloadForward : core::Kind::kOffloadBackward,
                           recv.micro_batch};
-  const memory::Slot slot = buffers.front()->slot();
-  // It keeps what it reads: a wait that ends early must not free that.
-  out_.wait(out_.submit(copy, total, [slot, pieces, buffers] { slot.write(pieces); }), timeout_);
-  for (const auto& buffer : buffers) buffer->moved();
+  memory::write_waiting(out_, copy, buffers->front()->slot(), pieces, buffers, timeout_);
+  for (const auto& buffer : *buffers) buffer->moved();
 }
 
 void MessageLanding::abort(const std::string& reason) noexcept {

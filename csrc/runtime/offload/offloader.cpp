@@ -45,7 +45,9 @@ Offloader::Offloader(c10::Device device, OffloadOptions options)
       pool_(maker(options_, copies_.reserve()), static_cast<std::size_t>(options_.pool_bytes)),
       out_("offload", std::make_shared<memory::CopyRate>(options_.bytes_per_second)),
       in_("prefetch", out_.rate()),
-      landing_(pool_, out_, in_, plan_, options_.timeout) {}
+      landing_(pool_, out_, in_, plan_, options_.timeout) {
+  if (options_.expected_bytes > 0) pool_.reserve(static_cast<std::size_t>(options_.expected_bytes));
+}
 
 void Offloader::begin(const core::Shape& shape, const std::vector<core::Action>& program) {
   // A run that failed may have left copies under way: theirs are slots, and memory of tensors that are no longer used.

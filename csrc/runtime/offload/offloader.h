@@ -24,10 +24,11 @@
 namespace fold3d::runtime {
 
 struct OffloadOptions {
-  std::int64_t pool_bytes = 0;  ///< reserved at once; 0: what the stashes of the first step ask for
-  std::string disk = {};        ///< folder of the pool's file; empty: host memory
-  bool packs = false;           ///< small pieces are put together by the kernel `pack`, not by torch's `cat`
-  double bytes_per_second = 0;  ///< of copies, both directions together; 0: as fast as they are
+  std::int64_t pool_bytes = 0;      ///< reserved at once; 0: what the stashes of the first step ask for
+  std::int64_t expected_bytes = 0;  ///< of a pool without a size: reserved at once, more when more is asked for
+  std::string disk = {};            ///< folder of the pool's file; empty: host memory
+  bool packs = false;               ///< small pieces are put together by the kernel `pack`, not by torch's `cat`
+  double bytes_per_second = 0;      ///< of copies, both directions together; 0: as fast as they are
   std::chrono::milliseconds timeout{300'000};
   std::function<void()> while_waiting = {};  ///< called by who waits, now and then; what it throws ends the wait
 };

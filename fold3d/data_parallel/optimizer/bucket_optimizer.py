@@ -16,7 +16,8 @@ from torch.optim import Optimizer
 from fold3d.data_parallel.bucket import Piece
 from fold3d.data_parallel.optimizer.adamw_kernel import step_by_kernel
 from fold3d.data_parallel.optimizer.host_copies import HostCopies
-from fold3d.data_parallel.optimizer.host_memory import has_fused_step, host_memory, settings_on_host, to_host
+from fold3d.data_parallel.optimizer.host_memory import host_memory, settings_on_host, to_host
+from fold3d.profile.optimizer import has_fused_step
 
 
 @dataclass(frozen=True, slots=True)

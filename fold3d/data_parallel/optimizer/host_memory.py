@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from fold3d import _C
 
@@ -60,16 +59,3 @@ def settings_on_host(group: Mapping[str, Any], *, fused: bool) -> dict[str, Any]
     if fused and kept.get("fused", False) is None and not kept.get("foreach"):
         kept["fused"] = True
     return kept
-
-
-def has_fused_step(optimizer: Optimizer, dtype: torch.dtype) -> bool:
-    """Returns whether torch has a fused step on the host for an optimizer of this class, found out by one."""
-    if type(optimizer).__module__.partition(".")[0] != "torch" or "fused" not in optimizer.defaults:
-        return False
-    parameter = torch.nn.Parameter(torch.ones(4, dtype=dtype))
-    parameter.grad = torch.ones_like(parameter)
-    try:
-        type(optimizer)([parameter], lr=0.1, fused=True).step()  # type: ignore[call-arg]
-    except Exception:  # whatever a constructor or a step says to a device or dtype
-        return False
-    return True

@@ -21,6 +21,7 @@ from fold3d.comms.tcp import uses_tcp
 from fold3d.comms.world_group import WorldGroup
 from fold3d.config import AUTO, ParallelConfig, text_of_bytes
 from fold3d.data_parallel.optimizer.separable import check_separable
+from fold3d.device import processes_of_host
 from fold3d.errors import ConfigError, RankError
 from fold3d.observe.announce import announce
 from fold3d.plan.constraints import Constraints
@@ -42,6 +43,7 @@ from fold3d.profile.tp_sync import halves_factor, with_tp_sync
 from fold3d.recompute import Recompute
 from fold3d.sharding.plan import ShardingPlan
 from fold3d.splitting.plan_sharding import plan_sharding
+from fold3d.stage.offload import room_for_pools
 from fold3d.tensor_parallel.alike import make_alike
 from fold3d.trace import Trace
 from fold3d.trace.example import synthetic_example
@@ -272,7 +274,7 @@ def propose(
         samples=samples,
         one_sample=one_sample,
         memory_limit=limit,
-        pool_limit=config.pool_size,
+        pool_limit=_pool_limit(config, world) if copied else config.pool_size,
         preempt=config.preempt,
         action_seconds=ACTION_SECONDS,
         bucket_seconds=BUCKET_SECONDS,
@@ -319,13 +321,31 @@ def _decide(
 
 def _copies(config: ParallelConfig, world: WorldGroup, device: torch.device) -> dict[str, Any]:
     """Returns what Job says of copies, the same on every rank; all ranks of the job call."""
-    measured = copy_bandwidth(device, config.offload_disk)
+    measured: float | str
+    try:
+        measured = copy_bandwidth(device, config.offload_disk)
+    except OSError as error:
+        measured = f"offload_disk={config.offload_disk!r}: {error}; free space there, or name another folder"
     elsewhere = device.type != "cpu" or config.offload_disk is not None
     return {
-        "copy_bandwidth": world.decide(measured, median, timeout=world.patience),
+        "copy_bandwidth": world.decide(measured, _median, timeout=world.patience),
         "pool_is_elsewhere": elsewhere,
         "host_is_elsewhere": device.type != "cpu",
     }
+
+
+def _median(measured: list[float | str]) -> float:
+    """Raises: ConfigError with what a rank says that could not measure."""
+    for one in measured:
+        if isinstance(one, str):
+            raise ConfigError(one)
+    return median(one for one in measured if isinstance(one, float))
+
+
+def _pool_limit(config: ParallelConfig, world: WorldGroup) -> int:
+    """Returns the bytes that the pool of a process can have, the same on every rank; all ranks of the job call."""
+    mine = room_for_pools(config) // processes_of_host() if config.pool_size is None else config.pool_size
+    return world.decide(mine, min, timeout=world.patience)
 
 
 def _steps_parts(make: Callable[[list[Parameter]], Optimizer] | None) -> bool:

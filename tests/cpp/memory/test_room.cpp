@@ -13,6 +13,7 @@
 #include "memory/host_tier.h"
 #include "memory/room/landing_room.h"
 #include "memory/room/slot_wait.h"
+#include "memory/room/slot_write.h"
 #include "memory/slot/tier.h"
 
 namespace fold3d::memory {
@@ -61,6 +62,26 @@ TEST(Room, WhatALateCopyWillGiveBackIsWaitedFor) {
     EXPECT_NE(std::string(error.what()).find("0OFFLOAD3"), std::string::npos) << error.what();
   }
   EXPECT_EQ(waits, 1);
+}
+
+/// A wait that ended before the lane came to the copy once freed the message: the lane then read freed memory, and the
+/// pool got garbage.
+TEST(Room, WhatIsCopiedOutlivesAWaitThatEndsBefore) {
+  HostPool pool = pool_of(1);
+  const Slot slot = pool.take(kPage, "0RECV_F0");
+  CopyLane out("out", std::make_shared<CopyRate>(0.0));
+  std::promise<void> goes;
+  out.submit({}, 0, [goes = goes.get_future().share()] { goes.wait(); });
+  auto message = std::make_shared<std::vector<std::byte>>(kPage, std::byte{7});
+  const std::weak_ptr<std::vector<std::byte>> alive = message;
+  const Pieces pieces = {{message->data(), kPage, 0}};
+  EXPECT_THROW(write_waiting(out, recv(0), slot, pieces, std::move(message), 1ms), PoolError);
+  EXPECT_FALSE(alive.expired());
+  goes.set_value();
+  out.wait_for_all(10s);
+  EXPECT_TRUE(alive.expired());
+  EXPECT_EQ(slot.data()[0], std::byte{7});
+  EXPECT_EQ(slot.data()[kPage - 1], std::byte{7});
 }
 
 TEST(Room, EarlyMessagesHaveWhatIsSpareAndTheOthersWaitUntilTheyAreDue) {

@@ -1,0 +1,178 @@
+"""stashes_of(): how many bytes chunks have, at least, that can leave the device between forward and backward, found
+without memory.
+
+A forward runs on tensors without values, and what graphs save is counted as csrc/runtime/offload/stash_batch.cpp
+takes it: what hooks and checkpoints of the user's own keep is not in it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_leaves
+
+from fold3d.placement.recomputed_blocks import recomputed_places
+from fold3d.profile.inside import compute_again, modules_of
+from fold3d.profile.shadow import Shadow, has_memory
+from fold3d.recompute import Recompute
+from fold3d.trace import Trace
+from fold3d.trace.results.crossing import Crossings, Value
+
+_STAYS = 1024
+"""Bytes: less is not worth a transfer."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stashes:
+    """Of one micro-batch, per chunk, as `schedule.stash_peaks` takes them."""
+
+    kept: tuple[int, ...]
+    """What its forward keeps for its backward."""
+    sent: tuple[int, ...]
+    """What it hands to the next chunk."""
+
+
+def stashes_of(
+    model: nn.Module,
+    trace: Trace,
+    micro_batch: Mapping[str, Any],
+    ranges: Sequence[tuple[int, int]],
+    pp: int,
+    recompute: Recompute,
+    *,
+    device: torch.device | str = "cpu",
+    autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
+) -> Stashes:
+    """Returns the bytes that move at least; the head's, which are rarely kept, are not among them.
+
+    Args:
+        model, trace, micro_batch, device, autocast: as `profile.layer_bytes`.
+        ranges: blocks [first, end) of every chunk.
+    Raises: whatever the forward raises on tensors without values; ConfigError when `recompute` is said of another
+        number of chunks.
+    """
+    shadow = Shadow(model, micro_batch, device)
+    _prepare(shadow.model, trace, ranges, pp, recompute)
+    without_graph = recompute.without_graph(len(ranges))
+    staying = {*_memories([*shadow.model.parameters(), *shadow.model.buffers()]), *_memories(tree_leaves(shadow.batch))}
+    saved = _Saved(len(ranges), staying)
+    results = _Results(trace.crossings)
+    with ExitStack() as stack:
+        for name in results.modules:
+            stack.callback(shadow.model.get_submodule(name).register_forward_hook(results.of(name)).remove)
+        for chunk, (first, end) in enumerate(ranges):
+            if first:
+                begins = shadow.model.get_submodule(trace.blocks[first])
+                stack.callback(begins.register_forward_pre_hook(saved.turn_to(chunk)).remove)
+            ends = shadow.model.get_submodule(trace.blocks[end - 1])
+            stack.callback(ends.register_forward_hook(saved.turn_to(chunk + 1)).remove)
+        stack.enter_context(shadow.training())
+        with torch.enable_grad(), autocast(), saved_tensors_hooks(saved.save, _Kept.unpack):
+            returned = shadow.call()
+        moving = saved.bytes()  # while the graph is there, and nothing else
+        del returned
+    arrives = [0, *(results.bytes_of(trace.crossings[first]) for first, _ in ranges[1:])]
+    kept = [of if not again else into for of, again, into in zip(moving, without_graph, arrives, strict=True)]
+    return Stashes(kept=tuple(kept), sent=(*arrives[1:], 0))
+
+
+def _prepare(model: nn.Module, trace: Trace, ranges: Sequence[tuple[int, int]], pp: int, recompute: Recompute) -> None:
+    """Has blocks, and modules inside of them, compute again what `recompute` says."""
+    places = recomputed_places([end - first for first, end in ranges], pp, recompute)
+    for (first, end), mine, choice in zip(ranges, places, recompute.of_chunks(len(ranges)), strict=True):
+        for place in mine:
+            compute_again(model.get_submodule(trace.blocks[first + place]))
+        for block in trace.blocks[first:end] if choice.patterns else ():
+            for module in modules_of(model.get_submodule(block), choice):
+                compute_again(module)
+
+
+def _memories(values: Sequence[Any]) -> Iterator[int]:
+    return (value.untyped_storage()._cdata for value in values if has_memory(value))
+
+
+class _Kept:
+    """What a graph saves; gone with the graph."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor
+
+    def unpack(self) -> Tensor:
+        """Returns it."""
+        return self._tensor
+
+
+class _Saved:
+    """What graphs save, by the chunk that is under way."""
+
+    def __init__(self, chunks: int, staying: set[int]) -> None:
+        self._staying = staying
+        self._chunk = 0
+        self._kept: list[list[tuple[weakref.ref[_Kept], int, int, int]]] = [[] for _ in range(chunks + 1)]
+        """What, memory, first and last byte; the last entry is the head's."""
+
+    def turn_to(self, chunk: int) -> Callable[..., None]:
+        """Returns a hook for when a chunk begins, or, for the number of chunks, the head."""
+
+        def hook(*_: Any) -> None:
+            self._chunk = chunk
+
+        return hook
+
+    def save(self, tensor: Tensor) -> _Kept:
+        """A pack hook."""
+        kept = _Kept(tensor)
+        if tensor.numel() and has_memory(tensor) and not (tensor.is_leaf and tensor.requires_grad):
+            key = tensor.untyped_storage()._cdata
+            size = tensor.element_size()
+            first = tensor.storage_offset() * size
+            last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+            end = first + (last + 1) * size
+            if key not in self._staying and end - first >= _STAYS:
+                self._kept[self._chunk].append((weakref.ref(kept), key, first, end))
+        return kept
+
+    def bytes(self) -> list[int]:
+        """Returns those of every chunk, of the graphs that are still there."""
+        found = []
+        for chunk in self._kept[:-1]:
+            spans: dict[int, tuple[int, int]] = {}
+            for kept, key, first, end in chunk:
+                if kept() is not None:
+                    low, high = spans.get(key, (first, end))
+                    spans[key] = min(low, first), max(high, end)
+            found.append(sum(end - first for first, end in spans.values()))
+        return found
+
+
+class _Results:
+    """The sizes of what crosses borders: of a recorded example they may be of another precision."""
+
+    def __init__(self, borders: Sequence[Crossings]) -> None:
+        self.modules = {crossing.values[0].module for crossings in borders for crossing in crossings}
+        self._bytes: dict[Value, int] = {}
+        self._calls = dict.fromkeys(self.modules, 0)
+
+    def of(self, name: str) -> Callable[..., None]:
+        """Returns a forward hook of a module."""
+
+        def hook(module: nn.Module, args: Any, result: Any) -> None:
+            call = self._calls[name]
+            self._calls[name] += 1
+            tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+            for number, tensor in enumerate(tensors):
+                self._bytes[Value(name, call, number)] = tensor.numel() * tensor.element_size()
+
+        return hook
+
+    def bytes_of(self, crossings: Crossings) -> int:
+        """Returns the bytes of what crosses one border, of tensors that are worth a transfer."""
+        sizes = [self._bytes.get(crossing.values[0], 0) for crossing in crossings]
+        return sum(size for size in sizes if size >= _STAYS)
