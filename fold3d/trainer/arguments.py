@@ -151,8 +151,8 @@ class TrainingArguments(transformers.TrainingArguments):
     offload_pool: Bytes = field(
         default=AUTO,
         metadata={
-            "help": "Bytes of the pool of each process, such as 8GB, reserved before training; auto: what the first "
-            "step asks for."
+            "help": "Bytes of the pool of each process, such as 8GB, reserved before training; auto: what is planned, "
+            "and what the first step asks for beyond."
         },
     )
     offload_disk: str | None = field(
