@@ -164,7 +164,7 @@ class _Counted(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if has_memory(leaf):
                 self._outputs[layer].add(leaf.untyped_storage()._cdata)
                 if leaf.requires_grad:
-                    leaf.register_hook(lambda _, layer=layer: self._turn_to(layer))  # type: ignore[no-untyped-call]
+                    leaf.register_hook(lambda _, layer=layer: self._turn_to(layer))
 
     def _turn_to(self, layer: int) -> None:
         self._layer = layer

@@ -136,7 +136,7 @@ class _Saved:
             last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
             end = first + (last + 1) * size
             if key not in self._staying and end - first >= _STAYS:
-                self._kept[self._chunk].append((weakref.ref(kept), key, first, end))
+                self._kept[self._chunk].append((weakref.ref(kept), key, int(first), int(end)))
         return kept
 
     def bytes(self) -> list[int]:

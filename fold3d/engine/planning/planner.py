@@ -345,7 +345,8 @@ def _median(measured: list[float | str]) -> float:
 def _pool_limit(config: ParallelConfig, world: WorldGroup) -> int:
     """Returns the bytes that the pool of a process can have, the same on every rank; all ranks of the job call."""
     mine = room_for_pools(config) // processes_of_host() if config.pool_size is None else config.pool_size
-    return world.decide(mine, min, timeout=world.patience)
+    least: int = world.decide(mine, min, timeout=world.patience)
+    return least
 
 
 def _steps_parts(make: Callable[[list[Parameter]], Optimizer] | None) -> bool:
