@@ -17,9 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from fold3d.plan.memory.layer_bytes import LayerBytes
+from fold3d.profile.counted.shadow import Shadow, has_memory
 from fold3d.profile.parts import Parts
 from fold3d.profile.repeated.twins import Twins
-from fold3d.profile.shadow import Shadow, has_memory
 from fold3d.sharding.plan import ShardingPlan
 from fold3d.trace import Trace
 

@@ -23,7 +23,7 @@ from fold3d.plan.space.offload import KNOB as OFFLOAD
 from fold3d.plan.space.offload import offloaded_chunks
 from fold3d.plan.space.recompute import KNOB as RECOMPUTE
 from fold3d.plan.strategy import Strategy
-from fold3d.profile.stashes import stashes_of
+from fold3d.profile.counted.stashes import stashes_of
 from fold3d.stage.micro_batch import MicroBatch
 from fold3d.trace import Trace
 
@@ -112,7 +112,7 @@ def prove_room(
     what a micro-batch puts there.
 
     Args:
-        model, recording, example, device, autocast: as `profile.stashes_of`; without a recording nothing is known.
+        model, recording, example, device, autocast: as `stashes_of`; without a recording nothing is known.
     Raises: ConfigError for a pool that cannot be enough, however fast copies are.
     """
     if config.pool_size is None or recording is None or example is None or not offloaded_chunks(strategy):

@@ -19,8 +19,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
 from fold3d.placement.recomputed_blocks import recomputed_places
+from fold3d.profile.counted.shadow import Shadow, has_memory
 from fold3d.profile.inside import compute_again, modules_of
-from fold3d.profile.shadow import Shadow, has_memory
 from fold3d.recompute import Recompute
 from fold3d.trace import Trace
 from fold3d.trace.results.crossing import Crossings, Value
