@@ -1,4 +1,8 @@
-"""The device of this process and its random numbers."""
+"""The device of this process and its random numbers.
+
+An accelerator is any device of torch that is not the CPU: it works by itself, in the order of streams, and torch has a
+library for its memory (NCCL for CUDA). Nothing in fold3d asks for a kind of it by name where this module can say.
+"""
 
 from __future__ import annotations
 
@@ -10,31 +14,83 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
+
+from fold3d.errors import ConfigError
 
 LibraryState = tuple[Any, Any]
 """Of Python's generator, and of numpy's."""
 
 
 def default_device() -> torch.device:
-    if not torch.cuda.is_available():
+    """Returns this process's of the host's accelerators, as launchers number processes; the CPU where ranks could not
+    exchange what lies on one."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    if found is None or _library_of(found.type) is None:
         return torch.device("cpu")
-    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+    return torch.device(found.type, int(os.environ.get("LOCAL_RANK", "0")) % torch.accelerator.device_count())
+
+
+def is_accelerator(device: torch.device) -> bool:
+    """Returns whether `device` works by itself while the host goes on."""
+    return device.type not in ("cpu", "meta")
+
+
+def library_of(device: torch.device) -> str:
+    """Returns the backend of torch.distributed for memory of an accelerator, such as "nccl".
+
+    Raises: ConfigError where torch has none.
+    """
+    library = _library_of(device.type)
+    if library is None:
+        raise ConfigError(
+            f"torch has no library by which ranks exchange memory of the device {device}; set device='cpu' "
+            "(use_cpu=True for the Trainer), or register a backend of torch.distributed for it"
+        )
+    return library
+
+
+def _library_of(kind: str) -> str | None:
+    library = dist.Backend.default_device_backend_map.get(kind) if dist.is_available() else None
+    return None if library == dist.Backend.GLOO else library  # which takes host memory alone
 
 
 def make_current(device: torch.device) -> torch.device:
-    """Makes a CUDA device this thread's current one, and gives it its index, by which other threads find it."""
-    if device.type != "cuda":
+    """Makes an accelerator this thread's current one, and gives it its index, by which other threads find it."""
+    if not is_accelerator(device):
         return device
     if device.index is not None:
-        torch.cuda.set_device(device)
-    return torch.device("cuda", torch.cuda.current_device())
+        torch.accelerator.set_device_index(device.index)
+    return torch.device(device.type, torch.accelerator.current_device_index())
+
+
+def synchronize(device: torch.device) -> None:
+    """Waits until the device has done what it was told; at once for the CPU."""
+    if is_accelerator(device):
+        torch.accelerator.synchronize(device)
+
+
+def total_memory(device: torch.device) -> int | None:
+    """Returns the bytes of an accelerator's memory; None for the CPU, and where torch does not know."""
+    if not is_accelerator(device):
+        return None
+    if device.type == "cuda":  # without asking the driver
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    try:
+        return int(torch.accelerator.get_memory_info(device)[1])
+    except RuntimeError:  # its allocator does not say
+        return None
 
 
 @contextlib.contextmanager
 def rng_untouched(device: torch.device) -> Iterator[None]:
     """Seeding dropout inside must not change what data loaders and the user draw outside."""
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        yield
+    if is_accelerator(device):
+        with torch.random.fork_rng(devices=[device], device_type=device.type):
+            yield
+    else:
+        with torch.random.fork_rng(devices=[]):
+            yield
 
 
 @contextlib.contextmanager

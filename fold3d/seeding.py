@@ -19,6 +19,7 @@ import hashlib
 import torch
 
 from fold3d._C import is_between, next_seed
+from fold3d.device import is_accelerator
 
 
 def constant_of(text: str) -> int:
@@ -42,8 +43,10 @@ def carried() -> int | None:
 
 def generators_of(device: torch.device) -> list[torch.Generator]:
     """Returns the generators that modules on `device` draw from: the CPU's and the device's own."""
-    if device.type == "cuda":
-        index = device.index if device.index is not None else torch.cuda.current_device()
-        torch.cuda.init()  # type: ignore[no-untyped-call]
-        return [torch.default_generator, torch.cuda.default_generators[index]]
-    return [torch.default_generator]
+    if not is_accelerator(device):
+        return [torch.default_generator]
+    index = device.index if device.index is not None else torch.accelerator.current_device_index()
+    module = torch.get_device_module(device)
+    if hasattr(module, "init"):  # else it has none yet
+        module.init()
+    return [torch.default_generator, module.default_generators[index]]

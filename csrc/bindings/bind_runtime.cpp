@@ -116,8 +116,8 @@ class PyExecutor {
       offloader = std::make_shared<runtime::Offloader>(py::cast<c10::Device>(device), *std::move(offload));
     }
     if (pp > 1) {
-      const runtime::GroupNames names{groups.at("forward"), groups.at("forward_wrap"), groups.at("backward"),
-                                      groups.at("backward_wrap")};
+      const runtime::GroupNames names{groups.at("send_forward"), groups.at("recv_forward"), groups.at("send_backward"),
+                                      groups.at("recv_backward")};
       comm::Options options;
       options.shape = {pp, static_cast<int>(chunks.size()), 1};
       options.stage = stage;

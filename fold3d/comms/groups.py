@@ -13,21 +13,26 @@ import torch.distributed as dist
 from fold3d.comms.shared_gloo import new_group
 from fold3d.comms.tree_group import TreeGroup
 from fold3d.comms.world_group import WorldGroup
+from fold3d.device import is_accelerator
 from fold3d.topology import Submesh, Topology
+
+QUEUES = ("send_forward", "recv_forward", "send_backward", "recv_backward")
+"""Of one rank: messages of one kind, one after the other."""
 
 
 class Groups:
     """Process groups of one rank; every rank of the job must construct it at the same point.
 
-    `p2p` carries activations and gradients (group rank = stage): a group per direction, so that one never queues behind
-    the other. `rings` sum gradients over the replicas of a stage and gather them. `pipeline` is for the other messages
-    of the stages of one replica; with tensor parallelism each of these has only the ranks of one place on the axis tp.
-    `tensor` is the tensor-parallel group of this rank's stage in its replica, `replica` all ranks of that replica,
-    `ties` for parameters that several ranks of a replica hold, by the places that do. On CUDA these have gloo for host
-    memory (message headers) and NCCL for device memory, but rings only NCCL: in a gloo group every rank is connected
-    with every other, so none is over replicas where gradients need none. What replicas, and all ranks, tell each other
-    goes over the trees of `data` and `world`. Each group of `p2p` and `rings` has a thread of gloo, the other groups
-    one together. Without `with_p2p` activations and gradients travel otherwise and have no groups.
+    `p2p` carries activations and gradients, by queue: a group per direction, so that one never queues behind the other,
+    and on an accelerator one per link, too. `rings` sum gradients over the replicas of a stage and gather them.
+    `pipeline` is for the other messages of the stages of one replica; with tensor parallelism each of these has only
+    the ranks of one place on the axis tp. `tensor` is the tensor-parallel group of this rank's stage in its replica,
+    `replica` all ranks of that replica, `ties` for parameters that several ranks of a replica hold, by the places that
+    do. On an accelerator these have gloo for host memory (message headers) and the accelerator's library (NCCL) for its
+    own, but rings only the library: in a gloo group every rank is connected with every other, so none is over replicas
+    where gradients need none. What replicas, and all ranks, tell each other goes over the trees of `data` and `world`.
+    Each group of `p2p` and `rings` has a thread of gloo, the other groups one together. Without `with_p2p` activations
+    and gradients travel otherwise and have no groups.
     """
 
     def __init__(
@@ -46,7 +51,7 @@ class Groups:
         """
         self.topology = topology
         self._timeout = timedelta(seconds=timeout)
-        self._nccl = device.type == "cuda"
+        self._device = device
         self._made: list[Any] = []
         replicas, lanes = range(topology.dp), range(topology.tp)
         pipelines = [topology.pipeline(replica, tp) for replica in replicas for tp in lanes]
@@ -57,18 +62,16 @@ class Groups:
         if topology.tp > 1:
             self.replica = self._own([topology.replica(replica) for replica in replicas])
             self.tensor = self._own([topology.shards(r, stage) for r in replicas for stage in range(topology.pp)])
-        p2p = {name: self._own(pipelines if with_p2p else [], own_thread=True) for name in ("forward", "backward")}
-        # With two stages the way from the last stage back to the first joins the same pair of ranks as the inner one.
-        for name in ("forward", "backward"):
-            p2p[f"{name}_wrap"] = self._own(pipelines, own_thread=True) if with_p2p and topology.pp == 2 else p2p[name]
-        self.p2p: dict[str, Any] = p2p
+        self.p2p: dict[str, Any] = dict.fromkeys(QUEUES)
+        if with_p2p:
+            self._make_lines(pipelines)
         self._own_world = world is None
         self.world = WorldGroup(topology, timeout) if world is None else world
         self.rings: dict[str, Any] = {
-            name: self._own(stages if with_p2p else [], own_thread=True, device_only=self._nccl)
+            name: self._own(stages if with_p2p else [], own_thread=True, device_only=is_accelerator(device))
             for name in ("reduce", "gather")
         }
-        if self._nccl:
+        if is_accelerator(device):
             self.data.use_library(self._own(stages, device_only=True))
         self.ties: dict[Submesh, Any] = {
             places: self._own([topology.ranks_of(places, replica) for replica in range(topology.dp)])
@@ -80,18 +83,42 @@ class Groups:
         """The replicas of this rank's stage and shard."""
         return self.world.data
 
-    def _own(self, rank_lists: list[list[int]], *, own_thread: bool = False, device_only: bool = False) -> Any:
+    def _own(
+        self,
+        rank_lists: list[list[int]],
+        *,
+        own_thread: bool = False,
+        device_only: bool = False,
+        urgent: bool = False,
+    ) -> Any:
         """Makes one group per list, on every rank in the same order; returns the one this rank is in, None if alone."""
         own = None
         for ranks in rank_lists:
             if len(ranks) < 2:
                 continue
             gloo = not device_only
-            group = new_group(ranks, self._timeout, gloo=gloo, nccl=self._nccl, own_thread=own_thread)
+            group = new_group(ranks, self._timeout, self._device, gloo=gloo, own_thread=own_thread, urgent=urgent)
             if group is not None:
                 own = group
                 self._made.append(group)
         return own
+
+    def _make_lines(self, pipelines: list[list[int]]) -> None:
+        """Makes the groups by which this rank's four queues send and receive."""
+        pp, stage = self.topology.pp, self.topology.pp_rank
+        for direction in ("forward", "backward"):
+            if is_accelerator(self._device):
+                # A library does what one communicator is told one after the other: with both directions, or two links,
+                # in one, ranks could wait for each other in a circle. So for each link one, of two ranks.
+                ends = [[_link(pipeline, near) for pipeline in pipelines] for near in range(pp)]
+                links = [self._own(ranks, own_thread=True, urgent=True) for ranks in ends]
+            else:
+                inner = self._own(pipelines, own_thread=True)
+                # With two stages the way from the last to the first joins the same ranks as the inner one.
+                links = [inner] * (pp - 1) + [self._own(pipelines, own_thread=True) if pp == 2 else inner]
+            after, before = links[stage], links[stage - 1]
+            out, into = (after, before) if direction == "forward" else (before, after)
+            self.p2p |= {f"send_{direction}": out, f"recv_{direction}": into}
 
     def p2p_names(self) -> dict[str, str]:
         """Returns the names under which C++ finds the groups of `p2p`; empty where there is nobody to talk to."""
@@ -110,6 +137,11 @@ class Groups:
         self._made.clear()
         if self._own_world:
             self.world.close()
+
+
+def _link(pipeline: list[int], near: int) -> list[int]:
+    """Returns the ranks of stage `near` and of the one after it, which is the first after the last."""
+    return sorted({pipeline[near], pipeline[(near + 1) % len(pipeline)]})
 
 
 def _names(groups: dict[str, Any]) -> dict[str, str]:

@@ -8,17 +8,27 @@ from datetime import timedelta
 from functools import cache
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
 from fold3d.comms.forked import kept_from_children
 from fold3d.comms.interface import socket_interface
+from fold3d.device import is_accelerator, library_of
 
 _NAME = "fold3d_gloo"
 
 
-def new_group(ranks: Sequence[int], timeout: timedelta, *, gloo: bool, nccl: bool, own_thread: bool) -> Any:
-    """Returns a group of `ranks`, with `gloo` for host memory and with `nccl` for CUDA memory; None elsewhere.
+def new_group(
+    ranks: Sequence[int],
+    timeout: timedelta,
+    device: torch.device,
+    *,
+    gloo: bool,
+    own_thread: bool,
+    urgent: bool = False,
+) -> Any:
+    """Returns a group of `ranks` for the memory of `device`, and with `gloo` for that of the host; None elsewhere.
 
     torch gives every gloo group a device of its own, and every device a thread that wakes up 100 times a second even
     when nobody calls it. Where several ranks share a host's cores, the wake-ups of some groups per rank are a third of
@@ -26,13 +36,32 @@ def new_group(ranks: Sequence[int], timeout: timedelta, *, gloo: bool, nccl: boo
     those of other groups do.
 
     Collective: all ranks of the default group call it, in the same order.
+
+    Args:
+        urgent: what the group does on the device goes before what waits there, where its library can do that.
     """
+    library = library_of(device) if is_accelerator(device) else None
+    # Of the backends that are registered with torch and not torch's own, a group can have one: here the device's.
+    own_thread = own_thread or (library is not None and _is_registered(library))
     with kept_from_children(), contextlib.nullcontext() if own_thread else _registered():
-        name = "gloo" if own_thread else _NAME
-        both = f"cpu:{name},cuda:nccl"
-        backend = both if gloo and nccl else name if gloo else "nccl"
-        group = dist.new_group(list(ranks), timeout=timeout, backend=backend)
+        backend = "gloo" if own_thread else _NAME
+        if library is not None:
+            backend = f"cpu:{backend},{device.type}:{library}" if gloo else library
+        options = _urgent(library) if urgent else None
+        group = dist.new_group(list(ranks), timeout=timeout, backend=backend, pg_options=options)
     return None if group == dist.GroupMember.NON_GROUP_MEMBER else group
+
+
+def _urgent(library: str | None) -> Any:
+    if library != dist.Backend.NCCL:
+        return None
+    options: Any = dist.ProcessGroupNCCL.Options()
+    options.is_high_priority_stream = True
+    return options
+
+
+def _is_registered(library: str) -> bool:
+    return bool(dist.Backend.backend_type_map.get(library) == dist.ProcessGroup.BackendType.CUSTOM)
 
 
 @contextlib.contextmanager

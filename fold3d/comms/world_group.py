@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from fold3d.comms.tree import Tree
 from fold3d.comms.tree_group import Combine, TreeGroup
+from fold3d.device import default_device
 from fold3d.errors import Fold3dError, RankError
 from fold3d.faults.progress import Progress
 from fold3d.topology import Topology
@@ -146,9 +148,7 @@ def _number(rank: int) -> int:
 def _patience() -> float:
     """Returns the time limit of the default process group, in seconds."""
     group: Any = dist.distributed_c10d._get_default_group()
-    device = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
-    try:
-        limit = group._get_backend(device).options._timeout
-    except (AttributeError, RuntimeError):  # a backend of somebody else's
-        limit = dist.default_pg_timeout
-    return float(limit.total_seconds())
+    for device in {"cpu", default_device().type} & {kind.type for kind in group._device_types}:
+        with contextlib.suppress(AttributeError, RuntimeError):  # a backend of somebody else's
+            return float(group._get_backend(torch.device(device)).options._timeout.total_seconds())
+    return float(dist.default_pg_timeout.total_seconds())

@@ -152,7 +152,7 @@ def sum_of_squares(
             torch.ops.fold3d.squares(tensor.float() if tensor.dtype == torch.float16 else tensor.contiguous(), result)
             total += result[0].cpu()
     elif tensors:
-        norms = torch.stack([norm.to(torch.float64).cpu() for norm in torch._foreach_norm(list(tensors))])
+        norms = torch.stack([norm.to(torch.float64) for norm in torch._foreach_norm(list(tensors))]).cpu()
         total = norms.square().sum()
     for tensor, factors in weighted:
         total += tensor.to(torch.float64).square().mul_(factors).sum().cpu()

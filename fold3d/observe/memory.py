@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fold3d import _C
 from fold3d.config import text_of_bytes
+from fold3d.device import is_accelerator, total_memory
 
 NEARLY_ALL = 0.9
 """Share of the limit from which on a rank says what to change."""
@@ -40,8 +41,8 @@ class MemoryWatch:
         self._device = device
         self.expected, self.curves = expected, curves
         self._counts = device.type == "cpu" and limit is not None and _C.count_cpu_bytes(True)
-        if limit is None and device.type == "cuda":
-            limit = torch.cuda.get_device_properties(device).total_memory
+        if limit is None:
+            limit = total_memory(device)
         self._limit = limit
         self._before = 0
         self._warned = limit is None or (device.type == "cpu" and not self._counts)
@@ -107,8 +108,8 @@ def _told(changes: Sequence[str]) -> str:
 def peak_bytes(device: torch.device) -> int:
     """Returns the most bytes that torch's allocator had given out on a GPU; for the CPU the process's peak resident
     memory."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
+    if is_accelerator(device):
+        return torch.accelerator.max_memory_allocated(device)
     if _STATUS.exists():  # what getrusage says on Linux includes the process that started this one
         for line in _STATUS.read_text().splitlines():
             if line.startswith("VmHWM:"):

@@ -8,6 +8,8 @@ import time
 
 import torch
 
+from fold3d.device import is_accelerator, synchronize
+
 _BYTES = 16 << 20
 _RUNS = 3
 
@@ -23,7 +25,7 @@ def copy_bandwidth(device: torch.device, disk: str | None) -> float:
     if disk is not None:
         return _BYTES / _writing(disk)
     here = torch.zeros(_BYTES, dtype=torch.uint8, device=device)
-    there = torch.zeros(_BYTES, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    there = torch.zeros(_BYTES, dtype=torch.uint8, pin_memory=is_accelerator(device))
     out, back = (_copying(target, source, device) for target, source in ((there, here), (here, there)))
     return _BYTES / max(out, back)
 
@@ -34,8 +36,7 @@ def _copying(target: torch.Tensor, source: torch.Tensor, device: torch.device) -
     for _ in range(_RUNS + 1):
         begin = time.perf_counter()
         target.copy_(source)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        synchronize(device)
         times.append(time.perf_counter() - begin)
     return min(times[1:])
 

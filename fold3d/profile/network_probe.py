@@ -16,6 +16,7 @@ from fold3d import _C
 from fold3d.comms.groups import Groups
 from fold3d.comms.rings import connect_replicas, connect_shards, find_hosts
 from fold3d.comms.tcp import connect_stages
+from fold3d.device import synchronize
 from fold3d.plan.costs import NetworkCosts
 from fold3d.profile.network import ShardLink, measure_network, measure_shards
 from fold3d.topology import Topology
@@ -94,7 +95,7 @@ def probe_shards(
     def sum_up(size: int) -> None:
         numbers = torch.zeros(-(-size // _FLOAT), device=device)
         torch.ops.fold3d.tp_all_reduce(numbers, shards.group, "sum")
-        _wait(device)
+        synchronize(device)
 
     matrix = torch.zeros(_MATRIX, _MATRIX, device=device)
 
@@ -111,7 +112,7 @@ def probe_shards(
             torch.mm(matrix, matrix)
         for one in started:
             torch.ops.fold3d.tp_finish(one)
-        _wait(device)
+        synchronize(device)
 
     try:
         return measure_shards(
@@ -233,7 +234,7 @@ def _messages(topology: Topology, groups: Groups, device: torch.device) -> Itera
                 [(way, t, peer) for t, (way, peer) in zip(message, ways, strict=True) if 0 <= peer < pp],
                 groups.pipeline,
             )
-        _wait(device)
+        synchronize(device)
 
     yield pass_on
 
@@ -252,7 +253,7 @@ def _sums(topology: Topology, groups: Groups, device: torch.device) -> Iterator[
 
     def all_reduce(size: int) -> None:
         dist.all_reduce(torch.zeros(max(1, size // _FLOAT), device=device), group=groups.data.library)
-        _wait(device)
+        synchronize(device)
 
     yield ring if device.type == "cpu" else all_reduce
 
@@ -262,8 +263,3 @@ def _exchange(ways: list[tuple[Any, torch.Tensor, int]], group: Any) -> None:
     operations = [dist.P2POp(way, tensor, group=group, group_peer=peer) for way, tensor, peer in ways]
     for work in dist.batch_isend_irecv(operations):
         work.wait()
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from fold3d import _C
+from fold3d.device import is_accelerator
 
 _FLOAT = 4  # bytes of a gradient: fp32
 _SAMPLE = (1024, 1024)  # floats; a matrix, since some optimizers take nothing else
@@ -108,11 +109,11 @@ def _workspace(make: Make, device: torch.device, count: int) -> float:
     optimizer = make(parameters)
     optimizer.step()  # makes the state
     size = _FLOAT * parameters[0].numel()
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device)
+    if is_accelerator(device):
+        torch.accelerator.reset_peak_memory_stats(device)
+        before = torch.accelerator.memory_allocated(device)
         optimizer.step()
-        return (torch.cuda.max_memory_allocated(device) - before) / size
+        return (torch.accelerator.max_memory_allocated(device) - before) / size
     counted_before = _C.is_counted(torch.empty(1))
     if not _C.count_cpu_bytes(True):  # another allocator, which nobody can ask
         return 0.0

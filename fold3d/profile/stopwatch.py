@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from fold3d.device import rng_untouched, synchronize
 from fold3d.profile.calls import Call, TensorShape
 from fold3d.trace import drop_wrappers
 
@@ -50,8 +51,7 @@ def time_call(
         seconds: stop after the run that passes this time; there is at least one that counts.
     Raises: whatever the module raises on values that are made up.
     """
-    devices = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices), torch.enable_grad():
+    with rng_untouched(device), torch.enable_grad():
         generator = torch.Generator().manual_seed(0)
         made = real_copy(module, device, generator).train()
         try:
@@ -159,6 +159,5 @@ def _values(like: TensorShape, device: torch.device, generator: torch.Generator)
 
 
 def _now(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    synchronize(device)
     return time.perf_counter()

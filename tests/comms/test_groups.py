@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,13 @@ from tests.helpers.ranks import RankPool
 STAGES = Submesh(pp=(0, 1))
 
 
+def _in_one_order(groups: Groups) -> list[Any]:
+    """Returns what queues send and receive by, in the order in which all ranks made them."""
+    return sorted(
+        {group for group in groups.p2p.values() if group is not None}, key=lambda group: int(group.group_name)
+    )
+
+
 def _gloo_threads() -> int:
     names = [comm.read_text().strip() for comm in Path("/proc/self/task").glob("*/comm")]
     return names.count("gloo_tcp_loop")
@@ -27,7 +35,7 @@ def _use(with_p2p: bool) -> tuple[int, int, float]:
     topology = Topology(dp=2, pp=2, rank=dist.get_rank())
     groups = Groups(topology, torch.device("cpu"), 30.0, [STAGES], with_p2p=with_p2p)
     made = [groups.pipeline, groups.ties[STAGES]]
-    made += [*groups.p2p.values(), *groups.rings.values()]
+    made += [*_in_one_order(groups), *groups.rings.values()]
     for group in made if with_p2p else made[:2]:
         total = torch.tensor([float(topology.rank)])
         dist.all_reduce(total, group=group)
@@ -44,7 +52,7 @@ def _use(with_p2p: bool) -> tuple[int, int, float]:
 
 @pytest.mark.parametrize(("with_p2p", "own"), [(False, 0), (True, 6)])
 def test_control_groups_share_a_thread(ranks: RankPool, with_p2p: bool, own: int) -> None:
-    """Four links and two rings have their own; the shared one may be there from an earlier test."""
+    """Two links of each direction and two rings have their own; the shared one may be there from an earlier test."""
     for before, during, total in ranks.run(_use, 4, with_p2p):
         assert during - before - own in (0, 1)
         assert total == 6.0
@@ -55,7 +63,8 @@ def _lanes() -> dict[str, list[int]]:
     topology = Topology(dp=2, pp=2, tp=2, rank=dist.get_rank())
     ties = [Submesh(pp=(0, 1), tp=(0,)), Submesh(pp=(0, 1), tp=(1,)), Submesh(pp=(1,), tp=(0, 1))]
     groups = Groups(topology, torch.device("cpu"), 30.0, ties, with_p2p=True)
-    made = {"pipeline": groups.pipeline, "tensor": groups.tensor, "replica": groups.replica, **groups.p2p}
+    made = {"pipeline": groups.pipeline, "tensor": groups.tensor, "replica": groups.replica}
+    made |= {f"line {number}": group for number, group in enumerate(_in_one_order(groups))}
     made |= groups.rings | {str(number): groups.ties[places] for number, places in enumerate(ties)}
     found = {}
     for name, group in made.items():
@@ -76,7 +85,7 @@ def test_a_lane_per_shard(ranks8: RankPool) -> None:
         dp, pp, tp = rank // 4, rank // 2 % 2, rank % 2
         pipeline, replicas = [4 * dp + tp, 4 * dp + 2 + tp], [2 * pp + tp, 4 + 2 * pp + tp]
         shards = [4 * dp + 2 * pp, 4 * dp + 2 * pp + 1]
-        assert found["pipeline"] == found["forward"] == found["backward_wrap"] == found[str(tp)] == pipeline
+        assert found["pipeline"] == found["line 0"] == found["line 3"] == found[str(tp)] == pipeline
         assert found["reduce"] == found["gather"] == found["data"] == replicas
         assert found["tensor"] == shards and found["replica"] == list(range(4 * dp, 4 * dp + 4))
         assert found.get("2") == (shards if pp == 1 else None) and str(1 - tp) not in found
@@ -86,7 +95,7 @@ def _sum_lazily() -> None:
     """torch's own groups connect when they are first used."""
     dist.all_reduce(torch.ones(1))
     groups = Groups(Topology(dp=1, pp=2, rank=dist.get_rank()), torch.device("cpu"), 30.0, (), with_p2p=True)
-    for group in (groups.pipeline, *groups.p2p.values()):
+    for group in (groups.pipeline, *_in_one_order(groups)):
         total = torch.ones(1)
         dist.all_reduce(total, group=group)
         assert total.item() == 2.0

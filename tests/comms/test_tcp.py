@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from fold3d import _C
+from fold3d.comms.groups import QUEUES
 from fold3d.schedule import generate, lower
 
 SECRET = "s" * 64
@@ -79,16 +80,16 @@ def test_a_short_secret_is_refused() -> None:
 
 def frame(dtype: int, element_bytes: int, **changed: int) -> torch.Tensor:
     """The head of a message, see csrc/comm/p2p/frame.cpp: two elements and their bytes."""
-    fields = {"kind": SEND_F, "is_inline": 1, "chunk": 0, "dimensions": 1} | changed
+    fields = {"kind": SEND_F, "place": 1, "chunk": 0, "dimensions": 1} | changed
     payload = bytes(2 * element_bytes)
     tensor = struct.pack("=BBBB", dtype, element_bytes, 0, fields["dimensions"]) + struct.pack("=q", 2)
     used = 32 + len(tensor) + len(payload)
     prefix = struct.pack(
         "=IHBBHHiiIQ",
         0x46334431,
-        2,
+        3,
         fields["kind"],
-        fields["is_inline"],
+        fields["place"],
         1,
         used,
         fields["chunk"],
@@ -111,8 +112,8 @@ def frame(dtype: int, element_bytes: int, **changed: int) -> torch.Tensor:
         (frame(FLOAT, 0), "its element size is 0"),
         (frame(FLOAT, 200), "its element size is 200, which must be 1 to 16"),
         (frame(FLOAT, 4, dimensions=65), "its number of dimensions is 65"),
-        (frame(FLOAT, 4, is_inline=2), "its flag for inline bytes is 2"),
-        (frame(FLOAT, 4, is_inline=0, payload_bytes=1 << 40), "its number of payload bytes is 1099511627776"),
+        (frame(FLOAT, 4, place=4), "its place of the payload is 4"),
+        (frame(FLOAT, 4, place=0, payload_bytes=1 << 40), "its number of payload bytes is 1099511627776"),
         (frame(FLOAT, 4, chunk=-1), "its chunk is "),
         (frame(FLOAT, 4, kind=0), "which sends nothing"),
     ],
@@ -127,7 +128,7 @@ def test_a_damaged_message_is_refused(head: torch.Tensor, error: str) -> None:
         arrived.extend(inputs)
         raise ZeroDivisionError("that is enough")
 
-    groups = dict.fromkeys(("forward", "forward_wrap", "backward", "backward_wrap"), "")
+    groups = dict.fromkeys(QUEUES, "")
     chunk = types.SimpleNamespace(forward=forward, reduce=None)
     executor = _C.Executor([chunk], 1, 2, groups, torch.device("cpu"), 30.0, "stage 1", second)
     first.send(head, True)

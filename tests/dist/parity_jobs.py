@@ -327,11 +327,15 @@ def config_of(case: Case, **changes: Any) -> fold3d.ParallelConfig:
     return fold3d.ParallelConfig(**(named | {"transport": case.transport, "comm_timeout": 100.0} | changes))
 
 
-def engine_of(case: Case, model: nn.Module | None = None, **changes: Any) -> fold3d.Engine:
+def engine_of(
+    case: Case, model: nn.Module | None = None, *, device: torch.device | None = None, **changes: Any
+) -> fold3d.Engine:
     """Returns the engine of the case over `model`, else over the case's own model."""
     model = build(case) if model is None else model
     max_norm = MAX_NORM if case.clip else None
-    return fold3d.Engine(model, config_of(case, **changes), optimizer=optimizer_of(model), max_grad_norm=max_norm)
+    return fold3d.Engine(
+        model, config_of(case, **changes), optimizer=optimizer_of(model), max_grad_norm=max_norm, device=device
+    )
 
 
 def train(case: Case, **others: Any) -> Result:
@@ -340,7 +344,14 @@ def train(case: Case, **others: Any) -> Result:
         return (train_trainer if case.through == "trainer" else train_engine)(case, **others)
 
 
-def train_engine(case: Case, *, start: Any = None, steps: Sequence[int] = range(STEPS), looks: bool = True) -> Result:
+def train_engine(
+    case: Case,
+    *,
+    start: Any = None,
+    steps: Sequence[int] = range(STEPS),
+    looks: bool = True,
+    device: torch.device | None = None,
+) -> Result:
     """Trains with Engine.step.
 
     Args:
@@ -348,7 +359,7 @@ def train_engine(case: Case, *, start: Any = None, steps: Sequence[int] = range(
         steps: which batches to train on.
         looks: whether all weights are read after every step, not only after the last.
     """
-    engine = engine_of(case)
+    engine = engine_of(case, device=device)
     result = Result()
     for step in steps:
         batch = batch_of(engine, case, step)

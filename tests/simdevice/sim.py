@@ -72,6 +72,27 @@ def recorded() -> Iterator[list[str]]:
 
 
 @contextmanager
+def left_out(ordering: str, thread: str) -> Iterator[None]:
+    """Within it a thread forgets to order work: what it does to that end has no effect, as if its program had not done
+    it. For tests of whether that is noticed.
+
+    Args:
+        ordering: "event_block", "event_synchronize", "event_query" (says at once that it has passed), "record_stream",
+            "work_wait".
+        thread: its name in the system; "main" is the one that runs Python.
+    Raises: ValueError when the thread had nothing to leave out.
+    """
+    _C.leave_out(ordering, thread)
+    count = 0
+    try:
+        yield
+    finally:
+        count = _C.leave_nothing_out()
+    if count == 0:
+        raise ValueError(f"the thread {thread} never came to {ordering}")
+
+
+@contextmanager
 def jitter(microseconds: int) -> Iterator[None]:
     """Within it each kernel is delayed at random by up to so long."""
     _C.set_jitter(microseconds)

@@ -11,9 +11,10 @@ from torch import nn
 
 from fold3d import _C
 from fold3d import schedule as schedules
+from fold3d.comms.groups import QUEUES
 from fold3d.stage.micro_batch import MicroBatch, one_number
 
-NOBODY = dict.fromkeys(("forward", "forward_wrap", "backward", "backward_wrap"), "")
+NOBODY = dict.fromkeys(QUEUES, "")
 
 
 class Chunk:

@@ -31,6 +31,8 @@ class Buffer {
   virtual std::size_t bytes() const = 0;
   /// First byte if the memory is host memory, else nullptr.
   virtual std::byte* host_data() = 0;
+  /// Nobody holds it any more and it goes back to the pool: called on the thread that let go of it.
+  virtual void returns() {}
 };
 
 struct Tensor {

@@ -66,7 +66,10 @@ std::shared_ptr<Buffer> BufferPool::acquire(const TensorDesc& desc) {
   }
   Buffer* const raw = buffer.get();
   return {raw, [owner = std::move(buffer), home = std::weak_ptr(state_)](Buffer*) mutable {
-            if (const auto state = home.lock()) state->put_back(std::move(owner));
+            const auto state = home.lock();
+            if (!state) return;
+            owner->returns();
+            state->put_back(std::move(owner));
           }};
 }
 

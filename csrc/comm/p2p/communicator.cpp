@@ -17,6 +17,8 @@ constexpr int kAbsent = -1;
 
 bool is_recv(QueueId id) { return id == QueueId::kRecvForward || id == QueueId::kRecvBackward; }
 
+bool goes_back(core::Kind kind) { return kind == core::Kind::kSendBackward || kind == core::Kind::kRecvBackward; }
+
 /// Whether a message surely fits into its frame.
 bool is_small(const Tensors& tensors) {
   std::size_t total = 0;
@@ -154,6 +156,9 @@ void Communicator::begin(const std::vector<core::Action>& program) {
   pool_.next_step();
   ++step_;
   open_ = true;
+  const bool trains =
+      std::any_of(program.begin(), program.end(), [](const core::Action& action) { return goes_back(action.kind); });
+  for (Line& each : lines_) each.shapes.begin(trains);
   for (Line& each : lines_) each.queue->start(each.tasks.size());
   for (const QueueId id : {QueueId::kRecvForward, QueueId::kRecvBackward}) {
     line(id).queue->raise(limit_after(line(id), 0));
@@ -246,6 +251,7 @@ void Communicator::finish() {
     if (!each.tasks.empty()) wait_done(id, each.tasks.size(), each.tasks.back().action);
   }
   failure_.check();
+  transport_->end();
   open_ = false;
 }
 

@@ -18,6 +18,7 @@
 #include "comm/base/tensor.h"
 #include "comm/p2p/buffer_pool.h"
 #include "comm/p2p/landing.h"
+#include "comm/p2p/shape_history.h"
 #include "comm/p2p/transfer_queue.h"
 #include "comm/p2p/transport.h"
 #include "core/ir/action.h"
@@ -50,6 +51,9 @@ struct Options {
 /// again (CommError or a subclass; the text names rank, action, peer and cause). There is no way back from
 /// the failed state. A call that contradicts the program (unknown action, wrong order, twice) throws
 /// std::logic_error and changes nothing.
+///
+/// A transport that works by streams gets a receive before anything is known of the message, where those before it
+/// looked alike (ShapeHistory); the frame that follows confirms it, or says that another payload comes.
 class Communicator {
  public:
   /// `arbiter`: of the rank's host; null: nobody else uses the network. Opened when the communicator fails. Throws
@@ -111,6 +115,7 @@ class Communicator {
     std::vector<std::size_t> on_device;  // indices of the receives that do not land
     std::size_t issued = 0;              // tasks handed over by send(); executor's thread only
     std::vector<std::byte> frame;
+    ShapeHistory shapes;  // the queue's during a step; of a transport that works by streams
     RecordLog log;
     std::unique_ptr<TransferQueue> queue;
   };
@@ -126,6 +131,9 @@ class Communicator {
   void run(QueueId id, std::size_t index) noexcept;
   void run_send(Line& line, QueueId id, Task& task);
   void run_recv(Line& line, QueueId id, Task& task);
+  void send_as_expected(Line& line, QueueId id, const Task& task, const Shapes& expected);
+  Tensors memory_for(const Task& task, const Shapes& shapes);
+  void receive_all(QueueId id, const Task& task, const Tensors& tensors);
   void fail(Failure::Kind kind, const std::string& text) noexcept;
   std::string describe(const core::Action& action) const;
   int peer_of(const core::Action& action) const;

@@ -15,6 +15,9 @@ enum class Channel : std::uint8_t { kForward, kBackward };
 
 /// How bytes travel between ranks: one object per rank. All calls but abort() block.
 ///
+/// A transport of device memory may work by streams: send and recv of a buffer then return once the device has been
+/// told, and events order what the device does with the memory before and after. Frames block all the same.
+///
 /// Threads: send calls of a channel come from one thread, recv calls of a channel from another; all four may
 /// be blocked at the same time. abort() is called by any.
 ///
@@ -31,7 +34,14 @@ class Transport {
   /// A step begins; called by the thread that computes, while no other call is under way.
   virtual void begin() {}
 
-  /// Sends buffer->bytes() bytes; returns when the memory may be reused.
+  /// A step ends, likewise, when all its calls have returned. What the calling thread tells the device from now on
+  /// comes after all sends.
+  virtual void end() {}
+
+  /// Whether it works by streams, see above.
+  virtual bool works_by_stream() const { return false; }
+
+  /// Sends buffer->bytes() bytes; returns when the memory may be reused, or, by streams, holds the buffer until then.
   virtual void send(Channel channel, int peer_stage, std::shared_ptr<Buffer> buffer) = 0;
 
   /// Fills all buffer->bytes() bytes; the sender sends exactly as many. The memory may have been used before

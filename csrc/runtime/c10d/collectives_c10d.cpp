@@ -133,7 +133,9 @@ void C10dCollectives::run(const comm::Collective& collective) {
                                                              : static_cast<std::int64_t>(options_.slice_bytes);
   const std::int64_t slice_length = std::max<std::int64_t>(slice_bytes / (others * wire_bytes), 1);
   at::Tensor staging;  // none where the bucket goes as it lies
-  if (slice_length < shard_length || collective.as_bfloat16) {
+  // NCCL's gather "in place" leaves the own shard alone, which may be read meanwhile; other libraries write it.
+  const bool writes_own = options_.traffic == Traffic::kGather && !shards.is_cuda();
+  if (slice_length < shard_length || collective.as_bfloat16 || writes_own) {
     at::TensorOptions options = shards.options();
     if (collective.as_bfloat16) options = options.dtype(at::kBFloat16);
     staging = at::empty({options_.size * std::min(slice_length, shard_length)}, options);
@@ -168,8 +170,8 @@ void C10dCollectives::run_slice(const comm::Collective& collective, const at::Te
   check();
   const bool in_place = !staging.defined();
   at::Tensor all = in_place ? shards.view(-1) : staging.narrow(0, 0, options_.size * length);
-  // The library may read and write the same shard (NCCL's "in place"); gloo may not.
-  const bool apart = collective.as_bfloat16 || (in_place && own.is_cpu());
+  // NCCL may read and write the same shard; gloo may not.
+  const bool apart = collective.as_bfloat16 || (in_place && !own.is_cuda());
   at::Tensor one = apart ? at::empty({length}, all.options()) : own;
   if (is_reduce) {
     if (!in_place) all.view({options_.size, length}).copy_(part);
@@ -180,7 +182,12 @@ void C10dCollectives::run_slice(const comm::Collective& collective, const at::Te
   } else {
     if (apart) one.copy_(own);
     group_->all_gather_single(all, one)->wait();
-    if (!in_place) part.copy_(all.view({options_.size, length}));
+    if (in_place) return;
+    // The own shard is there, and may be read meanwhile (the norm).
+    const at::Tensor gathered = all.view({options_.size, length});
+    const std::int64_t rank = options_.rank, after = options_.size - rank - 1;
+    if (rank > 0) part.narrow(0, 0, rank).copy_(gathered.narrow(0, 0, rank));
+    if (after > 0) part.narrow(0, rank + 1, after).copy_(gathered.narrow(0, rank + 1, after));
   }
 }
 

@@ -15,7 +15,7 @@ std::shared_ptr<comm::Communicator> make_communicator(const comm::Options& optio
   if (peers) {
     transport = std::make_unique<comm::TcpTransport>(std::move(peers));
   } else {
-    transport = std::make_unique<C10dTransport>(groups, options.stage, options.shape.pp, device);
+    transport = std::make_unique<C10dTransport>(groups, device);
   }
   return std::make_shared<comm::Communicator>(std::move(transport), options, std::move(arbiter),
                                               std::make_unique<TensorAllocator>(device), std::move(landing));

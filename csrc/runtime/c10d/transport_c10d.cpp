@@ -1,10 +1,11 @@
 #include "runtime/c10d/transport_c10d.h"
 
-#include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
-
 #include <ATen/ops/empty.h>
 #include <c10/core/GradMode.h>
+#include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 
+#include <exception>
+#include <utility>
 #include <vector>
 
 #include "runtime/c10d/bytes_view.h"
@@ -14,80 +15,106 @@ namespace fold3d::runtime {
 
 namespace {
 
-constexpr int kTag = 0;  // one sender and one receiver per channel: order alone pairs the messages
+constexpr int kTag = 0;  // one sender and one receiver per queue: order alone pairs the messages
 
 TensorBuffer& as_tensor(const std::shared_ptr<comm::Buffer>& buffer) { return static_cast<TensorBuffer&>(*buffer); }
 
 }  // namespace
 
-C10dTransport::C10dTransport(const GroupNames& names, int stage, int num_stages, c10::Device device)
-    : stage_(stage), num_stages_(num_stages), device_(device), compute_stream_(current_stream(device)) {
-  if (!names.forward.empty()) {
-    forward_ = c10d::resolve_process_group(names.forward);
-    forward_wrap_ = c10d::resolve_process_group(names.forward_wrap);
-    backward_ = c10d::resolve_process_group(names.backward);
-    backward_wrap_ = c10d::resolve_process_group(names.backward_wrap);
-  }
-}
+C10dTransport::C10dTransport(const GroupNames& names, c10::Device device)
+    : device_(device), lines_([&] {
+        const auto line = [&](const std::string& name) {
+          return Line{name.empty() ? Group() : c10d::resolve_process_group(name),
+                      side_stream(device, /*high_priority=*/true),
+                      {}};
+        };
+        return std::array<Line, 4>{line(names.send_forward), line(names.recv_forward), line(names.send_backward),
+                                   line(names.recv_backward)};
+      }()) {}
 
 C10dTransport::~C10dTransport() = default;
 
-bool C10dTransport::sends_over_wrap(comm::Channel channel) const {
-  return channel == comm::Channel::kForward ? stage_ == num_stages_ - 1 : stage_ == 0;
-}
-
-bool C10dTransport::receives_over_wrap(comm::Channel channel) const {
-  return channel == comm::Channel::kForward ? stage_ == 0 : stage_ == num_stages_ - 1;
-}
-
-c10d::ProcessGroup& C10dTransport::group(comm::Channel channel, bool wrap) const {
-  if (channel == comm::Channel::kForward) return wrap ? *forward_wrap_ : *forward_;
-  return wrap ? *backward_wrap_ : *backward_;
-}
-
-void C10dTransport::transfer(comm::Channel channel, bool is_send, int peer_stage, const at::Tensor& tensor) {
+c10::intrusive_ptr<c10d::Work> C10dTransport::begin_send(Line& line, int peer_stage, const at::Tensor& tensor) {
   works_.check();
-  auto& pg = group(channel, is_send ? sends_over_wrap(channel) : receives_over_wrap(channel));
   std::vector<at::Tensor> tensors{tensor};
-  works_.wait(is_send ? pg.send(tensors, peer_stage, kTag) : pg.recv(tensors, peer_stage, kTag));
+  return line.group->send(tensors, line.peer(peer_stage), kTag);
 }
 
-void C10dTransport::begin() { compute_stream_ = current_stream(device_); }
+c10::intrusive_ptr<c10d::Work> C10dTransport::begin_recv(Line& line, int peer_stage, const at::Tensor& tensor) {
+  works_.check();
+  std::vector<at::Tensor> tensors{tensor};
+  return line.group->recv(tensors, line.peer(peer_stage), kTag);
+}
+
+void C10dTransport::make_room(Line& line) {
+  while (!line.sent.empty() && (line.sent.size() >= kSendsUnderWay || line.sent.front().done.query())) {
+    line.sent.front().done.synchronize();
+    line.sent.pop_front();
+  }
+}
 
 void C10dTransport::send(comm::Channel channel, int peer_stage, std::shared_ptr<comm::Buffer> buffer) {
-  const c10::Stream stream = side_stream(device_, /*high_priority=*/true);
-  const c10::StreamGuard guard(stream);
-  as_tensor(buffer).ready().block(stream);
-  transfer(channel, /*is_send=*/true, peer_stage, as_tensor(buffer).tensor());
+  Line& line = sends(channel);
+  TensorBuffer& source = as_tensor(buffer);
+  if (device_.is_cpu()) return works_.wait(begin_send(line, peer_stage, source.tensor()));
+  make_room(line);
+  const c10::StreamGuard guard(line.stream);
+  source.ready().block(line.stream);
+  begin_send(line, peer_stage, source.tensor())->wait();
+  Sent& sent = line.sent.emplace_back(Sent{std::move(buffer), {}});
+  sent.done.record(line.stream);
 }
 
 void C10dTransport::recv(comm::Channel channel, int peer_stage, std::shared_ptr<comm::Buffer> buffer) {
-  const c10::Stream stream = side_stream(device_, /*high_priority=*/true);
-  const c10::StreamGuard guard(stream);
-  // Pooled memory may still be read by kernels queued before it was given back: receive behind them.
-  DeviceEvent reusable;
-  reusable.record(compute_stream_);
-  reusable.block(stream);
-  const at::Tensor& target = as_tensor(buffer).tensor();
-  if (target.device() == device_) return transfer(channel, /*is_send=*/false, peer_stage, target);
-  // It lands in host memory: NCCL brings it as far as the device.
-  const at::Tensor staging = at::empty(target.sizes(), target.options().device(device_));
-  transfer(channel, /*is_send=*/false, peer_stage, staging);
+  Line& line = receives(channel);
+  TensorBuffer& target = as_tensor(buffer);
+  if (device_.is_cpu()) return works_.wait(begin_recv(line, peer_stage, target.tensor()));
+  const c10::StreamGuard guard(line.stream);
+  if (target.tensor().device() == device_) {
+    target.overwrite_on(line.stream);
+    begin_recv(line, peer_stage, target.tensor())->wait();
+    target.ready().record(line.stream);
+    return;
+  }
+  // It lands in host memory: the library brings it as far as the device.
+  const at::Tensor staging = at::empty(target.tensor().sizes(), target.tensor().options().device(device_));
+  begin_recv(line, peer_stage, staging)->wait();
   const c10::NoGradGuard no_grad;
-  at::Tensor(target).copy_(staging, /*non_blocking=*/true);
+  at::Tensor(target.tensor()).copy_(staging, /*non_blocking=*/true);
   DeviceEvent done;
-  done.record(stream);
+  done.record(line.stream);
   done.synchronize();
+  works_.check();  // what was aborted ends, too, with anything in its memory
+}
+
+void C10dTransport::end() {
+  if (device_.is_cpu()) return;
+  const c10::Stream compute = current_stream(device_);
+  for (Line& line : lines_) {
+    for (const Sent& sent : line.sent) sent.done.block(compute);
+    line.sent.clear();
+  }
 }
 
 void C10dTransport::send_frame(comm::Channel channel, int peer_stage, std::span<const std::byte> frame) {
-  transfer(channel, /*is_send=*/true, peer_stage, bytes_view(frame.data(), frame.size()));
+  works_.wait(begin_send(sends(channel), peer_stage, bytes_view(frame.data(), frame.size())));
 }
 
 void C10dTransport::recv_frame(comm::Channel channel, int peer_stage, std::span<std::byte> frame) {
-  transfer(channel, /*is_send=*/false, peer_stage, bytes_view(frame.data(), frame.size()));
+  works_.wait(begin_recv(receives(channel), peer_stage, bytes_view(frame.data(), frame.size())));
 }
 
-void C10dTransport::abort(const std::string& reason) { works_.abort(reason); }
+void C10dTransport::abort(const std::string& reason) {
+  works_.abort(reason);
+  if (device_.is_cpu()) return;
+  for (const Line& line : lines_) {
+    if (!line.group) continue;
+    try {
+      line.group->abort();  // ends the library's kernels, which may wait for a rank that is gone
+    } catch (const std::exception&) {
+      // the library has ended them already, or cannot: its own time limit ends them then
+    }
+  }
+}
 
 }  // namespace fold3d::runtime

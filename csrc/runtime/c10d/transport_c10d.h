@@ -4,6 +4,8 @@
 #include <ATen/core/Tensor.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
+#include <array>
+#include <deque>
 #include <memory>
 #include <string>
 
@@ -13,26 +15,30 @@
 
 namespace fold3d::runtime {
 
-/// Names of the process groups of one rank, as given by `ProcessGroup.group_name`. In the pipeline groups the group
-/// rank is the stage. The wrap groups carry the connection between the last and the first stage: with two stages it
-/// joins the same pair as the inner connection, and a communicator of its own keeps the two directions from waiting for
-/// each other.
+/// Names of the process groups of one rank, as given by `ProcessGroup.group_name`: by which each of its four queues
+/// sends or receives. The group rank is the stage, but in groups of two it is the other one that is meant. Two queues
+/// of a rank may share a group of host memory. Of device memory each has its own, of two ranks and one direction: a
+/// library's communicator does one thing after the other, so whoever shared it could wait in a circle.
 struct GroupNames {
-  std::string forward, forward_wrap, backward, backward_wrap;
+  std::string send_forward, recv_forward, send_backward, recv_backward;
 };
 
-/// Blocking point-to-point calls on c10d groups (gloo for host memory, NCCL for CUDA memory).
-///
-/// Calls block until the transfer is complete or abort() ends them; the Communicator sets the deadlines. Threads: as
+/// Point-to-point calls on c10d groups (gloo for host memory, NCCL or the like for device memory). Threads: as
 /// comm::Transport says.
+///
+/// On the CPU calls block until the transfer is complete or abort() ends them; the Communicator sets the deadlines. On
+/// other devices it works by streams: each queue has one on which its transfers are launched. Of sends at most
+/// `kSendsUnderWay` per queue are under way, whose buffers it holds. A receive waits for those who used the memory
+/// before, and whoever uses it next waits for the receive; the host waits for neither.
 class C10dTransport final : public comm::Transport {
  public:
   /// Resolves the groups by name; an empty name stands for a group that is not used. Throws c10::Error when one does
   /// not exist.
-  C10dTransport(const GroupNames& names, int stage, int num_stages, c10::Device device);
+  C10dTransport(const GroupNames& names, c10::Device device);
   ~C10dTransport() override;
 
-  void begin() override;
+  void end() override;
+  bool works_by_stream() const override { return !device_.is_cpu(); }
   void send(comm::Channel channel, int peer_stage, std::shared_ptr<comm::Buffer> buffer) override;
   void recv(comm::Channel channel, int peer_stage, std::shared_ptr<comm::Buffer> buffer) override;
   void send_frame(comm::Channel channel, int peer_stage, std::span<const std::byte> frame) override;
@@ -42,16 +48,29 @@ class C10dTransport final : public comm::Transport {
  private:
   using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
 
-  c10d::ProcessGroup& group(comm::Channel channel, bool wrap) const;
-  bool sends_over_wrap(comm::Channel channel) const;
-  bool receives_over_wrap(comm::Channel channel) const;
-  void transfer(comm::Channel channel, bool is_send, int peer_stage, const at::Tensor& tensor);
+  static constexpr std::size_t kSendsUnderWay = 4;
 
-  Group forward_, forward_wrap_, backward_, backward_wrap_;
-  int stage_;
-  int num_stages_;
-  c10::Device device_;
-  c10::Stream compute_stream_;  // of the thread that computes, in this step: where tensors are produced and used
+  struct Sent {
+    std::shared_ptr<comm::Buffer> buffer;
+    DeviceEvent done;
+  };
+
+  struct Line {
+    Group group;
+    c10::Stream stream;
+    std::deque<Sent> sent;  // the queue's during a step
+
+    int peer(int stage) const { return group->getSize() == 2 ? 1 - group->getRank() : stage; }
+  };
+
+  Line& sends(comm::Channel channel) { return lines_[channel == comm::Channel::kForward ? 0 : 2]; }
+  Line& receives(comm::Channel channel) { return lines_[channel == comm::Channel::kForward ? 1 : 3]; }
+  c10::intrusive_ptr<c10d::Work> begin_send(Line& line, int peer_stage, const at::Tensor& tensor);
+  c10::intrusive_ptr<c10d::Work> begin_recv(Line& line, int peer_stage, const at::Tensor& tensor);
+  void make_room(Line& line);
+
+  const c10::Device device_;
+  std::array<Line, 4> lines_;
   AbortableWorks works_;
 };
 

@@ -27,6 +27,9 @@ class DeviceEvent {
     if (event_) event_->block(stream);
   }
 
+  /// Whether the device has passed the mark, or there is none.
+  bool query() const { return !event_ || event_->query(); }
+
   /// Blocks the calling thread until the device has passed the mark; at once if there is none.
   void synchronize() const {
     if (event_) event_->synchronize();

@@ -34,7 +34,9 @@ std::shared_ptr<comm::Buffer> TensorAllocator::allocate(const comm::TensorDesc& 
   // Freed memory is given to whoever allocates on the same stream next: to those that come after its last readers.
   const c10::StreamGuard guard(compute_stream_);
   const auto options = at::TensorOptions().device(device_).dtype(at::kByte);
-  return std::make_shared<TensorBuffer>(at::empty({static_cast<std::int64_t>(desc.bytes())}, options));
+  auto buffer = std::make_shared<TensorBuffer>(at::empty({static_cast<std::int64_t>(desc.bytes())}, options));
+  buffer->reusable().record(compute_stream_);  // before that they may be reading
+  return buffer;
 }
 
 }  // namespace fold3d::runtime

@@ -19,7 +19,9 @@ comm::Tensor wrap(const at::Tensor& tensor) {
 }
 
 at::Tensor unwrap(const comm::Tensor& received) {
-  const auto& memory = static_cast<TensorBuffer&>(*received.buffer).tensor();
+  auto& buffer = static_cast<TensorBuffer&>(*received.buffer);
+  const at::Tensor& memory = buffer.tensor();
+  buffer.use_on(current_stream(memory.device()));
   const auto dtype = static_cast<at::ScalarType>(received.desc.dtype);
   const auto options = memory.options().dtype(dtype);
   at::Tensor tensor;

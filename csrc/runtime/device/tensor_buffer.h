@@ -4,6 +4,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <memory>
+#include <optional>
 #include <utility>
 
 #include "comm/base/tensor.h"
@@ -11,7 +12,8 @@
 
 namespace fold3d::runtime {
 
-/// Memory of one contiguous tensor. `ready` marks, on the producing stream, when its contents are valid.
+/// Memory of one contiguous tensor. `ready` marks, on the producing stream, when its contents are valid; `reusable`, on
+/// the stream of those who used it, when it may be written to.
 class TensorBuffer : public comm::Buffer {
  public:
   explicit TensorBuffer(at::Tensor tensor) : tensor_(std::move(tensor)) {}
@@ -23,19 +25,39 @@ class TensorBuffer : public comm::Buffer {
 
   const at::Tensor& tensor() const { return tensor_; }
   DeviceEvent& ready() { return ready_; }
+  DeviceEvent& reusable() { return reusable_; }
+
+  /// `stream` is about to overwrite it: it waits for who wrote and who read it.
+  void overwrite_on(const c10::Stream& stream) const {
+    ready_.block(stream);
+    reusable_.block(stream);
+  }
+
+  /// `stream` is about to use it, and nobody else will before it comes back: it waits until the contents are there.
+  void use_on(const c10::Stream& stream) {
+    ready_.block(stream);
+    user_ = stream;
+  }
+
+  void returns() override {
+    if (user_) reusable_.record(*user_);
+    user_.reset();
+  }
 
  protected:
   void let_go() { tensor_ = at::Tensor(); }
 
  private:
   at::Tensor tensor_;
-  DeviceEvent ready_;
+  DeviceEvent ready_, reusable_;
+  std::optional<c10::Stream> user_;
 };
 
 /// Describes and wraps `tensor` for sending: detached, contiguous, marked ready on the calling thread's stream.
 comm::Tensor wrap(const at::Tensor& tensor);
 
-/// The received tensor, sharing the buffer's memory; the buffer goes back to its pool when the tensor is freed.
+/// The received tensor, sharing the buffer's memory, for the calling thread's stream, which waits until it has arrived;
+/// the buffer goes back to its pool when the tensor is freed.
 /// A floating-point tensor whose sender tracks gradients becomes a leaf that requires them.
 at::Tensor unwrap(const comm::Tensor& received);
 

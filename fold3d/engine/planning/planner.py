@@ -21,7 +21,7 @@ from fold3d.comms.tcp import uses_tcp
 from fold3d.comms.world_group import WorldGroup
 from fold3d.config import AUTO, ParallelConfig, text_of_bytes
 from fold3d.data_parallel.optimizer.separable import check_separable
-from fold3d.device import processes_of_host
+from fold3d.device import processes_of_host, total_memory
 from fold3d.errors import ConfigError, RankError
 from fold3d.observe.announce import announce
 from fold3d.plan.constraints import Constraints
@@ -433,6 +433,7 @@ def _probe_shards(profile: Profile, groups: Groups, config: ParallelConfig, devi
 
 def _memory_limit(config: ParallelConfig, device: torch.device) -> int | None:
     """Returns the bytes a rank may use; None for host memory, which others use, too, unless the user says how much."""
-    if config.memory_size is not None or device.type != "cuda":
+    if config.memory_size is not None:
         return config.memory_size
-    return int(_OF_DEVICE * torch.cuda.get_device_properties(device).total_memory)
+    total = total_memory(device)
+    return None if total is None else int(_OF_DEVICE * total)

@@ -17,6 +17,7 @@ from fold3d.comms.groups import Groups
 from fold3d.comms.tcp import uses_tcp
 from fold3d.config import ParallelConfig
 from fold3d.data_parallel.dp_sync import DpSync
+from fold3d.device import is_accelerator
 from fold3d.observe.announce import announce
 from fold3d.observe.step_breakdown import NS_PER_MS, RawRecord, merged, without
 from fold3d.plan.cluster_model import BucketCost, Cluster, Work
@@ -81,7 +82,7 @@ class Replanner:
         self._copy_rate = 0.0  # bytes per second
         self.expected: Expected | None = None
         # There the recorded times are those of launching kernels; the planner's, which waited for them, are better.
-        self._stays = device.type == "cuda"
+        self._stays = is_accelerator(device)
         if self._stays and proposed is not None:
             self.expected = Expected.of(proposed[1].prediction, proposed[1].strategy.gather_order)
 

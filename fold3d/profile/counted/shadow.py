@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from fold3d.device import rng_untouched
 from fold3d.trace.arguments import Arguments
 from fold3d.trace.capture import fake, fake_copy
 from fold3d.trace.values.without_values import WithoutValues
@@ -44,8 +45,7 @@ class Shadow:
     def training(self) -> Iterator[None]:
         """In its body operations are those of the copy."""
         with ExitStack() as stack:
-            devices = [self._device] if self._device.type == "cuda" else []
-            stack.enter_context(torch.random.fork_rng(devices=devices))
+            stack.enter_context(rng_untouched(self._device))
             stack.enter_context(_one_sequence_a_row())
             stack.enter_context(self.mode)
             yield

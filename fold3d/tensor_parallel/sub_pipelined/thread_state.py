@@ -9,8 +9,6 @@ from typing import Any
 import torch
 from torch._C import _autograd
 
-_DEVICE_TYPES = ("cpu", "cuda")
-
 
 class ThreadState:
     """The modes of this thread as they are now: grad mode, inference mode, autocast, hooks for saved tensors, function
@@ -23,9 +21,8 @@ class ThreadState:
     def __init__(self, generators: Sequence[torch.Generator]) -> None:
         """Takes the modes off: hooks and function modes are gone from the thread until `restore`."""
         self._grad = torch.is_grad_enabled()
-        self._autocast = [
-            (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in _DEVICE_TYPES
-        ]
+        kinds = dict.fromkeys(("cpu", *(generator.device.type for generator in generators)))
+        self._autocast = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds]
         self._cached = torch.is_autocast_cache_enabled()
         self._generators = [(generator, generator.get_state()) for generator in generators]
         self._hooks: list[Any] = []

@@ -14,6 +14,7 @@ from transformers.modeling_outputs import BaseModelOutput, CausalLMOutputWithPas
 from transformers.utils.generic import ModelOutput
 
 from fold3d.comms.broadcast import broadcast_value
+from fold3d.device import is_accelerator
 from fold3d.engine.engine import Engine
 from fold3d.errors import ConfigError
 
@@ -146,7 +147,7 @@ def _share_generators(engine: Engine) -> None:
     group, topology = engine.groups.replica, engine.topology
     if group is None:
         return
-    on_device = torch.cuda if engine.device.type == "cuda" else None
+    on_device = torch.get_device_module(engine.device) if is_accelerator(engine.device) else None
     states = [torch.get_rng_state(), *([on_device.get_rng_state(engine.device)] if on_device else [])]
     states = broadcast_value(states, topology.replica(topology.dp_rank)[0], group)
     torch.set_rng_state(states[0])

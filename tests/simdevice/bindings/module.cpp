@@ -12,6 +12,7 @@
 #include "simdevice/device/generator.h"
 #include "simdevice/device/guard.h"
 #include "simdevice/device/hooks.h"
+#include "simdevice/device/left_out.h"
 #include "simdevice/device/tensors.h"
 #include "simdevice/operators/fallback.h"
 #include "simdevice/operators/registrations.h"
@@ -70,6 +71,8 @@ PYBIND11_MODULE(_simdevice, m) {
   m.def("launches", [] { return runtime().launches(); });
   m.def("blocking_operators", &blocking_operators);
   m.def("use_on_host", &use_on_host);
+  m.def("leave_out", &leave_out);
+  m.def("leave_nothing_out", &leave_nothing_out);
   m.def("process_group", [](const BackendPtr& gloo, int rank, int size) -> BackendPtr {
     return c10::make_intrusive<SimBackend>(gloo, rank, size);
   });

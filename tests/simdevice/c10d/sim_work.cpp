@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "simdevice/device/current.h"
+#include "simdevice/device/left_out.h"
 
 namespace simdevice {
 
@@ -27,6 +28,7 @@ bool SimWork::isCompleted() { return runtime().query(end_); }
 bool SimWork::isSuccess() const { return end_->is_passed(); }
 
 void SimWork::synchronize() {
+  if (is_left_out(Ordering::kWorkWait)) return;
   runtime().wait(current_stream(stream_->device()), end_);
   kept_.clear();
   if (is_barrier_) runtime().synchronize(end_);

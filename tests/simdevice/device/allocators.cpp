@@ -4,12 +4,16 @@
 #include <c10/core/CachingDeviceAllocator.h>
 
 #include <cstring>
+#include <utility>
 
 #include "simdevice/device/current.h"
 
 namespace simdevice {
 
 namespace {
+
+/// What a device says that it has; nothing keeps to it.
+constexpr std::size_t kDeviceBytes = std::size_t{16} << 30;
 
 void free_block(void* block) { runtime().free(static_cast<Block*>(block)); }
 void free_nothing(void*) {}
@@ -40,6 +44,10 @@ class DeviceMemory final : public c10::DeviceAllocator {
     }
     out.reserved_bytes[0].current = out.reserved_bytes[0].peak = static_cast<std::int64_t>(stats.reserved);
     return out;
+  }
+  std::pair<std::size_t, std::size_t> getMemoryInfo(c10::DeviceIndex device) override {
+    const std::size_t used = runtime().memory_stats(device).reserved;
+    return {used < kDeviceBytes ? kDeviceBytes - used : 0, kDeviceBytes};
   }
   void resetAccumulatedStats(c10::DeviceIndex) override {}
   void resetPeakStats(c10::DeviceIndex device) override { runtime().reset_peak(device); }

@@ -7,6 +7,7 @@
 
 #include "simdevice/device/allocators.h"
 #include "simdevice/device/current.h"
+#include "simdevice/device/left_out.h"
 
 namespace simdevice {
 
@@ -60,11 +61,15 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
     *static_cast<EventMark*>(*event) = runtime().record(stream_of(stream));
   }
   void block(void* event, const c10::Stream& stream) const override {
-    if (event != nullptr) runtime().wait(stream_of(stream), mark_of(event));
+    if (event == nullptr || is_left_out(Ordering::kEventBlock)) return;
+    runtime().wait(stream_of(stream), mark_of(event));
   }
-  bool queryEvent(void* event) const override { return event == nullptr || runtime().query(mark_of(event)); }
+  bool queryEvent(void* event) const override {
+    return event == nullptr || is_left_out(Ordering::kEventQuery) || runtime().query(mark_of(event));
+  }
   void synchronizeEvent(void* event) const override {
-    if (event != nullptr) runtime().synchronize(mark_of(event));
+    if (event == nullptr || is_left_out(Ordering::kEventSynchronize)) return;
+    runtime().synchronize(mark_of(event));
   }
   void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override {
     delete static_cast<EventMark*>(event);
@@ -77,7 +82,8 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
   }
 
   void recordDataPtrOnStream(const c10::DataPtr& data, const c10::Stream& stream) const override {
-    if (Block* const block = block_of(data)) runtime().record_use(block, stream_of(stream));
+    Block* const block = block_of(data);
+    if (block != nullptr && !is_left_out(Ordering::kRecordStream)) runtime().record_use(block, stream_of(stream));
   }
 };
 

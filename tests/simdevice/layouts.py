@@ -1,0 +1,95 @@
+"""Layouts of several ranks on the simulated device, beside the same ranks on the CPU."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from fold3d.errors import RankError
+from tests.dist import parity_jobs
+from tests.dist.parity_cases import Case
+from tests.dist.parity_checks import assert_same_bits
+from tests.simdevice import sim
+
+
+def as_on_the_cpu(case: Case, microseconds: int = 0) -> int:
+    """Trains the case on both, and asserts that the numbers are the same bits; returns how many kernels that took.
+
+    Races raise. Attention by its parts, for which the CPU otherwise has a kernel of its own.
+
+    Args:
+        microseconds: of delay for each kernel, at random.
+    """
+    with sdpa_kernel(SDPBackend.MATH):
+        want = parity_jobs.train(case, device=torch.device("cpu"))
+        before = sim.launches()
+        sim.take_reports()
+        with sim.jitter(microseconds):
+            got = parity_jobs.train(case)
+        assert not sim.take_reports()
+    assert_same_bits(got, want)
+    return sim.launches() - before
+
+
+def forgotten(case: Case, ordering: str, thread: str) -> list[str]:
+    """Trains a case in which `thread` forgets an ordering; returns the races that were found."""
+    with parity_jobs.precision(case), sdpa_kernel(SDPBackend.MATH), sim.recorded() as reports:
+        engine = parity_jobs.engine_of(case)
+        with sim.left_out(ordering, thread):
+            for step in range(3):  # in the third messages are received before their frames
+                engine.step(parity_jobs.batch_of(engine, case, step))
+            engine.flush()
+        torch.accelerator.synchronize()
+        engine.close()
+    return reports
+
+
+def ragged(case: Case) -> tuple[int, int]:
+    """Trains with micro-batches that have one length for some steps and another for one, beside the CPU; returns how
+    many steps that were."""
+    lengths = (9, 9, 9, 9, 6, 9, 9, 7)
+    runs = []
+    for device in ("cpu", "sim"):
+        with parity_jobs.precision(case), sdpa_kernel(SDPBackend.MATH):
+            engine = parity_jobs.engine_of(case, device=torch.device(device))
+            losses = []
+            for step, length in enumerate(lengths):
+                batch = {name: tensor[:, :length] for name, tensor in parity_jobs.batch_of(engine, case, step).items()}
+                losses.append(float(engine.step(batch).loss))
+                if step % 3 == 2:
+                    losses.append(float(engine.evaluate(batch)))
+            weights = {name: value.cpu() for name, value in engine.state_dict()["model"].items()}
+            engine.close()
+        runs.append((losses, weights))
+    (want, want_weights), (got, weights) = runs
+    assert got == want
+    for name, weight in want_weights.items():
+        assert torch.equal(weights[name], weight), name
+    return len(got), len(lengths)
+
+
+def failing(case: Case, bad_rank: int) -> tuple[float, str]:
+    """A rank raises in the forward of its third step; returns seconds until this rank knew, and what it was told."""
+    engine = parity_jobs.engine_of(case)
+    for step in range(2):
+        engine.step(parity_jobs.batch_of(engine, case, step))
+    batch = parity_jobs.batch_of(engine, case, 2)
+    begin = time.monotonic()
+    handle = None
+    if engine.topology.rank == bad_rank:
+
+        def raises(*_: object) -> None:
+            raise ValueError("on purpose")
+
+        module = next(m for n, m in engine.model.named_modules() if n and n in next(iter(engine.owned)))
+        handle = module.register_forward_pre_hook(raises)
+    with pytest.raises(RankError) as error:
+        engine.step(batch)
+    seconds = time.monotonic() - begin
+    if handle is not None:
+        handle.remove()
+    engine.close()
+    return seconds, str(error.value)
