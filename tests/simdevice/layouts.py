@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fold3d.errors import RankError
@@ -23,15 +25,33 @@ def as_on_the_cpu(case: Case, microseconds: int = 0) -> int:
     Args:
         microseconds: of delay for each kernel, at random.
     """
+    return _as(case, _on_the_cpu(case), microseconds)
+
+
+def _on_the_cpu(case: Case) -> parity_jobs.Result:
     with sdpa_kernel(SDPBackend.MATH):
-        want = parity_jobs.train(case, device=torch.device("cpu"))
-        before = sim.launches()
-        sim.take_reports()
-        with sim.jitter(microseconds):
-            got = parity_jobs.train(case)
-        assert not sim.take_reports()
+        return parity_jobs.train(case, device=torch.device("cpu"))
+
+
+def _as(case: Case, want: parity_jobs.Result, microseconds: int = 0) -> int:
+    before = sim.launches()
+    sim.take_reports()
+    with sdpa_kernel(SDPBackend.MATH), sim.jitter(microseconds):
+        got = parity_jobs.train(case)
+    assert not sim.take_reports()
     assert_same_bits(got, want)
     return sim.launches() - before
+
+
+def as_on_the_cpu_when_bound(case: Case) -> int:
+    """The same after `init_process_group(device_id=...)`: all that a group does shares one communicator."""
+    group = dist.distributed_c10d._get_default_group()
+    want = _on_the_cpu(case)
+    group.bound_device_id = torch.device("sim", 0)
+    try:
+        return _as(case, want)
+    finally:
+        group.bound_device_id = None
 
 
 def forgotten(case: Case, ordering: str, thread: str) -> list[str]:
@@ -92,4 +112,7 @@ def failing(case: Case, bad_rank: int) -> tuple[float, str]:
     if handle is not None:
         handle.remove()
     engine.close()
+    for _ in range(8):  # the kernels that were aborted are errors here, and none with NCCL
+        with contextlib.suppress(RuntimeError):
+            torch.accelerator.synchronize()
     return seconds, str(error.value)

@@ -11,7 +11,8 @@ LAYOUTS = "tests.simdevice.layouts"
 PP = Case(pp=2, m=3)
 DP = Case(dp=2, m=2, segments=2, schedule="aiao", dp_sync="early")
 ZERO1 = Case(dp=2, m=2, segments=2, schedule="aiao", dp_sync="zero1")
-OFFLOAD = Case(pp=2, m=4, segments=2, schedule="fold", offload="all")
+FOLD = Case(pp=2, m=4, segments=2, schedule="fold")
+"""All four queues of both ranks have something to do."""
 
 
 @pytest.mark.parametrize(
@@ -32,6 +33,12 @@ def test_two_processes_train_with_the_bits_of_the_cpu(case: Case, sim_ranks: Ran
     assert min(launches) > 500
 
 
+@pytest.mark.parametrize("case", [FOLD, ZERO1], ids=["pp2", "dp2"])
+def test_a_bound_device_changes_nothing(case: Case, sim_ranks: RankPool) -> None:
+    launches = sim_ranks.run(f"{LAYOUTS}:as_on_the_cpu_when_bound", 2, case, timeout=150.0)
+    assert min(launches) > 500
+
+
 def test_messages_of_other_shapes_come_between(sim_ranks: RankPool) -> None:
     case = Case(pp=2, m=3, segments=2, schedule="fold")
     assert sim_ranks.run(f"{LAYOUTS}:ragged", 2, case, timeout=150.0) == [(10, 8)] * 2
@@ -49,23 +56,21 @@ def test_a_rank_that_raises_ends_the_step_on_all(case: Case, bad_rank: int, sim_
 @pytest.mark.parametrize(
     ("case", "ordering", "thread"),
     [
-        (PP, "event_block", "send_f"),  # what is sent has been computed
-        (PP, "event_block", "send_b"),
-        (PP, "event_block", "recv_f"),  # memory that is received into is not read any more
-        (PP, "event_block", "recv_b"),
-        (PP, "work_wait", "send_f"),  # what is sent is not overwritten before it has left
-        (PP, "work_wait", "send_b"),
-        (PP, "work_wait", "recv_f"),  # what was received is there
-        (PP, "work_wait", "recv_b"),
-        (PP, "event_block", "main"),  # what was received is waited for where it is used
-        (PP, "event_query", "send_f"),  # sent memory is held until it has left
-        (PP, "event_query", "send_b"),
+        (FOLD, "event_block", "send_f"),  # what is sent has been computed
+        (FOLD, "event_block", "send_b"),
+        (FOLD, "event_block", "recv_f"),  # memory that is received into is not read any more
+        (FOLD, "event_block", "recv_b"),
+        (FOLD, "work_wait", "send_f"),  # what is sent is not overwritten before it has left
+        (FOLD, "work_wait", "send_b"),
+        (FOLD, "work_wait", "recv_f"),  # what was received is there
+        (FOLD, "work_wait", "recv_b"),
+        (FOLD, "event_block", "main"),  # what was received is waited for where it is used
         (DP, "event_block", "reduce"),  # gradients that are summed are complete
         (DP, "work_wait", "reduce"),  # sums are there
         (DP, "event_synchronize", "reduce"),
-        (DP, "event_block", "gather"),  # what is gathered is there
         (DP, "work_wait", "gather"),
-        (ZERO1, "event_block", "gather"),
+        (DP, "event_synchronize", "gather"),
+        (ZERO1, "event_block", "gather"),  # what is gathered is there
         (ZERO1, "event_synchronize", "gather"),
     ],
     ids=lambda value: value if isinstance(value, str) else value.dp_sync if value.dp > 1 else "pp2",

@@ -67,6 +67,11 @@ Communicator::~Communicator() {
   }
   for (Line& each : lines_) each.queue->stop();
   for (Line& each : lines_) each.queue.reset();
+  try {
+    transport_->end();  // before memory goes that receives which nobody waited for may still write to
+  } catch (...) {
+    // What the device was told has failed, and so it has ended.
+  }
 }
 
 void Communicator::check_belongs(const core::Action& action) const {

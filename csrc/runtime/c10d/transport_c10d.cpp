@@ -47,9 +47,9 @@ c10::intrusive_ptr<c10d::Work> C10dTransport::begin_recv(Line& line, int peer_st
 }
 
 void C10dTransport::make_room(Line& line) {
-  while (!line.sent.empty() && (line.sent.size() >= kSendsUnderWay || line.sent.front().done.query())) {
-    line.sent.front().done.synchronize();
-    line.sent.pop_front();
+  while (!line.under_way.empty() && (line.under_way.size() >= kSendsUnderWay || line.under_way.front().done.query())) {
+    line.under_way.front().done.synchronize();
+    line.under_way.pop_front();
   }
 }
 
@@ -61,8 +61,7 @@ void C10dTransport::send(comm::Channel channel, int peer_stage, std::shared_ptr<
   const c10::StreamGuard guard(line.stream);
   source.ready().block(line.stream);
   begin_send(line, peer_stage, source.tensor())->wait();
-  Sent& sent = line.sent.emplace_back(Sent{std::move(buffer), {}});
-  sent.done.record(line.stream);
+  line.under_way.emplace_back(Transfer{std::move(buffer), {}}).done.record(line.stream);
 }
 
 void C10dTransport::recv(comm::Channel channel, int peer_stage, std::shared_ptr<comm::Buffer> buffer) {
@@ -74,6 +73,8 @@ void C10dTransport::recv(comm::Channel channel, int peer_stage, std::shared_ptr<
     target.overwrite_on(line.stream);
     begin_recv(line, peer_stage, target.tensor())->wait();
     target.ready().record(line.stream);
+    line.under_way.resize(1);
+    line.under_way.front().done.record(line.stream);
     return;
   }
   // It lands in host memory: the library brings it as far as the device.
@@ -91,8 +92,8 @@ void C10dTransport::end() {
   if (device_.is_cpu()) return;
   const c10::Stream compute = current_stream(device_);
   for (Line& line : lines_) {
-    for (const Sent& sent : line.sent) sent.done.block(compute);
-    line.sent.clear();
+    for (const Transfer& transfer : line.under_way) transfer.done.block(compute);
+    line.under_way.clear();
   }
 }
 

@@ -50,15 +50,15 @@ class C10dTransport final : public comm::Transport {
 
   static constexpr std::size_t kSendsUnderWay = 4;
 
-  struct Sent {
-    std::shared_ptr<comm::Buffer> buffer;
+  struct Transfer {
+    std::shared_ptr<comm::Buffer> buffer;  // of a send
     DeviceEvent done;
   };
 
   struct Line {
     Group group;
     c10::Stream stream;
-    std::deque<Sent> sent;  // the queue's during a step
+    std::deque<Transfer> under_way;  // sends, and of receives the last; the queue's during a step
 
     int peer(int stage) const { return group->getSize() == 2 ? 1 - group->getRank() : stage; }
   };

@@ -88,7 +88,7 @@ TEST(Frame, DeviceMemoryIsNeverInline) {
   comm::Tensor tensor = make_tensor({1});
   tensor.buffer = std::make_shared<DeviceBuffer>(8);
   EXPECT_FALSE(comm::write_frame(frame, kSend, 1, {tensor}));
-  EXPECT_FALSE(comm::read_frame(frame).is_inline);
+  EXPECT_FALSE(comm::read_frame(frame).is_inline());
 }
 
 TEST(Frame, WrongBuffersAreTheSendersError) {

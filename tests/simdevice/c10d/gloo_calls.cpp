@@ -16,17 +16,17 @@ WorkPtr GlooCalls::start(const std::function<WorkPtr(c10d::Backend&)>& call) {
 }
 
 void GlooCalls::wait_for_collective(const WorkPtr& work) {
-  auto done = std::make_shared<bool>(false);  // set under mutex_; outlives an aborted wait
-  work->getFuture()->addCallback([this, self = shared_from_this(), done](c10::ivalue::Future&) {
+  auto done = std::make_shared<bool>(false);  // set under the mutex; outlives an aborted wait
+  work->getFuture()->addCallback([signal = signal_, done](c10::ivalue::Future&) {
     {
-      const std::lock_guard lock(mutex_);
+      const std::lock_guard lock(signal->mutex);
       *done = true;
     }
-    changed_.notify_all();
+    signal->changed.notify_all();
   });
   {
-    std::unique_lock lock(mutex_);
-    changed_.wait(lock, [&] { return *done || aborted_; });
+    std::unique_lock lock(signal_->mutex);
+    signal_->changed.wait(lock, [&] { return *done || aborted_; });
   }
   check();
   work->wait();
@@ -34,7 +34,7 @@ void GlooCalls::wait_for_collective(const WorkPtr& work) {
 
 void GlooCalls::wait_for_message(const WorkPtr& work) {
   {
-    const std::lock_guard lock(mutex_);
+    const std::lock_guard lock(signal_->mutex);
     check();
     messages_.insert(work.get());
   }
@@ -46,7 +46,7 @@ void GlooCalls::wait_for_message(const WorkPtr& work) {
     error = std::current_exception();
   }
   {
-    const std::lock_guard lock(mutex_);
+    const std::lock_guard lock(signal_->mutex);
     messages_.erase(work.get());
   }
   check();
@@ -56,11 +56,11 @@ void GlooCalls::wait_for_message(const WorkPtr& work) {
 
 void GlooCalls::abort() {
   {
-    const std::lock_guard lock(mutex_);
+    const std::lock_guard lock(signal_->mutex);
     aborted_ = true;
     for (c10d::Work* work : messages_) work->abort();
   }
-  changed_.notify_all();
+  signal_->changed.notify_all();
 }
 
 }  // namespace simdevice

@@ -18,7 +18,7 @@ using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 using Tensors = std::vector<at::Tensor>;
 
 /// What the streams of a group do over gloo: start, wait, be aborted. Thread-safe.
-class GlooCalls : public std::enable_shared_from_this<GlooCalls> {
+class GlooCalls {
  public:
   explicit GlooCalls(BackendPtr gloo) : gloo_(std::move(gloo)) {}
 
@@ -36,8 +36,12 @@ class GlooCalls : public std::enable_shared_from_this<GlooCalls> {
 
   const BackendPtr gloo_;
   std::mutex start_;
-  std::mutex mutex_;
-  std::condition_variable changed_;
+  /// Shared with callbacks, which gloo's threads destroy: they must not be the last to hold gloo.
+  struct Signal {
+    std::mutex mutex;
+    std::condition_variable changed;
+  };
+  const std::shared_ptr<Signal> signal_ = std::make_shared<Signal>();
   std::set<c10d::Work*> messages_;  // that somebody waits for
   std::atomic<bool> aborted_{false};
 };
