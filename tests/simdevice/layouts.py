@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 
 import pytest
@@ -44,14 +45,13 @@ def _as(case: Case, want: parity_jobs.Result, microseconds: int = 0) -> int:
 
 
 def as_on_the_cpu_when_bound(case: Case) -> int:
-    """The same after `init_process_group(device_id=...)`: all that a group does shares one communicator."""
-    group = dist.distributed_c10d._get_default_group()
+    """The same where groups are bound to the device, as after `init_process_group(device_id=...)`: each of them has one
+    communicator for all."""
     want = _on_the_cpu(case)
-    group.bound_device_id = torch.device("sim", 0)
-    try:
+    bound = functools.partial(dist.new_group, device_id=torch.device("sim", 0))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "new_group", bound)
         return _as(case, want)
-    finally:
-        group.bound_device_id = None
 
 
 def forgotten(case: Case, ordering: str, thread: str) -> list[str]:

@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "comm/p2p/shape_history.h"
+#include "comm/base/shape_history.h"
 
 namespace fold3d::test {
 namespace {

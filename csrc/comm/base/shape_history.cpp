@@ -1,4 +1,4 @@
-#include "comm/p2p/shape_history.h"
+#include "comm/base/shape_history.h"
 
 #include <algorithm>
 
