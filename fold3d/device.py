@@ -14,19 +14,19 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
-
-from fold3d.errors import ConfigError
 
 LibraryState = tuple[Any, Any]
 """Of Python's generator, and of numpy's."""
+
+_ALONE = ("mps",)
+"""Types of accelerators whose memory no backend of torch.distributed takes."""
 
 
 def default_device() -> torch.device:
     """Returns this process's of the host's accelerators, as launchers number processes; the CPU where ranks could not
     exchange what lies on one."""
     found = torch.accelerator.current_accelerator(check_available=True)
-    if found is None or _library_of(found.type) is None:
+    if found is None or found.type in _ALONE:
         return torch.device("cpu")
     return torch.device(found.type, int(os.environ.get("LOCAL_RANK", "0")) % torch.accelerator.device_count())
 
@@ -34,25 +34,6 @@ def default_device() -> torch.device:
 def is_accelerator(device: torch.device) -> bool:
     """Returns whether `device` works by itself while the host goes on."""
     return device.type not in ("cpu", "meta")
-
-
-def library_of(device: torch.device) -> str:
-    """Returns the backend of torch.distributed for memory of an accelerator, such as "nccl".
-
-    Raises: ConfigError where torch has none.
-    """
-    library = _library_of(device.type)
-    if library is None:
-        raise ConfigError(
-            f"torch has no library by which ranks exchange memory of the device {device}; set device='cpu' "
-            "(use_cpu=True for the Trainer), or register a backend of torch.distributed for it"
-        )
-    return library
-
-
-def _library_of(kind: str) -> str | None:
-    library = dist.Backend.default_device_backend_map.get(kind) if dist.is_available() else None
-    return None if library == dist.Backend.GLOO else library  # which takes host memory alone
 
 
 def make_current(device: torch.device) -> torch.device:

@@ -14,7 +14,8 @@ from torch._C._distributed_c10d import PrefixStore
 
 from fold3d.comms.forked import kept_from_children
 from fold3d.comms.interface import socket_interface
-from fold3d.device import is_accelerator, library_of
+from fold3d.device import is_accelerator
+from fold3d.errors import ConfigError
 
 _NAME = "fold3d_gloo"
 
@@ -50,6 +51,20 @@ def new_group(
         options = _urgent(library) if urgent else None
         group = dist.new_group(list(ranks), timeout=timeout, backend=backend, pg_options=options)
     return None if group == dist.GroupMember.NON_GROUP_MEMBER else group
+
+
+def library_of(device: torch.device) -> str:
+    """Returns the backend of torch.distributed for memory of an accelerator, such as "nccl".
+
+    Raises: ConfigError where torch has none.
+    """
+    library = dist.Backend.default_device_backend_map.get(device.type)
+    if library is None or library == dist.Backend.GLOO:  # which takes host memory alone
+        raise ConfigError(
+            f"torch has no library by which ranks exchange memory of the device {device}; set device='cpu' "
+            "(use_cpu=True for the Trainer), or register a backend of torch.distributed for it"
+        )
+    return library
 
 
 def _urgent(library: str | None) -> Any:
