@@ -161,14 +161,14 @@ class DpSync:
             return torch.zeros((), dtype=self._norm_dtype)
         if self._norm is None:
             self._norm = self._sum_norm()
-        return self._norm
+        return self._norm * self._coefficient
 
     def scale(self, coefficient: float) -> None:
-        """Scales the step's gradients: where they are in `.grad` now, else when the optimizer takes them."""
+        """Multiplies the step's gradients: where they are in `.grad` now, else when the optimizer takes them."""
         if self._optimizer is None or self._states.in_grad:
             gradients.scale(self._cut.parameters.values(), coefficient)
         else:
-            self._coefficient = coefficient
+            self._coefficient *= coefficient
 
     def update(self) -> None:
         """Begins the optimizer's step, with its settings of now.

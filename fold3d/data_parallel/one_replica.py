@@ -61,8 +61,7 @@ class OneReplica:
 
     def begin(self, micro_batches: int, chunks: Sequence[int], *, whole: bool) -> None:
         """Takes the gradients of the step before off the parameters."""
-        for parameter in self._cut.parameters.values():
-            parameter.grad = None
+        self.abandon()
         self._whole = whole
 
     def before_chunk(self, chunk: int) -> None:
@@ -96,7 +95,9 @@ class OneReplica:
         self._taken = []
 
     def abandon(self) -> None:
-        """The next step begins without gradients anyway."""
+        """Takes the gradients off the parameters."""
+        for parameter in self._cut.parameters.values():
+            parameter.grad = None
 
     def flush(self) -> None:
         """Parameters are up to date."""

@@ -17,6 +17,7 @@ from fold3d.comms.consistency import all_or_none
 from fold3d.comms.groups import Groups
 from fold3d.comms.world_group import WorldGroup
 from fold3d.config import ParallelConfig
+from fold3d.data_parallel import gradients
 from fold3d.data_parallel.optimizer.hooks import OptimizerHooks
 from fold3d.data_parallel.optimizer.parameter_state import cut_state
 from fold3d.device import all_rng_untouched, default_device, make_current
@@ -25,9 +26,9 @@ from fold3d.engine.arguments import check_arguments
 from fold3d.engine.builder import Order, connect, cut_model
 from fold3d.engine.built import BuiltRank
 from fold3d.engine.loss_scaler import LossScaler
+from fold3d.engine.meeting import meet
 from fold3d.engine.turns import take_turn
-from fold3d.errors import ConfigError, Fold3dError, RankError
-from fold3d.faults.failure import is_communication_error
+from fold3d.errors import ConfigError
 from fold3d.faults.supervisor import Supervisor
 from fold3d.observe.memory import MemoryWatch
 from fold3d.observe.step_breakdown import StepBreakdown
@@ -56,8 +57,9 @@ class Engine:
             any gets a parameter of no elements); element-wise optimizers (SGD, Adam, AdamW ...) give the
             single-process result. None: `run` and `evaluate` work, `step` does not.
         max_grad_norm: clips to this global norm in `step`; None: no clipping.
-        scaler: scales losses so that fp16 gradients do not vanish; `step` leaves the parameters alone on every rank
-            when the gradients of any rank are not finite. Its scale must be the same on all ranks. None: no scaling.
+        scaler: scales gradients so that in fp16 they do not vanish; `step`, and in a loop of one's own
+            `scaler.step(optimizer)` and `scaler.update()`, leave the parameters alone on every rank when the gradients
+            of any rank are not finite. Its scale must be the same on all ranks. None: no scaling.
         example: a micro-batch to record the model with, by argument name. HuggingFace models need none; other
             models that are cut are recorded with the first batch when it is missing. A function that returns one (or
             None): the first batch records any model, the function is asked where the model is needed before.
@@ -103,7 +105,7 @@ class Engine:
         self.on_build: list[Callable[[], None]] = []
         """Called once the model has been cut, with no arguments."""
         self._make_optimizer = optimizer
-        self._scaler = LossScaler(scaler) if scaler is not None and scaler.is_enabled() else None
+        self._scaler = LossScaler.adopt(scaler) if scaler is not None and scaler.is_enabled() else None
         self._order = Order(
             model=model,
             config=config,
@@ -139,6 +141,8 @@ class Engine:
         # Threads that outlive the interpreter abort the process: a script that never calls close() must end well.
         self._at_exit = weakref.finalize(self, rank.close)
         self._loss_takes_count = loss.takes_label_count(self.model)
+        if self._scaler is not None:
+            self._scaler.follow(rank.step, {id(one) for one in rank.cut.parameters.values()}, self.device)
         if self._make_optimizer is not None:
             # torch's optimizers refuse an empty list; a stage all of whose parameters are frozen gets one of no size.
             trainable = list(rank.cut.trainable().values()) or [Parameter(torch.empty(0, device=self.device))]
@@ -232,6 +236,7 @@ class Engine:
             raise ValueError("run needs at least one micro-batch")
         rank = self._built(micro_batches[0], loss_fn)
         self._take_turn()
+        loss_fn = loss_fn if self._scaler is None else self._scaler.scaled(loss_fn)
         number = self.step_index
         self.step_index += 1
         return rank.step.run(
@@ -247,15 +252,22 @@ class Engine:
             self._follow(better)
 
     def grad_norm(self) -> torch.Tensor:
-        """Returns the exact global gradient norm, the same on every rank; all ranks of the job call."""
-        return self._built().step.grad_norm()
+        """Returns the exact global gradient norm, the same on every rank; all ranks of the job call.
+
+        With a loss scaler gradients are unscaled first, if they are not yet, as `scaler.unscale_(optimizer)` does.
+        """
+        step = self._built().step
+        norm = None if self._scaler is None else self._scaler.unscaled_norm()
+        return step.grad_norm() if norm is None else norm
 
     def clip_grad_norm(self, max_norm: float) -> torch.Tensor:
         """Scales all gradients to a global norm of at most `max_norm`; returns the norm before; all ranks call.
 
-        With an optimizer attached they are scaled when it steps.
+        With an optimizer attached they are scaled when it steps. With a loss scaler they are unscaled first.
         """
-        return self._built().step.clip(max_norm)
+        norm = self.grad_norm()
+        self._built().step.scale(gradients.clip_coefficient(norm, max_norm))
+        return norm
 
     def flush(self) -> None:
         """Brings this rank's parameters up to date, which `optimizer.step()` may have left to the next forward."""
@@ -290,10 +302,7 @@ class Engine:
         rank = self._built(micro_batches[0], loss.first_call(self.model))
         if self.optimizer is None:
             raise ConfigError("step needs an optimizer: pass optimizer=functools.partial(torch.optim.AdamW, lr=...)")
-        share = self._share_of_loss(micro_batches)
-        if self._scaler is not None:
-            share = self._scaler.scaled(share)
-        replica_loss = self.run(micro_batches, share, reads_weights=False)
+        replica_loss = self.run(micro_batches, self._share_of_loss(micro_batches), reads_weights=False)
         mean, norm = rank.step.optimize(replica_loss, self.optimizer, self.max_grad_norm, self._scaler)
         return StepOutput(loss=mean, grad_norm=norm, make_breakdown=rank.step.breakdown_later())
 
@@ -358,15 +367,7 @@ class Engine:
             return
         self._built()
         with self._supervisor.together(f"{call}, which every process must call"):
-            try:
-                self.world.decide(call, _same_call, timeout=self.config.timeout_seconds)
-            except RankError:
-                raise
-            except Exception as error:
-                if not is_communication_error(error):
-                    raise
-                why = str(error).partition(" (gloo")[0]
-                raise _AbsentError(f"every process must call {call}, and not all of them did: {why}") from None
+            meet(self.world, call, self.config.timeout_seconds)
 
     # State
 
@@ -487,13 +488,3 @@ class Engine:
         """The groups of this rank: `data`, the replicas of its stage; `pipeline`, the stages of its replica, a process
         group of torch's (None where there is one stage)."""
         return self._built().groups
-
-
-class _AbsentError(Fold3dError, dist.DistNetworkError):
-    """Not all ranks came."""
-
-
-def _same_call(calls: list[str]) -> None:
-    other = next((rank for rank, call in enumerate(calls) if call != calls[0]), None)
-    if other is not None:
-        raise RankError(f"every process must call {calls[0]}, but rank {other} calls {calls[other]}")

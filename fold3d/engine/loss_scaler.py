@@ -2,40 +2,149 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import functools
+from collections.abc import Callable, Collection
+from typing import Any, Protocol, cast
 
 import torch
+from torch import Tensor
 from torch.nn import Module, Parameter
+from torch.optim import Optimizer
+
+_SKIPPED = "skipped_steps"
+"""Key of a state, beside GradScaler's own."""
 
 
-class LossScaler:
-    """Scales losses and decides, from the exact global norm and so alike on all ranks, which steps are taken."""
+class ScaledGradients(Protocol):
+    """A step's gradients, wherever they are."""
 
-    def __init__(self, scaler: torch.amp.GradScaler):
-        self._scaler = scaler
+    def grad_norm(self) -> Tensor:
+        """Returns their exact global norm, the same on every rank; all ranks call."""
+
+    def scale(self, coefficient: float) -> None:
+        """Multiplies them."""
+
+    def abandon(self) -> None:
+        """Drops them."""
+
+
+class LossScaler(torch.amp.GradScaler):
+    """The user's GradScaler once an engine has it: `unscale_`, `step` and `update` are called as in any loop.
+
+    Which steps are taken is decided by the exact global norm, and so alike on all ranks. All ranks make the same calls.
+    Optimizers without parameters of the engine's are treated as by any GradScaler.
+
+    Attributes:
+        skipped_steps: so far; in `state_dict`, too.
+    """
+
+    skipped_steps: int
+    _gradients: ScaledGradients
+    _parameters: Collection[int]
+    _verdict: Parameter
+    _carrier: Optimizer
+    _norm: Tensor | None
+
+    @classmethod
+    def adopt(cls, scaler: torch.amp.GradScaler) -> LossScaler:
+        """Turns `scaler` into one that an engine can be given with `follow`; it stays the object that it is."""
+        if not isinstance(scaler, cls):
+            kind = type(scaler)
+            made = cls if kind is torch.amp.GradScaler else type(kind.__name__, (cls, kind), {})
+            scaler.__class__ = made
+            vars(scaler).update(skipped_steps=0, _parameters=(), _norm=None)
+        return cast(LossScaler, scaler)
+
+    def follow(self, gradients: ScaledGradients, parameters: Collection[int], device: torch.device) -> None:
+        """From now on the gradients of `parameters`, by id, are an engine's."""
+        self._gradients, self._parameters, self._norm = gradients, parameters, None
         # GradScaler looks for infinities in an optimizer's gradients; this one carries the verdict and nothing else.
-        self._verdict = Parameter(torch.zeros((), device=scaler._device))
-        self._optimizer = torch.optim.SGD([self._verdict], lr=0.0)
+        self._verdict = Parameter(torch.zeros((), device=device))
+        self._carrier = torch.optim.SGD([self._verdict], lr=0.0)
 
-    @property
-    def inverse(self) -> float:
-        """What undoes the scale."""
-        return 1.0 / float(self._scaler.get_scale())
+    def scaled(self, loss_fn: Callable[[Module, Any], Tensor]) -> Callable[[Module, Any], Tensor]:
+        """Returns `loss_fn` with the gradients of a scaled loss; the loss itself stays as it is."""
+        factor = float(self.scale(torch.ones_like(self._verdict)))
 
-    def scaled(self, loss_fn: Callable[[Module, Any], torch.Tensor]) -> Callable[[Module, Any], torch.Tensor]:
-        """Returns `loss_fn` with a scaled result."""
-        factor = float(self._scaler.scale(torch.ones_like(self._verdict)))
-        return lambda model, batch: loss_fn(model, batch) * factor
+        @functools.wraps(loss_fn)
+        def call(model: Module, batch: Any) -> Tensor:
+            loss: Tensor = _ScaledBackward.apply(loss_fn(model, batch), factor)  # type: ignore[no-untyped-call]
+            return loss
+
+        return call
+
+    def unscaled_norm(self) -> Tensor | None:
+        """Unscales the step's gradients, unless that was done; returns their norm then; all ranks call."""
+        if self._norm is not None:
+            return None
+        self._unscale()
+        return self._norm
+
+    def unscale_(self, optimizer: Optimizer) -> None:
+        """As GradScaler's; all ranks call. Raises RuntimeError the second time before `update`."""
+        if self._is_ours(optimizer):
+            self._unscale()
+        else:
+            super().unscale_(optimizer)
+
+    def step(self, optimizer: Optimizer, *args: Any, **named: Any) -> float | None:
+        """As GradScaler's: calls `optimizer.step`, unless the gradients of any rank are not finite; all ranks call."""
+        if not self._is_ours(optimizer):
+            return super().step(optimizer, *args, **named)
+        if self._norm is None:
+            self._unscale()
+        assert self._norm is not None
+        result = None
+        if bool(torch.isfinite(self._norm)):
+            result = optimizer.step(*args, **named)
+        else:
+            self.skipped_steps += 1
+            self._gradients.abandon()
+            # GradScaler calls those that look for infinities themselves, and so whoever counts calls, such as a
+            # schedule of learning rates, counts this one. Here it finds no gradients, and changes nothing.
+            if getattr(optimizer, "_step_supports_amp_scaling", False):
+                optimizer.step(*args, **named)
+        super().step(self._carrier)
+        return result
+
+    def update(self, new_scale: float | Tensor | None = None) -> None:
+        """As GradScaler's: lower after a step with infinite gradients, higher after many without."""
+        self._norm = None
+        super().update(new_scale)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns GradScaler's state and how many steps were skipped."""
+        return super().state_dict() | {_SKIPPED: self.skipped_steps}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes a state of this class, or of GradScaler."""
+        super().load_state_dict(state_dict)
+        self.skipped_steps = int(state_dict.get(_SKIPPED, 0))
+
+    def _unscale(self) -> None:
+        if self._scale is None:
+            self.scale(self._verdict.detach())  # no step has run; whoever asks finds gradients of zero
+        norm = self._gradients.grad_norm()
+        self._verdict.grad = torch.full_like(self._verdict, 0.0 if bool(torch.isfinite(norm)) else float("inf"))
+        super().unscale_(self._carrier)
+        inverse = 1.0 / self.get_scale()
+        self._gradients.scale(inverse)
+        self._norm = norm * inverse
+
+    def _is_ours(self, optimizer: Optimizer) -> bool:
+        return any(id(one) in self._parameters for group in optimizer.param_groups for one in group["params"])
+
+
+class _ScaledBackward(torch.autograd.Function):
+    """Is its input; the gradient is multiplied by a factor."""
 
     @staticmethod
-    def is_finite(norm: torch.Tensor) -> bool:
-        """Whether the step may be taken."""
-        return bool(torch.isfinite(norm))
+    def forward(ctx: Any, value: Tensor, factor: float) -> Tensor:
+        """Returns `value`."""
+        ctx.factor = factor
+        return value.view_as(value)
 
-    def update(self, norm: torch.Tensor) -> None:
-        """Adapts the scale after a step: lower when `norm` is not finite, higher after many that were."""
-        self._verdict.grad = torch.full_like(self._verdict, 0.0 if self.is_finite(norm) else float("inf"))
-        self._scaler.unscale_(self._optimizer)
-        self._scaler.step(self._optimizer)
-        self._scaler.update()
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        """Returns the gradient, scaled."""
+        return gradient * ctx.factor, None

@@ -145,31 +145,26 @@ class Step:
         """Steps the optimizer with the gradients of `run`.
 
         Args:
-            replica_loss: what `run` returned, scaled as the gradients are.
+            replica_loss: what `run` returned.
+            scaler: by whose scale the gradients are larger.
         Returns: the global loss and the global gradient norm, scalars.
         """
-        inverse = 1.0 if scaler is None else scaler.inverse
         # 9. The loss of the global batch, while the last gradients are still being summed.
         loss = self.mean_loss(replica_loss)
         # 10. The exact global norm: one exchange, which waits for the sums.
-        norm = self.grad_norm()
-        if scaler is not None:
-            loss, norm = loss * inverse, norm * inverse
-        # 11. Clipping, and what undoes the scale of the loss.
-        factor = 1.0 if max_grad_norm is None else gradients.clip_coefficient(norm, max_grad_norm)
-        if scaler is None or scaler.is_finite(norm):
-            self._sync.scale(factor * inverse)
-            # 12. The update, by hooks inside of all that the user has there: shards now, other layers before their next
-            #     forward. 13. Gathers of what was updated begin, and are waited for there.
-            together = self._supervisor.together(f"the optimizer of {self._name}", meets=False)
-            with together, self._memory.explains(self._changes):
-                optimizer.step()
-        else:
-            with self._supervisor.together(f"dropping the infinite gradients of {self._name}"):
-                self._sync.abandon()
+        norm = None if scaler is None else scaler.unscaled_norm()
+        norm = self.grad_norm() if norm is None else norm
+        # 11. Clipping.
+        if max_grad_norm is not None:
+            self.scale(gradients.clip_coefficient(norm, max_grad_norm))
+        # 12. The update, by hooks inside of all that the user has there: shards now, other layers before their next
+        #     forward. 13. Gathers of what was updated begin, and are waited for there.
+        together = self._supervisor.together(f"the optimizer of {self._name}", meets=False)
+        with together, self._memory.explains(self._changes):
+            optimizer.step() if scaler is None else scaler.step(optimizer)
         optimizer.zero_grad(set_to_none=True)
         if scaler is not None:
-            scaler.update(norm)
+            scaler.update()
         return loss, norm
 
     def evaluate(self, schedule: Schedule, inputs: Inputs, call: ModelCall) -> Any:
@@ -206,11 +201,14 @@ class Step:
         with self._supervisor.together(f"the gradient norm of {self._name}"):
             return self._sync.norm()
 
-    def clip(self, max_norm: float) -> Tensor:
-        """Scales all gradients to a global norm of at most `max_norm`; returns the norm before."""
-        norm = self.grad_norm()
-        self._sync.scale(gradients.clip_coefficient(norm, max_norm))
-        return norm
+    def scale(self, coefficient: float) -> None:
+        """Multiplies the step's gradients."""
+        self._sync.scale(coefficient)
+
+    def abandon(self) -> None:
+        """Drops the gradients of a step that will not be taken."""
+        with self._supervisor.together(f"dropping the infinite gradients of {self._name}"):
+            self._sync.abandon()
 
     def flush(self) -> None:
         """Brings this rank's parameters up to date; meets nobody."""

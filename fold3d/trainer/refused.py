@@ -18,11 +18,6 @@ _WHOLE_CAST = "it casts the model as a whole; use bf16=True, which evaluates und
 _COMPILED = "fold3d runs the model's own modules chunk by chunk and cannot look into a compiled model"
 
 REFUSED: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "fp16": (
-        bool,
-        "the Trainer does not pass its loss scaler on to fold3d; use bf16=True, which needs no scaling, or "
-        "Engine(scaler=...) in a loop of your own",
-    ),
     "fp16_full_eval": (bool, _WHOLE_CAST),
     "bf16_full_eval": (bool, _WHOLE_CAST),
     "deepspeed": (bool, "fold3d places the model itself; remove it and set dp, pp and segments"),
@@ -62,10 +57,8 @@ def refuse_unsupported(args: transformers.TrainingArguments) -> None:
     for variable in ("ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP"):
         if os.environ.get(variable, "false").lower() in ("1", "true", "yes"):
             raise ConfigError(f"{variable} is set: fold3d places the model itself; start the script with torchrun")
-    if os.environ.get("ACCELERATE_MIXED_PRECISION", "no") in ("fp16", "fp8"):
-        raise ConfigError(
-            f"ACCELERATE_MIXED_PRECISION={os.environ['ACCELERATE_MIXED_PRECISION']} is not available; use bf16=True"
-        )
+    if os.environ.get("ACCELERATE_MIXED_PRECISION", "no") == "fp8":
+        raise ConfigError("ACCELERATE_MIXED_PRECISION=fp8 is not available; use bf16=True")
 
 
 def refuse_model(model: Module | None, model_init: Any) -> None:

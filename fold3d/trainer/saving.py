@@ -49,6 +49,7 @@ from fold3d.weights.release import is_released
 logger = logging.getLogger(__name__)
 
 SCHEDULER = "scheduler.pt"
+SCALER = "scaler.pt"
 TRAINER_STATE = "trainer_state.json"
 
 
@@ -210,6 +211,8 @@ class CheckpointingTrainer(transformers.Trainer):
             self._stream.send(tensors, rest, OptimizerSink(path, self.layout, groups), spread)
         if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER)
+            if (scaler := self.accelerator.scaler) is not None:
+                torch.save(scaler.state_dict(), Path(output_dir) / SCALER)
 
     def _save_rng_state(self, output_dir: str) -> None:
         # Rank 0 writes all files: other hosts may not see its folder.

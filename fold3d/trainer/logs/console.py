@@ -30,10 +30,11 @@ _SAID = {
     "step_ms",
     "peak_memory_gb",
     "mfu",
+    "skipped_steps",
     *_PARTS,
 }
 _LEFT_OUT = {"tp_hidden_ms", "pp_hidden_ms", "dp_hidden_ms", "preemptions", "pp_delayed_ms", "dp_held_ms"}
-_LEFT_OUT |= {"offload_hidden_ms", "offload_gb", "peak_memory_mb", "peak_memory_rank"}
+_LEFT_OUT |= {"offload_hidden_ms", "offload_gb", "peak_memory_mb", "peak_memory_rank", "loss_scale"}
 
 
 def step_line(logs: Mapping[str, Any], state: TrainerState) -> str:
@@ -52,6 +53,8 @@ def step_line(logs: Mapping[str, Any], state: TrainerState) -> str:
         words.append(f"{logs['peak_memory_gb']:.1f} GB")
     if "mfu" in logs:
         words.append(f"MFU {100 * logs['mfu']:.0f} %")
+    if logs.get("skipped_steps"):
+        words.append(f"{logs['skipped_steps']} steps skipped")
     parts = {name: logs[key] for key, name in _PARTS.items() if key in logs}
     for name, percent in _percentages(parts).items():
         words.append(f"{name} {percent} %{_hiding(logs, name)}")
