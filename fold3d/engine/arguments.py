@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
+from fold3d.config import ParallelConfig
 from fold3d.errors import ConfigError
 
 
@@ -21,4 +23,13 @@ def check_arguments(max_grad_norm: float | None, optimizer: Any, autocast: Any) 
         raise ConfigError(
             f"autocast is a {type(autocast).__name__} object, which is entered once; pass what makes it, such as "
             'functools.partial(torch.autocast, "cpu", torch.bfloat16)'
+        )
+
+
+def check_compiled(config: ParallelConfig, options: Mapping[str, Any] | None) -> None:
+    """Raises ConfigError where blocks cannot be compiled."""
+    if options is not None and config.tp > 1:
+        raise ConfigError(
+            f"compiled blocks with tp={config.tp} are not available: processes that share a layer exchange in the "
+            "middle of it, where a compiled block cannot stop; set tp=1, or do not compile (torch_compile=False)"
         )

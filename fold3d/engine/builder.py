@@ -91,6 +91,8 @@ class Order:
     autocast: Callable[[], AbstractContextManager[Any]]
     weights: str | None
     """Folder with safetensors."""
+    compile_options: Mapping[str, Any] | None = None
+    """Of torch.compile, for each block; None: blocks are not compiled."""
 
     @property
     def plans(self) -> bool:
@@ -213,7 +215,10 @@ def cut_model(
         check_pool(config, strategy, 0 if proposed is None else max(peak.pool for peak in proposed[1].peaks))
         prove_room(config, strategy, model, recording, example, order.device, order.autocast)
         check_kernels(config.kernels, order.device)
-        cut = RankModel(model, config, strategy, topology, order.device, recording, order.weights, sharding)
+        cut = RankModel(
+            *(model, config, strategy, topology, order.device, recording, order.weights, sharding),
+            compile_options=order.compile_options,
+        )
         blocks = recording.blocks if recording else ()
         schedule = Programs.of(strategy).compute(config.micro_batches).csv()
         digest = strategy.digest(repr(config), ",".join(blocks), schedule, sharding.digest if sharding else "")

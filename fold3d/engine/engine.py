@@ -22,7 +22,7 @@ from fold3d.data_parallel.optimizer.hooks import OptimizerHooks
 from fold3d.data_parallel.optimizer.parameter_state import cut_state
 from fold3d.device import all_rng_untouched, default_device, make_current
 from fold3d.engine import loss, state
-from fold3d.engine.arguments import check_arguments
+from fold3d.engine.arguments import check_arguments, check_compiled
 from fold3d.engine.builder import Order, connect, cut_model
 from fold3d.engine.built import BuiltRank
 from fold3d.engine.loss_scaler import LossScaler
@@ -68,6 +68,8 @@ class Engine:
             functools.partial(torch.autocast, "cpu", torch.bfloat16): the planner times layers in it.
         device: where parameters live; None: this process's CUDA device, or the CPU.
         optimizer_like: where the optimizer is attached later, makes one like it, for the planner to try; None: AdamW.
+        compile_options: what torch.compile is given for each block, such as {"mode": "max-autotune"}; None: blocks are
+            not compiled.
 
     Raises: ConfigError, TraceError before any process group is built; RankError from every method that runs the
         model, on every rank, when any rank fails.
@@ -86,8 +88,10 @@ class Engine:
         autocast: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
         device: torch.device | None = None,
         optimizer_like: Callable[[list[Parameter]], Optimizer] | None = None,
+        compile_options: Mapping[str, Any] | None = None,
     ):
         check_arguments(max_grad_norm, optimizer, autocast)
+        check_compiled(config, compile_options)
         world = dist.get_world_size() if dist.is_initialized() else 1
         rank = dist.get_rank() if dist.is_initialized() else 0
         self.model = model
@@ -115,6 +119,7 @@ class Engine:
             optimizer=optimizer or optimizer_like,
             autocast=autocast,
             weights=weights,
+            compile_options=compile_options,
         )
         self._supervisor = Supervisor(self.topology)
         self._world: WorldGroup | None = None

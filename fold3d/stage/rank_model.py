@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from fold3d.placement.recomputed_blocks import recomputed_blocks
 from fold3d.plan.space.recompute import KNOB as RECOMPUTE
 from fold3d.plan.strategy import Strategy
 from fold3d.sharding.plan import ShardingPlan
+from fold3d.stage.compiled import compile_blocks
 from fold3d.stage.loss_check import LossCheck
 from fold3d.stage.recompute import Checkpoints, modules_to_recompute
 from fold3d.stage.split_model import SplitModel
@@ -123,8 +125,10 @@ class RankModel:
         recording: Trace | None,
         weights: str | None,
         sharding: ShardingPlan | None = None,
+        compile_options: Mapping[str, Any] | None = None,
     ):
         """Args:
+        compile_options: of torch.compile, for each block; None: blocks are not compiled.
         recording: what `record` returned.
         sharding: how parameters are spread over tensor-parallel groups; None where there are none.
         """
@@ -149,6 +153,7 @@ class RankModel:
             if self.trace is not None and strategy.num_chunks > 1
             else _blocks_of(model, config, recording)
         )
+        self._compile = None if compile_options is None else partial(compile_blocks, model, blocks, compile_options)
         self._inner = modules_to_recompute(model, blocks, self.ranges, recompute)
         again = recomputed_blocks(blocks, self.ranges, strategy.pp, recompute)
         placement = ParameterPlacement.of(names, self.trace, self.ranges, strategy.pp, tied_groups(model))
@@ -199,6 +204,8 @@ class RankModel:
             plan = self.parts.plan
             self._undo.append(install(self.model, plan, self.parts.rank, self._late))
             self._undo.append(install_vocabulary(self.model, plan.vocabulary, self._late))
+        if self._compile is not None and not self._undo:
+            self._undo.append(self._compile())
         if self._checkpoints is None:
             self._checkpoints = Checkpoints(self.model, self._inner)
 

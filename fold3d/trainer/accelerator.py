@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils.dataclasses import DynamoBackend
 from accelerate.utils.operations import recursively_apply, reduce
 from torch import Tensor
 from torch.nn import Module
@@ -71,9 +72,14 @@ class ReplicaAccelerator(Accelerator):  # type: ignore[misc]
         The model that is spread over processes is not moved, either; any other one (a reference model) is whole in each
         process, on its device.
         """
-        if self.spread is None or self.spread() is model:
-            device_placement = False
-        return super().prepare_model(model, device_placement=device_placement, evaluation_mode=True)
+        if self.spread is not None and self.spread() is not model:
+            return super().prepare_model(model, device_placement=device_placement, evaluation_mode=True)
+        plugin = self.state.dynamo_plugin
+        backend, plugin.backend = plugin.backend, DynamoBackend.NO  # the engine compiles it, block by block
+        try:
+            return super().prepare_model(model, device_placement=False, evaluation_mode=True)
+        finally:
+            plugin.backend = backend
 
     def gather(self, tensor: Any) -> Any:
         """Returns the tensors of all replicas, concatenated along dimension 0; every rank calls."""

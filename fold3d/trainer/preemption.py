@@ -21,7 +21,7 @@ class PreemptionCallback(JITCheckpointCallback):
     trainer: Any
     jit_manager: Any
 
-    def __init__(self, stock: JITCheckpointCallback, world: WorldGroup):
+    def __init__(self, stock: Any, world: WorldGroup):
         super().__init__()  # type: ignore[no-untyped-call]
         self.trainer, self.jit_manager = stock.trainer, stock.jit_manager
         self._world = world
@@ -50,6 +50,6 @@ class PreemptionCallback(JITCheckpointCallback):
 
 def together(callback: TrainerCallback, world: WorldGroup) -> TrainerCallback:
     """Returns `callback`, or what takes its place where several ranks have to act on a signal."""
-    if type(callback) is JITCheckpointCallback and world.topology.world > 1:
+    if type(callback) in (JITCheckpointCallback, PreemptionCallback) and world.topology.world > 1:
         return PreemptionCallback(callback, world)
     return callback

@@ -15,7 +15,6 @@ from fold3d.errors import ConfigError
 
 _NO_DDP = "fold3d does not use DistributedDataParallel, so it has no effect; remove it"
 _WHOLE_CAST = "it casts the model as a whole; use bf16=True, which evaluates under autocast as well"
-_COMPILED = "fold3d runs the model's own modules chunk by chunk and cannot look into a compiled model"
 
 REFUSED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "fp16_full_eval": (bool, _WHOLE_CAST),
@@ -23,9 +22,6 @@ REFUSED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "deepspeed": (bool, "fold3d places the model itself; remove it and set dp, pp and segments"),
     "fsdp": (bool, "fold3d places the model itself; remove it and set dp, pp and segments"),
     "parallelism_config": (lambda value: value is not None, "set dp, pp and segments instead"),
-    "torch_compile": (bool, _COMPILED),
-    "torch_compile_backend": (lambda value: value is not None, _COMPILED),
-    "torch_compile_mode": (lambda value: value is not None, _COMPILED),
     "use_liger_kernel": (bool, "it replaces the forwards that fold3d runs chunk by chunk"),
     "auto_find_batch_size": (
         bool,
@@ -61,12 +57,8 @@ def refuse_unsupported(args: transformers.TrainingArguments) -> None:
         raise ConfigError("ACCELERATE_MIXED_PRECISION=fp8 is not available; use bf16=True")
 
 
-def refuse_model(model: Module | None, model_init: Any) -> None:
+def refuse_model(model: Module) -> None:
     """Raises ConfigError for what cannot be spread over processes, or saved from there."""
-    if model_init is not None:
-        raise ConfigError("model_init is not available: build the model and pass it as model")
-    if model is None:
-        raise ConfigError("Trainer needs a model")
     if getattr(model, "_hf_peft_config_loaded", False) and not has_adapters(model):
         raise ConfigError(
             "the model has adapters by add_adapter or load_adapter, with which the stock Trainer cannot resume either; "

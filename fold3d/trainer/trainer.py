@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import transformers
+from accelerate.utils.dataclasses import DynamoBackend
 from accelerate.utils.memory import clear_device_cache
 from torch import Tensor
 from torch.nn import Module
@@ -32,20 +33,20 @@ from fold3d.trace.example import synthetic_example
 from fold3d.trainer.accelerator import ReplicaAccelerator
 from fold3d.trainer.arguments import TrainingArguments
 from fold3d.trainer.flushing import FlushingHandler
-from fold3d.trainer.logs.measuring import MeasuringTrainer
 from fold3d.trainer.logs.parameter_count import counting_parameters
 from fold3d.trainer.loss_state import LossState
 from fold3d.trainer.overrides import flush_before, gradient_readers, is_overridden
 from fold3d.trainer.preemption import together
 from fold3d.trainer.reader import building_trainer
 from fold3d.trainer.refused import refuse_callbacks, refuse_model
+from fold3d.trainer.searching import SearchingTrainer
 from fold3d.trainer.waiting import Waiting
 from fold3d.weights.missing import MissingWeight
 
 logger = logging.getLogger(__name__)
 
 
-class Trainer(MeasuringTrainer):
+class Trainer(SearchingTrainer):
     """`transformers.Trainer` for models spread over data-parallel replicas, pipeline stages and tensor-parallel shards.
 
     Takes the same arguments; `args` are `fold3d.TrainingArguments`. The model may have its weights or be built on the
@@ -80,9 +81,10 @@ class Trainer(MeasuringTrainer):
         **named: Any,
     ) -> None:
         stock = inspect.signature(transformers.Trainer.__init__)
-        given = stock.bind(self, model, args, *others, **named).arguments
-        refuse_model(model, given.get("model_init"))
-        assert model is not None
+        if model is not None:
+            refuse_model(model)
+        elif stock.bind(self, model, args, *others, **named).arguments.get("model_init") is None:
+            raise ConfigError("Trainer needs a model, or a model_init that makes one")
         if args is None:
             args = TrainingArguments(output_dir="tmp_trainer")
         if not isinstance(args, TrainingArguments):
@@ -90,8 +92,7 @@ class Trainer(MeasuringTrainer):
                 f"args is a {type(args).__module__}.{type(args).__name__}; import TrainingArguments from fold3d too, "
                 f"or take fold3d.arguments_class({type(args).__name__})"
             )
-        # The engine replaces parameters of other ranks: an optimizer the user made knows the objects of before.
-        self._before = dict(model.named_parameters())
+        self._given_example = example
         self._trainable: set[str] = set()
         self._to_load: list[Callable[[], None]] = []
         self.current_gradient_accumulation_steps = 1  # of a training_step outside of train()
@@ -102,29 +103,50 @@ class Trainer(MeasuringTrainer):
         with building_trainer():
             super().__init__(model, args, *others, **named)
         refuse_callbacks(self.callback_handler.callbacks)
+        self._place_model()
+        self._evaluate_with_whole_model()
+        flush_before(self, lambda: self.engine.flush(), self.engine.topology.dp)
+        if self._world is not None and args.comm_timeout is not None:  # where the stock loop gathers, too
+            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=args.comm_timeout), self._world)
+
+    # Set-up
+
+    def _place_model(self) -> None:
+        """Gives `self.model` an engine, and tells whoever works with it; every rank calls."""
+        args, model = self.args, self.model
+        refuse_model(model)
+        # The engine replaces parameters of other ranks: an optimizer the user made knows the objects of before.
+        self._before = dict(model.named_parameters())
+        self._to_load.clear()
+        self.layout = None
         self.engine = Engine(
             model,
             args.parallel,
-            example=self._example if example is None else example,
+            example=self._example if self._given_example is None else self._given_example,
             weights=args.weights,
             autocast=self.accelerator.autocast,
             device=args.device,
             scaler=self.accelerator.scaler,
             optimizer_like=self._optimizer_like(),
+            compile_options=self._compile_options(),
         )
         self.accelerator.use_replicas(self.engine.world.data, model)
         callbacks = self.callback_handler.callbacks
         callbacks[:] = [together(callback, self.engine.world) for callback in callbacks]
         FlushingHandler.adopt(self.callback_handler, self.engine)
-        self._evaluate_with_whole_model()
-        flush_before(self, self.engine.flush, self.engine.topology.dp)
-        if self._world is not None and args.comm_timeout is not None:  # where the stock loop gathers, too
-            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=args.comm_timeout), self._world)
         self.engine.on_build.append(self._use_engine)
         if self.engine.is_built:
             self._use_engine()
 
-    # Set-up
+    def _hp_search_setup(self, trial: Any) -> None:
+        """Sets the arguments of a trial; then a model that `model_init` has made for this training gets its engine."""
+        super()._hp_search_setup(trial)
+        if self.model is self.engine.model:
+            return
+        self.engine.close()
+        self._measure_nothing_yet()
+        with all_rng_untouched(self.args.device):
+            self._place_model()
 
     def create_accelerator_and_postprocess(self) -> None:
         """Makes the accelerator count replicas instead of processes."""
@@ -230,6 +252,11 @@ class Trainer(MeasuringTrainer):
     def _layout_of(self, names: Mapping[int, str]) -> OptimizerLayout:
         return OptimizerLayout.restrict(self._plain_optimizer(), names, self.engine.owned, self.engine.parts)
 
+    def _compile_options(self) -> dict[str, Any] | None:
+        """Returns what the stock Trainer would compile the model with; None where it would not."""
+        plugin = self.accelerator.state.dynamo_plugin
+        return None if plugin.backend == DynamoBackend.NO else dict(plugin.to_kwargs())
+
     def _optimizer_like(self) -> Any:
         """Returns what makes an optimizer like the one of this training; None where the stock Trainer cannot tell.
 
@@ -274,15 +301,19 @@ class Trainer(MeasuringTrainer):
 
     # Training
 
-    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **named: Any) -> Any:
-        """Trains; the same arguments and result as the stock Trainer's."""
+    def train(self, *args: Any, **named: Any) -> Any:
+        """Trains; the same arguments and result as the stock Trainer's. Every process calls."""
         with self.engine.supervise("training"), counting_parameters(self._count_trainable):
             self._clean_output_dir()
             self._gradients_are_read = None
-            result = super().train(resume_from_checkpoint, *args, **named)
+            result = super().train(*args, **named)
             self._share_loss_state()
             self.engine.flush()
             return result
+
+    def _inner_training_loop(self, batch_size: int | None = None, *args: Any, **named: Any) -> Any:
+        with self.engine.supervise("training"):  # which may be another one than when `train` was called
+            return super()._inner_training_loop(batch_size, *args, **named)
 
     def _count_trainable(self) -> int:
         """Returns how many parameters of the whole model are trained; those of other ranks as they were at first."""
@@ -397,9 +428,3 @@ class Trainer(MeasuringTrainer):
         if self.control.should_log or self.control.should_evaluate or self.control.should_save:
             self._share_loss_state()
         super()._maybe_log_save_evaluate(*args, **named)
-
-    # Not available
-
-    def hyperparameter_search(self, *args: Any, **named: Any) -> Any:
-        """Raises: ConfigError; it needs a fresh model for every trial."""
-        raise ConfigError("hyperparameter_search is not available: start one job per trial")

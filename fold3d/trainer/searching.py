@@ -1,0 +1,118 @@
+"""SearchingTrainer: hyperparameter search, whose trials all processes run together."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers.hyperparameter_search import default_hp_search_backend
+from transformers.trainer_utils import HPSearchBackend
+
+from fold3d.errors import ConfigError, Fold3dError
+from fold3d.trainer.logs.measuring import MeasuringTrainer
+
+
+class PrunedError(Fold3dError):
+    """The trial is not worth going on with; raised on every rank."""
+
+
+class SearchingTrainer(MeasuringTrainer):
+    """The searching half of `fold3d.Trainer`.
+
+    As in the stock Trainer process 0 has the study and sends each trial's parameters to the others, which run
+    `trials` trials. So they are told of what only it would know: that a trial is pruned, that there are no more.
+    """
+
+    objective: float | None
+    hp_search_backend: Any
+    _trials_begun: int | None = None
+    """Of a search that is going on."""
+
+    def hyperparameter_search(
+        self,
+        hp_space: Any = None,
+        compute_objective: Any = None,
+        n_trials: int = 20,
+        direction: str | list[str] = "minimize",
+        backend: Any = None,
+        hp_name: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Searches; the same arguments and result as the stock Trainer's, on process 0. Every process calls.
+
+        A trial may change whatever the arguments have, the layout (`pp`, `segments` ...) too.
+
+        Raises: ConfigError for what cannot be with processes that run trials together.
+        """
+        found = backend or default_hp_search_backend()
+        if found is not None and HPSearchBackend(found) == HPSearchBackend.RAY:
+            raise ConfigError(
+                'backend="ray" runs trials in processes of its own, which are not those of this job; use "optuna"'
+            )
+        if self.args.world_size > 1:
+            for name in ("n_jobs", "catch"):
+                if kwargs.get(name) not in (None, 1, ()):
+                    why = "one trial runs at a time" if name == "n_jobs" else "a trial that fails ends the job"
+                    raise ConfigError(
+                        f"{name}={kwargs[name]!r}: all processes run a trial together, so {why}; remove it"
+                    )
+        self._trials_begun = 0
+        try:
+            best = super().hyperparameter_search(
+                hp_space, compute_objective, n_trials, direction, backend, hp_name, **kwargs
+            )
+        except Exception:
+            if self._trials_begun is not None:  # the study failed, not a trial
+                self._end_search(n_trials)
+            raise
+        self._end_search(n_trials)
+        return best
+
+    def _end_search(self, trials: int) -> None:
+        """Process 0 is through with the study, perhaps early: the others stop waiting for trials."""
+        begun, self._trials_begun = self._trials_begun, None
+        assert begun is not None
+        if self.args.world_size > 1 and self.args.process_index == 0:
+            for _ in range(trials - begun):
+                dist.broadcast_object_list([None], src=0)
+
+    def train(
+        self, resume_from_checkpoint: str | bool | None = None, trial: Any = None, *args: Any, **named: Any
+    ) -> Any:
+        """Trains; the same arguments and result as the stock Trainer's."""
+        begun = self._trials_begun
+        if begun is None:
+            return super().train(resume_from_checkpoint, trial, *args, **named)
+        if trial is None:  # there are no more
+            self.objective = 0.0
+            return None
+        self._trials_begun = None
+        try:
+            result = super().train(resume_from_checkpoint, trial, *args, **named)
+        except PrunedError:
+            self._trials_begun = begun + 1
+            if self.args.process_index == 0:
+                import optuna
+
+                raise optuna.TrialPruned from None
+            self.objective = 0.0
+            return None
+        self._trials_begun = begun + 1
+        return result
+
+    def _report_to_hp_search(self, trial: Any, step: int, metrics: dict[str, float]) -> None:
+        """Tells the study how the trial is doing; on every rank. Raises: PrunedError on every rank."""
+        if self.hp_search_backend != HPSearchBackend.OPTUNA or trial is None:
+            super()._report_to_hp_search(trial, step, metrics)
+            return
+        import optuna
+
+        pruned = torch.tensor(False)
+        try:
+            super()._report_to_hp_search(trial, step, metrics)
+        except optuna.TrialPruned:
+            pruned.fill_(True)
+        self.engine.world.all_reduce(pruned, torch.logical_or, timeout=self.args.ddp_timeout)
+        if pruned:
+            raise PrunedError("the trial was pruned")
