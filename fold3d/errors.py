@@ -11,6 +11,10 @@ class ConfigError(Fold3dError, ValueError):
     """A setting has a value that cannot work; the message names the value, the reason and what to change."""
 
 
+class MemoryLimitError(ConfigError):
+    """No layout that was found needs as little memory as the user allows; raised on every rank."""
+
+
 class TraceError(Fold3dError, ValueError):
     """The model cannot be cut into chunks; the message says what was found and which setting helps."""
 

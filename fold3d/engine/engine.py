@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,11 +24,12 @@ from fold3d.data_parallel.optimizer.parameter_state import cut_state
 from fold3d.device import all_rng_untouched, default_device, make_current
 from fold3d.engine import loss, state
 from fold3d.engine.arguments import check_arguments, check_compiled
-from fold3d.engine.builder import Order, connect, cut_model
+from fold3d.engine.builder import CutModel, Order, connect, cut_model
 from fold3d.engine.built import BuiltRank
 from fold3d.engine.loss_scaler import LossScaler
 from fold3d.engine.meeting import meet
 from fold3d.engine.turns import take_turn
+from fold3d.engine.whole_state import WholeState
 from fold3d.errors import ConfigError
 from fold3d.faults.supervisor import Supervisor
 from fold3d.observe.memory import MemoryWatch
@@ -43,7 +45,7 @@ from fold3d.trace.example import is_transformers_model
 from fold3d.weights.parts import Parts
 
 
-class Engine:
+class Engine(WholeState):
     """Trains `model` as one of dp * tp * pp processes; every process makes the same calls in the same order.
 
     The model's own forward runs on every rank, restricted to the layers the rank holds; the model object is cut in
@@ -124,6 +126,7 @@ class Engine:
         self._supervisor = Supervisor(self.topology)
         self._world: WorldGroup | None = None
         self._rank: BuiltRank | None = None
+        self._cut: CutModel | None = None
         self._strategy: Strategy | None = None
         self._fallback: Callable[[], Mapping[str, Any] | None] = lambda: None
         # The planner times layers with a real micro-batch; the synthetic one of a transformers model will not do.
@@ -138,16 +141,14 @@ class Engine:
 
     def _build(self, example: Mapping[str, Any] | None, call: ModelCall | None = None) -> None:
         self._take_turn()
-        cut = cut_model(self._order, self.world, example, call)
-        self._rank = rank = connect(cut, self._supervisor, self.world, self.device)
+        cut = self._cut = cut_model(self._order, self.world, example, call)
+        self._connect(cut)
+        rank = self._rank
+        assert rank is not None
         self.planned_memory = None if cut.planned is None else cut.planned[1].memory_bytes
         self._follow(cut.strategy)
         weakref.finalize(self, rank.cut.remove).atexit = False
-        # Threads that outlive the interpreter abort the process: a script that never calls close() must end well.
-        self._at_exit = weakref.finalize(self, rank.close)
         self._loss_takes_count = loss.takes_label_count(self.model)
-        if self._scaler is not None:
-            self._scaler.follow(rank.step, {id(one) for one in rank.cut.parameters.values()}, self.device)
         if self._make_optimizer is not None:
             # torch's optimizers refuse an empty list; a stage all of whose parameters are frozen gets one of no size.
             trainable = list(rank.cut.trainable().values()) or [Parameter(torch.empty(0, device=self.device))]
@@ -158,6 +159,38 @@ class Engine:
                 raise
         for settle in self.on_build:
             settle()
+
+    def _connect(self, cut: CutModel) -> None:
+        self._rank = rank = connect(cut, self._supervisor, self.world, self.device)
+        # Threads that outlive the interpreter abort the process: a script that never calls close() must end well.
+        self._at_exit = weakref.finalize(self, rank.close)
+        if self._scaler is not None:
+            self._scaler.follow(rank.step, {id(one) for one in rank.cut.parameters.values()}, self.device)
+
+    def recover(self) -> None:
+        """Connects the ranks anew after a failure that was raised on all of them; all ranks call.
+
+        Weights are as they were when it failed: those of before the step only if no optimizer had stepped yet. With
+        several ranks the optimizer is no longer attached, and what it had of a state is as the failure left it.
+
+        Raises: DistNetworkError when a rank does not come.
+        """
+        if self.topology.world == 1:  # nothing is broken where nobody communicates
+            return
+        self.optimizer = None
+        rank, self._rank = self._rank, None
+        if rank is not None:
+            self._at_exit.detach()
+            rank.close()
+            if rank.step.hooks is not None:
+                rank.step.hooks.remove()
+        if self._world is not None:
+            self._world.close()
+        self._supervisor, self._world = Supervisor(self.topology), None
+        if rank is not None:
+            assert self._cut is not None
+            self._cut = replace(self._cut, name=f"{self._cut.name}+")
+            self._connect(self._cut)
 
     def _built(self, batch: Mapping[str, Any] | None = None, call: ModelCall | None = None) -> BuiltRank:
         self._supervisor.progress.life.check()
@@ -374,46 +407,7 @@ class Engine:
         with self._supervisor.together(f"{call}, which every process must call"):
             meet(self.world, call, self.config.timeout_seconds)
 
-    # State
-
-    def state_dict(self) -> dict[str, Any]:
-        """Returns the whole model's weights, optimizer state and step counter, by original names; all ranks call.
-
-        The same on every rank, on the CPU, independent of dp, tp, pp and segments.
-        """
-        self.meet("engine.state_dict()")
-        cut, groups = self._built().cut, self.groups
-        with self._supervisor.together("gathering the state"), self.whole_optimizer_state():
-            return {
-                "model": state.gather_model(cut, groups.replica, groups.data),
-                "optimizer": state.gather_optimizer(cut, self.optimizer, groups.replica),
-                "step_index": self.step_index,
-            }
-
-    @contextlib.contextmanager
-    def whole_optimizer_state(self) -> Iterator[None]:
-        """Weights are up to date and the optimizer's state is whole on this rank in the body; all ranks run it."""
-        sync = self._built().sync
-        sync.collect_state()
-        try:
-            yield
-        finally:
-            sync.release_state()
-
-    def load_state_dict(self, full: Mapping[str, Any]) -> None:
-        """Takes this rank's share of what `state_dict` returned, under any layout.
-
-        Raises: CheckpointError when names or shapes do not match; nothing has changed then.
-        """
-        rank = self._built()
-        self.flush()
-        state.load(rank.cut, self.optimizer, full, on_host=self.config.offload_optimizer)
-        rank.sync.split_state()
-        self.step_index = int(full["step_index"])
-
-    def resume_at(self, step_index: int) -> None:
-        """The next step is number `step_index`, from 0: masks of dropout go on from there."""
-        self.step_index = step_index
+    # The end
 
     def close(self) -> None:
         """Ends communication and gives the model its own forward back. Weights of other ranks stay on meta.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from threading import Event
 from typing import Any
 
 from transformers import TrainerCallback
@@ -25,17 +26,21 @@ class FlushingHandler(CallbackHandler):
     """
 
     engine: Engine
+    has_stepped: Event
+    """Set once the optimizer is about to step."""
     _told: set[str]
 
     @classmethod
-    def adopt(cls, handler: CallbackHandler, engine: Engine) -> None:
+    def adopt(cls, handler: CallbackHandler, engine: Engine, has_stepped: Event) -> None:
         """Turns the stock Trainer's `handler` into one that flushes; its list of callbacks is the user's."""
         handler.__class__ = cls
         assert isinstance(handler, cls)
-        handler.engine, handler._told = engine, set()
+        handler.engine, handler.has_stepped, handler._told = engine, has_stepped, set()
 
     def call_event(self, event: str, args: Any, state: Any, control: Any, **named: Any) -> Any:
         """Calls the callbacks, once the parameters are what they read."""
+        if event == "on_pre_optimizer_step":
+            self.has_stepped.set()
         readers = [type(c).__name__ for c in self.callbacks if may_read(c, event, "reads_weights")]
         if event in _EVERY_STEP and self.engine.topology.dp > 1:
             for name in [name for name in readers if name not in self._told]:

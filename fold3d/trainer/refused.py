@@ -14,7 +14,10 @@ from fold3d.checkpoint import adapter_files, has_adapters
 from fold3d.errors import ConfigError
 
 _NO_DDP = "fold3d does not use DistributedDataParallel, so it has no effect; remove it"
-_WHOLE_CAST = "it casts the model as a whole; use bf16=True, which evaluates under autocast as well"
+_WHOLE_CAST = (
+    "it casts the weights themselves and leaves them so, but optimizers and replicas share their storage; use bf16=True, "
+    "which evaluates under autocast as well"
+)
 
 REFUSED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "fp16_full_eval": (bool, _WHOLE_CAST),
@@ -22,11 +25,10 @@ REFUSED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "deepspeed": (bool, "fold3d places the model itself; remove it and set dp, pp and segments"),
     "fsdp": (bool, "fold3d places the model itself; remove it and set dp, pp and segments"),
     "parallelism_config": (lambda value: value is not None, "set dp, pp and segments instead"),
-    "use_liger_kernel": (bool, "it replaces the forwards that fold3d runs chunk by chunk"),
-    "auto_find_batch_size": (
+    "use_liger_kernel": (
         bool,
-        "processes would choose different sizes; set per_device_train_batch_size and, for more memory, raise "
-        "gradient_accumulation_steps or pp",
+        "it gives the model a forward whose loss reads the head's weights outside of the head, and nothing shows yet that "
+        "such a model is cut rightly; leave it out",
     ),
     "save_on_each_node": (bool, "rank 0 writes the checkpoint of the whole model; use a folder all nodes see"),
     "ddp_find_unused_parameters": (lambda value: value is not None, _NO_DDP),

@@ -10,6 +10,7 @@ import logging
 import math
 from collections.abc import Callable, Mapping
 from datetime import timedelta
+from threading import Event
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ from fold3d.topology import Topology
 from fold3d.trace.example import synthetic_example
 from fold3d.trainer.accelerator import ReplicaAccelerator
 from fold3d.trainer.arguments import TrainingArguments
+from fold3d.trainer.batch_size import needs_smaller_batch, try_again
 from fold3d.trainer.flushing import FlushingHandler
 from fold3d.trainer.logs.parameter_count import counting_parameters
 from fold3d.trainer.loss_state import LossState
@@ -93,6 +95,7 @@ class Trainer(SearchingTrainer):
                 f"or take fold3d.arguments_class({type(args).__name__})"
             )
         self._given_example = example
+        self._has_stepped = Event()
         self._trainable: set[str] = set()
         self._to_load: list[Callable[[], None]] = []
         self.current_gradient_accumulation_steps = 1  # of a training_step outside of train()
@@ -130,13 +133,16 @@ class Trainer(SearchingTrainer):
             optimizer_like=self._optimizer_like(),
             compile_options=self._compile_options(),
         )
-        self.accelerator.use_replicas(self.engine.world.data, model)
-        callbacks = self.callback_handler.callbacks
-        callbacks[:] = [together(callback, self.engine.world) for callback in callbacks]
-        FlushingHandler.adopt(self.callback_handler, self.engine)
+        self._tell_of_engine()
         self.engine.on_build.append(self._use_engine)
         if self.engine.is_built:
             self._use_engine()
+
+    def _tell_of_engine(self) -> None:
+        self.accelerator.use_replicas(self.engine.world.data, self.model)
+        callbacks = self.callback_handler.callbacks
+        callbacks[:] = [together(callback, self.engine.world) for callback in callbacks]
+        FlushingHandler.adopt(self.callback_handler, self.engine, self._has_stepped)
 
     def _hp_search_setup(self, trial: Any) -> None:
         """Sets the arguments of a trial; then a model that `model_init` has made for this training gets its engine."""
@@ -312,8 +318,17 @@ class Trainer(SearchingTrainer):
             return result
 
     def _inner_training_loop(self, batch_size: int | None = None, *args: Any, **named: Any) -> Any:
-        with self.engine.supervise("training"):  # which may be another one than when `train` was called
-            return super()._inner_training_loop(batch_size, *args, **named)
+        self._has_stepped.clear()
+        try:
+            with self.engine.supervise("training"):  # which may be another one than when `train` was called
+                return super()._inner_training_loop(batch_size, *args, **named)
+        except Exception as error:
+            if not self.args.auto_find_batch_size or batch_size is None or not needs_smaller_batch(error):
+                raise
+            told = str(error)
+        smaller = try_again(self.engine, told, batch_size, self._has_stepped.is_set(), self.args.ddp_timeout)
+        self._tell_of_engine()
+        raise smaller
 
     def _count_trainable(self) -> int:
         """Returns how many parameters of the whole model are trained; those of other ranks as they were at first."""

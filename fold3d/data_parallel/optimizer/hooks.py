@@ -37,23 +37,37 @@ class OptimizerHooks:
         before: takes the gradients; the optimizer's own step then finds none and changes nothing.
         after: the optimizer's own step is over.
         """
-        optimizer.register_state_dict_pre_hook(lambda _: sync.before_state_dict())
-        optimizer.register_load_state_dict_pre_hook(lambda *_: flush())
-        optimizer.register_load_state_dict_post_hook(lambda _: sync.split_state())
+        self._optimizer = optimizer
+        self._handles = [
+            optimizer.register_state_dict_pre_hook(lambda _: sync.before_state_dict()),
+            optimizer.register_load_state_dict_pre_hook(lambda *_: flush()),
+            optimizer.register_load_state_dict_post_hook(lambda _: sync.split_state()),
+        ]
+        self._switches = []
         for name in ("train", "eval"):  # of optimizers that keep other weights for evaluation
             if callable(switch := getattr(optimizer, name, None)):
                 setattr(optimizer, name, _after(flush, switch))
+                self._switches.append(name)
         self._before = cast(OrderedDict[int, Any], optimizer._optimizer_step_pre_hooks)
         self._after = cast(OrderedDict[int, Any], optimizer._optimizer_step_post_hooks)
-        self._own = (
-            optimizer.register_step_pre_hook(lambda *_: before()).id,
-            optimizer.register_step_post_hook(lambda *_: after()).id,
+        own = (
+            optimizer.register_step_pre_hook(lambda *_: before()),
+            optimizer.register_step_post_hook(lambda *_: after()),
         )
+        self._handles += own
+        self._own = own[0].id, own[1].id
 
     def put_innermost(self) -> None:
         """Lets hooks that were registered meanwhile run before and after the engine's."""
         self._before.move_to_end(self._own[0])
         self._after.move_to_end(self._own[1], last=False)
+
+    def remove(self) -> None:
+        """Leaves the optimizer to itself."""
+        for handle in self._handles:
+            handle.remove()
+        for name in self._switches:
+            delattr(self._optimizer, name)
 
     @property
     def others_after(self) -> bool:

@@ -22,7 +22,7 @@ from fold3d.comms.world_group import WorldGroup
 from fold3d.config import AUTO, ParallelConfig, text_of_bytes
 from fold3d.data_parallel.optimizer.separable import check_separable
 from fold3d.device import processes_of_host, total_memory
-from fold3d.errors import ConfigError, RankError
+from fold3d.errors import ConfigError, MemoryLimitError, RankError
 from fold3d.observe.announce import announce
 from fold3d.plan.constraints import Constraints
 from fold3d.plan.costs import ACTION_SECONDS, BUCKET_SECONDS, NetworkCosts, Profile
@@ -364,7 +364,7 @@ def _steps_parts(make: Callable[[list[Parameter]], Optimizer] | None) -> bool:
 
 
 def _check_memory(job: Job, proposal: Proposal, config: ParallelConfig) -> None:
-    """Raises ConfigError when the best that was found needs more memory than the user allows."""
+    """Raises MemoryLimitError when the best that was found needs more memory than the user allows."""
     if config.memory_size is None or proposal.memory_bytes <= config.memory_size:
         return
     strategy, spared = proposal.strategy, str(Spared.of(proposal.strategy.settings))
@@ -377,7 +377,7 @@ def _check_memory(job: Job, proposal: Proposal, config: ParallelConfig) -> None:
         least = max(curve.peak.device for curve in predicted_curves(in_parts(job, tried), strategy))
         needs = f"(a sample at a time needs about {text_of_bytes(least)})"
         smaller = f'set micro_batch_size="auto" {needs}, ' if least < proposal.memory_bytes else ""
-    raise ConfigError(
+    raise MemoryLimitError(
         f"memory_limit={config.memory_limit}: stage {proposal.fullest_stage} would need about "
         f"{text_of_bytes(proposal.memory_bytes)}, the least that was found ({strategy.segments} segments, "
         f"{strategy.schedule}, dp_sync {strategy.dp_sync}{spared and f', {spared}'}{divided}); raise memory_limit or "
