@@ -15,8 +15,8 @@ from fold3d.errors import ConfigError
 
 _NO_DDP = "fold3d does not use DistributedDataParallel, so it has no effect; remove it"
 _WHOLE_CAST = (
-    "it casts the weights themselves and leaves them so, but optimizers and replicas share their storage; use bf16=True, "
-    "which evaluates under autocast as well"
+    "it casts the weights themselves and leaves them so, but optimizers and replicas share their storage; use "
+    "bf16=True, which evaluates under autocast as well"
 )
 
 REFUSED: dict[str, tuple[Callable[[Any], bool], str]] = {
@@ -27,8 +27,8 @@ REFUSED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "parallelism_config": (lambda value: value is not None, "set dp, pp and segments instead"),
     "use_liger_kernel": (
         bool,
-        "it gives the model a forward whose loss reads the head's weights outside of the head, and nothing shows yet that "
-        "such a model is cut rightly; leave it out",
+        "it gives the model a forward whose loss reads the head's weights outside of the head, and nothing shows yet "
+        "that such a model is cut rightly; leave it out",
     ),
     "save_on_each_node": (bool, "rank 0 writes the checkpoint of the whole model; use a folder all nodes see"),
     "ddp_find_unused_parameters": (lambda value: value is not None, _NO_DDP),

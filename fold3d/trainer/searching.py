@@ -80,16 +80,16 @@ class SearchingTrainer(MeasuringTrainer):
     def train(
         self, resume_from_checkpoint: str | bool | None = None, trial: Any = None, *args: Any, **named: Any
     ) -> Any:
-        """Trains; the same arguments and result as the stock Trainer's."""
+        """Trains; the same arguments and result as the stock Trainer's. Every process calls."""
         begun = self._trials_begun
         if begun is None:
-            return super().train(resume_from_checkpoint, trial, *args, **named)
+            return self._train(resume_from_checkpoint, trial, *args, **named)
         if trial is None:  # there are no more
             self.objective = 0.0
             return None
         self._trials_begun = None
         try:
-            result = super().train(resume_from_checkpoint, trial, *args, **named)
+            result = self._train(resume_from_checkpoint, trial, *args, **named)
         except PrunedError:
             self._trials_begun = begun + 1
             if self.args.process_index == 0:
@@ -100,6 +100,9 @@ class SearchingTrainer(MeasuringTrainer):
             return None
         self._trials_begun = begun + 1
         return result
+
+    def _train(self, *args: Any, **named: Any) -> Any:
+        return super().train(*args, **named)
 
     def _report_to_hp_search(self, trial: Any, step: int, metrics: dict[str, float]) -> None:
         """Tells the study how the trial is doing; on every rank. Raises: PrunedError on every rank."""

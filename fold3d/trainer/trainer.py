@@ -307,12 +307,11 @@ class Trainer(SearchingTrainer):
 
     # Training
 
-    def train(self, *args: Any, **named: Any) -> Any:
-        """Trains; the same arguments and result as the stock Trainer's. Every process calls."""
+    def _train(self, *args: Any, **named: Any) -> Any:
         with self.engine.supervise("training"), counting_parameters(self._count_trainable):
             self._clean_output_dir()
             self._gradients_are_read = None
-            result = super().train(*args, **named)
+            result = super()._train(*args, **named)
             self._share_loss_state()
             self.engine.flush()
             return result

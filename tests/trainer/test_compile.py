@@ -15,6 +15,7 @@ from tests.helpers.ranks import RankPool
 from tests.trainer.jobs import Job, Variant, assert_same, model_of, run_fold3d, run_stock
 
 EAGER = {"torch_compile": True, "torch_compile_backend": "aot_eager"}
+TIMEOUT = 300.0  # s: compiling takes most of the time
 DROPOUT = {"family": "gpt2", "dropout": 0.1, "dtype": "float32"}
 
 
@@ -53,7 +54,7 @@ def test_parity(
     whole = Job(str(tmp_path), samples=32, variant=Counting(), arguments=arguments, **job)
     plain = {key: value for key, value in arguments.items() if not key.startswith("torch_compile")}
     stock = run_stock(replace(whole, arguments=plain), replicas=layout.get("dp", 1))
-    for ours in ranks.run(run_fold3d, processes, whole, layout):
+    for ours in ranks.run(run_fold3d, processes, whole, layout, timeout=TIMEOUT):
         compiled, breaks, names = ours.extra
         assert compiled > 0 and not breaks
         assert names == stock.extra[2]
@@ -65,8 +66,8 @@ def test_dropout_is_that_of_the_layers(ranks: RankPool, tmp_path: Path) -> None:
     """Masks depend on module and micro-batch, compiled or not."""
     job = Job(str(tmp_path), samples=32, variant=Counting(), **DROPOUT)
     layout = {"pp": 2, "segments": 2}
-    plain = ranks.run(run_fold3d, 2, job, layout)[0]
-    compiled = ranks.run(run_fold3d, 2, replace(job, arguments=EAGER), layout)[0]
+    plain = ranks.run(run_fold3d, 2, job, layout, timeout=TIMEOUT)[0]
+    compiled = ranks.run(run_fold3d, 2, replace(job, arguments=EAGER), layout, timeout=TIMEOUT)[0]
     assert compiled.extra[0] > 0
     assert_same(compiled, plain, 1e-6)
 
@@ -74,7 +75,7 @@ def test_dropout_is_that_of_the_layers(ranks: RankPool, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_inductor(ranks: RankPool, tmp_path: Path) -> None:
     job = Job(str(tmp_path), samples=32, variant=Counting(), dtype="float32", arguments={"torch_compile": True})
-    ours = ranks.run(run_fold3d, 2, job, {"pp": 2})[0]
+    ours = ranks.run(run_fold3d, 2, job, {"pp": 2}, timeout=TIMEOUT)[0]
     assert ours.extra[0] > 0
     assert_same(ours, run_stock(replace(job, arguments={})), 1e-4)
 

@@ -114,7 +114,7 @@ def test_searches(ranks: RankPool, tmp_path: Path, processes: int, layout: dict[
     arguments = {"eval_strategy": "steps", "eval_steps": 2, "max_steps": 4, "save_strategy": "steps", "save_steps": 4}
     job = Job(str(tmp_path), variant=Fresh(), samples=32, arguments=arguments)
     best, objectives = search(job, None)
-    found = ranks.run(search, processes, job, layout)
+    found = ranks.run(search, processes, job, layout, timeout=200)
     assert len(objectives) == 2 * (LAST + 1) - 1
     for number, (run, seen) in enumerate(found):
         assert seen == pytest.approx(objectives, rel=1e-6)
