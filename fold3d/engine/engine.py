@@ -29,7 +29,6 @@ from fold3d.engine.built import BuiltRank
 from fold3d.engine.loss_scaler import LossScaler
 from fold3d.engine.meeting import meet
 from fold3d.engine.turns import take_turn
-from fold3d.engine.whole_state import WholeState
 from fold3d.errors import ConfigError
 from fold3d.faults.supervisor import Supervisor
 from fold3d.observe.memory import MemoryWatch
@@ -45,7 +44,7 @@ from fold3d.trace.example import is_transformers_model
 from fold3d.weights.parts import Parts
 
 
-class Engine(WholeState):
+class Engine(state.WholeState):
     """Trains `model` as one of dp * tp * pp processes; every process makes the same calls in the same order.
 
     The model's own forward runs on every rank, restricted to the layers the rank holds; the model object is cut in

@@ -62,6 +62,10 @@ class LossScaler(torch.amp.GradScaler):
         self._verdict = Parameter(torch.zeros((), device=device))
         self._carrier = torch.optim.SGD([self._verdict], lr=0.0)
 
+    def count_anew(self) -> None:
+        """A training begins: no step of it was skipped."""
+        self.skipped_steps = 0
+
     def scaled(self, loss_fn: Callable[[Module, Any], Tensor]) -> Callable[[Module, Any], Tensor]:
         """Returns `loss_fn` with the gradients of a scaled loss; the loss itself stays as it is."""
         factor = float(self.scale(torch.ones_like(self._verdict)))

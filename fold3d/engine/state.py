@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
+from fold3d.comms.groups import Groups
 from fold3d.comms.tree_group import TreeGroup
+from fold3d.config import ParallelConfig
 from fold3d.data_parallel.optimizer.host_memory import host_memory
 from fold3d.data_parallel.optimizer.parameter_state import assembled, like_parameter, part_of_state, shard_of_state
+from fold3d.engine.built import BuiltRank
 from fold3d.errors import CheckpointError
+from fold3d.faults.supervisor import Supervisor
 from fold3d.sharding.shard import Shard
 from fold3d.stage.rank_model import RankModel
 
@@ -102,6 +107,71 @@ def load(cut: RankModel, optimizer: Optimizer | None, full: Mapping[str, Any], *
         optimizer.state.pop(parameter, None)  # what came after the state was saved does not count
         if name in states:
             optimizer.state[parameter] = states[name]
+
+
+class WholeState(ABC):
+    """The saving half of `Engine`."""
+
+    config: ParallelConfig
+    optimizer: Optimizer | None
+    step_index: int
+    _supervisor: Supervisor
+
+    @abstractmethod
+    def _built(self) -> BuiltRank:
+        """Returns what this rank trains with."""
+
+    @property
+    @abstractmethod
+    def groups(self) -> Groups:
+        """Returns the groups of this rank."""
+
+    @abstractmethod
+    def meet(self, call: str) -> None:
+        """Waits until every rank has come to the same `call`."""
+
+    @abstractmethod
+    def flush(self) -> None:
+        """Brings this rank's parameters up to date."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the whole model's weights, optimizer state and step counter, by original names; all ranks call.
+
+        The same on every rank, on the CPU, independent of dp, tp, pp and segments.
+        """
+        self.meet("engine.state_dict()")
+        cut, groups = self._built().cut, self.groups
+        with self._supervisor.together("gathering the state"), self.whole_optimizer_state():
+            return {
+                "model": gather_model(cut, groups.replica, groups.data),
+                "optimizer": gather_optimizer(cut, self.optimizer, groups.replica),
+                "step_index": self.step_index,
+            }
+
+    @contextlib.contextmanager
+    def whole_optimizer_state(self) -> Iterator[None]:
+        """Weights are up to date and the optimizer's state is whole on this rank in the body; all ranks run it."""
+        sync = self._built().sync
+        sync.collect_state()
+        try:
+            yield
+        finally:
+            sync.release_state()
+
+    def load_state_dict(self, full: Mapping[str, Any]) -> None:
+        """Takes this rank's share of what `state_dict` returned, under any layout.
+
+        Raises: CheckpointError when names or shapes do not match; nothing has changed then.
+        """
+        rank = self._built()
+        self.flush()
+        load(rank.cut, self.optimizer, full, on_host=self.config.offload_optimizer)
+        rank.sync.split_state()
+        self.step_index = int(full["step_index"])
+
+    def resume_at(self, step_index: int) -> None:
+        """The next step is number `step_index`, from 0: masks of dropout go on from there."""
+        self.step_index = step_index
 
 
 def _states(

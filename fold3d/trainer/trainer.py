@@ -33,7 +33,6 @@ from fold3d.topology import Topology
 from fold3d.trace.example import synthetic_example
 from fold3d.trainer.accelerator import ReplicaAccelerator
 from fold3d.trainer.arguments import TrainingArguments
-from fold3d.trainer.batch_size import needs_smaller_batch, try_again
 from fold3d.trainer.flushing import FlushingHandler
 from fold3d.trainer.logs.parameter_count import counting_parameters
 from fold3d.trainer.loss_state import LossState
@@ -41,7 +40,8 @@ from fold3d.trainer.overrides import flush_before, gradient_readers, is_overridd
 from fold3d.trainer.preemption import together
 from fold3d.trainer.reader import building_trainer
 from fold3d.trainer.refused import refuse_callbacks, refuse_model
-from fold3d.trainer.searching import SearchingTrainer
+from fold3d.trainer.trials.batch_size import needs_smaller_batch, try_again
+from fold3d.trainer.trials.searching import SearchingTrainer
 from fold3d.trainer.waiting import Waiting
 from fold3d.weights.missing import MissingWeight
 
@@ -208,7 +208,7 @@ class Trainer(SearchingTrainer):
             self._create_optimizer_over_whole_model()
         self._waiting.clear()
         if self.accelerator.scaler is not None:
-            self.accelerator.scaler.skipped_steps = 0
+            self.accelerator.scaler.count_anew()
         made = self._plain_optimizer()
         if self.engine.is_built and self.engine.optimizer is None:
             self.engine.attach(made)

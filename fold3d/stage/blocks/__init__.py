@@ -1,0 +1,1 @@
+"""What is done to single blocks of a model, besides running them."""

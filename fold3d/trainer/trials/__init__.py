@@ -1,0 +1,1 @@
+"""Trainings that are tried several times: with other hyperparameters, with smaller batches."""
