@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
-from fold3d.config import ParallelConfig
 from fold3d.errors import ConfigError
 
 
@@ -26,10 +25,10 @@ def check_arguments(max_grad_norm: float | None, optimizer: Any, autocast: Any) 
         )
 
 
-def check_compiled(config: ParallelConfig, options: Mapping[str, Any] | None) -> None:
+def check_compiled(processes: int, options: Mapping[str, Any] | None) -> None:
     """Raises ConfigError where blocks cannot be compiled."""
-    if options is not None and config.tp > 1:
+    if options is not None and processes > 1:
         raise ConfigError(
-            f"compiled blocks with tp={config.tp} are not available: processes that share a layer exchange in the "
-            "middle of it, where a compiled block cannot stop; set tp=1, or do not compile (torch_compile=False)"
+            f"compiled blocks (torch_compile=True) with {processes} processes are not available: only in one process "
+            "were they compared with blocks that are not compiled; leave torch_compile out"
         )
