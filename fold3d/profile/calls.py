@@ -63,6 +63,7 @@ def record_calls(
         shadow.get_submodule(name).register_forward_hook(_keep(calls, name), with_kwargs=True)
     with mode:
         kwargs = tree_map_only(Tensor, lambda value: torch.empty(value.shape, dtype=value.dtype), dict(micro_batch))
+    mode.known.give(kwargs, micro_batch)
     called = micro_batch.called(shadow) if isinstance(micro_batch, Arguments) else shadow
     if "use_cache" in inspect.signature(called.forward).parameters:
         kwargs.setdefault("use_cache", False)

@@ -41,7 +41,7 @@ def layer_bytes(
     Args:
         model: whole; parameters of any device.
         trace: its recording.
-        micro_batch: keyword arguments of the model's forward; only shapes matter.
+        micro_batch: keyword arguments of the model's forward; values matter where the model decides by them.
         device: whose kernels are chosen; of a kind that this torch knows.
         autocast: the context in which the forward runs.
         prepare: called with the copy that runs; may wrap parts of it.

@@ -34,7 +34,8 @@ class CallGuard:
     """Looks at every call of a model that runs chunk by chunk: how often it is called, and in which form.
 
     A form (see `form_of`) that was not recorded is recorded when it comes, in training and in evaluation: arguments may
-    ask for outputs, or run code, for which a later chunk needs what an earlier one computed.
+    ask for outputs, or run code, for which a later chunk needs what an earlier one computed. So is a micro-batch by
+    whose values the model decides otherwise than it did for those recorded (see `Decisions`).
 
     Args:
         is_running: whether a chunk runs.
@@ -52,7 +53,7 @@ class CallGuard:
         self._model = weakref.ref(model)
         self._trace, self._ranges = trace, list(ranges)
         self._is_running, self._entered = is_running, entered
-        self._known: dict[Form, Trace] = {trace.form: trace}
+        self._known: dict[Form, list[Trace]] = {trace.form: [trace]}
         self._inside: str | None = None
         self._calls = 0
         self._undo: list[Callable[[], None]] = []
@@ -104,10 +105,15 @@ class CallGuard:
         if self._calls > 1:
             raise SplitError(CALLED_AGAIN)
         arguments = by_name(model, name, args, kwargs)
-        form = form_of(arguments)
-        if form not in self._known:
-            self._known[form] = self._prove(model, arguments)
-        self._entered(self._known[form])
+        known = self._known.setdefault(form_of(arguments), [])
+        found = next((one for one in known if one.decisions.hold_for(arguments)), None)
+        if found is None:
+            found = self._prove(model, arguments)
+            known.append(found)
+        elif found is not known[0]:  # the next micro-batch is likely to be like this one
+            known.remove(found)
+            known.insert(0, found)
+        self._entered(found)
 
     def _prove(self, model: nn.Module, arguments: Arguments) -> Trace:
         """Records the call and returns the recording.

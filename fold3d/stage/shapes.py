@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import contextvars
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
 
 from fold3d.trace.caches.apart import apart_from_caches
 from fold3d.trace.capture import fake_copy
-from fold3d.trace.values.without_values import WithoutValues
+from fold3d.trace.values.decisions import Decisions
+from fold3d.trace.values.without_values import NEEDS_VALUES, WithoutValues
 
 _CACHE_LIMIT = 1024
+_Shapes = tuple[list[Any], TreeSpec]
 
 
 class ShapeOnly:
@@ -27,8 +29,8 @@ class ShapeOnly:
     def __init__(self, name: str, module: nn.Module) -> None:
         self._name = name
         self._module = module
-        self._copies: dict[torch.device, tuple[FakeTensorMode, nn.Module]] = {}
-        self._known: dict[Any, tuple[list[Any], TreeSpec]] = {}
+        self._copies: dict[torch.device, tuple[WithoutValues, nn.Module]] = {}
+        self._known: dict[Any, list[tuple[Decisions, _Shapes]]] = {}
 
     def __call__(
         self, device: torch.device, args: tuple[Any, ...], kwargs: dict[str, Any], with_grad: bool = False
@@ -45,15 +47,17 @@ class ShapeOnly:
             *((leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf for leaf in leaves),
         )  # fmt: skip
         try:
-            known = self._known.get(signature)
+            found = self._known.get(signature, [])
         except TypeError:  # an argument that cannot be hashed
-            signature, known = None, None
+            signature, found = None, []
+        named = _named(args, kwargs)
+        known = next((shapes for decisions, shapes in found if decisions.hold_for(named, shapes=True)), None)
         if known is None:
-            known = self._infer(device, args, kwargs)
+            decisions, known = self._infer(device, args, kwargs)
             if signature is not None:
                 if len(self._known) >= _CACHE_LIMIT:
                     self._known.clear()
-                self._known[signature] = known
+                self._known.setdefault(signature, []).insert(0, (decisions, known))
         shapes, structure = known
         zeros = [
             torch.zeros(leaf[0], dtype=leaf[1], device=device) if isinstance(leaf, tuple) else leaf for leaf in shapes
@@ -65,9 +69,19 @@ class ShapeOnly:
             ]
         return tree_unflatten(zeros, structure)
 
-    def _infer(self, device: torch.device, args: Any, kwargs: Any) -> tuple[list[Any], TreeSpec]:
+    def _infer(self, device: torch.device, args: Any, kwargs: Any) -> tuple[Decisions, _Shapes]:
+        # The copy has hooks as the module has, such as those by which transformers collects hidden states in a variable
+        # of the context; what runs on shapes is not to be collected.
+        apart = contextvars.Context()
+        try:
+            return apart.run(self._infer_with, device, args, kwargs, False)
+        except NEEDS_VALUES:
+            return apart.run(self._infer_with, device, args, kwargs, True)
+
+    def _infer_with(self, device: torch.device, args: Any, kwargs: Any, values: bool) -> tuple[Decisions, _Shapes]:
         mode, module = self._copy_for(device)
         module.train(self._module.training)
+        mode.forget()
 
         def fake(leaf: Any) -> Any:
             if not isinstance(leaf, Tensor):
@@ -76,13 +90,20 @@ class ShapeOnly:
 
         with apart_from_caches(module), mode, torch.no_grad():
             fake_args, fake_kwargs = tree_map(fake, (args, kwargs))
+            if values:
+                mode.known.give(_named(fake_args, fake_kwargs), _named(args, kwargs))
             result = module(*fake_args, **fake_kwargs)
         leaves, structure = tree_flatten(result)
-        return [(leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf for leaf in leaves], structure
+        shapes = [(leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        return mode.known.decisions(), (shapes, structure)
 
-    def _copy_for(self, device: torch.device) -> tuple[FakeTensorMode, nn.Module]:
+    def _copy_for(self, device: torch.device) -> tuple[WithoutValues, nn.Module]:
         if device not in self._copies:
             mode = WithoutValues()
             module = fake_copy(self._module, mode, device)
             self._copies[device] = (mode, module)
         return self._copies[device]
+
+
+def _named(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    return {"args": args, "kwargs": kwargs}

@@ -33,7 +33,6 @@ from fold3d.stage.cargo import Borders, Cargo
 from fold3d.stage.recompute import recomputed
 from fold3d.stage.shapes import ShapeOnly
 from fold3d.tensor_parallel.checkpoints import frame_of_checkpoint, group_of_checkpoint, in_reentrant_checkpoint
-from fold3d.trace.arguments import Form
 from fold3d.trace.errors import SplitError
 from fold3d.trace.model_trace import Trace
 from fold3d.trace.wrappers import wrap
@@ -134,7 +133,7 @@ class SplitModel:
         self._ends: list[Tensor] = []
         self._undo: list[Callable[[], None]] = []
         self._outer = list(dict.fromkeys((*trace.prologue, *trace.between, *trace.epilogue)))
-        self._borders: dict[Form, Borders] = {}
+        self._borders: dict[int, tuple[Trace, Borders]] = {}
         self._guard = CallGuard(model, trace, ranges, lambda: self._run is not None, self._entered)
         self.install()
 
@@ -247,10 +246,10 @@ class SplitModel:
         """The running chunk calls the model, in a form of which `found` is the recording."""
         run = self._run
         assert run is not None
-        borders = self._borders.get(found.form)
-        if borders is None:
-            borders = self._borders[found.form] = Borders(found, self._ranges)
+        if id(found) not in self._borders:
+            self._borders[id(found)] = found, Borders(found, self._ranges)
             self._use_outer([name for region in found.around for name in region])
+        _, borders = self._borders[id(found)]
         run.load(borders)
         self._slot.begin(run, run.alike)
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 from torch import nn
 
@@ -56,6 +57,8 @@ def find_blocks(model: nn.Module, blocks: str = "auto", partition: Partition = B
     if not candidates:
         others = [c for c in _containers(model) if c.blocks]
         hint = f"Containers in it: {_listing(others)}." if others else "It has no ModuleList and no Sequential."
+        if any(len(one.blocks) == 1 for one in others):
+            hint += " (A single block that runs several times has the same weights each time; no cut divides them.)"
         raise TraceError(
             f"no blocks found in {type(model).__name__}: looked for a ModuleList or Sequential with at "
             f"least two modules of one class. {hint} Name one with the setting `blocks`, or let the "
@@ -116,12 +119,24 @@ def _containers(model: nn.Module) -> list[Container]:
 def _outermost(model: nn.Module) -> list[Container]:
     """Candidate containers that do not lie inside a block of another candidate."""
     found: list[Container] = []
-    for container in _containers(model):  # named_modules is pre-order: outer containers come first
+    for container in map(partial(_flat, model), _containers(model)):  # pre-order: outer containers come first
         inside = any(container.name.startswith(f"{block}.") or container.name == block
                      for outer in found for block in outer.blocks)  # fmt: skip
         if not inside and len(set(container.kinds)) == 1 and len(container.blocks) > 1:
             found.append(container)
     return found
+
+
+def _flat(model: nn.Module, container: Container) -> Container:
+    """Returns the container with the modules in its lists in the place of these: no list runs by itself."""
+    if container.kinds and set(container.kinds) == {nn.ModuleList.__name__}:
+        inner = [_flat(model, _container(name, model.get_submodule(name))) for name in container.blocks]
+        return replace(
+            container,
+            blocks=tuple(block for one in inner for block in one.blocks),
+            kinds=tuple(kind for one in inner for kind in one.kinds),
+        )
+    return container
 
 
 def _named_container(model: nn.Module, name: str) -> Container:

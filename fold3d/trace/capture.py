@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import copy
 import inspect
+import os
+import traceback
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,8 +28,11 @@ from fold3d.trace.model_trace import BlockCost, Trace, stack_of
 from fold3d.trace.recorder import Recorder
 from fold3d.trace.results.structure import TreeStructure
 from fold3d.trace.users_hooks import drop_hooks, is_users, users_hooks
-from fold3d.trace.values.without_values import WithoutValues
+from fold3d.trace.values.decisions import Decisions
+from fold3d.trace.values.without_values import NEEDS_VALUES, WithoutValues
 from fold3d.trace.wrappers import drop_wrappers, whole_shape
+
+_NOT_THE_MODELS = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(os.path.dirname(__file__)) + os.sep)
 
 
 def trace(
@@ -75,12 +81,14 @@ def example_for(model: nn.Module) -> Mapping[str, Any]:
 
 def trace_call(model: nn.Module, blocks: list[str], example: Mapping[str, Any]) -> Trace:
     """Returns what one forward of `model` on `example` says about `blocks`; see `trace`."""
-    recorder, kept = _record(model, blocks, example)
-    return _summarise(model, blocks, recorder, form_of(example), kept)
+    recorder, kept, decisions = _record(model, blocks, example)
+    return replace(_summarise(model, blocks, recorder, form_of(example), kept), decisions=decisions)
 
 
-def _record(model: nn.Module, names: list[str], example: Mapping[str, Any]) -> tuple[Recorder, tuple[str, ...]]:
-    """Returns what was recorded, and the attributes in which modules keep tensors of the forward."""
+def _record(
+    model: nn.Module, names: list[str], example: Mapping[str, Any]
+) -> tuple[Recorder, tuple[str, ...], Decisions]:
+    """Returns what was recorded, the attributes in which modules keep tensors of the forward, and what it decided."""
     shadow = Shadow(model, example)
     recorder = Recorder(shadow.model, names)
     before = {id(tensor) for _, tensor in attributes(shadow.model)}
@@ -88,7 +96,7 @@ def _record(model: nn.Module, names: list[str], example: Mapping[str, Any]) -> t
     kept = [(name, tensor) for name, tensor in attributes(shadow.model) if id(tensor) not in before]
     for name, tensor in kept:
         recorder.note_kept(name, tensor)
-    return recorder, tuple(dict.fromkeys(name for name, _ in kept))
+    return recorder, tuple(dict.fromkeys(name for name, _ in kept)), shadow.decisions()
 
 
 class Shadow:
@@ -116,6 +124,7 @@ class Shadow:
         """
         example, mode = self._example, self._mode
         kwargs = {k: tree_map_only(Tensor, lambda tensor: fake(tensor, mode), v) for k, v in example.items()}
+        mode.known.give(kwargs, example)
         called = example.called(self.model) if isinstance(example, Arguments) else self.model
         if "use_cache" in inspect.signature(called.forward).parameters:
             kwargs.setdefault("use_cache", False)
@@ -126,13 +135,33 @@ class Shadow:
                     result(returned)
         except TraceError:
             raise
+        except NEEDS_VALUES as error:
+            raise TraceError(
+                f"{type(self.model).__name__} could not be recorded: {place_of(error)} decides what to compute by a "
+                f"value ({error}) that does not follow from the batch alone, but from weights, a buffer, a number "
+                "drawn at random (such as layerdrop) or an example without values. Switch that off, pass as `example` "
+                "a batch with values, or set pp=1 and segments=1."
+            ) from error
         except Exception as error:
             raise TraceError(
                 f"{type(self.model).__name__} could not be recorded: its forward failed on the example "
                 f"{ {k: tuple(v.shape) if isinstance(v, Tensor) else v for k, v in example.items()} } with "
-                f"{type(error).__name__}: {error}. The forward is run on tensors without values, so it must "
-                "not branch on them; check that `example` has the keys and shapes of a training batch."
+                f"{type(error).__name__}: {error}. The forward is run on tensors without the values of weights; check "
+                "that `example` has the keys and shapes of a training batch."
             ) from error
+
+    def decisions(self) -> Decisions:
+        """Returns what the forward read of the example's values."""
+        return self._mode.known.decisions()
+
+
+def place_of(error: BaseException) -> str:
+    """Returns where in the model's code an error was raised."""
+    frames = traceback.extract_tb(error.__traceback__)
+    inner = next((one for one in reversed(frames) if not one.filename.startswith(_NOT_THE_MODELS)), None)
+    if inner is None:
+        return "its forward"
+    return f"'{inner.line}' ({inner.filename.rpartition('site-packages' + os.sep)[2]}:{inner.lineno})"
 
 
 def attributes(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -10,7 +10,7 @@ border (see `crossing`) and runs region k itself. A stack is a list of blocks th
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -18,6 +18,7 @@ from fold3d.errors import TraceError
 from fold3d.trace.arguments import Form
 from fold3d.trace.results.crossing import Crossing, Crossings, Value
 from fold3d.trace.results.structure import TreeStructure
+from fold3d.trace.values.decisions import NONE, Decisions
 
 
 def stack_of(block: str) -> str:
@@ -86,6 +87,8 @@ class Trace:
     """Of the recorded call."""
     kept: tuple[str, ...] = ()
     """Attributes in which modules keep tensors of a forward, for whoever reads them."""
+    decisions: Decisions = field(default=NONE, compare=False, repr=False)
+    """By which values of the batch the forward decided what to do: it holds for batches that decide alike."""
     tp: int = 1
     """How many ranks share each block where the model is cut; borders and crossings are theirs."""
 

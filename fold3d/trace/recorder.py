@@ -102,6 +102,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             block = model.get_submodule(name)
             block.register_forward_pre_hook(self._enter_block(name), prepend=True)
             block.register_forward_hook(self._leave_block, prepend=False)
+            block.forward = self._called_itself(block, block.forward, self._enter_block(name))
         for name, module in outer_modules(model, blocks):
             module.register_forward_pre_hook(self._enter_outer(name, module), prepend=True)
             module.register_forward_hook(self._leave_outer, always_call=True)
@@ -128,6 +129,19 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             region.parameters.update(f"{name}.{p}" for p, _ in module.named_parameters(remove_duplicate=False))
 
         return hook
+
+    def _called_itself(self, block: nn.Module, forward: Callable[..., Any], enter: Callable[..., None]) -> Any:
+        """Returns the forward of a block, for code that calls it by this name, and by no hook."""
+
+        def called(*args: Any, **kwargs: Any) -> Any:
+            if self._block is not None:
+                return forward(*args, **kwargs)
+            enter(block, args)
+            output = forward(*args, **kwargs)
+            self._leave_block(block, args, output)
+            return output
+
+        return called
 
     def _leave_block(self, module: nn.Module, args: Any, output: Any) -> None:
         name = self._block

@@ -24,7 +24,7 @@ class Shadow:
     def __init__(self, model: nn.Module, micro_batch: Mapping[str, Any], device: torch.device | str = "cpu") -> None:
         """Args:
         model: whole; parameters of any device.
-        micro_batch: keyword arguments of the model's forward; only shapes matter.
+        micro_batch: keyword arguments of the model's forward; values matter where the model decides by them.
         device: whose kernels are chosen; of a kind that this torch knows.
         """
         self._device, self.mode = torch.device(device), WithoutValues()
@@ -33,7 +33,8 @@ class Shadow:
             name: tree_map_only(Tensor, lambda tensor: fake(tensor, self.mode, device), value)
             for name, value in micro_batch.items()
         }
-        """The micro-batch, without values."""
+        """The micro-batch, without values; the copy knows those by which the model decides."""
+        self.mode.known.give(self.batch, micro_batch)
         self._called: Callable[..., Any] = self.model
         if isinstance(micro_batch, Arguments):
             self._called = micro_batch.called(self.model)

@@ -1,4 +1,4 @@
-"""WithoutValues: torch's FakeTensorMode, for models of any precision."""
+"""WithoutValues: torch's FakeTensorMode, for models of any precision, that knows what follows from a batch alone."""
 
 from __future__ import annotations
 
@@ -7,24 +7,115 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch.distributions import Distribution
+from torch.utils._pytree import arg_tree_leaves, tree_leaves, tree_map_only
+
+from fold3d.trace.values.known import MOST, KnownValues, compare_drawn
 
 _aten = torch.ops.aten
 
+NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
+"""What is raised where code decides on a value that is not known."""
+
 
 class WithoutValues(FakeTensorMode):
-    """Runs operations on shapes alone, also those whose shapes torch itself knows in some precisions only."""
+    """Runs operations on shapes alone, also those whose shapes torch itself knows in some precisions only.
+
+    Attributes:
+        known: the values of those tensors that have any: nothing is computed from weights.
+    """
 
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)  # type: ignore[no-untyped-call]
+        self.known = KnownValues()
+        self._inside = False
+        self._validated: list[bool] = []
+
+    def __enter__(self) -> WithoutValues:
+        """torch's distributions do not check what they are made of: that decides about nothing but an error."""
+        self._validated.append(Distribution._validate_args)
+        Distribution.set_default_validate_args(False)
+        super().__enter__()
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        super().__exit__(*raised)
+        Distribution.set_default_validate_args(self._validated.pop())
+
+    def forget(self) -> None:
+        """Another call begins: no value is known any more."""
+        self.known = KnownValues()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Returns what the operation returns, without values."""
+        kwargs = kwargs or {}
+        if self._inside:  # a part of an operation
+            return super().__torch_dispatch__(func, types, args, kwargs)
         rule = _SHAPES.get(func)
-        if rule is None:
-            return super().__torch_dispatch__(func, types, args, kwargs or {})
+        if rule is not None:
+            with self:
+                return rule(*args, **kwargs)
+        tensors = [leaf for leaf in arg_tree_leaves(*args, **kwargs) if isinstance(leaf, Tensor)]
+        instead = self._by_values(func, tensors, args)
+        if instead is not None:
+            return instead
+        return self._run(func, types, tensors, args, kwargs)
+
+    def _run(self, func: Any, types: Any, tensors: list[Tensor], args: Any, kwargs: Any) -> Any:
+        known = self.known.all_of(func, tensors, kwargs)
+        self._inside, failure, result = True, None, None
+        try:
+            result = super().__torch_dispatch__(func, types, args, kwargs)
+        except NEEDS_VALUES as error:
+            if not known:
+                raise
+            failure = error
+        finally:
+            self._inside = False
+        if not known or sum(leaf.numel() for leaf in tree_leaves(result) if isinstance(leaf, Tensor)) > MOST:
+            self.known.lose(func, args, kwargs)
+            self.known.draw(func, result)
+            return result
+        values = self.known.compute(func, args, kwargs)
+        if failure is not None:  # only its values tell of which shape it is
+            result = tree_map_only(Tensor, self._like, values)
+        self.known.note(func, args, kwargs, values, result)
+        if failure is not None:
+            self.known.count(result)
+        return result
+
+    def _by_values(self, func: Any, tensors: list[Tensor], args: Any) -> Any:
+        """Returns the result of operations that ask for values; None for others."""
+        if func is _aten._local_scalar_dense.default and self.known.of(args[0]) is not None:
+            return self.known.read(args[0])
+        if func is _aten.equal.default and all(self.known.of(one) is not None for one in tensors):
+            with self:
+                return args[0].shape == args[1].shape and bool(args[0].eq(args[1]).all())
+        compared = compare_drawn(func, args)
+        if compared is not None:
+            with self:
+                return torch.full(args[0].shape, compared)
+        if func is _aten.masked_select.default and self.known.of(args[1]) is not None:
+            with self:
+                chosen, mask = torch.broadcast_tensors(args[0], args[1])  # type: ignore[no-untyped-call]
+                return chosen[mask]
+        if func in _INDEXING and any(map(self._is_known_mask, args[1])):
+            with self:
+                places = [place for one in args[1] for place in self._places(one)]
+                return func(args[0], places, *args[2:])
+        return None
+
+    def _is_known_mask(self, index: Tensor | None) -> bool:
+        mask = index is not None and index.dtype in (torch.bool, torch.uint8)
+        return mask and index is not None and self.known.of(index) is not None
+
+    def _places(self, index: Tensor | None) -> list[Tensor | None]:
+        return list(index.nonzero().unbind(1)) if index is not None and self._is_known_mask(index) else [index]
+
+    def _like(self, tensor: Tensor) -> Tensor:
         with self:
-            return rule(*args, **(kwargs or {}))
+            return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
 
 
 def _grouped_mm(
@@ -43,6 +134,20 @@ def _grouped_mm(
     return one.new_empty(shape, dtype=out_dtype or one.dtype)
 
 
-_SHAPES: dict[Any, Callable[..., Any]] = {}
+def _ctc_loss(
+    log_probabilities: Tensor, targets: Tensor, input_lengths: Any, target_lengths: Any, *_: Any, **__: Any
+) -> tuple[Tensor, Tensor]:
+    """Shapes of torch's connectionist temporal classification. No forward reads the second one, which backward needs:
+    how long the longest target is may not be known, and all of them together are longer."""
+    steps, samples = log_probabilities.shape[0], log_probabilities.shape[1] if log_probabilities.ndim > 2 else 1
+    longest = targets.shape[-1]
+    return log_probabilities.new_empty(samples), log_probabilities.new_empty(samples, steps, 2 * longest + 1)
+
+
+_SHAPES: dict[Any, Callable[..., Any]] = {
+    _aten._ctc_loss.default: _ctc_loss,
+    _aten._ctc_loss.Tensor: _ctc_loss,
+}
 if hasattr(_aten, "_grouped_mm"):
     _SHAPES[_aten._grouped_mm.default] = _grouped_mm
+_INDEXING = frozenset({_aten.index.Tensor, _aten._unsafe_index.Tensor})

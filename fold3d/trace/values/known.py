@@ -1,0 +1,171 @@
+"""KnownValues: the values of those tensors without values that follow from a batch alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from fold3d.trace.values.decisions import Decisions, Operation, Ref, Sizes, number_of, own_copy, sizes_of, tensors_of
+
+_aten = torch.ops.aten
+_VALUE = "_fold3d_value"
+_DRAWN = "_fold3d_drawn"
+MOST = 1 << 24
+"""Elements of a tensor whose values are followed."""
+
+
+class KnownValues:
+    """Follows values beside the operations on tensors that have none.
+
+    A batch's tensors, constants, and whatever operations make of these alone, have a value: a real tensor in host
+    memory, that shares its storage with others where the tensors without values do. Weights, buffers, activations and
+    drawn numbers have none. Where code reads a value, that is a decision; see `Decisions`.
+    """
+
+    def __init__(self) -> None:
+        self._operations: list[Operation] = []
+        self._read: list[tuple[Ref, Any]] = []
+        self._counted: list[tuple[Ref, tuple[int, ...]]] = []
+        self._inputs: list[Ref] = []
+        self._sizes: Sizes = ()
+        self._numbers = 0
+        self._lost: dict[int, torch.UntypedStorage] = {}  # storages that were overwritten with what is not known
+
+    def give(self, fakes: Mapping[str, Any], values: Mapping[str, Any]) -> None:
+        """Gives the tensors in `fakes`, arguments of a call, the values of those in `values`."""
+        real = tensors_of(values)
+        self._sizes = sizes_of(real)
+        for stand_in, tensor in zip(tensors_of(fakes), real, strict=True):
+            ref = self._new_ref()
+            self._inputs.append(ref)
+            if tensor.device.type != "meta" and not isinstance(tensor, FakeTensor) and tensor.numel() <= MOST:
+                setattr(stand_in, _VALUE, (own_copy(tensor), ref))
+
+    def of(self, tensor: Tensor) -> Tensor | None:
+        """Returns the value of a tensor, None where it has none that is known."""
+        if not isinstance(tensor, FakeTensor):
+            return None
+        found = vars(tensor).get(_VALUE)
+        if found is None or found[0].untyped_storage()._cdata in self._lost:
+            return None
+        value: Tensor = found[0]
+        return value
+
+    def all_of(self, func: Any, tensors: Sequence[Tensor], kwargs: Mapping[str, Any]) -> bool:
+        """Returns whether the result of an operation on these tensors can be known."""
+        if func.overloadpacket in _EMPTY or torch.Tag.nondeterministic_seeded in func.tags:
+            return False
+        if torch.device(kwargs.get("device") or "cpu").type != "cpu":
+            return False
+        if func in _CONSTANT:
+            return all(one.device.type == "cpu" and one.numel() <= MOST for one in tensors)
+        return all(self.of(one) is not None for one in tensors)
+
+    def compute(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Returns what the operation makes of the values, all of which are known."""
+        own = tree_map_only(Tensor, self._of_argument, (args, dict(kwargs)))
+        with torch.no_grad(), _disable_current_modes():
+            return func(*own[0], **own[1])
+
+    def note(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], values: Any, result: Any) -> None:
+        """`values` are those of `result`, which the operation has returned."""
+        # First: the result may be an argument.
+        own_args, own_kwargs = tree_map_only(Tensor, self._named, (args, dict(kwargs)))
+        refs: list[Ref | None] = []
+        for value, tensor in zip(tree_leaves(values), tree_leaves(result), strict=True):
+            ref = None
+            if isinstance(tensor, FakeTensor):
+                ref = self._new_ref()
+                setattr(tensor, _VALUE, (value, ref))
+            refs.append(ref)
+        self._operations.append(Operation(func, own_args, own_kwargs, tuple(refs)))
+
+    def lose(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """The operation has written into some of its arguments what is not known."""
+        if not func._schema.is_mutable:
+            return
+        for place, argument in enumerate(func._schema.arguments):
+            given = args[place] if place < len(args) else kwargs.get(argument.name)
+            if argument.alias_info is None or not argument.alias_info.is_write:
+                continue
+            for leaf in tree_leaves(given):
+                if isinstance(leaf, FakeTensor) and _VALUE in vars(leaf):
+                    storage = vars(leaf)[_VALUE][0].untyped_storage()
+                    self._lost[storage._cdata] = storage
+
+    def read(self, tensor: Tensor) -> Any:
+        """Returns the number in a tensor whose value is known; that is a decision."""
+        value = self.of(tensor)
+        assert value is not None
+        number = number_of(value)
+        self._read.append((vars(tensor)[_VALUE][1], number))
+        return number
+
+    def count(self, result: Any) -> None:
+        """The shape of what an operation returned depends on values: that is a decision."""
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, FakeTensor):
+                self._counted.append((vars(leaf)[_VALUE][1], tuple(leaf.shape)))
+
+    def draw(self, func: Any, result: Any) -> None:
+        """The operation has drawn numbers, if it is such a one: of its result nothing but the range is known."""
+        if func in _DRAWING and isinstance(result, FakeTensor):
+            setattr(result, _DRAWN, True)
+
+    def decisions(self) -> Decisions:
+        """Returns what was decided, and the operations that led there."""
+        needed = {ref.number for ref, _ in (*self._read, *self._counted)}
+        kept: list[Operation] = []
+        for one in reversed(self._operations) if needed else ():
+            if one.function._schema.is_mutable or any(ref and ref.number in needed for ref in one.results):
+                kept.append(one)
+                needed |= one.needs
+        kept.reverse()
+        return Decisions(tuple(self._inputs), self._sizes, tuple(kept), tuple(self._read), tuple(self._counted))
+
+    def _new_ref(self) -> Ref:
+        self._numbers += 1
+        return Ref(self._numbers)
+
+    def _of_argument(self, tensor: Tensor) -> Tensor:
+        value = self.of(tensor) if isinstance(tensor, FakeTensor) else tensor.clone()
+        assert value is not None
+        return value
+
+    def _named(self, tensor: Tensor) -> Any:
+        return vars(tensor)[_VALUE][1] if isinstance(tensor, FakeTensor) else tensor.clone()
+
+
+def is_drawn(tensor: Tensor) -> bool:
+    """Returns whether the tensor holds numbers that were drawn between 0 and 1."""
+    return isinstance(tensor, FakeTensor) and _DRAWN in vars(tensor)
+
+
+def compare_drawn(func: Any, args: tuple[Any, ...]) -> bool | None:
+    """Returns what comparing numbers drawn from [0, 1) with a limit gives that none or all of them reach; else None."""
+    if func not in _COMPARING or not is_drawn(args[0]):
+        return None
+    less, inclusive = _COMPARING[func]
+    limit = args[1]
+    if limit >= 1:
+        return less
+    return not less if limit < 0 or (limit == 0 and inclusive is not less) else None
+
+
+_EMPTY = frozenset(
+    {_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided, _aten.empty_permuted}
+)
+_CONSTANT = frozenset({_aten.lift_fresh.default, _aten.lift.default})
+"""What makes a tensor of a constant in the code."""
+_DRAWING = frozenset({_aten.rand.default, _aten.rand.generator, _aten.rand_like.default})
+_COMPARING = {
+    _aten.lt.Scalar: (True, False), _aten.le.Scalar: (True, True),
+    _aten.gt.Scalar: (False, False), _aten.ge.Scalar: (False, True),
+}  # fmt: skip
+"""Whether what is less than the limit passes, and whether the limit itself does."""
