@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 
 VOCABULARY = 128
-_LAYERS = 4
 _LAYER_COUNT = re.compile(r"^(num_hidden_layers|num_layers|n_layers?)$")
+_RANDOM = re.compile(r"drop|jitter|noise|mask_\w+_prob|_mask_prob")
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +30,7 @@ class Size:
     """Whether fields that hold None get a number as well."""
     image: int = 32
     window: int = 8
+    layers: int = 4
 
 
 SIZES = (
@@ -60,12 +61,15 @@ def tiny_config(config_class: Any, size: Size, *, causal: bool = False) -> Any:
 def _fields(config_class: Any, size: Size, tokens: _Tokens) -> dict[str, Any]:
     default = _default(config_class)
     made: dict[str, Any] = {}
+    names = {field.name for field in dataclasses.fields(config_class)} & {"out_indices", "backbone_out_indices"}
+    if any(_held(default, name) or size.fills for name in names):  # results of four of the layers are taken
+        size = dataclasses.replace(size, layers=5)
     layers = next((one for name, one in _values(config_class, default, size) if _LAYER_COUNT.search(name)), None)
     for name, value in _values(config_class, default, size):
-        if isinstance(value, (list, tuple)) and len(value) == layers and layers > _LAYERS:
-            made[name] = _some(list(value))
+        if isinstance(value, (list, tuple)) and len(value) == layers and layers > size.layers:
+            made[name] = _some(list(value), size.layers)
             continue
-        instead = _smaller(name, value, size, tokens)
+        instead = _repeated(value, layers, size) or _smaller(name, value, size, tokens)
         if instead is not None and instead != value:
             made[name] = instead
     for name, part in (getattr(config_class, "sub_configs", None) or {}).items():
@@ -80,10 +84,18 @@ def _fields(config_class: Any, size: Size, tokens: _Tokens) -> dict[str, Any]:
     return made
 
 
-def _some(value: list[Any]) -> list[Any]:
+def _some(value: list[Any], layers: int) -> list[Any]:
     """Returns as many of a list with an entry for each layer as there are layers, with one of each kind."""
-    kinds = [one for number, one in enumerate(value) if one not in value[:number]][:_LAYERS]
-    return [*value[: _LAYERS - len(kinds)], *kinds] if set(value[:_LAYERS]) != set(kinds) else value[:_LAYERS]
+    kinds = [one for number, one in enumerate(value) if one not in value[:number]][:layers]
+    return [*value[: layers - len(kinds)], *kinds] if set(value[:layers]) != set(kinds) else value[:layers]
+
+
+def _repeated(value: Any, layers: int | None, size: Size) -> list[Any] | None:
+    """Returns what stands for the layers in the place of [[kinds, how often]], if that is what is there."""
+    match value:
+        case [[[*kinds], int(count)]] if layers and kinds and len(kinds) * count == layers:
+            return [[kinds, max(1, size.layers // len(kinds))]]
+    return None
 
 
 def _default(config_class: Any) -> Any:
@@ -99,7 +111,16 @@ def _values(config_class: Any, default: Any, size: Size) -> Iterator[tuple[str, 
         value = field.default
         if value is dataclasses.MISSING and field.default_factory is not dataclasses.MISSING:
             value = field.default_factory()
-        if value is None and size.fills and "int" in str(field.type) and not field.name.endswith("_id"):
+        held = _held(default, field.name)
+        if value is None and size.fills and _of_words(held) and len(held) > size.layers:
+            yield field.name, held  # an entry for each layer, as a rule
+        elif value is None and isinstance(held, (list, tuple)) and held and isinstance(held[0], (list, tuple)):
+            yield field.name, held  # kinds of layers, and how often they are repeated
+        elif value is None and size.fills and field.name == "out_indices":
+            yield field.name, [1 << 20] * 4
+        elif value is None and size.fills and field.name == "layer_types" and held is None:
+            yield field.name, ["full_attention"] * (1 << 10)
+        elif value is None and size.fills and _takes_number(field):
             found = _number(field.name, 1 << 20, size, _Tokens())
             if found is not None and found < 1 << 20:
                 yield field.name, 1 << 20  # whatever it is made of that
@@ -111,14 +132,34 @@ def _values(config_class: Any, default: Any, size: Size) -> Iterator[tuple[str, 
             yield field.name, value
 
 
+def _held(default: Any, name: str) -> Any:
+    try:
+        return getattr(default, name, None)
+    except Exception:  # one for each layer
+        return None
+
+
+def _of_words(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and all(isinstance(one, str) for one in value)
+
+
+def _takes_number(field: Any) -> bool:
+    kind = str(getattr(field.type, "__name__", field.type)) if isinstance(field.type, type) else str(field.type)
+    return kind.startswith(("int", "typing.Optional[int]")) and not field.name.endswith("_id")
+
+
 def _smaller(name: str, value: Any, size: Size, tokens: _Tokens) -> Any:
     """Returns what a field should hold, None where it stays."""
     if isinstance(value, bool):
         return None
     if isinstance(value, float):
-        return 0.0 if re.search(r"drop|jitter|noise|mask_\w+_prob|_mask_prob", name) else None
+        return 0.0 if _RANDOM.search(name) else None
+    if isinstance(value, (list, tuple)) and value and all(type(one) is float for one in value):
+        return [0.0] * len(value) if _RANDOM.search(name) else None
     if isinstance(value, int):
         return _number(name, value, size, tokens)
+    if name == "layer_types" and isinstance(value, list) and len(value) == 1 << 10:
+        return value[: size.layers]
     if isinstance(value, (list, tuple)) and value and all(type(one) is int for one in value):
         return _numbers(name, list(value), size, tokens)
     if isinstance(value, dict) and size.width and isinstance(value.get("mrope_section"), (list, tuple)):
@@ -140,7 +181,7 @@ def _number(name: str, value: int, size: Size, tokens: _Tokens) -> int | None:
     if "shared_layers" in name:
         return min(value, 1)
     if re.search(r"(^|_)(layers?|blocks?|depth)$", name) and re.search(r"num|^n_|^depth|^(en|de)coder_layers", name):
-        return min(value, _LAYERS)
+        return size.layers if _LAYER_COUNT.search(name) and value > 1 else min(value, size.layers)
     if re.search(r"first_k_dense|max_window_layers|moe_layer_start|mtp|nextn", name):
         return min(value, 1)
     if "image_size" in name:
@@ -170,12 +211,14 @@ def _rules(size: Size) -> list[tuple[str, int]]:
         (r"sliding_window|attention_window|chunk_size|window_size|local_attention", size.window),
         (r"state_size|d_state|conv_kernel|d_conv|kernel|stride|channels$|groups?$|mel|labels|buckets", 1 << 30),
         (r"intermediate|ffn|d_ff|d_inner|mlp_dim|feedforward|feed_forward", 2 * size.width),
-        (r"hidden|d_model|embd|embed|dim$|dim_|width|_size$|projection|channels", size.width),
+        (r"hidden|d_model|d_latents|embd|embed|dim$|dim_|width|_size$|projection|channels", size.width),
         (r"num_(query|latents)|query_tokens|codevectors|negatives", 8),
     ]
 
 
 def _numbers(name: str, value: list[int], size: Size, tokens: _Tokens) -> list[int] | None:
+    if re.search(r"(^|_)out_indices$", name) and len(value) < size.layers:
+        return list(range(1, len(value) + 1))
     if re.search(r"token_id", name):
         return [_number("token_id", one, size, tokens) or one for one in value]
     if re.search(r"depths|num_\w*(layers|blocks)", name):

@@ -46,6 +46,8 @@ def labelled(model: nn.Module, batch: Batch) -> Iterator[Batch]:
             labels = batch["input_ids"].clone()
             labels[0, -_PADDED:] = -100
             yield {**batch, "labels": labels}
+            if len(labels) > _SAMPLES:
+                yield {**batch, "labels": labels.reshape(_SAMPLES, -1, labels.shape[1]).transpose(1, 2)}
         yield {**batch, "labels": classes}
         yield {**batch, "labels": torch.zeros(_SAMPLES, 32, 32, dtype=torch.long)}
     if "return_loss" in takes:
@@ -83,11 +85,16 @@ def _random_ids(model: nn.Module, length: int) -> Tensor:
 
 def _text(model: nn.Module, takes: set[str]) -> Batch:
     ids = _random_ids(model, _LENGTH)
+    codebooks = getattr(model.config, "num_codebooks", None)
+    if codebooks and "encoder_hidden_states" in takes:  # a row of tokens for each of a sample's codebooks
+        ids = ids.repeat_interleave(int(codebooks), 0)
     batch: Batch = {"input_ids": ids}
     if "attention_mask" in takes:
-        mask = torch.ones_like(ids)
+        mask = torch.ones(_SAMPLES, _LENGTH, dtype=torch.long)
         mask[0, -_PADDED:] = 0
         batch["attention_mask"] = mask
+    if "lang_ids" in takes:
+        batch["lang_ids"] = torch.zeros(_SAMPLES, dtype=torch.long)
     return batch
 
 
@@ -171,7 +178,8 @@ def _images(model: nn.Module, takes: set[str]) -> Iterator[tuple[str, Batch]]:
 
 
 def _sounds(model: nn.Module, takes: set[str]) -> Iterator[tuple[str, Batch]]:
-    bins = int(_first(model, "num_mel_bins", "input_feat_per_channel", "feature_size", "n_mels", default=80))
+    named = ("num_mel_bins", "input_feat_per_channel", "feature_size", "n_mels", "feature_projection_input_dim")
+    bins = int(_first(model, *named, default=80))
     frames = int(_first(model, "max_source_positions", default=32))
     for name in ("input_features", "audio_values"):
         if name in takes:

@@ -18,15 +18,16 @@ _MEMORY = 8 << 30
 """Of address space, beyond what the process begins with."""
 
 
-def run(cases: Sequence[Case], seconds: float = 90.0) -> Iterator[tuple[Case, Verdict]]:
-    """Yields each case with its verdict. Slower ones than `seconds`, and those whose process dies, have crashed."""
+def run(cases: Sequence[Case], seconds: float = 90.0, outputs: bool = False) -> Iterator[tuple[Case, Verdict]]:
+    """Yields each case with its verdict, see `judge`. Slower ones than `seconds`, and those whose process dies, have
+    crashed."""
     import transformers
 
     transformers.utils.logging.set_verbosity_error()
     fork = multiprocessing.get_context("fork")  # what was imported is there at once
     for case in cases:
         here, there = fork.Pipe(duplex=False)
-        process = fork.Process(target=_child, args=(case, there), daemon=True)
+        process = fork.Process(target=_child, args=(case, there, outputs), daemon=True)
         process.start()
         there.close()
         try:
@@ -49,10 +50,10 @@ def progress(done: int, cases: int, name: str) -> None:
         sys.stderr.flush()
 
 
-def _child(case: Case, answer: Connection) -> None:
+def _child(case: Case, answer: Connection, outputs: bool) -> None:
     _limit_memory()
     with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
-        answer.send(judge(case))
+        answer.send(judge(case, outputs) if outputs else judge(case))
 
 
 def _limit_memory() -> None:

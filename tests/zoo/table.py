@@ -18,7 +18,8 @@ _HEAD = """\
 Written by `python -m tests.zoo --write docs/models_table.md`, with transformers {version}. Each class that
 transformers' own tables list for these kinds of models was made tiny with random weights, in float64 (float32 where
 torch has an operation in no other precision), and trained on one batch: whole, and cut into four parts (`pp=2,
-segments=2`), in one process. Its loss and all gradients were compared.
+segments=2`; in two or three, as the reason says, where it has no more blocks), in one process. Its loss and all
+gradients were compared.
 
 - **exact**: nothing differs by more than 1e-10 (1e-5 in float32).
 - **refused**: the model is not cut; the reason is what you would read.

@@ -6,12 +6,15 @@ import copy
 import re
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from textwrap import shorten
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from fold3d.errors import Fold3dError
 from fold3d.placement.partition import split_ranges
@@ -24,8 +27,8 @@ from tests.zoo.inputs import Batch, batches, labelled
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
 """float32 is for what torch has in no float64, such as grouped matrix products."""
 PP, SEGMENTS = 2, 2
-_MOST_PARAMETERS = 15_000_000
-_LONGEST_SEARCH = 20.0
+_MOST_PARAMETERS = 20_000_000
+_LONGEST_SEARCH = 40.0
 """Seconds after which no further size is tried."""
 
 EXACT, REFUSED, WRONG, CRASHED, UNBUILT = "exact", "refused", "wrong", "crashed", "not built"
@@ -60,13 +63,19 @@ class Subject:
 Loss = Callable[[nn.Module, Batch], Tensor]
 
 
-def judge(case: Case) -> Verdict:
-    """Returns the verdict of a case."""
+def judge(case: Case, outputs: bool = False) -> Verdict:
+    """Returns the verdict of a case.
+
+    Args:
+        outputs: judges what comes of a loss that reads all the model can return besides its own loss: hidden states,
+            attentions, router logits; each asked for by the batch of a model that was recorded without, and by the
+            configuration; the worst outcome.
+    """
     subject, why = build(case)
     if subject is None:
         return Verdict(UNBUILT, why)
     try:
-        return _compared(subject)
+        return _with_outputs(subject) if outputs else _compared(subject)
     except Fold3dError as error:
         return Verdict(REFUSED, reason_of(error), subject.inputs)
     except Exception as error:
@@ -113,7 +122,9 @@ def _build(case: Case, size: Size, dtype: torch.dtype) -> tuple[Subject | None, 
             continue
         for batch in labelled(model, plain):
             try:
-                _train(copy.deepcopy(model), batch)
+                one, other = (_train(copy.deepcopy(model), batch, seed=seed)[0] for seed in (0, 1))
+                if abs(float(one - other)) > TOLERANCE[dtype]:
+                    raise ValueError("the loss depends on numbers that are drawn at random")
             except Exception as error:
                 reason = reason or reason_of(error)
                 continue
@@ -162,27 +173,85 @@ def _flat(values: Iterable[Any]) -> Iterable[Tensor]:
             yield from _flat(value)
 
 
-def _train(model: nn.Module, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-    torch.manual_seed(0)
-    loss = loss_of(model, batch)
+_OUTPUTS = ("output_hidden_states", "output_attentions", "output_router_logits")
+
+
+def everything(model: nn.Module, batch: Batch) -> Tensor:
+    """Returns a loss that depends on every tensor of what the model returns that has a gradient."""
+    output = model(**batch)
+    found = [one for one in tree_leaves(dict(output)) if isinstance(one, Tensor) and one.requires_grad]
+    if not found:
+        raise ValueError(f"{type(model).__name__} returned nothing that has a gradient")
+    total = found[0].new_zeros(())
+    for number, value in enumerate(found):
+        weights = torch.linspace(-1.0, 1.0 + number, value.numel(), dtype=value.dtype).reshape(value.shape)
+        total = total + (weights * value.clamp(-10.0, 10.0).tanh()).sum()
+    return total
+
+
+def _with_outputs(subject: Subject) -> Verdict:
+    """Judges by each way of asking for outputs; the first that is not exact counts."""
+    model, config = subject.model, subject.model.config
+    if hasattr(model, "set_attn_implementation"):
+        with suppress(Exception):  # only this one returns attentions
+            model.set_attn_implementation("eager")
+    found: dict[str, Verdict] = {}
+    for name in _OUTPUTS:
+        asked = {**subject.batch, name: True}
+        try:
+            _train(copy.deepcopy(model), asked, everything)
+        except Exception:  # it has no such output
+            continue
+        found[f"{name} in the batch"] = _outcome(partial(_compared, subject, everything, asked))
+        if hasattr(config, name):
+            setattr(config, name, True)
+            found[f"{name} in the configuration"] = _outcome(partial(_compared, subject, everything))
+            setattr(config, name, False)
+    reason = "; ".join(f"{how}: {one.outcome} {one.reason}" for how, one in found.items() if one.outcome != EXACT)
+    outcome = max((one.outcome for one in found.values()), key=_ORDER.index, default=UNBUILT)
+    return Verdict(outcome, reason, subject.inputs)
+
+
+def _outcome(judged: Callable[[], Verdict]) -> Verdict:
+    try:
+        return judged()
+    except Fold3dError as error:
+        return Verdict(REFUSED, reason_of(error))
+    except Exception as error:
+        return Verdict(CRASHED, reason_of(error))
+
+
+_ORDER = (EXACT, UNBUILT, REFUSED, CRASHED, WRONG)
+
+
+def _train(model: nn.Module, batch: Batch, call: Loss = loss_of, seed: int = 0) -> tuple[Tensor, dict[str, Tensor]]:
+    torch.manual_seed(seed)
+    loss = call(model, batch)
     if not loss.isfinite():
         raise ValueError(f"the loss is {float(loss)}")
     loss.backward()
     gradients = {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
     if not gradients or not any(bool(one.any()) for one in gradients.values()):
         raise ValueError("the loss moves no parameter")
+    bad = next((name for name, one in gradients.items() if not one.isfinite().all()), None)
+    if bad is not None:
+        raise ValueError(f"the gradient of {bad} is not finite")
     return loss.detach(), gradients
 
 
-def _compared(subject: Subject) -> Verdict:
-    model, batch = subject.model, subject.batch
-    recorded = trace(model, example=batch)
-    ranges = split_ranges(recorded, PP * SEGMENTS)
+def _compared(subject: Subject, call: Loss = loss_of, asked: Batch | None = None) -> Verdict:
+    """Returns the verdict on a model that is recorded with the subject's batch and then trains on the one `asked`."""
+    model, batch = subject.model, subject.batch if asked is None else asked
+    recorded = trace(model, example=subject.batch)
+    parts = min(PP * SEGMENTS, max(PP, recorded.borders[1:].count("") + 1))
+    ranges = split_ranges(recorded, parts)
     ranks = ranks_of(model, recorded, ranges, PP)
-    got = chained(ranks, recorded, len(ranges), batch, call=loss_of)
-    want = _train(copy.deepcopy(model), batch)
+    got = chained(ranks, recorded, len(ranges), batch, call=call)
+    want = _train(copy.deepcopy(model), batch, call)
     difference = _difference(got, want, TOLERANCE[subject.dtype])
-    return Verdict(WRONG, difference, subject.inputs) if difference else Verdict(EXACT, "", subject.inputs)
+    if difference:
+        return Verdict(WRONG, difference, subject.inputs)
+    return Verdict(EXACT, "" if parts == PP * SEGMENTS else f"in {parts} parts, it has no more blocks", subject.inputs)
 
 
 def _difference(got: tuple[Tensor, dict[str, Tensor]], want: tuple[Tensor, dict[str, Tensor]], tolerance: float) -> str:
@@ -190,7 +259,7 @@ def _difference(got: tuple[Tensor, dict[str, Tensor]], want: tuple[Tensor, dict[
     off = abs(float(got[0] - want[0])) / max(1.0, abs(float(want[0])))
     if not off <= tolerance:
         return f"loss off by {off:.1e}"
-    scale = max(1.0, *(float(one.abs().max()) for one in want[1].values()))
+    scale = max(1.0, *(float(one.abs().max()) for one in want[1].values() if one.numel()))
     for name in sorted(got[1].keys() | want[1].keys()):
         one, other = got[1].get(name), want[1].get(name)
         if one is None or other is None:
@@ -198,7 +267,7 @@ def _difference(got: tuple[Tensor, dict[str, Tensor]], want: tuple[Tensor, dict[
             if rest is not None and bool(rest.any()):
                 return f"{'no gradient' if one is None else 'a gradient too many'} of {name}"
             continue
-        off = float((one - other).abs().max()) / scale
+        off = float((one - other).abs().max()) / scale if one.numel() else 0.0
         if not off <= tolerance:
             return f"gradient of {name} off by {off:.1e}"
     return ""
