@@ -26,8 +26,8 @@ CALLED_AGAIN = (
     "compute what needs no gradients (a reference); or set pp=1 and segments=1, where nothing is cut"
 )
 
-CallState = tuple[str | None, int]
-"""The module that was entered first and has not been left, and how often it was."""
+CallState = tuple[str | None, int, bool]
+"""The module that was entered first and has not been left, how often it was, and whether only the loss is read."""
 
 
 class CallGuard:
@@ -56,6 +56,7 @@ class CallGuard:
         self._known: dict[Form, list[Trace]] = {trace.form: [trace]}
         self._inside: str | None = None
         self._calls = 0
+        self._only_loss = False
         self._undo: list[Callable[[], None]] = []
 
     def install(self) -> None:
@@ -68,19 +69,19 @@ class CallGuard:
             left = module.register_forward_hook(watch.after, always_call=True)
             self._undo += [entered.remove, left.remove]
 
-    def begin(self) -> None:
-        """A chunk begins: the model has not been called yet."""
-        self._inside, self._calls = None, 0
+    def begin(self, only_loss: bool = False) -> None:
+        """A chunk begins: the model has not been called yet. `only_loss`: see `Arguments`."""
+        self._inside, self._calls, self._only_loss = None, 0, only_loss
 
     def put_aside(self) -> CallState:
         """Returns what the chunk has called so far, for another run of a chunk to begin."""
-        state = self._inside, self._calls
+        state = self._inside, self._calls, self._only_loss
         self.begin()
         return state
 
     def take_up(self, state: CallState) -> None:
         """Goes on with what `put_aside` returned."""
-        self._inside, self._calls = state
+        self._inside, self._calls, self._only_loss = state
 
     def remove(self) -> None:
         """Takes the hooks off the model."""
@@ -104,7 +105,7 @@ class CallGuard:
         self._calls += 1
         if self._calls > 1:
             raise SplitError(CALLED_AGAIN)
-        arguments = by_name(model, name, args, kwargs)
+        arguments = by_name(model, name, args, kwargs).reading(self._only_loss)
         known = self._known.setdefault(form_of(arguments), [])
         found = next((one for one in known if one.decisions.hold_for(arguments)), None)
         if found is None:

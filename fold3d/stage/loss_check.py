@@ -15,6 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from fold3d.stage.aside import AsideError, aside
 from fold3d.stage.call_guard import CALLED_AGAIN, WAYS_OUT
+from fold3d.stage.micro_batch import reads_only_loss
 from fold3d.trace.errors import SplitError
 from fold3d.trace.loss_recorder import CalledAgainError, record_loss
 from fold3d.trace.model_trace import Trace
@@ -116,7 +117,7 @@ class LossCheck:
         self._uncut()
         try:
             with torch.set_grad_enabled(self._model.training):
-                return record_loss(self._model, self._trace.blocks, call, batch, truth)
+                return record_loss(self._model, self._trace.blocks, call, batch, truth, reads_only_loss(call))
         except CalledAgainError as error:
             return error.guessed
 

@@ -44,10 +44,21 @@ class MicroBatch:
         """Whether a backward follows, for which the result must be a loss."""
         return self.key is not None and not self.compares
 
+    @property
+    def only_loss(self) -> bool:
+        """Whether `call` reads nothing but the loss of what the model returns, as its attribute of that name says."""
+        return reads_only_loss(self.call)
+
     def run(self, model: Module) -> Any:
         """Calls what is to be called, with a shallow copy: a loss function may take labels out of its inputs, and
         every chunk needs them."""
         return self.call(model, dict(self.inputs))
+
+
+def reads_only_loss(call: ModelCall) -> bool:
+    """Returns whether `call` has said of itself, by an attribute, that of what the model returns it reads the loss
+    alone."""
+    return getattr(call, "reads_only_loss", False)
 
 
 def one_number(value: Any) -> None:

@@ -141,7 +141,8 @@ class PipelineChunk:
             return self._sharding.run(micro_batch, received) or self._run_whole(micro_batch, received)
 
     def _run_whole(self, micro_batch: MicroBatch, received: list[torch.Tensor]) -> tuple[list[torch.Tensor], Any]:
-        return self._split.run(self.index, partial(micro_batch.run, self._model), received, micro_batch.key)
+        call = partial(micro_batch.run, self._model)
+        return self._split.run(self.index, call, received, micro_batch.key, only_loss=micro_batch.only_loss)
 
     def reduce(self) -> None:
         """The last backward of this chunk is done."""

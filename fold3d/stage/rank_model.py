@@ -19,6 +19,7 @@ from fold3d.plan.strategy import Strategy
 from fold3d.sharding.plan import ShardingPlan
 from fold3d.stage.blocks.compiled import compile_blocks
 from fold3d.stage.loss_check import LossCheck
+from fold3d.stage.micro_batch import reads_only_loss
 from fold3d.stage.recompute import Checkpoints, modules_to_recompute
 from fold3d.stage.split_model import SplitModel
 from fold3d.stage.whole_model import WholeModel
@@ -52,7 +53,7 @@ def arguments_of(
         return example
     # What `call` changes in place, it changes again when it trains with this very micro-batch.
     own = {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in example.items()}
-    return find_arguments(model, blocks, lambda: call(model, own))
+    return find_arguments(model, blocks, lambda: call(model, own)).reading(reads_only_loss(call))
 
 
 def record(model: Module, config: ParallelConfig, example: Mapping[str, Any] | None) -> Trace | None:

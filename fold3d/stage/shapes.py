@@ -101,6 +101,10 @@ class ShapeOnly:
         if device not in self._copies:
             mode = WithoutValues()
             module = fake_copy(self._module, mode, device)
+            # Hooks of the module itself run around what stands in for its result; those of its copy would, too, and
+            # what they collect (hidden states, for one) would be there twice.
+            module._forward_hooks.clear()
+            module._forward_pre_hooks.clear()
             self._copies[device] = (mode, module)
         return self._copies[device]
 

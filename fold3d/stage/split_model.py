@@ -36,6 +36,7 @@ from fold3d.tensor_parallel.checkpoints import frame_of_checkpoint, group_of_che
 from fold3d.trace.errors import SplitError
 from fold3d.trace.model_trace import Trace
 from fold3d.trace.wrappers import wrap
+from fold3d.weights.missing import at_home
 
 
 class ChunkExit(BaseException):
@@ -138,7 +139,13 @@ class SplitModel:
         self.install()
 
     def run(
-        self, chunk: int, call: Callable[[], Any], inputs: list[Tensor], key: tuple[int, int, int] | None
+        self,
+        chunk: int,
+        call: Callable[[], Any],
+        inputs: list[Tensor],
+        key: tuple[int, int, int] | None,
+        *,
+        only_loss: bool = False,
     ) -> tuple[list[Tensor], Any]:
         """Runs `call`, which calls the model once, as chunk `chunk`.
 
@@ -148,6 +155,7 @@ class SplitModel:
             inputs: the tensors that the chunk before handed over, in its order; empty for chunk 0.
             key: (seed, step, global micro-batch): dropout masks depend on it and on the module, never on the
                 layout. The global generators are left in another state. None: no reseeding (evaluation).
+            only_loss: `call` reads nothing but the loss of what the model returns.
         Returns: the tensors that leave and None; for the last chunk an empty list and what `call` returned.
         Raises: SplitError if the forward ran otherwise than recorded, and whatever `call` raises.
         """
@@ -158,11 +166,12 @@ class SplitModel:
         run = self._begin(chunk, inputs, key)
         result = None
         returned = False
-        self._guard.begin()
+        self._guard.begin(only_loss)
         try:
             self._run = run
             self._slot.begin(run, None)
-            result = call()
+            with at_home(run.device):
+                result = call()
             returned = True
         except ChunkExit as leave:
             if leave.owner is not self:

@@ -49,7 +49,13 @@ class WholeModel:
         self._undo.append(Checkpoints(model, self._recomputes).remove)
 
     def run(
-        self, chunk: int, call: Callable[[], Any], inputs: list[Tensor], key: tuple[int, int, int] | None
+        self,
+        chunk: int,
+        call: Callable[[], Any],
+        inputs: list[Tensor],
+        key: tuple[int, int, int] | None,
+        *,
+        only_loss: bool = False,
     ) -> tuple[list[Tensor], Any]:
         """Runs `call`, as `SplitModel.run` does for the last chunk.
 

@@ -14,15 +14,27 @@ from fold3d.trace.wrappers import wrap
 
 
 class Arguments(dict[str, Any]):
-    """Keyword arguments of a forward. `module` names the module that was called: "" is the model itself."""
+    """Keyword arguments of a forward.
+
+    Attributes:
+        module: names the module that was called: "" is the model itself.
+        only_loss: whether who called reads nothing but the loss of what is returned (see `loss_in`).
+    """
 
     module: str = ""
+    only_loss: bool = False
 
     @classmethod
     def of(cls, module: str, kwargs: Mapping[str, Any]) -> Arguments:
         """Returns the keyword arguments of a call of `module`."""
         made = cls(kwargs)
         made.module = module
+        return made
+
+    def reading(self, only_loss: bool) -> Arguments:
+        """Returns the same arguments, of a caller who reads nothing but the loss, or all."""
+        made = Arguments.of(self.module, self)
+        made.only_loss = only_loss
         return made
 
     def called(self, model: nn.Module) -> nn.Module:
@@ -119,13 +131,23 @@ def form_of(arguments: Mapping[str, Any]) -> Form:
     named = {name: None if name == "num_items_in_batch" else arguments[name] for name in sorted(arguments)}
     leaves, spec = tree_flatten(named)
     counts = "num_items_in_batch" in arguments
-    return (getattr(arguments, "module", ""), counts, str(spec), *(_kind(leaf) for leaf in leaves))
+    called = getattr(arguments, "module", ""), getattr(arguments, "only_loss", False)
+    return (*called, counts, str(spec), *(_kind(leaf) for leaf in leaves))
 
 
 def _kind(leaf: Any) -> Any:
     if isinstance(leaf, Tensor):
         return leaf.ndim, leaf.dtype
     return (type(leaf), leaf) if isinstance(leaf, (bool, int, str)) else type(leaf)
+
+
+def loss_in(result: Any) -> Tensor | None:
+    """Returns the loss in what a model returned, where transformers' Trainer looks for it; None where there is none."""
+    if isinstance(result, Mapping):
+        found = result.get("loss")
+    else:
+        found = result[0] if isinstance(result, tuple) and result else None
+    return found if isinstance(found, Tensor) and found.ndim == 0 else None
 
 
 def describe(arguments: Mapping[str, Any]) -> str:

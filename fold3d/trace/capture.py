@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fold3d.config import BLOCKS, GRAPH, Partition
 from fold3d.errors import TraceError
-from fold3d.trace.arguments import Arguments, Form, form_of
+from fold3d.trace.arguments import Arguments, Form, form_of, loss_in
 from fold3d.trace.blocks import find_blocks
 from fold3d.trace.caches.apart import apart_from_caches
 from fold3d.trace.example import is_transformers_model, synthetic_example
@@ -29,6 +29,7 @@ from fold3d.trace.recorder import Recorder
 from fold3d.trace.results.structure import TreeStructure
 from fold3d.trace.users_hooks import drop_hooks, is_users, users_hooks
 from fold3d.trace.values.decisions import Decisions
+from fold3d.trace.values.stacked import StackedNumbers
 from fold3d.trace.values.without_values import NEEDS_VALUES, WithoutValues
 from fold3d.trace.wrappers import drop_wrappers, whole_shape
 
@@ -92,7 +93,13 @@ def _record(
     shadow = Shadow(model, example)
     recorder = Recorder(shadow.model, names)
     before = {id(tensor) for _, tensor in attributes(shadow.model)}
-    shadow.run(recorder, recorder.read_result)
+    only_loss = getattr(example, "only_loss", False)
+
+    def read(result: Any) -> None:
+        loss = loss_in(result) if only_loss else None
+        recorder.read_result(result if loss is None else loss)
+
+    shadow.run(recorder, read)
     kept = [(name, tensor) for name, tensor in attributes(shadow.model) if id(tensor) not in before]
     for name, tensor in kept:
         recorder.note_kept(name, tensor)
@@ -129,7 +136,7 @@ class Shadow:
         if "use_cache" in inspect.signature(called.forward).parameters:
             kwargs.setdefault("use_cache", False)
         try:
-            with apart_from_caches(self.model), mode, torch.no_grad(), watch:
+            with apart_from_caches(self.model), mode, torch.no_grad(), watch, StackedNumbers():
                 returned = called(**kwargs)
                 if result is not None:
                     result(returned)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import arg_tree_leaves, tree_map_only
+from torch.utils._pytree import arg_tree_leaves, tree_leaves, tree_map_only
 
 from fold3d.errors import TraceError
 from fold3d.trace.arguments import ancestors
@@ -32,7 +32,7 @@ class CalledAgainError(TraceError):
 
 def record_loss(
     model: nn.Module, blocks: Iterable[str], call: Callable[[nn.Module, dict[str, Any]], Any], batch: Mapping[str, Any],
-    truth: bool,
+    truth: bool, only_loss: bool = False,
 ) -> tuple[tuple[str, ...], tuple[dict[Value, str], ...], bool]:  # fmt: skip
     """Runs `call(model, batch)` without the values of weights and activations, the user's hooks on the model included.
 
@@ -42,6 +42,7 @@ def record_loss(
     Args:
         batch: a micro-batch in host memory; what is computed from it alone has values.
         truth: what a condition on values that are not there is taken to be.
+        only_loss: see `Arguments`; if not, all that the model returns crosses anyway, in the recording of the call.
     Returns: why the model cannot be cut at each border (see `Recorder.borders`); what crosses each border, and where it
         is read; whether `truth` was asked for.
     Raises: CalledAgainError at the second call of the model; TraceError and whatever `call` raises.
@@ -56,8 +57,10 @@ def record_loss(
         if id(tensor) not in before:
             recorder.note_kept(name, tensor)
     said = recorder.said()
+    carried = set() if only_loss else recorder.carried
     crossings = tuple(
-        {value: said[value] for crossing in border for value in crossing.values} for border in recorder.crossings()
+        {value: said[value] for crossing in border for value in crossing.values if value not in carried}
+        for border in recorder.crossings()
     )
     return recorder.borders(), crossings, recorder.guessed
 
@@ -82,6 +85,8 @@ class LossRecorder(Recorder):  # type: ignore[no-untyped-call]
         names = list(blocks)
         super().__init__(model, names)
         self.guessed = False
+        self.carried: set[Value] = set()
+        """Results of modules of which anything is that the model returned."""
         self._truth, self._mode, self._depth, self._called = truth, mode, 0, False
         self._around = "the loss function"
         for name in ancestors(names):
@@ -96,10 +101,12 @@ class LossRecorder(Recorder):  # type: ignore[no-untyped-call]
         self._depth += 1
         self._around = "the model's forward"
 
-    def _leave_model(self, *_: Any) -> None:
+    def _leave_model(self, module: nn.Module, args: Any, result: Any) -> None:
         self._depth -= 1
         if not self._depth:
             self._around = "the loss function"
+            leaves = (leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor))
+            self.carried = {token.value for leaf in leaves for token in self._tokens.get(self._key(leaf), ())}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -54,6 +54,10 @@ class Token:
 _NO_TOKENS: frozenset[Token] = frozenset()
 
 
+def _call_of(token: Token) -> tuple[str, int]:
+    return token.value.module, token.value.call
+
+
 @dataclass(slots=True)
 class RegionRecord:
     """What was seen in one region."""
@@ -88,6 +92,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._outer: list[str] = []
         self._made: Token | None = None
         self._calls: dict[str, int] = {}
+        # What a module reads counts once anything reads what it returned: many run for a result that nobody wants.
+        self._waiting: dict[tuple[str, int], list[tuple[Token, int, str]]] = {}
+        self._wanted: set[tuple[str, int]] = set()
         self._returned: dict[Value, tuple[Tensor, int]] = {}
         self._around = "the model's forward"
         self._kept: dict[int, str] = {}
@@ -199,13 +206,15 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         packet = func.overloadpacket
         inputs = [leaf for leaf in arg_tree_leaves(*args, **kwargs) if isinstance(leaf, Tensor)]
         keys = {self._key(tensor) for tensor in inputs}
-        tokens = _NO_TOKENS if packet in _SHAPE_ONLY else self._read(keys)
-        if self._made is not None:
-            tokens = frozenset({self._made})
         mutable = func._schema.is_mutable
-        for leaf in tree_leaves(result):
-            if not isinstance(leaf, Tensor):
-                continue
+        made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        is_view = not mutable and bool(made) and keys.issuperset(map(self._key, made))  # who reads it reads the values
+        tokens = _NO_TOKENS if packet in _SHAPE_ONLY else self._read(keys, is_view)
+        if self._made is not None:
+            if mutable and not all(self._made in self._tokens.get(key, _NO_TOKENS) for key in keys):
+                self._want(self._made)  # it may write into a buffer, or into what others read
+            tokens = frozenset({self._made})
+        for leaf in made:
             key = self._key(leaf)
             if key in self._names:
                 continue
@@ -216,14 +225,15 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._count(packet, args, kwargs, result)
         return result
 
-    def _read(self, keys: set[int]) -> frozenset[Token]:
+    def _read(self, keys: set[int], is_view: bool = False) -> frozenset[Token]:
         reader = self._block or (self._outer[0] if self._outer else self._around)
         found: frozenset[Token] = _NO_TOKENS
         for key in keys:
             names = self._names.get(key)
             if names is not None:
                 self._read_parameter(names, self.regions[-1])
-            found |= self._read_tokens(key, reader)  # a parameter may have been returned by its module
+            # A parameter may have been returned by its module.
+            found |= self._tokens.get(key, _NO_TOKENS) if is_view else self._read_tokens(key, reader)
         return found
 
     def read_result(self, result: Any) -> None:
@@ -235,10 +245,28 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _read_tokens(self, key: int, reader: str) -> frozenset[Token]:
         here = len(self.order) - (self._block is not None)
         tokens = self._tokens.get(key, _NO_TOKENS)
+        made = self._made if self._block is None else None
+        waits = made is not None and _call_of(made) not in self._wanted
         for token in tokens:
-            if here > token.region and here > self.reads.get(token, (-1, ""))[0]:
-                self.reads[token] = (here, reader)
+            if made is not None and waits:
+                self._waiting.setdefault(_call_of(made), []).append((token, here, reader))
+            else:
+                self._note_read(token, here, reader)
         return tokens
+
+    def _want(self, made: Token) -> None:
+        """What the running module does matters, whoever reads what it returns."""
+        self._wanted.add(_call_of(made))
+        for waiting in self._waiting.pop(_call_of(made), []):
+            self._note_read(*waiting)
+
+    def _note_read(self, token: Token, here: int, reader: str) -> None:
+        waiting = [(token, here, reader)]
+        while waiting:
+            one, place, by = waiting.pop()
+            if place > one.region and place > self.reads.get(one, (-1, ""))[0]:
+                self.reads[one] = (place, by)
+            waiting += self._waiting.pop(_call_of(one), [])
 
     def _read_parameter(self, names: list[str], region: RegionRecord) -> None:
         if any(name in region.parameters for name in names) and (self._block or self._outer):

@@ -360,6 +360,7 @@ class Trainer(SearchingTrainer):
             return self._share_of_loss(module, batch, *divisors_of(batch))
 
         share.calls_users_code = self._computes_loss_otherwise()  # type: ignore[attr-defined]
+        share.reads_only_loss = self._reads_only_loss()  # type: ignore[attr-defined]
         if self._gradients_are_read is None:
             self._gradients_are_read = self._agree_on_gradients()
         if self.args.timeline == self.state.global_step + 1:

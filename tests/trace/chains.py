@@ -62,9 +62,11 @@ def chained(
     *,
     key: tuple[int, int, int] | None = None,
     call: Callable[[nn.Module, dict[str, Tensor]], Any] | None = None,
+    only_loss: bool = False,
+    sent: list[list[Tensor]] | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Loss and gradients of one micro-batch that passes all chunks forward, then backward; gradients of all
-    stages summed."""
+    stages summed. `sent` is given what crossed each border."""
     call = call or (lambda model, batch: model(**batch))
     for rank in ranks:
         rank._model.zero_grad()
@@ -74,9 +76,11 @@ def chained(
     for chunk in range(num_chunks):
         rank = ranks[chunk % len(ranks)]
         torch.manual_seed(1000 + chunk)  # no rank's generator is like another's
-        outputs, result = rank.run(chunk, lambda rank=rank: call(rank._model, batch), inputs, key)
+        outputs, result = rank.run(chunk, lambda rank=rank: call(rank._model, batch), inputs, key, only_loss=only_loss)
         links.append((outputs, inputs))
         inputs = [t.detach().clone().requires_grad_(t.requires_grad) for t in outputs]
+    if sent is not None:
+        sent += [[one.detach() for one in outputs] for outputs, _ in links[:-1]]
     loss = loss_of(result)
     loss.backward()
     for chunk in reversed(range(num_chunks - 1)):

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 VOCABULARY = 64
 
@@ -69,6 +70,78 @@ def _mpnet(dropout: float) -> nn.Module:
     )  # fmt: skip
 
 
+class _Block(GradientCheckpointingLayer):
+    def __init__(self, width: int, dropout: float) -> None:
+        super().__init__()
+        self.up, self.down, self.norm = nn.Linear(width, 24), nn.Linear(24, width), nn.LayerNorm(width)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        mixed = hidden + hidden.mean(1, keepdim=True)
+        return hidden + self.dropout(self.down(torch.tanh(self.up(self.norm(mixed)))))
+
+
+class _Tower(nn.Module):
+    """Encodes patches; its own code asks a weight where to put them."""
+
+    def __init__(self, depth: int, dropout: float) -> None:
+        super().__init__()
+        self.patches, self.pool = nn.Linear(6, 12), nn.Linear(12, 12)
+        self.blocks = nn.ModuleList(_Block(12, dropout) for _ in range(depth))
+
+    def forward(self, pixels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        hidden = self.patches(pixels.to(device=self.patches.weight.device))
+        half: Tensor = hidden
+        for number, block in enumerate(self.blocks):
+            hidden = block(hidden)
+            half = hidden if number == 0 else half
+        return hidden, half, self.pool(hidden[:, 0])
+
+
+class _Language(nn.Module):
+    """Adds features of the images' half way to what its first layer returns, where their places are."""
+
+    def __init__(self, depth: int, dropout: float) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, 16)
+        self.layers = nn.ModuleList(_Block(16, dropout) for _ in range(depth))
+
+    def forward(self, hidden: Tensor, places: Tensor, deep: Tensor) -> Tensor:
+        for number, layer in enumerate(self.layers):
+            hidden = layer(hidden)
+            if number == 0:
+                hidden = hidden + torch.zeros_like(hidden).masked_scatter(places, deep)
+        return hidden
+
+
+class Seeing(nn.Module):
+    """A tower for images, two projectors, and a language model into whose text the images' features are scattered.
+
+    What it returns carries the features, as the models of transformers do, though no loss reads them.
+    """
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.tower, self.language = _Tower(3, dropout), _Language(3, dropout)
+        self.projector, self.deep = nn.Linear(12, 16), nn.Linear(12, 16)
+        self.head = nn.Linear(16, VOCABULARY, bias=False)
+
+    def forward(self, input_ids: Tensor, pixel_values: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+        last, half, _ = self.tower(pixel_values)
+        features, deep = self.projector(last), self.deep(half)
+        places = (input_ids == PLACE)[..., None].expand(*input_ids.shape, 16)
+        hidden = self.language.embed(input_ids).masked_scatter(places, features)
+        logits = self.head(self.language(hidden, places, deep))
+        found = {"logits": logits, "image_hidden_states": features}
+        if labels is not None:
+            found = {"loss": nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()), **found}
+        return found
+
+
+PLACE = 3
+"""The token that stands for a feature of an image."""
+
+
 def tokens(batch: int, length: int, seed: int) -> Tensor:
     return torch.randint(3, VOCABULARY, (batch, length), generator=torch.Generator().manual_seed(seed))
 
@@ -94,6 +167,13 @@ def _text_and_image() -> dict[str, Any]:
     return {"input_ids": ids, "pixel_values": images, "return_loss": True}
 
 
+def _text_in_which_images_are() -> dict[str, Tensor]:
+    ids = tokens(2, 9, 1).clamp(min=PLACE + 1)
+    ids[:, 1:5] = PLACE
+    images = torch.randn(2, 4, 6, generator=torch.Generator().manual_seed(3), dtype=torch.double)
+    return {"input_ids": ids, "pixel_values": images, "labels": ids.clone()}
+
+
 def _masked() -> dict[str, Tensor]:
     ids = tokens(2, 9, 1)
     return {"input_ids": ids, "labels": ids.clone()}
@@ -105,6 +185,7 @@ MODELS: dict[str, tuple[Callable[[float], nn.Module], Callable[[], dict[str, Any
     "whisper": (_whisper, _audio),
     "clip": (_clip, _text_and_image),
     "mpnet": (_mpnet, _masked),
+    "seeing": (Seeing, _text_in_which_images_are),
 }
 
 

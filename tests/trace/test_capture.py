@@ -414,3 +414,45 @@ def test_a_frozen_module_whose_copies_hook_their_parameters() -> None:
     layer.requires_grad_(False)
     copied = fake_copy(layer, FakeTensorMode())
     assert not any(parameter.requires_grad for parameter in copied.parameters())
+
+
+class _ForNobody(nn.Module):
+    """Reads its blocks' first result with a module whose own result nobody reads."""
+
+    def __init__(self, pool: nn.Module) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.pool = pool
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = self.blocks[0](x)
+        second = self.blocks[1](first)
+        self.pool(first)
+        return self.blocks[2](second).sum()
+
+
+@pytest.mark.parametrize(("pool", "carried"), [(nn.Linear(4, 4), False), (nn.BatchNorm1d(4), True)])
+def test_what_is_read_for_nobody_does_not_travel_unless_it_leaves_a_trace(pool: nn.Module, carried: bool) -> None:
+    """A norm's running mean is such a trace."""
+    recorded = trace(_ForNobody(pool), example={"x": torch.randn(2, 4)})
+    assert ("blocks.0" in [value.module for one in recorded.crossings[2] for value in one.values]) == carried
+
+
+class _Spread(nn.Module):
+    """Divides by numbers that it puts into a tensor, one for each sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden: Tensor = self.blocks[0](x)
+        most = torch.tensor([one.detach().max() for one in hidden], dtype=hidden.dtype)
+        return self.blocks[1](hidden / most[:, None]).sum()
+
+
+def test_a_tensor_of_numbers_without_values_is_recorded() -> None:
+    model, batch = _Spread().double(), {"x": torch.randn(2, 4, dtype=torch.double)}
+    recorded = trace(model, example=batch)
+    ranges = [(0, 1), (1, 2)]
+    assert_equal(chained(ranks_of(model, recorded, ranges, 2), recorded, 2, batch), whole(model, batch))

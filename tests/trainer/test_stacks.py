@@ -42,9 +42,11 @@ ARGUMENTS = {"prediction_loss_only": True, "max_steps": 2, "max_grad_norm": 1.0}
 
 
 @pytest.mark.rotating
-@pytest.mark.parametrize("family", ["t5", "bart", "clip", "mpnet"])
+@pytest.mark.parametrize("family", ["t5", "bart", "clip", "mpnet", "seeing"])
 @pytest.mark.parametrize(("processes", "layout"), LAYOUTS, ids=["1f1b", "aiao", "interleaved", "tp"])
 def test_as_stock(ranks: RankPool, tmp_path: Path, family: str, processes: int, layout: dict[str, Any]) -> None:
+    if family == "seeing" and "tp" in layout:
+        pytest.skip("its own code asks a weight where it lies, and shards are looked for on a device that is none")
     job = Job(str(tmp_path), variant=Of(family), arguments=ARGUMENTS)
     dp = layout.get("dp", 1)
     want = run_stock(job, replicas=dp)

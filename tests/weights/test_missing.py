@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from fold3d.errors import MissingWeightsError
-from fold3d.weights.missing import MissingWeight
+from fold3d.weights.missing import MissingWeight, at_home
 from fold3d.weights.release import is_released, release
 from tests.helpers import models
 from tests.trace.zoo import tokens
@@ -101,3 +101,14 @@ def test_errors_that_are_not_about_values_stay_what_they_are(model: nn.Module) -
     assert not isinstance(error.value, MissingWeightsError)
     with pytest.raises(TypeError):
         weight(model).sum(nonsense=1)
+
+
+def test_it_says_where_it_would_lie_while_a_forward_runs(model: nn.Module) -> None:
+    """Models move their inputs to where a weight is."""
+    with at_home(torch.device("cpu")):
+        assert weight(model).device.type == "cpu"
+        assert torch.zeros(1).to(weight(model).device).tolist() == [0.0]
+        assert weight(model).is_meta and is_released(weight(model))
+        with pytest.raises(MissingWeightsError):
+            weight(model).tolist()
+    assert weight(model).device.type == "meta"

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 
 VOCABULARY = 128
+_LAYERS = 4
+_CODES = 16
 _LAYER_COUNT = re.compile(r"^(num_hidden_layers|num_layers|n_layers?)$")
 _RANDOM = re.compile(r"drop|jitter|noise|mask_\w+_prob|_mask_prob")
 
@@ -28,14 +30,21 @@ class Size:
     head_dim: int
     fills: bool = False
     """Whether fields that hold None get a number as well."""
+    inner: int = 2
+    """Times the width: inside of feed-forward modules."""
+    outer: int = 1
+    """Times the width: what an encoder of images returns."""
     image: int = 32
     window: int = 8
-    layers: int = 4
+    layers: int = _LAYERS
+    sees: bool = False
+    """Whether text shares its positions with images."""
 
 
 SIZES = (
     Size(64, 4, 2, 16), Size(64, 4, 2, 16, fills=True), Size(64, 4, 4, 16, fills=True), Size(64, 4, 4, 16),
-    Size(64, 4, 4, 16, image=64, window=2), Size(64, 8, 8, 16), Size(64, 4, 4, 32), Size(0, 0, 0, 0, image=64),
+    Size(64, 4, 4, 16, inner=4, outer=4), Size(64, 4, 4, 16, image=64, window=2), Size(64, 8, 8, 16),
+    Size(64, 4, 4, 32), Size(0, 0, 0, 0, image=64),
 )  # fmt: skip
 
 
@@ -52,20 +61,27 @@ class _Tokens:
 
 def tiny_config(config_class: Any, size: Size, *, causal: bool = False) -> Any:
     """Returns a small configuration without dropout. Raises: whatever the class raises of it."""
+    parts = getattr(config_class, "sub_configs", None) or {}
+    size = dataclasses.replace(size, sees=any("vision" in name or "thinker" in name for name in parts))
     fields = _fields(config_class, size, _Tokens())
     if causal and "is_decoder" in (field.name for field in dataclasses.fields(config_class)):
         fields["is_decoder"] = True
-    return config_class(**fields)
+    config = config_class(**fields)
+    if size.sees and hasattr(config, "image_token_id") and not hasattr(config, "vision_start_token_id"):
+        config.vision_start_token_id = VOCABULARY - 41  # as files of checkpoints have it, which no class declares
+    return config
 
 
 def _fields(config_class: Any, size: Size, tokens: _Tokens) -> dict[str, Any]:
     default = _default(config_class)
-    made: dict[str, Any] = {}
     names = {field.name for field in dataclasses.fields(config_class)} & {"out_indices", "backbone_out_indices"}
     if any(_held(default, name) or size.fills for name in names):  # results of four of the layers are taken
-        size = dataclasses.replace(size, layers=5)
+        size = dataclasses.replace(size, layers=_LAYERS + 1)
+    made: dict[str, Any] = _known(config_class, default, size, tokens)
     layers = next((one for name, one in _values(config_class, default, size) if _LAYER_COUNT.search(name)), None)
     for name, value in _values(config_class, default, size):
+        if name in made:
+            continue
         if isinstance(value, (list, tuple)) and len(value) == layers and layers > size.layers:
             made[name] = _some(list(value), size.layers)
             continue
@@ -82,6 +98,45 @@ def _fields(config_class: Any, size: Size, tokens: _Tokens) -> dict[str, Any]:
             fields["model_type"] = actual.model_type
         made[name] = fields
     return made
+
+
+def _known(config_class: Any, default: Any, size: Size, tokens: _Tokens) -> dict[str, Any]:
+    """Returns fields that hold None in the class, or what is too much for a tiny model, and cannot be told by sizes."""
+    found: dict[str, Any] = {}
+    for name in (field.name for field in dataclasses.fields(config_class)):
+        value = getattr(default, name, None)
+        if name == "vocabulary_map":
+            found[name] = _words(tokens)
+        elif "pinpoints" in name:
+            found[name] = [[size.image, size.image], [size.image, 2 * size.image]]
+        elif re.search(r"feature_layers?$|layers?_ind\w+$|cross_attention_layers$", name) and value is not None:
+            places = value if isinstance(value, (list, tuple)) else [value]
+            near = [max(one, -size.layers) if one < 0 else min(one, size.layers - 1) for one in places]
+            found[name] = list(dict.fromkeys(near)) if isinstance(value, (list, tuple)) else near[0]
+        elif value is None and re.search(r"^(image|video|audio)_token_(id|index)$", name):
+            found[name] = tokens.one()
+        elif name == "mlp_layer_types" and value is None:
+            found[name] = ["dense", *["sparse"] * (size.layers - 1)]
+        elif re.search(r"^use_\w+_text_input$", name):
+            found[name] = size.fills
+        elif name == "downsample_rate" and value is None:
+            found[name] = "4/8"
+        elif name == "deepstack_layer_map":
+            found[name] = [[-2, 1]]
+        elif name == "spatial_target_layers":
+            found[name] = [2]
+    return found
+
+
+def _words(tokens: _Tokens) -> dict[str, int]:
+    """Returns the part of a vocabulary in which codes of images have words, as tokenizers for such models have it."""
+    words = {word: tokens.one() for word in ("<image>", "<|extra_200|>")}
+    first = VOCABULARY - 40 - 2 * _CODES
+    for code in range(_CODES):
+        letters = "".join(chr(ord("A") + int(digit)) for digit in str(code))
+        words[f"IMGIMG{letters}Z"] = first + code
+        words[f"<|visual token {code:06d}|>"] = first + _CODES + code
+    return words
 
 
 def _some(value: list[Any], layers: int) -> list[Any]:
@@ -162,8 +217,9 @@ def _smaller(name: str, value: Any, size: Size, tokens: _Tokens) -> Any:
         return value[: size.layers]
     if isinstance(value, (list, tuple)) and value and all(type(one) is int for one in value):
         return _numbers(name, list(value), size, tokens)
-    if isinstance(value, dict) and size.width and isinstance(value.get("mrope_section"), (list, tuple)):
-        return {**value, "mrope_section": _sections(list(value["mrope_section"]), size.head_dim // 2)}
+    if isinstance(value, dict) and size.width and (size.sees or "mrope_section" in value) and "rope_theta" in value:
+        half = int(size.head_dim * (value.get("partial_rotary_factor") or 1.0)) // 2
+        return {**value, "mrope_section": _sections(list(value.get("mrope_section") or (3, 3, 2)), half)}
     return None
 
 
@@ -196,6 +252,14 @@ def _number(name: str, value: int, size: Size, tokens: _Tokens) -> int | None:
 
 def _rules(size: Size) -> list[tuple[str, int]]:
     return [
+        (r"kpool$|compress_ratio$", 2),
+        (r"budget$", 8),
+        (r"downsample_rate$", 4),
+        (r"base_channels$", 32),
+        (r"num_embeddings$|codebook_size$", _CODES),
+        (r"tokens_per_image$", 16),
+        (r"out_hidden_size$", size.outer * size.width),
+        (r"vision_output_dim$", 2 * size.width),
         (r"n_group|group_size|topk_group|expert_group", 1),
         (r"rotary_dim|rope_dim", size.head_dim),
         (r"experts?_per|top_?k|topk|moe_k$", 2),
@@ -210,9 +274,9 @@ def _rules(size: Size) -> list[tuple[str, int]]:
         (r"positions?$|position_embeddings|max_\w*(len|length|seqlen|size)$|n_ctx|seq_length|n_positions", 64),
         (r"sliding_window|attention_window|chunk_size|window_size|local_attention", size.window),
         (r"state_size|d_state|conv_kernel|d_conv|kernel|stride|channels$|groups?$|mel|labels|buckets", 1 << 30),
-        (r"intermediate|ffn|d_ff|d_inner|mlp_dim|feedforward|feed_forward", 2 * size.width),
+        (r"intermediate|ffn|d_ff|d_inner|mlp_dim|feedforward|feed_forward", size.inner * size.width),
         (r"hidden|d_model|d_latents|embd|embed|dim$|dim_|width|_size$|projection|channels", size.width),
-        (r"num_(query|latents)|query_tokens|codevectors|negatives", 8),
+        (r"num_(query|latents)|query_num|query_tokens|codevectors|negatives", 8),
     ]
 
 

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tests.zoo.places import configs_of, further, special_ids, with_places
+
 _SAMPLES = 2
 _LENGTH = 12
 _PADDED = 3
@@ -25,7 +27,7 @@ def batches(model: nn.Module) -> Iterator[tuple[str, Callable[[], Batch]]]:
         yield from (("series", partial(dict, batch)) for batch in _series(model, takes))
     for kind, part in (*_images(model, takes), *_sounds(model, takes)):
         if "input_ids" in takes:
-            yield f"text and {kind}", partial(_with_places, model, part)
+            yield f"text and {kind}", partial(with_places, model, part, _random_ids(model, _LENGTH))
             yield f"text and {kind}", partial(_with_text, model, takes, part)
         else:
             yield kind, partial(_with_decoder, model, takes, part)
@@ -48,6 +50,7 @@ def labelled(model: nn.Module, batch: Batch) -> Iterator[Batch]:
             yield {**batch, "labels": labels}
             if len(labels) > _SAMPLES:
                 yield {**batch, "labels": labels.reshape(_SAMPLES, -1, labels.shape[1]).transpose(1, 2)}
+            yield {**batch, "labels": batch["input_ids"].clone()}
         yield {**batch, "labels": classes}
         yield {**batch, "labels": torch.zeros(_SAMPLES, 32, 32, dtype=torch.long)}
     if "return_loss" in takes:
@@ -80,7 +83,9 @@ def _random_ids(model: nn.Module, length: int) -> Tensor:
     """Returns tokens that are none of the special ones, which have the highest numbers and a few of the lowest."""
     vocabulary = _vocabulary(model)
     most = vocabulary - 40 if vocabulary > 80 else vocabulary
-    return torch.randint(min(5, most - 1), most, (_SAMPLES, length), generator=_generator())
+    special = special_ids(model.config)
+    plain = [token for token in range(min(5, most - 1), most) if token not in special] or [most - 1]
+    return torch.tensor(plain)[torch.randint(len(plain), (_SAMPLES, length), generator=_generator())]
 
 
 def _text(model: nn.Module, takes: set[str]) -> Batch:
@@ -99,7 +104,8 @@ def _text(model: nn.Module, takes: set[str]) -> Batch:
 
 
 def _with_text(model: nn.Module, takes: set[str], part: Batch) -> Batch:
-    return {**_text(model, takes), **_with_decoder(model, takes, part)}
+    batch = {**_text(model, takes), **_with_decoder(model, takes, part)}
+    return batch | further(model, takes, batch) if part else batch
 
 
 def _with_decoder(model: nn.Module, takes: set[str], part: Batch) -> Batch:
@@ -108,22 +114,9 @@ def _with_decoder(model: nn.Module, takes: set[str], part: Batch) -> Batch:
     return dict(part)
 
 
-def _configs(model: nn.Module) -> list[Any]:
-    """Returns the model's configuration and those in it, the parts first."""
-    config: Any = model.config
-    parts = _parts(config)
-    inner = [one for part in parts for one in _parts(part)]
-    return [*inner, *parts, config]
-
-
-def _parts(config: Any) -> list[Any]:
-    found = [getattr(config, name, None) for name in getattr(config, "sub_configs", None) or {}]
-    return [one for one in found if one is not None]
-
-
 def _first(model: nn.Module, *names: str, default: Any) -> Any:
     """Returns the first of the fields that any of the configurations has."""
-    for config in _configs(model):
+    for config in reversed(configs_of(model.config)):
         for name in names:
             value = getattr(config, name, None)
             if value is not None and not isinstance(value, dict):
@@ -142,10 +135,13 @@ def _images(model: nn.Module, takes: set[str]) -> Iterator[tuple[str, Batch]]:
     if "pixel_values" in takes:
         if "image_grid_thw" in takes:
             patch = _side(_first(model, "patch_size", default=4))
-            time = int(_first(model, "temporal_patch_size", default=1))
-            for depth in (channels * time * patch * patch, channels * patch * patch):
-                grid = torch.tensor([[1, 4, 4]] * _SAMPLES)
-                yield "images", {"pixel_values": _random(16 * _SAMPLES, depth), "image_grid_thw": grid}
+            grid = torch.tensor([[1, 4, 4]] * _SAMPLES)
+            area = patch * patch
+            for time in dict.fromkeys((int(_first(model, "temporal_patch_size", default=1)), 1, 2)):
+                patches = _random(16 * _SAMPLES, channels * time * area)
+                yield "images", {"pixel_values": patches, "image_grid_thw": grid}
+            patches = _random(16 * _SAMPLES, channels, patch, patch)
+            yield "images", {"pixel_values": patches, "image_grid_thw": grid}
         plain = {"pixel_values": _random(_SAMPLES, channels, side, side)}
         sizes = torch.tensor([[side, side]] * _SAMPLES)
         if "bool_masked_pos" in takes:
@@ -170,8 +166,17 @@ def _images(model: nn.Module, takes: set[str]) -> Iterator[tuple[str, Batch]]:
                 },
             )
         yield "images", plain
+        if "input_ids" in takes:
+            yield "images", {"pixel_values": _random(_SAMPLES, 1, channels, side, side)}
+            tiles = int(_first(model, "max_num_tiles", default=1))
+            yield "images", {"pixel_values": _random(_SAMPLES, 1, tiles, channels, side, side)}
         if frames := _first(model, "num_frames", "frames_per_clip", default=0):
             yield "video", {"pixel_values": _random(_SAMPLES, int(frames), channels, side, side)}
+    if "flattened_patches" in takes:
+        patch = _side(_first(model, "patch_size", default=4))
+        places = torch.cartesian_prod(torch.arange(1, 4), torch.arange(1, 4)).double().expand(_SAMPLES, 9, 2)
+        depth = int(_first(model, "patch_embed_hidden_size", default=channels * patch * patch))
+        yield "images", {"flattened_patches": torch.cat([places, _random(_SAMPLES, 9, depth)], 2)}
     if "pixel_values_videos" in takes and "image_grid_thw" not in takes:
         frames = int(_first(model, "num_frames", "frames_per_clip", default=2))
         yield "video", {"pixel_values_videos": _random(_SAMPLES, frames, channels, side, side)}
@@ -180,7 +185,8 @@ def _images(model: nn.Module, takes: set[str]) -> Iterator[tuple[str, Batch]]:
 def _sounds(model: nn.Module, takes: set[str]) -> Iterator[tuple[str, Batch]]:
     named = ("num_mel_bins", "input_feat_per_channel", "feature_size", "n_mels", "feature_projection_input_dim")
     bins = int(_first(model, *named, default=80))
-    frames = int(_first(model, "max_source_positions", default=32))
+    window = int(_first(model, "n_window", default=0))
+    frames = 2 * window if window else int(_first(model, "max_source_positions", default=32))
     for name in ("input_features", "audio_values"):
         if name in takes:
             extra: Batch = {}
@@ -195,7 +201,7 @@ def _sounds(model: nn.Module, takes: set[str]) -> Iterator[tuple[str, Batch]]:
         length = int(_first(model, "max_length", default=0))
         if length:
             yield "sound", {"input_values": _random(_SAMPLES, length, bins)}
-        for samples in (2000, 6000):
+        for samples in (2000, 6000, 3840):
             yield "sound", {"input_values": _random(_SAMPLES, samples)}
             yield "sound", {"input_values": _random(_SAMPLES, 1, samples)}
 
@@ -226,28 +232,3 @@ def _series(model: nn.Module, takes: set[str]) -> Iterator[Batch]:
         yield {"past_values": _random(_SAMPLES, past), "freq": torch.zeros(_SAMPLES, 1, dtype=torch.long)}
     yield batch
     yield {"past_values": _random(_SAMPLES, past)}
-
-
-def _with_places(model: nn.Module, part: Batch) -> Batch:
-    """Returns `part`, and a text with as many places for image or sound features as the model makes of `part`."""
-    config: Any = model.config
-    for kind in ("image", "video", "audio"):
-        features = getattr(model, f"get_{kind}_features", None)
-        place = next((getattr(config, f"{kind}_token_{end}", None) for end in ("id", "index")), None)
-        place = getattr(config, f"{kind}_token_index", None) if place is None else place
-        if features is None or place is None:
-            continue
-        known = inspect.signature(features).parameters
-        if not set(part) & set(known):
-            continue
-        with torch.no_grad():
-            made = features(**{name: value for name, value in part.items() if name in known})
-        made = getattr(made, "pooler_output", made)
-        tensors = [made] if isinstance(made, Tensor) else [one for one in made if isinstance(one, Tensor)]
-        places = sum(one.numel() // one.shape[-1] for one in tensors) // _SAMPLES
-        ids = torch.cat([torch.full((_SAMPLES, places), int(place)), _random_ids(model, _LENGTH)], 1)
-        batch: Batch = {**part, "input_ids": ids, "attention_mask": torch.ones_like(ids)}
-        if "mm_token_type_ids" in inspect.signature(model.forward).parameters:
-            batch["mm_token_type_ids"] = (ids == place).long()
-        return batch
-    raise ValueError("nothing says how many places in the text an image takes")

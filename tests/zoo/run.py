@@ -11,6 +11,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from multiprocessing.connection import Connection
 
+import torch
+
 from tests.zoo.cases import Case
 from tests.zoo.verdict import CRASHED, Verdict, judge
 
@@ -52,6 +54,7 @@ def progress(done: int, cases: int, name: str) -> None:
 
 def _child(case: Case, answer: Connection, outputs: bool) -> None:
     _limit_memory()
+    torch.set_num_threads(1)  # tiny models are no faster with more, and far slower on a busy machine
     with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
         answer.send(judge(case, outputs) if outputs else judge(case))
 

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
+from tests.zoo.bytes_sent import BytesSent
 from tests.zoo.cases import KINDS, Case
 from tests.zoo.verdict import CRASHED, EXACT, REFUSED, UNBUILT, WRONG, Verdict
 
@@ -27,6 +28,10 @@ gradients were compared.
 - **crashed**: an error that does not say what to do, or not done within the time limit.
 - **not built**: no tiny model of the class runs by itself here, mostly for lack of rules for its configuration or
   inputs; nothing is known about cutting it.
+
+**Bytes** are those that crossed the three borders between the parts, of them what the blocks right before a border
+returned (the hidden states, without which nothing can go on), and of them tensors with other values in which the loss
+was the same: such need not have travelled.
 """
 
 
@@ -47,13 +52,13 @@ def write(path: Path, found: Mapping[Case, Verdict]) -> None:
             "",
             f"## {kind.capitalize()}",
             "",
-            "| class | trained on | verdict | reason |",
-            "| --- | --- | --- | --- |",
+            "| class | trained on | verdict | bytes | reason |",
+            "| --- | --- | --- | --- | --- |",
         ]
         for key in (key for key in ordered if key[0] == kind):
             one = rows[key]
             reason = f"`{_plain(one.reason)}`" if one.reason else ""
-            lines.append(f"| {key[1]} | {one.inputs} | {one.outcome} | {reason} |")
+            lines.append(f"| {key[1]} | {one.inputs} | {one.outcome} | {one.sent} | {reason} |")
     path.write_text("\n".join(lines) + "\n")
 
 
@@ -65,8 +70,9 @@ def read(path: Path) -> dict[tuple[str, str], Verdict]:
         if line.startswith("## "):
             kind = line[3:].lower()
         cells = [cell.strip() for cell in line.strip("|").split(" | ")]
-        if kind and line.startswith("| ") and len(cells) == 4 and cells[2] in OUTCOMES:
-            found[kind, cells[0]] = Verdict(cells[2], cells[3].strip("`"), cells[1])
+        if kind and line.startswith("| ") and len(cells) in (4, 5) and cells[2] in OUTCOMES:
+            sent = BytesSent.parse(cells[3] if len(cells) == 5 else "")  # old rows have none
+            found[kind, cells[0]] = Verdict(cells[2], cells[-1].strip("`"), cells[1], sent)
     return found
 
 

@@ -45,7 +45,8 @@ class KnownValues:
             ref = self._new_ref()
             self._inputs.append(ref)
             if tensor.device.type != "meta" and not isinstance(tensor, FakeTensor) and tensor.numel() <= MOST:
-                setattr(stand_in, _VALUE, (own_copy(tensor), ref))
+                with _disable_current_modes():  # a copy made under a mode without values would have none
+                    setattr(stand_in, _VALUE, (own_copy(tensor), ref))
 
     def of(self, tensor: Tensor) -> Tensor | None:
         """Returns the value of a tensor, None where it has none that is known."""

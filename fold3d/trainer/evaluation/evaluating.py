@@ -41,6 +41,7 @@ class EvaluatingTrainer(CheckpointingTrainer):
             return stock(module, batch, prediction_loss_only, ignore_keys)
 
         predict.calls_users_code = self._computes_loss_otherwise()  # type: ignore[attr-defined]
+        predict.reads_only_loss = prediction_loss_only and self._reads_only_loss()  # type: ignore[attr-defined]
         try:
             loss, logits, labels = self.engine.forward(inputs, predict)
         finally:
@@ -81,6 +82,11 @@ class EvaluatingTrainer(CheckpointingTrainer):
     def _computes_loss_otherwise(self) -> bool:
         """Whether the loss is computed by code of the user's."""
         return self.compute_loss_func is not None or is_overridden(self, "compute_loss")
+
+    def _reads_only_loss(self) -> bool:
+        """Whether of what the model returns nothing but the loss is read: what a tower's results are carried along for,
+        in the object that is returned, then need not travel. With tp > 1 all calls must need the same."""
+        return not self._computes_loss_otherwise() and self.label_smoother is None and self.args.tp == 1
 
     def evaluate(self, *args: Any, **named: Any) -> Any:
         """Evaluates; the same arguments and result as the stock Trainer's. Every process calls."""
