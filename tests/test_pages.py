@@ -178,11 +178,11 @@ def test_log_keys_are_those_of_the_code() -> None:
     shards = {"waited_ns": 0, "hidden_ns": 0, "bytes": 0}
     moved = [("offload", "0OFFLOAD0", 0, 1, 8)]
     breakdown = make_breakdown(moved, 0, 1_000_000, predicted_ms=1.0, predicted=part, shards=shards)
-    beside = ["tokens_per_second", "mfu"]
+    beside = ["tokens_per_second", "mfu", "loss_scale", "skipped_steps"]
     memory = ["peak_memory_gb", "peak_memory_mb", "peak_memory_rank", "predicted_peak_memory_mb"]
     assert sorted(shown) == sorted([*breakdown.log(dp=2, pp=2, tp=2), *beside, *memory])
-    trainer = (ROOT / "fold3d" / "trainer" / "trainer.py").read_text()
-    assert all(f'"{key}"' in trainer for key in beside)
+    measuring = (ROOT / "fold3d" / "trainer" / "logs" / "measuring.py").read_text()
+    assert all(f'"{key}"' in measuring for key in beside)
     peaks = (ROOT / "fold3d" / "trainer" / "logs" / "peak_memory.py").read_text()
     assert all(f'"{key}"' in peaks for key in memory)
 

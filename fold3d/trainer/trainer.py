@@ -35,6 +35,7 @@ from fold3d.trainer.accelerator import ReplicaAccelerator
 from fold3d.trainer.arguments import TrainingArguments
 from fold3d.trainer.flushing import FlushingHandler
 from fold3d.trainer.logs.parameter_count import counting_parameters
+from fold3d.trainer.logs.peak_memory import say_peaks
 from fold3d.trainer.loss_state import LossState
 from fold3d.trainer.overrides import flush_before, gradient_readers, is_overridden
 from fold3d.trainer.preemption import together
@@ -314,6 +315,7 @@ class Trainer(SearchingTrainer):
             result = super()._train(*args, **named)
             self._share_loss_state()
             self.engine.flush()
+            say_peaks(self.engine)
             return result
 
     def _inner_training_loop(self, batch_size: int | None = None, *args: Any, **named: Any) -> Any:

@@ -1,11 +1,19 @@
-"""The most memory that any process has needed, for the logs."""
+"""The most memory that processes have needed, for the logs."""
 
 from __future__ import annotations
+
+import logging
 
 from torch import Tensor
 
 from fold3d.engine.engine import Engine
+from fold3d.observe.announce import announce
 from fold3d.observe.memory import peak_bytes
+
+logger = logging.getLogger(__name__)
+
+_SAID = 16
+"""Ranks that are named."""
 
 
 def own_peaks(engine: Engine) -> tuple[float, ...]:
@@ -30,3 +38,18 @@ def highest_peaks(engine: Engine, peaks: Tensor) -> dict[str, float]:
     if engine.planned_memory is not None:
         measured["predicted_peak_memory_mb"] = round(engine.planned_memory / 1e6, 1)
     return measured
+
+
+def say_peaks(engine: Engine) -> None:
+    """Announces on rank 0 what each rank has needed so far, the fullest first; all ranks call.
+
+    Silent on one process, whose peak is in the logs.
+    """
+    peaks = engine.world.gather((float(engine.memory.peak), engine.topology.rank))
+    if peaks is None or len(peaks) == 1:
+        return
+    fullest = sorted(peaks, key=lambda one: (-one[0], one[1]))
+    said = [f"rank {rank} {peak / 1e6:,.1f}" for peak, rank in fullest[:_SAID]]
+    if len(fullest) > _SAID:
+        said.append(f"{len(fullest) - _SAID} more from {fullest[_SAID][0] / 1e6:,.1f} to {fullest[-1][0] / 1e6:,.1f}")
+    announce(logger, f"peak memory of this training, MB: {', '.join(said)}")
