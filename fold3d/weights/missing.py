@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -14,6 +15,9 @@ from fold3d.errors import MissingWeightsError
 from fold3d.trace.wrappers import whole_shape
 
 _DEVICE = Tensor.device.__get__
+_HOME: ContextVar[torch.device | None] = ContextVar("home", default=None)
+"""Where the model's forward runs, while it does: its code may ask a weight where to put its inputs. Halves of a
+micro-batch take turns in greenlets, and each has a context of its own."""
 _INSTEAD = (
     'The whole model is saved by trainer.save_model() and returned by engine.state_dict()["model"]; every process must '
     "call them"
@@ -24,14 +28,6 @@ class _Missing(Tensor):
     """Shape and dtype are known and may be computed with; whoever asks for values is told where they are."""
 
     weight: str
-    home: torch.device | None = None
-    """Where the model's forward runs, while it does: its code may ask a weight where to put its inputs."""
-
-    @classmethod
-    def move_home(cls, device: torch.device | None) -> torch.device | None:
-        """From now on `device` is where missing weights say that they lie. Returns where that was before."""
-        before, cls.home = cls.home, device
-        return before
 
     def call_it(self, name: str) -> None:
         """Messages name the weight `name`."""
@@ -39,8 +35,8 @@ class _Missing(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func == _DEVICE and _Missing.home is not None:
-            return _Missing.home
+        if func == _DEVICE and (home := _HOME.get()) is not None:
+            return home
         try:
             with torch._C.DisableTorchFunctionSubclass():
                 result = func(*args, **(kwargs or {}))
@@ -60,11 +56,11 @@ class _Missing(Tensor):
 @contextlib.contextmanager
 def at_home(device: torch.device) -> Iterator[None]:
     """While the context lasts, missing weights say that they lie on `device`, as they would in a whole model."""
-    before = _Missing.move_home(device)
+    before = _HOME.set(device)
     try:
         yield
     finally:
-        _Missing.move_home(before)
+        _HOME.reset(before)
 
 
 class MissingTensor(_Missing):

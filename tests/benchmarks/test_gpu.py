@@ -1,4 +1,4 @@
-"""benchmarks/gpu.py: says at once that there is no GPU, and runs its own logic on the CPU in tiny sizes."""
+"""benchmarks/gpu: says at once that there is no GPU, and runs its own logic on the CPU in tiny sizes."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import gpu
-from benchmarks.gpu_ranks import Decoder, Part, race
+from benchmarks.gpu import __main__ as gpu
+from benchmarks.gpu.ranks import Decoder, Part, race
 
 ROOT = Path(__file__).resolve().parents[2]
 

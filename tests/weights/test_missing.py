@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import greenlet
 import pytest
 import torch
 from torch import nn
@@ -112,3 +113,19 @@ def test_it_says_where_it_would_lie_while_a_forward_runs(model: nn.Module) -> No
         with pytest.raises(MissingWeightsError):
             weight(model).tolist()
     assert weight(model).device.type == "meta"
+
+
+def test_halves_that_take_turns_leave_it_as_it_was(model: nn.Module) -> None:
+    """Each has begun before the other one ends."""
+    main = greenlet.getcurrent()
+    seen: list[str] = []
+
+    def half() -> None:
+        with at_home(torch.device("cpu")):
+            main.switch()
+            seen.append(weight(model).device.type)
+
+    halves = [greenlet.greenlet(half) for _ in range(2)]
+    for one in [*halves, *halves]:
+        one.switch()
+    assert seen == ["cpu", "cpu"] and weight(model).device.type == "meta"

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 import torch.multiprocessing as mp
 
-from benchmarks.gpu_ranks import Sizes, race, run_rank
+from benchmarks.gpu.ranks import Sizes, race, run_rank
 
 TINY = Sizes(layers=4, width=32, heads=2, vocabulary=64, length=16, rows=2, micro_batches=4, steps=2, rounds=1)
 FULL = Sizes(

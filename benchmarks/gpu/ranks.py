@@ -1,4 +1,4 @@
-"""What the processes of benchmarks/gpu.py run: one model, trained by fold3d and by what torch has, in turns."""
+"""What the processes of benchmarks/gpu run: one model, trained by fold3d and by what torch has, in turns."""
 
 from __future__ import annotations
 

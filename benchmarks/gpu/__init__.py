@@ -1,0 +1,1 @@
+"""What a machine with GPUs measures: fold3d beside what torch has."""
