@@ -89,7 +89,7 @@ def _fields(config_class: Any, size: Size, tokens: _Tokens) -> dict[str, Any]:
         if instead is not None and instead != value:
             made[name] = instead
     for name, part in (getattr(config_class, "sub_configs", None) or {}).items():
-        inside = getattr(default, name, None) if default is not None else None
+        inside = _held(default, name) if default is not None else None
         actual = type(inside) if dataclasses.is_dataclass(inside) else part
         if not dataclasses.is_dataclass(actual) or not hasattr(actual, "model_type"):
             continue
@@ -104,7 +104,7 @@ def _known(config_class: Any, default: Any, size: Size, tokens: _Tokens) -> dict
     """Returns fields that hold None in the class, or what is too much for a tiny model, and cannot be told by sizes."""
     found: dict[str, Any] = {}
     for name in (field.name for field in dataclasses.fields(config_class)):
-        value = getattr(default, name, None)
+        value = _held(default, name)
         if name == "vocabulary_map":
             found[name] = _words(tokens)
         elif "pinpoints" in name:

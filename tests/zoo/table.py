@@ -22,7 +22,8 @@ torch has an operation in no other precision), and trained on one batch: whole, 
 segments=2`; in two or three, as the reason says, where it has no more blocks), in one process. Its loss and all
 gradients were compared.
 
-- **exact**: nothing differs by more than 1e-10 (1e-5 in float32).
+- **exact**: nothing differs by more than 1e-10 (1e-5 in float32). Where the model's own code computes in float32, and
+  differences are as large as its roundings, it was compared again with that code in float64; the reason says so.
 - **refused**: the model is not cut; the reason is what you would read.
 - **wrong**: another loss or gradient, without an error. There must be none.
 - **crashed**: an error that does not say what to do, or not done within the time limit.

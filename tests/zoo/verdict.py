@@ -7,7 +7,7 @@ import re
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from textwrap import shorten
 from typing import Any
@@ -24,6 +24,7 @@ from tests.trace.chains import chained, ranks_of
 from tests.zoo.bytes_sent import NOTHING, BytesSent, bytes_sent
 from tests.zoo.cases import Case
 from tests.zoo.configs import SIZES, Size, tiny_config
+from tests.zoo.double import InDouble
 from tests.zoo.inputs import Batch, batches, labelled
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
@@ -245,6 +246,15 @@ def _train(model: nn.Module, batch: Batch, call: Loss = loss_of, seed: int = 0) 
 
 def _compared(subject: Subject, call: Loss = loss_of, asked: Batch | None = None) -> Verdict:
     """Returns the verdict on a model that is recorded with the subject's batch and then trains on the one `asked`."""
+    found = _compared_as_it_is(subject, call, asked)
+    if found.outcome != WRONG or subject.dtype != torch.float64:
+        return found
+    with InDouble():
+        again = _compared_as_it_is(subject, call, asked)
+    return replace(again, reason=f"in double precision throughout; {found.reason}") if again.outcome == EXACT else found
+
+
+def _compared_as_it_is(subject: Subject, call: Loss, asked: Batch | None) -> Verdict:
     model, batch = subject.model, subject.batch if asked is None else asked
     with torch.no_grad():
         has_loss = loss_in(model(**subject.batch)) is not None  # training with the stock Trainer reads nothing else
