@@ -25,7 +25,11 @@ from tests.trainer.jobs import (
     trainer_arguments,
 )
 
-LAYOUTS = [(2, {"pp": 2, "segments": 2}), (2, {"dp": 2, "dp_sync": "zero1"})]
+LAYOUTS = [
+    (2, {"pp": 2, "segments": 2}),
+    (2, {"dp": 2, "dp_sync": "zero1"}),
+    pytest.param(2, {"tp": 2}, marks=pytest.mark.rotating),
+]
 TRIALS = 5
 PRUNED, LAST = 1, 3
 
@@ -59,7 +63,8 @@ def test_trains_a_fresh_model_every_time(
     outcomes: list[Outcome] = ranks.run(run_fold3d, processes, job, layout)
     for ours in outcomes:
         stock.metrics = ours.metrics if layout.get("dp") else stock.metrics
-        assert_same(ours, stock, 1e-10)
+        # transformers' loss is in float32: shards of a vocabulary are summed in another order
+        assert_same(ours, stock, 1e-6 if layout.get("tp") else 1e-10)
 
 
 class Pruner(optuna.pruners.BasePruner):

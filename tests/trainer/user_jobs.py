@@ -142,11 +142,11 @@ def messages(logger: str, call: Callable[[], Any]) -> list[str]:
 
 
 def told(job: Job, layout: dict[str, Any], kind: type[Any], func: Any = None) -> list[str]:
-    """Returns what fold3d warns about in a training."""
+    """Returns what fold3d tells of the script in a training."""
     trainer = build(job, layout, kind, func)
     texts = messages("fold3d.trainer", trainer.train)
     trainer.engine.close()
-    return texts
+    return [text for text in texts if not text.startswith("peak memory of this training")]
 
 
 def time_limits(job: Job) -> tuple[bool, float, float]:

@@ -273,8 +273,7 @@ def _compared_as_it_is(subject: Subject, call: Loss, asked: Batch | None) -> Ver
     def again(chunk: int, received: list[Tensor]) -> tuple[list[Tensor], Any]:
         rank = ranks[chunk % PP]
         torch.manual_seed(0)
-        with torch.no_grad():
-            return rank.run(chunk, lambda: call(rank._model, batch), received, None, only_loss=only_loss)
+        return rank.run(chunk, lambda: call(rank._model, batch), received, None, only_loss=only_loss)
 
     fewer = "" if parts == PP * SEGMENTS else f"in {parts} parts, it has no more blocks"
     return Verdict(EXACT, fewer, subject.inputs, bytes_sent(recorded, ranges, crossed, again))
