@@ -132,6 +132,7 @@ def take_turns(first: dict[str, Any], second: dict[str, Any], how: str) -> tuple
     return outcomes[0], outcomes[1]
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("how", ["one trains", "both train"])
 @pytest.mark.parametrize("second", ONE[1:], ids=str)
 @pytest.mark.parametrize("first", ONE[:3], ids=str)

@@ -78,6 +78,7 @@ def translated(kind: str, layout: dict[str, Any]) -> tuple[dict[str, Any], dict[
     return made, expected
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("kind", ["t5", "bart"])
 def test_encoder_decoders_in_one_process(kind: str) -> None:
     """Cut."""
