@@ -63,6 +63,7 @@ def test_the_example_trains_on_four_ranks(tmp_path: Path) -> None:
     assert model.config.n_layer == 4 and not any(p.is_meta for p in model.parameters())
 
 
+@pytest.mark.rotating
 @pytest.mark.dist
 def test_the_example_plans_by_itself_and_says_what_was_hidden(tmp_path: Path) -> None:
     """As `make demo` runs it: nothing is said about segments, schedule and DP.sync."""
@@ -81,6 +82,7 @@ def test_the_example_plans_by_itself_and_says_what_was_hidden(tmp_path: Path) ->
     assert everywhere.count("the planner chose") == 1
 
 
+@pytest.mark.rotating
 @pytest.mark.dist
 def test_the_engine_example_of_the_pages_runs(tmp_path: Path) -> None:
     (code,) = pages.blocks(ROOT / "docs" / "engine.md", "python")

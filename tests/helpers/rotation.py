@@ -12,7 +12,7 @@ import zlib
 from collections.abc import Mapping
 from pathlib import Path
 
-PARTS = 6
+PARTS = 12
 VARIABLE = "FOLD3D_ROTATION"
 ROOT = Path(__file__).resolve().parents[2]
 

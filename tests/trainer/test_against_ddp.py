@@ -91,6 +91,7 @@ CASES: dict[str, tuple[Variant, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("name", CASES)
 def test_same(ranks: RankPool, tmp_path: Path, name: str) -> None:
     variant, arguments = CASES[name]

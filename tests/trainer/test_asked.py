@@ -114,6 +114,7 @@ LOSSES = {
 ARGUMENTS = {"per_device_train_batch_size": 4, "prediction_loss_only": True}
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(("processes", "layout"), CUT, ids=["segments=2", "pp=2"])
 @pytest.mark.parametrize("kind", ["positions", "logits", "penalised", "early"])
 def test_right(ranks: RankPool, tmp_path: Path, kind: str, processes: int, layout: dict[str, Any]) -> None:
@@ -121,6 +122,7 @@ def test_right(ranks: RankPool, tmp_path: Path, kind: str, processes: int, layou
     assert_same(ranks.run(run_fold3d, processes, job, layout)[0], run_stock(job), 1e-10)
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(("processes", "layout"), CUT, ids=["segments=2", "pp=2"])
 @pytest.mark.parametrize(
     ("kind", "message"),
@@ -163,6 +165,7 @@ class Sums(nn.Module):
         return (x + first).mean() if early and first is not None else x.mean()
 
 
+@pytest.mark.rotating
 def test_forms_that_come_later() -> None:
     """In an evaluation, too: recorded when they come, and what crosses the border in them is what they need."""
     torch.manual_seed(0)
@@ -213,11 +216,13 @@ def cut_by_replicas() -> list[tuple[int, int]]:
     return ranges
 
 
+@pytest.mark.rotating
 def test_replicas_whose_first_micro_batches_would_be_cut_differently(ranks: RankPool) -> None:
     found = ranks.run(cut_by_replicas, 2)
     assert found[0] == found[1]
 
 
+@pytest.mark.rotating
 def test_models_are_called_by_position_and_directly() -> None:
     plain = models.build_plain(dtype=torch.float64)
     ids = torch.arange(10).reshape(2, 5)
