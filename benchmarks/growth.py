@@ -34,6 +34,10 @@ from torch import nn
 WIDTH, LAYERS, ROWS, MICRO_BATCHES = 8, 8, 4, 2
 MB, MS = 1e6, 1e3
 RANKS_BY_FORMULA = (64, 256, 1024, 4096)
+SIZES = (8, 64, 512)
+"""Of dp and pp, by formula."""
+SLICE, LEAST_FOR_REPLICA = 4 << 20, 256 << 10
+"""Bytes of a slice, and the least for a replica (csrc/runtime/c10d/collectives_c10d.cpp)."""
 LIMIT = timedelta(minutes=20)
 
 
@@ -197,6 +201,35 @@ def by_formula(pp: int) -> None:
         print(f"{world:6}{row[0]:>20}{row[1]:>24}{row[2]:>24}")
 
 
+def by_axis() -> None:
+    """Prints what a rank has and does in a step as replicas and stages grow, in jobs that this machine cannot hold."""
+    from fold3d.comms.tree import Tree
+    from fold3d.comms.world_group import rounds
+    from fold3d.schedule import Kind, generate, lower
+
+    def most(size: int) -> int:
+        tree = Tree(size)
+        return max(tree.connections(place) for place in range(size))
+
+    print("\nBy formula, of the rank that has most, 1f1b with 2 pp micro-batches")
+    print("small: connections of small exchanges (trees); stages: those among all stages of a replica, for the loss;")
+    print("lines: of messages and rings over TCP; sent: messages to other stages in a step, and those a micro-batch;")
+    print("to each: KiB that a slice of DP.sync has for each replica on an accelerator; norm, loss: exchanges of hosts")
+    print("that lie one after the other in a step")
+    heads = ("small", "stages", "lines", "sent", "a micro-batch", "to each", "norm", "loss")
+    print(f"{'dp':>5}{'pp':>5}" + "".join(f"{head:>15}" for head in heads))
+    for pp in SIZES:
+        micro_batches = 2 * pp
+        schedule = lower(generate("1f1b", pp=pp, micro_batches=micro_batches), reduce=True)
+        sends = (Kind.SEND_FORWARD, Kind.SEND_BACKWARD)
+        sent = max(sum(action.kind in sends for action in program) for program in schedule.ranks)
+        for dp in SIZES:
+            to_each = max(SLICE, (dp - 1) * LEAST_FOR_REPLICA) / (dp - 1) / 1024
+            loss = 2 * (pp - 1) + rounds(dp, 1)  # round the stages, and up and down the replicas
+            row = (most(dp) + most(pp), pp - 1, 8, sent, sent / micro_batches, to_each, rounds(dp, pp), loss)
+            print(f"{dp:5}{pp:5}" + "".join(f"{value:15.0f}" for value in row))
+
+
 def main() -> None:
     """Measures and prints the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -222,6 +255,7 @@ def main() -> None:
         options.json.write_text(json.dumps(rows, indent=2) + "\n")
     if not options.measured_only:
         by_formula(options.pp)
+        by_axis()
 
 
 if __name__ == "__main__":
