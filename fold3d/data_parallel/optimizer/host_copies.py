@@ -1,8 +1,8 @@
 """HostCopies: weights and gradients travel to host memory for the optimizer's step there, and weights back (Ren et al.,
 ZeRO-Offload, 2021, section 4).
 
-Two slots of host memory, pinned beside a GPU, take turns: while the optimizer works in one, gradients come to the other
-and weights leave it. Copies have streams of their own, one for each direction.
+Two slots of host memory, pinned beside an accelerator, take turns: while the optimizer works in one, gradients come to
+the other and weights leave it. Copies have streams of their own, one for each direction.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from fold3d import _C
 from fold3d.config import text_of_bytes
 from fold3d.data_parallel.bucket import Piece, laid_out
 from fold3d.data_parallel.optimizer.host_memory import host_memory
-from fold3d.device import processes_of_host
+from fold3d.device import is_accelerator, processes_of_host
 from fold3d.errors import ConfigError
 
 _ALIGN = 64
@@ -30,11 +30,9 @@ class Lane:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream: torch.cuda.Stream | None = None
-        if device.type == "cuda":
-            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._stream = torch.Stream(device) if is_accelerator(device) else None
 
-    def copy(self, pairs: Sequence[tuple[Tensor, Tensor]], after: torch.cuda.Event | None) -> torch.cuda.Event | None:
+    def copy(self, pairs: Sequence[tuple[Tensor, Tensor]], after: torch.Event | None) -> torch.Event | None:
         """Begins copies, after what the device has been told to do so far.
 
         Args:
@@ -46,14 +44,13 @@ class Lane:
             for target, source in pairs:
                 target.copy_(source)
             return None
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        self._stream.wait_stream(torch.accelerator.current_stream(self._device))
         if after is not None:
             self._stream.wait_event(after)
-        with torch.cuda.stream(self._stream):
+        with self._stream:
             for target, source in pairs:
                 target.copy_(source, non_blocking=True)
-            done: torch.cuda.Event = self._stream.record_event()
-            return done
+        return self._stream.record_event()
 
 
 class Slot:
@@ -66,16 +63,16 @@ class Slot:
         """
         try:
             with host_memory():
-                self.memory = torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
+                self.memory = torch.empty(size, dtype=torch.uint8, pin_memory=is_accelerator(device))
         except RuntimeError as error:
             raise ConfigError(
                 f"offload_optimizer=True: reserving {text_of_bytes(size)} of host memory for gradients and weights on "
                 f"their way failed ({error}); lower bucket_bytes, raise the limit of locked memory (ulimit -l), or set "
                 "offload_optimizer=False"
             ) from error
-        self.left: torch.cuda.Event | None = None
+        self.left: torch.Event | None = None
 
-    def leaving(self, event: torch.cuda.Event | None) -> None:
+    def leaving(self, event: torch.Event | None) -> None:
         """What lies here is on its way until `event`."""
         self.left = event
 
@@ -91,7 +88,7 @@ class HostCopies:
         """
         self._targets = [tensor for _, tensor in tensors]
         self._slot, self._down, self._up, self._device = slot, down, up, device
-        self._arrived: torch.cuda.Event | None = None
+        self._arrived: torch.Event | None = None
         self._travelling: list[Tensor] = []
         self.weights: list[tuple[Piece, Tensor]] = []
         """What the optimizer steps, laid out as on the device."""
@@ -151,7 +148,7 @@ class HostCopies:
         left = self._up.copy(pairs, self._arrived)
         self._slot.leaving(left)
         if left is not None:
-            torch.cuda.current_stream(self._device).wait_event(left)
+            torch.accelerator.current_stream(self._device).wait_event(left)
 
 
 def host_copies(parts: Sequence[Tensors], turns: Sequence[int]) -> list[HostCopies]:
