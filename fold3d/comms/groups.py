@@ -30,7 +30,8 @@ class Groups:
     `replica` all ranks of that replica, `ties` for parameters that several ranks of a replica hold, by the places that
     do. On an accelerator these have gloo for host memory (message headers) and the accelerator's library (NCCL) for its
     own, but rings only the library: in a gloo group every rank is connected with every other, so none is over replicas
-    where gradients need none. What replicas, and all ranks, tell each other goes over the trees of `data` and `world`.
+    where gradients need none. What replicas, and all ranks, tell each other goes over the trees of `data` and `world`,
+    and what of that lies on an accelerator, as the gradient norm does, by its library in groups of the same ranks.
     Each group of `p2p` and `rings` has a thread of gloo, the other groups one together. Without `with_p2p` activations
     and gradients travel otherwise and have no groups.
     """
@@ -51,7 +52,7 @@ class Groups:
         """
         self.topology = topology
         self._timeout = timedelta(seconds=timeout)
-        self._device = device
+        self.device = device
         self._made: list[Any] = []
         replicas, lanes = range(topology.dp), range(topology.tp)
         pipelines = [topology.pipeline(replica, tp) for replica in replicas for tp in lanes]
@@ -73,6 +74,8 @@ class Groups:
         }
         if is_accelerator(device):
             self.data.use_library(self._own(stages, device_only=True))
+            self.world.pipeline.use_library(self.pipeline)
+            self.world.tensor.use_library(self.tensor)
         self.ties: dict[Submesh, Any] = {
             places: self._own([topology.ranks_of(places, replica) for replica in range(topology.dp)])
             for places in sorted(set(ties))
@@ -97,7 +100,7 @@ class Groups:
             if len(ranks) < 2:
                 continue
             gloo = not device_only
-            group = new_group(ranks, self._timeout, self._device, gloo=gloo, own_thread=own_thread, urgent=urgent)
+            group = new_group(ranks, self._timeout, self.device, gloo=gloo, own_thread=own_thread, urgent=urgent)
             if group is not None:
                 own = group
                 self._made.append(group)
@@ -107,7 +110,7 @@ class Groups:
         """Makes the groups by which this rank's four queues send and receive."""
         pp, stage = self.topology.pp, self.topology.pp_rank
         for direction in ("forward", "backward"):
-            if is_accelerator(self._device):
+            if is_accelerator(self.device):
                 # A library does what one communicator is told one after the other: with both directions, or two links,
                 # in one, ranks could wait for each other in a circle. So for each link one, of two ranks.
                 ends = [[_link(pipeline, near) for pipeline in pipelines] for near in range(pp)]
@@ -128,8 +131,19 @@ class Groups:
         """Returns the names under which C++ finds the rings."""
         return _names(self.rings)
 
+    def abort(self, reason: str) -> None:
+        """The job has failed: ends kernels of the accelerator's library which wait for a rank that is gone; any thread.
+
+        What waits in host memory hears of the failure by itself.
+        """
+        for group in list(self._made) if is_accelerator(self.device) else ():
+            with contextlib.suppress(RuntimeError):  # it has ended them already, or cannot: its own time limit does
+                group.abort()
+
     def close(self) -> None:
         """Destroys this rank's groups; the default group stays, and the world it was given."""
+        for tree in (self.world.data, self.world.pipeline, self.world.tensor):
+            tree.use_library(None)
         for group in self._made:
             with contextlib.suppress(ValueError):  # the user destroyed all groups, and perhaps made others since
                 if dist.is_initialized():

@@ -17,6 +17,8 @@ from fold3d.faults.progress import Progress
 
 Combine = Callable[[Tensor, Tensor], Tensor]
 """Of two tensors of one shape and dtype, element by element."""
+_LIBRARY_OPS: dict[Combine, Any] = {torch.add: dist.ReduceOp.SUM, torch.maximum: dist.ReduceOp.MAX}
+"""Those that a library for device memory has, too."""
 
 
 class TreeGroup:
@@ -62,7 +64,8 @@ class TreeGroup:
         return self._library
 
     def use_library(self, group: Any) -> None:
-        """Tensors on devices travel by torch's `group` of the same ranks from now on; all members call."""
+        """Tensors on devices travel by torch's `group` of the same ranks from now on, with None through host memory;
+        all members call."""
         self._library = group
 
     def _meet(self, top: int, rank: int, name: str, patience: float) -> Family:
@@ -142,8 +145,12 @@ class TreeGroup:
     # Up and down
 
     def all_reduce(self, tensor: Tensor, combine: Combine = torch.add, *, timeout: float | None = None) -> None:
-        """Combines everybody's `tensor`, in place."""
-        if self.size > 1:
+        """Combines everybody's `tensor`, in place. On a device, if `use_library` was called and the library has
+        `combine` (sums and maxima), by it and in its order, and the host does not wait."""
+        op = _LIBRARY_OPS.get(combine)
+        if self.size > 1 and self._library is not None and op is not None and tensor.device.type != "cpu":
+            dist.all_reduce(tensor.detach(), op, group=self._library)
+        elif self.size > 1:
             total = self.reduce(tensor, combine, timeout=timeout)
             self.broadcast(total, timeout=timeout)
             tensor.detach().copy_(total)

@@ -58,17 +58,25 @@ class WorldGroup:
         self.tensor = group(topology.shards(dp, pp), f"tensor {dp} {pp}")
 
     def all_reduce(self, tensor: Tensor, combine: Combine = torch.add, *, timeout: float | None = None) -> None:
-        """Combines everybody's `tensor`, in place."""
-        if self.topology.world == 1:
-            return
-        total = self.data.reduce(tensor, combine, timeout=timeout)
-        if self.data.is_first:
-            self.all_reduce_replica(total, combine, timeout=timeout)
-        self.data.broadcast(total, timeout=timeout)
-        tensor.detach().copy_(total)
+        """Combines everybody's `tensor`, in place. On a device, in the same levels, by its library where `TreeGroup`
+        has one: each replica does then what else replica 0 does, and the host waits for nothing."""
+        if tensor.device.type != "cpu":
+            self.data.all_reduce(tensor, combine, timeout=timeout)
+            self.all_reduce_replica(tensor, combine, timeout=timeout)
+        elif self.topology.world > 1:
+            total = self.data.reduce(tensor, combine, timeout=timeout)
+            if self.data.is_first:
+                self.all_reduce_replica(total, combine, timeout=timeout)
+            self.data.broadcast(total, timeout=timeout)
+            tensor.detach().copy_(total)
 
     def all_reduce_replica(self, tensor: Tensor, combine: Combine = torch.add, *, timeout: float | None = None) -> None:
-        """Combines the `tensor` of all stages and shards of this rank's replica, in place; all ranks of it call."""
+        """Combines the `tensor` of all stages and shards of this rank's replica, in place; all ranks of it call. As
+        `all_reduce` on a device."""
+        if tensor.device.type != "cpu":
+            self.pipeline.all_reduce(tensor, combine, timeout=timeout)
+            self.tensor.all_reduce(tensor, combine, timeout=timeout)
+            return
         total = self.pipeline.reduce(tensor, combine, timeout=timeout)
         if self.pipeline.is_first:
             self.tensor.all_reduce(total, combine, timeout=timeout)

@@ -29,10 +29,10 @@ from fold3d.data_parallel.bucket import Bucket
 from fold3d.data_parallel.bucket_schedule import BucketSchedule
 from fold3d.data_parallel.buffers import BufferSync
 from fold3d.data_parallel.gradient_states import Event, GradientStates, State
-from fold3d.data_parallel.optimizer.adamw_kernel import check_kernel
 from fold3d.data_parallel.optimizer.bucketwise_optimizer import BucketwiseOptimizer
 from fold3d.data_parallel.optimizer.host_copies import check_room
 from fold3d.data_parallel.optimizer.host_steps import held
+from fold3d.data_parallel.optimizer.kernel_checks import check_steps
 from fold3d.data_parallel.optimizer.separable import check_separable
 from fold3d.data_parallel.parameter_readiness import ParameterReadiness
 from fold3d.data_parallel.reducer import Reducer
@@ -75,7 +75,7 @@ class DpSync:
         wire_dtype: of gradients on their way to their sums; see `BucketTransfers`.
         Raises: ConfigError for gradients that cannot travel so.
         """
-        self._cut, self._groups, self._tp = cut, groups, topology.tp
+        self._cut, self._groups, self._tp, self._device = cut, groups, topology.tp, groups.device
         self._plan, self._on_host, self._kernels = plan, offload_optimizer, kernels
         self.buckets = [
             Bucket(number, spec, cut.parameters, topology.dp, topology.dp_rank)
@@ -94,7 +94,7 @@ class DpSync:
         self._summed = {id(parameter) for bucket in self.buckets for parameter in bucket.parameters}
         self._norm_dtype = gradients.norm_dtype(cut.model)  # not when the norm is made, for which all ranks wait
         self._norm: Tensor | None = None  # of the step's gradients
-        self._coefficient = 1.0  # by which the optimizer shall scale them
+        self._coefficient: gradients.Factor = 1.0  # by which the optimizer shall scale them
         self._shown: list[tuple[Parameter, Tensor | None]] = []  # what `.grad` held when the optimizer took it
 
     # One step
@@ -156,19 +156,21 @@ class DpSync:
     def norm(self) -> Tensor:
         """Returns the exact global gradient norm, the same on every rank; all ranks call (one all-reduce)."""
         if self._optimizer is None or self._states.in_grad:
-            return gradients.global_norm(self._cut, self._norm_dtype, self._groups.world, kernel=self._kernels)
+            return gradients.global_norm(
+                self._cut, self._norm_dtype, self._device, self._groups.world, kernel=self._kernels
+            )
         if self._norm is None and not self._states.has_gradients:  # no step has run
-            return torch.zeros((), dtype=self._norm_dtype)
+            return torch.zeros((), dtype=self._norm_dtype, device=self._device)
         if self._norm is None:
             self._norm = self._sum_norm()
         return self._norm * self._coefficient
 
-    def scale(self, coefficient: float) -> None:
+    def scale(self, coefficient: gradients.Factor) -> None:
         """Multiplies the step's gradients: where they are in `.grad` now, else when the optimizer takes them."""
         if self._optimizer is None or self._states.in_grad:
             gradients.scale(self._cut.parameters.values(), coefficient)
         else:
-            self._coefficient *= coefficient
+            self._coefficient = self._coefficient * coefficient
 
     def update(self) -> None:
         """Begins the optimizer's step, with its settings of now.
@@ -278,7 +280,7 @@ class DpSync:
         if self._states.has_gradients:
             raise ConfigError("attach the optimizer before the step's `run`, not between it and optimizer.step()")
         if self._kernels:
-            check_kernel(optimizer)
+            check_steps(optimizer)
         state_bytes = check_separable(optimizer, parts=parts, tp=self._tp, on_host=self._on_host)
         sharded = [self._plan.modes[bucket.number] == "zero1" for bucket in self.buckets]
         if self._on_host:
@@ -365,7 +367,7 @@ class DpSync:
         weighted = [(gradient, piece.part_of(shares[piece.name])) for piece, gradient in mine if piece.name in shares]
         counts = [unused, self._buffers.changed()]
         (total, changed), norm = gradients.all_reduce_norm(
-            counts, shards, self._groups.world, weighted, kernel=self._kernels
+            counts, shards, self._groups.world, weighted, device=self._device, kernel=self._kernels
         )
         self._buffers.agree(changed > 0)
         if total:

@@ -8,6 +8,7 @@ from typing import Protocol
 from torch import Tensor
 from torch.optim import Optimizer
 
+from fold3d.data_parallel.gradients import Factor
 from fold3d.observe.step_breakdown import RawRecord
 
 
@@ -45,9 +46,9 @@ class GradientSync(Protocol):
         """All backwards are done."""
 
     def norm(self) -> Tensor:
-        """Returns the exact global gradient norm, scalar in host memory, the same on every rank."""
+        """Returns the exact global gradient norm, scalar on the rank's device, the same on every rank."""
 
-    def scale(self, coefficient: float) -> None:
+    def scale(self, coefficient: Factor) -> None:
         """Scales the step's gradients, now or when the optimizer takes them."""
 
     def update(self) -> None:

@@ -1,4 +1,7 @@
-"""Gradients: of tied parameters, their global norm, clipping; in `.grad`, except for `all_reduce_norm`."""
+"""Gradients: of tied parameters, their global norm, clipping; in `.grad`, except for `all_reduce_norm`.
+
+On an accelerator norm and clipping are kernels: no line here makes the host wait for their numbers.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +16,15 @@ from torch.nn import Module, Parameter
 
 from fold3d.comms.groups import Groups
 from fold3d.comms.world_group import WorldGroup
+from fold3d.device import is_accelerator
 from fold3d.stage.rank_model import RankModel
 from fold3d.topology import Topology
 
 Tied = Mapping[str, tuple[Parameter, Any]]
 """Canonical name -> (this rank's parameter, group of the ranks of its replica that hold a copy)."""
+Factor = float | Tensor
+"""By what gradients are multiplied: a number, or a scalar on their accelerator, whose value the host does not know."""
+_CPU = torch.device("cpu")
 
 
 def tied_parameters(cut: RankModel, groups: Groups, topology: Topology) -> Tied:
@@ -92,12 +99,17 @@ def norm_dtype(model: Module) -> torch.dtype:
     return functools.reduce(torch.promote_types, (parameter.dtype for parameter in model.parameters()), torch.float32)
 
 
-def global_norm(cut: RankModel, dtype: torch.dtype, world: WorldGroup, *, kernel: bool = False) -> torch.Tensor:
+def global_norm(
+    cut: RankModel, dtype: torch.dtype, device: torch.device, world: WorldGroup, *, kernel: bool = False
+) -> torch.Tensor:
     """Returns the L2 norm of the gradients in `.grad` of a whole replica, identical on every rank of it.
+
+    It is on the rank's device, and the host waits for no kernel.
 
     Args:
         cut: of its parameters those count that this rank is responsible for.
         dtype: of the result, `norm_dtype`.
+        device: where the gradients are.
         world: squares are summed in its order.
         kernel: as in `sum_of_squares`.
     """
@@ -106,7 +118,7 @@ def global_norm(cut: RankModel, dtype: torch.dtype, world: WorldGroup, *, kernel
     mine = [(name, p.grad) for name, p in cut.parameters.items() if p.grad is not None and name in cut.primary()]
     whole = [gradient for name, gradient in mine if name not in shares]
     weighted = [(gradient, shares[name]) for name, gradient in mine if name in shares]
-    squares = sum_of_squares(whole, weighted, kernel=kernel)
+    squares = sum_of_squares(whole, weighted, device=device, kernel=kernel)
     world.all_reduce_replica(squares)
     return squares.sqrt().to(dtype)
 
@@ -117,55 +129,86 @@ def all_reduce_norm(
     world: WorldGroup,
     weighted: Sequence[tuple[Tensor, Tensor]] = (),
     *,
+    device: torch.device,
     kernel: bool = False,
 ) -> tuple[list[int], Tensor]:
     """Returns the sums of `counts` over all ranks, and the L2 norm of everybody's `shards`; all ranks of the job call.
 
-    The norm is fp64, in host memory, and the same bits on every rank; it is infinite or no number where any gradient of
-    any rank is. Squares are summed in fp64: on a rank in the order of `shards`, then in that of `WorldGroup`.
+    The norm is fp64, on the rank's device, and the same bits on every rank; it is infinite or no number where any
+    gradient of any rank is. Squares are summed in fp64: on a rank in the order of `shards`, then in that of
+    `WorldGroup`. On an accelerator the counts, which the host must know, are told apart from it, and the host waits for
+    the other hosts but for no kernel.
 
     Args:
         counts: this rank's, as many as every rank's.
         shards: gradients that no other rank brings, any shapes.
+        device: where they are.
         weighted, kernel: see `sum_of_squares`.
     """
-    squares = sum_of_squares(shards, weighted, kernel=kernel)
-    mine = torch.cat([torch.tensor(counts, dtype=torch.float64), squares.reshape(1)])
+    squares = sum_of_squares(shards, weighted, device=device, kernel=kernel)
+    if is_accelerator(device):
+        world.all_reduce(squares)
+        mine = torch.tensor(counts)
+        world.all_reduce(mine)
+        return mine.tolist(), squares.sqrt()
+    mine = torch.cat([torch.tensor(counts, dtype=torch.float64), squares.reshape(1)])  # one exchange for both
     world.all_reduce(mine)
     return [int(count) for count in mine[:-1]], mine[-1].sqrt()
 
 
 def sum_of_squares(
-    tensors: Sequence[Tensor], weighted: Sequence[tuple[Tensor, Tensor]] = (), *, kernel: bool = False
+    tensors: Sequence[Tensor],
+    weighted: Sequence[tuple[Tensor, Tensor]] = (),
+    *,
+    device: torch.device = _CPU,
+    kernel: bool = False,
 ) -> torch.Tensor:
-    """Returns the sum of the squares of all elements, a scalar of fp64 in host memory.
+    """Returns the sum of the squares of all elements, a scalar of fp64 on `device`, where the tensors are.
 
     Args:
         weighted: tensors with by what the square of each element is multiplied, in fp64 and of a shape that expands to
             the tensor's: one over the number of ranks that bring it.
         kernel: fold3d's adds up each of `tensors` in fp64 throughout, in one pass; else torch's norms are squared.
     """
-    total = torch.zeros((), dtype=torch.float64)
+    total = torch.zeros((), dtype=torch.float64, device=device)
     if kernel:
-        for tensor in tensors:
-            result = torch.zeros(2, dtype=torch.float64, device=tensor.device)
+        result = torch.zeros(2, dtype=torch.float64, device=device)
+        for tensor in tensors:  # each adds its sum to what is there
             torch.ops.fold3d.squares(tensor.float() if tensor.dtype == torch.float16 else tensor.contiguous(), result)
-            total += result[0].cpu()
+        total = result[0]
     elif tensors:
-        norms = torch.stack([norm.to(torch.float64) for norm in torch._foreach_norm(list(tensors))]).cpu()
+        norms = torch.stack([norm.to(torch.float64) for norm in torch._foreach_norm(list(tensors))])
         total = norms.square().sum()
     for tensor, factors in weighted:
-        total += tensor.to(torch.float64).square().mul_(factors).sum().cpu()
+        total = total + tensor.to(torch.float64).square().mul_(factors).sum()
     return total
 
 
-def clip_coefficient(norm: torch.Tensor, max_norm: float) -> float:
-    """Returns by what gradients of global norm `norm` are multiplied (torch.nn.utils.clip_grad_norm_'s rule)."""
-    return float(torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+def clip_coefficient(norm: torch.Tensor, max_norm: float) -> Factor:
+    """Returns by what gradients of global norm `norm` are multiplied (torch.nn.utils.clip_grad_norm_'s rule); where the
+    norm is on an accelerator a number there, which the host need not know."""
+    coefficient = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    return coefficient if is_accelerator(norm.device) else float(coefficient)
 
 
-def scale(parameters: Iterable[Parameter], factor: float) -> None:
+def scale(parameters: Iterable[Parameter], factor: Factor) -> None:
     """Multiplies all gradients by `factor`."""
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    if gradients and factor != 1.0:
-        torch._foreach_mul_(gradients, factor)
+    multiply([parameter.grad for parameter in parameters if parameter.grad is not None], factor)
+
+
+def multiply(gradients: Sequence[Tensor], factor: Factor) -> None:
+    """Multiplies tensors in place, in the precision of fp32 or their own if that is higher.
+
+    Args:
+        gradients: on one device.
+        factor: a number, or a scalar on their device: the host does not wait for its value.
+    """
+    if isinstance(factor, Tensor):
+        narrow = [gradient for gradient in gradients if gradient.dtype.itemsize < 4]
+        for gradient in narrow:  # to which torch would round the factor
+            gradient.copy_(gradient.float().mul_(factor))
+        gradients = [gradient for gradient in gradients if gradient.dtype.itemsize >= 4]
+    elif factor == 1.0:
+        return
+    if gradients:
+        torch._foreach_mul_(list(gradients), factor)

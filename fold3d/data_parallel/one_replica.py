@@ -12,9 +12,9 @@ from torch.optim import Optimizer
 
 from fold3d.comms.groups import Groups
 from fold3d.data_parallel import gradients
-from fold3d.data_parallel.optimizer.adamw_kernel import check_kernel
 from fold3d.data_parallel.optimizer.host_copies import check_room
 from fold3d.data_parallel.optimizer.host_steps import HostSteps, held
+from fold3d.data_parallel.optimizer.kernel_checks import check_steps
 from fold3d.data_parallel.optimizer.separable import check_separable
 from fold3d.observe.step_breakdown import RawRecord
 from fold3d.stage.rank_model import RankModel
@@ -50,7 +50,7 @@ class OneReplica:
         cannot be stepped part by part, or it shall be stepped on the host and cannot be there."""
         if self.steps_by_itself:
             if self._kernels:
-                check_kernel(optimizer)
+                check_steps(optimizer)
             state_bytes = check_separable(optimizer, parts=False, tp=self._topology.tp, on_host=True)
             check_room(state_bytes * sum(p.numel() for p in held(optimizer, self._cut.parameters).values()))
             self._host = HostSteps(optimizer, self._cut.parameters, kernel=self._kernels)
@@ -76,9 +76,10 @@ class OneReplica:
 
     def norm(self) -> Tensor:
         """Returns the global gradient norm, the same on every rank; all ranks call."""
-        return gradients.global_norm(self._cut, self._norm_dtype, self._groups.world, kernel=self._kernels)
+        groups = self._groups
+        return gradients.global_norm(self._cut, self._norm_dtype, groups.device, groups.world, kernel=self._kernels)
 
-    def scale(self, coefficient: float) -> None:
+    def scale(self, coefficient: gradients.Factor) -> None:
         """Scales `.grad`."""
         gradients.scale(self._cut.parameters.values(), coefficient)
 

@@ -26,7 +26,7 @@ from fold3d.config import AUTO, GRAPH, ParallelConfig
 from fold3d.data_parallel.bucket_schedule import BucketSchedule
 from fold3d.data_parallel.dp_sync import DpSync
 from fold3d.data_parallel.one_replica import OneReplica
-from fold3d.data_parallel.optimizer.adamw_kernel import check_kernels
+from fold3d.data_parallel.optimizer.kernel_checks import check_built
 from fold3d.engine.built import BuiltRank
 from fold3d.engine.division import COMPARED, Division, number_of_parts, why_not_divided
 from fold3d.engine.pipeline import Pipeline
@@ -214,7 +214,7 @@ def cut_model(
         refuse_without_effect(config, decided=proposed is not None and proposed[0].pool_is_elsewhere)
         check_pool(config, strategy, 0 if proposed is None else max(peak.pool for peak in proposed[1].peaks))
         prove_room(config, strategy, model, recording, example, order.device, order.autocast)
-        check_kernels(config.kernels, order.device)
+        check_built(config.kernels, order.device)
         cut = RankModel(
             *(model, config, strategy, topology, order.device, recording, order.weights, sharding),
             compile_options=order.compile_options,
@@ -271,7 +271,9 @@ def _connect(
     cut, config, topology, progress = model.cut, model.config, world.topology, supervisor.progress
     over_tcp, timeout = uses_tcp(config.transport, device), config.timeout_seconds
     groups = Groups(topology, device, timeout, cut.placement.submeshes(), with_p2p=not over_tcp, world=world)
+    progress.life.end_with(groups)
     undo.callback(groups.close)
+    undo.callback(progress.life.forget, groups)
     arbiter = join_nic_arbiter(topology, groups, model.name, config.preempt)
     hosts = find_hosts(groups)
     shards: _C.TensorSync | None = None

@@ -289,7 +289,8 @@ class Engine(state.WholeState):
             self._follow(better)
 
     def grad_norm(self) -> torch.Tensor:
-        """Returns the exact global gradient norm, the same on every rank; all ranks of the job call.
+        """Returns the exact global gradient norm, the same on every rank, on the engine's device; all ranks of the job
+        call. The host does not wait until it is there.
 
         With a loss scaler gradients are unscaled first, if they are not yet, as `scaler.unscale_(optimizer)` does.
         """

@@ -11,6 +11,9 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
+from fold3d.data_parallel.gradients import Factor
+from fold3d.device import is_accelerator
+
 _SKIPPED = "skipped_steps"
 """Key of a state, beside GradScaler's own."""
 
@@ -19,9 +22,9 @@ class ScaledGradients(Protocol):
     """A step's gradients, wherever they are."""
 
     def grad_norm(self) -> Tensor:
-        """Returns their exact global norm, the same on every rank; all ranks call."""
+        """Returns their exact global norm, on the rank's device, the same on every rank; all ranks call."""
 
-    def scale(self, coefficient: float) -> None:
+    def scale(self, coefficient: Factor) -> None:
         """Multiplies them."""
 
     def abandon(self) -> None:
@@ -32,7 +35,8 @@ class LossScaler(torch.amp.GradScaler):
     """The user's GradScaler once an engine has it: `unscale_`, `step` and `update` are called as in any loop.
 
     Which steps are taken is decided by the exact global norm, and so alike on all ranks. All ranks make the same calls.
-    Optimizers without parameters of the engine's are treated as by any GradScaler.
+    Optimizers without parameters of the engine's are treated as by any GradScaler. As there, scale, norm and verdict
+    stay on the device, and `step` is the one place where the host waits for it.
 
     Attributes:
         skipped_steps: so far; in `state_dict`, too.
@@ -60,7 +64,7 @@ class LossScaler(torch.amp.GradScaler):
         self._gradients, self._parameters, self._norm = gradients, parameters, None
         # GradScaler looks for infinities in an optimizer's gradients; this one carries the verdict and nothing else.
         self._verdict = Parameter(torch.zeros((), device=device))
-        self._carrier = torch.optim.SGD([self._verdict], lr=0.0)
+        self._carrier = _Carrier([self._verdict])
 
     def count_anew(self) -> None:
         """A training begins: no step of it was skipped."""
@@ -68,7 +72,7 @@ class LossScaler(torch.amp.GradScaler):
 
     def scaled(self, loss_fn: Callable[[Module, Any], Tensor]) -> Callable[[Module, Any], Tensor]:
         """Returns `loss_fn` with the gradients of a scaled loss; the loss itself stays as it is."""
-        factor = float(self.scale(torch.ones_like(self._verdict)))
+        factor = _as_factor(self.scale(torch.ones_like(self._verdict)).detach())
 
         @functools.wraps(loss_fn)
         def call(model: Module, batch: Any) -> Tensor:
@@ -129,9 +133,10 @@ class LossScaler(torch.amp.GradScaler):
         if self._scale is None:
             self.scale(self._verdict.detach())  # no step has run; whoever asks finds gradients of zero
         norm = self._gradients.grad_norm()
-        self._verdict.grad = torch.full_like(self._verdict, 0.0 if bool(torch.isfinite(norm)) else float("inf"))
+        self._verdict.grad = torch.where(torch.isfinite(norm), 0.0, float("inf")).to(self._verdict.dtype)
         super().unscale_(self._carrier)
-        inverse = 1.0 / self.get_scale()
+        assert self._scale is not None
+        inverse = _as_factor(self._scale.double().reciprocal())
         self._gradients.scale(inverse)
         self._norm = norm * inverse
 
@@ -139,11 +144,28 @@ class LossScaler(torch.amp.GradScaler):
         return any(id(one) in self._parameters for group in optimizer.param_groups for one in group["params"])
 
 
+class _Carrier(torch.optim.Optimizer):
+    """Has one parameter, whose gradient tells GradScaler the verdict, and changes nothing in a step."""
+
+    _step_supports_amp_scaling = True
+    """GradScaler hands over on the device what it found, and does not wait for it."""
+
+    def __init__(self, parameters: list[Parameter]) -> None:
+        super().__init__(parameters, {})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """The parameter stays as it is."""
+
+
+def _as_factor(number: Tensor) -> Factor:
+    return number if is_accelerator(number.device) else float(number)
+
+
 class _ScaledBackward(torch.autograd.Function):
     """Is its input; the gradient is multiplied by a factor."""
 
     @staticmethod
-    def forward(ctx: Any, value: Tensor, factor: float) -> Tensor:
+    def forward(ctx: Any, value: Tensor, factor: Factor) -> Tensor:
         """Returns `value`."""
         ctx.factor = factor
         return value.view_as(value)
@@ -151,4 +173,4 @@ class _ScaledBackward(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         """Returns the gradient, scaled."""
-        return gradient * ctx.factor, None
+        return (gradient * ctx.factor).to(gradient.dtype), None

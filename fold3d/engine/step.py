@@ -147,7 +147,7 @@ class Step:
         Args:
             replica_loss: what `run` returned.
             scaler: by whose scale the gradients are larger.
-        Returns: the global loss and the global gradient norm, scalars.
+        Returns: the global loss and the global gradient norm, scalars; the norm is on the device, where it stays.
         """
         # 9. The loss of the global batch, while the last gradients are still being summed.
         loss = self.mean_loss(replica_loss)
@@ -201,7 +201,7 @@ class Step:
         with self._supervisor.together(f"the gradient norm of {self._name}"):
             return self._sync.norm()
 
-    def scale(self, coefficient: float) -> None:
+    def scale(self, coefficient: gradients.Factor) -> None:
         """Multiplies the step's gradients."""
         self._sync.scale(coefficient)
 

@@ -18,7 +18,8 @@ class StepOutput:
     loss: torch.Tensor
     """Loss of the global batch, scalar."""
     grad_norm: torch.Tensor
-    """Global gradient norm before clipping, scalar."""
+    """Global gradient norm before clipping, scalar, on the engine's device: reading it there waits for the step's
+    kernels."""
     make_breakdown: Callable[[], StepBreakdown] = field(repr=False)
     """Makes `breakdown`."""
 

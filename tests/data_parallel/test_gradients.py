@@ -7,7 +7,7 @@ import torch
 from torch.nn import Parameter
 
 from fold3d.data_parallel.bucket import Bucket
-from fold3d.data_parallel.gradients import reduce_joined, sum_of_squares
+from fold3d.data_parallel.gradients import multiply, reduce_joined, sum_of_squares
 from fold3d.placement.bucket_layout import BucketSpec
 from fold3d.sharding.shard import Shard
 from fold3d.topology import Submesh
@@ -26,6 +26,26 @@ def test_what_overlaps_counts_once() -> None:
     total = sum(sum_of_squares([], [part]) for part in parts)
     torch.testing.assert_close(total, whole.double().square().sum(), rtol=1e-12, atol=0)
     assert sum_of_squares([]).dtype == torch.float64 and sum_of_squares([]) == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+def test_a_factor_may_be_a_tensor(dtype: torch.dtype) -> None:
+    """As where the clip coefficient stays on a device: the bits are those of the number, and gradients of 16 bits are
+    rounded once, not the factor."""
+    number = torch.tensor(0.7, dtype=torch.promote_types(dtype, torch.float32))
+    given = [torch.randn(n, generator=torch.Generator().manual_seed(n)).to(dtype) for n in (1000, 7)]
+    found = [one.clone() for one in given]
+    multiply(found, number)
+    assert all(
+        torch.equal(one, (other.to(number.dtype) * number).to(dtype)) for one, other in zip(found, given, strict=True)
+    )
+    if dtype.itemsize >= 4:
+        by_number = [one.clone() for one in given]
+        multiply(by_number, float(number))
+        assert all(torch.equal(one, other) for one, other in zip(found, by_number, strict=True))
+    before = found[0].clone()
+    multiply(found, 1.0)
+    assert torch.equal(found[0], before)
 
 
 @pytest.mark.parametrize("replicas", [1, 2, 3])

@@ -122,14 +122,14 @@ def _loss(model: nn.Module, batch: dict[str, Any]) -> Tensor:
 
 
 def engine_of(layout: dict[str, Any], *, width: int = 16) -> tuple[Engine, dict[str, Tensor]]:
-    """Returns an engine and this replica's batch."""
+    """Returns an engine and this replica's batch, where it computes."""
     torch.manual_seed(0)
     settings = {"segments": 1, "micro_batches": MICRO_BATCHES, "comm_timeout": TIMEOUT, "blocks": "layers"}
     config = ParallelConfig(**settings | layout)  # type: ignore[arg-type]
     x = torch.randn(config.micro_batches, 2, width)
     batch = {"x": x.flatten(0, 1), "y": x.flatten(0, 1).roll(1, 0)}
     engine = Engine(Net(width), config, optimizer=Adam, max_grad_norm=1.0, example=batch)
-    return engine, batch
+    return engine, {name: tensor.to(engine.device) for name, tensor in batch.items()}
 
 
 def train(

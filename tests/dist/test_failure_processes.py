@@ -49,12 +49,12 @@ class Ended:
         return living
 
 
-def run(layout: dict[str, Any], trap: dict[str, Any], *, script: bool) -> Ended:
-    """Trains until the trap springs. `script`: rank 0 keeps the job's store, as without torchrun."""
+def run(layout: dict[str, Any], trap: dict[str, Any], *, script: bool, program: Path = SCRIPT) -> Ended:
+    """Trains until the trap springs. `script`: rank 0 keeps the job's store, as without torchrun; by `program` then."""
     processes = layout.get("dp", 1) * layout.get("pp", 1)
     start = time.monotonic()
     if script:
-        result = launch(SCRIPT, processes, repr(layout), repr(trap), timeout=START)
+        result = launch(program, processes, repr(layout), repr(trap), timeout=START)
     else:
         result = launch(failure_jobs.train, processes, layout, trap, timeout=START)
     lines = [line for one in result for line in one.stdout.splitlines() if line.startswith("trap ")]

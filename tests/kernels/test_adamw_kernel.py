@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from fold3d.data_parallel.optimizer.adamw_kernel import check_kernel, step_by_kernel
+from fold3d.data_parallel.optimizer.adamw_kernel import step_by_kernel
+from fold3d.data_parallel.optimizer.kernel_checks import check_steps
 from fold3d.errors import ConfigError
 
 OPS = torch.ops.fold3d
@@ -43,7 +44,7 @@ def gradients(step: int, weights: list[Parameter]) -> list[Tensor]:
 def test_steps_are_those_of_torch(way: str, dtype: torch.dtype) -> None:
     ours, theirs = parameters(dtype), parameters(dtype)
     optimizers = [torch.optim.AdamW(one, **{"lr": 1e-2} | WAYS[way]) for one in (ours, theirs)]
-    check_kernel(optimizers[0])
+    check_steps(optimizers[0])
     tolerance = {torch.float32: 2e-6, torch.float64: 1e-14, torch.bfloat16: 2e-2}[dtype]
     for step in range(6):
         given = gradients(step, ours)
@@ -152,7 +153,7 @@ def test_bad_arguments_are_named() -> None:
 )
 def test_other_optimizers_are_refused(make: Any, text: str) -> None:
     with pytest.raises(ConfigError, match=text) as caught:
-        check_kernel(make([Parameter(torch.ones(3))]))
+        check_steps(make([Parameter(torch.ones(3))]))
     assert 'kernels="torch"' in str(caught.value)
     with pytest.raises(ConfigError, match="float16"):
-        check_kernel(torch.optim.AdamW([Parameter(torch.ones(3).half())]))
+        check_steps(torch.optim.AdamW([Parameter(torch.ones(3).half())]))

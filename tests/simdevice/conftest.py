@@ -15,3 +15,11 @@ def sim_ranks() -> Iterator[RankPool]:
     pool = RankPool(2)
     yield pool
     pool.close()
+
+
+@pytest.fixture(scope="session")
+def sim_ranks4() -> Iterator[RankPool]:
+    """Four of them, for the tests that take turns."""
+    pool = RankPool(4)
+    yield pool
+    pool.close()

@@ -2,37 +2,76 @@
 
 from __future__ import annotations
 
-import pytest
+from dataclasses import replace
 
+import pytest
+import torch
+
+from tests.dist import dp_sync_jobs
 from tests.dist.parity_cases import Case
 from tests.helpers.ranks import RankPool
 
 LAYOUTS = "tests.simdevice.layouts"
 PP = Case(pp=2, m=3)
 DP = Case(dp=2, m=2, segments=2, schedule="aiao", dp_sync="early")
-ZERO1 = Case(dp=2, m=2, segments=2, schedule="aiao", dp_sync="zero1")
+ZERO1 = replace(DP, dp_sync="zero1")
 FOLD = Case(pp=2, m=4, segments=2, schedule="fold")
 """All four queues of both ranks have something to do."""
+SQUARE = Case(dp=2, pp=2, m=3, segments=2, schedule="aiao", dp_sync="early")
+
+
+def check(pool: RankPool, case: Case) -> None:
+    launches = pool.run(f"{LAYOUTS}:as_on_the_cpu", case.ranks, case, 100, timeout=150.0)
+    assert min(launches) > 100
 
 
 @pytest.mark.parametrize(
     "case",
-    [
-        PP,
-        Case(pp=2, m=4, segments=2, schedule="fold", labels="padded", recompute=True),
-        Case(pp=2, m=3, segments=2, schedule="interleaved", family="llama", tied=False),
-        Case(pp=2, m=3, schedule="zb_h1"),
-        DP,
-        ZERO1,
-        Case(dp=2, m=2, segments=2, schedule="aiao", dp_sync="serial"),
-    ],
+    [replace(FOLD, labels="padded", recompute=True, kernels="fold3d"), replace(ZERO1, kernels="fold3d")],
     ids=lambda case: case.name,
 )
 def test_two_processes_train_with_the_bits_of_the_cpu(case: Case, sim_ranks: RankPool) -> None:
-    launches = sim_ranks.run(f"{LAYOUTS}:as_on_the_cpu", 2, case, 100, timeout=150.0)
-    assert min(launches) > 500
+    check(sim_ranks, case)
 
 
+@pytest.mark.rotating
+@pytest.mark.parametrize(
+    "case",
+    [
+        PP,
+        Case(pp=2, m=3, segments=2, schedule="interleaved", family="llama", tied=False),
+        Case(pp=2, m=3, schedule="zb_h1"),
+        DP,
+        replace(DP, dp_sync="serial"),
+        replace(ZERO1, offload_optimizer=True),
+        replace(PP, offload_optimizer=True),
+        replace(PP, segments=2, schedule="aiao", offload="activations", dtype="float32"),
+        replace(PP, segments=2, schedule="aiao", offload="boundaries", recompute=True),
+        replace(PP, m=4, segments=4, layers=8, schedule="aiao", offload="activations:50%", labels="padded"),
+    ],
+    ids=lambda case: case.name,
+)
+def test_other_cases(case: Case, sim_ranks: RankPool) -> None:
+    check(sim_ranks, case)
+
+
+@pytest.mark.rotating
+@pytest.mark.parametrize(
+    "case",
+    [
+        SQUARE,
+        replace(SQUARE, dp_sync="zero1"),
+        replace(SQUARE, dp_sync="serial"),
+        replace(SQUARE, recompute=True, offload="boundaries", dp_sync="zero1"),
+        replace(SQUARE, offload="activations", offload_optimizer=True),
+    ],
+    ids=lambda case: case.name,
+)
+def test_four_processes(case: Case, sim_ranks4: RankPool) -> None:
+    check(sim_ranks4, case)
+
+
+@pytest.mark.rotating
 @pytest.mark.parametrize("case", [FOLD, ZERO1], ids=["pp2", "dp2"])
 def test_a_bound_device_changes_nothing(case: Case, sim_ranks: RankPool) -> None:
     launches = sim_ranks.run(f"{LAYOUTS}:as_on_the_cpu_when_bound", 2, case, timeout=150.0)
@@ -44,8 +83,36 @@ def test_messages_of_other_shapes_come_between(sim_ranks: RankPool) -> None:
     assert sim_ranks.run(f"{LAYOUTS}:ragged", 2, case, timeout=150.0) == [(10, 8)] * 2
 
 
-@pytest.mark.parametrize("case", [PP, ZERO1], ids=["pp2", "dp2"])
-@pytest.mark.parametrize("bad_rank", [0, 1])
+@pytest.mark.parametrize("case", [FOLD, ZERO1], ids=["pp2", "zero1"])
+def test_the_host_reads_no_norm(case: Case, sim_ranks: RankPool) -> None:
+    """What it reads in a step is the loss, with several stages the batch's fingerprint, and what the model reads."""
+    for reads in sim_ranks.run(f"{LAYOUTS}:reads_of_a_step", 2, case, timeout=150.0):
+        assert reads.pop("run"), "reading is noticed"
+        assert reads == {"clip": [], "step": [], "flush": []}
+
+
+@pytest.mark.rotating
+@pytest.mark.parametrize("case", [FOLD, ZERO1, DP], ids=["pp2", "zero1", "early"])
+def test_a_loss_scaler_reads_its_verdict_once(case: Case, sim_ranks: RankPool) -> None:
+    case = replace(case, dtype="float32")
+    for reads in sim_ranks.run(f"{LAYOUTS}:reads_of_a_step", 2, case, scales=True, timeout=150.0):
+        assert reads.pop("run") and len(reads.pop("step")) == 1
+        assert reads == {"clip": [], "update": [], "flush": []}
+
+
+@pytest.mark.rotating
+@pytest.mark.parametrize("dp_sync", ["early", "zero1"])
+def test_an_infinity_on_one_replica_skips_the_step_on_both(dp_sync: str, sim_ranks: RankPool) -> None:
+    case = replace(DP, dtype="float32", dp_sync=dp_sync)
+    sim_ranks.run(f"{LAYOUTS}:on_the_device", 2)
+    for seen in sim_ranks.run(dp_sync_jobs.train_with_infinity, 2, case, 1, 1, 1, timeout=150.0):
+        assert [torch.isfinite(torch.tensor(norm)).item() for norm in seen.norms] == [True, False, True, True]
+        assert seen.scales == [256.0, 128.0, 128.0, 128.0]
+        before, after = seen.weights[1:3]
+        assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+@pytest.mark.parametrize(("case", "bad_rank"), [(PP, 1), (ZERO1, 0)], ids=["pp2", "dp2"])
 def test_a_rank_that_raises_ends_the_step_on_all(case: Case, bad_rank: int, sim_ranks: RankPool) -> None:
     for seconds, message in sim_ranks.run(f"{LAYOUTS}:failing", 2, case, bad_rank):
         assert f"rank {bad_rank}" in message and "on purpose" in message
@@ -65,6 +132,7 @@ def test_a_rank_that_raises_ends_the_step_on_all(case: Case, bad_rank: int, sim_
         (FOLD, "work_wait", "recv_f"),  # what was received is there
         (FOLD, "work_wait", "recv_b"),
         (FOLD, "event_block", "main"),  # what was received is waited for where it is used
+        (FOLD, "work_wait", "main"),  # the norm of all stages is there
         (DP, "event_block", "reduce"),  # gradients that are summed are complete
         (DP, "work_wait", "reduce"),  # sums are there
         (DP, "event_synchronize", "reduce"),

@@ -1,4 +1,4 @@
-"""Whether fold3d's kernels can be taken, and a step of AdamW by them: clipping and update in one pass."""
+"""A step of AdamW by fold3d's kernel: clipping and update in one pass."""
 
 from __future__ import annotations
 
@@ -9,56 +9,20 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fold3d import _C
-from fold3d.errors import ConfigError
-
-_DTYPES = (torch.float32, torch.float64, torch.bfloat16)
-_UNKNOWN = ("amsgrad", "maximize", "differentiable")
-"""Settings that change what a step is."""
-
-
-def check_kernels(kernels: str, device: torch.device) -> None:
-    """Raises ConfigError when fold3d's shall run on a device that they were not built for."""
-    if kernels == "fold3d" and not _C.has_kernels(device):
-        raise ConfigError(
-            f'kernels="fold3d": this build has no kernels for {device.type}, since nvcc was not there when it was '
-            'built (`fold3d doctor` says what was); build fold3d again where nvcc is, or set kernels="torch"'
-        )
-
-
-def check_kernel(optimizer: Optimizer) -> None:
-    """Raises ConfigError unless the kernel does what `optimizer` does."""
-    instead = 'use torch.optim.AdamW, or set kernels="torch"'
-    name = type(optimizer).__name__
-    if type(optimizer) not in (torch.optim.AdamW, torch.optim.Adam):
-        raise ConfigError(f'kernels="fold3d" steps AdamW, and the optimizer is {name}; {instead}')
-    for group in optimizer.param_groups:
-        for key in _UNKNOWN:
-            if group.get(key):
-                raise ConfigError(f'kernels="fold3d" has no AdamW with {key}={group[key]!r}; {instead}')
-        if group["weight_decay"] and not group.get("decoupled_weight_decay"):
-            raise ConfigError(
-                f'kernels="fold3d" decays weights as AdamW does, and {name} with '
-                f"weight_decay={group['weight_decay']} adds the decay to gradients; {instead}"
-            )
-        for parameter in group["params"]:
-            if parameter.dtype not in _DTYPES:
-                raise ConfigError(
-                    f'kernels="fold3d" steps parameters of float32, float64 and bfloat16, not {parameter.dtype}; '
-                    'set kernels="torch"'
-                )
+from fold3d.data_parallel.gradients import Factor
 
 
 @torch.no_grad()
-def step_by_kernel(twin: Optimizer, gradients: Mapping[Tensor, Tensor], scale: float) -> None:
+def step_by_kernel(twin: Optimizer, gradients: Mapping[Tensor, Tensor], scale: Factor) -> None:
     """Does what `twin.step()` does with these gradients times `scale`, in fp32 (fp64 of fp64 weights).
 
     Where weights are bfloat16 that rounds less often than torch does: fp32 gradients are not rounded before.
 
     Args:
+        twin: one that `kernel_checks.check_steps` lets pass.
         gradients: parameter -> gradient, of its shape; parameters without one are skipped. They stay as they are.
     """
-    factor = torch.tensor(scale, dtype=torch.float64)
+    factor = scale.to(torch.float64) if isinstance(scale, Tensor) else torch.tensor(scale, dtype=torch.float64)
     for group in twin.param_groups:
         alike: dict[tuple[torch.dtype, ...], list[tuple[Tensor, ...]]] = {}
         for weight in group["params"]:

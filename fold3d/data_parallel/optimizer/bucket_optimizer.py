@@ -9,11 +9,11 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from fold3d.data_parallel.bucket import Piece
+from fold3d.data_parallel.gradients import Factor, multiply
 from fold3d.data_parallel.optimizer.adamw_kernel import step_by_kernel
 from fold3d.data_parallel.optimizer.host_copies import HostCopies
 from fold3d.data_parallel.optimizer.host_memory import host_memory, settings_on_host, to_host
@@ -25,11 +25,11 @@ class Settings:
     """What `optimizer.step()` was called with: the settings of its groups, and how gradients are scaled for it."""
 
     groups: tuple[Mapping[str, Any], ...]
-    coefficient: float
-    """Clipping; 1.0 changes nothing."""
+    coefficient: Factor
+    """Clipping; the number 1.0 changes nothing."""
 
     @classmethod
-    def of(cls, optimizer: Optimizer, coefficient: float) -> Settings:
+    def of(cls, optimizer: Optimizer, coefficient: Factor) -> Settings:
         """Returns the settings as they are now; a schedule may change them before a bucket is updated."""
         kept = ({k: _copy(v) for k, v in group.items() if k != "params"} for group in optimizer.param_groups)
         return cls(tuple(kept), coefficient)
@@ -53,12 +53,12 @@ class BucketOptimizer:
         sharded: the twin keeps a state of its own; else the tensors are the parameters, and the state is the
             optimizer's.
         copies: of those of `tensors` that the optimizer has, in host memory, where they are stepped and the state lies.
-        kernel: fold3d's kernel steps in the optimizer's place, see `check_kernel`.
+        kernel: fold3d's kernel steps in the optimizer's place, see `check_steps`.
         """
         self._optimizer = optimizer
         self._sharded = sharded
         self._copies, self._kernel = copies, kernel
-        self._scale = 1.0  # what is left of the settings' coefficient
+        self._scale: Factor = 1.0  # what is left of the settings' coefficient
         number = {id(p): k for k, group in enumerate(optimizer.param_groups) for p in group["params"]}
         device = [(piece, tensor) for piece, tensor in tensors if id(piece.parameter) in number]
         self.tensors = device if copies is None else copies.weights
@@ -86,8 +86,7 @@ class BucketOptimizer:
                 settings.coefficient,
             )
             return
-        if settings.coefficient != 1.0 and gradients:
-            torch._foreach_mul_(list(gradients.values()), settings.coefficient)
+        multiply(list(gradients.values()), settings.coefficient)
         own = {index: gradients[index].to(dtype) for index, dtype in self._dtypes.items() if index in gradients}
         self._gradients = own if self._copies is None else self._copies.bring(own)
 

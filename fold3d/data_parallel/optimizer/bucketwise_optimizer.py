@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from fold3d.comms.tree_group import TreeGroup
 from fold3d.data_parallel.bucket import Bucket, Piece
+from fold3d.data_parallel.gradients import Factor
 from fold3d.data_parallel.optimizer import state
 from fold3d.data_parallel.optimizer.bucket_optimizer import BucketOptimizer, Settings
 from fold3d.data_parallel.optimizer.host_copies import host_copies
@@ -61,7 +62,7 @@ class BucketwiseOptimizer:
         self._on_host = on_host
         self.split_state()
 
-    def settings(self, coefficient: float) -> Settings:
+    def settings(self, coefficient: Factor) -> Settings:
         """Returns the optimizer's settings of now, for gradients that are scaled by `coefficient`."""
         return Settings.of(self._optimizer, coefficient)
 
