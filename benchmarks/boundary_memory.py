@@ -1,6 +1,6 @@
 """How much memory tensors take that cross chunk borders: what a rank received and what it sent, while they are alive.
 
-    python benchmarks/boundary_memory.py [--pp 4] [--micro-batches 16] [--length 128] [--hidden 64] [--json FILE]
+    python -m benchmarks.boundary_memory [--pp 4] [--micro-batches 16] [--length 128] [--hidden 64] [--json FILE]
 
 Trains a GPT-like chain of blocks on pp processes of this machine, with schedules 1f1b and aiao (2 segments), with and
 without recomputation, and counts at every forward how many bytes of such tensors the busiest rank holds. A tensor
@@ -13,9 +13,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import multiprocessing
-import os
-import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from benchmarks.local.ranks import run_ranks
 from fold3d import Engine, ParallelConfig
 from fold3d.stage.micro_batch import MicroBatch
 from fold3d.stage.model_chunk import PipelineChunk
@@ -108,11 +106,9 @@ CASES = [
 ]
 
 
-def work(rank: int, port: int, options: argparse.Namespace, answers: Any) -> None:
+def work(options: argparse.Namespace) -> list[dict[str, Any]]:
     """One rank: measures every case."""
-    torch.set_num_threads(1)
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    dist.init_process_group("gloo", rank=rank, world_size=options.pp)
+    dist.init_process_group("gloo")
     found = []
     for case in CASES:
         torch.manual_seed(0)
@@ -136,9 +132,8 @@ def work(rank: int, port: int, options: argparse.Namespace, answers: Any) -> Non
         all_peaks: list[Any] = [None] * options.pp
         dist.all_gather_object(all_peaks, min(peaks))
         found.append({**case, "peak_bytes": max(all_peaks)})
-    if rank == 0:
-        answers.put(found)
     dist.destroy_process_group()
+    return found
 
 
 def main() -> None:
@@ -148,19 +143,7 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=usual)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    context = multiprocessing.get_context("spawn")
-    answers = context.SimpleQueue()
-    ranks = [context.Process(target=work, args=(rank, port, options, answers)) for rank in range(options.pp)]
-    for process in ranks:
-        process.start()
-    for process in ranks:
-        process.join()
-    if any(process.exitcode for process in ranks):
-        raise SystemExit("a rank failed")
-    found = answers.get()
+    found = run_ranks(work, options.pp, options)[0]
     one = BATCH * options.length * options.hidden * 4
     print(f"one tensor at a border: {one / MB:.2f} MB; {options.pp} stages, {options.micro_batches} micro-batches")
     print(f"{'schedule':10} {'segments':>8} {'recompute':>9} {'peak MB':>8} {'tensors':>8}")

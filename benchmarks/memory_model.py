@@ -1,6 +1,6 @@
 """What the memory model predicts against what torch's allocator counts, over a grid of layouts.
 
-    python benchmarks/memory_model.py [--layers 8] [--width 256] [--json FILE]
+    python -m benchmarks.memory_model [--layers 8] [--width 256] [--json FILE]
 
 Every layout trains a GPT-2 of that size for three steps in fresh processes on CPUs. Each process counts the bytes that
 its tensors hold (csrc/runtime/memory), from the second step on; the prediction is made of nothing but shapes, before
@@ -13,9 +13,6 @@ import argparse
 import dataclasses
 import functools
 import json
-import multiprocessing
-import os
-import socket
 from statistics import median
 from typing import Any
 
@@ -24,6 +21,7 @@ import torch.distributed as dist
 import transformers
 
 import fold3d
+from benchmarks.local.ranks import run_ranks
 from fold3d import _C
 from fold3d.plan.costs import NetworkCosts
 from fold3d.plan.job import Job
@@ -75,13 +73,11 @@ def model_of(layers: int, width: int) -> transformers.PreTrainedModel:
     return made
 
 
-def work(rank: int, world: int, port: int, case: dict[str, Any], sizes: tuple[int, int], batch: int, out: Any) -> None:
-    """One process: trains, and puts what was predicted and counted."""
-    torch.set_num_threads(1)
+def work(world: int, case: dict[str, Any], sizes: tuple[int, int], batch: int) -> tuple[int, int, int, str]:
+    """One process: trains; returns stage, predicted and counted bytes, and what they are for."""
     transformers.utils.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": str(world)}
     if world > 1:
-        dist.init_process_group("gloo", rank=rank, world_size=world)
+        dist.init_process_group("gloo")
     assert _C.count_cpu_bytes(True), "another allocator is in use"
     before = _C.live_cpu_bytes()
     # How weights are shared out is part of the engine's own plan.
@@ -114,27 +110,16 @@ def work(rank: int, world: int, port: int, case: dict[str, Any], sizes: tuple[in
         strategy = dataclasses.replace(strategy, ranges=((0, len(recorded.blocks)),))
     curves = engine.memory.curves() if topology.tp > 1 else predicted_curves(job, strategy)
     peak = peaks_of(curves)[topology.pp_rank]
-    out.put((topology.pp_rank, peak.bytes, counted, peak.text()))
     engine.close()
     if world > 1:
         dist.destroy_process_group()
+    return topology.pp_rank, peak.bytes, counted, peak.text()
 
 
 def run(case: dict[str, Any], sizes: tuple[int, int], batch: int) -> list[tuple[int, int, int, str]]:
     """Returns stage, predicted and counted bytes and their uses of every process."""
-    context = multiprocessing.get_context("spawn")
-    out = context.Queue()
     world = case["dp"] * case["pp"] * case.get("tp", 1)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    processes = [context.Process(target=work, args=(r, world, port, case, sizes, batch, out)) for r in range(world)]
-    for process in processes:
-        process.start()
-    found = [out.get(timeout=300) for _ in processes]
-    for process in processes:
-        process.join()
-    return sorted(found)
+    return sorted(run_ranks(work, world, world, case, sizes, batch))
 
 
 def main() -> None:

@@ -1,6 +1,6 @@
 """How much memory a rank needs of a model that several processes share: loading, training, saving and resuming.
 
-    python benchmarks/rank_memory.py [--megabytes 1024] [--layouts tp=4 pp=4 pp=2,tp=2 pp=4,segments=2] [--initialised]
+    python -m benchmarks.rank_memory [--megabytes 1024] [--layouts tp=4 pp=4 pp=2,tp=2 pp=4,segments=2] [--initialised]
                                      [--length 64] [--whole-sequences] [--repetitions 3] [--json FILE]
 
 A Llama of about that many bytes (fp32) is written to a folder as safetensors. For each layout (dp=1) fresh processes
@@ -24,9 +24,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
-import os
-import socket
 import statistics
 import tempfile
 from collections.abc import Sequence
@@ -40,6 +37,7 @@ import transformers
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from benchmarks.local.ranks import run_ranks
 from fold3d import Trainer, TrainingArguments
 
 MB = 1 << 20
@@ -151,17 +149,8 @@ class Phases(transformers.TrainerCallback):
         self.ends("save")
 
 
-def work(rank: int, layout: Layout, port: int, case: Case, folder: str, out: str, resumes: bool, answers: Any) -> None:
-    """One rank: trains and saves, or resumes."""
-    torch.set_num_threads(1)
-    os.environ |= {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(layout.ranks),
-        "OMP_NUM_THREADS": "1",
-    }
+def work(layout: Layout, case: Case, folder: str, out: str, resumes: bool) -> dict[str, int]:
+    """One rank: trains and saves, or resumes; returns the bytes of each phase."""
     transformers.utils.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     arguments = TrainingArguments(
         output_dir=out,
@@ -189,37 +178,18 @@ def work(rank: int, layout: Layout, port: int, case: Case, folder: str, out: str
     trainer.train(resume_from_checkpoint=str(Path(out) / f"checkpoint-{STEPS}") if resumes else None)
     if resumes:
         phases.ends("resume")
-    shares: list[Any] = [phases.peaks]
-    if layout.ranks > 1:
-        shares = [None] * layout.ranks
-        dist.all_gather_object(shares, phases.peaks)
-    if rank == 0:
-        answers.put({phase: max(share[phase] for share in shares) for phase in phases.peaks})
     if dist.is_initialized():
         dist.destroy_process_group()
+    return phases.peaks
 
 
 def measured(layout: Layout, case: Case, folder: str) -> dict[str, int]:
     """Returns the bytes of each phase of the fullest rank."""
-    context = multiprocessing.get_context("spawn")
     found: dict[str, int] = {}
     with tempfile.TemporaryDirectory() as out:
         for resumes in (False, True):
-            with socket.socket() as probe:
-                probe.bind(("127.0.0.1", 0))
-                port = probe.getsockname()[1]
-            answers = context.SimpleQueue()
-            ranks = [
-                context.Process(target=work, args=(rank, layout, port, case, folder, out, resumes, answers))
-                for rank in range(layout.ranks)
-            ]
-            for process in ranks:
-                process.start()
-            for process in ranks:
-                process.join()
-            if any(process.exitcode for process in ranks):
-                raise SystemExit("a rank failed")
-            new = answers.get()
+            shares = run_ranks(work, layout.ranks, layout, case, folder, out, resumes, timeout=3600)
+            new = {phase: max(share[phase] for share in shares) for phase in shares[0]}
             found |= {phase: new[phase] for phase in PHASES if phase in new and phase not in found}
     return found
 
@@ -264,9 +234,7 @@ def main() -> None:
         total = 4 * sum(parameter.numel() for parameter in parameters)
     with tempfile.TemporaryDirectory() as folder:
         if not case.initialised:
-            writer = multiprocessing.get_context("spawn").Process(target=write, args=(case, folder))
-            writer.start()
-            writer.join()
+            run_ranks(write, 1, case, folder)
         runs = {
             layout: [measured(layout, case, folder) for _ in range(options.repetitions)] for layout in options.layouts
         }

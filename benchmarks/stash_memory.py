@@ -12,9 +12,6 @@ from __future__ import annotations
 import argparse
 import functools
 import json
-import multiprocessing
-import os
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +19,15 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.boundary_memory import BATCH, MB, Chain
+from benchmarks.local.ranks import run_ranks
 from fold3d import _C, Engine, ParallelConfig
 
 SEGMENTS, STEPS = 4, 2
 
 
-def work(rank: int, port: int, options: argparse.Namespace, answers: Any) -> None:
-    """One rank: measures every case."""
-    torch.set_num_threads(1)
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    dist.init_process_group("gloo", rank=rank, world_size=options.pp)
+def work(options: argparse.Namespace) -> list[tuple[str, int, int, int]]:
+    """One rank: measures every case; returns offload, micro-batches, bytes on the device and in the pool."""
+    dist.init_process_group("gloo")
     if not _C.count_cpu_bytes(True):
         raise SystemExit("another allocator is in the place of torch's own: nothing can be counted")
     found = []
@@ -55,24 +51,14 @@ def work(rank: int, port: int, options: argparse.Namespace, answers: Any) -> Non
             account = engine.breakdown()
             engine.close()
             found.append((offload, micro_batches, device, account.pool_peak_bytes))
-    answers.put(found)
     dist.barrier()
     dist.destroy_process_group()
+    return found
 
 
 def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
     """Returns, of every case, the most bytes on a device and in a pool."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    context = multiprocessing.get_context("spawn")
-    answers = context.Queue()
-    ranks = [context.Process(target=work, args=(rank, port, options, answers)) for rank in range(options.pp)]
-    for rank in ranks:
-        rank.start()
-    of_ranks = [answers.get(timeout=120) for _ in ranks]
-    for rank in ranks:
-        rank.join()
+    of_ranks = run_ranks(work, options.pp, options)
     return [
         {
             "offload": cases[0][0],

@@ -32,6 +32,7 @@ from fold3d.engine.division import COMPARED, Division, number_of_parts, why_not_
 from fold3d.engine.pipeline import Pipeline
 from fold3d.engine.planning import planner
 from fold3d.engine.planning.agreed_graph import agreed_graph
+from fold3d.engine.planning.less_memory import LessMemory
 from fold3d.engine.planning.replanner import Replanner
 from fold3d.engine.planning.tp_forecast import TpForecast, forecast_of, predict_tp_sync, warn_of_spread
 from fold3d.engine.step import Step
@@ -44,7 +45,6 @@ from fold3d.placement.bucket_layout import bucket_layout
 from fold3d.placement.partition import split_ranges
 from fold3d.plan.constraints import Constraints
 from fold3d.plan.job import Job
-from fold3d.plan.memory.changes import cheapest_changes, predicted_curves
 from fold3d.plan.programs import Programs
 from fold3d.plan.proposal import Proposal
 from fold3d.plan.resolve import needs_planner, unplanned
@@ -213,7 +213,7 @@ def cut_model(
             strategy = unplanned(config, constraints, topology.dp, ranges)
         refuse_without_effect(config, decided=proposed is not None and proposed[0].pool_is_elsewhere)
         check_pool(config, strategy, 0 if proposed is None else max(peak.pool for peak in proposed[1].peaks))
-        prove_room(config, strategy, model, recording, example, order.device, order.autocast)
+        prove_room(config, strategy, model, recording, example, order.device, order.autocast, sharding)
         check_built(config.kernels, order.device)
         cut = RankModel(
             *(model, config, strategy, topology, order.device, recording, order.weights, sharding),
@@ -253,9 +253,14 @@ def connect(model: CutModel, supervisor: Supervisor, world: WorldGroup, device: 
     store = dist.distributed_c10d._get_default_store() if world.topology.world > 1 else None
     supervisor.open(store, model.name, model.config.silence_seconds)
     undo = ExitStack()
+    topology, planned = world.topology, model.planned
+    job, expected = (None, None) if planned is None else (planned[0], planned[1].peaks[topology.pp_rank].bytes)
+    less = LessMemory(job=job, strategy=model.strategy, config=model.config, dp=topology.dp, device=device)
+    memory = MemoryWatch(device, model.config.memory_size, expected, less.curves)
     with supervisor.progress.during("building the engine", meets=True):
         try:
-            return _connect(model, supervisor, world, device, undo)
+            with memory.explains(less.changes):
+                return _connect(model, supervisor, world, device, undo, memory, less)
         except BaseException as error:
             message = "" if isinstance(error, Fold3dError) else supervisor.fail(error)
             supervisor.close()
@@ -266,7 +271,13 @@ def connect(model: CutModel, supervisor: Supervisor, world: WorldGroup, device: 
 
 
 def _connect(
-    model: CutModel, supervisor: Supervisor, world: WorldGroup, device: torch.device, undo: ExitStack
+    model: CutModel,
+    supervisor: Supervisor,
+    world: WorldGroup,
+    device: torch.device,
+    undo: ExitStack,
+    memory: MemoryWatch,
+    less: LessMemory,
 ) -> BuiltRank:
     cut, config, topology, progress = model.cut, model.config, world.topology, supervisor.progress
     over_tcp, timeout = uses_tcp(config.transport, device), config.timeout_seconds
@@ -336,8 +347,6 @@ def _connect(
     keep = [] if offload is None else [keeper(executor, cut.model)]
     counting = shards if device.type == "cpu" else None  # which hears of tensors in host memory only
     recorder = StepRecorder(executor, sync, arbiter, progress, topology.pp_rank, counting)
-    expected = None if peaks is None else peaks[topology.pp_rank].bytes
-    memory = MemoryWatch(device, config.memory_size, expected, partial(_curves, model))
     pipeline = Pipeline(topology, groups, executor, progress, *keep)
     step = Step(
         *(cut, topology, config.seed, device),
@@ -349,7 +358,7 @@ def _connect(
         supervisor=supervisor,
         mean_over_replicas=lambda value: _mean(value, groups),
         memory=memory,
-        changes=partial(_changes, model),
+        changes=less.changes,
         division=_division(model, pipeline),
     )
     memory.begin([*cut.parameters.values(), *cut.model.buffers()])
@@ -412,17 +421,6 @@ def _division(model: CutModel, pipeline: Pipeline) -> Division | None:
 
     schedule = Programs.of(model.strategy).evaluation(COMPARED)
     return Division(size, pipeline, schedule, model.cut.model, in_16_bits=in_16_bits)
-
-
-def _curves(model: CutModel) -> list[_C.StageMemory]:
-    return [] if model.planned is None else predicted_curves(model.planned[0], model.strategy)
-
-
-def _changes(model: CutModel) -> list[str]:
-    """Returns the settings with which less memory is needed, the cheapest first; none where nothing was planned."""
-    if model.planned is None:
-        return []
-    return [str(change) for change in cheapest_changes(model.planned[0], model.strategy)]
 
 
 def _bucket_schedule(model: CutModel, stage: int) -> BucketSchedule:

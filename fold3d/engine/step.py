@@ -42,6 +42,9 @@ from fold3d.topology import Topology
 
 logger = logging.getLogger(__name__)
 
+_SMALLER = "a smaller batch (per_device_eval_batch_size in TrainingArguments): an evaluation keeps nothing but results"
+"""What helps an evaluation."""
+
 
 class Step:
     """Steps of one rank; all ranks of the job make the same calls. Raises RankError on all of them when one fails."""
@@ -111,7 +114,7 @@ class Step:
             replan(len(inputs) if division is None else division.count(inputs))
             warning = self._memory.warning(self._changes)
             if warning is not None:
-                logger.warning("%s", warning)
+                logger.warning("%s: %s", self._topology.describe(self._topology.rank), warning)
             if self.hooks is not None:
                 self.hooks.put_innermost()
             self._recorder.begin(trains=True)
@@ -169,7 +172,7 @@ class Step:
 
     def evaluate(self, schedule: Schedule, inputs: Inputs, call: ModelCall) -> Any:
         """Runs one batch forward; returns the last chunk's result on every rank of the replica."""
-        with self._supervisor.together("an evaluation"):
+        with self._supervisor.together("an evaluation"), self._memory.explains(lambda: [_SMALLER]):
             self._recorder.begin(trains=False)
             if self._loss_check is not None:
                 self._loss_check.look(call, inputs)
@@ -212,7 +215,8 @@ class Step:
 
     def flush(self) -> None:
         """Brings this rank's parameters up to date; meets nobody."""
-        with self._supervisor.together(f"waiting for the weights of {self._name}"):
+        together = self._supervisor.together(f"waiting for the weights of {self._name}")
+        with together, self._memory.explains(self._changes):
             self._sync.flush()
 
     def replan(self, strategy: Strategy, schedule: Schedule) -> Strategy | None:

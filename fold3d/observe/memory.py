@@ -41,6 +41,8 @@ class MemoryWatch:
         self._device = device
         self.expected, self.curves = expected, curves
         self._counts = device.type == "cpu" and limit is not None and _C.count_cpu_bytes(True)
+        if self._counts:
+            _C.reset_peak_cpu_bytes()  # another engine's
         if limit is None:
             limit = total_memory(device)
         self._limit = limit
@@ -48,11 +50,13 @@ class MemoryWatch:
         self._warned = limit is None or (device.type == "cpu" and not self._counts)
 
     def begin(self, tensors: Iterable[Tensor]) -> None:
-        """Training begins: what making the model has needed does not count.
+        """Training begins: what making the model and measuring it has needed does not count.
 
         Args:
             tensors: parameters and buffers of this rank; some are older than the count.
         """
+        if is_accelerator(self._device):
+            torch.accelerator.reset_peak_memory_stats(self._device)
         if not self._counts:
             return
         older = {id(t.untyped_storage()): t for t in tensors if not t.is_meta and not _C.is_counted(t)}
@@ -64,6 +68,10 @@ class MemoryWatch:
         """The most bytes so far: of tensors, or of the process where nobody counts those."""
         return self._before + _C.peak_cpu_bytes() if self._counts else peak_bytes(self._device)
 
+    @property
+    def _planned(self) -> str:
+        return "nothing was planned" if self.expected is None else f"planned were {text_of_bytes(self.expected)}"
+
     def warning(self, changes: Callable[[], Sequence[str]]) -> str | None:
         """Returns what to say, once, when little is left of the limit.
 
@@ -74,7 +82,7 @@ class MemoryWatch:
             return None
         self._warned = True
         share = f"{100 * self.peak / self._limit:.0f} % of {text_of_bytes(self._limit)}"
-        return f"this rank has used {text_of_bytes(self.peak)} of memory, {share}{_told(changes())}"
+        return f"this rank has used {text_of_bytes(self.peak)} of memory, {share}; {self._planned}{_told(changes())}"
 
     @contextlib.contextmanager
     def explains(self, changes: Callable[[], Sequence[str]]) -> Iterator[None]:
@@ -87,9 +95,8 @@ class MemoryWatch:
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            planned = "nothing was planned" if self.expected is None else f"planned were {text_of_bytes(self.expected)}"
             first = (str(error).splitlines() or [type(error).__name__])[0]
-            text = f"{first}; this rank had used {text_of_bytes(self.peak)} at most, {planned}{_told(changes())}"
+            text = f"{first}; this rank had used {text_of_bytes(self.peak)} at most, {self._planned}{_told(changes())}"
             kind = MemoryError if self._device.type == "cpu" else torch.OutOfMemoryError
             raise kind(text) from error
 

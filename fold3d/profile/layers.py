@@ -130,7 +130,14 @@ def _bytes(
     try:
         return layer_bytes(model, trace, micro_batch, device, autocast=autocast)
     except Exception as error:  # whatever a model raises on tensors without values
-        _log.info("its memory is estimated layer by layer (%s: %s)", type(error).__name__, error)
+        known = any(timing.saved_bytes for timing in timings[1:-1])
+        _log.log(
+            logging.INFO if known else logging.WARNING,
+            "its memory is estimated layer by layer%s (%s: %s)",
+            "" if known else ": what forwards keep is not known, and predictions are too low",
+            type(error).__name__,
+            error,
+        )
     outputs = [handed[0], *handed, 0]
     return tuple(estimated(timing.saved_bytes, size) for timing, size in zip(timings, outputs, strict=True))
 

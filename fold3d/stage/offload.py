@@ -24,6 +24,7 @@ from fold3d.plan.space.offload import offloaded_chunks
 from fold3d.plan.space.recompute import KNOB as RECOMPUTE
 from fold3d.plan.strategy import Strategy
 from fold3d.profile.counted.stashes import stashes_of
+from fold3d.sharding.plan import ShardingPlan
 from fold3d.stage.micro_batch import MicroBatch
 from fold3d.trace import Trace
 
@@ -107,22 +108,23 @@ def prove_room(
     example: Mapping[str, Any] | None,
     device: torch.device,
     autocast: Callable[[], AbstractContextManager[Any]],
+    sharding: ShardingPlan | None = None,
 ) -> None:
     """Proves, before training, that a pool of a fixed size has room at every moment of a step, as far as it is known
     what a micro-batch puts there.
 
     Args:
-        model, recording, example, device, autocast: as `stashes_of`; without a recording nothing is known.
+        model, recording, example, device, autocast, sharding: as `stashes_of`; without a recording nothing is known.
     Raises: ConfigError for a pool that cannot be enough, however fast copies are.
     """
     if config.pool_size is None or recording is None or example is None or not offloaded_chunks(strategy):
         return
-    if config.tp > 1:  # of a shard's tensors only some are parts
-        return
-    again = RECOMPUTE.of(strategy)
     try:
         known = stashes_of(
-            model, recording, example, strategy.ranges, strategy.pp, again, device=device, autocast=autocast
+            *(model, recording, example, strategy.ranges, strategy.pp, RECOMPUTE.of(strategy)),
+            device=device,
+            autocast=autocast,
+            sharding=sharding,
         )
     except Exception as error:  # whatever a model raises on tensors without values
         logger.info("what leaves for the pool is not known before it does (%s: %s)", type(error).__name__, error)

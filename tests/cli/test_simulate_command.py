@@ -10,6 +10,7 @@ import pytest
 
 from fold3d import schedule
 from fold3d.cli.main import main
+from fold3d.config import parse_bytes
 from fold3d.observe import timeline, timeline_picture
 
 
@@ -30,6 +31,26 @@ def test_breakdown(capsys):
     assert first.startswith("pp=2 segments=4 m=8: step 297.50 ms, 20.2 % over the limit")
     assert rank0.split() == ["rank", "0", "240.00", "7.50", "0.00", "50.00", "0.00"]
     assert rank1.split()[2:] == rank0.split()[2:]
+
+
+def test_memory_over_the_step_grows_with_the_micro_batches_only_where_nothing_leaves(capsys):
+    """AIAO, 4 segments: 16 micro-batches of 50 MB in a chunk keep twice as much as 8, on the device or in the pool."""
+    device, pool = {}, {}
+    for way, count in ((way, count) for way in ("none", "activations") for count in (8, 16)):
+        line = f"simulate aiao -p 2 -s 4 -m {count} --saved 200 --offload {way} --copy-bandwidth 400"
+        code, out, err = run(capsys, line)
+        assert code == 0 and not err
+        for stage, text in enumerate(out.splitlines()[-2:]):
+            found = re.fullmatch(r"stage (\d)  ([▁▂▃▄▅▆▇█]{60})  ([\d.]+ .B) \(.*?\)(?:; in the pool (.*))?", text)
+            assert (
+                found is not None and int(found[1]) == stage and "█" in found[2] and bool(found[4]) == (way != "none")
+            )
+            device[way, count, stage] = parse_bytes("device", found[3])
+            pool[way, count, stage] = parse_bytes("pool", found[4])
+    for stage in (0, 1):
+        assert 1.45e9 < device["none", 16, stage] - device["none", 8, stage] < 1.75e9
+        assert device["activations", 16, stage] == device["activations", 8, stage] < 0.35 * device["none", 8, stage]
+        assert 1.45e9 < pool["activations", 16, stage] - pool["activations", 8, stage] < 1.75e9
 
 
 def test_sums_of_shards_are_exposed_or_hidden(capsys):

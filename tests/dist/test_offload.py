@@ -3,6 +3,7 @@ them does not grow with the number of micro-batches."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,6 +15,7 @@ import fold3d
 from fold3d import _C
 from tests.dist import parity_jobs
 from tests.dist.parity_cases import Case
+from tests.helpers.models import Squares, returned_loss
 from tests.helpers.ranks import RankPool
 
 pytestmark = pytest.mark.dist
@@ -103,28 +105,10 @@ def test_memory_is_given_back_when_it_is_copied(ranks: RankPool) -> None:
     """Not only counted: torch's allocator says so, of all that is on the device: what graphs save, and what one segment
     returned and the next has not taken."""
     few, many = (ranks.run(most_alive, 1, m, "activations")[0] for m in (8, 24))
-    assert many - few <= 6
+    # However fast copies are: stashes of two layers (two that leave, two that come, one in use), as many messages.
+    assert max(few, many) <= 5 * 2 + 5 + 4
     without = [ranks.run(most_alive, 1, m, "none")[0] for m in (8, 24)]
     assert without[1] - without[0] >= 4 * 16
-
-
-class Squares(nn.Module):
-    """Layers whose graphs keep a tensor of their own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
-        return x.square().mean()
-
-
-def squares(model: nn.Module, batch: dict[str, Any]) -> Tensor:
-    """Returns the loss of a micro-batch."""
-    value: Tensor = model(**batch)
-    return value
 
 
 def most_alive(micro_batches: int, offload: str) -> int:
@@ -135,12 +119,12 @@ def most_alive(micro_batches: int, offload: str) -> int:
     torch.manual_seed(0)
     engine = fold3d.Engine(Squares(), config, example={"x": torch.randn(256, 16)})
     batches = [{"x": torch.randn(256, 16)} for _ in range(micro_batches)]
-    engine.run(batches, squares)
+    engine.run(batches, returned_loss)
     if not _C.count_cpu_bytes(True):
         pytest.skip("another allocator is in the place of torch's own")
     before = _C.live_cpu_bytes()
     _C.reset_peak_cpu_bytes()
-    engine.run(batches, squares)
+    engine.run(batches, returned_loss)
     most = _C.peak_cpu_bytes() - before
     _C.count_cpu_bytes(False)
     engine.close()
@@ -163,6 +147,40 @@ def failing(case: Case, pool: int) -> str:
             return str(error)
         finally:
             engine.close()
+    return "nothing"
+
+
+SHARED = [
+    Case(tp=2, segments=2, m=4, schedule="aiao", family="gpt2-96", tp_overlap="none", sequence_parallel=False),
+    Case(tp=2, pp=2, segments=2, m=4, schedule="aiao", family="llama-96", tied=False, sequence_parallel=True),
+    Case(tp=2, segments=2, m=4, schedule="aiao", family="gpt2-96", tp_overlap="sub", recompute="blocks"),
+]
+
+
+@pytest.mark.rotating
+@pytest.mark.parametrize("case", SHARED, ids=lambda case: case.name)
+def test_a_pool_that_shards_cannot_do_with_is_refused_before_training(ranks: RankPool, case: Case) -> None:
+    """What a rank of a tensor-parallel group has a part of is followed: as much is proven as it needs, or less."""
+    case = replace(case, offload="activations", dtype="float32")
+    needed = max(one.pool for one in ranks.run(train, case.ranks, case))
+    for text in ranks.run(refused, case.ranks, case, 2048):
+        found = re.search(r"offload_pool=2048: stage \d puts at least ([\d.]+) (k|M)B there", text)
+        assert found, text
+        proven = float(found[1]) * (1e3 if found[2] == "k" else 1e6)
+        least = 0.4 if case.recompute else 0.6  # sums that are kept for a recomputation are not counted
+        assert least * needed <= proven <= 1.01 * needed, (proven, needed)  # the text is rounded up
+
+
+def refused(case: Case, pool: int) -> str:
+    """Returns what building the engine says with a pool of so many bytes, where a micro-batch is known."""
+    with parity_jobs.precision(case):
+        batch = parity_jobs.replica_batch(case, 0, 0)
+        rows = len(batch["input_ids"]) // case.m
+        example = {name: value[:rows] for name, value in batch.items()}
+        try:
+            fold3d.Engine(parity_jobs.build(case), parity_jobs.config_of(case, offload_pool=pool), example=example)
+        except fold3d.ConfigError as error:
+            return str(error)
     return "nothing"
 
 
@@ -237,7 +255,7 @@ def test_numbers_cross_borders_too() -> None:
         config = fold3d.ParallelConfig(segments=2, micro_batches=5, schedule="aiao", blocks="layers", offload=offload)
         batches = [{"x": torch.randn(64, 16)} for _ in range(5)]
         engine = fold3d.Engine(model, config, example=batches[0])
-        engine.run(batches, squares)
+        engine.run(batches, returned_loss)
         assert (engine.breakdown().offload_bytes > 0) == (offload != "none")
         engine.close()
         found[offload] = [parameter.grad for parameter in model.parameters()]
@@ -270,7 +288,7 @@ def test_gradients_lie_as_they_do_without() -> None:
         batches = [{"x": torch.randn(2, 8, 12, 12).to(memory_format=torch.channels_last)} for _ in range(4)]
         engine = fold3d.Engine(model, config, example=batches[0])
         model.strides.clear()
-        engine.run(batches, squares)
+        engine.run(batches, returned_loss)
         assert (engine.breakdown().offload_bytes > 0) == (offload != "none")
         engine.close()
         found[offload] = model.strides

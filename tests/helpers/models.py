@@ -5,7 +5,7 @@ Every builder takes the same words, so that a test can be parametrised over `MOD
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -300,6 +300,25 @@ def build_plain(
         torch.manual_seed(seed)
         model = PlainModel(layers=layers, hidden=hidden, vocab=vocab, dropout=dropout, tied=tied)
     return model.to(dtype).train()
+
+
+class Squares(nn.Module):
+    """[samples, 16] through `layers` whose graphs keep a tensor of their own; returns the mean square of the last."""
+
+    def __init__(self, layers: int = 4) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x.square().mean()
+
+
+def returned_loss(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
+    """A loss function for models that return their loss."""
+    loss: Tensor = model(**batch)
+    return loss
 
 
 MODELS: dict[str, Callable[..., PretrainedConfig]] = {

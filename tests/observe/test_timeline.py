@@ -12,6 +12,9 @@ import pytest
 from fold3d.errors import ConfigError
 from fold3d.observe.timeline import summary, write_atomically, write_trace
 from fold3d.observe.timeline_picture import write_picture
+from fold3d.plan.cluster_model import Cluster, Work
+from fold3d.plan.memory.model import even_curves
+from fold3d.schedule import generate, lower
 
 MS = 1_000_000
 
@@ -92,6 +95,21 @@ def test_trace_has_the_account_of_each_rank_and_the_prediction(tmp_path: Path) -
         assert f"DP.sync exposed {breakdown['dp_exposed_ms']:.1f}, hidden {breakdown['dp_hidden_ms']:.1f} ms" in label
         assert f"PP.sync exposed {breakdown['pp_exposed_ms']:.1f}, hidden {breakdown['pp_hidden_ms']:.1f} ms" in label
         assert f"bubble {breakdown['bubble_ms']:.1f} ms" in label
+
+
+def test_memory_is_a_track_of_each_rank_by_its_stage(tmp_path: Path) -> None:
+    schedule = lower(generate("1f1b", pp=2, micro_batches=3), reduce=True)
+    work = Work.even(schedule, forward=0.01, backward=0.02, layers=4, activation_bytes=64, gradient_bytes=4096)
+    curves = even_curves(schedule, work, Cluster(dp=2, bandwidth=1e9), 1 << 20, dp_sync="early")
+    write_trace(tmp_path / "step.json", RECORDS, pp=2, memory=curves)
+    events = json.loads((tmp_path / "step.json").read_text())["traceEvents"]
+    for rank in range(4):
+        track = [e for e in events if e["ph"] == "C" and e["pid"] == rank]
+        curve = curves[rank % 2]
+        assert {e["name"] for e in track} == {"memory, predicted"}
+        assert [e["ts"] for e in track] == [point.time_ns / 1000 for point in curve.points]
+        assert max(sum(e["args"].values()) for e in track) == curve.peak.device
+    assert curves[0].peak.device > curves[1].peak.device
 
 
 def test_arrows_join_each_send_to_its_receive(tmp_path: Path) -> None:

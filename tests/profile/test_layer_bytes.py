@@ -108,3 +108,23 @@ def test_the_count_of_bytes_follows_every_tensor():
         assert not _C.count_cpu_bytes(False)
     del kept  # allocated while it was counted: it leaves the figures although nobody counts any more
     assert _C.live_cpu_bytes() - before < 8192 and not _C.is_counted(torch.zeros(10))
+
+
+class MakesTensors(nn.Module):
+    """Blocks with a tensor that they make, where there is one CPU."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(2))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = torch.tanh(layer(x)) + torch.ones(16, device="cpu")
+        return x.mean()
+
+
+def test_a_cpu_with_a_number_is_the_cpu():
+    """In distributed training accelerate calls it cpu:0."""
+    model, example = MakesTensors(), {"x": torch.zeros(8, 16)}
+    recorded = trace(model, example=example, blocks="layers")
+    assert layer_bytes(model, recorded, example, "cpu:0") == layer_bytes(model, recorded, example, "cpu")

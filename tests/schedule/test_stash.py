@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
+
 from fold3d import schedule
+from fold3d.errors import ConfigError
 from tests.schedule.cases import sizes, split_backwards
 
 
@@ -38,3 +41,17 @@ def test_a_split_backward_holds_until_its_weight_gradient():
     assert schedule.peak_stash(split) == [4, 4]
     lowered = schedule.lower(split, reduce=True)
     assert schedule.peak_stash(lowered) == [4, 4]
+
+
+def test_room_on_both_sides_is_proven():
+    made = schedule.generate("aiao", pp=2, segments=2, micro_batches=6)
+    offloaded = schedule.lower(made, reduce=False, offload=[True] * 4)
+    sizes = {"stash_bytes": (8, 8, 8, 8), "sent_bytes": (1, 1, 1, 0)}
+    peaks = schedule.stash_peaks(offloaded, **sizes)
+    device, pool = map(max, zip(*peaks, strict=True))
+    assert device < 8 * 12 < 2 * pool
+    schedule.validate_room(offloaded, device=device, pool=pool, **sizes)
+    with pytest.raises(ConfigError, match=r"rank \d.*device"):
+        schedule.validate_room(offloaded, device=device - 1, pool=None, **sizes)
+    with pytest.raises(ConfigError, match=r"rank \d.*pool"):
+        schedule.validate_room(offloaded, device=None, pool=pool - 1, **sizes)

@@ -112,6 +112,11 @@ def poison() -> Iterator[None]:
         _C.set_poison(False)
 
 
+def set_device_bytes(size: int) -> None:
+    """Says how much memory a device has, 16 GiB at first: more than that in use is a torch.OutOfMemoryError."""
+    _C.set_device_bytes(size)
+
+
 def launches() -> int:
     """Returns how many kernels were launched in this process."""
     return int(_C.launches())

@@ -1,4 +1,5 @@
-"""cheapest_changes(): what else could be set so that a run needs less memory, and what each costs in time."""
+"""cheapest_changes(): what else could be set so that a run needs less memory, and what each costs in time; and
+usual_changes(), where nobody has planned anything."""
 
 from __future__ import annotations
 
@@ -62,6 +63,28 @@ def cheapest_changes(job: Job, strategy: Strategy, count: int = 3) -> list[Chang
         if size < _LESS * now_bytes:
             found.append(Change(setting=setting, bytes=size, slower=step_ns / now_ns - 1))
     return sorted(found, key=lambda change: change.slower)[:count]
+
+
+def usual_changes(strategy: Strategy, dp: int, *, pool_is_elsewhere: bool, divides: bool, count: int = 3) -> list[str]:
+    """Returns what usually helps, the cheapest first, and how to know what it costs; for where no job was planned.
+
+    Args:
+        strategy: what runs.
+        pool_is_elsewhere: whether what leaves the device takes none of its memory.
+        divides: whether micro-batches are divided already.
+    """
+    spared, found = Spared.of(strategy.settings), []
+    if dp > 1 and strategy.dp_sync != "zero1":
+        found.append('dp_sync="zero1": each replica keeps its share of the optimizer\'s state')
+    if pool_is_elsewhere and spared.offload.nothing:
+        found.append('offload="activations": what forwards keep waits in host memory, copies run beside the step')
+    if spared.recompute.nothing:
+        found.append('recompute="blocks": a block keeps its input, and its forward runs twice')
+    if strategy.segments > 1:
+        found.append('segments=1, schedule="1f1b": fewer micro-batches are under way at once')
+    if not divides:
+        found.append("micro_batch_size=1: a sample of a micro-batch after the other")
+    return [*found[:count], 'memory_limit (such as "8GB"): has all of this planned, and says what it costs']
 
 
 def predicted_curves(job: Job, strategy: Strategy) -> list[_C.StageMemory]:

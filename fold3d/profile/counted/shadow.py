@@ -27,7 +27,10 @@ class Shadow:
         micro_batch: keyword arguments of the model's forward; values matter where the model decides by them.
         device: whose kernels are chosen; of a kind that this torch knows.
         """
-        self._device, self.mode = torch.device(device), WithoutValues()
+        device = torch.device(device)
+        if device.type == "cpu":  # accelerate calls it cpu:0; tensors that a model makes there have no number
+            device = torch.device("cpu")
+        self._device, self.mode = device, WithoutValues()
         self.model = fake_copy(model, self.mode, device).train()
         self.batch: dict[str, Any] = {
             name: tree_map_only(Tensor, lambda tensor: fake(tensor, self.mode, device), value)

@@ -2,7 +2,8 @@
 without memory.
 
 A forward runs on tensors without values, and what graphs save is counted as csrc/runtime/offload/stash_batch.cpp
-takes it: what hooks and checkpoints of the user's own keep is not in it.
+takes it: what hooks and checkpoints of the user's own keep is not in it. With tensor parallelism the whole model is
+followed for what a rank has a part of; what of that is not certain counts as a part.
 """
 
 from __future__ import annotations
@@ -16,12 +17,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from fold3d.placement.recomputed_blocks import recomputed_places
 from fold3d.profile.counted.shadow import Shadow, has_memory
 from fold3d.profile.inside import compute_again, modules_of
+from fold3d.profile.parts import Parts
 from fold3d.recompute import Recompute
+from fold3d.sharding.plan import ShardingPlan
 from fold3d.trace import Trace
 from fold3d.trace.results.crossing import Crossings, Value
 
@@ -49,11 +53,13 @@ def stashes_of(
     *,
     device: torch.device | str = "cpu",
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    sharding: ShardingPlan | None = None,
 ) -> Stashes:
     """Returns the bytes that move at least; the head's, which are rarely kept, are not among them.
 
     Args:
-        model, trace, micro_batch, device, autocast: as `profile.layer_bytes`.
+        model, trace, micro_batch, device, autocast, sharding: as `profile.layer_bytes`. What a rank of a
+            tensor-parallel group has is the mean over the group.
         ranges: blocks [first, end) of every chunk.
     Raises: whatever the forward raises on tensors without values; ConfigError when `recompute` is said of another
         number of chunks.
@@ -62,8 +68,9 @@ def stashes_of(
     _prepare(shadow.model, trace, ranges, pp, recompute)
     without_graph = recompute.without_graph(len(ranges))
     staying = {*_memories([*shadow.model.parameters(), *shadow.model.buffers()]), *_memories(tree_leaves(shadow.batch))}
-    saved = _Saved(len(ranges), staying)
-    results = _Results(trace.crossings)
+    followed = None if sharding is None else _Followed(Parts(shadow.model, sharding))
+    saved = _Saved(len(ranges), staying, followed)
+    results = _Results(trace.crossings, 1 if sharding is None else sharding.tp)
     with ExitStack() as stack:
         for name in results.modules:
             stack.callback(shadow.model.get_submodule(name).register_forward_hook(results.of(name)).remove)
@@ -74,6 +81,8 @@ def stashes_of(
             ends = shadow.model.get_submodule(trace.blocks[end - 1])
             stack.callback(ends.register_forward_hook(saved.turn_to(chunk + 1)).remove)
         stack.enter_context(shadow.training())
+        if followed is not None:
+            stack.enter_context(followed)
         with torch.enable_grad(), autocast(), saved_tensors_hooks(saved.save, _Kept.unpack):
             returned = shadow.call()
         moving = saved.bytes()  # while the graph is there, and nothing else
@@ -109,14 +118,44 @@ class _Kept:
         return self._tensor
 
 
+class _Followed(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Which storages a rank of a tensor-parallel group has a part of."""
+
+    def __init__(self, parts: Parts) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._parts = parts
+        self._sizes: dict[int, tuple[int, int]] = {}  # storage -> bytes of a rank, and of the whole
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        tensors = [value for value in tree_leaves((args, kwargs)) if has_memory(value)]
+        given = set(_memories(tensors))
+        for leaf in filter(has_memory, tree_leaves(result)):
+            key, size = leaf.untyped_storage()._cdata, leaf.untyped_storage().nbytes()
+            if key not in given:
+                # Embeddings, too, may be shared out along the sequence: as if all were in a block.
+                mine = self._parts.bytes_of(func.overloadpacket.__name__, tensors, key, size, in_block=True)
+                self._sizes[key] = mine, size
+        return result
+
+    def bytes_of(self, key: int, size: int) -> int:
+        """Returns how many bytes a rank has of `size` bytes of a storage."""
+        mine, whole = self._sizes.get(key, (1, 1))
+        return size * mine // whole if whole else size
+
+
 class _Saved:
     """What graphs save, by the chunk that is under way."""
 
-    def __init__(self, chunks: int, staying: set[int]) -> None:
-        self._staying = staying
+    def __init__(self, chunks: int, staying: set[int], followed: _Followed | None) -> None:
+        """Args:
+        staying: storages that live on anyway.
+        followed: None: a rank has all of everything.
+        """
+        self._staying, self._followed = staying, followed
         self._chunk = 0
         self._kept: list[list[tuple[weakref.ref[_Kept], int, int, int]]] = [[] for _ in range(chunks + 1)]
-        """What, memory, first and last byte; the last entry is the head's."""
+        """What, memory, first and last byte, as far as it is a rank's; the last entry is the head's."""
 
     def turn_to(self, chunk: int) -> Callable[..., None]:
         """Returns a hook for when a chunk begins, or, for the number of chunks, the head."""
@@ -135,6 +174,8 @@ class _Saved:
             first = tensor.storage_offset() * size
             last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
             end = first + (last + 1) * size
+            if self._followed is not None:
+                first, end = (self._followed.bytes_of(key, int(one)) for one in (first, end))
             if key not in self._staying and end - first >= _STAYS:
                 self._kept[self._chunk].append((weakref.ref(kept), key, int(first), int(end)))
         return kept
@@ -155,7 +196,11 @@ class _Saved:
 class _Results:
     """The sizes of what crosses borders: of a recorded example they may be of another precision."""
 
-    def __init__(self, borders: Sequence[Crossings]) -> None:
+    def __init__(self, borders: Sequence[Crossings], tp: int) -> None:
+        """Args:
+        tp: ranks that may have a part each of what crosses.
+        """
+        self._tp = tp
         self.modules = {crossing.values[0].module for crossings in borders for crossing in crossings}
         self._bytes: dict[Value, int] = {}
         self._calls = dict.fromkeys(self.modules, 0)
@@ -174,5 +219,5 @@ class _Results:
 
     def bytes_of(self, crossings: Crossings) -> int:
         """Returns the bytes of what crosses one border, of tensors that are worth a transfer."""
-        sizes = [self._bytes.get(crossing.values[0], 0) for crossing in crossings]
+        sizes = [self._bytes.get(crossing.values[0], 0) // self._tp for crossing in crossings]
         return sum(size for size in sizes if size >= _STAYS)

@@ -2,7 +2,9 @@
 
 #include <ATen/core/CachingHostAllocator.h>
 #include <c10/core/CachingDeviceAllocator.h>
+#include <c10/util/Exception.h>
 
+#include <atomic>
 #include <cstring>
 #include <utility>
 
@@ -12,8 +14,8 @@ namespace simdevice {
 
 namespace {
 
-/// What a device says that it has; nothing keeps to it.
-constexpr std::size_t kDeviceBytes = std::size_t{16} << 30;
+/// What a device has: 16 GiB, until it is told otherwise.
+std::atomic<std::size_t> device_bytes{std::size_t{16} << 30};
 
 void free_block(void* block) { runtime().free(static_cast<Block*>(block)); }
 void free_nothing(void*) {}
@@ -23,6 +25,9 @@ class DeviceMemory final : public c10::DeviceAllocator {
   c10::DataPtr allocate(std::size_t bytes) override {
     if (bytes == 0) return {nullptr, nullptr, &free_nothing, device_at(current_device())};
     Stream* const stream = current_stream();
+    const std::size_t used = runtime().memory_stats(stream->device()).allocated, all = device_bytes;
+    TORCH_CHECK_WITH(OutOfMemoryError, used + bytes <= all, "sim out of memory. Tried to allocate ", bytes,
+                     " bytes, of ", all, " there are ", used, " in use");
     Block* const block = runtime().allocate(stream, bytes);
     return {block->data, block, &free_block, device_at(stream->device())};
   }
@@ -47,7 +52,8 @@ class DeviceMemory final : public c10::DeviceAllocator {
   }
   std::pair<std::size_t, std::size_t> getMemoryInfo(c10::DeviceIndex device) override {
     const std::size_t used = runtime().memory_stats(device).reserved;
-    return {used < kDeviceBytes ? kDeviceBytes - used : 0, kDeviceBytes};
+    const std::size_t all = device_bytes;
+    return {used < all ? all - used : 0, all};
   }
   void resetAccumulatedStats(c10::DeviceIndex) override {}
   void resetPeakStats(c10::DeviceIndex device) override { runtime().reset_peak(device); }
@@ -79,6 +85,8 @@ class PinnedMemory final : public at::HostAllocator {
 };
 
 }  // namespace
+
+void set_device_bytes(std::size_t bytes) { device_bytes = bytes; }
 
 c10::DataPtr allocate_on_device(std::size_t bytes) { return c10::GetAllocator(c10::kPrivateUse1)->allocate(bytes); }
 

@@ -8,6 +8,9 @@
 
 namespace simdevice {
 
+/// Says how much memory a device has; more in use than that is torch's OutOfMemoryError.
+void set_device_bytes(std::size_t bytes);
+
 /// Memory on the current stream of the current device.
 c10::DataPtr allocate_on_device(std::size_t bytes);
 

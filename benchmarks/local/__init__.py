@@ -1,0 +1,1 @@
+"""Processes of this machine for benchmarks that need nothing but several ranks."""
