@@ -137,4 +137,4 @@ def test_a_step_that_needs_more_than_planned_warns_before_the_next(caplog: pytes
     engine.close()
     [warning] = [record.getMessage() for record in caplog.records if "% of 400 kB" in record.getMessage()]
     assert warning.startswith("rank 0 (") and f"planned were {text_of_bytes(planned)};" in warning
-    assert "the cheapest ways to need less:" in warning and 'recompute="full"' in warning
+    assert "the cheapest ways to need less:" in warning and 'recompute="' in warning
