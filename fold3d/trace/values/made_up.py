@@ -89,7 +89,7 @@ class _Made(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor) and leaf.layout == torch.strided:
                 storage = leaf.untyped_storage()
-                self._storages.setdefault(storage._cdata, weakref.ref(storage))
+                self._storages[storage._cdata] = weakref.ref(storage)  # the address may be that of one that is gone
         return result
 
     def escaped(self) -> bool:
