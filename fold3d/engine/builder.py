@@ -442,7 +442,7 @@ def _chunks(
     without_graph = RECOMPUTE.of(model.strategy).without_graph(model.strategy.num_chunks)
     once = None
     if len(numbers) > 1 or any(without_graph[number] for number in numbers):
-        once = OncePerMicroBatch(cut.model, cut.trace.blocks if cut.trace else ())
+        once = OncePerMicroBatch(cut.model, cut.trace.modules if cut.trace else ())
     last = model.strategy.num_chunks - 1
     return [
         PipelineChunk(v, v == last, cut.model, cut.split, sync, once, None if sharded is None else sharded(v), draws)

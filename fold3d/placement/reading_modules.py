@@ -10,7 +10,9 @@ class ReadingModules:
 
     def __init__(self, trace: Trace | None):
         self._trace = trace
-        self._block = {name: k for k, name in enumerate(trace.blocks)} if trace else {}
+        self._blocks: dict[str, set[int]] = {}
+        for k, name in enumerate(trace.blocks if trace else ()):
+            self._blocks.setdefault(name, set()).add(k)
         self._outer = {*trace.prologue, *trace.epilogue} if trace else set()
         self._aliases = {name: group for group in trace.tied for name in group} if trace else {}
 
@@ -26,10 +28,10 @@ class ReadingModules:
         for module in inside:
             if module is None:
                 return ()
-            allowed |= {self._block[module]} if module in self._block else {0, len(trace.blocks)}
+            allowed |= self._blocks.get(module, {0, len(trace.blocks)})
         return tuple(dict.fromkeys(module for module in inside if module)) if regions <= allowed else ()
 
     def _enclosing(self, name: str) -> str | None:
         parts = name.split(".")
         prefixes = (".".join(parts[:end]) for end in range(len(parts) - 1, 0, -1))
-        return next((prefix for prefix in prefixes if prefix in self._block or prefix in self._outer), None)
+        return next((prefix for prefix in prefixes if prefix in self._blocks or prefix in self._outer), None)

@@ -38,7 +38,7 @@ def recomputed_places(counts: Sequence[int], pp: int, recompute: Recompute) -> l
 def recomputed_blocks(
     blocks: Sequence[str], ranges: Sequence[tuple[int, int]], pp: int, recompute: Recompute
 ) -> list[str]:
-    """Returns the names of these blocks.
+    """Returns the names of these blocks; one that runs several times recomputes in all runs if it does in any.
 
     Args:
         ranges: blocks [first, end) of every chunk; of a model that is one chunk nothing may be known of them.
@@ -46,7 +46,7 @@ def recomputed_blocks(
     """
     parts = [blocks] if len(ranges) == 1 else [blocks[first:end] for first, end in ranges]
     places = recomputed_places([len(part) for part in parts], pp, recompute)
-    return [part[place] for part, mine in zip(parts, places, strict=True) for place in mine]
+    return list(dict.fromkeys(part[place] for part, mine in zip(parts, places, strict=True) for place in mine))
 
 
 def modules_inside(block: nn.Module) -> list[str]:

@@ -38,7 +38,7 @@ def inside_of(
     found = []
     for choice in dict.fromkeys(choice for choice in recompute.choices if choice.patterns):
         shares = [0.0, *(_share(model.get_submodule(block), choice) for block in trace.blocks), 0.0]
-        prepare = functools.partial(_checkpoint, blocks=trace.blocks, choice=choice)
+        prepare = functools.partial(_checkpoint, blocks=trace.modules, choice=choice)
         layers = layer_bytes(model, trace, micro_batch, device, autocast=autocast, prepare=prepare)
         seconds = tuple(share * time for share, time in zip(shares, forward, strict=True))
         found.append(Inside(patterns=choice.patterns, layers=layers, seconds=seconds))

@@ -57,10 +57,10 @@ def layer_bytes(
     twins = Twins(shadow.model, trace, micro_batch)
     counted = _Counted(len(trace.blocks) + 2, Parts(shadow.model, sharding))
     with ExitStack() as stack:
-        for number, block in enumerate(trace.blocks, 1):
+        for block in trace.modules:
             module = shadow.model.get_submodule(block)
-            stack.callback(module.register_forward_pre_hook(counted.before(number), with_kwargs=True).remove)
-            stack.callback(module.register_forward_hook(counted.after(number)).remove)
+            stack.callback(module.register_forward_pre_hook(counted.before, with_kwargs=True).remove)
+            stack.callback(module.register_forward_hook(counted.after).remove)
         stack.enter_context(shadow.training())
         stack.enter_context(counted)
         with torch.enable_grad(), autocast():
@@ -130,28 +130,17 @@ class _Counted(TorchDispatchMode):  # type: ignore[no-untyped-call]
         most = self._back if self._backward else self._forward
         most[self._layer] = max(most[self._layer], self._live)
 
-    def before(self, number: int) -> Callable[..., None]:
-        """Returns a hook for when block `number`, from 1, begins."""
+    def before(self, _: nn.Module, args: Any, kwargs: Any) -> None:
+        """A hook for when a block begins."""
+        if not self._backward and not self._layer:  # else it is computed again, or no first one
+            self._returns_to(0, (args, kwargs))
+            self._enter(1)
 
-        def hook(_: nn.Module, args: Any, kwargs: Any) -> None:
-            if self._backward:  # computed again
-                return
-            if number == 1:
-                self._returns_to(0, (args, kwargs))
-                self._enter(1)
-
-        return hook
-
-    def after(self, number: int) -> Callable[..., None]:
-        """Returns a hook for when it ends; what comes until the next block begins is the next one's."""
-
-        def hook(_: nn.Module, args: Any, result: Any) -> None:
-            if self._backward:
-                return
-            self._returns_to(number, result)
-            self._enter(number + 1)
-
-        return hook
+    def after(self, _: nn.Module, args: Any, result: Any) -> None:
+        """A hook for when it ends; what comes until the next one begins is that one's."""
+        if not self._backward:
+            self._returns_to(self._layer, result)
+            self._enter(self._layer + 1)
 
     def _enter(self, layer: int) -> None:
         self._layer = layer

@@ -206,7 +206,7 @@ def handed_on(calls: Mapping[str, Call], trace: Trace, block: int) -> int:
     """
     if block + 1 == len(trace.blocks):
         sizes = [TensorShape(shape, dtype).bytes for shape, dtype in trace.shapes[block]]
-        values = [Value(trace.blocks[block], 0, tensor) for tensor in range(len(sizes))]
+        values = [trace.result(block, tensor) for tensor in range(len(sizes))]
     else:
         sizes = [crossing.bytes for crossing in trace.crossings[block + 1]]
         values = [crossing.values[0] for crossing in trace.crossings[block + 1]]

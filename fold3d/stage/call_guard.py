@@ -123,7 +123,7 @@ class CallGuard:
         """
         try:
             with torch.random.fork_rng(devices=[]), torch.autocast("cpu", enabled=False):
-                found = trace_call(model, list(self._trace.blocks), arguments).under(self._trace.tp)
+                found = trace_call(model, list(self._trace.modules), arguments).under(self._trace.tp)
         except TraceError as error:
             raise SplitError(f"{describe(arguments)} differs from the call that was recorded: {error}") from error
         reason = self._difference(model, found)

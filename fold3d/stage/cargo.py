@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from fold3d.stage.blocks.hooked_modules import BlockRun, show
 from fold3d.trace.errors import SplitError
 from fold3d.trace.model_trace import Trace
 from fold3d.trace.results.crossing import Crossing, Crossings, Value
@@ -24,6 +25,7 @@ class Borders:
     def __init__(self, trace: Trace, ranges: Sequence[tuple[int, int]]) -> None:
         self._trace, self._ranges = trace, ranges
         self._alike_from = [trace.alike_from(lo) if lo else 0 for lo, _ in ranges]
+        self._shows = [any(trace.hooked[:lo]) for lo, _ in ranges]
 
     def cargo(self, chunk: int, received: Sequence[Tensor]) -> Cargo:
         """Returns what a run of the chunk takes and hands on. Raises: SplitError for another number of tensors."""
@@ -40,12 +42,22 @@ class Borders:
         """Returns the structure of what a block returns."""
         return self._trace.structures[block]
 
+    def begin(self, block: int) -> BlockRun:
+        """A block begins in its chunk."""
+        return BlockRun(self._trace.hooked[block])
+
+    def show(self, chunk: int, block: int, model: nn.Module, cargo: Cargo) -> None:
+        """Shows hooks inside of a block before the chunk what was received of their modules' results."""
+        if self._shows[chunk]:
+            show(model, self._trace.hooked[block], cargo.arrived)
+
     def alike(self, chunk: int, cargo: Cargo) -> tuple[int, Any]:
         """Returns what the last block before the chunk returned, and the first of the blocks for which it can stand."""
         first, (lo, _) = self._alike_from[chunk], self._ranges[chunk]
-        if first == lo:
+        if first == lo or self._shows[chunk]:
             return lo, None
-        return first, cargo.whole(self._trace.blocks[lo - 1], 0, self._trace.structures[lo - 1])
+        trace = self._trace
+        return first, cargo.whole(trace.blocks[lo - 1], trace.calls[lo - 1], trace.structures[lo - 1])
 
 
 class Cargo:
@@ -63,7 +75,7 @@ class Cargo:
 
     def __init__(self, arriving: Crossings, leaving: Crossings, received: Sequence[Tensor]) -> None:
         self._leaving = leaving
-        self._arrived: dict[tuple[str, int], dict[int, Tensor]] = {}
+        self.arrived: dict[tuple[str, int], dict[int, Tensor]] = {}
         self._leaves: dict[Value, Tensor] = {}
         self._wanted: dict[tuple[str, int], list[Value]] = {}
         for crossing in leaving:
@@ -74,20 +86,20 @@ class Cargo:
             # Code that writes into a module's result would write into a leaf, which autograd forbids.
             mine = tensor.clone() if crossing.modified else tensor
             for value in crossing.values:
-                self._arrived.setdefault((value.module, value.call), {})[value.tensor] = mine
+                self.arrived.setdefault((value.module, value.call), {})[value.tensor] = mine
                 if value in wanted:
                     self._leaves[value] = tensor.view_as(tensor) if tensor.requires_grad else tensor
 
     def whole(self, module: str, call: int, structure: TreeStructure) -> Any:
         """Returns what the module returned, `structure`, when all of its tensors were received; else None."""
-        tensors = self._arrived.get((module, call), {})
+        tensors = self.arrived.get((module, call), {})
         if len(tensors) < structure.num_tensors:
             return None
         return structure.unflatten([tensors[number] for number in range(structure.num_tensors)])
 
     def put_into(self, module: str, call: int, stand_in: Any) -> Any:
         """Returns `stand_in`, of the structure that the module returns, with the tensors that were received."""
-        tensors = self._arrived.get((module, call))
+        tensors = self.arrived.get((module, call))
         if not tensors:
             return stand_in
         leaves, spec = tree_flatten(stand_in)

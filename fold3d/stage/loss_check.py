@@ -117,7 +117,7 @@ class LossCheck:
         self._uncut()
         try:
             with torch.set_grad_enabled(self._model.training):
-                return record_loss(self._model, self._trace.blocks, call, batch, truth, reads_only_loss(call))
+                return record_loss(self._model, self._trace.modules, call, batch, truth, reads_only_loss(call))
         except CalledAgainError as error:
             return error.guessed
 

@@ -83,7 +83,7 @@ def _blocks_of(model: Module, config: ParallelConfig, recording: Trace | None) -
     try:
         _check_not_compiled(model)
         if config.partition == GRAPH:
-            return [] if recording is None else list(recording.blocks)
+            return [] if recording is None else list(recording.modules)
         return find_blocks(model, config.blocks, config.partition)
     except TraceError:
         if config.recomputes:
@@ -154,7 +154,8 @@ class RankModel:
             if self.trace is not None and strategy.num_chunks > 1
             else _blocks_of(model, config, recording)
         )
-        self._compile = None if compile_options is None else partial(compile_blocks, model, blocks, compile_options)
+        modules = list(dict.fromkeys(blocks))
+        self._compile = None if compile_options is None else partial(compile_blocks, model, modules, compile_options)
         self._inner = modules_to_recompute(model, blocks, self.ranges, recompute)
         again = recomputed_blocks(blocks, self.ranges, strategy.pp, recompute)
         placement = ParameterPlacement.of(names, self.trace, self.ranges, strategy.pp, tied_groups(model))
@@ -231,7 +232,7 @@ class RankModel:
         """Returns the blocks, and the modules in them, that compute with parts of weights, by name."""
         return {
             name: module
-            for block in (self.trace.blocks if self.trace is not None else ())
+            for block in (self.trace.modules if self.trace is not None else ())
             for name, module in self.model.get_submodule(block).named_modules(prefix=block)
             if any(whole_shape(one) != one.shape for one in module.parameters())
         }

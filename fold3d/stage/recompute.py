@@ -116,7 +116,7 @@ def modules_to_recompute(
                 f"recompute={str(recompute)!r}: {pattern!r} names no module inside of a block. Block {block!r} has "
                 f"{', '.join(names_there[:_MOST_NAMES]) or 'none'}{more}"
             )
-    return found
+    return list(dict.fromkeys(found))
 
 
 def _chunks(

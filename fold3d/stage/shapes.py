@@ -12,6 +12,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
 from fold3d.trace.caches.apart import apart_from_caches
 from fold3d.trace.capture import fake_copy
 from fold3d.trace.values.decisions import Decisions
+from fold3d.trace.values.made_up import run_with_values
 from fold3d.trace.values.without_values import NEEDS_VALUES, WithoutValues
 
 _CACHE_LIMIT = 1024
@@ -92,7 +93,12 @@ class ShapeOnly:
             fake_args, fake_kwargs = tree_map(fake, (args, kwargs))
             if values:
                 mode.known.give(_named(fake_args, fake_kwargs), _named(args, kwargs))
-            result = module(*fake_args, **fake_kwargs)
+            try:
+                result = module(*fake_args, **fake_kwargs)
+            except NEEDS_VALUES:
+                if not values:
+                    raise
+                result = run_with_values(module, fake_args, fake_kwargs, mode)
         leaves, structure = tree_flatten(result)
         shapes = [(leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         return mode.known.decisions(), (shapes, structure)

@@ -28,6 +28,7 @@ from torch.utils._pytree import tree_leaves
 from fold3d import seeding
 from fold3d._C import BlockForward, CurrentForward, ForwardCursor, block_forward, next_seed, reseed, seed_inside
 from fold3d.errors import MissingWeightsError, TraceError
+from fold3d.stage.blocks.hooked_modules import BlockRun, hooked_modules
 from fold3d.stage.call_guard import CallGuard, CallState
 from fold3d.stage.cargo import Borders, Cargo
 from fold3d.stage.recompute import recomputed
@@ -76,6 +77,7 @@ class _Run(ForwardCursor):
         self.alike_from = lo
         self.alike: Any = None
         self.leaving: list[Tensor] | None = None
+        self.block: BlockRun | None = None
         self._calls: dict[str, int] = {}
         self.outer_checkpoint = group_of_checkpoint()
         self.checkpoint: object = None
@@ -91,6 +93,10 @@ class _Run(ForwardCursor):
         """Returns how often the module was called before by the model's forward, and counts this call."""
         call = self._calls[module] = self._calls.get(module, -1) + 1
         return call
+
+    def begin_block(self, block: BlockRun) -> None:
+        """A block of the chunk begins."""
+        self.block = block
 
     def leave(self, leaving: list[Tensor]) -> bool:
         """The chunk's last block is done; returns whether the forward may be ended right here."""
@@ -134,6 +140,7 @@ class SplitModel:
         self._ends: list[Tensor] = []
         self._undo: list[Callable[[], None]] = []
         self._outer = list(dict.fromkeys((*trace.prologue, *trace.between, *trace.epilogue)))
+        self._hooked: list[str] = []
         self._borders: dict[int, tuple[Trace, Borders]] = {}
         self._guard = CallGuard(model, trace, ranges, lambda: self._run is not None, self._entered)
         self.install()
@@ -210,10 +217,15 @@ class SplitModel:
     def install(self) -> None:
         """Puts the instance forwards on the model, in the place of another SplitModel's."""
         try:
+            runs: dict[str, list[int]] = {}
             for index, name in enumerate(self._trace.blocks):
-                self._install(name, self._block_forward(index, name))
+                runs.setdefault(name, []).append(index)
+            for name, indices in runs.items():
+                self._install(name, self._block_forward(name, indices))
             for name in self._outer:
                 self._install(name, self._outer_forward(name))
+            for name in self._hooked:
+                self._note_results_of(name)
             self._guard.install()
             self._undo.append(self._guard.remove)
         except TraceError:
@@ -258,6 +270,10 @@ class SplitModel:
         if id(found) not in self._borders:
             self._borders[id(found)] = found, Borders(found, self._ranges)
             self._use_outer([name for region in found.around for name in region])
+            for name in hooked_modules(found):
+                if name not in self._hooked:
+                    self._note_results_of(name)
+                    self._hooked.append(name)
         _, borders = self._borders[id(found)]
         run.load(borders)
         self._slot.begin(run, run.alike)
@@ -295,9 +311,12 @@ class SplitModel:
 
     # -- instance forwards --
 
-    def _block_forward(self, index: int, name: str) -> Callable[[nn.Module, Callable[..., Any]], BlockForward]:
+    def _block_forward(
+        self, name: str, indices: Sequence[int]
+    ) -> Callable[[nn.Module, Callable[..., Any]], BlockForward]:
         enter = seeding.constant_of(f"{name}:enter")
-        leave = self._constants[index]
+        leave = self._constants[indices[0]]
+        places, calls = frozenset(indices), self._trace.calls
 
         def make(module: nn.Module, original: Callable[..., Any]) -> BlockForward:
             execute = recomputed(module, original) if name in self._recompute else original
@@ -311,8 +330,11 @@ class SplitModel:
                     return self._outside(name, original, enter, leave, args, kwargs)
                 if run.leaving is not None:
                     self._leave_late(run, name)
-                if not run.enter(index):
+                index = run.position
+                if index not in places:
                     self._out_of_order(run, name)
+                run.enter(index)
+                call = calls[index]
                 if run.with_grad and not torch.is_grad_enabled():
                     self._refuse_reentrant(name)
                 run.begin_module(enter)
@@ -320,14 +342,17 @@ class SplitModel:
                     borders, cargo = self._loaded(run)
                     structure = borders.structure(index)
                     if index >= run.lo:
+                        run.begin_block(borders.begin(index))
                         output = execute(*args, **kwargs)
-                        cargo.note(name, 0, output, structure)
+                        cargo.note(name, call, output, structure)
                     else:
                         # C++ skips no block while hooks keep what is saved, as where activations leave.
-                        output = run.alike if index >= run.alike_from else cargo.whole(name, 0, structure)
+                        output = run.alike if index >= run.alike_from else cargo.whole(name, call, structure)
                         if output is None:
-                            output = cargo.put_into(name, 0, shape_only(run.device, args, kwargs, run.with_grad))
+                            stand_in = shape_only(run.device, args, kwargs, run.with_grad)
+                            output = cargo.put_into(name, call, stand_in)
                         output = self._replace(run, name, output)
+                        borders.show(run.chunk, index, self._model, cargo)
                 except BaseException:
                     run.leave_module()
                     raise
@@ -339,7 +364,8 @@ class SplitModel:
                         self._ends += [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
                 return output
 
-            return block_forward(self._slot, index, leave, forward, original)
+            # C++ knows one place of a block in the order; of one that runs several times Python knows them.
+            return block_forward(self._slot, indices[0] if len(indices) == 1 else -1, leave, forward, original)
 
         return make
 
@@ -378,6 +404,23 @@ class SplitModel:
             return block_forward(self._slot, -1, leave, forward, original)
 
         return make
+
+    def _note_results_of(self, name: str) -> None:
+        """Of a module inside of blocks, whose results hooks hand on."""
+        module = self._model.get_submodule(name)
+        original = module.forward  # perhaps one that computes again; those of other engines left with the blocks'
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            output = original(*args, **kwargs)
+            run = self._run
+            if run is not None and run.block is not None and run.cargo is not None:
+                call = run.block.call_of(name)
+                if call is not None:
+                    run.cargo.note(name, call, output)
+            return output
+
+        forward.fold3d_split = self  # type: ignore[attr-defined]
+        self._undo.append(wrap(module, block_forward(self._slot, -1, 0, forward, original)))
 
     def _outside(
         self,
@@ -442,8 +485,8 @@ class SplitModel:
     def _out_of_order(self, run: _Run, name: str) -> None:
         expected = self._trace.blocks[run.position] if run.position < len(self._trace.blocks) else "the end"
         raise SplitError(
-            f"block '{name}' ran where {expected} was due. The blocks must run once each and in the "
-            "recorded order in every forward, and the call must run the model once (no layerdrop, no "
+            f"block '{name}' ran where {expected} was due. The blocks must run as often and in the order "
+            "in which they were recorded, in every forward, and the call must run the model once (no layerdrop, no "
             "second pass)."
         )
 

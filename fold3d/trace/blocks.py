@@ -34,7 +34,8 @@ def find_blocks(model: nn.Module, blocks: str = "auto", partition: Partition = B
     Args:
         model: any module; nothing is run, parameters may be on the meta device.
         blocks: "auto" takes the outermost `GradientCheckpointingLayer`s of a transformers model, in whichever lists,
-            else the largest ModuleList or Sequential (by parameters) whose modules are all of one class. Otherwise the
+            else the largest ModuleList or Sequential (by parameters) whose modules are all of one class, else the
+            largest that holds a single module, which may run several times. Otherwise the
             names of containers, such as "model.layers" or "encoder.layers,decoder.layers", or "." for the model
             itself: their children are the blocks.
         partition: names of modules that are to be the blocks; BLOCKS: as `blocks` says. Not GRAPH, which is found by
@@ -55,21 +56,42 @@ def find_blocks(model: nn.Module, blocks: str = "auto", partition: Partition = B
     candidates = [c for c in _outermost(model) if len(set(c.kinds)) == 1 and len(c.blocks) > 1]
     candidates.sort(key=lambda c: -c.parameters)
     if not candidates:
-        others = [c for c in _containers(model) if c.blocks]
-        hint = f"Containers in it: {_listing(others)}." if others else "It has no ModuleList and no Sequential."
-        if any(len(one.blocks) == 1 for one in others):
-            hint += " (A single block that runs several times has the same weights each time; no cut divides them.)"
-        raise TraceError(
-            f"no blocks found in {type(model).__name__}: looked for a ModuleList or Sequential with at "
-            f"least two modules of one class. {hint} Name one with the setting `blocks`, or let the "
-            'model be cut between any modules, partition="graph".'
-        )
+        single = _single_block(model)
+        if single is None:
+            raise no_blocks(model)
+        return [single]
     if len(candidates) > 1 and candidates[0].parameters == candidates[1].parameters:
         raise TraceError(
             f"{type(model).__name__} has several equally large lists of blocks: {_listing(candidates)}. "
             "Name the one to cut, or all of them, separated by commas, with the setting `blocks`."
         )
     return list(candidates[0].blocks)
+
+
+def is_alone(model: nn.Module, ran: Sequence[str]) -> bool:
+    """Whether what ran as blocks is one module, once, that only its running several times would have made blocks."""
+    return len(ran) == 1 and not _checkpointing_layers(model) and ran[0] == _single_block(model)
+
+
+def _single_block(model: nn.Module) -> str | None:
+    """Returns the module that lies alone in the largest of the lists that hold one; None where there is none, or no
+    single best one."""
+    alone = sorted((c for c in _containers(model) if len(c.blocks) == 1), key=lambda c: -c.parameters)
+    # Of lists in each other the outermost, which comes first, counts.
+    best = [c for c in alone if c.parameters and c.parameters == alone[0].parameters]
+    within = all(one.name.startswith(f"{best[0].blocks[0]}.") for one in best[1:])
+    return best[0].blocks[0] if best and within else None
+
+
+def no_blocks(model: nn.Module) -> TraceError:
+    """Returns the error that a model has nothing to be cut between."""
+    others = [c for c in _containers(model) if c.blocks]
+    hint = f"Containers in it: {_listing(others)}." if others else "It has no ModuleList and no Sequential."
+    return TraceError(
+        f"no blocks found in {type(model).__name__}: looked for a ModuleList or Sequential with at "
+        f"least two modules of one class, or with one that runs several times. {hint} Name one with the setting "
+        '`blocks`, or let the model be cut between any modules, partition="graph".'
+    )
 
 
 def named_blocks(model: nn.Module, names: Sequence[str]) -> list[str]:

@@ -16,10 +16,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from fold3d.config import BLOCKS, GRAPH, Partition
+from fold3d.config import AUTO, BLOCKS, GRAPH, Partition
 from fold3d.errors import TraceError
 from fold3d.trace.arguments import Arguments, Form, form_of, loss_in
-from fold3d.trace.blocks import find_blocks
+from fold3d.trace.blocks import find_blocks, is_alone, no_blocks
 from fold3d.trace.caches.apart import apart_from_caches
 from fold3d.trace.example import is_transformers_model, synthetic_example
 from fold3d.trace.graph.calls import CallTree
@@ -62,7 +62,10 @@ def trace(
     """
     if partition != GRAPH:
         names = find_blocks(model, blocks, partition)
-        return trace_call(model, names, example_for(model) if example is None else example)
+        found = trace_call(model, names, example_for(model) if example is None else example)
+        if (blocks, partition) == (AUTO, BLOCKS) and is_alone(model, found.blocks):
+            raise no_blocks(model)
+        return found
     given = example_for(model) if example is None else example
     shadow = Shadow(model, given)
     tree = CallTree(shadow.model)
@@ -143,11 +146,12 @@ class Shadow:
         except TraceError:
             raise
         except NEEDS_VALUES as error:
+            tried = f" The block could not be run by itself to find out: {error.__cause__}." if error.__cause__ else ""
             raise TraceError(
                 f"{type(self.model).__name__} could not be recorded: {place_of(error)} decides what to compute by a "
                 f"value ({error}) that does not follow from the batch alone, but from weights, a buffer, a number "
-                "drawn at random (such as layerdrop) or an example without values. Switch that off, pass as `example` "
-                "a batch with values, or set pp=1 and segments=1."
+                f"drawn at random (such as layerdrop) or an example without values.{tried} Switch that off, pass as "
+                "`example` a batch with values, or set pp=1 and segments=1."
             ) from error
         except Exception as error:
             raise TraceError(
@@ -283,6 +287,7 @@ def _summarise(model: nn.Module, names: list[str], recorder: Recorder, form: For
         borders=recorder.borders(),
         crossings=recorder.crossings(),
         leaks=recorder.leaks(),
+        hooked=recorder.hooked(),
         costs=costs,
         prologue_cost=BlockCost(
             name="prologue",

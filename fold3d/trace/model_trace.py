@@ -1,7 +1,8 @@
 """Trace: what one recorded forward says about a model: its blocks, what lies around them, and where it may be
 cut.
 
-Words used here. Blocks are numbered 0 .. n-1 in execution order. Region k (0 <= k < n) is everything that
+Words used here. A block is one run of a module: one that runs several times, with the same weights each time, is as
+many blocks of the same name. Blocks are numbered 0 .. n-1 in execution order. Region k (0 <= k < n) is everything that
 runs after block k-1 has returned until block k has returned; region n is everything after the last block.
 Border k (1 <= k < n) lies between block k-1 and region k: a chunk that starts at block k receives what crosses that
 border (see `crossing`) and runs region k itself. A stack is a list of blocks that one module holds.
@@ -9,6 +10,7 @@ border (see `crossing`) and runs region k itself. A stack is a list of blocks th
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
@@ -17,6 +19,7 @@ import torch
 from fold3d.errors import TraceError
 from fold3d.trace.arguments import Form
 from fold3d.trace.results.crossing import Crossing, Crossings, Value
+from fold3d.trace.results.hooked_call import HookedCall
 from fold3d.trace.results.structure import TreeStructure
 from fold3d.trace.values.decisions import NONE, Decisions
 
@@ -43,7 +46,7 @@ class Trace:
     """One recorded forward of a model; see `fold3d.trace.trace`. Holds names and numbers, no tensors."""
 
     blocks: tuple[str, ...]
-    """Module names of the blocks, execution order."""
+    """Module names of the blocks, execution order; that of a module that runs several times as often."""
     prologue: tuple[str, ...]
     """Top-most modules outside the blocks that run before the first block, execution order."""
     epilogue: tuple[str, ...]
@@ -75,6 +78,8 @@ class Trace:
     else the reason why not."""
     crossings: tuple[Crossings, ...]
     """Per border (length: blocks; entry 0 is empty): what is made before it and read after it."""
+    hooked: tuple[tuple[HookedCall, ...], ...]
+    """Of each block the calls of modules inside of it whose results hooks saw; none where nobody reads any of them."""
     costs: tuple[BlockCost, ...]
     """Size of each block."""
     prologue_cost: BlockCost
@@ -89,8 +94,32 @@ class Trace:
     """Attributes in which modules keep tensors of a forward, for whoever reads them."""
     decisions: Decisions = field(default=NONE, compare=False, repr=False)
     """By which values of the batch the forward decided what to do: it holds for batches that decide alike."""
+    calls: tuple[int, ...] = field(init=False, compare=False)
+    """Of each block, how many before it are runs of the same module."""
     tp: int = 1
     """How many ranks share each block where the model is cut; borders and crossings are theirs."""
+
+    def __post_init__(self) -> None:
+        seen = Counter[str]()
+        calls: list[int] = []
+        for name in self.blocks:
+            calls.append(seen[name])
+            seen[name] += 1
+        object.__setattr__(self, "calls", tuple(calls))
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """The names in `blocks`, each once."""
+        return tuple(dict.fromkeys(self.blocks))
+
+    @property
+    def repeats(self) -> bool:
+        """Whether any block runs several times."""
+        return len(self.modules) < len(self.blocks)
+
+    def result(self, block: int, tensor: int) -> Value:
+        """Returns a tensor of what a block returns."""
+        return Value(self.blocks[block], self.calls[block], tensor)
 
     @property
     def stacks(self) -> tuple[tuple[int, int], ...]:
@@ -115,11 +144,10 @@ class Trace:
         if not border:
             return found
         there = {value for one in found for value in one.values}
-        last = self.blocks[border - 1]
         unread = (
-            Crossing(values=(Value(last, 0, tensor),), shape=shape, dtype=dtype, modified=False)
+            Crossing(values=(self.result(border - 1, tensor),), shape=shape, dtype=dtype, modified=False)
             for tensor, (shape, dtype) in enumerate(self.shapes[border - 1])
-            if Value(last, 0, tensor) not in there
+            if self.result(border - 1, tensor) not in there
         )
         return (*found, *unread)
 
@@ -127,6 +155,9 @@ class Trace:
         """Returns why the model cannot be cut at the border by tensor-parallel ranks; "" where it can."""
         if self.borders[border] or not border:
             return self.borders[border]
+        if self.repeats:
+            again = next(name for name, call in zip(self.blocks, self.calls, strict=True) if call)
+            return f"with tp={self.tp} no model can be cut whose blocks run several times, as '{again}' does"
         if len(self.stacks) > 1:
             stacks = ", ".join(dict.fromkeys(stack_of(self.blocks[first]) for first, _ in self.stacks))
             return f"with tp={self.tp} only models with one stack of blocks can be cut, and this has several ({stacks})"
@@ -154,7 +185,7 @@ class Trace:
         last = border - 1
         of = {value: number for number, one in enumerate(self.crossings[border]) for value in one.values}
         tensors = range(self.structures[last].num_tensors)
-        if any(Value(self.blocks[last], 0, tensor) not in of for tensor in tensors):
+        if any(self.result(last, tensor) not in of for tensor in tensors):
             return border
         first = last
         stack = next(start for start, end in self.stacks if start <= last < end)
@@ -166,8 +197,8 @@ class Trace:
         if self.shapes[block] != self.shapes[last] or self.structures[block] != self.structures[last]:
             return False
         for tensor in range(self.structures[last].num_tensors):
-            mine = of.get(Value(self.blocks[block], 0, tensor))
-            if mine is not None and mine != of[Value(self.blocks[last], 0, tensor)]:
+            mine = of.get(self.result(block, tensor))
+            if mine is not None and mine != of[self.result(last, tensor)]:
                 return False
         return True
 

@@ -15,14 +15,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._pytree import arg_tree_leaves, tree_leaves
 
 from fold3d.errors import TraceError
 from fold3d.trace.caches.apart import forget_fakes
 from fold3d.trace.caches.code import Code
+from fold3d.trace.hooked_results import HookedResults
 from fold3d.trace.results.crossing import INSIDE, Crossing, Crossings, Value
 from fold3d.trace.results.flops import flops_of
+from fold3d.trace.results.hooked_call import HookedCall
+from fold3d.trace.values.made_up import run_with_values
+from fold3d.trace.values.without_values import NEEDS_VALUES, WithoutValues
 
 _aten = torch.ops.aten
 
@@ -82,6 +86,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, model: nn.Module, blocks: Iterable[str]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.order: list[str] = []
+        self.calls: list[int] = []
         self.outputs: list[Any] = []
         self.regions: list[RegionRecord] = [RegionRecord()]
         self.reads: dict[Token, tuple[int, str]] = {}
@@ -99,8 +104,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._around = "the model's forward"
         self._kept: dict[int, str] = {}
         self._versions: list[list[int]] = []
+        self._buffers: list[tuple[int, int]] = []  # of the block that runs, when it began
+        self._changing: set[str] = set()
         self._code = Code(model)
-        self._install(model, list(blocks))
+        names = list(blocks)
+        self._hooked: list[tuple[HookedCall, ...]] = []
+        self._hooks = HookedResults(model, names, self._note_shown)
+        self._install(model, names)
 
     def _install(self, model: nn.Module, blocks: list[str]) -> None:
         for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -118,11 +128,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _enter_block(self, name: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any) -> None:
-            if name in self.order:
-                raise TraceError(
-                    f"block '{name}' runs more than once in a forward pass, so the model cannot be cut "
-                    "into consecutive blocks. Choose other blocks with the setting `blocks`."
-                )
             if self._block is not None:
                 raise TraceError(
                     f"block '{name}' runs inside block '{self._block}': blocks must run one after the "
@@ -130,8 +135,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 )
             forget_fakes(self._code)  # what one region makes and another one finds, a rank makes again
             self._block = name
-            self._made = Token(len(self.order), Value(name, 0, INSIDE))
+            call = self._calls[name] = self._calls.get(name, -1) + 1
+            self._made = Token(len(self.order), Value(name, call, INSIDE))
             self.order.append(name)
+            self.calls.append(call)
+            self._buffers = buffers_of(module)
+            self._hooks.begin()
             region = self.regions[-1]
             region.parameters.update(f"{name}.{p}" for p, _ in module.named_parameters(remove_duplicate=False))
 
@@ -142,18 +151,38 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         def called(*args: Any, **kwargs: Any) -> Any:
             if self._block is not None:
-                return forward(*args, **kwargs)
+                return run(*args, **kwargs)
             enter(block, args)
-            output = forward(*args, **kwargs)
+            output = run(*args, **kwargs)
             self._leave_block(block, args, output)
             return output
 
+        def run(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return forward(*args, **kwargs)
+            except NEEDS_VALUES as error:
+                return self._run_with_values(block, args, kwargs, error)
+
         return called
+
+    def _run_with_values(self, block: nn.Module, args: Any, kwargs: Any, error: Exception) -> Any:
+        """The block that runs decides by values: runs it with some, and takes all that it was given for read."""
+        mode = next((one for one in _get_current_dispatch_mode_stack() if isinstance(one, WithoutValues)), None)
+        if mode is None or self._hooks.shown:
+            raise error
+        self._read({self._key(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)})
+        try:
+            return run_with_values(block, args, kwargs, mode)
+        except Exception as own:
+            raise error from own
 
     def _leave_block(self, module: nn.Module, args: Any, output: Any) -> None:
         name = self._block
         assert name is not None
         forget_fakes(self._code)
+        if buffers_of(module) != self._buffers:
+            self._changing.add(name)
+        self._hooked.append(self._hooks.end())
         self._return(output)
         self.outputs.append(output)
         self._versions.append([leaf._version for leaf in tree_leaves(output) if isinstance(leaf, Tensor)])
@@ -195,6 +224,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             before = self._tokens.get(key, _NO_TOKENS)
             # What the module was given and returns as it is can be read under either name.
             self._tokens[key] = frozenset(tokens) if made in before else before | tokens
+
+    def _note_shown(self, value: Value, tensor: Tensor) -> None:
+        """A hook on a module inside of the block that runs is shown `tensor`."""
+        assert self._made is not None
+        self._returned[value] = tensor, tensor._version
+        self._tokens[self._key(tensor)] = frozenset({Token(self._made.region, value)})
 
     # -- operations --
 
@@ -304,6 +339,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def borders(self) -> tuple[str, ...]:
         """Per border: why the model cannot be cut there, or an empty string."""
         reasons = [""] * len(self.order)
+        for name in self._changing:
+            places = [place for place, block in enumerate(self.order) if block == name]
+            for border in range(places[0] + 1, places[-1] + 1):
+                reasons[border] = reasons[border] or (
+                    f"'{name}' runs before and after it, and changes buffers of its own each time"
+                )
         for token, (last, reader) in self.reads.items():
             why = self._why_not(token, last)
             if why:
@@ -321,7 +362,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self._is_handed_on(token) and last == token.region + 1:
             return ""
         tensor, version = self._returned[token.value]
-        if tensor._version != version:
+        if tensor._version != version or (token.value in self._hooks and self._hooks.modified(token.value)):
             return ", and it is written to in place in between"
         if self._key(tensor) in self._kept:
             return f", and it is also kept in {self._kept[self._key(tensor)]}"
@@ -333,7 +374,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _is_handed_on(self, token: Token) -> bool:
         """Whether a block returned it."""
-        return token.region < len(self.order) and self.order[token.region] == token.value.module
+        return self._blocks_call(token.region) == (token.value.module, token.value.call)
+
+    def _blocks_call(self, region: int) -> tuple[str, int] | None:
+        return (self.order[region], self.calls[region]) if region < len(self.order) else None
 
     def crossings(self) -> tuple[Crossings, ...]:
         """Per border: the tensors that cross it."""
@@ -354,16 +398,21 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Returns of each module's result that is read later where that is."""
         return {token.value: token.said(reader) for token, (_, reader) in self.reads.items()}
 
+    def hooked(self) -> tuple[tuple[HookedCall, ...], ...]:
+        """Returns of each block the calls that hooks saw; none if nobody reads what hooks have of any."""
+        is_read = any(token.value in self._hooks for token in self.reads)
+        return tuple(self._hooked) if is_read else ((),) * len(self.order)
+
     def leaks(self) -> tuple[str, ...]:
         """Returns what is read of blocks otherwise than by the next one of what the one before returned."""
-        regions = {name: region for region, name in enumerate(self.order)}
+        regions = {call: region for region, call in enumerate(zip(self.order, self.calls, strict=True))}
         handing = dict[int, set[int]]()  # in which regions blocks have returned a tensor
         for value, (tensor, _) in self._returned.items():
-            if value.module in regions:
-                handing.setdefault(id(tensor), set()).add(regions[value.module])
+            if (value.module, value.call) in regions:
+                handing.setdefault(id(tensor), set()).add(regions[value.module, value.call])
 
         def is_leak(token: Token, last: int) -> bool:
-            if token.value.tensor == INSIDE:
+            if token.value.tensor == INSIDE or token.value in self._hooks:
                 return True
             between = range(token.region + 1, last)
             return not handing[id(self._returned[token.value][0])].issuperset(between)
@@ -371,8 +420,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return tuple(
             token.said(reader)
             for token, (last, reader) in self.reads.items()
-            if token.value.module in regions and is_leak(token, last)
+            if (_call_of(token) in regions or token.value in self._hooks) and is_leak(token, last)
         )
+
+
+def buffers_of(module: nn.Module) -> list[tuple[int, int]]:
+    """Returns what differs once any buffer in the module is another tensor, or was written to."""
+    return [(id(buffer), buffer._version) for buffer in module.buffers()]
 
 
 def outer_modules(model: nn.Module, blocks: Iterable[str]) -> list[tuple[str, nn.Module]]:

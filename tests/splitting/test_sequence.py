@@ -52,7 +52,7 @@ def test_what_reads_the_insides_of_blocks_is_said() -> None:
     tiny.model.config.output_router_logits = True  # type: ignore[union-attr]
     call = tiny.model, tiny.trace(), tiny.batch, 2
     plan = plan_sharding(*call, sequence_parallel=True)
-    assert "a tensor made in 'model.layers.0' is read" in plan.sequence_reason and not plan.sequence
+    assert "what 'model.layers.0.mlp.gate' returned is read" in plan.sequence_reason and not plan.sequence
     assert dataclasses.replace(plan, sequence_reason="") == plan_sharding(*call)
 
 

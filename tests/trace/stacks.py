@@ -70,6 +70,33 @@ def _mpnet(dropout: float) -> nn.Module:
     )  # fmt: skip
 
 
+def _albert(dropout: float) -> nn.Module:
+    """Two blocks, each of which runs twice."""
+    from transformers import AlbertConfig, AlbertForMaskedLM
+
+    return AlbertForMaskedLM(
+        AlbertConfig(
+            vocab_size=VOCABULARY, embedding_size=8, hidden_size=16, num_hidden_layers=4, num_hidden_groups=2,
+            num_attention_heads=4, intermediate_size=24, max_position_embeddings=64, hidden_dropout_prob=dropout,
+            attention_probs_dropout_prob=dropout,
+        )
+    )  # fmt: skip
+
+
+def _mixtral(dropout: float) -> nn.Module:
+    """Its loss reads the logits of all routers."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    config = MixtralConfig(
+        vocab_size=VOCABULARY, hidden_size=16, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
+        intermediate_size=24, num_local_experts=4, attention_dropout=dropout, output_router_logits=True,
+        router_aux_loss_coef=0.5,
+    )  # fmt: skip
+    model = MixtralForCausalLM(config)
+    model.set_experts_implementation("batched_mm")  # the other one has no kernel in double precision
+    return model
+
+
 class _Block(GradientCheckpointingLayer):
     def __init__(self, width: int, dropout: float) -> None:
         super().__init__()
@@ -185,6 +212,8 @@ MODELS: dict[str, tuple[Callable[[float], nn.Module], Callable[[], dict[str, Any
     "whisper": (_whisper, _audio),
     "clip": (_clip, _text_and_image),
     "mpnet": (_mpnet, _masked),
+    "albert": (_albert, _masked),
+    "mixtral": (_mixtral, _masked),
     "seeing": (Seeing, _text_in_which_images_are),
 }
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from tests.helpers.ranks import RankPool
@@ -41,12 +44,19 @@ LAYOUTS: list[tuple[int, dict[str, Any]]] = [
 ARGUMENTS = {"prediction_loss_only": True, "max_steps": 2, "max_grad_norm": 1.0}
 
 
+AIAO, INTERLEAVED = LAYOUTS[1:3]
+CASES = [
+    *((family, *layout) for layout in LAYOUTS for family in ("t5", "bart", "clip", "mpnet", "seeing")),
+    # Blocks that run several times, and a loss that reads what is made inside of blocks.
+    *((family, *layout) for layout in (AIAO, INTERLEAVED) for family in ("albert", "mixtral")),
+]
+
+
 @pytest.mark.rotating
-@pytest.mark.parametrize("family", ["t5", "bart", "clip", "mpnet", "seeing"])
-@pytest.mark.parametrize(("processes", "layout"), LAYOUTS, ids=["1f1b", "aiao", "interleaved", "tp"])
+@pytest.mark.parametrize(
+    ("family", "processes", "layout"), CASES, ids=[f"{case[2].get('schedule', 'tp')}-{case[0]}" for case in CASES]
+)
 def test_as_stock(ranks: RankPool, tmp_path: Path, family: str, processes: int, layout: dict[str, Any]) -> None:
-    if family == "seeing" and "tp" in layout:
-        pytest.skip("its own code asks a weight where it lies, and shards are looked for on a device that is none")
     job = Job(str(tmp_path), variant=Of(family), arguments=ARGUMENTS)
     dp = layout.get("dp", 1)
     want = run_stock(job, replicas=dp)
@@ -55,3 +65,20 @@ def test_as_stock(ranks: RankPool, tmp_path: Path, family: str, processes: int, 
         # labels, where there are labels.
         want.metrics["eval_loss"] *= dp
     assert_same(ranks.run(run_fold3d, processes, job, layout)[0], want, 1e-10)
+
+
+@pytest.mark.rotating
+def test_a_block_that_runs_several_times_is_saved_once(ranks: RankPool, tmp_path: Path) -> None:
+    """And is resumed under another layout, to the same weights."""
+    saving = ARGUMENTS | {"save_strategy": "steps", "save_steps": 1}
+    job = Job(str(tmp_path / "whole"), variant=Of("albert"), arguments=saving)
+    want = ranks.run(run_fold3d, AIAO[0], job, AIAO[1])[0]
+    model, _ = stacks.build("albert")
+    saved = load_file(tmp_path / "whole" / "checkpoint-2" / "model.safetensors")
+    assert set(saved) <= set(model.state_dict()) and set(saved) >= {name for name, _ in model.named_parameters()}
+    for name, value in saved.items():
+        assert torch.equal(value, want.weights[name]), name
+    again = replace(job, folder=str(tmp_path / "again"), resume=str(tmp_path / "whole" / "checkpoint-1"))
+    resumed = ranks.run(run_fold3d, 2, again, {"pp": 2, "schedule": "1f1b"})[0]
+    for name, value in want.weights.items():
+        torch.testing.assert_close(resumed.weights[name], value, rtol=0, atol=1e-12, msg=name)

@@ -20,7 +20,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from fold3d.placement.recomputed_blocks import recomputed_places
+from fold3d.placement.recomputed_blocks import recomputed_blocks
 from fold3d.profile.counted.shadow import Shadow, has_memory
 from fold3d.profile.inside import compute_again, modules_of
 from fold3d.profile.parts import Parts
@@ -74,12 +74,10 @@ def stashes_of(
     with ExitStack() as stack:
         for name in results.modules:
             stack.callback(shadow.model.get_submodule(name).register_forward_hook(results.of(name)).remove)
-        for chunk, (first, end) in enumerate(ranges):
-            if first:
-                begins = shadow.model.get_submodule(trace.blocks[first])
-                stack.callback(begins.register_forward_pre_hook(saved.turn_to(chunk)).remove)
-            ends = shadow.model.get_submodule(trace.blocks[end - 1])
-            stack.callback(ends.register_forward_hook(saved.turn_to(chunk + 1)).remove)
+        passed = _Passed(saved, ranges)
+        for block in trace.modules:
+            module = shadow.model.get_submodule(block)
+            stack.callback(module.register_forward_hook(passed.ends).remove)
         stack.enter_context(shadow.training())
         if followed is not None:
             stack.enter_context(followed)
@@ -94,13 +92,14 @@ def stashes_of(
 
 def _prepare(model: nn.Module, trace: Trace, ranges: Sequence[tuple[int, int]], pp: int, recompute: Recompute) -> None:
     """Has blocks, and modules inside of them, compute again what `recompute` says."""
-    places = recomputed_places([end - first for first, end in ranges], pp, recompute)
-    for (first, end), mine, choice in zip(ranges, places, recompute.of_chunks(len(ranges)), strict=True):
-        for place in mine:
-            compute_again(model.get_submodule(trace.blocks[first + place]))
+    for block in recomputed_blocks(trace.blocks, ranges, pp, recompute):
+        compute_again(model.get_submodule(block))
+    inside: dict[nn.Module, None] = {}
+    for (first, end), choice in zip(ranges, recompute.of_chunks(len(ranges)), strict=True):
         for block in trace.blocks[first:end] if choice.patterns else ():
-            for module in modules_of(model.get_submodule(block), choice):
-                compute_again(module)
+            inside.update(dict.fromkeys(modules_of(model.get_submodule(block), choice)))
+    for module in inside:
+        compute_again(module)
 
 
 def _memories(values: Sequence[Any]) -> Iterator[int]:
@@ -157,13 +156,9 @@ class _Saved:
         self._kept: list[list[tuple[weakref.ref[_Kept], int, int, int]]] = [[] for _ in range(chunks + 1)]
         """What, memory, first and last byte, as far as it is a rank's; the last entry is the head's."""
 
-    def turn_to(self, chunk: int) -> Callable[..., None]:
-        """Returns a hook for when a chunk begins, or, for the number of chunks, the head."""
-
-        def hook(*_: Any) -> None:
-            self._chunk = chunk
-
-        return hook
+    def turn_to(self, chunk: int) -> None:
+        """A chunk begins, or, for the number of chunks, the head."""
+        self._chunk = chunk
 
     def save(self, tensor: Tensor) -> _Kept:
         """A pack hook."""
@@ -191,6 +186,20 @@ class _Saved:
                     spans[key] = min(low, first), max(high, end)
             found.append(sum(end - first for first, end in spans.values()))
         return found
+
+
+class _Passed:
+    """Turns to the next chunk when the last block of one has ended."""
+
+    def __init__(self, saved: _Saved, ranges: Sequence[tuple[int, int]]) -> None:
+        self._saved, self._blocks = saved, 0
+        self._next = {end: chunk for chunk, (_, end) in enumerate(ranges, 1)}
+
+    def ends(self, *_: Any) -> None:
+        """A hook for when a block ends."""
+        self._blocks += 1
+        if self._blocks in self._next:
+            self._saved.turn_to(self._next[self._blocks])
 
 
 class _Results:

@@ -29,12 +29,13 @@ class Twins:
     def __init__(self, model: nn.Module, trace: Trace, micro_batch: Mapping[str, Any]) -> None:
         """Args:
         model: the copy that runs; its blocks' forwards are replaced.
-        trace: says whether a block can be left out: not where anything but its result is read later.
+        trace: says whether a block can be left out: not where anything but its result is read later, or blocks run
+            several times.
         micro_batch: arguments of the forward; another form of call than the recorded one may read something else.
         """
         self.of: dict[int, int] = {}
         self._calls: dict[int, _Call] = {}
-        if trace.leaks or trace.kept or form_of(micro_batch) != trace.form:
+        if trace.leaks or trace.kept or trace.repeats or form_of(micro_batch) != trace.form:
             return
         kinds = _kinds([model.get_submodule(name) for name in trace.blocks], [cost.flops for cost in trace.costs])
         first: dict[tuple[int, ...], int] = {}

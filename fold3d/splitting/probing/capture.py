@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fold3d.errors import TraceError
@@ -22,6 +23,7 @@ from fold3d.trace.users_hooks import drop_hooks, is_users, users_hooks
 from fold3d.trace.wrappers import drop_wrappers, whole_shape, wrap
 from fold3d.weights.materialize import materialize
 
+_DEVICE = Tensor.device.__get__
 _MASK = "attention_mask"
 SAMPLES = 2
 """That blocks are run on."""
@@ -101,6 +103,14 @@ def paths_of(value: Any, path: Path = ()) -> list[tuple[Path, Tensor]]:
     return [found for key, item in items for found in paths_of(item, (*path, key))]
 
 
+class _InHostMemory(TorchFunctionMode):
+    """Weights without values say that they lie where the batch does: the model's code may ask one where to put it."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        return torch.device("cpu") if func == _DEVICE and found.type == "meta" else found
+
+
 class _Run:
     """Runs of the model on one batch."""
 
@@ -110,7 +120,7 @@ class _Run:
         if "use_cache" in inspect.signature(self._called.forward).parameters:
             self._batch.setdefault("use_cache", False)
         self._outer = [n for n in dict.fromkeys((*trace.prologue, *trace.between)) if _has_parameters(shadow, n)]
-        self._shapes = {n: ShapeOnly(n, shadow.get_submodule(n)) for n in (*self._outer, *trace.blocks)}
+        self._shapes = {n: ShapeOnly(n, shadow.get_submodule(n)) for n in (*self._outer, *trace.modules)}
         self.results: dict[str, Any] = {}
         self.handed: dict[str, dict[Path, tuple[str, Path]]] = {}
 
@@ -118,6 +128,7 @@ class _Run:
         """Returns (args, kwargs) of each block; the result of each at `poisoned` is NaN."""
         calls: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {}
         undo = []
+        passed: list[str] = []
         draw = torch.Generator().manual_seed(0)
 
         def stub(name: str, is_block: bool) -> Any:
@@ -135,17 +146,18 @@ class _Run:
                     for path, leaf in paths_of(output):
                         if path == poisoned and leaf.is_floating_point():
                             leaf.fill_(float("nan"))
-                    if name == self._trace.blocks[-1]:
+                    passed.append(name)
+                    if len(passed) == len(self._trace.blocks):
                         raise _Done
                 return output
 
             return forward
 
         try:
-            for names, is_block in ((self._outer, False), (self._trace.blocks, True)):
+            for names, is_block in ((self._outer, False), (self._trace.modules, True)):
                 for name in names:
                     undo.append(wrap(self._shadow.get_submodule(name), stub(name, is_block)))
-            with torch.no_grad():
+            with torch.no_grad(), _InHostMemory():
                 self._called(**self._batch)
         except _Done:
             pass

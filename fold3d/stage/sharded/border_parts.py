@@ -100,4 +100,4 @@ def _parted_already(trace: Trace, block: int, sequence: Mapping[str, SequenceSpl
         return number
 
     replace_leaf(numbers, split.result, note)
-    return Value(trace.blocks[block], 0, found[0]) if found else None
+    return trace.result(block, found[0]) if found else None

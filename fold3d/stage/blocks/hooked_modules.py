@@ -1,0 +1,58 @@
+"""Modules inside of blocks whose results hooks hand on: in the chunk that runs a block, and in those behind it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from fold3d.trace.model_trace import Trace
+from fold3d.trace.results.hooked_call import HookedCall
+from fold3d.trace.wrappers import wrap
+
+
+def hooked_modules(trace: Trace) -> list[str]:
+    """Returns the modules whose results cross any border since hooks hand them on."""
+    crossing = {value.module for border in trace.crossings for one in border for value in one.values}
+    return [name for name in dict.fromkeys(one.module for calls in trace.hooked for one in calls) if name in crossing]
+
+
+class BlockRun:
+    """One run of a block in its chunk: tells which of the recorded calls a call of a module inside of it is."""
+
+    def __init__(self, calls: Iterable[HookedCall]) -> None:
+        self._calls = {(one.module, one.place): one.call for one in calls}
+        self._places = Counter[str]()
+
+    def call_of(self, module: str) -> int | None:
+        """Returns the number in the forward of the call that has just ended; None for one that was not recorded."""
+        place = self._places[module]
+        self._places[module] += 1
+        return self._calls.get((module, place))
+
+
+def show(
+    model: nn.Module, calls: Sequence[HookedCall], received: Mapping[tuple[str, int], Mapping[int, Tensor]]
+) -> None:
+    """Shows hooks on modules inside of a block that is left out what these modules returned.
+
+    Hooks are called in their order, with no arguments of the module's. Of what nobody reads, which was not received,
+    tensors are empty: hooks collect it nevertheless, so that everything has its place.
+
+    Args:
+        calls: of the block.
+        received: (module, call) -> its tensors, by number.
+    """
+    for one in calls:
+        tensors = received.get((one.module, one.call), {})
+        output = one.structure.unflatten(
+            [tensors[number] if number in tensors else torch.empty(0) for number in range(one.structure.num_tensors)]
+        )
+        module = model.get_submodule(one.module)
+        undo = wrap(module, lambda *_, output=output, **__: output)
+        try:
+            module()
+        finally:
+            undo()
