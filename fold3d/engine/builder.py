@@ -27,6 +27,7 @@ from fold3d.data_parallel.bucket_schedule import BucketSchedule
 from fold3d.data_parallel.dp_sync import DpSync
 from fold3d.data_parallel.one_replica import OneReplica
 from fold3d.data_parallel.optimizer.kernel_checks import check_built
+from fold3d.device import total_memory
 from fold3d.engine.built import BuiltRank
 from fold3d.engine.division import COMPARED, Division, number_of_parts, why_not_divided
 from fold3d.engine.pipeline import Pipeline
@@ -97,7 +98,8 @@ class Order:
     @property
     def plans(self) -> bool:
         """Whether the planner decides anything."""
-        return needs_planner(self.config, self.constraints, self.topology.dp)
+        limited = total_memory(self.device) is not None
+        return needs_planner(self.config, self.constraints, self.topology.dp, limited=limited)
 
     @property
     def records(self) -> bool:

@@ -39,11 +39,12 @@ def resolve_auto(config: ParallelConfig, dp: int) -> Constraints:
     return constraints
 
 
-def needs_planner(config: ParallelConfig, constraints: Constraints, dp: int) -> bool:
+def needs_planner(config: ParallelConfig, constraints: Constraints, dp: int, *, limited: bool = False) -> bool:
     """Returns whether something is left that the planner must see the model for.
 
     Args:
         constraints: from `resolve_auto`.
+        limited: the device has memory of its own, which is the limit where `memory_limit` sets none.
     """
     if constraints.segments is None:
         return True
@@ -51,7 +52,8 @@ def needs_planner(config: ParallelConfig, constraints: Constraints, dp: int) -> 
     open_ways = dp > 1 and constraints.dp_sync is None
     open_spared = not {"recompute", "offload"} <= set(dict(constraints.settings))
     spread = dp * config.pp > 1 and (open_order or open_ways)
-    return config.memory_limit is not None and (spread or open_spared or config.micro_batch_size == AUTO)
+    limited = limited or config.memory_limit is not None
+    return limited and (spread or open_spared or config.micro_batch_size == AUTO)
 
 
 def _only_segments(config: ParallelConfig, dp: int) -> int | None:

@@ -33,3 +33,21 @@ def out_of_memory() -> tuple[str, str, int]:
         engine.close()
         sim.set_device_bytes(16 << 30)
     return "nothing", "", planned
+
+
+def planned_for_the_device() -> list[tuple[str, int]]:
+    """Returns what is recomputed and offloaded, and the bytes that are planned, where nobody has set a `memory_limit`: on
+    a device that has room for everything, and on one that has not."""
+    device = torch.device("sim", 0)
+    config = fold3d.ParallelConfig(micro_batches=8, segments=1, schedule="gpipe", blocks="layers")
+    example = {"x": torch.randn(32768, 16, device=device)}
+    found = []
+    for size in (16 << 30, 110_000_000):
+        sim.set_device_bytes(size)
+        engine = fold3d.Engine(Squares(8), config, example=example, device=device)
+        sim.set_device_bytes(16 << 30)
+        settings = dict(engine.strategy.settings)
+        assert engine.planned_memory is not None
+        found.append((f"{settings['recompute']}, {settings['offload']}", engine.planned_memory))
+        engine.close()
+    return found

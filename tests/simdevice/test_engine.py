@@ -20,3 +20,9 @@ def test_running_out_of_its_memory_is_explained(sim_ranks: RankPool) -> None:
     assert "the cheapest ways to need less:" in text
     used = re.search(r"this rank had used ([\d.]+) kB at most", text)  # not what measuring the model has needed
     assert used and float(used[1]) < 1100, text
+
+
+def test_its_memory_is_the_limit_where_none_is_set(sim_ranks: RankPool) -> None:
+    (((whole, needed), (spared, less)),) = sim_ranks.run("tests.simdevice.memory:planned_for_the_device", 1)
+    assert whole == "none, none" and needed > 110_000_000
+    assert spared != "none, none" and less < 0.9 * 110_000_000
