@@ -36,8 +36,8 @@ def out_of_memory() -> tuple[str, str, int]:
 
 
 def planned_for_the_device() -> list[tuple[str, int]]:
-    """Returns what is recomputed and offloaded, and the bytes that are planned, where nobody has set a `memory_limit`: on
-    a device that has room for everything, and on one that has not."""
+    """Returns what is recomputed and offloaded, and the bytes that are planned, where nobody has set a `memory_limit`:
+    on a device that has room for everything, and on one that has not."""
     device = torch.device("sim", 0)
     config = fold3d.ParallelConfig(micro_batches=8, segments=1, schedule="gpipe", blocks="layers")
     example = {"x": torch.randn(32768, 16, device=device)}
