@@ -166,6 +166,8 @@ class RankModel:
             _refuse_cut_model(model, keep)
             shard_parameters(model, self.parts)  # those that have values
             materialize(model, keep, seed=config.seed, folder=weights, parts=self.parts)
+        if recording is not None:
+            _convert(model, recording)
         release(model, keep)
         if not on_meta:
             shard_parameters(model, self.parts)
@@ -266,6 +268,15 @@ def _refuse_cut_model(model: Module, keep: set[str]) -> None:
             f"the model was cut by another Engine, and this rank needs {len(gone)} weights that only other ranks kept "
             f"({gone[0]}, ...); build the model anew and load the first engine's state_dict()"
         )
+
+
+def _convert(model: Module, recording: Trace) -> None:
+    """Gives parameters the dtype to which the first forward would convert them: sums of gradients and the optimizer
+    hold them from before it on."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    for name, dtype in recording.converted:
+        if not is_released(parameters[name]):
+            parameters[name].data = parameters[name].data.to(dtype)
 
 
 def _move(model: Module, device: torch.device) -> None:

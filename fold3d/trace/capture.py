@@ -85,15 +85,14 @@ def example_for(model: nn.Module) -> Mapping[str, Any]:
 
 def trace_call(model: nn.Module, blocks: list[str], example: Mapping[str, Any]) -> Trace:
     """Returns what one forward of `model` on `example` says about `blocks`; see `trace`."""
-    recorder, kept, decisions = _record(model, blocks, example)
-    return replace(_summarise(model, blocks, recorder, form_of(example), kept), decisions=decisions)
-
-
-def _record(
-    model: nn.Module, names: list[str], example: Mapping[str, Any]
-) -> tuple[Recorder, tuple[str, ...], Decisions]:
-    """Returns what was recorded, the attributes in which modules keep tensors of the forward, and what it decided."""
     shadow = Shadow(model, example)
+    recorder, kept = _record(shadow, blocks, example)
+    found = _summarise(model, blocks, recorder, form_of(example), kept)
+    return replace(found, decisions=shadow.decisions(), converted=_converted(model, shadow.model))
+
+
+def _record(shadow: Shadow, names: list[str], example: Mapping[str, Any]) -> tuple[Recorder, tuple[str, ...]]:
+    """Returns what was recorded, and the attributes in which modules keep tensors of the forward."""
     recorder = Recorder(shadow.model, names)
     before = {id(tensor) for _, tensor in attributes(shadow.model)}
     only_loss = getattr(example, "only_loss", False)
@@ -106,7 +105,14 @@ def _record(
     kept = [(name, tensor) for name, tensor in attributes(shadow.model) if id(tensor) not in before]
     for name, tensor in kept:
         recorder.note_kept(name, tensor)
-    return recorder, tuple(dict.fromkeys(name for name, _ in kept)), shadow.decisions()
+    return recorder, tuple(dict.fromkeys(name for name, _ in kept))
+
+
+def _converted(model: nn.Module, after: nn.Module) -> tuple[tuple[str, torch.dtype], ...]:
+    """Returns the parameters whose copies have another dtype after the forward than they have, and those dtypes."""
+    before = dict(model.named_parameters(remove_duplicate=False))
+    pairs = ((name, copied.dtype) for name, copied in after.named_parameters(remove_duplicate=False))
+    return tuple((name, dtype) for name, dtype in pairs if name in before and before[name].dtype != dtype)
 
 
 class Shadow:

@@ -92,6 +92,8 @@ class Trace:
     """Of the recorded call."""
     kept: tuple[str, ...] = ()
     """Attributes in which modules keep tensors of a forward, for whoever reads them."""
+    converted: tuple[tuple[str, torch.dtype], ...] = ()
+    """Parameters, by each name, that modules convert to another dtype in the forward, and what that is."""
     decisions: Decisions = field(default=NONE, compare=False, repr=False)
     """By which values of the batch the forward decided what to do: it holds for batches that decide alike."""
     calls: tuple[int, ...] = field(init=False, compare=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.distributions import Distribution
 from torch.utils._pytree import arg_tree_leaves, tree_leaves, tree_map_only
 
+from fold3d.trace.values.conversions import converting
 from fold3d.trace.values.known import MOST, KnownValues, compare_drawn
 
 _aten = torch.ops.aten
@@ -31,16 +33,20 @@ class WithoutValues(FakeTensorMode):
         self.known = KnownValues()
         self._inside = False
         self._validated: list[bool] = []
+        self._converting: list[AbstractContextManager[None]] = []
 
     def __enter__(self) -> WithoutValues:
         """torch's distributions do not check what they are made of: that decides about nothing but an error."""
         self._validated.append(Distribution._validate_args)
         Distribution.set_default_validate_args(False)
+        self._converting.append(converting())
+        self._converting[-1].__enter__()
         super().__enter__()
         return self
 
     def __exit__(self, *raised: Any) -> None:
         super().__exit__(*raised)
+        self._converting.pop().__exit__(*raised)
         Distribution.set_default_validate_args(self._validated.pop())
 
     def forget(self) -> None:
