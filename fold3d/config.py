@@ -309,7 +309,8 @@ def parse_bytes(name: str, value: object, least: int = 0) -> int | None:
         size = value
     if size is None or not least <= size < 2**63 or size != int(size):
         kind = "a positive number of bytes" if least else "a number of bytes, 0 for a bucket per layer"
-        raise ConfigError(f'{name}={value!r}: must be {kind}, such as 8000000000, 8e9, "8GB", "512MiB", or None')
+        otherwise = f'"{AUTO}"' if name == "offload_pool" else None
+        raise ConfigError(f'{name}={value!r}: must be {kind}, such as 8000000000, 8e9, "8GB", "512MiB", or {otherwise}')
     return int(size)
 
 

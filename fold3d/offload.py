@@ -9,8 +9,8 @@ from fold3d.errors import ConfigError
 OFFLOAD = ("none", "boundaries", "activations")
 """What may leave the device between forward and backward."""
 FORMS = (
-    f"must be one of {', '.join(OFFLOAD)}, of which the last two may name a share of the micro-batches, such as "
-    "activations:50%"
+    f"must be one of auto, {', '.join(OFFLOAD)}, of which the last two may name a share of the micro-batches, such "
+    "as activations:50%"
 )
 
 

@@ -9,9 +9,9 @@ from fnmatch import fnmatchcase
 from fold3d.errors import ConfigError
 
 FORMS = (
-    '"none", "full" (whole chunks), "blocks" (each block by itself), "blocks:2" (every second block), or names of '
-    'modules inside of a block, such as "self_attn,mlp" or "attn.*"; for each chunk another one with "/" between them, '
-    'such as "full/none"'
+    '"auto", "none", "full" (whole chunks), "blocks" (each block by itself), "blocks:2" (every second block), or names '
+    'of modules inside of a block, such as "self_attn,mlp" or "attn.*"; for each chunk another one with "/" between '
+    'them, such as "full/none"'
 )
 _FULL = {"none": False, "false": False, "no": False, "full": True, "true": True, "yes": True}
 

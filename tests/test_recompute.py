@@ -48,7 +48,7 @@ def test_chunks() -> None:
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        (2, r'recompute=2: must be "none", "full" \(whole chunks\)'),
+        (2, r'recompute=2: must be "auto", "none", "full" \(whole chunks\)'),
         (None, "recompute=None: must be"),
         ("", "recompute='': '' names no module"),
         ("full,attn", "'full' names no module"),

@@ -33,7 +33,7 @@ from fold3d.stage.call_guard import CallGuard, CallState
 from fold3d.stage.cargo import Borders, Cargo
 from fold3d.stage.recompute import recomputed
 from fold3d.stage.shapes import ShapeOnly
-from fold3d.tensor_parallel.checkpoints import frame_of_checkpoint, group_of_checkpoint, in_reentrant_checkpoint
+from fold3d.tensor_parallel.checkpoints import frame_of_checkpoint, function_around, group_of_checkpoint
 from fold3d.trace.errors import SplitError
 from fold3d.trace.model_trace import Trace
 from fold3d.trace.wrappers import wrap
@@ -336,7 +336,7 @@ class SplitModel:
                 run.enter(index)
                 call = calls[index]
                 if run.with_grad and not torch.is_grad_enabled():
-                    self._refuse_reentrant(name)
+                    self._refuse_functions(name)
                 run.begin_module(enter)
                 try:
                     borders, cargo = self._loaded(run)
@@ -490,10 +490,6 @@ class SplitModel:
             "second pass)."
         )
 
-    def _refuse_reentrant(self, name: str) -> None:
-        if in_reentrant_checkpoint():
-            raise SplitError(
-                f"block '{name}' runs inside a reentrant torch.utils.checkpoint, through which no gradient "
-                "reaches another chunk. Pass use_reentrant=False to checkpoint, or switch it off and set "
-                "recompute=True."
-            )
+    def _refuse_functions(self, name: str) -> None:
+        if function := function_around():
+            raise SplitError(f"block '{name}' runs inside {function}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 import weakref
+from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
@@ -42,10 +43,29 @@ def group_of_checkpoint() -> object:
 def in_reentrant_checkpoint() -> bool:
     """Returns whether the caller runs inside the forward of a reentrant torch.utils.checkpoint. Slow: walks
     the stack."""
-    code = CheckpointFunction.forward.__code__
-    frame: FrameType | None = sys._getframe(1)
+    return CheckpointFunction in _functions_around()
+
+
+def function_around() -> str:
+    """Returns which torch.autograd.Function the caller runs in the forward of, why that cannot be cut, and what to do
+    instead; "" outside of one. Slow, as `in_reentrant_checkpoint`."""
+    for function in _functions_around():
+        if function is CheckpointFunction:
+            return (
+                "a reentrant torch.utils.checkpoint, through which no gradient reaches another chunk. Pass "
+                "use_reentrant=False to checkpoint, or switch it off and set recompute=True."
+            )
+        return (
+            f"the forward of a torch.autograd.Function ({function.__name__}), whose backward computes gradients in its "
+            "own way, so that none reaches another chunk. Such a model trains in one piece: pp=1, segments=1."
+        )
+    return ""
+
+
+def _functions_around() -> Iterator[type]:
+    code = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
+    frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         if frame.f_code is code:
-            return True
+            yield frame.f_locals["cls"]
         frame = frame.f_back
-    return False

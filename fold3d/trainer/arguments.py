@@ -232,7 +232,7 @@ class TrainingArguments(transformers.TrainingArguments):
         self.tp_plan = parse_tp_plan("tp_plan", self.tp_plan)
         self.sequence_parallel = _flag_or_auto(self.sequence_parallel)
         self.bucket_bytes = parse_bytes("bucket_bytes", self.bucket_bytes)
-        self.memory_limit = parse_bytes("memory_limit", self.memory_limit)
+        self.memory_limit = parse_bytes("memory_limit", self.memory_limit, 1)
         if self.offload_pool != AUTO:
             self.offload_pool = parse_bytes("offload_pool", self.offload_pool, 1) or AUTO
         config = self.parallel

@@ -106,6 +106,41 @@ def test_a_reentrant_checkpoint_in_the_users_forward() -> None:
         chained(ranks, recorded, 2, batch)
 
 
+class Whole(torch.autograd.Function):
+    """Runs layers in its forward, and again in its backward, as reversible layers are."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layers: nn.ModuleList, *weights: Tensor) -> Tensor:
+        ctx.layers, ctx.weights = layers, weights
+        ctx.save_for_backward(x)
+        for layer in layers:
+            x = layer(x)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        with torch.enable_grad():
+            x = y = ctx.saved_tensors[0].detach().requires_grad_()
+            for layer in ctx.layers:
+                y = layer(y)
+        first, *others = torch.autograd.grad(y, [x, *ctx.weights], gradient)
+        return first, None, *others
+
+
+def test_blocks_inside_of_a_function_of_the_models_own() -> None:
+    class Reversible(Plain):
+        def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Any:
+            x = Whole.apply(self.embedding(input_ids), self.layers, *self.layers.parameters())
+            return nn.functional.cross_entropy((x @ self.head.weight.T).flatten(0, 1), labels.flatten())
+
+    torch.manual_seed(0)
+    model = Reversible().double()
+    batch = tokens()
+    recorded = record(model, batch)
+    with pytest.raises(SplitError, match=r"the forward of a torch.autograd.Function \(Whole\).*pp=1, segments=1"):
+        chained(ranks_of(model, recorded, HALVES, 2), recorded, 2, batch)
+
+
 def test_frozen_blocks_under_no_grad() -> None:
     class Frozen(Plain):
         def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Any:
