@@ -83,7 +83,7 @@ def _fields(config_class: Any, size: Size, tokens: _Tokens) -> dict[str, Any]:
         if name in made:
             continue
         if isinstance(value, (list, tuple)) and len(value) == layers and layers > size.layers:
-            made[name] = _some(list(value), size.layers)
+            made[name] = type(value)(_some(list(value), size.layers))
             continue
         instead = _repeated(value, layers, size) or _smaller(name, value, size, tokens)
         if instead is not None and instead != value:
@@ -115,6 +115,12 @@ def _known(config_class: Any, default: Any, size: Size, tokens: _Tokens) -> dict
             found[name] = list(dict.fromkeys(near)) if isinstance(value, (list, tuple)) else near[0]
         elif value is None and re.search(r"^(image|video|audio)_token_(id|index)$", name):
             found[name] = tokens.one()
+        elif value is None and name == "vocab_size":
+            found[name] = VOCABULARY
+        elif value is None and name in ("mask_token_id", "pad_token_id") and _held(default, "vocab_size") is None:
+            found[name] = 1 if name.startswith("pad") else tokens.one()  # they come with the vocabulary
+        elif value is None and name == "default_language":
+            found[name] = next(iter(_held(default, "languages") or ()), None)
         elif name == "mlp_layer_types" and value is None:
             found[name] = ["dense", *["sparse"] * (size.layers - 1)]
         elif re.search(r"^use_\w+_text_input$", name):
@@ -281,6 +287,10 @@ def _rules(size: Size) -> list[tuple[str, int]]:
 
 
 def _numbers(name: str, value: list[int], size: Size, tokens: _Tokens) -> list[int] | None:
+    if re.search(r"_pos_shape$", name) and len(value) == 2:  # its product is the length of the text
+        return [3, 4]
+    if re.search(r"_embds_dim$", name) and size.width:  # together they are the width
+        return _sections(value, size.width)
     if re.search(r"(^|_)out_indices$", name) and len(value) < size.layers:
         return list(range(1, len(value) + 1))
     if re.search(r"token_id", name):
