@@ -54,6 +54,8 @@ class Checking(Deciding):
         places = mask.nonzero()
         chosen = input_ids[mask]
         assert chosen.shape[0] == len(places) == int(lengths.sum()) == len(input_ids.masked_select(mask))
+        borders = torch.tensor([0, *lengths]).cumsum(0)
+        assert borders[0] == 0 and int(borders[-1]) == len(chosen)
         parts = torch.split(chosen, lengths.tolist())
         shifted = torch.zeros_like(input_ids)
         for row, part in enumerate(parts):
