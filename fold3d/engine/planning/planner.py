@@ -3,6 +3,7 @@ model is spread; rank 0 chooses."""
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -219,15 +220,15 @@ def profile_of(
         autocast=autocast,
         seconds=seconds,
     )
-    if sharding is None:
-        return profile
-    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-    layers = layers_of_a_shard(model, recording, example, sharding, device, autocast)
-    profile = of_a_shard(profile, recording, sharding, shapes, layers)
-    profile = with_tp_sync(profile, model, recording, sharding, example, autocast)
-    if config.tp_overlap != "none":
-        factor = halves_factor(model, recording, example, device, autocast, seconds / 4, profile.sub_micro_batches)
-        profile = replace(profile, halves_factor=factor)
+    if sharding is not None:
+        shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+        layers = layers_of_a_shard(model, recording, example, sharding, device, autocast)
+        profile = of_a_shard(profile, recording, sharding, shapes, layers)
+        profile = with_tp_sync(profile, model, recording, sharding, example, autocast)
+        if config.tp_overlap != "none":
+            factor = halves_factor(model, recording, example, device, autocast, seconds / 4, profile.sub_micro_batches)
+            profile = replace(profile, halves_factor=factor)
+    gc.collect()  # layers that were measured, and their optimizer's state: training needs the memory
     return profile
 
 
