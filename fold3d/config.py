@@ -222,7 +222,8 @@ class ParallelConfig:
         if self.offload != AUTO:
             object.__setattr__(self, "offload", str(Offload.parse(self.offload)))
         if self.offload_pool != AUTO:
-            object.__setattr__(self, "offload_pool", parse_bytes("offload_pool", self.offload_pool, 1))
+            size = parse_bytes("offload_pool", self.offload_pool, 1, otherwise=f'"{AUTO}"')
+            object.__setattr__(self, "offload_pool", size)
         for name, value in self.of_pool().items() if self.offload == "none" else ():
             raise ConfigError(f'{name}={value!r} has no effect with offload="none"; remove one of them')
         if self.offload_disk is not None and not isinstance(self.offload_disk, str):
@@ -294,9 +295,11 @@ class ParallelConfig:
         return dp
 
 
-def parse_bytes(name: str, value: object, least: int = 0) -> int | None:
+def parse_bytes(name: str, value: object, least: int = 0, *, otherwise: str = "None") -> int | None:
     """Returns a setting in bytes: a whole number, or text such as "8GB" and "512MiB"; None stays None.
 
+    Args:
+        otherwise: what else the setting may be, in words for the error.
     Raises: ConfigError, naming the setting and the forms, for anything else and for less than `least`.
     """
     if value is None:
@@ -309,7 +312,6 @@ def parse_bytes(name: str, value: object, least: int = 0) -> int | None:
         size = value
     if size is None or not least <= size < 2**63 or size != int(size):
         kind = "a positive number of bytes" if least else "a number of bytes, 0 for a bucket per layer"
-        otherwise = f'"{AUTO}"' if name == "offload_pool" else None
         raise ConfigError(f'{name}={value!r}: must be {kind}, such as 8000000000, 8e9, "8GB", "512MiB", or {otherwise}')
     return int(size)
 

@@ -27,13 +27,13 @@ from fold3d.data_parallel.bucket_schedule import BucketSchedule
 from fold3d.data_parallel.dp_sync import DpSync
 from fold3d.data_parallel.one_replica import OneReplica
 from fold3d.data_parallel.optimizer.kernel_checks import check_built
-from fold3d.device import total_memory
 from fold3d.engine.built import BuiltRank
 from fold3d.engine.division import COMPARED, Division, number_of_parts, why_not_divided
 from fold3d.engine.pipeline import Pipeline
 from fold3d.engine.planning import planner
 from fold3d.engine.planning.agreed_graph import agreed_graph
 from fold3d.engine.planning.less_memory import LessMemory
+from fold3d.engine.planning.memory_limit import memory_limit
 from fold3d.engine.planning.replanner import Replanner
 from fold3d.engine.planning.tp_forecast import TpForecast, forecast_of, predict_tp_sync, warn_of_spread
 from fold3d.engine.step import Step
@@ -98,7 +98,7 @@ class Order:
     @property
     def plans(self) -> bool:
         """Whether the planner decides anything."""
-        limited = total_memory(self.device) is not None
+        limited = memory_limit(self.config, self.device) is not None
         return needs_planner(self.config, self.constraints, self.topology.dp, limited=limited)
 
     @property

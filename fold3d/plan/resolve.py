@@ -31,7 +31,7 @@ def resolve_auto(config: ParallelConfig, dp: int) -> Constraints:
     Raises: ConfigError when memory_limit is given and the planner has nothing to decide.
     """
     constraints = replace(constraints_of(config), segments=_only_segments(config, dp))
-    if config.memory_limit is not None and not needs_planner(config, constraints, dp):
+    if config.memory_limit is not None and not needs_planner(config, constraints, dp, limited=True):
         raise ConfigError(
             f"memory_limit={config.memory_limit} has no effect: everything that memory depends on is set; remove it, "
             'or set schedule, group_size, dp_sync, recompute, offload or micro_batch_size to "auto"'
@@ -39,12 +39,12 @@ def resolve_auto(config: ParallelConfig, dp: int) -> Constraints:
     return constraints
 
 
-def needs_planner(config: ParallelConfig, constraints: Constraints, dp: int, *, limited: bool = False) -> bool:
+def needs_planner(config: ParallelConfig, constraints: Constraints, dp: int, *, limited: bool) -> bool:
     """Returns whether something is left that the planner must see the model for.
 
     Args:
         constraints: from `resolve_auto`.
-        limited: the device has memory of its own, which is the limit where `memory_limit` sets none.
+        limited: there is a limit to a rank's memory, the user's or the device's.
     """
     if constraints.segments is None:
         return True
@@ -52,7 +52,6 @@ def needs_planner(config: ParallelConfig, constraints: Constraints, dp: int, *, 
     open_ways = dp > 1 and constraints.dp_sync is None
     open_spared = not {"recompute", "offload"} <= set(dict(constraints.settings))
     spread = dp * config.pp > 1 and (open_order or open_ways)
-    limited = limited or config.memory_limit is not None
     return limited and (spread or open_spared or config.micro_batch_size == AUTO)
 
 

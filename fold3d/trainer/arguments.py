@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 import transformers
 
-from fold3d.config import AUTO, BLOCKS, ParallelConfig, parse_bytes, parse_tp_plan
+from fold3d.config import AUTO, BLOCKS, ParallelConfig, parse_tp_plan
 from fold3d.errors import ConfigError
 from fold3d.plan.resolve import programs_of, resolve_auto
 from fold3d.trainer.reader import refuse_stock_trainer
@@ -231,12 +231,9 @@ class TrainingArguments(transformers.TrainingArguments):
             self.micro_batch_size = _number_or_auto(self.micro_batch_size)
         self.tp_plan = parse_tp_plan("tp_plan", self.tp_plan)
         self.sequence_parallel = _flag_or_auto(self.sequence_parallel)
-        self.bucket_bytes = parse_bytes("bucket_bytes", self.bucket_bytes)
-        self.memory_limit = parse_bytes("memory_limit", self.memory_limit, 1)
-        if self.offload_pool != AUTO:
-            self.offload_pool = parse_bytes("offload_pool", self.offload_pool, 1) or AUTO
         config = self.parallel
-        self.recompute = config.recompute
+        for name in ("bucket_bytes", "memory_limit", "offload_pool", "recompute"):  # as they are understood
+            setattr(self, name, getattr(config, name))
         if not isinstance(config.partition, str):
             self.partition = ",".join(config.partition)
         world_size = _announced_world_size()

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from fold3d import ParallelConfig
-from fold3d.engine.planning.planner import _memory_limit, _steps_parts
+from fold3d.engine.planning.memory_limit import memory_limit
+from fold3d.engine.planning.planner import _steps_parts
 from fold3d.plan.constraints import Constraints
 from fold3d.plan.search import decide
 from tests.plan.jobs import evaluate, make_job
@@ -55,5 +56,5 @@ def test_zero1_is_planned_for_optimizers_that_can_do_it(make: Callable[..., Any]
 
 def test_host_memory_is_limited_by_the_user_only() -> None:
     cpu = torch.device("cpu")
-    assert _memory_limit(ParallelConfig(), cpu) is None
-    assert _memory_limit(ParallelConfig(memory_limit=12345), cpu) == 12345
+    assert memory_limit(ParallelConfig(), cpu) is None
+    assert memory_limit(ParallelConfig(memory_limit=12345), cpu) == 12345

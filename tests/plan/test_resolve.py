@@ -33,7 +33,8 @@ from fold3d.schedule import generate
 def test_what_is_planned(settings: dict[str, Any], dp: int, segments: int | None, planned: bool) -> None:
     config = ParallelConfig(**settings)
     constraints = resolve_auto(config, dp)
-    assert (constraints.segments, needs_planner(config, constraints, dp)) == (segments, planned)
+    asked = needs_planner(config, constraints, dp, limited="memory_limit" in settings)
+    assert (constraints.segments, asked) == (segments, planned)
 
 
 def test_a_schedule_of_one_s_own_says_how_often_it_folds(tmp_path: Any) -> None:
@@ -41,7 +42,7 @@ def test_a_schedule_of_one_s_own_says_how_often_it_folds(tmp_path: Any) -> None:
     path.write_text(generate("aiao", pp=2, segments=3, micro_batches=2).csv())
     config = ParallelConfig(pp=2, micro_batches=2, schedule=str(path), memory_limit=1 << 30)
     constraints = resolve_auto(config, 2)
-    assert constraints.segments == 3 and needs_planner(config, constraints, 2)
+    assert constraints.segments == 3 and needs_planner(config, constraints, 2, limited=True)
 
 
 @pytest.mark.parametrize(
@@ -59,14 +60,14 @@ def test_a_memory_limit_needs_something_to_choose(settings: dict[str, Any], dp: 
     for name in ("recompute", "offload"):
         both = {"recompute": "none", "offload": "none", name: "auto"}
         config = ParallelConfig(memory_limit=5, **both, **settings)
-        assert needs_planner(config, resolve_auto(config, dp), dp)
+        assert needs_planner(config, resolve_auto(config, dp), dp, limited=True)
     sized = ParallelConfig(memory_limit=5, recompute="none", offload="none", micro_batch_size="auto", **settings)
-    assert needs_planner(sized, resolve_auto(sized, dp), dp) and sized.part_size is None
+    assert needs_planner(sized, resolve_auto(sized, dp), dp, limited=True) and sized.part_size is None
 
 
 def test_sizes_of_parts_alone_ask_nobody_to_plan() -> None:
     config = ParallelConfig(segments=1, micro_batch_size="auto")
-    assert not needs_planner(config, resolve_auto(config, 1), 1)
+    assert not needs_planner(config, resolve_auto(config, 1), 1, limited=False)
     assert ParallelConfig(micro_batch_size=3).part_size == 3
 
 

@@ -212,7 +212,7 @@ def test_the_flags_pin_the_choice():
         )
         config.resolve_dp(2 * dp)
         constraints = resolve_auto(config, dp)
-        assert not needs_planner(config, constraints, dp)
+        assert not needs_planner(config, constraints, dp, limited=False)
         pinned = unplanned(config, constraints, dp, choice.strategy.ranges)
         kept = {} if dp > 1 else {"bucket_bytes": choice.strategy.bucket_bytes}
         assert replace(pinned, gather_order=choice.strategy.gather_order, **kept) == choice.strategy

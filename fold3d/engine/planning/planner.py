@@ -22,7 +22,8 @@ from fold3d.comms.tcp import uses_tcp
 from fold3d.comms.world_group import WorldGroup
 from fold3d.config import AUTO, ParallelConfig, text_of_bytes
 from fold3d.data_parallel.optimizer.separable import check_separable
-from fold3d.device import processes_of_host, total_memory
+from fold3d.device import processes_of_host
+from fold3d.engine.planning.memory_limit import memory_limit
 from fold3d.errors import ConfigError, MemoryLimitError, RankError
 from fold3d.observe.announce import announce
 from fold3d.plan.constraints import Constraints
@@ -57,8 +58,6 @@ _cut_by: WeakKeyDictionary[Module, dict[object, ShardingPlan]] = WeakKeyDictiona
 """By tp and tp_plan: how a model was spread, whose next engine finds parts of weights only."""
 _SECONDS_OF_ONE = 1.0
 """For which a micro-batch of one sample is measured, where it is."""
-_OF_DEVICE = 0.9
-"""Share of a GPU's memory that is planned with; the rest is the libraries' and lost between allocations."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +154,7 @@ def resolve_auto(
     try:
         if recording is not None and example is not None:
             profile = profile_of(model, recording, config, example, device, optimizer, autocast, sharding)
-            if samples.one is not None and _memory_limit(config, device) is not None:
+            if samples.one is not None and memory_limit(config, device) is not None:
                 one = _of_one(model, recording, config, samples.one, device, optimizer, autocast, sharding)
     except Exception as own:
         if config.pp * config.tp > 1 or config.memory_limit is not None:
@@ -261,7 +260,7 @@ def propose(
     one_sample = world.decide(one_sample, agreed_or_none, timeout=world.patience)
     samples = world.share(samples, timeout=world.patience)
     network = _network(profile, world, config, device)
-    limit = _memory_limit(config, device)
+    limit = memory_limit(config, device)
     copied = config.offload_optimizer or (limit is not None and config.offload != "none")
     copies = _copies(config, world, device) if copied else {}
     job = Job(
@@ -430,11 +429,3 @@ def _probe_shards(profile: Profile, groups: Groups, config: ParallelConfig, devi
         over_tcp=uses_tcp(config.transport, device),
         size=max(exchanges, default=1),
     )
-
-
-def _memory_limit(config: ParallelConfig, device: torch.device) -> int | None:
-    """Returns the bytes a rank may use; None for host memory, which others use, too, unless the user says how much."""
-    if config.memory_size is not None:
-        return config.memory_size
-    total = total_memory(device)
-    return None if total is None else int(_OF_DEVICE * total)
