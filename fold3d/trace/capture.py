@@ -28,6 +28,7 @@ from fold3d.trace.model_trace import BlockCost, Trace, stack_of
 from fold3d.trace.recorder import Recorder
 from fold3d.trace.results.structure import TreeStructure
 from fold3d.trace.users_hooks import drop_hooks, is_users, users_hooks
+from fold3d.trace.values.attention import WholeAttention
 from fold3d.trace.values.decisions import Decisions
 from fold3d.trace.values.stacked import StackedNumbers
 from fold3d.trace.values.without_values import NEEDS_VALUES, WithoutValues
@@ -145,7 +146,7 @@ class Shadow:
         if "use_cache" in inspect.signature(called.forward).parameters:
             kwargs.setdefault("use_cache", False)
         try:
-            with apart_from_caches(self.model), mode, torch.no_grad(), watch, StackedNumbers():
+            with apart_from_caches(self.model), mode, torch.no_grad(), watch, StackedNumbers(), WholeAttention():
                 returned = called(**kwargs)
                 if result is not None:
                     result(returned)
