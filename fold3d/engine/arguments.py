@@ -25,10 +25,11 @@ def check_arguments(max_grad_norm: float | None, optimizer: Any, autocast: Any) 
         )
 
 
-def check_compiled(processes: int, options: Mapping[str, Any] | None) -> None:
+def check_compiled(tp: int, options: Mapping[str, Any] | None) -> None:
     """Raises ConfigError where blocks cannot be compiled."""
-    if options is not None and processes > 1:
+    if options is not None and tp > 1:
         raise ConfigError(
-            f"compiled blocks (torch_compile=True) with {processes} processes are not available: only in one process "
-            "were they compared with blocks that are not compiled; leave torch_compile out"
+            f"compiled blocks (torch_compile=True) with tp={tp} are not available: inside of a block shards exchange "
+            "data and draw dropout in fold3d's own code, which torch.compile cannot trace; set tp=1, or leave "
+            "torch_compile out"
         )

@@ -69,7 +69,7 @@ class Engine(state.WholeState):
             functools.partial(torch.autocast, "cpu", torch.bfloat16): the planner times layers in it.
         device: where parameters live; None: this process's CUDA device, or the CPU.
         optimizer_like: where the optimizer is attached later, makes one like it, for the planner to try; None: AdamW.
-        compile_options: what torch.compile is given for each block, such as {"mode": "max-autotune"}, in one process;
+        compile_options: what torch.compile is given for each block, such as {"mode": "max-autotune"}, not with tp;
             None: blocks are not compiled.
 
     Raises: ConfigError, TraceError before any process group is built; RankError from every method that runs the
@@ -92,8 +92,8 @@ class Engine(state.WholeState):
         compile_options: Mapping[str, Any] | None = None,
     ):
         check_arguments(max_grad_norm, optimizer, autocast)
+        check_compiled(config.tp, compile_options)
         world = dist.get_world_size() if dist.is_initialized() else 1
-        check_compiled(world, compile_options)
         rank = dist.get_rank() if dist.is_initialized() else 0
         self.model = model
         self.max_grad_norm = max_grad_norm

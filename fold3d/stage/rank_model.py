@@ -204,12 +204,13 @@ class RankModel:
     def resume(self) -> None:
         """The model is about to run, perhaps after another engine used it: puts what shards do on it, inside of what a
         chunk does differently, which its next run puts back."""
-        if self._late is not None and not self._undo:
-            plan = self.parts.plan
-            self._undo.append(install(self.model, plan, self.parts.rank, self._late))
-            self._undo.append(install_vocabulary(self.model, plan.vocabulary, self._late))
-        if self._compile is not None and not self._undo:
-            self._undo.append(self._compile())
+        if not self._undo:
+            if self._late is not None:
+                plan = self.parts.plan
+                self._undo.append(install(self.model, plan, self.parts.rank, self._late))
+                self._undo.append(install_vocabulary(self.model, plan.vocabulary, self._late))
+            if self._compile is not None:
+                self._undo.append(self._compile())
         if self._checkpoints is None:
             self._checkpoints = Checkpoints(self.model, self._inner)
 

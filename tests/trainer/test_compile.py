@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-import fold3d
+from fold3d.engine.arguments import check_compiled
 from fold3d.errors import ConfigError
 from tests.helpers.ranks import RankPool
-from tests.trainer.jobs import Job, Variant, assert_same, model_of, run_fold3d, run_stock
+from tests.trainer.jobs import Job, Variant, assert_same, run_fold3d, run_stock
 
 AOT = {"torch_compile": True, "torch_compile_backend": "aot_eager"}
 
@@ -41,12 +41,27 @@ def test_parity(tmp_path: Path, layout: dict[str, Any]) -> None:
     assert_same(ours, stock, 1e-10)
 
 
-def test_refused_with_several_processes(ranks: RankPool, tmp_path: Path) -> None:
-    assert all("with 2 processes are not available" in told for told in ranks.run(refused, 2, Job(str(tmp_path))))
+LAYOUTS = {
+    "stages": {"pp": 2, "segments": 2},
+    "replicas": {"dp": 2, "dp_sync": "zero1"},
+    "recomputed": {"pp": 2, "segments": 1, "recompute": "blocks"},
+    "offloaded": {"pp": 2, "segments": 1, "offload": "activations"},
+}
 
 
-def refused(job: Job) -> str:
-    """Returns the error of compiling where there are several processes."""
-    with pytest.raises(ConfigError) as caught:
-        fold3d.Engine(model_of(job), fold3d.ParallelConfig(pp=2, segments=1), compile_options={})
-    return str(caught.value)
+@pytest.mark.rotating
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_parity_on_two_processes(ranks: RankPool, tmp_path: Path, name: str) -> None:
+    whole = Job(str(tmp_path), samples=32, variant=Counting(), arguments=AOT)
+    plain = ranks.run(run_fold3d, 2, replace(whole, arguments={}), LAYOUTS[name])
+    for ours, other in zip(ranks.run(run_fold3d, 2, whole, LAYOUTS[name]), plain, strict=True):
+        compiled, breaks, names = ours.extra
+        assert compiled > 0 and not breaks and names == other.extra[2]
+        assert_same(ours, other, 1e-10)
+
+
+def test_refused_where_blocks_are_shared_out() -> None:
+    with pytest.raises(ConfigError, match="with tp=2 are not available.* set tp=1"):
+        check_compiled(2, {})
+    check_compiled(1, {})
+    check_compiled(2, None)
