@@ -27,8 +27,8 @@ REFUSED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "parallelism_config": (lambda value: value is not None, "set dp, pp and segments instead"),
     "use_liger_kernel": (
         bool,
-        "it gives the model a forward whose loss reads the head's weights outside of the head, and nothing shows yet "
-        "that such a model is cut rightly; leave it out",
+        "its Triton kernels need values in a GPU's memory, and fold3d records the model, head included, on tensors "
+        "without values before it is cut or replicated; leave it out",
     ),
     "save_on_each_node": (bool, "rank 0 writes the checkpoint of the whole model; use a folder all nodes see"),
     "ddp_find_unused_parameters": (lambda value: value is not None, _NO_DDP),
