@@ -36,8 +36,6 @@ MB, MS = 1e6, 1e3
 RANKS_BY_FORMULA = (64, 256, 1024, 4096)
 SIZES = (8, 64, 512)
 """Of dp and pp, by formula."""
-SLICE, LEAST_FOR_REPLICA = 4 << 20, 256 << 10
-"""Bytes of a slice, and the least for a replica (csrc/runtime/c10d/collectives_c10d.cpp)."""
 LIMIT = timedelta(minutes=20)
 
 
@@ -203,6 +201,7 @@ def by_formula(pp: int) -> None:
 
 def by_axis() -> None:
     """Prints what a rank has and does in a step as replicas and stages grow, in jobs that this machine cannot hold."""
+    from fold3d import _C
     from fold3d.comms.tree import Tree
     from fold3d.comms.world_group import rounds
     from fold3d.schedule import Kind, generate, lower
@@ -214,8 +213,8 @@ def by_axis() -> None:
     print("\nBy formula, of the rank that has most, 1f1b with 2 pp micro-batches")
     print("small: connections of small exchanges (trees); stages: those among all stages of a replica, for the loss;")
     print("lines: of messages and rings over TCP; sent: messages to other stages in a step, and those a micro-batch;")
-    print("to each: KiB that a slice of DP.sync has for each replica on an accelerator; norm, loss: exchanges of hosts")
-    print("that lie one after the other in a step")
+    print("to each: KiB that a slice of DP.sync has for each replica on an accelerator, before speeds are known; norm,")
+    print("loss: exchanges of hosts that lie one after the other in a step")
     heads = ("small", "stages", "lines", "sent", "a micro-batch", "to each", "norm", "loss")
     print(f"{'dp':>5}{'pp':>5}" + "".join(f"{head:>15}" for head in heads))
     for pp in SIZES:
@@ -224,7 +223,7 @@ def by_axis() -> None:
         sends = (Kind.SEND_FORWARD, Kind.SEND_BACKWARD)
         sent = max(sum(action.kind in sends for action in program) for program in schedule.ranks)
         for dp in SIZES:
-            to_each = max(SLICE, (dp - 1) * LEAST_FOR_REPLICA) / (dp - 1) / 1024
+            to_each = _C.library_slice_bytes(dp) / (dp - 1) / 1024
             loss = 2 * (pp - 1) + rounds(dp, 1)  # round the stages, and up and down the replicas
             row = (most(dp) + most(pp), pp - 1, 8, sent, sent / micro_batches, to_each, rounds(dp, pp), loss)
             print(f"{dp:5}{pp:5}" + "".join(f"{value:15.0f}" for value in row))

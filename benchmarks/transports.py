@@ -74,7 +74,7 @@ def sums(over_tcp: bool, stack: ExitStack) -> Action:
     groups = Groups(topology, device, TIMEOUT, [], with_p2p=not over_tcp)
     stack.callback(groups.close)
     arbiter = _C.NicArbiter("", True)
-    sync = connect_replicas(topology, groups, arbiter, device, TIMEOUT, over_tcp=over_tcp, slice_bytes=0)
+    sync = connect_replicas(topology, groups, arbiter, device, TIMEOUT, over_tcp=over_tcp)
     stack.callback(sync.close)
     steps = itertools.count(1)
     buffer = functools.cache(lambda size: torch.zeros(size // 4))

@@ -63,6 +63,14 @@ def total_memory(device: torch.device) -> int | None:
         return None
 
 
+def pci_address(device: torch.device) -> str | None:
+    """Returns an accelerator's address on PCIe, as the system writes it; None where torch does not know."""
+    if device.type != "cuda":
+        return None
+    facts: Any = torch.cuda.get_device_properties(device)
+    return f"{facts.pci_domain_id:04x}:{facts.pci_bus_id:02x}:{facts.pci_device_id:02x}.0"
+
+
 @contextlib.contextmanager
 def rng_untouched(device: torch.device) -> Iterator[None]:
     """Seeding dropout inside must not change what data loaders and the user draw outside."""

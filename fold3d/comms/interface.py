@@ -1,4 +1,4 @@
-"""Where this rank can be reached: its network interface and address."""
+"""This rank's network interface: the address where it can be reached, and the cards nearest to its device."""
 
 from __future__ import annotations
 
@@ -6,8 +6,14 @@ import fcntl
 import os
 import socket
 import struct
+from pathlib import Path
+
+import torch
+
+from fold3d.device import pci_address
 
 _SIOCGIFADDR = 0x8915  # Linux: address of a network interface
+SYSFS = Path("/sys")
 
 
 def socket_interface() -> str:
@@ -31,3 +37,62 @@ def local_address() -> str:
             return "127.0.0.1"
         probe.connect((master, int(os.environ.get("MASTER_PORT", "1")) or 1))  # a datagram socket: sends nothing
         return str(probe.getsockname()[0])
+
+
+def nearest_cards(device: torch.device, sysfs: Path = SYSFS) -> str:
+    """Returns the names of the network cards that are nearest to `device`; "" where nobody says.
+
+    Libraries such as NCCL send what lies on an accelerator through the card that shares most of its way over PCIe with
+    it, InfiniBand's (or RoCE's) where there are any. Several that are equally near count as one card, in one text:
+    which of them carries what is the library's choice. NCCL_IB_HCA and NCCL_SOCKET_IFNAME limit which there are.
+    """
+    address = pci_address(device)
+    if address is None:
+        return ""
+    way = _way(sysfs / "bus/pci/devices" / address)
+    common = {name: _common(way, place) for name, place in _cards(sysfs).items()}
+    most = max(common.values(), default=0)
+    return "+".join(sorted(name for name, count in common.items() if count == most)) if way else ""
+
+
+def _cards(sysfs: Path) -> dict[str, list[str]]:
+    """Returns the cards that work, each with its place on the PCIe tree."""
+    for folder, setting in (("infiniband", "NCCL_IB_HCA"), ("net", "NCCL_SOCKET_IFNAME")):
+        paths = sorted((sysfs / "class" / folder).glob("*"))
+        found = {path.name: _way(path / "device") for path in paths if (path / "device").exists() and _is_up(path)}
+        found = {name: way for name, way in found.items() if _is_meant(name, os.environ.get(setting, ""))}
+        if found:
+            return found
+    return {}
+
+
+def _is_up(card: Path) -> bool:
+    ports = [*card.glob("ports/*/state"), *card.glob("operstate")]
+    return any(_read(port).split(": ")[-1].lower() in ("active", "up", "unknown") for port in ports)
+
+
+def _is_meant(name: str, setting: str) -> bool:
+    """Whether a list of NCCL's has the name: it has beginnings of names, after "=" whole ones, after "^" others."""
+    leaves_out = setting.startswith("^")
+    words = [word.partition(":")[0] for word in setting.lstrip("^=").split(",") if word]
+    is_whole = "=" in setting[:2]
+    named = any(name == word if is_whole else name.startswith(word) for word in words)
+    return named != leaves_out if words else True
+
+
+def _way(place: Path) -> list[str]:
+    """Returns the bridges from the root of the PCIe tree, and the place itself; empty where it is not on one."""
+    parts = place.resolve().parts if place.exists() else ()
+    return [part for part in parts if ":" in part]
+
+
+def _common(one: list[str], other: list[str]) -> int:
+    """Returns how many of the first bridges two ways share."""
+    return next((k for k, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""

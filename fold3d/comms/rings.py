@@ -15,7 +15,7 @@ import torch
 
 from fold3d import _C
 from fold3d.comms.groups import Groups
-from fold3d.comms.interface import local_address
+from fold3d.comms.interface import local_address, nearest_cards
 from fold3d.comms.world_group import WorldGroup
 from fold3d.topology import Topology
 
@@ -31,13 +31,15 @@ def connect_replicas(
     *,
     over_tcp: bool,
     hosts: Hosts | None = None,
+    preempt: bool = True,
 ) -> _C.BucketSync:
     """Returns this rank's part in the DP.sync of its stage; all replicas of the stage call.
 
     PP.sync may interrupt DP.sync every so many bytes as the measured bandwidth asks for.
 
     Args:
-        hosts: where the replicas are; None: a host for each.
+        hosts: where the replicas are; None: a host for each, and no messages.
+        preempt: False: PP.sync waits for DP.sync; the same on every rank.
         timeout: seconds until a replica that does not come is an error.
     """
     peers = None
@@ -60,6 +62,7 @@ def connect_replicas(
         reduce_group=groups.ring_names()["reduce"],
         gather_group=groups.ring_names()["gather"],
         hosts=[] if hosts is None else list(hosts.replicas),
+        makes_room=preempt and hosts is not None and hosts.messages,
     )
 
 
@@ -113,6 +116,8 @@ class Hosts:
     """Of this rank's stage."""
     shards: tuple[int, ...] = (0,)
     """Of this rank's stage in its replica."""
+    messages: bool = True
+    """Whether any replica of the job has stages on several hosts, whose messages take the cards."""
 
 
 def find_hosts(groups: Groups) -> Hosts:
@@ -124,7 +129,9 @@ def find_hosts(groups: Groups) -> Hosts:
         return tuple(found.index(name) for name in found)
 
     world = groups.world
-    return Hosts(stages=numbers(world.pipeline), replicas=numbers(world.data), shards=numbers(world.tensor))
+    stages = numbers(world.pipeline)
+    messages = world.topology.pp > 1 and world.decide(len(set(stages)) > 1, any)
+    return Hosts(stages=stages, replicas=numbers(world.data), shards=numbers(world.tensor), messages=messages)
 
 
 def spread_of_shards(world: WorldGroup) -> int:
@@ -154,22 +161,32 @@ def warn_of_hosts(spread: int, topology: Topology, cost: str) -> None:
     )
 
 
-def join_nic_arbiter(topology: Topology, groups: Groups, job: str, preempt: bool) -> _C.NicArbiter:
+def join_nic_arbiter(
+    topology: Topology, groups: Groups, job: str, preempt: bool, device: torch.device | None = None
+) -> _C.NicArbiter:
     """Returns the arbiter that this host's ranks share, since they share its network card; all ranks of the job call.
+
+    What lies on an accelerator leaves a host with several cards by the nearest: ranks with another one have an
+    arbiter of their own.
 
     Args:
         job: names this engine; the same on every rank.
+        device: where this rank's tensors lie; None: in host memory, which has one card.
     """
     if topology.world == 1:
         return _C.NicArbiter("", preempt)
     host = _host_identity()
-    # Nobody has to wait for another where each has a card, and where none is used.
-    token = groups.world.decide(
-        host, lambda hosts: "" if len(set(hosts)) in (1, topology.world) else secrets.token_hex(8)
-    )
+    card = f"{host} {nearest_cards(device)}" if device is not None else host
+
+    def verdict(found: list[tuple[str, str]]) -> str:
+        hosts, cards = ({one[k] for one in found} for k in (0, 1))
+        # Nobody has to wait for another where each has a card, and where none is used.
+        return "" if len(hosts) == 1 or len(cards) == topology.world else secrets.token_hex(8)
+
+    token = groups.world.decide((host, card), verdict)
     if not token:  # known to all: else every rank goes on
         return _C.NicArbiter("", preempt)
-    digest = hashlib.sha256(f"{job} {token} {host}".encode()).hexdigest()[:24]
+    digest = hashlib.sha256(f"{job} {token} {card}".encode()).hexdigest()[:24]
     arbiter = _C.NicArbiter(f"fold3d-{digest}", preempt)
     try:
         groups.world.barrier()

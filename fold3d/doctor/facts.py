@@ -17,7 +17,7 @@ import torch
 import fold3d
 from fold3d import _C
 from fold3d.comms.interface import local_address, socket_interface
-from fold3d.device import processes_of_host
+from fold3d.device import pci_address, processes_of_host
 
 _NET = Path("/sys/class/net")
 _PROGRAM_SECONDS = 20.0
@@ -149,7 +149,7 @@ def pcie_speed(speed: str, width: str) -> float | None:
 
 def _device(number: int) -> Device:
     facts: Any = torch.cuda.get_device_properties(number)
-    pci = f"{facts.pci_domain_id:04x}:{facts.pci_bus_id:02x}:{facts.pci_device_id:02x}.0"
+    pci = str(pci_address(torch.device("cuda", number)))
     speed, width = (_read(Path("/sys/bus/pci/devices") / pci / f"max_link_{what}") for what in ("speed", "width"))
     return Device(facts.name, facts.total_memory, pcie_speed(speed, width))
 

@@ -287,7 +287,7 @@ def _connect(
     progress.life.end_with(groups)
     undo.callback(groups.close)
     undo.callback(progress.life.forget, groups)
-    arbiter = join_nic_arbiter(topology, groups, model.name, config.preempt)
+    arbiter = join_nic_arbiter(topology, groups, model.name, config.preempt, device)
     hosts = find_hosts(groups)
     shards: _C.TensorSync | None = None
     if topology.tp > 1:
@@ -306,7 +306,9 @@ def _connect(
     sync: DpSync | OneReplica
     kernels = config.kernels == "fold3d"
     if topology.dp > 1:
-        rings = connect_replicas(topology, groups, arbiter, device, timeout, over_tcp=over_tcp, hosts=hosts)
+        rings = connect_replicas(
+            topology, groups, arbiter, device, timeout, over_tcp=over_tcp, hosts=hosts, preempt=config.preempt
+        )
 
         def read() -> None:
             progress.life.check()

@@ -78,7 +78,8 @@ def left_out(ordering: str, thread: str) -> Iterator[None]:
 
     Args:
         ordering: "event_block", "event_synchronize", "event_query" (says at once that it has passed), "record_stream",
-            "work_wait".
+            "work_wait", "news" (that an event has passed, which is said rightly, but orders nothing for the rest of the
+            host: for threads that only look, so that what they hear does not hide what others forget).
         thread: its name in the system; "main" is the one that runs Python.
     Raises: ValueError when the thread had nothing to leave out.
     """

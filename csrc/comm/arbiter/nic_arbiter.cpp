@@ -138,16 +138,17 @@ std::int64_t NicArbiter::start_ns(std::int64_t ready_ns, std::size_t kind) const
 }
 
 std::int64_t NicArbiter::hold_message(Direction direction) {
-  const Held held = hold_for({.kinds = {tensors_of(direction)}, .count = 1});
+  const Held held = hold_for({.kinds = {tensors_of(direction)}, .count = 1}, kUnlimited);
   if (held.ns == 0) return 0;
   message_holds_.fetch_add(1, std::memory_order_relaxed);
   message_held_ns_.fetch_add(held.ns, std::memory_order_relaxed);
   return held.ns;
 }
 
-std::int64_t NicArbiter::hold(Direction direction, Traffic traffic) {
+std::int64_t NicArbiter::hold(Direction direction, Traffic traffic, std::int64_t limit_ns) {
   const Held held = hold_for(
-      {.kinds = {tensors_of(direction), kind_of(direction), kReduces}, .count = traffic == Traffic::kGather ? 3u : 2u});
+      {.kinds = {tensors_of(direction), kind_of(direction), kReduces}, .count = traffic == Traffic::kGather ? 3u : 2u},
+      limit_ns);
   if (held.ns == 0) return 0;
   (held.for_urgent ? preemptions_ : yields_).fetch_add(1, std::memory_order_relaxed);
   held_ns_.fetch_add(held.ns, std::memory_order_relaxed);
@@ -155,10 +156,11 @@ std::int64_t NicArbiter::hold(Direction direction, Traffic traffic) {
   return held.ns;
 }
 
-NicArbiter::Held NicArbiter::hold_for(const Urgency& urgency) {
+NicArbiter::Held NicArbiter::hold_for(const Urgency& urgency, std::int64_t limit_ns) {
   const std::span<const std::size_t> kinds(urgency.kinds.data(), urgency.count);
   if (!preempt_ || std::ranges::none_of(kinds, [this](std::size_t kind) { return pending(kind) > 0; })) return {};
   const std::int64_t ready_ns = now_ns();
+  const std::int64_t latest_ns = limit_ns < kUnlimited - ready_ns ? ready_ns + limit_ns : kUnlimited;
   std::int64_t now = ready_ns;
   bool for_urgent = false;
   for (;;) {
@@ -167,7 +169,7 @@ NicArbiter::Held NicArbiter::hold_for(const Urgency& urgency) {
     if (open_.load()) break;
     std::int64_t until_ns = now;
     for (const std::size_t kind : kinds) {
-      const std::int64_t kind_ns = start_ns(ready_ns, kind);
+      const std::int64_t kind_ns = std::min(start_ns(ready_ns, kind), latest_ns);
       until_ns = std::max(until_ns, kind_ns);
       for_urgent = for_urgent || (kind_ns > now && kind != kReduces);
     }

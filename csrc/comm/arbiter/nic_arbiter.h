@@ -4,6 +4,7 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <limits>
 #include <string>
 
 #include "comm/arbiter/shared_memory.h"
@@ -24,6 +25,9 @@ class NicArbiter {
   /// Of the card; the two do not disturb each other.
   enum class Direction : std::uint8_t { kSend, kReceive };
   enum class Traffic : std::uint8_t { kReduce, kGather };
+
+  /// As long as the rule says.
+  static constexpr std::int64_t kUnlimited = std::numeric_limits<std::int64_t>::max();
 
   struct Options {
     core::HoldRule::Options rule = {};
@@ -70,9 +74,9 @@ class NicArbiter {
 
   /// Blocks until a message may go: it yields to TP.sync. Returns the nanoseconds it was held.
   std::int64_t hold_message(Direction direction);
-  /// Blocks until a slice of `traffic` may go; returns the nanoseconds it was held. An atomic load for each
-  /// kind of more urgent traffic when none is pending.
-  std::int64_t hold(Direction direction, Traffic traffic);
+  /// Blocks until a slice of `traffic` may go, for at most `limit_ns`; returns the nanoseconds it was held. An atomic
+  /// load for each kind of more urgent traffic when none is pending.
+  std::int64_t hold(Direction direction, Traffic traffic, std::int64_t limit_ns = kUnlimited);
 
   /// A slice was under way from `start_ns` to `end_ns`. Only counts what messages waited for it.
   void passed(Direction direction, std::int64_t start_ns, std::int64_t end_ns) noexcept;
@@ -127,7 +131,7 @@ class NicArbiter {
   void wait(std::uint32_t sequence, std::int64_t until_ns);
   std::int64_t start_ns(std::int64_t ready_ns, std::size_t kind) const;
   int pending(std::size_t kind) const;
-  Held hold_for(const Urgency& urgency);
+  Held hold_for(const Urgency& urgency, std::int64_t limit_ns);
 
   const core::HoldRule rule_;
   const bool preempt_;

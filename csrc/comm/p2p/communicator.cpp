@@ -201,7 +201,7 @@ void Communicator::send(const core::Action& send, Tensors tensors) {
   const std::size_t bytes = payload_bytes(tensors);
   to.tasks[position].tensors = std::move(tensors);
   ++to.issued;
-  if (uses_card(send)) arbiter_->message_begins(NicArbiter::Direction::kSend, bytes);
+  if (is_announced(send)) arbiter_->message_begins(NicArbiter::Direction::kSend, bytes);
   if (small && transport_->sends_at_once(channel_of(id)) && to.queue->run_here(position)) return;
   to.queue->raise(to.issued);
 }
@@ -288,6 +288,11 @@ int Communicator::peer_of(const core::Action& action) const {
 
 bool Communicator::uses_card(const core::Action& action) const {
   return core::uses_card(options_.hosts, options_.stage, peer_of(action));
+}
+
+/// Whether the arbiter hears of it here.
+bool Communicator::is_announced(const core::Action& action) const {
+  return uses_card(action) && !transport_->works_by_stream();
 }
 
 std::string Communicator::describe(const core::Action& action) const {

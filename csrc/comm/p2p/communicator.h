@@ -41,7 +41,7 @@ struct Options {
 /// Owns the pipeline messages of one rank: four queues (send and receive of each direction), each a thread with
 /// one FIFO in the order of the program, so the order on every link is a function of the plan and never of
 /// arrival time. It tells the host's arbiter about every message from or to another host, so that data-parallel traffic
-/// lets it pass.
+/// lets it pass; of those that a device sends by itself the transport tells, which sees when they are ready.
 ///
 /// One step: begin(program); then, walking the program, pass() and later wait() for each RECV and send() for
 /// each SEND, in program order; finish().
@@ -138,6 +138,7 @@ class Communicator {
   std::string describe(const core::Action& action) const;
   int peer_of(const core::Action& action) const;
   bool uses_card(const core::Action& action) const;
+  bool is_announced(const core::Action& action) const;
 
   const Options options_;
   const std::string name_;

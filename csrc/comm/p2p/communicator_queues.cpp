@@ -82,7 +82,7 @@ void Communicator::run(QueueId id, std::size_t index) noexcept {
 
 void Communicator::run_send(Line& own, QueueId id, Task& task) {
   const std::int64_t start_ns = now_ns();
-  if (uses_card(task.action)) arbiter_->hold_message(NicArbiter::Direction::kSend);
+  if (is_announced(task.action)) arbiter_->hold_message(NicArbiter::Direction::kSend);
   const Shapes* const expected = transport_->works_by_stream() ? own.shapes.expected(task.action.chunk) : nullptr;
   if (expected) {
     send_as_expected(own, id, task, *expected);
@@ -98,7 +98,7 @@ void Communicator::run_send(Line& own, QueueId id, Task& task) {
                   .end_ns = now_ns(),
                   .bytes = payload_bytes(task.tensors)});
   task.tensors.clear();
-  if (uses_card(task.action)) arbiter_->message_ends(NicArbiter::Direction::kSend);
+  if (is_announced(task.action)) arbiter_->message_ends(NicArbiter::Direction::kSend);
 }
 
 /// The receiver has told its device to take a message of these shapes.
@@ -163,7 +163,7 @@ void Communicator::run_recv(Line& own, QueueId id, Task& task) {
   if (header.is_inline()) {
     copy_inline(header.payload, tensors);
   } else if (!is_here) {
-    const bool announced = uses_card(task.action);
+    const bool announced = is_announced(task.action);
     // Only now: a frame that has not arrived says nothing about when its payload wants the card.
     if (announced) arbiter_->message_begins(NicArbiter::Direction::kReceive, payload_bytes(tensors));
     if (announced) arbiter_->hold_message(NicArbiter::Direction::kReceive);

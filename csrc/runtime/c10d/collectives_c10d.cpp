@@ -1,16 +1,21 @@
 #include "runtime/c10d/collectives_c10d.h"
 
 #include <ATen/ops/empty.h>
+#include <ATen/ops/full.h>
 #include <pthread.h>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 
 #include <algorithm>
+#include <chrono>
+#include <limits>
 #include <stdexcept>
 #include <utility>
+#include <vector>
 
 #include "comm/arbiter/reduce_turn.h"
 #include "comm/base/clock.h"
 #include "comm/base/errors.h"
+#include "core/network/slice_rule.h"
 
 namespace fold3d::runtime {
 
@@ -19,9 +24,8 @@ namespace {
 using comm::NicArbiter;
 using Traffic = NicArbiter::Traffic;
 
-constexpr std::int64_t kSliceBytes = 4 << 20;
-/// Of a slice, to each replica: less takes as long.
-constexpr std::int64_t kLeastForReplica = 256 << 10;
+/// Between two looks whether a bucket is ready: the device's own wait would keep a core busy, and hear of no abort.
+constexpr std::chrono::microseconds kPause{50};
 
 bool spans_hosts(const core::Hosts& hosts, int size) {
   core::check_hosts(hosts, size, "collectives");
@@ -41,6 +45,7 @@ C10dCollectives::C10dCollectives(const Options& options, const std::string& grou
                                  std::shared_ptr<NicArbiter> arbiter)
     : options_(options),
       uses_card_(spans_hosts(options.hosts, options.size)),
+      makes_room_(uses_card_ && options.makes_room),
       group_(c10d::resolve_process_group(group)),
       stream_(side_stream(device, /*high_priority=*/false)),
       arbiter_(std::move(arbiter)) {
@@ -122,16 +127,58 @@ void C10dCollectives::loop() noexcept {
   }
 }
 
+/// What a replica sends in a slice.
+std::int64_t C10dCollectives::slice_bytes() const {
+  if (options_.slice_bytes > 0) return static_cast<std::int64_t>(options_.slice_bytes);
+  return makes_room_ ? core::SliceRule::bytes(options_.size, agreed_) : std::numeric_limits<std::int64_t>::max();
+}
+
+/// All replicas come here before the same collective.
+void C10dCollectives::agree() {
+  const c10::Device device = stream_.device();
+  std::vector<at::Tensor> speed{at::full({1}, measured_, at::TensorOptions().dtype(at::kFloat).device(device))};
+  c10d::AllreduceOptions least;
+  least.reduceOp = c10d::ReduceOp::MIN;
+  group_->allreduce(speed, least)->wait();
+  const auto agreed = speed.front().item<float>();
+  check();
+  measured_ = 0;
+  if (agreed <= 0) return;  // one of them had nothing to measure: as before
+  agreed_ = agreed;
+  arbiter_->set_bandwidth(agreed_);
+}
+
+/// Returns when the device has passed the mark. As a stream's wait for it, it holds up this thread's collectives alone.
+void C10dCollectives::wait_until_ready(const DeviceEvent& ready) const {
+  while (!ready.query()) {
+    check();
+    std::this_thread::sleep_for(kPause);
+  }
+}
+
+/// A slice took so long; 0: nobody can say.
+void C10dCollectives::note(Slice& slice, double seconds) {
+  if (seconds > 0) measured_ = std::max(measured_, slice.bytes / seconds);
+  slice.bytes = 0;
+}
+
+/// Waits for a slice, if there is one, and notes how fast it was.
+void C10dCollectives::finish(Slice& slice) {
+  slice.done.synchronize();
+  if (slice.bytes > 0) note(slice, slice.done.seconds_since(slice.begun));
+}
+
 void C10dCollectives::run(const comm::Collective& collective) {
   const std::int64_t start_ns = comm::now_ns();
   const c10::StreamGuard guard(stream_);
-  static_cast<TensorBuffer&>(*collective.buffer).ready().block(stream_);
+  if (makes_room_ && core::SliceRule::agrees_before(++number_)) agree();
+  DeviceEvent& ready = static_cast<TensorBuffer&>(*collective.buffer).ready();
+  if (makes_room_) wait_until_ready(ready);
+  ready.block(stream_);
   const at::Tensor shards = tensor_of(collective).view({options_.size, -1});
   const std::int64_t others = options_.size - 1, shard_length = shards.size(1);
   const auto wire_bytes = static_cast<std::int64_t>(collective.wire_bytes());
-  const std::int64_t slice_bytes = options_.slice_bytes == 0 ? std::max(kSliceBytes, others * kLeastForReplica)
-                                                             : static_cast<std::int64_t>(options_.slice_bytes);
-  const std::int64_t slice_length = std::max<std::int64_t>(slice_bytes / (others * wire_bytes), 1);
+  const std::int64_t slice_length = std::max<std::int64_t>(slice_bytes() / (others * wire_bytes), 1);
   at::Tensor staging;  // none where the bucket goes as it lies
   // NCCL's gather "in place" leaves the own shard alone, which may be read meanwhile; other libraries write it.
   const bool writes_own = options_.traffic == Traffic::kGather && !shards.is_cuda();
@@ -145,12 +192,12 @@ void C10dCollectives::run(const comm::Collective& collective) {
   turn.take(sent);
   std::size_t index = 0;
   for (std::int64_t offset = 0; offset < shard_length; offset += slice_length) {
-    DeviceEvent& done = slice_done_[index++ % slice_done_.size()];
-    done.synchronize();  // the slice before the last
-    run_slice(collective, shards, offset, std::min(slice_length, shard_length - offset), staging);
-    done.record(stream_);
+    Slice& slice = slices_[index++ % slices_.size()];
+    finish(slice);  // the one before the last
+    run_slice(collective, shards, offset, std::min(slice_length, shard_length - offset), staging, slice);
+    slice.done.record(stream_);
   }
-  for (const DeviceEvent& done : slice_done_) done.synchronize();
+  for (Slice& slice : slices_) finish(slice);
   check();  // what was aborted ends, too, with anything in its memory
   listener_->completed({.traffic = options_.traffic,
                         .bucket = collective.bucket,
@@ -162,26 +209,37 @@ void C10dCollectives::run(const comm::Collective& collective) {
 /// Elements [offset, offset + length) of every shard. `shards`: [size, shard length]; `staging`: [size * length] or
 /// more, in what travels; undefined: the shards travel as they lie.
 void C10dCollectives::run_slice(const comm::Collective& collective, const at::Tensor& shards, std::int64_t offset,
-                                std::int64_t length, at::Tensor staging) {
+                                std::int64_t length, at::Tensor staging, Slice& slice) {
   const bool is_reduce = options_.traffic == Traffic::kReduce;
   at::Tensor own = shards[options_.rank].narrow(0, offset, length);
   const at::Tensor part = shards.narrow(1, offset, length);
-  if (uses_card_) arbiter_->hold(NicArbiter::Direction::kSend, options_.traffic);
+  const std::int64_t bytes = (options_.size - 1) * length * static_cast<std::int64_t>(collective.wire_bytes());
+  if (uses_card_) {
+    arbiter_->hold(NicArbiter::Direction::kSend, options_.traffic, core::SliceRule::longest_hold_ns(bytes, agreed_));
+  }
   check();
   const bool in_place = !staging.defined();
   at::Tensor all = in_place ? shards.view(-1) : staging.narrow(0, 0, options_.size * length);
   // NCCL may read and write the same shard; gloo may not.
   const bool apart = collective.as_bfloat16 || (in_place && !own.is_cuda());
   at::Tensor one = apart ? at::empty({length}, all.options()) : own;
+  const auto send = [&](const auto& collective_of_library) {
+    const std::int64_t start_ns = comm::now_ns();
+    slice.begun.record(stream_);
+    collective_of_library()->wait();
+    slice.bytes = static_cast<double>(bytes);
+    // Host memory has no events, and the call has waited.
+    if (stream_.device().is_cpu()) note(slice, static_cast<double>(comm::now_ns() - start_ns) / 1e9);
+  };
   if (is_reduce) {
     if (!in_place) all.view({options_.size, length}).copy_(part);
-    group_->reduce_scatter_single(one, all)->wait();
+    send([&] { return group_->reduce_scatter_single(one, all); });
     if (apart) own.copy_(one);
     if (collective.scale != 1.0) own.mul_(collective.scale);
     if (collective.as_bfloat16) own.copy_(own.to(at::kBFloat16));
   } else {
     if (apart) one.copy_(own);
-    group_->all_gather_single(all, one)->wait();
+    send([&] { return group_->all_gather_single(all, one); });
     if (in_place) return;
     // The own shard is there, and may be read meanwhile (the norm).
     const at::Tensor gathered = all.view({options_.size, length});

@@ -21,25 +21,29 @@
 
 namespace fold3d::runtime {
 
-/// Reduce-scatters or all-gathers of device memory by the group's library (NCCL), in slices on a stream beside the
-/// compute stream; a thread asks the arbiter before each. At most two slices are under way, so a pipeline message waits
-/// for no more. Sums have the library's order. A bucket that is one slice travels as it lies, a larger one through a
-/// copy of each slice, as what is rounded for its journey does.
+/// Reduce-scatters or all-gathers of device memory by the group's library (NCCL), on a stream beside the compute
+/// stream. Sums have the library's order.
+///
+/// Where messages of the pipeline go over the same cards, it goes in slices (core::SliceRule), and a thread asks the
+/// arbiter before each: a slice is held back, for a bounded time, while a message that is ready is on its way. At most
+/// two slices are under way, so a message waits for no more. The first is launched when the bucket is ready, not
+/// before: what is launched cannot be held back. A slice goes through a copy, as what is rounded for its journey does.
+/// Elsewhere a bucket travels as it lies, and is launched at once.
+///
+/// Replicas cut alike: the speed that decides it is measured by each and agreed on in the group, in the order of its
+/// collectives. They hold back on their own, and a slice moves when all have launched it.
 ///
 /// Host memory works as well (gloo), a slice at a time; gloo's collectives cannot be aborted: stop() then returns when
 /// the group's time limit has passed.
-///
-/// The arbiter hears of no passed slices and no speed: the time of a collective contains waiting for other replicas,
-/// which the library does not tell from sending.
 class C10dCollectives final : public comm::CollectiveStream {
  public:
   struct Options {
     int rank = 0;  ///< replica, also the rank in the group
     int size = 2;
     comm::NicArbiter::Traffic traffic = comm::NicArbiter::Traffic::kReduce;
-    std::size_t slice_bytes =
-        0;                   ///< what a replica sends in a slice, the same on all; 0: 4 MiB, 256 KiB to each or more
-    core::Hosts hosts = {};  ///< of each replica
+    std::size_t slice_bytes = 0;  ///< what a replica sends in a slice, the same on all; 0: as core::SliceRule says
+    core::Hosts hosts = {};       ///< of each replica
+    bool makes_room = true;       ///< for messages on the cards that it uses; the same on all replicas
   };
 
   /// Resolves the group by name; its ranks are the replicas of the stage, and nobody else uses it. Throws c10::Error
@@ -55,19 +59,34 @@ class C10dCollectives final : public comm::CollectiveStream {
   std::string waits_for() const override;
 
  private:
+  /// A slice under way.
+  struct Slice {
+    DeviceEvent begun{DeviceEvent::Clock::kDevice}, done{DeviceEvent::Clock::kDevice};
+    double bytes = 0;  // 0: none
+  };
+
   void loop() noexcept;
   void run(const comm::Collective& collective);
+  std::int64_t slice_bytes() const;
+  void agree();
+  void wait_until_ready(const DeviceEvent& ready) const;
+  void note(Slice& slice, double seconds);
+  void finish(Slice& slice);
   void run_slice(const comm::Collective& collective, const at::Tensor& shards, std::int64_t offset, std::int64_t length,
-                 at::Tensor staging);
+                 at::Tensor staging, Slice& slice);
   void check() const;
 
   const Options options_;
-  const bool uses_card_;  // the library goes round the replicas as it likes: wherever they are on several hosts
+  const bool uses_card_;   // the library goes round the replicas as it likes: wherever they are on several hosts
+  const bool makes_room_;  // for messages: by slices that are held back
   const c10::intrusive_ptr<c10d::ProcessGroup> group_;
   const c10::Stream stream_;  // one for all collectives: freed memory is kept for the stream that it was used on
   const std::shared_ptr<comm::NicArbiter> arbiter_;
   Listener* listener_ = nullptr;
-  std::array<DeviceEvent, 2> slice_done_;  // of the last two slices
+  std::array<Slice, 2> slices_;  // the last two
+  std::int64_t number_ = 0;      // collectives that began
+  double measured_ = 0;          // bytes per second, the most of a slice since the replicas last agreed; 0: not known
+  double agreed_ = 0;            // the least of the replicas' then
 
   mutable std::mutex mutex_;
   std::condition_variable changed_;

@@ -15,7 +15,9 @@ std::shared_ptr<comm::Communicator> make_communicator(const comm::Options& optio
   if (peers) {
     transport = std::make_unique<comm::TcpTransport>(std::move(peers));
   } else {
-    transport = std::make_unique<C10dTransport>(groups, device);
+    std::unique_ptr<comm::MessageWatch> watch;  // of what takes the host's card, where the device sends by itself
+    if (arbiter && !device.is_cpu()) watch = std::make_unique<comm::MessageWatch>(arbiter);
+    transport = std::make_unique<C10dTransport>(groups, device, std::move(watch), options.hosts, options.stage);
   }
   return std::make_shared<comm::Communicator>(std::move(transport), options, std::move(arbiter),
                                               std::make_unique<TensorAllocator>(device), std::move(landing));

@@ -21,8 +21,12 @@ TensorBuffer& as_tensor(const std::shared_ptr<comm::Buffer>& buffer) { return st
 
 }  // namespace
 
-C10dTransport::C10dTransport(const GroupNames& names, c10::Device device)
-    : device_(device), lines_([&] {
+C10dTransport::C10dTransport(const GroupNames& names, c10::Device device, std::unique_ptr<comm::MessageWatch> watch,
+                             core::Hosts hosts, int stage)
+    : device_(device),
+      hosts_(std::move(hosts)),
+      stage_(stage),
+      lines_([&] {
         const auto line = [&](const std::string& name) {
           return Line{name.empty() ? Group() : c10d::resolve_process_group(name),
                       side_stream(device, /*high_priority=*/true),
@@ -30,7 +34,8 @@ C10dTransport::C10dTransport(const GroupNames& names, c10::Device device)
         };
         return std::array<Line, 4>{line(names.send_forward), line(names.recv_forward), line(names.send_backward),
                                    line(names.recv_backward)};
-      }()) {}
+      }()),
+      watch_(std::move(watch)) {}
 
 C10dTransport::~C10dTransport() = default;
 
@@ -47,8 +52,8 @@ c10::intrusive_ptr<c10d::Work> C10dTransport::begin_recv(Line& line, int peer_st
 }
 
 void C10dTransport::make_room(Line& line) {
-  while (!line.under_way.empty() && (line.under_way.size() >= kSendsUnderWay || line.under_way.front().done.query())) {
-    line.under_way.front().done.synchronize();
+  while (!line.under_way.empty() && (line.under_way.size() >= kSendsUnderWay || line.under_way.front().done->query())) {
+    line.under_way.front().done->synchronize();
     line.under_way.pop_front();
   }
 }
@@ -61,7 +66,17 @@ void C10dTransport::send(comm::Channel channel, int peer_stage, std::shared_ptr<
   const c10::StreamGuard guard(line.stream);
   source.ready().block(line.stream);
   begin_send(line, peer_stage, source.tensor())->wait();
-  line.under_way.emplace_back(Transfer{std::move(buffer), {}}).done.record(line.stream);
+  line.under_way.push_back({.buffer = std::move(buffer)});
+  line.under_way.back().done->record(line.stream);
+  if (watch_ && core::uses_card(hosts_, stage_, peer_stage)) watch(channel, line.under_way.back());
+}
+
+/// The host is ahead of the device: the card is wanted from when the data is there.
+void C10dTransport::watch(comm::Channel channel, const Transfer& transfer) {
+  watch_->push(channel == comm::Channel::kForward ? 0 : 1,
+               {.bytes = transfer.buffer->bytes(),
+                .is_ready = [buffer = transfer.buffer] { return as_tensor(buffer).ready().query(); },
+                .is_through = [done = transfer.done] { return done->query(); }});
 }
 
 void C10dTransport::recv(comm::Channel channel, int peer_stage, std::shared_ptr<comm::Buffer> buffer) {
@@ -74,7 +89,7 @@ void C10dTransport::recv(comm::Channel channel, int peer_stage, std::shared_ptr<
     begin_recv(line, peer_stage, target.tensor())->wait();
     target.ready().record(line.stream);
     line.under_way.resize(1);
-    line.under_way.front().done.record(line.stream);
+    line.under_way.front().done->record(line.stream);
     return;
   }
   // It lands in host memory: the library brings it as far as the device.
@@ -92,7 +107,7 @@ void C10dTransport::end() {
   if (device_.is_cpu()) return;
   const c10::Stream compute = current_stream(device_);
   for (Line& line : lines_) {
-    for (const Transfer& transfer : line.under_way) transfer.done.block(compute);
+    for (const Transfer& transfer : line.under_way) transfer.done->block(compute);
     line.under_way.clear();
   }
 }

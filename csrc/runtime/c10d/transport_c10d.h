@@ -9,7 +9,9 @@
 #include <memory>
 #include <string>
 
+#include "comm/arbiter/message_watch.h"
 #include "comm/p2p/transport.h"
+#include "core/network/hosts.h"
 #include "runtime/c10d/abortable_works.h"
 #include "runtime/device/device.h"
 
@@ -34,7 +36,10 @@ class C10dTransport final : public comm::Transport {
  public:
   /// Resolves the groups by name; an empty name stands for a group that is not used. Throws c10::Error when one does
   /// not exist.
-  C10dTransport(const GroupNames& names, c10::Device device);
+  /// `watch`: hears of what is sent by stream to other hosts; null: nobody wants to know. `hosts`: of each stage;
+  /// `stage`: this rank's.
+  C10dTransport(const GroupNames& names, c10::Device device, std::unique_ptr<comm::MessageWatch> watch = nullptr,
+                core::Hosts hosts = {}, int stage = 0);
   ~C10dTransport() override;
 
   void end() override;
@@ -52,7 +57,7 @@ class C10dTransport final : public comm::Transport {
 
   struct Transfer {
     std::shared_ptr<comm::Buffer> buffer;  // of a send
-    DeviceEvent done;
+    std::shared_ptr<DeviceEvent> done = std::make_shared<DeviceEvent>();
   };
 
   struct Line {
@@ -68,10 +73,14 @@ class C10dTransport final : public comm::Transport {
   c10::intrusive_ptr<c10d::Work> begin_send(Line& line, int peer_stage, const at::Tensor& tensor);
   c10::intrusive_ptr<c10d::Work> begin_recv(Line& line, int peer_stage, const at::Tensor& tensor);
   void make_room(Line& line);
+  void watch(comm::Channel channel, const Transfer& transfer);
 
   const c10::Device device_;
+  const core::Hosts hosts_;
+  const int stage_;
   std::array<Line, 4> lines_;
   AbortableWorks works_;
+  const std::unique_ptr<comm::MessageWatch> watch_;
 };
 
 }  // namespace fold3d::runtime

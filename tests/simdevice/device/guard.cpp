@@ -65,7 +65,8 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
     runtime().wait(stream_of(stream), mark_of(event));
   }
   bool queryEvent(void* event) const override {
-    return event == nullptr || is_left_out(Ordering::kEventQuery) || runtime().query(mark_of(event));
+    if (event == nullptr || is_left_out(Ordering::kEventQuery)) return true;
+    return is_left_out(Ordering::kNews) ? mark_of(event)->is_passed() : runtime().query(mark_of(event));
   }
   void synchronizeEvent(void* event) const override {
     if (event == nullptr || is_left_out(Ordering::kEventSynchronize)) return;

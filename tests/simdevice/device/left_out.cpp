@@ -13,11 +13,12 @@ namespace simdevice {
 
 namespace {
 
-constexpr std::array<std::pair<const char*, Ordering>, 5> kNames = {{{"event_block", Ordering::kEventBlock},
+constexpr std::array<std::pair<const char*, Ordering>, 6> kNames = {{{"event_block", Ordering::kEventBlock},
                                                                      {"event_synchronize", Ordering::kEventSynchronize},
                                                                      {"event_query", Ordering::kEventQuery},
                                                                      {"record_stream", Ordering::kRecordStream},
-                                                                     {"work_wait", Ordering::kWorkWait}}};
+                                                                     {"work_wait", Ordering::kWorkWait},
+                                                                     {"news", Ordering::kNews}}};
 
 struct LeftOut {
   std::mutex mutex;

@@ -1,0 +1,93 @@
+#include "comm/arbiter/message_watch.h"
+
+#include <pthread.h>
+
+#include <algorithm>
+#include <chrono>
+#include <exception>
+#include <utility>
+
+namespace fold3d::comm {
+namespace {
+
+using Direction = NicArbiter::Direction;
+
+/// Between two looks at a device, whose own waits would keep a core busy. A slice is worth a millisecond.
+constexpr std::chrono::microseconds kPause{50};
+
+bool holds(const std::function<bool()>& question) {
+  try {
+    return question();
+  } catch (const std::exception&) {
+    return true;
+  }
+}
+
+}  // namespace
+
+MessageWatch::MessageWatch(std::shared_ptr<NicArbiter> arbiter)
+    : arbiter_(std::move(arbiter)), thread_([this] { loop(); }) {
+  pthread_setname_np(thread_.native_handle(), "message_watch");
+}
+
+MessageWatch::~MessageWatch() {
+  {
+    const std::lock_guard lock(mutex_);
+    stopped_ = true;
+  }
+  changed_.notify_one();
+  thread_.join();
+  for (const Line& line : lines_) {
+    if (line.is_pending) arbiter_->message_ends(Direction::kSend);
+  }
+}
+
+void MessageWatch::push(std::size_t line, Transit transit) {
+  {
+    const std::lock_guard lock(mutex_);
+    lines_.at(line).transits.push_back(std::move(transit));
+  }
+  changed_.notify_one();
+}
+
+void MessageWatch::loop() {
+  std::unique_lock lock(mutex_);
+  const auto is_idle = [&] {
+    return std::ranges::all_of(lines_, [](const Line& line) { return line.transits.empty(); });
+  };
+  while (!stopped_) {
+    changed_.wait(lock, [&] { return stopped_ || !is_idle(); });
+    for (Line& line : lines_) look(line, lock);
+    if (!is_idle()) changed_.wait_for(lock, kPause, [&] { return stopped_; });
+  }
+}
+
+/// Without the lock where the device is asked. Others only add to the end of the line, so its first ones stay where
+/// they are.
+void MessageWatch::look(Line& line, std::unique_lock<std::mutex>& lock) {
+  while (!stopped_ && !line.transits.empty()) {
+    const Transit& first = line.transits.front();
+    const Transit* const second = line.transits.size() > 1 ? &line.transits[1] : nullptr;
+    lock.unlock();
+    if (!line.is_pending && holds(first.is_ready)) {
+      arbiter_->message_begins(Direction::kSend, first.bytes);
+      line.is_pending = true;
+    }
+    const bool is_through = line.is_pending && holds(first.is_through);
+    if (is_through) {
+      // Before the other ends, so that no slice finds a gap between the two.
+      line.is_pending = second != nullptr && holds(second->is_ready);
+      if (line.is_pending) arbiter_->message_begins(Direction::kSend, second->bytes);
+      arbiter_->message_ends(Direction::kSend);
+    }
+    lock.lock();
+    if (!is_through) return;
+    Transit over = std::move(line.transits.front());
+    line.transits.pop_front();
+    lock.unlock();
+    over = {};  // without the lock: freeing a tensor may have to wait for the interpreter
+    lock.lock();
+  }
+}
+
+}  // namespace fold3d::comm

@@ -1,0 +1,57 @@
+#pragma once
+
+#include <array>
+#include <condition_variable>
+#include <cstddef>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <thread>
+
+#include "comm/arbiter/nic_arbiter.h"
+
+namespace fold3d::comm {
+
+/// Tells the arbiter of messages that a device sends by itself, long after the host told it to: a message is pending
+/// from the moment its data is there until it is through, whenever it was launched. A thread looks; nobody waits for
+/// it. Thread-safe.
+class MessageWatch {
+ public:
+  /// A message that was launched, or a tensor of one. Both calls return at once and come from the watch's thread; what
+  /// one throws counts as true: whoever waits for the device hears of its errors.
+  struct Transit {
+    std::size_t bytes = 0;
+    std::function<bool()> is_ready;    ///< the device has its data
+    std::function<bool()> is_through;  ///< it has left, or failed
+  };
+  static constexpr std::size_t kLines = 2;
+
+  explicit MessageWatch(std::shared_ptr<NicArbiter> arbiter);
+  /// Ends the thread; what is pending ends with it.
+  ~MessageWatch();
+  MessageWatch(const MessageWatch&) = delete;
+  MessageWatch& operator=(const MessageWatch&) = delete;
+
+  /// What was launched on a line, below kLines, behind what was launched there before. Never blocks.
+  void push(std::size_t line, Transit transit);
+
+ private:
+  /// Those of a line travel one after the other; the first may be pending.
+  struct Line {
+    std::deque<Transit> transits;
+    bool is_pending = false;
+  };
+
+  void loop();
+  void look(Line& line, std::unique_lock<std::mutex>& lock);
+
+  const std::shared_ptr<NicArbiter> arbiter_;
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::array<Line, kLines> lines_;
+  bool stopped_ = false;
+  std::thread thread_;  // last: starts when everything above exists
+};
+
+}  // namespace fold3d::comm

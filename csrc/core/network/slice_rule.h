@@ -1,0 +1,50 @@
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+namespace fold3d::core {
+
+/// How a library's collectives (NCCL's) are cut into slices where messages of the pipeline take the same cards, and how
+/// long a slice may be held back for one. All replicas must cut alike, and a slice moves nothing before the last of
+/// them has launched it; so all of this is a function of numbers on which they agreed. Pure.
+///
+/// Speeds are what a replica sends of collectives in a second, in bytes; 0: nobody has measured it.
+class SliceRule {
+ public:
+  /// Bytes that each of `replicas` (at least 2) sends in a slice: what takes a millisecond, so that a message finds
+  /// little ahead of it, but never less for each of the others than what takes about as long in any case.
+  static std::int64_t bytes(int replicas, double speed) {
+    const double worth = (speed > 0 ? speed : kFirstSpeed) * kSeconds;
+    const auto by_speed = static_cast<std::int64_t>(std::min(worth, static_cast<double>(kMost)));
+    return std::max(by_speed, (replicas - 1) * kLeastForReplica);
+  }
+
+  /// Nanoseconds for which a slice of so many bytes may be held back: so many times what it takes by itself. The
+  /// longest hold among the replicas counts, whichever it is; so DP.sync gets its share whatever their number.
+  static std::int64_t longest_hold_ns(std::int64_t bytes, double speed) {
+    const double alone_ns = static_cast<double>(bytes) / (speed > 0 ? speed : kFirstSpeed) * 1e9;
+    return static_cast<std::int64_t>(kPatience * std::min(alone_ns, kLongestSliceNs));
+  }
+
+  /// Whether the replicas agree on the speed anew before their `number`-th collective, from 1: often while little is
+  /// known, rarely later.
+  static bool agrees_before(std::int64_t number) {
+    if (number < kFirstAgreement) return false;
+    return number % kRarest == 0 || (number < kRarest && (number & (number - 1)) == 0);
+  }
+
+  /// Holds of a slice, by what it takes alone: DP.sync has 1 / (1 + kPatience) of the time at least.
+  static constexpr double kPatience = 4;
+
+ private:
+  static constexpr double kSeconds = 1e-3;
+  static constexpr double kFirstSpeed = (4 << 20) / kSeconds;
+  static constexpr std::int64_t kLeastForReplica = 256 << 10;
+  static constexpr std::int64_t kMost = 64 << 20;     // a copy of a slice must have room
+  static constexpr double kLongestSliceNs = 1e9;      // beyond it a speed is not believed
+  static constexpr std::int64_t kFirstAgreement = 4;  // before it the library still connects ranks
+  static constexpr std::int64_t kRarest = 1024;
+};
+
+}  // namespace fold3d::core

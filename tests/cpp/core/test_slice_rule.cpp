@@ -1,0 +1,72 @@
+// How a library's collectives are cut, and how long a slice is held back.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <vector>
+
+#include "core/network/slice_rule.h"
+
+namespace fold3d::test {
+namespace {
+
+using core::SliceRule;
+
+constexpr std::int64_t kKiB = 1 << 10, kMiB = 1 << 20;
+
+TEST(SliceRule, ASliceIsWorthAMillisecondAndNeverLittleForAReplica) {
+  EXPECT_EQ(SliceRule::bytes(2, 0), 4 * kMiB);  // nobody knows the speed
+  EXPECT_EQ(SliceRule::bytes(8, 12.5e9), 12'500'000);
+  EXPECT_EQ(SliceRule::bytes(2, 3e11), 64 * kMiB);
+  for (const int replicas : {2, 8, 64, 512, 4096}) {
+    for (const double speed : {0.0, 1e6, 125e6, 12.5e9, 1e12}) {
+      EXPECT_GE(SliceRule::bytes(replicas, speed), 256 * kKiB * (replicas - 1)) << replicas << " at " << speed;
+    }
+  }
+}
+
+TEST(SliceRule, AHoldIsFourTimesWhatTheSliceTakes) {
+  EXPECT_EQ(SliceRule::longest_hold_ns(12'500'000, 12.5e9), 4'000'000);
+  EXPECT_EQ(SliceRule::longest_hold_ns(4 * kMiB, 0), 4'000'000);  // supposed to take a millisecond
+  EXPECT_EQ(SliceRule::longest_hold_ns(0, 12.5e9), 0);
+  EXPECT_EQ(SliceRule::longest_hold_ns(64 * kMiB, 1.0), 4'000'000'000);  // a wrong measurement stops nothing
+}
+
+TEST(SliceRule, ReplicasAgreeOftenAtFirst) {
+  std::vector<std::int64_t> found;
+  for (std::int64_t number = 1; number <= 3100; ++number) {
+    if (SliceRule::agrees_before(number)) found.push_back(number);
+  }
+  EXPECT_EQ(found, (std::vector<std::int64_t>{4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 3072}));
+}
+
+/// When the last of `slices` is through, if the replicas hold each back for as long as `hold_ns` says, two are under
+/// way at most, and one moves when all have launched it.
+template <class Hold>
+std::int64_t through_ns(int replicas, int slices, std::int64_t slice_ns, Hold hold_ns) {
+  std::vector<std::int64_t> launched(static_cast<std::size_t>(replicas), 0), done{0, 0};
+  for (int slice = 0; slice < slices; ++slice) {
+    for (int replica = 0; replica < replicas; ++replica) {
+      std::int64_t& own = launched[static_cast<std::size_t>(replica)];
+      own = std::max(own, done[done.size() - 2]) + hold_ns(replica, slice);
+    }
+    done.push_back(std::max(*std::max_element(launched.begin(), launched.end()), done.back()) + slice_ns);
+  }
+  return done.back();
+}
+
+TEST(SliceRule, DpSyncHasItsShareWhicheverReplicaHoldsIt) {
+  constexpr int kSlices = 1000;
+  constexpr std::int64_t kSliceNs = 1'000'000;
+  const std::int64_t longest = SliceRule::longest_hold_ns(4 * kMiB, 0);
+  for (const int replicas : {2, 7, 64}) {
+    const auto in_turn = [&](int replica, int slice) { return slice % replicas == replica ? longest : 0; };
+    const auto always = [&](int, int) { return longest; };
+    const auto bound = static_cast<std::int64_t>((1 + SliceRule::kPatience) * kSlices) * kSliceNs;
+    EXPECT_LE(through_ns(replicas, kSlices, kSliceNs, in_turn), bound);
+    EXPECT_LE(through_ns(replicas, kSlices, kSliceNs, always), bound);
+  }
+}
+
+}  // namespace
+}  // namespace fold3d::test
