@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <stdexcept>
+#include <thread>
 #include <utility>
 
 #include "comm/arbiter/reduce_turn.h"
@@ -22,6 +23,8 @@ using Traffic = NicArbiter::Traffic;
 constexpr std::int64_t kSliceBytes = 4 << 20;
 /// Of a slice, to each replica: less takes as long.
 constexpr std::int64_t kLeastForReplica = 256 << 10;
+/// How often the device is asked whether it has come to a mark; a slice takes longer.
+constexpr std::chrono::microseconds kPoll{100};
 
 bool spans_hosts(const core::Hosts& hosts, int size) {
   core::check_hosts(hosts, size, "collectives");
@@ -109,7 +112,9 @@ void C10dCollectives::loop() noexcept {
       lock.lock();
       if (stopped_) return;  // whoever aborted knows why
       lock.unlock();
-      listener_->failed(comm::Failure::Kind::kError, name_of(options_.traffic, current) + " failed: " + error.what());
+      const bool is_late = dynamic_cast<const comm::TimeoutError*>(&error) != nullptr;
+      listener_->failed(is_late ? comm::Failure::Kind::kTimeout : comm::Failure::Kind::kError,
+                        name_of(options_.traffic, current) + " failed: " + error.what());
       return;
     }
     lock.lock();
@@ -146,11 +151,16 @@ void C10dCollectives::run(const comm::Collective& collective) {
   std::size_t index = 0;
   for (std::int64_t offset = 0; offset < shard_length; offset += slice_length) {
     DeviceEvent& done = slice_done_[index++ % slice_done_.size()];
-    done.synchronize();  // the slice before the last
+    await(done);  // the slice before the last
     run_slice(collective, shards, offset, std::min(slice_length, shard_length - offset), staging);
     done.record(stream_);
   }
-  for (const DeviceEvent& done : slice_done_) done.synchronize();
+  if (!shards.is_cpu()) {  // the compute stream need not wait for this thread to hear that the device is done
+    auto& buffer = static_cast<TensorBuffer&>(*collective.buffer);
+    (options_.traffic == Traffic::kReduce ? buffer.ready() : buffer.gathered()).record(stream_);
+    listener_->usable(options_.traffic, collective.bucket);
+  }
+  for (const DeviceEvent& done : slice_done_) await(done);
   check();  // what was aborted ends, too, with anything in its memory
   listener_->completed({.traffic = options_.traffic,
                         .bucket = collective.bucket,
@@ -189,6 +199,20 @@ void C10dCollectives::run_slice(const comm::Collective& collective, const at::Te
     if (rank > 0) part.narrow(0, 0, rank).copy_(gathered.narrow(0, 0, rank));
     if (after > 0) part.narrow(0, rank + 1, after).copy_(gathered.narrow(0, rank + 1, after));
   }
+}
+
+/// Returns when the device has passed the mark.
+void C10dCollectives::await(const DeviceEvent& done) const {
+  using Clock = std::chrono::steady_clock;
+  const Clock::time_point deadline = Clock::now() + options_.timeout;
+  while (!done.query()) {  // after abort(), too: until its kernels have ended they use the memory
+    if (Clock::now() >= deadline) {
+      throw comm::TimeoutError("not done after " + comm::seconds(options_.timeout) +
+                               " (setting comm_timeout); it waits for the other replicas of the stage");
+    }
+    std::this_thread::sleep_for(kPoll);
+  }
+  done.synchronize();  // some libraries say here what went wrong
 }
 
 void C10dCollectives::check() const {

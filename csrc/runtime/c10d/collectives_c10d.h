@@ -5,6 +5,7 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include <array>
+#include <chrono>
 #include <condition_variable>
 #include <cstdint>
 #include <deque>
@@ -23,8 +24,12 @@ namespace fold3d::runtime {
 
 /// Reduce-scatters or all-gathers of device memory by the group's library (NCCL), in slices on a stream beside the
 /// compute stream; a thread asks the arbiter before each. At most two slices are under way, so a pipeline message waits
-/// for no more. Sums have the library's order. A bucket that is one slice travels as it lies, a larger one through a
-/// copy of each slice, as what is rounded for its journey does.
+/// for no more. Once its last slice is launched a collective is usable by streams that wait for a mark: `ready` of its
+/// buffer has that of the sums then, `gathered` that of a gather. Sums have the library's order. A bucket that is one
+/// slice travels as it lies, a larger one through a copy of each slice, as what is rounded for its journey does.
+///
+/// Since nobody else need wait for the device, this thread keeps the time: a slice that the device does not pass within
+/// `timeout` ends the stream with a failure of that kind.
 ///
 /// Host memory works as well (gloo), a slice at a time; gloo's collectives cannot be aborted: stop() then returns when
 /// the group's time limit has passed.
@@ -40,6 +45,7 @@ class C10dCollectives final : public comm::CollectiveStream {
     std::size_t slice_bytes =
         0;                   ///< what a replica sends in a slice, the same on all; 0: 4 MiB, 256 KiB to each or more
     core::Hosts hosts = {};  ///< of each replica
+    std::chrono::milliseconds timeout{300'000};  ///< for a slice in device memory (setting comm_timeout)
   };
 
   /// Resolves the group by name; its ranks are the replicas of the stage, and nobody else uses it. Throws c10::Error
@@ -59,6 +65,7 @@ class C10dCollectives final : public comm::CollectiveStream {
   void run(const comm::Collective& collective);
   void run_slice(const comm::Collective& collective, const at::Tensor& shards, std::int64_t offset, std::int64_t length,
                  at::Tensor staging);
+  void await(const DeviceEvent& done) const;
   void check() const;
 
   const Options options_;
