@@ -3,6 +3,7 @@
 #include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <map>
 #include <memory>
 #include <utility>
 
@@ -66,8 +67,9 @@ class PyBucketSync {
       const std::string& group = traffic == Traffic::kReduce ? reduce_group : gather_group;
       if (!has_rings) {
         return std::make_unique<runtime::C10dCollectives>(
-            runtime::C10dCollectives::Options{rank, size, traffic, slice_bytes, hosts, makes_room}, group, device_,
-            arbiter);
+            runtime::C10dCollectives::Options{rank, size, traffic, slice_bytes, hosts, makes_room,
+                                              milliseconds(timeout_seconds)},
+            group, device_, arbiter);
       }
       std::shared_ptr<comm::RingConnection> connection;
       if (peers) {
@@ -91,17 +93,31 @@ class PyBucketSync {
 
   void begin(std::int64_t step, const std::vector<int>& gather_order) { sync().begin(step, gather_order); }
   void reduce(int bucket, const at::Tensor& gradients, double scale, bool as_bfloat16) {
-    sync().reduce(collective_of(bucket, gradients, scale, as_bfloat16, device_));
+    const comm::Collective collective = collective_of(bucket, gradients, scale, as_bfloat16, device_);
+    sync().reduce(collective);
+    keep_mark(reduced_, collective);
+    keep_mark(gathered_, collective);  // a gather that is planned goes on with the same memory
   }
   void gather(int bucket, const at::Tensor& tensor, bool as_bfloat16) {
-    sync().gather(collective_of(bucket, tensor, 1.0, as_bfloat16, device_));
+    const comm::Collective collective = collective_of(bucket, tensor, 1.0, as_bfloat16, device_);
+    sync().gather(collective);
+    keep_mark(gathered_, collective);
   }
 
   void wait_reduced(int bucket) {
     without_gil([bucket](comm::BucketSync& sync) { sync.wait_reduced(bucket); });
+    if (const auto found = reduced_.find(bucket); found != reduced_.end()) {
+      found->second->ready().block(runtime::current_stream(found->second->tensor().device()));
+    }
   }
   void wait_gathered(int bucket) {
     without_gil([bucket](comm::BucketSync& sync) { sync.wait_gathered(bucket); });
+    if (const auto found = gathered_.find(bucket); found != gathered_.end()) {
+      found->second->gathered().block(runtime::current_stream(found->second->tensor().device()));
+    }
+  }
+  void drain() {
+    without_gil([](comm::BucketSync& sync) { sync.drain(); });
   }
   bool is_gathered(int bucket) { return sync().is_gathered(bucket); }
   double bandwidth() const { return credits_->bandwidth(); }
@@ -123,6 +139,8 @@ class PyBucketSync {
   void close() {
     std::shared_ptr<comm::BucketSync> sync = std::move(sync_);
     if (!sync) return;
+    reduced_.clear();
+    gathered_.clear();
     // The streams' threads may free tensors while they end, and freeing one that Python has seen takes the GIL.
     const py::gil_scoped_release release;
     sync->close();
@@ -145,9 +163,18 @@ class PyBucketSync {
     call(*sync);
   }
 
+  /// By bucket, what carries the marks that streams wait for; host memory has none.
+  using Marks = std::map<int, std::shared_ptr<runtime::TensorBuffer>>;
+
+  void keep_mark(Marks& marks, const comm::Collective& collective) {
+    if (device_.is_cpu()) return;
+    marks[collective.bucket] = std::static_pointer_cast<runtime::TensorBuffer>(collective.buffer);
+  }
+
   const c10::Device device_;
   const std::shared_ptr<comm::Credits> credits_;
   std::shared_ptr<comm::BucketSync> sync_;
+  Marks reduced_, gathered_;  // of the newest reduce-scatter and of the newest gather
 };
 
 void bind_ring_peers(py::module_& module) {
@@ -210,9 +237,11 @@ void bind_bucket_sync(py::module_& module) {
       .def("gather", &PyBucketSync::gather, py::arg("bucket"), py::arg("tensor"), py::arg("as_bfloat16") = false,
            "Queues the all-gather of a bucket in place; every replica gives its own shard.")
       .def("wait_reduced", &PyBucketSync::wait_reduced, py::arg("bucket"),
-           "Blocks until this step's reduce-scatter of the bucket is done.")
+           "Blocks until this step's reduce-scatter of the bucket is done; on a device until it is launched, and makes "
+           "the current stream wait for the rest.")
       .def("wait_gathered", &PyBucketSync::wait_gathered, py::arg("bucket"),
-           "Blocks until the newest all-gather of the bucket is done, if there is one.")
+           "The same for the newest all-gather of the bucket, if there is one.")
+      .def("drain", &PyBucketSync::drain, "Blocks until all that could begin is done, on a device, too.")
       .def("is_gathered", &PyBucketSync::is_gathered, py::arg("bucket"), "Whether wait_gathered would return at once.")
       .def("bandwidth", &PyBucketSync::bandwidth,
            "Measured speed of the lines in bytes per second; 0.0: not known yet.")

@@ -9,6 +9,8 @@ The order of one step (Fold3D section V, made exact):
     update         a "zero1" bucket's own shard is stepped, its parameters are gathered
     next forward   layer by layer: what a layer needs is waited for, an "early" bucket is stepped, the layer runs
 
+On an accelerator it is streams that wait: the host goes on as soon as what it waits for has been launched.
+
 Every way gives the same bits: the same sums, the same norm, the same element-wise arithmetic.
 """
 
@@ -70,7 +72,7 @@ class DpSync:
     ):
         """Args:
         offload_optimizer: steps are taken in host memory, where the optimizer's state lies.
-        read: calls `flush`, and tells of failures; for whoever reads weights through a state_dict.
+        read: calls `settle`, and tells of failures; for whoever reads weights through a state_dict.
         kernels: fold3d's compute the norm and step the optimizer.
         wire_dtype: of gradients on their way to their sums; see `BucketTransfers`.
         Raises: ConfigError for gradients that cannot travel so.
@@ -232,15 +234,24 @@ class DpSync:
         """Brings all parameters of this rank up to date. Meets nobody: the other replicas' part is under way."""
         self._readiness.open_all()
 
+    def settle(self) -> None:
+        """As `flush`, and nothing that was begun is under way any more: before weights and states are told to anybody,
+        it is known whether they came whole. On an accelerator the host waits for it."""
+        self.flush()
+        self._transfers.drain()
+
     def finish(self) -> None:
         """Waits for what is under way: the weights become final, and no replica misses what this rank passes on."""
         try:
             if self._states.state in (State.SUMMING, State.SHOWN):
                 self._transfers.wait_reduced()
-            if self._states.state is not State.ACCUMULATING:  # gathers may wait for sums that nobody will begin
-                for bucket in self.buckets:
-                    self._transfers.wait_gathered(bucket)
+            # In the middle of a step some may wait for sums that nobody will begin.
+            is_whole = self._states.state is not State.ACCUMULATING
+            for bucket in self.buckets if is_whole else ():
+                self._transfers.wait_gathered(bucket)
             self.flush()
+            if is_whole:
+                self._transfers.drain()
         except _C.CommError as error:
             logger.warning("the weights of the last step are incomplete: %s", error)
 
@@ -316,13 +327,13 @@ class DpSync:
 
     def collect_state(self) -> None:
         """Fills the optimizer's state with what the replicas hold in parts; all replicas call. See `split_state`."""
-        self.flush()
+        self.settle()
         if self._optimizer is not None:
             self._optimizer.collect_state()
 
     def before_state_dict(self) -> None:
         """The optimizer's state is about to be read. Raises ConfigError when this replica has only a part of it."""
-        self.flush()
+        self.settle()
         if self._optimizer is not None:
             self._optimizer.check_state_is_whole()
 

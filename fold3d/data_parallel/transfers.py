@@ -77,7 +77,8 @@ class BucketTransfers:
         self._sync.gather(bucket.number, bucket.weights)
 
     def wait_reduced(self) -> None:
-        """Waits until all buckets' sums of this step are here."""
+        """Waits until all buckets' sums of this step are here; on an accelerator until they are on their way, and the
+        current stream waits for the rest."""
         start = time.monotonic_ns()
         with self._progress.during(f"the gradient sums of step {self._step}", meets=True):
             for bucket in self._buckets:
@@ -86,13 +87,19 @@ class BucketTransfers:
         self._waits.append(("wait", f"{last}REDUCE_GRAD", start, time.monotonic_ns(), 0))
 
     def wait_gathered(self, bucket: Bucket) -> None:
-        """Waits until the bucket's last gather is done."""
+        """Waits until the bucket's last gather is done; as `wait_reduced`."""
         if self._sync.is_gathered(bucket.number):
+            self._sync.wait_gathered(bucket.number)  # at once, for the host
             return
         start = time.monotonic_ns()
         with self._progress.during(f"the gather of step {self._step}", meets=True):
             self._sync.wait_gathered(bucket.number)
         self._waits.append(("wait", f"{bucket.spec.chunk}GATHER", start, time.monotonic_ns(), 0))
+
+    def drain(self) -> None:
+        """Waits until all that could begin is done, on an accelerator, too."""
+        with self._progress.during(f"the end of the sums and gathers of step {self._step}", meets=True):
+            self._sync.drain()
 
     def take_records(self) -> list[RawRecord]:
         """Returns the transfers and the waits since the last call, by chunk."""

@@ -313,11 +313,11 @@ def _connect(
         def read() -> None:
             progress.life.check()
             with supervisor.together("waiting for the weights of the last step"):
-                sync.flush()
+                dp_sync.settle()
 
         schedule = _bucket_schedule(model, topology.pp_rank)
         wire = torch.bfloat16 if config.dp_sync_dtype == "bfloat16" else torch.float32
-        sync = DpSync(
+        sync = dp_sync = DpSync(
             cut, topology, groups, rings, schedule, progress, read, config.offload_optimizer, kernels, wire_dtype=wire
         )
     else:

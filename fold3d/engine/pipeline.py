@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from fold3d import _C
-from fold3d.comms import abortable_collectives
 from fold3d.comms.broadcast import broadcast_value
 from fold3d.comms.consistency import check_same_batch, fingerprint
 from fold3d.comms.groups import Groups
@@ -35,15 +34,16 @@ class Pipeline:
         """
         self._keep = keep
         self._topology, self._group, self._executor, self._progress = topology, groups.pipeline, executor, progress
-        self._replica, self._tensor = groups.replica, groups.tensor
+        self._world = groups.world
 
     def run(self, schedule: Schedule, micro_batches: Sequence[MicroBatch], *, backward: bool) -> list[Any]:
         """Runs this rank's actions; returns the results by micro-batch on the last stage, None of each elsewhere."""
         self._progress.begin(schedule)
-        if self._tensor is not None:  # before they meet in a layer: there other shapes would not even be told apart
+        if self._topology.tp > 1:  # before they meet in a layer: there other shapes would not even be told apart
             with self._progress.during("comparing the micro-batches of shards", meets=True):
                 ranks = self._topology.shards(self._topology.dp_rank, self._topology.pp_rank)
-                check_same_batch(self._topology, ranks, self._fingerprints(micro_batches, ranks, self._tensor))
+                found = self._fingerprints(micro_batches, ranks, self._world.tensor.all_reduce)
+                check_same_batch(self._topology, ranks, found)
         if backward:
             self._keep(micro_batches)
         with self._progress.during(self._progress.doing):  # whom an action waits for follows from the schedule
@@ -73,7 +73,7 @@ class Pipeline:
     def result_everywhere(self, result: Any, micro_batch: MicroBatch) -> Any:
         """Returns the last stage's `result`, any nesting of tensors and plain values, on every stage. Raises as
         `sum_of_losses`."""
-        if self._replica is None:
+        if self._is_alone:
             return result
         self._meet(torch.zeros((), dtype=torch.float64), [micro_batch])
         source = self._topology.rank_of(self._topology.dp_rank, self._topology.pp - 1)
@@ -81,18 +81,30 @@ class Pipeline:
 
     def _meet(self, value: torch.Tensor, micro_batches: Sequence[MicroBatch]) -> torch.Tensor:
         """Returns the sum of `value`, fp64, over the replica, once all its ranks had the same micro-batches."""
-        if self._replica is None:
+        if self._is_alone:
             return value
         ranks = self._topology.replica(self._topology.dp_rank)
-        check_same_batch(self._topology, ranks, self._fingerprints(micro_batches, ranks, self._replica, value))
+        found = self._fingerprints(micro_batches, ranks, self._world.all_reduce_replica, value)
+        check_same_batch(self._topology, ranks, found)
         return value
 
+    @property
+    def _is_alone(self) -> bool:
+        """Whether this rank is a replica by itself."""
+        return self._topology.pp * self._topology.tp == 1
+
     def _fingerprints(
-        self, micro_batches: Sequence[MicroBatch], ranks: Sequence[int], group: Any, value: torch.Tensor | None = None
+        self,
+        micro_batches: Sequence[MicroBatch],
+        ranks: Sequence[int],
+        sum_up: Callable[[torch.Tensor], None],
+        value: torch.Tensor | None = None,
     ) -> list[int]:
-        """Returns those of the micro-batches of all `ranks`, the members of `group`, who call.
+        """Returns those of the micro-batches of all `ranks`, who call.
 
         Args:
+            sum_up: sums a tensor over them, in place; along trees, so that what lies one after the other grows with
+                the logarithm of their number.
             value: fp64, of which all get the sum.
         """
         size = 0 if value is None else value.numel()
@@ -100,7 +112,7 @@ class Pipeline:
         shares[size + ranks.index(self._topology.rank)] = fingerprint([one.inputs for one in micro_batches])
         if value is not None:
             shares[:size] = value.reshape(-1)
-        abortable_collectives.all_reduce(shares, group, self._progress)
+        sum_up(shares)
         if value is not None:
             value.copy_(shares[:size].reshape(value.shape))
         return [int(one) for one in shares[size:].tolist()]

@@ -76,7 +76,8 @@ def test_parameters_are_gathered_in_any_dtype() -> None:
         sync.wait_reduced(3)
         assert sync.is_gathered(3)
         sync.gather(3, parameters)
-        sync.wait_gathered(3)
+        sync.drain()
+        assert [record[0] for record in sync.take_records()] == ["reduce", "gather"] and sync.is_gathered(3)
         return parameters
 
     for parameters in run_replicas(2, body):

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from fold3d import _C
 from tests.simdevice import sim
 
 DEVICE = "sim"
@@ -157,6 +158,37 @@ def data_parallel() -> None:
     sum(model(batch).square().mean() / 2 for batch in batches).backward()  # type: ignore[union-attr]
     for want, got in zip(model.parameters(), replica.parameters(), strict=True):
         torch.testing.assert_close(got.grad.cpu(), want.grad, rtol=1e-12, atol=1e-14)
+
+
+def sums_in_vain() -> tuple[int, str, str]:
+    """Sums of a bucket that the other rank does not join, on rank 0. Returns how often the host has waited until a
+    stream waits for them, what it is told by whoever looks for their end, and by the device."""
+    reduces, gathers = (_group(timedelta(seconds=60)).group_name for _ in range(2))
+    device = torch.device("sim", torch.accelerator.current_device_index())
+    sync = _C.BucketSync(
+        *(dist.get_rank(), 2, _C.NicArbiter(), device, 1.0, "here"),
+        slice_bytes=0,
+        reduce_group=reduces,
+        gather_group=gathers,
+    )
+    waits, told, seen = 0, "", ""
+    if dist.get_rank() == 0:
+        gradients = torch.ones(8, device=device)
+        sync.begin(1, [])
+        before = sim.host_waits()
+        sync.reduce(0, gradients, 0.5)
+        sync.wait_reduced(0)
+        gradients += 1  # ordered behind the sums, else a race
+        waits = sim.host_waits() - before
+        with pytest.raises(_C.CommError) as late:
+            sync.drain()
+        told = str(late.value)
+        with pytest.raises(RuntimeError) as ended:
+            torch.accelerator.synchronize()
+        seen = str(ended.value)
+    sync.close()
+    dist.barrier()
+    return waits, told, seen
 
 
 def _finish() -> None:

@@ -6,14 +6,12 @@ import contextlib
 import functools
 import time
 from collections.abc import Iterator
-from typing import Any
+from dataclasses import replace
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 import fold3d
 from fold3d.device import default_device
@@ -23,32 +21,6 @@ from tests.dist import parity_jobs
 from tests.dist.parity_cases import Case
 from tests.dist.parity_checks import TOLERANCE, assert_equal, assert_same_bits
 from tests.simdevice import sim
-
-
-class HostReads(TorchDispatchMode):
-    """Notes the operators that bring values from the device to the host, which wait for it.
-
-    Attributes:
-        seen: their names.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        made = [leaf for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)]
-        comes = any(tensor.device.type == "sim" for tensor in given)
-        if comes and (not made or any(tensor.device.type == "cpu" for tensor in made)) and not _changes_only(func):
-            self.seen.append(str(func))
-        return out
-
-
-def _changes_only(func: Any) -> bool:
-    """Whether the operator returns nothing because it works in place."""
-    return func._schema.is_mutable and not func._schema.returns
 
 
 def on_the_device() -> None:
@@ -87,20 +59,21 @@ def _as(case: Case, want: parity_jobs.Result, microseconds: int = 0) -> int:
     return sim.launches() - before
 
 
-def reads_of_a_step(case: Case, *, scales: bool = False) -> dict[str, list[str]]:
-    """Returns the operators by which the training thread reads from the device in each part of a step, once messages
-    are received before their frames.
+def waits_of_a_step(case: Case, *, scales: bool = False) -> dict[str, int]:
+    """Returns how often the training thread waits for the device in each part of a step, once messages are received
+    before their frames. Its model reads nothing itself, as those of transformers do to make a mask.
 
     Args:
         scales: a loss scaler decides on the device which steps count.
     """
-    found: dict[str, list[str]] = {}
+    case = replace(case, family="plain")
+    counts: dict[str, int] = {}
 
     @contextlib.contextmanager
-    def noted(part: str) -> Iterator[None]:
-        with HostReads() as reads:
-            yield
-        found[part] = reads.seen
+    def counted(part: str) -> Iterator[None]:
+        before = sim.host_waits()
+        yield
+        counts[part] = sim.host_waits() - before
 
     with parity_jobs.precision(case), sdpa_kernel(SDPBackend.MATH):
         model = parity_jobs.build(case)
@@ -111,24 +84,24 @@ def reads_of_a_step(case: Case, *, scales: bool = False) -> dict[str, list[str]]
         for step in range(4):
             rows = parity_jobs.micro_batches_of(case, parity_jobs.global_batch(case, step), engine.topology.dp_rank)
             parts = [parity_jobs.on(engine.device, part) for part in rows]
-            with noted("run"):
+            with counted("run"):
                 engine.run(parts, lambda model, batch: loss_of(model(**batch)) / case.m, reads_weights=False)
-            with noted("clip"):
+            with counted("clip"):
                 norm = engine.clip_grad_norm(parity_jobs.MAX_NORM)
             optimizer = engine.optimizer
             assert optimizer is not None and norm.device == engine.device
-            with noted("step"):
+            with counted("step"):
                 optimizer.step() if scaler is None else scaler.step(optimizer)
                 optimizer.zero_grad()
             if scaler is not None:
-                with noted("update"):
+                with counted("update"):
                     scaler.update()
-            with noted("flush"):
+            with counted("flush"):
                 engine.flush()
         assert norm.item() > parity_jobs.MAX_NORM
         assert scaler is None or scaler.get_scale() == 2.0**8
         engine.close()
-    return found
+    return counts
 
 
 def as_on_the_cpu_when_bound(case: Case) -> int:
@@ -146,7 +119,7 @@ def forgotten(case: Case, ordering: str, thread: str) -> list[str]:
     with parity_jobs.precision(case), sdpa_kernel(SDPBackend.MATH), sim.recorded() as reports:
         engine = parity_jobs.engine_of(case)
         with sim.left_out(ordering, thread):
-            for step in range(3):  # in the third messages are received before their frames
+            for step in range(8):  # from the third on messages are received before their frames
                 engine.step(parity_jobs.batch_of(engine, case, step))
             engine.flush()
         torch.accelerator.synchronize()

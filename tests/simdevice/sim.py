@@ -123,6 +123,11 @@ def launches() -> int:
     return int(_C.launches())
 
 
+def host_waits() -> int:
+    """Returns how often the calling thread has waited for a device: for a stream, an event, a number, a copy."""
+    return int(_C.host_waits())
+
+
 def blocking_operators() -> int:
     """Returns how many operators made the host wait because only their kernel knows the sizes of their results."""
     return int(_C.blocking_operators())

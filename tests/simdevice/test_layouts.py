@@ -17,6 +17,8 @@ DP = Case(dp=2, m=2, segments=2, schedule="aiao", dp_sync="early")
 ZERO1 = replace(DP, dp_sync="zero1")
 FOLD = Case(pp=2, m=4, segments=2, schedule="fold")
 """All four queues of both ranks have something to do."""
+LONG = replace(FOLD, m=8)
+"""Memory of messages is used again within a step: from one step to the next the host has waited meanwhile."""
 SQUARE = Case(dp=2, pp=2, m=3, segments=2, schedule="aiao", dp_sync="early")
 
 
@@ -83,21 +85,21 @@ def test_messages_of_other_shapes_come_between(sim_ranks: RankPool) -> None:
     assert sim_ranks.run(f"{LAYOUTS}:ragged", 2, case, timeout=150.0) == [(10, 8)] * 2
 
 
-@pytest.mark.parametrize("case", [FOLD, ZERO1], ids=["pp2", "zero1"])
-def test_the_host_reads_no_norm(case: Case, sim_ranks: RankPool) -> None:
-    """What it reads in a step is the loss, with several stages the batch's fingerprint, and what the model reads."""
-    for reads in sim_ranks.run(f"{LAYOUTS}:reads_of_a_step", 2, case, timeout=150.0):
-        assert reads.pop("run"), "reading is noticed"
-        assert reads == {"clip": [], "step": [], "flush": []}
+@pytest.mark.parametrize("case", [FOLD, DP, ZERO1], ids=["pp2", "early", "zero1"])
+def test_the_host_waits_for_no_norm_and_no_weights(case: Case, sim_ranks: RankPool) -> None:
+    """Of a step it waits for the loss, and with several stages for the batch's fingerprint."""
+    for rank, waits in enumerate(sim_ranks.run(f"{LAYOUTS}:waits_of_a_step", 2, case, timeout=150.0)):
+        assert waits.pop("run") == (case.dp > 1 or rank == 1) + (case.pp > 1)
+        assert waits == {"clip": 0, "step": 0, "flush": 0}
 
 
 @pytest.mark.rotating
 @pytest.mark.parametrize("case", [FOLD, ZERO1, DP], ids=["pp2", "zero1", "early"])
-def test_a_loss_scaler_reads_its_verdict_once(case: Case, sim_ranks: RankPool) -> None:
+def test_a_loss_scaler_waits_once_for_its_verdict(case: Case, sim_ranks: RankPool) -> None:
     case = replace(case, dtype="float32")
-    for reads in sim_ranks.run(f"{LAYOUTS}:reads_of_a_step", 2, case, scales=True, timeout=150.0):
-        assert reads.pop("run") and len(reads.pop("step")) == 1
-        assert reads == {"clip": [], "update": [], "flush": []}
+    for rank, waits in enumerate(sim_ranks.run(f"{LAYOUTS}:waits_of_a_step", 2, case, scales=True, timeout=150.0)):
+        assert waits.pop("run") == (case.dp > 1 or rank == 1) + (case.pp > 1)
+        assert waits == {"clip": 0, "step": 1, "update": 0, "flush": 0}
 
 
 @pytest.mark.rotating
@@ -125,8 +127,8 @@ def test_a_rank_that_raises_ends_the_step_on_all(case: Case, bad_rank: int, sim_
     [
         (FOLD, "event_block", "send_f"),  # what is sent has been computed
         (FOLD, "event_block", "send_b"),
-        (FOLD, "event_block", "recv_f"),  # memory that is received into is not read any more
-        (FOLD, "event_block", "recv_b"),
+        (LONG, "event_block", "recv_f"),  # memory that is received into is not read any more
+        (LONG, "event_block", "recv_b"),
         (FOLD, "work_wait", "send_f"),  # what is sent is not overwritten before it has left
         (FOLD, "work_wait", "send_b"),
         (FOLD, "work_wait", "recv_f"),  # what was received is there
@@ -135,11 +137,12 @@ def test_a_rank_that_raises_ends_the_step_on_all(case: Case, bad_rank: int, sim_
         (FOLD, "work_wait", "main"),  # the norm of all stages is there
         (DP, "event_block", "reduce"),  # gradients that are summed are complete
         (DP, "work_wait", "reduce"),  # sums are there
-        (DP, "event_synchronize", "reduce"),
         (DP, "work_wait", "gather"),
-        (DP, "event_synchronize", "gather"),
-        (ZERO1, "event_block", "gather"),  # what is gathered is there
-        (ZERO1, "event_synchronize", "gather"),
+        (DP, "event_block", "gather"),  # sums that are gathered are there
+        (DP, "event_block", "main"),  # sums and gathers are waited for where they are used
+        (DP, "work_wait", "main"),
+        (ZERO1, "event_block", "gather"),  # weights that are gathered have been stepped
+        (ZERO1, "event_block", "main"),
     ],
     ids=lambda value: value if isinstance(value, str) else value.dp_sync if value.dp > 1 else "pp2",
 )

@@ -75,6 +75,7 @@ void BucketSync::reduce(Collective collective) {
   collective.step = step_;
   check_collective(Traffic::kReduce, collective, options_.size);
   reduce_stream_->push(collective);
+  ++reduces_.count;
   of.reduced_step = step_;
   of.reducing = true;
   const auto planned = std::find_if(slots_.begin(), slots_.end(),
@@ -100,26 +101,43 @@ void BucketSync::gather(Collective collective) {
 void BucketSync::push_ready_gathers() {
   while (!slots_.empty() && slots_.front().ready) {
     gather_stream_->push(std::move(slots_.front().collective));
+    ++gathers_.count;
     slots_.pop_front();
   }
+}
+
+void BucketSync::usable(Traffic traffic, int number) {
+  {
+    const std::lock_guard lock(mutex_);
+    now_usable(traffic, number);
+    running(traffic).is_usable = true;
+  }
+  changed_.notify_all();
 }
 
 void BucketSync::completed(const CollectiveRecord& record) {
   {
     const std::lock_guard lock(mutex_);
     records_.push_back(record);
-    Bucket& of = bucket(record.bucket);
-    if (record.traffic == Traffic::kGather) {
-      --of.gathering;
-    } else {
-      of.reducing = false;
-      for (Slot& slot : slots_) {
-        if (slot.bucket == record.bucket && slot.collective.buffer) slot.ready = true;
-      }
-      push_ready_gathers();
-    }
+    Running& of = running(record.traffic);
+    --of.count;
+    if (!std::exchange(of.is_usable, false)) now_usable(record.traffic, record.bucket);
   }
   changed_.notify_all();
+}
+
+/// With the lock.
+void BucketSync::now_usable(Traffic traffic, int number) {
+  Bucket& of = bucket(number);
+  if (traffic == Traffic::kGather) {
+    --of.gathering;
+    return;
+  }
+  of.reducing = false;
+  for (Slot& slot : slots_) {
+    if (slot.bucket == number && slot.collective.buffer) slot.ready = true;
+  }
+  push_ready_gathers();
 }
 
 void BucketSync::wait_reduced(int number) {
@@ -136,6 +154,10 @@ void BucketSync::wait_reduced(int number) {
 
 void BucketSync::wait_gathered(int number) {
   wait("gather of " + name_of(number), Traffic::kGather, [this, number] { return bucket(number).gathering == 0; });
+}
+
+void BucketSync::drain() {
+  wait("end of DP.sync", Traffic::kGather, [this] { return reduces_.count == 0 && gathers_.count == 0; });
 }
 
 bool BucketSync::is_gathered(int number) {

@@ -57,13 +57,16 @@ class BucketSync final : private CollectiveStream::Listener {
   /// Queues an all-gather in place, behind all gathers queued or planned before. Never blocks.
   void gather(Collective collective);
 
-  /// Returns when the bucket's reduce-scatter of this step is done. Blocks for at most `timeout`. Throws
-  /// std::logic_error when the bucket was not reduced in this step.
+  /// Returns when the sums of the bucket's reduce-scatter of this step may be used: on a device, by streams that wait
+  /// for the mark of its buffer. Blocks for at most `timeout`. Throws std::logic_error when the bucket was not reduced
+  /// in this step.
   void wait_reduced(int bucket);
-  /// Returns when the bucket's newest gather is done, at once when there is none. Blocks for at most `timeout`.
+  /// Returns when the bucket's newest gather may be used, at once when there is none. Blocks for at most `timeout`.
   void wait_gathered(int bucket);
   /// Whether wait_gathered() would return at once.
   bool is_gathered(int bucket);
+  /// Returns when all that was handed over and could begin is done, on a device, too. Blocks for at most `timeout`.
+  void drain();
 
   /// What was completed since the last call, in the order of completion.
   std::vector<CollectiveRecord> take_records();
@@ -77,7 +80,12 @@ class BucketSync final : private CollectiveStream::Listener {
   struct Bucket {
     std::int64_t reduced_step = std::numeric_limits<std::int64_t>::min();  // of the newest reduce()
     bool reducing = false;
-    int gathering = 0;  // gathers queued or planned since its reduce(), and not done
+    int gathering = 0;  // gathers queued or planned since its reduce(), and not usable
+  };
+  /// What is in one of the streams.
+  struct Running {
+    int count = 0;
+    bool is_usable = false;  // the first of them
   };
   /// A place in the order of the gathers.
   struct Slot {
@@ -87,10 +95,15 @@ class BucketSync final : private CollectiveStream::Listener {
     Collective collective = {};
   };
 
+  void usable(NicArbiter::Traffic traffic, int bucket) override;
   void completed(const CollectiveRecord& record) override;
   void failed(Failure::Kind kind, const std::string& text) override;
 
   Bucket& bucket(int number);
+  Running& running(NicArbiter::Traffic traffic) {
+    return traffic == NicArbiter::Traffic::kGather ? gathers_ : reduces_;
+  }
+  void now_usable(NicArbiter::Traffic traffic, int bucket);
   void push_ready_gathers();
   template <class Done>
   void wait(const std::string& what, NicArbiter::Traffic traffic, Done done);
@@ -107,9 +120,10 @@ class BucketSync final : private CollectiveStream::Listener {
   std::int64_t step_ = 0;
   std::vector<Bucket> buckets_;
   std::deque<Slot> slots_;  // gathers that are not in the stream yet
+  Running reduces_, gathers_;
   std::vector<CollectiveRecord> records_;
 
-  // Last: their threads call completed() and failed().
+  // Last: their threads call usable(), completed() and failed().
   const std::unique_ptr<CollectiveStream> reduce_stream_, gather_stream_;
 };
 

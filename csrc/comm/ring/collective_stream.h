@@ -2,6 +2,7 @@
 
 #include <string>
 
+#include "comm/arbiter/nic_arbiter.h"
 #include "comm/base/failure.h"
 #include "comm/ring/collective.h"
 
@@ -15,6 +16,10 @@ class CollectiveStream {
   class Listener {
    public:
     virtual ~Listener() = default;
+    /// What the collective that is under way on a device brings may be used, by streams that wait for the mark which
+    /// its buffer carries.
+    virtual void usable(NicArbiter::Traffic traffic, int bucket) = 0;
+    /// It is done, and may be used if that was not said before.
     virtual void completed(const CollectiveRecord& record) = 0;
     /// The stream has ended; not called after abort().
     virtual void failed(Failure::Kind kind, const std::string& text) = 0;

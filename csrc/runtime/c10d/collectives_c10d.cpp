@@ -9,6 +9,7 @@
 #include <chrono>
 #include <limits>
 #include <stdexcept>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -24,8 +25,8 @@ namespace {
 using comm::NicArbiter;
 using Traffic = NicArbiter::Traffic;
 
-/// Between two looks whether a bucket is ready: the device's own wait would keep a core busy, and hear of no abort.
-constexpr std::chrono::microseconds kPause{50};
+/// How often the device is asked whether it has come to a mark; a slice takes longer.
+constexpr std::chrono::microseconds kPoll{50};
 
 bool spans_hosts(const core::Hosts& hosts, int size) {
   core::check_hosts(hosts, size, "collectives");
@@ -114,7 +115,9 @@ void C10dCollectives::loop() noexcept {
       lock.lock();
       if (stopped_) return;  // whoever aborted knows why
       lock.unlock();
-      listener_->failed(comm::Failure::Kind::kError, name_of(options_.traffic, current) + " failed: " + error.what());
+      const bool is_late = dynamic_cast<const comm::TimeoutError*>(&error) != nullptr;
+      listener_->failed(is_late ? comm::Failure::Kind::kTimeout : comm::Failure::Kind::kError,
+                        name_of(options_.traffic, current) + " failed: " + error.what());
       return;
     }
     lock.lock();
@@ -148,14 +151,6 @@ void C10dCollectives::agree() {
   arbiter_->set_bandwidth(agreed_);
 }
 
-/// Returns when the device has passed the mark. As a stream's wait for it, it holds up this thread's collectives alone.
-void C10dCollectives::wait_until_ready(const DeviceEvent& ready) const {
-  while (!ready.query()) {
-    check();
-    std::this_thread::sleep_for(kPause);
-  }
-}
-
 /// A slice took so long; 0: nobody can say.
 void C10dCollectives::note(Slice& slice, double seconds) {
   if (seconds > 0) measured_ = std::max(measured_, slice.bytes / seconds);
@@ -164,7 +159,7 @@ void C10dCollectives::note(Slice& slice, double seconds) {
 
 /// Waits for a slice, if there is one, and notes how fast it was.
 void C10dCollectives::finish(Slice& slice) {
-  slice.done.synchronize();
+  await(slice.done);
   if (slice.bytes > 0) note(slice, slice.done.seconds_since(slice.begun));
 }
 
@@ -173,7 +168,8 @@ void C10dCollectives::run(const comm::Collective& collective) {
   const c10::StreamGuard guard(stream_);
   if (makes_room_ && core::SliceRule::agrees_before(++number_)) agree();
   DeviceEvent& ready = static_cast<TensorBuffer&>(*collective.buffer).ready();
-  if (makes_room_) wait_until_ready(ready);
+  // As a stream's wait for it, it holds up this thread's collectives alone.
+  if (makes_room_) await(ready);
   ready.block(stream_);
   const at::Tensor shards = tensor_of(collective).view({options_.size, -1});
   const std::int64_t others = options_.size - 1, shard_length = shards.size(1);
@@ -196,6 +192,11 @@ void C10dCollectives::run(const comm::Collective& collective) {
     finish(slice);  // the one before the last
     run_slice(collective, shards, offset, std::min(slice_length, shard_length - offset), staging, slice);
     slice.done.record(stream_);
+  }
+  if (!shards.is_cpu()) {  // the compute stream need not wait for this thread to hear that the device is done
+    auto& buffer = static_cast<TensorBuffer&>(*collective.buffer);
+    (options_.traffic == Traffic::kReduce ? buffer.ready() : buffer.gathered()).record(stream_);
+    listener_->usable(options_.traffic, collective.bucket);
   }
   for (Slice& slice : slices_) finish(slice);
   check();  // what was aborted ends, too, with anything in its memory
@@ -247,6 +248,20 @@ void C10dCollectives::run_slice(const comm::Collective& collective, const at::Te
     if (rank > 0) part.narrow(0, 0, rank).copy_(gathered.narrow(0, 0, rank));
     if (after > 0) part.narrow(0, rank + 1, after).copy_(gathered.narrow(0, rank + 1, after));
   }
+}
+
+/// Returns when the device has passed the mark.
+void C10dCollectives::await(const DeviceEvent& done) const {
+  using Clock = std::chrono::steady_clock;
+  const Clock::time_point deadline = Clock::now() + options_.timeout;
+  while (!done.query()) {  // after abort(), too: until its kernels have ended they use the memory
+    if (Clock::now() >= deadline) {
+      throw comm::TimeoutError("not done after " + comm::seconds(options_.timeout) +
+                               " (setting comm_timeout); it waits for the other replicas of the stage");
+    }
+    std::this_thread::sleep_for(kPoll);
+  }
+  done.synchronize();  // some libraries say here what went wrong
 }
 
 void C10dCollectives::check() const {

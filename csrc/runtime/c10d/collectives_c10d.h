@@ -5,6 +5,7 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include <array>
+#include <chrono>
 #include <condition_variable>
 #include <cstdint>
 #include <deque>
@@ -22,7 +23,8 @@
 namespace fold3d::runtime {
 
 /// Reduce-scatters or all-gathers of device memory by the group's library (NCCL), on a stream beside the compute
-/// stream. Sums have the library's order.
+/// stream. Sums have the library's order. Once its last slice is launched a collective is usable by streams that wait
+/// for a mark: `ready` of its buffer has that of the sums then, `gathered` that of a gather.
 ///
 /// Where messages of the pipeline go over the same cards, it goes in slices (core::SliceRule), and a thread asks the
 /// arbiter before each: a slice is held back, for a bounded time, while a message that is ready is on its way. At most
@@ -32,6 +34,9 @@ namespace fold3d::runtime {
 ///
 /// Replicas cut alike: the speed that decides it is measured by each and agreed on in the group, in the order of its
 /// collectives. They hold back on their own, and a slice moves when all have launched it.
+///
+/// Since nobody else need wait for the device, this thread keeps the time: a bucket, or a slice, that the device does
+/// not pass within `timeout` ends the stream with a failure of that kind.
 ///
 /// Host memory works as well (gloo), a slice at a time; gloo's collectives cannot be aborted: stop() then returns when
 /// the group's time limit has passed.
@@ -44,6 +49,7 @@ class C10dCollectives final : public comm::CollectiveStream {
     std::size_t slice_bytes = 0;  ///< what a replica sends in a slice, the same on all; 0: as core::SliceRule says
     core::Hosts hosts = {};       ///< of each replica
     bool makes_room = true;       ///< for messages on the cards that it uses; the same on all replicas
+    std::chrono::milliseconds timeout{300'000};  ///< for a slice in device memory (setting comm_timeout)
   };
 
   /// Resolves the group by name; its ranks are the replicas of the stage, and nobody else uses it. Throws c10::Error
@@ -69,11 +75,11 @@ class C10dCollectives final : public comm::CollectiveStream {
   void run(const comm::Collective& collective);
   std::int64_t slice_bytes() const;
   void agree();
-  void wait_until_ready(const DeviceEvent& ready) const;
   void note(Slice& slice, double seconds);
   void finish(Slice& slice);
   void run_slice(const comm::Collective& collective, const at::Tensor& shards, std::int64_t offset, std::int64_t length,
                  at::Tensor staging, Slice& slice);
+  void await(const DeviceEvent& done) const;
   void check() const;
 
   const Options options_;

@@ -12,8 +12,8 @@
 
 namespace fold3d::runtime {
 
-/// Memory of one contiguous tensor. `ready` marks, on the producing stream, when its contents are valid; `reusable`, on
-/// the stream of those who used it, when it may be written to.
+/// Memory of one contiguous tensor. `ready` marks, on the producing stream, when its contents are valid; `gathered`,
+/// when those of all replicas are there; `reusable`, on the stream of those who used it, when it may be written to.
 class TensorBuffer : public comm::Buffer {
  public:
   explicit TensorBuffer(at::Tensor tensor) : tensor_(std::move(tensor)) {}
@@ -25,6 +25,7 @@ class TensorBuffer : public comm::Buffer {
 
   const at::Tensor& tensor() const { return tensor_; }
   DeviceEvent& ready() { return ready_; }
+  DeviceEvent& gathered() { return gathered_; }
   DeviceEvent& reusable() { return reusable_; }
 
   /// `stream` is about to overwrite it: it waits for who wrote and who read it.
@@ -49,7 +50,7 @@ class TensorBuffer : public comm::Buffer {
 
  private:
   at::Tensor tensor_;
-  DeviceEvent ready_, reusable_;
+  DeviceEvent ready_, gathered_, reusable_;
   std::optional<c10::Stream> user_;
 };
 

@@ -70,6 +70,7 @@ PYBIND11_MODULE(_simdevice, m) {
   m.def("set_device_bytes", &set_device_bytes);
   m.def("take_reports", [] { return runtime().take_reports(); });
   m.def("launches", [] { return runtime().launches(); });
+  m.def("host_waits", &Runtime::waits);
   m.def("blocking_operators", &blocking_operators);
   m.def("use_on_host", &use_on_host);
   m.def("leave_out", &leave_out);
