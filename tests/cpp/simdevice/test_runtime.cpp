@@ -181,7 +181,7 @@ TEST(SimulatedDevice, TimeOnAStreamAddsUp) {
   Runtime& device = new_runtime();
   Stream* const stream = device.stream(0, 0);
   const auto from = device.record(stream);
-  for (int i = 0; i < 20; ++i) device.launch(stream, "sleep", {}, make_task([&] { stream->occupy(milliseconds(2)); }));
+  for (int i = 0; i < 20; ++i) device.launch(stream, "sleep", {}, make_task([&] { stream->occupy_until(stream->free_since() + milliseconds(2)); }));
   const auto to = device.record(stream);
   device.synchronize(stream);
   EXPECT_GE(to->time() - from->time(), milliseconds(40));

@@ -6,6 +6,12 @@
 
 namespace simdevice {
 
+namespace {
+
+thread_local std::uint64_t waits_of_thread = 0;
+
+}  // namespace
+
 Runtime::Runtime(int devices) : by_device_(static_cast<std::size_t>(devices)), memory_(*new Memory) {
   for (int device = 0; device < devices; ++device) new_stream_locked(device, 0);
 }
@@ -152,13 +158,17 @@ void Runtime::check_kernels() {
   }
 }
 
+std::uint64_t Runtime::waits() { return waits_of_thread; }
+
 void Runtime::synchronize(const std::shared_ptr<Mark>& mark) {
+  ++waits_of_thread;
   mark->wait();
   see(mark->seen());
   check_kernels();
 }
 
 void Runtime::synchronize(Stream* stream) {
+  ++waits_of_thread;
   VectorClock seen;
   {
     const std::lock_guard lock(mutex_);

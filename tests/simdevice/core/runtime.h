@@ -80,6 +80,8 @@ class Runtime {
   void set_poison(bool poison);
   std::vector<std::string> take_reports();
   std::uint64_t launches();
+  /// How often the calling thread has waited for a device.
+  static std::uint64_t waits();
 
   /// Waits until the streams are idle; false: some are not within `timeout`. For the end of the process.
   bool drain(std::chrono::milliseconds timeout);
