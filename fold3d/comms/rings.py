@@ -31,6 +31,7 @@ def connect_replicas(
     *,
     over_tcp: bool,
     hosts: Hosts | None = None,
+    clock: _C.StreamClock | None = None,
 ) -> _C.BucketSync:
     """Returns this rank's part in the DP.sync of its stage; all replicas of the stage call.
 
@@ -38,6 +39,7 @@ def connect_replicas(
 
     Args:
         hosts: where the replicas are; None: a host for each.
+        clock: of the device, for what is recorded; None: one of its own.
         timeout: seconds until a replica that does not come is an error.
     """
     peers = None
@@ -60,6 +62,7 @@ def connect_replicas(
         reduce_group=groups.ring_names()["reduce"],
         gather_group=groups.ring_names()["gather"],
         hosts=[] if hosts is None else list(hosts.replicas),
+        clock=clock,
     )
 
 

@@ -288,7 +288,7 @@ def _connect(
     undo.callback(groups.close)
     undo.callback(progress.life.forget, groups)
     arbiter = join_nic_arbiter(topology, groups, model.name, config.preempt)
-    hosts = find_hosts(groups)
+    hosts, clock = find_hosts(groups), _C.StreamClock(device)
     shards: _C.TensorSync | None = None
     if topology.tp > 1:
         shards = connect_shards(topology, groups, arbiter, timeout, over_tcp=over_tcp, hosts=hosts)
@@ -306,7 +306,9 @@ def _connect(
     sync: DpSync | OneReplica
     kernels = config.kernels == "fold3d"
     if topology.dp > 1:
-        rings = connect_replicas(topology, groups, arbiter, device, timeout, over_tcp=over_tcp, hosts=hosts)
+        rings = connect_replicas(
+            topology, groups, arbiter, device, timeout, over_tcp=over_tcp, hosts=hosts, clock=clock
+        )
 
         def read() -> None:
             progress.life.check()
@@ -316,7 +318,8 @@ def _connect(
         schedule = _bucket_schedule(model, topology.pp_rank)
         wire = torch.bfloat16 if config.dp_sync_dtype == "bfloat16" else torch.float32
         sync = DpSync(
-            cut, topology, groups, rings, schedule, progress, read, config.offload_optimizer, kernels, wire_dtype=wire
+            *(cut, topology, groups, rings, schedule, progress, clock, read),
+            *(config.offload_optimizer, kernels, wire),
         )
     else:
         sync = OneReplica(cut, topology, groups, offload_optimizer=config.offload_optimizer, kernels=kernels)
@@ -339,6 +342,7 @@ def _connect(
         arbiter,
         list(hosts.stages),
         offload,
+        clock,
     )
     for part in (executor, sync):
         progress.life.end_with(part)
@@ -348,14 +352,15 @@ def _connect(
     undo.callback(progress.follow, None)
     keep = [] if offload is None else [keeper(executor, cut.model)]
     counting = shards if device.type == "cpu" else None  # which hears of tensors in host memory only
-    recorder = StepRecorder(executor, sync, arbiter, progress, topology.pp_rank, counting)
+    recorder = StepRecorder(executor, sync, arbiter, progress, clock, topology.pp_rank, counting)
+    undo.callback(recorder.close)
     pipeline = Pipeline(topology, groups, executor, progress, *keep)
     step = Step(
         *(cut, topology, config.seed, device),
         pipeline=pipeline,
         sync=sync,
         recorder=recorder,
-        replanner=Replanner(topology, groups, config, device, model.proposed),
+        replanner=Replanner(topology, groups, config, device, model.proposed, has_times=clock.tells_time),
         overlap=overlap,
         supervisor=supervisor,
         mean_over_replicas=lambda value: _mean(value, groups),

@@ -65,7 +65,7 @@ class BucketSync final : private CollectiveStream::Listener {
   /// Whether wait_gathered() would return at once.
   bool is_gathered(int bucket);
 
-  /// What was completed since the last call, in the order of completion.
+  /// What was completed since the last call, in the order of completion; as far as its times are known.
   std::vector<CollectiveRecord> take_records();
 
   /// Ends both streams; the first reason wins. Never throws.

@@ -7,11 +7,14 @@
 #include <array>
 #include <deque>
 #include <memory>
+#include <optional>
 #include <string>
 
 #include "comm/p2p/transport.h"
 #include "runtime/c10d/abortable_works.h"
+#include "runtime/c10d/message_times.h"
 #include "runtime/device/device.h"
+#include "runtime/device/stream_clock.h"
 
 namespace fold3d::runtime {
 
@@ -33,8 +36,8 @@ struct GroupNames {
 class C10dTransport final : public comm::Transport {
  public:
   /// Resolves the groups by name; an empty name stands for a group that is not used. Throws c10::Error when one does
-  /// not exist.
-  C10dTransport(const GroupNames& names, c10::Device device);
+  /// not exist. `clock`: of the device.
+  C10dTransport(const GroupNames& names, c10::Device device, std::shared_ptr<StreamClock> clock);
   ~C10dTransport() override;
 
   void end() override;
@@ -43,6 +46,7 @@ class C10dTransport final : public comm::Transport {
   void recv(comm::Channel channel, int peer_stage, std::shared_ptr<comm::Buffer> buffer) override;
   void send_frame(comm::Channel channel, int peer_stage, std::span<const std::byte> frame) override;
   void recv_frame(comm::Channel channel, int peer_stage, std::span<std::byte> frame) override;
+  std::shared_ptr<comm::LaterInterval> take_times(comm::Channel channel, bool sends) override;
   void abort(const std::string& reason) override;
 
  private:
@@ -58,7 +62,11 @@ class C10dTransport final : public comm::Transport {
   struct Line {
     Group group;
     c10::Stream stream;
-    std::deque<Transfer> under_way;  // sends, and of receives the last; the queue's during a step
+    std::shared_ptr<LinkRate> rate;       // shared with the queue of the other direction
+    std::deque<Transfer> under_way = {};  // sends, and of receives the last; the queue's during a step
+    // Of the message under way; the queue's.
+    std::optional<comm::Moment> begun = std::nullopt, ended = std::nullopt;
+    std::size_t bytes = 0;
 
     int peer(int stage) const { return group->getSize() == 2 ? 1 - group->getRank() : stage; }
   };
@@ -68,8 +76,11 @@ class C10dTransport final : public comm::Transport {
   c10::intrusive_ptr<c10d::Work> begin_send(Line& line, int peer_stage, const at::Tensor& tensor);
   c10::intrusive_ptr<c10d::Work> begin_recv(Line& line, int peer_stage, const at::Tensor& tensor);
   void make_room(Line& line);
+  void begins(Line& line);
+  void ends(Line& line, std::size_t bytes);
 
   const c10::Device device_;
+  const std::shared_ptr<StreamClock> clock_;
   std::array<Line, 4> lines_;
   AbortableWorks works_;
 };
