@@ -23,7 +23,7 @@ from benchmarks.cluster.results.progress import say
 from benchmarks.cluster.results.report import Report
 from benchmarks.cluster.scenarios import SCENARIOS, Scenario
 from benchmarks.cluster.session import Session
-from benchmarks.cluster.systems import DEFAULT, FAMILIES, find_systems
+from benchmarks.cluster.systems import DEFAULT, DEFAULT_ON_DEVICE, FAMILIES, find_systems, on_device
 from benchmarks.cluster.testbed.hosts import Hosts, Link, LoopbackHosts, NamespaceHosts, why_unavailable
 from benchmarks.cluster.testbed.machine import describe_commit, describe_machine, wait_for_calm
 from benchmarks.cluster.testbed.wake_up import measure_wake_up_s
@@ -93,6 +93,13 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--offload", choices=SCENARIOS, nargs="?", const="O", help="what copies of stashes cost, at two rates"
     )
     parser.add_argument("--systems", nargs="+", metavar="SYSTEM", help=f"with --scenario: of {known}")
+    parser.add_argument(
+        "--device",
+        choices=("cpu", "sim"),
+        default="cpu",
+        help="with --scenario: what the layers compute on: sim is the simulated device of tests/simdevice, which "
+        "launches asynchronously; the reference runs on the CPU, too (default cpu)",
+    )
     parser.add_argument("--repetitions", type=_positive, help="runs of each system, in turn (default 3, --grid 1)")
     parser.add_argument("--steps", type=_positive, help="measured steps of a run (default by scenario, --grid 3)")
     parser.add_argument("--warm-up", type=_positive, default=1, help="least number of steps before them (default 1)")
@@ -109,6 +116,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     for name, given in (
         ("--systems", options.systems),
         ("--without-dp-sync", options.without_dp_sync),
+        ("--device sim", options.device == "sim"),
     ):
         if given and not compares:
             parser.error(f"{name} has an effect only with --scenario")
@@ -140,8 +148,14 @@ def _about(options: argparse.Namespace, arguments: Sequence[str] | None) -> dict
 
 def _check(options: argparse.Namespace) -> None:
     """Raises: ValueError for systems that are unknown or do not fit the scenario."""
-    for name in options.systems or ():
+    for name in _names(options):
         find_systems(name, SCENARIOS[options.scenario or "A"])
+
+
+def _names(options: argparse.Namespace) -> Sequence[str]:
+    if options.device == "sim":
+        return on_device(options.systems or DEFAULT_ON_DEVICE)
+    return tuple(options.systems or DEFAULT)
 
 
 def _no_wait() -> bool:
@@ -171,8 +185,9 @@ def _measure(
         name = f"{scenario.name}, no gradients"
         scenario = replace(scenario, name=name, title="the pipeline alone", gradient_bytes=0)
     scenario = scenario.thinned(options.thin)
-    entries = [find_systems(name, scenario) for name in options.systems or DEFAULT]
-    with hosts_of(scenario) as hosts, session_on(hosts, scenario.ranks) as session:
+    entries = [find_systems(name, scenario) for name in _names(options)]
+    device = "sim" if any(system.device == "sim" for entry in entries for system in entry) else "cpu"
+    with hosts_of(scenario) as hosts, session_on(hosts, scenario.ranks, device=device) as session:
         report = Report(scenario=scenario, network=hosts.description, shaped=hosts.shaped)
         compare(report, entries, session, effort)
     return report

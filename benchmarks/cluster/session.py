@@ -42,6 +42,7 @@ class Session:
         wait_for_calm: Callable[[], object] = wait_for_calm,
         progress: Path | None = None,
         timelines: bool = False,
+        device: str = "cpu",
     ):
         """Args:
         wake_up_s: how late this machine wakes up what sleeps, without ranks (measure_wake_up_s).
@@ -49,9 +50,10 @@ class Session:
         wait_for_calm: called before each run.
         progress: file that gets the number of steps that a run has done.
         timelines: keep each run's last step, see Run.timelines.
+        device: "sim": systems may compute on the simulated device.
         """
         self._hosts = hosts
-        self._count = ranks
+        self._count, self._device = ranks, device
         self._timeout = timeout
         self._wake_up_s = wake_up_s
         self._wait_for_calm = wait_for_calm
@@ -110,7 +112,10 @@ class Session:
                 "PYTHONPATH": paths,
                 VARIABLE: repr(self._wake_up_s),
             }
-            commands = [self._hosts.command(rank, worker_command(rank, self._count)) for rank in range(self._count)]
+            commands = [
+                self._hosts.command(rank, worker_command(rank, self._count, self._device))
+                for rank in range(self._count)
+            ]
             self._ranks = self._started.enter_context(Ranks(commands, environment, folder))
         return self._ranks
 
@@ -132,6 +137,7 @@ def make_run(scenario: Scenario, results: list[dict[str, Any]]) -> Run:
         sent_bytes=max(sent, default=None),
         latency=measure_latency(scenario, records),
         breakdowns=tuple(result["breakdown"] for result in results if result["breakdown"]),
+        asleep=max(result["asleep"] for result in results),
         choices=tuple(result["choice"] for result in results if result["choice"]),
         action_s=_seconds_per_action(scenario, records),
         timelines=tuple(tuple(result["timeline"]) for result in results if result["timeline"]),

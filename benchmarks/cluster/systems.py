@@ -133,6 +133,8 @@ FAMILIES = {
 REFERENCE = "fold3d-auto"
 """What the others are compared with."""
 
+DEFAULT_ON_DEVICE = (REFERENCE, "torch-1f1b", "torch-interleaved:2,4,8", "torch-bfs:2,4,8")
+"""What runs on the simulated device."""
 DEFAULT = (
     *(REFERENCE, "fold3d-aiao-zero1", "fold3d-aiao-early", "fold3d-interleaved-serial", "fold3d-interleaved-npp"),
     *("fold3d-interleaved-nm", "fold3d-1f1b", "torch-1f1b", "torch-interleaved:2,4,8", "torch-bfs:2,4,8"),
@@ -147,27 +149,39 @@ class System:
     family: Family
     segments: int
     """1 where the family takes no number; what "auto" chooses is not known here."""
+    device: str = "cpu"
+    """What the layers compute on: "cpu", or "sim", the simulated device of tests/simdevice."""
 
     def group_size(self, scenario: Scenario) -> int | str:
         """Returns the setting N."""
         return scenario.micro_batches if self.family.group_size == "m" else self.family.group_size
 
 
+def on_device(names: Sequence[str]) -> tuple[str, ...]:
+    """Returns the names for the simulated device, and before them the reference on the CPU."""
+    return (REFERENCE, *(name if "@" in name else f"{name}@sim" for name in names))
+
+
 def find_systems(name: str, scenario: Scenario) -> list[System]:
-    """Returns the candidates of NAME:SEGMENTS,SEGMENTS...; one without a comma.
+    """Returns the candidates of NAME:SEGMENTS,SEGMENTS...@DEVICE; one without a comma.
 
     Raises: ValueError as `find_system`.
     """
+    name, at, device = name.partition("@")
     base, colon, numbers = name.partition(":")
-    return [find_system(base + colon + number, scenario) for number in numbers.split(",")]
+    return [find_system(base + colon + number + at + device, scenario) for number in numbers.split(",")]
 
 
 def find_system(name: str, scenario: Scenario) -> System:
-    """Returns the system called NAME or NAME:SEGMENTS; without a number it has the scenario's segments.
+    """Returns the system called NAME or NAME:SEGMENTS; without a number it has the scenario's segments. With "@sim"
+    behind it computes on the simulated device.
 
-    Raises: ValueError for an unknown name or a number of segments the scenario's layers do not divide into.
+    Raises: ValueError for an unknown name or device, or a number of segments the scenario's layers do not divide into.
     """
-    base, _, number = name.partition(":")
+    whole, at, device = name.partition("@")
+    if at and device != "sim":
+        raise ValueError(f"system {name!r}: the device {device!r} is unknown; there is @sim, and none for the CPU")
+    base, _, number = whole.partition(":")
     family = FAMILIES.get(base)
     if family is None:
         raise ValueError(f"system {base!r} is unknown; there are {', '.join(FAMILIES)}, some with :SEGMENTS")
@@ -181,4 +195,6 @@ def find_system(name: str, scenario: Scenario) -> System:
             f"system {name!r}: {segments} segments do not divide the {scenario.layers} layers that a rank has in "
             f"scenario {scenario.name}"
         )
-    return System(f"{base}:{segments}" if family.folds else base, family, segments)
+    if at and family.library == "load":
+        raise ValueError(f"system {name!r} computes nothing; remove @sim")
+    return System((f"{base}:{segments}" if family.folds else base) + at + device, family, segments, device or "cpu")

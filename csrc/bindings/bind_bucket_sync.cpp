@@ -16,6 +16,7 @@
 #include "core/network/slice_rule.h"
 #include "runtime/c10d/collectives_c10d.h"
 #include "runtime/c10d/ring_connection_c10d.h"
+#include "runtime/device/stream_clock.h"
 #include "runtime/device/tensor_buffer.h"
 
 namespace py = pybind11;
@@ -55,7 +56,8 @@ class PyBucketSync {
   PyBucketSync(int rank, int size, std::shared_ptr<NicArbiter> arbiter, const py::object& device,
                double timeout_seconds, const std::string& name, std::size_t slice_bytes,
                const std::shared_ptr<comm::TcpRingPeers>& peers, const std::string& reduce_group,
-               const std::string& gather_group, bool library, const core::Hosts& hosts, bool makes_room)
+               const std::string& gather_group, bool library, const core::Hosts& hosts, bool makes_room,
+               std::shared_ptr<runtime::StreamClock> clock)
       : device_(py::cast<c10::Device>(device)), credits_(std::make_shared<comm::Credits>(slice_bytes)) {
     const bool has_groups = !reduce_group.empty() && !gather_group.empty();
     const bool has_rings = device_.is_cpu() && !library;
@@ -63,13 +65,14 @@ class PyBucketSync {
       throw std::invalid_argument(
           "a bucket sync needs peers or two groups, not both; peers are for rings in host memory only");
     }
+    if (!clock) clock = std::make_shared<runtime::StreamClock>(device_);
     const auto stream = [&](Traffic traffic) -> std::unique_ptr<comm::CollectiveStream> {
       const std::string& group = traffic == Traffic::kReduce ? reduce_group : gather_group;
       if (!has_rings) {
         return std::make_unique<runtime::C10dCollectives>(
             runtime::C10dCollectives::Options{rank, size, traffic, slice_bytes, hosts, makes_room,
                                               milliseconds(timeout_seconds)},
-            group, device_, arbiter);
+            group, device_, arbiter, clock);
       }
       std::shared_ptr<comm::RingConnection> connection;
       if (peers) {
@@ -217,17 +220,17 @@ void bind_bucket_sync(py::module_& module) {
       "DP.sync of one rank: reduce-scatters and all-gathers of flat buckets over the replicas of its stage.")
       .def(py::init<int, int, std::shared_ptr<NicArbiter>, py::object, double, const std::string&, std::size_t,
                     const std::shared_ptr<comm::TcpRingPeers>&, const std::string&, const std::string&, bool,
-                    const core::Hosts&, bool>(),
+                    const core::Hosts&, bool, std::shared_ptr<runtime::StreamClock>>(),
            py::arg("rank"), py::arg("size"), py::arg("arbiter"), py::arg("device"), py::arg("timeout_seconds"),
            py::arg("name"), py::kw_only(), py::arg("slice_bytes"), py::arg("peers") = nullptr,
            py::arg("reduce_group") = "", py::arg("gather_group") = "", py::arg("library") = false,
-           py::arg("hosts") = core::Hosts{}, py::arg("makes_room") = true,
+           py::arg("hosts") = core::Hosts{}, py::arg("makes_room") = true, py::arg("clock") = nullptr,
            "The collectives go over `peers`, or over two process groups of the replicas, given by name, with host or "
            "device memory. slice_bytes: 0 follows the measured speed. library: the groups' own collectives carry host "
            "memory, too, as they always do device memory, in the place of rings; for tests of these without a device. "
            "hosts: of each replica, as numbers; none: a host for each. makes_room: whether messages go over the cards "
            "that the groups' own collectives use, so that these go in slices; rings always do. The same on all "
-           "replicas.")
+           "replicas. clock: of the device; None: one of its own.")
       .def("begin", &PyBucketSync::begin, py::arg("step"), py::arg("gather_order"),
            "Begins a step; the buckets of gather_order are gathered behind their reduce-scatters, in this order.")
       .def("reduce", &PyBucketSync::reduce, py::arg("bucket"), py::arg("gradients"), py::arg("scale"),

@@ -107,13 +107,15 @@ class PyExecutor {
   PyExecutor(const std::vector<py::object>& chunks, int stage, int pp, const std::map<std::string, std::string>& groups,
              const py::object& device, double timeout_seconds, const std::string& name,
              const std::shared_ptr<comm::TcpPeers>& peers, const std::shared_ptr<comm::NicArbiter>& arbiter,
-             const core::Hosts& hosts, std::optional<runtime::OffloadOptions> offload) {
+             const core::Hosts& hosts, std::optional<runtime::OffloadOptions> offload,
+             std::shared_ptr<runtime::StreamClock> clock) {
+    if (!clock) clock = std::make_shared<runtime::StreamClock>(py::cast<c10::Device>(device));
     for (const py::object& chunk : chunks) chunks_.push_back(std::make_shared<PyChunk>(chunk));
     std::shared_ptr<runtime::Offloader> offloader;
     if (offload) {
       offload->timeout = comm::milliseconds(timeout_seconds);
       offload->while_waiting = &handle_signals;
-      offloader = std::make_shared<runtime::Offloader>(py::cast<c10::Device>(device), *std::move(offload));
+      offloader = std::make_shared<runtime::Offloader>(py::cast<c10::Device>(device), *std::move(offload), clock);
     }
     if (pp > 1) {
       const runtime::GroupNames names{groups.at("send_forward"), groups.at("recv_forward"), groups.at("send_backward"),
@@ -128,12 +130,12 @@ class PyExecutor {
       // The communicator keeps the offloader, in whose pool its messages land.
       std::shared_ptr<comm::Landing> landing;
       if (offloader) landing = {offloader, &offloader->landing()};
-      communicator_ =
-          runtime::make_communicator(options, py::cast<c10::Device>(device), names, peers, arbiter, std::move(landing));
+      communicator_ = runtime::make_communicator(options, py::cast<c10::Device>(device), names, peers, arbiter,
+                                                 std::move(landing), clock);
     }
     executor_ = std::make_shared<runtime::Executor>(
         communicator_, stage, std::vector<std::shared_ptr<runtime::Chunk>>(chunks_.begin(), chunks_.end()),
-        std::move(offloader));
+        std::move(offloader), std::move(clock));
   }
 
   ~PyExecutor() { close(); }
@@ -174,7 +176,8 @@ class PyExecutor {
   py::list take_spans() {
     py::list out;
     for (const runtime::Span& span : open_executor()->take_spans()) {
-      out.append(py::make_tuple(lane_of(span), core::to_string(span.action), span.start_ns, span.end_ns, span.bytes));
+      out.append(
+          py::make_tuple(lane_of(span), core::to_string(span.action), *span.start.ns(), *span.end.ns(), span.bytes));
     }
     return out;
   }
@@ -270,11 +273,12 @@ void bind_runtime(py::module_& module) {
       .def(py::init<const std::vector<py::object>&, int, int, const std::map<std::string, std::string>&, py::object,
                     double, const std::string&, const std::shared_ptr<comm::TcpPeers>&,
                     const std::shared_ptr<comm::NicArbiter>&, const core::Hosts&,
-                    std::optional<runtime::OffloadOptions>>(),
+                    std::optional<runtime::OffloadOptions>, std::shared_ptr<runtime::StreamClock>>(),
            py::arg("chunks"), py::arg("stage"), py::arg("pp"), py::arg("groups"), py::arg("device"),
            py::arg("timeout_seconds"), py::arg("name"), py::arg("peers") = nullptr, py::arg("arbiter") = nullptr,
-           py::arg("hosts") = core::Hosts{}, py::arg("offload") = std::nullopt,
-           "`hosts`: of each stage, as numbers; none: a host for each. `offload`: None: nothing leaves the device.")
+           py::arg("hosts") = core::Hosts{}, py::arg("offload") = std::nullopt, py::arg("clock") = nullptr,
+           "`hosts`: of each stage, as numbers; none: a host for each. `offload`: None: nothing leaves the device. "
+           "`clock`: of the device; None: one of its own.")
       .def("run", &PyExecutor::run, py::arg("schedule"), py::arg("stage"), py::arg("backward"),
            py::arg("micro_batches"),
            "Runs one rank's part of a lowered schedule; `micro_batches`: what each forward is given, anything, by "
@@ -282,7 +286,8 @@ void bind_runtime(py::module_& module) {
       .def("abort", &PyExecutor::abort, py::arg("reason"), "Ends all communication; any thread.")
       .def("current_action", &PyExecutor::current_action, "Text of the action in progress, empty between runs.")
       .def("take_spans", &PyExecutor::take_spans,
-           "(lane, action, start_ns, end_ns, bytes) of the compute lane, and of copies to the pool and back.")
+           "(lane, action, start_ns, end_ns, bytes) of the compute lane, and of copies to the pool and back, as far as "
+           "the times are known.")
       .def("keep", &PyExecutor::keep, py::arg("tensors"),
            "The memory of these stays on the device in the runs to come, whatever a graph saves of it.")
       .def("offload_counters", &PyExecutor::offload_counters, "Bytes on both sides now; None without a pool.")

@@ -18,6 +18,9 @@ void bind_nic_arbiter(pybind11::module_& module);
 /// Adds TcpPeers: what the executor's messages travel over in host memory.
 void bind_tcp_peers(pybind11::module_& module);
 
+/// StreamClock and Moment. Before those whose signatures name them.
+void bind_stream_clock(pybind11::module_& module);
+
 /// StashBatch and what it saves, OffloadOptions and OffloadCounters. Before the Executor.
 void bind_offload(pybind11::module_& module);
 

@@ -37,6 +37,7 @@ PYBIND11_MODULE(_C, module) {
   fold3d::bindings::bind_block_forward(module);
   fold3d::bindings::bind_nic_arbiter(module);  // before those whose signatures name it
   fold3d::bindings::bind_tcp_peers(module);
+  fold3d::bindings::bind_stream_clock(module);
   fold3d::bindings::bind_offload(module);
   fold3d::bindings::bind_runtime(module);
   fold3d::bindings::bind_bucket_sync(module);

@@ -33,12 +33,13 @@ void CopyLane::check_locked() const {
   if (!error_.empty()) throw PoolError(error_);
 }
 
-CopyLane::Ticket CopyLane::submit(const core::Action& action, std::size_t bytes, std::function<void()> copy) {
+CopyLane::Ticket CopyLane::submit(const core::Action& action, std::size_t bytes, std::function<void()> copy,
+                                  std::shared_ptr<const DeviceStart> device_start) {
   Ticket ticket = 0;
   {
     const std::lock_guard lock(mutex_);
     check_locked();
-    jobs_.push_back({action, bytes, std::move(copy)});
+    jobs_.push_back({action, bytes, std::move(copy), std::move(device_start)});
     ticket = ++submitted_;
   }
   work_.notify_one();
@@ -89,7 +90,7 @@ std::vector<CopyRecord> CopyLane::take_records() {
 }
 
 void CopyLane::run(Job job) {
-  CopyRecord record{job.action, now_ns(), 0, job.bytes};
+  CopyRecord record{.action = job.action, .start_ns = now_ns(), .end_ns = 0, .bytes = job.bytes};
   std::string error;
   const std::int64_t until = rate_->take(record.start_ns, job.bytes);
   try {
@@ -107,6 +108,7 @@ void CopyLane::run(Job job) {
     const std::lock_guard lock(mutex_);
     if (error.empty()) {
       record.end_ns = now_ns();
+      if (job.device_start) record.device_start = *job.device_start;
       records_.push_back(record);
       ++done_count_;
     } else if (error_.empty()) {

@@ -7,20 +7,26 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <thread>
 #include <vector>
 
+#include "comm/base/moment.h"
 #include "core/ir/action.h"
 #include "memory/copy_rate.h"
 
 namespace fold3d::memory {
+
+/// When a device began what the lane has told it; set by the copy itself.
+using DeviceStart = std::optional<comm::Moment>;
 
 /// One copy as it happened; steady-clock nanoseconds.
 struct CopyRecord {
   core::Action action;
   std::int64_t start_ns = 0, end_ns = 0;
   std::size_t bytes = 0;
+  DeviceStart device_start = {};
 };
 
 /// A named thread that copies in one direction, in the order in which it was asked. Thread-safe.
@@ -37,8 +43,9 @@ class CopyLane {
   CopyLane& operator=(const CopyLane&) = delete;
 
   /// Queues a copy. `copy` runs on the lane's thread, and is destroyed there: what it holds on to may go with it. Once
-  /// a copy has failed, none that comes later is run. Throws PoolError then.
-  Ticket submit(const core::Action& action, std::size_t bytes, std::function<void()> copy);
+  /// a copy has failed, none that comes later is run. Throws PoolError then. `device_start`: goes into the record.
+  Ticket submit(const core::Action& action, std::size_t bytes, std::function<void()> copy,
+                std::shared_ptr<const DeviceStart> device_start = nullptr);
 
   /// What limits it, for another lane of the same link.
   const std::shared_ptr<CopyRate>& rate() const { return rate_; }
@@ -64,6 +71,7 @@ class CopyLane {
     core::Action action;
     std::size_t bytes = 0;
     std::function<void()> copy;
+    std::shared_ptr<const DeviceStart> device_start;
   };
 
   void loop();

@@ -32,6 +32,7 @@ def connect_replicas(
     over_tcp: bool,
     hosts: Hosts | None = None,
     preempt: bool = True,
+    clock: _C.StreamClock | None = None,
 ) -> _C.BucketSync:
     """Returns this rank's part in the DP.sync of its stage; all replicas of the stage call.
 
@@ -40,6 +41,7 @@ def connect_replicas(
     Args:
         hosts: where the replicas are; None: a host for each, and no messages.
         preempt: False: PP.sync waits for DP.sync; the same on every rank.
+        clock: of the device, for what is recorded; None: one of its own.
         timeout: seconds until a replica that does not come is an error.
     """
     peers = None
@@ -63,6 +65,7 @@ def connect_replicas(
         gather_group=groups.ring_names()["gather"],
         hosts=[] if hosts is None else list(hosts.replicas),
         makes_room=preempt and hosts is not None and hosts.messages,
+        clock=clock,
     )
 
 

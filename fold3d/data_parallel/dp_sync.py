@@ -65,12 +65,14 @@ class DpSync:
         sync: _C.BucketSync,
         plan: BucketSchedule,
         progress: Progress,
+        clock: _C.StreamClock,
         read: Callable[[], None],
         offload_optimizer: bool = False,
         kernels: bool = False,
         wire_dtype: torch.dtype = torch.float32,
     ):
         """Args:
+        clock: that `sync` has.
         offload_optimizer: steps are taken in host memory, where the optimizer's state lies.
         read: calls `settle`, and tells of failures; for whoever reads weights through a state_dict.
         kernels: fold3d's compute the norm and step the optimizer.
@@ -85,7 +87,7 @@ class DpSync:
         ]
         self._states = GradientStates()
         self._whole = False  # this step's gradients shall be in `.grad` although there is an optimizer
-        self._transfers = BucketTransfers(sync, self.buckets, topology.dp, progress, wire_dtype)
+        self._transfers = BucketTransfers(sync, self.buckets, topology.dp, progress, clock, wire_dtype)
         self._tied_parameters = gradients.tied_parameters(cut, groups, topology)
         self._tied = TiedBuckets(self.buckets, groups.ties, topology, progress)
         self._buffers = BufferSync(cut, groups.data, progress)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+from collections import deque
 from collections.abc import Sequence
 
 import torch
@@ -28,9 +28,11 @@ class BucketTransfers:
         buckets: Sequence[Bucket],
         replicas: int,
         progress: Progress,
+        clock: _C.StreamClock,
         wire_dtype: torch.dtype = torch.float32,
     ):
         """Args:
+        clock: of the device, for the waits.
         wire_dtype: bfloat16: gradients are rounded to it for each journey, added in float32, and the sums are rounded
             to it, so that gathers of them change nothing. Sums over tied weights come after that and are gathered as
             they are, as weights are. float32: everything travels as it is.
@@ -43,10 +45,10 @@ class BucketTransfers:
                     f'dp_sync_dtype="bfloat16": {bucket.names[0]} has gradients of {bucket.gradients.dtype}, and only '
                     'those of float32 are rounded; set dp_sync_dtype="float32"'
                 )
-        self._sync, self._buckets, self._progress = sync, buckets, progress
+        self._sync, self._buckets, self._progress, self._clock = sync, buckets, progress, clock
         self._factor = 1.0 / replicas
         self._step = 0
-        self._waits: list[RawRecord] = []
+        self._waits: deque[tuple[str, _C.Moment, _C.Moment]] = deque()
 
     @property
     def step(self) -> int:
@@ -79,22 +81,22 @@ class BucketTransfers:
     def wait_reduced(self) -> None:
         """Waits until all buckets' sums of this step are here; on an accelerator until they are on their way, and the
         current stream waits for the rest."""
-        start = time.monotonic_ns()
+        start = self._clock.now()
         with self._progress.during(f"the gradient sums of step {self._step}", meets=True):
             for bucket in self._buckets:
                 self._sync.wait_reduced(bucket.number)
         last = self._buckets[0].spec.chunk if self._buckets else 0
-        self._waits.append(("wait", f"{last}REDUCE_GRAD", start, time.monotonic_ns(), 0))
+        self._waits.append((f"{last}REDUCE_GRAD", start, self._clock.now()))
 
     def wait_gathered(self, bucket: Bucket) -> None:
         """Waits until the bucket's last gather is done; as `wait_reduced`."""
         if self._sync.is_gathered(bucket.number):
             self._sync.wait_gathered(bucket.number)  # at once, for the host
             return
-        start = time.monotonic_ns()
+        start = self._clock.now()
         with self._progress.during(f"the gather of step {self._step}", meets=True):
             self._sync.wait_gathered(bucket.number)
-        self._waits.append(("wait", f"{bucket.spec.chunk}GATHER", start, time.monotonic_ns(), 0))
+        self._waits.append((f"{bucket.spec.chunk}GATHER", start, self._clock.now()))
 
     def drain(self) -> None:
         """Waits until all that could begin is done, on an accelerator, too."""
@@ -102,8 +104,15 @@ class BucketTransfers:
             self._sync.drain()
 
     def take_records(self) -> list[RawRecord]:
-        """Returns the transfers and the waits since the last call, by chunk."""
-        waits, self._waits = self._waits, []
+        """Returns the transfers and the waits since the last call, by chunk; as far as their times are known."""
+        waits: list[RawRecord] = []
+        while self._waits:
+            action, start, end = self._waits[0]
+            start_ns, end_ns = start.ns(), end.ns()
+            if start_ns is None or end_ns is None:
+                break
+            waits.append(("wait", action, start_ns, end_ns, 0))
+            self._waits.popleft()
         chunk_of = {f"bucket {b.number}": b.spec.chunk for b in self._buckets}
         transfers = [
             (lane, f"{chunk_of[text]}{_ACTION[lane]}", start, end, size)

@@ -288,7 +288,7 @@ def _connect(
     undo.callback(groups.close)
     undo.callback(progress.life.forget, groups)
     arbiter = join_nic_arbiter(topology, groups, model.name, config.preempt, device)
-    hosts = find_hosts(groups)
+    hosts, clock = find_hosts(groups), _C.StreamClock(device)
     shards: _C.TensorSync | None = None
     if topology.tp > 1:
         shards = connect_shards(topology, groups, arbiter, timeout, over_tcp=over_tcp, hosts=hosts)
@@ -307,7 +307,11 @@ def _connect(
     kernels = config.kernels == "fold3d"
     if topology.dp > 1:
         rings = connect_replicas(
-            topology, groups, arbiter, device, timeout, over_tcp=over_tcp, hosts=hosts, preempt=config.preempt
+            *(topology, groups, arbiter, device, timeout),
+            over_tcp=over_tcp,
+            hosts=hosts,
+            preempt=config.preempt,
+            clock=clock,
         )
 
         def read() -> None:
@@ -318,7 +322,8 @@ def _connect(
         schedule = _bucket_schedule(model, topology.pp_rank)
         wire = torch.bfloat16 if config.dp_sync_dtype == "bfloat16" else torch.float32
         sync = dp_sync = DpSync(
-            cut, topology, groups, rings, schedule, progress, read, config.offload_optimizer, kernels, wire_dtype=wire
+            *(cut, topology, groups, rings, schedule, progress, clock, read),
+            *(config.offload_optimizer, kernels, wire),
         )
     else:
         sync = OneReplica(cut, topology, groups, offload_optimizer=config.offload_optimizer, kernels=kernels)
@@ -341,6 +346,7 @@ def _connect(
         arbiter,
         list(hosts.stages),
         offload,
+        clock,
     )
     for part in (executor, sync):
         progress.life.end_with(part)
@@ -350,14 +356,15 @@ def _connect(
     undo.callback(progress.follow, None)
     keep = [] if offload is None else [keeper(executor, cut.model)]
     counting = shards if device.type == "cpu" else None  # which hears of tensors in host memory only
-    recorder = StepRecorder(executor, sync, arbiter, progress, topology.pp_rank, counting)
+    recorder = StepRecorder(executor, sync, arbiter, progress, clock, topology.pp_rank, counting)
+    undo.callback(recorder.close)
     pipeline = Pipeline(topology, groups, executor, progress, *keep)
     step = Step(
         *(cut, topology, config.seed, device),
         pipeline=pipeline,
         sync=sync,
         recorder=recorder,
-        replanner=Replanner(topology, groups, config, device, model.proposed),
+        replanner=Replanner(topology, groups, config, device, model.proposed, has_times=clock.tells_time),
         overlap=overlap,
         supervisor=supervisor,
         mean_over_replicas=lambda value: _mean(value, groups),

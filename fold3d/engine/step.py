@@ -220,20 +220,21 @@ class Step:
             self._sync.flush()
 
     def replan(self, strategy: Strategy, schedule: Schedule) -> Strategy | None:
-        """Looks at the step before the one that begins; every so often plans anew.
+        """Looks at the step before the one that begins, on a device at the one before that; every so often plans anew.
 
         Returns: a better strategy, to be used from now on; its order of gathers is in use already.
         """
-        if self._recorder.holds_step:
-            self._recorder.extend_by_waits()
+        for step in self._recorder.take_steps():
             # Steps in which ways of hiding TP.sync are tried in turns are no sample of those to come.
             if self._overlap.is_decided:
-                self._replanner.observe(self._recorder.records, self._recorder.step_ms, self._recorder.exposed_tp_ms)
+                self._replanner.observe(step.records, step.step_ms, step.exposed_tp_ms)
         if not self._replanner.is_due:
             return None
         sync = self._sync if isinstance(self._sync, DpSync) else None
         with self._supervisor.progress.during("planning from measured times", meets=True):
             better = self._replanner.look(strategy, schedule, sync)
+        if better is not None:
+            self._recorder.forget_steps()
         if better is not None and better.gather_order and sync is not None:
             sync.reschedule(better.gather_order[self._topology.pp_rank])
         return better

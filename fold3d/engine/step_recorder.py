@@ -1,10 +1,9 @@
-"""StepRecorder: what happened in a rank's last run, and how long it took."""
+"""StepRecorder: what happened in a rank's last runs, and how long it took."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
-from functools import partial
+from dataclasses import dataclass, field
 
 from fold3d import _C
 from fold3d.data_parallel.gradient_sync import GradientSync
@@ -13,9 +12,57 @@ from fold3d.observe.step_breakdown import MEET, NS_PER_MS, TP_SYNC, RawRecord, S
 from fold3d.plan.measured import Expected
 
 
+@dataclass(slots=True)
+class RecordedRun:
+    """A run, with the update that follows it, and what happened until the next one began."""
+
+    trains: bool
+    begin: _C.Moment
+    end: _C.Moment
+    """Of what counts as its step; waits for weights that come later are added."""
+    counted: dict[str, int]
+    """By the arbiter before."""
+    shards_before: dict[str, int]
+    shards_after: dict[str, int]
+    offload: _C.OffloadCounters | None = None
+    next: _C.Moment | None = None
+    """When the next run began."""
+    records: list[RawRecord] = field(default_factory=list)
+    """What is known of it."""
+    is_settled: bool = False
+    """Whether that is all."""
+    is_told: bool = False
+    """Whether `take_steps` is done with it."""
+
+    @property
+    def bounds(self) -> tuple[int, int]:
+        """From when to when it took, ns; waits for what they are: whoever read weights after the step waited for its
+        DP.sync."""
+        start, end = self.begin.wait(), self.end.wait()
+        waited = sum(stop - begin for lane, _, begin, stop, _ in self.records if lane == "wait" and begin >= end)
+        return start, end + waited
+
+    @property
+    def step_ms(self) -> float:
+        """Its length."""
+        start, end = self.bounds
+        return (end - start) / NS_PER_MS
+
+    @property
+    def exposed_tp_ms(self) -> float | None:
+        """For how long the rank waited for TP.sync in it; None: nobody counts it."""
+        if not self.shards_after:
+            return None
+        return (self.shards_after["waited_ns"] - self.shards_before["waited_ns"]) / NS_PER_MS
+
+
 class StepRecorder:
-    """Collects the records of the executor, of DP.sync and of small exchanges, for one step at a time; of TP.sync its
-    sums, and its records in steps for which somebody asks: they are thousands."""
+    """Collects the records of the executor, of DP.sync and of small exchanges; of TP.sync its sums, and its records in
+    steps for which somebody asks: they are thousands.
+
+    On a device whose streams tell the time the records are those of the device: they belong to the run in which the
+    device ended what they tell of, and are known when it has, a step later. Nobody waits for them but those who ask.
+    """
 
     def __init__(
         self,
@@ -23,51 +70,36 @@ class StepRecorder:
         sync: GradientSync,
         arbiter: _C.NicArbiter,
         progress: Progress,
+        clock: _C.StreamClock,
         stage: int,
         shards: _C.TensorSync | None = None,
     ) -> None:
         """Args:
+        clock: that the records are made with.
         shards: counts TP.sync; None: nobody does.
         """
         self._executor, self._sync, self._arbiter, self._progress = executor, sync, arbiter, progress
-        self._stage, self._shards = stage, shards
-        self._shards_before = self._shards_after = self._shards_now()
-        self._offload: _C.OffloadCounters | None = None
-        self._bounds = (0, 0)
-        self._records: list[RawRecord] = []
-        self._counted = arbiter.counters()  # by the arbiter before the last run
-        self._trains = False
+        self._clock, self._stage, self._shards = clock, stage, shards
+        self._loose: list[RawRecord] = []  # of no run yet
+        self._is_closed = False
+        self._runs = [self._new(trains=False)]  # the last one, before it those of training whose times are not known
 
     @property
     def records(self) -> list[RawRecord]:
         """What is known of the step so far."""
-        return self._records
-
-    @property
-    def step_ms(self) -> float:
-        """The step's length so far."""
-        return (self._bounds[1] - self._bounds[0]) / NS_PER_MS
-
-    @property
-    def exposed_tp_ms(self) -> float | None:
-        """For how long the rank waited for TP.sync in the step so far; None: nobody counts it."""
-        if self._shards is None:
-            return None
-        return (self._shards_after["waited_ns"] - self._shards_before["waited_ns"]) / NS_PER_MS
-
-    @property
-    def holds_step(self) -> bool:
-        """Whether the last run was a step of training."""
-        return self._trains
+        self._collect()
+        return [*self._runs[-1].records, *self._loose]
 
     def begin(self, *, trains: bool) -> None:
-        """A run begins; what is still recorded of the one before, nobody asked for."""
-        self._trains = trains
-        self._take()
-        self._records = []
-        self._counted = self._arbiter.counters()
-        self._shards_before = self._shards_after = self._shards_now()
-        self._bounds = (time.monotonic_ns(),) * 2
+        """A run begins."""
+        self._collect()
+        self._clock.anchor()
+        run = self._new(trains=trains)
+        self._runs[-1].next = run.begin
+        self._runs = [*(one for one in self._runs if one.trains and not one.is_settled), run]
+        oldest = self._runs[0].begin.ns()
+        if oldest is not None:  # what is left of runs before, nobody asked for
+            self._loose = [record for record in self._loose if record[3] >= oldest]
 
     def keep_tp_sync(self, keep: bool) -> None:
         """Whether records have every exchange of TP.sync from now on; at first they have not."""
@@ -76,45 +108,84 @@ class StepRecorder:
 
     def extend(self) -> None:
         """What happened since the run began, or was extended, belongs to its step."""
-        self._bounds = (self._bounds[0], time.monotonic_ns())
-        self._shards_after = self._shards_now()
+        run = self._runs[-1]
+        run.end, run.shards_after = self._clock.now(), self._shards_now()
         if not self._progress.life.is_closed:
-            self._records += self._take()
-            self._offload = self._executor.offload_counters()
+            self._collect()
+            run.offload = self._executor.offload_counters()
 
-    def extend_by_waits(self) -> None:
-        """Whoever read weights after the step waited for its DP.sync; what else they did is not the step's."""
-        start, end = self._bounds
-        later = [record for record in self._take() if record[:2] != ("wait", MEET) or record[2] < end]
-        waited = sum(stop - begin for lane, _, begin, stop, _ in later if lane == "wait" and begin >= end)
-        self._bounds = (start, end + waited)
-        self._records += later
+    def take_steps(self) -> list[RecordedRun]:
+        """Returns the steps of training that nobody was told of and whose times are known: on the CPU the last one, on
+        a device the one before, because it may still work at the last.
+
+        Does not wait: whoever begins another step has the loss of the last one, which comes after all of those before.
+        """
+        over = [run for run in self._runs if run.trains and (run.next is not None or not self._clock.is_of_device)]
+        for run in over:
+            self._settle(run)
+        steps = [run for run in over if not run.is_told]
+        for run in steps:
+            run.is_told = True
+        return steps
+
+    def forget_steps(self) -> None:
+        """Nobody is to be told of the steps so far: those that come will be run in another way."""
+        for run in self._runs:
+            run.is_told = True
 
     def breakdown_later(self, expected: Expected | None) -> Callable[[], StepBreakdown]:
-        """Returns what makes the breakdown of where the time of the last step went, at any later time.
+        """Returns what makes the breakdown of where the time of the last step went, at any later time. On a device it
+        waits then for what the step has left to do.
 
         Args:
             expected: what the simulator says of it.
         """
-        self.extend_by_waits()
-        arbiter = {name: count - self._counted[name] for name, count in self._arbiter.counters().items()}
+        run = self._runs[-1]
+        arbiter = {name: count - run.counted[name] for name, count in self._arbiter.counters().items()}
         step_ms, predicted = None, None
         if expected is not None:
             step_ms, predicted = expected.step_ms, expected.stages[self._stage]
         shards = None
         if self._shards is not None:
-            shards = {name: count - self._shards_before[name] for name, count in self._shards_after.items()}
-        return partial(
-            make_breakdown, tuple(self._records), *self._bounds, step_ms, arbiter, predicted, shards, self._offload
-        )
+            shards = {name: count - run.shards_before[name] for name, count in run.shards_after.items()}
+
+        def snapshot() -> Callable[[], StepBreakdown]:
+            self._settle(run)
+            records, bounds, offload = tuple(run.records), run.bounds, run.offload
+            return lambda: make_breakdown(records, *bounds, step_ms, arbiter, predicted, shards, offload)
+
+        return (lambda: snapshot()()) if self._clock.is_of_device else snapshot()
+
+    def close(self) -> None:
+        """The parts that record are about to be closed."""
+        if self._clock.is_of_device and self._progress.life.failure is None:
+            for run in self._runs:
+                self._settle(run)
+        self._is_closed = True
+
+    def _new(self, *, trains: bool) -> RecordedRun:
+        now, shards = self._clock.now(), self._shards_now()
+        return RecordedRun(trains, now, now, self._arbiter.counters(), shards, shards)
+
+    def _settle(self, run: RecordedRun) -> None:
+        """Gives the run what it has not yet, once the device has come to its end."""
+        if self._is_closed or run.is_settled:
+            return
+        until = (self._clock.now() if run.next is None else run.next).wait()
+        self._collect()
+        run.is_settled, end = run.next is not None, run.end.wait()
+        mine = [record for record in self._loose if record[3] <= until]
+        self._loose = [record for record in self._loose if record[3] > until]
+        # What others do than wait for weights, after the step, is not the step's.
+        run.records += [record for record in mine if record[:2] != ("wait", MEET) or record[2] < end]
 
     def _shards_now(self) -> dict[str, int]:
         return {} if self._shards is None else self._shards.counters()
 
-    def _take(self) -> list[RawRecord]:
+    def _collect(self) -> None:
         own = [*self._executor.take_spans(), *self._executor.take_records()]
         own += [("wait", MEET, start, end, 0) for start, end in self._progress.take_met()]
         if self._shards is not None:
             own += [("wait", TP_SYNC, start, end, 0) for start, end in self._shards.take_waits()]
             own += [("tp_sync", kind, start, end, size) for kind, _, start, end, size in self._shards.take_records()]
-        return own + self._sync.take_records()
+        self._loose += own + self._sync.take_records()

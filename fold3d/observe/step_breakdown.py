@@ -161,7 +161,7 @@ def make_breakdown(
         offload: what the Offloader counted at the end; None: nothing left the device.
     """
     arbiter = arbiter or {}
-    records = without_meetings_in_dp_sync(records)
+    records = without_meetings_in_dp_sync(_idle_meetings(records, start_ns, end_ns))
     spans = [(lane, action, start, end) for lane, action, start, end, _ in records if end > start_ns]
     waits = [(action, start, end) for lane, action, start, end in spans if lane == "wait"]
     of_dp = [(start, end) for action, start, end in waits if waits_for_dp_sync(action)]
@@ -207,6 +207,21 @@ def make_breakdown(
         predicted=predicted,
         records=tuple(records),
     )
+
+
+def _idle_meetings(records: Sequence[RawRecord], start_ns: int, end_ns: int) -> list[RawRecord]:
+    """Returns the records; of small exchanges, in which the host waits, with those parts alone in which a device had
+    nothing else to do or to wait for in the step."""
+    met = [(max(start, start_ns), min(end, end_ns)) for lane, action, start, end, _ in records if _meets(lane, action)]
+    rest = [record for record in records if not _meets(*record[:2])]
+    if not met:
+        return rest
+    busy = [(start, end) for lane, _, start, end, _ in rest if lane in ("compute", "wait")]
+    return rest + [("wait", MEET, start, end, 0) for start, end in without(merged(met), busy) if start < end]
+
+
+def _meets(lane: str, action: str) -> bool:
+    return (lane, action) == ("wait", MEET)
 
 
 def waits_for_dp_sync(action: str) -> bool:

@@ -68,7 +68,7 @@ def test_copies_slow_a_step_down_when_they_take_longer_than_a_forward() -> None:
 def test_beside_slow_copies_a_mixture_is_planned() -> None:
     """No more leaves than must, so that copies hide also where those of everything would not."""
     one = SCENARIOS["O"]
-    model, example = VirtualModel(one), {"x": make_batch(one)[:1]}
+    model, example = VirtualModel(one), {"x": make_batch(one, torch.device("cpu"))[:1]}
     recorded = trace(model, example=example, blocks="layers")
     profile = assumed_profile(model, recorded, example, flops_per_second=1e10)
     passes, number = one.layers * one.micro_batches, one.layers * one.pp

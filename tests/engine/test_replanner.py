@@ -51,12 +51,13 @@ class Sync:
 LINKS = NetworkCosts(pp_latency=1e-4, pp_bandwidth=RATE, dp_bandwidth=RATE, hop_latency=1e-4)
 
 
-def make_tuner(monkeypatch: pytest.MonkeyPatch, planned: Any = None) -> Replanner:
+def make_tuner(monkeypatch: pytest.MonkeyPatch, planned: Any = None, has_times: bool = True) -> Replanner:
     monkeypatch.setattr(replanner_module, "probe_network", lambda *_, **__: LINKS)
     topology = Topology(dp=2, pp=1, rank=0)
     config = fold3d.ParallelConfig(dp=2, segments=1, micro_batches=MICRO_BATCHES)
     alone = SimpleNamespace(decide=lambda value, verdict: verdict([value]))
-    return Replanner(topology, SimpleNamespace(world=alone), config, torch.device("cpu"), planned)  # type: ignore[arg-type]
+    groups: Any = SimpleNamespace(world=alone)
+    return Replanner(topology, groups, config, torch.device("cpu"), planned, has_times=has_times)
 
 
 def observe(
@@ -114,6 +115,12 @@ def test_the_first_look_waits_for_measured_steps(monkeypatch) -> None:
     observe(replanner, FIRST_STEPS - 1, 100.0)
     assert not replanner.is_due and replanner.expected is None
     assert 60.0 < first_look(make_tuner(monkeypatch), Sync()) < 60.0 + 8 * 10 + 10
+
+
+def test_launches_are_not_planned_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    replanner = make_tuner(monkeypatch, has_times=False)
+    observe(replanner, 20, 130.0)
+    assert not replanner.is_due and replanner.believed is None
 
 
 def test_a_split_backward_takes_what_both_halves_take(monkeypatch) -> None:

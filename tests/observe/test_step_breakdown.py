@@ -10,7 +10,7 @@ import torch
 
 import fold3d
 from fold3d.errors import ConfigError
-from fold3d.observe.step_breakdown import make_breakdown, overlap_ns, without
+from fold3d.observe.step_breakdown import RawRecord, make_breakdown, overlap_ns, without
 from fold3d.plan.simulator import RankBreakdown
 
 MS = 1_000_000
@@ -119,6 +119,18 @@ def test_small_exchanges_count_as_what_they_wait_for() -> None:
     assert (again.exposed_dp_ms, again.bubble_ms) == (5, 3), "the timeline says the same"
     log = breakdown.log(dp=2, pp=1)
     assert (log["dp_exposed_ms"], log["other_ms"]) == (5, 5) and "bubble_ms" not in log
+
+
+def test_a_host_that_waits_while_its_device_works_costs_nothing() -> None:
+    """It waits for the loss from 5 to 25; the device computes to 12, waits for a message to 15, and ends at 20."""
+    records: list[RawRecord] = [
+        ("compute", "1F0", 0, 12 * MS, 0),
+        ("wait", "MEET", 5 * MS, 25 * MS, 0),
+        ("wait", "1RECV_F1", 12 * MS, 15 * MS, 0),
+        ("recv_f", "1RECV_F1", 12 * MS, 15 * MS, 8),
+    ]
+    breakdown = make_breakdown(records, 0, 20 * MS)
+    assert (breakdown.compute_ms, breakdown.exposed_pp_ms, breakdown.bubble_ms) == (12.0, 3.0, 5.0)
 
 
 def test_account_tells_what_messages_and_dp_sync_cost_each_other() -> None:

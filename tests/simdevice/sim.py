@@ -40,6 +40,17 @@ def sleep(milliseconds: float) -> None:
     _C.sleep(milliseconds)
 
 
+class Occupation:
+    """Takes up the current stream from where it is made to `end`, kernels queued between the two included."""
+
+    def __init__(self) -> None:
+        self._occupation = _C.Occupation()
+
+    def end(self, milliseconds: float) -> None:
+        """Ends it so long after its beginning, or when what was queued is done, if that is later."""
+        self._occupation.end(milliseconds)
+
+
 def set_races(races: Literal["raise", "record", "off"]) -> None:
     """Says what is done about races: to raise at the line that launches the later access is the default."""
     _C.set_races(races)

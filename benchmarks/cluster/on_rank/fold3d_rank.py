@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 import fold3d
 from benchmarks.cluster.on_rank.copies import copies_at
+from benchmarks.cluster.on_rank.host_time import exposed_host_ms
 from benchmarks.cluster.on_rank.virtual_layer import VirtualModel, make_batch
 from benchmarks.cluster.scenarios import Scenario
 from benchmarks.cluster.systems import COMM_TIMEOUT, LANES, LEARNING_RATE, Record, System
@@ -25,6 +26,7 @@ class Fold3dRank:
 
     def __init__(self, scenario: Scenario, system: System) -> None:
         family = system.family
+        device = torch.device(system.device, 0) if system.device == "sim" else torch.device("cpu")
         config = fold3d.ParallelConfig(
             dp=scenario.dp,
             pp=scenario.pp,
@@ -42,9 +44,9 @@ class Fold3dRank:
             blocks="layers",
             comm_timeout=COMM_TIMEOUT,
         )
-        self._waits = family.waits
+        self._waits, self._device = family.waits, device
         self._waited_ms = 0.0
-        self._batch = {"x": make_batch(scenario)}
+        self._batch = {"x": make_batch(scenario, device)}
         self._outputs: list[StepOutput] = []
         self._copies = ExitStack()
         self._copies.enter_context(copies_at(scenario.copy_rate))
@@ -55,6 +57,7 @@ class Fold3dRank:
             config,
             optimizer=partial(torch.optim.SGD, lr=LEARNING_RATE),
             example={"x": self._batch["x"][:1]},
+            device=device,
         )
 
     def step(self) -> None:
@@ -89,6 +92,8 @@ class Fold3dRank:
                 "device_mb": (_C.peak_cpu_bytes() - self._before) / 1e6,
                 "pool_mb": account.pool_peak_bytes / 1e6,
             }
+        if self._device.type != "cpu":
+            breakdown["host_exposed_ms"] = exposed_host_ms(account)
         for name in ("step_ms", "dp_exposed_ms"):
             breakdown[name] = round(breakdown[name] + self._waited_ms, 1)
         return breakdown

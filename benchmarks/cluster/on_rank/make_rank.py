@@ -19,4 +19,4 @@ def make_rank(system: System, scenario: Scenario) -> Rank:
         return LoadRank(scenario, system)
     from benchmarks.cluster.on_rank.torch_rank import TorchRank
 
-    return TorchRank(scenario, system.family.schedule, system.segments)
+    return TorchRank(scenario, system)

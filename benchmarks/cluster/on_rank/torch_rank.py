@@ -13,7 +13,8 @@ from torch.distributed.pipelining import PipelineStage, schedules
 from benchmarks.cluster.on_rank.torch_timeline import TorchTimeline
 from benchmarks.cluster.on_rank.virtual_layer import make_batch, make_layers
 from benchmarks.cluster.scenarios import Scenario
-from benchmarks.cluster.systems import LEARNING_RATE, Record
+from benchmarks.cluster.systems import LEARNING_RATE, Record, System
+from fold3d.device import synchronize
 
 
 class TorchRank:
@@ -23,19 +24,20 @@ class TorchRank:
     has added to its gradient, and is awaited after the schedule. DistributedDataParallel around stages is far slower.
     """
 
-    def __init__(self, scenario: Scenario, schedule: str, segments: int) -> None:
-        rank = dist.get_rank()
+    def __init__(self, scenario: Scenario, system: System) -> None:
+        rank, schedule, segments = dist.get_rank(), system.family.schedule, system.segments
+        self._device = device = torch.device("cpu") if system.device == "cpu" else torch.device(system.device, 0)
         replica, stage = divmod(rank, scenario.pp)
         pipelines = [list(range(d * scenario.pp, (d + 1) * scenario.pp)) for d in range(scenario.dp)]
-        self._pipeline = _own_group(pipelines, replica)
-        self._data = _own_group([[p[s] for p in pipelines] for s in range(scenario.pp)], stage)
+        self._pipeline = _own_group(pipelines, replica, device)
+        self._data = _own_group([[p[s] for p in pipelines] for s in range(scenario.pp)], stage, device)
         self._micro_batches = scenario.micro_batches
         layers_per_chunk = scenario.layers // segments
-        modules = [nn.Sequential(*make_layers(scenario, layers_per_chunk)) for _ in range(segments)]
+        modules = [nn.Sequential(*make_layers(scenario, layers_per_chunk)).to(device) for _ in range(segments)]
         chunks = segments * scenario.pp
         self._timeline = TorchTimeline({k * scenario.pp + stage: list(module) for k, module in enumerate(modules)})
         stages = [
-            PipelineStage(module, k * scenario.pp + stage, chunks, torch.device("cpu"), group=self._pipeline)
+            PipelineStage(module, k * scenario.pp + stage, chunks, device, group=self._pipeline)
             for k, module in enumerate(modules)
         ]
         share = 1.0 / (scenario.micro_batches * scenario.dp)  # so that the sum over everything is the mean
@@ -53,7 +55,7 @@ class TorchRank:
             for parameter in self._parameters:
                 parameter.register_post_accumulate_grad_hook(self._after_accumulate)  # type: ignore[no-untyped-call]
         self._optimizer = torch.optim.SGD(self._parameters, lr=LEARNING_RATE)
-        self._batch = make_batch(scenario)
+        self._batch = make_batch(scenario, device)
         self._is_first, self._is_last = stage == 0, stage == scenario.pp - 1
 
     def _after_accumulate(self, parameter: Tensor) -> None:
@@ -77,6 +79,7 @@ class TorchRank:
         self._works.clear()
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
+        synchronize(self._device)  # a step ends when the weights are complete
 
     def warmed_up(self) -> None:
         """Nothing to do: there are no records."""
@@ -105,7 +108,8 @@ class TorchRank:
                 dist.destroy_process_group(group)
 
 
-def _own_group(lists: list[list[int]], mine: int) -> Any:
+def _own_group(lists: list[list[int]], mine: int, device: torch.device) -> Any:
     """Makes one group per list, on every rank in the same order; returns number `mine`, None where it is one rank."""
-    groups = [dist.new_group(ranks) if len(ranks) > 1 else None for ranks in lists]
+    backend = "gloo" if device.type == "cpu" else "cpu:gloo,sim:simccl"
+    groups = [dist.new_group(ranks, backend=backend) if len(ranks) > 1 else None for ranks in lists]
     return groups[mine]

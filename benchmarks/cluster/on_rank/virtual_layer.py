@@ -1,4 +1,8 @@
-"""VirtualLayer: a layer of a model on an accelerator that is not there. It takes time, not the CPU."""
+"""VirtualLayer: a layer of a model on an accelerator that is not there. It takes time, not the CPU.
+
+On the CPU it is the calling thread that it takes up; on the simulated device (tests/simdevice) the current stream, and
+the thread goes on at once.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +19,7 @@ _WAKE_UP_S = wake_up_s()
 
 
 class VirtualLayer(nn.Module):
-    """y = x + mean(weight), and its true gradients; each direction occupies the calling thread for a given time.
+    """y = x + mean(weight), and its true gradients; each direction takes up the rank for a given time.
 
     The tensors are real, so what is stashed, sent, summed and updated has the bytes that are asked for. The little
     arithmetic there is counts as part of the time, and so does adding to the gradient of `weight`, which an accelerator
@@ -27,12 +31,11 @@ class VirtualLayer(nn.Module):
         saved: floats, ones, that the graph keeps beside, and by which the backward multiplies.
     """
 
-    due: float | None = None
-    """When the backward that is under way ends, by time.perf_counter()."""
+    busy: _Busy | None = None
+    """What the backward that is under way takes up."""
     spans: list[tuple[VirtualLayer, str, int, int]] | None = None
-    """Takes what was computed, where somebody wants to know: (layer, "F" or "B", start, end), ns of time.monotonic."""
-    began = 0
-    """When the backward that is under way began."""
+    """Takes what the calling thread was taken up with, where somebody wants to know: (layer, "F" or "B", start, end),
+    ns of time.monotonic."""
 
     def __init__(self, parameters: int, forward_s: float, backward_s: float, saved: int = 0) -> None:
         super().__init__()
@@ -55,15 +58,15 @@ class VirtualLayer(nn.Module):
         return y
 
     def _accumulated(self, _: Tensor) -> None:
-        assert self.due is not None, "`weight` has a gradient from elsewhere"
-        _sleep_until(self.due)
-        self.due = None
-        self.took("B", self.began)
+        assert self.busy is not None, "`weight` has a gradient from elsewhere"
+        busy, self.busy = self.busy, None
+        busy.end()
+        self.took("B", busy)
 
-    def took(self, kind: str, start: int) -> None:
-        """A pass that began at `start` ends."""
+    def took(self, kind: str, busy: _Busy) -> None:
+        """A pass ends."""
         if self.spans is not None:
-            self.spans.append((self, kind, start, time.monotonic_ns()))
+            self.spans.append((self, kind, busy.began_ns, time.monotonic_ns()))
 
 
 class VirtualModel(nn.Module):
@@ -90,36 +93,58 @@ def make_layers(scenario: Scenario, count: int) -> list[VirtualLayer]:
     ]
 
 
-def make_batch(scenario: Scenario) -> Tensor:
+def make_batch(scenario: Scenario, device: torch.device) -> Tensor:
     """Returns a replica's batch, (micro_batches, floats of an activation)."""
-    return torch.zeros(scenario.micro_batches, scenario.activation_bytes // FLOAT_BYTES)
+    return torch.zeros(scenario.micro_batches, scenario.activation_bytes // FLOAT_BYTES, device=device)
+
+
+class _Busy:
+    """What computes on `device` is busy for so many seconds from here on, with what is computed meanwhile."""
+
+    def __init__(self, device: torch.device, seconds: float) -> None:
+        self.began_ns = time.monotonic_ns()
+        self._seconds = seconds
+        self._on_stream: Any = None
+        if device.type == "sim":
+            from tests.simdevice import sim  # only where there is one: it becomes torch's accelerator
+
+            self._on_stream = sim.Occupation()
+        else:
+            self._due = time.perf_counter() + seconds
+
+    def end(self) -> None:
+        """Computes nothing more: waits for the end, on a device without the host."""
+        if self._on_stream is not None:
+            self._on_stream.end(1e3 * self._seconds)
+        else:
+            _sleep_until(self._due)
 
 
 class _Occupy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, layer: VirtualLayer) -> Tensor:
-        start, end = time.monotonic_ns(), time.perf_counter() + layer.forward_s
+        busy = _Busy(x.device, layer.forward_s)
         ctx.save_for_backward(weight, x.new_ones(layer.saved) if layer.saved else None)
         ctx.layer = layer
         y = x + weight.mean()
-        _sleep_until(end)
-        layer.took("F", start)
+        busy.end()
+        layer.took("F", busy)
         return y
 
     @staticmethod
     def backward(ctx: Any, *outputs: Tensor) -> tuple[Tensor, Tensor, None]:
         layer: VirtualLayer = ctx.layer
-        assert layer.due is None, "a layer may be used once in each backward"
+        assert layer.busy is None, "a layer may be used once in each backward"
         (gradient,) = outputs
         weight, saved = ctx.saved_tensors  # in a checkpoint, this runs the forward again
-        end, layer.began = time.perf_counter() + layer.backward_s, time.monotonic_ns()
+        busy = _Busy(weight.device, layer.backward_s)
         if saved is not None:
             gradient = gradient * saved[-1]
         of_weight = (gradient.sum() / weight.numel()).expand_as(weight).contiguous()
         if _is_accumulated(weight):
-            layer.due = end
+            layer.busy = busy
         else:
-            _sleep_until(end)
+            busy.end()
         return gradient, of_weight, None
 
 

@@ -1,4 +1,6 @@
-"""One rank of the cluster: `python -m benchmarks.cluster.on_rank.worker RANK WORLD PARENT`, started by session.py.
+"""One rank of the cluster: `python -m benchmarks.cluster.on_rank.worker RANK WORLD PARENT DEVICE`.
+
+Started by session.py.
 
 It reads one JSON object per line from standard input, each a run of one system, and answers each with one line.
 """
@@ -11,6 +13,7 @@ import logging
 import os
 import signal
 import sys
+import threading
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -41,6 +44,23 @@ def sent_bytes(interface: str) -> int | None:
     raise RuntimeError(f"no interface {interface!r} in /proc/self/net/dev")
 
 
+class Asleep:
+    """For how long the calling thread waited for something, other than a core, since this was made."""
+
+    def __init__(self) -> None:
+        self._start = self._now()
+
+    def share(self) -> float:
+        """Returns that as a share of the time since then."""
+        clock, awake = (now - then for now, then in zip(self._now(), self._start, strict=True))
+        return max(0.0, 1 - awake / clock)
+
+    @staticmethod
+    def _now() -> tuple[int, int]:
+        ran, wanted_core, _ = Path(f"/proc/self/task/{threading.get_native_id()}/schedstat").read_text().split()
+        return time.monotonic_ns(), int(ran) + int(wanted_core)
+
+
 def run(request: dict[str, Any]) -> dict[str, Any]:
     """Runs warm-up and measured steps of one system back to back; returns this rank's result.
 
@@ -64,12 +84,14 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
     system.warmed_up()
     sent_before = sent_bytes(interface)
     busy_before, stolen_before = core_ticks()
+    asleep = Asleep()
     ends = [time.monotonic_ns()]
     for _ in range(request["steps"]):
         system.step()
         ends.append(time.monotonic_ns())
         if watched is not None:
             watched.write_text(str(request["warm_up"] + len(ends) - 1))
+    asleep_share = asleep.share()
     busy, stolen = core_ticks()
     sent_after = sent_bytes(interface)
     result = {
@@ -78,6 +100,7 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
         "stolen": (stolen - stolen_before) / max(1, busy - busy_before),
         "records": system.records(),
         "breakdown": system.breakdown(),
+        "asleep": asleep_share,
         "choice": system.choice(),
         "timeline": system.timeline() if request["timeline"] else (),
     }
@@ -87,12 +110,16 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
-def _join(rank: int, world: int) -> None:
+def _join(rank: int, world: int, device: str) -> None:
     import torch
     import torch.distributed as dist
 
     from benchmarks.cluster.systems import COMM_TIMEOUT
 
+    if device == "sim":
+        from tests.simdevice import sim
+
+        sim.set_races("off")  # looking for them takes time, and is what tests do
     logging.getLogger("fold3d").setLevel(logging.WARNING)
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=world, timeout=timedelta(seconds=COMM_TIMEOUT))
@@ -100,10 +127,10 @@ def _join(rank: int, world: int) -> None:
 
 def main() -> None:
     """Answers requests until standard input ends."""
-    rank, world, parent = (int(text) for text in sys.argv[1:])
+    rank, world, parent = (int(text) for text in sys.argv[1:4])
     die_with(parent)
     wake_punctually()
-    answer_requests(run, join=lambda: _join(rank, world))
+    answer_requests(run, join=lambda: _join(rank, world, sys.argv[4]))
     os._exit(0)  # groups that torch's runtime leaves behind take long to end
 
 

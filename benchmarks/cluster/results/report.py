@@ -31,6 +31,9 @@ class Run:
     """What `step_s` was in the runs before or after it from which more was stolen, and which it replaces."""
     breakdowns: tuple[dict[str, float], ...] = ()
     """Where the time of the last step went, of each rank, in ms; empty where a system does not say."""
+    asleep: float = 0.0
+    """Of the measured steps, the share in which the thread that trains waited for something, other than a core; of the
+    rank with most of it."""
     choices: tuple[dict[str, Any], ...] = ()
     """How each rank was set up: segments, schedule, N, DP.sync and gathers; empty where a system does not say."""
     action_s: float | None = None
@@ -122,6 +125,7 @@ class Report(Runs):
             )
         rows += [f"{name:28} FAILED {len(texts)} time(s)" for name, texts in self.failures.items()]
         rows += [f"{REFERENCE} chose {text}" for text in sorted({run.chosen() for run in self.runs.get(REFERENCE, [])})]
+        rows += [_host_text(name, self.counted(name)) for name in self.runs if "@" in name]
         theirs = self.fastest("torch")
         if theirs and REFERENCE in self.runs:
             rows += ["", f"best torch schedule ({theirs}) / {REFERENCE}: {number(self.ratio_to_reference(theirs))}"]
@@ -149,6 +153,18 @@ class Report(Runs):
             "systems": systems,
             "failures": self.failures,
         }
+
+
+def _host_text(name: str, runs: Sequence[Run]) -> str:
+    """Returns what the thread that launches did with its time, of the rank with most of it."""
+    asleep = statistics.median(run.asleep for run in runs)
+    idle = [
+        max(one["host_exposed_ms"] / one["step_ms"] for one in run.breakdowns if "host_exposed_ms" in one)
+        for run in runs
+        if any("host_exposed_ms" in one for one in run.breakdowns)
+    ]
+    more = f"; device idle for want of launches {statistics.median(idle):.1%}" if idle else ""
+    return f"{name}: thread that launches waits {asleep:.1%} of the time{more}"
 
 
 def _exposed(run: Run) -> float | None:

@@ -116,6 +116,10 @@ class Ranks:
         return (self._folder / f"output{rank}.txt").read_text(errors="replace")[-TAIL_CHARACTERS:] or "(nothing)"
 
 
-def worker_command(rank: int, world: int) -> list[str]:
-    """Returns the command of one rank of a job of `world` ranks."""
-    return [sys.executable, "-m", "benchmarks.cluster.on_rank.worker", str(rank), str(world), str(os.getpid())]
+def worker_command(rank: int, world: int, device: str) -> list[str]:
+    """Returns the command of one rank of a job of `world` ranks.
+
+    Args:
+        device: "sim": systems may compute on the simulated device; "cpu": none does.
+    """
+    return [sys.executable, "-m", "benchmarks.cluster.on_rank.worker", *map(str, (rank, world, os.getpid(), device))]

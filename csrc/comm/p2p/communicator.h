@@ -95,7 +95,8 @@ class Communicator {
   /// Ends all communication; the first reason wins. Any thread; never throws.
   void abort(const std::string& reason);
 
-  /// Transfers completed since the last call, grouped by queue, in the order of completion. Any thread.
+  /// Transfers completed since the last call, grouped by queue, in the order of completion; as far as their times are
+  /// known. Any thread.
   std::vector<Record> take_records();
 
  private:

@@ -96,7 +96,8 @@ void Communicator::run_send(Line& own, QueueId id, Task& task) {
                   .queue = id,
                   .start_ns = start_ns,
                   .end_ns = now_ns(),
-                  .bytes = payload_bytes(task.tensors)});
+                  .bytes = payload_bytes(task.tensors)},
+                 transport_->take_times(channel_of(id), /*sends=*/true));
   task.tensors.clear();
   if (is_announced(task.action)) arbiter_->message_ends(NicArbiter::Direction::kSend);
 }
@@ -172,7 +173,8 @@ void Communicator::run_recv(Line& own, QueueId id, Task& task) {
   }
   if (transport_->works_by_stream()) own.shapes.note(task.action.chunk, header.tensors);
   own.log.append(
-      {.action = task.action, .queue = id, .start_ns = start_ns, .end_ns = now_ns(), .bytes = payload_bytes(tensors)});
+      {.action = task.action, .queue = id, .start_ns = start_ns, .end_ns = now_ns(), .bytes = payload_bytes(tensors)},
+      transport_->take_times(channel, /*sends=*/false));
   if (task.lands) landing_->filled(task.action, tensors);
   task.tensors = std::move(tensors);
 }

@@ -6,6 +6,7 @@
 #include <span>
 #include <string>
 
+#include "comm/base/moment.h"
 #include "comm/base/tensor.h"
 
 namespace fold3d::comm {
@@ -62,6 +63,10 @@ class Transport {
       if (tensor.buffer->bytes() > 0) send(channel, peer_stage, tensor.buffer);
     }
   }
+
+  /// When the device does what the calling queue has sent, or received, since the last call; null: it knows no better
+  /// than whoever made the calls.
+  virtual std::shared_ptr<LaterInterval> take_times(Channel, bool /*sends*/) { return nullptr; }
 
   /// Whether send_message would now copy a message that fits into its frame into the system's buffers and return
   /// without waiting for the receiver: the executor's thread then sends it itself instead of waking the queue.

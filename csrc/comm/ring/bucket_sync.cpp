@@ -206,7 +206,14 @@ std::string BucketSync::cause_of_wait(Traffic traffic) const {
 
 std::vector<CollectiveRecord> BucketSync::take_records() {
   const std::lock_guard lock(mutex_);
-  return std::exchange(records_, {});
+  return take_known(records_, [](CollectiveRecord& record) {
+    if (!record.times) return true;
+    const std::optional<Interval> known = record.times->known();
+    if (!known) return false;
+    record.start_ns = known->start_ns;
+    record.end_ns = known->end_ns;
+    return true;
+  });
 }
 
 void BucketSync::failed(Failure::Kind kind, const std::string& text) { fail(kind, options_.name + ": " + text); }

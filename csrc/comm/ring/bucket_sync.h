@@ -68,7 +68,7 @@ class BucketSync final : private CollectiveStream::Listener {
   /// Returns when all that was handed over and could begin is done, on a device, too. Blocks for at most `timeout`.
   void drain();
 
-  /// What was completed since the last call, in the order of completion.
+  /// What was completed since the last call, in the order of completion; as far as its times are known.
   std::vector<CollectiveRecord> take_records();
 
   /// Ends both streams; the first reason wins. Never throws.

@@ -6,6 +6,7 @@
 #include <string>
 
 #include "comm/arbiter/nic_arbiter.h"
+#include "comm/base/moment.h"
 #include "comm/base/tensor.h"
 
 namespace fold3d::comm {
@@ -40,7 +41,8 @@ struct CollectiveRecord {
   int bucket = 0;
   std::int64_t start_ns = 0;  ///< its first slice began to be sent or received
   std::int64_t end_ns = 0;
-  std::size_t bytes = 0;  ///< sent by this rank
+  std::size_t bytes = 0;                           ///< sent by this rank
+  std::shared_ptr<LaterInterval> times = nullptr;  ///< the device's own, in the place of those above; null: it has none
 };
 
 /// "reduce" or "gather".

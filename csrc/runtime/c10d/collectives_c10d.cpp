@@ -43,13 +43,14 @@ const at::Tensor& tensor_of(const comm::Collective& collective) {
 }  // namespace
 
 C10dCollectives::C10dCollectives(const Options& options, const std::string& group, c10::Device device,
-                                 std::shared_ptr<NicArbiter> arbiter)
+                                 std::shared_ptr<NicArbiter> arbiter, std::shared_ptr<StreamClock> clock)
     : options_(options),
       uses_card_(spans_hosts(options.hosts, options.size)),
       makes_room_(uses_card_ && options.makes_room),
       group_(c10d::resolve_process_group(group)),
       stream_(side_stream(device, /*high_priority=*/false)),
-      arbiter_(std::move(arbiter)) {
+      arbiter_(std::move(arbiter)),
+      clock_(std::move(clock)) {
   if (options_.size < 2 || group_->getRank() != options_.rank || group_->getSize() != options_.size) {
     throw std::invalid_argument("replica " + std::to_string(options_.rank) + " of " + std::to_string(options_.size) +
                                 " is rank " + std::to_string(group_->getRank()) + " of " +
@@ -186,6 +187,7 @@ void C10dCollectives::run(const comm::Collective& collective) {
   const auto sent = static_cast<std::size_t>(others * shard_length * wire_bytes);
   comm::ReduceTurn turn(*arbiter_, options_.traffic, uses_card_);
   turn.take(sent);
+  const comm::Moment begun = clock_->now(stream_);  // on a device once what is sent is there
   std::size_t index = 0;
   for (std::int64_t offset = 0; offset < shard_length; offset += slice_length) {
     Slice& slice = slices_[index++ % slices_.size()];
@@ -193,6 +195,7 @@ void C10dCollectives::run(const comm::Collective& collective) {
     run_slice(collective, shards, offset, std::min(slice_length, shard_length - offset), staging, slice);
     slice.done.record(stream_);
   }
+  const comm::Moment ended = clock_->now(stream_);
   if (!shards.is_cpu()) {  // the compute stream need not wait for this thread to hear that the device is done
     auto& buffer = static_cast<TensorBuffer&>(*collective.buffer);
     (options_.traffic == Traffic::kReduce ? buffer.ready() : buffer.gathered()).record(stream_);
@@ -204,7 +207,8 @@ void C10dCollectives::run(const comm::Collective& collective) {
                         .bucket = collective.bucket,
                         .start_ns = start_ns,
                         .end_ns = comm::now_ns(),
-                        .bytes = sent});
+                        .bytes = sent,
+                        .times = clock_->is_of_device() ? std::make_shared<StreamInterval>(begun, ended) : nullptr});
 }
 
 /// Elements [offset, offset + length) of every shard. `shards`: [size, shard length]; `staging`: [size * length] or

@@ -18,6 +18,7 @@
 #include "comm/ring/collective_stream.h"
 #include "core/network/hosts.h"
 #include "runtime/device/device.h"
+#include "runtime/device/stream_clock.h"
 #include "runtime/device/tensor_buffer.h"
 
 namespace fold3d::runtime {
@@ -53,9 +54,9 @@ class C10dCollectives final : public comm::CollectiveStream {
   };
 
   /// Resolves the group by name; its ranks are the replicas of the stage, and nobody else uses it. Throws c10::Error
-  /// when it does not exist, std::invalid_argument when this process is not that replica in it.
+  /// when it does not exist, std::invalid_argument when this process is not that replica in it. `clock`: of the device.
   C10dCollectives(const Options& options, const std::string& group, c10::Device device,
-                  std::shared_ptr<comm::NicArbiter> arbiter);
+                  std::shared_ptr<comm::NicArbiter> arbiter, std::shared_ptr<StreamClock> clock);
   ~C10dCollectives() override;
 
   void start(Listener& listener) override;
@@ -88,6 +89,7 @@ class C10dCollectives final : public comm::CollectiveStream {
   const c10::intrusive_ptr<c10d::ProcessGroup> group_;
   const c10::Stream stream_;  // one for all collectives: freed memory is kept for the stream that it was used on
   const std::shared_ptr<comm::NicArbiter> arbiter_;
+  const std::shared_ptr<StreamClock> clock_;
   Listener* listener_ = nullptr;
   std::array<Slice, 2> slices_;  // the last two
   std::int64_t number_ = 0;      // collectives that began

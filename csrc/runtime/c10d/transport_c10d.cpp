@@ -21,19 +21,21 @@ TensorBuffer& as_tensor(const std::shared_ptr<comm::Buffer>& buffer) { return st
 
 }  // namespace
 
-C10dTransport::C10dTransport(const GroupNames& names, c10::Device device, std::unique_ptr<comm::MessageWatch> watch,
-                             core::Hosts hosts, int stage)
+C10dTransport::C10dTransport(const GroupNames& names, c10::Device device, std::shared_ptr<StreamClock> clock,
+                             std::unique_ptr<comm::MessageWatch> watch, core::Hosts hosts, int stage)
     : device_(device),
+      clock_(std::move(clock)),
       hosts_(std::move(hosts)),
       stage_(stage),
       lines_([&] {
-        const auto line = [&](const std::string& name) {
-          return Line{name.empty() ? Group() : c10d::resolve_process_group(name),
-                      side_stream(device, /*high_priority=*/true),
-                      {}};
+        const auto line = [&](const std::string& name, const std::shared_ptr<LinkRate>& rate) {
+          return Line{.group = name.empty() ? Group() : c10d::resolve_process_group(name),
+                      .stream = side_stream(device, /*high_priority=*/true),
+                      .rate = rate};
         };
-        return std::array<Line, 4>{line(names.send_forward), line(names.recv_forward), line(names.send_backward),
-                                   line(names.recv_backward)};
+        const auto next = std::make_shared<LinkRate>(), previous = std::make_shared<LinkRate>();
+        return std::array<Line, 4>{line(names.send_forward, next), line(names.recv_forward, previous),
+                                   line(names.send_backward, previous), line(names.recv_backward, next)};
       }()),
       watch_(std::move(watch)) {}
 
@@ -58,6 +60,25 @@ void C10dTransport::make_room(Line& line) {
   }
 }
 
+void C10dTransport::begins(Line& line) {
+  if (clock_->is_of_device() && !line.begun) line.begun = clock_->now(line.stream);
+}
+
+void C10dTransport::ends(Line& line, std::size_t bytes) {
+  if (!clock_->is_of_device()) return;
+  line.ended = clock_->now(line.stream);
+  line.bytes += bytes;
+}
+
+std::shared_ptr<comm::LaterInterval> C10dTransport::take_times(comm::Channel channel, bool sends) {
+  Line& line = sends ? this->sends(channel) : receives(channel);
+  if (!line.begun || !line.ended) return nullptr;
+  auto begun = *std::exchange(line.begun, std::nullopt), ended = *std::exchange(line.ended, std::nullopt);
+  const std::size_t bytes = std::exchange(line.bytes, 0);
+  if (sends) return std::make_shared<SendTimes>(std::move(begun), std::move(ended), bytes, line.rate);
+  return std::make_shared<ReceiveTimes>(std::move(begun), std::move(ended), bytes, line.rate);
+}
+
 void C10dTransport::send(comm::Channel channel, int peer_stage, std::shared_ptr<comm::Buffer> buffer) {
   Line& line = sends(channel);
   TensorBuffer& source = as_tensor(buffer);
@@ -65,7 +86,9 @@ void C10dTransport::send(comm::Channel channel, int peer_stage, std::shared_ptr<
   make_room(line);
   const c10::StreamGuard guard(line.stream);
   source.ready().block(line.stream);
+  begins(line);
   begin_send(line, peer_stage, source.tensor())->wait();
+  ends(line, source.bytes());
   line.under_way.push_back({.buffer = std::move(buffer)});
   line.under_way.back().done->record(line.stream);
   if (watch_ && core::uses_card(hosts_, stage_, peer_stage)) watch(channel, line.under_way.back());
@@ -86,7 +109,9 @@ void C10dTransport::recv(comm::Channel channel, int peer_stage, std::shared_ptr<
   const c10::StreamGuard guard(line.stream);
   if (target.tensor().device() == device_) {
     target.overwrite_on(line.stream);
+    begins(line);
     begin_recv(line, peer_stage, target.tensor())->wait();
+    ends(line, target.bytes());
     target.ready().record(line.stream);
     line.under_way.resize(1);
     line.under_way.front().done->record(line.stream);
@@ -94,7 +119,9 @@ void C10dTransport::recv(comm::Channel channel, int peer_stage, std::shared_ptr<
   }
   // It lands in host memory: the library brings it as far as the device.
   const at::Tensor staging = at::empty(target.tensor().sizes(), target.tensor().options().device(device_));
+  begins(line);
   begin_recv(line, peer_stage, staging)->wait();
+  ends(line, target.bytes());
   const c10::NoGradGuard no_grad;
   at::Tensor(target.tensor()).copy_(staging, /*non_blocking=*/true);
   DeviceEvent done;

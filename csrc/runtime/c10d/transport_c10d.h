@@ -7,13 +7,16 @@
 #include <array>
 #include <deque>
 #include <memory>
+#include <optional>
 #include <string>
 
 #include "comm/arbiter/message_watch.h"
 #include "comm/p2p/transport.h"
 #include "core/network/hosts.h"
 #include "runtime/c10d/abortable_works.h"
+#include "runtime/c10d/message_times.h"
 #include "runtime/device/device.h"
+#include "runtime/device/stream_clock.h"
 
 namespace fold3d::runtime {
 
@@ -35,11 +38,11 @@ struct GroupNames {
 class C10dTransport final : public comm::Transport {
  public:
   /// Resolves the groups by name; an empty name stands for a group that is not used. Throws c10::Error when one does
-  /// not exist.
+  /// not exist. `clock`: of the device.
   /// `watch`: hears of what is sent by stream to other hosts; null: nobody wants to know. `hosts`: of each stage;
   /// `stage`: this rank's.
-  C10dTransport(const GroupNames& names, c10::Device device, std::unique_ptr<comm::MessageWatch> watch = nullptr,
-                core::Hosts hosts = {}, int stage = 0);
+  C10dTransport(const GroupNames& names, c10::Device device, std::shared_ptr<StreamClock> clock,
+                std::unique_ptr<comm::MessageWatch> watch = nullptr, core::Hosts hosts = {}, int stage = 0);
   ~C10dTransport() override;
 
   void end() override;
@@ -48,6 +51,7 @@ class C10dTransport final : public comm::Transport {
   void recv(comm::Channel channel, int peer_stage, std::shared_ptr<comm::Buffer> buffer) override;
   void send_frame(comm::Channel channel, int peer_stage, std::span<const std::byte> frame) override;
   void recv_frame(comm::Channel channel, int peer_stage, std::span<std::byte> frame) override;
+  std::shared_ptr<comm::LaterInterval> take_times(comm::Channel channel, bool sends) override;
   void abort(const std::string& reason) override;
 
  private:
@@ -63,7 +67,11 @@ class C10dTransport final : public comm::Transport {
   struct Line {
     Group group;
     c10::Stream stream;
-    std::deque<Transfer> under_way;  // sends, and of receives the last; the queue's during a step
+    std::shared_ptr<LinkRate> rate;       // shared with the queue of the other direction
+    std::deque<Transfer> under_way = {};  // sends, and of receives the last; the queue's during a step
+    // Of the message under way; the queue's.
+    std::optional<comm::Moment> begun = std::nullopt, ended = std::nullopt;
+    std::size_t bytes = 0;
 
     int peer(int stage) const { return group->getSize() == 2 ? 1 - group->getRank() : stage; }
   };
@@ -73,9 +81,12 @@ class C10dTransport final : public comm::Transport {
   c10::intrusive_ptr<c10d::Work> begin_send(Line& line, int peer_stage, const at::Tensor& tensor);
   c10::intrusive_ptr<c10d::Work> begin_recv(Line& line, int peer_stage, const at::Tensor& tensor);
   void make_room(Line& line);
+  void begins(Line& line);
+  void ends(Line& line, std::size_t bytes);
   void watch(comm::Channel channel, const Transfer& transfer);
 
   const c10::Device device_;
+  const std::shared_ptr<StreamClock> clock_;
   const core::Hosts hosts_;
   const int stage_;
   std::array<Line, 4> lines_;

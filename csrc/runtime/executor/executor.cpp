@@ -5,7 +5,6 @@
 #include <stdexcept>
 #include <utility>
 
-#include "comm/base/clock.h"
 #include "core/ir/deps.h"
 #include "core/passes/head.h"
 #include "runtime/device/tensor_buffer.h"
@@ -15,18 +14,19 @@ namespace fold3d::runtime {
 
 namespace {
 
-using comm::now_ns;
 using core::Action;
 using core::Kind;
 
 }  // namespace
 
 Executor::Executor(std::shared_ptr<comm::Communicator> communicator, int stage,
-                   std::vector<std::shared_ptr<Chunk>> chunks, std::shared_ptr<Offloader> offloader)
+                   std::vector<std::shared_ptr<Chunk>> chunks, std::shared_ptr<Offloader> offloader,
+                   std::shared_ptr<StreamClock> clock)
     : communicator_(std::move(communicator)),
       stage_(stage),
       chunks_(std::move(chunks)),
-      offloader_(std::move(offloader)) {}
+      offloader_(std::move(offloader)),
+      clock_(std::move(clock)) {}
 
 std::vector<at::Tensor> Executor::run(const core::Shape& shape, const std::vector<Action>& program, bool backward) {
   if (static_cast<int>(chunks_.size()) != shape.segments) {
@@ -83,18 +83,18 @@ void Executor::run_all(const std::vector<Action>& program) {
     }
   }
   if (communicator_) {
-    const std::int64_t start = now_ns();
+    const comm::Moment start = clock_->now();
     communicator_->finish();
-    spans_.push_back({program.empty() ? Action{} : program.back(), true, start, now_ns()});
+    spans_.push_back({program.empty() ? Action{} : program.back(), true, start, clock_->now()});
   }
 }
 
 void Executor::compute(const Action& action) {
   wait_for_receives(action);
   wait_for_copies(action);
-  const std::int64_t start = now_ns();
+  const comm::Moment start = clock_->now();
   handler_of(action.kind)(state_, action);
-  spans_.push_back({action, false, start, now_ns()});
+  spans_.push_back({action, false, start, clock_->now()});
 }
 
 void Executor::wait_for_receives(const Action& action) {
@@ -104,16 +104,16 @@ void Executor::wait_for_receives(const Action& action) {
     const bool forward = needed.kind == Kind::kRecvForward;
     if (state_.lands(needed)) {
       if (forward ? target.inputs_away : target.gradients_away) continue;  // its PREFETCH has begun
-      const std::int64_t start = now_ns();
+      const comm::Moment start = clock_->now();
       const comm::Tensors message = communicator_->wait(needed);
-      spans_.push_back({needed, true, start, now_ns()});
+      spans_.push_back({needed, true, start, clock_->now()});
       fetch_message(state_, needed, message);
       continue;
     }
-    const std::int64_t start = now_ns();
+    const comm::Moment start = clock_->now();
     std::vector<at::Tensor> received;
     for (const comm::Tensor& tensor : communicator_->wait(needed)) received.push_back(unwrap(tensor));
-    spans_.push_back({needed, true, start, now_ns()});
+    spans_.push_back({needed, true, start, clock_->now()});
     (forward ? target.inputs : target.gradients) = std::move(received);
   }
 }
@@ -141,10 +141,10 @@ std::string Executor::current_action() const {
 }
 
 std::vector<Span> Executor::take_spans() {
-  std::vector<Span> spans = std::exchange(spans_, {});
+  std::vector<Span> spans = comm::take_known(spans_, [](const Span& span) { return span.end.ns() && span.start.ns(); });
   if (!offloader_) return spans;
   for (const CopySpan& copy : offloader_->take_spans()) {
-    spans.push_back({copy.action, copy.is_wait, copy.start_ns, copy.end_ns, copy.bytes});
+    spans.push_back({copy.action, copy.is_wait, copy.start, copy.end, copy.bytes});
   }
   return spans;
 }

@@ -9,19 +9,21 @@
 #include <string>
 #include <vector>
 
+#include "comm/base/moment.h"
 #include "comm/p2p/communicator.h"
 #include "core/ir/schedule.h"
+#include "runtime/device/stream_clock.h"
 #include "runtime/executor/chunk.h"
 #include "runtime/executor/run_state.h"
 
 namespace fold3d::runtime {
 
-/// What the compute lane did, an action or the wait for what it depends on, and what was copied beside it. Times are
-/// steady-clock nanoseconds.
+/// What the compute lane did, an action or the wait for what it depends on, and what was copied beside it. On a device
+/// the lane is its compute stream: an action is what the device computes, a wait what it idles before.
 struct Span {
   core::Action action;
   bool is_wait;
-  std::int64_t start_ns, end_ns;
+  comm::Moment start, end;
   std::int64_t bytes = 0;  ///< of a copy
 };
 
@@ -35,9 +37,9 @@ struct Span {
 class Executor {
  public:
   /// `communicator` may be null when the rank talks to nobody (one stage). `chunks[k]`: segment k's chunk. `offloader`:
-  /// for programs with OFFLOAD; null: there are none.
+  /// for programs with OFFLOAD; null: there are none. `clock`: of the device that the chunks compute on.
   Executor(std::shared_ptr<comm::Communicator> communicator, int stage, std::vector<std::shared_ptr<Chunk>> chunks,
-           std::shared_ptr<Offloader> offloader = nullptr);
+           std::shared_ptr<Offloader> offloader, std::shared_ptr<StreamClock> clock);
 
   /// Runs `program`, a lowered list of actions with `shape`. Gradients accumulate in the parameters' .grad.
   /// Returns the last chunk's output of every micro-batch in order, detached (empty on other ranks).
@@ -51,7 +53,7 @@ class Executor {
   /// Null where nothing leaves the device.
   Offloader* offloader() const { return offloader_.get(); }
 
-  /// Takes the spans since the last call.
+  /// Takes the spans since the last call, as far as their times are known.
   std::vector<Span> take_spans();
 
  private:
@@ -64,6 +66,7 @@ class Executor {
   int stage_;
   std::vector<std::shared_ptr<Chunk>> chunks_;
   std::shared_ptr<Offloader> offloader_;
+  const std::shared_ptr<StreamClock> clock_;
 
   RunState state_;  // of the run in progress
   std::vector<Span> spans_;

@@ -86,9 +86,10 @@ void for_each_part(const memory::Slot& slot, const at::Tensor& bounce, const Dev
 
 }  // namespace
 
-DeviceCopies::DeviceCopies(c10::Device device, bool packs)
+DeviceCopies::DeviceCopies(c10::Device device, bool packs, std::shared_ptr<StreamClock> clock)
     : device_(device),
       packs_(packs),
+      clock_(std::move(clock)),
       out_(side_stream(device, /*high_priority=*/false)),
       in_(side_stream(device, /*high_priority=*/false)) {}
 
@@ -102,11 +103,12 @@ memory::ReserveHost DeviceCopies::reserve() const {
 }
 
 void DeviceCopies::out(const memory::Slot& slot, const std::vector<DevicePiece>& pieces, std::size_t small,
-                       const DeviceEvent& ready) {
+                       const DeviceEvent& ready, memory::DeviceStart& start) {
   const c10::NoGradGuard no_grad;
   if (device_.is_cpu()) return slot.write(addresses_of(pieces));
   const c10::StreamGuard guard(out_);
   ready.block(out_);
+  start = clock_->now(out_);
   // Pieces of memory that is not the pool's, for a tier that cannot be addressed.
   at::Tensor bounce;
   if (!slot.is_addressable()) bounce = bounce_of(pieces);
@@ -122,7 +124,7 @@ void DeviceCopies::out(const memory::Slot& slot, const std::vector<DevicePiece>&
 }
 
 void DeviceCopies::in(const memory::Slot& slot, const std::vector<DevicePiece>& pieces, const DeviceEvent& ready,
-                      DeviceEvent& arrived) {
+                      DeviceEvent& arrived, memory::DeviceStart& start) {
   const c10::NoGradGuard no_grad;
   if (device_.is_cpu()) return slot.read(addresses_of(pieces));
   const c10::StreamGuard guard(in_);
@@ -132,6 +134,7 @@ void DeviceCopies::in(const memory::Slot& slot, const std::vector<DevicePiece>& 
     slot.read(whole(bounce));
   }
   ready.block(in_);
+  start = clock_->now(in_);
   for (const DevicePiece& piece : pieces) {
     for_each_part(slot, bounce, piece,
                   [](const at::Tensor& host, const at::Tensor& device) { device.copy_(host, /*non_blocking=*/true); });

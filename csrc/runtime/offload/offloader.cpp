@@ -6,7 +6,6 @@
 #include <optional>
 #include <utility>
 
-#include "comm/base/clock.h"
 #include "core/ir/stash.h"
 #include "memory/disk_tier.h"
 #include "memory/room/slot_wait.h"
@@ -38,10 +37,11 @@ void Offloader::Arena::add(std::int64_t more) {
   }
 }
 
-Offloader::Offloader(c10::Device device, OffloadOptions options)
+Offloader::Offloader(c10::Device device, OffloadOptions options, std::shared_ptr<StreamClock> clock)
     : device_(device),
       options_(std::move(options)),
-      copies_(device, options_.packs),
+      clock_(std::move(clock)),
+      copies_(device, options_.packs, clock_),
       pool_(maker(options_, copies_.reserve()), static_cast<std::size_t>(options_.pool_bytes)),
       out_("offload", std::make_shared<memory::CopyRate>(options_.bytes_per_second)),
       in_("prefetch", out_.rate()),
@@ -87,9 +87,9 @@ void Offloader::stashed(StashBatch& batch) {
 
 void Offloader::wait(memory::CopyLane& lane, memory::CopyLane::Ticket ticket, const core::Action& action) {
   if (lane.is_done(ticket)) return;
-  const std::int64_t start = comm::now_ns();
+  const comm::Moment start = clock_->now();
   lane.wait(ticket, options_.timeout, options_.while_waiting);
-  waits_.push_back({action, true, start, comm::now_ns(), 0});
+  waits_.push_back({action, true, start, clock_->now(), 0});
   ++late_;
 }
 
@@ -119,17 +119,18 @@ void Offloader::leave(const std::shared_ptr<StashBatch>& batch, const core::Acti
                                       [&](memory::CopyLane::Ticket ticket) { wait(in_, ticket, action); });
   DeviceEvent ready;
   ready.record(current_stream(device_));
-  auto copy = [this, slot = batch->slot_, pieces = std::move(pieces), small = batch->small_,
+  auto start = std::make_shared<memory::DeviceStart>();
+  auto copy = [this, start, slot = batch->slot_, pieces = std::move(pieces), small = batch->small_,
                ready = std::make_shared<DeviceEvent>(std::move(ready)), moving = std::move(moving),
                counted = std::move(batch->on_device_)]() mutable {
-    copies_.out(slot, pieces, small, *ready);
+    copies_.out(slot, pieces, small, *ready, *start);
     pieces.clear();
     for (const auto& memory : moving) memory->storage = {};
     counted.reset();
   };
   // std::function copies what it holds: one level of indirection keeps that cheap.
   auto job = std::make_shared<decltype(copy)>(std::move(copy));
-  batch->left_ = out_.submit(action, total, [job = std::move(job)] { (*job)(); });
+  batch->left_ = out_.submit(action, total, [job = std::move(job)] { (*job)(); }, std::move(start));
   leaving.emplace_back(batch->left_, action);
 }
 
@@ -190,8 +191,10 @@ void Offloader::come(const std::shared_ptr<StashBatch>& batch, const core::Actio
   auto ready = std::make_shared<DeviceEvent>();
   ready->record(current_stream(device_));
   batch->arrived_ = std::make_shared<DeviceEvent>();
-  auto job = [this, slot = std::exchange(batch->slot_, {}), pieces = std::move(pieces), ready,
-              arrived = batch->arrived_, moving = std::move(moving)] { copies_.in(slot, pieces, *ready, *arrived); };
+  auto start = std::make_shared<memory::DeviceStart>();
+  auto job = [this, start, slot = std::exchange(batch->slot_, {}), pieces = std::move(pieces), ready,
+              arrived = batch->arrived_,
+              moving = std::move(moving)] { copies_.in(slot, pieces, *ready, *arrived, *start); };
   auto shared = std::make_shared<decltype(job)>(std::move(job));
   const auto bytes = static_cast<std::size_t>(total);
   if (device_.is_cpu()) {
@@ -200,23 +203,30 @@ void Offloader::come(const std::shared_ptr<StashBatch>& batch, const core::Actio
   }
   batch->came_ = in_.submit(action, 0, [shared] { (*shared)(); });
   // What is copied stays where it is, and so does its slot, until the device is there.
-  in_.submit(action, bytes, [shared = std::move(shared), arrived = batch->arrived_] { arrived->synchronize(); });
+  in_.submit(
+      action, bytes, [shared = std::move(shared), arrived = batch->arrived_] { arrived->synchronize(); },
+      std::move(start));
 }
 
 void Offloader::arrived(StashBatch& batch, const core::Action& action) {
   if (batch.came_ == 0) return;
   wait(in_, batch.came_, action);
+  const comm::Moment start = clock_->now();
   batch.arrived_->block(current_stream(device_));
+  if (clock_->is_of_device()) waits_.push_back({action, true, start, clock_->now(), 0});
 }
 
 std::vector<CopySpan> Offloader::take_spans() {
-  std::vector<CopySpan> spans = std::exchange(waits_, {});
   for (memory::CopyLane* const lane : {&out_, &in_}) {
     for (const memory::CopyRecord& record : lane->take_records()) {
       if (record.bytes == 0) continue;
-      spans.push_back({record.action, false, record.start_ns, record.end_ns, static_cast<std::int64_t>(record.bytes)});
+      const comm::Moment start = record.device_start.value_or(record.start_ns);
+      copied_.push_back({record.action, false, start, record.end_ns, static_cast<std::int64_t>(record.bytes)});
     }
   }
+  const auto is_known = [](const CopySpan& span) { return span.end.ns() && span.start.ns(); };
+  std::vector<CopySpan> spans = comm::take_known(waits_, is_known);
+  for (CopySpan& span : comm::take_known(copied_, is_known)) spans.push_back(std::move(span));
   return spans;
 }
 

@@ -12,9 +12,11 @@
 #include <string>
 #include <vector>
 
+#include "comm/base/moment.h"
 #include "core/ir/schedule.h"
 #include "memory/copy_lane.h"
 #include "memory/host_pool.h"
+#include "runtime/device/stream_clock.h"
 #include "runtime/offload/device_copies.h"
 #include "runtime/offload/message_landing.h"
 #include "runtime/offload/parcel.h"
@@ -42,19 +44,19 @@ struct OffloadCounters {
   std::int64_t late = 0;  ///< copies that somebody waited for, since the run began
 };
 
-/// A copy, or a wait for one; steady-clock nanoseconds.
+/// A copy, or a wait for one, on a device of its compute stream.
 struct CopySpan {
   core::Action action;
   bool is_wait;
-  std::int64_t start_ns, end_ns;
+  comm::Moment start, end;
   std::int64_t bytes;
 };
 
 /// All but counters() and landing() is called by the thread that walks the program.
 class Offloader {
  public:
-  /// Throws memory::PoolError if the pool cannot be had.
-  Offloader(c10::Device device, OffloadOptions options);
+  /// `clock`: of the device. Throws memory::PoolError if the pool cannot be had.
+  Offloader(c10::Device device, OffloadOptions options, std::shared_ptr<StreamClock> clock);
 
   /// A run of `program` begins, when what was under way is over. Throws memory::PoolError if a copy failed.
   void begin(const core::Shape& shape, const std::vector<core::Action>& program);
@@ -79,7 +81,7 @@ class Offloader {
   /// Where messages land. Any thread.
   comm::Landing& landing() { return landing_; }
 
-  /// What happened since the last call.
+  /// What happened since the last call, as far as its times are known.
   std::vector<CopySpan> take_spans();
   OffloadCounters counters() const;
 
@@ -94,6 +96,7 @@ class Offloader {
 
   const c10::Device device_;
   const OffloadOptions options_;
+  const std::shared_ptr<StreamClock> clock_;
   DeviceCopies copies_;
   memory::HostPool pool_;
   std::shared_ptr<const Staying> staying_ = std::make_shared<Staying>();
@@ -101,7 +104,7 @@ class Offloader {
   PoolPlan plan_;
   using Leaving = std::deque<std::pair<memory::CopyLane::Ticket, core::Action>>;
   Leaving stashes_leaving_, borders_leaving_;
-  std::vector<CopySpan> waits_;
+  std::vector<CopySpan> waits_, copied_;  // that nobody has taken
   std::int64_t late_ = 0;
   memory::CopyLane out_, in_;  // late: they end first
   MessageLanding landing_;

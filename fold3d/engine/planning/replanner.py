@@ -17,7 +17,6 @@ from fold3d.comms.groups import Groups
 from fold3d.comms.tcp import uses_tcp
 from fold3d.config import ParallelConfig
 from fold3d.data_parallel.dp_sync import DpSync
-from fold3d.device import is_accelerator
 from fold3d.observe.announce import announce
 from fold3d.observe.step_breakdown import NS_PER_MS, RawRecord, merged, without
 from fold3d.plan.cluster_model import BucketCost, Cluster, Work
@@ -63,8 +62,13 @@ class Replanner:
         config: ParallelConfig,
         device: torch.device,
         proposed: tuple[Job, Proposal] | None,
+        *,
+        has_times: bool = True,
     ):
-        """`proposed`: what the planner was told and said, if it may choose another schedule; the same on every rank."""
+        """Args:
+        proposed: what the planner was told and said, if it may choose another schedule; the same on every rank.
+        has_times: what is recorded is when things happened: on the CPU, and where a device's events tell the time.
+        """
         self._planned_job = None if proposed is None else proposed[0]
         self._topology, self._groups, self._config, self._device = topology, groups, config, device
         self._links: tuple[float, float, float] | None = None  # bandwidth, latency, hop latency
@@ -81,8 +85,8 @@ class Replanner:
         self._stash_bytes: dict[int, int] = {}
         self._copy_rate = 0.0  # bytes per second
         self.expected: Expected | None = None
-        # There the recorded times are those of launching kernels; the planner's, which waited for them, are better.
-        self._stays = is_accelerator(device)
+        # Else the recorded times are those of launching kernels; the planner's, which waited for them, are better.
+        self._stays = not has_times
         if self._stays and proposed is not None:
             self.expected = Expected.of(proposed[1].prediction, proposed[1].strategy.gather_order)
 

@@ -169,6 +169,14 @@ TEST(SimulatedDevice, KnowsPinnedMemory) {
   EXPECT_FALSE(device.is_pinned(&device));
 }
 
+TEST(SimulatedDevice, FindsMemoryByWhereItIs) {
+  Runtime& device = new_runtime();
+  Block* const block = device.allocate(device.stream(0, 0), 100);
+  EXPECT_EQ(device.find(static_cast<char*>(block->data) + 99), block);
+  EXPECT_FALSE(device.is_pinned(block->data));
+  EXPECT_EQ(device.find(&device), nullptr);
+}
+
 TEST(SimulatedDevice, AFailedKernelIsReportedByTheNextWait) {
   Runtime& device = new_runtime();
   Stream* const stream = device.stream(0, 0);
@@ -181,7 +189,9 @@ TEST(SimulatedDevice, TimeOnAStreamAddsUp) {
   Runtime& device = new_runtime();
   Stream* const stream = device.stream(0, 0);
   const auto from = device.record(stream);
-  for (int i = 0; i < 20; ++i) device.launch(stream, "sleep", {}, make_task([&] { stream->occupy(milliseconds(2)); }));
+  for (int i = 0; i < 20; ++i)
+    device.launch(stream, "sleep", {},
+                  make_task([&] { stream->occupy_until(stream->free_since() + milliseconds(2)); }));
   const auto to = device.record(stream);
   device.synchronize(stream);
   EXPECT_GE(to->time() - from->time(), milliseconds(40));

@@ -3,6 +3,7 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include <chrono>
+#include <memory>
 #include <string>
 
 #include "simdevice/bindings/python_line.h"
@@ -28,8 +29,28 @@ using Milliseconds = std::chrono::duration<double, std::milli>;
 void sleep_on_stream(double milliseconds) {
   Stream* const stream = current_stream();
   const auto duration = std::chrono::duration_cast<std::chrono::nanoseconds>(Milliseconds(milliseconds));
-  launch_kernel(stream, "sleep", {}, [stream, duration] { stream->occupy(duration); });
+  launch_kernel(stream, "sleep", {}, [stream, duration] { stream->occupy_until(stream->free_since() + duration); });
 }
+
+/// What is queued between the two takes up the stream for a given time, if it takes no longer by itself.
+class Occupation {
+ public:
+  Occupation() : stream_(current_stream()) {
+    launch_kernel(stream_, "begin to occupy", {},
+                  [stream = stream_, begun = begun_] { *begun = stream->free_since(); });
+  }
+
+  void end(double milliseconds) {
+    const auto duration = std::chrono::duration_cast<std::chrono::nanoseconds>(Milliseconds(milliseconds));
+    launch_kernel(stream_, "occupy", {},
+                  [stream = stream_, begun = begun_, duration] { stream->occupy_until(*begun + duration); });
+  }
+
+ private:
+  Stream* const stream_;
+  const std::shared_ptr<std::chrono::steady_clock::time_point> begun_ =
+      std::make_shared<std::chrono::steady_clock::time_point>();  // of the stream's thread
+};
 
 void set_races(const std::string& races) {
   if (races == "raise") return runtime().set_races(Races::kRaise);
@@ -64,6 +85,7 @@ PYBIND11_MODULE(_simdevice, m) {
   m.def("synchronize", [](int device) { runtime().synchronize(device < 0 ? current_device() : device); }, unlocked);
   m.def("default_generator", [](int device) { return default_generator(device); });
   m.def("sleep", &sleep_on_stream, unlocked);
+  py::class_<Occupation>(m, "Occupation").def(py::init<>()).def("end", &Occupation::end, unlocked);
   m.def("set_races", &set_races);
   m.def("set_poison", [](bool poison) { runtime().set_poison(poison); });
   m.def("set_jitter", [](std::int64_t microseconds) { set_jitter(std::chrono::microseconds(microseconds)); });

@@ -49,7 +49,7 @@ Block* Memory::allocate(int device, Stream* stream, std::size_t size) {
     block->capacity = capacity;
     block->device = device;
     block->stream = stream;
-    if (device == Block::kPinned) pinned_[block->begin()] = block;
+    by_address_[block->begin()] = block;
     stats.reserved += capacity;
   }
   block->size = size;
@@ -67,9 +67,9 @@ void Memory::free(Block* block, std::vector<std::shared_ptr<Mark>> marks) {
   collect();
 }
 
-Block* Memory::find_pinned(std::uintptr_t address) const {
-  auto after = pinned_.upper_bound(address);
-  if (after == pinned_.begin()) return nullptr;
+Block* Memory::find(std::uintptr_t address) const {
+  auto after = by_address_.upper_bound(address);
+  if (after == by_address_.begin()) return nullptr;
   Block* block = std::prev(after)->second;
   return address < block->begin() + block->capacity ? block : nullptr;
 }
@@ -79,7 +79,7 @@ void Memory::release() {
   for (auto& [key, blocks] : free_) {
     for (Block* block : blocks) {
       stats_[block->device].reserved -= block->capacity;
-      pinned_.erase(block->begin());
+      by_address_.erase(block->begin());
       std::free(block->data);
       delete block;
     }

@@ -30,8 +30,8 @@ class Memory {
   /// Takes the block back. marks: one of each user's stream, which must be passed before it is handed out again.
   void free(Block* block, std::vector<std::shared_ptr<Mark>> marks);
 
-  /// The block that `address` lies in, if that is pinned memory, handed out or not.
-  Block* find_pinned(std::uintptr_t address) const;
+  /// The block that `address` lies in, handed out or not; null: none.
+  Block* find(std::uintptr_t address) const;
 
   /// Gives to the system what is free; only when no kernel runs.
   void release();
@@ -51,7 +51,7 @@ class Memory {
   std::set<Block*> handed_out_;
   std::map<Key, std::vector<Block*>> free_;
   std::vector<Waiting> waiting_;
-  std::map<std::uintptr_t, Block*> pinned_;
+  std::map<std::uintptr_t, Block*> by_address_;
   std::map<int, MemoryStats> stats_;
 };
 

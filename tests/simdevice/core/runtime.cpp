@@ -236,9 +236,14 @@ void Runtime::record_use(Block* block, Stream* stream) {
   if (stream != block->stream && std::find(users.begin(), users.end(), stream) == users.end()) users.push_back(stream);
 }
 
-bool Runtime::is_pinned(const void* address) {
+Block* Runtime::find(const void* address) {
   const std::lock_guard lock(mutex_);
-  return memory_.find_pinned(reinterpret_cast<std::uintptr_t>(address)) != nullptr;
+  return memory_.find(reinterpret_cast<std::uintptr_t>(address));
+}
+
+bool Runtime::is_pinned(const void* address) {
+  const Block* const block = find(address);
+  return block != nullptr && block->device == Block::kPinned;
 }
 
 void Runtime::release_memory() {

@@ -70,6 +70,8 @@ class Runtime {
   void free(Block* block);
   /// The block is not handed out again before the stream has passed what it has queued when the block is freed.
   void record_use(Block* block, Stream* stream);
+  /// The block that `address` lies in, handed out or not; null: none.
+  Block* find(const void* address);
   bool is_pinned(const void* address);
   void release_memory();
   MemoryStats memory_stats(int device);

@@ -2,6 +2,7 @@
 
 #include <pthread.h>
 
+#include <algorithm>
 #include <atomic>
 #include <exception>
 #include <random>
@@ -52,11 +53,14 @@ std::string Stream::take_error() {
   return std::exchange(error_, {});
 }
 
-void Stream::occupy(std::chrono::nanoseconds duration) {
+std::chrono::steady_clock::time_point Stream::free_since() const {
   const auto now = std::chrono::steady_clock::now();
-  const auto start = now - busy_until_ < kBackToBack ? busy_until_ : now;
-  busy_until_ = start + duration;
-  std::this_thread::sleep_until(busy_until_);
+  return now - busy_until_ < kBackToBack ? busy_until_ : now;
+}
+
+void Stream::occupy_until(std::chrono::steady_clock::time_point end) {
+  busy_until_ = std::max(end, std::chrono::steady_clock::now());
+  std::this_thread::sleep_until(end);
 }
 
 void Stream::loop() {

@@ -55,9 +55,11 @@ class Stream {
   /// The first error of a task since the last call; empty: none. Later tasks are run all the same.
   std::string take_error();
 
-  /// For the task that is running: takes up `duration` from when the stream's work before it ended, so that many in a
-  /// row take their sum, however late the thread wakes up.
-  void occupy(std::chrono::nanoseconds duration);
+  /// For the task that is running: when the stream's work before it ended, if it was queued behind that, else now.
+  std::chrono::steady_clock::time_point free_since() const;
+  /// For the task that is running: takes up the stream until then. Many in a row, each from free_since() on, take their
+  /// sum, however late the thread wakes up.
+  void occupy_until(std::chrono::steady_clock::time_point end);
 
  private:
   void loop();

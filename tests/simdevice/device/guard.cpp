@@ -13,10 +13,20 @@ namespace simdevice {
 
 namespace {
 
-/// What a c10::Event points to: the mark of its last recording.
-using EventMark = std::shared_ptr<Mark>;
+/// What a c10::Event points to.
+struct Recorded {
+  std::shared_ptr<Mark> mark;  // of its last recording
+  bool is_timing = false;
+};
 
-const EventMark& mark_of(void* event) { return *static_cast<EventMark*>(event); }
+const Recorded& recorded(void* event) { return *static_cast<Recorded*>(event); }
+const std::shared_ptr<Mark>& mark_of(void* event) { return recorded(event).mark; }
+
+/// Whether the device has passed it. Who only measures must not hide that an order is missing: where an event notes the
+/// time, the answer orders nothing for the detector.
+bool is_passed(void* event) {
+  return recorded(event).is_timing ? mark_of(event)->is_passed() : runtime().query(mark_of(event));
+}
 
 class Guard final : public c10::impl::DeviceGuardImplInterface {
  public:
@@ -56,9 +66,10 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
     runtime().synchronize(device < 0 ? current_device() : device);
   }
 
-  void record(void** event, const c10::Stream& stream, const c10::DeviceIndex, const c10::EventFlag) const override {
-    if (*event == nullptr) *event = new EventMark;
-    *static_cast<EventMark*>(*event) = runtime().record(stream_of(stream));
+  void record(void** event, const c10::Stream& stream, const c10::DeviceIndex,
+              const c10::EventFlag flag) const override {
+    if (*event == nullptr) *event = new Recorded;
+    *static_cast<Recorded*>(*event) = {runtime().record(stream_of(stream)), flag == c10::EventFlag::BACKEND_DEFAULT};
   }
   void block(void* event, const c10::Stream& stream) const override {
     if (event == nullptr || is_left_out(Ordering::kEventBlock)) return;
@@ -66,18 +77,18 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
   }
   bool queryEvent(void* event) const override {
     if (event == nullptr || is_left_out(Ordering::kEventQuery)) return true;
-    return is_left_out(Ordering::kNews) ? mark_of(event)->is_passed() : runtime().query(mark_of(event));
+    return is_left_out(Ordering::kNews) ? mark_of(event)->is_passed() : is_passed(event);
   }
   void synchronizeEvent(void* event) const override {
     if (event == nullptr || is_left_out(Ordering::kEventSynchronize)) return;
     runtime().synchronize(mark_of(event));
   }
   void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override {
-    delete static_cast<EventMark*>(event);
+    delete static_cast<Recorded*>(event);
   }
   double elapsedTime(void* from, void* to, const c10::DeviceIndex) const override {
     TORCH_CHECK(from != nullptr && to != nullptr, "elapsed_time of an event that was not recorded");
-    TORCH_CHECK(runtime().query(mark_of(from)) && runtime().query(mark_of(to)),
+    TORCH_CHECK(mark_of(from)->is_passed() && mark_of(to)->is_passed(),
                 "elapsed_time of an event that the device has not come to yet");
     return std::chrono::duration<double, std::milli>(mark_of(to)->time() - mark_of(from)->time()).count();
   }

@@ -46,7 +46,11 @@ at::Tensor host_alias(const at::Tensor& tensor) {
 }
 
 Block* block_of(const at::Tensor& tensor) {
-  return tensor.defined() && tensor.has_storage() ? block_of(tensor.storage().data_ptr()) : nullptr;
+  if (!tensor.defined() || !tensor.has_storage()) return nullptr;
+  const c10::DataPtr& data = tensor.storage().data_ptr();
+  Block* const own = block_of(data);
+  // from_blob: the memory is somebody else's.
+  return own == nullptr && tensor.is_privateuseone() ? runtime().find(data.get()) : own;
 }
 
 void add_access(std::vector<Access>& accesses, const at::Tensor& tensor, bool writes) {
