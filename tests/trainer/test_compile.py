@@ -61,7 +61,7 @@ def test_parity_on_two_processes(ranks: RankPool, tmp_path: Path, name: str) -> 
 
 
 def test_refused_where_blocks_are_shared_out() -> None:
-    with pytest.raises(ConfigError, match="with tp=2 are not available.* set tp=1"):
+    with pytest.raises(ConfigError, match=r"with tp=2 are not available.* set tp=1"):
         check_compiled(2, {})
     check_compiled(1, {})
     check_compiled(2, None)

@@ -23,8 +23,8 @@ def compile_blocks(model: Module, blocks: Sequence[str], options: Mapping[str, A
     """
     # What is computed again must run the code that ran first. By default the code that ran last is tried first, which
     # between a forward and its backward may have become that of another micro-batch's shapes.
-    torch._C._dynamo.eval_frame._set_lru_cache(False)
-    undo = [lambda: torch._C._dynamo.eval_frame._set_lru_cache(True)]
+    torch._C._dynamo.eval_frame._set_lru_cache(False)  # type: ignore[attr-defined]
+    undo = [lambda: torch._C._dynamo.eval_frame._set_lru_cache(True)]  # type: ignore[attr-defined]
     undo += [_compile(model.get_submodule(name), options) for name in blocks or ("",)]
 
     def remove() -> None:
