@@ -12,9 +12,11 @@
 #include "bindings/signals.h"
 #include "comm/base/clock.h"
 #include "comm/base/errors.h"
+#include "comm/base/moment.h"
 #include "memory/host_memory.h"
 #include "memory/slot/tier.h"
 #include "runtime/c10d/communicator_factory.h"
+#include "runtime/device/stream_clock.h"
 #include "runtime/executor/executor.h"
 #include "runtime/memory/cpu_bytes.h"
 #include "runtime/offload/offloader.h"
@@ -225,6 +227,33 @@ class PyExecutor {
 };
 
 }  // namespace
+
+void bind_stream_clock(py::module_& module) {
+  const auto unlocked = py::call_guard<py::gil_scoped_release>();
+  py::class_<comm::Moment>(module, "Moment", "A point in time, which a device may not have come to yet.")
+      .def("ns", &comm::Moment::ns, unlocked, "Nanoseconds of time.monotonic; None: it is not known yet.")
+      .def(
+          "wait",
+          [](const comm::Moment& moment) {
+            moment.wait();
+            return moment.ns().value();
+          },
+          unlocked, "The same, after waiting for it.");
+  py::class_<runtime::StreamClock, std::shared_ptr<runtime::StreamClock>>(
+      module, "StreamClock", "When a device comes to points of its streams, on the host's clock; see stream_clock.h.")
+      .def(py::init([](const py::object& device) {
+             return std::make_shared<runtime::StreamClock>(py::cast<c10::Device>(device));
+           }),
+           py::arg("device"))
+      .def_property_readonly("is_of_device", &runtime::StreamClock::is_of_device,
+                             "Whether now() is the device's time; False on the CPU.")
+      .def_property_readonly("tells_time", &runtime::StreamClock::tells_time,
+                             "Whether now() is when things happen: False on a device whose events note no time.")
+      .def("anchor", &runtime::StreamClock::anchor, "A step begins: the clocks are compared.")
+      .def(
+          "now", [](runtime::StreamClock& clock) { return clock.now(); },
+          "When what the current stream has queued up to now is done; without a device, now.");
+}
 
 void bind_offload(py::module_& module) {
   py::register_exception<memory::PoolError>(module, "PoolError", PyExc_RuntimeError);

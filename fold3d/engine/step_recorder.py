@@ -3,57 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 from fold3d import _C
 from fold3d.data_parallel.gradient_sync import GradientSync
 from fold3d.faults.progress import Progress
-from fold3d.observe.step_breakdown import MEET, NS_PER_MS, TP_SYNC, RawRecord, StepBreakdown, make_breakdown
+from fold3d.observe.recorded_run import RecordedRun
+from fold3d.observe.step_breakdown import MEET, TP_SYNC, RawRecord, StepBreakdown, make_breakdown
 from fold3d.plan.measured import Expected
-
-
-@dataclass(slots=True)
-class RecordedRun:
-    """A run, with the update that follows it, and what happened until the next one began."""
-
-    trains: bool
-    begin: _C.Moment
-    end: _C.Moment
-    """Of what counts as its step; waits for weights that come later are added."""
-    counted: dict[str, int]
-    """By the arbiter before."""
-    shards_before: dict[str, int]
-    shards_after: dict[str, int]
-    offload: _C.OffloadCounters | None = None
-    next: _C.Moment | None = None
-    """When the next run began."""
-    records: list[RawRecord] = field(default_factory=list)
-    """What is known of it."""
-    is_settled: bool = False
-    """Whether that is all."""
-    is_told: bool = False
-    """Whether `take_steps` is done with it."""
-
-    @property
-    def bounds(self) -> tuple[int, int]:
-        """From when to when it took, ns; waits for what they are: whoever read weights after the step waited for its
-        DP.sync."""
-        start, end = self.begin.wait(), self.end.wait()
-        waited = sum(stop - begin for lane, _, begin, stop, _ in self.records if lane == "wait" and begin >= end)
-        return start, end + waited
-
-    @property
-    def step_ms(self) -> float:
-        """Its length."""
-        start, end = self.bounds
-        return (end - start) / NS_PER_MS
-
-    @property
-    def exposed_tp_ms(self) -> float | None:
-        """For how long the rank waited for TP.sync in it; None: nobody counts it."""
-        if not self.shards_after:
-            return None
-        return (self.shards_after["waited_ns"] - self.shards_before["waited_ns"]) / NS_PER_MS
 
 
 class StepRecorder:
@@ -95,7 +51,7 @@ class StepRecorder:
         self._collect()
         self._clock.anchor()
         run = self._new(trains=trains)
-        self._runs[-1].next = run.begin
+        self._runs[-1].follow(run.begin)
         self._runs = [*(one for one in self._runs if one.trains and not one.is_settled), run]
         oldest = self._runs[0].begin.ns()
         if oldest is not None:  # what is left of runs before, nobody asked for
@@ -109,10 +65,10 @@ class StepRecorder:
     def extend(self) -> None:
         """What happened since the run began, or was extended, belongs to its step."""
         run = self._runs[-1]
-        run.end, run.shards_after = self._clock.now(), self._shards_now()
+        run.extend(self._clock.now(), self._shards_now())
         if not self._progress.life.is_closed:
             self._collect()
-            run.offload = self._executor.offload_counters()
+            run.count(self._executor.offload_counters())
 
     def take_steps(self) -> list[RecordedRun]:
         """Returns the steps of training that nobody was told of and whose times are known: on the CPU the last one, on
@@ -120,18 +76,18 @@ class StepRecorder:
 
         Does not wait: whoever begins another step has the loss of the last one, which comes after all of those before.
         """
-        over = [run for run in self._runs if run.trains and (run.next is not None or not self._clock.is_of_device)]
+        over = [run for run in self._runs if run.trains and (run.is_over or not self._clock.is_of_device)]
         for run in over:
             self._settle(run)
         steps = [run for run in over if not run.is_told]
         for run in steps:
-            run.is_told = True
+            run.tell()
         return steps
 
     def forget_steps(self) -> None:
         """Nobody is to be told of the steps so far: those that come will be run in another way."""
         for run in self._runs:
-            run.is_told = True
+            run.tell()
 
     def breakdown_later(self, expected: Expected | None) -> Callable[[], StepBreakdown]:
         """Returns what makes the breakdown of where the time of the last step went, at any later time. On a device it
@@ -145,9 +101,7 @@ class StepRecorder:
         step_ms, predicted = None, None
         if expected is not None:
             step_ms, predicted = expected.step_ms, expected.stages[self._stage]
-        shards = None
-        if self._shards is not None:
-            shards = {name: count - run.shards_before[name] for name, count in run.shards_after.items()}
+        shards = None if self._shards is None else run.shards
 
         def snapshot() -> Callable[[], StepBreakdown]:
             self._settle(run)
@@ -164,20 +118,18 @@ class StepRecorder:
         self._is_closed = True
 
     def _new(self, *, trains: bool) -> RecordedRun:
-        now, shards = self._clock.now(), self._shards_now()
-        return RecordedRun(trains, now, now, self._arbiter.counters(), shards, shards)
+        counted, shards = self._arbiter.counters(), self._shards_now()
+        return RecordedRun(trains=trains, begin=self._clock.now(), counted=counted, shards=shards)
 
     def _settle(self, run: RecordedRun) -> None:
         """Gives the run what it has not yet, once the device has come to its end."""
         if self._is_closed or run.is_settled:
             return
-        until = (self._clock.now() if run.next is None else run.next).wait()
+        until = run.until(self._clock.now())
         self._collect()
-        run.is_settled, end = run.next is not None, run.end.wait()
         mine = [record for record in self._loose if record[3] <= until]
         self._loose = [record for record in self._loose if record[3] > until]
-        # What others do than wait for weights, after the step, is not the step's.
-        run.records += [record for record in mine if record[:2] != ("wait", MEET) or record[2] < end]
+        run.settle(mine)
 
     def _shards_now(self) -> dict[str, int]:
         return {} if self._shards is None else self._shards.counters()

@@ -21,7 +21,6 @@ import torch
 
 from benchmarks.cluster.comparison import Effort, compare
 from benchmarks.cluster.grid import GridReport, Measured, cells, costs_of, measure_grid
-from benchmarks.cluster.on_rank.host_time import exposed_host_ms
 from benchmarks.cluster.on_rank.virtual_layer import VirtualLayer
 from benchmarks.cluster.prediction import Costs, predict_step
 from benchmarks.cluster.preemption import PreemptionReport, measure_preemption, variants
@@ -32,12 +31,11 @@ from benchmarks.cluster.results.report import Report, Run
 from benchmarks.cluster.run import _falls_back
 from benchmarks.cluster.scenarios import SCENARIOS, Scenario
 from benchmarks.cluster.session import Session, make_run
-from benchmarks.cluster.systems import DEFAULT, FAMILIES, System, find_system, find_systems, on_device
+from benchmarks.cluster.systems import DEFAULT, FAMILIES, System, find_system, find_systems
 from benchmarks.cluster.testbed.hosts import Link, NamespaceHosts, address, why_unavailable
 from benchmarks.cluster.testbed.machine import stolen_now, wait_for_calm
 from benchmarks.cluster.testbed.ranks import Ranks, RanksFailed
 from benchmarks.cluster.testbed.wake_up import VARIABLE, measure_wake_up_s, wake_up_s
-from fold3d.observe.step_breakdown import make_breakdown
 
 ROOT = Path(__file__).resolve().parents[2]
 NO_MESSAGES = Latency(alone_ms=None, beside_dp_ms=None, dp_sync_ms=None)
@@ -71,18 +69,12 @@ def test_systems_by_name() -> None:
     assert [find_system(name, scenario).segments for name in ("torch-bfs", "torch-bfs:8", "torch-1f1b")] == [4, 8, 1]
     assert {one.name.partition(":")[0] for name in DEFAULT for one in find_systems(name, scenario)} <= set(FAMILIES)
     assert [one.segments for one in find_systems("torch-bfs:2,8", scenario)] == [2, 8]
-    names = on_device(["torch-bfs:2,8", "fold3d-auto"])
-    assert names == ("fold3d-auto", "torch-bfs:2,8@sim", "fold3d-auto@sim")
-    found = [(one.name, one.segments, one.device) for name in names for one in find_systems(name, scenario)]
-    assert found[:3] == [("fold3d-auto", 1, "cpu"), ("torch-bfs:2@sim", 2, "sim"), ("torch-bfs:8@sim", 8, "sim")]
     assert find_system("fold3d-interleaved-nm", scenario).group_size(scenario) == scenario.micro_batches
     for name, reason in {
         "gpipe": "unknown",
         "torch-1f1b:4": "no effect",
         "torch-bfs:x": "integer",
         "torch-bfs:3": "divide",
-        "fold3d-auto@gpu": "device",
-        "load@sim": "computes nothing",
     }.items():
         with pytest.raises(ValueError, match=reason):
             find_system(name, scenario)
@@ -391,43 +383,6 @@ def test_one_run_on_loopback(tmp_path: Path) -> None:
 
 
 @pytest.mark.dist
-@pytest.mark.slow
-def test_one_run_on_the_simulated_device(tmp_path: Path) -> None:
-    """The layers take their time on streams, and the thread that launches does not."""
-    path = tmp_path / "sim.json"
-    arguments = ["--scenario", "smoke", "--loopback", "--device", "sim", "--repetitions", "1", "--steps", "3"]
-    arguments += ["--systems", "fold3d-auto", "torch-1f1b"]
-    done = subprocess.run(
-        [*CLUSTER, *arguments, "--json", str(path)], cwd=ROOT, capture_output=True, text=True, timeout=600
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    systems = json.loads(path.read_text())["systems"]
-    assert {"fold3d-auto", "fold3d-auto@sim", "torch-1f1b@sim"} <= set(systems)
-    least = SCENARIOS["smoke"].compute_s
-    for name, system in systems.items():
-        (run,) = system["runs"]
-        assert run["step_s"] >= 0.8 * least, name
-    (run,) = systems["fold3d-auto@sim"]["runs"]
-    assert 0 < run["asleep"] < 1
-    for breakdown in run["breakdowns"]:
-        assert breakdown["compute_ms"] >= 0.8 * 1e3 * least
-        assert 0 <= breakdown["host_exposed_ms"] <= breakdown["step_ms"]
-
-
-def test_device_time_that_only_the_host_explains() -> None:
-    """Of 100 ms it computes 40; it waits 30 for a message that has come after 10 of them, and 20 for another."""
-    ms = 1_000_000
-    records = [
-        ("compute", "0F0", 0, 20 * ms, 0),
-        ("wait", "0RECV_B0", 20 * ms, 50 * ms, 0),
-        ("recv_b", "0RECV_B0", 25 * ms, 30 * ms, 8),
-        ("compute", "0B0", 50 * ms, 70 * ms, 0),
-        ("wait", "0RECV_B1", 70 * ms, 90 * ms, 0),
-        ("recv_b", "0RECV_B1", 85 * ms, 90 * ms, 8),
-    ]
-    assert exposed_host_ms(make_breakdown(records, 0, 100 * ms)) == pytest.approx(10 + 20)
-
-
 def test_messages_beside_dp_sync_on_loopback(tmp_path: Path) -> None:
     """The load runs without a limit, too: all messages arrive, DP.sync takes its time, and the table says unshaped."""
     options = ["--loopback", "--latency", "smoke", "--repetitions", "1", "--steps", "2", "--json", str(tmp_path / "j")]
