@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 from collections.abc import Mapping
@@ -15,6 +16,7 @@ import transformers
 from fold3d.config import AUTO, BLOCKS, ParallelConfig, parse_tp_plan
 from fold3d.errors import ConfigError
 from fold3d.plan.resolve import programs_of, resolve_auto
+from fold3d.trainer.other_device import other_device
 from fold3d.trainer.reader import refuse_stock_trainer
 from fold3d.trainer.refused import refuse_unsupported
 
@@ -262,9 +264,12 @@ class TrainingArguments(transformers.TrainingArguments):
             raise ConfigError(f"timeline={self.timeline} has no effect: training ends after max_steps={self.max_steps}")
         if world_size > 1 and not torch.accelerator.is_available():
             self.use_cpu = True  # accelerate sees only one process on a machine without accelerator unless told so
-        super().__post_init__()  # type: ignore[no-untyped-call]
-        if self.world_size != world_size:
-            config.resolve_dp(self.world_size)
+        takes_other = world_size > 1 and not self.use_cpu
+        with other_device(float(self.ddp_timeout)) if takes_other else contextlib.nullcontext():
+            super().__post_init__()  # type: ignore[no-untyped-call]
+            found = self.world_size
+        if found != world_size:
+            config.resolve_dp(found)
         if self.n_gpu > 1:
             raise ConfigError(
                 f"one process sees {self.n_gpu} GPUs, which torch.nn.DataParallel would share; start one process "

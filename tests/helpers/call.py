@@ -88,6 +88,16 @@ def _change_environment(values: Mapping[str, str | None]) -> None:
             os.environ[name] = value
 
 
+def _backend() -> str:
+    """Returns gloo, and beside it the library of a device that a test has added to torch: the Trainer needs both."""
+    import torch
+    import torch.distributed as dist
+
+    kind = torch._C._get_privateuse1_backend_name()
+    library = dist.Backend.default_device_backend_map.get(kind)
+    return "gloo" if library is None else f"cpu:gloo,{kind}:{library}"
+
+
 @contextlib.contextmanager
 def process_group(store_file: str, rank: int, world_size: int, timeout_s: float) -> Iterator[None]:
     """Gives the body a default gloo group over a file rendezvous; no port is involved.
@@ -99,7 +109,7 @@ def process_group(store_file: str, rank: int, world_size: int, timeout_s: float)
 
     store = dist.FileStore(store_file, world_size)
     timeout = datetime.timedelta(seconds=timeout_s)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
+    dist.init_process_group(_backend(), store=store, rank=rank, world_size=world_size, timeout=timeout)
     try:
         if store.add("connected", 1) == world_size:
             store.set("all connected", "")

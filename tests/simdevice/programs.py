@@ -161,6 +161,18 @@ def tied_weights_stay_tied() -> None:
     assert model["b"].weight is model["a"].weight and model["a"].weight.device.type == DEVICE
 
 
+def default_dtypes() -> None:
+    """Results have the default dtype of now, not that of the first call."""
+    count = torch.tensor(3, device=DEVICE)
+    before = torch.get_default_dtype()
+    try:
+        for dtype in (torch.float32, torch.float64, torch.float32):
+            torch.set_default_dtype(dtype)
+            assert (count / count).dtype == (1 / count).dtype == dtype
+    finally:
+        torch.set_default_dtype(before)
+
+
 def autocast() -> None:
     x = torch.randn(4, 16, device=DEVICE)
     with torch.autocast(DEVICE, dtype=torch.bfloat16):
@@ -257,6 +269,7 @@ CHECKS: dict[str, Callable[[], None]] = {
         errors,
         random_numbers,
         tied_weights_stay_tied,
+        default_dtypes,
         autocast,
         backward_on_the_streams_of_forward,
     )

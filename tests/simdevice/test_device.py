@@ -20,6 +20,7 @@ PROGRAMS = "tests.simdevice.programs"
         "errors",
         "random_numbers",
         "tied_weights_stay_tied",
+        "default_dtypes",
         "autocast",
         "backward_on_the_streams_of_forward",
     ],

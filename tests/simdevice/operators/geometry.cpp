@@ -1,6 +1,7 @@
 #include "simdevice/operators/geometry.h"
 
 #include <ATen/EmptyTensor.h>
+#include <c10/core/DefaultDtype.h>
 
 #include <bit>
 #include <functional>
@@ -137,7 +138,8 @@ std::shared_ptr<const Geometry> compute(const c10::OperatorHandle& op, const Ope
 std::shared_ptr<const Geometry> geometry_of(const c10::OperatorHandle& op, const OperatorFacts& facts,
                                             const c10::IValue* arguments) {
   if (facts.has_wrong_meta || facts.returns_numbers) return nullptr;
-  Key key;
+  // Of integers that are divided, for one, the result has the default dtype, which programs change.
+  Key key{static_cast<std::int64_t>(c10::get_default_dtype_as_scalartype())};
   bool has_key = true;
   for (std::size_t i = 0; i < facts.writes.size() && has_key; ++i) {
     if (static_cast<int>(i) != facts.generator) has_key = add_value(key, arguments[i]);
