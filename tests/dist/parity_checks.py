@@ -49,7 +49,8 @@ def assert_ranks_agree(results: list[Result], case: Case) -> None:
 
 def assert_same_bits(ours: Result, theirs: Result) -> None:
     """Two runs gave the same numbers to the bit: losses, norms, weights, optimizer state."""
-    assert (ours.losses, ours.norms) == (theirs.losses, theirs.norms)
+    numbers, wanted = (ours.losses, ours.norms), (theirs.losses, theirs.norms)
+    assert numbers == wanted, f"losses, norms: {numbers}, and {wanted}"
     assert ours.weights.keys() == theirs.weights.keys()
     different = [name for name, tensor in ours.weights.items() if not torch.equal(tensor, theirs.weights[name])]
     assert not different, f"{different} differ"

@@ -21,6 +21,7 @@ from fold3d.engine.loss import loss_of
 from fold3d.splitting.probing.double import DoubleMode
 from tests.dist.parity_cases import LENGTH, ROWS, STEPS, Case
 from tests.helpers import data, models
+from tests.helpers import device as test_device
 
 Batch = dict[str, Tensor]
 
@@ -339,8 +340,9 @@ def engine_of(
 
 
 def train(case: Case, **others: Any) -> Result:
-    """Trains the case with fold3d; further arguments as `train_engine` and `train_trainer` take them."""
-    with precision(case):
+    """Trains the case with fold3d on the tests' device; further arguments as `train_engine` and `train_trainer` take
+    them."""
+    with precision(case), test_device.watched() if others.get("device") is None else nullcontext():
         return (train_trainer if case.through == "trainer" else train_engine)(case, **others)
 
 
@@ -383,6 +385,7 @@ def train_trainer(case: Case, *, rows: list[Batch] | None = None, **arguments: A
     """Trains with fold3d.Trainer."""
     with tempfile.TemporaryDirectory() as folder:
         named = trainer_arguments(case, folder) | {"gradient_accumulation_steps": case.m}
+        named |= {"use_cpu": test_device.chosen() == "cpu"}
         layout = {"dp": case.dp, "tp": case.tp, "pp": case.pp, "segments": case.segments, "schedule": case.schedule}
         layout |= {"offload": case.offload, "offload_optimizer": case.offload_optimizer}
         layout |= {"group_size": case.group_size or "auto", "micro_batch_size": case.micro_batch_size}

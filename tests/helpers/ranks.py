@@ -35,7 +35,7 @@ from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import Any
 
-from tests.helpers import call
+from tests.helpers import call, device
 from tests.helpers.cuda import HIDDEN, SEEN
 
 START_TIMEOUT_S = 180.0
@@ -64,12 +64,13 @@ class _Worker:
 class RankPool:
     """`size` worker processes, started on first use; `run` uses the first `world_size`. Not thread-safe.
 
-    With `cuda` they see the machine's CUDA devices, and engines take that of their local rank; else none.
+    With `cuda` they see the machine's CUDA devices, and engines take that of their local rank; else none, unless the
+    tests' device is another (`tests.helpers.device`).
     """
 
     def __init__(self, size: int, *, cuda: bool = False) -> None:
         self.size = size
-        self._environment = {"OMP_NUM_THREADS": "1"} | (SEEN if cuda else HIDDEN)
+        self._environment = {"OMP_NUM_THREADS": "1"} | (SEEN if cuda or device.chosen() == "cuda" else HIDDEN)
         self.starts = 0
         self._calls = 0
         self._workers: list[_Worker] = []
@@ -234,6 +235,7 @@ def _preload() -> None:
     torch.set_num_threads(1)
     with contextlib.suppress(ImportError):  # not built: the test that needs it says so with its own traceback
         import fold3d  # noqa: F401
+    device.register()
     call.clean_slate()
     gc.freeze()
 

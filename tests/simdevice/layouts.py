@@ -7,6 +7,7 @@ import functools
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import fold3d
+from fold3d.data_parallel.optimizer import bucket_optimizer
 from fold3d.device import default_device
 from fold3d.engine.loss import loss_of
 from fold3d.errors import RankError
@@ -30,8 +32,10 @@ def on_the_device() -> None:
 
 def as_on_the_cpu(case: Case, microseconds: int = 0) -> int:
     """Trains the case on both, and asserts that the numbers are the same bits; of more replicas or stages than two,
-    whose sums have the library's order, and of steps on the host, which are torch's fused ones beside a device, that
-    they are near. Returns how many kernels that took.
+    whose sums have the library's order, that they are near. Returns how many kernels that took.
+
+    Beside a device torch's fused AdamW steps on the host, which rounds otherwise than the one that steps there on the
+    CPU: with it the numbers are near, without it the same.
 
     Races raise. Attention by its parts, for which the CPU otherwise has a kernel of its own.
 
@@ -51,8 +55,12 @@ def _as(case: Case, want: parity_jobs.Result, microseconds: int = 0) -> int:
     sim.take_reports()
     with sdpa_kernel(SDPBackend.MATH), sim.jitter(microseconds):
         got = parity_jobs.train(case)
+        if case.offload_optimizer:
+            assert_equal(got, want, TOLERANCE[case.dtype])
+            with mock.patch.object(bucket_optimizer, "has_fused_step", lambda *_: False):
+                got = parity_jobs.train(case)
     assert not sim.take_reports()
-    if case.dp > 2 or case.pp > 2 or case.offload_optimizer:
+    if case.dp > 2 or case.pp > 2:
         assert_equal(got, want, TOLERANCE[case.dtype])
     else:
         assert_same_bits(got, want)

@@ -9,6 +9,7 @@ import torch
 
 from tests.dist import dp_sync_jobs
 from tests.dist.parity_cases import Case
+from tests.dist.test_parity import GRID as WHOLE_GRID
 from tests.helpers.ranks import RankPool
 
 LAYOUTS = "tests.simdevice.layouts"
@@ -19,6 +20,7 @@ FOLD = Case(pp=2, m=4, segments=2, schedule="fold")
 """All four queues of both ranks have something to do."""
 LONG = replace(FOLD, m=8)
 """Memory of messages is used again within a step: from one step to the next the host has waited meanwhile."""
+GRID = [case for case in WHOLE_GRID if case.ranks == 2 and case.through == "engine"]
 SQUARE = Case(dp=2, pp=2, m=3, segments=2, schedule="aiao", dp_sync="early")
 
 
@@ -45,6 +47,8 @@ def test_two_processes_train_with_the_bits_of_the_cpu(case: Case, sim_ranks: Ran
         Case(pp=2, m=3, schedule="zb_h1"),
         DP,
         replace(DP, dp_sync="serial"),
+        replace(DP, dtype="bfloat16"),
+        replace(FOLD, dtype="bfloat16", clip=False),  # torch rounds its coefficient on the CPU
         replace(ZERO1, offload_optimizer=True),
         replace(PP, offload_optimizer=True),
         replace(PP, segments=2, schedule="aiao", offload="activations", dtype="float32"),
@@ -54,6 +58,13 @@ def test_two_processes_train_with_the_bits_of_the_cpu(case: Case, sim_ranks: Ran
     ids=lambda case: case.name,
 )
 def test_other_cases(case: Case, sim_ranks: RankPool) -> None:
+    check(sim_ranks, case)
+
+
+@pytest.mark.rotating
+@pytest.mark.parametrize("case", GRID[::2], ids=lambda case: case.name)
+def test_layouts_of_the_parity_grid(case: Case, sim_ranks: RankPool) -> None:
+    """Two processes; FOLD3D_TEST_DEVICE=sim runs all of it, against the stock Trainer (tests/dist/test_parity.py)."""
     check(sim_ranks, case)
 
 

@@ -107,6 +107,17 @@ std::map<const OperatorFacts*, Kept>& kept() {
   return all;
 }
 
+/// The dtype of mean and deviation: the CPU's kernels keep them in that of the input where weights have it, too; meta
+/// kernels always have them in float32 as CUDA's do.
+at::ScalarType dtype_of_statistics(const c10::IValue* arguments, std::size_t count) {
+  const at::ScalarType own = arguments[0].toTensor().scalar_type();
+  bool is_mixed = false;
+  for (std::size_t i = 1; i < count; ++i) {
+    each_tensor(arguments[i], [&](const at::Tensor& tensor) { is_mixed |= tensor.scalar_type() != own; });
+  }
+  return is_mixed ? at::kFloat : own;
+}
+
 /// Runs the meta kernel. Throws what it throws.
 std::shared_ptr<const Geometry> compute(const c10::OperatorHandle& op, const OperatorFacts& facts,
                                         const c10::IValue* arguments) {
@@ -128,6 +139,12 @@ std::shared_ptr<const Geometry> compute(const c10::OperatorHandle& op, const Ope
   for (std::size_t i = 0; i < stack.size(); ++i) {
     each_tensor(stack[i], [&](const at::Tensor& tensor) { is_meta &= tensor.is_meta(); });
     geometry->returns.push_back(value_of(stack[i]));
+  }
+  if (facts.has_statistics && is_meta) {
+    const at::ScalarType dtype = dtype_of_statistics(arguments, facts.writes.size());
+    for (std::size_t i = 1; i < geometry->returns.size(); ++i) {
+      for (auto& tensor : geometry->returns[i].tensors) tensor.dtype = dtype;
+    }
   }
   for (const at::Tensor& tensor : written) geometry->written.push_back(tensor.sizes().vec());
   return is_meta ? geometry : nullptr;

@@ -16,6 +16,7 @@ const std::set<std::string> kWrongMeta{"aten::_embedding_bag",
                                        "aten::_native_batch_norm_legit.no_stats",
                                        "aten::_native_batch_norm_legit_no_training",
                                        "aten::cudnn_batch_norm"};
+const std::set<std::string> kHasStatistics{"aten::native_layer_norm", "aten::native_group_norm"};
 const std::set<std::string> kTakesHostTensors{"aten::index.Tensor", "aten::index_put_", "aten::_index_put_impl_",
                                               "aten::_pack_padded_sequence"};
 
@@ -25,6 +26,7 @@ OperatorFacts read(const c10::OperatorHandle& op) {
   OperatorFacts facts;
   facts.name = name.overload_name.empty() ? name.name : name.name + "." + name.overload_name;
   facts.has_wrong_meta = kWrongMeta.count(facts.name) > 0;
+  facts.has_statistics = kHasStatistics.count(facts.name) > 0;
   facts.takes_host_tensors = kTakesHostTensors.count(facts.name) > 0;
   facts.has_cpu_kernel = op.hasComputedKernelForDispatchKey(c10::DispatchKey::CPU);
   facts.is_random = op.hasTag(at::Tag::nondeterministic_seeded);

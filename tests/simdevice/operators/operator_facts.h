@@ -20,6 +20,7 @@ struct OperatorFacts {
   bool has_cpu_kernel = false;
   bool returns_numbers = false;     // what only a kernel that has run knows
   bool takes_host_tensors = false;  // also CUDA's kernel takes some on the host that are no scalars
+  bool has_statistics = false;      // its results after the first are mean and deviation of its input
   bool has_wrong_meta = false;      // its meta kernel and its CPU kernel return different sizes
 };
 

@@ -1,0 +1,46 @@
+"""Where the ranks of tests train: FOLD3D_TEST_DEVICE=cpu, sim (the simulated device of tests/simdevice) or cuda.
+
+For the parity grid above all: what it asks of layouts it asks of all devices. Processes of `ranks` and `ranks8` see the
+device then, and an engine takes it unless told otherwise; the reference of one process stays on the CPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+from collections.abc import Iterator, Mapping
+
+VARIABLE = "FOLD3D_TEST_DEVICE"
+DEVICES = ("cpu", "sim", "cuda")
+
+
+def chosen(environment: Mapping[str, str] = os.environ) -> str:
+    """Returns which of DEVICES. Raises: ValueError for another."""
+    text = environment.get(VARIABLE, "cpu")
+    if text not in DEVICES:
+        raise ValueError(f"{VARIABLE}={text!r}: must be one of {', '.join(DEVICES)}")
+    return text
+
+
+def register() -> None:
+    """Called in a process that serves tests: makes the chosen device known to torch."""
+    if chosen() == "sim":
+        importlib.import_module("tests.simdevice.sim")
+
+
+@contextlib.contextmanager
+def watched() -> Iterator[None]:
+    """Around what a rank trains. On the simulated device a race is an error where it happens; at the end none may be
+    left, and something must have run there."""
+    if chosen() != "sim":
+        yield
+        return
+    from tests.simdevice import sim
+
+    sim.take_reports()
+    before = sim.launches()
+    yield
+    reports = sim.take_reports()
+    assert not reports, reports
+    assert sim.launches() - before > 100, "it did not run on the device"
