@@ -24,8 +24,9 @@ from fold3d.data_parallel.optimizer.parameter_state import cut_state
 from fold3d.device import all_rng_untouched, default_device, make_current
 from fold3d.engine import loss, state
 from fold3d.engine.arguments import check_arguments, check_compiled
-from fold3d.engine.builder import CutModel, Order, connect, cut_model
+from fold3d.engine.builder import connect
 from fold3d.engine.built import BuiltRank
+from fold3d.engine.cut_model import CutModel, Order, cut_model
 from fold3d.engine.loss_scaler import LossScaler
 from fold3d.engine.meeting import meet
 from fold3d.engine.turns import take_turn

@@ -1,0 +1,248 @@
+"""What a rank trains, cut: the model is recorded, planned and cut in place, alike on all ranks."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.nn import Module, Parameter
+from torch.optim import Optimizer
+
+from fold3d.comms.consistency import agree
+from fold3d.comms.world_group import WorldGroup
+from fold3d.config import AUTO, GRAPH, ParallelConfig
+from fold3d.data_parallel.optimizer.kernel_checks import check_built
+from fold3d.engine.division import number_of_parts, why_not_divided
+from fold3d.engine.planning import planner
+from fold3d.engine.planning.agreed_graph import agreed_graph
+from fold3d.engine.planning.memory_limit import memory_limit
+from fold3d.engine.planning.tp_forecast import TpForecast, forecast_of, predict_tp_sync, warn_of_spread
+from fold3d.errors import ConfigError, TraceError
+from fold3d.observe.announce import announce
+from fold3d.placement.partition import split_ranges
+from fold3d.plan.constraints import Constraints
+from fold3d.plan.job import Job
+from fold3d.plan.programs import Programs
+from fold3d.plan.proposal import Proposal
+from fold3d.plan.resolve import needs_planner, unplanned
+from fold3d.plan.strategy import Ranges, Strategy
+from fold3d.sharding.shard import even_part
+from fold3d.stage.micro_batch import ModelCall
+from fold3d.stage.offload import check_folder, check_pool, prove_room, refuse_without_effect
+from fold3d.stage.rank_model import RankModel, arguments_of, record
+from fold3d.topology import Topology
+from fold3d.trace.example import part_of, samples_of
+
+logger = logging.getLogger(__name__)
+
+_numbers = itertools.count()  # of the engines of one process
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Order:
+    """What the user wants built."""
+
+    model: Module
+    config: ParallelConfig
+    constraints: Constraints
+    """From `resolve_auto`."""
+    topology: Topology
+    device: torch.device
+    optimizer: Callable[[list[Parameter]], Optimizer] | None
+    """Makes one like the training's, for the planner to try."""
+    autocast: Callable[[], AbstractContextManager[Any]]
+    weights: str | None
+    """Folder with safetensors."""
+    compile_options: Mapping[str, Any] | None = None
+    """Of torch.compile, for each block; None: blocks are not compiled."""
+
+    @property
+    def plans(self) -> bool:
+        """Whether the planner decides anything."""
+        limited = memory_limit(self.config, self.device) is not None
+        return needs_planner(self.config, self.constraints, self.topology.dp, limited=limited)
+
+    @property
+    def records(self) -> bool:
+        """Whether a recording is of use: to cut the model or its layers, or to know which layer waits for which
+        parameters."""
+        several = max(self.config.pp * (self.constraints.segments or 1), self.config.tp, self.topology.dp) > 1
+        return self.plans or several
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CutModel:
+    """The model, cut as the user or the planner wants it; the same strategy on all ranks."""
+
+    cut: RankModel
+    config: ParallelConfig
+    strategy: Strategy
+    proposed: tuple[Job, Proposal] | None
+    """What the planner was told and said, if another schedule may be chosen."""
+    planned: tuple[Job, Proposal] | None
+    """What the planner was told and said; None where it was not asked."""
+    overlap_limit: float | None
+    """Seconds of a step's forwards and backwards from which the predicted way of hiding TP.sync is doubted; None: it
+    was not predicted."""
+    name: str
+    """This engine's in the job."""
+    autocast: Callable[[], AbstractContextManager[Any]]
+    """What the training puts around layers."""
+
+
+def cut_model(
+    order: Order, world: WorldGroup, example: Mapping[str, Any] | None, call: ModelCall | None = None
+) -> CutModel:
+    """Records the model, plans what is "auto", and cuts the model in place; all ranks of the job call.
+
+    Args:
+        example: a micro-batch to record with; None: what the model makes up by itself, if it does.
+        call: how the loss function calls the model with it; None: `example` is what the model's forward takes.
+    Raises: TraceError, ConfigError; RankError when another rank failed.
+    """
+    model, config, constraints, topology = order.model, order.config, order.constraints, order.topology
+    error: Exception | None = None
+    try:
+        check_folder(config)
+    except ConfigError as own:
+        error = own
+    samples = planner.UNKNOWN
+    if config.part_size is not None and example is not None:
+        config, example = _divided(config, example, world)
+    if order.records and example is not None and error is None:
+        try:
+            given, example = example, _called(order, example, call)
+            samples = _samples(order, given, call)
+        except Exception as own:
+            error = own
+    digest, number = "", next(_numbers)
+    recording = proposed = strategy = sharding = None
+    if order.records and error is None:
+        try:
+            found = record(model, config, example)
+            recording = None if found is None else found.under(config.tp)
+        except Exception as own:
+            error = own
+    if config.partition == GRAPH and topology.dp > 1 and order.records:
+        agree(world, "", number, error)
+        assert recording is not None, "a graph is cut or refused"
+        try:
+            recording = agreed_graph(model, recording, world, example)
+        except TraceError as own:
+            error = own
+    if config.tp > 1:
+        agree(world, "", number, error)
+        assert recording is not None, "what has shards was recorded"
+        sharding = planner.shard_alike(model, recording, config, world, example)
+    if order.plans and error is None:
+        proposed = planner.resolve_auto(
+            *(model, recording, config, constraints, world, order.device, example),
+            *(order.optimizer, order.autocast, number, sharding, samples),
+        )
+        if proposed is None:  # nothing can be cut
+            constraints = replace(constraints, segments=1)
+        else:
+            strategy = proposed[1].strategy
+    if config.micro_batch_size == AUTO:  # decided: from here on it is a number, or nothing
+        size = None if proposed is None else proposed[1].micro_batch_size
+        number_of = config.micro_batches if strategy is None else strategy.micro_batches
+        config = replace(config, micro_batch_size=size, micro_batches=number_of)
+    ranges: Ranges = ((0, 0),)
+    forecast: TpForecast | None = None if proposed is None or sharding is None else forecast_of(*proposed)
+    try:
+        if error is not None:
+            raise error
+        if strategy is None and recording is not None:
+            ranges = tuple(split_ranges(recording, config.pp * (constraints.segments or 1)))
+    except Exception as own:
+        error = own
+    if topology.dp > 1 and strategy is None:  # replicas have recorded micro-batches of different sizes
+        agree(world, "", number, error)
+        ranges = world.share(ranges, timeout=world.patience)
+    if sharding is not None:
+        agree(world, "", number, error)
+        assert recording is not None, "what has shards was recorded"
+        if strategy is None:
+            strategy, forecast = predict_tp_sync(
+                *(model, recording, config, unplanned(config, constraints, topology.dp, ranges), world),
+                *(order.device, example, order.autocast, sharding),
+            )
+        warn_of_spread(forecast, world)
+    cut: RankModel | None = None
+    try:
+        if error is not None:
+            raise error
+        if strategy is None:
+            strategy = unplanned(config, constraints, topology.dp, ranges)
+        refuse_without_effect(config, decided=proposed is not None and proposed[0].pool_is_elsewhere)
+        check_pool(config, strategy, 0 if proposed is None else max(peak.pool for peak in proposed[1].peaks))
+        prove_room(config, strategy, model, recording, example, order.device, order.autocast, sharding)
+        check_built(config.kernels, order.device)
+        cut = RankModel(
+            *(model, config, strategy, topology, order.device, recording, order.weights, sharding),
+            compile_options=order.compile_options,
+        )
+        blocks = recording.blocks if recording else ()
+        schedule = Programs.of(strategy).compute(config.micro_batches).csv()
+        digest = strategy.digest(repr(config), ",".join(blocks), schedule, sharding.digest if sharding else "")
+    except Exception as own:
+        error = own
+    try:
+        name = f"{digest}/{agree(world, digest, number, error)}"
+    except BaseException:
+        if cut is not None:
+            cut.remove()
+        raise
+    assert cut is not None and strategy is not None
+    # What the user has fixed stays fixed, so a schedule of theirs is never exchanged.
+    may_change = constraints.schedule is None and constraints.group_size is None
+    return CutModel(
+        cut=cut,
+        config=config,
+        strategy=strategy,
+        proposed=proposed if may_change else None,
+        planned=proposed,
+        overlap_limit=None if forecast is None else forecast.other,
+        name=name,
+        autocast=order.autocast,
+    )
+
+
+def _called(order: Order, example: Mapping[str, Any], call: ModelCall | None) -> Mapping[str, Any]:
+    """Returns the arguments with which the loss function calls the model."""
+    return example if call is None else arguments_of(order.model, order.config, example, call)
+
+
+def _samples(order: Order, example: Mapping[str, Any], call: ModelCall | None) -> planner.Samples:
+    """Returns what the planner is told of a micro-batch's samples."""
+    number = samples_of(example)
+    why = "" if number is not None else why_not_divided(example)
+    if order.config.micro_batch_size != AUTO or not order.plans or number is None:
+        if why and order.config.micro_batch_size == AUTO and order.topology.rank == 0:
+            announce(logger, f'micro_batch_size="auto": micro-batches stay whole, since {why}')
+        return planner.Samples(None if why else number or 1, None)
+    return planner.Samples(number, _called(order, part_of(example, 0, 1, number), call))
+
+
+def _divided(
+    config: ParallelConfig, example: Mapping[str, Any], world: WorldGroup
+) -> tuple[ParallelConfig, Mapping[str, Any]]:
+    """Returns the layout with as many micro-batches as parts run, and the example's first part; all ranks call."""
+    size = config.part_size
+    assert size is not None
+    parts, error = 1, None
+    try:
+        parts = number_of_parts(example, size)
+    except ConfigError as own:
+        error = own
+    agree(world, "", 0, error)
+    samples = samples_of(example)
+    if parts > 1 and samples is not None:
+        example = part_of(example, *even_part(samples, parts, 0), samples)
+    parts = world.share(parts, timeout=world.patience)  # replicas may have micro-batches of different sizes
+    return replace(config, micro_batches=parts * config.micro_batches), example
