@@ -22,10 +22,10 @@ def main() -> None:
     parser.add_argument("--every", metavar="N", type=int, default=1, help="take each N-th of these")
     parser.add_argument("--timeout", metavar="SECONDS", type=float, default=90.0, help="of a case, default 90")
     parser.add_argument("--write", metavar="FILE", type=Path, help="renew the rows of these cases in a table")
-    parser.add_argument("--outputs", action="store_true", help="with a loss that reads hidden states, attentions, ...")
+    parser.add_argument(
+        "--outputs", action="store_true", help="of models that are asked for hidden states, attentions, ..."
+    )
     options = parser.parse_args()
-    if options.outputs and options.write:
-        parser.error("the table has no verdicts with --outputs; run without --write")
     cases = select(all_cases(), options.only, options.every)
     found: dict[Case, Verdict] = {}
     for number, (case, verdict) in enumerate(run(cases, options.timeout, options.outputs), 1):
@@ -36,7 +36,7 @@ def main() -> None:
     for outcome, count in Counter(verdict.outcome for verdict in found.values()).most_common():
         sys.stdout.write(f"{count:4} {outcome}\n")
     if options.write:
-        table.write(options.write, found)
+        table.write(options.write, found, outputs=options.outputs)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Tiny configurations, derived from the fields of a configuration class: by what a field is called and holds.
 
-No model is named here. Where the rules of one `Size` do not fit a model, the next is tried; the last leaves widths as
-they are and only has fewer layers.
+No model is named here: what the rules cannot know of one is in `particular`. Where the rules of one `Size` do not fit a
+model, the next is tried; the last leaves widths as they are and only has fewer layers.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
+
+from tests.zoo.particular import PARTICULAR
 
 VOCABULARY = 128
 _LAYERS = 4
@@ -97,7 +99,7 @@ def _fields(config_class: Any, size: Size, tokens: _Tokens) -> dict[str, Any]:
         if actual.model_type:
             fields["model_type"] = actual.model_type
         made[name] = fields
-    return made
+    return made | PARTICULAR.get(config_class.__name__, {})
 
 
 def _known(config_class: Any, default: Any, size: Size, tokens: _Tokens) -> dict[str, Any]:

@@ -43,11 +43,11 @@ def labelled(model: nn.Module, batch: Batch) -> Iterator[Batch]:
         classes = torch.arange(_SAMPLES) % max(1, int(getattr(config, "num_labels", 2) or 2))
         if "decoder_input_ids" in batch or not {"input_ids"} & set(batch):
             length = batch["decoder_input_ids"].shape[1] if "decoder_input_ids" in batch else 4
-            yield {**batch, "labels": _random_ids(model, length)}
+            yield {**batch, "labels": _random_ids(model, length).repeat_interleave(_channels(model) or 1, 0)}
         if "input_ids" in batch:
             labels = batch["input_ids"].clone()
             labels[0, -_PADDED:] = -100
-            yield {**batch, "labels": labels}
+            yield {**batch, "labels": labels if labels.ndim == 2 else labels[..., 0]}
             if len(labels) > _SAMPLES:
                 yield {**batch, "labels": labels.reshape(_SAMPLES, -1, labels.shape[1]).transpose(1, 2)}
             yield {**batch, "labels": batch["input_ids"].clone()}
@@ -93,6 +93,8 @@ def _text(model: nn.Module, takes: set[str]) -> Batch:
     codebooks = getattr(model.config, "num_codebooks", None)
     if codebooks and "encoder_hidden_states" in takes:  # a row of tokens for each of a sample's codebooks
         ids = ids.repeat_interleave(int(codebooks), 0)
+    elif codebooks and hasattr(model.config, "codec_config"):  # a token of the text, and one of each codebook
+        ids = torch.stack([ids, *[ids % _first(model, "codebook_vocab_size", default=1)] * int(codebooks)], -1)
     batch: Batch = {"input_ids": ids}
     if "attention_mask" in takes:
         mask = torch.ones(_SAMPLES, _LENGTH, dtype=torch.long)
@@ -110,8 +112,14 @@ def _with_text(model: nn.Module, takes: set[str], part: Batch) -> Batch:
 
 def _with_decoder(model: nn.Module, takes: set[str], part: Batch) -> Batch:
     if "decoder_input_ids" in takes and getattr(model.config, "is_encoder_decoder", False):
-        return {**part, "decoder_input_ids": _random_ids(model, _LENGTH - 2)}
+        ids, channels = _random_ids(model, _LENGTH - 2), _channels(model)
+        return {**part, "decoder_input_ids": torch.stack([ids] * channels, -1) if channels else ids}
     return dict(part)
+
+
+def _channels(model: nn.Module) -> int:
+    """Returns how many rows of tokens a decoder makes of each sample of sound, 0 where it is no such one."""
+    return int(getattr(getattr(model.config, "decoder_config", None), "num_channels", None) or 0)
 
 
 def _first(model: nn.Module, *names: str, default: Any) -> Any:
@@ -197,6 +205,12 @@ def _sounds(model: nn.Module, takes: set[str]) -> Iterator[tuple[str, Batch]]:
             yield "sound", {name: _random(_SAMPLES, 2 * frames, bins), **extra}
             yield "sound", {name: _random(_SAMPLES, bins, 2 * frames)}
             yield "sound", {name: _random(_SAMPLES, 64, 2 * bins)}
+            for width in (
+                4 * bins,
+                *filter(None, (getattr(one, "input_size", None) for one in configs_of(model.config))),
+            ):
+                mask = {"input_features_mask": torch.ones(_SAMPLES, 64, dtype=torch.long)}
+                yield "sound", {name: _random(_SAMPLES, 64, width), **{k: v for k, v in mask.items() if k in takes}}
     if "input_values" in takes:
         length = int(_first(model, "max_length", default=0))
         if length:

@@ -14,6 +14,7 @@ from multiprocessing.connection import Connection
 import torch
 
 from tests.zoo.cases import Case
+from tests.zoo.outputs import judge_outputs
 from tests.zoo.verdict import CRASHED, Verdict, judge
 
 _MEMORY = 8 << 30
@@ -21,8 +22,9 @@ _MEMORY = 8 << 30
 
 
 def run(cases: Sequence[Case], seconds: float = 90.0, outputs: bool = False) -> Iterator[tuple[Case, Verdict]]:
-    """Yields each case with its verdict, see `judge`. Slower ones than `seconds`, and those whose process dies, have
-    crashed."""
+    """Yields each case with its verdict, see `judge` and, with `outputs`, `judge_outputs`. Slower ones than `seconds`,
+    and those whose process dies, have crashed."""
+    import torch._dynamo  # noqa: F401  (else each process would import it for itself)
     import transformers
 
     transformers.utils.logging.set_verbosity_error()
@@ -56,7 +58,7 @@ def _child(case: Case, answer: Connection, outputs: bool) -> None:
     _limit_memory()
     torch.set_num_threads(1)  # tiny models are no faster with more, and far slower on a busy machine
     with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
-        answer.send(judge(case, outputs) if outputs else judge(case))
+        answer.send(judge_outputs(case) if outputs else judge(case))
 
 
 def _limit_memory() -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
+from textwrap import shorten
 
 from tests.zoo.bytes_sent import BytesSent
 from tests.zoo.cases import KINDS, Case
@@ -33,33 +35,49 @@ gradients were compared.
 **Bytes** are those that crossed the three borders between the parts, of them what the blocks right before a border
 returned (the hidden states, without which nothing can go on), and of them tensors with other values in which the loss
 was the same: such need not have travelled.
+
+**With outputs** (written by the same command with `--outputs`) is the worst verdict on these ways to train the same
+model, with hidden states, attentions and router logits as far as the class returns them: asked for by the batch of a
+model that was recorded without, and by the configuration, each with the model's own loss and with one that reads them
+all; and a loss that reads what the model returns unasked. Empty: not judged yet.
 """
 
 
-def write(path: Path, found: Mapping[Case, Verdict]) -> None:
-    """Puts the verdicts into the table, in the place of those that it has of these cases."""
+def write(path: Path, found: Mapping[Case, Verdict], *, outputs: bool = False) -> None:
+    """Puts the verdicts into the table, in the place of those that it has of these cases.
+
+    Args:
+        outputs: they are those of `judge_outputs`, and the others stay.
+    """
     import transformers
 
     rows = read(path) if path.exists() else {}
-    rows |= {(case.kind, case.name): verdict for case, verdict in found.items()}
+    for case, verdict in found.items():
+        key = case.kind, case.name
+        if outputs:
+            rows[key] = replace(rows.get(key, verdict), outputs=_said(verdict))
+        else:
+            rows[key] = replace(verdict, outputs=rows[key].outputs if key in rows else "")
     ordered = sorted(rows, key=lambda key: (list(KINDS).index(key[0]), key[1]))
     counts = Counter((kind, rows[kind, name].outcome) for kind, name in ordered)
     lines = [_HEAD.format(version=transformers.__version__)]
     lines += ["| kind | " + " | ".join(OUTCOMES) + " |", "| --- |" + " ---: |" * len(OUTCOMES)]
     lines += [_counts(kind, [counts[kind, outcome] for outcome in OUTCOMES]) for kind in KINDS]
     lines += [_counts("all", [sum(counts[kind, outcome] for kind in KINDS) for outcome in OUTCOMES])]
+    asked = Counter(one.outputs.split(":")[0] for one in rows.values() if one.outputs)
+    lines += [_counts("all, with outputs", [asked[outcome] for outcome in OUTCOMES])]
     for kind in KINDS:
         lines += [
             "",
             f"## {kind.capitalize()}",
             "",
-            "| class | trained on | verdict | bytes | reason |",
-            "| --- | --- | --- | --- | --- |",
+            "| class | trained on | verdict | bytes | reason | with outputs |",
+            "| --- | --- | --- | --- | --- | --- |",
         ]
         for key in (key for key in ordered if key[0] == kind):
             one = rows[key]
             reason = f"`{_plain(one.reason)}`" if one.reason else ""
-            lines.append(f"| {key[1]} | {one.inputs} | {one.outcome} | {one.sent} | {reason} |")
+            lines.append(f"| {key[1]} | {one.inputs} | {one.outcome} | {one.sent} | {reason} | {_plain(one.outputs)} |")
     path.write_text("\n".join(lines) + "\n")
 
 
@@ -71,10 +89,14 @@ def read(path: Path) -> dict[tuple[str, str], Verdict]:
         if line.startswith("## "):
             kind = line[3:].lower()
         cells = [cell.strip() for cell in line.strip("|").split(" | ")]
-        if kind and line.startswith("| ") and len(cells) in (4, 5) and cells[2] in OUTCOMES:
-            sent = BytesSent.parse(cells[3] if len(cells) == 5 else "")  # old rows have none
-            found[kind, cells[0]] = Verdict(cells[2], cells[-1].strip("`"), cells[1], sent)
+        if kind and line.startswith("| ") and len(cells) == 6 and cells[2] in OUTCOMES:
+            sent = BytesSent.parse(cells[3])
+            found[kind, cells[0]] = Verdict(cells[2], cells[4].strip("`"), cells[1], sent, cells[5])
     return found
+
+
+def _said(verdict: Verdict) -> str:
+    return f"{verdict.outcome}: {shorten(verdict.reason, 300, placeholder=' ...')}".removesuffix(": ")
 
 
 def _plain(text: str) -> str:

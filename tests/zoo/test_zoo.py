@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,8 +12,10 @@ from torch import nn
 from fold3d.errors import TraceError
 from tests.zoo import table, verdict
 from tests.zoo.cases import KINDS, Case, all_cases, select
+from tests.zoo.inputs import Batch
+from tests.zoo.outputs import NAMES, everything, judge_outputs
 from tests.zoo.run import run
-from tests.zoo.verdict import CRASHED, EXACT, REFUSED, UNBUILT, WRONG, Verdict, judge
+from tests.zoo.verdict import CRASHED, EXACT, REFUSED, UNBUILT, WRONG, Loss, Subject, Verdict, judge
 
 HANDFUL = ["LlamaForCausalLM", "MixtralForCausalLM", "BertForMaskedLM", "ViTForImageClassification"]
 
@@ -37,6 +40,31 @@ def test_a_wrong_gradient_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     found = judge(case)
     assert found.outcome == WRONG
     assert "lm_head.weight" in found.reason
+
+
+def test_outputs_are_asked_for_in_every_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[set[str], bool, bool]] = []
+
+    def compared(subject: Subject, call: Loss, batch: Batch | None = None) -> Verdict:
+        config: Any = subject.model.config
+        asked.append((set(batch or ()) & set(NAMES), bool(config.output_hidden_states), call is everything))
+        return Verdict(WRONG if config.output_hidden_states and call is everything else EXACT, "off", subject.inputs)
+
+    monkeypatch.setattr("tests.zoo.outputs.compared", compared)
+    [case] = select(all_cases(), ["LlamaForCausalLM"])
+    found = judge_outputs(case)
+    both = {"output_hidden_states", "output_attentions"}
+    ways = [(both, False, False), (set(), True, False), (both, False, True), (set(), True, True)]
+    assert asked[:5] == [(set(), False, True), *ways]
+    assert len(asked) == 13  # one by one, to say which
+    assert found.outcome == WRONG
+    assert "hidden states asked for in the configuration, a loss that reads them: wrong off" in found.reason
+    assert "in the batch" not in found.reason
+
+
+def test_a_loss_of_all_outputs_is_exact() -> None:
+    [case] = select(all_cases(), ["MixtralForCausalLM"])
+    assert judge_outputs(case) == Verdict(EXACT, "", "text")
 
 
 def test_refusals_and_crashes_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,6 +106,13 @@ def test_the_table_is_read_as_it_was_written(tmp_path: Path) -> None:
         (one.kind, one.name): Verdict(WRONG, "loss off", "text"),
         (two.kind, two.name): Verdict(REFUSED, "TraceError: 'a' / b", "text"),
     }
+    table.write(path, {one: Verdict(REFUSED, "hidden states: no", "text")}, outputs=True)
+    table.write(path, {one: Verdict(EXACT, "", "text")})
+    read = table.read(path)
+    assert [(row.outcome, row.outputs) for row in read.values()] == [
+        (EXACT, "refused: hidden states: no"),
+        (REFUSED, ""),
+    ]
 
 
 def test_the_table_has_every_class() -> None:
@@ -85,7 +120,8 @@ def test_the_table_has_every_class() -> None:
 
 
 def test_none_in_the_table_is_wrong() -> None:
-    assert not [name for (_, name), one in table.read(table.TABLE).items() if one.outcome == WRONG]
+    rows = table.read(table.TABLE).items()
+    assert not [name for (_, name), one in rows if one.outcome == WRONG or one.outputs.startswith(WRONG)]
 
 
 @pytest.mark.slow

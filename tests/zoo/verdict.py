@@ -6,15 +6,12 @@ import copy
 import re
 import time
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
 from textwrap import shorten
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from fold3d.errors import Fold3dError
 from fold3d.placement.partition import split_ranges
@@ -31,6 +28,8 @@ TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
 """float32 is for what torch has in no float64, such as grouped matrix products."""
 PP, SEGMENTS = 2, 2
 _MOST_PARAMETERS = 20_000_000
+_SEEDS = (0, 1, 2, 3)
+"""With which a loss must be the same: what is dropped seldom may be kept by chance."""
 _LONGEST_SEARCH = 30.0
 """Seconds of CPU time after which no further size is tried."""
 
@@ -49,6 +48,8 @@ class Verdict:
     """What the model was trained on, such as "text and images"."""
     sent: BytesSent = field(default=NOTHING, compare=False)
     """What crossed the borders between the four parts."""
+    outputs: str = field(default="", compare=False)
+    """What came of outputs that the model was asked for, or that a loss of the user's own read; see `judge_outputs`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,19 +69,13 @@ class Subject:
 Loss = Callable[[nn.Module, Batch], Tensor]
 
 
-def judge(case: Case, outputs: bool = False) -> Verdict:
-    """Returns the verdict of a case.
-
-    Args:
-        outputs: judges what comes of a loss that reads all the model can return besides its own loss: hidden states,
-            attentions, router logits; each asked for by the batch of a model that was recorded without, and by the
-            configuration; the worst outcome.
-    """
+def judge(case: Case) -> Verdict:
+    """Returns the verdict of a case."""
     subject, why = build(case)
     if subject is None:
         return Verdict(UNBUILT, why)
     try:
-        return _with_outputs(subject) if outputs else _compared(subject)
+        return compared(subject, weigh=True)
     except Fold3dError as error:
         return Verdict(REFUSED, reason_of(error), subject.inputs)
     except Exception as error:
@@ -115,6 +110,8 @@ def build(case: Case) -> tuple[Subject | None, str]:
 def _build(case: Case, size: Size, dtype: torch.dtype) -> tuple[Subject | None, str]:
     try:
         model_class = case.model_class()
+        if model_class.forward is nn.Module.forward:
+            return None, "it has no forward: its parts are trained one by one, and only generate() runs them together"
         model = _model(model_class, tiny_config(model_class.config_class, size, causal=case.kind == "causal"), dtype)
     except Exception as error:
         return None, reason_of(error)
@@ -127,8 +124,8 @@ def _build(case: Case, size: Size, dtype: torch.dtype) -> tuple[Subject | None, 
             continue
         for batch in labelled(model, plain):
             try:
-                one, other = (_train(copy.deepcopy(model), batch, seed=seed)[0] for seed in (0, 1))
-                if abs(float(one - other)) > TOLERANCE[dtype]:
+                one, *others = (train(copy.deepcopy(model), batch, seed=seed)[0] for seed in _SEEDS)
+                if any(abs(float(one - other)) > TOLERANCE[dtype] for other in others):
                     raise ValueError("the loss depends on numbers that are drawn at random")
             except Exception as error:
                 reason = reason or reason_of(error)
@@ -178,58 +175,8 @@ def _flat(values: Iterable[Any]) -> Iterable[Tensor]:
             yield from _flat(value)
 
 
-_OUTPUTS = ("output_hidden_states", "output_attentions", "output_router_logits")
-
-
-def everything(model: nn.Module, batch: Batch) -> Tensor:
-    """Returns a loss that depends on every tensor of what the model returns that has a gradient."""
-    output = model(**batch)
-    found = [one for one in tree_leaves(dict(output)) if isinstance(one, Tensor) and one.requires_grad]
-    if not found:
-        raise ValueError(f"{type(model).__name__} returned nothing that has a gradient")
-    total = found[0].new_zeros(())
-    for number, value in enumerate(found):
-        weights = torch.linspace(-1.0, 1.0 + number, value.numel(), dtype=value.dtype).reshape(value.shape)
-        total = total + (weights * value.clamp(-10.0, 10.0).tanh()).sum()
-    return total
-
-
-def _with_outputs(subject: Subject) -> Verdict:
-    """Judges by each way of asking for outputs; the first that is not exact counts."""
-    model, config = subject.model, subject.model.config
-    if hasattr(model, "set_attn_implementation"):
-        with suppress(Exception):  # only this one returns attentions
-            model.set_attn_implementation("eager")
-    found: dict[str, Verdict] = {}
-    for name in _OUTPUTS:
-        asked = {**subject.batch, name: True}
-        try:
-            _train(copy.deepcopy(model), asked, everything)
-        except Exception:  # it has no such output
-            continue
-        found[f"{name} in the batch"] = _outcome(partial(_compared, subject, everything, asked))
-        if hasattr(config, name):
-            setattr(config, name, True)
-            found[f"{name} in the configuration"] = _outcome(partial(_compared, subject, everything))
-            setattr(config, name, False)
-    reason = "; ".join(f"{how}: {one.outcome} {one.reason}" for how, one in found.items() if one.outcome != EXACT)
-    outcome = max((one.outcome for one in found.values()), key=_ORDER.index, default=UNBUILT)
-    return Verdict(outcome, reason, subject.inputs)
-
-
-def _outcome(judged: Callable[[], Verdict]) -> Verdict:
-    try:
-        return judged()
-    except Fold3dError as error:
-        return Verdict(REFUSED, reason_of(error))
-    except Exception as error:
-        return Verdict(CRASHED, reason_of(error))
-
-
-_ORDER = (EXACT, UNBUILT, REFUSED, CRASHED, WRONG)
-
-
-def _train(model: nn.Module, batch: Batch, call: Loss = loss_of, seed: int = 0) -> tuple[Tensor, dict[str, Tensor]]:
+def train(model: nn.Module, batch: Batch, call: Loss = loss_of, seed: int = 0) -> tuple[Tensor, dict[str, Tensor]]:
+    """Returns loss and gradients of the whole model. Raises: ValueError for such as say nothing."""
     torch.manual_seed(seed)
     loss = call(model, batch)
     if not loss.isfinite():
@@ -244,28 +191,32 @@ def _train(model: nn.Module, batch: Batch, call: Loss = loss_of, seed: int = 0) 
     return loss.detach(), gradients
 
 
-def _compared(subject: Subject, call: Loss = loss_of, asked: Batch | None = None) -> Verdict:
-    """Returns the verdict on a model that is recorded with the subject's batch and then trains on the one `asked`."""
-    found = _compared_as_it_is(subject, call, asked)
+def compared(subject: Subject, call: Loss = loss_of, asked: Batch | None = None, *, weigh: bool = False) -> Verdict:
+    """Returns the verdict on a model that is recorded with the subject's batch and then trains on the one `asked`.
+
+    Args:
+        weigh: finds out how many bytes cross, as well; of a batch of the recorded form only.
+    """
+    found = _as_it_is(subject, call, asked, weigh)
     if found.outcome != WRONG or subject.dtype != torch.float64:
         return found
     with InDouble():
-        again = _compared_as_it_is(subject, call, asked)
+        again = _as_it_is(subject, call, asked, weigh)
     return replace(again, reason=f"in double precision throughout; {found.reason}") if again.outcome == EXACT else found
 
 
-def _compared_as_it_is(subject: Subject, call: Loss, asked: Batch | None) -> Verdict:
+def _as_it_is(subject: Subject, call: Loss, asked: Batch | None, weigh: bool) -> Verdict:
     model, batch = subject.model, subject.batch if asked is None else asked
     with torch.no_grad():
         has_loss = loss_in(model(**subject.batch)) is not None  # training with the stock Trainer reads nothing else
     only_loss = has_loss and call is loss_of
-    recorded = trace(model, example=Arguments.of("", subject.batch).reading(has_loss))
+    recorded = trace(model, example=Arguments.of("", subject.batch).reading(only_loss))
     parts = min(PP * SEGMENTS, max(PP, recorded.borders[1:].count("") + 1))
     ranges = split_ranges(recorded, parts)
     ranks = ranks_of(model, recorded, ranges, PP)
     crossed: list[list[Tensor]] = []
     got = chained(ranks, recorded, len(ranges), batch, call=call, only_loss=only_loss, sent=crossed)
-    want = _train(copy.deepcopy(model), batch, call)
+    want = train(copy.deepcopy(model), batch, call)
     difference = _difference(got, want, TOLERANCE[subject.dtype])
     if difference:
         return Verdict(WRONG, difference, subject.inputs)
@@ -275,8 +226,9 @@ def _compared_as_it_is(subject: Subject, call: Loss, asked: Batch | None) -> Ver
         torch.manual_seed(0)
         return rank.run(chunk, lambda: call(rank._model, batch), received, None, only_loss=only_loss)
 
+    sent = bytes_sent(recorded, ranges, crossed, again) if weigh else NOTHING
     fewer = "" if parts == PP * SEGMENTS else f"in {parts} parts, it has no more blocks"
-    return Verdict(EXACT, fewer, subject.inputs, bytes_sent(recorded, ranges, crossed, again))
+    return Verdict(EXACT, fewer, subject.inputs, sent)
 
 
 def _difference(got: tuple[Tensor, dict[str, Tensor]], want: tuple[Tensor, dict[str, Tensor]], tolerance: float) -> str:
