@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -88,18 +89,20 @@ class CallGuard:
         while self._undo:
             self._undo.pop()()
 
-    def entered(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Module `name`, the model or one that holds blocks, is called."""
+    def entered(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Module `name`, the model or one that holds blocks, is called; returns with which keyword arguments it goes
+        on."""
         if self._inside is None and self._is_running():
             self._inside = name
-            self._enter(name, args, kwargs)
+            return self._enter(name, args, kwargs)
+        return kwargs
 
     def left(self, name: str) -> None:
         """Its forward has ended."""
         if self._inside == name:
             self._inside = None
 
-    def _enter(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _enter(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         model = self._model()
         assert model is not None
         self._calls += 1
@@ -115,6 +118,10 @@ class CallGuard:
             known.remove(found)
             known.insert(0, found)
         self._entered(found)
+        # In evaluation models keep what the next token would need, some of them in what their blocks return.
+        called = model.get_submodule(name)
+        keeps = not called.training and "use_cache" in inspect.signature(called.forward).parameters
+        return {**kwargs, "use_cache": False} if self._only_loss and keeps and "use_cache" not in arguments else kwargs
 
     def _prove(self, model: nn.Module, arguments: Arguments) -> Trace:
         """Records the call and returns the recording.
@@ -160,9 +167,10 @@ class _Watch:
     def __reduce__(self) -> tuple[Any, ...]:
         return _Watch, (None, self._name)
 
-    def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._guard is not None:
-            self._guard.entered(self._name, args, kwargs)
+    def before(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        return None if self._guard is None else (args, self._guard.entered(self._name, args, kwargs))
 
     def after(self, module: nn.Module, args: Any, output: Any) -> None:
         if self._guard is not None:

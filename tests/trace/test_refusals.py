@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from fold3d.stage.split_model import SplitModel
-from fold3d.trace import SplitError
+from fold3d.trace import SplitError, trace
+from fold3d.trace.arguments import Arguments
 from fold3d.weights.release import release
 from tests.trace.chains import assert_equal, chained, needed_parameters, ranks_of, record, whole
 from tests.trace.zoo import Plain, build, checkpointed, plain, tokens
@@ -84,6 +85,30 @@ def test_another_constant_than_recorded() -> None:
     block.style = "tensor"
     with pytest.raises(SplitError, match=r"returned tensor; recorded was \('tensor', None, 7\)"):
         split.run(0, lambda: model(**tokens()), [], None)
+
+
+class Caching(Plain):
+    """Its blocks return what the next token would need, in evaluation and unless told not to."""
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None, use_cache: bool | None = None) -> Any:
+        keep = (not self.training) if use_cache is None else use_cache
+        x = self.embedding(input_ids)
+        for layer in self.layers:
+            layer.style = "pair" if keep else "tensor"
+            x = layer(x)[0] if keep else layer(x)
+        return {"loss": x.square().mean(), "last": x}
+
+
+def test_a_cache_that_blocks_return_in_evaluation() -> None:
+    torch.manual_seed(0)
+    model = Caching().double()
+    recorded = trace(model, example=Arguments.of("", tokens()).reading(True))
+    ranks = ranks_of(model, recorded, [(0, 2), (2, 4)], 2)
+    for one in (model, *(rank._model for rank in ranks)):
+        one.eval()
+    assert_equal(chained(ranks, recorded, 2, tokens(), only_loss=True), whole(model, tokens()))
+    with pytest.raises(SplitError, match=r"returned \('tensor', 'tensor'\).*model\.config\.use_cache = False"):
+        chained(ranks, recorded, 2, tokens())  # a metric may read it
 
 
 def test_one_checkpoint_around_a_border() -> None:

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from fold3d.trace.errors import SplitError
 from fold3d.trace.model_trace import Trace
 from fold3d.trace.results.hooked_call import HookedCall
 from fold3d.trace.wrappers import wrap
@@ -44,6 +45,7 @@ def show(
     Args:
         calls: of the block.
         received: (module, call) -> its tensors, by number.
+    Raises: SplitError when a hook fails without the arguments.
     """
     for one in calls:
         tensors = received.get((one.module, one.call), {})
@@ -54,5 +56,11 @@ def show(
         undo = wrap(module, lambda *_, output=output, **__: output)
         try:
             module()
+        except Exception as error:
+            raise SplitError(
+                f"a hook of '{one.module}' fails with {type(error).__name__}: {error}. Its result is read behind a "
+                "cut, and hooks run there again, on the result alone: what the module was given is in another part of "
+                "the model. Let the hook read nothing but the result, take it off, or set pp=1 and segments=1"
+            ) from error
         finally:
             undo()

@@ -75,7 +75,8 @@ class TreeStructure:
                 f"block '{where}' returned {_describe(spec, constants)}; recorded was "
                 f"{_describe(self.spec, self.constants)}. What a block returns besides tensors must be the "
                 "same for every micro-batch; pass an `example` that is like the training batches (same "
-                "keys, same kind of values)."
+                "keys, same kind of values). Blocks that return a cache in evaluation do not with "
+                "model.config.use_cache = False."
             )
         return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
