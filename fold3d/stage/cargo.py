@@ -26,6 +26,7 @@ class Borders:
         self._trace, self._ranges = trace, ranges
         self._alike_from = [trace.alike_from(lo) if lo else 0 for lo, _ in ranges]
         self._shows = [any(trace.hooked[:lo]) for lo, _ in ranges]
+        self._around = frozenset(name for region in trace.around for name in region)
 
     def cargo(self, chunk: int, received: Sequence[Tensor]) -> Cargo:
         """Returns what a run of the chunk takes and hands on. Raises: SplitError for another number of tensors."""
@@ -37,6 +38,10 @@ class Borders:
                 f"chunk {chunk} was given {len(received)} tensors, but {before if lo else 'the first chunk takes none'}"
             )
         return Cargo(arriving, trace.crossings[hi] if hi < len(trace.blocks) else (), received)
+
+    def runs(self, module: str) -> bool:
+        """Returns whether this form of call runs a module around the blocks."""
+        return module in self._around
 
     def structure(self, block: int) -> TreeStructure:
         """Returns the structure of what a block returns."""

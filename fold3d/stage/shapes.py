@@ -13,6 +13,7 @@ from fold3d.trace.caches.apart import apart_from_caches
 from fold3d.trace.capture import fake_copy
 from fold3d.trace.values.decisions import Decisions
 from fold3d.trace.values.made_up import run_with_values
+from fold3d.trace.values.memory import WithoutMemory
 from fold3d.trace.values.without_values import NEEDS_VALUES, WithoutValues
 
 _CACHE_LIMIT = 1024
@@ -94,7 +95,8 @@ class ShapeOnly:
             if values:
                 mode.known.give(_named(fake_args, fake_kwargs), _named(args, kwargs))
             try:
-                result = module(*fake_args, **fake_kwargs)
+                with WithoutMemory():
+                    result = module(*fake_args, **fake_kwargs)
             except NEEDS_VALUES:
                 if not values:
                     raise

@@ -139,7 +139,7 @@ class SplitModel:
         self._replaced: WeakKeyDictionary[Any, dict[str, Any]] = WeakKeyDictionary()
         self._ends: list[Tensor] = []
         self._undo: list[Callable[[], None]] = []
-        self._outer = list(dict.fromkeys((*trace.prologue, *trace.between, *trace.epilogue)))
+        self._outer = list(dict.fromkeys((*trace.prologue, *trace.between, *trace.epilogue, *trace.skipped)))
         self._hooked: list[str] = []
         self._borders: dict[int, tuple[Trace, Borders]] = {}
         self._guard = CallGuard(model, trace, ranges, lambda: self._run is not None, self._entered)
@@ -372,6 +372,7 @@ class SplitModel:
     def _outer_forward(self, name: str) -> Callable[[nn.Module, Callable[..., Any]], BlockForward]:
         enter = seeding.constant_of(f"{name}:enter")
         leave = seeding.constant_of(f"{name}:leave")
+        skipped = self._trace.skipped
 
         def make(module: nn.Module, original: Callable[..., Any]) -> BlockForward:
             has_parameters = next(module.parameters(), None) is not None
@@ -383,7 +384,9 @@ class SplitModel:
                     return self._outside(name, original, enter, leave, args, kwargs)
                 if run.leaving is not None:
                     self._leave_late(run, name)
-                _, cargo = self._loaded(run)
+                borders, cargo = self._loaded(run)
+                if name in skipped and not borders.runs(name):
+                    self._out_of_order(run, name)
                 begins = run.begin_module(enter)
                 call = run.call_of(name) if begins and shape_only is not None else -1
                 try:

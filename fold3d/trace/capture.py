@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fold3d.config import AUTO, BLOCKS, GRAPH, Partition
+from fold3d.device import library_rng_state, same_library_rng_state
 from fold3d.errors import TraceError
 from fold3d.trace.arguments import Arguments, Form, form_of, loss_in
 from fold3d.trace.blocks import find_blocks, is_alone, no_blocks
@@ -30,7 +31,7 @@ from fold3d.trace.results.structure import TreeStructure
 from fold3d.trace.users_hooks import drop_hooks, is_users, users_hooks
 from fold3d.trace.values.attention import WholeAttention
 from fold3d.trace.values.decisions import Decisions
-from fold3d.trace.values.stacked import StackedNumbers
+from fold3d.trace.values.memory import WithoutMemory
 from fold3d.trace.values.without_values import NEEDS_VALUES, WithoutValues
 from fold3d.trace.wrappers import drop_wrappers, whole_shape
 
@@ -63,7 +64,8 @@ def trace(
     """
     if partition != GRAPH:
         names = find_blocks(model, blocks, partition)
-        found = trace_call(model, names, example_for(model) if example is None else example)
+        given = example_for(model) if example is None else example
+        found = trace_call(model, names, given, skips=(blocks, partition) == (AUTO, BLOCKS))
         if (blocks, partition) == (AUTO, BLOCKS) and is_alone(model, found.blocks):
             raise no_blocks(model)
         return found
@@ -84,11 +86,23 @@ def example_for(model: nn.Module) -> Mapping[str, Any]:
     return synthetic_example(model)
 
 
-def trace_call(model: nn.Module, blocks: list[str], example: Mapping[str, Any]) -> Trace:
-    """Returns what one forward of `model` on `example` says about `blocks`; see `trace`."""
+def trace_call(model: nn.Module, blocks: list[str], example: Mapping[str, Any], *, skips: bool = False) -> Trace:
+    """Returns what one forward of `model` on `example` says about `blocks`; see `trace`.
+
+    Args:
+        skips: some of the blocks need not run, in any forward that decides by its arguments alone.
+    """
     shadow = Shadow(model, example)
+    drawn = library_rng_state()
     recorder, kept = _record(shadow, blocks, example)
-    found = _summarise(model, blocks, recorder, form_of(example), kept)
+    missing = [name for name in _of_stacks_that_run(blocks, recorder.order) if name not in recorder.order]
+    if missing and not (skips and recorder.order and same_library_rng_state(drawn, library_rng_state())):
+        raise TraceError(
+            f"block '{missing[0]}' did not run in a training forward of the example ({len(missing)} of {len(blocks)} "
+            "blocks did not). Blocks that are skipped at random cannot be cut between: switch that off (such as "
+            "layerdrop), or choose other blocks with the setting `blocks`."
+        )
+    found = _summarise(model, recorder, form_of(example), kept, tuple(missing))
     return replace(found, decisions=shadow.decisions(), converted=_converted(model, shadow.model))
 
 
@@ -146,7 +160,7 @@ class Shadow:
         if "use_cache" in inspect.signature(called.forward).parameters:
             kwargs.setdefault("use_cache", False)
         try:
-            with apart_from_caches(self.model), mode, torch.no_grad(), watch, StackedNumbers(), WholeAttention():
+            with apart_from_caches(self.model), mode, torch.no_grad(), watch, WithoutMemory(), WholeAttention():
                 returned = called(**kwargs)
                 if result is not None:
                     result(returned)
@@ -236,15 +250,9 @@ def fake(tensor: Tensor, mode: FakeTensorMode, device: torch.device | str = "cpu
     return made
 
 
-def _summarise(model: nn.Module, names: list[str], recorder: Recorder, form: Form, kept: tuple[str, ...]) -> Trace:
-    missing = [name for name in _of_stacks_that_run(names, recorder.order) if name not in recorder.order]
-    if missing:
-        raise TraceError(
-            f"block '{missing[0]}' did not run in a training forward of the example ({len(missing)} of "
-            f"{len(names)} blocks did not). Blocks that are skipped at random or on a condition cannot be "
-            "cut between: switch that off (such as layerdrop), or choose other blocks with the setting "
-            "`blocks`."
-        )
+def _summarise(
+    model: nn.Module, recorder: Recorder, form: Form, kept: tuple[str, ...], skipped: tuple[str, ...]
+) -> Trace:
     regions = recorder.regions
     last = len(recorder.order)
     sizes = {name: p.numel() for name, p in model.named_parameters(remove_duplicate=False)}
@@ -305,6 +313,7 @@ def _summarise(model: nn.Module, names: list[str], recorder: Recorder, form: For
         unread=tuple(name for name in order if name in unread),
         form=form,
         kept=kept,
+        skipped=skipped,
     )
 
 

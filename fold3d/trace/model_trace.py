@@ -92,6 +92,8 @@ class Trace:
     """Of the recorded call."""
     kept: tuple[str, ...] = ()
     """Attributes in which modules keep tensors of a forward, for whoever reads them."""
+    skipped: tuple[str, ...] = ()
+    """Blocks of stacks of which others run that did not run in the recorded call: nothing reads their parameters."""
     converted: tuple[tuple[str, torch.dtype], ...] = ()
     """Parameters, by each name, that modules convert to another dtype in the forward, and what that is."""
     decisions: Decisions = field(default=NONE, compare=False, repr=False)

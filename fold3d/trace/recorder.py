@@ -9,6 +9,7 @@ through detached tensors, so values are followed instead, by storage.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,6 +26,7 @@ from fold3d.trace.hooked_results import HookedResults
 from fold3d.trace.results.crossing import INSIDE, Crossing, Crossings, Value
 from fold3d.trace.results.flops import flops_of
 from fold3d.trace.results.hooked_call import HookedCall
+from fold3d.trace.users_hooks import is_ours
 from fold3d.trace.values.made_up import run_with_values
 from fold3d.trace.values.without_values import NEEDS_VALUES, WithoutValues
 
@@ -109,6 +111,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._code = Code(model)
         names = list(blocks)
         self._hooked: list[tuple[HookedCall, ...]] = []
+        for block in dict.fromkeys(names):
+            for module in list(model.get_submodule(block).modules())[1:]:
+                self._run_by_itself(module)  # before hooks see what it returns
         self._hooks = HookedResults(model, names, self._note_shown)
         self._install(model, names)
 
@@ -123,6 +128,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for name, module in outer_modules(model, blocks):
             module.register_forward_pre_hook(self._enter_outer(name, module), prepend=True)
             module.register_forward_hook(self._leave_outer, always_call=True)
+            self._run_by_itself(module)
 
     # -- modules --
 
@@ -161,20 +167,49 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             try:
                 return forward(*args, **kwargs)
             except NEEDS_VALUES as error:
+                if self._hooks.shown:
+                    raise
                 return self._run_with_values(block, args, kwargs, error)
 
         return called
 
-    def _run_with_values(self, block: nn.Module, args: Any, kwargs: Any, error: Exception) -> Any:
-        """The block that runs decides by values: runs it with some, and takes all that it was given for read."""
+    def _run_by_itself(self, module: nn.Module) -> None:
+        """Has a module with weights, in a block or around them, run with values where it needs some, unless hooks of
+        modules inside of it may hand on what these return."""
+        if isinstance(module, torch.jit.ScriptModule) or next(module.parameters(), None) is None:
+            return  # modules without weights that lie around the blocks run again in later chunks
+        forward: Callable[..., Any] = module.forward
+
+        @functools.wraps(forward)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return forward(*args, **kwargs)
+            except NEEDS_VALUES as error:
+                inner = (one for one in module.modules() if one is not module)
+                hooked = any(not is_ours(hook) for one in inner for hook in one._forward_hooks.values())
+                if hooked or self._made is None:
+                    raise
+                return self._run_with_values(module, args, kwargs, error)
+
+        module.forward = run
+
+    def _run_with_values(self, module: nn.Module, args: Any, kwargs: Any, error: Exception) -> Any:
+        """The module that runs decides by values: runs it with some, and takes all that it was given for read."""
         mode = next((one for one in _get_current_dispatch_mode_stack() if isinstance(one, WithoutValues)), None)
-        if mode is None or self._hooks.shown:
+        if mode is None:
             raise error
         self._read({self._key(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)})
         try:
-            return run_with_values(block, args, kwargs, mode)
+            result = run_with_values(module, args, kwargs, mode, twice=True)
         except Exception as own:
             raise error from own
+        assert self._made is not None
+        self._tokens.update(
+            (self._key(leaf), frozenset({self._made})) for leaf in tree_leaves(result) if isinstance(leaf, Tensor)
+        )
+        if self._block is not None and next(module.buffers(), None) is not None:
+            self._changing.add(self._block)  # it may: only a copy has run
+        return result
 
     def _leave_block(self, module: nn.Module, args: Any, output: Any) -> None:
         name = self._block

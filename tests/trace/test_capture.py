@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import resource
 import time
 from typing import Any
@@ -15,9 +16,42 @@ from fold3d.errors import TraceError
 from fold3d.stage.split_model import SplitModel
 from fold3d.trace import find_blocks, trace
 from fold3d.trace.capture import fake_copy
+from fold3d.trace.errors import SplitError
 from fold3d.trace.wrappers import replace_attributes, set_whole_shape
 from tests.trace.chains import assert_equal, chained, cuts, ranks_of, record, whole
 from tests.trace.zoo import Plain, build, checkpointed, plain, tokens
+
+
+class Short(Plain):
+    """Runs the first four of its blocks, unless told to run all."""
+
+    runs = 4
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Any:
+        self.drawn()
+        x = self.embedding(input_ids)
+        for layer in self.layers[: self.runs]:
+            x = layer(x)
+        return x.square().mean()
+
+    def drawn(self) -> float:
+        return 0.0
+
+
+def test_blocks_that_are_not_called_belong_to_no_cut() -> None:
+    """As those of cross-attention where there is no image."""
+    torch.manual_seed(0)
+    model = Short(layers=5).double()
+    recorded = trace(model, example=tokens())
+    assert recorded.blocks == tuple(f"layers.{k}" for k in range(4))
+    assert recorded.skipped == ("layers.4",)
+    assert set(recorded.unread) >= {name for name, _ in model.named_parameters() if name.startswith("layers.4.")}
+    ranks = ranks_of(model, recorded, [(0, 1), (1, 2), (2, 3), (3, 4)], 2)
+    assert_equal(chained(ranks, recorded, 4, tokens()), whole(model, tokens()))
+    for rank in ranks:
+        rank._model.runs = 5  # by what no recording can know
+    with pytest.raises(SplitError, match=r"block 'layers\.4' ran where the end was due"):
+        chained(ranks, recorded, 4, tokens())
 
 
 def test_gpt2() -> None:
@@ -207,15 +241,11 @@ class TestRefusals:
             trace(Branching(), example=tokens())
 
     def test_a_block_that_does_not_run(self) -> None:
-        class Short(Plain):
-            def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Any:
-                x = self.embedding(input_ids)
-                for layer in self.layers[:4]:
-                    x = layer(x)
-                return x
-
         model = Short(layers=5)
         with pytest.raises(TraceError, match=r"block 'layers\.4' did not run .*\(1 of 5 blocks"):
+            trace(model, blocks="layers", example=tokens())
+        model.drawn = random.random
+        with pytest.raises(TraceError, match=r"block 'layers\.4' did not run .*skipped at random"):
             trace(model, example=tokens())
 
     def test_what_cannot_travel(self) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from fold3d.trace import trace
 from fold3d.trace.arguments import Arguments
+from fold3d.trace.errors import SplitError
 from tests.trace.chains import Ranges, assert_equal, chained, cuts, ranks_of, record, whole
 from tests.trace.stacks import build
 from tests.trace.zoo import build as build_plain
@@ -51,6 +52,26 @@ def test_attentions_that_a_batch_asks_for(family: str, recompute: bool) -> None:
     assert_equal(chained(ranks, recorded, 3, tokens(padded=True), call=_of_attentions), want)
     # The form without them holds as before.
     assert_equal(chained(ranks, recorded, 3, tokens(padded=True)), whole(model, tokens(padded=True)))
+
+
+def test_a_hook_of_the_users_that_reads_what_a_module_was_given() -> None:
+    """Its result is shown again behind a cut, where nobody has the arguments."""
+    model = build_plain("llama")
+    model.set_attn_implementation("eager")  # type: ignore[operator]
+    ranks = ranks_of(model, record(model, tokens()), RANGES, 2)
+    seen: list[Tensor] = []
+    for rank in ranks:
+        module = rank._model.get_submodule("model.layers.1.self_attn")
+        module.register_forward_hook(lambda _, args, output: seen.append(output[0]))
+    assert_equal(
+        chained(ranks, ranks[0]._trace, 3, tokens(), call=_of_attentions), _whole(model, tokens(), _of_attentions)
+    )
+    assert seen
+    for rank in ranks:
+        module = rank._model.get_submodule("model.layers.1.self_attn")
+        module.register_forward_hook(lambda _, args, kwargs, output: kwargs["hidden_states"], with_kwargs=True)
+    with pytest.raises(SplitError, match=r"a hook of 'model\.layers\.1\.self_attn' fails with KeyError.*pp=1"):
+        chained(ranks, ranks[0]._trace, 3, tokens(), call=_of_attentions)
 
 
 def test_only_what_is_read_travels_and_all_keeps_its_place() -> None:
@@ -152,6 +173,42 @@ _hook.__module__ = "transformers.made_up"  # hooks of users are not recorded, bu
 def test_hooks() -> None:
     torch.manual_seed(0)
     model = _Collecting(True).double()
+    recorded = trace(model, example=tokens())
+    for ranges in cuts(4):
+        got = chained(ranks_of(model, recorded, ranges, 2), recorded, len(ranges), tokens())
+        assert_equal(got, whole(model, tokens()))
+
+
+class _Experts(nn.Module):
+    """Decides by what a gate says which tokens it computes with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
+        flat = x.flatten(0, 1)
+        places = (gate.flatten(0, 1).argmax(-1) < 4).nonzero()[:, 0]
+        return torch.zeros_like(flat).index_add(0, places, self.one(flat[places])).view_as(x)
+
+
+class _Routing(_Block):
+    def __init__(self) -> None:
+        super().__init__(None, False)
+        self.experts = _Experts()
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate = self.gate(x)
+        return x + self.experts(x, gate) * gate.sum(-1, keepdim=True)
+
+
+def test_hooks_in_a_block_of_which_another_module_decides_by_values() -> None:
+    torch.manual_seed(0)
+    model = _Collecting(False)
+    model.layers = nn.ModuleList(_Routing() for _ in range(4))
+    for layer in model.layers:
+        layer.gate.register_forward_hook(_hook)
+    model = model.double()
     recorded = trace(model, example=tokens())
     for ranges in cuts(4):
         got = chained(ranks_of(model, recorded, ranges, 2), recorded, len(ranges), tokens())

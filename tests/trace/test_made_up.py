@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -105,3 +106,53 @@ def test_blocks_that_are_too_large_to_make_up(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr("fold3d.trace.values.made_up.MOST", 100)
     with pytest.raises(TraceError, match="more than 100 weights would have to be made up"):
         trace(_Model("numbers"), example=tokens())
+
+
+class _Clamp(nn.Module):
+    """Keeps the range of what it has seen, as modules that quantise do, and takes another way the first time."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way, self.linear = way, nn.Linear(8, 8)
+        self.seen: Tensor
+        self.register_buffer("seen", torch.zeros(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(x)
+        largest = x.detach().abs().max()
+        assert not largest.isnan()
+        self.seen = largest[None] if self.seen.max() == 0 else torch.maximum(self.seen, largest)
+        if self.way == "shape":
+            return x[:, : 1 + int((x[0, :, 0] > 0).sum())]
+        return x.clamp(-0.5 * self.seen, 0.5 * self.seen)
+
+
+class _Clamping(nn.Module):
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(64, 8)
+        self.first, self.last = _Clamp(way), _Clamp(way)
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.first(self.embedding(input_ids))
+        for layer in self.layers:
+            x = x + layer(x).tanh()
+        return self.last(x).square().mean()
+
+
+def test_modules_around_the_blocks_may_decide_by_what_they_compute() -> None:
+    torch.manual_seed(0)
+    model = _Clamping("clamp").double()
+    recorded = trace(model, example=tokens())
+    assert recorded.prologue == ("embedding", "first")
+    for ranges in cuts(4):
+        ranks = ranks_of(model, recorded, ranges, 2)
+        assert_equal(chained(ranks, recorded, len(ranges), tokens()), whole(copy.deepcopy(model), tokens()))
+        assert ranks[0]._model.first.seen.item() > 0  # the rank that runs it has its buffer
+
+
+def test_shapes_that_depend_on_what_is_computed_are_refused() -> None:
+    torch.manual_seed(0)
+    with pytest.raises(TraceError, match="the shapes of what it returns depend on what it computes"):
+        trace(_Clamping("shape").double(), example=tokens())

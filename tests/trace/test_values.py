@@ -159,7 +159,7 @@ class Overwriting(Deciding):
 
     def forward(self, input_ids: Tensor, labels: Tensor | None = None, mask: Tensor | None = None) -> Any:
         x = self.embedding(input_ids)
-        own = torch.zeros(x.shape, dtype=x.dtype)
+        own = self.made(x)
         part = own[0]
         own.copy_(x)
         if part.sum() > 0:
@@ -168,10 +168,54 @@ class Overwriting(Deciding):
             x = layer(x)
         return x
 
+    def made(self, x: Tensor) -> Tensor:
+        return torch.zeros(x.shape, dtype=x.dtype)
 
-def test_what_is_overwritten_with_activations_is_not_known() -> None:
+
+class OverwritingAlike(Overwriting):
+    """Of the shape of activations, as well."""
+
+    def made(self, x: Tensor) -> Tensor:
+        return torch.empty_like(x)
+
+
+@pytest.mark.parametrize("model_class", [Overwriting, OverwritingAlike])
+def test_what_is_overwritten_with_activations_is_not_known(model_class: type[nn.Module]) -> None:
     with pytest.raises(TraceError, match=r"'if part.sum\(\) > 0:'"):
-        trace(built(Overwriting), example=batch())
+        trace(built(model_class), example=batch())
+
+
+class Filling(Deciding):
+    """Decides by constants of the shape of activations, by lists of places, and by memory that it has filled itself."""
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None, mask: Tensor | None = None) -> Any:
+        assert mask is not None
+        x = self.embedding(input_ids)
+        free = torch.ones_like(x[:, :, 0]).bool()
+        rows, columns = zip(*mask.nonzero(), strict=True)
+        free[rows, columns] = False
+        starts = torch.empty(len(mask), dtype=torch.long)
+        starts[0] = 0
+        starts[1:] = mask.sum(1).cumsum(0)[:-1]
+        if free[0].any():
+            x = -x
+        x = x + torch.arange(int(starts[1]), int(starts[1]) + x.shape[1])[None, :, None]
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+def test_constants_of_the_shape_of_activations_are_known() -> None:
+    model = built(Filling)
+    full = torch.ones(2, 6, dtype=torch.bool)
+    recorded, ranks = halves(model, batch(mask=full))
+    assert [value for _, value in recorded.decisions.read] == [False, 6, 6]
+    assert_equal(chained(ranks, recorded, 2, batch(mask=full)), whole(model, batch(mask=full)))
+    for row in (0, 1):
+        ragged = full.clone()
+        ragged[row, 4:] = False
+        assert recorded.decisions.hold_for(batch(mask=ragged)) is False  # other places, of another number
+        assert_equal(chained(ranks, recorded, 2, batch(mask=ragged)), whole(model, batch(mask=ragged)))
 
 
 class Dropping(Deciding):

@@ -28,6 +28,8 @@ class Operation:
     kwargs: dict[str, Any]
     results: tuple[Ref | None, ...]
     """Of the leaves of what it returns."""
+    from_shape: bool = False
+    """Whether it makes a constant of a shape that was that of a tensor whose values are not known."""
 
     @property
     def needs(self) -> set[int]:
@@ -77,6 +79,7 @@ class Decisions:
 
     def _repeat(self, tensors: Sequence[Tensor], shapes: bool) -> bool:
         further = {number for one in self.operations for number in one.needs}
+        fixed = shapes or any(one.from_shape for one in self.operations)
         needed = further.union(ref.number for ref, _ in (*self.read, *self.counted))
         values = {
             ref.number: own_copy(tensor)
@@ -89,7 +92,7 @@ class Decisions:
             values.update({ref.number: leaf for ref, leaf in zip(one.results, made, strict=True) if ref is not None})
         for ref, shape in self.counted:
             now = tuple(values[ref.number].shape)
-            exactly = shapes or ref.number in further  # numbers among the operations may be made of these sizes
+            exactly = fixed or ref.number in further  # numbers among the operations may be made of these sizes
             if now != shape if exactly else (0 in now) != (0 in shape):
                 return False
         return all(same(number_of(values[ref.number]), value) for ref, value in self.read)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,7 +29,8 @@ class KnownValues:
     """
 
     def __init__(self) -> None:
-        self._operations: list[Operation] = []
+        self._operations: list[tuple[Operation, set[int]]] = []  # and the addresses of storages that it writes to
+        self._storages: dict[int, int] = {}  # by numbers of tensors
         self._read: list[tuple[Ref, Any]] = []
         self._counted: list[tuple[Ref, tuple[int, ...]]] = []
         self._inputs: list[Ref] = []
@@ -46,7 +47,7 @@ class KnownValues:
             self._inputs.append(ref)
             if tensor.device.type != "meta" and not isinstance(tensor, FakeTensor) and tensor.numel() <= MOST:
                 with _disable_current_modes():  # a copy made under a mode without values would have none
-                    setattr(stand_in, _VALUE, (own_copy(tensor), ref))
+                    self._set(stand_in, own_copy(tensor), ref)
 
     def of(self, tensor: Tensor) -> Tensor | None:
         """Returns the value of a tensor, None where it has none that is known."""
@@ -78,17 +79,42 @@ class KnownValues:
         """`values` are those of `result`, which the operation has returned."""
         # First: the result may be an argument.
         own_args, own_kwargs = tree_map_only(Tensor, self._named, (args, dict(kwargs)))
+        writes = {_value_of(leaf).untyped_storage()._cdata for leaf in self._written(func, args, kwargs)}
         refs: list[Ref | None] = []
         for value, tensor in zip(tree_leaves(values), tree_leaves(result), strict=True):
             ref = None
             if isinstance(tensor, FakeTensor):
                 ref = self._new_ref()
-                setattr(tensor, _VALUE, (value, ref))
+                self._set(tensor, value, ref)
             refs.append(ref)
-        self._operations.append(Operation(func, own_args, own_kwargs, tuple(refs)))
+        self._operations.append((Operation(func, own_args, own_kwargs, tuple(refs)), writes))
+
+    def fill(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
+        """The operation has filled a tensor with a constant, if it is such a one: it reads no value of what it was
+        given."""
+        number = _FILLED.get(func.overloadpacket)
+        if number is None or not isinstance(result, FakeTensor) or result.numel() > _MOST_FILLED:
+            return
+        if torch.device(kwargs.get("device") or "cpu").type != "cpu":
+            return
+        if number is _GIVEN:
+            number = kwargs.get("fill_value", args[-1])
+        with _disable_current_modes():
+            value = torch.empty_strided(result.shape, result.stride(), dtype=result.dtype).fill_(number)
+        made = (tuple(result.shape), tuple(result.stride())), {"dtype": result.dtype}
+        empty, ref = self._new_ref(), self._new_ref()
+        self._set(result, value, ref)
+        self._operations.append((Operation(_aten.empty_strided.default, *made, (empty,), from_shape=True), set()))
+        self._operations.append((Operation(_aten.fill.Scalar, (empty, number), {}, (ref,)), set()))
 
     def lose(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """The operation has written into some of its arguments what is not known."""
+        for leaf in self._written(func, args, kwargs):
+            storage = _value_of(leaf).untyped_storage()
+            self._lost[storage._cdata] = storage
+
+    def _written(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[FakeTensor]:
+        """Yields the arguments that the operation writes into, as far as they ever had a value."""
         if not func._schema.is_mutable:
             return
         for place, argument in enumerate(func._schema.arguments):
@@ -97,8 +123,7 @@ class KnownValues:
                 continue
             for leaf in tree_leaves(given):
                 if isinstance(leaf, FakeTensor) and _VALUE in vars(leaf):
-                    storage = vars(leaf)[_VALUE][0].untyped_storage()
-                    self._lost[storage._cdata] = storage
+                    yield leaf
 
     def read(self, tensor: Tensor) -> Any:
         """Returns the number in a tensor whose value is known; that is a decision."""
@@ -122,13 +147,19 @@ class KnownValues:
     def decisions(self) -> Decisions:
         """Returns what was decided, and the operations that led there."""
         needed = {ref.number for ref, _ in (*self._read, *self._counted)}
+        storages = {self._storages.get(number) for number in needed}
         kept: list[Operation] = []
-        for one in reversed(self._operations) if needed else ():
-            if one.function._schema.is_mutable or any(ref and ref.number in needed for ref in one.results):
+        for one, writes in reversed(self._operations) if needed else ():
+            if writes & storages or any(ref and ref.number in needed for ref in one.results):
                 kept.append(one)
                 needed |= one.needs
+                storages |= {self._storages.get(number) for number in one.needs}
         kept.reverse()
         return Decisions(tuple(self._inputs), self._sizes, tuple(kept), tuple(self._read), tuple(self._counted))
+
+    def _set(self, tensor: Tensor, value: Tensor, ref: Ref) -> None:
+        setattr(tensor, _VALUE, (value, ref))
+        self._storages[ref.number] = value.untyped_storage()._cdata
 
     def _new_ref(self) -> Ref:
         self._numbers += 1
@@ -141,6 +172,11 @@ class KnownValues:
 
     def _named(self, tensor: Tensor) -> Any:
         return vars(tensor)[_VALUE][1] if isinstance(tensor, FakeTensor) else tensor.clone()
+
+
+def _value_of(tensor: FakeTensor) -> Tensor:
+    value: Tensor = vars(tensor)[_VALUE][0]
+    return value
 
 
 def is_drawn(tensor: Tensor) -> bool:
@@ -162,6 +198,15 @@ def compare_drawn(func: Any, args: tuple[Any, ...]) -> bool | None:
 _EMPTY = frozenset(
     {_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided, _aten.empty_permuted}
 )
+_GIVEN = object()
+_FILLED: dict[Any, Any] = {
+    **dict.fromkeys((_aten.zeros_like, _aten.new_zeros), 0),
+    **dict.fromkeys((_aten.ones_like, _aten.new_ones), 1),
+    **dict.fromkeys((_aten.full_like, _aten.new_full), _GIVEN),
+}
+"""With what operations fill a tensor of which their arguments say the shape."""
+_MOST_FILLED = 1 << 20
+"""Elements of such a tensor whose values are followed: many are made for each layer, and few of them decide."""
 _CONSTANT = frozenset({_aten.lift_fresh.default, _aten.lift.default})
 """What makes a tensor of a constant in the code."""
 _DRAWING = frozenset({_aten.rand.default, _aten.rand.generator, _aten.rand_like.default})

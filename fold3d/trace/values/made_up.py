@@ -25,18 +25,37 @@ MOST = 1 << 28
 """Elements of weights that are made up."""
 
 
-def run_with_values(module: nn.Module, args: Any, kwargs: Any, mode: WithoutValues) -> Any:
+def run_with_values(module: nn.Module, args: Any, kwargs: Any, mode: WithoutValues, *, twice: bool = False) -> Any:
     """Returns what the module returns, without values, of a run by itself on weights, and on arguments as far as their
     values are not known, that are drawn at random. No hooks are called, and the module is not touched.
 
     Args:
         module: a copy without values, of `mode`.
-    Raises: TraceError where the run does more than its result says: keeps a tensor, or writes into an argument; or
-        when there are too many weights; whatever the module raises.
+        twice: runs it with other numbers as well, to see whether its result is of the same shapes.
+    Raises: TraceError where the run does more than its result says: keeps a tensor, or writes into an argument; when
+        there are too many weights, or the result of a second run is of other shapes; whatever the module raises.
     """
     if sum(parameter.numel() for parameter in module.parameters()) > MOST:
         raise TraceError(f"more than {MOST:,} weights would have to be made up")
-    draw = torch.Generator().manual_seed(0)
+    shapes, stand_in = _run(module, args, kwargs, mode, 0)
+    if twice and _run(module, args, kwargs, mode, 1)[0] != shapes:
+        raise TraceError("the shapes of what it returns depend on what it computes")
+    places = iter(shapes)
+
+    def fake(_: _Place) -> Tensor:
+        shape, stride, dtype = next(places)
+        return torch.empty_strided(shape, stride, dtype=dtype)
+
+    with mode:
+        return tree_map_only(_Place, fake, stand_in)
+
+
+_Shape = tuple[torch.Size, tuple[int, ...], torch.dtype]
+
+
+def _run(module: nn.Module, args: Any, kwargs: Any, mode: WithoutValues, seed: int) -> tuple[list[_Shape], Any]:
+    """Returns shapes, strides and dtypes of the tensors in the result, and the result with a place for each."""
+    draw = torch.Generator().manual_seed(seed)
 
     def value(tensor: Tensor) -> Tensor:
         known = mode.known.of(tensor)
@@ -63,14 +82,7 @@ def run_with_values(module: nn.Module, args: Any, kwargs: Any, mode: WithoutValu
         del result, tensors, given, real, before
         if made.escaped():
             raise TraceError("it hands what it has computed to somebody in another way than by returning it")
-    places = iter(shapes)
-
-    def fake(_: _Place) -> Tensor:
-        shape, stride, dtype = next(places)
-        return torch.empty_strided(shape, stride, dtype=dtype)
-
-    with mode:
-        return tree_map_only(_Place, fake, stand_in)
+    return shapes, stand_in
 
 
 class _Place:

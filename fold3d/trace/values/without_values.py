@@ -82,6 +82,7 @@ class WithoutValues(FakeTensorMode):
         if not known or sum(leaf.numel() for leaf in tree_leaves(result) if isinstance(leaf, Tensor)) > MOST:
             self.known.lose(func, args, kwargs)
             self.known.draw(func, result)
+            self.known.fill(func, args, kwargs, result)
             return result
         try:
             values = self.known.compute(func, args, kwargs)
