@@ -8,12 +8,22 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file
 from torch import Tensor
 
 from tests.helpers.ranks import RankPool
 from tests.trace import stacks
-from tests.trainer.jobs import Job, Variant, assert_same, rows, run_fold3d, run_stock
+from tests.trainer.jobs import (
+    Job,
+    Variant,
+    assert_same,
+    rows,
+    run_fold3d,
+    run_stock,
+    stock_arguments,
+    trainer_arguments,
+)
 
 
 class Of(Variant):
@@ -60,11 +70,17 @@ def test_as_stock(ranks: RankPool, tmp_path: Path, family: str, processes: int, 
     job = Job(str(tmp_path), variant=Of(family), arguments=ARGUMENTS)
     dp = layout.get("dp", 1)
     want = run_stock(job, replicas=dp)
-    if family not in ("clip", "seeing"):
-        # So evaluates the stock Trainer with several processes, too: models that take the number of labels and do not
-        # divide by it, where there are labels.
-        want.metrics["eval_loss"] *= dp
+    if dp > 1:  # means over processes, of losses that divide by the number of labels or do not
+        want.metrics |= {"eval_loss": ranks.run(stock_evaluation, dp, job, want.weights)[0]}
     assert_same(ranks.run(run_fold3d, processes, job, layout)[0], want, 1e-10)
+
+
+def stock_evaluation(job: Job, weights: dict[str, Tensor]) -> float:
+    """Returns the loss of the stock Trainer's evaluation in several processes."""
+    args = transformers.TrainingArguments(**stock_arguments(job))
+    trainer = transformers.Trainer(args=args, **trainer_arguments(job))
+    trainer.model.load_state_dict(weights)
+    return trainer.evaluate()["eval_loss"]
 
 
 @pytest.mark.rotating
