@@ -19,9 +19,9 @@ from fold3d.data_parallel.bucket_schedule import BucketSchedule
 from fold3d.data_parallel.dp_sync import DpSync
 from fold3d.data_parallel.one_replica import OneReplica
 from fold3d.engine.built import BuiltRank
-from fold3d.engine.cut_model import CutModel
 from fold3d.engine.division import COMPARED, Division
 from fold3d.engine.pipeline import Pipeline
+from fold3d.engine.planning.cut_model import CutModel
 from fold3d.engine.planning.less_memory import LessMemory
 from fold3d.engine.planning.replanner import Replanner
 from fold3d.engine.step import Step

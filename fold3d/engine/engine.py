@@ -26,9 +26,9 @@ from fold3d.engine import loss, state
 from fold3d.engine.arguments import check_arguments, check_compiled
 from fold3d.engine.builder import connect
 from fold3d.engine.built import BuiltRank
-from fold3d.engine.cut_model import CutModel, Order, cut_model
 from fold3d.engine.loss_scaler import LossScaler
 from fold3d.engine.meeting import meet
+from fold3d.engine.planning.cut_model import CutModel, Order, cut_model
 from fold3d.engine.turns import take_turn
 from fold3d.errors import ConfigError
 from fold3d.faults.supervisor import Supervisor
