@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 import fold3d
 from fold3d.comms import rings
-from fold3d.engine import builder
+from fold3d.engine.planning import cut_model
 from fold3d.engine.planning import planner
 from fold3d.observe.step_output import StepOutput
 from fold3d.plan.costs import Profile
@@ -28,14 +28,14 @@ def train(patch: pytest.MonkeyPatch, overlap: str) -> tuple[str, StepOutput, Any
     """Returns the way of hiding TP.sync, one step, what was forecast, and warnings about hosts."""
     told: list[str] = []
     forecasts: list[Any] = []
-    predict = builder.predict_tp_sync
+    predict = cut_model.predict_tp_sync
 
     def predicted(*args: Any) -> Any:
         strategy, forecast = predict(*args)
         forecasts.append(forecast)
         return strategy, forecast
 
-    patch.setattr(builder, "predict_tp_sync", predicted)
+    patch.setattr(cut_model, "predict_tp_sync", predicted)
     patch.setattr(rings.logger, "warning", lambda text, *values: told.append(text % values))
     ids = torch.randint(0, 40, (SAMPLES, LENGTH), generator=torch.Generator().manual_seed(0))
     batch = {"input_ids": ids, "labels": ids}
