@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -23,3 +24,10 @@ def sim_ranks4() -> Iterator[RankPool]:
     pool = RankPool(4)
     yield pool
     pool.close()
+
+
+@pytest.fixture(autouse=True)
+def _device_stays_away() -> Iterator[None]:
+    """Fails a test that brings the device into pytest's own process, as by reading a result whose class imports it."""
+    yield
+    assert "tests.simdevice.sim" not in sys.modules, "the simulated device is the accelerator of all later tests now"

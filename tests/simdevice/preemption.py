@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypedDict
 
 import pytest
 import torch
@@ -34,9 +33,8 @@ AGREEMENTS = 5
 MOST_REDUCES = 1000
 
 
-@dataclass(frozen=True, slots=True)
-class Seen:
-    """By the rank that sends the message."""
+class Seen(TypedDict):
+    """By the rank that sends the message. A dict, since pytest's own process, which reads it, must not import this."""
 
     announced_early: bool
     """The arbiter heard of it before its data was there."""
@@ -172,7 +170,14 @@ def _send(one: _Rank) -> Seen:
     _goes_on(False)
     thread.join(TIMEOUT)
     assert not thread.is_alive()
-    return Seen(announced_early, early, held_early, late, found[0] - held, found[1] - held_ns)
+    return Seen(
+        announced_early=announced_early,
+        early=early,
+        held_early=held_early,
+        late=late,
+        held=found[0] - held,
+        held_ns=found[1] - held_ns,
+    )
 
 
 def _held(one: _Rank) -> tuple[int, int]:
