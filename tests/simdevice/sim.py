@@ -129,6 +129,17 @@ def set_device_bytes(size: int) -> None:
     _C.set_device_bytes(size)
 
 
+@contextmanager
+def network(bytes_per_second: float) -> Iterator[None]:
+    """Within it collectives and messages are so fast at most, by what a rank sends or receives in one once all are
+    there; 0: as fast as gloo."""
+    _C.set_network(bytes_per_second)
+    try:
+        yield
+    finally:
+        _C.set_network(0)
+
+
 def launches() -> int:
     """Returns how many kernels were launched in this process."""
     return int(_C.launches())

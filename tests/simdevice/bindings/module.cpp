@@ -90,6 +90,7 @@ PYBIND11_MODULE(_simdevice, m) {
   m.def("set_poison", [](bool poison) { runtime().set_poison(poison); });
   m.def("set_jitter", [](std::int64_t microseconds) { set_jitter(std::chrono::microseconds(microseconds)); });
   m.def("set_device_bytes", &set_device_bytes);
+  m.def("set_network", &set_network);
   m.def("take_reports", [] { return runtime().take_reports(); });
   m.def("launches", [] { return runtime().launches(); });
   m.def("host_waits", &Runtime::waits);

@@ -30,6 +30,7 @@ class GlooCalls {
 
   /// Ends all waits, those to come, too.
   void abort();
+  bool is_aborted() const { return aborted_; }
 
  private:
   void check() const;

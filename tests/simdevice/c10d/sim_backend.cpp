@@ -4,6 +4,10 @@
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/zeros.h>
 
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <cstddef>
 #include <utility>
 
 #include "simdevice/c10d/sim_work.h"
@@ -15,6 +19,23 @@ namespace simdevice {
 using c10d::OpType;
 
 namespace {
+
+std::atomic<double> network{0};
+
+/// For how long what a rank sends or receives is on its way, by the way that sends least.
+std::chrono::nanoseconds travels(OpType type, const Tensors& reads, const Tensors& writes, int size) {
+  const double speed = network;
+  if (speed <= 0) return {};
+  const auto bytes_of = [](const Tensors& tensors) {
+    std::size_t bytes = 0;
+    for (const at::Tensor& tensor : tensors) bytes += tensor.nbytes();
+    return static_cast<double>(bytes);
+  };
+  double bytes = std::max(bytes_of(reads), bytes_of(writes));
+  if (type != OpType::SEND && type != OpType::RECV) bytes *= static_cast<double>(size - 1) / size;
+  if (type == OpType::ALLREDUCE) bytes *= 2;
+  return std::chrono::nanoseconds(static_cast<std::int64_t>(bytes / speed * 1e9));
+}
 
 /// gloo's tags of a message and of the receiver's word that it waits for one.
 constexpr int kData = 1, kReady = 2;
@@ -36,6 +57,8 @@ void check_sum(const c10d::ReduceOp& op) {
 at::Tensor memory_of(const at::Tensor& tensor) { return aliases({tensor}).front(); }
 
 }  // namespace
+
+void set_network(double bytes_per_second) { network = bytes_per_second; }
 
 SimBackend::SimBackend(BackendPtr gloo, int rank, int size)
     : c10d::Backend(rank, size), calls_(std::make_shared<GlooCalls>(std::move(gloo))) {}
@@ -91,12 +114,17 @@ WorkPtr SimBackend::launch(int communicator, std::vector<Part> parts, bool is_ba
   runtime().wait(stream, runtime().record(current_stream(device)));
   std::string what = "simccl " + names + " (number " + std::to_string(launched_) + " of rank " +
                      std::to_string(getRank()) + " of " + std::to_string(getSize()) + ")";
-  launch_kernel(stream, what, accesses, [what, parts = std::move(parts), calls = calls_] {
+  const int size = getSize();
+  launch_kernel(stream, what, accesses, [what, stream, size, parts = std::move(parts), calls = calls_] {
     try {
       std::vector<WorkPtr> begun;
       for (const Part& part : parts) begun.push_back(part.begin(*calls));
       for (std::size_t i = 0; i < parts.size(); ++i) parts[i].end(*calls, begun[i]);
+      std::chrono::nanoseconds time{};  // from when all are there
+      for (const Part& part : parts) time += travels(part.type, part.reads, part.writes, size);
+      if (time.count() > 0) stream->occupy_until(std::chrono::steady_clock::now() + time);
     } catch (const std::exception& error) {
+      if (calls->is_aborted()) return;  // as NCCL's kernels, which then end with anything in their memory
       const auto* of_torch = dynamic_cast<const c10::Error*>(&error);
       throw KernelError(what + " did not end: " + (of_torch ? of_torch->what_without_backtrace() : error.what()) +
                         "\nif this was the timeout, a rank is gone, or ranks launched in different orders");

@@ -15,6 +15,10 @@
 
 namespace simdevice {
 
+/// How fast collectives and messages of all groups move from now on, in bytes per second of what a rank sends, or
+/// receives if that is more; 0: as fast as gloo.
+void set_network(double bytes_per_second);
+
 /// A process group of the simulated device by NCCL's rules: work runs on a stream of the communicator, after what the
 /// current stream has queued; one communicator for the group's collectives and batches, one for each pair of ranks for
 /// messages by themselves, in both directions and in the order of their launches; a send ends when the receiver has the
