@@ -130,18 +130,17 @@ def beside_a_collective(bound: bool) -> str:
     return ""
 
 
-def aborted() -> tuple[float, str]:
-    """A collective that the other rank never joins; returns seconds until the abort was noticed, and its message."""
+def aborted() -> float:
+    """A collective that the other rank never joins is aborted; returns seconds until the device had ended it."""
     group = _group()
     if dist.get_rank() == 1:
-        return 0.0, ""
+        return 0.0
     work = dist.all_reduce(torch.ones(4, device=DEVICE), group=group, async_op=True)
     assert work is not None
     begin = time.perf_counter()
     group._get_backend(torch.device(DEVICE)).abort()
-    with pytest.raises(RuntimeError) as error:
-        torch.accelerator.synchronize()
-    return time.perf_counter() - begin, str(error.value)
+    torch.accelerator.synchronize()
+    return time.perf_counter() - begin
 
 
 def data_parallel() -> None:
@@ -160,9 +159,9 @@ def data_parallel() -> None:
         torch.testing.assert_close(got.grad.cpu(), want.grad, rtol=1e-12, atol=1e-14)
 
 
-def sums_in_vain() -> tuple[int, str, str]:
+def sums_in_vain() -> tuple[int, str]:
     """Sums of a bucket that the other rank does not join, on rank 0. Returns how often the host has waited until a
-    stream waits for them, what it is told by whoever looks for their end, and by the device."""
+    stream waits for them, and what it is told by whoever looks for their end."""
     reduces, gathers = (_group(timedelta(seconds=60)).group_name for _ in range(2))
     device = torch.device("sim", torch.accelerator.current_device_index())
     sync = _C.BucketSync(
@@ -171,7 +170,7 @@ def sums_in_vain() -> tuple[int, str, str]:
         reduce_group=reduces,
         gather_group=gathers,
     )
-    waits, told, seen = 0, "", ""
+    waits, told = 0, ""
     if dist.get_rank() == 0:
         gradients = torch.ones(8, device=device)
         sync.begin(1, [])
@@ -183,12 +182,10 @@ def sums_in_vain() -> tuple[int, str, str]:
         with pytest.raises(_C.CommError) as late:
             sync.drain()
         told = str(late.value)
-        with pytest.raises(RuntimeError) as ended:
-            torch.accelerator.synchronize()
-        seen = str(ended.value)
+        torch.accelerator.synchronize()  # what nobody joins was aborted
     sync.close()
     dist.barrier()
-    return waits, told, seen
+    return waits, told
 
 
 def _finish() -> None:

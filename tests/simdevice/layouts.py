@@ -122,9 +122,15 @@ def as_on_the_cpu_when_bound(case: Case) -> int:
         return _as(case, want)
 
 
+SLOW_NETWORK = 1e6
+"""Bytes per second: sums and weights are under way for so long that the host launches what uses them meanwhile. What it
+launches after a thread of its own has seen the end comes after it, and nothing is forgotten."""
+
+
 def forgotten(case: Case, ordering: str, thread: str) -> list[str]:
     """Trains a case in which `thread` forgets an ordering; returns the races that were found."""
-    with parity_jobs.precision(case), sdpa_kernel(SDPBackend.MATH), sim.recorded() as reports:
+    slow = sim.network(SLOW_NETWORK if case.dp > 1 else 0)
+    with parity_jobs.precision(case), sdpa_kernel(SDPBackend.MATH), slow, sim.recorded() as reports:
         engine = parity_jobs.engine_of(case)
         with sim.left_out(ordering, thread):
             for step in range(8):  # from the third on messages are received before their frames
@@ -180,7 +186,7 @@ def failing(case: Case, bad_rank: int) -> tuple[float, str]:
     if handle is not None:
         handle.remove()
     engine.close()
-    for _ in range(8):  # the kernels that were aborted are errors here, and none with NCCL
+    for _ in range(8):  # kernels that failed before they were aborted
         with contextlib.suppress(RuntimeError):
             torch.accelerator.synchronize()
     return seconds, str(error.value)

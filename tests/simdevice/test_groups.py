@@ -32,12 +32,12 @@ def test_messages_have_communicators_of_their_own_unless_a_device_is_bound(sim_r
 
 
 def test_abort_ends_a_wait(sim_ranks: RankPool) -> None:
-    (seconds, message), _ = sim_ranks.run(f"{GROUPS}:aborted", 2)
-    assert seconds < 5 and "aborted" in message
+    assert sim_ranks.run(f"{GROUPS}:aborted", 2)[0] < 5
 
 
 def test_sums_that_nobody_joins_fail_in_time_though_no_host_waits(sim_ranks: RankPool) -> None:
-    waits, told, seen = sim_ranks.run(f"{GROUPS}:sums_in_vain", 2)[0]
+    waits, told = sim_ranks.run(f"{GROUPS}:sums_in_vain", 2)[0]
     assert waits == 0
-    assert told.startswith("here: reduce of bucket 0 (step 1) failed: not done after 1") and "comm_timeout" in told
-    assert "aborted" in seen
+    # By whoever notices first: the thread that launched them, or the one that waits for their end.
+    for part in ("here: ", "reduce of bucket 0 (step 1)", "1.000 s (setting comm_timeout)", "replica 1 of the stage"):
+        assert part in told, told
