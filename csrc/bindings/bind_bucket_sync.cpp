@@ -12,6 +12,7 @@
 #include "comm/ring/bucket_sync.h"
 #include "comm/ring/credits.h"
 #include "comm/ring/ring.h"
+#include "comm/ring/slice_meter.h"
 #include "comm/tcp/tcp_ring_peers.h"
 #include "core/network/slice_rule.h"
 #include "runtime/c10d/collectives_c10d.h"
@@ -58,21 +59,23 @@ class PyBucketSync {
                const std::shared_ptr<comm::TcpRingPeers>& peers, const std::string& reduce_group,
                const std::string& gather_group, bool library, const core::Hosts& hosts, bool makes_room,
                std::shared_ptr<runtime::StreamClock> clock)
-      : device_(py::cast<c10::Device>(device)), credits_(std::make_shared<comm::Credits>(slice_bytes)) {
+      : device_(py::cast<c10::Device>(device)),
+        by_library_(library || !device_.is_cpu()),
+        credits_(std::make_shared<comm::Credits>(slice_bytes)),
+        meter_(std::make_shared<comm::SliceMeter>()) {
     const bool has_groups = !reduce_group.empty() && !gather_group.empty();
-    const bool has_rings = device_.is_cpu() && !library;
-    if ((peers != nullptr) == has_groups || (peers && !has_rings)) {
+    if ((peers != nullptr) == has_groups || (peers && by_library_)) {
       throw std::invalid_argument(
           "a bucket sync needs peers or two groups, not both; peers are for rings in host memory only");
     }
     if (!clock) clock = std::make_shared<runtime::StreamClock>(device_);
     const auto stream = [&](Traffic traffic) -> std::unique_ptr<comm::CollectiveStream> {
       const std::string& group = traffic == Traffic::kReduce ? reduce_group : gather_group;
-      if (!has_rings) {
+      if (by_library_) {
         return std::make_unique<runtime::C10dCollectives>(
             runtime::C10dCollectives::Options{rank, size, traffic, slice_bytes, hosts, makes_room,
                                               milliseconds(timeout_seconds)},
-            group, device_, arbiter, clock);
+            group, device_, arbiter, clock, meter_);
       }
       std::shared_ptr<comm::RingConnection> connection;
       if (peers) {
@@ -123,7 +126,8 @@ class PyBucketSync {
     without_gil([](comm::BucketSync& sync) { sync.drain(); });
   }
   bool is_gathered(int bucket) { return sync().is_gathered(bucket); }
-  double bandwidth() const { return credits_->bandwidth(); }
+  bool by_library() const { return by_library_; }
+  double bandwidth() const { return by_library_ ? meter_->bandwidth() : credits_->bandwidth(); }
 
   py::list take_records() {
     py::list out;
@@ -175,7 +179,9 @@ class PyBucketSync {
   }
 
   const c10::Device device_;
-  const std::shared_ptr<comm::Credits> credits_;
+  const bool by_library_;
+  const std::shared_ptr<comm::Credits> credits_;    // of rings
+  const std::shared_ptr<comm::SliceMeter> meter_;  // of a library's collectives
   std::shared_ptr<comm::BucketSync> sync_;
   Marks reduced_, gathered_;  // of the newest reduce-scatter and of the newest gather
 };
@@ -246,8 +252,11 @@ void bind_bucket_sync(py::module_& module) {
            "The same for the newest all-gather of the bucket, if there is one.")
       .def("drain", &PyBucketSync::drain, "Blocks until all that could begin is done, on a device, too.")
       .def("is_gathered", &PyBucketSync::is_gathered, py::arg("bucket"), "Whether wait_gathered would return at once.")
+      .def_property_readonly("by_library", &PyBucketSync::by_library,
+                             "Whether a library's collectives carry the buckets, as they do device memory; else rings.")
       .def("bandwidth", &PyBucketSync::bandwidth,
-           "Measured speed of the lines in bytes per second; 0.0: not known yet.")
+           "Measured speed in bytes per second that this rank sends, 0.0 as long as it is not known: of its own line to "
+           "the next replica; of a library's collectives that of the fastest slices of late, which all replicas move.")
       .def("take_records", &PyBucketSync::take_records,
            "(lane, bucket, start_ns, end_ns, bytes) of every collective completed since the last call.")
       .def("abort", &PyBucketSync::abort, py::arg("reason"), "Ends all communication; any thread.")

@@ -426,6 +426,11 @@ class DpSync:
         """Returns the transfers and the waits since the last call, by chunk."""
         return self._transfers.take_records()
 
+    @property
+    def by_library(self) -> bool:
+        """Whether a library's collectives carry the buckets, which all replicas of the stage move and time together."""
+        return self._transfers.by_library
+
     def bandwidth(self) -> float:
         """Returns the measured bytes per second that this rank sends; 0.0 when nothing was measured yet."""
         return self._transfers.bandwidth()

@@ -120,6 +120,11 @@ class BucketTransfers:
         ]
         return [*waits, *transfers]
 
+    @property
+    def by_library(self) -> bool:
+        """Whether a library's collectives carry the buckets, which all replicas of the stage move and time together."""
+        return self._sync.by_library
+
     def bandwidth(self) -> float:
         """Returns the measured bytes per second that this rank sends; 0.0 when nothing was measured yet."""
         return self._sync.bandwidth()

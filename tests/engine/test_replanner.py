@@ -37,6 +37,7 @@ class Sync:
         self.buckets: list[Any] = [SimpleNamespace(spec=spec, gradients=gradients) for spec in specs]
         self.plan = BucketSchedule.make(specs, STRATEGY, stage=0)  # type: ignore[arg-type]
         self.rate = RATE
+        self.by_library = False
 
     def bandwidth(self) -> float:
         return self.rate
@@ -166,6 +167,25 @@ def test_one_slow_ring_is_enough(monkeypatch) -> None:
     hardly = share | {"bandwidth": 0.9 * RATE, "step_ms": 3 * replanner.expected.step_ms}
     same = replanner._expect(STRATEGY, schedule, [share, hardly])
     assert same is not None and same[0].step_ms == replanner.expected.step_ms
+
+
+def test_of_a_library_s_collectives_the_replica_counts_that_waited_least(monkeypatch) -> None:
+    """They move at one speed, and whoever is early for one measures less."""
+    replanner, sync = make_tuner(monkeypatch), Sync()
+    sync.by_library = True
+    schedule = schedules.generate("1f1b", pp=1, segments=1, micro_batches=MICRO_BATCHES)
+    replanner._links = (RATE, 1e-4, 1e-4)
+    observe(replanner, FIRST_STEPS, 100.0)
+    share = replanner._share(sync)  # type: ignore[arg-type]
+    found = replanner._expect(STRATEGY, schedule, [share, share])
+    assert found is not None
+    replanner.expected, before = found[0], found[0].step_ms
+    late = share | {"step_ms": 3 * before}
+    early = late | {"bandwidth": RATE / 4}
+    same = replanner._expect(STRATEGY, schedule, [late, early])
+    assert same is not None and same[0].step_ms == before
+    slower = replanner._expect(STRATEGY, schedule, [early, early])
+    assert slower is not None and slower[0].step_ms > 2 * before
 
 
 def test_the_search_for_a_schedule_hears_of_slower_links_only(monkeypatch) -> None:

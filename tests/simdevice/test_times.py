@@ -91,10 +91,22 @@ def test_nobody_waits_for_the_times(sim_ranks: RankPool) -> None:
 def test_the_planner_takes_the_device_s_times(sim_ranks: RankPool) -> None:
     """And notices when they change."""
     layout = {"pp": 2, "segments": 1, "schedule": "1f1b"}
-    for before, after in sim_ranks.run(f"{TIMES}:of_slower_layers", 2, 5, 12, 3.0, **layout, timeout=150.0):
+    phases = [(5, 1.0, 0.0), (12, 3.0, 0.0)]
+    for before, after in sim_ranks.run(f"{TIMES}:predictions", 2, phases, **layout, timeout=150.0):
         shortest = (4.0 + 8.0) * 2 * 4 * ENOUGH  # of one stage
         assert before is not None and before >= shortest
         assert after is not None and after >= 3 * shortest
+
+
+def test_the_planner_notices_that_sums_became_slower(sim_ranks: RankPool) -> None:
+    """By the collectives' own times; what was measured of the network before training does not count any more."""
+    layout = {"dp": 2, "segments": 1, "schedule": "1f1b", "dp_sync": "early"}
+    bytes_sent = 4 * 256 * 257 * 4  # half of the gradients, twice
+    phases = [(5, 0.25, bytes_sent / 0.03), (12, 0.25, bytes_sent / 0.3)]
+    for before, after in sim_ranks.run(f"{TIMES}:predictions", 2, phases, **layout, timeout=150.0):
+        computes = (4.0 + 8.0) * 4 * 4 * 0.25
+        assert before is not None and before >= ENOUGH * computes
+        assert after is not None and after >= ENOUGH * 300.0
 
 
 def test_the_cpu_s_clock_is_the_host_s() -> None:

@@ -6,6 +6,7 @@ Each function runs on every rank and returns what the test looks at.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -111,18 +112,26 @@ def host_waits(**layout: Any) -> tuple[int, int]:
         return with_times, of_a_step(**layout).host_waits
 
 
-def of_slower_layers(steps: int, slower_steps: int, factor: float, **layout: Any) -> tuple[float | None, float | None]:
-    """Returns what is predicted of a step after so many, and what after so many more in which all layers are slower."""
-    engine = _engine(**layout)
-    batch = {"x": torch.randn(2 * MICRO_BATCHES, WIDTH, device="sim")}
+def predictions(phases: Sequence[tuple[int, float, float]], **layout: Any) -> list[float | None]:
+    """Returns what is predicted of a step after each phase.
+
+    Args:
+        phases: of each, how many steps it has, by which factor all layers are slower, and the speed of the network in
+            bytes per second, 0 for as fast as it is.
+    """
     predicted = []
-    for count, slower in ((steps, 1.0), (slower_steps, factor)):
-        Sleeping.factor = slower
-        for _ in range(count):
-            engine.step(batch)
+    engine = None
+    batch = {"x": torch.randn(2 * MICRO_BATCHES, WIDTH, device="sim")}
+    for steps, Sleeping.factor, speed in phases:
+        with sim.network(speed):
+            engine = engine or _engine(**layout)
+            for _ in range(steps):
+                engine.step(batch)
+            engine.flush()
         assert engine._rank is not None
         expected = engine._rank.step._replanner.expected
         predicted.append(None if expected is None else expected.step_ms)
     Sleeping.factor = 1.0
+    assert engine is not None
     engine.close()
-    return predicted[0], predicted[1]
+    return predicted

@@ -7,13 +7,15 @@
 #include <exception>
 #include <utility>
 
+#include "comm/arbiter/poll_period.h"
+
 namespace fold3d::comm {
 namespace {
 
 using Direction = NicArbiter::Direction;
 
-/// Between two looks at a device, whose own waits would keep a core busy. A slice is worth a millisecond.
-constexpr std::chrono::microseconds kPause{50};
+/// Between two looks at most: of the slices of a millisecond hardly one more leaves before a message that is ready.
+constexpr std::chrono::microseconds kLongestPause{500};
 
 bool holds(const std::function<bool()>& question) {
   try {
@@ -55,23 +57,30 @@ void MessageWatch::loop() {
   const auto is_idle = [&] {
     return std::ranges::all_of(lines_, [](const Line& line) { return line.transits.empty(); });
   };
+  PollPeriod period(kLongestPause);
   while (!stopped_) {
-    changed_.wait(lock, [&] { return stopped_ || !is_idle(); });
-    for (Line& line : lines_) look(line, lock);
-    if (!is_idle()) changed_.wait_for(lock, kPause, [&] { return stopped_; });
+    if (is_idle()) {
+      changed_.wait(lock, [&] { return stopped_ || !is_idle(); });
+      period.restart();
+    }
+    for (Line& line : lines_) {
+      if (look(line, lock)) period.restart();  // more often follows soon
+    }
+    if (!is_idle()) changed_.wait_for(lock, period.next(), [&] { return stopped_; });
   }
 }
 
-/// Without the lock where the device is asked. Others only add to the end of the line, so its first ones stay where
-/// they are.
-void MessageWatch::look(Line& line, std::unique_lock<std::mutex>& lock) {
+/// Returns whether anything came. Without the lock where the device is asked. Others only add to the end of the line, so
+/// its first ones stay where they are.
+bool MessageWatch::look(Line& line, std::unique_lock<std::mutex>& lock) {
+  bool is_news = false;
   while (!stopped_ && !line.transits.empty()) {
     const Transit& first = line.transits.front();
     const Transit* const second = line.transits.size() > 1 ? &line.transits[1] : nullptr;
     lock.unlock();
     if (!line.is_pending && holds(first.is_ready)) {
       arbiter_->message_begins(Direction::kSend, first.bytes);
-      line.is_pending = true;
+      line.is_pending = is_news = true;
     }
     const bool is_through = line.is_pending && holds(first.is_through);
     if (is_through) {
@@ -81,13 +90,15 @@ void MessageWatch::look(Line& line, std::unique_lock<std::mutex>& lock) {
       arbiter_->message_ends(Direction::kSend);
     }
     lock.lock();
-    if (!is_through) return;
+    if (!is_through) return is_news;
+    is_news = true;
     Transit over = std::move(line.transits.front());
     line.transits.pop_front();
     lock.unlock();
     over = {};  // without the lock: freeing a tensor may have to wait for the interpreter
     lock.lock();
   }
+  return is_news;
 }
 
 }  // namespace fold3d::comm

@@ -44,7 +44,7 @@ class MessageWatch {
   };
 
   void loop();
-  void look(Line& line, std::unique_lock<std::mutex>& lock);
+  bool look(Line& line, std::unique_lock<std::mutex>& lock);
 
   const std::shared_ptr<NicArbiter> arbiter_;
   std::mutex mutex_;

@@ -169,14 +169,20 @@ bool BucketSync::is_gathered(int number) {
 template <class Done>
 void BucketSync::wait(const std::string& what, Traffic traffic, Done done) {
   using Clock = std::chrono::steady_clock;
-  const auto deadline = Clock::now() + options_.timeout;
+  auto deadline = Clock::now() + options_.timeout;
   std::unique_lock lock(mutex_);
   const auto look = [&] {
     return changed_.wait_until(lock, std::min(deadline, Clock::now() + kLook),
                                [&] { return failure_.is_set() || done(); });
   };
   bool ended = look();
-  while (!ended && Clock::now() < deadline) {
+  while (!ended) {
+    // As long as this rank has not done its own part, nobody is late; the others have limits of their own.
+    if (reduce_stream_->waits_for_own_rank() || gather_stream_->waits_for_own_rank()) {
+      deadline = Clock::now() + options_.timeout;
+    } else if (Clock::now() >= deadline) {
+      break;
+    }
     lock.unlock();
     if (options_.while_waiting) options_.while_waiting();
     lock.lock();

@@ -26,6 +26,9 @@ namespace fold3d::comm {
 /// own reduce-scatter is done and its predecessors have begun, then the others in the order of the gather() calls.
 /// Gathers may still run when the next step begins.
 ///
+/// Waits are limited to `timeout`, in which the time does not count that this rank's own device computes before a
+/// collective can begin.
+///
 /// Threads: all calls from any thread; begin(), reduce() and gather() of a step from one at a time.
 /// Errors: the first one is kept and ends both streams; every pending and later call throws it again (CommError or a
 /// subclass). There is no way back from the failed state. Calls that contradict the plan throw std::logic_error or

@@ -37,6 +37,8 @@ class CollectiveStream {
   virtual void stop() noexcept = 0;
   /// What the oldest collective waits for, for error messages; empty when there is none.
   virtual std::string waits_for() const = 0;
+  /// Whether that is what this rank itself has to compute before: the time of that is no wait for others.
+  virtual bool waits_for_own_rank() const { return false; }
 };
 
 }  // namespace fold3d::comm

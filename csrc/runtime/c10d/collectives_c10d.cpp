@@ -13,6 +13,7 @@
 #include <utility>
 #include <vector>
 
+#include "comm/arbiter/poll_period.h"
 #include "comm/arbiter/reduce_turn.h"
 #include "comm/base/clock.h"
 #include "comm/base/errors.h"
@@ -25,8 +26,7 @@ namespace {
 using comm::NicArbiter;
 using Traffic = NicArbiter::Traffic;
 
-/// How often the device is asked whether it has come to a mark; a slice takes longer.
-constexpr std::chrono::microseconds kPoll{50};
+constexpr int kNamed = 4;  // replicas
 
 bool spans_hosts(const core::Hosts& hosts, int size) {
   core::check_hosts(hosts, size, "collectives");
@@ -36,6 +36,19 @@ bool spans_hosts(const core::Hosts& hosts, int size) {
   return false;
 }
 
+/// The replicas of the stage that `rank` waits for.
+std::string others_of(int rank, int size) {
+  if (size - 1 > kNamed) return "the other " + std::to_string(size - 1) + " replicas of the stage";
+  std::string names;
+  int left = size - 1;
+  for (int replica = 0; replica < size; ++replica) {
+    if (replica == rank) continue;
+    names += std::to_string(replica);
+    if (--left > 0) names += left == 1 ? " or " : ", ";
+  }
+  return (size == 2 ? "replica " : "one of replicas ") + names + " of the stage";
+}
+
 const at::Tensor& tensor_of(const comm::Collective& collective) {
   return static_cast<TensorBuffer&>(*collective.buffer).tensor();
 }
@@ -43,14 +56,17 @@ const at::Tensor& tensor_of(const comm::Collective& collective) {
 }  // namespace
 
 C10dCollectives::C10dCollectives(const Options& options, const std::string& group, c10::Device device,
-                                 std::shared_ptr<NicArbiter> arbiter, std::shared_ptr<StreamClock> clock)
+                                 std::shared_ptr<NicArbiter> arbiter, std::shared_ptr<StreamClock> clock,
+                                 std::shared_ptr<comm::SliceMeter> meter)
     : options_(options),
       uses_card_(spans_hosts(options.hosts, options.size)),
       makes_room_(uses_card_ && options.makes_room),
       group_(c10d::resolve_process_group(group)),
       stream_(side_stream(device, /*high_priority=*/false)),
       arbiter_(std::move(arbiter)),
-      clock_(std::move(clock)) {
+      clock_(std::move(clock)),
+      meter_(std::move(meter)),
+      others_(others_of(options.rank, options.size)) {
   if (options_.size < 2 || group_->getRank() != options_.rank || group_->getSize() != options_.size) {
     throw std::invalid_argument("replica " + std::to_string(options_.rank) + " of " + std::to_string(options_.size) +
                                 " is rank " + std::to_string(group_->getRank()) + " of " +
@@ -100,7 +116,8 @@ void C10dCollectives::stop() noexcept {
 std::string C10dCollectives::waits_for() const {
   const std::lock_guard lock(mutex_);
   if (queue_.empty()) return {};
-  return "the " + name_of(options_.traffic, queue_.front()) + " waits for the other replicas of the stage";
+  const std::string whom = waits_for_own_rank_ ? "what this rank does before it" : others_;
+  return "the " + name_of(options_.traffic, queue_.front()) + " waits for " + whom;
 }
 
 void C10dCollectives::loop() noexcept {
@@ -155,12 +172,14 @@ void C10dCollectives::agree() {
 /// A slice took so long; 0: nobody can say.
 void C10dCollectives::note(Slice& slice, double seconds) {
   if (seconds > 0) measured_ = std::max(measured_, slice.bytes / seconds);
+  meter_->took(slice.bytes, seconds);
   slice.bytes = 0;
 }
 
-/// Waits for a slice, if there is one, and notes how fast it was.
+/// Waits for a slice, if there is one, and notes how fast it was. Those before it are finished.
 void C10dCollectives::finish(Slice& slice) {
-  await(slice.done);
+  await_own_rank(slice.begun);
+  await_replicas(slice.done);
   if (slice.bytes > 0) note(slice, slice.done.seconds_since(slice.begun));
 }
 
@@ -170,7 +189,8 @@ void C10dCollectives::run(const comm::Collective& collective) {
   if (makes_room_ && core::SliceRule::agrees_before(++number_)) agree();
   DeviceEvent& ready = static_cast<TensorBuffer&>(*collective.buffer).ready();
   // As a stream's wait for it, it holds up this thread's collectives alone.
-  if (makes_room_) await(ready);
+  if (makes_room_) await_own_rank(ready);
+  check();
   ready.block(stream_);
   const at::Tensor shards = tensor_of(collective).view({options_.size, -1});
   const std::int64_t others = options_.size - 1, shard_length = shards.size(1);
@@ -201,7 +221,7 @@ void C10dCollectives::run(const comm::Collective& collective) {
     (options_.traffic == Traffic::kReduce ? buffer.ready() : buffer.gathered()).record(stream_);
     listener_->usable(options_.traffic, collective.bucket);
   }
-  for (Slice& slice : slices_) finish(slice);
+  for (std::size_t last = 0; last < slices_.size(); ++last) finish(slices_[index++ % slices_.size()]);
   check();  // what was aborted ends, too, with anything in its memory
   listener_->completed({.traffic = options_.traffic,
                         .bucket = collective.bucket,
@@ -254,23 +274,43 @@ void C10dCollectives::run_slice(const comm::Collective& collective, const at::Te
   }
 }
 
-/// Returns when the device has passed the mark.
-void C10dCollectives::await(const DeviceEvent& done) const {
+/// Returns when the device has passed the mark before which it waits for nothing but what this rank computes, or the
+/// stream was stopped. Without a limit of its own: no other rank is late, and those that wait for this one say so.
+void C10dCollectives::await_own_rank(const DeviceEvent& mark) {
+  if (!mark.query()) {
+    waits_for_own_rank_ = true;
+    const comm::PollPeriod period;
+    while (!mark.query()) {
+      if (is_stopped()) return;
+      std::this_thread::sleep_for(period.next());
+    }
+    waits_for_own_rank_ = false;
+  }
+  mark.synchronize();  // some libraries say here what went wrong
+}
+
+/// Returns when the device has passed the mark, to which all replicas have to come.
+void C10dCollectives::await_replicas(const DeviceEvent& done) const {
   using Clock = std::chrono::steady_clock;
   const Clock::time_point deadline = Clock::now() + options_.timeout;
+  const comm::PollPeriod period;
   while (!done.query()) {  // after abort(), too: until its kernels have ended they use the memory
     if (Clock::now() >= deadline) {
-      throw comm::TimeoutError("not done after " + comm::seconds(options_.timeout) +
-                               " (setting comm_timeout); it waits for the other replicas of the stage");
+      throw comm::TimeoutError("this rank has computed its part, and waited " + comm::seconds(options_.timeout) +
+                               " (setting comm_timeout) for " + others_);
     }
-    std::this_thread::sleep_for(kPoll);
+    std::this_thread::sleep_for(period.next());
   }
   done.synchronize();  // some libraries say here what went wrong
 }
 
-void C10dCollectives::check() const {
+bool C10dCollectives::is_stopped() const {
   const std::lock_guard lock(mutex_);
-  if (stopped_) throw comm::AbortedError("the stream was closed");
+  return stopped_;
+}
+
+void C10dCollectives::check() const {
+  if (is_stopped()) throw comm::AbortedError("the stream was closed");
 }
 
 }  // namespace fold3d::runtime

@@ -5,6 +5,7 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include <array>
+#include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <cstdint>
@@ -16,6 +17,7 @@
 
 #include "comm/arbiter/nic_arbiter.h"
 #include "comm/ring/collective_stream.h"
+#include "comm/ring/slice_meter.h"
 #include "core/network/hosts.h"
 #include "runtime/device/device.h"
 #include "runtime/device/stream_clock.h"
@@ -36,8 +38,9 @@ namespace fold3d::runtime {
 /// Replicas cut alike: the speed that decides it is measured by each and agreed on in the group, in the order of its
 /// collectives. They hold back on their own, and a slice moves when all have launched it.
 ///
-/// Since nobody else need wait for the device, this thread keeps the time: a bucket, or a slice, that the device does
-/// not pass within `timeout` ends the stream with a failure of that kind.
+/// Since nobody else need wait for the device, this thread keeps the time: a slice that the device does not pass within
+/// `timeout` ends the stream with a failure of that kind. The time counts from when this rank's device comes to it; for
+/// how long it computes before that is no matter of communication, and the others notice.
 ///
 /// Host memory works as well (gloo), a slice at a time; gloo's collectives cannot be aborted: stop() then returns when
 /// the group's time limit has passed.
@@ -50,13 +53,15 @@ class C10dCollectives final : public comm::CollectiveStream {
     std::size_t slice_bytes = 0;  ///< what a replica sends in a slice, the same on all; 0: as core::SliceRule says
     core::Hosts hosts = {};       ///< of each replica
     bool makes_room = true;       ///< for messages on the cards that it uses; the same on all replicas
-    std::chrono::milliseconds timeout{300'000};  ///< for a slice in device memory (setting comm_timeout)
+    std::chrono::milliseconds timeout{300'000};  ///< for a slice of all replicas (setting comm_timeout)
   };
 
   /// Resolves the group by name; its ranks are the replicas of the stage, and nobody else uses it. Throws c10::Error
-  /// when it does not exist, std::invalid_argument when this process is not that replica in it. `clock`: of the device.
+  /// when it does not exist, std::invalid_argument when this process is not that replica in it. `clock`: of the device. `meter`:
+  /// of this rank.
   C10dCollectives(const Options& options, const std::string& group, c10::Device device,
-                  std::shared_ptr<comm::NicArbiter> arbiter, std::shared_ptr<StreamClock> clock);
+                  std::shared_ptr<comm::NicArbiter> arbiter, std::shared_ptr<StreamClock> clock,
+                  std::shared_ptr<comm::SliceMeter> meter);
   ~C10dCollectives() override;
 
   void start(Listener& listener) override;
@@ -64,6 +69,7 @@ class C10dCollectives final : public comm::CollectiveStream {
   void abort(const std::string& reason) noexcept override;
   void stop() noexcept override;
   std::string waits_for() const override;
+  bool waits_for_own_rank() const override { return waits_for_own_rank_; }
 
  private:
   /// A slice under way.
@@ -80,7 +86,9 @@ class C10dCollectives final : public comm::CollectiveStream {
   void finish(Slice& slice);
   void run_slice(const comm::Collective& collective, const at::Tensor& shards, std::int64_t offset, std::int64_t length,
                  at::Tensor staging, Slice& slice);
-  void await(const DeviceEvent& done) const;
+  void await_own_rank(const DeviceEvent& mark);
+  void await_replicas(const DeviceEvent& done) const;
+  bool is_stopped() const;
   void check() const;
 
   const Options options_;
@@ -90,11 +98,14 @@ class C10dCollectives final : public comm::CollectiveStream {
   const c10::Stream stream_;  // one for all collectives: freed memory is kept for the stream that it was used on
   const std::shared_ptr<comm::NicArbiter> arbiter_;
   const std::shared_ptr<StreamClock> clock_;
+  const std::shared_ptr<comm::SliceMeter> meter_;
+  const std::string others_;  // of the stage, for error messages
   Listener* listener_ = nullptr;
   std::array<Slice, 2> slices_;  // the last two
   std::int64_t number_ = 0;      // collectives that began
   double measured_ = 0;          // bytes per second, the most of a slice since the replicas last agreed; 0: not known
   double agreed_ = 0;            // the least of the replicas' then
+  std::atomic<bool> waits_for_own_rank_{false};
 
   mutable std::mutex mutex_;
   std::condition_variable changed_;

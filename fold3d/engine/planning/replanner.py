@@ -44,7 +44,7 @@ DRIFT = 0.1
 RECENT = 5
 """Steps whose median decides whether a prediction is still worth showing."""
 SLOWER = 0.8
-"""Of the speed at the first look: a ring that has less left became slower; above, the measurement varies."""
+"""Of the speed at the first look: what has less left became slower; above, the measurement varies."""
 _MOST_WAITING = 0.95
 """Of a chunk's time, for TP.sync; more comes of dividing a stage's waits among its chunks."""
 _PROBE_SECONDS = 0.5
@@ -72,7 +72,7 @@ class Replanner:
         self._planned_job = None if proposed is None else proposed[0]
         self._topology, self._groups, self._config, self._device = topology, groups, config, device
         self._links: tuple[float, float, float] | None = None  # bandwidth, latency, hop latency
-        self._first_rates: list[float] | None = None  # by rank, in bytes per second
+        self._first_rates: list[float] | None = None  # as `_rates` returns them
         self._steps = 0
         self._since = 0  # steps measured for the next look
         self._until = FIRST_STEPS - 1  # so many steps
@@ -176,6 +176,7 @@ class Replanner:
             "copy_rate": self._copy_rate,
             "buckets": buckets,
             "bandwidth": 0.0 if sync is None else sync.bandwidth(),
+            "by_library": sync is not None and sync.by_library,
             "step_ms": mean(self._lengths) if self._lengths else 0.0,
             "other_ms": mean(self._others) if self._others else 0.0,
         }
@@ -263,16 +264,24 @@ class Replanner:
         return expected, replace(strategy, gather_order=gathers)
 
     def _slowdown(self, shares: Sequence[dict[str, Any]]) -> float:
-        """Returns the share of its speed at the first look that the slowest ring has left; 1.0 if it is about as fast.
-
-        Of rings that measure themselves, fold3d's own.
-        """
-        rates = [share["bandwidth"] for share in shares]
+        """Returns the part of its speed at the first look that the slowest link has left; 1.0: it is about as fast."""
+        rates = self._rates(shares)
         if self.expected is None or self._first_rates is None:
             self._first_rates = rates
         pairs = zip(rates, self._first_rates, strict=True)
         slowest = min((now / first for now, first in pairs if now > 0 and first > 0), default=1.0)
         return slowest if slowest < SLOWER else 1.0
+
+    def _rates(self, shares: Sequence[dict[str, Any]]) -> list[float]:
+        """Returns bytes per second, 0.0 where nothing was measured: of each rank's own line in its ring; of a library's
+        collectives, which all replicas of a stage move together, what the replica measured that waited least for the
+        others."""
+        fastest: dict[tuple[int, ...], float] = {}
+        for rank, share in enumerate(shares):
+            place = self._topology.coordinates(rank)
+            key = (place.pp, place.tp) if share["by_library"] else (place.pp, place.tp, place.dp)
+            fastest[key] = max(share["bandwidth"], fastest.get(key, 0.0))
+        return list(fastest.values())
 
     def _probe(self) -> tuple[float, float, float]:
         """Returns bandwidth (bytes per second), latency of a message and of a hop of the rings (seconds)."""

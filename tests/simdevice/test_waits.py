@@ -1,0 +1,30 @@
+"""The limit for a sum, comm_timeout, is one for the others: it does not count what this rank's own device computes."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.helpers.ranks import RankPool
+
+WAITS = "tests.simdevice.waits"
+LIMIT = 0.5
+"""As there; what pytest's own process runs must not import it."""
+COMPUTE = 1.5
+
+
+@pytest.mark.parametrize("makes_room", [True, False], ids=["slices", "launched at once"])
+def test_a_backward_that_takes_longer_than_the_limit_is_no_failure(makes_room: bool, sim_ranks: RankPool) -> None:
+    for seconds in sim_ranks.run(f"{WAITS}:compute_for_long", 2, makes_room=makes_room, timeout=60.0):
+        assert COMPUTE < seconds < 30
+
+
+@pytest.mark.parametrize("computes", [True, False], ids=["computes", "never comes"])
+@pytest.mark.parametrize("makes_room", [True, False], ids=["slices", "launched at once"])
+def test_who_waits_for_another_replica_says_so_within_the_limit(
+    makes_room: bool, computes: bool, sim_ranks: RankPool
+) -> None:
+    found = sim_ranks.run(f"{WAITS}:wait_for_one", 2, makes_room=makes_room, computes=computes, timeout=60.0)
+    text, seconds = found[0]
+    for part in ("replica 0: ", "reduce of bucket 0 (step 1)", "0.500 s (setting comm_timeout)", "replica 1 of the stage"):
+        assert part in text, text
+    assert LIMIT <= seconds < LIMIT + 3 * COMPUTE
