@@ -180,7 +180,7 @@ class PyBucketSync {
 
   const c10::Device device_;
   const bool by_library_;
-  const std::shared_ptr<comm::Credits> credits_;    // of rings
+  const std::shared_ptr<comm::Credits> credits_;   // of rings
   const std::shared_ptr<comm::SliceMeter> meter_;  // of a library's collectives
   std::shared_ptr<comm::BucketSync> sync_;
   Marks reduced_, gathered_;  // of the newest reduce-scatter and of the newest gather
@@ -254,9 +254,10 @@ void bind_bucket_sync(py::module_& module) {
       .def("is_gathered", &PyBucketSync::is_gathered, py::arg("bucket"), "Whether wait_gathered would return at once.")
       .def_property_readonly("by_library", &PyBucketSync::by_library,
                              "Whether a library's collectives carry the buckets, as they do device memory; else rings.")
-      .def("bandwidth", &PyBucketSync::bandwidth,
-           "Measured speed in bytes per second that this rank sends, 0.0 as long as it is not known: of its own line to "
-           "the next replica; of a library's collectives that of the fastest slices of late, which all replicas move.")
+      .def(
+          "bandwidth", &PyBucketSync::bandwidth,
+          "Measured speed in bytes per second that this rank sends, 0.0 as long as it is not known: of its own line to "
+          "the next replica; of a library's collectives that of the fastest slices of late, which all replicas move.")
       .def("take_records", &PyBucketSync::take_records,
            "(lane, bucket, start_ns, end_ns, bytes) of every collective completed since the last call.")
       .def("abort", &PyBucketSync::abort, py::arg("reason"), "Ends all communication; any thread.")

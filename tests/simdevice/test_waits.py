@@ -25,6 +25,11 @@ def test_who_waits_for_another_replica_says_so_within_the_limit(
 ) -> None:
     found = sim_ranks.run(f"{WAITS}:wait_for_one", 2, makes_room=makes_room, computes=computes, timeout=60.0)
     text, seconds = found[0]
-    for part in ("replica 0: ", "reduce of bucket 0 (step 1)", "0.500 s (setting comm_timeout)", "replica 1 of the stage"):
+    for part in (
+        "replica 0: ",
+        "reduce of bucket 0 (step 1)",
+        "0.500 s (setting comm_timeout)",
+        "replica 1 of the stage",
+    ):
         assert part in text, text
     assert LIMIT <= seconds < LIMIT + 3 * COMPUTE

@@ -77,7 +77,7 @@ def compute_for_long(*, makes_room: bool) -> float:
 
 
 def wait_for_one(*, makes_room: bool, computes: bool) -> tuple[str, float]:
-    """Replica 1 is not there: it computes, or has no bucket at all. Returns what replica 0 was told of it, and after how
+    """Replica 1 is not there: it computes, or has no bucket at all. Returns what replica 0 was told, and after how
     many seconds."""
     text, seconds = "", 0.0
     _warm_up()

@@ -70,8 +70,8 @@ void MessageWatch::loop() {
   }
 }
 
-/// Returns whether anything came. Without the lock where the device is asked. Others only add to the end of the line, so
-/// its first ones stay where they are.
+/// Returns whether anything came. Without the lock where the device is asked. Others only add to the end of the line,
+/// so its first ones stay where they are.
 bool MessageWatch::look(Line& line, std::unique_lock<std::mutex>& lock) {
   bool is_news = false;
   while (!stopped_ && !line.transits.empty()) {

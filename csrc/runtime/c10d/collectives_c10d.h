@@ -57,8 +57,8 @@ class C10dCollectives final : public comm::CollectiveStream {
   };
 
   /// Resolves the group by name; its ranks are the replicas of the stage, and nobody else uses it. Throws c10::Error
-  /// when it does not exist, std::invalid_argument when this process is not that replica in it. `clock`: of the device. `meter`:
-  /// of this rank.
+  /// when it does not exist, std::invalid_argument when this process is not that replica in it. `clock`: of the device.
+  /// `meter`: of this rank.
   C10dCollectives(const Options& options, const std::string& group, c10::Device device,
                   std::shared_ptr<comm::NicArbiter> arbiter, std::shared_ptr<StreamClock> clock,
                   std::shared_ptr<comm::SliceMeter> meter);

@@ -8,6 +8,7 @@
 #include <thread>
 #include <utility>
 
+#include "comm/base/errors.h"
 #include "comm/ring/bucket_sync.h"
 #include "harness/ring_harness.h"
 
