@@ -7,12 +7,12 @@
 
 namespace fold3d::comm {
 
-/// Measures the speed of a library's collectives by how long their slices took. A slice may have waited for a replica
-/// that came late to it, or shared the link with another; so the fastest counts, of those of the last eight windows of
-/// about a tenth of a second of sending. The streams of one rank share it. Thread-safe.
+/// Measures the speed of a library's collectives by how long their slices took. A collective may have waited for a
+/// replica that came late to it, or shared the link with another; so the fastest counts, of those of the last eight
+/// windows of about a tenth of a second of sending. The streams of one rank share it. Thread-safe.
 class SliceMeter {
  public:
-  /// This rank sent so much in a slice that took so long; 0 seconds: nobody can say.
+  /// This rank sent so much in a collective whose slices together took so long; 0 seconds: nobody can say.
   void took(double bytes, double seconds) {
     if (!(bytes > 0) || !(seconds > 0)) return;
     const std::lock_guard lock(mutex_);

@@ -13,11 +13,14 @@ namespace fold3d::core {
 class SliceRule {
  public:
   /// Bytes that each of `replicas` (at least 2) sends in a slice: what takes a millisecond, so that a message finds
-  /// little ahead of it, but never less for each of the others than what takes about as long in any case.
+  /// little ahead of it, but no less for each of the others than with what a library is fast. On a slow network, where
+  /// messages would wait for that longer than five milliseconds, less will do.
   static std::int64_t bytes(int replicas, double speed) {
-    const double worth = (speed > 0 ? speed : kFirstSpeed) * kSeconds;
-    const auto by_speed = static_cast<std::int64_t>(std::min(worth, static_cast<double>(kMost)));
-    return std::max(by_speed, (replicas - 1) * kLeastForReplica);
+    const double known = std::min(speed > 0 ? speed : kFirstSpeed, kMost / kSeconds);
+    const auto in_time = [known](double seconds) { return static_cast<std::int64_t>(known * seconds + 0.5); };
+    const std::int64_t others = replicas - 1;
+    const std::int64_t least = std::clamp(in_time(kSlowSeconds), others * kLeastWhereSlow, others * kLeastForReplica);
+    return std::max(in_time(kSeconds), least);
   }
 
   /// Nanoseconds for which a slice of so many bytes may be held back: so many times what it takes by itself. The
@@ -40,10 +43,12 @@ class SliceRule {
  private:
   static constexpr double kSeconds = 1e-3;
   static constexpr double kFirstSpeed = (4 << 20) / kSeconds;
+  static constexpr double kSlowSeconds = 5e-3;
   static constexpr std::int64_t kLeastForReplica = 256 << 10;
-  static constexpr std::int64_t kMost = 64 << 20;     // a copy of a slice must have room
-  static constexpr double kLongestSliceNs = 1e9;      // beyond it a speed is not believed
-  static constexpr std::int64_t kFirstAgreement = 4;  // before it the library still connects ranks
+  static constexpr std::int64_t kLeastWhereSlow = 32 << 10;  // where small slices are slow, slices must not shrink on
+  static constexpr std::int64_t kMost = 64 << 20;            // a copy of a slice must have room
+  static constexpr double kLongestSliceNs = 1e9;             // beyond it a speed is not believed
+  static constexpr std::int64_t kFirstAgreement = 4;         // before it the library still connects ranks
   static constexpr std::int64_t kRarest = 1024;
 };
 

@@ -171,9 +171,18 @@ void C10dCollectives::agree() {
 
 /// A slice took so long; 0: nobody can say.
 void C10dCollectives::note(Slice& slice, double seconds) {
-  if (seconds > 0) measured_ = std::max(measured_, slice.bytes / seconds);
-  meter_->took(slice.bytes, seconds);
+  if (seconds > 0) {
+    timed_bytes_ += slice.bytes;
+    timed_seconds_ += seconds;
+  }
   slice.bytes = 0;
+}
+
+/// The slices of a collective are over: together they say how fast the network is, which lets short bursts go faster.
+void C10dCollectives::measure() {
+  if (timed_seconds_ > 0) measured_ = std::max(measured_, timed_bytes_ / timed_seconds_);
+  meter_->took(timed_bytes_, timed_seconds_);
+  timed_bytes_ = timed_seconds_ = 0;
 }
 
 /// Waits for a slice, if there is one, and notes how fast it was. Those before it are finished.
@@ -222,6 +231,7 @@ void C10dCollectives::run(const comm::Collective& collective) {
     listener_->usable(options_.traffic, collective.bucket);
   }
   for (std::size_t last = 0; last < slices_.size(); ++last) finish(slices_[index++ % slices_.size()]);
+  measure();
   check();  // what was aborted ends, too, with anything in its memory
   listener_->completed({.traffic = options_.traffic,
                         .bucket = collective.bucket,

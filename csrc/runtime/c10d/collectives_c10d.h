@@ -83,6 +83,7 @@ class C10dCollectives final : public comm::CollectiveStream {
   std::int64_t slice_bytes() const;
   void agree();
   void note(Slice& slice, double seconds);
+  void measure();
   void finish(Slice& slice);
   void run_slice(const comm::Collective& collective, const at::Tensor& shards, std::int64_t offset, std::int64_t length,
                  at::Tensor staging, Slice& slice);
@@ -101,10 +102,11 @@ class C10dCollectives final : public comm::CollectiveStream {
   const std::shared_ptr<comm::SliceMeter> meter_;
   const std::string others_;  // of the stage, for error messages
   Listener* listener_ = nullptr;
-  std::array<Slice, 2> slices_;  // the last two
-  std::int64_t number_ = 0;      // collectives that began
-  double measured_ = 0;          // bytes per second, the most of a slice since the replicas last agreed; 0: not known
-  double agreed_ = 0;            // the least of the replicas' then
+  std::array<Slice, 2> slices_;                 // the last two
+  std::int64_t number_ = 0;                     // collectives that began
+  double timed_bytes_ = 0, timed_seconds_ = 0;  // of the collective's slices
+  double measured_ = 0;  // bytes per second, the most of a collective since the replicas last agreed; 0: not known
+  double agreed_ = 0;    // the least of the replicas' then
   std::atomic<bool> waits_for_own_rank_{false};
 
   mutable std::mutex mutex_;

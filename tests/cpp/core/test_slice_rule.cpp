@@ -18,10 +18,26 @@ TEST(SliceRule, ASliceIsWorthAMillisecondAndNeverLittleForAReplica) {
   EXPECT_EQ(SliceRule::bytes(2, 0), 4 * kMiB);  // nobody knows the speed
   EXPECT_EQ(SliceRule::bytes(8, 12.5e9), 12'500'000);
   EXPECT_EQ(SliceRule::bytes(2, 3e11), 64 * kMiB);
-  for (const int replicas : {2, 8, 64, 512, 4096}) {
+  for (const int replicas : {2, 8, 64, 512}) {
     for (const double speed : {0.0, 1e6, 125e6, 12.5e9, 1e12}) {
+      EXPECT_GE(SliceRule::bytes(replicas, speed), 32 * kKiB * (replicas - 1)) << replicas << " at " << speed;
+    }
+    for (const double seconds : {1e-4, 1e-3, 4.9e-3}) {  // that 256 KiB for each take
+      const double speed = 256 * kKiB * (replicas - 1) / seconds;
       EXPECT_GE(SliceRule::bytes(replicas, speed), 256 * kKiB * (replicas - 1)) << replicas << " at " << speed;
     }
+  }
+}
+
+TEST(SliceRule, AMessageWaitsForLessWhereTheNetworkIsSlow) {
+  EXPECT_EQ(SliceRule::bytes(2, 10e6), 50'000);  // 256 KiB would take 26 ms
+  EXPECT_EQ(SliceRule::bytes(8, 10e6), 7 * 32 * kKiB);
+  EXPECT_EQ(SliceRule::bytes(2, 1e3), 32 * kKiB);  // however slow it was found to be
+  std::int64_t before = 0;
+  for (double speed = 1e3; speed < 1e13; speed *= 1.5) {
+    const std::int64_t bytes = SliceRule::bytes(8, speed);
+    EXPECT_GE(bytes, before) << speed;
+    before = bytes;
   }
 }
 
