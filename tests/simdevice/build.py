@@ -17,7 +17,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
-from torch.utils import cpp_extension
 
 HERE = Path(__file__).resolve().parent
 OUT = HERE.parents[1] / "build" / "simdevice"
@@ -56,6 +55,8 @@ def _build_alone() -> Path:
 
 
 def _compile(unit: str) -> Path:
+    from torch.utils import cpp_extension  # imports setuptools; every process comes here, and few compile
+
     sources = [path for folder in UNITS[unit] for path in sorted((HERE / folder).glob("*.cpp"))]
     whole = OUT / f"{unit}.cpp"
     text = "".join(f'#include "simdevice/{path.relative_to(HERE)}"\n' for path in sources)
