@@ -184,7 +184,8 @@ class Trace:
         """Returns the first of those blocks right before the border for which the last of them can stand: what crosses
         of their results is what crosses of its, all of that does, and they return tensors of the same shapes.
 
-        Blocks that are left out then return the same objects. The border itself, where that is so of none.
+        Blocks that are left out then return the same objects, into which code between them must not write. The border
+        itself, where that is so of none.
         """
         last = border - 1
         of = {value: number for number, one in enumerate(self.crossings[border]) for value in one.values}
@@ -193,12 +194,16 @@ class Trace:
             return border
         first = last
         stack = next(start for start, end in self.stacks if start <= last < end)
-        while first > stack and self._alike(first - 1, last, of):
+        while first > stack and not self.modified[last] and self._alike(first - 1, last, of):
             first -= 1
         return first
 
     def _alike(self, block: int, last: int, of: Mapping[Value, int]) -> bool:
-        if self.shapes[block] != self.shapes[last] or self.structures[block] != self.structures[last]:
+        if (
+            self.modified[block]
+            or self.shapes[block] != self.shapes[last]
+            or self.structures[block] != self.structures[last]
+        ):
             return False
         for tensor in range(self.structures[last].num_tensors):
             mine = of.get(self.result(block, tensor))
