@@ -115,6 +115,17 @@ def test_the_table_is_read_as_it_was_written(tmp_path: Path) -> None:
     ]
 
 
+def test_what_the_table_has_no_verdict_of_is_missing(tmp_path: Path) -> None:
+    path = tmp_path / "table.md"
+    built, asked, unbuilt, new = all_cases()[:4]
+    assert table.missing(path, [built]) == [built]
+    table.write(path, {built: Verdict(EXACT), asked: Verdict(EXACT), unbuilt: Verdict(UNBUILT)})
+    table.write(path, {asked: Verdict(REFUSED, "why")}, outputs=True)
+    cases = [built, asked, unbuilt, new]
+    assert table.missing(path, cases) == [new]
+    assert table.missing(path, cases, outputs=True) == [built]
+
+
 def test_the_table_has_every_class() -> None:
     assert set(table.read(table.TABLE)) == {(case.kind, case.name) for case in all_cases()}
 
