@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
+from torch import nn
 
 from fold3d.errors import TraceError
 from fold3d.trace.arguments import Form
@@ -110,6 +111,11 @@ class Trace:
             calls.append(seen[name])
             seen[name] += 1
         object.__setattr__(self, "calls", tuple(calls))
+
+    def parameter_bytes(self, model: nn.Module) -> dict[str, int]:
+        """Returns the bytes of each parameter of `model`, the one recorded, in the dtype in which it is trained."""
+        converted = dict(self.converted)
+        return {name: p.numel() * converted.get(name, p.dtype).itemsize for name, p in model.named_parameters()}
 
     @property
     def modules(self) -> tuple[str, ...]:

@@ -97,6 +97,8 @@ PARTICULAR: dict[str, dict[str, Any]] = {
         "scaled_images_feature_dims": (16, 16),
         "merge_padding_value": 1,
     },
+    "DINOv3ViTConfig": {"pos_embed_rescale": None},  # by a number that is drawn
+    "Sapiens2Config": {"pos_embed_rescale": None},
     "CHMv2Config": {
         "post_process_channels": [16, 16, 32, 32],
         "fusion_hidden_size": 16,
