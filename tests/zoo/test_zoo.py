@@ -130,6 +130,17 @@ def test_the_table_has_every_class() -> None:
     assert set(table.read(table.TABLE)) == {(case.kind, case.name) for case in all_cases()}
 
 
+def test_the_page_counts_what_the_table_has() -> None:
+    rows = table.read(table.TABLE).values()
+    page = " ".join((table.TABLE.parent / "models.md").read_text().split())
+    built = sum(row.outcome != UNBUILT for row in rows)
+    exact = sum(row.outcome == EXACT for row in rows)
+    assert f"of {len(rows)} classes {built} could be made tiny here, and of these {exact} are exact" in page
+    asked = [row.outputs.split(":")[0] for row in rows if row.outputs]
+    counts = f"{asked.count(EXACT)} are exact and {asked.count(REFUSED)} refused"
+    assert f"of {len(asked)} classes judged {counts}" in page
+
+
 def test_none_in_the_table_is_wrong() -> None:
     rows = table.read(table.TABLE).items()
     assert not [name for (_, name), one in rows if one.outcome == WRONG or one.outputs.startswith(WRONG)]
