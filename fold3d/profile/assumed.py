@@ -51,7 +51,7 @@ def assumed_profile(
         layers=layers,
         activation_bytes=tuple(handed),
         gradient_bytes={name: _FLOAT * p.numel() if p.requires_grad else 0 for name, p in model.named_parameters()},
-        parameter_bytes={name: p.numel() * p.element_size() for name, p in model.named_parameters()},
+        parameter_bytes=trace.parameter_bytes(model),
         update_seconds=_UPDATE_SECONDS,
         host_update_seconds=_HOST_UPDATE_SECONDS,
         optimizer_bytes=_ADAMW_STATE,

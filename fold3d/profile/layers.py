@@ -87,7 +87,7 @@ def profile_model(
         layers=needs,
         activation_bytes=tuple(handed),
         gradient_bytes={name: _FLOAT * p.numel() if p.requires_grad else 0 for name, p in model.named_parameters()},
-        parameter_bytes={name: p.numel() * p.element_size() for name, p in model.named_parameters()},
+        parameter_bytes=trace.parameter_bytes(model),
         update_seconds=update.seconds,
         host_update_seconds=update.host_seconds,
         optimizer_bytes=update.state,

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from fold3d.stage.blocks.hooked_modules import BlockRun, show
 from fold3d.trace.errors import SplitError
@@ -51,10 +51,11 @@ class Borders:
         """A block begins in its chunk."""
         return BlockRun(self._trace.hooked[block])
 
-    def show(self, chunk: int, block: int, model: nn.Module, cargo: Cargo) -> None:
-        """Shows hooks inside of a block before the chunk what was received of their modules' results."""
+    def show(self, chunk: int, block: int, model: nn.Module, cargo: Cargo, arguments: Any) -> None:
+        """Shows hooks inside of a block before the chunk what was received of their modules' results, and which of the
+        block's arguments, (args, kwargs), these were given."""
         if self._shows[chunk]:
-            show(model, self._trace.hooked[block], cargo.arrived)
+            show(model, self._trace.hooked[block], cargo.arrived, tree_leaves(arguments))
 
     def alike(self, chunk: int, cargo: Cargo) -> tuple[int, Any]:
         """Returns what the last block before the chunk returned, and the first of the blocks for which it can stand."""
@@ -86,6 +87,7 @@ class Cargo:
         for crossing in leaving:
             for value in crossing.values:
                 self._wanted.setdefault((value.module, value.call), []).append(value)
+        self._written = {value for crossing in leaving if crossing.written_before for value in crossing.values}
         wanted = {value for crossing in leaving for value in crossing.values}
         for crossing, tensor in zip(arriving, received, strict=True):
             # Code that writes into a module's result would write into a leaf, which autograd forbids.
@@ -130,7 +132,8 @@ class Cargo:
         for value in values:
             if value.tensor >= len(tensors):
                 raise _otherwise(module)
-            self._leaves[value] = tensors[value.tensor]
+            tensor = tensors[value.tensor]
+            self._leaves[value] = tensor.clone() if value in self._written else tensor
 
     def leave(self) -> list[Tensor]:
         """Returns the tensors that the chunk hands on. Raises: SplitError when one is missing."""

@@ -352,7 +352,7 @@ class SplitModel:
                             stand_in = shape_only(run.device, args, kwargs, run.with_grad)
                             output = cargo.put_into(name, call, stand_in)
                         output = self._replace(run, name, output)
-                        borders.show(run.chunk, index, self._model, cargo)
+                        borders.show(run.chunk, index, self._model, cargo, (args, kwargs))
                 except BaseException:
                     run.leave_module()
                     raise

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ class HookedResults:
         self._noted = noted
         self._calls, self._places = Counter[str](), Counter[str]()
         self._running: list[HookedCall] | None = None
+        self._given: dict[int, int] = {}
         self._originals: dict[Value, tuple[Tensor, int]] = {}
         seen = set[int]()
         for block in blocks:
@@ -43,7 +45,13 @@ class HookedResults:
     def begin(self) -> None:
         """A block begins."""
         self._running = []
+        self._given = {}
         self._places.clear()
+
+    def given(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """The block is given these arguments."""
+        leaves = enumerate(tree_leaves((args, kwargs)))
+        self._given = {id(leaf): number for number, leaf in leaves if isinstance(leaf, Tensor)}
 
     def end(self) -> tuple[HookedCall, ...]:
         """It ends; returns what its modules' hooks were shown."""
@@ -77,7 +85,8 @@ class HookedResults:
             output = forward(*args, **kwargs)
             if not follow:
                 return output
-            copies = self._copied(name, number, place, output)
+            given = tuple(takewhile(lambda one: one >= 0, (self._given.get(id(arg), -1) for arg in args)))
+            copies = self._copied(name, number, place, given, output)
             shown.append((copies, output))
             return copies
 
@@ -95,14 +104,14 @@ class HookedResults:
         module.forward = run
         module._call_impl = called  # type: ignore[method-assign]
 
-    def _copied(self, name: str, number: int, place: int, output: Any) -> Any:
+    def _copied(self, name: str, number: int, place: int, given: tuple[int, ...], output: Any) -> Any:
         assert self._running is not None
         try:
             structure = TreeStructure.of(output, name)
         except TraceError:  # nothing that could be put together again
             return output
         copies = tree_map_only(Tensor, Tensor.clone, output)
-        self._running.append(HookedCall(module=name, call=number, place=place, structure=structure))
+        self._running.append(HookedCall(module=name, call=number, place=place, structure=structure, given=given))
         pairs = zip(tree_leaves(copies), tree_leaves(output), strict=True)
         tensors = [(copy, one) for copy, one in pairs if isinstance(copy, Tensor)]
         for tensor, (copy, one) in enumerate(tensors):

@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
+from torch import nn
 
 from fold3d.errors import TraceError
 from fold3d.trace.arguments import Form
@@ -111,6 +112,11 @@ class Trace:
             seen[name] += 1
         object.__setattr__(self, "calls", tuple(calls))
 
+    def parameter_bytes(self, model: nn.Module) -> dict[str, int]:
+        """Returns the bytes of each parameter of `model`, the one recorded, in the dtype in which it is trained."""
+        converted = dict(self.converted)
+        return {name: p.numel() * converted.get(name, p.dtype).itemsize for name, p in model.named_parameters()}
+
     @property
     def modules(self) -> tuple[str, ...]:
         """The names in `blocks`, each once."""
@@ -184,7 +190,8 @@ class Trace:
         """Returns the first of those blocks right before the border for which the last of them can stand: what crosses
         of their results is what crosses of its, all of that does, and they return tensors of the same shapes.
 
-        Blocks that are left out then return the same objects. The border itself, where that is so of none.
+        Blocks that are left out then return the same objects, into which code between them must not write. The border
+        itself, where that is so of none.
         """
         last = border - 1
         of = {value: number for number, one in enumerate(self.crossings[border]) for value in one.values}
@@ -193,12 +200,16 @@ class Trace:
             return border
         first = last
         stack = next(start for start, end in self.stacks if start <= last < end)
-        while first > stack and self._alike(first - 1, last, of):
+        while first > stack and not self.modified[last] and self._alike(first - 1, last, of):
             first -= 1
         return first
 
     def _alike(self, block: int, last: int, of: Mapping[Value, int]) -> bool:
-        if self.shapes[block] != self.shapes[last] or self.structures[block] != self.structures[last]:
+        if (
+            self.modified[block]
+            or self.shapes[block] != self.shapes[last]
+            or self.structures[block] != self.structures[last]
+        ):
             return False
         for tensor in range(self.structures[last].num_tensors):
             mine = of.get(self.result(block, tensor))

@@ -20,12 +20,14 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from torch.utils._pytree import arg_tree_leaves, tree_leaves
 
 from fold3d.errors import TraceError
+from fold3d.trace.blocks import outer_modules
 from fold3d.trace.caches.apart import forget_fakes
 from fold3d.trace.caches.code import Code
 from fold3d.trace.hooked_results import HookedResults
 from fold3d.trace.results.crossing import INSIDE, Crossing, Crossings, Value
 from fold3d.trace.results.flops import flops_of
 from fold3d.trace.results.hooked_call import HookedCall
+from fold3d.trace.results.writes import Writes, written_by
 from fold3d.trace.users_hooks import is_ours
 from fold3d.trace.values.made_up import run_with_values
 from fold3d.trace.values.without_values import NEEDS_VALUES, WithoutValues
@@ -103,9 +105,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._waiting: dict[tuple[str, int], list[tuple[Token, int, str]]] = {}
         self._wanted: set[tuple[str, int]] = set()
         self._returned: dict[Value, tuple[Tensor, int]] = {}
+        self._writes = Writes(self._key)
         self._around = "the model's forward"
         self._kept: dict[int, str] = {}
-        self._versions: list[list[int]] = []
         self._buffers: list[tuple[int, int]] = []  # of the block that runs, when it began
         self._changing: set[str] = set()
         self._code = Code(model)
@@ -159,11 +161,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if self._block is not None:
                 return run(*args, **kwargs)
             enter(block, args)
-            output = run(*args, **kwargs)
-            self._leave_block(block, args, output)
-            return output
+            return self._leave_block(block, args, run(*args, **kwargs))
 
         def run(*args: Any, **kwargs: Any) -> Any:
+            self._hooks.given(args, kwargs)
             try:
                 return forward(*args, **kwargs)
             except NEEDS_VALUES as error:
@@ -204,25 +205,26 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         except Exception as own:
             raise error from own
         assert self._made is not None
-        self._tokens.update(
-            (self._key(leaf), frozenset({self._made})) for leaf in tree_leaves(result) if isinstance(leaf, Tensor)
-        )
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor):
+                self._tokens[self._key(leaf)] = frozenset({self._made})
+                self._writes.made(self._key(leaf), self._made.value)
         if self._block is not None and next(module.buffers(), None) is not None:
             self._changing.add(self._block)  # it may: only a copy has run
         return result
 
-    def _leave_block(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _leave_block(self, module: nn.Module, args: Any, output: Any) -> Any:
         name = self._block
         assert name is not None
         forget_fakes(self._code)
         if buffers_of(module) != self._buffers:
             self._changing.add(name)
         self._hooked.append(self._hooks.end())
-        self._return(output)
+        output = self._return(output)
         self.outputs.append(output)
-        self._versions.append([leaf._version for leaf in tree_leaves(output) if isinstance(leaf, Tensor)])
         self._block = self._made = None
         self.regions.append(RegionRecord())
+        return output
 
     def _enter_outer(self, name: str, module: nn.Module) -> Callable[..., None]:
         parameters = [f"{name}.{p}" for p, _ in module.named_parameters(remove_duplicate=False)]
@@ -240,25 +242,30 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         return hook
 
-    def _leave_outer(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _leave_outer(self, module: nn.Module, args: Any, output: Any) -> Any:
         self._outer.pop()
         if not self._outer and self._block is None and self._made is not None:
-            self._return(output)
+            output = self._return(output)
             self._made = None
+        return output
 
-    def _return(self, output: Any) -> None:
-        """A module that other chunks leave out has returned `output`: what is read of it from now on is its result."""
+    def _return(self, output: Any) -> Any:
+        """A module that other chunks leave out has returned `output`: what is read of it from now on is its result.
+        Returns that."""
         made = self._made
         assert made is not None
+        output = self._writes.parted(output, made.value)
         mine: dict[int, set[Token]] = {}
         for number, tensor in enumerate(leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)):
             value = Value(made.value.module, made.value.call, number)
             self._returned[value] = tensor, tensor._version
+            self._writes.returned(value, tensor, made.value)
             mine.setdefault(self._key(tensor), set()).add(Token(made.region, value))
         for key, tokens in mine.items():
             before = self._tokens.get(key, _NO_TOKENS)
             # What the module was given and returns as it is can be read under either name.
             self._tokens[key] = frozenset(tokens) if made in before else before | tokens
+        return output
 
     def _note_shown(self, value: Value, tensor: Tensor) -> None:
         """A hook on a module inside of the block that runs is shown `tensor`."""
@@ -280,6 +287,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         is_view = not mutable and bool(made) and keys.issuperset(map(self._key, made))  # who reads it reads the values
         tokens = _NO_TOKENS if packet in _SHAPE_ONLY else self._read(keys, is_view)
+        by = None if self._made is None else self._made.value
+        for leaf in written_by(func, args, kwargs) if mutable else ():
+            self._writes.written(self._key(leaf), self._region(), by)
         if self._made is not None:
             if mutable and not all(self._made in self._tokens.get(key, _NO_TOKENS) for key in keys):
                 self._want(self._made)  # it may write into a buffer, or into what others read
@@ -290,6 +300,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 continue
             if key not in keys:
                 self._tokens[key] = tokens
+                self._writes.made(key, by)
             elif mutable:
                 self._tokens[key] = self._tokens.get(key, _NO_TOKENS) | tokens
         self._count(packet, args, kwargs, result)
@@ -313,7 +324,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._read_tokens(self._key(leaf), "the model's result")
 
     def _read_tokens(self, key: int, reader: str) -> frozenset[Token]:
-        here = len(self.order) - (self._block is not None)
+        here = self._region()
         tokens = self._tokens.get(key, _NO_TOKENS)
         made = self._made if self._block is None else None
         waits = made is not None and _call_of(made) not in self._wanted
@@ -323,6 +334,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             else:
                 self._note_read(token, here, reader)
         return tokens
+
+    def _region(self) -> int:
+        """Returns before which block, or in which, the forward is."""
+        return len(self.order) - (self._block is not None)
 
     def _want(self, made: Token) -> None:
         """What the running module does matters, whoever reads what it returns."""
@@ -366,10 +381,14 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def modified(self) -> tuple[bool, ...]:
         """Per block: whether a returned tensor was written to in place later on."""
-        return tuple(
-            [leaf._version for leaf in tree_leaves(output) if isinstance(leaf, Tensor)] != before
-            for output, before in zip(self.outputs, self._versions, strict=True)
-        )
+        modified = {(value.module, value.call) for value in self._returned if self._is_modified(value)}
+        return tuple(call in modified for call in zip(self.order, self.calls, strict=True))
+
+    def _is_modified(self, value: Value) -> bool:
+        tensor, version = self._returned[value]
+        if value in self._hooks:
+            return tensor._version != version or self._hooks.modified(value)
+        return tensor._version != version or bool(self._writes.since(value))
 
     def borders(self) -> tuple[str, ...]:
         """Per border: why the model cannot be cut there, or an empty string."""
@@ -396,11 +415,14 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return ", and it is no result of that module"
         if self._is_handed_on(token) and last == token.region + 1:
             return ""
-        tensor, version = self._returned[token.value]
-        if tensor._version != version or (token.value in self._hooks and self._hooks.modified(token.value)):
-            return ", and it is written to in place in between"
-        if self._key(tensor) in self._kept:
-            return f", and it is also kept in {self._kept[self._key(tensor)]}"
+        if self._is_modified(token.value):
+            if token.value in self._hooks:
+                return ", and it is written to in place in between"
+            if not self._writes.come_again(token.value):
+                return ", and it is written to in place in between, by a module with weights or under another name"
+        key = self._key(self._returned[token.value][0])
+        if key in self._kept:
+            return f", and it is also kept in {self._kept[key]}"
         return ""
 
     def note_kept(self, attribute: str, tensor: Tensor) -> None:
@@ -422,12 +444,20 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for value, region, last in sorted((one for one in read if one[0] in numbers), key=lambda one: numbers[one[0]]):
             for border in range(region + 1, min(last + 1, len(self.order))):
                 found[border].setdefault(id(self._returned[value][0]), []).append(value)
-        return tuple(tuple(map(self._crossing, tensors.values())) for tensors in found)
+        return tuple(
+            tuple(self._crossing(border, values) for values in tensors.values()) for border, tensors in enumerate(found)
+        )
 
-    def _crossing(self, values: list[Value]) -> Crossing:
+    def _crossing(self, border: int, values: list[Value]) -> Crossing:
         tensor = self._returned[values[0]][0]
-        modified = any(self._returned[value][0]._version != self._returned[value][1] for value in values)
-        return Crossing(values=tuple(values), shape=tuple(tensor.shape), dtype=tensor.dtype, modified=modified)
+        modified = any(map(self._is_modified, values))
+        return Crossing(
+            values=tuple(values),
+            shape=tuple(tensor.shape),
+            dtype=tensor.dtype,
+            modified=modified,
+            written_before=any(self._writes.before(border, value) for value in values),
+        )
 
     def said(self) -> dict[Value, str]:
         """Returns of each module's result that is read later where that is."""
@@ -462,18 +492,3 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def buffers_of(module: nn.Module) -> list[tuple[int, int]]:
     """Returns what differs once any buffer in the module is another tensor, or was written to."""
     return [(id(buffer), buffer._version) for buffer in module.buffers()]
-
-
-def outer_modules(model: nn.Module, blocks: Iterable[str]) -> list[tuple[str, nn.Module]]:
-    """Returns (name, module) of every module that is neither a block, nor in one, nor an ancestor of one."""
-    names = list(blocks)
-    inside = set(names)
-    ancestors = {""} | {name[:i] for name in names for i, letter in enumerate(name) if letter == "."}
-    found: list[tuple[str, nn.Module]] = []
-    for name, module in model.named_modules():
-        if name in ancestors or name in inside:
-            continue
-        if any(name[:i] in inside for i, letter in enumerate(name) if letter == "."):
-            continue
-        found.append((name, module))
-    return found

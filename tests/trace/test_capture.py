@@ -326,22 +326,6 @@ class TestBorders:
             ranks = ranks_of(model, recorded, ranges, min(len(ranges), 2))
             assert_equal(chained(ranks, recorded, len(ranges), batch), want)
 
-    def test_what_is_written_to_in_place_while_it_waits_is_refused(self) -> None:
-        class Writes(Plain):
-            def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Any:
-                first = x = self.embedding(input_ids)
-                for number, layer in enumerate(self.layers):
-                    x = layer(x)
-                    if number == 1:
-                        first += 1
-                return (x + first).sum()
-
-        recorded = record(Writes(), tokens())
-        assert all(
-            "what 'embedding' returned is read again later, in 'the model's forward', and it is written to" in reason
-            for reason in recorded.borders[1:]
-        )
-
     def test_what_a_module_also_keeps_is_refused(self) -> None:
         class Keeps(Plain):
             def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Any:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from fold3d.errors import TraceError
+from fold3d.profile.assumed import assumed_profile
 from fold3d.trace import trace
 from fold3d.trace.values.conversions import converting
 from tests.trace.chains import assert_equal, chained, ranks_of, whole
@@ -71,3 +72,11 @@ def test_outside_of_recordings_modules_convert_as_torch_has_it() -> None:
         assert nn.Module._apply is not own
         raise KeyError
     assert nn.Module._apply is own
+
+
+def test_plans_count_parameters_in_the_dtype_that_they_are_converted_to() -> None:
+    model = built(torch.float32, torch.bfloat16)
+    batch = {"inputs": BATCH["inputs"].bfloat16()}
+    profile = assumed_profile(model, trace(model, example=batch), batch, flops_per_second=1e9)
+    assert profile.parameter_bytes["layers.0.classifier.weight"] == 4 * 8 * 8
+    assert profile.parameter_bytes["layers.0.body.weight"] == 2 * 8 * 8

@@ -179,6 +179,42 @@ def test_hooks() -> None:
         assert_equal(got, whole(model, tokens()))
 
 
+def _input_first(module: nn.Module, args: Any, output: Tensor) -> None:
+    if not _KEPT.get([]):
+        _keep(args[0])
+    _keep(output)
+
+
+_input_first.__module__ = _hook.__module__
+
+
+def test_hooks_that_read_what_a_block_hands_on_to_its_module() -> None:
+    """As transformers collects hidden states, the embeddings first."""
+    torch.manual_seed(0)
+    model = _Collecting(False)
+    for layer in model.layers:
+        layer.keep = None
+        layer.gate.register_forward_hook(_input_first)
+    model = model.double()
+    recorded = trace(model, example=tokens())
+    assert "embedding" in {value.module for one in recorded.crossings[3] for value in one.values}
+    for ranges in cuts(4):
+        got = chained(ranks_of(model, recorded, ranges, 2), recorded, len(ranges), tokens())
+        assert_equal(got, whole(model, tokens()))
+
+
+def test_hidden_states_of_modules_in_blocks_that_run_several_times() -> None:
+    model, batch = build("albert")
+    recorded = record(model, batch)
+
+    def of_states(one: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        found = one(**batch, output_hidden_states=True)
+        return found.loss + sum(state.square().mean() for state in found.hidden_states)
+
+    want = _whole(model, batch, of_states)
+    assert_equal(chained(ranks_of(model, recorded, RANGES, 2), recorded, 3, batch, call=of_states), want)
+
+
 class _Experts(nn.Module):
     """Decides by what a gate says which tokens it computes with."""
 

@@ -25,18 +25,23 @@ def main() -> None:
     parser.add_argument(
         "--outputs", action="store_true", help="of models that are asked for hidden states, attentions, ..."
     )
+    parser.add_argument("--missing", action="store_true", help="only those that FILE has no such verdict of yet")
     options = parser.parse_args()
+    if options.missing and not options.write:
+        parser.error("--missing needs --write FILE, in which it looks")
     cases = select(all_cases(), options.only, options.every)
+    if options.missing:
+        cases = table.missing(options.write, cases, outputs=options.outputs)
     found: dict[Case, Verdict] = {}
     for number, (case, verdict) in enumerate(run(cases, options.timeout, options.outputs), 1):
         found[case] = verdict
         progress(number, len(cases), case.name)
         sys.stdout.write(f"{case.name:<48} {verdict.outcome:<10} {verdict.inputs:<18} {verdict.reason}\n")
         sys.stdout.flush()
+        if options.write:  # each at once, so that an interruption loses one
+            table.write(options.write, {case: verdict}, outputs=options.outputs)
     for outcome, count in Counter(verdict.outcome for verdict in found.values()).most_common():
         sys.stdout.write(f"{count:4} {outcome}\n")
-    if options.write:
-        table.write(options.write, found, outputs=options.outputs)
 
 
 if __name__ == "__main__":

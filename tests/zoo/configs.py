@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from tests.zoo.particular import PARTICULAR
+from tests.zoo.particular import PARTICULAR, PARTS
 
 VOCABULARY = 128
 _LAYERS = 4
@@ -92,14 +92,22 @@ def _fields(config_class: Any, size: Size, tokens: _Tokens) -> dict[str, Any]:
             made[name] = instead
     for name, part in (getattr(config_class, "sub_configs", None) or {}).items():
         inside = _held(default, name) if default is not None else None
-        actual = type(inside) if dataclasses.is_dataclass(inside) else part
+        actual = type(inside) if dataclasses.is_dataclass(inside) else _class_of(config_class, name, part)
         if not dataclasses.is_dataclass(actual) or not hasattr(actual, "model_type"):
             continue
         fields = _fields(actual, size, tokens)
         if actual.model_type:
             fields["model_type"] = actual.model_type
-        made[name] = fields
+        made[name] = fields | PARTS.get(config_class.__name__, {}).get(name, {})
     return made | PARTICULAR.get(config_class.__name__, {})
+
+
+def _class_of(config_class: Any, name: str, part: Any) -> Any:
+    """Returns the class of a part of a configuration that cannot be made without it."""
+    from transformers import CONFIG_MAPPING
+
+    said = getattr((getattr(config_class, "sub_configs_defaults", None) or {}).get(name), "model_type", None)
+    return CONFIG_MAPPING[said] if said else part
 
 
 def _known(config_class: Any, default: Any, size: Size, tokens: _Tokens) -> dict[str, Any]:

@@ -25,6 +25,8 @@ def batches(model: nn.Module) -> Iterator[tuple[str, Callable[[], Batch]]]:
     takes = set(inspect.signature(model.forward).parameters)
     if "past_values" in takes:
         yield from (("series", partial(dict, batch)) for batch in _series(model, takes))
+    if "shared_kv_states" in takes:
+        yield "states of another model", partial(_of_another_model, model)
     for kind, part in (*_images(model, takes), *_sounds(model, takes)):
         if "input_ids" in takes:
             yield f"text and {kind}", partial(with_places, model, part, _random_ids(model, _LENGTH))
@@ -88,8 +90,14 @@ def _random_ids(model: nn.Module, length: int) -> Tensor:
     return torch.tensor(plain)[torch.randint(len(plain), (_SAMPLES, length), generator=_generator())]
 
 
-def _text(model: nn.Module, takes: set[str]) -> Batch:
-    ids = _random_ids(model, _LENGTH)
+def _length(model: nn.Module, part: Batch) -> int:
+    """Returns how long the text is: as long as what is made of a sound that is added to it."""
+    frames = getattr(model.config, "audio_length_per_tok", None)
+    return part["input_features"].shape[-1] // frames if frames and "input_features" in part else _LENGTH
+
+
+def _text(model: nn.Module, takes: set[str], length: int) -> Batch:
+    ids = _random_ids(model, length)
     codebooks = getattr(model.config, "num_codebooks", None)
     if codebooks and "encoder_hidden_states" in takes:  # a row of tokens for each of a sample's codebooks
         ids = ids.repeat_interleave(int(codebooks), 0)
@@ -97,7 +105,7 @@ def _text(model: nn.Module, takes: set[str]) -> Batch:
         ids = torch.stack([ids, *[ids % _first(model, "codebook_vocab_size", default=1)] * int(codebooks)], -1)
     batch: Batch = {"input_ids": ids}
     if "attention_mask" in takes:
-        mask = torch.ones(_SAMPLES, _LENGTH, dtype=torch.long)
+        mask = torch.ones(_SAMPLES, length, dtype=torch.long)
         mask[0, -_PADDED:] = 0
         batch["attention_mask"] = mask
     if "lang_ids" in takes:
@@ -105,13 +113,26 @@ def _text(model: nn.Module, takes: set[str]) -> Batch:
     return batch
 
 
+def _of_another_model(model: nn.Module) -> Batch:
+    """Returns what an assistant is given of the model that it assists: embeddings beside hidden states, and keys and
+    values for each kind of layer."""
+    config: Any = model.config
+    text = config.get_text_config()
+    states = _random(2, _SAMPLES, text.num_key_value_heads, _LENGTH, text.head_dim).to(torch.get_default_dtype())
+    return {
+        "inputs_embeds": _random(_SAMPLES, _LENGTH, 2 * config.backbone_hidden_size),
+        "shared_kv_states": dict.fromkeys(dict.fromkeys(text.layer_types), (states[0], states[1])),
+    }
+
+
 def _with_text(model: nn.Module, takes: set[str], part: Batch) -> Batch:
-    batch = {**_text(model, takes), **_with_decoder(model, takes, part)}
+    batch = {**_text(model, takes, _length(model, part)), **_with_decoder(model, takes, part)}
     return batch | further(model, takes, batch) if part else batch
 
 
 def _with_decoder(model: nn.Module, takes: set[str], part: Batch) -> Batch:
-    if "decoder_input_ids" in takes and getattr(model.config, "is_encoder_decoder", False):
+    decodes = getattr(model.config, "is_encoder_decoder", False) or hasattr(model.config, "canvas_length")
+    if "decoder_input_ids" in takes and decodes:
         ids, channels = _random_ids(model, _LENGTH - 2), _channels(model)
         return {**part, "decoder_input_ids": torch.stack([ids] * channels, -1) if channels else ids}
     return dict(part)
@@ -139,6 +160,7 @@ def _side(value: Any) -> int:
 def _images(model: nn.Module, takes: set[str]) -> Iterator[tuple[str, Batch]]:
     side = _side(_first(model, "image_size", "input_size", default=32))
     side = 32 if side <= 0 else side
+    side = int(side / min(getattr(model.config, "scaled_images_ratios", None) or (1,)))  # the smallest is still one
     channels = int(_first(model, "num_channels", "in_channels", "in_chans", default=3))
     if "pixel_values" in takes:
         if "image_grid_thw" in takes:
@@ -150,6 +172,17 @@ def _images(model: nn.Module, takes: set[str]) -> Iterator[tuple[str, Batch]]:
                 yield "images", {"pixel_values": patches, "image_grid_thw": grid}
             patches = _random(16 * _SAMPLES, channels, patch, patch)
             yield "images", {"pixel_values": patches, "image_grid_thw": grid}
+        if "image_token_pooling" in takes:  # patches, and which of them make a place in the text
+            patch = _side(_first(model, "patch_size", default=4))
+            count = (side // patch) ** 2
+            yield (
+                "images",
+                {
+                    "pixel_values": _random(_SAMPLES, count, channels * patch * patch),
+                    "image_token_pooling": torch.arange(_SAMPLES * count).reshape(-1, count // 4),
+                    "image_grids": torch.tensor([[2, 2, 0, 0]] * _SAMPLES),
+                },
+            )
         plain = {"pixel_values": _random(_SAMPLES, channels, side, side)}
         sizes = torch.tensor([[side, side]] * _SAMPLES)
         if "bool_masked_pos" in takes:

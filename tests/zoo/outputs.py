@@ -81,7 +81,8 @@ def _gives_more(subject: Subject, name: str) -> bool:
     try:
         train(copy.deepcopy(asked.model), asked.batch, everything)
         with torch.enable_grad():
-            more, plain = (list(_with_gradient(one.model(**one.batch))) for one in (asked, subject))
+            copies = (replace(one, model=copy.deepcopy(one.model)) for one in (asked, subject))  # some keep states
+            more, plain = (list(_with_gradient(one.model(**one.batch))) for one in copies)
     except Exception:  # it has no such output
         return False
     return len(more) > len(plain)

@@ -1,4 +1,5 @@
-"""Fields that must fit one another in a way that no name tells, by the name of the configuration class."""
+"""Fields that must fit one another in a way that no name tells, by the name of the configuration class; and what one
+asks of its parts."""
 
 from __future__ import annotations
 
@@ -79,10 +80,64 @@ PARTICULAR: dict[str, dict[str, Any]] = {
     "FunAsrNanoAdaptorConfig": {"intermediate_size": 16},
     "FunAsrNanoEncoderConfig": {"fsmn_kernel_size": 11},
     "MimiConfig": {"upsample_groups": 64, "num_filters": 8, "num_quantizers": 4, "codebook_size": 16},
+    "MoshiConfig": {"num_codebooks": 4},
     "MoonshineStreamingConfig": {"num_key_value_heads": 4},
     "VibeVoiceAcousticTokenizerEncoderConfig": dict(_STRIDES),
     "VibeVoiceAcousticTokenizerConfig": dict(_STRIDES),
     "VibeVoiceAsrConfig": {"acoustic_tokenizer_chunk_size": 64},
     "PerceiverConfig": {"num_cross_attention_heads": 1},
     "MoonshineStreamingEncoderConfig": {"sliding_windows": ((16, 4), (16, 4), (16, 0), (16, 0))},
+    "DepthProConfig": {
+        "patch_size": 32,
+        "fusion_hidden_size": 16,
+        "intermediate_hook_ids": (2, 1),
+        "intermediate_feature_dims": (16, 16),
+        "scaled_images_ratios": (0.5, 1.0),
+        "scaled_images_overlap_ratios": (0.0, 0.25),
+        "scaled_images_feature_dims": (16, 16),
+        "merge_padding_value": 1,
+    },
+    "DINOv3ViTConfig": {"pos_embed_rescale": None},  # by a number that is drawn
+    "Sapiens2Config": {"pos_embed_rescale": None},
+    "CHMv2Config": {
+        "post_process_channels": [16, 16, 32, 32],
+        "fusion_hidden_size": 16,
+        "head_hidden_size": 16,
+        "number_output_channels": 16,
+        "norm_strategy": "softmax",  # the others begin with a ReLU, behind which all may be zero
+        "bins_strategy": "linear",
+        "max_depth": 1.0,
+    },
+    "DiffusionGemmaConfig": {"canvas_length": 8},
+    "DiffusionGemmaTextConfig": {"num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32},
+    "Molmo2Config": {"image_patch_id": 120},
+    "Molmo2VisionConfig": {"image_size": [32, 32], "num_position_embeddings": 64},
+}
+
+_SLIDING = ["sliding_attention", "full_attention"] * 2
+
+PARTS: dict[str, dict[str, dict[str, Any]]] = {
+    "Gemma4AssistantConfig": {
+        "text_config": {
+            "hidden_size_per_layer_input": 0,
+            "vocab_size_per_layer_input": 0,
+            "num_kv_shared_layers": 4,
+            "layer_types": list(_SLIDING),
+        }
+    },
+    "Gemma4UnifiedAssistantConfig": {
+        "text_config": {"num_kv_shared_layers": 2, "layer_types": list(_SLIDING), "global_head_dim": 16}
+    },
+    "DepthProConfig": {
+        name: {"image_size": 32} for name in ("image_model_config", "patch_model_config", "fov_model_config")
+    },
+    "CHMv2Config": {
+        "backbone_config": {
+            "out_indices": [1, 2, 3, 4],
+            "reshape_hidden_states": True,
+            "apply_layernorm": True,
+            "return_class_token": True,
+        }
+    },
+    "Sapiens2Config": {"head_config": {"upsample_out_channels": [16, 16], "conv_out_channels": [16]}},
 }

@@ -96,7 +96,7 @@ def _of_lengths(part: Batch, kind: str) -> list[int]:
 
 def _said(model: nn.Module, kind: str, part: Batch, place: int, ids: Tensor) -> Iterator[int]:
     """Yields how many features for each sample the model makes, if a function of its own tells."""
-    for owner in (model, getattr(model, "model", None)):
+    for owner in model.modules():  # the model itself first
         features: Callable[..., Any] | None = getattr(owner, f"get_{kind}_features", None)
         if features is None:
             continue
@@ -212,7 +212,25 @@ def _wide(name: str, count: str = "") -> Callable[[nn.Module, Batch], Tensor | N
     return made
 
 
-_FURTHER: dict[str, Callable[[nn.Module, Batch], Tensor | None]] = {
+def _times(model: nn.Module, batch: Batch) -> Tensor | None:
+    """How far actions are noise."""
+    samples = len(batch["input_ids"])
+    return torch.linspace(0.25, 0.75, samples, dtype=torch.float64) if hasattr(model.config, "max_action_dim") else None
+
+
+def _cameras(model: nn.Module, batch: Batch) -> Tensor | None:
+    """All of them are there."""
+    pixels = batch.get("pixel_values")
+    if pixels is None or pixels.ndim != 5 or not hasattr(model.config, "max_action_dim"):
+        return None
+    return torch.ones(*pixels.shape[:2], dtype=torch.bool)
+
+
+def _not(_: nn.Module, __: Batch) -> bool:
+    return False
+
+
+_FURTHER: dict[str, Callable[[nn.Module, Batch], Tensor | bool | None]] = {
     "qformer_input_ids": _text_like,
     "feature_attention_mask": _frames,
     "input_features_mask": _frames,
@@ -226,4 +244,8 @@ _FURTHER: dict[str, Callable[[nn.Module, Batch], Tensor | None]] = {
     "bbox": _boxes,
     "state": _wide("max_state_dim"),
     "actions": _wide("max_action_dim", "chunk_size"),
+    "noise": _wide("max_action_dim", "chunk_size"),
+    "timestep": _times,
+    "pixel_attention_mask": _cameras,
+    "sample": _not,
 }

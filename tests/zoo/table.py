@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from textwrap import shorten
@@ -79,6 +79,16 @@ def write(path: Path, found: Mapping[Case, Verdict], *, outputs: bool = False) -
             reason = f"`{_plain(one.reason)}`" if one.reason else ""
             lines.append(f"| {key[1]} | {one.inputs} | {one.outcome} | {one.sent} | {reason} | {_plain(one.outputs)} |")
     path.write_text("\n".join(lines) + "\n")
+
+
+def missing(path: Path, cases: Iterable[Case], *, outputs: bool = False) -> list[Case]:
+    """Returns the cases that a table has no verdict of; with `outputs` those that it has built, and not judged so."""
+    rows = read(path) if path.exists() else {}
+    if not outputs:
+        return [case for case in cases if (case.kind, case.name) not in rows]
+    none = Verdict(UNBUILT)
+    found = [(case, rows.get((case.kind, case.name), none)) for case in cases]
+    return [case for case, row in found if row.outcome != UNBUILT and not row.outputs]
 
 
 def read(path: Path) -> dict[tuple[str, str], Verdict]:

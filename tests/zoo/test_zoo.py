@@ -115,8 +115,30 @@ def test_the_table_is_read_as_it_was_written(tmp_path: Path) -> None:
     ]
 
 
+def test_what_the_table_has_no_verdict_of_is_missing(tmp_path: Path) -> None:
+    path = tmp_path / "table.md"
+    built, asked, unbuilt, new = all_cases()[:4]
+    assert table.missing(path, [built]) == [built]
+    table.write(path, {built: Verdict(EXACT), asked: Verdict(EXACT), unbuilt: Verdict(UNBUILT)})
+    table.write(path, {asked: Verdict(REFUSED, "why")}, outputs=True)
+    cases = [built, asked, unbuilt, new]
+    assert table.missing(path, cases) == [new]
+    assert table.missing(path, cases, outputs=True) == [built]
+
+
 def test_the_table_has_every_class() -> None:
     assert set(table.read(table.TABLE)) == {(case.kind, case.name) for case in all_cases()}
+
+
+def test_the_page_counts_what_the_table_has() -> None:
+    rows = table.read(table.TABLE).values()
+    page = " ".join((table.TABLE.parent / "models.md").read_text().split())
+    built = sum(row.outcome != UNBUILT for row in rows)
+    exact = sum(row.outcome == EXACT for row in rows)
+    assert f"of {len(rows)} classes {built} could be made tiny here, and of these {exact} are exact" in page
+    asked = [row.outputs.split(":")[0] for row in rows if row.outputs]
+    counts = f"{asked.count(EXACT)} are exact and {asked.count(REFUSED)} refused"
+    assert f"of {len(asked)} classes judged {counts}" in page
 
 
 def test_none_in_the_table_is_wrong() -> None:

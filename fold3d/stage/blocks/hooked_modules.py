@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -35,17 +36,21 @@ class BlockRun:
 
 
 def show(
-    model: nn.Module, calls: Sequence[HookedCall], received: Mapping[tuple[str, int], Mapping[int, Tensor]]
+    model: nn.Module,
+    calls: Sequence[HookedCall],
+    received: Mapping[tuple[str, int], Mapping[int, Tensor]],
+    given: Sequence[Any],
 ) -> None:
     """Shows hooks on modules inside of a block that is left out what these modules returned.
 
-    Hooks are called in their order, with no arguments of the module's. Of what nobody reads, which was not received,
-    tensors are empty: hooks collect it nevertheless, so that everything has its place.
+    Hooks are called in their order, with those first arguments of the module's that the block was given. Of what nobody
+    reads, which was not received, tensors are empty: hooks collect it nevertheless, so that everything has its place.
 
     Args:
         calls: of the block.
         received: (module, call) -> its tensors, by number.
-    Raises: SplitError when a hook fails without the arguments.
+        given: the leaves of the block's arguments.
+    Raises: SplitError when a hook fails without the other arguments.
     """
     for one in calls:
         tensors = received.get((one.module, one.call), {})
@@ -55,12 +60,13 @@ def show(
         module = model.get_submodule(one.module)
         undo = wrap(module, lambda *_, output=output, **__: output)
         try:
-            module()
+            module(*(given[number] for number in one.given))
         except Exception as error:
             raise SplitError(
                 f"a hook of '{one.module}' fails with {type(error).__name__}: {error}. Its result is read behind a "
-                "cut, and hooks run there again, on the result alone: what the module was given is in another part of "
-                "the model. Let the hook read nothing but the result, take it off, or set pp=1 and segments=1"
+                "cut, and hooks run there again, on the result and what the block hands on to the module as it is: all "
+                "else that it was given is in another part of the model. Let the hook read nothing but the result, "
+                "take it off, or set pp=1 and segments=1"
             ) from error
         finally:
             undo()

@@ -45,7 +45,10 @@ class Crossing:
     """Of the recorded example."""
     dtype: torch.dtype
     modified: bool
-    """Later code writes into it in place, so a receiver must work on a copy."""
+    """Later code writes into it in place, so a receiver must work on a copy: it writes again what the model's own code
+    has written."""
+    written_before: bool = False
+    """Code in front of the border does so, and what is sent is a copy of what the module returned."""
 
     @property
     def bytes(self) -> int:

@@ -18,3 +18,5 @@ class HookedCall:
     """How often in this run of the block."""
     structure: TreeStructure
     """Of what it returned."""
+    given: tuple[int, ...] = ()
+    """Of its first arguments, those that the block was given, each by its number among the leaves of the block's."""
