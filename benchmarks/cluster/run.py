@@ -108,6 +108,9 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--thin", type=_positive, default=1, metavar="N", help="bytes and rate divided by N: same times, less CPU"
     )
+    parser.add_argument(
+        "--slow", type=_positive, default=1, metavar="N", help="times of layers and links N-fold: same shares, less CPU"
+    )
     parser.add_argument("--timeout", type=float, help="seconds until a run counts as failed (default by scenario)")
     parser.add_argument("--json", type=Path, help="write everything here")
     parser.add_argument("--png", type=Path, help="draw the comparison or the grid here (needs matplotlib)")
@@ -120,8 +123,9 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     ):
         if given and not compares:
             parser.error(f"{name} has an effect only with --scenario")
-    if options.thin > 1 and options.latency:
-        parser.error("--thin has no effect with --latency: nothing is computed there")
+    for name in ("thin", "slow"):
+        if getattr(options, name) > 1 and options.latency:
+            parser.error(f"--{name} has no effect with --latency: nothing is computed there")
     for name in ("latency", "offload"):
         if options.png and getattr(options, name):
             parser.error(f"--png has no effect with --{name}: it is a table")
@@ -184,7 +188,7 @@ def _measure(
     if options.without_dp_sync:
         name = f"{scenario.name}, no gradients"
         scenario = replace(scenario, name=name, title="the pipeline alone", gradient_bytes=0)
-    scenario = scenario.thinned(options.thin)
+    scenario = scenario.thinned(options.thin).slowed(options.slow)
     entries = [find_systems(name, scenario) for name in _names(options)]
     device = "sim" if any(system.device == "sim" for entry in entries for system in entry) else "cpu"
     with hosts_of(scenario) as hosts, session_on(hosts, scenario.ranks, device=device) as session:
@@ -196,7 +200,7 @@ def _measure(
 def _measure_offload(
     options: argparse.Namespace, hosts_of: Callable[..., Hosts], session_on: Callable[..., Session]
 ) -> OffloadReport:
-    scenario = SCENARIOS[options.offload].thinned(options.thin)
+    scenario = SCENARIOS[options.offload].thinned(options.thin).slowed(options.slow)
     effort = _effort(options, repetitions=3, steps=scenario.steps)
     with hosts_of(scenario) as hosts, session_on(hosts, scenario.ranks) as session:
         report = OffloadReport(scenario=scenario, network=hosts.description, shaped=hosts.shaped)
@@ -210,7 +214,7 @@ def _measure_grid(
     effort = _effort(options, repetitions=1, steps=3)
     report = GridReport()
     for base in options.grid or GRID:
-        scenario = SCENARIOS[base].thinned(options.thin)
+        scenario = SCENARIOS[base].thinned(options.thin).slowed(options.slow)
         with hosts_of(scenario) as hosts, session_on(hosts, scenario.ranks) as session:
             report.networks[base] = hosts.description
             report.shaped = hosts.shaped

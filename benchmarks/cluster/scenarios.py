@@ -96,6 +96,19 @@ class Scenario:
             memory_limit=self.memory_limit // factor,
         )
 
+    def slowed(self, factor: int) -> Scenario:
+        """Returns the same shares in steps that last longer: the machine's own work counts for less."""
+        if factor == 1:
+            return self
+        return replace(
+            self,
+            name=f"{self.name}, times * {factor}",
+            forward_s=self.forward_s * factor,
+            backward_s=self.backward_s * factor,
+            rate_mbit=self.rate_mbit / factor,
+            copy_rate=self.copy_rate / factor,
+        )
+
     @property
     def ranks(self) -> int:
         """Number of processes, which is also the number of hosts."""

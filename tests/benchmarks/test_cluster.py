@@ -64,6 +64,13 @@ def test_thinned_scenarios_keep_their_times() -> None:
     assert [link.receive_window for link in links] == ["4096 65536 131072", "4096 32768 65536"]
 
 
+def test_slowed_scenarios_keep_their_shares() -> None:
+    one, slow = SCENARIOS["B"], SCENARIOS["B"].slowed(3)
+    assert (slow.dp_sync_s, slow.limit_s) == pytest.approx((3 * one.dp_sync_s, 3 * one.limit_s))
+    assert (slow.gradient_bytes, slow.activation_bytes) == (one.gradient_bytes, one.activation_bytes)
+    assert SCENARIOS["O"].slowed(3).copies_per_forward == pytest.approx(SCENARIOS["O"].copies_per_forward)
+
+
 def test_systems_by_name() -> None:
     scenario = SCENARIOS["A"]
     assert [find_system(name, scenario).segments for name in ("torch-bfs", "torch-bfs:8", "torch-1f1b")] == [4, 8, 1]
