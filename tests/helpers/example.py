@@ -22,6 +22,10 @@ TINY = [
     *("--gradient_accumulation_steps", "2", "--warmup_steps", "1"),
 ]
 FEW = ["--max_steps", "3", "--logging_steps", "1", "--eval_strategy", "steps", "--eval_steps", "3"]
+MELODIES = (
+    *("--layers", "2", "--hidden", "32", "--seconds", "1", "--samples", "32", "--eval_samples", "12"),
+    *("--letters", "4", "--per_device_train_batch_size", "2", "--per_device_eval_batch_size", "6"),
+)
 SMALL = {
     "finetune_bert_classification.py": (
         *("--layers", "2", "--hidden", "32", "--samples", "20", "--eval_samples", "12", "--length", "24"),
@@ -35,17 +39,15 @@ SMALL = {
         *("--layers", "2", "--hidden", "32", "--size", "16", "--patch", "4", "--samples", "64", "--eval_samples", "12"),
         *("--per_device_train_batch_size", "4", "--per_device_eval_batch_size", "6"),
     ),
-    "whisper_seq2seq.py": (
-        *("--layers", "2", "--hidden", "32", "--seconds", "1", "--samples", "32", "--eval_samples", "12"),
-        *("--letters", "4", "--per_device_train_batch_size", "2", "--per_device_eval_batch_size", "6"),
-    ),
+    "whisper_ctc_or_seq2seq.py": MELODIES,
+    "whisper_ctc_or_seq2seq.py --ctc": ("--ctc", *MELODIES),
     "sft_lora.py": (
         *("--layers", "2", "--hidden", "32", "--samples", "40", "--eval_samples", "12", "--lora_r", "2"),
         *("--max_length", "24", "--per_device_train_batch_size", "2", "--per_device_eval_batch_size", "6"),
     ),
 }
-IN_SINGLE = {"whisper_seq2seq.py"}
-"""Examples that cannot run in double precision: Whisper's feature extractor does not."""
+IN_SINGLE = {"whisper_ctc_or_seq2seq.py"}
+"""Examples that cannot run in double precision: the feature extractors do not."""
 STOCK = re.compile(r"^( *)(.*\S) +# stock: (.*)$", re.MULTILINE)
 """A line of an example that differs from the stock script, and what stands there; "..." are the same names."""
 

@@ -1,16 +1,19 @@
 """Trains a small Whisper to write down melodies: made-up audio in which every letter has a tone.
 
-As transformers' run_speech_recognition_seq2seq.py does it; the line that differs from the stock script is marked. Start
-it with torchrun:
+As transformers' run_speech_recognition_seq2seq.py does it; with `--ctc` as run_speech_recognition_ctc.py: a wav2vec 2
+that hears the wave itself and says at each moment which letter it is. The line that differs from the stock script is
+marked. Start it with torchrun:
 
-    OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 2 examples/whisper_seq2seq.py \
+    OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 2 examples/whisper_ctc_or_seq2seq.py \
         --pp 2 --output_dir out/whisper
 
 On one process it runs without torchrun and --pp. Whisper has a `generate` of its own, which needs the whole model: what
 was saved writes in the end.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import groupby
 
 import numpy as np
 import torch
@@ -18,6 +21,9 @@ from torch import Tensor
 from transformers import (
     EvalPrediction,
     HfArgumentParser,
+    Wav2Vec2Config,
+    Wav2Vec2FeatureExtractor,
+    Wav2Vec2ForCTC,
     WhisperConfig,
     WhisperFeatureExtractor,
     WhisperForConditionalGeneration,
@@ -28,6 +34,8 @@ from fold3d import Seq2SeqTrainer, Seq2SeqTrainingArguments  # stock: from trans
 
 LETTERS = "abcdefgh"
 START, END, PAD = len(LETTERS), len(LETTERS) + 1, len(LETTERS) + 2
+SILENCE = len(LETTERS)  # what CTC calls the blank
+Extractor = WhisperFeatureExtractor | Wav2Vec2FeatureExtractor
 RATE = 16000
 
 
@@ -35,6 +43,7 @@ RATE = 16000
 class ScriptArguments:
     """Which model is trained on what; the rest are Seq2SeqTrainingArguments."""
 
+    ctc: bool = field(default=False, metadata={"help": "A wav2vec 2 with a CTC head in the place of Whisper."})
     layers: int = field(default=2, metadata={"help": "Blocks of the encoder, and of the decoder."})
     hidden: int = field(default=96, metadata={"help": "Width of the model."})
     seconds: int = field(default=2, metadata={"help": "Length of the recordings."})
@@ -44,9 +53,12 @@ class ScriptArguments:
 
 
 class Melodies(torch.utils.data.Dataset):
-    """Recordings as log-mel spectra [mels, frames], and their letters: the same for the same number."""
+    """Recordings, and their letters: the same for the same number.
 
-    def __init__(self, numbers: range, extract: WhisperFeatureExtractor, script: ScriptArguments) -> None:
+    As log-mel spectra [mels, frames] (`input_features`), with `--ctc` as waves [samples] (`input_values`).
+    """
+
+    def __init__(self, numbers: range, extract: Extractor, script: ScriptArguments) -> None:
         self._numbers, self._extract, self._script = numbers, extract, script
 
     def __len__(self) -> int:
@@ -56,10 +68,14 @@ class Melodies(torch.utils.data.Dataset):
         random = np.random.default_rng(self._numbers[index])
         letters = random.integers(len(LETTERS), size=random.integers(2, self._script.letters + 1))
         wave = self.sing(letters, random)
-        features = self._extract(wave, sampling_rate=RATE).input_features[0]
-        labels = [*letters.tolist(), END]
+        labels = letters.tolist()
+        if not self._script.ctc:
+            labels.append(END)
         labels += [-100] * (self._script.letters + 1 - len(labels))
-        return {"input_features": torch.tensor(features.tolist()), "labels": torch.tensor(labels)}
+        length = self._script.seconds * RATE
+        extracted = self._extract(wave, sampling_rate=RATE, padding="max_length", max_length=length, truncation=True)
+        name = self._extract.model_input_names[0]
+        return {name: torch.tensor(extracted[name][0].tolist()), "labels": torch.tensor(labels)}
 
     def sing(self, letters: np.ndarray, random: np.random.Generator) -> np.ndarray:
         """Returns the samples of a recording in which the letters sound one after the other, in noise."""
@@ -71,11 +87,32 @@ class Melodies(torch.utils.data.Dataset):
         return (wave + 0.1 * random.standard_normal(len(wave))).astype(np.float32)
 
 
-def make_model(script: ScriptArguments, mels: int) -> WhisperForConditionalGeneration:
-    """Returns a Whisper with random weights for recordings and transcripts of this length."""
+def make_wav2vec2(script: ScriptArguments) -> tuple[Wav2Vec2FeatureExtractor, Wav2Vec2ForCTC]:
+    """Returns a wav2vec 2 with random weights, which hears 50 frames a second, and what prepares its waves."""
+    config = Wav2Vec2Config(
+        vocab_size=SILENCE + 1,
+        pad_token_id=SILENCE,
+        hidden_size=script.hidden,
+        num_hidden_layers=script.layers,
+        num_attention_heads=max(1, script.hidden // 32),
+        intermediate_size=4 * script.hidden,
+        conv_dim=[script.hidden] * 7,
+        num_conv_pos_embedding_groups=4,
+        num_conv_pos_embeddings=16,
+        hidden_dropout=0.0,
+        layerdrop=0.0,
+        apply_spec_augment=False,
+        ctc_loss_reduction="mean",
+    )
+    return Wav2Vec2FeatureExtractor(sampling_rate=RATE), Wav2Vec2ForCTC(config)
+
+
+def make_whisper(script: ScriptArguments) -> tuple[WhisperFeatureExtractor, WhisperForConditionalGeneration]:
+    """Returns a Whisper with random weights for recordings of this length, and what makes their spectra."""
+    extract = WhisperFeatureExtractor(chunk_length=script.seconds, sampling_rate=RATE)
     config = WhisperConfig(
         vocab_size=PAD + 1,
-        num_mel_bins=mels,
+        num_mel_bins=extract.feature_size,
         d_model=script.hidden,
         encoder_layers=script.layers,
         decoder_layers=script.layers,
@@ -93,12 +130,22 @@ def make_model(script: ScriptArguments, mels: int) -> WhisperForConditionalGener
         begin_suppress_tokens=None,
         max_length=script.letters + 2,
     )
-    return WhisperForConditionalGeneration(config)
+    return extract, WhisperForConditionalGeneration(config)
 
 
 def likeliest(logits: tuple[Tensor, ...] | Tensor, labels: Tensor) -> Tensor:
     """Returns the likeliest token at each place, instead of all logits."""
     return (logits[0] if isinstance(logits, tuple) else logits).argmax(-1)
+
+
+def scores_of_ctc(prediction: EvalPrediction) -> dict[str, float]:
+    """Returns the share of recordings without error."""
+    heard, sung = prediction.predictions, prediction.label_ids
+    return {
+        "recordings": float(
+            np.mean([spoken(ours) == written(theirs) for ours, theirs in zip(heard, sung, strict=True)])
+        )
+    }
 
 
 def scores(prediction: EvalPrediction) -> dict[str, float]:
@@ -108,9 +155,14 @@ def scores(prediction: EvalPrediction) -> dict[str, float]:
     return {"letters": float(right[said].mean()), "recordings": float((right | ~said).all(-1).mean())}
 
 
-def written(tokens: list[int]) -> str:
+def written(tokens: Iterable[int]) -> str:
     """Returns the letters among the tokens."""
     return "".join(LETTERS[token] for token in tokens if 0 <= token < len(LETTERS))
+
+
+def spoken(tokens: Iterable[int]) -> str:
+    """Returns the letters of CTC's tokens, one for each moment: what lasts is one letter."""
+    return written(token for token, _ in groupby(tokens))
 
 
 def main() -> None:
@@ -131,8 +183,7 @@ def main() -> None:
     script, args = parser.parse_args_into_dataclasses()
     set_seed(args.seed)
 
-    extract = WhisperFeatureExtractor(chunk_length=script.seconds, sampling_rate=RATE)
-    model = make_model(script, extract.feature_size)
+    extract, model = make_wav2vec2(script) if script.ctc else make_whisper(script)
     last = script.samples + script.eval_samples
     trainer = Seq2SeqTrainer(
         model=model,
@@ -140,7 +191,7 @@ def main() -> None:
         train_dataset=Melodies(range(script.samples), extract, script),
         eval_dataset=Melodies(range(script.samples, last), extract, script),
         processing_class=extract,
-        compute_metrics=scores,
+        compute_metrics=scores_of_ctc if script.ctc else scores,
         preprocess_logits_for_metrics=likeliest,
     )
     trained = trainer.train()
@@ -152,10 +203,16 @@ def main() -> None:
     trainer.save_state()
 
     if trainer.is_world_process_zero():
-        saved = WhisperForConditionalGeneration.from_pretrained(args.output_dir)
+        saved = type(model).from_pretrained(args.output_dir)
         for row in Melodies(range(last, last + 4), extract, script):
-            tokens = saved.generate(row["input_features"][None])[0]
-            print(f"Sung: {written(row['labels'].tolist()):10} written: {written(tokens.tolist())}")
+            sound, sung = row[extract.model_input_names[0]][None], written(row["labels"].tolist())
+            with torch.no_grad():
+                text = (
+                    spoken(saved(sound).logits[0].argmax(-1).tolist())
+                    if script.ctc
+                    else written(saved.generate(sound)[0].tolist())
+                )
+            print(f"Sung: {sung:10} written: {text}")
 
 
 if __name__ == "__main__":
