@@ -32,8 +32,9 @@ class Run:
         for mine, theirs in ((self.losses, other.losses), (self.evaluations, other.evaluations)):
             wanted = {step: value for step, value in theirs.items() if step > after}
             assert mine == wanted and len(mine) == 3 - after, f"{mine}, wanted {wanted}"
-        different = [name for name, tensor in other.weights.items() if not torch.equal(self.weights[name], tensor)]
-        assert not different, f"{different} differ"
+        pairs = {name: (self.weights[name], tensor) for name, tensor in other.weights.items()}
+        different = {name: float((a - b).abs().max()) for name, (a, b) in pairs.items() if not torch.equal(a, b)}
+        assert not different, f"weights differ by {different}"
 
 
 def resumed(case: Case) -> int:
