@@ -6,9 +6,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-AXES = ("dp", "pp", "tp")
-"""Of the mesh, from the outermost in: the ranks of a tensor-parallel group are neighbours."""
-
 
 def stage_of(chunk: int, pp: int) -> int:
     """Returns the stage that model chunk `chunk` lives on."""
@@ -31,7 +28,7 @@ def chunks_of(stage: int, num_chunks: int, pp: int) -> range:
 
 
 class Coordinates(NamedTuple):
-    """Place of a rank on each axis."""
+    """Place of a rank on each axis, from the outermost in: the ranks of a tensor-parallel group are neighbours."""
 
     dp: int
     pp: int
