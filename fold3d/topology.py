@@ -3,8 +3,11 @@ the package divides by pp or tp."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
+
+T = TypeVar("T")
 
 
 def stage_of(chunk: int, pp: int) -> int:
@@ -25,6 +28,11 @@ def num_segments(num_chunks: int, pp: int) -> int:
 def chunks_of(stage: int, num_chunks: int, pp: int) -> range:
     """Returns the model chunks of one stage: segment * pp + stage for every segment."""
     return range(stage, num_chunks, pp)
+
+
+def of_stage(per_chunk: Sequence[T], stage: int, pp: int) -> Sequence[T]:
+    """Returns the entries of one stage's chunks, of a sequence with one for each chunk of the model."""
+    return per_chunk[stage::pp]
 
 
 class Coordinates(NamedTuple):

@@ -331,7 +331,7 @@ def test_files_stay_short() -> None:
 
 def test_rank_arithmetic_stands_in_topology_alone() -> None:
     """Who divides by pp or tp elsewhere will forget an axis when one is added."""
-    divides = re.compile(r"(%|//|divmod\([^()]*,) *(\w+\.)*(pp|tp|num_stages|stages)\b")
+    divides = re.compile(r"(%|//|::|divmod\([^()]*,) *(\w+\.)*(pp|tp|num_stages|stages)\b")
     found = [
         f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
         for path in sorted((ROOT / "fold3d").rglob("*.py"))

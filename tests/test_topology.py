@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from fold3d.topology import Submesh, Topology, chunks_of, coordinates, num_segments, segment_of, stage_of
+from fold3d.topology import Submesh, Topology, chunks_of, coordinates, num_segments, of_stage, segment_of, stage_of
 
 MESHES = [(1, 1, 1), (2, 3, 1), (3, 2, 2), (1, 4, 2), (2, 1, 4)]
 
@@ -50,6 +50,7 @@ def test_chunks_go_round_the_stages() -> None:
         for chunk in range(chunks):
             assert segment_of(chunk, pp) * pp + stage_of(chunk, pp) == chunk
             assert chunk in chunks_of(stage_of(chunk, pp), chunks, pp)
+            assert of_stage(range(chunks), stage_of(chunk, pp), pp) == chunks_of(stage_of(chunk, pp), chunks, pp)
         assert list(Topology(dp=1, pp=pp, rank=pp - 1).chunks(segments)) == [*range(pp - 1, chunks, pp)]
 
 
