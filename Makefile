@@ -14,7 +14,7 @@ LINT := tests/test_quality.py tests/test_layering.py
 
 GPU_TESTS := tests/dist/test_cuda.py tests/dist/test_kernels.py tests/kernels
 
-.PHONY: all demo demo-network docs test test-cpp test-python test-unit test-dist test-slow gpu lint format clean distclean
+.PHONY: all demo demo-network docs test test-cpp test-unit test-dist test-slow gpu lint format clean distclean
 .DELETE_ON_ERROR:
 
 all: .venv/.extension
@@ -32,8 +32,6 @@ test: lint test-cpp test-unit test-dist
 test-cpp: .venv/.system
 	$(MAKE) -C tests/cpp asan tsan
 
-test-python: lint test-unit test-dist
-
 # One process each, so one for every core.
 test-unit: .venv/.extension .venv/.simdevice
 	$(PY) -m pytest -q -m "not slow and not dist" $(LINT:%=--ignore=%) --numprocesses auto
@@ -42,7 +40,7 @@ test-unit: .venv/.extension .venv/.simdevice
 test-dist: .venv/.extension
 	$(PY) -m pytest -q -m "not slow and dist" --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
-test-slow: .venv/.extension
+test-slow: .venv/.extension .venv/.simdevice
 	FOLD3D_ROTATION=all $(PY) -m pytest -q -m slow
 
 # On a machine with GPUs, better two: tests that need them, speeds of links, and benchmarks, as text to paste.

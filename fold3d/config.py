@@ -250,12 +250,6 @@ class ParallelConfig:
         return self.recompute != AUTO and not Recompute.parse(self.recompute).nothing
 
     @property
-    def bucket_size(self) -> int | None:
-        """`bucket_bytes`, a number."""
-        assert self.bucket_bytes is None or isinstance(self.bucket_bytes, int)
-        return self.bucket_bytes
-
-    @property
     def memory_size(self) -> int | None:
         """`memory_limit`, a number."""
         assert self.memory_limit is None or isinstance(self.memory_limit, int)

@@ -3,11 +3,11 @@ the package divides by pp or tp."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
-AXES = ("dp", "pp", "tp")
-"""Of the mesh, from the outermost in: the ranks of a tensor-parallel group are neighbours."""
+T = TypeVar("T")
 
 
 def stage_of(chunk: int, pp: int) -> int:
@@ -30,8 +30,13 @@ def chunks_of(stage: int, num_chunks: int, pp: int) -> range:
     return range(stage, num_chunks, pp)
 
 
+def of_stage(per_chunk: Sequence[T], stage: int, pp: int) -> Sequence[T]:
+    """Returns the entries of one stage's chunks, of a sequence with one for each chunk of the model."""
+    return per_chunk[stage::pp]
+
+
 class Coordinates(NamedTuple):
-    """Place of a rank on each axis."""
+    """Place of a rank on each axis, from the outermost in: the ranks of a tensor-parallel group are neighbours."""
 
     dp: int
     pp: int

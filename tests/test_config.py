@@ -105,7 +105,7 @@ def test_one_process_is_told_how_to_start_several(monkeypatch: pytest.MonkeyPatc
 )
 def test_sizes_in_words(text: object, size: int) -> None:
     config = ParallelConfig(memory_limit=text, bucket_bytes=text)  # type: ignore[arg-type]
-    assert (config.memory_limit, config.bucket_bytes) == (size, size) == (config.memory_size, config.bucket_size)
+    assert (config.memory_limit, config.bucket_bytes) == (size, size) and config.memory_size == size
     assert type(config.memory_limit) is int
 
 

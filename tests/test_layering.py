@@ -155,6 +155,15 @@ def test_the_rooms_are_known() -> None:
     assert modules - {"__init__", "__main__"} == set(PYTHON_ROOMS)
 
 
+def test_pages_list_the_rooms_in_their_order() -> None:
+    rules = re.findall(r"`([^`]* <- [^`]*)`", (ROOT / "CONTRIBUTING.md").read_text())
+    assert [re.findall(r"\w+", rooms) for rooms in rules] == [["csrc", *CPP_ROOMS], [*PYTHON_ROOMS]]
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    table = re.findall(r"^\|([^|]*)\|", page.split("## Rooms")[1].split("\n## ")[0], re.MULTILINE)
+    named = [room for row in table for room in re.findall(r"`(?:csrc/|fold3d/)?(\w+)(?:\.py)?`", row)]
+    assert named == [*CPP_ROOMS, *PYTHON_ROOMS]
+
+
 @pytest.mark.parametrize("folder", CPP_FOLDERS)
 def test_cpp_includes_point_backwards(folder: str) -> None:
     allowed = CPP_FOLDERS[: CPP_FOLDERS.index(folder) + 1]
@@ -322,7 +331,7 @@ def test_files_stay_short() -> None:
 
 def test_rank_arithmetic_stands_in_topology_alone() -> None:
     """Who divides by pp or tp elsewhere will forget an axis when one is added."""
-    divides = re.compile(r"(%|//|divmod\([^()]*,) *(\w+\.)*(pp|tp|num_stages|stages)\b")
+    divides = re.compile(r"(%|//|::|divmod\([^()]*,) *(\w+\.)*(pp|tp|num_stages|stages)\b")
     found = [
         f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
         for path in sorted((ROOT / "fold3d").rglob("*.py"))

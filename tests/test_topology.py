@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from fold3d.topology import AXES, Submesh, Topology, chunks_of, coordinates, num_segments, segment_of, stage_of
+from fold3d.topology import Submesh, Topology, chunks_of, coordinates, num_segments, of_stage, segment_of, stage_of
 
 MESHES = [(1, 1, 1), (2, 3, 1), (3, 2, 2), (1, 4, 2), (2, 1, 4)]
 
@@ -17,7 +17,7 @@ def test_ranks_count_through_the_axes_from_the_innermost(dp: int, pp: int, tp: i
     for rank, place in enumerate(places):
         topology = Topology(dp=dp, pp=pp, tp=tp, rank=rank)
         assert coordinates(rank, pp, tp) == place == (topology.dp_rank, topology.pp_rank, topology.tp_rank)
-        assert coordinates(rank, pp, tp)._fields == AXES
+        assert coordinates(rank, pp, tp)._fields == ("dp", "pp", "tp")
         assert topology.rank_of(*place) == rank
         assert topology.rank_of(place[0], place[1]) == rank  # at its own place on the axis tp
         assert rank in topology.pipeline(place[0]) and rank in topology.replicas(place[1])
@@ -50,6 +50,7 @@ def test_chunks_go_round_the_stages() -> None:
         for chunk in range(chunks):
             assert segment_of(chunk, pp) * pp + stage_of(chunk, pp) == chunk
             assert chunk in chunks_of(stage_of(chunk, pp), chunks, pp)
+            assert of_stage(range(chunks), stage_of(chunk, pp), pp) == chunks_of(stage_of(chunk, pp), chunks, pp)
         assert list(Topology(dp=1, pp=pp, rank=pp - 1).chunks(segments)) == [*range(pp - 1, chunks, pp)]
 
 

@@ -48,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _check(options)
         unshaped = options.loopback or _falls_back()
         wait = _no_wait if unshaped else wait_for_calm
-        about = _about(options, arguments)
+        about = _about(arguments)
         wait()
         about["machine"]["wake_up_s"] = wake_up_s = measure_wake_up_s()  # before there are ranks, once for all of them
         report = _measure(
@@ -141,7 +141,7 @@ def _positive(text: str) -> int:
     return value
 
 
-def _about(options: argparse.Namespace, arguments: Sequence[str] | None) -> dict[str, Any]:
+def _about(arguments: Sequence[str] | None) -> dict[str, Any]:
     return {
         "command": shlex.join([Path(sys.executable).name, "-m", "benchmarks.cluster", *(arguments or sys.argv[1:])]),
         "started": datetime.now(UTC).isoformat(timespec="seconds"),

@@ -115,7 +115,9 @@ def _planned(options: argparse.Namespace, constraints: Constraints) -> tuple[Job
     tried = search_meshes(_meshes(options, layers), layers.job, lambda job: decide(job, constraints, lambda: True))
     print(_mesh_table(tried))
     if tried[0].proposal is None:
-        raise ConfigError("no mesh is possible")
+        raise ConfigError(
+            f"no mesh of {options.world_size} processes is possible; the table says why. Change -w, --tp or --pp"
+        )
     return layers.job(tried[0].mesh), tried[0].proposal
 
 

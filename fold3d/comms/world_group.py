@@ -120,9 +120,9 @@ class WorldGroup:
             raise wrong
         return cast(T, found)
 
-    def barrier(self, *, timeout: float | None = None) -> None:
+    def barrier(self) -> None:
         """Returns when every rank has come."""
-        self.all_reduce(torch.zeros(1), timeout=timeout)
+        self.all_reduce(torch.zeros(1))
 
     def close(self) -> None:
         """Ends the connections."""

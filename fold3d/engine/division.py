@@ -17,11 +17,9 @@ from fold3d.errors import ConfigError
 from fold3d.schedule import Schedule
 from fold3d.stage.micro_batch import Inputs, MicroBatch, ModelCall
 from fold3d.stage.once.buffer_values import BufferValues
-from fold3d.stage.sharded.sub_micro_batches import SubMicroBatch, sub_micro_batches, weights
+from fold3d.stage.sharded.sub_micro_batches import SubMicroBatch, sub_micro_batches, tolerance, weights
 from fold3d.trace.example import part_of, samples_of
 
-_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5}
-_COARSE = 1e-3  # where layers compute in 16 bits
 COMPARED = 3
 """Runs of a comparison: two parts together, and each of them."""
 _Pair = tuple[int, SubMicroBatch, SubMicroBatch]
@@ -136,13 +134,13 @@ class Division:
         found = torch.zeros(COMPARED + 3, dtype=torch.float64)
         if self._pipeline.has_result and all(isinstance(one, Tensor) and one.numel() == 1 for one in results):
             found[:COMPARED] = torch.stack([one.double().reshape(()) for one in results]).cpu()
-            found[-1] = _COARSE if self._in_16_bits() else _TOLERANCE.get(results[0].dtype, _COARSE)
+            found[-1] = tolerance(torch.bfloat16 if self._in_16_bits() else results[0].dtype)
         found[-2], found[-3] = float(buffers.restore()), float(draws)
         self._pipeline.sum_over_replica(found, runs)
-        whole, first, second, drew, changed, tolerance = found.tolist()
+        whole, first, second, drew, changed, allowed = found.tolist()
         if changed:
             self._refuse("its forward changes buffers (statistics of a batch norm are such)")
-        if tolerance == 0.0 or not math.isfinite(whole):  # the step says what is wrong with the loss
+        if allowed == 0.0 or not math.isfinite(whole):  # the step says what is wrong with the loss
             return
         losses = (first, second)  # that of a part without labels may be no number
         sums = {
@@ -151,7 +149,7 @@ class Division:
             if self._may_be(kind)
         }
         errors = {kind: abs(whole - sum(each)) / max(abs(whole), *map(abs, each), 1e-30) for kind, each in sums.items()}
-        kinds = sorted((kind for kind, error in errors.items() if error <= tolerance), key=errors.__getitem__)
+        kinds = sorted((kind for kind, error in errors.items() if error <= allowed), key=errors.__getitem__)
         if not kinds:
             random = "; it draws from Python's or numpy's generator, too" if drew else ""
             self._refuse(

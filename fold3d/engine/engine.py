@@ -68,7 +68,7 @@ class Engine(state.WholeState):
         weights: folder with safetensors for a model on the meta device.
         autocast: the context that `loss_fn` or the model's forward itself puts around the layers, such as
             functools.partial(torch.autocast, "cpu", torch.bfloat16): the planner times layers in it.
-        device: where parameters live; None: this process's CUDA device, or the CPU.
+        device: where parameters live; None: this process's accelerator, or the CPU.
         optimizer_like: where the optimizer is attached later, makes one like it, for the planner to try; None: AdamW.
         compile_options: what torch.compile is given for each block, such as {"mode": "max-autotune"}, not with tp;
             None: blocks are not compiled.

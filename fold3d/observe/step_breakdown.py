@@ -52,12 +52,12 @@ class StepBreakdown:
     hidden_tp_ms: float | None
     """TP.sync under way while the rank waited for none: with `tp_overlap`, one half's under the other's computation."""
     preemptions: int
-    """Chunks of DP.sync that waited for a message of PP.sync."""
+    """Slices of DP.sync that waited for a message of PP.sync."""
     pp_delayed_ms: float
-    """By which chunks of DP.sync that were under way held up messages of PP.sync, all messages together. 0.0 on GPUs:
+    """By which slices of DP.sync that were under way held up messages of PP.sync, all messages together. 0.0 on GPUs:
     for how long NCCL's collectives send, and for how long they wait for another replica, nobody knows apart."""
     dp_held_ms: float
-    """For how long chunks of DP.sync were held back for messages: sending time that DP.sync lost, both rings and
+    """For how long slices of DP.sync were held back for messages: sending time that DP.sync lost, both rings and
     directions together."""
     exposed_offload_ms: float
     """Waiting for stashes to come back from the pool, or for the way there."""

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fold3d.errors import ConfigError
-from fold3d.observe.step_breakdown import TP_SYNC, waits_for_dp_sync
+from fold3d.observe.step_breakdown import NS_PER_MS, TP_SYNC, waits_for_dp_sync
 from fold3d.observe.timeline import (
     CATEGORY,
     LANES,
@@ -25,7 +25,6 @@ from fold3d.topology import coordinates, segment_of
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-MS = 1e6  # nanoseconds
 _LABELS = {
     "tp_sync": "TP.sync",
     "offload": "to the pool",
@@ -102,7 +101,7 @@ def write_picture(
     for label in axes.get_yticklabels():
         label.set_fontsize(9 if label.get_text().startswith("rank") else 7)
     axes.set_ylim(bottom, -_GAP_INCH)
-    axes.set_xlim(0, max(last_ns(events), 1) / MS)
+    axes.set_xlim(0, max(last_ns(events), 1) / NS_PER_MS)
     axes.set_xlabel("milliseconds")
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
@@ -145,7 +144,7 @@ def _colour(event: Event, pp: int) -> tuple[float, float, float]:
 
 def _bars(axes: Axes, events: Sequence[Event], top: float, height: float, pp: int) -> None:
     if events:
-        spans = [(event.start / MS, (event.end - event.start) / MS) for event in events]
+        spans = [(event.start / NS_PER_MS, (event.end - event.start) / NS_PER_MS) for event in events]
         colours = [_colour(event, pp) for event in events]
         # A transfer may be shorter than a pixel; an edge in its own colour keeps it visible.
         edges = "white" if events[0].lane == "compute" else colours
@@ -155,7 +154,11 @@ def _bars(axes: Axes, events: Sequence[Event], top: float, height: float, pp: in
 def _waits(axes: Axes, events: Sequence[Event], top: float, height: float) -> None:
     """Draws them over the row they happen in: a layer waits for its parameters in the middle of a forward."""
     for awaited, colour in reversed(_WAITS.items()):
-        spans = [(event.start / MS, (event.end - event.start) / MS) for event in events if _awaited(event) == awaited]
+        spans = [
+            (event.start / NS_PER_MS, (event.end - event.start) / NS_PER_MS)
+            for event in events
+            if _awaited(event) == awaited
+        ]
         axes.broken_barh(spans, (top, height), facecolors=colour, edgecolors="none", zorder=2)
 
 
@@ -169,7 +172,7 @@ def _numbers(axes: Axes, events: Sequence[Event], place: tuple[float, float], la
     """Writes the micro-batch into each box that is wide enough to read it."""
     for event in events:
         if event.lane == "compute" and event.end - event.start > 0.008 * last:
-            middle = (event.start + event.end) / 2 / MS
+            middle = (event.start + event.end) / 2 / NS_PER_MS
             y, colour = place[0] + place[1] / 2, "black" if event.kind in ("F", "RECOMPUTE") else "white"
             axes.text(middle, y, str(event.micro_batch), ha="center", va="center", fontsize=7, color=colour)
 

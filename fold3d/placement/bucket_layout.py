@@ -15,7 +15,8 @@ from fold3d.placement.reading_modules import ReadingModules
 from fold3d.topology import Submesh, chunks_of
 from fold3d.trace import Trace
 
-_FP32_BYTES = 4
+FP32_BYTES = 4
+"""Of a number of a gradient bucket, whatever the parameter's dtype."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,8 +80,8 @@ def _most_bytes(name: str, parameter: Parameter, placement: ParameterPlacement) 
     """Returns the bytes of the gradient on the rank of a tensor-parallel group that holds most of the parameter."""
     shard = placement.sharding.shard_of(name)
     if shard is None:
-        return _FP32_BYTES * parameter.numel()
-    return max(_FP32_BYTES * math.prod(shard.shape(parameter.shape, rank)) for rank in range(shard.ranks))
+        return FP32_BYTES * parameter.numel()
+    return max(FP32_BYTES * math.prod(shard.shape(parameter.shape, rank)) for rank in range(shard.ranks))
 
 
 def _parts(

@@ -15,7 +15,7 @@ from fold3d.plan.job import Job
 from fold3d.plan.memory.layer_bytes import Activations, LayerBytes, activations_of, with_head_done
 from fold3d.plan.memory.spared import NOTHING, Spared
 from fold3d.plan.strategy import Ranges
-from fold3d.topology import num_segments
+from fold3d.topology import num_segments, of_stage
 from fold3d.trace import Trace
 
 
@@ -56,7 +56,7 @@ class Layout(Work):
 
     def of_stage(self, stage: int, pp: int) -> list[BucketCost]:
         """Returns the stage's buckets in forward order: number 0, 1, ..."""
-        return [bucket for chunk in self.buckets[stage::pp] for bucket in chunk]
+        return [bucket for chunk in of_stage(self.buckets, stage, pp) for bucket in chunk]
 
 
 def layout_of(job: Job, ranges: Ranges, bucket_bytes: int, spared: Spared = NOTHING) -> Layout:

@@ -8,6 +8,7 @@ from fold3d import _C
 from fold3d.errors import ConfigError
 from fold3d.plan.cluster_model import Cluster, Work, cluster_model, fastest_early_gathers
 from fold3d.schedule import parse_action
+from fold3d.topology import of_stage
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -132,7 +133,7 @@ def _most_buckets(work: Work, pp: int, layers_per_bucket: int) -> int:
     counts = [len(buckets) for buckets in work.buckets]
     if not counts:
         counts = [1 if layers_per_bucket == 0 else -(-layers // layers_per_bucket) for layers in work.layers]
-    return max(sum(counts[stage::pp]) for stage in range(pp))
+    return max(sum(of_stage(counts, stage, pp)) for stage in range(pp))
 
 
 def _breakdown(rank: _C.RankBreakdown) -> RankBreakdown:

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from fold3d.placement.bucket_layout import FP32_BYTES
 from fold3d.plan.costs import Profile
 from fold3d.profile.inside import inside_of
 from fold3d.profile.layer_bytes import layer_bytes
@@ -14,7 +15,6 @@ from fold3d.profile.layers import handed_on
 from fold3d.recompute import NOTHING, Recompute
 from fold3d.trace import Trace
 
-_FLOAT = 4  # bytes of a gradient: fp32
 _UPDATE_SECONDS = 7e-12
 """Of AdamW, per byte of gradients: seven tensors of fp32 pass through memory at 1 TB/s."""
 _HOST_UPDATE_SECONDS = 3.5e-10
@@ -50,7 +50,7 @@ def assumed_profile(
         backward=tuple(2 * seconds for seconds in forward),
         layers=layers,
         activation_bytes=tuple(handed),
-        gradient_bytes={name: _FLOAT * p.numel() if p.requires_grad else 0 for name, p in model.named_parameters()},
+        gradient_bytes={name: FP32_BYTES * p.numel() if p.requires_grad else 0 for name, p in model.named_parameters()},
         parameter_bytes=trace.parameter_bytes(model),
         update_seconds=_UPDATE_SECONDS,
         host_update_seconds=_HOST_UPDATE_SECONDS,

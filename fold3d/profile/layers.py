@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
+from fold3d.placement.bucket_layout import FP32_BYTES
 from fold3d.plan.costs import Inside, Profile
 from fold3d.plan.memory.layer_bytes import LayerBytes, estimated
 from fold3d.profile.calls import Call, TensorShape, record_calls
@@ -26,7 +27,6 @@ from fold3d.trace.results.crossing import Value
 
 _log = logging.getLogger(__name__)
 
-_FLOAT = 4  # bytes of a gradient: fp32
 _FALLBACK_SIZE = 256  # of the matrices whose product tells the speed when no block can be run alone
 
 
@@ -86,7 +86,7 @@ def profile_model(
         backward=tuple(layer.backward for layer in complete),
         layers=needs,
         activation_bytes=tuple(handed),
-        gradient_bytes={name: _FLOAT * p.numel() if p.requires_grad else 0 for name, p in model.named_parameters()},
+        gradient_bytes={name: FP32_BYTES * p.numel() if p.requires_grad else 0 for name, p in model.named_parameters()},
         parameter_bytes=trace.parameter_bytes(model),
         update_seconds=update.seconds,
         host_update_seconds=update.host_seconds,

@@ -13,8 +13,8 @@ from torch.optim import Optimizer
 
 from fold3d import _C
 from fold3d.device import is_accelerator
+from fold3d.placement.bucket_layout import FP32_BYTES
 
-_FLOAT = 4  # bytes of a gradient: fp32
 _SAMPLE = (1024, 1024)  # floats; a matrix, since some optimizers take nothing else
 _RUNS = 3
 _SEVERAL = 4
@@ -99,7 +99,7 @@ def _timed(make: Make, device: torch.device) -> tuple[float, float]:
         float(parameter.detach()[0, 0])  # waits for the device
         times.append(time.perf_counter() - begin)
     tensors = [value for value in optimizer.state.get(parameter, {}).values() if isinstance(value, torch.Tensor)]
-    size = _FLOAT * parameter.numel()
+    size = FP32_BYTES * parameter.numel()
     return median(times[1:]) / size, sum(t.numel() * t.element_size() for t in tensors) / size
 
 
@@ -108,7 +108,7 @@ def _workspace(make: Make, device: torch.device, count: int) -> float:
     parameters = [_parameter(device) for _ in range(count)]
     optimizer = make(parameters)
     optimizer.step()  # makes the state
-    size = _FLOAT * parameters[0].numel()
+    size = FP32_BYTES * parameters[0].numel()
     if is_accelerator(device):
         torch.accelerator.reset_peak_memory_stats(device)
         before = torch.accelerator.memory_allocated(device)

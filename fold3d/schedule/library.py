@@ -90,7 +90,6 @@ def lower(
     offload: Sequence[bool] = (),
     offload_share: float = 1.0,
     prefetch_distance: int = 2,
-    lazy: bool | None = None,
 ) -> _C.Schedule:
     """Returns the schedule with SEND and RECV, and if `reduce` REDUCE_GRAD after each chunk's last backward.
 
@@ -98,18 +97,18 @@ def lower(
         recompute: of every chunk whether it keeps no graph between forward and backward: RECOMPUTE makes it again.
             Where a backward follows its own forward the graph stays. Empty: no chunk.
         offload: of every chunk whether its stashes leave the device: OFFLOAD after their forward, PREFETCH before their
-            first use, unless that comes soon. Empty: no chunk.
+            first use, unless that comes soon. Empty: no chunk. Where one does, what a chunk takes from another one, and
+            does not use soon, waits in the pool, too: OFFLOAD_F after the forward that made it on the same rank,
+            PREFETCH_F before its use; OFFLOAD_B, PREFETCH_B for gradients. What a message brings lands in the pool
+            (Fold3D V-C).
         offload_share: of the micro-batches for which they do, spread evenly over them, in (0, 1].
         prefetch_distance: compute actions of the rank that a stash comes back ahead of its use; two, since copies the
             other way may be in its way.
-        lazy: what a chunk takes from another one, and does not use soon, waits in the pool: OFFLOAD_F after the forward
-            that made it on the same rank, PREFETCH_F before its use; OFFLOAD_B, PREFETCH_B for gradients. What a
-            message brings lands in the pool (Fold3D V-C). None: where stashes leave.
     Raises: ConfigError, with the grid, if the schedule is not valid.
     """
     with _config_errors():
-        moves = any(offload) if lazy is None else lazy
-        return _C.lower(schedule, reduce, list(recompute), list(offload), prefetch_distance, moves, offload_share)
+        lazy = any(offload)
+        return _C.lower(schedule, reduce, list(recompute), list(offload), prefetch_distance, lazy, offload_share)
 
 
 def validate_room(

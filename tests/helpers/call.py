@@ -15,8 +15,6 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-
 
 def reference(target: str | Callable[..., Any]) -> str:
     """Returns "module:function" for `target`, the only form that crosses a process border.

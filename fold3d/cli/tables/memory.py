@@ -28,18 +28,18 @@ def table(curves: Sequence[StageMemory]) -> str:
     return "\n".join(lines)
 
 
-def sparkline(points: Sequence[tuple[int, int]], end: int, most: int, width: int = _WIDTH) -> str:
-    """Returns the highest value in each of `width` equal parts of the time, as bars from 0 to `most`.
+def sparkline(points: Sequence[tuple[int, int]], end: int, most: int) -> str:
+    """Returns the highest value in each of _WIDTH equal parts of the time, as bars from 0 to `most`.
 
     Args:
         points: (time, value from then on), by time.
         end: of the time, which begins at 0.
     """
-    highest = [0] * width
+    highest = [0] * _WIDTH
     for number, (time, value) in enumerate(points):
         until = points[number + 1][0] if number + 1 < len(points) else end
-        first = min(width - 1, width * time // max(1, end))
-        last = min(width - 1, max(first, (width * until - 1) // max(1, end)))
+        first = min(_WIDTH - 1, _WIDTH * time // max(1, end))
+        last = min(_WIDTH - 1, max(first, (_WIDTH * until - 1) // max(1, end)))
         for column in range(first, last + 1):
             highest[column] = max(highest[column], value)
     return "".join(_LEVELS[min(len(_LEVELS) - 1, len(_LEVELS) * value // max(1, most))] for value in highest)

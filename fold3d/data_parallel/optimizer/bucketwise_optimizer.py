@@ -102,9 +102,7 @@ class BucketwiseOptimizer:
                         f"{name} got other memory after the engine was built (.data was assigned, or .to() called); "
                         "change weights in place, or make a new Engine"
                     )
-        count = len(self._optimizer.param_groups)
-        if any(len(part.twin.param_groups) != count for part in self.parts):
-            raise ConfigError("a parameter group was added after the optimizer was attached; make a new Engine")
+        check_groups(self._optimizer, self.parts)
 
     def collect_state(self) -> None:
         """Fills the optimizer's state with what the replicas hold in parts; all replicas call. See `split_state`."""
@@ -162,6 +160,17 @@ def parts_of(
         BucketOptimizer(optimizer, one, sharded=part, copies=copies, kernel=kernel)
         for one, part, copies in zip(held, sharded, host_copies(held, turns), strict=True)
     ]
+
+
+def check_groups(optimizer: Optimizer, parts: Sequence[BucketOptimizer]) -> None:
+    """Raises ConfigError when the optimizer has other groups than `parts` were made with."""
+    count = len(optimizer.param_groups)
+    known = next((len(part.twin.param_groups) for part in parts if len(part.twin.param_groups) != count), count)
+    if known != count:
+        raise ConfigError(
+            f"a parameter group was added after the optimizer was attached: it has {count}, and had {known}; make a "
+            "new Engine"
+        )
 
 
 def _shard_gradients(bucket: Bucket) -> dict[int, Tensor]:

@@ -11,8 +11,7 @@ from torch.optim import Optimizer
 
 from fold3d.data_parallel.bucket import Piece
 from fold3d.data_parallel.optimizer.bucket_optimizer import Settings
-from fold3d.data_parallel.optimizer.bucketwise_optimizer import parts_of
-from fold3d.errors import ConfigError
+from fold3d.data_parallel.optimizer.bucketwise_optimizer import check_groups, parts_of
 
 _PART_BYTES = 16 << 20
 """Parameters of so many bytes travel together: enough for the full speed of a copy, few for the slots."""
@@ -58,8 +57,7 @@ class HostSteps:
         Returns: what it has taken.
         Raises: ConfigError when groups are not what the optimizer was attached with.
         """
-        if any(len(part.twin.param_groups) != len(self._optimizer.param_groups) for part in self._parts):
-            raise ConfigError("a parameter group was added after the optimizer was attached; make a new Engine")
+        check_groups(self._optimizer, self._parts)
         settings = Settings.of(self._optimizer, 1.0)
         taken = [(parameter, parameter.grad) for parameter in self.parameters if parameter.grad is not None]
         gradients = {

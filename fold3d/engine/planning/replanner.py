@@ -29,7 +29,7 @@ from fold3d.plan.space.dp_sync import gradient_share
 from fold3d.plan.strategy import Strategy
 from fold3d.profile.network_probe import probe_network
 from fold3d.schedule import Kind, Schedule, parse_action
-from fold3d.topology import Topology, stage_of
+from fold3d.topology import Topology, of_stage, stage_of
 
 logger = logging.getLogger(__name__)
 
@@ -257,7 +257,7 @@ class Replanner:
         )
         if copy_rates := [share["copy_rate"] for share in shares if share["copy_rate"] > 0]:
             cluster = replace(cluster, copy_bandwidth=min(copy_rates))
-        modes = [[mode for mine in buckets[s :: schedule.pp] for _, mode in mine] for s in range(schedule.pp)]
+        modes = [[mode for mine in of_stage(buckets, s, schedule.pp) for _, mode in mine] for s in range(schedule.pp)]
         expected = plan_gathers(schedule, work, cluster, modes).longer_by(other_ms)
         logger.info("measured %.1f ms a step, predicted %.1f ms", longest, expected.step_ms)
         gathers = expected.gather_order if any(expected.gather_order) else ()
@@ -326,7 +326,7 @@ def _spread_waits(
     waits: list[tuple[float, float]] = []
     for chunk, (first, end) in enumerate(strategy.ranges):
         stage = stage_of(chunk, schedule.pp)
-        blocks = sum(b - a for a, b in strategy.ranges[stage :: schedule.pp])
+        blocks = sum(b - a for a, b in of_stage(strategy.ranges, stage, schedule.pp))
         mine = (per_stage[stage] or 0.0) * ((end - first) / blocks if blocks else 0.0) / schedule.micro_batches
         share = min(_MOST_WAITING, mine / (forward[chunk] + backward[chunk]))
         waits.append((share * forward[chunk], share * backward[chunk]))

@@ -24,6 +24,7 @@ from fold3d.plan.space.tp_overlap import KNOB
 from fold3d.plan.space.tp_times import traffic
 from fold3d.plan.strategy import Strategy
 from fold3d.sharding.plan import ShardingPlan
+from fold3d.topology import of_stage
 from fold3d.trace import Trace
 from fold3d.trace.example import synthetic_example
 
@@ -153,7 +154,7 @@ def _seconds(job: Job, strategy: Strategy, way: str) -> tuple[float, float]:
     layout = layout_of(KNOB.costs(job, way), strategy.ranges, strategy.bucket_bytes)
     both = [a + b for a, b in zip(layout.forward, layout.backward, strict=True)]
     waits = [a + b for a, b in zip(layout.forward_tp, layout.backward_tp, strict=True)]
-    stages = [(sum(both[stage :: job.pp]), sum(waits[stage :: job.pp])) for stage in range(job.pp)]
+    stages = [(sum(of_stage(both, stage, job.pp)), sum(of_stage(waits, stage, job.pp))) for stage in range(job.pp)]
     spent, waited = max(stages)
     return job.micro_batches * spent, job.micro_batches * waited
 
@@ -166,5 +167,5 @@ def _bytes(job: Job, strategy: Strategy) -> int:
         for forward, backward in zip(profile.tp_forward, profile.tp_backward, strict=True)
     ]
     chunks = [sum(of_layer[lo + (c > 0) : hi + 1 + (c == last)]) for c, (lo, hi) in enumerate(strategy.ranges)]
-    most = max(sum(chunks[stage :: job.pp]) for stage in range(job.pp))
+    most = max(sum(of_stage(chunks, stage, job.pp)) for stage in range(job.pp))
     return round(job.micro_batches * most)

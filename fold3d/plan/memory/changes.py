@@ -24,6 +24,8 @@ from fold3d.recompute import Recompute
 
 _LESS = 0.98
 """Of the memory: what saves less is no help."""
+_NAMED = 3
+"""Changes that a message has room for."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,7 +42,7 @@ class Change:
         return f"{self.setting}: {text_of_bytes(self.bytes)}, a step takes {100 * self.slower:+.0f} %"
 
 
-def cheapest_changes(job: Job, strategy: Strategy, count: int = 3) -> list[Change]:
+def cheapest_changes(job: Job, strategy: Strategy, count: int = _NAMED) -> list[Change]:
     """Returns the changes of one setting with which the fullest rank needs less, the fastest first.
 
     Args:
@@ -65,7 +67,7 @@ def cheapest_changes(job: Job, strategy: Strategy, count: int = 3) -> list[Chang
     return sorted(found, key=lambda change: change.slower)[:count]
 
 
-def usual_changes(strategy: Strategy, dp: int, *, pool_is_elsewhere: bool, divides: bool, count: int = 3) -> list[str]:
+def usual_changes(strategy: Strategy, dp: int, *, pool_is_elsewhere: bool, divides: bool) -> list[str]:
     """Returns what usually helps, the cheapest first, and how to know what it costs; for where no job was planned.
 
     Args:
@@ -84,7 +86,7 @@ def usual_changes(strategy: Strategy, dp: int, *, pool_is_elsewhere: bool, divid
         found.append('segments=1, schedule="1f1b": fewer micro-batches are under way at once')
     if not divides:
         found.append("micro_batch_size=1: a sample of a micro-batch after the other")
-    return [*found[:count], 'memory_limit (such as "8GB"): has all of this planned, and says what it costs']
+    return [*found[:_NAMED], 'memory_limit (such as "8GB"): has all of this planned, and says what it costs']
 
 
 def predicted_curves(job: Job, strategy: Strategy) -> list[_C.StageMemory]:

@@ -11,7 +11,7 @@ from fold3d.plan.cluster_model import Cluster, Work, cluster_model
 from fold3d.plan.job import Job
 from fold3d.plan.layout import Layout
 from fold3d.plan.strategy import Modes
-from fold3d.topology import stage_of
+from fold3d.topology import of_stage, stage_of
 
 StageMemory = _C.StageMemory
 USES: tuple[str, ...] = tuple(_C.memory_use_names())
@@ -89,7 +89,7 @@ def _workspace(job: Job, layout: Layout, modes: Modes, stage: int) -> int:
     ]
     most = sum(at_once) if job.dp == 1 else max(at_once, default=0)  # several replicas step bucket by bucket
     if not job.profile.updates_together:
-        most = min(most, max(layout.largest_gradient[stage :: job.pp]))
+        most = min(most, max(of_stage(layout.largest_gradient, stage, job.pp)))
     return round(job.profile.update_bytes * most)
 
 
@@ -136,7 +136,7 @@ def even_stashes(work: Work, pp: int, saved: int, recompute: Sequence[bool]) -> 
 
 
 def _even_shares(work: Work, pp: int, saved: int) -> list[int]:
-    mine = sum(work.layers[::pp])
+    mine = sum(of_stage(work.layers, 0, pp))
     return [saved * layers // mine for layers in work.layers]
 
 

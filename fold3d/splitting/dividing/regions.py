@@ -80,7 +80,7 @@ def _region_of(sink: str, sites: Mapping[str, Site], reach: Reach, group: int) -
                 if not reason or reason == _ONE_UNIT:
                     reason = _too_few(units.count, group)
                 continue
-            return _divide(units, attempt, sites, reach, group, reason), ""
+            return _divide(units, attempt, reach, group, reason), ""
     return None, reason or "what feeds it is also needed elsewhere"
 
 
@@ -163,9 +163,7 @@ def _pieces(site: str, found: list[Atom], rows: tuple[str, ...]) -> list[_Piece]
     return [_Piece(site, group, sum(found[k].end - found[k].first for k in group)) for group in chosen]
 
 
-def _divide(
-    units: Units, attempt: _Attempt, sites: Mapping[str, Site], reach: Reach, group: int, instead: str
-) -> Region:
+def _divide(units: Units, attempt: _Attempt, reach: Reach, group: int, instead: str) -> Region:
     per_rank = units.count // group
     region = Region(units, per_rank, instead=instead)
     ranks = {row: unit // per_rank for row, unit in units.rows.items()}

@@ -15,6 +15,8 @@ from fold3d.trace.labels import IGNORED
 
 Weights = tuple[float, ...]
 """By which the losses of the sub-micro-batches are multiplied before they are added."""
+_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5}
+_COARSE = 1e-3  # of 16-bit floats
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +47,12 @@ def sub_micro_batches(whole: MicroBatch, most: int = 2) -> list[SubMicroBatch] |
 
     parts = min(most, samples)
     return [part(*even_part(samples, parts, number)) for number in range(parts)]
+
+
+def tolerance(dtype: torch.dtype) -> float:
+    """Returns by which part of the largest value results of parts may differ from the whole's, of layers that compute
+    in `dtype`: sums have another order."""
+    return _TOLERANCE.get(dtype, _COARSE)
 
 
 def divide(tensor: Tensor, parts: Sequence[SubMicroBatch]) -> Sequence[Tensor]:

@@ -15,7 +15,7 @@ from fold3d import seeding
 from fold3d.device import library_rng_state, same_library_rng_state, set_library_rng_state
 from fold3d.stage.micro_batch import MicroBatch
 from fold3d.stage.once.buffer_values import BufferValues
-from fold3d.stage.sharded.sub_micro_batches import SubMicroBatch, divide, sub_micro_batches, weights
+from fold3d.stage.sharded.sub_micro_batches import SubMicroBatch, divide, sub_micro_batches, tolerance, weights
 from fold3d.stage.split_model import SplitModel
 from fold3d.stage.whole_model import WholeModel
 from fold3d.tensor_parallel.partial_draws import RedrawError
@@ -26,9 +26,6 @@ logger = logging.getLogger(__name__)
 
 Result = tuple[list[Tensor], Any]
 """The tensors for the next chunk, and what the last chunk's call returned."""
-
-_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5}
-_COARSE = 1e-3  # of 16-bit floats
 
 
 class SubPipeline:
@@ -191,8 +188,7 @@ def _close(found: Tensor, expected: Tensor) -> bool:
     if not expected.is_floating_point():
         return torch.equal(found, expected)
     largest = expected.abs().max() if expected.numel() else torch.zeros(())
-    tolerance = _TOLERANCE.get(expected.dtype, _COARSE)
-    return bool(((found - expected).abs() <= tolerance * largest).all() or torch.equal(found, expected))
+    return bool(((found - expected).abs() <= tolerance(expected.dtype) * largest).all() or torch.equal(found, expected))
 
 
 def _device(model: nn.Module) -> torch.device:

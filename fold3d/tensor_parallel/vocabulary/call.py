@@ -69,13 +69,13 @@ def functions(names: str) -> Iterator[Callable[..., Any]]:
                 yield found
 
 
-def over_vocabulary(call: Call, position: int = 1) -> tuple[ColumnParallel, int]:
+def over_vocabulary(call: Call) -> tuple[ColumnParallel, int]:
     """Returns the tensor and its vocabulary's dimension, of a function along this dimension.
 
     Raises: NeedsWhole when it is along another one.
     """
     logits = call.subject()
-    dim = call.argument(position, "dim", call.kwargs.get("axis"))
+    dim = call.argument(1, "dim", call.kwargs.get("axis"))
     if isinstance(dim, (tuple, list)) and len(dim) == 1:
         (dim,) = dim
     if not isinstance(dim, int) or dim not in (
