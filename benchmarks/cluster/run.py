@@ -174,7 +174,7 @@ def _measure(
         return _measure_grid(options, hosts_of, session_on)
     if options.offload:
         return _measure_offload(options, hosts_of, session_on)
-    scenario = SCENARIOS[options.latency or options.scenario or "A"]
+    scenario = _scenario(options, options.latency or options.scenario or "A")
     effort = _effort(options, repetitions=3, steps=scenario.steps)
     if options.latency:
         link = Link(rate_mbit=scenario.rate_mbit, burst_s=LATENCY_BURST_S)
@@ -188,7 +188,6 @@ def _measure(
     if options.without_dp_sync:
         name = f"{scenario.name}, no gradients"
         scenario = replace(scenario, name=name, title="the pipeline alone", gradient_bytes=0)
-    scenario = scenario.thinned(options.thin).slowed(options.slow)
     entries = [find_systems(name, scenario) for name in _names(options)]
     device = "sim" if any(system.device == "sim" for entry in entries for system in entry) else "cpu"
     with hosts_of(scenario) as hosts, session_on(hosts, scenario.ranks, device=device) as session:
@@ -200,7 +199,7 @@ def _measure(
 def _measure_offload(
     options: argparse.Namespace, hosts_of: Callable[..., Hosts], session_on: Callable[..., Session]
 ) -> OffloadReport:
-    scenario = SCENARIOS[options.offload].thinned(options.thin).slowed(options.slow)
+    scenario = _scenario(options, options.offload)
     effort = _effort(options, repetitions=3, steps=scenario.steps)
     with hosts_of(scenario) as hosts, session_on(hosts, scenario.ranks) as session:
         report = OffloadReport(scenario=scenario, network=hosts.description, shaped=hosts.shaped)
@@ -214,12 +213,16 @@ def _measure_grid(
     effort = _effort(options, repetitions=1, steps=3)
     report = GridReport()
     for base in options.grid or GRID:
-        scenario = SCENARIOS[base].thinned(options.thin).slowed(options.slow)
+        scenario = _scenario(options, base)
         with hosts_of(scenario) as hosts, session_on(hosts, scenario.ranks) as session:
             report.networks[base] = hosts.description
             report.shaped = hosts.shaped
             measure_grid(report, base, scenario, session, effort)
     return report
+
+
+def _scenario(options: argparse.Namespace, name: str) -> Scenario:
+    return SCENARIOS[name].thinned(options.thin).slowed(options.slow)
 
 
 def _effort(options: argparse.Namespace, *, repetitions: int, steps: int) -> Effort:

@@ -58,7 +58,10 @@ class Pipeline:
         # Summed in fp64: many small shares add up to one number that is compared over layouts.
         loss = torch.zeros((), dtype=torch.float64)
         if self.has_result:
-            loss = torch.stack([value.double().reshape(()) for value in losses]).sum().cpu()
+            on_device = torch.stack([value.double().reshape(()) for value in losses]).sum()
+            # Whoever waits for this rank should hear that it meets nobody yet.
+            with self._progress.during(f"waiting for what its own device computes in {self._progress.doing}"):
+                loss = on_device.cpu()
         return self._meet(loss, micro_batches).to(torch.get_default_dtype())
 
     def sum_over_replica(self, values: torch.Tensor, micro_batches: Sequence[MicroBatch]) -> torch.Tensor:

@@ -31,6 +31,8 @@ COMPUTE_MS = 400.0
 AGREEMENTS = 5
 """Collectives until the replicas have agreed on a speed."""
 MOST_REDUCES = 1000
+SLOW_NETWORK = 100e6
+"""Bytes per second, at which the message takes a third of a second."""
 
 
 class Seen(TypedDict):
@@ -49,6 +51,21 @@ class Seen(TypedDict):
     held_ns: int
 
 
+class Arrived(TypedDict):
+    """By the rank that receives the message."""
+
+    announced_early: bool
+    """Its arbiter heard of the message before the sender's device had the data."""
+    early: int
+    """Buckets that were summed while the message was launched on both sides and not ready."""
+    held_early: int
+    """Slices of theirs that this rank held back."""
+    announced: int
+    """Messages that its arbiter heard of in all."""
+    held: int
+    """Slices that it held back."""
+
+
 class _Stage:
     """What the executor runs instead of a part of a model."""
 
@@ -60,9 +77,10 @@ class _Stage:
     def forward(self, _: int, received: list[torch.Tensor]) -> tuple[list[torch.Tensor], None]:
         """Returns the message, whose data the device has later."""
         if received:
-            return [received[0] + 1], None
-        sim.sleep(self.compute_ms)
-        message = torch.full((MESSAGE,), self.compute_ms, device=DEVICE)
+            message = received[0] + 1
+        else:
+            sim.sleep(self.compute_ms)
+            message = torch.full((MESSAGE,), self.compute_ms, device=DEVICE)
         self.ready.record()  # type: ignore[no-untyped-call]
         self.launched.set()
         return [message], None
@@ -180,6 +198,47 @@ def _send(one: _Rank) -> Seen:
     )
 
 
+def slices_and_an_arrival() -> Arrived | None:
+    """Buckets are summed while a message is launched on both sides, its data comes, and it travels over a network that
+    is slow enough to see it. Returns what its receiver saw."""
+    one = _Rank()
+    for _ in range(2):
+        one.run()
+    for _ in range(AGREEMENTS):
+        one.reduce()
+    torch.accelerator.synchronize()
+    dist.barrier()
+    one.stage.compute_ms = COMPUTE_MS
+    messages, held = one.arbiter.counters()["messages"], _held(one)[0]
+    early = held_early = 0
+    announced_early = False
+    one.stage.launched.clear()
+    with sim.network(SLOW_NETWORK):
+        thread = threading.Thread(target=one.run)
+        thread.start()
+        if one.rank == 0:
+            assert one.stage.launched.wait(TIMEOUT)
+        for _ in range(MOST_REDUCES):
+            one.reduce()
+            is_announced = _says(one.arbiter.counters()["messages"] > messages, 1)
+            is_ready = _says(one.stage.ready.query(), 0)  # type: ignore[no-untyped-call]
+            announced_early = announced_early or (is_announced and not is_ready)
+            if not is_announced:
+                early, held_early = early + 1, _held(one)[0] - held
+            if _says(one.stage.launched.is_set() and one.stage.ready.query(), 1):  # type: ignore[no-untyped-call]
+                break  # it is there
+        torch.accelerator.synchronize()
+    thread.join(TIMEOUT)
+    assert not thread.is_alive()
+    counted = one.arbiter.counters()["messages"] - messages
+    found = _held(one)[0] - held
+    dist.barrier()
+    one.close()
+    if one.rank == 0:
+        return None
+    return Arrived(announced_early=announced_early, early=early, held_early=held_early, announced=counted, held=found)
+
+
 def _held(one: _Rank) -> tuple[int, int]:
     counters = one.arbiter.counters()
     return counters["preemptions"], counters["held_ns"]
@@ -187,8 +246,13 @@ def _held(one: _Rank) -> tuple[int, int]:
 
 def _goes_on(said: bool = False) -> bool:
     """Returns what rank 0 says."""
-    word = torch.tensor([said])
-    dist.broadcast(word, 0)
+    return _says(said, 0)
+
+
+def _says(what: bool, rank: int) -> bool:
+    """Returns what that rank says."""
+    word = torch.tensor([what])
+    dist.broadcast(word, rank)
     return bool(word.item())
 
 

@@ -21,6 +21,13 @@ def test_a_message_holds_slices_back_from_when_it_is_ready_and_dp_sync_goes_on(s
     assert seen["late"] > 2, "which it still was when buckets were summed"
 
 
+def test_slices_are_held_back_where_a_message_arrives_from_when_it_is_ready(sim_ranks: RankPool) -> None:
+    _, seen = sim_ranks.run(f"{PREEMPTION}:slices_and_an_arrival", 2, timeout=150.0)
+    assert seen["early"] > 0 and seen["held_early"] == 0, "it was launched, and not ready"
+    assert seen["announced"] == 1 and not seen["announced_early"]
+    assert seen["held"] > 0, "this rank sends no message itself"
+
+
 @pytest.mark.rotating
 def test_a_message_that_counts_from_its_launch_is_noticed(sim_ranks: RankPool) -> None:
     seen, _ = sim_ranks.run(f"{PREEMPTION}:slices_and_a_message", 2, forgets=True, timeout=150.0)

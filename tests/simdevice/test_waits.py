@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from tests.dist import late_jobs as late
+from tests.dist.test_failure_late import check_that_it_goes_on, check_that_it_is_named
 from tests.helpers.ranks import RankPool
 
 WAITS = "tests.simdevice.waits"
@@ -33,3 +35,19 @@ def test_who_waits_for_another_replica_says_so_within_the_limit(
     ):
         assert part in text, text
     assert LIMIT <= seconds < LIMIT + 3 * COMPUTE
+
+
+def test_training_goes_on_after_a_long_backward(sim_ranks: RankPool) -> None:
+    seconds = [late.COMPUTE, late.COMPUTE + late.SKEW]
+    check_that_it_goes_on(sim_ranks.run(f"{WAITS}:train", 2, seconds, dp=2, dp_sync="zero1", timeout=late.RUN))
+
+
+@pytest.mark.parametrize(
+    ("hangs", "computed"),
+    [("host", 0.0), ("device", late.COMPUTE)],
+    ids=["a host, at once", "a device, after computing for longer than the limit"],
+)
+def test_training_ends_where_a_replica_hangs(hangs: str, computed: float, sim_ranks: RankPool) -> None:
+    seconds = [computed, computed + late.HANG]
+    found = sim_ranks.run(f"{WAITS}:train", 2, seconds, hangs=hangs, dp=2, dp_sync="zero1", timeout=late.RUN)
+    check_that_it_is_named(found, computed)

@@ -1,4 +1,5 @@
-"""Two replicas whose devices compute for long, or never come, and what the wait for a bucket's sum makes of it."""
+"""Two replicas whose devices compute for long, or never come, and what is made of it: by the wait for a bucket's sum,
+and by the engine."""
 
 from __future__ import annotations
 
@@ -14,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from fold3d import _C
+from tests.dist import late_jobs
 from tests.simdevice import sim
 
 DEVICE = torch.device("sim", 0)
@@ -22,6 +24,21 @@ LIMIT = 0.5
 COMPUTE_MS = 1500.0
 """Longer than that."""
 ELEMENTS = 1 << 12
+
+
+def train(seconds: list[float], *, hangs: str = "", **settings: Any) -> dict[str, Any]:
+    """As `late_jobs.train`; the device computes for so long, and the host is ahead of it.
+
+    Args:
+        hangs: "host": what replica 1 takes longer than replica 0 it takes before it launches anything.
+    """
+
+    def pause(mine: float) -> None:
+        if hangs == "host":
+            time.sleep(mine - seconds[0])
+        sim.sleep(1e3 * (seconds[0] if hangs == "host" else mine))
+
+    return late_jobs.train(seconds, pause, **settings)
 
 
 @contextlib.contextmanager

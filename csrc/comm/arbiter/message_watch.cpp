@@ -12,8 +12,6 @@
 namespace fold3d::comm {
 namespace {
 
-using Direction = NicArbiter::Direction;
-
 /// Between two looks at most: of the slices of a millisecond hardly one more leaves before a message that is ready.
 constexpr std::chrono::microseconds kLongestPause{500};
 
@@ -40,7 +38,7 @@ MessageWatch::~MessageWatch() {
   changed_.notify_one();
   thread_.join();
   for (const Line& line : lines_) {
-    if (line.is_pending) arbiter_->message_ends(Direction::kSend);
+    if (line.is_pending) arbiter_->message_ends(line.transits.front().direction);
   }
 }
 
@@ -70,6 +68,11 @@ void MessageWatch::loop() {
   }
 }
 
+void MessageWatch::begins(const Transit& transit) {
+  arbiter_->message_begins(transit.direction, transit.bytes);
+  if (transit.when_ready) transit.when_ready();
+}
+
 /// Returns whether anything came. Without the lock where the device is asked. Others only add to the end of the line,
 /// so its first ones stay where they are.
 bool MessageWatch::look(Line& line, std::unique_lock<std::mutex>& lock) {
@@ -79,15 +82,15 @@ bool MessageWatch::look(Line& line, std::unique_lock<std::mutex>& lock) {
     const Transit* const second = line.transits.size() > 1 ? &line.transits[1] : nullptr;
     lock.unlock();
     if (!line.is_pending && holds(first.is_ready)) {
-      arbiter_->message_begins(Direction::kSend, first.bytes);
+      begins(first);
       line.is_pending = is_news = true;
     }
     const bool is_through = line.is_pending && holds(first.is_through);
     if (is_through) {
       // Before the other ends, so that no slice finds a gap between the two.
       line.is_pending = second != nullptr && holds(second->is_ready);
-      if (line.is_pending) arbiter_->message_begins(Direction::kSend, second->bytes);
-      arbiter_->message_ends(Direction::kSend);
+      if (line.is_pending) begins(*second);
+      arbiter_->message_ends(first.direction);
     }
     lock.lock();
     if (!is_through) return is_news;

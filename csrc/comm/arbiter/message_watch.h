@@ -13,19 +13,21 @@
 
 namespace fold3d::comm {
 
-/// Tells the arbiter of messages that a device sends by itself, long after the host told it to: a message is pending
-/// from the moment its data is there until it is through, whenever it was launched. A thread looks; nobody waits for
-/// it. Thread-safe.
+/// Tells the arbiter of messages that a device sends or receives by itself, long after the host told it to: a message
+/// is pending from the moment its data is there, at its sender, until it is through, whenever it was launched. A thread
+/// looks; nobody waits for it. Thread-safe.
 class MessageWatch {
  public:
-  /// A message that was launched, or a tensor of one. Both calls return at once and come from the watch's thread; what
-  /// one throws counts as true: whoever waits for the device hears of its errors.
+  /// A message that was launched, or a tensor of one. All calls return at once and come from the watch's thread; what
+  /// a question throws counts as true: whoever waits for the device hears of its errors.
   struct Transit {
+    NicArbiter::Direction direction = NicArbiter::Direction::kSend;
     std::size_t bytes = 0;
-    std::function<bool()> is_ready;    ///< the device has its data
-    std::function<bool()> is_through;  ///< it has left, or failed
+    std::function<bool()> is_ready;         ///< the sender's device has its data
+    std::function<bool()> is_through;       ///< it has left or arrived, or failed
+    std::function<void()> when_ready = {};  ///< called once, when it was found ready
   };
-  static constexpr std::size_t kLines = 2;
+  static constexpr std::size_t kLines = 4;
 
   explicit MessageWatch(std::shared_ptr<NicArbiter> arbiter);
   /// Ends the thread; what is pending ends with it.
@@ -45,6 +47,7 @@ class MessageWatch {
 
   void loop();
   bool look(Line& line, std::unique_lock<std::mutex>& lock);
+  void begins(const Transit& transit);
 
   const std::shared_ptr<NicArbiter> arbiter_;
   std::mutex mutex_;

@@ -146,9 +146,20 @@ std::int64_t NicArbiter::hold_message(Direction direction) {
 }
 
 std::int64_t NicArbiter::hold(Direction direction, Traffic traffic, std::int64_t limit_ns) {
-  const Held held = hold_for(
+  return hold_slice(
       {.kinds = {tensors_of(direction), kind_of(direction), kReduces}, .count = traffic == Traffic::kGather ? 3u : 2u},
       limit_ns);
+}
+
+std::int64_t NicArbiter::hold_both_ways(Traffic traffic, std::int64_t limit_ns) {
+  constexpr Direction kSend = Direction::kSend, kReceive = Direction::kReceive;
+  return hold_slice({.kinds = {tensors_of(kSend), tensors_of(kReceive), kind_of(kSend), kind_of(kReceive), kReduces},
+                     .count = traffic == Traffic::kGather ? 5u : 4u},
+                    limit_ns);
+}
+
+std::int64_t NicArbiter::hold_slice(const Urgency& urgency, std::int64_t limit_ns) {
+  const Held held = hold_for(urgency, limit_ns);
   if (held.ns == 0) return 0;
   (held.for_urgent ? preemptions_ : yields_).fetch_add(1, std::memory_order_relaxed);
   held_ns_.fetch_add(held.ns, std::memory_order_relaxed);

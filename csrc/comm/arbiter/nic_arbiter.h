@@ -77,6 +77,8 @@ class NicArbiter {
   /// Blocks until a slice of `traffic` may go, for at most `limit_ns`; returns the nanoseconds it was held. An atomic
   /// load for each kind of more urgent traffic when none is pending.
   std::int64_t hold(Direction direction, Traffic traffic, std::int64_t limit_ns = kUnlimited);
+  /// The same for a slice that is sent and received in one, as a library's collectives are.
+  std::int64_t hold_both_ways(Traffic traffic, std::int64_t limit_ns = kUnlimited);
 
   /// A slice was under way from `start_ns` to `end_ns`. Only counts what messages waited for it.
   void passed(Direction direction, std::int64_t start_ns, std::int64_t end_ns) noexcept;
@@ -114,7 +116,7 @@ class NicArbiter {
 
   /// What traffic waits for.
   struct Urgency {
-    std::array<std::size_t, 3> kinds = {};  // the most urgent first
+    std::array<std::size_t, kNumKinds> kinds = {};  // the most urgent first
     std::size_t count = 0;
   };
   /// How a hold went.
@@ -132,6 +134,7 @@ class NicArbiter {
   std::int64_t start_ns(std::int64_t ready_ns, std::size_t kind) const;
   int pending(std::size_t kind) const;
   Held hold_for(const Urgency& urgency, std::int64_t limit_ns);
+  std::int64_t hold_slice(const Urgency& urgency, std::int64_t limit_ns);
 
   const core::HoldRule rule_;
   const bool preempt_;

@@ -250,7 +250,7 @@ void C10dCollectives::run_slice(const comm::Collective& collective, const at::Te
   const at::Tensor part = shards.narrow(1, offset, length);
   const std::int64_t bytes = (options_.size - 1) * length * static_cast<std::int64_t>(collective.wire_bytes());
   if (uses_card_) {
-    arbiter_->hold(NicArbiter::Direction::kSend, options_.traffic, core::SliceRule::longest_hold_ns(bytes, agreed_));
+    arbiter_->hold_both_ways(options_.traffic, core::SliceRule::longest_hold_ns(bytes, agreed_));
   }
   check();
   const bool in_place = !staging.defined();
@@ -287,16 +287,14 @@ void C10dCollectives::run_slice(const comm::Collective& collective, const at::Te
 /// Returns when the device has passed the mark before which it waits for nothing but what this rank computes, or the
 /// stream was stopped. Without a limit of its own: no other rank is late, and those that wait for this one say so.
 void C10dCollectives::await_own_rank(const DeviceEvent& mark) {
-  if (!mark.query()) {
+  bool is_passed = mark.query();
+  if (!is_passed) {
     waits_for_own_rank_ = true;
     const comm::PollPeriod period;
-    while (!mark.query()) {
-      if (is_stopped()) return;
-      std::this_thread::sleep_for(period.next());
-    }
+    while (!(is_passed = mark.query()) && !is_stopped()) std::this_thread::sleep_for(period.next());
     waits_for_own_rank_ = false;
   }
-  mark.synchronize();  // some libraries say here what went wrong
+  if (is_passed) mark.synchronize();  // some libraries say here what went wrong
 }
 
 /// Returns when the device has passed the mark, to which all replicas have to come.

@@ -91,15 +91,31 @@ void C10dTransport::send(comm::Channel channel, int peer_stage, std::shared_ptr<
   ends(line, source.bytes());
   line.under_way.push_back({.buffer = std::move(buffer)});
   line.under_way.back().done->record(line.stream);
-  if (watch_ && core::uses_card(hosts_, stage_, peer_stage)) watch(channel, line.under_way.back());
+  if (is_watched(peer_stage)) watch_send(channel, peer_stage, line.under_way.back());
 }
 
-/// The host is ahead of the device: the card is wanted from when the data is there.
-void C10dTransport::watch(comm::Channel channel, const Transfer& transfer) {
+/// The host is ahead of the device: the cards, this one and the receiver's, are wanted from when the data is there.
+void C10dTransport::watch_send(comm::Channel channel, int peer_stage, const Transfer& transfer) {
+  Line& line = sends(channel);
+  if (!line.words) line.words = std::make_unique<MessageWords>(line.group, /*sends=*/true);
   watch_->push(channel == comm::Channel::kForward ? 0 : 1,
-               {.bytes = transfer.buffer->bytes(),
+               {.direction = comm::NicArbiter::Direction::kSend,
+                .bytes = transfer.buffer->bytes(),
                 .is_ready = [buffer = transfer.buffer] { return as_tensor(buffer).ready().query(); },
-                .is_through = [done = transfer.done] { return done->query(); }});
+                .is_through = [done = transfer.done] { return done->query(); },
+                .when_ready = [words = line.words.get(), peer = line.peer(peer_stage)] { words->push(peer); }});
+}
+
+/// The device waits for its sender in the kernel that receives, and does not say when that has come.
+void C10dTransport::watch_recv(comm::Channel channel, int peer_stage, std::size_t bytes,
+                               std::shared_ptr<DeviceEvent> done) {
+  Line& line = receives(channel);
+  if (!line.words) line.words = std::make_unique<MessageWords>(line.group, /*sends=*/false);
+  watch_->push(channel == comm::Channel::kForward ? 2 : 3,
+               {.direction = comm::NicArbiter::Direction::kReceive,
+                .bytes = bytes,
+                .is_ready = [word = line.words->push(line.peer(peer_stage))] { return word->load(); },
+                .is_through = [done = std::move(done)] { return done->query(); }});
 }
 
 void C10dTransport::recv(comm::Channel channel, int peer_stage, std::shared_ptr<comm::Buffer> buffer) {
@@ -113,8 +129,9 @@ void C10dTransport::recv(comm::Channel channel, int peer_stage, std::shared_ptr<
     begin_recv(line, peer_stage, target.tensor())->wait();
     ends(line, target.bytes());
     target.ready().record(line.stream);
-    line.under_way.resize(1);
-    line.under_way.front().done->record(line.stream);
+    line.under_way.clear();
+    line.under_way.emplace_back().done->record(line.stream);
+    if (is_watched(peer_stage)) watch_recv(channel, peer_stage, target.bytes(), line.under_way.back().done);
     return;
   }
   // It lands in host memory: the library brings it as far as the device.
@@ -124,9 +141,10 @@ void C10dTransport::recv(comm::Channel channel, int peer_stage, std::shared_ptr<
   ends(line, target.bytes());
   const c10::NoGradGuard no_grad;
   at::Tensor(target.tensor()).copy_(staging, /*non_blocking=*/true);
-  DeviceEvent done;
-  done.record(line.stream);
-  done.synchronize();
+  const auto done = std::make_shared<DeviceEvent>();
+  done->record(line.stream);
+  if (is_watched(peer_stage)) watch_recv(channel, peer_stage, target.bytes(), done);
+  done->synchronize();
   works_.check();  // what was aborted ends, too, with anything in its memory
 }
 

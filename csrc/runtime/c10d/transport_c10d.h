@@ -15,6 +15,7 @@
 #include "core/network/hosts.h"
 #include "runtime/c10d/abortable_works.h"
 #include "runtime/c10d/message_times.h"
+#include "runtime/c10d/message_words.h"
 #include "runtime/device/device.h"
 #include "runtime/device/stream_clock.h"
 
@@ -39,8 +40,8 @@ class C10dTransport final : public comm::Transport {
  public:
   /// Resolves the groups by name; an empty name stands for a group that is not used. Throws c10::Error when one does
   /// not exist. `clock`: of the device.
-  /// `watch`: hears of what is sent by stream to other hosts; null: nobody wants to know. `hosts`: of each stage;
-  /// `stage`: this rank's.
+  /// `watch`: hears of what is sent by stream to other hosts and received from them; null, on all ranks: nobody wants
+  /// to know. `hosts`: of each stage; `stage`: this rank's.
   C10dTransport(const GroupNames& names, c10::Device device, std::shared_ptr<StreamClock> clock,
                 std::unique_ptr<comm::MessageWatch> watch = nullptr, core::Hosts hosts = {}, int stage = 0);
   ~C10dTransport() override;
@@ -72,6 +73,7 @@ class C10dTransport final : public comm::Transport {
     // Of the message under way; the queue's.
     std::optional<comm::Moment> begun = std::nullopt, ended = std::nullopt;
     std::size_t bytes = 0;
+    std::unique_ptr<MessageWords> words = nullptr;  // with another host, once there was one
 
     int peer(int stage) const { return group->getSize() == 2 ? 1 - group->getRank() : stage; }
   };
@@ -83,7 +85,9 @@ class C10dTransport final : public comm::Transport {
   void make_room(Line& line);
   void begins(Line& line);
   void ends(Line& line, std::size_t bytes);
-  void watch(comm::Channel channel, const Transfer& transfer);
+  bool is_watched(int peer_stage) const { return watch_ && core::uses_card(hosts_, stage_, peer_stage); }
+  void watch_send(comm::Channel channel, int peer_stage, const Transfer& transfer);
+  void watch_recv(comm::Channel channel, int peer_stage, std::size_t bytes, std::shared_ptr<DeviceEvent> done);
 
   const c10::Device device_;
   const std::shared_ptr<StreamClock> clock_;
@@ -91,7 +95,7 @@ class C10dTransport final : public comm::Transport {
   const int stage_;
   std::array<Line, 4> lines_;
   AbortableWorks works_;
-  const std::unique_ptr<comm::MessageWatch> watch_;
+  const std::unique_ptr<comm::MessageWatch> watch_;  // last: its thread uses the lines' words
 };
 
 }  // namespace fold3d::runtime

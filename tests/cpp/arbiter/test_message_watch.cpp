@@ -9,6 +9,7 @@
 #include <memory>
 #include <stdexcept>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "comm/arbiter/message_watch.h"
@@ -125,6 +126,53 @@ TEST(MessageWatch, ALineThatWaitsHoldsUpNoOther) {
   EXPECT_TRUE(late.asked_ready);
   EXPECT_FALSE(late.asked_through);
   EXPECT_THROW(watch.push(MessageWatch::kLines, late.transit()), std::out_of_range);
+}
+
+TEST(MessageWatch, AMessageThatArrivesHoldsBackWhatIsReceived) {
+  const auto arbiter = patient_arbiter();
+  Message message;
+  MessageWatch watch(arbiter);
+  MessageWatch::Transit transit = message.transit(100);
+  transit.direction = Direction::kReceive;
+  watch.push(2, std::move(transit));
+  wait_for(message.asked_ready);
+  EXPECT_EQ(arbiter->hold_both_ways(Traffic::kReduce), 0);  // it was not sent yet
+  message.ready = true;
+  wait_for_messages(*arbiter, 1);
+  EXPECT_EQ(arbiter->hold(Direction::kSend, Traffic::kReduce), 0);
+  std::atomic<bool> passed{false};
+  auto slice = std::async(std::launch::async, [&] {
+    arbiter->hold_both_ways(Traffic::kReduce);
+    passed = true;
+  });
+  std::this_thread::sleep_for(20ms);
+  EXPECT_FALSE(passed);
+  message.through = true;
+  slice.get();
+}
+
+TEST(MessageWatch, ItSaysOnceThatAMessageIsReady) {
+  const auto arbiter = patient_arbiter();
+  std::vector<Message> messages(3);
+  std::atomic<int> said{0};
+  MessageWatch watch(arbiter);
+  for (Message& message : messages) {
+    MessageWatch::Transit transit = message.transit();
+    transit.when_ready = [&said] { ++said; };
+    watch.push(0, std::move(transit));
+  }
+  wait_for(messages[0].asked_ready);
+  EXPECT_EQ(said, 0);
+  for (int k = 0; k < 3; ++k) {
+    messages[static_cast<std::size_t>(k)].ready = true;
+    wait_for_messages(*arbiter, k + 1);
+    messages[static_cast<std::size_t>(k)].through = true;
+  }
+  Message last;
+  last.ready = last.through = true;
+  watch.push(0, last.transit());
+  wait_for(last.asked_through);  // all of the line before it are over
+  EXPECT_EQ(said, 3);
 }
 
 TEST(MessageWatch, WhatIsPendingEndsWithIt) {

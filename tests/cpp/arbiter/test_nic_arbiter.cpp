@@ -90,6 +90,31 @@ TEST(NicArbiter, TheDirectionsAreIndependent) {
   EXPECT_EQ(arbiter.hold(Direction::kReceive, Traffic::kGather), 0);
 }
 
+TEST(NicArbiter, ASliceOfACollectiveWaitsForMessagesOfBothDirections) {
+  NicArbiter arbiter("", kPatient);
+  EXPECT_EQ(arbiter.hold_both_ways(Traffic::kGather), 0);
+  for (const Direction direction : {Direction::kSend, Direction::kReceive}) {
+    arbiter.message_begins(direction, 1);
+    EXPECT_GE(arbiter.hold_both_ways(Traffic::kReduce, kShort), kShort);  // no longer than was said
+    std::atomic<bool> ended{false};
+    auto slice = std::async(std::launch::async, [&] {
+      arbiter.hold_both_ways(Traffic::kReduce);
+      return ended.load();
+    });
+    ended.store(true);
+    arbiter.message_ends(direction);
+    EXPECT_TRUE(slice.get());
+    arbiter.tensor_begins(direction, 1);
+    EXPECT_GE(arbiter.hold_both_ways(Traffic::kReduce, kShort), kShort);
+    arbiter.tensor_ends(direction);
+  }
+  EXPECT_EQ(arbiter.counters().yields, 0);
+  arbiter.reduce_begins();
+  EXPECT_EQ(arbiter.hold_both_ways(Traffic::kReduce), 0);
+  EXPECT_GE(arbiter.hold_both_ways(Traffic::kGather, kShort), kShort);
+  EXPECT_EQ(arbiter.counters().yields, 1);
+}
+
 TEST(NicArbiter, GathersYieldToReducesAndReducesToNone) {
   NicArbiter arbiter("", patience(kShort, kForever));
   arbiter.reduce_begins();
