@@ -144,7 +144,7 @@ class CallGuard:
     def _difference(self, model: nn.Module, found: Trace) -> str:
         trace, blocks = self._trace, self._trace.blocks
         if found.blocks != blocks:
-            return "the blocks run in another order"
+            return _other_blocks(blocks, found.blocks)
         for lo, _ in self._ranges[1:]:
             if found.borders[lo]:
                 return f"{found.borders[lo]}, and the cut before block '{blocks[lo]}' lies between"
@@ -156,6 +156,16 @@ class CallGuard:
             if lost:
                 return f"chunk {chunk} would need {sorted(lost)[0]}, which lies on another rank"
         return ""
+
+
+def _other_blocks(cut: Sequence[str], run: Sequence[str]) -> str:
+    """Returns how the blocks that a call runs differ from those that the model is cut between."""
+    always = "all micro-batches must run the same blocks (with an image in each, or in none)"
+    if left_out := [block for block in cut if block not in run]:
+        return f"block '{left_out[0]}' does not run in it, and {always}"
+    if added := [block for block in run if block not in cut]:
+        return f"block '{added[0]}' runs in it, and {always}"
+    return "the blocks run in another order"
 
 
 class _Watch:

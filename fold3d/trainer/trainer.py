@@ -31,7 +31,6 @@ from fold3d.engine.engine import Engine
 from fold3d.errors import ConfigError
 from fold3d.topology import Topology
 from fold3d.trace.example import synthetic_example
-from fold3d.trainer.accelerator import ReplicaAccelerator
 from fold3d.trainer.arguments import TrainingArguments
 from fold3d.trainer.flushing import FlushingHandler
 from fold3d.trainer.logs.parameter_count import counting_parameters
@@ -41,6 +40,7 @@ from fold3d.trainer.overrides import flush_before, gradient_readers, is_overridd
 from fold3d.trainer.preemption import together
 from fold3d.trainer.reader import building_trainer
 from fold3d.trainer.refused import refuse_callbacks, refuse_model
+from fold3d.trainer.replicas.accelerator import ReplicaAccelerator
 from fold3d.trainer.trials.batch_size import needs_smaller_batch, try_again
 from fold3d.trainer.trials.searching import SearchingTrainer
 from fold3d.trainer.waiting import Waiting

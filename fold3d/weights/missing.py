@@ -9,7 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fold3d.errors import MissingWeightsError
 from fold3d.trace.wrappers import whole_shape
@@ -38,7 +40,7 @@ class _Missing(Tensor):
         if func == _DEVICE and (home := _HOME.get()) is not None:
             return home
         try:
-            with torch._C.DisableTorchFunctionSubclass():
+            with torch._C.DisableTorchFunctionSubclass(), _looking_at(args, kwargs):
                 result = func(*args, **(kwargs or {}))
         except (RuntimeError, NotImplementedError, TypeError) as error:
             if "meta" not in str(error).lower() or isinstance(error, MissingWeightsError):
@@ -51,6 +53,36 @@ class _Missing(Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise _refusal(self.weight)
+
+
+class _Mixing(TorchDispatchMode):
+    """Refuses what torch computes from tensors with and without values as if those without changed nothing:
+    `total.add_(weight)` and `loss += weight.pow(2).sum()` leave `total` and `loss` as they are."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        given: list[Any] = [(args, kwargs)]
+        if func._schema.name.startswith("aten::_foreach"):  # each tensor of a list has its own in the other lists
+            given = list(zip(*(one for one in args if isinstance(one, (list, tuple))), strict=False))
+            changed = [_tensors(one)[:1] for one in given]
+        else:
+            changed = [_tensors(result)]
+        for sources, results in zip(map(_tensors, given), changed, strict=True):
+            if {tensor.is_meta for tensor in sources} == {True, False} and not all(t.is_meta for t in results):
+                raise RuntimeError(f"{func} of tensors on meta and elsewhere")
+        return result
+
+
+def _looking_at(args: Any, kwargs: Any) -> contextlib.AbstractContextManager[Any]:
+    """Returns a context for an operation; one that looks, where it takes values too, but not in the model's forward,
+    which is known to be right on what this process has."""
+    given = _tensors((args, kwargs)) if _HOME.get() is None else []
+    mixes = any(not tensor.is_meta for tensor in given) and not any(isinstance(t, FakeTensor) for t in given)
+    return _Mixing() if mixes else contextlib.nullcontext()
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
 @contextlib.contextmanager

@@ -154,6 +154,29 @@ def test_a_micro_batch_for_which_the_cut_is_wrong_is_refused() -> None:
         chained(ranks, recorded, 2, batch(mask=ragged))
 
 
+class Partly(Skipping):
+    """Leaves out a block for some batches, as models do with a tower where there is no image."""
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None, mask: Tensor | None = None) -> Any:
+        assert mask is not None
+        x = self.embedding(input_ids)
+        for layer in self.layers if mask.all() else list(self.layers)[1:]:
+            x = layer(x)
+        return {"loss": self.head(x).square().mean()}
+
+
+@pytest.mark.parametrize(("first", "reason"), [(True, "does not run in it"), (False, "runs in it")])
+def test_a_micro_batch_that_runs_other_blocks_is_refused(first: bool, reason: str) -> None:
+    full = torch.ones(2, 6, dtype=torch.bool)
+    ragged = full.clone()
+    ragged[1, 3:] = False
+    model, example = built(Partly), batch(mask=full if first else ragged)
+    recorded = trace(model, example=example)
+    ranks = ranks_of(model, recorded, [(0, 2), (2, len(recorded.blocks))], 2)
+    with pytest.raises(SplitError, match=rf"block 'layers\.0' {reason}, and all micro-batches must run the same"):
+        chained(ranks, recorded, 2, batch(mask=ragged if first else full))
+
+
 class Overwriting(Deciding):
     """Looks at what it has written activations into."""
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from fold3d.stage.aside import aside
 from fold3d.topology import Topology
-from fold3d.trainer.accelerator import ReplicaAccelerator
+from fold3d.trainer.replicas.accelerator import ReplicaAccelerator
 
 
 class Nobody:

@@ -10,18 +10,23 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from datasets import Dataset
 from torch import Tensor
+from torch.utils.data import IterableDataset
 
+from tests.helpers import models
 from tests.helpers.ranks import RankPool
 from tests.trainer.jobs import (
     Job,
     Outcome,
     Variant,
+    accuracy,
     assert_same,
     clean,
     collate,
     rows,
     run_fold3d,
+    run_stock,
     stock_arguments,
     trainer_arguments,
 )
@@ -84,10 +89,40 @@ class Lists(Variant):
         return named | {"compute_metrics": lambda found: {"batches": float(len(found.predictions))}}
 
 
+class Equal(IterableDataset[dict[str, Tensor]]):
+    """Samples of one length, without a number: neither training nor evaluation divides them evenly."""
+
+    def __init__(self, count: int) -> None:
+        ids = torch.randint(2, models.VOCABULARY, (count, 7), generator=torch.Generator().manual_seed(count))
+        self.rows = [{"input_ids": row, "labels": row} for row in ids]
+
+    def __iter__(self) -> Any:
+        return iter(self.rows)
+
+
+class Streams(Variant):
+    """A pass ends with one sample for two replicas, and an evaluation with three."""
+
+    def arguments(self, named: dict[str, Any]) -> dict[str, Any]:
+        return named | {"train_dataset": Equal(13), "eval_dataset": Equal(7), "compute_metrics": accuracy}
+
+
+class Files(Variant):
+    """Streams from several files, which processes could read apart: they hold different numbers of samples."""
+
+    def arguments(self, named: dict[str, Any]) -> dict[str, Any]:
+        lists = [{name: value.tolist() for name, value in row.items()} for row in Equal(13).rows]
+        stream = Dataset.from_list(lists).to_iterable_dataset(num_shards=4)
+        data = {"train_dataset": stream.shuffle(seed=1, buffer_size=4), "eval_dataset": stream}
+        return named | data | {"data_collator": transformers.default_data_collator, "compute_metrics": accuracy}
+
+
 CASES: dict[str, tuple[Variant, dict[str, Any]]] = {
     "weighted": (Weighted(), {"remove_unused_columns": False}),
     "guesses": (Guesses(), EVALUATES | {"eval_accumulation_steps": 1}),
     "lists": (Lists(), EVALUATES | {"eval_do_concat_batches": False}),
+    "streams": (Streams(), EVALUATES | {"max_steps": 6}),
+    "files": (Files(), EVALUATES | {"max_steps": 6}),
 }
 
 
@@ -100,3 +135,36 @@ def test_same(ranks: RankPool, tmp_path: Path, name: str) -> None:
     for processes, layout in ((2, {"dp": 2}), (4, {"dp": 2, "pp": 2})):
         ours = ranks.run(run_fold3d, processes, replace(job, folder=str(tmp_path / "ours")), layout)
         assert_same(ours[0], stock, 1e-10)
+
+
+@pytest.mark.rotating
+def test_a_stream_is_taken_up_where_training_stopped(ranks: RankPool, tmp_path: Path) -> None:
+    saved = {"max_steps": 6, "save_strategy": "steps", "save_steps": 2}
+    job = Job(str(tmp_path), variant=Streams(), arguments=saved)
+    whole = ranks.run(run_fold3d, 4, job, {"dp": 2, "pp": 2})[0]
+    resumed = ranks.run(run_fold3d, 4, replace(job, resume=str(tmp_path / "checkpoint-2")), {"dp": 2, "pp": 2})[0]
+    assert_same(resumed, whole, 1e-10)
+
+
+class Ragged(Variant):
+    """Batches that are padded to different lengths, which nothing could put together."""
+
+    def arguments(self, named: dict[str, Any]) -> dict[str, Any]:
+        class Stream(IterableDataset[dict[str, Tensor]]):
+            def __iter__(self) -> Any:
+                return iter(rows(7, seed=4))
+
+        return named | {"eval_dataset": Stream(), "compute_metrics": accuracy}
+
+
+@pytest.mark.parametrize("layout", [{"dp": 2}, {"pp": 2}], ids=str)
+def test_metrics_of_a_stream_count_each_sample_once(ranks: RankPool, tmp_path: Path, layout: dict[str, int]) -> None:
+    """One process evaluates two samples at once, as two replicas do together."""
+    steps = {"max_steps": 1, "include_for_metrics": ["inputs"]}
+    job = Job(str(tmp_path), variant=Ragged(), arguments=steps | {"per_device_eval_batch_size": 2})
+    ours = ranks.run(run_fold3d, 2, job, layout)[0].metrics
+    stock = run_stock(job, replicas=layout.get("dp", 1)).metrics
+    assert {name: ours[name] for name in ("eval_labels", "eval_inputs")} == {
+        name: stock[name] for name in ("eval_labels", "eval_inputs")
+    }
+    assert ours["eval_accuracy"] == pytest.approx(stock["eval_accuracy"], abs=1e-12)

@@ -95,6 +95,38 @@ def test_encoder_decoders_over_processes(ranks: RankPool, kind: str, layout: dic
         assert made == expected
 
 
+def speech_to_text() -> Any:
+    """Returns a model whose parts are models with names of their own for what they take."""
+    from transformers import BertConfig, SpeechEncoderDecoderConfig, SpeechEncoderDecoderModel, Wav2Vec2Config
+
+    sizes = {"hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 24, "vocab_size": 40}
+    sound = Wav2Vec2Config(
+        **sizes, num_hidden_layers=2, conv_dim=(8, 8), conv_kernel=(10, 3), conv_stride=(5, 2), layerdrop=0.0,
+        num_feat_extract_layers=2, num_conv_pos_embeddings=4, num_conv_pos_embedding_groups=2, mask_time_prob=0.0,
+    )  # fmt: skip
+    text = BertConfig(**sizes, num_hidden_layers=2, is_decoder=True, add_cross_attention=True)
+    torch.manual_seed(0)
+    model = SpeechEncoderDecoderModel(SpeechEncoderDecoderConfig.from_encoder_decoder_configs(sound, text)).double()
+    model.config.pad_token_id, model.config.decoder_start_token_id = 0, 1
+    model.generation_config.update(pad_token_id=0, decoder_start_token_id=1, eos_token_id=2)
+    return model
+
+
+def test_an_encoder_with_another_main_input() -> None:
+    """The whole calls its input `inputs`, its encoder `input_values`; two sounds of different lengths."""
+    generator = torch.Generator().manual_seed(1)
+    sound = torch.randn(2, 200, dtype=torch.double, generator=generator)
+    mask = torch.ones(2, 200, dtype=torch.long)
+    mask[1, 140:] = 0
+    given = {"attention_mask": mask, "max_new_tokens": 6, "num_beams": 2}
+    expected = speech_to_text().eval().generate(sound, **given)
+    batch = {"input_values": sound, "attention_mask": mask, "labels": torch.tensor([[5, 6, 7], [8, 9, 10]])}
+    engine = Engine(speech_to_text(), ParallelConfig(micro_batches=1, segments=2), optimizer=SGD, example=batch)
+    assert torch.equal(generate(engine, sound, **given), expected)
+    assert torch.equal(generate(engine, input_values=sound, **given), expected)
+    engine.close()
+
+
 def test_a_generate_of_ones_own_is_refused() -> None:
     """It may call parts of the model."""
     model, batch = stacks.build("whisper")

@@ -58,6 +58,12 @@ def weight(model: nn.Module) -> Any:
         lambda model: torch.zeros(weight(model).shape) + weight(model),
         lambda model: torch.zeros(weight(model).shape).copy_(weight(model)),
         lambda model: torch.nn.utils.parameters_to_vector(model.parameters()),
+        lambda model: torch.zeros(16, 64).mul_(0.9).add_(weight(model).detach(), alpha=0.1),
+        lambda model: torch.tensor(1.0).add_(weight(model).pow(2).sum()),
+        lambda model: torch.zeros(16, 64).addcmul_(weight(model), weight(model)),
+        lambda model: torch.zeros(16, 64).masked_fill(weight(model) > 0, 1.0),
+        lambda model: torch.zeros(16, 64).index_put_((torch.tensor([0]),), weight(model)[:1]),
+        lambda model: torch._foreach_add_([torch.zeros(16, 64)], [weight(model)], alpha=0.1),
     ],
 )
 def test_values_are_refused(model: nn.Module, read: Callable[[nn.Module], Any]) -> None:
@@ -77,6 +83,11 @@ def test_what_needs_no_values_works(model: nn.Module) -> None:
     parameter = weight(model)
     assert isinstance(parameter, MissingWeight) and isinstance(parameter, nn.Parameter) and is_released(parameter)
     assert parameter.shape == (16, 64) and parameter.dtype == torch.float32 and parameter.is_meta
+    own = torch.ones(2)
+    torch._foreach_mul_([own, parameter], 0.5)  # each process does its own
+    assert own.tolist() == [0.5, 0.5]
+    assert torch.zeros(1).expand_as(parameter).shape == parameter.shape
+    assert torch.zeros_like(parameter, device="cpu").abs().sum() == 0
     assert parameter.numel() == 1024 and parameter.grad is None and not parameter.requires_grad and parameter.trainable
     assert parameter.weight == NAME and parameter in set(model.parameters())
     assert "MissingWeight" in repr(parameter)

@@ -131,7 +131,8 @@ class _Encoder:
     def __init__(self, model: Any) -> None:
         encoder = model.get_encoder()
         self.forward = encoder.forward  # transformers looks at its signature
-        self._main = model.main_input_name
+        inner = getattr(model, "encoder", None)  # whose name of the input goes first, in GenerationMixin
+        self._main = getattr(inner, "main_input_name", None) or model.main_input_name
 
     def __call__(self, **inputs: Any) -> BaseModelOutput:
         """Returns the encoder's main input in the place of its output."""

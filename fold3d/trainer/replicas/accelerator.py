@@ -17,6 +17,7 @@ from fold3d.comms.tree_group import TreeGroup
 from fold3d.errors import ConfigError
 from fold3d.stage.aside import is_aside
 from fold3d.topology import Topology
+from fold3d.trainer.replicas.streams import ReplicaStream, is_stream
 
 
 class ReplicaAccelerator(Accelerator):  # type: ignore[misc]
@@ -47,13 +48,11 @@ class ReplicaAccelerator(Accelerator):  # type: ignore[misc]
         accelerator.topology = topology
         accelerator.replicas = accelerator.spread = None
         config = accelerator.dataloader_config
-        if topology.world > 1:
-            if config.dispatch_batches:
-                raise ConfigError(
-                    "accelerator_config.dispatch_batches=True deals batches out by process, but the stages of a "
-                    "replica need the same batch; remove it"
-                )
-            config.dispatch_batches = False
+        if topology.world > 1 and config.dispatch_batches:
+            raise ConfigError(
+                "accelerator_config.dispatch_batches=True deals batches out by process, but the stages of a "
+                "replica need the same batch; remove it"
+            )
         return accelerator
 
     @property
@@ -65,6 +64,16 @@ class ReplicaAccelerator(Accelerator):  # type: ignore[misc]
     def process_index(self) -> int:
         """This rank's replica."""
         return self.topology.dp_rank
+
+    def prepare_data_loader(self, data_loader: Any, *args: Any, **named: Any) -> Any:
+        """Returns `data_loader` for this replica; one without an index deals samples out as it would to processes."""
+        is_prepared = getattr(data_loader, "_is_accelerate_prepared", False)
+        if self.topology.world == 1 or is_prepared or self.dispatch_batches is not None or not is_stream(data_loader):
+            return super().prepare_data_loader(data_loader, *args, **named)
+        settings = {"device": self.device, "non_blocking": self.non_blocking, "split_batches": self.split_batches}
+        stream = ReplicaStream(data_loader, self.topology, **settings)
+        self._dataloaders.append(stream)
+        return stream
 
     def prepare_model(self, model: Any, device_placement: bool | None = None, evaluation_mode: bool = False) -> Any:
         """Returns `model` itself, with autocast around its forward if asked for, never wrapped.
