@@ -19,7 +19,7 @@ def add(subcommands: Any) -> None:
         "doctor",
         help="say what was built and what the machine has, and under torchrun check every pair of ranks",
         description=__doc__,
-        epilog="On all ranks: torchrun ... -m fold3d doctor on each node, with the arguments that torchrun gets in the training.",
+        epilog="Under torchrun: torchrun ... -m fold3d doctor on each node, with its arguments in the training.",
     )
     made.add_argument(
         "--device",

@@ -50,7 +50,7 @@ def host_identity() -> str:
 def address_of_name() -> str:
     """Returns the IPv4 address that this host's own name leads to; "" where it leads nowhere.
 
-    torch's gloo groups tell the other ranks this one where GLOO_SOCKET_IFNAME is not set, and the loopback address where
+    torch's gloo groups tell the other ranks this one where GLOO_SOCKET_IFNAME is not set; the loopback address where
     there is none.
     """
     try:

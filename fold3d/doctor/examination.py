@@ -104,7 +104,8 @@ def _described(ranks: Sequence[Facts]) -> list[str]:
     lines = [
         f"fold3d {first.fold3d}, built for torch {first.built_for} with compiler {first.compiler}; CUDA kernels: "
         + (f"by nvcc {first.nvcc}" if first.nvcc else "none"),
-        f"python {first.python}, torch {first.torch}, transformers {first.transformers}, CUDA {first.cuda or 'none'}, NCCL {first.nccl or 'none'}",
+        f"python {first.python}, torch {first.torch}, transformers {first.transformers}, CUDA {first.cuda or 'none'}, "
+        f"NCCL {first.nccl or 'none'}",
     ]
     for name, members in by_host(ranks).items():
         facts = members[0]

@@ -112,7 +112,7 @@ def test_the_network_matters_between_hosts(changes: dict[str, Any], text: str) -
 
 
 def test_hosts_of_one_name_are_told_apart() -> None:
-    """As of containers that are all called localhost; they were taken for one host, and nothing was said of the network."""
+    """As containers that are all called localhost: taken for one, nothing was said of the network between them."""
     here, there = (replace(CPU, host="localhost", identity=place, own_name="127.0.0.1") for place in "ab")
     assert list(by_host([here, here, there])) == ["localhost (of rank 0)", "localhost (of rank 2)"]
     assert list(by_host([here, here])) == ["localhost"] and advice([here, here]) == []

@@ -116,7 +116,7 @@ def test_a_rank_that_does_not_answer_is_named() -> None:
 
 
 def test_what_to_change_comes_before_what_fails_for_want_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An interface that is not there keeps gloo from connecting: the list of what to change came after that, or never."""
+    """Without its interface gloo does not connect: the list of what to change came after that, or never."""
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nowhere0")
     done = launch(SCRIPT, 2, "short", "-1", timeout=300)
     assert "does not connect to the others over gloo" in done[0].stderr, done.report()
