@@ -21,6 +21,8 @@ GRAPH = "graph"
 Partition = str | Sequence[str]
 """Between which modules a model may be cut: BLOCKS, GRAPH, or the names of the modules."""
 DEFAULT_COMM_TIMEOUT = 300.0
+_MOST_SECONDS = 1e9
+"""Some thirty years, which clocks can still add up."""
 DEFAULT_BUCKET_BYTES = 1 << 20
 TP_WAYS = ("sub", "fused", "none")
 """Ways to run layers whose ranks communicate: in sub-micro-batches that take turns, with matrix products next to a
@@ -162,8 +164,8 @@ class ParallelConfig:
         divides = self.micro_batch_size is not None
         if isinstance(self.group_size, int) and self.group_size > self.micro_batches and not divides:
             raise ConfigError(
-                f"group_size={self.group_size} is more than micro_batches={self.micro_batches} and would act like it; "
-                "lower group_size, or leave it out"
+                f"group_size={self.group_size} is more than micro_batches={self.micro_batches} (of the Trainer: "
+                "gradient_accumulation_steps) and would act like it; lower group_size, or leave it out"
             )
         self._check_tp_plan()
         if self.tp_overlap not in (AUTO, *TP_WAYS):
@@ -191,10 +193,13 @@ class ParallelConfig:
         for name in ("preempt", "offload_optimizer"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name}={getattr(self, name)!r}: must be True or False")
-        if self.comm_timeout is not None and not self.comm_timeout > 0:
-            raise ConfigError(f"comm_timeout={self.comm_timeout}: must be a positive number of seconds")
-        if self.patience is not None and not self.patience > 0:
-            raise ConfigError(f"patience={self.patience}: must be a positive number of seconds")
+        for name in ("comm_timeout", "patience"):
+            seconds = getattr(self, name)
+            is_number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
+            if seconds is not None and not (is_number and 0 < seconds <= _MOST_SECONDS):
+                raise ConfigError(
+                    f"{name}={seconds!r}: must be a positive number of seconds, {_MOST_SECONDS:g} at most"
+                )
         if not self.blocks:
             raise ConfigError('blocks="": name the ModuleList that holds the blocks, or leave it at "auto"')
         object.__setattr__(self, "partition", parse_partition("partition", self.partition))

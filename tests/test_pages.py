@@ -218,7 +218,7 @@ def test_the_script_for_slurm_runs(tmp_path: Path) -> None:
     for name, text in SLURM.items():
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
-    settings = {"SLURM_NNODES": "2", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "node[0-1]"}
+    settings = {"SLURM_NNODES": "2", "SLURM_JOB_NODELIST": "node[0-1]"}
     path = f"{tmp_path}:{Path(sys.executable).parent}:{os.environ['PATH']}"
     done = subprocess.run(
         ["bash", "-c", script],

@@ -19,11 +19,18 @@ def add(subcommands: Any) -> None:
         "doctor",
         help="say what was built and what the machine has, and under torchrun check every pair of ranks",
         description=__doc__,
-        epilog="torchrun --nproc-per-node 4 -m fold3d doctor   # on each node, with the arguments of the training",
+        epilog="Under torchrun: torchrun ... -m fold3d doctor on each node, with its arguments in the training.",
     )
-    made.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="whose memory travels")
-    made.add_argument("--size", type=float, default=16.0, metavar="MB", help="of a message, a copy, a sum")
-    made.add_argument("--timeout", type=float, default=60.0, metavar="SECONDS", help="that a rank is waited for")
+    made.add_argument(
+        "--device",
+        choices=("auto", "cpu", "cuda"),
+        default="auto",
+        help="whose memory travels, default auto: GPUs where there are any",
+    )
+    made.add_argument("--size", type=float, default=16.0, metavar="MB", help="of a message, a copy, a sum, default 16")
+    made.add_argument(
+        "--timeout", type=float, default=60.0, metavar="SECONDS", help="that a rank is waited for, default 60"
+    )
     made.set_defaults(run=run)
 
 

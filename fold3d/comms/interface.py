@@ -1,4 +1,4 @@
-"""This rank's network interface: the address where it can be reached, and the cards nearest to its device."""
+"""This rank's network interface: its host, the address where it can be reached, the cards nearest to its device."""
 
 from __future__ import annotations
 
@@ -37,6 +37,26 @@ def local_address() -> str:
             return "127.0.0.1"
         probe.connect((master, int(os.environ.get("MASTER_PORT", "1")) or 1))  # a datagram socket: sends nothing
         return str(probe.getsockname()[0])
+
+
+def host_identity() -> str:
+    """Returns what ranks with the same network card have in common: the running system and its network namespace."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    system = boot.read_text().strip() if boot.exists() else os.uname().nodename
+    namespace = Path("/proc/self/ns/net")
+    return f"{system} {os.stat(namespace).st_ino if namespace.exists() else 0}"
+
+
+def address_of_name() -> str:
+    """Returns the IPv4 address that this host's own name leads to; "" where it leads nowhere.
+
+    torch's gloo groups tell the other ranks this one where GLOO_SOCKET_IFNAME is not set; the loopback address where
+    there is none.
+    """
+    try:
+        return socket.gethostbyname(socket.gethostname())
+    except OSError:
+        return ""
 
 
 def nearest_cards(device: torch.device, sysfs: Path = SYSFS) -> str:

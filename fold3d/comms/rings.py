@@ -5,16 +5,15 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
 import secrets
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from fold3d import _C
 from fold3d.comms.groups import Groups
+from fold3d.comms.interface import host_identity as _host_identity
 from fold3d.comms.interface import local_address, nearest_cards
 from fold3d.comms.world_group import WorldGroup
 from fold3d.topology import Topology
@@ -196,11 +195,3 @@ def join_nic_arbiter(
     finally:  # everybody has it, or nobody will need it: the name can go, the memory lives as long as they do
         arbiter.unlink()
     return arbiter
-
-
-def _host_identity() -> str:
-    """Returns what ranks with the same network card have in common: the running system and its network namespace."""
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    system = boot.read_text().strip() if boot.exists() else os.uname().nodename
-    namespace = Path("/proc/self/ns/net")
-    return f"{system} {os.stat(namespace).st_ino if namespace.exists() else 0}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fold3d.doctor.facts import Facts
+from fold3d.doctor.facts import Facts, by_host
 
 _FEW_FILES = 4096
 _SHM_PER_PROCESS = 64 << 20
@@ -32,26 +32,31 @@ class Measured:
         return self.expected is not None and self.gbytes < _ENOUGH * self.expected
 
 
-def advice(ranks: Sequence[Facts], speeds: Sequence[Measured] = ()) -> list[str]:
-    """Returns what to change, the most important first; empty where nothing is wrong.
+def advice(ranks: Sequence[Facts]) -> list[str]:
+    """Returns what to change by the facts, the most important first; empty where nothing is wrong.
 
     Args:
         ranks: of all ranks.
     """
     found = [*_of_the_job(ranks)]
-    for facts in {facts.host: facts for facts in ranks}.values():
-        found += [f"{facts.host}: {text}" for text in _of_host(facts, several=len({f.host for f in ranks}) > 1)]
-    found += [
+    hosts = by_host(ranks)
+    for name, members in hosts.items():
+        found += [f"{name}: {text}" for text in _of_host(members[0], several=len(hosts) > 1)]
+    return found
+
+
+def too_slow(speeds: Sequence[Measured]) -> list[str]:
+    """Returns which speeds are far from what they should be, and where to look."""
+    return [
         f"{one.what}: {one.gbytes:.2f} GB/s, and the hardware should give {one.expected:.2f}; {one.remedy}"
         for one in speeds
         if one.is_slow
     ]
-    return found
 
 
 def _of_the_job(ranks: Sequence[Facts]) -> list[str]:
     found = []
-    for name in ("fold3d", "torch", "python", "cuda", "nccl", "nvcc"):
+    for name in ("fold3d", "torch", "transformers", "python", "cuda", "nccl", "nvcc"):
         values: dict[str, list[int]] = {}
         for rank, facts in enumerate(ranks):
             values.setdefault(str(getattr(facts, name)), []).append(rank)
@@ -117,6 +122,11 @@ def _of_network(facts: Facts, *, several: bool) -> list[str]:
         return found
     if facts.address.startswith("127."):
         found.append(f"other hosts would be told to connect to {facts.address}, which is this host itself; {choose}")
+    elif not facts.interface and (facts.own_name or "127.").startswith("127."):
+        found.append(
+            f"its own name leads to {facts.own_name or 'no address'}, so gloo would tell other hosts to connect to "
+            f"{'it' if facts.own_name else '127.0.0.1'}, which is this host itself; {choose}"
+        )
     elif len(names) > 1 and not facts.interface:
         found.append(f"it has several network cards ({', '.join(names)}), and nobody says which; {choose}")
     if facts.devices and facts.interface and facts.nccl_interface and facts.interface != facts.nccl_interface:

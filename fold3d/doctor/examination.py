@@ -11,9 +11,9 @@ import torch
 
 from fold3d.config import text_of_bytes
 from fold3d.device import default_device, make_current
-from fold3d.doctor.advice import Measured, advice
+from fold3d.doctor.advice import Measured, advice, too_slow
 from fold3d.doctor.exchange import collective_speeds, copy_speeds, meet_pairs, process_group
-from fold3d.doctor.facts import Card, Device, Facts, find_facts
+from fold3d.doctor.facts import Card, Device, Facts, by_host, find_facts, share_host
 from fold3d.doctor.meeting import Meeting
 from fold3d.errors import ConfigError, Fold3dError, RankError
 
@@ -37,6 +37,9 @@ def examine(say: Callable[[str], None], *, device: str, size: int, timeout: floa
     ranks = [_facts(one) for one in meeting.gather("looking at the host", asdict(find_facts()))]
     for line in _described(ranks):
         out(line)
+    todo = advice(ranks)
+    if todo:  # now: where ranks do not reach each other, this says why, and there is no later
+        _list(out, "to change:", todo)
     copies = meeting.gather("copies", copy_speeds(where, size))
     speeds = _of_copies(copies, ranks)
     if meeting.world > 1:
@@ -53,12 +56,19 @@ def examine(say: Callable[[str], None], *, device: str, size: int, timeout: floa
     out("speeds (GB/s; in parentheses what the hardware should give)")
     for one in speeds:
         out(f"  {one.what}: {one.gbytes:.2f}" + (f" ({one.expected:.2f})" if one.expected else ""))
-    todo = advice(ranks, speeds)
-    out("to change:" if todo else "nothing to change")
-    for line in todo:
-        out(f"  - {line}")
+    slow = too_slow(speeds)
+    if slow:
+        _list(out, "also to change:" if todo else "to change:", slow)
+    else:
+        out("nothing else to change" if todo else "nothing to change")
     meeting.leave()
-    return len(todo)
+    return len(todo) + len(slow)
+
+
+def _list(out: Callable[[str], None], heading: str, lines: Sequence[str]) -> None:
+    out(heading)
+    for line in lines:
+        out(f"  - {line}")
 
 
 def _device(name: str) -> torch.device:
@@ -94,17 +104,19 @@ def _described(ranks: Sequence[Facts]) -> list[str]:
     lines = [
         f"fold3d {first.fold3d}, built for torch {first.built_for} with compiler {first.compiler}; CUDA kernels: "
         + (f"by nvcc {first.nvcc}" if first.nvcc else "none"),
-        f"python {first.python}, torch {first.torch}, CUDA {first.cuda or 'none'}, NCCL {first.nccl or 'none'}",
+        f"python {first.python}, torch {first.torch}, transformers {first.transformers}, CUDA {first.cuda or 'none'}, "
+        f"NCCL {first.nccl or 'none'}",
     ]
-    for facts in {facts.host: facts for facts in ranks}.values():
+    for name, members in by_host(ranks).items():
+        facts = members[0]
         cards = ", ".join(f"{card.name} {card.address}" + _speed(card) for card in facts.cards) or "none that is up"
         lines += [
-            f"host {facts.host}: {sum(one.host == facts.host for one in ranks)} rank(s), {facts.cores} cores, "
+            f"host {name}: {len(members)} rank(s), {facts.cores} cores, "
             f"{text_of_bytes(facts.memory)} of memory, {text_of_bytes(facts.available)} of it left",
             f"  devices: {_devices(facts)}",
             f"  network: {cards}; ranks listen at {facts.address}",
             f"  /dev/shm: {text_of_bytes(facts.shm)}, {text_of_bytes(facts.shm_free)} of it left; open files: "
-            f"{_limit(facts.open_files)}; locked memory: {_limit(facts.locked)}",
+            f"{_limit(facts.open_files, str)}; locked memory: {_limit(facts.locked, text_of_bytes)}",
         ]
     return lines
 
@@ -121,8 +133,8 @@ def _speed(card: Card) -> str:
     return "" if card.gbits is None else f" ({card.gbits:g} Gbit/s)"
 
 
-def _limit(value: int) -> str:
-    return "unlimited" if value < 0 else str(value)
+def _limit(value: int, text: Callable[[int], str]) -> str:
+    return "unlimited" if value < 0 else text(value)
 
 
 def _of_copies(copies: Sequence[dict[str, float]], ranks: Sequence[Facts]) -> list[Measured]:
@@ -142,7 +154,7 @@ def _of_pairs(pairs: Sequence[Sequence[tuple[int, float]]], ranks: Sequence[Fact
     remedy = "look at the cable, the switch's port and the card of these hosts (ethtool, ibstat)"
     out = []
     for same, name in ((True, "within a host"), (False, "between hosts")):
-        speeds = {pair: s for pair, s in of_pair.items() if (ranks[pair[0]].host == ranks[pair[1]].host) == same}
+        speeds = {pair: s for pair, s in of_pair.items() if share_host(ranks[pair[0]], ranks[pair[1]]) == same}
         if not speeds:
             continue
         middle = statistics.median(speeds.values())
@@ -155,8 +167,7 @@ def _of_pairs(pairs: Sequence[Sequence[tuple[int, float]]], ranks: Sequence[Fact
 
 
 def _of_collectives(sums: Sequence[dict[str, float]], ranks: Sequence[Facts]) -> list[Measured]:
-    several = len({facts.host for facts in ranks}) > 1
-    expected = _slowest_card(ranks) if several else None
+    expected = _slowest_card(ranks) if len(by_host(ranks)) > 1 else None
     remedy = "set NCCL_DEBUG=INFO and look at which card and which protocol NCCL takes; NCCL_SOCKET_IFNAME names one"
     return [
         Measured(f"{kind}, sent by each rank", min(one[kind] for one in sums), expected, remedy) for kind in sums[0]

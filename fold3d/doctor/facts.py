@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import platform
 import re
 import resource
 import socket
 import subprocess
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +19,7 @@ import torch
 
 import fold3d
 from fold3d import _C
-from fold3d.comms.interface import local_address, socket_interface
+from fold3d.comms.interface import address_of_name, host_identity, local_address, socket_interface
 from fold3d.device import pci_address, processes_of_host
 
 _NET = Path("/sys/class/net")
@@ -51,6 +54,8 @@ class Facts:
     """Of one process. Numbers are bytes unless they say otherwise."""
 
     host: str
+    identity: str
+    """Of the running system and its network: hosts may have the same name."""
     fold3d: str
     python: str
     torch: str
@@ -59,6 +64,7 @@ class Facts:
     compiler: str
     nvcc: str | None
     """None: without CUDA kernels."""
+    transformers: str
     cuda: str | None
     nccl: str | None
     cores: int
@@ -77,6 +83,9 @@ class Facts:
     """That fold3d's connections listen at; or why there is none."""
     interface: str
     """GLOO_SOCKET_IFNAME."""
+    own_name: str
+    """Address that the host's own name leads to, which gloo tells other hosts unless GLOO_SOCKET_IFNAME is set; "" for
+    none, and gloo takes the loopback address."""
     nccl_interface: str
     shm: int
     """/dev/shm as a whole."""
@@ -90,6 +99,23 @@ class Facts:
     threads: int
 
 
+def share_host(one: Facts, other: Facts) -> bool:
+    """Whether two ranks are on one host."""
+    return (one.host, one.identity) == (other.host, other.identity)
+
+
+def by_host(ranks: Sequence[Facts]) -> dict[str, list[Facts]]:
+    """Returns the facts of each host's ranks, by its name; with its first rank behind, where several have one name."""
+    hosts: dict[tuple[str, str], list[int]] = {}
+    for rank, facts in enumerate(ranks):
+        hosts.setdefault((facts.host, facts.identity), []).append(rank)
+    names = Counter(name for name, _ in hosts)
+    return {
+        name if names[name] == 1 else f"{name} (of rank {members[0]})": [ranks[rank] for rank in members]
+        for (name, _), members in hosts.items()
+    }
+
+
 def find_facts() -> Facts:
     """Looks at the software and this host."""
     has_cuda = torch.cuda.is_available()
@@ -101,12 +127,14 @@ def find_facts() -> Facts:
         address = f"none ({error})"
     return Facts(
         host=socket.gethostname(),
+        identity=host_identity(),
         fold3d=fold3d.__version__,
         python=platform.python_version(),
         torch=torch.__version__,
         built_for=str(built["torch"]),
         compiler=str(built["compiler"]),
         nvcc=built["nvcc"],
+        transformers=importlib.metadata.version("transformers"),
         cuda=torch.version.cuda,
         nccl=_nccl() if has_cuda else None,
         cores=len(os.sched_getaffinity(0)),
@@ -120,6 +148,7 @@ def find_facts() -> Facts:
         cards=tuple(_cards()),
         address=address,
         interface=socket_interface(),
+        own_name=address_of_name(),
         nccl_interface=os.environ.get("NCCL_SOCKET_IFNAME", ""),
         shm=shm.f_frsize * shm.f_blocks if shm else 0,
         shm_free=shm.f_frsize * shm.f_bavail if shm else 0,

@@ -233,6 +233,9 @@ class TrainingArguments(transformers.TrainingArguments):
             self.micro_batch_size = _number_or_auto(self.micro_batch_size)
         self.tp_plan = parse_tp_plan("tp_plan", self.tp_plan)
         self.sequence_parallel = _flag_or_auto(self.sequence_parallel)
+        m = self.gradient_accumulation_steps  # by its name here; it is the Engine's micro_batches
+        if not isinstance(m, int) or isinstance(m, bool) or m < 1:
+            raise ConfigError(f"gradient_accumulation_steps={m!r}: must be an integer of at least 1")
         config = self.parallel
         for name in ("bucket_bytes", "memory_limit", "offload_pool", "recompute"):  # as they are understood
             setattr(self, name, getattr(config, name))
@@ -253,8 +256,9 @@ class TrainingArguments(transformers.TrainingArguments):
             raise ConfigError(
                 f"partition={self.partition!r} has no effect with pp=1 and segments=1: the model is not cut; remove it"
             )
-        if self.timeline is not None and self.timeline < 1:
-            raise ConfigError(f"timeline={self.timeline}: must be an optimizer step, the first of which is 1")
+        is_step = isinstance(self.timeline, int) and not isinstance(self.timeline, bool) and self.timeline >= 1
+        if self.timeline is not None and not is_step:
+            raise ConfigError(f"timeline={self.timeline!r}: must be an optimizer step, the first of which is 1")
         if self.timeline is not None and importlib.util.find_spec("matplotlib") is None:
             raise ConfigError(
                 f"timeline={self.timeline} draws a picture with matplotlib, which is not installed: "

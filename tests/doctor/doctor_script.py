@@ -27,7 +27,7 @@ def run(what: str, bad_rank: str) -> int:
     if what == "broken" and is_bad:
         with mock.patch.object(examination, "collective_speeds", broken):
             return main([*ALONE, "--timeout", str(TIMEOUT)])
-    return main([*ALONE, "--timeout", str(TIMEOUT if what != "well" else 120)])
+    return main([*ALONE, "--timeout", str({"well": 120, "short": 4}.get(what, TIMEOUT))])
 
 
 if __name__ == "__main__":

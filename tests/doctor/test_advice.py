@@ -9,19 +9,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fold3d.doctor.advice import Measured, advice
+from fold3d.doctor.advice import Measured, advice, too_slow
 from fold3d.doctor.exchange import rounds
-from fold3d.doctor.facts import Card, Device, Facts, find_facts, nvlinks_of, pcie_speed
+from fold3d.doctor.facts import Card, Device, Facts, by_host, find_facts, nvlinks_of, pcie_speed
 
 ETH, IB = Card("eth0", "10.0.0.1", 25.0), Card("ib0", "10.1.0.1", 200.0)
 CPU = Facts(
     host="node-0",
+    identity="a system and its network",
     fold3d="0.1.0",
     python="3.11.7",
     torch="2.13.0+cpu",
     built_for="2.13.0",
     compiler="12.2.0",
     nvcc=None,
+    transformers="5.23.0",
     cuda=None,
     nccl=None,
     cores=8,
@@ -35,6 +37,7 @@ CPU = Facts(
     cards=(ETH,),
     address="10.0.0.1",
     interface="",
+    own_name="10.0.0.1",
     nccl_interface="",
     shm=8 << 30,
     shm_free=8 << 30,
@@ -93,6 +96,8 @@ def test_each_fault_has_its_remedy(facts: Facts, changes: dict[str, Any], text: 
     ("changes", "text"),
     [
         ({"address": "127.0.1.1"}, "other hosts would be told to connect to 127.0.1.1"),
+        ({"own_name": "127.0.1.1"}, "its own name leads to 127.0.1.1, so gloo would tell other hosts to connect to it"),
+        ({"own_name": ""}, "its own name leads to no address, so gloo would tell other hosts to connect to 127.0.0.1"),
         ({"cards": (ETH, IB)}, "several network cards (eth0, ib0), and nobody says which"),
         ({"interface": "eth0", "nccl_interface": "ib0"}, "gloo takes eth0 and NCCL ib0"),
     ],
@@ -104,6 +109,16 @@ def test_the_network_matters_between_hosts(changes: dict[str, Any], text: str) -
     assert len(said) == 1 and text in said[0] and "node-0" in said[0]
     named = replace(odd, cards=(ETH, IB), interface="eth0", nccl_interface="eth0", address="10.0.0.1")
     assert advice([named, replace(GPU, host="node-1")]) == []
+
+
+def test_hosts_of_one_name_are_told_apart() -> None:
+    """As containers that are all called localhost: taken for one, nothing was said of the network between them."""
+    here, there = (replace(CPU, host="localhost", identity=place, own_name="127.0.0.1") for place in "ab")
+    assert list(by_host([here, here, there])) == ["localhost (of rank 0)", "localhost (of rank 2)"]
+    assert list(by_host([here, here])) == ["localhost"] and advice([here, here]) == []
+    said = advice([here, here, there])
+    assert [text.split(":")[0] for text in said] == ["localhost (of rank 0)", "localhost (of rank 2)"]
+    assert all("export GLOO_SOCKET_IFNAME" in text for text in said)
 
 
 def test_versions_that_differ_are_named_with_their_ranks() -> None:
@@ -119,8 +134,8 @@ def test_versions_that_differ_are_named_with_their_ranks() -> None:
 
 def test_slow_is_less_than_half() -> None:
     fast, slow, unknown = (Measured("copies", speed, of, "look there") for speed, of in ((20, 32), (5, 32), (1, None)))
-    assert advice([CPU], [fast, unknown]) == []
-    assert advice([CPU], [slow]) == ["copies: 5.00 GB/s, and the hardware should give 32.00; look there"]
+    assert too_slow([fast, unknown]) == []
+    assert too_slow([slow, fast]) == ["copies: 5.00 GB/s, and the hardware should give 32.00; look there"]
 
 
 @given(st.integers(1, 40))

@@ -8,6 +8,7 @@ import socket
 from pathlib import Path
 
 import pytest
+import transformers
 
 from fold3d.cli.main import main
 from tests.doctor.doctor_script import ALONE
@@ -33,7 +34,9 @@ def test_alone(capsys: pytest.CaptureFixture[str]) -> None:
     for part in ("CUDA kernels: none", "devices: none but the CPU", "copies, host to host: ", "/dev/shm: "):
         assert part in out
     assert out.splitlines()[-1] == "nothing to change" or "to change:" in out
+    assert f"transformers {transformers.__version__}, " in out
     assert "pairs" not in out
+    assert re.search(r"locked memory: (unlimited|[\d.]+ [kMGT]?B)\n", out)
 
 
 def test_the_page_shows_what_it_prints(capsys: pytest.CaptureFixture[str]) -> None:
@@ -102,6 +105,7 @@ def test_several_ranks() -> None:
     ):
         assert part in out, out
     assert all(one.stdout == "" for one in done[1:]), "rank 0 speaks"
+    assert not any("Warning" in one.stderr for one in done), done.report()
 
 
 def test_a_rank_that_does_not_answer_is_named() -> None:
@@ -109,6 +113,16 @@ def test_a_rank_that_does_not_answer_is_named() -> None:
     for one in done[:2]:
         assert one.returncode == 1, done.report()
         assert re.search(r"rank [\d, ]*2 did not answer within 12 s \(looking at the host\)", one.stderr), done.report()
+
+
+def test_what_to_change_comes_before_what_fails_for_want_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without its interface gloo does not connect: the list of what to change came after that, or never."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nowhere0")
+    done = launch(SCRIPT, 2, "short", "-1", timeout=300)
+    assert "does not connect to the others over gloo" in done[0].stderr, done.report()
+    assert "GLOO_SOCKET_IFNAME=nowhere0 has no IPv4 address" in done[0].stdout, done.report()
+    assert "export GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME, to one of" in done[0].stdout, done.report()
+    assert [one.returncode for one in done] == [1, 1]
 
 
 @pytest.mark.slow
