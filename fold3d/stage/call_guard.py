@@ -74,6 +74,10 @@ class CallGuard:
         """A chunk begins: the model has not been called yet. `only_loss`: see `Arguments`."""
         self._inside, self._calls, self._only_loss = None, 0, only_loss
 
+    def is_inside(self) -> bool:
+        """Whether the model's own forward runs."""
+        return self._inside is not None
+
     def put_aside(self) -> CallState:
         """Returns what the chunk has called so far, for another run of a chunk to begin."""
         state = self._inside, self._calls, self._only_loss
@@ -144,7 +148,7 @@ class CallGuard:
     def _difference(self, model: nn.Module, found: Trace) -> str:
         trace, blocks = self._trace, self._trace.blocks
         if found.blocks != blocks:
-            return _other_blocks(blocks, found.blocks)
+            return other_blocks(blocks, found.blocks)
         for lo, _ in self._ranges[1:]:
             if found.borders[lo]:
                 return f"{found.borders[lo]}, and the cut before block '{blocks[lo]}' lies between"
@@ -158,7 +162,7 @@ class CallGuard:
         return ""
 
 
-def _other_blocks(cut: Sequence[str], run: Sequence[str]) -> str:
+def other_blocks(cut: Sequence[str], run: Sequence[str]) -> str:
     """Returns how the blocks that a call runs differ from those that the model is cut between."""
     always = "all micro-batches must run the same blocks (with an image in each, or in none)"
     if left_out := [block for block in cut if block not in run]:

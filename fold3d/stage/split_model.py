@@ -177,7 +177,7 @@ class SplitModel:
         try:
             self._run = run
             self._slot.begin(run, None)
-            with at_home(run.device):
+            with at_home(run.device, self._guard.is_inside):
                 result = call()
             returned = True
         except ChunkExit as leave:

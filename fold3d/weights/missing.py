@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any
 
@@ -20,6 +20,7 @@ _DEVICE = Tensor.device.__get__
 _HOME: ContextVar[torch.device | None] = ContextVar("home", default=None)
 """Where the model's forward runs, while it does: its code may ask a weight where to put its inputs. Halves of a
 micro-batch take turns in greenlets, and each has a context of its own."""
+_IS_INSIDE: ContextVar[Callable[[], bool]] = ContextVar("is_inside", default=lambda: False)
 _INSTEAD = (
     'The whole model is saved by trainer.save_model() and returned by engine.state_dict()["model"]; every process must '
     "call them"
@@ -76,7 +77,7 @@ class _Mixing(TorchDispatchMode):
 def _looking_at(args: Any, kwargs: Any) -> contextlib.AbstractContextManager[Any]:
     """Returns a context for an operation; one that looks, where it takes values too, but not in the model's forward,
     which is known to be right on what this process has."""
-    given = _tensors((args, kwargs)) if _HOME.get() is None else []
+    given = [] if _IS_INSIDE.get()() else _tensors((args, kwargs))
     mixes = any(not tensor.is_meta for tensor in given) and not any(isinstance(t, FakeTensor) for t in given)
     return _Mixing() if mixes else contextlib.nullcontext()
 
@@ -86,13 +87,17 @@ def _tensors(value: Any) -> list[Tensor]:
 
 
 @contextlib.contextmanager
-def at_home(device: torch.device) -> Iterator[None]:
-    """While the context lasts, missing weights say that they lie on `device`, as they would in a whole model."""
-    before = _HOME.set(device)
+def at_home(device: torch.device, is_inside: Callable[[], bool] = lambda: True) -> Iterator[None]:
+    """While the context lasts, missing weights say that they lie on `device`, as they would in a whole model.
+
+    `is_inside` says whether the model's own forward runs, and not the code around it, such as a loss function's.
+    """
+    before, inside = _HOME.set(device), _IS_INSIDE.set(is_inside)
     try:
         yield
     finally:
         _HOME.reset(before)
+        _IS_INSIDE.reset(inside)
 
 
 class MissingTensor(_Missing):

@@ -233,3 +233,21 @@ def test_experts_in_float32_are_recorded_in_either_form() -> None:
     assert grouped.shapes == batched.shapes
     assert grouped.uses == batched.uses
     assert [cost.flops for cost in grouped.costs] == [cost.flops for cost in batched.costs]
+
+
+@pytest.mark.parametrize(
+    "computed",
+    [
+        lambda model, found: found["loss"].add_(sum(p.pow(2).sum() for p in model.parameters())),
+        lambda model, found: nn.functional.linear(torch.ones(2, 16), model.layers[0].up.weight).sum(),
+    ],
+    ids=["in place", "a layer"],
+)
+def test_a_loss_of_weights_that_lie_elsewhere(computed: Any) -> None:
+    """torch adds nothing, or what lay in memory, where one of the numbers is on meta."""
+    model = plain()
+    recorded = record(model, tokens())
+    first, last = ranks_of(model, recorded, HALVES, 2)
+    borders, _ = first.run(0, lambda: first._model(**tokens()), [], None)
+    with pytest.raises(SplitError, match=r"read a parameter that belongs to another chunk: .* another process"):
+        last.run(1, lambda: computed(last._model, last._model(**tokens())), borders, None)

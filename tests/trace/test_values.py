@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fold3d.errors import TraceError
+from fold3d.stage.call_guard import other_blocks
 from fold3d.trace import Trace, trace
 from fold3d.trace.errors import SplitError
 from tests.trace.chains import assert_equal, chained, ranks_of, whole
@@ -154,27 +156,16 @@ def test_a_micro_batch_for_which_the_cut_is_wrong_is_refused() -> None:
         chained(ranks, recorded, 2, batch(mask=ragged))
 
 
-class Partly(Skipping):
-    """Leaves out a block for some batches, as models do with a tower where there is no image."""
-
-    def forward(self, input_ids: Tensor, labels: Tensor | None = None, mask: Tensor | None = None) -> Any:
-        assert mask is not None
-        x = self.embedding(input_ids)
-        for layer in self.layers if mask.all() else list(self.layers)[1:]:
-            x = layer(x)
-        return {"loss": self.head(x).square().mean()}
-
-
-@pytest.mark.parametrize(("first", "reason"), [(True, "does not run in it"), (False, "runs in it")])
-def test_a_micro_batch_that_runs_other_blocks_is_refused(first: bool, reason: str) -> None:
-    full = torch.ones(2, 6, dtype=torch.bool)
-    ragged = full.clone()
-    ragged[1, 3:] = False
-    model, example = built(Partly), batch(mask=full if first else ragged)
-    recorded = trace(model, example=example)
-    ranks = ranks_of(model, recorded, [(0, 2), (2, len(recorded.blocks))], 2)
-    with pytest.raises(SplitError, match=rf"block 'layers\.0' {reason}, and all micro-batches must run the same"):
-        chained(ranks, recorded, 2, batch(mask=ragged if first else full))
+@pytest.mark.parametrize(
+    ("run", "reason"),
+    [
+        (["text.0", "text.1"], r"block 'image.0' does not run in it, and all micro-batches must run the same"),
+        (["image.0", "text.0", "text.1", "text.2"], r"block 'text.2' runs in it, and all micro-batches must"),
+        (["text.0", "text.1", "image.0"], r"the blocks run in another order"),
+    ],
+)
+def test_the_reason_names_the_first_other_block(run: list[str], reason: str) -> None:
+    assert re.match(reason, other_blocks(["image.0", "text.0", "text.1"], run))
 
 
 class Overwriting(Deciding):
