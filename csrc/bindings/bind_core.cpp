@@ -35,8 +35,7 @@ void bind_action(py::module_& module) {
     kind.value(entry.python_name.data(), entry.kind);
   }
   kind.def_property_readonly("text", [](Kind kind) { return std::string(core::to_string(kind)); })
-      .def_property_readonly("is_compute", [](Kind kind) { return core::is_compute(kind); })
-      .def_property_readonly("is_copy", [](Kind kind) { return core::is_copy(kind); });
+      .def_property_readonly("is_compute", [](Kind kind) { return core::is_compute(kind); });
 
   py::class_<Action>(module, "Action", "One cell of a schedule; immutable, compared by value.")
       .def(py::init([](int chunk, Kind kind, int micro_batch) { return Action{chunk, kind, micro_batch}; }),

@@ -262,6 +262,7 @@ void bind_offload(py::module_& module) {
   py::class_<StashBatch, std::shared_ptr<StashBatch>>(module, "StashBatch", "What one stash saves and moves.")
       .def(py::init([] { return std::make_shared<StashBatch>(std::make_shared<runtime::Staying>()); }))
       .def("save", &StashBatch::save, py::arg("tensor"), "A pack hook of torch.autograd.graph.saved_tensors_hooks.");
+  module.def("least_stash_bytes", [] { return StashBatch::kLeastBytes; }, "Of a tensor that StashBatch.save moves.");
   module.def("unpack_saved", &SavedTensor::tensor, py::arg("saved"),
              "The unpack hook of what StashBatch.save returns.");
   py::class_<OffloadOptions>(module, "OffloadOptions", "How stashes leave the device.")
@@ -283,7 +284,6 @@ void bind_offload(py::module_& module) {
       .def_readonly("device_bytes", &OffloadCounters::device_bytes)
       .def_readonly("device_peak", &OffloadCounters::device_peak)
       .def_readonly("pool_bytes", &OffloadCounters::pool_bytes)
-      .def_readonly("pool_in_use", &OffloadCounters::pool_in_use)
       .def_readonly("pool_peak", &OffloadCounters::pool_peak)
       .def_readonly("late", &OffloadCounters::late);
   module.def("available_host_bytes", &memory::available_host_bytes, "What the host, or the control group, has left.");

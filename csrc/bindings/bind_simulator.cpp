@@ -135,7 +135,6 @@ void bind_step(py::module_& module) {
       .def_readonly("early_gathers", &TrainingStep::early_gathers)
       .def_readonly("preemptions", &TrainingStep::preemptions)
       .def_readonly("longest_message_wait_ns", &TrainingStep::longest_message_wait_ns)
-      .def_readonly("mean_message_wait_ns", &TrainingStep::mean_message_wait_ns)
       .def_readonly("spans", &TrainingStep::spans);
 }
 
@@ -163,13 +162,16 @@ void bind_memory(py::module_& module) {
            py::kw_only(), py::arg("gradients"), py::arg("saved"), py::arg("forward"), py::arg("backward"));
   py::class_<MemoryModel>(module, "MemoryModel", "What the stages of a replica need; immutable.")
       .def(py::init([](std::vector<ChunkBytes> chunks, std::vector<std::int64_t> host, std::vector<std::int64_t> update,
-                       bool gradients_stay, int receive_ahead, std::optional<HeadBytes> head) {
-             return MemoryModel{std::move(chunks), std::move(host), std::move(update),
-                                gradients_stay,    receive_ahead,   head};
+                       bool gradients_stay, std::optional<HeadBytes> head) {
+             return MemoryModel{.chunks = std::move(chunks),
+                                .host = std::move(host),
+                                .update = std::move(update),
+                                .gradients_stay = gradients_stay,
+                                .head = head};
            }),
            py::arg("chunks"), py::kw_only(), py::arg("host") = std::vector<std::int64_t>{},
            py::arg("update") = std::vector<std::int64_t>{}, py::arg("gradients_stay") = true,
-           py::arg("receive_ahead") = 4, py::arg("head") = std::nullopt)
+           py::arg("head") = std::nullopt)
       .def_readonly("chunks", &MemoryModel::chunks);
   py::class_<MemoryPoint>(module, "MemoryPoint", "Bytes of a stage from a moment on.")
       .def_readonly("time_ns", &MemoryPoint::time_ns)

@@ -106,6 +106,9 @@ class PyTensorSync {
 }  // namespace
 
 void bind_tensor_sync(py::module_& module) {
+  module.def(
+      "whole_exchange_bytes", [] { return comm::Exchange::kWholeBytes; },
+      "Up to so many bytes that a rank sends in all, an all-reduce of TP.sync goes round its ring with whole tensors.");
   py::class_<PyTensorSync>(module, "TensorSync",
                            "TP.sync of one rank: the operators torch.ops.fold3d.tp_* find it by the name of its group.")
       .def(py::init<std::string, int, int, std::shared_ptr<comm::NicArbiter>, double, const std::string&,

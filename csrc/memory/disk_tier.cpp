@@ -51,8 +51,7 @@ std::shared_ptr<std::byte> aligned_block(std::size_t bytes) {
 DiskTier::DiskTier(std::size_t bytes, const std::string& folder)
     : bytes_(bytes), folder_(folder), out_(aligned_block(kBlock)), in_(aligned_block(kBlock)) {
   file_ = open_nameless(folder, O_DIRECT);
-  direct_ = file_ >= 0;
-  if (!direct_) file_ = open_nameless(folder, 0);
+  if (file_ < 0) file_ = open_nameless(folder, 0);
   if (file_ < 0) fail(folder, "no file can be made there", errno);
   if (const int error = ::posix_fallocate(file_, 0, static_cast<off_t>(bytes)); error != 0) {
     const std::string free = free_space(folder);

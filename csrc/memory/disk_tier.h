@@ -22,9 +22,6 @@ class DiskTier final : public Tier {
   void write(std::size_t begin, const Pieces& pieces) override;
   void read(std::size_t begin, const Pieces& pieces) override;
 
-  /// Whether reads and writes go past the page cache.
-  bool is_direct() const { return direct_; }
-
  private:
   using Block = std::shared_ptr<std::byte>;  // aligned, kBlock bytes
   static constexpr std::size_t kBlock = std::size_t{4} << 20;
@@ -32,7 +29,6 @@ class DiskTier final : public Tier {
   std::size_t bytes_;
   std::string folder_;
   int file_ = -1;
-  bool direct_ = false;
   Block out_, in_;  // of write() and of read()
 };
 

@@ -23,6 +23,7 @@
 #include "comm/p2p/transport.h"
 #include "core/ir/action.h"
 #include "core/ir/schedule.h"
+#include "core/memory/memory_model.h"
 #include "core/network/hosts.h"
 
 namespace fold3d::comm {
@@ -31,8 +32,8 @@ struct Options {
   core::Shape shape = {};  ///< pp and segments of the run; micro_batches may differ from step to step
   int stage = 0;           ///< this rank's stage, [0, shape.pp)
   std::chrono::milliseconds timeout{300'000};  ///< longest blocking wait (setting comm_timeout), > 0
-  int receive_ahead =
-      4;  ///< messages a receive queue may run beyond the program counter, >= 0; without those that land
+  /// Messages that a receive queue may run beyond the program counter, >= 0; without those that land.
+  int receive_ahead = core::kReceiveAhead;
   std::string name = {};                     ///< how errors call this rank; empty: "stage S"
   core::Hosts hosts = {};                    ///< of each stage
   std::function<void()> while_waiting = {};  ///< called by who waits, every kLook; what it throws ends the wait

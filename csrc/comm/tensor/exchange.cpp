@@ -7,8 +7,6 @@
 namespace fold3d::comm {
 namespace {
 
-constexpr std::size_t kWholeBytes = 64u << 10;  // up to here a journey costs more than its bytes
-
 int wrapped(int rank, int size) { return ((rank % size) + size) % size; }
 
 /// In the parts only that is read.

@@ -59,6 +59,9 @@ class Exchange {
  public:
   enum class Kind : std::uint8_t { kAllReduce, kReduceScatter, kAllGather };
 
+  /// Up to so many bytes that a rank sends in all, an all-reduce goes round whole: a journey costs more than its bytes.
+  static constexpr std::size_t kWholeBytes = 64u << 10;
+
   struct Receipt {
     Piece target;
     Piece own;  ///< combined with what arrives; without memory: what arrives is stored as it is

@@ -30,14 +30,17 @@ struct HeadBytes {
   std::int64_t backward = 0;
 };
 
+/// Messages of one direction that may arrive before a receiver's program comes to them.
+inline constexpr int kReceiveAhead = 4;
+
 /// What the stages of a replica need. `chunks` has Shape::num_chunks() entries.
 struct MemoryModel {
   std::vector<ChunkBytes> chunks;
   std::vector<std::int64_t> host;    ///< by stage: what lies in host memory all the time; empty = nothing
   std::vector<std::int64_t> update;  ///< by stage: what the optimizer's step needs beside its state; empty = nothing
   bool gradients_stay = true;        ///< else they come with a chunk's first backward and go before the next step
-  int receive_ahead = 4;             ///< messages of one direction that may arrive before the program comes to them
-  std::optional<HeadBytes> head{};   ///< none: the head cannot be parted from the body, and logits wait
+  int receive_ahead = kReceiveAhead;
+  std::optional<HeadBytes> head{};  ///< none: the head cannot be parted from the body, and logits wait
 
   /// Throws std::invalid_argument naming what does not fit, or is negative.
   void check(const Shape& shape) const;

@@ -232,7 +232,7 @@ std::vector<CopySpan> Offloader::take_spans() {
 
 OffloadCounters Offloader::counters() const {
   const memory::PoolCounters pool = pool_.counters();
-  return {arena_->bytes, arena_->peak, pool.bytes, pool.in_use, pool.peak, late_};
+  return {arena_->bytes, arena_->peak, pool.bytes, pool.peak, late_};
 }
 
 }  // namespace fold3d::runtime

@@ -39,7 +39,6 @@ struct OffloadCounters {
   std::int64_t device_bytes = 0;  ///< of what moves, on the device now
   std::int64_t device_peak = 0;   ///< the most since the run began
   std::int64_t pool_bytes = 0;    ///< reserved
-  std::int64_t pool_in_use = 0;
   std::int64_t pool_peak = 0;
   std::int64_t late = 0;  ///< copies that somebody waited for, since the run began
 };

@@ -7,8 +7,6 @@
 namespace fold3d::runtime {
 namespace {
 
-/// Less is not worth a transfer.
-constexpr std::ptrdiff_t kStays = 1024;
 /// Parts begin at multiples of it, so that elements of any type stay aligned.
 constexpr std::ptrdiff_t kAligned = 64;
 
@@ -32,7 +30,7 @@ SavedTensor StashBatch::save(const at::Tensor& tensor) {
   const std::ptrdiff_t first = tensor.storage_offset() * size;
   const std::ptrdiff_t begin = first / kAligned * kAligned;
   const std::ptrdiff_t end = first + (last + 1) * size;
-  if (end - begin < kStays) return SavedTensor::staying(tensor);
+  if (end - begin < kLeastBytes) return SavedTensor::staying(tensor);
 
   std::weak_ptr<StashMemory>& known = by_storage_[storage];
   std::shared_ptr<StashMemory> memory = known.lock();

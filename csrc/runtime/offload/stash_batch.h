@@ -24,6 +24,8 @@ using Staying = std::unordered_set<const c10::StorageImpl*>;
 /// the Offloader.
 class StashBatch {
  public:
+  static constexpr std::ptrdiff_t kLeastBytes = 1024;  ///< of a tensor; less is not worth a transfer
+
   explicit StashBatch(std::shared_ptr<const Staying> staying) : staying_(std::move(staying)) {}
 
   /// Keeps what is needed to read `tensor` in the backward. Tensors over the same storage share what moves. It stays

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from fold3d import _C
 from fold3d.config import AUTO, TP_WAYS
 from fold3d.errors import ConfigError
 from fold3d.plan.costs import NetworkCosts, TpExchange
 
-_WHOLE_BYTES = 64 << 10
-"""Up to so many bytes in all, an all-reduce goes round the ring once, with whole tensors (csrc/comm/tensor)."""
-
+_WHOLE_BYTES = _C.whole_exchange_bytes()
 
 FUSED_SHARE = 0.25
 """Of what a region computes, the matrix products next to its borders: of a Llama's attention and MLP together, 4 of 13

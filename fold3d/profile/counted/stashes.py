@@ -20,6 +20,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from fold3d import _C
 from fold3d.placement.recomputed_blocks import recomputed_blocks
 from fold3d.profile.counted.shadow import Shadow, has_memory
 from fold3d.profile.inside import compute_again, modules_of
@@ -29,8 +30,7 @@ from fold3d.sharding.plan import ShardingPlan
 from fold3d.trace import Trace
 from fold3d.trace.results.crossing import Crossings, Value
 
-_STAYS = 1024
-"""Bytes: less is not worth a transfer."""
+_LEAST_BYTES = _C.least_stash_bytes()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -171,7 +171,7 @@ class _Saved:
             end = first + (last + 1) * size
             if self._followed is not None:
                 first, end = (self._followed.bytes_of(key, int(one)) for one in (first, end))
-            if key not in self._staying and end - first >= _STAYS:
+            if key not in self._staying and end - first >= _LEAST_BYTES:
                 self._kept[self._chunk].append((weakref.ref(kept), key, int(first), int(end)))
         return kept
 
@@ -229,4 +229,4 @@ class _Results:
     def bytes_of(self, crossings: Crossings) -> int:
         """Returns the bytes of what crosses one border, of tensors that are worth a transfer."""
         sizes = [self._bytes.get(crossing.values[0], 0) // self._tp for crossing in crossings]
-        return sum(size for size in sizes if size >= _STAYS)
+        return sum(size for size in sizes if size >= _LEAST_BYTES)
