@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from fold3d._C import partition
@@ -62,6 +63,14 @@ class Layout(Work):
 def layout_of(job: Job, ranges: Ranges, bucket_bytes: int, spared: Spared = NOTHING) -> Layout:
     """Returns what the chunks of `ranges` cost, with buckets of at least `bucket_bytes` (cut_buckets).
 
+    Raises: ConfigError when `spared` is said of another number of chunks.
+    """
+    return layouts_of(job, ranges, (bucket_bytes,), spared)[0]
+
+
+def layouts_of(job: Job, ranges: Ranges, sizes_of_buckets: Sequence[int], spared: Spared = NOTHING) -> list[Layout]:
+    """Returns `layout_of` for each size of buckets: nothing but these differ.
+
     Blocks that recompute each by itself are part of their chunk's backward; chunks that recompute as a whole cost what
     they do without: their RECOMPUTE is an action of its own.
 
@@ -74,7 +83,7 @@ def layout_of(job: Job, ranges: Ranges, bucket_bytes: int, spared: Spared = NOTH
             ranges, recomputed_places([end - first for first, end in ranges], job.pp, spared.recompute), strict=True
         )
     ]
-    forward, backward, weights, trained, largest, update, buckets = [], [], [], [], [], [], []
+    forward, backward, weights, trained, largest, update, timed = [], [], [], [], [], [], []
     needs: list[list[LayerBytes]] = []
     sums: list[int] = []  # of TP.sync
     forward_tp: list[float] = []
@@ -95,16 +104,7 @@ def layout_of(job: Job, ranges: Ranges, bucket_bytes: int, spared: Spared = NOTH
         trained.append(sum(profile.parameter_bytes[name] for name in names if profile.gradient_bytes[name]))
         largest.append(max((profile.gradient_bytes[name] for name in names), default=0))
         update.append(sum(sizes) * profile.update_seconds)
-        buckets.append(
-            tuple(
-                BucketCost(
-                    sum(time for time, _ in times[first:end]),
-                    sum(time for _, time in times[first:end]),
-                    sum(sizes[first:end]),
-                )
-                for first, end in cut_buckets(sizes, bucket_bytes)
-            )
-        )
+        timed.append((times, sizes))
     sent = [*(profile.activation_bytes[end - 1] for _, end in ranges[:-1]), 0]
     activations = [activations_of(layers, arriving) for layers, arriving in zip(needs, sent, strict=True)]
     parts = _head_parts(job.trace, ranges)
@@ -119,9 +119,9 @@ def layout_of(job: Job, ranges: Ranges, bucket_bytes: int, spared: Spared = NOTH
             arrives, sums, whole, [*activations[:-1], parted or activations[-1]], strict=True
         )
     ]
-    return Layout(
+    first = Layout(
         ranges=ranges,
-        bucket_bytes=bucket_bytes,
+        bucket_bytes=sizes_of_buckets[0],
         forward=tuple(forward),
         backward=tuple(backward),
         forward_tp=tuple(forward_tp),
@@ -138,7 +138,25 @@ def layout_of(job: Job, ranges: Ranges, bucket_bytes: int, spared: Spared = NOTH
         trainable_bytes=tuple(trained),
         largest_gradient=tuple(largest),
         update=tuple(update),
-        buckets=tuple(buckets),
+        buckets=_buckets(timed, sizes_of_buckets[0]),
+    )
+    return [first, *(replace(first, bucket_bytes=size, buckets=_buckets(timed, size)) for size in sizes_of_buckets[1:])]
+
+
+def _buckets(
+    chunks: Sequence[tuple[Sequence[tuple[float, float]], Sequence[int]]], bucket_bytes: int
+) -> tuple[tuple[BucketCost, ...], ...]:
+    """Returns the buckets of chunks, given their layers' times of a forward and a backward and bytes of gradients."""
+    return tuple(
+        tuple(
+            BucketCost(
+                sum(time for time, _ in times[first:end]),
+                sum(time for _, time in times[first:end]),
+                sum(sizes[first:end]),
+            )
+            for first, end in cut_buckets(sizes, bucket_bytes)
+        )
+        for times, sizes in chunks
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +15,8 @@ from torch.utils._pytree import tree_map, tree_map_only
 from fold3d.trace.arguments import Arguments
 from fold3d.trace.caches.apart import apart_from_caches
 from fold3d.trace.capture import fake_copy
+from fold3d.trace.model_trace import Trace
+from fold3d.trace.repeated.twins import Twins
 from fold3d.trace.values.without_values import WithoutValues
 
 
@@ -45,12 +47,15 @@ def record_calls(
     names: Iterable[str],
     micro_batch: Mapping[str, Any],
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    trace: Trace | None = None,
 ) -> dict[str, Call]:
     """Returns the first call of each module in `names` that ran in a forward of a copy of `model` on fake tensors.
 
     Args:
         micro_batch: keyword arguments of the model's forward; only the shapes of its tensors matter.
         autocast: the context in which the model's forward runs.
+        trace: the model's recording: of equal blocks a few run, and whole numbers among the arguments of a call in
+            another one are those of the one that ran. None: all run.
     Raises: whatever the forward raises on tensors without values.
     """
     mode = WithoutValues()
@@ -59,7 +64,9 @@ def record_calls(
         if getattr(module, "gradient_checkpointing", False):
             setattr(module, "gradient_checkpointing", False)  # noqa: B010 (no Tensor and no Module)
     calls: dict[str, Call] = {}
-    for name in dict.fromkeys(names):
+    wanted = list(dict.fromkeys(names))
+    twins = None if trace is None else Twins(shadow, trace, micro_batch)
+    for name in wanted:
         shadow.get_submodule(name).register_forward_hook(_keep(calls, name), with_kwargs=True)
     with mode:
         kwargs = tree_map_only(Tensor, lambda value: torch.empty(value.shape, dtype=value.dtype), dict(micro_batch))
@@ -69,7 +76,21 @@ def record_calls(
         kwargs.setdefault("use_cache", False)
     with apart_from_caches(shadow), mode, torch.no_grad(), autocast():
         called(**kwargs)
+    if trace is not None and twins is not None:
+        instead = {trace.blocks[block]: trace.blocks[twin] for block, twin in twins.of.items()}
+        for name in wanted:
+            block = next((one for one in _holders(name) if one in instead), None)
+            ran = None if block is None else calls.get(instead[block] + name[len(block) :])
+            if ran is not None:
+                calls.setdefault(name, ran)
     return calls
+
+
+def _holders(name: str) -> Iterator[str]:
+    """Yields a module's name, and those of the modules that it lies in."""
+    while name:
+        yield name
+        name = name.rpartition(".")[0]
 
 
 def _keep(calls: dict[str, Call], name: str) -> Callable[..., None]:

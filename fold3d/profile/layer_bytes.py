@@ -19,9 +19,10 @@ from torch.utils._pytree import tree_leaves
 from fold3d.plan.memory.layer_bytes import LayerBytes
 from fold3d.profile.counted.shadow import Shadow, has_memory
 from fold3d.profile.parts import Parts
-from fold3d.profile.repeated.twins import Twins
 from fold3d.sharding.plan import ShardingPlan
 from fold3d.trace import Trace
+from fold3d.trace.capture import without_values
+from fold3d.trace.repeated.twins import Twins
 
 
 def layer_bytes(
@@ -49,10 +50,9 @@ def layer_bytes(
     Raises: whatever the forward raises on tensors without values.
     """
     shadow = Shadow(model, micro_batch, device)
-    with shadow.mode:
-        for parameter in shadow.model.parameters():
-            if parameter.requires_grad:
-                parameter.grad = torch.zeros_like(parameter)
+    for parameter in shadow.model.parameters():
+        if parameter.requires_grad:
+            parameter.grad = without_values(parameter, shadow.mode, parameter.device)
     prepare(shadow.model)
     twins = Twins(shadow.model, trace, micro_batch)
     counted = _Counted(len(trace.blocks) + 2, Parts(shadow.model, sharding))

@@ -61,7 +61,7 @@ def with_tp_sync(
     calls: dict[str, Call] = {}
     modules = dict(model.named_modules())
     try:
-        calls = record_calls(model, [name for name in wanted if name in modules], micro_batch, autocast)
+        calls = record_calls(model, [name for name in wanted if name in modules], micro_batch, autocast, trace)
     except Exception as error:  # whatever a model raises on tensors without values
         _log.info("TP.sync is taken for as large as what blocks hand on (%s: %s)", type(error).__name__, error)
     forward: list[tuple[TpExchange, ...]] = [()]

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -116,18 +119,35 @@ class Shard:
 
     def copies(self, rank: int) -> list[int]:
         """Returns of each index of a rank's part how many ranks hold it."""
-        held = [0] * self.size
-        for runs in self.parts:
-            for first, end in runs:
-                for index in range(first, end):
-                    held[index] += 1
-        return [held[index] for first, end in self.parts[rank] for index in range(first, end)]
+        counts = [0] * self.size
+        for first, end, count in self._held():
+            counts[first:end] = [count] * (end - first)
+        return [count for first, end in self.parts[rank] for count in counts[first:end]]
 
     @property
     def overlaps(self) -> bool:
         """Whether two ranks hold some of the same indices, but not the same part: such as a fused projection of sharded
         queries and shared keys. The gradient of what several hold is then made equal in each backward, never later."""
-        return any(self.copies(rank) != [len(self.holders(rank))] * self.length(rank) for rank in range(self.ranks))
+        held = self._held()
+        starts = [first for first, _, _ in held]
+        alike = Counter(self.parts)
+        return any(
+            count != ranks
+            for runs, ranks in alike.items()
+            for first, end in runs
+            for _, _, count in held[bisect_right(starts, first) - 1 : bisect_left(starts, end)]
+        )
+
+    def _held(self) -> list[tuple[int, int, int]]:
+        """Returns pieces of the dimension as (first, end, how many ranks hold it), ascending; together they are all."""
+        changes: Counter[int] = Counter()
+        for runs in self.parts:
+            for first, end in runs:
+                changes[first] += 1
+                changes[end] -= 1
+        edges = sorted(changes)
+        counts = accumulate(changes[edge] for edge in edges)
+        return [(first, end, count) for (first, end), count in zip(pairwise(edges), counts, strict=False)]
 
     def take(self, whole: Tensor, rank: int) -> Tensor:
         """Returns a rank's part of a whole tensor, in memory of its own."""

@@ -58,7 +58,7 @@ def find_vocabulary(model: nn.Module, trace: Trace, tp: int, example: Mapping[st
     """
     if tp == 1:
         return Vocabulary()
-    reads = watch_reads(model, trace.modules, example)
+    reads = watch_reads(model, trace, example)
     names = {module: name for name, module in model.named_modules()}
     embedding = _named_by_transformers(model, "get_input_embeddings") or _largest_embedding(model, reads)
     head = _named_by_transformers(model, "get_output_embeddings")

@@ -10,6 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import arg_tree_leaves
 
 from fold3d.trace.capture import Shadow, example_for
+from fold3d.trace.model_trace import Trace
+from fold3d.trace.repeated.twins import Twins
 
 
 class VocabularyReads(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -78,12 +80,27 @@ class VocabularyReads(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **kwargs)
 
 
-def watch_reads(model: nn.Module, blocks: Iterable[str], example: Mapping[str, Any] | None) -> VocabularyReads:
-    """Returns what one training forward of `model` reads; see `trace` for the arguments and what is raised."""
-    shadow = Shadow(model, example_for(model) if example is None else example)
-    reads = VocabularyReads(model, shadow.model, blocks)
+def watch_reads(model: nn.Module, trace: Trace, example: Mapping[str, Any] | None) -> VocabularyReads:
+    """Returns what one training forward of `model` reads; see `trace` for what is raised.
+
+    Args:
+        trace: its recording. If by that no block reads weights that lie outside of the blocks, too, of equal blocks a
+            few run.
+        example: keyword arguments of the forward; None: made up.
+    """
+    given = example_for(model) if example is None else example
+    shadow = Shadow(model, given)
+    if not trace.direct and not _blocks_share(trace):
+        Twins(shadow.model, trace, given)
+    reads = VocabularyReads(model, shadow.model, trace.modules)
     shadow.run(reads)
     return reads
+
+
+def _blocks_share(trace: Trace) -> bool:
+    """Whether a weight in a block has another name, too."""
+    insides = tuple(f"{block}." for block in trace.modules)
+    return any(name.startswith(insides) for group in trace.tied for name in group)
 
 
 def _key(tensor: Tensor) -> int:

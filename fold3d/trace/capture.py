@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -239,15 +239,25 @@ def fake_copy(model: nn.Module, mode: FakeTensorMode, device: torch.device | str
 
 def fake(tensor: Tensor, mode: FakeTensorMode, device: torch.device | str = "cpu") -> Tensor:
     """Returns a tensor like `tensor` without values; a parameter for a parameter, whole where that holds a part."""
-    whole = whole_shape(tensor)
-    with mode:
-        if whole == tensor.shape:
-            made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
-        else:
-            made = torch.empty(whole, dtype=tensor.dtype, device=device)
+    made = without_values(tensor, mode, device)
     if isinstance(tensor, nn.Parameter):
-        return nn.Parameter(made, requires_grad=tensor.requires_grad)
+        made.requires_grad_(tensor.requires_grad)
+        made._is_param = True  # type: ignore[attr-defined]  # all that nn.Parameter does to such a tensor, after a copy
     return made
+
+
+def without_values(tensor: Tensor, mode: FakeTensorMode, device: torch.device | str = "cpu") -> Tensor:
+    """Returns a tensor like `tensor` that has neither values nor gradients; see `fake`.
+
+    It is made as FakeTensorMode makes the result of torch.empty, without a dispatch: giant models have thousands.
+    """
+    whole = whole_shape(tensor)
+    with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():  # whatever is recorded meanwhile
+        if whole == tensor.shape:
+            shape = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+        else:
+            shape = torch.empty(whole, dtype=tensor.dtype, device="meta")
+        return FakeTensor(mode, shape, torch.device(device))
 
 
 def _summarise(

@@ -9,7 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from fold3d.errors import ConfigError
-from fold3d.plan.layout import Shares, cut, layout_of
+from fold3d.plan.layout import Shares, cut, layout_of, layouts_of
 from fold3d.plan.search import _MORE_SHARES
 from tests.plan.jobs import make_job
 
@@ -29,6 +29,14 @@ def test_stages_of_a_segment_are_equal():
         pairs = sizes(cut(JOB, segments))
         assert all(first == second for first, second in pairs)
         assert max(pairs)[0] - min(pairs)[0] == 1 and sum(first for first, _ in pairs) == 16
+
+
+def test_layouts_of_several_sizes_of_buckets_are_those_of_each():
+    ranges = cut(JOB, 2)
+    sizes_of_buckets = (0, 1 << 20, 1 << 50)
+    found = layouts_of(JOB, ranges, sizes_of_buckets)
+    assert found == [layout_of(JOB, ranges, size) for size in sizes_of_buckets]
+    assert len({one.buckets for one in found}) > 1
 
 
 def test_the_first_segment_may_differ():

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from collections import Counter
+
 import pytest
 import torch
 from hypothesis import given
@@ -38,6 +41,11 @@ def test_parts_make_the_whole_again(data: st.DataObject) -> None:
         for place, first, end in shard.first_held(rank):
             assert part.flatten()[place : place + end - first].tolist() == list(range(first, end))
             assert not {*range(first, end)} & {index for lower in parts[:rank] for index in lower}
+    times = Counter(index for part in parts for index in part)
+    copies = [[times[index] for index in part] for part in parts]
+    assert [shard.copies(rank) for rank in range(ranks)] == copies
+    alike = [len(shard.holders(rank)) for rank in range(ranks)]
+    assert shard.overlaps == any(set(counts) - {count} for counts, count in zip(copies, alike, strict=True))
 
 
 @given(st.integers(1, 20), st.integers(1, 6))
@@ -55,6 +63,15 @@ def test_who_holds_what() -> None:
     assert keys.holders(1) == (0, 1) and keys.holders(2) == (2, 3) and not keys.overlaps and not keys.is_replicated
     fused = Shard(0, 6, (((0, 2), (4, 6)), ((2, 4), (4, 6))))
     assert fused.overlaps and fused.copies(1) == [1, 1, 2, 2] and fused.holders(1) == (1,)
+
+
+def test_who_holds_what_of_a_giant_is_found_at_once() -> None:
+    """Indices are not counted one by one: a planner asks of every projection."""
+    size, ranks = 1 << 22, 8
+    fused = Shard(0, size, tuple(((rank, size // 2), (size // 2 + rank, size)) for rank in range(ranks)))
+    begun = time.process_time()
+    assert fused.overlaps and not Shard.even(0, size, ranks).overlaps
+    assert time.process_time() - begun < 1
 
 
 def test_parts_that_are_none() -> None:

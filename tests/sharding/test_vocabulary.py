@@ -118,6 +118,47 @@ def test_weights_that_others_read() -> None:
     assert not found.embeddings and found.reasons["tokens"] == "its weights are read by 'layers.0', too"
 
 
+class OneReads(Model):
+    """Its ninth block is like the others but for its number, and reads the embedding's weight."""
+
+    class Block(zoo.Block):
+        def __init__(self, number: int, tokens: nn.Embedding) -> None:
+            super().__init__(16)
+            self.number = number
+            self.around = (tokens,)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = super().forward(x)
+            return y + self.around[0].weight[0] if self.number == 8 else y
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(self.Block(number, self.tokens) for number in range(12))
+
+
+def test_one_block_of_many_reads_a_weight() -> None:
+    """That it is like others does not mean that it need not run to find out."""
+    assert "layers.8" in find(OneReads()).reasons["tokens"]
+
+
+def test_of_many_equal_blocks_a_few_run() -> None:
+    class Counted(zoo.Block):
+        runs = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            Counted.runs += 1
+            y: Tensor = super().forward(x)
+            return y
+
+    model = Model()
+    model.layers = nn.ModuleList(Counted(16) for _ in range(40))
+    example = {"input_ids": torch.zeros(1, 4, dtype=torch.long)}
+    traced = trace(model, example=example)
+    Counted.runs = 0
+    assert find_vocabulary(model, traced, 3, example) == find(Model())
+    assert 0 < Counted.runs < 10
+
+
 def test_weights_that_are_computed() -> None:
     found = find(NormedWeight())
     assert not found.heads and "makes its weight out of others" in found.reasons["head"]

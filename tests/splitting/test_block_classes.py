@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from fold3d.splitting.block_classes import BlockClasses, _computed
 from fold3d.splitting.overrides import Overrides
 from fold3d.splitting.probing.capture import capture
 from fold3d.trace import Trace
+from fold3d.trace import capture as capture_module
 from fold3d.trace.capture import trace_call
 from tests.splitting.shared import compare
 
@@ -215,3 +217,41 @@ def test_norms_over_the_batch_do_not_share_the_sequence() -> None:
 def test_refusals_say_why(block: Callable[[], nn.Module], error: type[Exception], says: str) -> None:
     with pytest.raises(error, match=says):
         plan(block(), block())
+
+
+class Numbered(Mlp):
+    """The third of these returns something else, as its number says."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number = number
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        return torch.cat([y, y], 1) if self.number == 2 else y
+
+
+class Lengthening(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Numbered(number) for number in range(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.sum()
+
+
+def test_blocks_that_are_made_alike_stand_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A giant has a hundred of them; which shapes they return is found out with one."""
+    copied: list[nn.Module] = []
+
+    def fake_copy(module: nn.Module, *others: Any) -> nn.Module:
+        copied.append(module)
+        return capture_module.fake_copy(module, *others)
+
+    monkeypatch.setattr("fold3d.stage.shapes.fake_copy", fake_copy)
+    model, batch = Lengthening(), {"x": torch.zeros(2, 8, WIDTH)}
+    calls = capture(model, trace_call(model, [f"layers.{k}" for k in range(6)], batch), batch)
+    assert [call.args[0].shape[1] for call in calls.values()] == [8, 8, 8, 16, 16, 16]
+    assert len(copied) == 3, "the first two, the third and the ones behind it"

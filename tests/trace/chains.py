@@ -16,6 +16,8 @@ from fold3d.trace import Trace, trace
 from fold3d.weights.release import release
 
 Ranges = list[tuple[int, int]]
+FIRST_SEED = 1000
+"""Of the generator when the first chunk of `chained` begins."""
 
 
 def needed_parameters(model: nn.Module, recorded: Trace, ranges: Ranges, chunk: int) -> list[str]:
@@ -75,7 +77,7 @@ def chained(
     result: Any = None
     for chunk in range(num_chunks):
         rank = ranks[chunk % len(ranks)]
-        torch.manual_seed(1000 + chunk)  # no rank's generator is like another's
+        torch.manual_seed(FIRST_SEED + chunk)  # no rank's generator is like another's
         outputs, result = rank.run(chunk, lambda rank=rank: call(rank._model, batch), inputs, key, only_loss=only_loss)
         links.append((outputs, inputs))
         inputs = [t.detach().clone().requires_grad_(t.requires_grad) for t in outputs]

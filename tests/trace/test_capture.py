@@ -10,13 +10,15 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from fold3d.errors import TraceError
+from fold3d.splitting.probing.capture import _InHostMemory
 from fold3d.stage.split_model import SplitModel
 from fold3d.trace import find_blocks, trace
-from fold3d.trace.capture import fake_copy
+from fold3d.trace.capture import fake, fake_copy
 from fold3d.trace.errors import SplitError
+from fold3d.trace.values.without_values import WithoutValues
 from fold3d.trace.wrappers import replace_attributes, set_whole_shape
 from tests.trace.chains import assert_equal, chained, cuts, ranks_of, record, whole
 from tests.trace.zoo import Plain, build, checkpointed, plain, tokens
@@ -407,6 +409,32 @@ def test_a_copy_of_a_shard_is_whole() -> None:
     assert layer.weight.shape == (3, 4) and layer.out_features == 2
     undo()
     assert layer.out_features == 6
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        nn.Parameter(torch.zeros(4, 6).t()),
+        nn.Parameter(torch.zeros(3, dtype=torch.long), requires_grad=False),
+        torch.zeros(2, 3, device="meta"),
+        torch.zeros(3).expand(2, 3),
+    ],
+)
+def test_tensors_without_values_are_as_torch_makes_them(tensor: Tensor) -> None:
+    mode = FakeTensorMode()
+    with mode:
+        made: Tensor = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+        if isinstance(tensor, nn.Parameter):
+            made = nn.Parameter(made, tensor.requires_grad)
+    with WithoutValues(), _InHostMemory():  # whatever is recorded meanwhile, and whatever else runs
+        found = fake(tensor, mode)
+    assert isinstance(found, FakeTensor) and isinstance(made, FakeTensor)
+    assert isinstance(found, nn.Parameter) == isinstance(tensor, nn.Parameter)
+    assert found.fake_mode is made.fake_mode and vars(found).keys() == vars(made).keys()
+    for name in ("shape", "dtype", "device", "layout", "requires_grad", "is_leaf", "grad_fn", "_version"):
+        assert getattr(found, name) == getattr(made, name), name
+    assert found.stride() == made.stride()
+    assert found.untyped_storage().nbytes() == made.untyped_storage().nbytes()
 
 
 class Hooked(torch.nn.Linear):

@@ -67,6 +67,40 @@ def test_a_loss_of_all_outputs_is_exact() -> None:
     assert judge_outputs(case) == Verdict(EXACT, "", "text")
 
 
+class Patches(nn.Module):
+    """Puts what it makes into an order that it draws, as ViLT's embeddings do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4, dtype=torch.float64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x)[torch.randperm(len(x))]
+
+
+class Shuffled(nn.Module):
+    """Its loss does not depend on the order, and another output does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches = Patches()
+        self.layers = nn.ModuleList(nn.Linear(4, 4, dtype=torch.float64) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        x = self.patches(x)
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return {"loss": x.sum(), "states": x}
+
+
+def test_what_is_drawn_before_the_blocks_makes_no_difference() -> None:
+    torch.manual_seed(0)
+    subject = Subject(Shuffled(), {"x": torch.randn(16, 4, dtype=torch.float64)}, "patches")
+    first, second = (verdict.train(subject.model, subject.batch, everything, seed=seed)[0] for seed in (0, 1))
+    assert abs(first - second) > 1e-3
+    assert verdict.compared(subject, everything) == Verdict(EXACT, "", "patches")
+
+
 def test_refusals_and_crashes_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     [case] = select(all_cases(), ["LlamaForCausalLM"])
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from fold3d.offload import Offload
 from fold3d.plan.constraints import Constraints
 from fold3d.plan.job import Job
-from fold3d.plan.layout import Layout, layout_of
+from fold3d.plan.layout import Layout, layouts_of
 from fold3d.plan.memory.spared import Spared
 from fold3d.plan.space import bucket_bytes, group_size, offload, recompute, schedule
 from fold3d.plan.strategy import Modes, Ranges
@@ -34,9 +34,7 @@ def spared_from(constraints: Constraints) -> Spared:
 def layouts(job: Job, constraints: Constraints, ranges: Ranges) -> list[Layout]:
     """Returns the cut with every bucket size that makes a difference, from small buckets to large ones."""
     found: list[Layout] = []
-    spared = spared_from(constraints)
-    for size in bucket_bytes.KNOB.values(job, constraints, {}):
-        layout = layout_of(job, ranges, size, spared)
+    for layout in layouts_of(job, ranges, bucket_bytes.KNOB.values(job, constraints, {}), spared_from(constraints)):
         if not found or layout.buckets != found[-1].buckets:
             found.append(layout)
     return found

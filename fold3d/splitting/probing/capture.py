@@ -19,6 +19,7 @@ from fold3d.sharding.split import Path
 from fold3d.stage.shapes import ShapeOnly
 from fold3d.trace.arguments import Arguments
 from fold3d.trace.model_trace import Trace
+from fold3d.trace.repeated.kinds import kinds_of
 from fold3d.trace.users_hooks import drop_hooks, is_users, users_hooks
 from fold3d.trace.wrappers import drop_wrappers, whole_shape, wrap
 from fold3d.weights.materialize import materialize
@@ -120,7 +121,8 @@ class _Run:
         if "use_cache" in inspect.signature(self._called.forward).parameters:
             self._batch.setdefault("use_cache", False)
         self._outer = [n for n in dict.fromkeys((*trace.prologue, *trace.between)) if _has_parameters(shadow, n)]
-        self._shapes = {n: ShapeOnly(n, shadow.get_submodule(n)) for n in (*self._outer, *trace.modules)}
+        self._shapes = _shapes_of_blocks(shadow, trace)
+        self._shapes |= {n: ShapeOnly(n, shadow.get_submodule(n)) for n in self._outer}
         self.results: dict[str, Any] = {}
         self.handed: dict[str, dict[Path, tuple[str, Path]]] = {}
 
@@ -175,6 +177,18 @@ class _Run:
         }
         arguments = [(path[1:], leaf) for path, leaf in paths_of(call)]
         return {path: found for path, x in arguments if (found := made.get((x.data_ptr(), x.shape))) is not None}
+
+
+def _shapes_of_blocks(shadow: nn.Module, trace: Trace) -> dict[str, ShapeOnly]:
+    """Returns what stands for each block; it is the same for blocks that are made alike and returned the like."""
+    blocks = {name: shadow.get_submodule(name) for name in trace.modules}
+    place = {name: place for place, name in reversed(list(enumerate(trace.blocks)))}
+    returned = [(trace.costs[k].flops, trace.structures[k], trace.shapes[k]) for k in map(place.__getitem__, blocks)]
+    first: dict[int, ShapeOnly] = {}
+    return {
+        name: first.setdefault(kind, ShapeOnly(name, block))
+        for (name, block), kind in zip(blocks.items(), kinds_of(list(blocks.values()), returned), strict=True)
+    }
 
 
 def _skeleton(model: nn.Module) -> nn.Module:

@@ -1,1 +1,0 @@
-"""Blocks that repeat: which of them need not run to be counted."""

@@ -1,0 +1,1 @@
+"""Blocks that repeat: which of them need not run on tensors without values."""
