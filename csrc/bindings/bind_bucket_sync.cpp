@@ -257,7 +257,8 @@ void bind_bucket_sync(py::module_& module) {
       .def(
           "bandwidth", &PyBucketSync::bandwidth,
           "Measured speed in bytes per second that this rank sends, 0.0 as long as it is not known: of its own line to "
-          "the next replica; of a library's collectives that of the fastest whole one of late, which all replicas move.")
+          "the next replica; of a library's collectives that of the fastest whole one of late, which all replicas "
+          "move.")
       .def("take_records", &PyBucketSync::take_records,
            "(lane, bucket, start_ns, end_ns, bytes) of every collective completed since the last call.")
       .def("abort", &PyBucketSync::abort, py::arg("reason"), "Ends all communication; any thread.")

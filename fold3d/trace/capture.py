@@ -242,7 +242,7 @@ def fake(tensor: Tensor, mode: FakeTensorMode, device: torch.device | str = "cpu
     made = without_values(tensor, mode, device)
     if isinstance(tensor, nn.Parameter):
         made.requires_grad_(tensor.requires_grad)
-        made._is_param = True  # type: ignore[attr-defined]  # all that nn.Parameter does to such a tensor, after a copy
+        made._is_param = True  # all that nn.Parameter does to such a tensor, after a copy
     return made
 
 

@@ -56,7 +56,7 @@ class _Missing(Tensor):
         raise _refusal(self.weight)
 
 
-class _Mixing(TorchDispatchMode):
+class _Mixing(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Refuses what torch computes from tensors with and without values as if those without changed nothing:
     `total.add_(weight)` and `loss += weight.pow(2).sum()` leave `total` and `loss` as they are."""
 
@@ -79,7 +79,7 @@ def _looking_at(args: Any, kwargs: Any) -> contextlib.AbstractContextManager[Any
     which is known to be right on what this process has."""
     given = [] if _IS_INSIDE.get()() else _tensors((args, kwargs))
     mixes = any(not tensor.is_meta for tensor in given) and not any(isinstance(t, FakeTensor) for t in given)
-    return _Mixing() if mixes else contextlib.nullcontext()
+    return _Mixing() if mixes else contextlib.nullcontext()  # type: ignore[no-untyped-call]
 
 
 def _tensors(value: Any) -> list[Tensor]:

@@ -115,11 +115,12 @@ def is_stream(loader: Any) -> bool:
     return isinstance(loader, DataLoader) and isinstance(loader.dataset, IterableDataset)
 
 
-@functools.wraps(transformers.trainer.skip_first_batches)
+@functools.wraps(accelerate.data_loader.skip_first_batches)
 def _skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
     if type(dataloader) is ReplicaStream:  # accelerate would make one of its own class
         return dataloader.skip_first(num_batches)
     return accelerate.data_loader.skip_first_batches(dataloader, num_batches)
 
 
-transformers.trainer.skip_first_batches = _skip_first_batches
+# The Trainer calls it by this name when training goes on in the middle of an epoch.
+vars(transformers.trainer)["skip_first_batches"] = _skip_first_batches
