@@ -9,9 +9,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import accelerate.data_loader
+import torch
 import transformers.trainer
 from accelerate.data_loader import DataLoaderDispatcher
-from accelerate.utils import concatenate, find_batch_size, send_to_device, slice_tensors
+from accelerate.utils import concatenate, find_batch_size, recursively_apply, send_to_device, slice_tensors
+from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from fold3d.topology import Topology
@@ -23,7 +25,8 @@ class ReplicaStream(DataLoaderDispatcher):  # type: ignore[misc]
 
     Batches are read in groups of one for each replica. The last group may hold fewer samples: they are divided evenly,
     and filled up with the first of the stream, and `remainder` says how many are no filling. Batches that cannot be
-    divided, because they are padded to different lengths, are given as they are, with the first batch as the filling.
+    divided, because they are padded to different lengths, are given as they are, with the first batch as the filling,
+    and one with fewer samples than another is filled up with its own.
 
     Args:
         loader: what the Trainer made: the stream and how it is collated.
@@ -105,9 +108,20 @@ class ReplicaStream(DataLoaderDispatcher):  # type: ignore[misc]
             if observed % count and not self._drop_last:
                 whole = concatenate([whole, slice_tensors(filling, slice(0, count))])
         except (RuntimeError, TypeError):  # of different lengths, or with more than tensors
-            return group[mine] if mine < len(group) else first[0]
+            size = max(find_batch_size(batch) or 0 for batch in (*group, first[0]))
+            return _filled(group[mine] if mine < len(group) else first[0], size)
         size = observed // count if self._drop_last else math.ceil(observed / count)
         return slice_tensors(whole, slice(mine * size, (mine + 1) * size))
+
+
+def _filled(batch: Any, size: int) -> Any:
+    """Returns `batch` with so many samples, its own over and over: replicas gather tensors of one size."""
+    found = find_batch_size(batch) or size
+
+    def filled(tensor: Tensor) -> Tensor:
+        return tensor[torch.arange(size) % found] if tensor.ndim and len(tensor) == found else tensor
+
+    return recursively_apply(filled, batch) if found < size else batch
 
 
 def is_stream(loader: Any) -> bool:
