@@ -110,7 +110,7 @@ class PyExecutor {
              const py::object& device, double timeout_seconds, const std::string& name,
              const std::shared_ptr<comm::TcpPeers>& peers, const std::shared_ptr<comm::NicArbiter>& arbiter,
              const core::Hosts& hosts, std::optional<runtime::OffloadOptions> offload,
-             std::shared_ptr<runtime::StreamClock> clock) {
+             std::shared_ptr<runtime::StreamClock> clock, bool makes_room) {
     if (!clock) clock = std::make_shared<runtime::StreamClock>(py::cast<c10::Device>(device));
     for (const py::object& chunk : chunks) chunks_.push_back(std::make_shared<PyChunk>(chunk));
     std::shared_ptr<runtime::Offloader> offloader;
@@ -128,6 +128,7 @@ class PyExecutor {
       options.timeout = comm::milliseconds(timeout_seconds);
       options.name = name;
       options.hosts = hosts;
+      options.makes_room = makes_room;
       options.while_waiting = &handle_signals;
       // The communicator keeps the offloader, in whose pool its messages land.
       std::shared_ptr<comm::Landing> landing;
@@ -299,15 +300,18 @@ void bind_runtime(py::module_& module) {
   module.def("is_counted", &runtime::is_counted, py::arg("tensor"));
   py::register_exception<comm::CommError>(module, "CommError", PyExc_RuntimeError);
   py::class_<PyExecutor>(module, "Executor", "Walks a rank's actions; owns the rank's communicator.")
-      .def(py::init<const std::vector<py::object>&, int, int, const std::map<std::string, std::string>&, py::object,
-                    double, const std::string&, const std::shared_ptr<comm::TcpPeers>&,
-                    const std::shared_ptr<comm::NicArbiter>&, const core::Hosts&,
-                    std::optional<runtime::OffloadOptions>, std::shared_ptr<runtime::StreamClock>>(),
-           py::arg("chunks"), py::arg("stage"), py::arg("pp"), py::arg("groups"), py::arg("device"),
-           py::arg("timeout_seconds"), py::arg("name"), py::arg("peers") = nullptr, py::arg("arbiter") = nullptr,
-           py::arg("hosts") = core::Hosts{}, py::arg("offload") = std::nullopt, py::arg("clock") = nullptr,
-           "`hosts`: of each stage, as numbers; none: a host for each. `offload`: None: nothing leaves the device. "
-           "`clock`: of the device; None: one of its own.")
+      .def(
+          py::init<const std::vector<py::object>&, int, int, const std::map<std::string, std::string>&, py::object,
+                   double, const std::string&, const std::shared_ptr<comm::TcpPeers>&,
+                   const std::shared_ptr<comm::NicArbiter>&, const core::Hosts&, std::optional<runtime::OffloadOptions>,
+                   std::shared_ptr<runtime::StreamClock>, bool>(),
+          py::arg("chunks"), py::arg("stage"), py::arg("pp"), py::arg("groups"), py::arg("device"),
+          py::arg("timeout_seconds"), py::arg("name"), py::arg("peers") = nullptr, py::arg("arbiter") = nullptr,
+          py::arg("hosts") = core::Hosts{}, py::arg("offload") = std::nullopt, py::arg("clock") = nullptr,
+          py::arg("makes_room") = true,
+          "`hosts`: of each stage, as numbers; none: a host for each. `offload`: None: nothing leaves the device. "
+          "`clock`: of the device; None: one of its own. `makes_room`: whether DP.sync lets messages pass; the same on "
+          "every rank.")
       .def("run", &PyExecutor::run, py::arg("schedule"), py::arg("stage"), py::arg("backward"),
            py::arg("micro_batches"),
            "Runs one rank's part of a lowered schedule; `micro_batches`: what each forward is given, anything, by "

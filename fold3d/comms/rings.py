@@ -13,8 +13,7 @@ import torch
 
 from fold3d import _C
 from fold3d.comms.groups import Groups
-from fold3d.comms.interface import host_identity as _host_identity
-from fold3d.comms.interface import local_address, nearest_cards
+from fold3d.comms.interface import host_identity, local_address, nearest_cards
 from fold3d.comms.world_group import WorldGroup
 from fold3d.topology import Topology
 
@@ -30,7 +29,7 @@ def connect_replicas(
     *,
     over_tcp: bool,
     hosts: Hosts | None = None,
-    preempt: bool = True,
+    makes_room: bool = True,
     clock: _C.StreamClock | None = None,
 ) -> _C.BucketSync:
     """Returns this rank's part in the DP.sync of its stage; all replicas of the stage call.
@@ -39,7 +38,7 @@ def connect_replicas(
 
     Args:
         hosts: where the replicas are; None: a host for each, and no messages.
-        preempt: False: PP.sync waits for DP.sync; the same on every rank.
+        makes_room: False: DP.sync does not wait for messages; the same on every rank.
         clock: of the device, for what is recorded; None: one of its own.
         timeout: seconds until a replica that does not come is an error.
     """
@@ -63,7 +62,7 @@ def connect_replicas(
         reduce_group=groups.ring_names()["reduce"],
         gather_group=groups.ring_names()["gather"],
         hosts=[] if hosts is None else list(hosts.replicas),
-        makes_room=preempt and hosts is not None and hosts.messages,
+        makes_room=makes_room and hosts is not None,
         clock=clock,
     )
 
@@ -124,7 +123,7 @@ class Hosts:
 
 def find_hosts(groups: Groups) -> Hosts:
     """Returns who shares a host, and so a network card, with whom; all ranks of the job call."""
-    host = _host_identity()
+    host = host_identity()
 
     def numbers(group: Any) -> tuple[int, ...]:
         found = group.share(group.gather(host))
@@ -143,7 +142,7 @@ def spread_of_shards(world: WorldGroup) -> int:
     if topology.tp == 1:
         return 1
     groups = [topology.shards(replica, stage) for replica in range(topology.dp) for stage in range(topology.pp)]
-    return world.decide(_host_identity(), lambda hosts: max(len({hosts[rank] for rank in ranks}) for ranks in groups))
+    return world.decide(host_identity(), lambda hosts: max(len({hosts[rank] for rank in ranks}) for ranks in groups))
 
 
 def warn_of_hosts(spread: int, topology: Topology, cost: str) -> None:
@@ -177,7 +176,7 @@ def join_nic_arbiter(
     """
     if topology.world == 1:
         return _C.NicArbiter("", preempt)
-    host = _host_identity()
+    host = host_identity()
     card = f"{host} {nearest_cards(device)}" if device is not None else host
 
     def verdict(found: list[tuple[str, str]]) -> str:

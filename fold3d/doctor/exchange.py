@@ -117,19 +117,11 @@ def collective_speeds(world: int, device: torch.device, size: int) -> dict[str, 
     count = max(size // 4 // world, 1) * world
     whole, part = torch.ones(count, device=device), torch.ones(count // world, device=device)
     bytes_sent = 4 * count * (world - 1) / world
-    scatter, gather = _collective("reduce_scatter"), _collective("all_gather")
     return {
         "all-reduce": 2 * bytes_sent / _fastest(device, lambda: dist.all_reduce(whole)) / 1e9,
-        "reduce-scatter": bytes_sent / _fastest(device, lambda: scatter(part, whole)) / 1e9,
-        "all-gather": bytes_sent / _fastest(device, lambda: gather(whole, part)) / 1e9,
+        "reduce-scatter": bytes_sent / _fastest(device, lambda: dist.reduce_scatter_single(part, whole)) / 1e9,
+        "all-gather": bytes_sent / _fastest(device, lambda: dist.all_gather_single(whole, part)) / 1e9,
     }
-
-
-def _collective(name: str) -> Callable[[Tensor, Tensor], object]:
-    """Returns the collective of one tensor each, by the name of this torch: the older one warns where both are."""
-    older = {"reduce_scatter": "reduce_scatter_tensor", "all_gather": "all_gather_into_tensor"}[name]
-    found: Callable[[Tensor, Tensor], object] = getattr(dist, f"{name}_single", None) or getattr(dist, older)
-    return found
 
 
 def copy_speeds(device: torch.device, size: int) -> dict[str, float]:

@@ -93,6 +93,7 @@ def _connect(
     undo.callback(progress.life.forget, groups)
     arbiter = join_nic_arbiter(topology, groups, model.name, config.preempt, device)
     hosts, clock = find_hosts(groups), _C.StreamClock(device)
+    makes_room = topology.dp > 1 and config.preempt and hosts.messages
     shards: _C.TensorSync | None = None
     if topology.tp > 1:
         shards = connect_shards(topology, groups, arbiter, timeout, over_tcp=over_tcp, hosts=hosts)
@@ -114,7 +115,7 @@ def _connect(
             *(topology, groups, arbiter, device, timeout),
             over_tcp=over_tcp,
             hosts=hosts,
-            preempt=config.preempt,
+            makes_room=makes_room,
             clock=clock,
         )
 
@@ -151,6 +152,7 @@ def _connect(
         list(hosts.stages),
         offload,
         clock,
+        makes_room,
     )
     for part in (executor, sync):
         progress.life.end_with(part)

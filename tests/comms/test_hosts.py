@@ -20,7 +20,7 @@ def warnings_of(hosts: list[str], cost: str) -> list[str]:
     told: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rings.logger, "warning", lambda text, *values: told.append(text % values))
-        patch.setattr(rings, "_host_identity", lambda: hosts[rank])
+        patch.setattr(rings, "host_identity", lambda: hosts[rank])
         warn_of_hosts(spread_of_shards(world), topology, cost)
     world.close()
     return told

@@ -189,13 +189,13 @@ def arbiters(hosts: list[str]) -> tuple[list[str], list[str]]:
     """Returns the shared memory that this rank has in use when ranks are on these hosts, and the names left over."""
     topology = Topology(dp=dist.get_world_size(), pp=1, rank=dist.get_rank())
     groups = Groups(topology, torch.device("cpu"), 20.0, (), with_p2p=False)
-    before, known = rings._host_identity, _shared_memory()
-    rings._host_identity = lambda: hosts[topology.rank]
+    before, known = rings.host_identity, _shared_memory()
+    rings.host_identity = lambda: hosts[topology.rank]
     try:
         arbiter = rings.join_nic_arbiter(topology, groups, "job", True)
         found = sorted(_shared_memory() - known)
     finally:
-        rings._host_identity = before
+        rings.host_identity = before
     left = [name for name in found if Path("/dev/shm", name).exists()]
     dist.barrier()
     del arbiter
@@ -205,12 +205,12 @@ def arbiters(hosts: list[str]) -> tuple[list[str], list[str]]:
 
 def traffic_of_an_engine(hosts: str) -> tuple[int, list[str]]:
     """Returns how many messages of a step this rank told its host's arbiter of, and its shared memory."""
-    known, before = _shared_memory(), rings._host_identity
-    rings._host_identity = lambda: hosts[dist.get_rank()]
+    known, before = _shared_memory(), rings.host_identity
+    rings.host_identity = lambda: hosts[dist.get_rank()]
     try:
         engine = engine_of(dp=2, pp=2, segments=2)
     finally:
-        rings._host_identity = before
+        rings.host_identity = before
     found = sorted(_shared_memory() - known)
     step_of(engine, 0)
     assert engine._rank is not None

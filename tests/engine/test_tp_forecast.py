@@ -54,7 +54,7 @@ def train(patch: pytest.MonkeyPatch, overlap: str) -> tuple[str, StepOutput, Any
 def across_hosts() -> tuple[int, int, float, list[str]]:
     """Returns bytes forecast and sent, seconds forecast, and what was said, where each rank is a host."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rings, "_host_identity", lambda: f"host {dist.get_rank()}")
+        patch.setattr(rings, "host_identity", lambda: f"host {dist.get_rank()}")
         _, output, forecast, told = train(patch, "none")
     return forecast.bytes, output.breakdown.tp_bytes, forecast.exposed, told
 

@@ -266,9 +266,9 @@ def as_on_the_cpu_over_cards(case: Case, hosts: str, microseconds: int) -> dict[
         return arbiters[-1]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rings, "_host_identity", lambda: hosts[dist.get_rank()])
+        patch.setattr(rings, "host_identity", lambda: hosts[dist.get_rank()])
         patch.setattr(builder, "join_nic_arbiter", join)
-        over_cards = hosts[0] != hosts[1]  # two stages of a replica
+        over_cards = case.dp > 1 and hosts[0] != hosts[1]  # two stages of a replica
         looks_on = sim.left_out("news", "message_watch") if over_cards else contextlib.nullcontext()
         with looks_on:
             as_on_the_cpu(case, microseconds)
@@ -278,5 +278,5 @@ def as_on_the_cpu_over_cards(case: Case, hosts: str, microseconds: int) -> dict[
 def failing_over_cards(case: Case, hosts: str, bad_rank: int) -> tuple[float, str]:
     """As layouts.failing, where the ranks lie on these hosts."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rings, "_host_identity", lambda: hosts[dist.get_rank()])
+        patch.setattr(rings, "host_identity", lambda: hosts[dist.get_rank()])
         return failing(case, bad_rank)

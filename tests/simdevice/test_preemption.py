@@ -52,6 +52,12 @@ def test_training_over_cards_has_the_bits_of_the_cpu(
     assert [counted["messages"] > 0 for counted in found] == [over_cards] * 4
 
 
+def test_without_replicas_nobody_hears_of_messages(sim_ranks: RankPool) -> None:
+    alone = Case(pp=2, m=3, segments=2, schedule="aiao")
+    found = sim_ranks.run(f"{PREEMPTION}:as_on_the_cpu_over_cards", 2, alone, "wx", 300, timeout=150.0)
+    assert [counted["messages"] for counted in found] == [0, 0]
+
+
 @pytest.mark.rotating
 def test_a_rank_that_raises_ends_holds_and_watches(sim_ranks4: RankPool) -> None:
     for seconds, message in sim_ranks4.run(f"{PREEMPTION}:failing_over_cards", 4, SQUARE, "wxyz", 2):

@@ -36,6 +36,7 @@ struct Options {
   int receive_ahead = core::kReceiveAhead;
   std::string name = {};                     ///< how errors call this rank; empty: "stage S"
   core::Hosts hosts = {};                    ///< of each stage
+  bool makes_room = true;                    ///< DP.sync lets messages pass; the same on every rank
   std::function<void()> while_waiting = {};  ///< called by who waits, every kLook; what it throws ends the wait
 };
 

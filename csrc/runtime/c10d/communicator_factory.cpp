@@ -17,7 +17,7 @@ std::shared_ptr<comm::Communicator> make_communicator(const comm::Options& optio
     transport = std::make_unique<comm::TcpTransport>(std::move(peers));
   } else {
     std::unique_ptr<comm::MessageWatch> watch;  // of what takes the host's card, where the device sends by itself
-    if (arbiter && !device.is_cpu()) watch = std::make_unique<comm::MessageWatch>(arbiter);
+    if (arbiter && options.makes_room && !device.is_cpu()) watch = std::make_unique<comm::MessageWatch>(arbiter);
     transport = std::make_unique<C10dTransport>(groups, device, std::move(clock), std::move(watch), options.hosts,
                                                 options.stage);
   }
