@@ -149,12 +149,13 @@ class _Piece:
 def _pieces(site: str, found: list[Atom], rows: tuple[str, ...]) -> list[_Piece]:
     """Pieces that lie together, if there are few, and pieces that lie apart, such as the keys of groups of heads."""
 
-    def fan_out(number: int) -> int:
-        return sum(len(found[number].sinks.get(row, ())) for row in rows)
-
+    fan_out = [sum(atom.sinks[row].numel() for row in rows if row in atom.sinks) for atom in found]
     numbers = range(len(found))
-    together = [list(group) for _, group in itertools.groupby(numbers, key=fan_out)]
-    apart = [[n for n in numbers if fan_out(n) == value] for value in dict.fromkeys(map(fan_out, numbers))]
+    together = [list(group) for _, group in itertools.groupby(numbers, key=fan_out.__getitem__)]
+    alike: dict[int, list[int]] = {}
+    for number in numbers:
+        alike.setdefault(fan_out[number], []).append(number)
+    apart = list(alike.values())
     if len(together) > _MOST_PIECES:
         together = []
     if len(apart) > _MOST_PIECES:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -10,34 +10,6 @@ import torch
 from torch import Tensor
 
 from fold3d.splitting.probing.reach import Atom
-
-Node = tuple[str, str, int]
-"""A channel that goes in, or an atom of those that come out: ("in" or "out", site, number)."""
-
-
-class UnionFind:
-    """Disjoint sets of nodes, joined one pair at a time."""
-
-    def __init__(self) -> None:
-        self._parent: dict[Node, Node] = {}
-
-    def find(self, node: Node) -> Node:
-        """Returns the node that stands for the set of `node`."""
-        parent = self._parent
-        parent.setdefault(node, node)
-        while parent[node] != node:
-            parent[node] = parent[parent[node]]
-            node = parent[node]
-        return node
-
-    def join(self, one: Node, other: Node) -> None:
-        """Makes the sets of two nodes one."""
-        self._parent[self.find(one)] = self.find(other)
-
-    @property
-    def nodes(self) -> list[Node]:
-        """All nodes."""
-        return list(self._parent)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,49 +38,84 @@ def find_units(
         left_out: of a site in `columns`, the atoms that every rank has, if a unit of its own reads them.
     Raises: Mixed when something is left without a unit, or units are not alike.
     """
-    sets = UnionFind()
-    covered = {row: torch.zeros(size, dtype=torch.bool) for row, size in rows.items()}
+    starts = dict(zip(rows, itertools.accumulate(rows.values(), initial=0), strict=False))
+    channels = _Channels(sum(rows.values()))
     for name, found in columns.items():
-        for number, atom in enumerate(found):
-            if number in left_out.get(name, ()):
-                continue
-            reached = False
-            for row in rows:
-                for channel in atom.sinks.get(row, torch.empty(0)).tolist():
-                    sets.join(("out", name, number), ("in", row, channel))
-                    reached = True
-                if row in atom.sinks:
-                    covered[row][atom.sinks[row]] = True
-            if not reached:
-                raise Mixed(f"output channel {atom.first} of {name} is not read")
-    for row, mask in covered.items():
-        if not mask.all():
-            raise Mixed(f"input channel {int((~mask).nonzero()[0])} of {row} comes from elsewhere")
-    members: dict[Node, list[Node]] = {}
-    for node in sets.nodes:
-        members.setdefault(sets.find(node), []).append(node)
-    order = list(rows)
-
-    def first_channel(nodes: list[Node]) -> tuple[int, int]:
-        return min((order.index(name), index) for side, name, index in nodes if side == "in")
-
-    ordered = sorted(members.values(), key=first_channel)
-    kinds = {_kind(nodes, columns) for nodes in ordered}
-    if len(kinds) != 1:
-        raise Mixed(f"its {len(ordered)} units are not alike")
-    of_rows = {row: torch.zeros(size, dtype=torch.long) for row, size in rows.items()}
-    of_columns = {name: [-1] * len(found) for name, found in columns.items()}
-    for unit, nodes in enumerate(ordered):
-        for side, name, index in nodes:
-            if side == "in":
-                of_rows[name][index] = unit
-            else:
-                of_columns[name][index] = unit
-    return Units(len(ordered), of_rows, of_columns)
+        kept = [number for number in range(len(found)) if number not in left_out.get(name, ())]
+        reached = [
+            [atom.sinks[row] + starts[row] for row in rows if row in atom.sinks]
+            for atom in map(found.__getitem__, kept)
+        ]
+        sizes = [sum(one.numel() for one in each) for each in reached]
+        if 0 in sizes:
+            raise Mixed(f"output channel {found[kept[sizes.index(0)]].first} of {name} is not read")
+        if kept:
+            channels.join(torch.cat([one for each in reached for one in each]), torch.tensor(sizes), name)
+    for row, size in rows.items():
+        uncovered = ~channels.covered[starts[row] : starts[row] + size]
+        if uncovered.any():
+            raise Mixed(f"input channel {int(uncovered.nonzero()[0])} of {row} comes from elsewhere")
+    count, of_channels, of_atoms = channels.sets()
+    of_rows = {row: of_channels[starts[row] : starts[row] + size] for row, size in rows.items()}
+    of_columns: dict[str, list[int]] = {}
+    amounts = [torch.bincount(units, minlength=count) for units in of_rows.values()]
+    for name, found in columns.items():
+        units = iter(of_atoms[name].tolist() if name in of_atoms else ())
+        of_columns[name] = [-1 if n in left_out.get(name, ()) else next(units) for n in range(len(found))]
+        widths = torch.tensor([atom.end - atom.first for atom in found])
+        kept_units = torch.tensor(of_columns[name])
+        amount = torch.zeros(count + 1, dtype=torch.long).index_add_(0, kept_units + 1, widths)
+        amounts.append(amount[1:])
+    if any(bool((amount != amount[0]).any()) for amount in amounts):
+        raise Mixed(f"its {count} units are not alike")
+    return Units(count, of_rows, of_columns)
 
 
-def _kind(nodes: list[Node], columns: Mapping[str, list[Atom]]) -> frozenset[tuple[tuple[str, str], int]]:
-    count: Counter[tuple[str, str]] = Counter()
-    for side, name, index in nodes:
-        count[side, name] += 1 if side == "in" else columns[name][index].end - columns[name][index].first
-    return frozenset(count.items())
+class _Channels:
+    """Sets of channels, of all sites whose input is divided one behind the other: those that an atom reaches are in one
+    set.
+
+    Attributes:
+        covered: [channels] whether any atom reaches one.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.covered = torch.zeros(size, dtype=torch.bool)
+        self._least = torch.arange(size)
+        self._reached: dict[str, tuple[Tensor, Tensor]] = {}
+
+    def join(self, reached: Tensor, sizes: Tensor, name: str) -> None:
+        """Adds the atoms of site `name`.
+
+        Args:
+            reached: the channels that the first atom reaches, behind them those of the second, and so on.
+            sizes: how many these are, of each atom.
+        """
+        self.covered[reached] = True
+        self._reached[name] = reached, torch.repeat_interleave(torch.arange(len(sizes)), sizes)
+
+    def sets(self) -> tuple[int, Tensor, dict[str, Tensor]]:
+        """Returns how many sets there are, numbered by their first channel, and in which each channel is, and each atom
+        of each site."""
+        least = self._least
+        while True:
+            before = least
+            for reached, atom in self._reached.values():
+                of_atom = self._of_atoms(least, reached, atom)
+                least = least.scatter_reduce(0, reached, of_atom[atom], "amin")
+            # A channel's set is at least as low as that of the channel after which its set is called.
+            least = torch.minimum(least, least[least])
+            if torch.equal(least, before):
+                break
+        first, units = torch.unique(least, return_inverse=True)
+        return (
+            len(first),
+            units,
+            {name: self._of_atoms(units, reached, atom) for name, (reached, atom) in self._reached.items()},
+        )
+
+    @staticmethod
+    def _of_atoms(of_channels: Tensor, reached: Tensor, atom: Tensor) -> Tensor:
+        """Returns of each atom the least that its channels have."""
+        start = torch.full((int(atom[-1]) + 1,), len(of_channels))
+        return start.scatter_reduce(0, atom, of_channels[reached], "amin")

@@ -131,7 +131,7 @@ class _Run:
         calls: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {}
         undo = []
         passed: list[str] = []
-        draw = torch.Generator().manual_seed(0)
+        draws = _Draws()
 
         def stub(name: str, is_block: bool) -> Any:
             shape_only = self._shapes[name]
@@ -142,7 +142,7 @@ class _Run:
                         self.handed[name] = self._handed(list(calls), (args, kwargs))
                     calls[name] = tree_map_only(Tensor, Tensor.detach, (args, kwargs))
                 output = shape_only(torch.device("cpu"), args, kwargs)
-                output = tree_map_only(Tensor, lambda x: _random_like(x, draw), output)
+                output = tree_map_only(Tensor, draws.like, output)
                 if is_block:
                     self.results[name] = output
                     for path, leaf in paths_of(output):
@@ -266,8 +266,23 @@ def _batch(example: Mapping[str, Any], length: int | None) -> dict[str, Any]:
         return {name: tree_map_only(Tensor, partial(change, name), value) for name, value in example.items()}
 
 
-def _random_like(x: Tensor, draw: torch.Generator) -> Tensor:
-    return torch.randn(x.shape, generator=draw).to(x.dtype) if x.is_floating_point() else x
+class _Draws:
+    """Random numbers: of a shape they are drawn once, and then come in another order; giant models take many."""
+
+    def __init__(self) -> None:
+        self._draw = torch.Generator().manual_seed(0)
+        self._drawn: dict[tuple[torch.Size, torch.dtype], Tensor] = {}
+        self._turns = 0
+
+    def like(self, x: Tensor) -> Tensor:
+        """Returns a tensor of the shape and type of `x`; `x` itself where it is not in floating point."""
+        if not x.is_floating_point():
+            return x
+        key = x.shape, x.dtype
+        if key not in self._drawn:
+            self._drawn[key] = torch.randn(x.shape, generator=self._draw).to(x.dtype)
+        self._turns += 1
+        return self._drawn[key].roll(self._turns)
 
 
 def _has_nan(call: Any) -> bool:

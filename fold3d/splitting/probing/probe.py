@@ -15,12 +15,15 @@ from torch.utils._pytree import tree_map_only
 
 from fold3d.sharding.shard import Shard
 from fold3d.sharding.split import Path
+from fold3d.splitting.probing.again import Again
 from fold3d.splitting.probing.capture import CapturedCall, paths_of
 from fold3d.splitting.probing.double import DoubleMode
 from fold3d.splitting.probing.sites import Site, SiteMode
 from fold3d.splitting.probing.without_draws import WithoutDraws
 from fold3d.tensor_parallel.slices import replace_argument
 
+Places = Sequence[int] | Tensor
+"""Indices, each once."""
 _SMALL = 1 << 16
 """Elements of a parameter that has values whatever it is used for."""
 
@@ -29,7 +32,7 @@ _SMALL = 1 << 16
 class Poison:
     """Where NaN is put: output channels of a site, indices along a dimension of a parameter, or of an argument."""
 
-    places: Sequence[int]
+    places: Places
     site: str | None = None
     parameter: str | None = None
     argument: Path | None = None
@@ -80,6 +83,8 @@ class Probe:
         self.seen: dict[str, list[Tensor]] = {}
         self.output: Any = None
         self._presets: dict[Any, Tensor] = {}
+        self._again = Again()
+        self._handed: dict[tuple[str, int], Tensor] = {}
         self._poison: Poison | None = None
         self._local: Local | None = None
         self._counts: dict[str, int] = {}
@@ -91,6 +96,8 @@ class Probe:
         self._poison = poison
         args, kwargs = self.args, self.kwargs
         parameter = None
+        # Whatever of a block is not behind the site is the same each time.
+        again = contextlib.nullcontext() if poison.site is None else self._again
         try:
             if poison.argument is not None:
                 args, kwargs = replace_argument(args, kwargs, poison.argument, lambda x: _poisoned(x, poison))
@@ -98,7 +105,7 @@ class Probe:
                 parameter = self.block.get_parameter(poison.parameter)
                 parameter.data = _poisoned(self._values[poison.parameter], poison)
             # Fused kernels of attention swallow NaN; the one made of plain operations hands it on.
-            with sdpa_kernel(SDPBackend.MATH):
+            with sdpa_kernel(SDPBackend.MATH), again:
                 output = self._run(args, kwargs)
         finally:
             self._poison = None
@@ -182,14 +189,18 @@ class Probe:
         value = self._preset((name, count), [*shape[:-1], self.sites[name].outputs], x.dtype)
         poison, local = self._poison, self._local
         if poison is not None and poison.site == name:
-            value = value.clone()
-            value[..., _index(poison.places)] = float("nan")
-            return value
+            return value.masked_fill(_mask(poison.places, value.shape[-1]), float("nan"))
         if poison is not None and name in poison.every:
             return torch.full_like(value, float("nan"))
         if local is not None and name in local.outputs:
             return value.index_select(-1, local.outputs[name])
-        return value.clone()  # models add in place
+        if poison is None or poison.site is None:
+            return value.clone()  # models add in place
+        handed = self._handed.get((name, count))
+        if handed is None or handed.shape != value.shape or not self._again.is_unwritten(handed):
+            handed = self._handed[name, count] = value.clone()
+            self._again.know([handed])
+        return handed
 
     def _preset(self, product: tuple[str, int], shape: list[int], dtype: torch.dtype) -> Tensor:
         """Returns random numbers, the same whenever the product comes."""
@@ -215,6 +226,8 @@ class Probe:
             blank = name in matrices
             if blank or value.numel() > _SMALL:
                 self._set(name, _blank(value) if blank else _random(name, value))
+        arguments = (leaf for _, leaf in paths_of((self.args, self.kwargs)))
+        self._again.know([*self.block.parameters(), *self.block.buffers(), *arguments])
 
     def _set(self, name: str, value: Tensor) -> None:
         replace_parameter(self.block, name, nn.Parameter(value, requires_grad=False))
@@ -251,14 +264,11 @@ def _double(x: Tensor) -> Tensor:
 
 
 def _poisoned(x: Tensor, poison: Poison) -> Tensor:
-    x = x.clone()
-    x.index_fill_(poison.dim, torch.tensor(_index_list(poison.places)), float("nan"))
-    return x
+    mask = _mask(poison.places, x.shape[poison.dim])
+    return x.masked_fill(mask.view(-1, *[1] * (x.dim() - 1 - poison.dim % x.dim())), float("nan"))
 
 
-def _index(indices: Sequence[int]) -> Any:
-    return slice(indices.start, indices.stop) if isinstance(indices, range) else torch.tensor(indices)
-
-
-def _index_list(indices: Sequence[int]) -> list[int]:
-    return list(indices)
+def _mask(places: Places, size: int) -> Tensor:
+    mask = torch.zeros(size, dtype=torch.bool)
+    mask[slice(places.start, places.stop) if isinstance(places, range) else torch.as_tensor(places)] = True
+    return mask

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from fold3d.sharding.split import Path
-from fold3d.splitting.probing.probe import Response
+from fold3d.splitting.probing.probe import Places, Response
 
-Respond = Callable[[Sequence[int]], Response]
+Respond = Callable[[Places], Response]
 """What NaN in some channels reaches."""
 
 _WINDOW = 4096
@@ -102,13 +102,14 @@ class _Search:
         return []
 
     def _by_bits(self, first: int, length: int, window: int) -> list[Atom]:
+        number = torch.arange(window)
+        runs = torch.arange(first, first + window * length).view(window, length)
         codes: dict[str, Tensor] = {}
         reached: dict[str, Tensor] = {}
         for bit in reversed(range((window - 1).bit_length())):  # what is far apart is the likeliest to reach the same
             sides = []
             for value in (0, 1):
-                chosen = [first + k for k in range(window * length) if k // length >> bit & 1 == value]
-                sides.append(self._respond(chosen))
+                sides.append(self._respond(runs[number >> bit & 1 == value].flatten()))
                 if sides[-1].leaks:
                     return []
             zero, one = (side.sinks for side in sides)
@@ -136,7 +137,7 @@ class _Search:
 
     def _led(self, first: int, length: int, places: list[dict[str, Tensor]]) -> int:
         """Returns how many of the runs, from the first one on, reach all that they reach with their first channels."""
-        sinks = self._respond([first + k * length for k in range(len(places))]).sinks
+        sinks = self._respond(torch.arange(first, first + len(places) * length, length)).sinks
         for k, reached in enumerate(places):
             if any(name not in sinks or not bool(sinks[name][at].all()) for name, at in reached.items()):
                 return k
