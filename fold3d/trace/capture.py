@@ -109,7 +109,7 @@ def trace_call(model: nn.Module, blocks: list[str], example: Mapping[str, Any], 
 def _record(shadow: Shadow, names: list[str], example: Mapping[str, Any]) -> tuple[Recorder, tuple[str, ...]]:
     """Returns what was recorded, and the attributes in which modules keep tensors of the forward."""
     recorder = Recorder(shadow.model, names)
-    before = {id(tensor) for _, tensor in attributes(shadow.model)}
+    before = {id(tensor) for _, tensor in (*attributes(shadow.model), *shadow.model.named_buffers())}
     only_loss = getattr(example, "only_loss", False)
 
     def read(result: Any) -> None:
@@ -120,6 +120,9 @@ def _record(shadow: Shadow, names: list[str], example: Mapping[str, Any]) -> tup
     kept = [(name, tensor) for name, tensor in attributes(shadow.model) if id(tensor) not in before]
     for name, tensor in kept:
         recorder.note_kept(name, tensor)
+    for name, buffer in shadow.model.named_buffers():
+        if id(buffer) not in before:
+            recorder.note_left(name, buffer)
     return recorder, tuple(dict.fromkeys(name for name, _ in kept))
 
 

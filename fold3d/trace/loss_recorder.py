@@ -130,6 +130,9 @@ class LossRecorder(Recorder):  # type: ignore[no-untyped-call]
             args = (args[0], [place for one in args[1] for place in self._places(one)], *args[2:])
         return super().__torch_dispatch__(func, types, args, kwargs)
 
+    def _in_own_code(self) -> bool:
+        return super()._in_own_code() and self._depth > 0  # what the loss function computes, anybody may keep
+
     def _in_host_memory(self, tensor: Tensor) -> Tensor:
         return tensor if tensor.device.type == "cpu" else fake(tensor, self._mode)
 

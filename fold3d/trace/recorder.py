@@ -24,7 +24,7 @@ from fold3d.trace.blocks import outer_modules
 from fold3d.trace.caches.apart import forget_fakes
 from fold3d.trace.caches.code import Code
 from fold3d.trace.hooked_results import HookedResults
-from fold3d.trace.results.crossing import INSIDE, Crossing, Crossings, Value
+from fold3d.trace.results.crossing import INSIDE, Crossing, Crossings, Token, Value
 from fold3d.trace.results.flops import flops_of
 from fold3d.trace.results.hooked_call import HookedCall
 from fold3d.trace.results.writes import Writes, written_by
@@ -39,24 +39,10 @@ _SHAPE_ONLY = frozenset(
     {
         _aten.empty_like, _aten.zeros_like, _aten.ones_like, _aten.full_like, _aten.rand_like, _aten.randn_like,
         _aten.new_empty, _aten.new_zeros, _aten.new_ones, _aten.new_full, _aten.new_empty_strided,
-        _aten.sym_size, _aten.sym_numel, _aten.sym_stride,
+        _aten.sym_size, _aten.sym_numel, _aten.sym_stride, _aten.sym_storage_offset, _aten.is_contiguous,
+        _aten.is_non_overlapping_and_dense, _aten.is_strides_like_format, torch.ops.prim.device,
     }
 )  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class Token:
-    """Where a value comes from: something that was returned in that region by a module with parameters, or made in it
-    and not returned."""
-
-    region: int
-    value: Value
-
-    def said(self, reader: str) -> str:
-        """Returns that `reader` reads it later."""
-        inside = self.value.tensor == INSIDE
-        what = f"a tensor made in '{self.value.module}'" if inside else f"what '{self.value.module}' returned"
-        return f"{what} is read again later, in '{reader}'"
 
 
 _NO_TOKENS: frozenset[Token] = frozenset()
@@ -96,6 +82,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.reads: dict[Token, tuple[int, str]] = {}
         self._names: dict[int, list[str]] = {}
         self._tokens: dict[int, frozenset[Token]] = {}
+        self._computed: dict[int, int] = {}  # in which regions the model's own code has made memory
         self._storages: list[object] = []  # kept, because the address of a freed one is used again
         self._block: str | None = None
         self._outer: list[str] = []
@@ -285,11 +272,14 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         keys = {self._key(tensor) for tensor in inputs}
         mutable = func._schema.is_mutable
         made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-        is_view = not mutable and bool(made) and keys.issuperset(map(self._key, made))  # who reads it reads the values
-        tokens = _NO_TOKENS if packet in _SHAPE_ONLY else self._read(keys, is_view)
+        written = [*map(self._key, written_by(func, args, kwargs))] if mutable else []
+        # Of a view, and of what the model's own code computes, who reads the result reads the values.
+        is_own = self._in_own_code() and self._computed.keys() >= set(written)
+        carries = bool(made) and (is_own or (not mutable and keys.issuperset(map(self._key, made))))
+        tokens = _NO_TOKENS if packet in _SHAPE_ONLY else self._read(keys, carries)
         by = None if self._made is None else self._made.value
-        for leaf in written_by(func, args, kwargs) if mutable else ():
-            self._writes.written(self._key(leaf), self._region(), by)
+        for key in written:
+            self._writes.written(key, self._region(), by)
         if self._made is not None:
             if mutable and not all(self._made in self._tokens.get(key, _NO_TOKENS) for key in keys):
                 self._want(self._made)  # it may write into a buffer, or into what others read
@@ -300,13 +290,18 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 continue
             if key not in keys:
                 self._tokens[key] = tokens
+                if by is None:
+                    self._computed[key] = self._region()
                 self._writes.made(key, by)
             elif mutable:
                 self._tokens[key] = self._tokens.get(key, _NO_TOKENS) | tokens
         self._count(packet, args, kwargs, result)
         return result
 
-    def _read(self, keys: set[int], is_view: bool = False) -> frozenset[Token]:
+    def _in_own_code(self) -> bool:
+        return self._made is None  # no module with weights runs
+
+    def _read(self, keys: set[int], carries: bool = False) -> frozenset[Token]:
         reader = self._block or (self._outer[0] if self._outer else self._around)
         found: frozenset[Token] = _NO_TOKENS
         for key in keys:
@@ -314,7 +309,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if names is not None:
                 self._read_parameter(names, self.regions[-1])
             # A parameter may have been returned by its module.
-            found |= self._tokens.get(key, _NO_TOKENS) if is_view else self._read_tokens(key, reader)
+            found |= self._tokens.get(key, _NO_TOKENS) if carries else self._read_tokens(key, reader)
         return found
 
     def read_result(self, result: Any) -> None:
@@ -399,7 +394,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 reasons[border] = reasons[border] or (
                     f"'{name}' runs before and after it, and changes buffers of its own each time"
                 )
-        for token, (last, reader) in self.reads.items():
+        for token, (last, reader) in self._in_order():
             why = self._why_not(token, last)
             if why:
                 for border in range(token.region + 1, min(last + 1, len(self.order))):
@@ -408,6 +403,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if border and not crossings:
                 reasons[border] = reasons[border] or "nothing that is made before it is read after it"
         return tuple(reasons)
+
+    def _in_order(self) -> list[tuple[Token, tuple[int, str]]]:
+        """Returns what is read later in the order of where it comes from: what is read at once comes in any order."""
+        return sorted(self.reads.items(), key=lambda one: (one[0].region, one[0].value))
 
     def _why_not(self, token: Token, last: int) -> str:
         """Returns why a tensor cannot be handed over; "" where it can."""
@@ -428,6 +427,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def note_kept(self, attribute: str, tensor: Tensor) -> None:
         """A module has kept the tensor in an attribute, where it can be read without the module's result."""
         self._kept.setdefault(self._key(tensor), attribute)
+        self.note_left(attribute, tensor)
+
+    def note_left(self, where: str, tensor: Tensor) -> None:
+        """The tensor outlives the forward: who computed it read what it is computed from."""
+        key = self._key(tensor)
+        for token in self._tokens.get(key, _NO_TOKENS):
+            self._note_read(token, self._computed.get(key, token.region), where)
 
     def _is_handed_on(self, token: Token) -> bool:
         """Whether a block returned it."""
@@ -484,7 +490,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         return tuple(
             token.said(reader)
-            for token, (last, reader) in self.reads.items()
+            for token, (last, reader) in self._in_order()
             if (_call_of(token) in regions or token.value in self._hooks) and is_leak(token, last)
         )
 

@@ -41,12 +41,14 @@ class Size:
     layers: int = _LAYERS
     sees: bool = False
     """Whether text shares its positions with images."""
+    optional: bool = True
+    """Whether there are parts that the class has not by itself, and need not have."""
 
 
 SIZES = (
     Size(64, 4, 2, 16), Size(64, 4, 2, 16, fills=True), Size(64, 4, 4, 16, fills=True), Size(64, 4, 4, 16),
     Size(64, 4, 4, 16, inner=4, outer=4), Size(64, 4, 4, 16, image=64, window=2), Size(64, 8, 8, 16),
-    Size(64, 4, 4, 32), Size(0, 0, 0, 0, image=64),
+    Size(64, 4, 4, 32), Size(0, 0, 0, 0, image=64), Size(64, 4, 4, 16, optional=False),
 )  # fmt: skip
 
 
@@ -92,12 +94,15 @@ def _fields(config_class: Any, size: Size, tokens: _Tokens) -> dict[str, Any]:
             made[name] = instead
     for name, part in (getattr(config_class, "sub_configs", None) or {}).items():
         inside = _held(default, name) if default is not None else None
+        if inside is None and not size.optional and getattr(_defaults_of(config_class, name), "optional", False):
+            continue
         actual = type(inside) if dataclasses.is_dataclass(inside) else _class_of(config_class, name, part)
         if not dataclasses.is_dataclass(actual) or not hasattr(actual, "model_type"):
             continue
         fields = _fields(actual, size, tokens)
         if actual.model_type:
             fields["model_type"] = actual.model_type
+        fields |= _said_of_part(config_class, name, actual)
         made[name] = fields | PARTS.get(config_class.__name__, {}).get(name, {})
     return made | PARTICULAR.get(config_class.__name__, {})
 
@@ -106,8 +111,25 @@ def _class_of(config_class: Any, name: str, part: Any) -> Any:
     """Returns the class of a part of a configuration that cannot be made without it."""
     from transformers import CONFIG_MAPPING
 
-    said = getattr((getattr(config_class, "sub_configs_defaults", None) or {}).get(name), "model_type", None)
+    said = getattr(_defaults_of(config_class, name), "model_type", None)
     return CONFIG_MAPPING[said] if said else part
+
+
+def _said_of_part(config_class: Any, name: str, part: Any) -> dict[str, Any]:
+    """Returns what the whole turns on or off in a part, such as a decoder's attention to an encoder, and what it sets
+    that the part's own class leaves open."""
+    default = _default(part)
+    given = getattr(_defaults_of(config_class, name), "init_kwargs", None) or {}
+    return {
+        field: value
+        for field, value in given.items()
+        if isinstance(value, bool) or (isinstance(value, int) and default is not None and _held(default, field) is None)
+    }
+
+
+def _defaults_of(config_class: Any, name: str) -> Any:
+    """Returns what a configuration says of a part that is not given."""
+    return (getattr(config_class, "sub_configs_defaults", None) or {}).get(name)
 
 
 def _known(config_class: Any, default: Any, size: Size, tokens: _Tokens) -> dict[str, Any]:
@@ -273,6 +295,9 @@ def _rules(size: Size) -> list[tuple[str, int]]:
         (r"downsample_rate$", 4),
         (r"base_channels$", 32),
         (r"num_embeddings$|codebook_size$", _CODES),
+        (r"^context_length$", 512),
+        (r"^horizon_length$", 8),
+        (r"^output_quantile_len$", 64),
         (r"tokens_per_image$", 16),
         (r"out_hidden_size$", size.outer * size.width),
         (r"vision_output_dim$", 2 * size.width),

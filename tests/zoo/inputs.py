@@ -257,11 +257,12 @@ def _series(model: nn.Module, takes: set[str]) -> Iterator[Batch]:
     config: Any = model.config
     length = int(_first(model, "context_length", default=16) or 16)
     lags = max(getattr(config, "lags_sequence", None) or [0])
-    ahead = int(_first(model, "prediction_length", default=4) or 4)
+    ahead = int(_first(model, "prediction_length", "horizon_length", default=4) or 4)
     features = int(getattr(config, "num_time_features", 0) or 0)
     channels = int(_first(model, "num_input_channels", "input_size", default=1) or 1)
     past = length + lags
     univariate = "past_time_features" in takes
+    frequency = {"freq": torch.zeros(_SAMPLES, 1, dtype=torch.long)} if "freq" in takes else {}
     batch: Batch = {"past_values": _random(_SAMPLES, past) if univariate else _random(_SAMPLES, past, channels)}
     if univariate:
         batch["past_time_features"] = _random(_SAMPLES, past, features)
@@ -271,11 +272,13 @@ def _series(model: nn.Module, takes: set[str]) -> Iterator[Batch]:
         yield batch
     if "future_values" in takes:
         yield {**batch, "future_values": _random(_SAMPLES, ahead, channels)}
+        if channels == 1:
+            yield {**frequency, "past_values": _random(_SAMPLES, past), "future_values": _random(_SAMPLES, ahead)}
     if "target_values" in takes:
         classes = int(getattr(config, "num_targets", 0) or 2)
         yield {**batch, "target_values": torch.arange(_SAMPLES) % classes}
         yield {**batch, "target_values": _random(_SAMPLES, classes)}
-    if "freq" in takes:
-        yield {"past_values": _random(_SAMPLES, past), "freq": torch.zeros(_SAMPLES, 1, dtype=torch.long)}
+    if frequency:
+        yield {**frequency, "past_values": _random(_SAMPLES, past)}
     yield batch
     yield {"past_values": _random(_SAMPLES, past)}

@@ -139,5 +139,6 @@ PARTS: dict[str, dict[str, dict[str, Any]]] = {
             "return_class_token": True,
         }
     },
+    "NemotronH_Omni_Reasoning_V3_Config": {"audio_config": {"projection_hidden_size": 64, "projection_bias": False}},
     "Sapiens2Config": {"head_config": {"upsample_out_channels": [16, 16], "conv_out_channels": [16]}},
 }

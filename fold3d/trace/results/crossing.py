@@ -35,6 +35,21 @@ class Value:
     """Its number among the tensors of what was returned, in the order of the leaves."""
 
 
+@dataclass(frozen=True, slots=True)
+class Token:
+    """Where a value comes from: something that was returned in that region by a module with parameters, or made in it
+    and not returned."""
+
+    region: int
+    value: Value
+
+    def said(self, reader: str) -> str:
+        """Returns that `reader` reads it later."""
+        inside = self.value.tensor == INSIDE
+        what = f"a tensor made in '{self.value.module}'" if inside else f"what '{self.value.module}' returned"
+        return f"{what} is read again later, in '{reader}'"
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Crossing:
     """One tensor that crosses a border."""
