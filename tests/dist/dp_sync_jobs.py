@@ -80,7 +80,7 @@ def _nothing() -> Iterator[None]:
 def optimizer_bytes(case: Case) -> tuple[int, int]:
     """Returns the bytes of optimizer state that this rank keeps, and those of its parameters."""
     engine = parity_jobs.engine_of(case)
-    engine.step(parity_jobs.replica_batch(case, 0, engine.topology.dp_rank))
+    engine.step(parity_jobs.batch_of(engine, case, 0))
     engine.flush()
     assert engine.optimizer is not None and engine._rank is not None and isinstance(engine._rank.sync, DpSync)
     states = [engine.optimizer.state, *(part.twin.state for part in engine._rank.sync.optimizer.parts)]
@@ -115,12 +115,12 @@ def close_at_once(case: Case) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     for flushed in (True, False):
         engine = parity_jobs.engine_of(case)
         for step in range(2):
-            engine.step(parity_jobs.replica_batch(case, step, engine.topology.dp_rank))
+            engine.step(parity_jobs.batch_of(engine, case, step))
         owned = engine.owned
         if flushed:
             engine.flush()
         engine.close()
-        found.append({name: parameter.detach().clone() for name, parameter in owned.items()})
+        found.append({name: parameter.detach().clone().cpu() for name, parameter in owned.items()})
     return found[0], found[1]
 
 
@@ -128,7 +128,7 @@ def overlap(case: Case) -> tuple[int, int]:
     """Returns how many sums of the last step began before the rank's last backward ended, and how many there were."""
     engine = parity_jobs.engine_of(case)
     for step in range(2):
-        engine.step(parity_jobs.replica_batch(case, step, engine.topology.dp_rank))
+        engine.step(parity_jobs.batch_of(engine, case, step))
     records = engine.breakdown().records
     engine.close()
     end = max(end for lane, action, _, end, _ in records if lane == "compute" and "B" in action)

@@ -36,10 +36,11 @@ def evaluate(case: Case) -> list[float]:
     with jobs.precision(case):
         engine = jobs.engine_of(case)
         replica = engine.topology.dp_rank
-        batch = {name: tensor.split(EVALUATION_ROWS)[replica] for name, tensor in evaluation_rows(case).items()}
+        rows = {name: tensor.split(EVALUATION_ROWS)[replica] for name, tensor in evaluation_rows(case).items()}
+        batch = jobs.on(engine.device, rows)
         found = [engine.evaluate(batch).item()]
         for step in range(2):
-            engine.step(jobs.replica_batch(case, step, replica))
+            engine.step(jobs.batch_of(engine, case, step))
             found.append(engine.evaluate(batch).item())
         assert engine.model.training, "evaluate puts the mode back"
         engine.close()
@@ -208,6 +209,6 @@ def frozen_stage(case: Case) -> list[float]:
     model = jobs.build(case)
     make = functools.partial(torch.optim.AdamW, lr=jobs.LEARNING_RATE)
     engine = fold3d.Engine(model, jobs.config_of(case), optimizer=make)
-    losses = [engine.step(jobs.replica_batch(case, step, engine.topology.dp_rank)).loss.item() for step in range(2)]
+    losses = [engine.step(jobs.batch_of(engine, case, step)).loss.item() for step in range(2)]
     engine.close()
     return losses

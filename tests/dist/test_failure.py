@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import re
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
 
+from fold3d.comms.tcp import uses_tcp
+from fold3d.device import default_device
 from fold3d.engine import builder
 from fold3d.errors import RankError
 from tests.dist.failure_jobs import TIMEOUT, engine_of, outcome
@@ -62,21 +65,20 @@ def test_a_rank_that_raises(ranks: RankPool, name: str, rank: int, place: str, w
 
 
 def connecting_fails(rank: int) -> str:
-    """The network of one rank is broken when the engines are built."""
-    original = builder.connect_stages
+    """The network of one rank is broken when the engines are built: with the first that ranks do there together."""
+    first = "connect_stages" if uses_tcp("auto", default_device()) else "find_hosts"
+    original = getattr(builder, first)
 
     def connect(*args: Any) -> Any:
         if dist.get_rank() == rank:
             raise OSError("no route to host")
         return original(*args)
 
-    builder.connect_stages = connect
-    try:
-        engine_of({"pp": 2})
-    except RankError as error:
-        return str(error)
-    finally:
-        builder.connect_stages = original
+    with mock.patch.object(builder, first, connect):
+        try:
+            engine_of({"pp": 2})
+        except RankError as error:
+            return str(error)
     return ""
 
 

@@ -24,7 +24,9 @@ DIAGNOSIS = 3.0
 """Seconds a rank looks around for who failed."""
 EXIT = 12.0
 """Seconds until the interpreter has ended, on a machine whose cores are busy."""
-START = 100.0
+START = 240.0
+"""Seconds until the launcher gives a job up. Most of them go before the trap springs: four processes import torch and
+build their engines, on a machine whose cores are busy. What follows the trap has the limits above."""
 
 
 @dataclass

@@ -119,9 +119,12 @@ def process_group(store_file: str, rank: int, world_size: int, timeout_s: float)
 
 
 def clean_slate() -> None:
-    """Undoes what a call leaves behind in a process that serves many: seeds, dtype, accelerate's state."""
+    """Undoes what a call leaves behind in a process that serves many: seeds, dtype, accelerate's state, the current one
+    of the simulated device's (an engine makes its own current, and so the next call's kernels would go there)."""
     import torch
 
+    if "tests.simdevice.sim" in sys.modules:
+        torch.accelerator.set_device_index(0)
     state = sys.modules.get("accelerate.state")
     if state is not None:  # singletons which remember rank and world size of the last call
         state.AcceleratorState._reset_state(True)

@@ -165,6 +165,35 @@ def ragged(case: Case) -> tuple[int, int]:
     return len(got), len(lengths)
 
 
+def evaluations_of_other_shapes(case: Case) -> int:
+    """Evaluates batches that have one length for some and another for one; returns how many.
+
+    What is sent in the place of what was expected has no contents, but memory that other kernels may not be done with:
+    the first stage leaves such.
+    """
+    lengths = (9, 9, 9, 6, 9, 9)
+    with parity_jobs.precision(case), sdpa_kernel(SDPBackend.MATH):
+        engine = parity_jobs.engine_of(case)
+        batch = parity_jobs.batch_of(engine, case, 0)
+
+        def leaves_memory(module: torch.nn.Module, args: object, out: torch.Tensor | tuple[torch.Tensor, ...]) -> None:
+            hidden = out[0] if isinstance(out, tuple) else out
+            sim.sleep(5)
+            for one in [hidden.new_empty(len(hidden), lengths[0], hidden.shape[-1]) for _ in range(8)]:
+                one.fill_(1)
+
+        assert engine.trace is not None
+        if engine.topology.pp_rank == 0:
+            last = engine.trace.blocks[engine.strategy.ranges[0][1] - 1]
+            for module in engine.model.get_submodule(last).modules():
+                module.register_forward_hook(leaves_memory)
+        for length in lengths:
+            engine.evaluate({name: tensor[:, :length] for name, tensor in batch.items()})
+        engine.close()
+    assert not sim.take_reports()
+    return len(lengths)
+
+
 def failing(case: Case, bad_rank: int) -> tuple[float, str]:
     """A rank raises in the forward of its third step; returns seconds until this rank knew, and what it was told."""
     engine = parity_jobs.engine_of(case)

@@ -93,7 +93,6 @@ class _Rank:
     """A rank of each kind, behind one arbiter."""
 
     def __init__(self) -> None:
-        torch.accelerator.set_device_index(0)  # another test's may have left another one current
         self.rank = rank = dist.get_rank()
         self.stage = _Stage()
         self.arbiter = _C.NicArbiter()

@@ -281,3 +281,10 @@ def run(name: str) -> None:
     sim.take_reports()
     CHECKS[name]()
     assert not sim.take_reports()
+
+
+def change_device() -> int:
+    """Makes the second device the current one, and leaves it; returns which one was."""
+    before = torch.accelerator.current_device_index()
+    torch.accelerator.set_device_index(1)
+    return before

@@ -32,3 +32,10 @@ def test_device(name: str, sim_ranks: RankPool) -> None:
 @pytest.mark.parametrize("jittered", [False, True])
 def test_training_has_the_bits_of_the_cpu(jittered: bool, sim_ranks: RankPool) -> None:
     sim_ranks.run(f"{PROGRAMS}:training_as_on_the_cpu", 1, jittered)
+
+
+def test_a_call_begins_on_the_first_device(sim_ranks: RankPool) -> None:
+    """Whatever one before it left: engines of several ranks make their own current. Kernels that were queued on that
+    one, as `sim.sleep`, would delay nothing on the first."""
+    for _ in range(2):
+        assert sim_ranks.run(f"{PROGRAMS}:change_device", 2) == [0, 0]

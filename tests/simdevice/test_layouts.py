@@ -96,6 +96,10 @@ def test_messages_of_other_shapes_come_between(sim_ranks: RankPool) -> None:
     assert sim_ranks.run(f"{LAYOUTS}:ragged", 2, case, timeout=150.0) == [(10, 8)] * 2
 
 
+def test_evaluations_of_other_shapes_come_between(sim_ranks: RankPool) -> None:
+    assert sim_ranks.run(f"{LAYOUTS}:evaluations_of_other_shapes", 2, PP, timeout=150.0) == [6] * 2
+
+
 @pytest.mark.parametrize("case", [FOLD, DP, ZERO1], ids=["pp2", "early", "zero1"])
 def test_the_host_waits_for_no_norm_and_no_weights(case: Case, sim_ranks: RankPool) -> None:
     """Of a step it waits for the loss, and with several stages for the batch's fingerprint."""

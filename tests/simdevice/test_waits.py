@@ -8,7 +8,6 @@ from tests.dist import late_jobs as late
 from tests.dist.test_failure_late import check_that_it_goes_on, check_that_it_is_named
 from tests.helpers.ranks import RankPool
 
-pytestmark = pytest.mark.slow  # limits of half a second hold where cores are free
 WAITS = "tests.simdevice.waits"
 LIMIT = 0.5
 """As there; what pytest's own process runs must not import it."""

@@ -11,6 +11,7 @@ import transformers
 from torch import Tensor
 
 import fold3d
+from tests.helpers import device as test_device
 from tests.helpers import models
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
@@ -156,16 +157,19 @@ def run_stock(job: Job, *, replicas: int = 1) -> Outcome:
 
 
 def run_fold3d(job: Job, layout: dict[str, Any]) -> Outcome:
-    """Trains with fold3d.Trainer; called on every rank. The planner is asked only where `layout` says so."""
+    """Trains with fold3d.Trainer on the tests' device; called on every rank. The planner is asked only where `layout`
+    says so."""
     logging.getLogger("transformers").setLevel(logging.ERROR)
-    args = fold3d.TrainingArguments(**stock_arguments(job), **({"segments": 1} | layout))
-    trainer = job.variant.trainer(fold3d.Trainer)(args=args, **trainer_arguments(job))
-    trainer.train(resume_from_checkpoint=job.resume)
-    extra = job.variant.after(trainer)
-    logs = clean(trainer.state.log_history)
-    metrics = clean([trainer.evaluate()])[0]
-    weights = trainer.engine.state_dict()["model"]
-    trainer.engine.close()
+    with test_device.watched():
+        arguments = stock_arguments(job) | {"use_cpu": test_device.chosen() == "cpu"}
+        args = fold3d.TrainingArguments(**arguments, **({"segments": 1} | layout))
+        trainer = job.variant.trainer(fold3d.Trainer)(args=args, **trainer_arguments(job))
+        trainer.train(resume_from_checkpoint=job.resume)
+        extra = job.variant.after(trainer)
+        logs = clean(trainer.state.log_history)
+        metrics = clean([trainer.evaluate()])[0]
+        weights = trainer.engine.state_dict()["model"]
+        trainer.engine.close()
     return Outcome(logs, weights, metrics, extra)
 
 
