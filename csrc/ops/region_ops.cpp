@@ -150,6 +150,8 @@ TORCH_LIBRARY_IMPL(fold3d, CPU, m) { implement(m); }
 
 TORCH_LIBRARY_IMPL(fold3d, CUDA, m) { implement(m); }
 
+TORCH_LIBRARY_IMPL(fold3d, PrivateUse1, m) { implement(m); }
+
 TORCH_LIBRARY_IMPL(fold3d, Meta, m) {
   m.impl("tp_copy_to_region", &tp_copy_to_region);
   m.impl("tp_reduce_from_region", &like_meta);

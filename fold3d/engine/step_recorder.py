@@ -122,14 +122,18 @@ class StepRecorder:
         return RecordedRun(trains=trains, begin=self._clock.now(), counted=counted, shards=shards)
 
     def _settle(self, run: RecordedRun) -> None:
-        """Gives the run what it has not yet, once the device has come to its end."""
+        """Gives the run, and those before it, what is theirs, once the device has come to its end."""
         if self._is_closed or run.is_settled:
             return
-        until = run.until(self._clock.now())
-        self._collect()
-        mine = [record for record in self._loose if record[3] <= until]
-        self._loose = [record for record in self._loose if record[3] > until]
-        run.settle(mine)
+        before = self._runs[: self._runs.index(run)] if run in self._runs else []
+        for one in (*before, run):
+            if one.is_settled:
+                continue
+            until = one.until(self._clock.now())
+            self._collect()
+            mine = [record for record in self._loose if record[3] <= until]
+            self._loose = [record for record in self._loose if record[3] > until]
+            one.settle(mine)
 
     def _shards_now(self) -> dict[str, int]:
         return {} if self._shards is None else self._shards.counters()

@@ -82,6 +82,11 @@ def test_sums_begin_when_gradients_are_there(sim_ranks: RankPool) -> None:
             assert last <= start + CLOCK_NS <= end + CLOCK_NS, (action, start - last)
 
 
+def test_a_step_has_its_own_records_whichever_is_asked_for_first(sim_ranks: RankPool) -> None:
+    for last, before in sim_ranks.run(f"{TIMES}:forwards_of_two_steps", 2, dp=2, segments=2, timeout=150.0):
+        assert last == before == [f"{chunk}F{m}" for chunk in range(2) for m in range(4)]
+
+
 def test_nobody_waits_for_the_times(sim_ranks: RankPool) -> None:
     layout = {"dp": 2, "segments": 2, "schedule": "aiao", "dp_sync": "early"}
     for with_times, without in sim_ranks.run(f"{TIMES}:host_waits", 2, **layout, timeout=150.0):

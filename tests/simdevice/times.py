@@ -102,6 +102,17 @@ def of_a_step(**layout: Any) -> SimpleNamespace:
     )
 
 
+def forwards_of_two_steps(**layout: Any) -> list[list[str]]:
+    """Returns the forwards in the records of the last step, and of the one before, in the order in which they were
+    asked for: both after the last, and nobody looked at a step until then."""
+    engine = _engine(**layout)
+    batch = {"x": torch.randn(2 * MICRO_BATCHES, WIDTH, device="sim")}
+    before, last = (engine.step(batch) for _ in range(2))
+    found = [one.breakdown.records for one in (last, before)]
+    engine.close()
+    return [sorted(action for lane, action, *_ in one if lane == "compute" and "F" in action) for one in found]
+
+
 def host_waits(**layout: Any) -> tuple[int, int]:
     """Returns how often the training thread waits for the device in a step, with the device's times and with those of
     launches, for which it need not ask the device."""

@@ -140,6 +140,8 @@ TORCH_LIBRARY_IMPL(fold3d, CPU, m) { implement(m); }
 
 TORCH_LIBRARY_IMPL(fold3d, CUDA, m) { implement(m); }
 
+TORCH_LIBRARY_IMPL(fold3d, PrivateUse1, m) { implement(m); }
+
 TORCH_LIBRARY_IMPL(fold3d, Meta, m) {
   m.impl("tp_all_gather_matmul", &all_gather_matmul_meta);
   m.impl("tp_matmul_reduce_scatter", &matmul_reduce_scatter_meta);
