@@ -43,6 +43,7 @@ CPP_FOLDERS = (
         "runtime/offload",
         "runtime/executor",
         "runtime/c10d",
+        "runtime/collectives",
         "runtime/skip",
     ),
     *("runtime/memory", "ops", "ops/fused", "bindings"),

@@ -7,6 +7,7 @@
 (b) N replicas: fold3d, in every way of DP.sync, against plain DistributedDataParallel.
 (c) N stages: fold3d against torch.distributed.pipelining.
 (d) fold3d's kernels against torch's: norm, AdamW, putting small tensors together.
+(e) Sums of a bucket over N replicas: in one, in slices, and in slices that are copied first.
 
 Everything that is compared runs in turns in the same processes; ratios of medians count. The result is text to paste.
 `--device cpu` runs the same in tiny sizes, to try the script: its figures mean nothing.
@@ -29,7 +30,8 @@ from typing import Any
 import torch
 import torch.multiprocessing as mp
 
-from benchmarks.gpu.ranks import Sizes, race, run_rank
+from benchmarks.gpu.processes import run_rank
+from benchmarks.gpu.ranks import Sizes, race
 
 TINY = Sizes(layers=4, width=32, heads=2, vocabulary=64, length=16, rows=2, micro_batches=4, steps=2, rounds=1)
 FULL = Sizes(
@@ -81,7 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     text = report(rows, given.device, processes)
     print(text)
     if processes == 1:
-        print("One GPU: replicas and stages, (b) and (c), need two.")
+        print("One GPU: replicas and stages, (b), (c) and (e), need two.")
     if given.out:
         given.out.write_text(json.dumps([dict(zip(Row.__slots__, _values(row), strict=True)) for row in rows]))
     return 0
@@ -193,7 +195,8 @@ def _several(device: str, sizes: Sizes, processes: int) -> list[Row]:
         mp.spawn(run_rank, (processes, device, sizes, folder, str(out)), nprocs=processes)
         found = json.loads(out.read_text())
     rows = _rows(f"{processes} replicas", "tokens/s", found["replicas"])
-    return rows + _rows(f"{processes} stages", "tokens/s", found["stages"])
+    rows += _rows(f"{processes} stages", "tokens/s", found["stages"])
+    return rows + _rows(f"sums of {processes} replicas", "bytes/s", found["sums"])
 
 
 # (d)

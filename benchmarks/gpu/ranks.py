@@ -1,17 +1,14 @@
-"""What the processes of benchmarks/gpu run: one model, trained by fold3d and by what torch has, in turns."""
+"""(b) and (c): one model, trained by fold3d and by what torch has, in turns."""
 
 from __future__ import annotations
 
-import json
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.nn.parallel import DistributedDataParallel
@@ -131,29 +128,6 @@ def synchronize(device: str) -> None:
     """Waits for the device."""
     if device == "cuda":
         torch.cuda.synchronize()
-
-
-def run_rank(rank: int, world: int, device: str, sizes: Sizes, folder: str, out: str) -> None:
-    """One process of (b) and (c); rank 0 writes tokens/s of the job, by part and system, to `out`."""
-    if device == "cuda":
-        torch.cuda.set_device(rank)
-    torch.set_num_threads(1 if device == "cpu" else torch.get_num_threads())
-    store = dist.FileStore(str(Path(folder) / "store"), world)
-    backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world)
-    found = {}
-    for part, make, tokens in (
-        ("replicas", replicas, world * sizes.tokens),
-        ("stages", stages, sizes.tokens),
-    ):
-        systems, close = make(rank, world, device, sizes)
-        seconds = race(systems, device, rounds=sizes.rounds, steps=sizes.steps)
-        close()
-        found[part] = {name: tokens / value for name, value in seconds.items()}
-    if rank == 0:
-        Path(out).write_text(json.dumps(found))
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 Systems = tuple[dict[str, Step], Callable[[], None]]

@@ -15,8 +15,8 @@
 #include "comm/ring/slice_meter.h"
 #include "comm/tcp/tcp_ring_peers.h"
 #include "core/network/slice_rule.h"
-#include "runtime/c10d/collectives_c10d.h"
 #include "runtime/c10d/ring_connection_c10d.h"
+#include "runtime/collectives/collectives_c10d.h"
 #include "runtime/device/stream_clock.h"
 #include "runtime/device/tensor_buffer.h"
 

@@ -65,7 +65,7 @@ def test_everything_on_the_cpu(capsys: pytest.CaptureFixture[str], tmp_path: Pat
     assert gpu.main(["--device", "cpu", "--out", str(out)]) == 0
     rows = json.loads(out.read_text())
     parts = [row["part"] for row in rows]
-    wanted = {"one process", "2 replicas", "2 stages", "kernel: norm", "kernel: clip and AdamW"}
+    wanted = {"one process", "2 replicas", "2 stages", "kernel: norm", "kernel: clip and AdamW", "sums of 2 replicas"}
     assert wanted < set(parts) and all(row["value"] > 0 for row in rows)
     text = capsys.readouterr().out
     assert "CPU: figures mean nothing" in text and "fold3d zero1, kernels" in text

@@ -155,7 +155,9 @@ def abort_under_way() -> tuple[str, int]:
 
     def take_part(group: Any, length: int) -> None:
         with contextlib.suppress(RuntimeError):  # on a busy machine rank 0 may have aborted before the last chunk
-            dist.reduce_scatter_tensor(torch.empty(length), torch.ones(2 * length), group=group)
+            works = [dist.reduce(torch.ones(length), root, group=group, async_op=True) for root in range(2)]
+            for work in works:
+                work.wait()
 
     with bucket_sync(limit=2.0) as (sync, group):
         if dist.get_rank() == 1:

@@ -6,12 +6,16 @@ Each test runs once more on the CPU, so that what few machines run keeps working
 from __future__ import annotations
 
 from dataclasses import replace
+from datetime import timedelta
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from fold3d.device import default_device
+from fold3d import _C
+from fold3d.comms.shared_gloo import new_group
+from fold3d.device import default_device, make_current
 from tests.dist import dp_sync_jobs, parity_jobs
 from tests.dist.parity_cases import STEPS, Case
 from tests.dist.parity_checks import TOLERANCE, assert_all_names, assert_equal, assert_ranks_agree, assert_same_bits
@@ -125,6 +129,39 @@ def test_two_processes(pool: RankPool, device: str, case: Case) -> None:
         assert_ranks_agree(results, case)
         first = first or results[0]
         assert_same_bits(results[0], first)
+
+
+def cut_bucket(device: str, as_bfloat16: bool) -> bool:
+    """Returns whether the sums and the gathered values of a bucket that travels in slices are right."""
+    rank, length, slices = dist.get_rank(), 1000, 7
+    here = make_current(torch.device(device, rank) if device != "cpu" else torch.device(device))
+    groups = [new_group([0, 1], timedelta(seconds=60), here, gloo=False, own_thread=True) for _ in range(2)]
+    sync = _C.BucketSync(
+        *(rank, 2, _C.NicArbiter(), here, 60.0, f"replica {rank}"),
+        slice_bytes=length // slices * (2 if as_bfloat16 else 4),
+        reduce_group=groups[0].group_name,
+        gather_group=groups[1].group_name,
+        library=True,
+        hosts=[0, 1],
+    )
+    places = torch.arange(2.0 * length, device=here) % 64
+    bucket = places * (rank + 1)
+    sync.begin(1, [])
+    sync.reduce(0, bucket, 0.5, as_bfloat16=as_bfloat16)
+    sync.wait_reduced(0)
+    right = bucket.chunk(2)[rank].equal(1.5 * places.chunk(2)[rank])
+    sync.gather(0, bucket, as_bfloat16=as_bfloat16)
+    sync.wait_gathered(0)
+    right = right and bucket.equal(1.5 * places)
+    sync.close()
+    return right
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("device", TWO)
+@pytest.mark.parametrize("as_bfloat16", [False, True])
+def test_buckets_in_slices(pool: RankPool, device: str, as_bfloat16: bool) -> None:
+    assert pool.run(cut_bucket, 2, device, as_bfloat16) == [True, True]
 
 
 @pytest.mark.dist

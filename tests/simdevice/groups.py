@@ -45,7 +45,10 @@ def collectives() -> None:
     dist.all_to_all_single(w, torch.arange(6.0, device=DEVICE) + 10 * rank, group=group)
     first = 3.0 * rank
     assert w.tolist() == [first, first + 1, first + 2, first + 10, first + 11, first + 12]
+    before = w.clone()
     dist.reduce(w, 0, group=group)
+    sums = [0.0 + 3, 1.0 + 4, 2.0 + 5, 10.0 + 13, 11.0 + 14, 12.0 + 15]
+    assert w.tolist() == (sums if rank == 0 else before.tolist()), "who is not the root only reads"
     dist.barrier(group=group)
 
 

@@ -238,6 +238,50 @@ def slices_and_an_arrival() -> Arrived | None:
     return Arrived(announced_early=announced_early, early=early, held_early=held_early, announced=counted, held=found)
 
 
+def cut_buckets(slices: int, *, rounds: bool) -> list[tuple[int, int, bool]]:
+    """A bucket is summed and gathered in so many slices, while others may read this replica's shard. Returns of the sum
+    and of the gather how many kernels were launched, how much memory was taken meanwhile, and whether it is right.
+
+    Args:
+        rounds: it is bfloat16 that travels.
+    """
+    rank, length = dist.get_rank(), slices * 1000
+    names = [dist.new_group(backend="simccl", timeout=timedelta(seconds=TIMEOUT)).group_name for _ in range(2)]  # type: ignore[union-attr]
+    sync = _C.BucketSync(
+        *(rank, 2, _C.NicArbiter(), DEVICE, TIMEOUT, f"replica {rank}"),
+        slice_bytes=1000 * (2 if rounds else 4),
+        reduce_group=names[0],
+        gather_group=names[1],
+        hosts=[0, 1],
+    )
+    places = torch.arange(2.0 * length, device=DEVICE) % 64
+    bucket = places * (rank + 1)
+    own, read = bucket.chunk(2)[rank], torch.zeros((), device=DEVICE)
+    found = []
+    sync.begin(1, [])
+    for act in ("reduce", "gather"):
+        torch.accelerator.synchronize()
+        torch.accelerator.reset_peak_memory_stats()
+        launches, memory = sim.launches(), torch.accelerator.memory_allocated()
+        if act == "reduce":
+            sync.reduce(0, bucket, 1.0, as_bfloat16=rounds)
+            sync.wait_reduced(0)
+        else:
+            sync.gather(0, bucket, as_bfloat16=rounds)
+            torch.sum(own, 0, out=read)  # beside the gather
+            sync.wait_gathered(0)
+        sync.drain()
+        launches, memory = (
+            sim.launches() - launches - (act == "gather"),
+            torch.accelerator.max_memory_allocated() - memory,
+        )
+        right = (own if act == "reduce" else bucket) == 3 * (places.chunk(2)[rank] if act == "reduce" else places)
+        found.append((launches, memory, bool(right.all().cpu())))
+    assert read.item() == 3 * places.chunk(2)[rank].sum().item()
+    sync.close()
+    return found
+
+
 def _held(one: _Rank) -> tuple[int, int]:
     counters = one.arbiter.counters()
     return counters["preemptions"], counters["held_ns"]

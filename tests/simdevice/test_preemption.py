@@ -52,6 +52,18 @@ def test_training_over_cards_has_the_bits_of_the_cpu(
     assert [counted["messages"] > 0 for counted in found] == [over_cards] * 4
 
 
+@pytest.mark.parametrize("rounds", [False, True])
+def test_slices_of_a_bucket_are_not_copied_but_where_they_are_rounded(rounds: bool, sim_ranks: RankPool) -> None:
+    slices = 5
+    for acts in sim_ranks.run(f"{PREEMPTION}:cut_buckets", 2, slices, rounds=rounds):
+        for launches, memory, right in acts:
+            assert right
+            if rounds:
+                assert launches > slices and memory > 0
+            else:
+                assert (launches, memory) == (slices, 0), "a collective each"
+
+
 def test_without_replicas_nobody_hears_of_messages(sim_ranks: RankPool) -> None:
     alone = Case(pp=2, m=3, segments=2, schedule="aiao")
     found = sim_ranks.run(f"{PREEMPTION}:as_on_the_cpu_over_cards", 2, alone, "wx", 300, timeout=150.0)

@@ -46,7 +46,7 @@ class SliceRule {
   static constexpr double kSlowSeconds = 5e-3;
   static constexpr std::int64_t kLeastForReplica = 256 << 10;
   static constexpr std::int64_t kLeastWhereSlow = 32 << 10;  // where small slices are slow, slices must not shrink on
-  static constexpr std::int64_t kMost = 64 << 20;            // a copy of a slice must have room
+  static constexpr std::int64_t kMost = 64 << 20;            // what is rounded of a slice must have room
   static constexpr double kLongestSliceNs = 1e9;             // beyond it a speed is not believed
   static constexpr std::int64_t kFirstAgreement = 4;         // before it the library still connects ranks
   static constexpr std::int64_t kRarest = 1024;

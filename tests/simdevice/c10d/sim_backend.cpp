@@ -50,11 +50,28 @@ Tensors aliases(const Tensors& tensors) {
 }
 
 void check_sum(const c10d::ReduceOp& op) {
-  TORCH_CHECK(op == c10d::ReduceOp::SUM || op == c10d::ReduceOp::AVG,
-              "simccl's reduce_scatter knows sums and means alone");
+  TORCH_CHECK(op == c10d::ReduceOp::SUM || op == c10d::ReduceOp::AVG, "simccl knows sums and means alone");
 }
 
 at::Tensor memory_of(const at::Tensor& tensor) { return aliases({tensor}).front(); }
+
+/// Adds what the ranks have, in their order.
+void store_sum(const at::Tensor& to, const Tensors& parts, bool is_mean) {
+  at::Tensor sum = parts.front().clone();
+  for (std::size_t rank = 1; rank < parts.size(); ++rank) sum.add_(parts[rank]);
+  if (is_mean) sum.div_(static_cast<std::int64_t>(parts.size()));
+  to.view({-1}).copy_(sum.view({-1}));
+}
+
+/// What a gather of `input` into `output` writes: as NCCL, nothing where the input lies where it belongs.
+Tensors written_by_gather(const at::Tensor& output, const at::Tensor& input, int rank, int size) {
+  const at::Tensor parts = output.view({size, -1});
+  if (parts[rank].data_ptr() != input.data_ptr()) return {output};
+  Tensors written;
+  if (rank > 0) written.push_back(parts.narrow(0, 0, rank));
+  if (rank + 1 < size) written.push_back(parts.narrow(0, rank + 1, size - rank - 1));
+  return written;
+}
 
 }  // namespace
 
@@ -161,8 +178,29 @@ WorkPtr SimBackend::broadcast(Tensors& tensors, const c10d::BroadcastOptions& op
 }
 
 WorkPtr SimBackend::reduce(Tensors& tensors, const c10d::ReduceOptions& options) {
-  const auto call = [on = aliases(tensors), options](c10d::Backend& gloo) mutable { return gloo.reduce(on, options); };
-  return add(kGroup, collective("reduce", OpType::REDUCE, {}, tensors, call));
+  TORCH_CHECK(tensors.size() == 1, "simccl reduces one tensor at a time");
+  check_sum(options.reduceOp);
+  // gloo's own writes the tensors of the others, too, which NCCL reads only; and so the root adds in the order of
+  // ranks.
+  const int root = static_cast<int>(options.rootRank), size = getSize();
+  const bool is_root = root == getRank();
+  auto received = std::make_shared<Tensors>();
+  const auto call = [received, from = aliases(tensors), root, is_root, size](c10d::Backend& gloo) mutable {
+    for (int rank = 0; is_root && rank < size; ++rank) received->push_back(at::empty_like(from.front()));
+    c10d::GatherOptions to_root;
+    to_root.rootRank = root;
+    std::vector<Tensors> all;
+    if (is_root) all.push_back(*received);
+    return gloo.gather(all, from, to_root);
+  };
+  Part part = collective("reduce", OpType::REDUCE, is_root ? Tensors{} : tensors, is_root ? tensors : Tensors{}, call);
+  const bool is_mean = options.reduceOp == c10d::ReduceOp::AVG;
+  part.end = [received, to = memory_of(tensors.front()), is_mean](GlooCalls& calls, const WorkPtr& work) {
+    calls.wait_for_collective(work);
+    if (!received->empty()) store_sum(to, *received, is_mean);
+    received->clear();
+  };
+  return add(kGroup, std::move(part));
 }
 
 WorkPtr SimBackend::allgather(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) {
@@ -174,10 +212,12 @@ WorkPtr SimBackend::allgather(std::vector<Tensors>& outputs, Tensors& inputs, co
 
 SimBackend::Part SimBackend::gather_part(at::Tensor& output, at::Tensor& input,
                                          const c10d::AllgatherOptions& options) const {
+  // gloo itself writes the own part: with the bytes that are there already.
   const auto call = [to = memory_of(output), from = memory_of(input), options](c10d::Backend& gloo) mutable {
     return gloo._allgather_base(to, from, options);
   };
-  return collective("all_gather_into_tensor", OpType::_ALLGATHER_BASE, {input}, {output}, call);
+  return collective("all_gather_into_tensor", OpType::_ALLGATHER_BASE, {input},
+                    written_by_gather(output, input, getRank(), getSize()), call);
 }
 
 SimBackend::Part SimBackend::scatter_part(at::Tensor& output, at::Tensor& input,
@@ -194,10 +234,7 @@ SimBackend::Part SimBackend::scatter_part(at::Tensor& output, at::Tensor& input,
   const bool is_mean = options.reduceOp == c10d::ReduceOp::AVG;
   part.end = [received, to = memory_of(output), is_mean, size = getSize()](GlooCalls& calls, const WorkPtr& work) {
     calls.wait_for_collective(work);
-    const at::Tensor all = received->view({size, -1});
-    at::Tensor sum = all[0].clone();
-    for (int rank = 1; rank < size; ++rank) sum.add_(all[rank]);
-    to.view({-1}).copy_(is_mean ? sum.div_(size) : sum);
+    store_sum(to, received->view({size, -1}).unbind(), is_mean);
     *received = at::Tensor();
   };
   return part;

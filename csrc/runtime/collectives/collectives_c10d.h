@@ -32,8 +32,8 @@ namespace fold3d::runtime {
 /// Where messages of the pipeline go over the same cards, it goes in slices (core::SliceRule), and a thread asks the
 /// arbiter before each: a slice is held back, for a bounded time, while a message that is ready is on its way. At most
 /// two slices are under way, so a message waits for no more. The first is launched when the bucket is ready, not
-/// before: what is launched cannot be held back. A slice goes through a copy, as what is rounded for its journey does.
-/// Elsewhere a bucket travels as it lies, and is launched at once.
+/// before: what is launched cannot be held back. Elsewhere a bucket travels in one, and is launched at once. Either
+/// way nothing is copied but what is rounded for its journey.
 ///
 /// Replicas cut alike: the speed that decides it is measured by each and agreed on in the group, in the order of its
 /// collectives. They hold back on their own, and a slice moves when all have launched it.
@@ -85,8 +85,10 @@ class C10dCollectives final : public comm::CollectiveStream {
   void note(Slice& slice, double seconds);
   void measure();
   void finish(Slice& slice);
-  void run_slice(const comm::Collective& collective, const at::Tensor& shards, std::int64_t offset, std::int64_t length,
-                 at::Tensor staging, Slice& slice);
+  void run_slice(const comm::Collective& collective, at::Tensor rows, const at::Tensor& rounded, Slice& slice);
+  static bool fits_the_library(const at::Tensor& rows);
+  void reduce_scatter(const at::Tensor& rows);
+  void all_gather(const at::Tensor& rows);
   void await_own_rank(const DeviceEvent& mark);
   void await_replicas(const DeviceEvent& done) const;
   bool is_stopped() const;

@@ -1,4 +1,4 @@
-#include "runtime/c10d/collectives_c10d.h"
+#include "runtime/collectives/collectives_c10d.h"
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
@@ -18,6 +18,7 @@
 #include "comm/base/clock.h"
 #include "comm/base/errors.h"
 #include "core/network/slice_rule.h"
+#include "runtime/collectives/row_collectives.h"
 
 namespace fold3d::runtime {
 
@@ -205,13 +206,9 @@ void C10dCollectives::run(const comm::Collective& collective) {
   const std::int64_t others = options_.size - 1, shard_length = shards.size(1);
   const auto wire_bytes = static_cast<std::int64_t>(collective.wire_bytes());
   const std::int64_t slice_length = std::max<std::int64_t>(slice_bytes() / (others * wire_bytes), 1);
-  at::Tensor staging;  // none where the bucket goes as it lies
-  // NCCL's gather "in place" leaves the own shard alone, which may be read meanwhile; other libraries write it.
-  const bool writes_own = options_.traffic == Traffic::kGather && !shards.is_cuda();
-  if (slice_length < shard_length || collective.as_bfloat16 || writes_own) {
-    at::TensorOptions options = shards.options();
-    if (collective.as_bfloat16) options = options.dtype(at::kBFloat16);
-    staging = at::empty({options_.size * std::min(slice_length, shard_length)}, options);
+  at::Tensor rounded;  // what travels of a slice, where that is not what lies in the bucket
+  if (collective.as_bfloat16) {
+    rounded = at::empty({options_.size * std::min(slice_length, shard_length)}, shards.options().dtype(at::kBFloat16));
   }
   const auto sent = static_cast<std::size_t>(others * shard_length * wire_bytes);
   comm::ReduceTurn turn(*arbiter_, options_.traffic, uses_card_);
@@ -221,7 +218,7 @@ void C10dCollectives::run(const comm::Collective& collective) {
   for (std::int64_t offset = 0; offset < shard_length; offset += slice_length) {
     Slice& slice = slices_[index++ % slices_.size()];
     finish(slice);  // the one before the last
-    run_slice(collective, shards, offset, std::min(slice_length, shard_length - offset), staging, slice);
+    run_slice(collective, shards.narrow(1, offset, std::min(slice_length, shard_length - offset)), rounded, slice);
     slice.done.record(stream_);
   }
   const comm::Moment ended = clock_->now(stream_);
@@ -241,47 +238,54 @@ void C10dCollectives::run(const comm::Collective& collective) {
                         .times = clock_->is_of_device() ? std::make_shared<StreamInterval>(begun, ended) : nullptr});
 }
 
-/// Elements [offset, offset + length) of every shard. `shards`: [size, shard length]; `staging`: [size * length] or
-/// more, in what travels; undefined: the shards travel as they lie.
-void C10dCollectives::run_slice(const comm::Collective& collective, const at::Tensor& shards, std::int64_t offset,
-                                std::int64_t length, at::Tensor staging, Slice& slice) {
-  const bool is_reduce = options_.traffic == Traffic::kReduce;
-  at::Tensor own = shards[options_.rank].narrow(0, offset, length);
-  const at::Tensor part = shards.narrow(1, offset, length);
+/// `rows`: [replicas, length], a part of every shard. `rounded`: [replicas * length] or more where it is bfloat16 that
+/// travels, else undefined.
+void C10dCollectives::run_slice(const comm::Collective& collective, at::Tensor rows, const at::Tensor& rounded,
+                                Slice& slice) {
+  const std::int64_t length = rows.size(1);
   const std::int64_t bytes = (options_.size - 1) * length * static_cast<std::int64_t>(collective.wire_bytes());
   if (uses_card_) {
     arbiter_->hold_both_ways(options_.traffic, core::SliceRule::longest_hold_ns(bytes, agreed_));
   }
   check();
-  const bool in_place = !staging.defined();
-  at::Tensor all = in_place ? shards.view(-1) : staging.narrow(0, 0, options_.size * length);
-  // NCCL may read and write the same shard; gloo may not.
-  const bool apart = collective.as_bfloat16 || (in_place && !own.is_cuda());
-  at::Tensor one = apart ? at::empty({length}, all.options()) : own;
-  const auto send = [&](const auto& collective_of_library) {
-    const std::int64_t start_ns = comm::now_ns();
-    slice.begun.record(stream_);
-    collective_of_library()->wait();
-    slice.bytes = static_cast<double>(bytes);
-    // Host memory has no events, and the call has waited.
-    if (stream_.device().is_cpu()) note(slice, static_cast<double>(comm::now_ns() - start_ns) / 1e9);
-  };
-  if (is_reduce) {
-    if (!in_place) all.view({options_.size, length}).copy_(part);
-    send([&] { return group_->reduce_scatter_single(one, all); });
-    if (apart) own.copy_(one);
-    if (collective.scale != 1.0) own.mul_(collective.scale);
-    if (collective.as_bfloat16) own.copy_(own.to(at::kBFloat16));
-  } else {
-    if (apart) one.copy_(own);
-    send([&] { return group_->all_gather_single(all, one); });
-    if (in_place) return;
-    // The own shard is there, and may be read meanwhile (the norm).
-    const at::Tensor gathered = all.view({options_.size, length});
-    const std::int64_t rank = options_.rank, after = options_.size - rank - 1;
-    if (rank > 0) part.narrow(0, 0, rank).copy_(gathered.narrow(0, 0, rank));
-    if (after > 0) part.narrow(0, rank + 1, after).copy_(gathered.narrow(0, rank + 1, after));
+  const bool is_reduce = options_.traffic == Traffic::kReduce;
+  const at::Tensor lying = rows;
+  if (rounded.defined()) {
+    rows = rounded.narrow(0, 0, options_.size * length).view({options_.size, length});
+    is_reduce ? rows.copy_(lying) : rows[options_.rank].copy_(lying[options_.rank]);
   }
+  const std::int64_t start_ns = comm::now_ns();
+  slice.begun.record(stream_);
+  is_reduce ? reduce_scatter(rows) : all_gather(rows);
+  slice.bytes = static_cast<double>(bytes);
+  // Host memory has no events, and the call has waited.
+  if (rows.is_cpu()) note(slice, static_cast<double>(comm::now_ns() - start_ns) / 1e9);
+  const at::Tensor own = lying[options_.rank];
+  if (is_reduce) {
+    if (rounded.defined()) own.copy_(rows[options_.rank]);
+    if (collective.scale != 1.0) own.mul_(collective.scale);
+    if (rounded.defined()) own.copy_(own.to(at::kBFloat16));
+  } else if (rounded.defined()) {
+    // The own shard is there, and may be read meanwhile (the norm).
+    const std::int64_t rank = options_.rank, after = options_.size - rank - 1;
+    if (rank > 0) lying.narrow(0, 0, rank).copy_(rows.narrow(0, 0, rank));
+    if (after > 0) lying.narrow(0, rank + 1, after).copy_(rows.narrow(0, rank + 1, after));
+  }
+}
+
+/// Whether a library's own collective takes the rows as they lie, and leaves the own row alone (NCCL's do "in place").
+bool C10dCollectives::fits_the_library(const at::Tensor& rows) { return rows.is_contiguous() && !rows.is_cpu(); }
+
+void C10dCollectives::reduce_scatter(const at::Tensor& rows) {
+  if (!fits_the_library(rows)) return reduce_scatter_rows(*group_, rows);
+  at::Tensor own = rows[options_.rank], all = rows.view(-1);
+  group_->reduce_scatter_single(own, all)->wait();
+}
+
+void C10dCollectives::all_gather(const at::Tensor& rows) {
+  if (!fits_the_library(rows)) return all_gather_rows(*group_, rows);
+  at::Tensor own = rows[options_.rank], all = rows.view(-1);
+  group_->all_gather_single(all, own)->wait();
 }
 
 /// Returns when the device has passed the mark before which it waits for nothing but what this rank computes, or the
