@@ -60,6 +60,18 @@ def test_parity_on_two_processes(ranks: RankPool, tmp_path: Path, name: str) -> 
         assert_same(ours, other, 1e-10)
 
 
+@pytest.mark.slow
+@pytest.mark.dist
+def test_parity_with_code_that_is_generated(ranks: RankPool, tmp_path: Path) -> None:
+    """By inductor, the default backend, which needs a C++ compiler here."""
+    whole = Job(str(tmp_path), samples=32, variant=Counting(), arguments={"torch_compile": True})
+    stock = ranks.run(run_stock, 1, replace(whole, arguments={}))[0]
+    for ours in ranks.run(run_fold3d, 2, whole, {"pp": 2, "segments": 2}, timeout=900):
+        compiled, breaks, _ = ours.extra
+        assert compiled > 0 and not breaks
+        assert_same(ours, stock, 1e-10)
+
+
 def test_refused_where_blocks_are_shared_out() -> None:
     with pytest.raises(ConfigError, match=r"with tp=2 are not available.* set tp=1"):
         check_compiled(2, {})
