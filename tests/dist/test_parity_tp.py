@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 import fold3d
+from fold3d.device import default_device
 from fold3d.errors import RankError
 from fold3d.plan.strategy import parse
 from tests.dist import parity_extra, parity_jobs
@@ -262,9 +263,10 @@ def test_the_planner_counts_with_shards(ranks: RankPool) -> None:
 
 
 def refused(**settings: Any) -> str:
-    model = parity_jobs.build(Case(family="gpt2"))
+    case = Case(family="gpt2")
+    example = parity_jobs.on(default_device(), parity_jobs.replica_batch(case, 0, 0))  # an accelerator waits for one
     try:
-        fold3d.Engine(model, fold3d.ParallelConfig(segments=1, **settings))
+        fold3d.Engine(parity_jobs.build(case), fold3d.ParallelConfig(segments=1, **settings), example=example)
     except fold3d.errors.ConfigError as error:
         return str(error)
     return ""

@@ -74,11 +74,14 @@ def account_of_a_step(transport: str) -> tuple[dict[str, float], int, list[tuple
 
 
 def test_a_step_s_account_has_the_same_exchanges_over_either(ranks: RankPool) -> None:
-    over_tcp, over_gloo = (ranks.run(account_of_a_step, 2, transport)[0] for transport in ("auto", "c10d"))
-    assert over_tcp[1:3] == over_gloo[1:3] and over_tcp[1] > 0
-    for log, sent, exchanges, waits in (over_tcp, over_gloo):
-        assert sent == sum(size for _, size in exchanges)
-        assert log["tp_exposed_ms"] > 0 and log["tp_exposed_ms"] == pytest.approx(waits / MS, abs=0.2)
-        assert log["tp_hidden_ms"] > 0 and log["compute_ms"] > 0
-        parts = sum(log[name] for name in ("compute_ms", "tp_exposed_ms", "other_ms"))
-        assert log["step_ms"] == pytest.approx(parts, abs=1e-6)
+    by_transport = [ranks.run(account_of_a_step, 2, transport) for transport in ("auto", "c10d")]
+    for over_tcp, over_gloo in zip(*by_transport, strict=True):
+        assert over_tcp[1:3] == over_gloo[1:3] and over_tcp[1] > 0
+    for shards in by_transport:
+        for log, sent, exchanges, waits in shards:
+            assert sent == sum(size for _, size in exchanges)
+            assert log["tp_exposed_ms"] == pytest.approx(waits / MS, abs=0.2) and log["compute_ms"] > 0
+            parts = sum(log[name] for name in ("compute_ms", "tp_exposed_ms", "other_ms"))
+            assert log["step_ms"] == pytest.approx(parts, abs=1e-6)
+        for part in ("tp_exposed_ms", "tp_hidden_ms"):  # who is always late waits for nobody
+            assert max(log[part] for log, *_ in shards) > 0
