@@ -147,7 +147,7 @@ def test_a_wait_ends_in_time_and_says_for_what(ranks: RankPool, lane: str) -> No
 def test_the_library_gives_up_first(ranks: RankPool) -> None:
     text, waited, closed = ranks.run(wait_in_vain, 2, "reduce", 30.0, 0.5)[0]
     assert text.startswith("replica 0: reduce of bucket 2 (step 7) failed: ")
-    assert re.search("timed out waiting 500ms|timeout caused pair closure", text, re.IGNORECASE), text  # which comes first
+    assert re.search("timed out waiting 500ms|timeout caused pair closure", text, re.IGNORECASE), text
     assert waited <= closed < 10.0
 
 

@@ -108,6 +108,7 @@ def test_several_ranks() -> None:
     assert not any("Warning" in one.stderr for one in done), done.report()
 
 
+@pytest.mark.rotating
 def test_a_rank_that_does_not_answer_is_named() -> None:
     done = launch(SCRIPT, 3, "silent", "2", timeout=300)
     for one in done[:2]:

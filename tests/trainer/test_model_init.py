@@ -113,6 +113,7 @@ def search(job: Job, layout: dict[str, Any] | None) -> tuple[Any, list[float]]:
     return best, objectives
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("processes, layout", [(1, {"segments": 2}), (2, {"pp": 2, "segments": 2})])
 def test_searches(ranks: RankPool, tmp_path: Path, processes: int, layout: dict[str, Any]) -> None:
     """One trial is pruned, and the study ends before all trials: the other processes hear of both."""
