@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from fold3d import __version__
 from fold3d.cli import doctor, draw, plan, schedules, simulate, trace, validate
 from fold3d.cli.kept.answers import Answer
 from fold3d.errors import Fold3dError
+
+_NEW_OBJECTS = 1_000_000
 
 
 def parser(words: Sequence[str] | None = None) -> argparse.ArgumentParser:
@@ -34,9 +38,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     known = answer.find()
     if known is not None:
         return _print(known)
-    options = parser(words).parse_args(words)
     try:
-        answer.keep(lambda: options.run(options))
+        with _few_collections():
+            options = parser(words).parse_args(words)
+            answer.keep(lambda: options.run(options))
     except Fold3dError as error:
         print(f"fold3d: {str(error).rstrip()}", file=sys.stderr)
         return 1
@@ -44,6 +49,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stderr.close()
         return 1
     return 0
+
+
+@contextmanager
+def _few_collections() -> Iterator[None]:
+    """Python looks for cycles of unused objects after a million new ones, no longer after 700: a command that loads
+    torch and makes a model of thousands of modules, and then ends, has little of the former and much of the latter."""
+    before = gc.get_threshold()
+    gc.set_threshold(_NEW_OBJECTS, 10, 10)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
 
 
 def _print(text: str) -> int:

@@ -54,14 +54,17 @@ class Shard:
     on each."""
 
     def __post_init__(self) -> None:
-        held = [False] * self.size
-        for runs in self.parts:
-            for first, end in runs:
-                if not 0 <= first < end <= self.size:
-                    raise ValueError(f"[{first}, {end}) is no piece of a dimension of {self.size}")
-                held[first:end] = [True] * (end - first)
-        if not all(held):
-            raise ValueError(f"no rank holds index {held.index(False)} of a dimension of {self.size}")
+        pieces = sorted({piece for runs in self.parts for piece in runs})
+        for first, end in pieces:
+            if not 0 <= first < end <= self.size:
+                raise ValueError(f"[{first}, {end}) is no piece of a dimension of {self.size}")
+        held = 0  # [0, held) is
+        for first, end in pieces:
+            if first > held:
+                break
+            held = max(held, end)
+        if held < self.size:
+            raise ValueError(f"no rank holds index {held} of a dimension of {self.size}")
 
     @classmethod
     def replicated(cls, size: int, ranks: int, *, summed: bool = False) -> Shard:

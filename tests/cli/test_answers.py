@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import subprocess
@@ -44,6 +45,13 @@ def said(capsys: pytest.CaptureFixture[str], *words: object) -> str:
 
 def files(folder: Path) -> list[Path]:
     return sorted(folder.iterdir()) if folder.exists() else []
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_python_collects_as_before_after_a_command(kept, model, fails: bool) -> None:
+    before = gc.get_threshold()
+    assert main(["trace", str(model), *(["-p", "9"] if fails else [])]) == int(fails)
+    assert gc.get_threshold() == before
 
 
 @pytest.mark.parametrize("words", [["trace"], ["plan", "-w", "2"]])

@@ -41,16 +41,10 @@ def find_units(
     starts = dict(zip(rows, itertools.accumulate(rows.values(), initial=0), strict=False))
     channels = _Channels(sum(rows.values()))
     for name, found in columns.items():
-        kept = [number for number in range(len(found)) if number not in left_out.get(name, ())]
-        reached = [
-            [atom.sinks[row] + starts[row] for row in rows if row in atom.sinks]
-            for atom in map(found.__getitem__, kept)
-        ]
-        sizes = [sum(one.numel() for one in each) for each in reached]
-        if 0 in sizes:
-            raise Mixed(f"output channel {found[kept[sizes.index(0)]].first} of {name} is not read")
+        left = left_out.get(name, ())
+        kept = [atom for number, atom in enumerate(found) if number not in left]
         if kept:
-            channels.join(torch.cat([one for each in reached for one in each]), torch.tensor(sizes), name)
+            channels.join(*_reached(kept, starts, name), name)
     for row, size in rows.items():
         uncovered = ~channels.covered[starts[row] : starts[row] + size]
         if uncovered.any():
@@ -61,7 +55,8 @@ def find_units(
     amounts = [torch.bincount(units, minlength=count) for units in of_rows.values()]
     for name, found in columns.items():
         units = iter(of_atoms[name].tolist() if name in of_atoms else ())
-        of_columns[name] = [-1 if n in left_out.get(name, ()) else next(units) for n in range(len(found))]
+        left = left_out.get(name, ())
+        of_columns[name] = [-1 if n in left else next(units) for n in range(len(found))]
         widths = torch.tensor([atom.end - atom.first for atom in found])
         kept_units = torch.tensor(of_columns[name])
         amount = torch.zeros(count + 1, dtype=torch.long).index_add_(0, kept_units + 1, widths)
@@ -69,6 +64,23 @@ def find_units(
     if any(bool((amount != amount[0]).any()) for amount in amounts):
         raise Mixed(f"its {count} units are not alike")
     return Units(count, of_rows, of_columns)
+
+
+def _reached(atoms: list[Atom], starts: Mapping[str, int], name: str) -> tuple[Tensor, Tensor]:
+    """Returns the channels that atoms of site `name` reach, by the number at which those of each row start, and of each
+    the atom that does. Raises: Mixed for an atom that reaches none of the rows."""
+    channels, numbers = [], []
+    for row, start in starts.items():
+        reaching = [number for number, atom in enumerate(atoms) if row in atom.sinks]
+        if reaching:
+            reached = [atoms[number].sinks[row] for number in reaching]
+            channels.append(torch.cat(reached) + start)
+            numbers.append(torch.tensor(reaching).repeat_interleave(torch.tensor([one.numel() for one in reached])))
+    all_numbers = torch.cat([torch.empty(0, dtype=torch.long), *numbers])
+    unread = torch.bincount(all_numbers, minlength=len(atoms)) == 0
+    if unread.any():
+        raise Mixed(f"output channel {atoms[int(unread.nonzero()[0])].first} of {name} is not read")
+    return torch.cat(channels), all_numbers
 
 
 class _Channels:
@@ -84,15 +96,15 @@ class _Channels:
         self._least = torch.arange(size)
         self._reached: dict[str, tuple[Tensor, Tensor]] = {}
 
-    def join(self, reached: Tensor, sizes: Tensor, name: str) -> None:
+    def join(self, reached: Tensor, atoms: Tensor, name: str) -> None:
         """Adds the atoms of site `name`.
 
         Args:
-            reached: the channels that the first atom reaches, behind them those of the second, and so on.
-            sizes: how many these are, of each atom.
+            reached: channels that they reach.
+            atoms: the number of the atom that reaches each; each reaches one at least.
         """
         self.covered[reached] = True
-        self._reached[name] = reached, torch.repeat_interleave(torch.arange(len(sizes)), sizes)
+        self._reached[name] = reached, atoms
 
     def sets(self) -> tuple[int, Tensor, dict[str, Tensor]]:
         """Returns how many sets there are, numbered by their first channel, and in which each channel is, and each atom
@@ -117,5 +129,5 @@ class _Channels:
     @staticmethod
     def _of_atoms(of_channels: Tensor, reached: Tensor, atom: Tensor) -> Tensor:
         """Returns of each atom the least that its channels have."""
-        start = torch.full((int(atom[-1]) + 1,), len(of_channels))
+        start = torch.full((int(atom.max()) + 1,), len(of_channels))
         return start.scatter_reduce(0, atom, of_channels[reached], "amin")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -32,6 +33,15 @@ class Again(TorchFunctionMode):
         for tensor in tensors:
             self._count += 1
             self._known[id(tensor)] = tensor, tensor._version, self._count
+
+    @contextmanager
+    def without(self, tensors: Iterable[Tensor]) -> Iterator[None]:
+        """While it is entered, these may be others than in other runs."""
+        known = {id(tensor): self._known.pop(id(tensor)) for tensor in tensors if id(tensor) in self._known}
+        try:
+            yield
+        finally:
+            self._known |= known
 
     def is_unwritten(self, tensor: Tensor) -> bool:
         """Whether a tensor is the same in each run, and nobody has written to it."""

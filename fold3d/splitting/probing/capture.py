@@ -131,6 +131,7 @@ class _Run:
         calls: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {}
         undo = []
         passed: list[str] = []
+        made: dict[tuple[int, torch.Size], tuple[str, Path]] = {}
         draws = _Draws()
 
         def stub(name: str, is_block: bool) -> Any:
@@ -139,13 +140,15 @@ class _Run:
             def forward(*args: Any, **kwargs: Any) -> Any:
                 if is_block:
                     if poisoned is None:
-                        self.handed[name] = self._handed(list(calls), (args, kwargs))
+                        self.handed[name] = _handed(made, (args, kwargs))
                     calls[name] = tree_map_only(Tensor, Tensor.detach, (args, kwargs))
                 output = shape_only(torch.device("cpu"), args, kwargs)
                 output = tree_map_only(Tensor, draws.like, output)
                 if is_block:
                     self.results[name] = output
                     for path, leaf in paths_of(output):
+                        if leaf.numel():
+                            made[leaf.data_ptr(), leaf.shape] = name, path
                         if path == poisoned and leaf.is_floating_point():
                             leaf.fill_(float("nan"))
                     passed.append(name)
@@ -168,15 +171,11 @@ class _Run:
                 remove()
         return calls
 
-    def _handed(self, earlier: list[str], call: Any) -> dict[Path, tuple[str, Path]]:
-        made = {
-            (leaf.data_ptr(), leaf.shape): (name, path)
-            for name in earlier
-            for path, leaf in paths_of(self.results[name])
-            if leaf.numel()
-        }
-        arguments = [(path[1:], leaf) for path, leaf in paths_of(call)]
-        return {path: found for path, x in arguments if (found := made.get((x.data_ptr(), x.shape))) is not None}
+
+def _handed(made: Mapping[tuple[int, torch.Size], tuple[str, Path]], call: Any) -> dict[Path, tuple[str, Path]]:
+    """Returns which arguments are what an earlier block returned, given where that lies in memory."""
+    arguments = [(path[1:], leaf) for path, leaf in paths_of(call)]
+    return {path: found for path, x in arguments if (found := made.get((x.data_ptr(), x.shape))) is not None}
 
 
 def _shapes_of_blocks(shadow: nn.Module, trace: Trace) -> dict[str, ShapeOnly]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -84,6 +84,7 @@ class Probe:
         self.output: Any = None
         self._presets: dict[Any, Tensor] = {}
         self._again = Again()
+        self._reusing = False
         self._handed: dict[tuple[str, int], Tensor] = {}
         self._poison: Poison | None = None
         self._local: Local | None = None
@@ -96,8 +97,6 @@ class Probe:
         self._poison = poison
         args, kwargs = self.args, self.kwargs
         parameter = None
-        # Whatever of a block is not behind the site is the same each time.
-        again = contextlib.nullcontext() if poison.site is None else self._again
         try:
             if poison.argument is not None:
                 args, kwargs = replace_argument(args, kwargs, poison.argument, lambda x: _poisoned(x, poison))
@@ -105,7 +104,7 @@ class Probe:
                 parameter = self.block.get_parameter(poison.parameter)
                 parameter.data = _poisoned(self._values[poison.parameter], poison)
             # Fused kernels of attention swallow NaN; the one made of plain operations hands it on.
-            with sdpa_kernel(SDPBackend.MATH), again:
+            with sdpa_kernel(SDPBackend.MATH), self._reused(() if parameter is None else (parameter,)):
                 output = self._run(args, kwargs)
         finally:
             self._poison = None
@@ -126,21 +125,43 @@ class Probe:
         )
         return Response(sinks, leaks)
 
-    def run(self, args: Any = None, kwargs: Any = None, local: Local | None = None) -> dict[str, list[Tensor]]:
-        """Runs, as one rank if told so, and returns what each site's input was; the result is in `output`."""
+    def run(self) -> dict[str, list[Tensor]]:
+        """Runs, and returns what each site's input was; the result is in `output`."""
+        self._run(self.args, self.kwargs)
+        return self.seen
+
+    def run_otherwise(
+        self, args: Any = None, kwargs: Any = None, local: Local | None = None
+    ) -> dict[str, list[Tensor]]:
+        """Does what `run` does, with other arguments, as one rank, or with other numbers in the block's attributes.
+
+        What is computed from the same as in an earlier run is not computed again, and is the same object.
+        """
         self._local = local
-        changed: list[str] = []
+        parts = {}
+        if local is not None:
+            for name, shard in local.shards.items():
+                parts[self.block.get_parameter(name)] = name, self._part(name, shard, local.rank)
         try:
-            if local is not None:
-                for name, shard in local.shards.items():
-                    changed.append(name)
-                    self._set_part(name, shard, local.rank)
-            self._run(self.args if args is None else args, self.kwargs if kwargs is None else kwargs)
+            with self._reused(parts):
+                for parameter, (_, part) in parts.items():
+                    parameter.data = part
+                self._run(self.args if args is None else args, self.kwargs if kwargs is None else kwargs)
         finally:
             self._local = None
-            for name in changed:
-                self.block.get_parameter(name).data = self._values[name]
+            for parameter, (name, _) in parts.items():
+                parameter.data = self._values[name]
         return self.seen
+
+    @contextlib.contextmanager
+    def _reused(self, changed: Iterable[nn.Parameter]) -> Iterator[None]:
+        """Whatever of a block is behind neither `changed` nor anything else that is new is the same each time."""
+        self._reusing = True
+        try:
+            with self._again, self._again.without(changed):
+                yield
+        finally:
+            self._reusing = False
 
     def run_in_training(self, draws: bool) -> dict[str, list[Tensor]]:
         """Does what `run` does, as in training.
@@ -194,7 +215,7 @@ class Probe:
             return torch.full_like(value, float("nan"))
         if local is not None and name in local.outputs:
             return value.index_select(-1, local.outputs[name])
-        if poison is None or poison.site is None:
+        if not self._reusing:
             return value.clone()  # models add in place
         handed = self._handed.get((name, count))
         if handed is None or handed.shape != value.shape or not self._again.is_unwritten(handed):
@@ -233,11 +254,10 @@ class Probe:
         replace_parameter(self.block, name, nn.Parameter(value, requires_grad=False))
         self._values[name] = value
 
-    def _set_part(self, name: str, shard: Shard, rank: int) -> None:
+    def _part(self, name: str, shard: Shard, rank: int) -> Tensor:
         whole = self._values[name]
         blank = any(site.weight == name for site in self.sites.values())
-        part = _blank(whole, shard.shape(whole.shape, rank)) if blank else shard.take(whole, rank)
-        self.block.get_parameter(name).data = part
+        return _blank(whole, shard.shape(whole.shape, rank)) if blank else shard.take(whole, rank)
 
 
 def replace_parameter(block: nn.Module, name: str, by: nn.Parameter) -> None:

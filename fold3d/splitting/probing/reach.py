@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -35,7 +37,7 @@ def atoms(respond: Respond, size: int) -> list[Atom]:
 
     Channels that go together (of a head's queries) are found by extending a run as long as it reaches nothing new. Runs
     of that length behind it that each reach something of their own (heads; neurons, which are runs of one) are told
-    apart all at once by the bits of their numbers: the block is run twice for each bit.
+    apart all at once by the bits of words: the block is run once for each bit.
     """
     return list(_Search(respond, size).walk())
 
@@ -93,7 +95,7 @@ class _Search:
             sizes.append(window)
             window //= 2
         for window in dict.fromkeys(size for size in sizes if 1 < size <= rest):
-            found = self._by_bits(first, length, window)
+            found = self._by_words(first, length, window)
             if found:
                 self._remember(known, window)
                 self._failures[length] = 0
@@ -101,30 +103,40 @@ class _Search:
         self._failures[length] = self._failures.get(length, 0) + 1
         return []
 
-    def _by_bits(self, first: int, length: int, window: int) -> list[Atom]:
-        number = torch.arange(window)
+    def _by_words(self, first: int, length: int, window: int) -> list[Atom]:
+        """Returns `window` runs if nothing is reached by several of them, or as many of these as are atoms.
+
+        Each has a word of as many bits as the others' words. A place has the bits of the words of the runs that reach
+        it: if one does, its word, and if several do, more bits.
+        """
+        words = _words(window)
         runs = torch.arange(first, first + window * length).view(window, length)
+        weight, top = int(words[0]).bit_count(), int(words[0]).bit_length() - 1
         codes: dict[str, Tensor] = {}
-        reached: dict[str, Tensor] = {}
-        for bit in reversed(range((window - 1).bit_length())):  # what is far apart is the likeliest to reach the same
-            sides = []
-            for value in (0, 1):
-                sides.append(self._respond(runs[number >> bit & 1 == value].flatten()))
-                if sides[-1].leaks:
+        bits: dict[str, Tensor] = {}
+        for bit in range(top, -1, -1):
+            having = (words >> bit & 1).bool()
+            response = self._respond(runs[having].flatten())
+            if response.leaks:
+                return []
+            for name, reached in response.sinks.items():
+                codes[name] = codes.get(name, torch.zeros(len(reached), dtype=torch.long)) + (reached.long() << bit)
+                bits[name] = bits.get(name, torch.zeros(len(reached), dtype=torch.long)) + reached
+            if any(bool((seen > weight).any()) for seen in bits.values()):
+                return []
+            if bit == top:  # runs that are far apart are the likeliest to reach the same
+                others = self._respond(runs[~having].flatten())
+                if any(bool((at & bits[name].bool()).any()) for name, at in others.sinks.items() if name in bits):
                     return []
-            zero, one = (side.sinks for side in sides)
-            for name in zero.keys() | one.keys():
-                none = torch.zeros_like(zero.get(name, one.get(name)))  # type: ignore[arg-type]
-                at_zero, at_one = zero.get(name, none), one.get(name, none)
-                if bool((at_zero & at_one).any()):
-                    return []
-                codes[name] = codes.get(name, none.long()) + (at_one.long() << bit)
-                reached[name] = reached.get(name, none) | at_zero | at_one
         places: list[dict[str, Tensor]] = [{} for _ in range(window)]
+        ascending = words.flip(0)
         for name, code in codes.items():
-            here = reached[name].nonzero().flatten()
-            order = torch.argsort(code[here], stable=True)
-            values, counts = torch.unique_consecutive(code[here][order], return_counts=True)
+            here = code.nonzero().flatten()
+            if bool((bits[name][here] != weight).any()):
+                return []
+            run = window - 1 - torch.searchsorted(ascending, code[here])
+            order = torch.argsort(run, stable=True)
+            values, counts = torch.unique_consecutive(run[order], return_counts=True)
             for value, indices in zip(values.tolist(), torch.split(here[order], counts.tolist()), strict=True):
                 places[value][name] = indices
         count = window if length == 1 else self._led(first, length, places)
@@ -149,6 +161,13 @@ class _Search:
             known.remove(value)
         known.insert(0, value)
         del known[4:]
+
+
+def _words(count: int) -> Tensor:
+    """Returns so many different whole numbers, the largest first, all with as many bits set, and few of those."""
+    length = next(length for length in itertools.count(1) if math.comb(length, length // 2) >= count)
+    chosen = itertools.combinations(range(length - 1, -1, -1), length // 2)
+    return (1 << torch.tensor(list(itertools.islice(chosen, count)))).sum(1)
 
 
 def _atom(first: int, end: int, response: Response) -> Atom:

@@ -78,21 +78,29 @@ def _differs(module: nn.Module, alone: Vocabulary, shard: Shard, use: _Use) -> s
         if rows * width > _MOST and width > _WIDTH:
             return f"its class works only with all of its {full} columns, too many to prove it"
         try:
-            whole = _twin(module, width, lambda value: value)
+            values = _values(module, width)
+            whole = _twin(module, values, Tensor.clone)
             expected, inputs = use(whole, width)
         except Exception as error:
             if width == full:
                 return f"it cannot be run alone ({type(error).__name__}: {error})"
             continue
         expected.backward()  # type: ignore[no-untyped-call]
-        return _compare(module, alone, shard, use, width, whole, [expected.detach(), *(x.grad for x in inputs)])
+        return _compare(module, alone, shard, use, width, values, whole, [expected.detach(), *(x.grad for x in inputs)])
     return ""
 
 
 def _compare(
-    module: nn.Module, alone: Vocabulary, shard: Shard, use: _Use, width: int, whole: nn.Module, expected: list[Any]
+    module: nn.Module,
+    alone: Vocabulary,
+    shard: Shard,
+    use: _Use,
+    width: int,
+    values: dict[str, Tensor],
+    whole: nn.Module,
+    expected: list[Any],
 ) -> str:
-    twins = [_twin(module, width, partial(shard.take, rank=rank)) for rank in range(shard.ranks)]
+    twins = [_twin(module, values, partial(shard.take, rank=rank)) for rank in range(shard.ranks)]
 
     def as_rank(ops: EmulatedOps) -> tuple[Tensor, list[Tensor]]:
         install_vocabulary(twins[ops.rank], alone, ops)
@@ -113,14 +121,22 @@ def _compare(
     return ""
 
 
-def _twin(module: nn.Module, width: int, part: Callable[[Tensor], Tensor]) -> nn.Module:
-    """Returns a copy of a module with random parameters in double precision, and no hooks of the user's."""
+def _values(module: nn.Module, width: int) -> dict[str, Tensor]:
+    """Returns random numbers in double precision for the parameters of a module."""
+
+    def draw(name: str, parameter: nn.Parameter) -> Tensor:
+        shape = (len(parameter), width) if parameter.ndim == 2 else parameter.shape
+        generator = torch.Generator().manual_seed(sum(map(ord, name)))
+        return torch.randn(shape, dtype=torch.float64, generator=generator)
+
+    return {name: draw(name, parameter) for name, parameter in module.named_parameters(recurse=False)}
+
+
+def _twin(module: nn.Module, values: dict[str, Tensor], part: Callable[[Tensor], Tensor]) -> nn.Module:
+    """Returns a copy of a module with parts of these values as parameters, and no hooks of the user's."""
     memo: dict[int, Any] = {id(hook): hook for hook in users_hooks(module)}
     for name, parameter in module.named_parameters(recurse=False):
-        draw = torch.Generator().manual_seed(sum(map(ord, name)))
-        shape = (len(parameter), width) if parameter.ndim == 2 else parameter.shape
-        value = torch.randn(shape, dtype=torch.float64, generator=draw)
-        memo[id(parameter)] = nn.Parameter(part(value))
+        memo[id(parameter)] = nn.Parameter(part(values[name]))
     twin = copy.deepcopy(module, memo)
     drop_wrappers(twin)
     drop_hooks(twin, lambda hook: True)
