@@ -23,6 +23,8 @@ Partition = str | Sequence[str]
 DEFAULT_COMM_TIMEOUT = 300.0
 _MOST_SECONDS = 1e9
 """Some thirty years, which clocks can still add up."""
+_SEEDS = 1 << 32
+"""As numpy, which transformers seeds, too, has them."""
 DEFAULT_BUCKET_BYTES = 1 << 20
 TP_WAYS = ("sub", "fused", "none")
 """Ways to run layers whose ranks communicate: in sub-micro-batches that take turns, with matrix products next to a
@@ -193,6 +195,8 @@ class ParallelConfig:
         for name in ("preempt", "offload_optimizer"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name}={getattr(self, name)!r}: must be True or False")
+        if not isinstance(self.seed, int) or isinstance(self.seed, bool) or not 0 <= self.seed < _SEEDS:
+            raise ConfigError(f"seed={self.seed!r}: must be an integer from 0 to {_SEEDS - 1}")
         for name in ("comm_timeout", "patience"):
             seconds = getattr(self, name)
             is_number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
@@ -200,8 +204,10 @@ class ParallelConfig:
                 raise ConfigError(
                     f"{name}={seconds!r}: must be a positive number of seconds, {_MOST_SECONDS:g} at most"
                 )
-        if not self.blocks:
-            raise ConfigError('blocks="": name the ModuleList that holds the blocks, or leave it at "auto"')
+        if not isinstance(self.blocks, str) or not self.blocks:
+            raise ConfigError(
+                f'blocks={self.blocks!r}: must be the name of the ModuleList that holds the blocks, or "{AUTO}"'
+            )
         object.__setattr__(self, "partition", parse_partition("partition", self.partition))
         if self.blocks != AUTO and self.partition != BLOCKS:
             raise ConfigError(

@@ -13,6 +13,8 @@ FORMS = (
     'of modules inside of a block, such as "self_attn,mlp" or "attn.*"; for each chunk another one with "/" between '
     'them, such as "full/none"'
 )
+WORDS = ("auto", "none", "full", "blocks")
+"""That are no names of modules."""
 _FULL = {"none": False, "false": False, "no": False, "full": True, "true": True, "yes": True}
 
 

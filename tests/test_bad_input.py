@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fold3d import Engine, ParallelConfig
+from fold3d.engine.planning import planner
 from fold3d.errors import CheckpointError, ConfigError, Fold3dError, TraceError
 from tests.helpers import data, models
 from tests.helpers.ranks import RankPool
@@ -69,6 +70,19 @@ def engine(model: nn.Module | None = None, **settings: Any) -> Engine:
         (ConfigError, r"dp_sync='zero1' has no effect with one replica", {"dp_sync": "zero1"}),
         (TraceError, r"blocks='h': .*'layers' \(4 x Linear", {"blocks": "h", "segments": 2}),
         (ConfigError, r"weights='here' has no effect: the model has weights of its own", {"weights": "here"}),
+        (ConfigError, r"weights=3: must be the name of a folder", {"weights": 3}),
+        (ConfigError, r"weights='': must be the name of a folder", {"weights": ""}),
+        (ConfigError, r"'fulll' names no module .*did you mean 'full'\?.* Net has", {"recompute": "fulll"}),
+        (
+            ConfigError,
+            r"'elsewhere' names no module inside of a block\. Net has",
+            {"recompute": "full/elsewhere", "segments": 2},
+        ),
+        (
+            ConfigError,
+            r'offload="boundaries" has no effect with recompute="none"',
+            {"offload": "boundaries", "recompute": "none", "segments": 2},
+        ),
         (ConfigError, r"max_grad_norm=0.0: must be positive", {"max_grad_norm": 0.0}),
         (ConfigError, r"autocast is a autocast object.*pass what makes it", {"autocast": torch.autocast("cpu")}),
         (ConfigError, r"optimizer is a SGD object.*pass what makes it", {"optimizer": SGD(Net().parameters())}),
@@ -77,6 +91,27 @@ def engine(model: nn.Module | None = None, **settings: Any) -> Engine:
 def test_an_engine_that_cannot_be(error: type[Exception], message: str, settings: dict[str, Any]) -> None:
     with pytest.raises(error, match=message):
         engine(**settings)
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        ({"weights": "/nowhere"}, "/nowhere has neither"),
+        ({"recompute": "layers.0"}, "'layers.0' names no module"),
+    ],
+    ids=["a folder that is not there", "a module around the blocks"],
+)
+def test_nothing_is_measured_for_what_cannot_be(
+    settings: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def measured(*_: Any, **__: Any) -> None:
+        pytest.fail("layers are measured")
+
+    monkeypatch.setattr(planner, "profile_of", measured)
+    with torch.device("meta"):
+        net = Net()
+    with pytest.raises(Fold3dError, match=message):
+        engine(net, memory_limit="1GB", segments=2, **settings)
 
 
 @pytest.mark.parametrize("how", ["whole", "in place", "a block"])

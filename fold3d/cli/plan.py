@@ -239,8 +239,7 @@ class _Layers:
         from fold3d.plan.space.recompute import KNOB as RECOMPUTE
         from fold3d.profile.assumed import assumed_profile
         from fold3d.profile.layers import profile_model
-        from fold3d.recompute import Recompute
-        from fold3d.stage.recompute import modules_to_recompute
+        from fold3d.stage.recompute import check_patterns
         from fold3d.trace import trace
 
         self._options = options
@@ -256,8 +255,7 @@ class _Layers:
             model, blocks=options.blocks, partition=options.partition, example=self._example, chunks=chunks
         )
         again = RECOMPUTE.read(options.recompute or "none")
-        for choice in again.choices:  # that each names modules which there are; chunks are not known yet
-            modules_to_recompute(model, self.trace.blocks, [(0, len(self.trace.blocks))], Recompute((choice,)))
+        check_patterns(model, self.trace.blocks, again)
         print(f"{model_option.describe(model)}; a micro-batch: {model_option.shapes_of(self._example)}")
         if options.measure:
             self._device = default_device()

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
+from torch.nn import Module
+
+from fold3d.config import AUTO, ParallelConfig
 from fold3d.errors import ConfigError
+from fold3d.recompute import Recompute
+from fold3d.stage.recompute import check_names
 
 
 def check_arguments(max_grad_norm: float | None, optimizer: Any, autocast: Any) -> None:
@@ -23,6 +29,20 @@ def check_arguments(max_grad_norm: float | None, optimizer: Any, autocast: Any) 
             f"autocast is a {type(autocast).__name__} object, which is entered once; pass what makes it, such as "
             'functools.partial(torch.autocast, "cpu", torch.bfloat16)'
         )
+
+
+def check_model(model: Module, config: ParallelConfig, weights: Any) -> None:
+    """Raises ConfigError for a setting that does not fit the model, as far as it is known without a recording."""
+    if weights is not None:
+        if not isinstance(weights, (str, os.PathLike)) or not os.fspath(weights):
+            raise ConfigError(f"weights={weights!r}: must be the name of a folder, or None")
+        if not any(parameter.is_meta for parameter in model.parameters()):
+            raise ConfigError(
+                f"weights={weights!r} has no effect: the model has weights of its own; build it under "
+                "torch.device('meta'), or remove weights"
+            )
+    if config.recompute != AUTO:
+        check_names(model, Recompute.parse(config.recompute))
 
 
 def check_compiled(tp: int, options: Mapping[str, Any] | None) -> None:

@@ -23,7 +23,7 @@ from fold3d.data_parallel.optimizer.hooks import OptimizerHooks
 from fold3d.data_parallel.optimizer.parameter_state import cut_state
 from fold3d.device import all_rng_untouched, default_device, make_current
 from fold3d.engine import loss, state
-from fold3d.engine.arguments import check_arguments, check_compiled
+from fold3d.engine.arguments import check_arguments, check_compiled, check_model
 from fold3d.engine.builder import connect
 from fold3d.engine.built import BuiltRank
 from fold3d.engine.loss_scaler import LossScaler
@@ -94,6 +94,7 @@ class Engine(state.WholeState):
     ):
         check_arguments(max_grad_norm, optimizer, autocast)
         check_compiled(config.tp, compile_options)
+        check_model(model, config, weights)
         world = dist.get_world_size() if dist.is_initialized() else 1
         rank = dist.get_rank() if dist.is_initialized() else 0
         self.model = model

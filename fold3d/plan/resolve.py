@@ -28,9 +28,11 @@ def resolve_auto(config: ParallelConfig, dp: int) -> Constraints:
 
     Args:
         dp: replicas, resolved.
-    Raises: ConfigError when memory_limit is given and the planner has nothing to decide.
+    Raises: ConfigError for what does not fit together, and when memory_limit is given and the planner has nothing to
+        decide.
     """
     constraints = replace(constraints_of(config), segments=_only_segments(config, dp))
+    registry.check(constraints)
     if config.memory_limit is not None and not needs_planner(config, constraints, dp, limited=True):
         raise ConfigError(
             f"memory_limit={config.memory_limit} has no effect: everything that memory depends on is set; remove it, "

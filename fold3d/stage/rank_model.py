@@ -136,11 +136,6 @@ class RankModel:
         self.parts = Parts.whole() if sharding is None else Parts(sharding, topology.tp_rank)
         self.model = model
         on_meta = any(p.device.type == "meta" for p in model.parameters())
-        if weights is not None and not on_meta:
-            raise ConfigError(
-                f"weights={weights!r} has no effect: the model has weights of its own; build it under "
-                "torch.device('meta'), or remove weights"
-            )
         self.trace = recording
         names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
         self.split: SplitModel | WholeModel

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
 import sys
 from collections.abc import Callable, Collection, Sequence
 from fnmatch import fnmatchcase
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -15,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from fold3d._C import BlockForward, CurrentForward, block_forward
 from fold3d.errors import ConfigError
 from fold3d.placement.recomputed_blocks import modules_inside
-from fold3d.recompute import Choice, Recompute
+from fold3d.recompute import WORDS, Choice, Recompute
 from fold3d.stage.once.changed_buffers import Before, ChangedBuffers
 from fold3d.stage.once.drawn_numbers import DrawnNumbers
 from fold3d.trace.wrappers import wrap
@@ -110,13 +112,36 @@ def modules_to_recompute(
             found += [f"{block}.{name}" for name in choice.modules(inside)]
     for pattern, block in unused.items():
         if pattern not in used:
-            names_there = modules_inside(model.get_submodule(block))
-            more = f" and {len(names_there) - _MOST_NAMES} more" if len(names_there) > _MOST_NAMES else ""
-            raise ConfigError(
-                f"recompute={str(recompute)!r}: {pattern!r} names no module inside of a block. Block {block!r} has "
-                f"{', '.join(names_there[:_MOST_NAMES]) or 'none'}{more}"
-            )
+            inside = modules_inside(model.get_submodule(block))
+            raise _names_none(recompute, pattern, inside, f"Block {block!r}")
     return list(dict.fromkeys(found))
+
+
+def check_patterns(model: nn.Module, blocks: Sequence[str], recompute: Recompute) -> None:
+    """Raises ConfigError for a pattern that names no module in any block; which chunks these are in may be open."""
+    for choice in recompute.choices:
+        modules_to_recompute(model, blocks, [(0, len(blocks))], Recompute((choice,)))
+
+
+def check_names(model: nn.Module, recompute: Recompute) -> None:
+    """Raises ConfigError for a pattern that names no module in any block, whichever modules the blocks are."""
+    names = modules_inside(model)
+    places = (place for name in names for place in accumulate(reversed(name.split(".")), lambda end, of: f"{of}.{end}"))
+    inside = dict.fromkeys(places)
+    for pattern in dict.fromkeys(pattern for choice in recompute.choices for pattern in choice.patterns):
+        if not any(fnmatchcase(name, pattern) for name in inside):
+            own = dict.fromkeys(name.rpartition(".")[2] for name in names)
+            raise _names_none(recompute, pattern, [name for name in own if not name.isdecimal()], type(model).__name__)
+
+
+def _names_none(recompute: Recompute, pattern: str, names: Sequence[str], where: str) -> ConfigError:
+    more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+    near = difflib.get_close_matches(pattern, [*WORDS, *(name.rpartition(".")[2] for name in names)], 1)
+    meant = f" (did you mean {near[0]!r}?)" if near else ""
+    return ConfigError(
+        f"recompute={str(recompute)!r}: {pattern!r} names no module inside of a block{meant}. {where} has "
+        f"{', '.join(names[:_MOST_NAMES]) or 'none'}{more}; words of other meaning are {', '.join(WORDS)}"
+    )
 
 
 def _chunks(

@@ -296,7 +296,7 @@ class TrainingArguments(transformers.TrainingArguments):
         return ParallelConfig(
             dp=self.dp,
             tp=self.tp,
-            tp_plan=self.tp_plan if isinstance(self.tp_plan, Mapping) else None,
+            tp_plan=parse_tp_plan("tp_plan", self.tp_plan),
             tp_overlap=self.tp_overlap,
             sequence_parallel=self.sequence_parallel,
             pp=self.pp,

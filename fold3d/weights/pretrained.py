@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from fold3d.errors import CheckpointError
 from fold3d.sharding.shard import Shard
 from fold3d.trace.example import is_transformers_model
+from fold3d.trace.wrappers import whole_shape
 from fold3d.weights.conversions import conversions
 from fold3d.weights.part_reader import read_part
 from fold3d.weights.parts import Parts
@@ -173,18 +174,10 @@ def load(
     rest = {alias: name for alias, name in own.items() if name not in targets}
     made = [one for one in conversions(model, source.keys()) if one.may_make(rest)] if rest else []
     if not known and not made:
-        raise CheckpointError(
-            f"{source.path} has no weight of {type(model).__name__}: it has "
-            f"{', '.join(source.keys()[:4])}, ...; pass the folder of a model of this architecture"
-        )
+        raise _none_of(source, model)
 
     def check(key: str, found: Sequence[int], name: str) -> None:
-        whole = parts.whole_shape(name, tensors[name].shape)
-        if tuple(found) != whole:
-            raise CheckpointError(
-                f"{source.path}: '{key}' has shape {tuple(found)}, but '{name}' of {type(model).__name__} has "
-                f"{whole}; the folder belongs to a model of another size"
-            )
+        _check_shape(source, key, found, model, name, parts.whole_shape(name, tensors[name].shape))
 
     for name, key in targets.items():
         check(key, source.shape(key), name)
@@ -201,6 +194,34 @@ def load(
                     tensors[name].copy_(parts.take(name, value))
                 done.add(name)
     return done
+
+
+def check_folder(model: nn.Module, folder: str | Path) -> None:
+    """Raises CheckpointError for a folder that `load` would refuse for what its files say that they hold."""
+    source = PretrainedFolder(folder)
+    known = source.names_in(model)
+    tensors = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
+    if not known and not any(one.may_make(tensors) for one in conversions(model, source.keys())):
+        raise _none_of(source, model)
+    for name, key in known.items():
+        _check_shape(source, key, source.shape(key), model, name, whole_shape(tensors[name]))
+
+
+def _none_of(source: PretrainedFolder, model: nn.Module) -> CheckpointError:
+    return CheckpointError(
+        f"{source.path} has no weight of {type(model).__name__}: it has {', '.join(source.keys()[:4])}, ...; pass the "
+        "folder of a model of this architecture"
+    )
+
+
+def _check_shape(
+    source: PretrainedFolder, key: str, found: Sequence[int], model: nn.Module, name: str, whole: Sequence[int]
+) -> None:
+    if tuple(found) != tuple(whole):
+        raise CheckpointError(
+            f"{source.path}: '{key}' has shape {tuple(found)}, but '{name}' of {type(model).__name__} has "
+            f"{tuple(whole)}; the folder belongs to a model of another size"
+        )
 
 
 def _renamings(model: nn.Module) -> list[Any]:

@@ -149,6 +149,7 @@ ERRORS: dict[str, tuple[dict[str, Any], str]] = {
     "tp too large": ({"tp": 2}, r"tp\*pp = 2\*1 = 2 needs 2 processes, .* but the job has 1 process"),
     "tp_plan without tp": ({"tp_plan": {"lm_head": "whole"}}, r"tp_plan=.* has no effect with tp=1"),
     "tp_plan in no JSON": ({"tp_plan": "lm_head"}, r"tp_plan='lm_head' is no JSON"),
+    "tp_plan of another type": ({"tp_plan": [1]}, r"tp_plan=\[1\]: must be a dict"),
     "tp_plan that is a list": ({"tp_plan": "[1]"}, r"tp_plan='\[1\]': must be a JSON object"),
     "unknown schedule": ({"schedule": "zigzag"}, r"unknown schedule 'zigzag'.*1f1b"),
     "segments with 1f1b": ({"segments": 2, "schedule": "1f1b"}, r"segments=2 has no effect on schedule '1f1b'"),

@@ -22,7 +22,7 @@ from fold3d.engine.planning import planner
 from fold3d.engine.planning.agreed_graph import agreed_graph
 from fold3d.engine.planning.memory_limit import memory_limit
 from fold3d.engine.planning.tp_forecast import TpForecast, forecast_of, predict_tp_sync, warn_of_spread
-from fold3d.errors import ConfigError, TraceError
+from fold3d.errors import CheckpointError, ConfigError, TraceError
 from fold3d.observe.announce import announce
 from fold3d.placement.partition import split_ranges
 from fold3d.plan.constraints import Constraints
@@ -31,12 +31,15 @@ from fold3d.plan.programs import Programs
 from fold3d.plan.proposal import Proposal
 from fold3d.plan.resolve import needs_planner, unplanned
 from fold3d.plan.strategy import Ranges, Strategy
+from fold3d.recompute import Recompute
 from fold3d.sharding.shard import even_part
 from fold3d.stage.micro_batch import ModelCall
 from fold3d.stage.offload import check_folder, check_pool, prove_room, refuse_without_effect
 from fold3d.stage.rank_model import RankModel, arguments_of, record
+from fold3d.stage.recompute import check_patterns
 from fold3d.topology import Topology
 from fold3d.trace.example import part_of, samples_of
+from fold3d.weights.pretrained import check_folder as check_weights
 
 logger = logging.getLogger(__name__)
 
@@ -109,7 +112,9 @@ def cut_model(
     error: Exception | None = None
     try:
         check_folder(config)
-    except ConfigError as own:
+        if order.weights is not None:
+            check_weights(model, order.weights)
+    except (CheckpointError, ConfigError) as own:
         error = own
     samples = planner.UNKNOWN
     if config.part_size is not None and example is not None:
@@ -126,6 +131,8 @@ def cut_model(
         try:
             found = record(model, config, example)
             recording = None if found is None else found.under(config.tp)
+            if recording is not None and config.recompute != AUTO:
+                check_patterns(model, recording.blocks, Recompute.parse(config.recompute))
         except Exception as own:
             error = own
     if config.partition == GRAPH and topology.dp > 1 and order.records:
