@@ -187,9 +187,10 @@ def cut(job: Job, segments: int, shares: Shares = Shares()) -> Ranges:
     starts = places(job.trace)
     total, pp = len(job.trace.blocks), job.pp
     if segments * pp > len(starts):
+        why = next((f" ({reason})" for reason in job.trace.borders if reason), "")
         raise ConfigError(
-            f"segments={segments} times pp={pp} chunks are asked for, but the model can be cut at "
-            f"{len(starts) - 1} places only; lower segments or pp, or name smaller blocks with the setting `blocks`"
+            f"segments={segments} times pp={pp} chunks are asked for, but the model can be cut at {len(starts) - 1} "
+            f"places only{why}; lower segments or pp, or name smaller blocks with the setting `blocks`"
         )
     ends = [*starts[1:], total]
     both = [x + y for x, y in zip(job.profile.forward, job.profile.backward, strict=True)]

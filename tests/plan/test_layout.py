@@ -66,6 +66,13 @@ def test_unequal_blocks_and_leftovers():
         cut(make_job(layers=8), 9)
 
 
+def test_a_model_that_can_be_cut_nowhere_says_why():
+    closed = ("", *["it lies inside of a loop"] * (len(SMALL.trace.blocks) - 1))
+    job = dataclasses.replace(SMALL, trace=dataclasses.replace(SMALL.trace, borders=closed))
+    with pytest.raises(ConfigError, match=r"at 0 places only \(it lies inside of a loop\)"):
+        cut(job, 1)
+
+
 @given(
     times=st.lists(st.floats(0, 10), min_size=16, max_size=16),
     segments=st.integers(1, 8),
