@@ -23,8 +23,8 @@ Partition = str | Sequence[str]
 DEFAULT_COMM_TIMEOUT = 300.0
 _MOST_SECONDS = 1e9
 """Some thirty years, which clocks can still add up."""
-_SEEDS = 1 << 32
-"""As numpy, which transformers seeds, too, has them."""
+_SEEDS = 1 << 63
+"""That torch has, which are not negative."""
 DEFAULT_BUCKET_BYTES = 1 << 20
 TP_WAYS = ("sub", "fused", "none")
 """Ways to run layers whose ranks communicate: in sub-micro-batches that take turns, with matrix products next to a
@@ -195,7 +195,7 @@ class ParallelConfig:
         for name in ("preempt", "offload_optimizer"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name}={getattr(self, name)!r}: must be True or False")
-        if not isinstance(self.seed, int) or isinstance(self.seed, bool) or not 0 <= self.seed < _SEEDS:
+        if not hasattr(self.seed, "__index__") or isinstance(self.seed, bool) or not 0 <= self.seed < _SEEDS:
             raise ConfigError(f"seed={self.seed!r}: must be an integer from 0 to {_SEEDS - 1}")
         for name in ("comm_timeout", "patience"):
             seconds = getattr(self, name)
