@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if known is not None:
         return _print(known)
     try:
-        with _few_collections():
+        with _few_collections(for_good=arguments is None):
             options = parser(words).parse_args(words)
             answer.keep(lambda: options.run(options))
     except Fold3dError as error:
@@ -52,15 +52,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 @contextmanager
-def _few_collections() -> Iterator[None]:
+def _few_collections(*, for_good: bool) -> Iterator[None]:
     """Python looks for cycles of unused objects after a million new ones, no longer after 700: a command that loads
-    torch and makes a model of thousands of modules, and then ends, has little of the former and much of the latter."""
+    torch and makes a model of thousands of modules, and then ends, has little of the former and much of the latter.
+
+    Args:
+        for_good: the process ends behind it, and does not look for any then: the memory goes with it.
+    """
     before = gc.get_threshold()
     gc.set_threshold(_NEW_OBJECTS, 10, 10)
     try:
         yield
     finally:
         gc.set_threshold(*before)
+        if for_good:
+            gc.freeze()
 
 
 def _print(text: str) -> int:

@@ -52,6 +52,7 @@ def test_python_collects_as_before_after_a_command(kept, model, fails: bool) -> 
     before = gc.get_threshold()
     assert main(["trace", str(model), *(["-p", "9"] if fails else [])]) == int(fails)
     assert gc.get_threshold() == before
+    assert gc.get_freeze_count() == 0
 
 
 @pytest.mark.parametrize("words", [["trace"], ["plan", "-w", "2"]])
