@@ -72,7 +72,7 @@ def engine(model: nn.Module | None = None, **settings: Any) -> Engine:
         (ConfigError, r"weights='here' has no effect: the model has weights of its own", {"weights": "here"}),
         (ConfigError, r"weights=3: must be the name of a folder", {"weights": 3}),
         (ConfigError, r"weights='': must be the name of a folder", {"weights": ""}),
-        (ConfigError, r"'fulll' names no module .*did you mean 'full'\?.* Net has", {"recompute": "fulll"}),
+        (ConfigError, r"'ful' names no module .*did you mean 'full'\?.* Net has", {"recompute": "ful"}),
         (
             ConfigError,
             r"'elsewhere' names no module inside of a block\. Net has",
