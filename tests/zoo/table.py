@@ -55,7 +55,8 @@ def write(path: Path, found: Mapping[Case, Verdict], *, outputs: bool = False) -
     for case, verdict in found.items():
         key = case.kind, case.name
         if outputs:
-            rows[key] = replace(rows.get(key, verdict), outputs=_said(verdict))
+            said = _said(verdict) if verdict.outcome != UNBUILT else ""
+            rows[key] = replace(rows.get(key, verdict), outputs=said)
         else:
             rows[key] = replace(verdict, outputs=rows[key].outputs if key in rows else "")
     ordered = sorted(rows, key=lambda key: (list(KINDS).index(key[0]), key[1]))

@@ -154,7 +154,8 @@ def test_what_the_table_has_no_verdict_of_is_missing(tmp_path: Path) -> None:
     built, asked, unbuilt, new = all_cases()[:4]
     assert table.missing(path, [built]) == [built]
     table.write(path, {built: Verdict(EXACT), asked: Verdict(EXACT), unbuilt: Verdict(UNBUILT)})
-    table.write(path, {asked: Verdict(REFUSED, "why")}, outputs=True)
+    table.write(path, {asked: Verdict(REFUSED, "why"), unbuilt: Verdict(UNBUILT, "why")}, outputs=True)
+    assert not table.read(path)[unbuilt.kind, unbuilt.name].outputs, "nobody has asked it"
     cases = [built, asked, unbuilt, new]
     assert table.missing(path, cases) == [new]
     assert table.missing(path, cases, outputs=True) == [built]
