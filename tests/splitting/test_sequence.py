@@ -95,9 +95,9 @@ class Block(nn.Module):
 
 
 class Stack(nn.Module):
-    def __init__(self, mixes: bool, changes: bool = False, time_first: bool = False) -> None:
+    def __init__(self, mixes: bool, changes: bool = False, time_first: bool = False, times: int = 1) -> None:
         super().__init__()
-        self.changes, self.time_first = changes, time_first
+        self.changes, self.time_first, self.times = changes, time_first, times
         self.embedding = nn.Embedding(20, 16)
         self.layers = nn.ModuleList(Block(mixes) for _ in range(3))
         self.head = nn.Linear(16, 20)
@@ -105,7 +105,7 @@ class Stack(nn.Module):
     def forward(self, input_ids: Tensor) -> tuple[Tensor]:
         x = self.embedding(input_ids)
         x = x.transpose(0, 1) if self.time_first else x
-        for layer in self.layers:
+        for layer in [*[self.layers[0]] * self.times, *self.layers[1:]]:
             x = layer(x)
             if self.changes:
                 x = x * 1.5
@@ -125,8 +125,15 @@ def test_a_region_without_a_module_of_its_own() -> None:
     assert compare(model, batch, plan) < 1e-10
 
 
-@pytest.mark.parametrize(("how", "said"), [({"mixes": True}, "layers.0"), ({"mixes": False, "changes": True}, "takes")])
-def test_what_would_be_wrong_is_not_done(how: dict[str, bool], said: str) -> None:
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ({"mixes": True}, "layers.0"),
+        ({"mixes": False, "changes": True}, "takes"),
+        ({"mixes": False, "times": 3}, "layers.0 runs several times"),
+    ],
+)
+def test_what_would_be_wrong_is_not_done(how: dict[str, Any], said: str) -> None:
     model, batch, plan = stack(**how)
     assert not plan.sequence and said in plan.sequence_reason
     assert compare(model, batch, plan) < 1e-10

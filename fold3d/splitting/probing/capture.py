@@ -139,6 +139,9 @@ class _Run:
 
             def forward(*args: Any, **kwargs: Any) -> Any:
                 if is_block:
+                    if name in calls:  # what it returned before may be gone, and its memory somebody else's
+                        for place in [place for place, (before, _) in made.items() if before == name]:
+                            del made[place]
                     if poisoned is None:
                         self.handed[name] = _handed(made, (args, kwargs))
                     calls[name] = tree_map_only(Tensor, Tensor.detach, (args, kwargs))

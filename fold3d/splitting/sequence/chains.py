@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
@@ -26,9 +27,13 @@ class Link:
 
 
 def find_chains(calls: Mapping[str, CapturedCall], trace: Trace) -> dict[str, Link]:
-    """Returns each block's place. Raises: NoSequenceError when a block hands its hidden state to no other as it is."""
+    """Returns each block's place. Raises: NoSequenceError when a block hands its hidden state to no other as it is,
+    or runs several times."""
     for leak in trace.leaks:
         raise NoSequenceError(leak)
+    for name, times in Counter(trace.blocks).items():
+        if times > 1:  # it may be handed the whole in one run and a part in another
+            raise NoSequenceError(f"{name} runs several times")
     blocks = list(calls)
     hidden: dict[str, Path] = {}
     results: dict[str, Path] = {}
