@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from fold3d import Engine, ParallelConfig
@@ -226,6 +228,25 @@ def test_one_rank_cannot_build(ranks: RankPool) -> None:
     assert found[1][0] == "TraceError" and "blocks='h'" in found[1][1]
     assert found[0][0] == "RankError"
     assert "rank 1 (replica 0, stage 1) failed in building the engine: TraceError: blocks='h'" in found[0][1]
+
+
+def an_index_that_is_none(folder: str) -> tuple[str, str]:
+    """Rank 1's files are other than rank 0's."""
+    own = Path(folder, str(dist.get_rank()))
+    own.mkdir()
+    weights = {name: value.contiguous() for name, value in Net().state_dict().items()}
+    save_file(weights, own / "model.safetensors")
+    if dist.get_rank() == 1:
+        (own / "model.safetensors.index.json").write_text('["model.safetensors"]')
+    with torch.device("meta"):
+        net = Net()
+    return _error(lambda: engine(net, pp=2, weights=own))
+
+
+def test_files_that_one_rank_cannot_read(ranks: RankPool, tmp_path: Path) -> None:
+    found = ranks.run(an_index_that_is_none, 2, str(tmp_path))
+    assert found[1][0] == "CheckpointError" and "is no index of safetensors files" in found[1][1]
+    assert found[0][0] == "RankError" and "rank 1 (replica 0, stage 1) failed in building the engine" in found[0][1]
 
 
 def used_again() -> list[tuple[str, str]]:

@@ -131,13 +131,13 @@ class PretrainedFolder:
         index = self.path / _INDEX
         if index.is_file():
             try:
-                files: Mapping[str, str] = json.loads(index.read_text())["weight_map"]
-            except (ValueError, KeyError) as error:
+                files: dict[str, str] = dict(json.loads(index.read_text())["weight_map"])
+            except (ValueError, KeyError, TypeError) as error:
                 raise CheckpointError(f"{index} is no index of safetensors files: {error!r}") from error
             missing = sorted({file for file in files.values() if not (self.path / file).is_file()})
             if missing:
                 raise CheckpointError(f"{self.path}: {_INDEX} names {missing[0]}, which is not there")
-            return dict(files)
+            return files
         single = self.path / _SINGLE
         if not single.is_file():
             raise CheckpointError(
@@ -204,7 +204,8 @@ def check_folder(model: nn.Module, folder: str | Path) -> None:
     if not known and not any(one.may_make(tensors) for one in conversions(model, source.keys())):
         raise _none_of(source, model)
     for name, key in known.items():
-        _check_shape(source, key, source.shape(key), model, name, whole_shape(tensors[name]))
+        if tensors[name].is_meta:  # what has values keeps them, such as a new head
+            _check_shape(source, key, source.shape(key), model, name, whole_shape(tensors[name]))
 
 
 def _none_of(source: PretrainedFolder, model: nn.Module) -> CheckpointError:

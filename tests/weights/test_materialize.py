@@ -16,6 +16,7 @@ from torch import nn
 from fold3d.errors import CheckpointError, TraceError
 from fold3d.stage.split_model import SplitModel
 from fold3d.weights.materialize import materialize
+from fold3d.weights.pretrained import check_folder
 from tests.trace.chains import assert_equal, chained, needed_parameters, record, whole
 from tests.trace.zoo import FAMILIES, Block, Plain, build, tokens
 
@@ -219,6 +220,19 @@ class TestLostValues:
         model.table = torch.zeros(2, device="meta")
         with pytest.raises(TraceError, match=r"no parameter and no buffer"):
             materialize(model, set(), seed=0)
+
+
+def test_what_has_values_may_be_of_another_size_than_in_the_folder(tmp_path: Path) -> None:
+    """A body of a folder that had another head."""
+    save_file({"0.weight": torch.ones(4, 4), "1.weight": torch.ones(2, 4)}, tmp_path / "model.safetensors")
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 7, bias=False))
+    with pytest.raises(CheckpointError, match=r"'1.weight' has shape \(2, 4\), but"):
+        check_folder(model, tmp_path)
+    model[1] = nn.Linear(4, 7, bias=False)
+    check_folder(model, tmp_path)
+    materialize(model, {"0.weight", "1.weight"}, seed=0, folder=tmp_path)
+    assert torch.equal(model[0].weight, torch.ones(4, 4))
 
 
 def test_normalisation_buffers_and_attention_of_torch() -> None:

@@ -22,7 +22,7 @@ from fold3d.engine.planning import planner
 from fold3d.engine.planning.agreed_graph import agreed_graph
 from fold3d.engine.planning.memory_limit import memory_limit
 from fold3d.engine.planning.tp_forecast import TpForecast, forecast_of, predict_tp_sync, warn_of_spread
-from fold3d.errors import CheckpointError, ConfigError, TraceError
+from fold3d.errors import ConfigError, TraceError
 from fold3d.observe.announce import announce
 from fold3d.placement.partition import split_ranges
 from fold3d.plan.constraints import Constraints
@@ -114,7 +114,7 @@ def cut_model(
         check_folder(config)
         if order.weights is not None:
             check_weights(model, order.weights)
-    except (CheckpointError, ConfigError) as own:
+    except Exception as own:  # a rank that cannot read its files must not let the others wait
         error = own
     samples = planner.UNKNOWN
     if config.part_size is not None and example is not None:
