@@ -49,7 +49,12 @@ def recomputed_blocks(
     return list(dict.fromkeys(part[place] for part, mine in zip(parts, places, strict=True) for place in mine))
 
 
-def modules_inside(block: nn.Module) -> list[str]:
-    """Returns the names of the modules of a block that have a forward, outer ones first."""
+def modules_inside(block: nn.Module, *, every_name: bool = False) -> list[str]:
+    """Returns the names of the modules of a block that have a forward, outer ones first.
+
+    Args:
+        every_name: all names of a module that is in several places; otherwise the first alone.
+    """
     unimplemented = nn.Module.forward
-    return [name for name, module in block.named_modules() if name and type(module).forward is not unimplemented]
+    named = block.named_modules(remove_duplicate=not every_name)
+    return [name for name, module in named if name and type(module).forward is not unimplemented]

@@ -125,7 +125,7 @@ def check_patterns(model: nn.Module, blocks: Sequence[str], recompute: Recompute
 
 def check_names(model: nn.Module, recompute: Recompute) -> None:
     """Raises ConfigError for a pattern that names no module in any block, whichever modules the blocks are."""
-    names = modules_inside(model)
+    names = modules_inside(model, every_name=True)  # what blocks share has its first name elsewhere
     places = (place for name in names for place in accumulate(reversed(name.split(".")), lambda end, of: f"{of}.{end}"))
     inside = dict.fromkeys(places)
     for pattern in dict.fromkeys(pattern for choice in recompute.choices for pattern in choice.patterns):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from fold3d.errors import ConfigError
 from fold3d.placement.recomputed_blocks import recomputed_blocks
 from fold3d.recompute import Recompute
-from fold3d.stage.recompute import Checkpoints, modules_to_recompute
+from fold3d.stage.recompute import Checkpoints, check_names, modules_to_recompute
 from tests.helpers import models
 
 BLOCKS = [f"h.{i}" for i in range(8)]
@@ -71,6 +71,19 @@ def grads_and_kept(model: nn.Module) -> tuple[list[Tensor], int]:
         loss = model(torch.arange(12.0).view(3, 4)).square().mean()
     loss.backward()
     return [*(p.grad.clone() for p in model.parameters()), *(b.clone() for b in model.buffers())], sum(kept)
+
+
+def test_what_blocks_share_has_the_name_that_it_has_in_them() -> None:
+    shared = nn.Linear(4, 4)
+    blocks = nn.ModuleList(nn.ModuleDict({"mixer": shared, "mlp": nn.Linear(4, 4)}) for _ in range(2))
+    model = nn.ModuleDict({"first": shared, "layers": blocks})
+    check_names(model, Recompute.parse("mixer,mlp/none"))
+    assert modules_to_recompute(model, ["layers.0", "layers.1"], [(0, 2)], Recompute.parse("mixer")) == [
+        "layers.0.mixer",
+        "layers.1.mixer",
+    ]
+    with pytest.raises(ConfigError, match=r"'mixed' names no module .*did you mean 'mixer'"):
+        check_names(model, Recompute.parse("mixed"))
 
 
 def test_batch_norms_count_once_and_less_is_kept() -> None:
