@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+import operator
 import re
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from fold3d.errors import ConfigError
 from fold3d.offload import Offload
@@ -195,8 +197,7 @@ class ParallelConfig:
         for name in ("preempt", "offload_optimizer"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name}={getattr(self, name)!r}: must be True or False")
-        if not hasattr(self.seed, "__index__") or isinstance(self.seed, bool) or not 0 <= self.seed < _SEEDS:
-            raise ConfigError(f"seed={self.seed!r}: must be an integer from 0 to {_SEEDS - 1}")
+        object.__setattr__(self, "seed", _seed(self.seed))
         for name in ("comm_timeout", "patience"):
             seconds = getattr(self, name)
             is_number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
@@ -319,6 +320,16 @@ def parse_bytes(name: str, value: object, least: int = 0, *, otherwise: str = "N
         kind = "a positive number of bytes" if least else "a number of bytes, 0 for a bucket per layer"
         raise ConfigError(f'{name}={value!r}: must be {kind}, such as 8000000000, 8e9, "8GB", "512MiB", or {otherwise}')
     return int(size)
+
+
+def _seed(value: Any) -> int:
+    try:
+        seed = operator.index(value)
+    except TypeError:
+        seed = -1
+    if isinstance(value, bool) or not 0 <= seed < _SEEDS:
+        raise ConfigError(f"seed={value!r}: must be an integer from 0 to {_SEEDS - 1}")
+    return seed
 
 
 def parse_tp_plan(name: str, value: Mapping[str, str] | str | None) -> Mapping[str, str] | None:

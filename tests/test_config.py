@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
+import numpy
 import pytest
+import torch
 
 from fold3d import ParallelConfig
 from fold3d.config import text_of_bytes
@@ -35,6 +38,8 @@ from fold3d.topology import Topology
         ({"seed": -1}, "seed=-1: must be"),
         ({"seed": 1.0}, "seed=1.0: must be"),
         ({"seed": True}, "seed=True: must be"),
+        ({"seed": torch.tensor(3.5)}, r"seed=tensor(3.5000): must be"),
+        ({"seed": numpy.array([1, 2])}, "seed=array([1, 2]): must be"),
         ({"seed": 1 << 63}, "seed=9223372036854775808: must be"),
         ({"group_size": 5, "micro_batches": 4}, "group_size=5 is more than micro_batches=4"),
         ({"segments": "two"}, "segments='two': must be an integer of at least 1 or \"auto\""),
@@ -64,6 +69,11 @@ from fold3d.topology import Topology
 def test_bad_values_are_named(settings: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
         ParallelConfig(**settings)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("seed", [7, numpy.int64(7), torch.tensor(7)], ids=lambda seed: type(seed).__name__)
+def test_a_seed_is_any_whole_number(seed: Any) -> None:
+    assert repr(ParallelConfig(seed=seed)) == repr(ParallelConfig(seed=7)), "ranks compare what is written"
 
 
 def test_dp_fills_the_world() -> None:
