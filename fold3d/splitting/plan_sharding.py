@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Mapping
+from collections.abc import Collection, Hashable, Mapping
 from typing import Any
 
 from torch import nn
@@ -153,18 +153,30 @@ def _proved(call: CapturedCall, tp: int, whole: frozenset[str]) -> tuple[BlockSp
     failed: dict[str, str] = {}
     exits = [exit_ for group in split.groups for exit_ in group.exits]
     kept = set(exits)
+
+    def only(chosen: Collection[str]) -> BlockSplit:
+        """Returns a split in which of the regions found those with these exits alone are divided."""
+        return infer(call, tp, whole | _held_by(call.block, set(exits) - set(chosen)))
+
     for exit_ in exits:
-        alone = infer(call, tp, whole | (frozenset(exits) - {exit_}))
+        alone = only([exit_])
         wrong = wrong_in(alone)
         if wrong:
             kept.discard(exit_)
             failed.update(dict.fromkeys(_divided(alone), f"whole: divided, {wrong}"))
-    split = infer(call, tp, whole | (frozenset(exits) - kept))
+    split = only(kept)
     wrong = wrong_in(split)
     if wrong:
         failed.update(dict.fromkeys(_divided(split), f"whole: divided, {wrong}"))
-        split = infer(call, tp, whole | frozenset(exits))
+        split = only([])
+        if split.groups and wrong_in(split):  # other regions, in the place of those
+            split = infer(call, tp, _held_by(call.block, dict(call.block.named_modules())))
     return split, failed
+
+
+def _held_by(block: nn.Module, modules: Collection[str]) -> frozenset[str]:
+    """Returns these modules of a block and the parameters that they hold themselves: experts are known by theirs."""
+    return frozenset(modules) | {name for name, _ in block.named_parameters() if name.rpartition(".")[0] in modules}
 
 
 def _divided(split: BlockSplit) -> list[str]:

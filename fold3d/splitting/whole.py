@@ -20,7 +20,7 @@ def check_whole(name: str, block: nn.Module, split: BlockSplit, tp: int) -> None
         shard = split.shards.get(parameter)
         if block.get_parameter(parameter).dim() < 2 or (shard is not None and not shard.is_replicated):
             continue
-        module = parameter if parameter in split.reasons else parameter.rpartition(".")[0]
+        module = parameter if parameter in split.reasons else parameter.rpartition(".")[0] or parameter
         if "tp_plan" not in split.reasons.get(module, ""):
             found[module] = found.get(module, 0) + size
     held = sum(found.values())

@@ -231,3 +231,39 @@ def test_the_digest_is_that_of_the_plan() -> None:
     assert plan("llama", 1).shards == {}
     with pytest.raises(ConfigError, match="tp must be at least 1, got 0"):
         plan("llama", 0)
+
+
+class Experts(nn.Module):
+    """A block that holds its experts' weights itself, so the smallest module around their products is the block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(16)
+        self.up, self.down = (nn.Parameter(torch.randn(shape)) for shape in ((4, 16, 32), (4, 32, 16)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = enumerate(self.norm(x).flatten(0, 1).chunk(4))
+        return x + torch.cat([(part @ self.up[k]).relu() @ self.down[k] for k, part in parts]).view(x.shape)
+
+
+class UnseenExperts(Experts):
+    def forward(self, x: Tensor) -> Tensor:
+        parts = zip(self.norm(x).flatten(0, 1).chunk(4), self.up, self.down, strict=True)
+        return x + torch.cat([(part @ up).relu() @ down for part, up, down in parts]).view(x.shape)
+
+
+@pytest.mark.parametrize(
+    "block, why",
+    [
+        (Experts, "divided, rank 0 returns something else"),  # the sum of what ranks return has the residual of each
+        (UnseenExperts, "no matrix product with it was seen"),
+    ],
+)
+def test_what_cannot_be_divided_is_whole(block: type[Experts], why: str) -> None:
+    model = nn.Sequential(block(), block()).double()
+    batch = {"input": torch.randn(2, 8, 16).double()}
+    traced = trace_call(model, ["0", "1"], batch)
+    with pytest.raises(ConfigError, match=rf"0\.up .*cannot be divided: {why}.* tp_plan={{'up': "):
+        plan_sharding(model, traced, batch, 2)
+    found = plan_sharding(model, traced, batch, 2, {"up": "replicate", "down": "replicate"})
+    assert not found.shards
