@@ -126,9 +126,10 @@ def _split(name: str, call: CapturedCall, tp: int, overrides: Overrides, tied: s
     reasons = {**split.reasons, **failed}
     for path in _holders(name, call.block, tied) & reasons.keys():
         reasons[path] = "whole: another module holds its weight, too"
-    modules = {path for path, _ in call.block.named_modules()}
+    named = {path for path, _ in call.block.named_modules()}
+    named |= {path for path, _ in call.block.named_parameters(recurse=False)}  # which have no module to be named by
     for path in overrides.replicated(name, call.block):
-        if path in modules or path in reasons:
+        if path in named or path in reasons:
             reasons[path] = 'whole: tp_plan says "replicate"'
     made = BlockSplit(
         groups=split.groups, shards=split.shards, attributes=split.attributes, inputs=split.inputs,
