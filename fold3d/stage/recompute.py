@@ -136,8 +136,9 @@ def check_names(model: nn.Module, recompute: Recompute) -> None:
 
 def _names_none(recompute: Recompute, pattern: str, names: Sequence[str], where: str) -> ConfigError:
     more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
-    near = difflib.get_close_matches(pattern, [*WORDS, *(name.rpartition(".")[2] for name in names)], 1)
-    meant = f" (did you mean {near[0]!r}?)" if near else ""
+    called = {name.rpartition(".")[2]: name for name in reversed(names)}
+    near = difflib.get_close_matches(pattern, [*WORDS, *names, *called], 1)
+    meant = f" (did you mean {called.get(near[0], near[0])!r}?)" if near else ""
     return ConfigError(
         f"recompute={str(recompute)!r}: {pattern!r} names no module inside of a block{meant}. {where} has "
         f"{', '.join(names[:_MOST_NAMES]) or 'none'}{more}; words of other meaning are {', '.join(WORDS)}"

@@ -86,6 +86,13 @@ def test_what_blocks_share_has_the_name_that_it_has_in_them() -> None:
         check_names(model, Recompute.parse("mixed"))
 
 
+def test_what_may_be_meant_can_be_written() -> None:
+    model = nn.ModuleList(nn.Sequential(nn.Sequential(nn.Linear(4, 4)), nn.Tanh()) for _ in range(2))
+    model[0][0].add_module("query", nn.Linear(4, 4))
+    with pytest.raises(ConfigError, match=r"'query' names no module .*did you mean '0\.query'"):
+        modules_to_recompute(model, ["0"], [(0, 1)], Recompute.parse("query"))
+
+
 def test_batch_norms_count_once_and_less_is_kept() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(Block(), Block())
