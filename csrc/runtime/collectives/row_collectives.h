@@ -12,7 +12,7 @@ namespace fold3d::runtime {
 ///
 /// A library takes what lies in one place; so there is one collective to or from each rank, all of them in one launch
 /// where the library can do that (NCCL's groups, as torch has it for shards of different sizes). Together these move
-/// what the library's own would, and its ring adds in the same order. Elsewhere (gloo) they run beside each other.
+/// what the library's own would, and add in the order of its rings. Elsewhere (gloo) they run beside each other.
 
 /// Row r becomes the sum of all ranks' on rank r. Of the other rows nothing is known afterwards.
 void reduce_scatter_rows(c10d::ProcessGroup& group, const at::Tensor& rows);
