@@ -16,13 +16,17 @@ def check_whole(name: str, block: nn.Module, split: BlockSplit, tp: int) -> None
     sizes = {parameter: p.numel() for parameter, p in block.named_parameters()}
     total = sum(sizes.values())
     found: dict[str, int] = {}
+    reasons: dict[str, str] = {}
     for parameter, size in sizes.items():
         shard = split.shards.get(parameter)
         if block.get_parameter(parameter).dim() < 2 or (shard is not None and not shard.is_replicated):
             continue
-        module = parameter if parameter in split.reasons else parameter.rpartition(".")[0] or parameter
-        if "tp_plan" not in split.reasons.get(module, ""):
-            found[module] = found.get(module, 0) + size
+        module = parameter if parameter in split.reasons else parameter.rpartition(".")[0]
+        reason = split.reasons.get(module, "whole: no matrix product with it was seen")
+        if "tp_plan" not in reason:
+            called = module or parameter  # the block itself has no name in it
+            found[called] = found.get(called, 0) + size
+            reasons[called] = reason
     held = sum(found.values())
     if held * SMALL <= total:
         return
@@ -30,7 +34,7 @@ def check_whole(name: str, block: nn.Module, split: BlockSplit, tp: int) -> None
     matrix = next(
         p for n, p in block.named_parameters() if p.dim() > 1 and (n == largest or n.rpartition(".")[0] == largest)
     )
-    reason = split.reasons.get(largest, "whole: no matrix product with it was seen").removeprefix("whole: ")
+    reason = reasons[largest].removeprefix("whole: ")
     raise ConfigError(
         f"tp={tp}: {name}.{largest} {tuple(matrix.shape)} cannot be divided: {reason}. With "
         f"{', '.join(found)} whole on every rank, {100 * held / total:.0f} % of the block's parameters would be, more "

@@ -160,4 +160,6 @@ def test_tensor_parallel_refusals(capsys, gpt2_folder, arguments, says):
 
 def test_a_block_that_is_one_layer(capsys):
     code, _, err = run(capsys, f"{__name__}:plain", "-t", "2")
-    assert code != 0 and "layers.0" in err and "cannot be divided: what it computes leaves the block" in err
+    assert code != 0 and "layers.0.weight" in err and "cannot be divided: what it computes leaves the block" in err
+    code, _, err = run(capsys, f"{__name__}:plain", "-t", "2", "--tp-plan", '{"layers.*": "replicate"}')
+    assert code == 0, err
