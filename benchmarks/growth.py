@@ -211,11 +211,11 @@ def by_axis() -> None:
         return max(tree.connections(place) for place in range(size))
 
     print("\nBy formula, of the rank that has most, 1f1b with 2 pp micro-batches")
-    print("small: connections of small exchanges (trees); stages: those among all stages of a replica, for evaluation;")
+    print("small: connections of small exchanges (trees), by which results of evaluations and checkpoints go, too;")
     print("lines: of messages and rings over TCP; sent: messages to other stages in a step, and those a micro-batch;")
     print("to each: KiB that a slice of DP.sync has for each replica on an accelerator, before speeds are known; norm,")
     print("loss: exchanges of hosts that lie one after the other in a step")
-    heads = ("small", "stages", "lines", "sent", "a micro-batch", "to each", "norm", "loss")
+    heads = ("small", "lines", "sent", "a micro-batch", "to each", "norm", "loss")
     print(f"{'dp':>5}{'pp':>5}" + "".join(f"{head:>15}" for head in heads))
     for pp in SIZES:
         micro_batches = 2 * pp
@@ -225,7 +225,7 @@ def by_axis() -> None:
         for dp in SIZES:
             to_each = _C.library_slice_bytes(dp) / (dp - 1) / 1024
             loss = rounds(1, pp) + rounds(dp, 1)
-            row = (most(dp) + most(pp), pp - 1, 8, sent, sent / micro_batches, to_each, rounds(dp, pp), loss)
+            row = (most(dp) + most(pp), 8, sent, sent / micro_batches, to_each, rounds(dp, pp), loss)
             print(f"{dp:5}{pp:5}" + "".join(f"{value:15.0f}" for value in row))
 
 

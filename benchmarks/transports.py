@@ -49,16 +49,16 @@ def messages(over_tcp: bool, stack: ExitStack) -> Action:
     stack.callback(groups.close)
     if over_tcp:
         return stack.enter_context(tcp_messages(topology, groups, TIMEOUT))
-    first = topology.pp_rank == 0
+    group, first = dist.new_group(), topology.pp_rank == 0
 
     def pass_on(size: int) -> None:
         message = torch.zeros(size, dtype=torch.uint8)  # as tcp_messages makes its own
         other = 1 - topology.pp_rank
         for sends in (first, not first):
             if sends:
-                dist.send(message, group=groups.pipeline, group_dst=other)
+                dist.send(message, group=group, group_dst=other)
             else:
-                dist.recv(message, group=groups.pipeline, group_src=other)
+                dist.recv(message, group=group, group_src=other)
 
     return pass_on
 

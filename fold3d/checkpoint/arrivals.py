@@ -63,6 +63,17 @@ class Arrival(Generic[Key]):
     entry: Entry
     sources: tuple[tuple[int, Request[Key]], ...]
 
+    def shape_of(self, request: Request[Key]) -> tuple[int, ...]:
+        """Returns the shape of what a rank sends for `request`."""
+        shape = list(self.entry.shape)
+        if request.pieces is not None:
+            shape[request.dim] = sum(end - first for _, first, end in request.pieces)
+        return tuple(shape)
+
+    def bytes_of(self, request: Request[Key]) -> int:
+        """Returns how many bytes a rank sends for `request`."""
+        return Entry(self.entry.dtype, self.shape_of(request)).bytes
+
 
 def arrange(offers: Sequence[Offer[Key]], topology: Topology) -> list[Arrival[Key]]:
     """Returns what will come, in this order: of what is spread each index from the first shard that holds it, of the

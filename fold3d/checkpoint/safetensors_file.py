@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from fold3d.checkpoint.arrivals import Entry
-from fold3d.comms.broadcast import as_bytes
+from fold3d.comms.family import as_bytes
 from fold3d.weights.safetensors_header import DTYPES, read_header
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
-from fold3d.comms.broadcast import as_bytes
+from fold3d.comms.family import as_bytes
 from fold3d.errors import CheckpointError
 from fold3d.sharding.shard import Shard
 from fold3d.weights.part_reader import read_part

@@ -1,4 +1,4 @@
-"""broadcast_value: a nested value with tensors, from one rank to its group."""
+"""broadcast_value: a nested value with tensors, from one member of a group to all."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.utils._pytree import tree_map_only
+
+from fold3d.comms.tree_group import TreeGroup
 
 
 @dataclass(frozen=True)
@@ -19,36 +20,29 @@ class _TensorHere:
     device_type: str
 
 
-def broadcast_value(value: Any, source: int, group: Any) -> Any:
-    """Returns rank `source`'s `value` on every rank of `group`; all of them call.
+def broadcast_value(value: Any, source: int, group: TreeGroup) -> Any:
+    """Returns member `source`'s `value` to all members of `group`; all of them call.
 
     Args:
-        value: any nesting that torch.utils._pytree knows, with tensors and picklable values; ignored on other ranks.
-        source: global rank.
+        value: any nesting that torch.utils._pytree knows, with tensors and picklable values; others' are ignored.
     """
-    is_source = dist.get_rank() == source
+    is_source = group.index == source
     tensors: list[torch.Tensor] = []
 
     def describe(tensor: torch.Tensor) -> _TensorHere:
         tensors.append(tensor.detach().contiguous())
         return _TensorHere(tuple(tensor.shape), tensor.dtype, tensor.device.type)
 
-    header = [tree_map_only(torch.Tensor, describe, value) if is_source else None]
-    dist.broadcast_object_list(header, source, group=group)
+    header = group.share(tree_map_only(torch.Tensor, describe, value) if is_source else None, source)
     if is_source:
         for tensor in tensors:
-            dist.broadcast(tensor, source, group=group)
+            group.broadcast(tensor, source)
         return value
 
     def receive(described: _TensorHere) -> torch.Tensor:
         device = torch.device(described.device_type)
         tensor = torch.empty(described.shape, dtype=described.dtype, device=device)
-        dist.broadcast(tensor, source, group=group)
+        group.broadcast(tensor, source)
         return tensor
 
-    return tree_map_only(_TensorHere, receive, header[0])
-
-
-def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the elements of `tensor` as a flat uint8 tensor: [number of elements * element size]."""
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    return tree_map_only(_TensorHere, receive, header)

@@ -56,11 +56,30 @@ class Family:
         self._finish(lambda: self._group.allgather([found], [torch.tensor([size])], options), timeout, progress)
         return [int(one) for one in found]
 
-    def spread(self, block: Tensor, timeout: float, progress: Progress) -> None:
-        """Fills everybody's `block`, uint8 and of one size, with the top's."""
+    def spread(self, block: Tensor, timeout: float, progress: Progress, source: int = 0) -> None:
+        """Fills everybody's `block`, uint8 and of one size, with that of the rank at place `source`."""
         options = dist.BroadcastOptions()
-        options.rootRank, options.rootTensor, options.timeout = 0, 0, timedelta(seconds=timeout)
+        options.rootRank, options.rootTensor, options.timeout = source, 0, timedelta(seconds=timeout)
         self._finish(lambda: self._group.broadcast([block], options), timeout, progress)
+
+    def send(self, data: Tensor, timeout: float) -> Callable[[], None]:
+        """Sends `data`, uint8 and at least one, to the top alone; returns what waits until it has left."""
+        return self._waiting(self._group.send([data], 0, 0), 0, timeout)
+
+    def receive(self, data: Tensor, source: int, timeout: float) -> None:
+        """Fills `data` with what the rank at place `source` sends to this one, the top; waits for it."""
+        self._waiting(self._group.recv([data], source, 0), source, timeout)()
+
+    def _waiting(self, work: Any, other: int, timeout: float) -> Callable[[], None]:
+        def wait() -> None:
+            try:
+                work.wait(timedelta(seconds=timeout))
+            except RuntimeError as error:
+                raise dist.DistNetworkError(
+                    f"rank {self._ranks[other]} cannot be reached, or did not come within {timeout:g} s (gloo: {error})"
+                ) from error
+
+        return wait
 
     def close(self) -> None:
         """Ends the connections; does nothing the second time."""
@@ -87,3 +106,8 @@ class Family:
     def _others(self) -> str:
         others = [rank for place, rank in enumerate(self._ranks) if place != self._own]
         return f"rank {others[0]}" if len(others) == 1 else f"one of the ranks {others}"
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """Returns the elements of `tensor` as a flat uint8 tensor: [number of elements * element size]."""
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)

@@ -23,17 +23,16 @@ QUEUES = ("send_forward", "recv_forward", "send_backward", "recv_backward")
 class Groups:
     """Process groups of one rank; every rank of the job must construct it at the same point.
 
-    `p2p` carries activations and gradients, by queue: a group per direction, so that one never queues behind the other,
-    and on an accelerator one per link, too. `rings` sum gradients over the replicas of a stage and gather them.
-    `pipeline` is for the other messages of the stages of one replica; with tensor parallelism each of these has only
-    the ranks of one place on the axis tp. `tensor` is the tensor-parallel group of this rank's stage in its replica,
-    `replica` all ranks of that replica, `ties` for parameters that several ranks of a replica hold, by the places that
-    do. On an accelerator these have gloo for host memory (message headers) and the accelerator's library (NCCL) for its
-    own, but rings only the library: in a gloo group every rank is connected with every other, so none is over replicas
-    where gradients need none. What replicas, and all ranks, tell each other goes over the trees of `data` and `world`,
-    and what of that lies on an accelerator, as the gradient norm does, by its library in groups of the same ranks.
-    Each group of `p2p` and `rings` has a thread of gloo, the other groups one together. Without `with_p2p` activations
-    and gradients travel otherwise and have no groups.
+    `p2p` carries activations and gradients, by queue: a group per link and direction, so that none queues behind
+    another. `rings` sum gradients over the replicas of a stage and gather them; with tensor parallelism they, and
+    links, join ranks of one place on the axis tp. `tensor` is the tensor-parallel group of this rank's stage in its
+    replica, `ties` for parameters that several ranks of a replica hold, by the places that do. On an accelerator these
+    have gloo for host memory (message headers) and the accelerator's library (NCCL) for its own, but rings only the
+    library: in a gloo group every rank is connected with every other, so none is over replicas or stages where
+    gradients need none. What these, and all ranks, tell each other goes over the trees of `world`, and what of that
+    lies on an accelerator, as the gradient norm does, by its library in groups of the same ranks. Each group of `p2p`
+    and `rings` has a thread of gloo, the other groups one together. Without `with_p2p` activations and gradients travel
+    otherwise and have no groups.
     """
 
     def __init__(
@@ -57,12 +56,7 @@ class Groups:
         replicas, lanes = range(topology.dp), range(topology.tp)
         pipelines = [topology.pipeline(replica, tp) for replica in replicas for tp in lanes]
         stages = [topology.replicas(stage, tp) for stage in range(topology.pp) for tp in lanes]
-        self.pipeline = self._own(pipelines)
-        self.replica = self.pipeline
-        self.tensor: Any = None
-        if topology.tp > 1:
-            self.replica = self._own([topology.replica(replica) for replica in replicas])
-            self.tensor = self._own([topology.shards(r, stage) for r in replicas for stage in range(topology.pp)])
+        self.tensor = self._own([topology.shards(r, stage) for r in replicas for stage in range(topology.pp)])
         self.p2p: dict[str, Any] = dict.fromkeys(QUEUES)
         if with_p2p:
             self._make_lines(pipelines)
@@ -74,7 +68,7 @@ class Groups:
         }
         if is_accelerator(device):
             self.data.use_library(self._own(stages, device_only=True))
-            self.world.pipeline.use_library(self.pipeline)
+            self.world.pipeline.use_library(self._own(pipelines, device_only=True))
             self.world.tensor.use_library(self.tensor)
         self.ties: dict[Submesh, Any] = {
             places: self._own([topology.ranks_of(places, replica) for replica in range(topology.dp)])
@@ -110,15 +104,10 @@ class Groups:
         """Makes the groups by which this rank's four queues send and receive."""
         pp, stage = self.topology.pp, self.topology.pp_rank
         for direction in ("forward", "backward"):
-            if is_accelerator(self.device):
-                # A library does what one communicator is told one after the other: with both directions, or two links,
-                # in one, ranks could wait for each other in a circle. So for each link one, of two ranks.
-                ends = [[_link(pipeline, near) for pipeline in pipelines] for near in range(pp)]
-                links = [self._own(ranks, own_thread=True, urgent=True) for ranks in ends]
-            else:
-                inner = self._own(pipelines, own_thread=True)
-                # With two stages the way from the last to the first joins the same ranks as the inner one.
-                links = [inner] * (pp - 1) + [self._own(pipelines, own_thread=True) if pp == 2 else inner]
+            # A library does what one communicator is told one after the other: with both directions, or two links, in
+            # one, ranks could wait for each other in a circle. So for each link one, of two ranks.
+            ends = [[_link(pipeline, near) for pipeline in pipelines] for near in range(pp)]
+            links = [self._own(ranks, own_thread=True, urgent=True) for ranks in ends]
             after, before = links[stage], links[stage - 1]
             out, into = (after, before) if direction == "forward" else (before, after)
             self.p2p |= {f"send_{direction}": out, f"recv_{direction}": into}

@@ -10,8 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fold3d.comms.broadcast import as_bytes
-from fold3d.comms.family import Family
+from fold3d.comms.family import Family, as_bytes
 from fold3d.comms.tree import Tree
 from fold3d.faults.progress import Progress
 
@@ -111,36 +110,59 @@ class TreeGroup:
         blocks = family.gather(block, limit, self.progress)
         return [bytes(block[:size].numpy()) for block, size in zip(blocks, sizes, strict=False)]
 
-    # Down
+    def is_above(self, source: int) -> bool:
+        """Whether what member `source` has comes by here on its way to the first member, or begins here."""
+        return source in self.tree.subtree(self.index)
 
-    def broadcast(self, tensor: Tensor, *, timeout: float | None = None) -> None:
-        """Fills everybody's `tensor` with the first member's."""
+    def pass_up(self, data: Tensor, source: int, *, timeout: float | None = None) -> Callable[[], None]:
+        """Brings `data`, bytes in host memory and at least one, from member `source` to the first, which has room for
+        it as those between them have; only those for whom `is_above(source)` holds call. Returns what waits until
+        `data` has left again."""
+        if source != self.index and self._below is not None:
+            self._below.receive(data, self._nearest(self.index, source), self._limit(timeout))
+        if self._above is None:
+            return lambda: None
+        return self._above.send(data, self._limit(timeout))
+
+    # To all
+
+    def broadcast(self, tensor: Tensor, source: int = 0, *, timeout: float | None = None) -> None:
+        """Fills everybody's `tensor` with that of member `source`."""
         if self.size == 1 or tensor.numel() == 0:
             return
         if self._library is not None and tensor.device.type != "cpu":
-            dist.broadcast(tensor, self.ranks[0], group=self._library)
+            dist.broadcast(tensor, self.ranks[source], group=self._library)
             return
         host = tensor.detach().cpu()
         block = as_bytes(host)
-        self._spread(block, timeout)
-        if not self.is_first and (block.data_ptr() != tensor.data_ptr()):
+        self._spread(block, source, timeout)
+        if self.index != source and (block.data_ptr() != tensor.data_ptr()):
             tensor.detach().copy_(block.view(host.dtype).reshape(host.shape))
 
-    def share(self, value: Any, *, timeout: float | None = None) -> Any:
-        """Returns the first member's `value`, anything that pickles; others' are ignored."""
+    def share(self, value: Any, source: int = 0, *, timeout: float | None = None) -> Any:
+        """Returns the `value` of member `source`, anything that pickles; others' are ignored."""
         if self.size == 1:
             return value
-        packed = _tensor(pickle.dumps(value)) if self.is_first else torch.empty(0, dtype=torch.uint8)
+        has_it = self.index == source
+        packed = _tensor(pickle.dumps(value)) if has_it else torch.empty(0, dtype=torch.uint8)
         size = torch.tensor([packed.numel()])
-        self._spread(as_bytes(size), timeout)
-        block = packed if self.is_first else torch.empty(int(size), dtype=torch.uint8)
-        self._spread(block, timeout)
-        return value if self.is_first else pickle.loads(bytes(block.numpy()))
+        self._spread(as_bytes(size), source, timeout)
+        block = packed if has_it else torch.empty(int(size), dtype=torch.uint8)
+        self._spread(block, source, timeout)
+        return value if has_it else pickle.loads(bytes(block.numpy()))
 
-    def _spread(self, block: Tensor, timeout: float | None) -> None:
-        for family in (self._above, self._below):
-            if family is not None:
-                family.spread(block, self._limit(timeout), self.progress)
+    def _spread(self, block: Tensor, source: int, timeout: float | None) -> None:
+        """Fills everybody's `block` with that of member `source`, from family to family."""
+        families = [(self._above, self.tree.parent(self.index)), (self._below, self.index)]
+        # First where it comes from: from above, unless `source` is below.
+        for family, top in reversed(families) if self.is_above(source) else families:
+            if family is not None and top is not None:
+                family.spread(block, self._limit(timeout), self.progress, self._nearest(top, source))
+
+    def _nearest(self, top: int, source: int) -> int:
+        """Returns the place, in the family of `top`, of the member by which what `source` has comes there."""
+        children = enumerate(self.tree.children(top), 1)
+        return next((place for place, child in children if source in self.tree.subtree(child)), 0)
 
     # Up and down
 
@@ -167,7 +189,7 @@ class TreeGroup:
         whole = torch.empty((self.size, own.numel()), dtype=torch.uint8)
         if own.numel():
             self._fill(whole, own)
-            self._spread(whole.reshape(-1), None)
+            self._spread(whole.reshape(-1), 0, None)
         return [row.view(tensor.dtype).reshape(tensor.shape).to(tensor.device) for row in whole]
 
     def _fill(self, whole: Tensor, own: Tensor) -> None:

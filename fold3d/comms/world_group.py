@@ -86,20 +86,27 @@ class WorldGroup:
     def gather(self, value: Any, *, timeout: float | None = None) -> list[Any] | None:
         """Returns everybody's `value`, anything that pickles, by rank, on rank 0; None elsewhere."""
         replicas = self.data.gather(value, timeout=timeout)
-        stages = self.pipeline.gather(replicas, timeout=timeout) if self.data.is_first else None
+        places = self.gather_replica(replicas, timeout=timeout) if self.data.is_first else None
+        return None if places is None else [place[dp] for dp in range(self.topology.dp) for place in places]
+
+    def gather_replica(self, value: Any, *, timeout: float | None = None) -> list[Any] | None:
+        """Returns the `value` of all ranks of this one's replica, anything that pickles, in their order, on its first
+        rank; None elsewhere. All ranks of the replica call."""
+        stages = self.pipeline.gather(value, timeout=timeout)
         shards = self.tensor.gather(stages, timeout=timeout) if stages is not None else None
-        if shards is None:
-            return None
-        topology = self.topology
-        return [shards[tp][pp][dp] for dp, pp, tp in map(topology.coordinates, range(topology.world))]
+        return None if shards is None else [shard[stage] for stage in range(self.topology.pp) for shard in shards]
 
     def share(self, value: Any, *, timeout: float | None = None) -> Any:
         """Returns rank 0's `value`, anything that pickles, everywhere."""
         if self.data.is_first:
-            if self.pipeline.is_first:
-                value = self.tensor.share(value, timeout=timeout)
-            value = self.pipeline.share(value, timeout=timeout)
+            value = self.share_replica(value, timeout=timeout)
         return self.data.share(value, timeout=timeout)
+
+    def share_replica(self, value: Any, *, timeout: float | None = None) -> Any:
+        """Returns the `value` of the first rank of this one's replica, anything that pickles; all ranks of it call."""
+        if self.pipeline.is_first:
+            value = self.tensor.share(value, timeout=timeout)
+        return self.pipeline.share(value, timeout=timeout)
 
     def decide(self, value: Any, verdict: Callable[[list[Any]], T], *, timeout: float | None = None) -> T:
         """Returns everywhere what `verdict` makes of everybody's `value`, by rank, on rank 0.

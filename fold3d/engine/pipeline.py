@@ -33,7 +33,7 @@ class Pipeline:
         keep: told of the micro-batches of a training step before it runs.
         """
         self._keep = keep
-        self._topology, self._group, self._executor, self._progress = topology, groups.pipeline, executor, progress
+        self._topology, self._executor, self._progress = topology, executor, progress
         self._world = groups.world
 
     def run(self, schedule: Schedule, micro_batches: Sequence[MicroBatch], *, backward: bool) -> list[Any]:
@@ -79,8 +79,7 @@ class Pipeline:
         if self._is_alone:
             return result
         self._meet(torch.zeros((), dtype=torch.float64), [micro_batch])
-        source = self._topology.rank_of(self._topology.dp_rank, self._topology.pp - 1)
-        return result if self._group is None else broadcast_value(result, source, self._group)
+        return broadcast_value(result, self._topology.pp - 1, self._world.pipeline)
 
     def _meet(self, value: torch.Tensor, micro_batches: Sequence[MicroBatch]) -> torch.Tensor:
         """Returns the sum of `value`, fp64, over the replica, once all its ranks had the same micro-batches."""

@@ -8,11 +8,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.optim import Optimizer
 
 from fold3d.comms.groups import Groups
-from fold3d.comms.tree_group import TreeGroup
+from fold3d.comms.world_group import WorldGroup
 from fold3d.config import ParallelConfig
 from fold3d.data_parallel.optimizer.host_memory import host_memory
 from fold3d.data_parallel.optimizer.parameter_state import assembled, like_parameter, part_of_state, shard_of_state
@@ -27,24 +26,20 @@ Shards = dict[Any, Shard]
 """How the values are spread that are, by key."""
 
 
-def gather_model(cut: RankModel, replica: Any, data: TreeGroup) -> Tensors:
-    """Returns every parameter, and every persistent buffer of replica 0's, on the CPU; all ranks of the job call.
-
-    Args:
-        replica: process group of all stages and shards of this rank's replica; None where it is alone.
-    """
+def gather_model(cut: RankModel, world: WorldGroup) -> Tensors:
+    """Returns every parameter, and every persistent buffer of replica 0's, on the CPU; all ranks of the job call."""
     mine: dict[Any, Any] = {name: cut.parameters[name].detach().cpu() for name in cut.primary()}
     spread: Shards = dict(cut.parts.spread(mine))
     buffers = {name: tensor.detach().cpu() for name, tensor in own_buffers(cut).items()}
     if buffers:
-        mine.update(data.share(buffers))
-    merged = _merge(mine, spread, cut, replica)
+        mine.update(world.data.share(buffers))
+    merged = _merge(mine, spread, cut, world)
     order = [name for name in cut.model.state_dict() if name in merged]
     return {name: merged[name].clone() for name in order}
 
 
-def gather_optimizer(cut: RankModel, optimizer: Optimizer | None, replica: Any) -> dict[str, dict[str, Any]]:
-    """Returns the optimizer's state of every parameter by name, on the CPU, on every rank of the replica.
+def gather_optimizer(cut: RankModel, optimizer: Optimizer | None, world: WorldGroup) -> dict[str, dict[str, Any]]:
+    """Returns the optimizer's state of every parameter by name, on the CPU; all ranks of a replica call.
 
     Raises: CheckpointError for a state that cannot be put together, see `shard_of_state`.
     """
@@ -61,7 +56,7 @@ def gather_optimizer(cut: RankModel, optimizer: Optimizer | None, replica: Any) 
                     if shard is not None:
                         spread[name, key] = shard
     merged: dict[str, dict[str, Any]] = {}
-    for (name, key), value in _merge(mine, spread, cut, replica).items():
+    for (name, key), value in _merge(mine, spread, cut, world).items():
         values = merged.setdefault(name, {})
         if key is not None:
             values[key] = value
@@ -140,11 +135,11 @@ class WholeState(ABC):
         The same on every rank, on the CPU, independent of dp, tp, pp and segments.
         """
         self.meet("engine.state_dict()")
-        cut, groups = self._built().cut, self.groups
+        cut, world = self._built().cut, self.groups.world
         with self._supervisor.together("gathering the state"), self.whole_optimizer_state():
             return {
-                "model": gather_model(cut, groups.replica, groups.data),
-                "optimizer": gather_optimizer(cut, self.optimizer, groups.replica),
+                "model": gather_model(cut, world),
+                "optimizer": gather_optimizer(cut, self.optimizer, world),
                 "step_index": self.step_index,
             }
 
@@ -200,15 +195,14 @@ def _states(
     return states
 
 
-def _merge(mine: dict[Any, Any], spread: Shards, cut: RankModel, replica: Any) -> dict[Any, Any]:
+def _merge(mine: dict[Any, Any], spread: Shards, cut: RankModel, world: WorldGroup) -> dict[Any, Any]:
     """Returns what all ranks of the replica have, put together: of what several shards hold, the first one's."""
     rank = cut.parts.rank
-    if replica is None:
+    if world.pipeline.size * world.tensor.size == 1:
         return mine
     if rank > 0:  # the first shard has the rest, but for the numbers of parameters of which its part is nothing
         mine = {key: value for key, value in mine.items() if key in spread or not _is_large(value)}
-    shares: list[Any] = [None] * dist.get_world_size(replica)
-    dist.all_gather_object(shares, (rank, mine, spread), group=replica)
+    shares: list[Any] = world.share_replica(world.gather_replica((rank, mine, spread)))
     held: dict[Any, list[tuple[int, Any]]] = {}
     shards: Shards = {}
     for place, values, how in shares:

@@ -223,17 +223,19 @@ def _ring_sums(topology: Topology, groups: Groups, device: torch.device, timeout
 
 @contextmanager
 def _messages(topology: Topology, groups: Groups, device: torch.device) -> Iterator[Action]:
-    """As tcp_messages, by torch's process group."""
-    stage, pp = topology.pp_rank, topology.pp
+    """As tcp_messages, by torch's process groups."""
+    stages, stage = topology.pipeline(topology.dp_rank), topology.pp_rank
 
     def pass_on(size: int) -> None:
-        for step in (1, -1):
-            ways = [(dist.irecv, stage - step), (dist.isend, stage + step)]
-            message = [torch.zeros(max(1, size), dtype=torch.uint8, device=device) for _ in ways]
-            _exchange(
-                [(way, t, peer) for t, (way, peer) in zip(message, ways, strict=True) if 0 <= peer < pp],
-                groups.pipeline,
-            )
+        for direction, step in (("forward", 1), ("backward", -1)):
+            ways = ((dist.irecv, "recv", stage - step), (dist.isend, "send", stage + step))
+            works: list[Any] = []
+            for way, what, peer in ways:
+                if 0 <= peer < topology.pp:
+                    message = torch.zeros(max(1, size), dtype=torch.uint8, device=device)
+                    works.append(way(message, stages[peer], groups.p2p[f"{what}_{direction}"]))
+            for work in works:
+                work.wait()
         synchronize(device)
 
     yield pass_on

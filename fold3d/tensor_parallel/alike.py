@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from fold3d.comms.broadcast import as_bytes
+from fold3d.comms.family import as_bytes
 from fold3d.comms.tree_group import TreeGroup
 from fold3d.errors import ConfigError
 

@@ -316,7 +316,7 @@ class CheckpointingTrainer(transformers.Trainer):
 
     @property
     def _stream(self) -> Stream[Any]:
-        return Stream(self.engine.topology, self.engine.groups.replica, self.args.ddp_timeout)
+        return Stream(self.engine.world, self.args.ddp_timeout)
 
     def _plain_optimizer(self) -> Optimizer:
         """Returns the optimizer without accelerate's wrapper."""

@@ -11,11 +11,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from fold3d.checkpoint import HostSink, Stream, WeightsSink, load_weights
+from fold3d.comms.world_group import WorldGroup
 from fold3d.errors import CheckpointError
 from fold3d.topology import Topology
 
 TENSORS = {"a": torch.randn(10, 10), "b": torch.randn(100, 10), "c": torch.randn(3).bfloat16()}
-ALONE: Stream[str] = Stream(Topology(dp=1, pp=1, rank=0), None, 30)
+ALONE: Stream[str] = Stream(WorldGroup(Topology(dp=1, pp=1, rank=0), 30), 30)
 
 
 def zeros() -> nn.Module:

@@ -34,9 +34,8 @@ def _use(with_p2p: bool) -> tuple[int, int, float]:
     before = _gloo_threads()
     topology = Topology(dp=2, pp=2, rank=dist.get_rank())
     groups = Groups(topology, torch.device("cpu"), 30.0, [STAGES], with_p2p=with_p2p)
-    made = [groups.pipeline, groups.ties[STAGES]]
-    made += [*_in_one_order(groups), *groups.rings.values()]
-    for group in made if with_p2p else made[:2]:
+    made = [groups.ties[STAGES], *_in_one_order(groups), *groups.rings.values()]
+    for group in made if with_p2p else made[:1]:
         total = torch.tensor([float(topology.rank)])
         dist.all_reduce(total, group=group)
         assert total.item() == sum(dist.get_process_group_ranks(group))
@@ -63,7 +62,7 @@ def _lanes() -> dict[str, list[int]]:
     topology = Topology(dp=2, pp=2, tp=2, rank=dist.get_rank())
     ties = [Submesh(pp=(0, 1), tp=(0,)), Submesh(pp=(0, 1), tp=(1,)), Submesh(pp=(1,), tp=(0, 1))]
     groups = Groups(topology, torch.device("cpu"), 30.0, ties, with_p2p=True)
-    made = {"pipeline": groups.pipeline, "tensor": groups.tensor, "replica": groups.replica}
+    made = {"tensor": groups.tensor}
     made |= {f"line {number}": group for number, group in enumerate(_in_one_order(groups))}
     made |= groups.rings | {str(number): groups.ties[places] for number, places in enumerate(ties)}
     found = {}
@@ -73,7 +72,7 @@ def _lanes() -> dict[str, list[int]]:
             dist.all_reduce(total, group=group)
             found[name] = dist.get_process_group_ranks(group)
             assert total.item() == sum(2.0**rank for rank in found[name])
-    found["data"] = groups.data.ranks
+    found |= {"data": groups.data.ranks, "pipeline": groups.world.pipeline.ranks}
     groups.close()
     return found
 
@@ -87,7 +86,7 @@ def test_a_lane_per_shard(ranks8: RankPool) -> None:
         shards = [4 * dp + 2 * pp, 4 * dp + 2 * pp + 1]
         assert found["pipeline"] == found["line 0"] == found["line 3"] == found[str(tp)] == pipeline
         assert found["reduce"] == found["gather"] == found["data"] == replicas
-        assert found["tensor"] == shards and found["replica"] == list(range(4 * dp, 4 * dp + 4))
+        assert found["tensor"] == shards
         assert found.get("2") == (shards if pp == 1 else None) and str(1 - tp) not in found
 
 
@@ -95,7 +94,7 @@ def _sum_lazily() -> None:
     """torch's own groups connect when they are first used."""
     dist.all_reduce(torch.ones(1))
     groups = Groups(Topology(dp=1, pp=2, rank=dist.get_rank()), torch.device("cpu"), 30.0, (), with_p2p=True)
-    for group in (groups.pipeline, *_in_one_order(groups)):
+    for group in _in_one_order(groups):
         total = torch.ones(1)
         dist.all_reduce(total, group=group)
         assert total.item() == 2.0
@@ -111,16 +110,16 @@ def test_where_torch_connects_lazily() -> None:
 
 
 def _receive_while_another_sums() -> tuple[float, float]:
-    groups = Groups(Topology(dp=1, pp=2, rank=dist.get_rank()), torch.device("cpu"), 30.0, ())
+    groups = Groups(Topology(dp=1, pp=2, rank=dist.get_rank()), torch.device("cpu"), 30.0, [STAGES])
     late, soon = torch.full((1,), 5.0), torch.ones(1)
     if dist.get_rank() == 0:
         late.zero_()
-        pending = dist.irecv(late, src=1, group=groups.pipeline)
+        pending = dist.irecv(late, src=1, group=groups.ties[STAGES])
         groups.world.all_reduce(soon)  # only then does rank 1 send
         pending.wait()
     else:
         groups.world.all_reduce(soon)
-        dist.send(late, dst=0, group=groups.pipeline)
+        dist.send(late, dst=0, group=groups.ties[STAGES])
     groups.close()
     return late.item(), soon.item()
 

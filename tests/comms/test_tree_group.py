@@ -21,6 +21,7 @@ from torch import nn
 
 from fold3d import Engine, ParallelConfig
 from fold3d.comms import family
+from fold3d.comms.broadcast import broadcast_value
 from fold3d.comms.shared_gloo import connect_few
 from fold3d.comms.tree import FAN_OUT, Tree
 from fold3d.comms.tree_group import TreeGroup
@@ -65,7 +66,13 @@ def everything(fan_out: int) -> dict[str, Any]:
     group.broadcast(first)
     empty = torch.empty(0)
     group.broadcast(empty)
+    of_each = [torch.full((3,), float(rank)) for _ in range(group.size)]
+    for source, tensor in enumerate(of_each):
+        group.broadcast(tensor, source)
     found = {
+        "of each": [tensor.tolist() for tensor in of_each],
+        "shares": [group.share(f"of {rank}", source) for source in range(group.size)],
+        "value": broadcast_value({"at": [torch.full((2,), rank), rank]}, group.size - 1, group),
         "sum": total,
         "most": most.tolist(),
         "first": first.float().tolist(),
@@ -83,15 +90,19 @@ def expected_sum(tree: Tree, member: int = 0) -> torch.Tensor:
     return functools.reduce(operator.add, parts)
 
 
-@pytest.mark.parametrize("size, fan_out", [(1, 4), (2, 4), (4, 2), (4, 1), (4, 4)])
-def test_values_and_bits(ranks: RankPool, size: int, fan_out: int) -> None:
-    for rank, found in enumerate(ranks.run(everything, size, fan_out)):
+@pytest.mark.parametrize("size, fan_out", [(1, 4), (2, 4), (4, 2), (4, 1), (4, 4), (8, 2)])
+def test_values_and_bits(ranks8: RankPool, size: int, fan_out: int) -> None:
+    for rank, found in enumerate(ranks8.run(everything, size, fan_out)):
         assert torch.equal(found["sum"], expected_sum(Tree(size, fan_out))), "the order of the tree, on every rank"
         assert found["most"] == [size - 1, 0]
         assert found["first"] == [[0.0, 0.0]] * 3
         wanted = [{"rank": other, "text": "x" * 1000 * other} for other in range(size)]
         assert found["gather"] == (wanted if rank == 0 else None)
         assert found["share"] == "of 0"
+        assert found["of each"] == [[float(source)] * 3 for source in range(size)]
+        assert found["shares"] == [f"of {source}" for source in range(size)]
+        tensor, number = found["value"]["at"]
+        assert tensor.tolist() == [size - 1] * 2 and number == size - 1
         assert torch.equal(found["all_gather"], torch.stack([own(other) for other in range(size)]))
         assert found["flags"] == [other % 2 == 1 for other in range(size)]
 
@@ -132,12 +143,14 @@ def test_two_levels(ranks: RankPool, dp: int) -> None:
         assert errors == refusals
 
 
-def of_three_axes(dp: int, tp: int) -> tuple[torch.Tensor, torch.Tensor, Any, Any]:
+def of_three_axes(dp: int, tp: int) -> tuple[torch.Tensor, torch.Tensor, tuple[Any, Any], tuple[Any, Any]]:
     world, rank = world_group(dp, tp), dist.get_rank()
     total, of_replica = own(rank), own(rank)
     world.all_reduce(total)
     world.all_reduce_replica(of_replica)
-    found = total, of_replica, world.gather(f"of {rank}"), world.share(f"of {rank}")
+    of_all = world.gather(f"of {rank}"), world.share(f"of {rank}")
+    in_replica = world.gather_replica(f"of {rank}"), world.share_replica(f"of {rank}")
+    found = total, of_replica, of_all, in_replica
     world.close()
     return found
 
@@ -155,11 +168,13 @@ def test_three_levels(ranks8: RankPool, dp: int, pp: int, tp: int) -> None:
 
     world = total(lambda p, t: functools.reduce(operator.add, [value(d, p, t) for d in range(dp)]))
     everybody = [f"of {rank}" for rank in range(dp * pp * tp)]
-    for rank, (ours, of_replica, gathered, shared) in enumerate(ranks8.run(of_three_axes, len(everybody), dp, tp)):
-        replica = rank // (pp * tp)
+    for rank, (ours, of_replica, of_all, in_replica) in enumerate(ranks8.run(of_three_axes, len(everybody), dp, tp)):
+        replica, place = divmod(rank, pp * tp)
+        first = rank - place
         assert torch.equal(ours, world), "over the replicas, then the stages, then the shards"
         assert torch.equal(of_replica, total(functools.partial(value, replica)))
-        assert gathered == (everybody if rank == 0 else None) and shared == "of 0"
+        assert of_all == (everybody if rank == 0 else None, "of 0")
+        assert in_replica == (None if place else everybody[first : first + pp * tp], f"of {first}")
 
 
 def test_a_world_of_one_needs_nobody() -> None:

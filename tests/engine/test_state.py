@@ -70,15 +70,14 @@ def trained() -> dict[str, Any]:
         optimizer.step()
     alone = WorldGroup(Topology(dp=1, pp=1, rank=0), 30)
     return {
-        "model": state.gather_model(whole, None, alone.data),
-        "optimizer": state.gather_optimizer(whole, optimizer, None),
+        "model": state.gather_model(whole, alone),
+        "optimizer": state.gather_optimizer(whole, optimizer, alone),
     }
 
 
 def there_and_back(dp: int, tp: int) -> dict[str, Any]:
     """Returns the state that the ranks put together after each has taken its part of the whole one."""
     topology = Topology(dp=dp, pp=1, tp=tp, rank=dist.get_rank())
-    replicas = [dist.new_group(topology.replica(replica)) for replica in range(dp)]
     full = trained()
     own = cut(model(), Parts(plan(tp), topology.tp_rank))
     optimizer = torch.optim.AdamW(own.parameters.values(), lr=0.1)
@@ -90,13 +89,12 @@ def there_and_back(dp: int, tp: int) -> dict[str, Any]:
         shard = own.parts.shard_of(name)
         if shard is None and topology.tp_rank > 0:
             parameter.data.fill_(-1.0)
-    replica = replicas[topology.dp_rank]
     world = WorldGroup(topology, 30)  # kept until all have come: dropping it cuts what others still connect
     if topology.tp_rank > 0:
         own.model.scale.fill_(-1.0)
     made = {
-        "model": state.gather_model(own, replica, world.data),
-        "optimizer": state.gather_optimizer(own, optimizer, replica),
+        "model": state.gather_model(own, world),
+        "optimizer": state.gather_optimizer(own, optimizer, world),
     }
     world.barrier()
     world.close()

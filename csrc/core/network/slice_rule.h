@@ -19,7 +19,9 @@ class SliceRule {
     const double known = std::min(speed > 0 ? speed : kFirstSpeed, kMost / kSeconds);
     const auto in_time = [known](double seconds) { return static_cast<std::int64_t>(known * seconds + 0.5); };
     const std::int64_t others = replicas - 1;
-    const std::int64_t least = std::clamp(in_time(kSlowSeconds), others * kLeastWhereSlow, others * kLeastForReplica);
+    // Before anybody has measured a slow network there is none: the first slices are few.
+    const std::int64_t slow = speed > 0 ? others * kLeastWhereSlow : others * kLeastForReplica;
+    const std::int64_t least = std::clamp(in_time(kSlowSeconds), slow, others * kLeastForReplica);
     return std::max(in_time(kSeconds), least);
   }
 

@@ -13,7 +13,6 @@ from transformers import GenerationMixin
 from transformers.modeling_outputs import BaseModelOutput, CausalLMOutputWithPast, Seq2SeqLMOutput
 from transformers.utils.generic import ModelOutput
 
-from fold3d.comms.broadcast import broadcast_value
 from fold3d.device import is_accelerator
 from fold3d.engine.engine import Engine
 from fold3d.errors import ConfigError
@@ -145,12 +144,9 @@ class _Encoder:
 
 def _share_generators(engine: Engine) -> None:
     """All ranks of a replica draw the same tokens."""
-    group, topology = engine.groups.replica, engine.topology
-    if group is None:
-        return
     on_device = torch.get_device_module(engine.device) if is_accelerator(engine.device) else None
     states = [torch.get_rng_state(), *([on_device.get_rng_state(engine.device)] if on_device else [])]
-    states = broadcast_value(states, topology.replica(topology.dp_rank)[0], group)
+    states = engine.world.share_replica(states)
     torch.set_rng_state(states[0])
     if on_device:
         on_device.set_rng_state(states[1], engine.device)

@@ -18,6 +18,7 @@ TEST(SliceRule, ASliceIsWorthAMillisecondAndNeverLittleForAReplica) {
   EXPECT_EQ(SliceRule::bytes(2, 0), 4 * kMiB);  // nobody knows the speed
   EXPECT_EQ(SliceRule::bytes(8, 12.5e9), 12'500'000);
   EXPECT_EQ(SliceRule::bytes(2, 3e11), 64 * kMiB);
+  EXPECT_EQ(SliceRule::bytes(512, 0), 511 * 256 * kKiB);
   for (const int replicas : {2, 8, 64, 512}) {
     for (const double speed : {0.0, 1e6, 125e6, 12.5e9, 1e12}) {
       EXPECT_GE(SliceRule::bytes(replicas, speed), 32 * kKiB * (replicas - 1)) << replicas << " at " << speed;
