@@ -245,11 +245,11 @@ def cut_buckets(slices: int, *, rounds: bool) -> list[tuple[int, int, bool]]:
     Args:
         rounds: it is bfloat16 that travels.
     """
-    rank, length = dist.get_rank(), slices * 1000
+    rank, length = dist.get_rank(), slices * 1024
     names = [dist.new_group(backend="simccl", timeout=timedelta(seconds=TIMEOUT)).group_name for _ in range(2)]  # type: ignore[union-attr]
     sync = _C.BucketSync(
         *(rank, 2, _C.NicArbiter(), DEVICE, TIMEOUT, f"replica {rank}"),
-        slice_bytes=1000 * (2 if rounds else 4),
+        slice_bytes=1024 * (2 if rounds else 4),
         reduce_group=names[0],
         gather_group=names[1],
         hosts=[0, 1],

@@ -25,6 +25,14 @@ class SliceRule {
     return std::max(in_time(kSeconds), least);
   }
 
+  /// Elements of each shard that go in a slice of so many bytes that a replica sends, `wire_bytes` for each element,
+  /// one at least: whole lines of memory, if it has any. Every slice then begins where a library's kernels read and
+  /// write 16 bytes at a time, which they do only where all their addresses are multiples of that.
+  static constexpr std::int64_t shard_length(std::int64_t bytes, int replicas, std::int64_t wire_bytes) {
+    const std::int64_t length = bytes / ((replicas - 1) * wire_bytes);
+    return length < kLine ? std::max<std::int64_t>(length, 1) : length / kLine * kLine;
+  }
+
   /// Nanoseconds for which a slice of so many bytes may be held back: so many times what it takes by itself. The
   /// longest hold among the replicas counts, whichever it is; so DP.sync gets its share whatever their number.
   static std::int64_t longest_hold_ns(std::int64_t bytes, double speed) {
@@ -43,6 +51,7 @@ class SliceRule {
   static constexpr double kPatience = 4;
 
  private:
+  static constexpr std::int64_t kLine = 64;  // elements; shards begin at multiples of as many
   static constexpr double kSeconds = 1e-3;
   static constexpr double kFirstSpeed = (4 << 20) / kSeconds;
   static constexpr double kSlowSeconds = 5e-3;

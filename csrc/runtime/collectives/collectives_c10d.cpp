@@ -205,7 +205,7 @@ void C10dCollectives::run(const comm::Collective& collective) {
   const at::Tensor shards = tensor_of(collective).view({options_.size, -1});
   const std::int64_t others = options_.size - 1, shard_length = shards.size(1);
   const auto wire_bytes = static_cast<std::int64_t>(collective.wire_bytes());
-  const std::int64_t slice_length = std::max<std::int64_t>(slice_bytes() / (others * wire_bytes), 1);
+  const std::int64_t slice_length = core::SliceRule::shard_length(slice_bytes(), options_.size, wire_bytes);
   at::Tensor rounded;  // what travels of a slice, where that is not what lies in the bucket
   if (collective.as_bfloat16) {
     rounded = at::empty({options_.size * std::min(slice_length, shard_length)}, shards.options().dtype(at::kBFloat16));

@@ -42,6 +42,22 @@ TEST(SliceRule, AMessageWaitsForLessWhereTheNetworkIsSlow) {
   }
 }
 
+TEST(SliceRule, EverySliceOfAShardBeginsWhereALineOfMemoryDoes) {
+  for (const int replicas : {2, 3, 7, 16}) {
+    for (const double speed : {1e6, 123456789.0, 1.3e9, 12.5e9, 3e11}) {
+      const std::int64_t bytes = SliceRule::bytes(replicas, speed);
+      for (const std::int64_t wire_bytes : {2, 4, 8}) {
+        const std::int64_t length = SliceRule::shard_length(bytes, replicas, wire_bytes);
+        EXPECT_EQ(length * wire_bytes % 128, 0) << replicas << " at " << speed;
+        EXPECT_LE(length * wire_bytes * (replicas - 1), bytes);
+        EXPECT_GT((length + 64) * wire_bytes * (replicas - 1), bytes) << "as long as that allows";
+      }
+    }
+  }
+  EXPECT_EQ(SliceRule::shard_length(4 * 40, 2, 4), 40);  // less than a line
+  EXPECT_EQ(SliceRule::shard_length(3, 2, 4), 1);
+}
+
 TEST(SliceRule, AHoldIsFourTimesWhatTheSliceTakes) {
   EXPECT_EQ(SliceRule::longest_hold_ns(12'500'000, 12.5e9), 4'000'000);
   EXPECT_EQ(SliceRule::longest_hold_ns(4 * kMiB, 0), 4'000'000);  // supposed to take a millisecond
