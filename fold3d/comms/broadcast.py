@@ -30,7 +30,8 @@ def broadcast_value(value: Any, source: int, group: TreeGroup) -> Any:
     tensors: list[torch.Tensor] = []
 
     def describe(tensor: torch.Tensor) -> _TensorHere:
-        tensors.append(tensor.detach().contiguous())
+        # A conjugate or negative view has other bits in memory than its values.
+        tensors.append(tensor.detach().resolve_conj().resolve_neg().contiguous())
         return _TensorHere(tuple(tensor.shape), tensor.dtype, tensor.device.type)
 
     header = group.share(tree_map_only(torch.Tensor, describe, value) if is_source else None, source)

@@ -56,6 +56,9 @@ def own(rank: int) -> torch.Tensor:
     return torch.randn(5, generator=torch.Generator().manual_seed(rank), dtype=torch.float64)
 
 
+POINTS = torch.complex(torch.arange(3.0), torch.arange(3.0, 6.0))
+
+
 def everything(fan_out: int) -> dict[str, Any]:
     group, rank = tree_group(fan_out), dist.get_rank()
     total = own(rank)
@@ -73,6 +76,7 @@ def everything(fan_out: int) -> dict[str, Any]:
         "of each": [tensor.tolist() for tensor in of_each],
         "shares": [group.share(f"of {rank}", source) for source in range(group.size)],
         "value": broadcast_value({"at": [torch.full((2,), rank), rank]}, group.size - 1, group),
+        "views": broadcast_value((POINTS.conj(), POINTS.conj().imag), group.size - 1, group),
         "sum": total,
         "most": most.tolist(),
         "first": first.float().tolist(),
@@ -103,6 +107,8 @@ def test_values_and_bits(ranks8: RankPool, size: int, fan_out: int) -> None:
         assert found["shares"] == [f"of {source}" for source in range(size)]
         tensor, number = found["value"]["at"]
         assert tensor.tolist() == [size - 1] * 2 and number == size - 1
+        conjugate, negative = found["views"]
+        assert conjugate.tolist() == [3j.conjugate(), 1 - 4j, 2 - 5j] and negative.tolist() == [-3.0, -4.0, -5.0]
         assert torch.equal(found["all_gather"], torch.stack([own(other) for other in range(size)]))
         assert found["flags"] == [other % 2 == 1 for other in range(size)]
 
