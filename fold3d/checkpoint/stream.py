@@ -12,6 +12,7 @@ from fold3d.checkpoint.arrivals import Arrival, Entry, Offer, Request, arrange
 from fold3d.checkpoint.relay import Relay
 from fold3d.comms.family import as_bytes
 from fold3d.comms.world_group import WorldGroup
+from fold3d.errors import CheckpointError
 from fold3d.sharding.shard import Shard
 
 Key = TypeVar("Key", bound=Hashable)
@@ -70,17 +71,23 @@ class Stream(Generic[Key]):
 
     def _pass_on(self, own: Mapping[Key, Tensor], relay: Relay) -> None:
         arrivals: list[Arrival[Key]] = self._world.share_replica(None, timeout=self._patience)
+        error: Exception | None = None
         for arrival in arrivals:
             for source, request in arrival.sources:
                 size = arrival.bytes_of(request)
                 if size and relay.is_on_way(source):
-                    if source == self._topology.rank:
-                        data = as_bytes(_cut(own[request.name].detach(), request)).cpu()
-                    else:
-                        data = torch.empty(size, dtype=torch.uint8)
-                    relay.bring(data, source)
+                    data: Tensor | None = None
+                    if source == self._topology.rank and error is None:
+                        try:
+                            data = as_bytes(_cut(own[request.name].detach(), request)).cpu()
+                        except Exception as failure:  # the others wait for something of this size
+                            error = failure
+                    relay.bring(torch.empty(size, dtype=torch.uint8) if data is None else data, source)
                     del data  # before the next one takes memory
         relay.end()
+        self._world.gather_replica("" if error is None else f"{type(error).__name__}: {error}", timeout=self._patience)
+        if error is not None:
+            raise error
 
     def _receive(self, own: Mapping[Key, Tensor], offers: list[Offer[Key]], sink: Sink[Key], relay: Relay) -> None:
         error: Exception | None = None
@@ -101,8 +108,12 @@ class Stream(Generic[Key]):
             except Exception as failure:
                 error = failure
             del tensor  # before the next one takes memory
+        failures = self._world.gather_replica("", timeout=self._patience) or []
         if error is not None:
             raise error
+        for rank, failure in enumerate(failures):
+            if failure:
+                raise CheckpointError(f"rank {rank} could not send its tensors: {failure}")
         sink.close()
 
 

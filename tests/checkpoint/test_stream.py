@@ -80,6 +80,25 @@ def send_to_full_disk(room: int) -> str:
     return "no error"
 
 
+def send_unreadable(folder: str) -> str:
+    with replica(dp=1) as world:
+        tensors = own(world.topology)
+        unreadable = mock.patch("fold3d.checkpoint.stream.as_bytes", side_effect=RuntimeError("no memory"))
+        try:
+            with together("saving", world, 30), unreadable if world.topology.pp_rank == 2 else contextlib.nullcontext():
+                Stream[str](world, 30).send(tensors, None, WeightsSink(Path(folder)))
+        except (RuntimeError, CheckpointError) as error:
+            return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def test_stage_that_cannot_read_its_tensors(ranks: RankPool, tmp_path: Path) -> None:
+    reason = "rank 2 could not send its tensors: RuntimeError: no memory"
+    elsewhere = f"CheckpointError: saving failed on rank 0: CheckpointError: {reason}"
+    errors = ranks.run(send_unreadable, 4, str(tmp_path))
+    assert errors == [f"CheckpointError: {reason}", elsewhere, "RuntimeError: no memory", elsewhere]
+
+
 @pytest.mark.parametrize("dp", [1, 2])
 def test_tensors_of_all_stages_of_replica_0(ranks: RankPool, tmp_path: Path, dp: int) -> None:
     ranks.run(send_weights, 4, str(tmp_path), dp)
