@@ -56,7 +56,8 @@ class Stream(Generic[Key]):
 
         Args:
             spread: those of `own` that are parts, with how they are spread over the ranks of this one's stage.
-        Raises: on rank 0 what the sink raises; CheckpointError when a shard has no part of what others have.
+        Raises: what a rank cannot read, there, and then CheckpointError on rank 0; there also when a shard has no part
+            of what others have, and what the sink raises.
         """
         if self._topology.dp_rank != 0:
             return
