@@ -112,9 +112,9 @@ class Stream(Generic[Key]):
         failures = self._world.gather_replica("", timeout=self._patience) or []
         if error is not None:
             raise error
-        for rank, failure in enumerate(failures):
-            if failure:
-                raise CheckpointError(f"rank {rank} could not send its tensors: {failure}")
+        for rank, reason in enumerate(failures):
+            if reason:
+                raise CheckpointError(f"rank {rank} could not send its tensors: {reason}")
         sink.close()
 
 
