@@ -189,7 +189,8 @@ void C10dCollectives::measure() {
 /// Waits for a slice, if there is one, and notes how fast it was. Those before it are finished.
 void C10dCollectives::finish(Slice& slice) {
   await_own_rank(slice.begun);
-  await_replicas(slice.done);
+  const double usual_s = agreed_ > 0 ? std::min(slice.bytes / agreed_, 1.0) : 0;
+  await_replicas(slice.done, std::chrono::nanoseconds(static_cast<std::int64_t>(usual_s * 1e9)));
   if (slice.bytes > 0) note(slice, slice.done.seconds_since(slice.begun));
 }
 
@@ -301,11 +302,11 @@ void C10dCollectives::await_own_rank(const DeviceEvent& mark) {
   if (is_passed) mark.synchronize();  // some libraries say here what went wrong
 }
 
-/// Returns when the device has passed the mark, to which all replicas have to come.
-void C10dCollectives::await_replicas(const DeviceEvent& done) const {
+/// Returns when the device has passed the mark, to which all replicas have to come, usually within such a time.
+void C10dCollectives::await_replicas(const DeviceEvent& done, std::chrono::nanoseconds usual) const {
   using Clock = std::chrono::steady_clock;
   const Clock::time_point deadline = Clock::now() + options_.timeout;
-  const comm::PollPeriod period;
+  const comm::PollPeriod period(usual);
   while (!done.query()) {  // after abort(), too: until its kernels have ended they use the memory
     if (Clock::now() >= deadline) {
       throw comm::TimeoutError("this rank has computed its part, and waited " + comm::seconds(options_.timeout) +

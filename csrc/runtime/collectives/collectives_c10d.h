@@ -90,7 +90,7 @@ class C10dCollectives final : public comm::CollectiveStream {
   void reduce_scatter(const at::Tensor& rows);
   void all_gather(const at::Tensor& rows);
   void await_own_rank(const DeviceEvent& mark);
-  void await_replicas(const DeviceEvent& done) const;
+  void await_replicas(const DeviceEvent& done, std::chrono::nanoseconds usual) const;
   bool is_stopped() const;
   void check() const;
 

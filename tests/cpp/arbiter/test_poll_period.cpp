@@ -19,11 +19,21 @@ TEST(PollPeriod, ALookIsLateByAPartOfTheWaitAndALongWaitCostsLittle) {
   EXPECT_EQ(period.after(1600us), 200us);
   EXPECT_EQ(period.after(8ms), 1ms);
   EXPECT_EQ(period.after(1h), 1ms);
-  EXPECT_EQ(PollPeriod(250us).after(1h), 250us);
+  EXPECT_EQ(PollPeriod(0s, 250us).after(1h), 250us);
   std::chrono::microseconds waited = 0us;
   int looks = 0;
   for (; waited < 1s; ++looks) waited += period.after(waited);
   EXPECT_LT(looks, 1050);
+}
+
+TEST(PollPeriod, AWaitOfTheUsualLengthTakesFewLooks) {
+  const PollPeriod period(4ms);
+  EXPECT_EQ(period.after(0s), 500us);
+  EXPECT_EQ(period.after(4ms), 500us);
+  EXPECT_EQ(period.after(6400us), 800us);
+  EXPECT_EQ(PollPeriod(1h).after(0s), 1ms);
+  EXPECT_EQ(PollPeriod(80us).after(0s), 50us);
+  EXPECT_EQ(PollPeriod(1ms, 20us).after(0s), 20us);
 }
 
 TEST(PollPeriod, BeginsAnewWhenSomethingCame) {

@@ -1,8 +1,6 @@
 #include "simdevice/c10d/sim_backend.h"
 
-#include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
-#include <ATen/ops/zeros.h>
 
 #include <algorithm>
 #include <atomic>
@@ -37,8 +35,8 @@ std::chrono::nanoseconds travels(OpType type, const Tensors& reads, const Tensor
   return std::chrono::nanoseconds(static_cast<std::int64_t>(bytes / speed * 1e9));
 }
 
-/// gloo's tags of a message and of the receiver's word that it waits for one.
-constexpr int kData = 1, kReady = 2;
+/// gloo's, of all messages. It sends none before the receiver asks for it, so a send ends when the receiver has it.
+constexpr int kTag = 1;
 
 Tensors aliases(const Tensors& tensors) {
   Tensors out;
@@ -274,32 +272,26 @@ WorkPtr SimBackend::alltoall_base(at::Tensor& output, at::Tensor& input, std::ve
 
 // Messages match by their order, as NCCL's do, which knows no tags.
 
+SimBackend::Part SimBackend::message(std::string name, OpType type, Tensors reads, Tensors writes,
+                                     std::function<WorkPtr(c10d::Backend&)> call) {
+  return {std::move(name),
+          type,
+          std::move(reads),
+          std::move(writes),
+          [call = std::move(call)](GlooCalls& calls) { return calls.start(call); },
+          [](GlooCalls& calls, const WorkPtr& work) { calls.wait_for_message(work); }};
+}
+
+int SimBackend::communicator_with(int peer) const { return getBoundDeviceId().has_value() ? kGroup : peer; }
+
 WorkPtr SimBackend::send(Tensors& tensors, int peer, int) {
-  const auto begin = [peer](GlooCalls& calls) {
-    return calls.start([peer](c10d::Backend& gloo) {
-      Tensors word{at::empty({1}, at::kByte)};
-      return gloo.recv(word, peer, kReady);
-    });
-  };
-  const auto end = [on = aliases(tensors), peer](GlooCalls& calls, const WorkPtr& ready) {
-    calls.wait_for_message(ready);
-    Tensors data = on;
-    calls.wait_for_message(calls.start([&](c10d::Backend& gloo) { return gloo.send(data, peer, kData); }));
-  };
-  const int communicator = getBoundDeviceId().has_value() ? kGroup : peer;
-  return add(communicator, {"send to " + std::to_string(peer), OpType::SEND, tensors, {}, begin, end});
+  const auto call = [on = aliases(tensors), peer](c10d::Backend& gloo) mutable { return gloo.send(on, peer, kTag); };
+  return add(communicator_with(peer), message("send to " + std::to_string(peer), OpType::SEND, tensors, {}, call));
 }
 
 WorkPtr SimBackend::recv(Tensors& tensors, int peer, int) {
-  const auto begin = [on = aliases(tensors), peer](GlooCalls& calls) {
-    Tensors word{at::zeros({1}, at::kByte)}, data = on;
-    WorkPtr arrival = calls.start([&](c10d::Backend& gloo) { return gloo.recv(data, peer, kData); });
-    calls.wait_for_message(calls.start([&](c10d::Backend& gloo) { return gloo.send(word, peer, kReady); }));
-    return arrival;
-  };
-  const auto end = [](GlooCalls& calls, const WorkPtr& arrival) { calls.wait_for_message(arrival); };
-  const int communicator = getBoundDeviceId().has_value() ? kGroup : peer;
-  return add(communicator, {"receive from " + std::to_string(peer), OpType::RECV, {}, tensors, begin, end});
+  const auto call = [on = aliases(tensors), peer](c10d::Backend& gloo) mutable { return gloo.recv(on, peer, kTag); };
+  return add(communicator_with(peer), message("receive from " + std::to_string(peer), OpType::RECV, {}, tensors, call));
 }
 
 WorkPtr SimBackend::barrier(const c10d::BarrierOptions&) {

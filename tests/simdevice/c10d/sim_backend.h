@@ -69,6 +69,9 @@ class SimBackend final : public c10d::Backend {
                   std::function<WorkPtr(c10d::Backend&)> call) const;
   Part gather_part(at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions& options) const;
   Part scatter_part(at::Tensor& output, at::Tensor& input, const c10d::ReduceScatterOptions& options) const;
+  static Part message(std::string name, c10d::OpType type, Tensors reads, Tensors writes,
+                      std::function<WorkPtr(c10d::Backend&)> call);
+  int communicator_with(int peer) const;
   WorkPtr add(int communicator, Part part);
   WorkPtr launch(int communicator, std::vector<Part> parts, bool is_barrier = false);
   Stream* stream_of_communicator(int device, int communicator);
