@@ -73,18 +73,20 @@ class Stream(Generic[Key]):
     def _pass_on(self, own: Mapping[Key, Tensor], relay: Relay) -> None:
         arrivals: list[Arrival[Key]] = self._world.share_replica(None, timeout=self._patience)
         error: Exception | None = None
-        for arrival in arrivals:
-            for source, request in arrival.sources:
-                size = arrival.bytes_of(request)
-                if size and relay.is_on_way(source):
-                    data: Tensor | None = None
-                    if source == self._topology.rank and error is None:
-                        try:
-                            data = as_bytes(_cut(own[request.name].detach(), request)).cpu()
-                        except Exception as failure:  # the others wait for something of this size
-                            error = failure
-                    relay.bring(torch.empty(size, dtype=torch.uint8) if data is None else data, source)
-                    del data  # before the next one takes memory
+        for source, request, size in [
+            (source, request, size)
+            for arrival in arrivals
+            for source, request in arrival.sources
+            if (size := arrival.bytes_of(request)) and relay.is_on_way(source)
+        ]:
+            data: Tensor | None = None
+            if source == self._topology.rank and error is None:
+                try:
+                    data = as_bytes(_cut(own[request.name].detach(), request)).cpu()
+                except Exception as failure:  # the others wait for something of this size
+                    error = failure
+            relay.bring(torch.empty(size, dtype=torch.uint8) if data is None else data, source)
+            del data  # before the next one takes memory
         relay.end()
         self._world.gather_replica("" if error is None else f"{type(error).__name__}: {error}", timeout=self._patience)
         if error is not None:

@@ -250,18 +250,16 @@ def _sums(topology: Topology, groups: Groups, device: torch.device) -> Iterator[
         mine = torch.zeros(max(1, size // dp), dtype=torch.uint8, device=device)
         other = torch.empty_like(mine)
         for _ in range(2 * (dp - 1)):
-            ways = [(dist.irecv, other, (replica - 1) % dp), (dist.isend, mine, (replica + 1) % dp)]
-            _exchange(ways, groups.rings["reduce"])
+            both = (dist.irecv, other, (replica - 1) % dp), (dist.isend, mine, (replica + 1) % dp)
+            group = groups.rings["reduce"]
+            works = dist.batch_isend_irecv(
+                [dist.P2POp(way, at, group=group, group_peer=peer) for way, at, peer in both]
+            )
+            for work in works:
+                work.wait()
 
     def all_reduce(size: int) -> None:
         dist.all_reduce(torch.zeros(max(1, size // _FLOAT), device=device), group=groups.data.library)
         synchronize(device)
 
     yield ring if device.type == "cpu" else all_reduce
-
-
-def _exchange(ways: list[tuple[Any, torch.Tensor, int]], group: Any) -> None:
-    """Sends and receives at the same time; (dist.isend or dist.irecv, tensor, group rank of the other)."""
-    operations = [dist.P2POp(way, tensor, group=group, group_peer=peer) for way, tensor, peer in ways]
-    for work in dist.batch_isend_irecv(operations):
-        work.wait()
