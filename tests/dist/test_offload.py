@@ -98,12 +98,13 @@ def test_to_the_bit(ranks: RankPool, case: Case) -> None:
 def test_what_is_on_the_device_does_not_grow_with_the_micro_batches(ranks: RankPool) -> None:
     """AIAO keeps segments * m stashes: they are in the pool, the device has those that come and go.
 
-    How many that are at once depends on how fast copies are: two that leave, two that come, and one in use at most.
+    How many that are at once depends on how fast copies are: two that leave, one more that waits to, two that come, and
+    one in use at most.
     """
     case = Case(pp=2, segments=4, m=8, schedule="aiao", layers=8, offload="activations")
     few, many = (ranks.run(train, 2, replace(case, m=m)) for m in (8, 24))
     for one, more in zip(few, many, strict=True):
-        assert 0 < max(one.device, more.device) <= 5 * one.largest
+        assert 0 < max(one.device, more.device) <= 6 * one.largest
         assert more.pool > 2.5 * one.pool
 
 
@@ -111,9 +112,10 @@ def test_memory_is_given_back_when_it_is_copied(ranks: RankPool) -> None:
     """Not only counted: torch's allocator says so, of all that is on the device: what graphs save, and what one segment
     returned and the next has not taken."""
     few, many = (ranks.run(most_alive, 1, m, "activations")[0] for m in (8, 24))
-    # However fast copies are: stashes of two layers (two that leave, two that come, one in use), as many messages.
+    # However fast copies are: stashes of two layers (two that leave, one that waits to, two that come, one in use), as
+    # many messages.
     # A device comes to what the host has launched later, up to two more stashes on either way, with their copies.
-    assert max(few, many) <= (5 * 2 + 5 + 4) * (1 if device.chosen() == "cpu" else 2)
+    assert max(few, many) <= (6 * 2 + 6 + 4) * (1 if device.chosen() == "cpu" else 2)
     without = [ranks.run(most_alive, 1, m, "none")[0] for m in (8, 24)]
     assert without[1] - without[0] >= 4 * 16
 
