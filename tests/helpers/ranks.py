@@ -1,4 +1,4 @@
-"""A pool of rank processes which import torch once and then serve many tests.
+"""A pool of rank processes, forked from a server that has imported torch, which serve many tests.
 
     def share(value):                      # at the top of a test module
         tensor = torch.tensor([value + dist.get_rank()])
@@ -19,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import gc
+import importlib
 import multiprocessing
 import os
 import pickle
@@ -31,7 +32,7 @@ import traceback
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import SpawnProcess
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,7 @@ START_TIMEOUT_S = 180.0
 """Importing torch on a machine whose cores are all busy is slow."""
 GRACE_S = 10.0
 """How long the other ranks may take to notice that one has failed."""
+PRELOADED = "tests.helpers.preloaded"
 LEAVE = "leave"
 """Tells a rank whose function has returned to take its process groups down."""
 DIED = "the process died"
@@ -57,7 +59,7 @@ class RankError(AssertionError):
 
 @dataclass
 class _Worker:
-    process: SpawnProcess
+    process: BaseProcess
     pipe: Connection
 
 
@@ -70,7 +72,8 @@ class RankPool:
 
     def __init__(self, size: int, *, cuda: bool = False) -> None:
         self.size = size
-        self._environment = {"OMP_NUM_THREADS": "1"} | (SEEN if cuda or device.chosen() == "cuda" else HIDDEN)
+        self._sees_cuda = cuda or device.chosen() == "cuda"
+        self._environment = {"OMP_NUM_THREADS": "1"} | (SEEN if self._sees_cuda else HIDDEN)
         self.starts = 0
         self._calls = 0
         self._workers: list[_Worker] = []
@@ -133,13 +136,12 @@ class RankPool:
             return
         self.starts += 1
         self._folder = Path(tempfile.mkdtemp(prefix="fold3d-ranks-"))
-        context = multiprocessing.get_context("spawn")
+        context = _context(self._sees_cuda)
         with call.changed_environment(self._environment):
             for rank in range(self.size):
                 ours, theirs = context.Pipe()
-                process = context.Process(
-                    target=_serve, args=(theirs, rank, str(self._folder)), name=f"rank{rank}", daemon=True
-                )
+                arguments = (theirs, rank, str(self._folder), dict(os.environ))
+                process = context.Process(target=_serve, args=arguments, name=f"rank{rank}", daemon=True)
                 process.start()
                 theirs.close()
                 self._workers.append(_Worker(process, ours))
@@ -207,9 +209,21 @@ class RankPool:
         return text or "none was written: it is stopped or not yet running"
 
 
-def _serve(pipe: Connection, rank: int, folder: str) -> None:
+def _context(sees_cuda: bool) -> Any:
+    """Returns what starts processes. Importing torch and transformers takes some six seconds of a core, so a server
+    does it once and forks; but CUDA does not survive a fork once anything has asked how many devices there are."""
+    if sees_cuda:
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([PRELOADED])
+    return context
+
+
+def _serve(pipe: Connection, rank: int, folder: str, environment: dict[str, str]) -> None:
     """Body of a worker process: answers requests until the pipe closes."""
     call.die_with_parent()
+    os.environ.clear()  # the server's
+    os.environ.update(environment)
     stacks = open(os.path.join(folder, f"stacks-{rank}"), "w")  # noqa: SIM115  lives as long as the process
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
@@ -230,11 +244,7 @@ def _send(pipe: Connection, answer: bytes) -> None:
 
 
 def _preload() -> None:
-    import torch
-
-    torch.set_num_threads(1)
-    with contextlib.suppress(ImportError):  # not built: the test that needs it says so with its own traceback
-        import fold3d  # noqa: F401
+    importlib.import_module(PRELOADED)
     device.register()
     call.clean_slate()
     gc.freeze()

@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.helpers import device
 from tests.helpers.launch import launch
 from tests.helpers.ranks import RankError, RankPool
 
@@ -71,6 +72,11 @@ def first_leaves(seconds: float) -> float:
     return time.monotonic() - start
 
 
+def parent() -> tuple[int, bool]:
+    """Returns this process's parent, and whether that has loaded torch."""
+    return os.getppid(), "libtorch" in Path(f"/proc/{os.getppid()}/maps").read_text()
+
+
 def end_on(rank: int, how: str) -> None:
     if dist.get_rank() == rank:
         os.kill(os.getpid(), getattr(signal, how))
@@ -88,6 +94,11 @@ class TestPool:
         assert [r["pid"] for r in first] == [r["pid"] for r in second] and len({r["pid"] for r in first}) == 4
         assert [r["rank"] for r in first] == list("0123") and {r["threads"] for r in first} == {1}
         assert first[0]["draw"] == second[0]["draw"], "each call starts from the same seed"
+
+    @pytest.mark.skipif(device.chosen() == "cuda", reason="CUDA does not survive a fork")
+    def test_they_are_forked_from_one_process_that_has_loaded_torch(self, ranks: RankPool) -> None:
+        ((server, has_torch),) = set(ranks.run(parent, 4))
+        assert has_torch and server != os.getpid()
 
     def test_smaller_worlds_tensors_and_keywords(self, ranks: RankPool) -> None:
         results = ranks.run(tensors, 2, torch.ones(3), scale=2.0)
