@@ -14,7 +14,7 @@ LINT := tests/test_quality.py tests/test_layering.py
 
 GPU_TESTS := tests/dist/test_cuda.py tests/dist/test_kernels.py tests/kernels
 
-.PHONY: all demo demo-network docs test test-cpp test-unit test-dist test-slow gpu lint format clean distclean
+.PHONY: all demo demo-network docs test test-cpp cpp-binaries test-unit test-dist test-slow gpu lint format clean distclean
 .DELETE_ON_ERROR:
 
 all: .venv/.extension
@@ -27,14 +27,20 @@ demo: .venv/.extension
 demo-network: .venv/.extension
 	OMP_NUM_THREADS=1 $(PY) -m benchmarks.cluster.demo --out out/demo-network
 
-test: lint test-cpp test-unit test-dist
+# pip keeps one core busy; the other compiles the C++ tests meanwhile.
+test: .venv/.system
+	@$(MAKE) --no-print-directory -j2 .venv/.requirements cpp-binaries
+	@$(MAKE) --no-print-directory test-cpp test-unit test-dist
 
 test-cpp: .venv/.system
 	$(MAKE) -C tests/cpp asan tsan
 
-# One process each, so one for every core.
+cpp-binaries: .venv/.system
+	@$(MAKE) --no-print-directory -C tests/cpp binaries
+
+# One process each, so one for every core; lint is among them.
 test-unit: .venv/.extension .venv/.simdevice
-	$(PY) -m pytest -q -m "not slow and not dist" $(LINT:%=--ignore=%) --numprocesses auto
+	$(PY) -m pytest -q -m "not slow and not dist" --numprocesses auto
 
 # Several processes each, most of which wait: two at a time, in the order in which they are collected.
 test-dist: .venv/.extension

@@ -43,6 +43,11 @@ def new_workers_after_failures(request: pytest.FixtureRequest) -> Iterator[None]
     pool.close()
 
 
+def _place(item: pytest.Item) -> int:
+    module = item.module.__name__ if isinstance(item, pytest.Function) else ""
+    return -1 if module.endswith("test_quality") else int(_fails_jobs(module))
+
+
 def _fails_jobs(module: str) -> bool:
     return ".test_failure" in module
 
@@ -78,10 +83,11 @@ def _seeded() -> Iterator[None]:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Marks tests that start processes, and as slow those `rotating` ones whose turn it is not.
 
-    Modules of failed jobs, which end their workers, come last: the others share theirs.
+    Modules of failed jobs, which end their workers, come last: the others share theirs. Lint comes first: mypy takes a
+    minute of one core, which is no matter while there is work for the others.
     """
     turn = rotation.chosen()
-    items.sort(key=lambda item: _fails_jobs(item.module.__name__) if isinstance(item, pytest.Function) else False)
+    items.sort(key=_place)
     for item in items:
         if {"ranks", "ranks8", "cuda_ranks"} & set(getattr(item, "fixturenames", ())):
             item.add_marker(pytest.mark.dist)
