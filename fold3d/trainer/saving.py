@@ -205,9 +205,10 @@ class CheckpointingTrainer(transformers.Trainer):
         optimizer = self._plain_optimizer()
         path = Path(output_dir) / optimizer_file.FILE
         with self.engine.whole_optimizer_state():
-            tensors, rest = self.layout.state_tensors(optimizer, self.engine.owned, self.engine.primary)
-            groups = optimizer.state_dict()["param_groups"]
-            spread = self.layout.spread(tensors, self.engine.owned, self.engine.parts)
+            with self._together(f"reading the state for {path}"):  # the others would wait for what this rank sends
+                tensors, rest = self.layout.state_tensors(optimizer, self.engine.owned, self.engine.primary)
+                groups = optimizer.state_dict()["param_groups"]
+                spread = self.layout.spread(tensors, self.engine.owned, self.engine.parts)
             self._stream.send(tensors, rest, OptimizerSink(path, self.layout, groups), spread)
         if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER)

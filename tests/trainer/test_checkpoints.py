@@ -244,6 +244,39 @@ def test_a_save_that_fails_leaves_nothing(ranks: RankPool, tmp_path: Path) -> No
     assert list(tmp_path.iterdir()) == []
 
 
+class UnreadableState(Variant):
+    """The optimizer of rank 1 cannot say what its state is."""
+
+    def trainer(self, base: type[Any]) -> type[Any]:
+        def refuse(optimizer: Any) -> None:
+            raise ValueError("no state today")
+
+        class Refuses(base):  # type: ignore[misc]
+            def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+                if self.args.process_index == 1:
+                    self._plain_optimizer().register_state_dict_pre_hook(refuse)
+                super()._save_optimizer_and_scheduler(output_dir)
+
+        return Refuses
+
+
+def train_with_unreadable_state(job: Job, layout: dict[str, Any]) -> str:
+    try:
+        run_fold3d(job, layout)
+    except (ValueError, CheckpointError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def test_a_rank_that_cannot_read_its_optimizer_ends_the_save_on_all(ranks: RankPool, tmp_path: Path) -> None:
+    job = Job(str(tmp_path), arguments=SAVING, variant=UnreadableState())
+    errors = ranks.run(train_with_unreadable_state, 4, job, {"dp": 2, "pp": 2})
+    assert errors[1] == "ValueError: no state today"
+    others = [errors[rank] for rank in (0, 2, 3)]
+    assert all("failed on rank 1: ValueError: no state today" in error for error in others), errors
+    assert list(tmp_path.iterdir()) == []
+
+
 class KilledWhileSaving(Variant):
     """The process dies in the middle of writing the second checkpoint."""
 
