@@ -158,7 +158,8 @@ class CheckpointingTrainer(transformers.Trainer):
             if self.args.should_save:
                 folder.begin()
         try:
-            self._fill_checkpoint(folder)
+            with self.engine.supervise(f"saving {folder.final}"):
+                self._fill_checkpoint(folder)
         except Exception:
             if self.args.should_save:
                 folder.discard()
