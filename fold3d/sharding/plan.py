@@ -6,12 +6,14 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from fold3d.sharding.sequence import SequenceSplit
 from fold3d.sharding.shard import Shard
 from fold3d.sharding.split import BlockSplit, shard_from_json, shard_to_json
 from fold3d.sharding.vocabulary import Vocabulary
+
+_Split = TypeVar("_Split")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,17 +41,16 @@ class ShardingPlan:
 
     def to_json(self) -> str:
         """Returns it as text, from which `from_json` makes an equal plan."""
-        classes: list[BlockSplit] = []
-        for split in self.blocks.values():
-            if split not in classes:
-                classes.append(split)
+        classes, blocks = _classes(self.blocks)
+        shared, sequence = _classes(self.sequence)
         value = {
             "tp": self.tp,
             "shards": _shards_to_json(self.shards),
             "classes": [split.to_json() for split in classes],
-            "blocks": {name: classes.index(split) for name, split in self.blocks.items()},
+            "blocks": blocks,
             "notes": list(self.notes),
-            "sequence": {name: split.to_json() for name, split in self.sequence.items()},
+            "shared": [split.to_json() for split in shared],
+            "sequence": sequence,
             "sequence_reason": self.sequence_reason,
             "vocabulary": {
                 "embeddings": _shards_to_json(self.vocabulary.embeddings),
@@ -65,13 +66,14 @@ class ShardingPlan:
         """Returns what `to_json` made."""
         value = json.loads(text)
         classes = [BlockSplit.from_json(split) for split in value["classes"]]
+        shared = [SequenceSplit.from_json(split) for split in value["shared"]]
         vocabulary = value["vocabulary"]
         return cls(
             tp=value["tp"],
             shards=_shards_from_json(value["shards"]),
             blocks={name: classes[number] for name, number in value["blocks"].items()},
             notes=tuple(value["notes"]),
-            sequence={name: SequenceSplit.from_json(split) for name, split in value["sequence"].items()},
+            sequence={name: shared[number] for name, number in value["sequence"].items()},
             sequence_reason=value["sequence_reason"],
             vocabulary=Vocabulary(
                 embeddings=_shards_from_json(vocabulary["embeddings"]),
@@ -85,6 +87,15 @@ class ShardingPlan:
     def digest(self) -> str:
         """A hash of all of it, for ranks to compare."""
         return hashlib.blake2b(self.to_json().encode(), digest_size=16).hexdigest()
+
+
+def _classes(splits: Mapping[str, _Split]) -> tuple[list[_Split], dict[str, int]]:
+    """Returns the different ones, and the number of each block's among them."""
+    classes: list[_Split] = []
+    for split in splits.values():
+        if split not in classes:
+            classes.append(split)
+    return classes, {name: classes.index(split) for name, split in splits.items()}
 
 
 def _shards_to_json(shards: Mapping[str, Shard]) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from fold3d.sharding.split import Path
+from fold3d.sharding.split import InnerResult, Path
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,6 +55,8 @@ class SequenceSplit:
     """Whether it is given the whole hidden state: the first of the blocks that hand parts to each other."""
     ends: bool = True
     """Whether it returns the whole hidden state: the last of them."""
+    inner: tuple[InnerResult, ...] = ()
+    """As `BlockSplit.inner`, where the sequence is shared."""
 
     def to_json(self) -> dict[str, Any]:
         """Returns it as JSON values."""
@@ -65,6 +67,7 @@ class SequenceSplit:
             "gathers": [one.to_json() for one in self.gathers],
             "begins": self.begins,
             "ends": self.ends,
+            "inner": [one.to_json() for one in self.inner],
         }
 
     @classmethod
@@ -77,4 +80,5 @@ class SequenceSplit:
             gathers=tuple(map(Gathering.from_json, value["gathers"])),
             begins=value["begins"],
             ends=value["ends"],
+            inner=tuple(map(InnerResult.from_json, value["inner"])),
         )

@@ -78,6 +78,40 @@ class TensorSlice:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class InnerResult:
+    """The tensors that a block, or a module inside of it, returns beside what later blocks read, by their places: hooks
+    or the model's own code may hand them to the model's caller.
+
+    What is in none of these, a rank may have otherwise than one that computes the whole block, and it is not known how.
+    """
+
+    module: str
+    """Relative to the block; empty: the block itself."""
+    whole: tuple[Path, ...] = ()
+    """Every rank has all of them."""
+    slices: tuple[TensorSlice, ...] = ()
+    """Each rank has its units'."""
+    rows: tuple[Path, ...] = ()
+    """Each rank has its part of the sequence."""
+    folded: tuple[Path, ...] = ()
+    """The same, and samples and their sequences lie in one dimension, the first."""
+
+    def to_json(self) -> list[Any]:
+        """Returns it as JSON values."""
+        whole, rows, folded = (list(map(list, paths)) for paths in (self.whole, self.rows, self.folded))
+        return [self.module, whole, list(map(_slice_to_json, self.slices)), rows, folded]
+
+    @classmethod
+    def from_json(cls, value: list[Any]) -> InnerResult:
+        """Returns what `to_json` made."""
+        module, whole, slices, rows, folded = value
+        return cls(
+            module=module, whole=tuple(map(tuple, whole)), slices=tuple(map(_slice_from_json, slices)),
+            rows=tuple(map(tuple, rows)), folded=tuple(map(tuple, folded)),
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Draw:
     """Random numbers that a block draws, of which each rank needs those of its units: a dropout's mask over heads, say.
 
@@ -109,6 +143,8 @@ class BlockSplit:
     draws: tuple[Draw | None, ...] = ()
     """In the order in which the block draws in training; None: drawn alike on every rank. Empty: it draws nothing, or
     it is not known how; then each rank draws for itself inside a region."""
+    inner: tuple[InnerResult, ...] = ()
+    """What it and modules inside return; those that return one tensor, which is whole, are left out."""
     reasons: Mapping[str, str] = field(default_factory=dict)
     """Of modules and parameters that hold weights, by relative name: why they are split as they are."""
 
@@ -123,6 +159,7 @@ class BlockSplit:
             "outputs": [_slice_to_json(one) for one in self.outputs],
             "together": [list(names) for names in self.together],
             "draws": [None if one is None else _draw_to_json(one) for one in self.draws],
+            "inner": [one.to_json() for one in self.inner],
             "reasons": dict(self.reasons),
         }
 
@@ -141,6 +178,7 @@ class BlockSplit:
             outputs=tuple(map(_slice_from_json, value["outputs"])),
             together=tuple(map(tuple, value["together"])),
             draws=tuple(None if one is None else _draw_from_json(one) for one in value["draws"]),
+            inner=tuple(map(InnerResult.from_json, value["inner"])),
             reasons=value["reasons"],
         )
 

@@ -13,8 +13,9 @@ from torch.utils._pytree import tree_flatten
 
 from fold3d.splitting.dividing.attributes import close
 from fold3d.splitting.overrides import Overrides
-from fold3d.splitting.probing.capture import CapturedCall, paths_of
+from fold3d.splitting.probing.capture import CapturedCall
 from fold3d.splitting.probing.probe import Probe
+from fold3d.tensor_parallel.slices import paths_of
 
 
 class BlockClasses:

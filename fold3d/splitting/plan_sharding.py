@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Hashable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -20,6 +21,7 @@ from fold3d.splitting.overrides import Overrides
 from fold3d.splitting.probing.capture import CapturedCall, capture
 from fold3d.splitting.probing.readers import with_together
 from fold3d.splitting.proving.draws import with_draws
+from fold3d.splitting.proving.inner_results import with_inner
 from fold3d.splitting.proving.proof import prove
 from fold3d.splitting.proving.vocabulary import prove_vocabulary
 from fold3d.splitting.remembered import remembered
@@ -85,7 +87,7 @@ def _plan(
             kind = kinds[name] = classes.of(name, call)
             if kind not in of_kind:
                 split = with_draws(call, _split(name, call, tp, overrides, tied), tp)
-                of_kind[kind] = with_together(call, split)
+                of_kind[kind] = with_inner(call, with_together(call, split), tp)
         except Fold3dError:
             raise
         except Exception as error:
@@ -131,10 +133,7 @@ def _split(name: str, call: CapturedCall, tp: int, overrides: Overrides, tied: s
     for path in overrides.replicated(name, call.block):
         if path in named or path in reasons:
             reasons[path] = 'whole: tp_plan says "replicate"'
-    made = BlockSplit(
-        groups=split.groups, shards=split.shards, attributes=split.attributes, inputs=split.inputs,
-        entering=split.entering, outputs=split.outputs, reasons=reasons,
-    )  # fmt: skip
+    made = replace(split, reasons=reasons)
     overrides.check_split(name, call.block, made)
     check_whole(name, call.block, made, tp)
     return made

@@ -53,7 +53,8 @@ def _key(
     for name, module in model.named_modules():
         add(name, type(module).__module__, type(module).__qualname__)
         add([(key, tuple(p.shape), p.requires_grad) for key, p in module.named_parameters(recurse=False)])
-        add(sorted((key, value) for key, value in vars(module).items() if type(value) in (int, bool, float, str)))
+        # A configuration's to_dict does not say how attention is computed.
+        add(_plain(module), _plain(getattr(module, "config", None)))
     config: Any = getattr(model, "config", None)
     add(str(config.to_dict()) if hasattr(config, "to_dict") else "")
     leaves, spec = tree_flatten(dict(example))
@@ -61,3 +62,9 @@ def _key(
     add(trace.blocks, trace.form, trace.tied, trace.direct, trace.leaks, trace.modified)
     add(tp, sorted((overrides or {}).items()), sequence_parallel)
     return text.hexdigest()
+
+
+def _plain(value: Any) -> list[tuple[str, Any]]:
+    """Returns the attributes of an object that are numbers and texts."""
+    found = getattr(value, "__dict__", {})
+    return sorted((key, one) for key, one in found.items() if type(one) in (int, bool, float, str))

@@ -19,11 +19,13 @@ from fold3d.tensor_parallel.block_call import BlockCalls
 from fold3d.tensor_parallel.fused.linear import factor, is_fusable, with_bias
 from fold3d.tensor_parallel.linear import is_linear, matmul, widths
 from fold3d.tensor_parallel.region import RegionOps
+from fold3d.tensor_parallel.results.inner_parts import InnerParts
+from fold3d.tensor_parallel.results.parts import Parts
+from fold3d.tensor_parallel.results.whole_results import put_together
 from fold3d.tensor_parallel.sequence.block_sequence import BlockSequence
 from fold3d.tensor_parallel.sequence.length import SequenceLength
-from fold3d.tensor_parallel.sequence.whole_results import put_together
 from fold3d.tensor_parallel.shard_random import ShardRandom
-from fold3d.tensor_parallel.slices import indices_of, replace_argument, replace_leaf, spread_part, take_part
+from fold3d.tensor_parallel.slices import gather_part, indices_of, replace_argument, replace_leaf, take_part
 from fold3d.trace.wrappers import replace_attributes, wrap
 
 
@@ -40,18 +42,22 @@ def install(model: nn.Module, plan: ShardingPlan, rank: int, ops: RegionOps) -> 
     Raises: AttributeError when the model has other modules than the plan's.
     """
     undo: list[Callable[[], None]] = []
-    sequences: dict[str, BlockSequence] = {}
+    parts: list[Parts] = []
     length = SequenceLength(ops.size, rank)
     try:
         for name, split in plan.blocks.items():
-            block, calls, parted = model.get_submodule(name), BlockCalls(ops), plan.sequence.get(name)
+            block, calls, sequence = model.get_submodule(name), BlockCalls(ops), None
+            parted = plan.sequence.get(name)
             if parted is not None:
                 if parted.begins:
                     length = SequenceLength(ops.size, rank)
-                sequences[name] = BlockSequence(block, parted, length, ops, calls)
-            undo.append(install_block(block, split, rank, ops, calls, sequences.get(name)))
-        if sequences:
-            undo.append(put_together(model, sequences))
+                sequence = BlockSequence(block, parted, length, ops, calls)
+                parts.append(sequence.returned)
+            undo.append(install_block(block, split, rank, ops, calls, sequence))
+            inner = InnerParts(block, name, rank, ops, sequence)
+            undo += [inner.watch(one) for one in (split if parted is None else parted).inner]
+            parts.append(inner.parts)
+        undo.append(put_together(model, plan.blocks, parts))
     except BaseException:
         _undo_all(undo)
         raise
@@ -344,7 +350,7 @@ def _gather(x: Tensor, one: TensorSlice, rank: int, ops: RegionOps, sliced: dict
     part, whole = sliced.get(id(x), (None, None))
     if part is x and whole is not None:  # what came in goes out again
         return whole
-    return ops.reduce_from_region(spread_part(x, one, rank))
+    return gather_part(x, one, rank, ops)
 
 
 def _undo_all(undo: list[Callable[[], None]]) -> None:

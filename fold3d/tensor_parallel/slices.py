@@ -10,11 +10,24 @@ from torch import Tensor
 
 from fold3d.sharding.shard import Runs
 from fold3d.sharding.split import Path, TensorSlice
+from fold3d.tensor_parallel.region import RegionOps
 
 
 def indices_of(runs: Runs, device: torch.device | str = "cpu") -> Tensor:
     """Returns the indices in runs, int64."""
     return torch.cat([torch.arange(first, end, device=device) for first, end in runs] or [torch.arange(0)])
+
+
+def paths_of(value: Any, path: Path = ()) -> list[tuple[Path, Tensor]]:
+    """Returns the tensors in nested tuples, lists and dicts, with their places."""
+    if isinstance(value, Tensor):
+        return [(path, value)]
+    items: Any = ()
+    if isinstance(value, dict):
+        items = value.items()
+    elif isinstance(value, (tuple, list)):
+        items = enumerate(value)
+    return [found for key, item in items for found in paths_of(item, (*path, key))]
 
 
 def replace_leaf(value: Any, path: Path, change: Callable[[Tensor], Tensor]) -> Any:
@@ -76,3 +89,8 @@ def spread_part(part: Tensor, sliced: TensorSlice, rank: int) -> Tensor:
         holders[indices_of(runs, part.device)] += 1
     share = spread / holders[index].reshape([-1] + [1] * (spread.dim() - dim - 2))
     return part.new_zeros(shape).index_copy(dim + 1, index, share).flatten(dim, dim + 1)
+
+
+def gather_part(part: Tensor, one: TensorSlice, rank: int, ops: RegionOps) -> Tensor:
+    """Returns the whole tensor of which each rank has its part; all call."""
+    return ops.reduce_from_region(spread_part(part, one, rank))

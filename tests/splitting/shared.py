@@ -81,22 +81,24 @@ def compare(
     batch: dict[str, Tensor],
     plan: ShardingPlan,
     over: Callable[[EmulatedOps], RegionOps] = lambda x: x,
+    result: Callable[[Any], Tensor] = result_of,
 ) -> float:
     """Returns the largest difference of loss and gradients between `model` and the ranks that share its blocks.
 
     Args:
         over: what the ranks run with.
+        result: the loss, of what the model returns.
     """
     plan = blocks_of(plan)
     model.zero_grad(set_to_none=True)
     with DoubleMode():
-        whole = result_of(model(**batch))
+        whole = result(model(**batch))
     whole.backward()
     ranks = [shard(model, plan, rank) for rank in range(plan.tp)]
 
     def as_rank(ops: EmulatedOps) -> Tensor:
         install(ranks[ops.rank], plan, ops.rank, over(ops))
-        return result_of(ranks[ops.rank](**batch))
+        return result(ranks[ops.rank](**batch))
 
     with DoubleMode():
         losses = EmulatedGroup(plan.tp).run(as_rank)

@@ -222,8 +222,11 @@ def test_plans_are_remembered_by_what_decides_them() -> None:
     first = plan_sharding(one.model, one.trace(), one.batch, 2)
     assert plan_sharding(other.model, other.trace(), other.batch, 2) is first
     assert plan_sharding(other.model, other.trace(), other.batch, 4) is not first
+    other.model.set_attn_implementation("eager")  # type: ignore[operator]
+    eager = plan_sharding(other.model, other.trace(), other.batch, 2)
+    assert eager is not first, "it knows where attention weights lie"
     other.model.config.num_attention_heads = 2  # type: ignore[union-attr]
-    assert plan_sharding(other.model, other.trace(), other.batch, 2) is not first
+    assert plan_sharding(other.model, other.trace(), other.batch, 2) is not eager
 
 
 def test_the_digest_is_that_of_the_plan() -> None:

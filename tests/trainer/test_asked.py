@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+from torch.utils.data import Subset
 
 import fold3d
 from tests.helpers import models
@@ -120,6 +122,33 @@ ARGUMENTS = {"per_device_train_batch_size": 4, "prediction_loss_only": True}
 def test_right(ranks: RankPool, tmp_path: Path, kind: str, processes: int, layout: dict[str, Any]) -> None:
     job = Job(str(tmp_path), variant=Asks(kind), arguments=ARGUMENTS)
     assert_same(ranks.run(run_fold3d, processes, job, layout)[0], run_stock(job), 1e-10)
+
+
+class Predicts(Asks):
+    """And predicts one batch: weights of sequences of other lengths could not be put into one tensor."""
+
+    def after(self, trainer: Any) -> Any:
+        trainer.args.prediction_loss_only = False
+        found = trainer.predict(
+            Subset(trainer.eval_dataset, range(trainer.args.per_device_eval_batch_size))
+        ).predictions
+        return [torch.as_tensor(one) for one in tree_leaves(found)]
+
+
+@pytest.mark.rotating
+@pytest.mark.parametrize(
+    ("kind", "how"),
+    [("early", {}), ("attentions", {}), ("attentions", {"tp_overlap": "sub"}), ("attentions", {"recompute": True})],
+    ids=str,
+)
+def test_right_of_ranks_that_share_blocks(ranks: RankPool, tmp_path: Path, kind: str, how: dict[str, Any]) -> None:
+    """Whole hidden states, and the attention weights of all heads. The model's own loss is in single precision."""
+    job = Job(str(tmp_path), variant=Predicts(kind), arguments=ARGUMENTS)
+    ours, stock = ranks.run(run_fold3d, 2, job, {"tp": 2, **how})[0], run_stock(job)
+    assert_same(ours, stock, 1e-6)
+    assert len(ours.extra) == len(stock.extra) > 2
+    for mine, theirs in zip(ours.extra, stock.extra, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-6)
 
 
 @pytest.mark.rotating

@@ -11,9 +11,9 @@ from torch import Tensor
 from fold3d.sharding.shard import Runs, Shard, runs_of
 from fold3d.sharding.split import Path, TensorSlice
 from fold3d.splitting.dividing.regions import Region
-from fold3d.splitting.probing.capture import paths_of
 from fold3d.splitting.probing.probe import Poison, Probe, Response
 from fold3d.splitting.probing.reach import Atom, atoms
+from fold3d.tensor_parallel.slices import paths_of
 
 
 @dataclass(slots=True)

@@ -14,11 +14,10 @@ from fold3d.sharding.shard import Runs, runs_of
 from fold3d.sharding.split import Attribute, BlockSplit, TensorSlice
 from fold3d.splitting.dividing.alignment import period_of
 from fold3d.splitting.dividing.draft import Draft, split_of
-from fold3d.splitting.probing.capture import paths_of
 from fold3d.splitting.probing.probe import Local, Probe
 from fold3d.tensor_parallel.install import set_attribute, set_widths
 from fold3d.tensor_parallel.linear import is_linear
-from fold3d.tensor_parallel.slices import replace_argument, take_part
+from fold3d.tensor_parallel.slices import paths_of, replace_argument, take_part
 
 _MOST = 4
 _CLOSE = 1e-9

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from fold3d.errors import TraceError
 from fold3d.sharding.split import Path
 from fold3d.stage.shapes import ShapeOnly
+from fold3d.tensor_parallel.slices import paths_of
 from fold3d.trace.arguments import Arguments
 from fold3d.trace.model_trace import Trace
 from fold3d.trace.repeated.kinds import kinds_of
@@ -43,6 +44,10 @@ class CapturedCall:
     """Tensors among its results that somebody reads."""
     handed: Mapping[Path, tuple[str, Path]] = field(default_factory=dict)
     """Arguments that are what an earlier block returned, as it is -> (that block, place in its result)."""
+
+    def shape_at(self, path: Path) -> torch.Size | None:
+        """Returns the shape of an argument; None where there is no tensor."""
+        return next((x.shape for at, x in paths_of((self.args, self.kwargs)) if at[1:] == path), None)
 
 
 class _Done(BaseException):
@@ -90,18 +95,6 @@ def capture(
         name: CapturedCall(shadow.get_submodule(name), args, kwargs, frozenset(read[name]), run.handed[name])
         for name, (args, kwargs) in calls.items()
     }
-
-
-def paths_of(value: Any, path: Path = ()) -> list[tuple[Path, Tensor]]:
-    """Returns the tensors in nested tuples, lists and dicts, with their places."""
-    if isinstance(value, Tensor):
-        return [(path, value)]
-    items: Any = ()
-    if isinstance(value, dict):
-        items = value.items()
-    elif isinstance(value, (tuple, list)):
-        items = enumerate(value)
-    return [found for key, item in items for found in paths_of(item, (*path, key))]
 
 
 class _InHostMemory(TorchFunctionMode):

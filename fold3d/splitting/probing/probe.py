@@ -16,11 +16,11 @@ from torch.utils._pytree import tree_map_only
 from fold3d.sharding.shard import Shard
 from fold3d.sharding.split import Path
 from fold3d.splitting.probing.again import Again
-from fold3d.splitting.probing.capture import CapturedCall, paths_of
+from fold3d.splitting.probing.capture import CapturedCall
 from fold3d.splitting.probing.double import DoubleMode
 from fold3d.splitting.probing.sites import Site, SiteMode
 from fold3d.splitting.probing.without_draws import WithoutDraws
-from fold3d.tensor_parallel.slices import replace_argument
+from fold3d.tensor_parallel.slices import paths_of, replace_argument
 
 Places = Sequence[int] | Tensor
 """Indices, each once."""

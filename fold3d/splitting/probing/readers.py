@@ -10,9 +10,10 @@ from torch import Tensor, nn
 
 from fold3d.sharding.sequence import Gathering
 from fold3d.sharding.split import BlockSplit
-from fold3d.splitting.probing.capture import CapturedCall, paths_of
+from fold3d.splitting.probing.capture import CapturedCall
 from fold3d.splitting.probing.probe import Poison, Probe
 from fold3d.tensor_parallel.linear import is_linear
+from fold3d.tensor_parallel.slices import paths_of
 
 
 def with_together(call: CapturedCall, split: BlockSplit) -> BlockSplit:

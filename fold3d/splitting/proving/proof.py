@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map_only
 from fold3d.sharding.sequence import SequenceSplit
 from fold3d.sharding.shard import Shard
 from fold3d.sharding.split import BlockSplit
-from fold3d.splitting.probing.capture import CapturedCall, paths_of
+from fold3d.splitting.probing.capture import CapturedCall
 from fold3d.splitting.probing.double import DoubleMode
 from fold3d.splitting.probing.probe import replace_parameter
 from fold3d.splitting.probing.without_draws import WithoutDraws
@@ -24,6 +24,7 @@ from fold3d.tensor_parallel.block_call import BlockCalls
 from fold3d.tensor_parallel.install import install_block
 from fold3d.tensor_parallel.sequence.block_sequence import BlockSequence
 from fold3d.tensor_parallel.sequence.length import SequenceLength
+from fold3d.tensor_parallel.slices import paths_of
 
 TOLERANCE = 1e-10
 """Of differences, relative to the largest element, in double precision."""
@@ -86,7 +87,7 @@ class _Proof:
         ranks = [_Leaves(self._args, self._kwargs) for _ in range(self._tp)]
 
         def as_rank(ops: EmulatedOps) -> Any:
-            self._install(blocks[ops.rank], ops)
+            install_as_rank(blocks[ops.rank], self._split, ops, self._sequence)
             return blocks[ops.rank](*ranks[ops.rank].args, **ranks[ops.rank].kwargs)
 
         owned = [(rank, name, block.get_parameter(name)) for rank, block in enumerate(blocks) for name in self._large]
@@ -98,12 +99,6 @@ class _Proof:
         except Exception as error:
             return f"{self._tp} ranks raise {type(error).__name__}: {error}"
         return next(self._wrong(output, outputs, weights, inputs, ranks, whole, blocks), "")
-
-    def _install(self, block: nn.Module, ops: EmulatedOps) -> None:
-        calls, parted = BlockCalls(ops), None
-        if self._sequence is not None:
-            parted = BlockSequence(block, self._sequence, SequenceLength(ops.size, ops.rank), ops, calls)
-        install_block(block, self._split, ops.rank, ops, calls, parted)
 
     def _run_whole(self) -> tuple[nn.Module, _Leaves, Any]:
         whole = with_weights(self._call.block, self._large).train(self._training)
@@ -183,6 +178,16 @@ def shard_block(block: nn.Module, split: BlockSplit, rank: int, large: list[str]
         if shard is not None and name not in large:
             parameter.data = shard.take(parameter.data, rank)
     return made
+
+
+def install_as_rank(
+    block: nn.Module, split: BlockSplit, ops: EmulatedOps, sequence: SequenceSplit | None = None
+) -> None:
+    """Puts the forwards of a split on an emulated rank's block, which shares its sequence, too, if that is given."""
+    calls, parted = BlockCalls(ops), None
+    if sequence is not None:
+        parted = BlockSequence(block, sequence, SequenceLength(ops.size, ops.rank), ops, calls)
+    install_block(block, split, ops.rank, ops, calls, parted)
 
 
 def _set_buffers(block: nn.Module, values: Mapping[str, Tensor]) -> None:

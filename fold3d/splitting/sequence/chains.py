@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from fold3d.sharding.split import Path
-from fold3d.splitting.probing.capture import CapturedCall, paths_of
+from fold3d.splitting.probing.capture import CapturedCall
+from fold3d.tensor_parallel.slices import paths_of
 from fold3d.trace.model_trace import Trace
 
 

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from fold3d.sharding.sequence import Gathering
 from fold3d.sharding.split import BlockSplit, GroupSplit, Path
-from fold3d.splitting.probing.capture import SAMPLES, CapturedCall, paths_of
+from fold3d.splitting.probing.capture import SAMPLES, CapturedCall
 from fold3d.splitting.probing.probe import Poison, Probe
-from fold3d.tensor_parallel.slices import replace_argument
+from fold3d.tensor_parallel.slices import paths_of, replace_argument
 
 _MOST = 8
 """Combinations that are worth a proof."""
@@ -114,8 +114,3 @@ def _stays_inside(probe: Probe, name: str, path: Path) -> bool:
         for hook in hooks:
             hook.remove()
     return bool(response.sinks) and not any(leaked)
-
-
-def shape_at(call: CapturedCall, path: Path) -> torch.Size | None:
-    """Returns the shape of an argument; None where there is no tensor."""
-    return next((x.shape for at, x in paths_of((call.args, call.kwargs)) if at[1:] == path), None)

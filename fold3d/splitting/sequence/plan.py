@@ -10,13 +10,14 @@ import torch
 
 from fold3d.sharding.sequence import Gathering, SequenceSplit
 from fold3d.sharding.shard import Shard, even_part
-from fold3d.sharding.split import BlockSplit, Path
+from fold3d.sharding.split import BlockSplit, InnerResult, Path
 from fold3d.splitting.block_classes import differs_in_training
 from fold3d.splitting.probing.capture import SAMPLES, CapturedCall
 from fold3d.splitting.probing.readers import with_readers
+from fold3d.splitting.proving.inner_results import inner_results
 from fold3d.splitting.proving.proof import prove_sequence
 from fold3d.splitting.sequence.chains import NoSequenceError, find_chains
-from fold3d.splitting.sequence.find import find_gatherings, shape_at
+from fold3d.splitting.sequence.find import find_gatherings
 from fold3d.trace.model_trace import Trace
 
 LENGTH = 7
@@ -46,6 +47,7 @@ class _Found:
     dim: int
     gathers: tuple[Gathering, ...]
     summed: frozenset[str]
+    inner: tuple[InnerResult, ...]
 
 
 def plan_sequence(
@@ -76,7 +78,7 @@ def plan_sequence(
         found = known[key]
         blocks[name] = SequenceSplit(
             hidden=link.hidden, result=link.result, dim=found.dim, gathers=found.gathers, begins=link.begins,
-            ends=link.ends,
+            ends=link.ends, inner=found.inner,
         )  # fmt: skip
         for parameter in found.summed:
             full = f"{name}.{parameter}"
@@ -90,7 +92,7 @@ def plan_sequence(
 def _of_class(name: str, call: CapturedCall, split: BlockSplit, hidden: Path, result: Path, tp: int) -> _Found:
     if not split.groups:
         raise NoSequenceError(f"{name} is whole on every rank")
-    shape = shape_at(call, hidden)
+    shape = call.shape_at(hidden)
     if shape is None or len(shape) not in (2, 3):
         raise NoSequenceError(f"the hidden state that {name} takes is {None if shape is None else tuple(shape)}")
     reason = f"no module of {name} takes the whole sequence of a region"
@@ -106,7 +108,8 @@ def _of_class(name: str, call: CapturedCall, split: BlockSplit, hidden: Path, re
                 if wrong:
                     break
             else:
-                return _Found(dim, with_readers(call, split, tried), frozenset(summed))
+                inner = inner_results(call, split, tp, sequence)
+                return _Found(dim, with_readers(call, split, tried), frozenset(summed), inner)
             reason = f"parts of it do not make up {name} ({wrong})"
     raise NoSequenceError(reason)
 

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from fold3d.sharding.sequence import Gathering, SequenceSplit
@@ -17,6 +15,7 @@ from fold3d.tensor_parallel.block_call import BlockCall, BlockCalls
 from fold3d.tensor_parallel.fused.linear import factor, is_fusable
 from fold3d.tensor_parallel.fused.ops import FusedOps
 from fold3d.tensor_parallel.region import RegionOps
+from fold3d.tensor_parallel.results.parts import Parts
 from fold3d.tensor_parallel.sequence.exchange import Exchange
 from fold3d.tensor_parallel.sequence.length import SequenceLength
 from fold3d.tensor_parallel.sequence.rows_random import RowsRandom
@@ -31,8 +30,8 @@ class BlockSequence:
         self, block: nn.Module, split: SequenceSplit, length: SequenceLength, ops: RegionOps, calls: BlockCalls
     ) -> None:
         self.split = split
-        self.returned: list[weakref.ref[Tensor]] = []
-        """Parts of the hidden state that the block has returned since `begin`."""
+        self.returned = Parts()
+        """Of the hidden state."""
         self._block, self._length, self._ops, self._calls = block, length, ops, calls
         self._dropouts = [module for module in block.modules() if isinstance(module, nn.modules.dropout._DropoutNd)]
         self._draws: tuple[list[float], bool] | None = None  # with these chances: whether anything is drawn outside
@@ -68,9 +67,7 @@ class BlockSequence:
             return replace_leaf(output, self.split.result, self.whole)
 
         def note(x: Tensor) -> Tensor:
-            if torch._C._current_graph_task_id() == -1:
-                self.returned = [ref for ref in self.returned if ref() is not None]
-                self.returned.append(weakref.ref(x))
+            self.returned.note(x, self.whole)
             return x
 
         return replace_leaf(output, self.split.result, note)
@@ -78,6 +75,10 @@ class BlockSequence:
     def whole(self, part: Tensor) -> Tensor:
         """Returns the whole of which each rank has a part; its gradient is the same on each."""
         return self._whole(part, sums=False, folded=False)
+
+    def whole_folded(self, part: Tensor) -> Tensor:
+        """Does what `whole` does where samples and their sequences lie in one dimension, the first."""
+        return self._whole(part, sums=False, folded=True)
 
     def leave(self, y: Tensor) -> Tensor:
         """Returns this rank's part of the sum of what an exit returns. Raises: ValueError when it has no sequence."""

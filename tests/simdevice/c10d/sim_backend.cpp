@@ -150,7 +150,7 @@ WorkPtr SimBackend::launch(int communicator, std::vector<Part> parts, bool is_ba
 }
 
 SimBackend::Part SimBackend::collective(std::string name, OpType type, Tensors reads, Tensors writes,
-                                        std::function<WorkPtr(c10d::Backend&)> call) const {
+                                        std::function<WorkPtr(c10d::Backend&)> call) {
   return {std::move(name),
           type,
           std::move(reads),
@@ -274,12 +274,9 @@ WorkPtr SimBackend::alltoall_base(at::Tensor& output, at::Tensor& input, std::ve
 
 SimBackend::Part SimBackend::message(std::string name, OpType type, Tensors reads, Tensors writes,
                                      std::function<WorkPtr(c10d::Backend&)> call) {
-  return {std::move(name),
-          type,
-          std::move(reads),
-          std::move(writes),
-          [call = std::move(call)](GlooCalls& calls) { return calls.start(call); },
-          [](GlooCalls& calls, const WorkPtr& work) { calls.wait_for_message(work); }};
+  Part part = collective(std::move(name), type, std::move(reads), std::move(writes), std::move(call));
+  part.end = [](GlooCalls& calls, const WorkPtr& work) { calls.wait_for_message(work); };
+  return part;
 }
 
 int SimBackend::communicator_with(int peer) const { return getBoundDeviceId().has_value() ? kGroup : peer; }

@@ -65,8 +65,8 @@ class SimBackend final : public c10d::Backend {
     std::function<void(GlooCalls&, const WorkPtr&)> end;
   };
 
-  Part collective(std::string name, c10d::OpType type, Tensors reads, Tensors writes,
-                  std::function<WorkPtr(c10d::Backend&)> call) const;
+  static Part collective(std::string name, c10d::OpType type, Tensors reads, Tensors writes,
+                         std::function<WorkPtr(c10d::Backend&)> call);
   Part gather_part(at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions& options) const;
   Part scatter_part(at::Tensor& output, at::Tensor& input, const c10d::ReduceScatterOptions& options) const;
   static Part message(std::string name, c10d::OpType type, Tensors reads, Tensors writes,

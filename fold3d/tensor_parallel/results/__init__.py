@@ -1,0 +1,1 @@
+"""What a model returns of what its ranks have computed in parts."""

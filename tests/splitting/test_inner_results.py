@@ -1,0 +1,139 @@
+"""What hooks take of modules inside of blocks, and a model returns, is the whole on every rank, or an error."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fold3d.errors import ConfigError
+from fold3d.sharding.plan import ShardingPlan
+from fold3d.splitting import plan_sharding
+from fold3d.trace.capture import trace_call
+from tests.splitting.models import Tiny, build
+from tests.splitting.shared import compare
+
+ATTENTIONS = (
+    "gpt2", "llama", "opt", "bert", "gpt_neox", "bloom", "t5", "vit", "qwen3", "gptj", "llama_mqa",
+    "mixtral",
+)  # fmt: skip
+
+
+def everything(output: Any) -> Tensor:
+    """Returns a loss that reads every tensor that has a gradient."""
+    found = list(leaves(output))
+    assert len(found) > 2, "more than loss and logits"
+    return torch.stack([(x * torch.linspace(-1, 1, x.numel()).double().view(x.shape)).sum() for x in found]).sum()
+
+
+def leaves(output: Any) -> list[Tensor]:
+    """Returns the tensors of an output that have a gradient."""
+    tensors: list[Tensor] = []
+    torch.utils._pytree.tree_map_only(Tensor, tensors.append, output)
+    return [x for x in tensors if x.requires_grad]
+
+
+def eager(family: str) -> Tiny:
+    """Returns a model whose attention returns its weights when asked."""
+    tiny = build(family)
+    tiny.model.set_attn_implementation("eager")  # type: ignore[operator]
+    return tiny
+
+
+@pytest.mark.rotating
+@pytest.mark.parametrize("shares_sequence", [False, True])
+@pytest.mark.parametrize("family", ATTENTIONS)
+def test_attention_weights_of_all_heads(family: str, shares_sequence: bool) -> None:
+    """Asked for in a call of a model that was recorded without, and read by the loss."""
+    tiny = eager(family)
+    plan = plan_sharding(tiny.model, tiny.trace(), tiny.batch, 2, sequence_parallel=shares_sequence)
+    assert bool(plan.sequence) == shares_sequence
+    batch: dict[str, Any] = {**tiny.batch, "output_attentions": True, "output_hidden_states": True}
+    assert compare(tiny.model, batch, plan, result=everything) < 1e-10
+
+
+@pytest.mark.parametrize(("family", "tp"), [("gpt2", 4), ("bloom", 2)])
+def test_attention_weights_that_a_configuration_asks_for(family: str, tp: int) -> None:
+    tiny = eager(family)
+    tiny.model.config.output_attentions = True  # type: ignore[union-attr]
+    plan = plan_sharding(tiny.model, tiny.trace(), tiny.batch, tp, sequence_parallel=True)
+    assert not plan.sequence
+    assert compare(tiny.model, tiny.batch, plan, result=everything) < 1e-10
+
+
+def test_attention_weights_that_blocks_compute_when_asked_are_asked_for_by_the_call_that_is_recorded() -> None:
+    """Falcon's compute them by other code, of which nothing is known where it did not run."""
+    tiny = build("falcon_groups")
+    batch: dict[str, Any] = {**tiny.batch, "output_attentions": True}
+    plan = plan_sharding(tiny.model, tiny.trace(), tiny.batch, 2)
+    with pytest.raises(ConfigError, match=r"'transformer\.h\.0' computed, .* \(2x2x6x6\) .* configuration ask for it"):
+        compare(tiny.model, batch, plan, result=everything)
+    plan = plan_sharding(tiny.model, trace_call(tiny.model, tiny.blocks, batch), batch, 2)
+    assert compare(tiny.model, batch, plan, result=everything) < 1e-10
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+@pytest.mark.parametrize("shares_sequence", [False, True])
+def test_logits_of_routers_for_all_tokens(family: str, shares_sequence: bool) -> None:
+    """Each rank has those of its part of the sequence; 7 tokens are no equal parts."""
+    tiny = build(family)
+    plan = plan_sharding(tiny.model, tiny.trace(), tiny.batch, 2, sequence_parallel=shares_sequence)
+    assert bool(plan.sequence) == shares_sequence
+    ids = torch.randint(1, 96, (3, 7))
+    batch: dict[str, Any] = {"input_ids": ids, "labels": ids, "output_router_logits": True}
+    assert compare(tiny.model, batch, plan, result=everything) < 1e-10
+
+
+class _Scores(nn.Module):
+    """Tells its hooks something that has no units: the mean over the neurons of this rank."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mean(-1)
+
+
+class _Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.scores = nn.Linear(8, 16), nn.Linear(16, 8), _Scores()
+
+    def forward(self, x: Tensor) -> Tensor:
+        inside = torch.relu(self.up(x))
+        self.scores(inside)
+        return x + self.down(inside)
+
+
+class _Model(nn.Module):
+    def __init__(self, collects: bool) -> None:
+        super().__init__()
+        self.layers, self._collects = nn.ModuleList(_Block() for _ in range(2)), collects
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        seen: list[Tensor] = []
+        hooked = self.layers if self._collects else ()
+        hooks = [one.scores.register_forward_hook(lambda module, args, output: seen.append(output)) for one in hooked]
+        for layer in self.layers:
+            x = layer(x)
+        for hook in hooks:
+            hook.remove()
+        return {"logits": x, "scores": tuple(seen)}
+
+
+def _plan(model: nn.Module, batch: dict[str, Tensor]) -> ShardingPlan:
+    return plan_sharding(model, trace_call(model, ["layers.0", "layers.1"], batch), batch, 2)
+
+
+def test_parts_that_nobody_can_put_together_are_an_error_that_names_the_module() -> None:
+    result: Callable[[Any], Tensor] = lambda output: output["logits"].square().sum()  # noqa: E731
+    batch = {"x": torch.randn(2, 3, 8).double()}
+    model = _Model(collects=False).double()
+    assert compare(model, batch, _plan(model, batch), result=result) < 1e-10, "nobody asks"
+    model = _Model(collects=True).double()
+    plan = _plan(model, batch)
+    assert plan.blocks["layers.0"].groups
+    with pytest.raises(
+        ConfigError, match=r"'layers\.0\.scores' computed, and with tp=2 .* \(2x3\) .*output_attentions"
+    ):
+        compare(model, batch, plan, result=result)
