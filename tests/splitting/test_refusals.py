@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+import transformers as hf
 from torch import Tensor, nn
 
-from fold3d.errors import ConfigError
+from fold3d.errors import ConfigError, TraceError
+from fold3d.sharding.plan import ShardingPlan
 from fold3d.splitting import plan_sharding
 from fold3d.trace.capture import trace_call
 from tests.splitting.models import build
@@ -215,6 +217,22 @@ def test_a_wrong_proof_leaves_a_region_whole() -> None:
     model, batch = stacked(Odd)
     with pytest.raises(ConfigError, match=r"divided, rank 0 has another gradient of"):
         plan_sharding(model, trace_call(model, ["layers.0", "layers.1"], batch), batch, 2)
+
+
+def test_a_forward_that_replaces_modules_in_blocks() -> None:
+    """Attention to blocks of tokens, for sequences of less than a few of these."""
+    sizes = {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    ids = torch.randint(1, 96, (2, 6))
+
+    def of(attention: str) -> ShardingPlan:
+        config = hf.BigBirdConfig(**sizes, intermediate_size=64, attention_type=attention)
+        model = hf.BigBirdForMaskedLM(config).double()
+        blocks = [f"bert.encoder.layer.{number}" for number in range(2)]
+        return plan_sharding(model, trace_call(model, blocks, {"input_ids": ids}), {"input_ids": ids}, 2)
+
+    with pytest.raises(TraceError, match=r"in the place of 'bert.encoder.layer.0.attention.self' .*attention_type, say"):
+        of("block_sparse")
+    assert all(split.groups for split in of("original_full").blocks.values())
 
 
 def test_plans_are_remembered_by_what_decides_them() -> None:

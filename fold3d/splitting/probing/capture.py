@@ -64,7 +64,7 @@ def capture(
 
     Args:
         length: tokens that texts of the example are shortened to, where the model takes such.
-    Raises: TraceError when the forward fails.
+    Raises: TraceError when the forward fails, or puts other modules in the place of those in blocks.
     """
     shadow = _skeleton(model)
     materialize(shadow, set(), seed=0)
@@ -84,6 +84,7 @@ def capture(
                 f"{type(model).__name__} could not be run on the example to find out how its blocks may be split: "
                 f"{type(error).__name__}: {error}"
             ) from error
+    _check_modules(model, shadow, trace)
     read: dict[str, set[Path]] = {name: {path for path, _ in paths_of(out)[:1]} for name, out in run.results.items()}
     extra = {path for out in run.results.values() for path, _ in paths_of(out)[1:]}
     for path in sorted(extra, key=str):
@@ -95,6 +96,21 @@ def capture(
         name: CapturedCall(shadow.get_submodule(name), args, kwargs, frozenset(read[name]), run.handed[name])
         for name, (args, kwargs) in calls.items()
     }
+
+
+def _check_modules(model: nn.Module, shadow: nn.Module, trace: Trace) -> None:
+    """Raises: TraceError when the run of `shadow`, a copy, has replaced modules inside of blocks: what is installed on
+    those of the model would be lost (BigBird takes other attention for short sequences)."""
+    for name in trace.modules:
+        ran = dict(shadow.get_submodule(name).named_modules(prefix=name))
+        for path, module in model.get_submodule(name).named_modules(prefix=name):
+            found = type(ran.get(path))
+            if found is not type(module):
+                raise TraceError(
+                    f"the forward of {type(model).__name__} puts another module in the place of '{path}' "
+                    f"({type(module).__name__}), and tp above 1 divides the modules that are there before it: choose in "
+                    "the model's configuration what it shall run (attention_type, say), or set tp=1"
+                )
 
 
 class _InHostMemory(TorchFunctionMode):
