@@ -72,6 +72,7 @@ def compare(way: str, layout: dict[str, Any], on_meta: bool = False) -> list[flo
 ONE = [{"segments": 1}, {"segments": 2}, {"segments": 4, "recompute": True}, {"segments": 1, "recompute": True}]
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("layout", ONE, ids=str)
 @pytest.mark.parametrize("way", WAYS)
 def test_on_one_process(way: str, layout: dict[str, Any]) -> None:
