@@ -9,6 +9,8 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, revert_weight_conversion
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
+from fold3d.weights.part_marks import state_of
+
 
 def saved_names(model: Module) -> dict[str, str]:
     """Returns canonical name -> name in the file, of every parameter and persistent buffer that is saved.
@@ -46,7 +48,7 @@ def tied_groups(model: Module) -> list[list[str]]:
 
 def persistent_buffers(model: Module) -> dict[str, torch.Tensor]:
     """Returns the buffers that belong to the model's state, by name."""
-    state = model.state_dict().keys()
+    state = state_of(model).keys()
     return {name: buffer for name, buffer in model.named_buffers() if name in state}
 
 

@@ -20,6 +20,7 @@ from fold3d.errors import CheckpointError
 from fold3d.faults.supervisor import Supervisor
 from fold3d.sharding.shard import Shard
 from fold3d.stage.rank_model import RankModel
+from fold3d.weights.part_marks import state_of
 
 Tensors = dict[str, torch.Tensor]
 Shards = dict[Any, Shard]
@@ -34,7 +35,7 @@ def gather_model(cut: RankModel, world: WorldGroup) -> Tensors:
     if buffers:
         mine.update(world.data.share(buffers))
     merged = _merge(mine, spread, cut, world)
-    order = [name for name in cut.model.state_dict() if name in merged]
+    order = [name for name in state_of(cut.model) if name in merged]
     return {name: merged[name].clone() for name in order}
 
 
@@ -67,7 +68,7 @@ def own_buffers(cut: RankModel) -> Tensors:
     """Returns the persistent buffers this stage is responsible for: those of its layers, the rest on stage 0."""
     stage_of = cut.placement.stage_of_module
     stage = cut.stage
-    names = set(cut.model.state_dict()) - {n for n, _ in cut.model.named_parameters(remove_duplicate=False)}
+    names = set(state_of(cut.model)) - {n for n, _ in cut.model.named_parameters(remove_duplicate=False)}
     return {name: buffer for name, buffer in cut.model.named_buffers() if name in names and stage_of(name) == stage}
 
 

@@ -32,6 +32,7 @@ from fold3d.trace import Trace, find_blocks, tied_groups, trace
 from fold3d.trace.arguments import arguments_of as find_arguments
 from fold3d.trace.wrappers import whole_shape
 from fold3d.weights.materialize import materialize
+from fold3d.weights.part_marks import refuse_states
 from fold3d.weights.parts import Parts, shard_parameters
 from fold3d.weights.release import is_released, release
 
@@ -166,6 +167,7 @@ class RankModel:
         release(model, keep)
         if not on_meta:
             shard_parameters(model, self.parts)
+        refuse_states(model)
         _move(model, device)
         self._late: LateRegion | None = None
         self._undo: list[Callable[[], None]] = []

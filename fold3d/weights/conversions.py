@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from fold3d.trace.example import is_transformers_model
+from fold3d.weights.part_marks import state_of
 
 
 @dataclass(slots=True)
@@ -40,7 +41,7 @@ class Conversion:
         Args:
             read: returns a tensor of the folder.
         """
-        dtype = model.state_dict()[self.name].dtype
+        dtype = state_of(model)[self.name].dtype
         converter = copy.deepcopy(self.converter)
         for key, pattern in self.sources:
             converter.add_tensor(self.name, key, pattern, _Reading(read, key, dtype))
@@ -73,7 +74,7 @@ def conversions(model: nn.Module, keys: Iterable[str]) -> list[Conversion]:
         return []
     renamings = [entry for entry in entries if isinstance(entry, WeightRenaming)]
     of_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
-    state, prefix = model.state_dict(), getattr(model, "base_model_prefix", None)
+    state, prefix = state_of(model), getattr(model, "base_model_prefix", None)
     found: dict[str, Conversion] = {}
     for key in sorted(keys, key=dot_natural_key):
         name, pattern = rename_source_key(key, renamings, converters, prefix, state)

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from fold3d.errors import TraceError
 from fold3d.weights.named_init import initialise
-from fold3d.weights.parts import Parts, check_shape, mark_part
+from fold3d.weights.part_marks import mark_part
+from fold3d.weights.parts import Parts, check_shape
 from fold3d.weights.pretrained import load
 from fold3d.weights.release import parameter_holders, replace_parameter
 
@@ -57,7 +58,7 @@ def materialize(
             real = nn.Parameter(part, requires_grad=parameter.requires_grad)
             vars(real).update(vars(parameter))
             if shard is not None:
-                mark_part(real, shard, parts.rank, parameter.shape)
+                mark_part(real, names[0], shard, parts.rank, parameter.shape)
             replace_parameter(model, names, real)
             fresh[names[0]] = real
             groups[names[0]] = tuple(names)

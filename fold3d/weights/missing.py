@@ -21,7 +21,7 @@ _HOME: ContextVar[torch.device | None] = ContextVar("home", default=None)
 """Where the model's forward runs, while it does: its code may ask a weight where to put its inputs. Halves of a
 micro-batch take turns in greenlets, and each has a context of its own."""
 _IS_INSIDE: ContextVar[Callable[[], bool]] = ContextVar("is_inside", default=lambda: False)
-_INSTEAD = (
+INSTEAD = (
     'The whole model is saved by trainer.save_model() and returned by engine.state_dict()["model"]; every process must '
     "call them"
 )
@@ -148,5 +148,5 @@ def _first_name(value: Any) -> str:
 def _refusal(name: str) -> MissingWeightsError:
     return MissingWeightsError(
         f"{name} lies in another process, this one has its shape but no values, so it can neither compute with the "
-        f"whole model nor copy or save it. {_INSTEAD}"
+        f"whole model nor copy or save it. {INSTEAD}"
     )

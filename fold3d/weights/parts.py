@@ -10,10 +10,8 @@ from torch import Tensor, nn
 from fold3d.errors import ConfigError
 from fold3d.sharding.plan import ShardingPlan
 from fold3d.sharding.shard import Shard
-from fold3d.trace.wrappers import set_whole_shape
+from fold3d.weights.part_marks import mark_part, part_of
 from fold3d.weights.release import parameter_holders
-
-_PART = "_fold3d_part"
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,27 +69,16 @@ def shard_parameters(model: nn.Module, parts: Parts) -> None:
         if parameter.is_meta or _is_cut(names[0], parameter, shard, parts.rank) or shard is None:
             continue
         check_shape(names[0], shard, parameter.shape)
-        mark_part(parameter, shard, parts.rank, parameter.shape)
+        mark_part(parameter, names[0], shard, parts.rank, parameter.shape)
         gradient, parameter.grad = parameter.grad, None
         parameter.data = shard.take(parameter.data, parts.rank)
         if gradient is not None:
             parameter.grad = shard.take(gradient, parts.rank)
 
 
-def mark_part(parameter: nn.Parameter, shard: Shard, rank: int, whole: Sequence[int]) -> None:
-    """Notes on a parameter which part of the whole one, of shape `whole`, it holds from now on."""
-    set_whole_shape(parameter, whole)
-    vars(parameter)[_PART] = shard, rank
-
-
-def is_part(parameter: Tensor) -> bool:
-    """Returns whether the parameter holds a part of the whole one."""
-    return _PART in vars(parameter)
-
-
 def _is_cut(name: str, parameter: nn.Parameter, shard: Shard | None, rank: int) -> bool:
     """Whether it is the part already. Raises ConfigError when it is another one."""
-    part = vars(parameter).get(_PART)
+    part = part_of(parameter)
     if part is None or part == (shard, rank):
         return part is not None
     raise ConfigError(

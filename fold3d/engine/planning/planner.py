@@ -50,7 +50,7 @@ from fold3d.tensor_parallel.alike import make_alike
 from fold3d.trace import Trace
 from fold3d.trace.example import synthetic_example
 from fold3d.trace.users_hooks import users_hooks
-from fold3d.weights.parts import is_part
+from fold3d.weights.part_marks import is_part
 
 logger = logging.getLogger(__name__)
 

@@ -108,8 +108,8 @@ def _check_modules(model: nn.Module, shadow: nn.Module, trace: Trace) -> None:
             if found is not type(module):
                 raise TraceError(
                     f"the forward of {type(model).__name__} puts another module in the place of '{path}' "
-                    f"({type(module).__name__}), and tp above 1 divides the modules that are there before it: choose in "
-                    "the model's configuration what it shall run (attention_type, say), or set tp=1"
+                    f"({type(module).__name__}), and tp above 1 divides the modules that are there before it: have "
+                    "the model's configuration say what it shall run (attention_type, say), or set tp=1"
                 )
 
 

@@ -1,0 +1,79 @@
+"""Marks on parameters that hold a part: whoever copies or saves one is told that it is no whole weight."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextvars import ContextVar
+from functools import partial
+from typing import Any, NoReturn
+
+from torch import Tensor, nn
+
+from fold3d.errors import MissingWeightsError
+from fold3d.sharding.shard import Shard
+from fold3d.trace.wrappers import set_whole_shape
+from fold3d.weights.missing import INSTEAD
+from fold3d.weights.release import parameter_holders
+
+_PART = "_fold3d_part"
+_NAMES_ARE_READ: ContextVar[bool] = ContextVar("names_are_read", default=False)
+
+
+def mark_part(parameter: nn.Parameter, name: str, shard: Shard, rank: int, whole: Sequence[int]) -> None:
+    """Notes on a parameter which part of the whole one, of shape `whole`, it holds from now on.
+
+    Copying it, and pickling it, raise MissingWeightsError; memory is read as before.
+    """
+    set_whole_shape(parameter, whole)
+    refuse = partial(_refuse, name, shard.ranks)
+    vars(parameter).update({_PART: (shard, rank), "__deepcopy__": refuse, "__reduce_ex__": refuse})
+
+
+def part_of(parameter: Tensor) -> tuple[Shard, int] | None:
+    """Returns how the whole parameter is spread, and whose part this is; None for a whole one."""
+    found: tuple[Shard, int] | None = vars(parameter).get(_PART)
+    return found
+
+
+def is_part(parameter: Tensor) -> bool:
+    """Returns whether the parameter holds a part of the whole one."""
+    return part_of(parameter) is not None
+
+
+def refuse_states(model: nn.Module) -> None:
+    """Has `state_dict()` of the model, and of its modules that hold parts, raise MissingWeightsError: a file made of it
+    would look whole."""
+    parts = {id(parameter) for parameter, _ in parameter_holders(model) if is_part(parameter)}
+    for path, module in model.named_modules():
+        held = [name for name, one in module.named_parameters(recurse=False) if id(one) in parts]
+        if held and not any(isinstance(hook, _Refusal) for hook in module._state_dict_hooks.values()):
+            shard, _ = part_of(getattr(module, held[0])) or (None, 0)
+            assert shard is not None
+            module.register_state_dict_post_hook(_Refusal(f"{path}.{held[0]}".lstrip("."), shard.ranks))
+
+
+def state_of(model: nn.Module) -> dict[str, Any]:
+    """Returns `model.state_dict()` for its names and dtypes, also where it holds parts."""
+    token = _NAMES_ARE_READ.set(True)
+    try:
+        return model.state_dict()
+    finally:
+        _NAMES_ARE_READ.reset(token)
+
+
+class _Refusal:
+    """The hook of one module."""
+
+    def __init__(self, name: str, ranks: int) -> None:
+        self._name, self._ranks = name, ranks
+
+    def __call__(self, *_: Any) -> None:
+        if not _NAMES_ARE_READ.get():
+            _refuse(self._name, self._ranks)
+
+
+def _refuse(name: str, ranks: int, *_: Any) -> NoReturn:
+    raise MissingWeightsError(
+        f"{name} is spread over the {ranks} ranks of a tensor-parallel group, and this process has a part of it, so "
+        f"the model can be neither copied nor saved by itself. {INSTEAD}"
+    )
