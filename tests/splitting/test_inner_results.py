@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -137,3 +139,64 @@ def test_parts_that_nobody_can_put_together_are_an_error_that_names_the_module()
         ConfigError, match=r"'layers\.0\.scores' computed, and with tp=2 .* \(2x3\) .*output_attentions"
     ):
         compare(model, batch, plan, result=result)
+
+
+@dataclass
+class _Output:
+    loss: Tensor
+    seen: tuple[Tensor, ...]
+
+
+class _Attention(nn.Module):
+    """A block that returns its attention weights beside its hidden state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key, self.value, self.out = (nn.Linear(16, 16) for _ in range(4))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        q, k, v = (f(x).unflatten(-1, (-1, 4)).transpose(1, 2) for f in (self.query, self.key, self.value))
+        weights = (q @ k.mT / 2).softmax(-1)
+        return x + self.out((weights @ v).transpose(1, 2).flatten(2)), weights
+
+
+USES: dict[str, Callable[[list[Tensor], Tensor], Any]] = {
+    "a loss of the first head": lambda seen, x: {"loss": x.square().mean() + sum(w[:, 0].std() for w in seen)},
+    "means over heads": lambda seen, x: {"logits": x, "means": [w.mean(1) for w in seen]},
+    "stacked": lambda seen, x: {"logits": x, "all": torch.stack(seen)},
+    "sizes": lambda seen, x: {"loss": x.square().mean() * seen[0].shape[1]},
+    "an object of its own": lambda seen, x: _Output(x.square().mean(), tuple(seen)),
+    "a namespace": lambda seen, x: SimpleNamespace(loss=x.square().mean(), seen={"of": seen}),
+    "dropped": lambda seen, x: {"loss": x.square().mean()},
+}
+
+
+class _Attending(nn.Module):
+    def __init__(self, use: str) -> None:
+        super().__init__()
+        self.layers, self._use = nn.ModuleList(_Attention() for _ in range(2)), use
+
+    def forward(self, x: Tensor) -> Any:
+        seen: list[Tensor] = []
+        for layer in self.layers:
+            x, weights = layer(x)
+            seen.append(weights)
+        return USES[self._use](seen, x)
+
+
+def _of_everything(output: Any) -> Tensor:
+    found = leaves(vars(output) if hasattr(output, "__dict__") and not isinstance(output, dict) else output)
+    return torch.stack([(x * torch.linspace(-1, 1, x.numel()).double().view(x.shape)).sum() for x in found]).sum()
+
+
+@pytest.mark.parametrize("shares_sequence", [False, True])
+@pytest.mark.parametrize("use", USES)
+def test_models_whose_own_code_reads_what_blocks_return_beside_the_hidden_state(
+    use: str, shares_sequence: bool
+) -> None:
+    torch.manual_seed(0)
+    model, batch = _Attending(use).double(), {"x": torch.randn(2, 7, 16).double()}
+    trace = trace_call(model, ["layers.0", "layers.1"], batch)
+    plan = plan_sharding(model, trace, batch, 2, sequence_parallel=shares_sequence)
+    assert all(split.groups for split in plan.blocks.values())
+    assert compare(model, batch, plan, result=_of_everything) < 1e-10

@@ -6,20 +6,23 @@ from collections.abc import Callable, Mapping
 from functools import partial, wraps
 from typing import Any, NoReturn
 
+import torch
 from torch import Tensor, nn
 
 from fold3d.errors import ConfigError
 from fold3d.sharding.split import InnerResult, Path
 from fold3d.tensor_parallel.region import RegionOps
+from fold3d.tensor_parallel.results.lazy_whole import LazyWhole
 from fold3d.tensor_parallel.results.parts import Parts, PutTogether
 from fold3d.tensor_parallel.sequence.block_sequence import BlockSequence
-from fold3d.tensor_parallel.slices import gather_part, paths_of
+from fold3d.tensor_parallel.slices import gather_part, paths_of, replace_leaf
 from fold3d.trace.wrappers import wrap
 
 
 class InnerParts:
-    """Notes the parts that a block returns, and modules inside of it while there are hooks on them: transformers puts
-    them on when attention weights or routers' logits are asked for first."""
+    """Has a block return whole what it returns beside what later blocks read (`LazyWhole`), and notes the parts that
+    modules inside of it return while there are hooks on them: transformers puts them on when attention weights or
+    routers' logits are asked for first. What a hook of the user's sees there stays a part."""
 
     def __init__(self, block: nn.Module, name: str, rank: int, ops: RegionOps, sequence: BlockSequence | None) -> None:
         """Args:
@@ -39,7 +42,11 @@ class InnerParts:
         @wraps(original)
         def forward(*args: Any, **kwargs: Any) -> Any:
             output = original(*args, **kwargs)
-            if is_block or module._forward_hooks:
+            if torch._C._current_graph_task_id() != -1:  # computed again: nobody is handed it
+                return output
+            if is_block:
+                return self._lazily(output, ways, unknown)
+            if module._forward_hooks:
                 self._note(output, ways, unknown)
             return output
 
@@ -53,6 +60,13 @@ class InnerParts:
             ways |= dict.fromkeys(result.rows, self._sequence.whole)
             ways |= dict.fromkeys(result.folded, self._sequence.whole_folded)
         return ways
+
+    def _lazily(self, output: Any, ways: Mapping[Path, PutTogether | None], unknown: PutTogether) -> Any:
+        for path, _ in paths_of(output):
+            whole = ways.get(path, unknown)
+            if whole is not None:
+                output = replace_leaf(output, path, partial(LazyWhole.of, put_together=whole))
+        return output
 
     def _note(self, output: Any, ways: Mapping[Path, PutTogether | None], unknown: PutTogether) -> None:
         for path, leaf in paths_of(output):

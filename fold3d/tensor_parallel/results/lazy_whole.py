@@ -1,0 +1,56 @@
+"""LazyWhole: stands for a tensor of which each rank has a part, and is put together when anything reads it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from fold3d.tensor_parallel.results.parts import PutTogether
+
+_ALIKE = frozenset(
+    {
+        *(getattr(Tensor, name).__get__ for name in ("dtype", "device", "layout", "requires_grad", "grad_fn", "ndim")),
+        *(getattr(Tensor, name).__get__ for name in ("is_leaf", "is_cpu", "is_cuda", "is_meta", "is_sparse")),
+        *(Tensor.dim, Tensor.is_floating_point, Tensor.is_complex, torch.is_floating_point, torch.is_complex),
+        *(torch.autograd.grad, torch.autograd.backward),  # by what it was made from
+    }
+)
+"""What a part answers as the whole would."""
+
+
+class LazyWhole(Tensor):
+    """What a block returns of its insides, attention weights say, most models drop, so nobody waits for it; but a model
+    whose own forward computes with it, and whoever it returns it to, has the whole. All ranks of the group read alike.
+
+    The memory, and what autograd knows of it, is the part's.
+    """
+
+    _put_together: PutTogether
+    _made: dict[bool, Tensor]
+
+    @classmethod
+    def of(cls, part: Tensor, put_together: PutTogether) -> LazyWhole:
+        """Returns what stands for the whole of `part`."""
+        lazy = part.as_subclass(cls)
+        lazy._put_together, lazy._made = put_together, {}
+        return lazy
+
+    def whole(self) -> Tensor:
+        """Returns the whole; all ranks call."""
+        grad = torch.is_grad_enabled()
+        if grad not in self._made:
+            with torch._C.DisableTorchFunctionSubclass():
+                part = self.as_subclass(Tensor)
+            self._made[grad] = self._put_together(part)
+        return self._made[grad]
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _ALIKE:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        args, kwargs = tree_map_only(LazyWhole, LazyWhole.whole, (args, kwargs or {}))
+        return func(*args, **kwargs)
