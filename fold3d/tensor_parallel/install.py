@@ -29,7 +29,9 @@ from fold3d.tensor_parallel.slices import gather_part, indices_of, replace_argum
 from fold3d.trace.wrappers import replace_attributes, wrap
 
 
-def install(model: nn.Module, plan: ShardingPlan, rank: int, ops: RegionOps) -> Callable[[], None]:
+def install(
+    model: nn.Module, plan: ShardingPlan, rank: int, ops: RegionOps, *, is_cut: bool = False
+) -> Callable[[], None]:
     """Makes the model's blocks compute what `rank` has of them, and returns what undoes it.
 
     Parameters may be sliced (`Shard.take`) before or after: their values and shapes are read in each forward. It comes
@@ -39,6 +41,7 @@ def install(model: nn.Module, plan: ShardingPlan, rank: int, ops: RegionOps) -> 
     Args:
         rank: place in the tensor-parallel group, 0 .. tp-1.
         ops: the group; its calls are made in the order of the blocks' own code.
+        is_cut: whether the model runs in chunks.
     Raises: AttributeError when the model has other modules than the plan's.
     """
     undo: list[Callable[[], None]] = []
@@ -51,7 +54,7 @@ def install(model: nn.Module, plan: ShardingPlan, rank: int, ops: RegionOps) -> 
             if parted is not None:
                 if parted.begins:
                     length = SequenceLength(ops.size, rank)
-                sequence = BlockSequence(block, parted, length, ops, calls)
+                sequence = BlockSequence(block, parted, length, ops, calls, is_cut=is_cut)
                 parts.append(sequence.returned)
             undo.append(install_block(block, split, rank, ops, calls, sequence))
             inner = InnerParts(block, name, rank, ops, sequence)

@@ -147,9 +147,7 @@ class _Output:
     seen: tuple[Tensor, ...]
 
 
-class _Attention(nn.Module):
-    """A block that returns its attention weights beside its hidden state."""
-
+class _Heads(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.query, self.key, self.value, self.out = (nn.Linear(16, 16) for _ in range(4))
@@ -157,7 +155,19 @@ class _Attention(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         q, k, v = (f(x).unflatten(-1, (-1, 4)).transpose(1, 2) for f in (self.query, self.key, self.value))
         weights = (q @ k.mT / 2).softmax(-1)
-        return x + self.out((weights @ v).transpose(1, 2).flatten(2)), weights
+        return self.out((weights @ v).transpose(1, 2).flatten(2)), weights
+
+
+class _Attention(nn.Module):
+    """A block that returns its attention weights beside its hidden state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.heads = nn.LayerNorm(16), _Heads()
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        added, weights = self.heads(self.norm(x))
+        return x + added, weights
 
 
 USES: dict[str, Callable[[list[Tensor], Tensor], Any]] = {
@@ -200,3 +210,40 @@ def test_models_whose_own_code_reads_what_blocks_return_beside_the_hidden_state(
     plan = plan_sharding(model, trace, batch, 2, sequence_parallel=shares_sequence)
     assert all(split.groups for split in plan.blocks.values())
     assert compare(model, batch, plan, result=_of_everything) < 1e-10
+
+
+HIDDEN: dict[str, Callable[[list[Tensor]], Any]] = {
+    "first tokens": lambda seen: [x[:, 0] for x in seen],
+    "stacked": torch.stack,
+    "as they are": tuple,
+    "an object of its own": lambda seen: _Output(seen[0].square().mean(), tuple(seen)),
+}
+
+
+class _Telling(nn.Module):
+    """`ask`: how to return what the blocks do. `between`: what happens to a hidden state on its way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(_Attention() for _ in range(3))
+
+    def forward(self, x: Tensor, ask: str = "", shifted: bool = False) -> Any:
+        seen: list[Tensor] = []
+        for layer in self.layers:
+            x, _ = layer(x.roll(1, 1) if shifted else x.to(x.dtype))
+            seen.append(x)
+        found = HIDDEN[ask](seen) if ask else ()
+        return found if isinstance(found, _Output) else {"logits": x, "found": found}
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize("asked", [*({"ask": ask} for ask in HIDDEN), {"shifted": True}, {}], ids=str)
+def test_a_shared_sequence_and_code_that_reads_hidden_states_only_when_asked(asked: dict[str, Any], tp: int) -> None:
+    """Asked of a model that was recorded without: nothing said that anybody reads them."""
+    torch.manual_seed(0)
+    model, batch = _Telling().double(), {"x": torch.randn(2, 7, 16).double()}
+    plan = plan_sharding(
+        model, trace_call(model, [f"layers.{n}" for n in range(3)], batch), batch, tp, sequence_parallel=True
+    )
+    assert plan.sequence, plan.sequence_reason
+    assert compare(model, {**batch, **asked}, plan, result=_of_everything) < 1e-10

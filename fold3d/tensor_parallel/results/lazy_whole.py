@@ -21,9 +21,14 @@ _ALIKE = frozenset(
 """What a part answers as the whole would."""
 
 
+_THE_SAME = frozenset({Tensor.to, Tensor.contiguous})
+"""What often returns what it was given."""
+
+
 class LazyWhole(Tensor):
-    """What a block returns of its insides, attention weights say, most models drop, so nobody waits for it; but a model
-    whose own forward computes with it, and whoever it returns it to, has the whole. All ranks of the group read alike.
+    """What a block returns of its insides, attention weights say, most models drop, and its part of a hidden state the
+    next block takes as it is: nobody waits for the whole then. But a model whose own forward computes with it, and
+    whoever it returns it to, has the whole. All ranks of the group read alike.
 
     The memory, and what autograd knows of it, is the part's.
     """
@@ -42,15 +47,22 @@ class LazyWhole(Tensor):
         """Returns the whole; all ranks call."""
         grad = torch.is_grad_enabled()
         if grad not in self._made:
-            with torch._C.DisableTorchFunctionSubclass():
-                part = self.as_subclass(Tensor)
-            self._made[grad] = self._put_together(part)
+            self._made[grad] = self._put_together(self.part())
         return self._made[grad]
+
+    def part(self) -> Tensor:
+        """Returns this rank's part, as a plain tensor."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.as_subclass(Tensor)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _ALIKE:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
+        if func in _THE_SAME and isinstance(args[0], LazyWhole):
+            with torch._C.DisableTorchFunctionSubclass():
+                if func(*args, **(kwargs or {})) is args[0]:
+                    return args[0]
         args, kwargs = tree_map_only(LazyWhole, LazyWhole.whole, (args, kwargs or {}))
         return func(*args, **kwargs)

@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from fold3d.sharding.sequence import Gathering, SequenceSplit
@@ -15,6 +16,7 @@ from fold3d.tensor_parallel.block_call import BlockCall, BlockCalls
 from fold3d.tensor_parallel.fused.linear import factor, is_fusable
 from fold3d.tensor_parallel.fused.ops import FusedOps
 from fold3d.tensor_parallel.region import RegionOps
+from fold3d.tensor_parallel.results.lazy_whole import LazyWhole
 from fold3d.tensor_parallel.results.parts import Parts
 from fold3d.tensor_parallel.sequence.exchange import Exchange
 from fold3d.tensor_parallel.sequence.length import SequenceLength
@@ -27,9 +29,19 @@ class BlockSequence:
     """What the forwards of one block do with parts of the sequence. All ranks of the group call the same."""
 
     def __init__(
-        self, block: nn.Module, split: SequenceSplit, length: SequenceLength, ops: RegionOps, calls: BlockCalls
+        self,
+        block: nn.Module,
+        split: SequenceSplit,
+        length: SequenceLength,
+        ops: RegionOps,
+        calls: BlockCalls,
+        *,
+        is_cut: bool = False,
     ) -> None:
-        self.split = split
+        """Args:
+        is_cut: whether the model is: what travels between its chunks are parts, which nobody reads there.
+        """
+        self.split, self._is_cut = split, is_cut
         self.returned = Parts()
         """Of the hidden state."""
         self._block, self._length, self._ops, self._calls = block, length, ops, calls
@@ -51,13 +63,17 @@ class BlockSequence:
         replace_argument(args, kwargs, self.split.hidden, note)
 
     def scatter(self, call: BlockCall, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Returns the block's arguments with this rank's part of the hidden state."""
+        """Returns the block's arguments with this rank's part of the hidden state; the model's own code may have made
+        it of whole ones."""
         dim, begins = self.split.dim, self.split.begins
 
         def given(x: Tensor) -> Tensor:
+            x = x.part() if isinstance(x, LazyWhole) else x
             length = x.shape[dim] if begins else self._length.of(x.shape[dim], given=x)
             call.begin(x.shape[0], length)
-            return self._ops.exchange(x, Exchange.scatter(dim, length)) if begins else x
+            first, end = even_part(length, self._ops.size, self._ops.rank)
+            is_part = not begins and x.shape[dim] == end - first
+            return x if is_part else self._ops.exchange(x, Exchange.scatter(dim, length))
 
         return replace_argument(args, kwargs, self.split.hidden, given)
 
@@ -67,6 +83,10 @@ class BlockSequence:
             return replace_leaf(output, self.split.result, self.whole)
 
         def note(x: Tensor) -> Tensor:
+            if torch._C._current_graph_task_id() != -1:  # computed again: for the gradients of the part
+                return x
+            if not self._is_cut:
+                return LazyWhole.of(x, self.whole)
             self.returned.note(x, self.whole)
             return x
 
