@@ -18,6 +18,7 @@ from torch import nn
 
 import fold3d
 from fold3d.errors import RankError
+from fold3d.tensor_parallel.results.lazy_whole import LazyWhole
 from tests.dist import parity_jobs
 from tests.dist.parity_cases import Case
 from tests.dist.parity_checks import TOLERANCE, assert_all_names, assert_equal, assert_ranks_agree
@@ -127,17 +128,18 @@ def test_three_parts_of_a_micro_batch_take_turns(ranks: RankPool, case: Case) ->
 
 
 def look(case: Case) -> dict[str, Any]:
-    """What blocks hand to each other, and what the model returns of it."""
+    """What blocks hand to each other, what hooks see of it, and what the model returns of it."""
     model = parity_jobs.build(case)
     engine = parity_jobs.engine_of(case, model)
-    seen: dict[str, Any] = {"between": []}
+    seen: dict[str, Any] = {"between": [], "hooks": []}
+
+    def hook(block: nn.Module, args: Any, output: Any) -> None:
+        state = output[0] if isinstance(output, tuple) else output
+        seen["between"].append((state.part() if isinstance(state, LazyWhole) else state).shape)
+        seen["hooks"].append(state.shape)
+
     blocks = next(module for module in model.modules() if isinstance(module, nn.ModuleList))
-    hooks = [
-        block.register_forward_hook(
-            lambda _, args, out: seen["between"].append((out[0] if isinstance(out, tuple) else out).shape)
-        )
-        for block in blocks
-    ]
+    hooks = [block.register_forward_hook(hook) for block in blocks]
     try:
         with parity_jobs.precision(case), torch.no_grad():
             batch = parity_jobs.batch_of(engine, case, 0)
@@ -155,8 +157,9 @@ def test_parts_between_blocks_are_whole_where_the_model_returns_them(ranks: Rank
     found = ranks.run(look, 2, case, timeout=100.0)
     alone = ranks.run(look, 1, replace(case, tp=1, sequence_parallel=False), timeout=100.0)[0]
     for rank, seen in enumerate(found):
-        rows = [shape[1] for shape in seen["between"]]
+        rows, hooked = ([shape[1] for shape in seen[what]] for what in ("between", "hooks"))
         assert rows == [5 - rank] * (case.layers - 1) + [9]
+        assert hooked == [9] * case.layers
         for state, expected in zip(seen["states"], alone["states"], strict=True):
             torch.testing.assert_close(state, expected, rtol=0, atol=1e-10)
 
