@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from fold3d.errors import ConfigError
 from fold3d.sharding.plan import ShardingPlan
-from fold3d.splitting import plan_sharding
+from fold3d.splitting import plan_sharding, remembered
+from fold3d.splitting.proving.runs import Runs
 from fold3d.trace.capture import trace_call
 from tests.splitting.models import Tiny, build
 from tests.splitting.shared import compare
@@ -247,3 +248,22 @@ def test_a_shared_sequence_and_code_that_reads_hidden_states_only_when_asked(ask
     )
     assert plan.sequence, plan.sequence_reason
     assert compare(model, {**batch, **asked}, plan, result=_of_everything) < 1e-10
+
+
+def test_what_later_blocks_read_is_whole_though_nothing_is_known_of_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError("this block cannot be watched")
+
+    monkeypatch.setattr(Runs, "whole", fail)
+    remembered._plans.cache_clear()
+    torch.manual_seed(0)
+    model, batch = _Attending("dropped").double(), {"x": torch.randn(2, 7, 16).double()}
+    trace = trace_call(model, ["layers.0", "layers.1"], batch)
+    for shares_sequence in (False, True):
+        plan = plan_sharding(model, trace, batch, 2, sequence_parallel=shares_sequence)
+        assert bool(plan.sequence) == shares_sequence
+        assert compare(model, batch, plan, result=_of_everything) < 1e-10
+        attending = _Attending("stacked").double()
+        with pytest.raises(ConfigError, match=r"'layers\.0' computed, and with tp=2"):
+            compare(attending, batch, plan, result=_of_everything)
+    remembered._plans.cache_clear()

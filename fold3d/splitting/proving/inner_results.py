@@ -56,8 +56,21 @@ def inner_results(
         whole = {}  # nothing is known of any
     hidden = None if sequence is None else call.shape_at(sequence.hidden)
     ways = _Ways(split) if sequence is None or hidden is None else _WaysOfSequence(split, tp, sequence, hidden)
-    found = (_result(name, whole.get(name, []), [calls.get(name, []) for calls in ranks], ways) for name in names)
+    every = (_result(name, whole.get(name, []), [calls.get(name, []) for calls in ranks], ways) for name in names)
+    found = (one if one.module else _with_proved(one, call.read) for one in every)
     return tuple(one for one in found if not _is_one_whole_tensor(one, whole.get(one.module, [])))
+
+
+def _with_proved(block: InnerResult, read: frozenset[Path]) -> InnerResult:
+    """Returns what is known of a block's result: what later blocks read is proved, whatever becomes of the rest."""
+    proved = tuple(sorted(read.difference(block.whole), key=str))
+    return replace(
+        block,
+        whole=(*block.whole, *proved),
+        slices=tuple(one for one in block.slices if one.path not in proved),
+        rows=tuple(path for path in block.rows if path not in proved),
+        folded=tuple(path for path in block.folded if path not in proved),
+    )
 
 
 def _may_run(module: nn.Module) -> bool:
