@@ -14,6 +14,7 @@ from torch.nn import Module
 
 from fold3d.checkpoint.names import tied_groups
 from fold3d.errors import CheckpointError, ConfigError
+from fold3d.weights.part_marks import state_of
 from fold3d.weights.parts import Parts
 
 FILE = "adapter_model.safetensors"
@@ -39,7 +40,7 @@ def adapter_files(model: Any, *, embeddings: bool | Literal["auto"] = "auto") ->
     from peft import get_peft_model_state_dict
 
     canonical_of = {name: group[0] for group in tied_groups(model) for name in group}
-    stand_ins = {name: torch.tensor([number]) for number, name in enumerate(model.state_dict(keep_vars=True))}
+    stand_ins = {name: torch.tensor([number]) for number, name in enumerate(state_of(model))}
     name_of = {id(stand_in): name for name, stand_in in stand_ins.items()}
     files: AdapterFiles = {}
     for adapter, config in model.peft_config.items():

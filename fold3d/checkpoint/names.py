@@ -22,7 +22,7 @@ def saved_names(model: Module) -> dict[str, str]:
     Raises: RuntimeError, as `save_pretrained` does, for weights tied otherwise than the configuration says.
     """
     canonical_of = {name: group[0] for group in tied_groups(model) for name in group}
-    objects = model.state_dict(keep_vars=True)
+    objects = state_of(model, keep_vars=True)
     if not isinstance(model, PreTrainedModel):
         return {name: name for name in objects if canonical_of.get(name, name) == name}
     # transformers tells tied weights by their memory, and those of other ranks have none here: one number for each.

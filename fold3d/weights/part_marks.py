@@ -52,11 +52,11 @@ def refuse_states(model: nn.Module) -> None:
             module.register_state_dict_post_hook(_Refusal(f"{path}.{held[0]}".lstrip("."), shard.ranks))
 
 
-def state_of(model: nn.Module) -> dict[str, Any]:
-    """Returns `model.state_dict()` for its names and dtypes, also where it holds parts."""
+def state_of(model: nn.Module, *, keep_vars: bool = False) -> dict[str, Any]:
+    """Returns `model.state_dict()` for its names, dtypes and objects, also where it holds parts."""
     token = _NAMES_ARE_READ.set(True)
     try:
-        return model.state_dict()
+        return model.state_dict(keep_vars=keep_vars)
     finally:
         _NAMES_ARE_READ.reset(token)
 
