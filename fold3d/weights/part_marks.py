@@ -13,7 +13,6 @@ from fold3d.errors import MissingWeightsError
 from fold3d.sharding.shard import Shard
 from fold3d.trace.wrappers import set_whole_shape
 from fold3d.weights.missing import INSTEAD
-from fold3d.weights.release import parameter_holders
 
 _PART = "_fold3d_part"
 _NAMES_ARE_READ: ContextVar[bool] = ContextVar("names_are_read", default=False)
@@ -43,13 +42,12 @@ def is_part(parameter: Tensor) -> bool:
 def refuse_states(model: nn.Module) -> None:
     """Has `state_dict()` of the model, and of its modules that hold parts, raise MissingWeightsError: a file made of it
     would look whole."""
-    parts = {id(parameter) for parameter, _ in parameter_holders(model) if is_part(parameter)}
     for path, module in model.named_modules():
-        held = [name for name, one in module.named_parameters(recurse=False) if id(one) in parts]
-        if held and not any(isinstance(hook, _Refusal) for hook in module._state_dict_hooks.values()):
-            shard, _ = part_of(getattr(module, held[0])) or (None, 0)
-            assert shard is not None
-            module.register_state_dict_post_hook(_Refusal(f"{path}.{held[0]}".lstrip("."), shard.ranks))
+        parts = ((name, part_of(one)) for name, one in module.named_parameters(path, recurse=False))
+        found = next(((name, part) for name, part in parts if part is not None), None)
+        if found is not None and not any(isinstance(hook, _Refusal) for hook in module._state_dict_hooks.values()):
+            name, (shard, _) = found
+            module.register_state_dict_post_hook(_Refusal(name, shard.ranks))
 
 
 def state_of(model: nn.Module, *, keep_vars: bool = False) -> dict[str, Any]:

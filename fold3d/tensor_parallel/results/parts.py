@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 
-import torch
 from torch import Tensor
 
 PutTogether = Callable[[Tensor], Tensor]
@@ -13,16 +12,15 @@ PutTogether = Callable[[Tensor], Tensor]
 
 
 class Parts:
-    """Those that are still alive. What backward computes again is not noted: nobody returns it from the model."""
+    """Those that are still alive. What backward computes again is none: nobody returns it from the model."""
 
     def __init__(self) -> None:
         self._noted: list[tuple[weakref.ref[Tensor], PutTogether]] = []
 
     def note(self, part: Tensor, whole: PutTogether) -> None:
         """`part` has been returned."""
-        if torch._C._current_graph_task_id() == -1:
-            self._noted = [(ref, how) for ref, how in self._noted if ref() is not None]
-            self._noted.append((weakref.ref(part), whole))
+        self._noted = [(ref, how) for ref, how in self._noted if ref() is not None]
+        self._noted.append((weakref.ref(part), whole))
 
     def __iter__(self) -> Iterator[tuple[Tensor, PutTogether]]:
         for ref, whole in self._noted:
