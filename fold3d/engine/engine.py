@@ -42,6 +42,7 @@ from fold3d.stage.micro_batch import Inputs, ModelCall, split_batch
 from fold3d.topology import Topology
 from fold3d.trace import Trace
 from fold3d.trace.example import is_transformers_model
+from fold3d.weights.part_marks import allow_calls
 from fold3d.weights.parts import Parts
 
 
@@ -142,6 +143,7 @@ class Engine(state.WholeState):
 
     def _build(self, example: Mapping[str, Any] | None, call: ModelCall | None = None) -> None:
         self._take_turn()
+        allow_calls(self.model)  # its weights may be parts that an engine has left
         cut = self._cut = cut_model(self._order, self.world, example, call)
         self._connect(cut)
         rank = self._rank
@@ -388,15 +390,16 @@ class Engine(state.WholeState):
 
     # Failures
 
-    def supervise(self, doing: str) -> AbstractContextManager[None]:
+    def supervise(self, doing: str, *, meets: bool = False) -> AbstractContextManager[None]:
         """Tells the other ranks when the body raises, so that they stop too; all ranks run it.
 
         Args:
             doing: completes "failed in ...".
+            meets: the body ends only when other ranks have come to the same point.
         Raises: RankError when another rank failed or cannot be reached, else what the body raised. fold3d's own errors
             pass untold: they are raised on every rank by themselves.
         """
-        return self._supervisor.supervise(doing)
+        return self._supervisor.supervise(doing, meets=meets)
 
     def meet(self, call: str) -> None:
         """Waits until every rank has come to the same `call`, such as "trainer.save_model()".
@@ -414,7 +417,8 @@ class Engine(state.WholeState):
     def close(self) -> None:
         """Ends communication and gives the model its own forward back. Weights of other ranks stay on meta.
 
-        The engine cannot be used again, nor can the model by another one that needs those weights.
+        The engine cannot be used again, nor can the model by another one that needs those weights. A model with parts
+        of weights (tp > 1) cannot be called any more, except by another engine.
         """
         self._supervisor.progress.life.close()
         rank, self._rank = self._rank, None

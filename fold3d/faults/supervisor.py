@@ -53,15 +53,18 @@ class Supervisor:
         return self._board is None
 
     @contextlib.contextmanager
-    def supervise(self, doing: str) -> Iterator[None]:
+    def supervise(self, doing: str, *, meets: bool = False) -> Iterator[None]:
         """Tells the other ranks when the body raises, so that they stop too; all ranks run it.
 
         Args:
             doing: completes "failed in ...".
+            meets: the body ends only when other ranks have come to the same point.
         Raises: RankError when another rank failed or cannot be reached, else what the body raised. fold3d's own errors
             pass untold: they are raised on every rank by themselves.
         """
-        with self.progress.during(doing) if self._open else contextlib.nullcontext():  # else the body opens it
+        with (
+            self.progress.during(doing, meets=meets) if self._open else contextlib.nullcontext()
+        ):  # else the body opens it
             try:
                 yield
             except Fold3dError:

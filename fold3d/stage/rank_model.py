@@ -32,7 +32,7 @@ from fold3d.trace import Trace, find_blocks, tied_groups, trace
 from fold3d.trace.arguments import arguments_of as find_arguments
 from fold3d.trace.wrappers import whole_shape
 from fold3d.weights.materialize import materialize
-from fold3d.weights.part_marks import refuse_states
+from fold3d.weights.part_marks import allow_calls, refuse_calls, refuse_states
 from fold3d.weights.parts import Parts, shard_parameters
 from fold3d.weights.release import is_released, release
 
@@ -203,6 +203,7 @@ class RankModel:
         """The model is about to run, perhaps after another engine used it: puts what shards do on it, inside of what a
         chunk does differently, which its next run puts back."""
         if not self._undo:
+            allow_calls(self.model)
             if self._late is not None:
                 plan = self.parts.plan
                 self._undo.append(install(self.model, plan, self.parts.rank, self._late, is_cut=self._is_cut))
@@ -213,13 +214,15 @@ class RankModel:
             self._checkpoints = Checkpoints(self.model, self._inner)
 
     def remove(self) -> None:
-        """Gives the model its own forward back."""
+        """Gives the model its own forward back; one that holds parts of weights cannot be called then."""
         self.split.remove()
         if self._checkpoints is not None:
             self._checkpoints.remove()
             self._checkpoints = None
-        while self._undo:
-            self._undo.pop()()
+        if self._undo:  # else another engine may use the model
+            while self._undo:
+                self._undo.pop()()
+            refuse_calls(self.model)
 
     def replaced(self) -> dict[str, Module]:
         """Returns the modules for which something stands in where another chunk runs them, by name."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from functools import partial
 from typing import Any, NoReturn
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from fold3d.errors import MissingWeightsError
 from fold3d.sharding.shard import Shard
+from fold3d.trace.users_hooks import drop_hooks
 from fold3d.trace.wrappers import set_whole_shape
 from fold3d.weights.missing import INSTEAD
 
@@ -42,12 +43,33 @@ def is_part(parameter: Tensor) -> bool:
 def refuse_states(model: nn.Module) -> None:
     """Has `state_dict()` of the model, and of its modules that hold parts, raise MissingWeightsError: a file made of it
     would look whole."""
+    for module, name, ranks in _holders(model):
+        if not any(isinstance(hook, _Refusal) for hook in module._state_dict_hooks.values()):
+            module.register_state_dict_post_hook(_Refusal(name, ranks))  # type: ignore[no-untyped-call]
+
+
+def refuse_calls(model: nn.Module) -> None:
+    """Has a call of the model, and of its modules that hold parts, raise MissingWeightsError: what ranks compute of
+    parts is put together no longer, and may look like a result of the whole."""
+    for module, name, ranks in _holders(model):
+        if not any(isinstance(hook, _RefusedCall) for hook in module._forward_pre_hooks.values()):
+            module.register_forward_pre_hook(_RefusedCall(name, ranks))
+
+
+def allow_calls(model: nn.Module) -> None:
+    """Ends what `refuse_calls` began, wherever it did."""
+    for module in model.modules():
+        drop_hooks(module, lambda hook: isinstance(hook, _RefusedCall))
+
+
+def _holders(model: nn.Module) -> Iterator[tuple[nn.Module, str, int]]:
+    """Yields the modules that hold parts, each with the name of one of them and over how many ranks it is spread."""
     for path, module in model.named_modules():
         parts = ((name, part_of(one)) for name, one in module.named_parameters(path, recurse=False))
         found = next(((name, part) for name, part in parts if part is not None), None)
-        if found is not None and not any(isinstance(hook, _Refusal) for hook in module._state_dict_hooks.values()):
+        if found is not None:
             name, (shard, _) = found
-            module.register_state_dict_post_hook(_Refusal(name, shard.ranks))
+            yield module, name, shard.ranks
 
 
 def state_of(model: nn.Module, *, keep_vars: bool = False) -> dict[str, Any]:
@@ -70,8 +92,25 @@ class _Refusal:
             _refuse(self._name, self._ranks)
 
 
+class _RefusedCall:
+    """The hook of one module."""
+
+    def __init__(self, name: str, ranks: int) -> None:
+        self._name, self._ranks = name, ranks
+
+    def __call__(self, *_: Any) -> NoReturn:
+        raise MissingWeightsError(
+            f"{_spread(self._name, self._ranks)}, but the engine that puts together what the ranks compute is closed, "
+            "or gone. Call the model before engine.close(), and keep the engine or trainer as long as it is used; or "
+            "load what trainer.save_model() has written, which is whole"
+        )
+
+
 def _refuse(name: str, ranks: int, *_: Any) -> NoReturn:
     raise MissingWeightsError(
-        f"{name} is spread over the {ranks} ranks of a tensor-parallel group, and this process has a part of it, so "
-        f"the model can be neither copied nor saved by itself. {INSTEAD}"
+        f"{_spread(name, ranks)}, so the model can be neither copied nor saved by itself. {INSTEAD}"
     )
+
+
+def _spread(name: str, ranks: int) -> str:
+    return f"{name} is spread over the {ranks} ranks of a tensor-parallel group, and this process has a part of it"

@@ -124,6 +124,31 @@ def test_a_part_of_a_model_is_neither_copied_nor_saved(ranks: RankPool, tmp_path
     assert not list(tmp_path.glob("*.safetensors"))
 
 
+def called_late(layout: dict[str, Any]) -> tuple[list[float], list[str]]:
+    """Returns losses with an engine, and with another one when that is closed; and what calls say in between."""
+    model = models.build(models.gpt2_config(), dtype=torch.float64)
+    config = ParallelConfig(segments=1, micro_batches=2, **layout)
+    engine = Engine(model, config, example=batch(2))
+    losses, said = [engine.evaluate(batch(4)).item(), model(**batch(4)).loss.item()], []
+    engine.close()
+    for call in (lambda: model(**batch(4)), lambda: model.transformer.h[0].mlp(torch.zeros(1, 1, 16).double())):
+        with pytest.raises(MissingWeightsError) as told:
+            call()
+        said.append(str(told.value))
+    other = Engine(model, config, example=batch(2))
+    losses += [other.evaluate(batch(4)).item(), model(**batch(4)).loss.item()]
+    other.close()
+    return losses, said
+
+
+def test_parts_that_nobody_puts_together_are_not_computed_with(ranks: RankPool) -> None:
+    """After `engine.close()` blocks with parts of weights would return sums of a part, which look like results."""
+    for losses, said in ranks.run(called_late, 2, {"tp": 2}):
+        assert losses[2:] == pytest.approx(losses[:2], abs=1e-12)
+        for text in said:
+            assert "is spread over the 2 ranks" in text and "Call the model before engine.close()" in text
+
+
 def take_turns(first: dict[str, Any], second: dict[str, Any], how: str) -> tuple[list[float], list[float]]:
     """Trains and evaluates with two engines in turn, and with one alone; returns the losses of both."""
     outcomes = []

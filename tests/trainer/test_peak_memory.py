@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,6 +20,7 @@ def said(monkeypatch: pytest.MonkeyPatch, peaks: list[float] | None) -> list[str
         memory=SimpleNamespace(peak=1e6),
         topology=SimpleNamespace(rank=0),
         world=SimpleNamespace(gather=lambda value: gathered),
+        supervise=lambda doing, meets: contextlib.nullcontext(),
     )
     peak_memory.say_peaks(engine)
     return lines

@@ -82,3 +82,12 @@ def test_a_busy_process_keeps_the_others_waiting(ranks: RankPool, tmp_path: Path
     job = Job(str(tmp_path), arguments={"ddp_timeout": 120}, variant=jobs.Busy())
     for outcome in ranks.run(jobs.impatient, 2, job, {"pp": 2}):
         assert len(outcome.column("loss")) == 4
+
+
+@pytest.mark.rotating
+def test_a_process_that_is_late_for_the_end_is_named(ranks: RankPool, tmp_path: Path) -> None:
+    """The others wait for it to compare their memory, and it is not they who failed."""
+    job = Job(str(tmp_path), arguments={"ddp_timeout": 3, "save_strategy": "no"}, variant=jobs.Lingering())
+    for text in ranks.run(jobs.failure, 2, job, {"pp": 2}):
+        assert text.startswith("rank 0 (replica 0, stage 0) does not come in time"), text
+        assert "Noticed by rank 1 (replica 0, stage 1) in comparing the memory of all ranks" in text

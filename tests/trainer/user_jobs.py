@@ -13,6 +13,7 @@ import transformers
 
 import fold3d
 from fold3d import config
+from fold3d.errors import RankError
 from tests.trainer.jobs import Job, Outcome, Variant, run_fold3d, stock_arguments, trainer_arguments
 from tests.trainer.sync_jobs import Warnings, weights_of
 
@@ -181,3 +182,25 @@ def impatient(job: Job, layout: dict[str, Any]) -> Outcome:
         return run_fold3d(job, layout)
     finally:
         config.DEFAULT_COMM_TIMEOUT = default
+
+
+class Lingers(transformers.TrainerCallback):  # type: ignore[misc]
+    """Process 0 has something to do when the training has ended."""
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **named: Any) -> None:
+        if args.process_index == 0:
+            time.sleep(8.0)
+
+
+class Lingering(Variant):
+    def arguments(self, named: dict[str, Any]) -> dict[str, Any]:
+        return named | {"callbacks": [Lingers()]}
+
+
+def failure(job: Job, layout: dict[str, Any]) -> str:
+    """Returns what a training that fails on every process raises."""
+    try:
+        run_fold3d(job, layout)
+    except RankError as error:
+        return str(error)
+    return "nothing"

@@ -45,7 +45,8 @@ def say_peaks(engine: Engine) -> None:
 
     Silent on one process, whose peak is in the logs.
     """
-    peaks = engine.world.gather((float(engine.memory.peak), engine.topology.rank))
+    with engine.supervise("comparing the memory of all ranks", meets=True):
+        peaks = engine.world.gather((float(engine.memory.peak), engine.topology.rank))
     if peaks is None or len(peaks) == 1:
         return
     fullest = sorted(peaks, key=lambda one: (-one[0], one[1]))
