@@ -170,7 +170,6 @@ class RankModel:
         refuse_states(model)
         _move(model, device)
         self._late: LateRegion | None = None
-        self._is_cut = strategy.num_chunks > 1
         self._undo: list[Callable[[], None]] = []
         self._checkpoints: Checkpoints | None = None
         if sharding is not None and sharding.tp > 1:
@@ -206,7 +205,7 @@ class RankModel:
             allow_calls(self.model)
             if self._late is not None:
                 plan = self.parts.plan
-                self._undo.append(install(self.model, plan, self.parts.rank, self._late, is_cut=self._is_cut))
+                self._undo.append(install(self.model, plan, self.parts.rank, self._late))
                 self._undo.append(install_vocabulary(self.model, plan.vocabulary, self._late))
             if self._compile is not None:
                 self._undo.append(self._compile())

@@ -29,9 +29,7 @@ from fold3d.tensor_parallel.slices import gather_part, indices_of, replace_argum
 from fold3d.trace.wrappers import replace_attributes, wrap
 
 
-def install(
-    model: nn.Module, plan: ShardingPlan, rank: int, ops: RegionOps, *, is_cut: bool = False
-) -> Callable[[], None]:
+def install(model: nn.Module, plan: ShardingPlan, rank: int, ops: RegionOps) -> Callable[[], None]:
     """Makes the model's blocks compute what `rank` has of them, and returns what undoes it.
 
     Parameters may be sliced (`Shard.take`) before or after: their values and shapes are read in each forward. It comes
@@ -41,7 +39,6 @@ def install(
     Args:
         rank: place in the tensor-parallel group, 0 .. tp-1.
         ops: the group; its calls are made in the order of the blocks' own code.
-        is_cut: whether the model runs in chunks.
     Raises: AttributeError when the model has other modules than the plan's.
     """
     undo: list[Callable[[], None]] = []
@@ -54,8 +51,7 @@ def install(
             if parted is not None:
                 if parted.begins:
                     length = SequenceLength(ops.size, rank)
-                sequence = BlockSequence(block, parted, length, ops, calls, is_cut=is_cut)
-                parts.append(sequence.returned)
+                sequence = BlockSequence(block, parted, length, ops, calls)
             undo.append(install_block(block, split, rank, ops, calls, sequence))
             inner = InnerParts(block, name, rank, ops, sequence)
             undo += [inner.watch(one) for one in (split if parted is None else parted).inner]
@@ -92,8 +88,7 @@ def install_block(
             undo += made.group(number, group)
         if sequence is not None:
             undo += [sequence.gather(one, made.linear_entries) for one in sequence.split.gathers]
-            if sequence.split.begins:
-                undo.append(sequence.watch())
+            undo += sequence.watch()
         undo.append(made.block())
     except BaseException:
         _undo_all(undo)

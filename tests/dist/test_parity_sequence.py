@@ -14,15 +14,18 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
+from torch.optim import SGD
 
 import fold3d
+from fold3d.engine.engine import Engine
 from fold3d.errors import RankError
 from fold3d.tensor_parallel.results.lazy_whole import LazyWhole
 from tests.dist import parity_jobs
 from tests.dist.parity_cases import Case
 from tests.dist.parity_checks import TOLERANCE, assert_all_names, assert_equal, assert_ranks_agree
 from tests.helpers.ranks import RankPool
+from tests.splitting.models import Attention
 
 reference = functools.cache(parity_jobs.train_alone)
 Shared = functools.partial(Case, sequence_parallel=True)
@@ -130,7 +133,6 @@ def test_three_parts_of_a_micro_batch_take_turns(ranks: RankPool, case: Case) ->
 def look(case: Case) -> dict[str, Any]:
     """What blocks hand to each other, what hooks see of it, and what the model returns of it."""
     model = parity_jobs.build(case)
-    engine = parity_jobs.engine_of(case, model)
     seen: dict[str, Any] = {"between": [], "hooks": []}
 
     def hook(block: nn.Module, args: Any, output: Any) -> None:
@@ -139,7 +141,11 @@ def look(case: Case) -> dict[str, Any]:
         seen["hooks"].append(state.shape)
 
     blocks = next(module for module in model.modules() if isinstance(module, nn.ModuleList))
-    hooks = [block.register_forward_hook(hook) for block in blocks]
+    hooks = [block.register_forward_hook(hook) for block in blocks[::2]]
+    engine = parity_jobs.engine_of(case, model)
+    hooks += [block.register_forward_hook(hook) for block in blocks[1::2]]
+    for shapes in seen.values():
+        shapes.clear()
     try:
         with parity_jobs.precision(case), torch.no_grad():
             batch = parity_jobs.batch_of(engine, case, 0)
@@ -162,6 +168,62 @@ def test_parts_between_blocks_are_whole_where_the_model_returns_them(ranks: Rank
         assert hooked == [9] * case.layers
         for state, expected in zip(seen["states"], alone["states"], strict=True):
             torch.testing.assert_close(state, expected, rtol=0, atol=1e-10)
+
+
+class Weighing(nn.Module):
+    """`ask`: what its own code does with the hidden states between its blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.head = nn.Embedding(32, 16), nn.Linear(16, 32)
+        self.layers = nn.ModuleList(Attention() for _ in range(4))
+
+    def forward(self, tokens: Tensor, ask: str = "") -> dict[str, Any]:
+        x = self.tokens(tokens)
+        for layer in self.layers:
+            x, _ = layer(x)
+            if ask == "weigh":
+                x = x * x.mean(1, keepdim=True).sigmoid()
+            elif ask == "write":
+                x[:, 0] = 0.0
+            elif ask == "scale":
+                x.mul_(x.amax().detach().tanh())
+        logits = self.head(x)
+        return {"loss": nn.functional.cross_entropy(logits.flatten(0, 1), tokens.flatten()), "logits": logits}
+
+
+def weigh(ask: str, layout: dict[str, Any]) -> list[float]:
+    """Returns the losses of steps and evaluations, recorded without and then with what the model is asked for."""
+    torch.manual_seed(0)
+    model = Weighing().double()
+    config = fold3d.ParallelConfig(micro_batches=2, **layout)
+    tokens = torch.arange(2 * 2 * 7).view(4, 7) * 5 % 32
+    engine = Engine(model, config, example={"tokens": tokens[:2]}, optimizer=functools.partial(SGD, lr=0.1))
+    asked = {"tokens": tokens, "ask": ask}
+    losses = [
+        engine.step({"tokens": tokens}).loss,
+        engine.step(asked).loss,
+        engine.evaluate(asked),
+        engine.step(asked).loss,
+    ]
+    assert "tp" not in layout or engine._built().cut.parts.plan.sequence
+    engine.close()
+    return [float(loss) for loss in losses]
+
+
+ASKED = [
+    *((ask, {"segments": 1}) for ask in ("weigh", "write", "scale")),  # a model that is cut refuses what writes
+    *(("weigh", cut) for cut in ({"segments": 2}, {"pp": 2}, {"pp": 2, "segments": 2})),
+]
+
+
+@pytest.mark.parametrize(("ask", "cut"), ASKED, ids=str)
+def test_code_between_blocks_that_reads_only_when_asked(ranks: RankPool, ask: str, cut: dict[str, Any]) -> None:
+    """Nothing said so when the model was recorded, and its blocks were given parts of hidden states."""
+    layout = {"tp": 2, "sequence_parallel": True, **cut}
+    expected = weigh(ask, {"segments": 1})
+    for losses in ranks.run(weigh, 2 * cut.get("pp", 1), ask, layout, timeout=100.0):
+        assert losses == pytest.approx(expected, abs=1e-10)
 
 
 def refuse(case: Case) -> str:

@@ -244,3 +244,26 @@ def build(name: str) -> Tiny:
     outer = [key for key in lists if not any(key.startswith(f"{other}.") for other in lists)]
     blocks = [f"{key}.{number}" for key in outer for number in range(len(model.get_submodule(key)))]
     return Tiny(model, batch, blocks)
+
+
+class _Heads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key, self.value, self.out = (nn.Linear(16, 16) for _ in range(4))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        q, k, v = (f(x).unflatten(-1, (-1, 4)).transpose(1, 2) for f in (self.query, self.key, self.value))
+        weights = (q @ k.mT / 2).softmax(-1)
+        return self.out((weights @ v).transpose(1, 2).flatten(2)), weights
+
+
+class Attention(nn.Module):
+    """A block that returns its attention weights beside its hidden state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.heads = nn.LayerNorm(16), _Heads()
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        added, weights = self.heads(self.norm(x))
+        return x + added, weights

@@ -16,7 +16,7 @@ from fold3d.sharding.plan import ShardingPlan
 from fold3d.splitting import plan_sharding, remembered
 from fold3d.splitting.proving.runs import Runs
 from fold3d.trace.capture import trace_call
-from tests.splitting.models import Tiny, build
+from tests.splitting.models import Attention, Tiny, build
 from tests.splitting.shared import compare
 
 ATTENTIONS = (
@@ -148,29 +148,6 @@ class _Output:
     seen: tuple[Tensor, ...]
 
 
-class _Heads(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.query, self.key, self.value, self.out = (nn.Linear(16, 16) for _ in range(4))
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        q, k, v = (f(x).unflatten(-1, (-1, 4)).transpose(1, 2) for f in (self.query, self.key, self.value))
-        weights = (q @ k.mT / 2).softmax(-1)
-        return self.out((weights @ v).transpose(1, 2).flatten(2)), weights
-
-
-class _Attention(nn.Module):
-    """A block that returns its attention weights beside its hidden state."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.heads = nn.LayerNorm(16), _Heads()
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        added, weights = self.heads(self.norm(x))
-        return x + added, weights
-
-
 USES: dict[str, Callable[[list[Tensor], Tensor], Any]] = {
     "a loss of the first head": lambda seen, x: {"loss": x.square().mean() + sum(w[:, 0].std() for w in seen)},
     "means over heads": lambda seen, x: {"logits": x, "means": [w.mean(1) for w in seen]},
@@ -185,7 +162,7 @@ USES: dict[str, Callable[[list[Tensor], Tensor], Any]] = {
 class _Attending(nn.Module):
     def __init__(self, use: str) -> None:
         super().__init__()
-        self.layers, self._use = nn.ModuleList(_Attention() for _ in range(2)), use
+        self.layers, self._use = nn.ModuleList(Attention() for _ in range(2)), use
 
     def forward(self, x: Tensor) -> Any:
         seen: list[Tensor] = []
@@ -226,7 +203,7 @@ class _Telling(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(_Attention() for _ in range(3))
+        self.layers = nn.ModuleList(Attention() for _ in range(3))
 
     def forward(self, x: Tensor, ask: str = "", shifted: bool = False) -> Any:
         seen: list[Tensor] = []

@@ -34,26 +34,34 @@ class LazyWhole(Tensor):
     """
 
     _put_together: PutTogether
-    _made: dict[bool, Tensor]
+    _made: tuple[Tensor, int | None] | None
 
     @classmethod
     def of(cls, part: Tensor, put_together: PutTogether) -> LazyWhole:
         """Returns what stands for the whole of `part`."""
         lazy = part.as_subclass(cls)
-        lazy._put_together, lazy._made = put_together, {}
+        lazy._put_together, lazy._made = put_together, None
         return lazy
 
     def whole(self) -> Tensor:
-        """Returns the whole; all ranks call."""
-        grad = torch.is_grad_enabled()
-        if grad not in self._made:
-            self._made[grad] = self._put_together(self.part())
-        return self._made[grad]
+        """Returns the whole, always the same one; all ranks call."""
+        if self._made is None:
+            with torch.enable_grad():  # who reads it next may want gradients
+                whole = self._put_together(self.part())
+            self._made = whole, _version(whole)
+        return self._made[0]
 
     def part(self) -> Tensor:
         """Returns this rank's part, as a plain tensor."""
         with torch._C.DisableTorchFunctionSubclass():
             return self.as_subclass(Tensor)
+
+    def latest(self) -> Tensor:
+        """Returns this rank's part, or the whole where somebody may have written to that."""
+        if self._made is None:
+            return self.part()
+        whole, version = self._made
+        return whole if version is None or whole._version != version else self.part()
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -66,3 +74,13 @@ class LazyWhole(Tensor):
                     return args[0]
         args, kwargs = tree_map_only(LazyWhole, LazyWhole.whole, (args, kwargs or {}))
         return func(*args, **kwargs)
+
+
+def plain_parts(tree: Any) -> Any:
+    """Returns `tree` with this rank's parts in the place of what stands for the whole."""
+    return tree_map_only(LazyWhole, LazyWhole.part, tree)
+
+
+def _version(whole: Tensor) -> int | None:
+    """Returns a number that changes when somebody writes to the tensor; None where there is none."""
+    return None if whole.is_inference() else whole._version

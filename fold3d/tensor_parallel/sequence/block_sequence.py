@@ -17,7 +17,6 @@ from fold3d.tensor_parallel.fused.linear import factor, is_fusable
 from fold3d.tensor_parallel.fused.ops import FusedOps
 from fold3d.tensor_parallel.region import RegionOps
 from fold3d.tensor_parallel.results.lazy_whole import LazyWhole
-from fold3d.tensor_parallel.results.parts import Parts
 from fold3d.tensor_parallel.sequence.exchange import Exchange
 from fold3d.tensor_parallel.sequence.length import SequenceLength
 from fold3d.tensor_parallel.sequence.rows_random import RowsRandom
@@ -35,23 +34,23 @@ class BlockSequence:
         length: SequenceLength,
         ops: RegionOps,
         calls: BlockCalls,
-        *,
-        is_cut: bool = False,
     ) -> None:
-        """Args:
-        is_cut: whether the model is: what travels between its chunks are parts, which nobody reads there.
-        """
-        self.split, self._is_cut = split, is_cut
-        self.returned = Parts()
-        """Of the hidden state."""
+        self.split = split
         self._block, self._length, self._ops, self._calls = block, length, ops, calls
         self._dropouts = [module for module in block.modules() if isinstance(module, nn.modules.dropout._DropoutNd)]
         self._draws: tuple[list[float], bool] | None = None  # with these chances: whether anything is drawn outside
 
-    def watch(self) -> Callable[[], None]:
-        """Notes before each call of the block how long the whole sequence is; returns what ends that. Also where
-        something stands in for the block's own forward, as on another stage."""
-        return self._block.register_forward_pre_hook(_Watch(self), with_kwargs=True).remove
+    def watch(self) -> Iterator[Callable[[], None]]:
+        """Notes before each call of the first block how long the whole sequence is; has each but the last return what
+        stands for the whole hidden state, of which later blocks take the part. Also where something stands in for the
+        block's own forward, as on another stage, whose code around the blocks may read it.
+
+        Yields what ends that.
+        """
+        if self.split.begins:
+            yield self._block.register_forward_pre_hook(_Begin(self), with_kwargs=True).remove
+        if not self.split.ends:
+            yield self._block.register_forward_hook(_HandOn(self), prepend=True).remove  # before those of users
 
     def begin(self, args: Any, kwargs: Any) -> None:
         """The block, the first of those that hand parts to each other, is called with a whole hidden state."""
@@ -68,7 +67,7 @@ class BlockSequence:
         dim, begins = self.split.dim, self.split.begins
 
         def given(x: Tensor) -> Tensor:
-            x = x.part() if isinstance(x, LazyWhole) else x
+            x = x.latest() if isinstance(x, LazyWhole) else x
             length = x.shape[dim] if begins else self._length.of(x.shape[dim], given=x)
             call.begin(x.shape[0], length)
             first, end = even_part(length, self._ops.size, self._ops.rank)
@@ -78,19 +77,16 @@ class BlockSequence:
         return replace_argument(args, kwargs, self.split.hidden, given)
 
     def collect(self, output: Any) -> Any:
-        """Returns the block's result as the next one takes it."""
-        if self.split.ends:
-            return replace_leaf(output, self.split.result, self.whole)
+        """Returns the block's result, that of the last one with the whole hidden state."""
+        return replace_leaf(output, self.split.result, self.whole) if self.split.ends else output
 
-        def note(x: Tensor) -> Tensor:
-            if torch._C._current_graph_task_id() != -1:  # computed again: for the gradients of the part
-                return x
-            if not self._is_cut:
-                return LazyWhole.of(x, self.whole)
-            self.returned.note(x, self.whole)
-            return x
+    def hand_on(self, output: Any) -> Any:
+        """Returns the block's result as the model's code and later blocks take it."""
 
-        return replace_leaf(output, self.split.result, note)
+        def lazily(part: Tensor) -> Tensor:
+            return LazyWhole.of(part, self.whole)
+
+        return replace_leaf(output, self.split.result, lazily)
 
     def whole(self, part: Tensor) -> Tensor:
         """Returns the whole of which each rank has a part; its gradient is the same on each."""
@@ -191,18 +187,26 @@ class BlockSequence:
         return self._length.of(rows, known=length), samples
 
 
-class _Watch:
-    """The hook of one block. That of a copy of it, deep or pickled, watches nothing."""
+class _Hook:
+    """Of one block. That of a copy of it, deep or pickled, does nothing."""
 
     def __init__(self, sequence: BlockSequence | None) -> None:
-        self._sequence = sequence
+        self.sequence = sequence
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _Watch, (None,)
+        return type(self), (None,)
 
+
+class _Begin(_Hook):
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._sequence is not None:
-            self._sequence.begin(args, kwargs)
+        if self.sequence is not None:
+            self.sequence.begin(args, kwargs)
+
+
+class _HandOn(_Hook):
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        is_again = torch._C._current_graph_task_id() != -1  # in backward: for the gradients of the part
+        return None if self.sequence is None or is_again else self.sequence.hand_on(output)
 
 
 def _unfolded(x: Tensor, rows: int, samples: int | None = None) -> Tensor:
