@@ -42,7 +42,7 @@ from fold3d.stage.micro_batch import Inputs, ModelCall, split_batch
 from fold3d.topology import Topology
 from fold3d.trace import Trace
 from fold3d.trace.example import is_transformers_model
-from fold3d.weights.part_marks import allow_calls
+from fold3d.weights.part_marks import calls_allowed
 from fold3d.weights.parts import Parts
 
 
@@ -143,9 +143,9 @@ class Engine(state.WholeState):
 
     def _build(self, example: Mapping[str, Any] | None, call: ModelCall | None = None) -> None:
         self._take_turn()
-        allow_calls(self.model)  # its weights may be parts that an engine has left
-        cut = self._cut = cut_model(self._order, self.world, example, call)
-        self._connect(cut)
+        with calls_allowed(self.model):  # its weights may be parts that an engine has left
+            cut = self._cut = cut_model(self._order, self.world, example, call)
+            self._connect(cut)
         rank = self._rank
         assert rank is not None
         self.planned_memory = None if cut.planned is None else cut.planned[1].memory_bytes

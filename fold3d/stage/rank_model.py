@@ -202,8 +202,8 @@ class RankModel:
         """The model is about to run, perhaps after another engine used it: puts what shards do on it, inside of what a
         chunk does differently, which its next run puts back."""
         if not self._undo:
-            allow_calls(self.model)
             if self._late is not None:
+                allow_calls(self.model)
                 plan = self.parts.plan
                 self._undo.append(install(self.model, plan, self.parts.rank, self._late))
                 self._undo.append(install_vocabulary(self.model, plan.vocabulary, self._late))

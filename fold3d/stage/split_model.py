@@ -345,7 +345,7 @@ class SplitModel:
                     if index >= run.lo:
                         run.begin_block(borders.begin(index))
                         output = execute(*args, **kwargs)
-                        cargo.note(name, call, output, structure)
+                        cargo.note(name, call, plain_parts(output), structure)
                     else:
                         args, kwargs = plain_parts((args, kwargs))
                         # C++ skips no block while hooks keep what is saved, as where activations leave.

@@ -192,7 +192,7 @@ class _Installer:
                 for one in split.outputs:
                     gather = partial(_gather, one=one, rank=rank, ops=ops, sliced=sliced)
                     output = replace_leaf(output, one.path, gather)
-                return output if sequence is None else sequence.collect(output)
+                return output if sequence is None else sequence.hand_on(output)
             finally:
                 calls.end(begun)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from functools import partial
@@ -49,8 +50,8 @@ def refuse_states(model: nn.Module) -> None:
 
 
 def refuse_calls(model: nn.Module) -> None:
-    """Has a call of the model, and of its modules that hold parts, raise MissingWeightsError: what ranks compute of
-    parts is put together no longer, and may look like a result of the whole."""
+    """Has modules that hold parts, when they are called, raise MissingWeightsError: what ranks compute of parts is put
+    together no longer, and may look like a result of the whole."""
     for module, name, ranks in _holders(model):
         if not any(isinstance(hook, _RefusedCall) for hook in module._forward_pre_hooks.values()):
             module.register_forward_pre_hook(_RefusedCall(name, ranks))
@@ -60,6 +61,17 @@ def allow_calls(model: nn.Module) -> None:
     """Ends what `refuse_calls` began, wherever it did."""
     for module in model.modules():
         drop_hooks(module, lambda hook: isinstance(hook, _RefusedCall))
+
+
+@contextlib.contextmanager
+def calls_allowed(model: nn.Module) -> Iterator[None]:
+    """Allows calls from now on, unless the body raises."""
+    allow_calls(model)
+    try:
+        yield
+    except BaseException:
+        refuse_calls(model)
+        raise
 
 
 def _holders(model: nn.Module) -> Iterator[tuple[nn.Module, str, int]]:

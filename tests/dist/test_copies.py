@@ -131,6 +131,8 @@ def called_late(layout: dict[str, Any]) -> tuple[list[float], list[str]]:
     engine = Engine(model, config, example=batch(2))
     losses, said = [engine.evaluate(batch(4)).item(), model(**batch(4)).loss.item()], []
     engine.close()
+    with pytest.raises(ConfigError, match="segments"):  # and leaves the model as it found it
+        Engine(model, ParallelConfig(segments=9, micro_batches=2, **layout), example=batch(2))
     for call in (lambda: model(**batch(4)), lambda: model.transformer.h[0].mlp(torch.zeros(1, 1, 16).double())):
         with pytest.raises(MissingWeightsError) as told:
             call()

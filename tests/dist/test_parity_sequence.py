@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import SGD
+from torch.utils.checkpoint import checkpoint
 
 import fold3d
 from fold3d.engine.engine import Engine
@@ -173,29 +174,34 @@ def test_parts_between_blocks_are_whole_where_the_model_returns_them(ranks: Rank
 class Weighing(nn.Module):
     """`ask`: what its own code does with the hidden states between its blocks."""
 
-    def __init__(self) -> None:
+    def __init__(self, reentrant: bool | None = None) -> None:
         super().__init__()
+        self.reentrant = reentrant
         self.tokens, self.head = nn.Embedding(32, 16), nn.Linear(16, 32)
         self.layers = nn.ModuleList(Attention() for _ in range(4))
 
     def forward(self, tokens: Tensor, ask: str = "") -> dict[str, Any]:
         x = self.tokens(tokens)
         for layer in self.layers:
-            x, _ = layer(x)
+            x, _ = checkpoint(layer, x, use_reentrant=self.reentrant) if self.reentrant is not None else layer(x)
             if ask == "weigh":
                 x = x * x.mean(1, keepdim=True).sigmoid()
             elif ask == "write":
                 x[:, 0] = 0.0
             elif ask == "scale":
                 x.mul_(x.amax().detach().tanh())
+            elif ask == "data":
+                x.data[:, 0] = 0.0
+            elif ask == "hook" and x.requires_grad:
+                x.register_hook(lambda gradient: gradient * 0.5)
         logits = self.head(x)
         return {"loss": nn.functional.cross_entropy(logits.flatten(0, 1), tokens.flatten()), "logits": logits}
 
 
-def weigh(ask: str, layout: dict[str, Any]) -> list[float]:
+def weigh(ask: str, layout: dict[str, Any], reentrant: bool | None = None) -> list[float]:
     """Returns the losses of steps and evaluations, recorded without and then with what the model is asked for."""
     torch.manual_seed(0)
-    model = Weighing().double()
+    model = Weighing(reentrant).double()
     config = fold3d.ParallelConfig(micro_batches=2, **layout)
     tokens = torch.arange(2 * 2 * 7).view(4, 7) * 5 % 32
     engine = Engine(model, config, example={"tokens": tokens[:2]}, optimizer=functools.partial(SGD, lr=0.1))
@@ -212,7 +218,8 @@ def weigh(ask: str, layout: dict[str, Any]) -> list[float]:
 
 
 ASKED = [
-    *((ask, {"segments": 1}) for ask in ("weigh", "write", "scale")),  # a model that is cut refuses what writes
+    *((ask, {"segments": 1}) for ask in ("weigh", "write", "scale", "data")),  # a model that is cut refuses what writes
+    *(("hook", {"segments": 1, "recompute": recompute}) for recompute in (False, True)),
     *(("weigh", cut) for cut in ({"segments": 2}, {"pp": 2}, {"pp": 2, "segments": 2})),
 ]
 
@@ -224,6 +231,35 @@ def test_code_between_blocks_that_reads_only_when_asked(ranks: RankPool, ask: st
     expected = weigh(ask, {"segments": 1})
     for losses in ranks.run(weigh, 2 * cut.get("pp", 1), ask, layout, timeout=100.0):
         assert losses == pytest.approx(expected, abs=1e-10)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpoints_of_the_model_around_its_blocks(ranks: RankPool, reentrant: bool) -> None:
+    expected = weigh("", {"segments": 1}, reentrant)
+    for losses in ranks.run(
+        weigh, 2, "", {"tp": 2, "sequence_parallel": True, "segments": 1}, reentrant, timeout=100.0
+    ):
+        assert losses == pytest.approx(expected, abs=1e-10)
+
+
+def keep(layout: dict[str, Any]) -> list[float]:
+    """Reads a hidden state that a hook has kept, when a longer batch has run."""
+    torch.manual_seed(0)
+    model, kept = Weighing().double(), list[Tensor]()
+    tokens = torch.arange(16).view(2, 8)
+    engine = Engine(model, fold3d.ParallelConfig(**layout), example={"tokens": tokens})
+    model.layers[1].register_forward_hook(lambda module, args, output: kept.append(output[0]), prepend=True)
+    for length in (7, 8):
+        engine.evaluate({"tokens": tokens[:, :length]})
+    sums = [float(state.square().sum()) for state in kept]
+    engine.close()
+    return sums
+
+
+def test_a_hidden_state_that_is_kept_has_its_own_length(ranks: RankPool) -> None:
+    expected = keep({"segments": 1})
+    for sums in ranks.run(keep, 2, {"tp": 2, "sequence_parallel": True, "segments": 1}, timeout=100.0):
+        assert sums == pytest.approx(expected, abs=1e-10)
 
 
 def refuse(case: Case) -> str:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
+from torch.utils.checkpoint import detach_variable
 
 from fold3d.tensor_parallel.results.parts import PutTogether
 
@@ -34,7 +36,7 @@ class LazyWhole(Tensor):
     """
 
     _put_together: PutTogether
-    _made: tuple[Tensor, int | None] | None
+    _made: Tensor | None
 
     @classmethod
     def of(cls, part: Tensor, put_together: PutTogether) -> LazyWhole:
@@ -47,9 +49,8 @@ class LazyWhole(Tensor):
         """Returns the whole, always the same one; all ranks call."""
         if self._made is None:
             with torch.enable_grad():  # who reads it next may want gradients
-                whole = self._put_together(self.part())
-            self._made = whole, _version(whole)
-        return self._made[0]
+                self._made = self._put_together(self.part())
+        return self._made
 
     def part(self) -> Tensor:
         """Returns this rank's part, as a plain tensor."""
@@ -57,11 +58,9 @@ class LazyWhole(Tensor):
             return self.as_subclass(Tensor)
 
     def latest(self) -> Tensor:
-        """Returns this rank's part, or the whole where somebody may have written to that."""
-        if self._made is None:
-            return self.part()
-        whole, version = self._made
-        return whole if version is None or whole._version != version else self.part()
+        """Returns this rank's part, or the whole where there is one: somebody may have written to it, or have put a
+        hook on its gradient."""
+        return self.part() if self._made is None else self._made
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -72,6 +71,8 @@ class LazyWhole(Tensor):
             with torch._C.DisableTorchFunctionSubclass():
                 if func(*args, **(kwargs or {})) is args[0]:
                     return args[0]
+        if func is Tensor.detach and sys._getframe(1).f_code is detach_variable.__code__:  # of a reentrant checkpoint
+            return args[0].latest().detach()
         args, kwargs = tree_map_only(LazyWhole, LazyWhole.whole, (args, kwargs or {}))
         return func(*args, **kwargs)
 
@@ -79,8 +80,3 @@ class LazyWhole(Tensor):
 def plain_parts(tree: Any) -> Any:
     """Returns `tree` with this rank's parts in the place of what stands for the whole."""
     return tree_map_only(LazyWhole, LazyWhole.part, tree)
-
-
-def _version(whole: Tensor) -> int | None:
-    """Returns a number that changes when somebody writes to the tensor; None where there is none."""
-    return None if whole.is_inference() else whole._version

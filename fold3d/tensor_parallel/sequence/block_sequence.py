@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Collection, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -41,9 +42,9 @@ class BlockSequence:
         self._draws: tuple[list[float], bool] | None = None  # with these chances: whether anything is drawn outside
 
     def watch(self) -> Iterator[Callable[[], None]]:
-        """Notes before each call of the first block how long the whole sequence is; has each but the last return what
-        stands for the whole hidden state, of which later blocks take the part. Also where something stands in for the
-        block's own forward, as on another stage, whose code around the blocks may read it.
+        """Does what there is to do also where something stands in for the block's own forward, as on another stage:
+        before each call of the first block it is noted how long the whole sequence is, and what each but the last
+        returns is handed on.
 
         Yields what ends that.
         """
@@ -76,15 +77,19 @@ class BlockSequence:
 
         return replace_argument(args, kwargs, self.split.hidden, given)
 
-    def collect(self, output: Any) -> Any:
-        """Returns the block's result, that of the last one with the whole hidden state."""
-        return replace_leaf(output, self.split.result, self.whole) if self.split.ends else output
-
     def hand_on(self, output: Any) -> Any:
-        """Returns the block's result as the model's code and later blocks take it."""
+        """Returns the block's result as the model's code and later blocks take it: that of the last one has the whole
+        hidden state, that of others what stands for it, unless it does already."""
+        if self.split.ends:
+            return replace_leaf(output, self.split.result, self.whole)
+        if torch._C._current_graph_task_id() != -1:  # computed again, for the gradients of the part
+            return output
 
         def lazily(part: Tensor) -> Tensor:
-            return LazyWhole.of(part, self.whole)
+            if isinstance(part, LazyWhole):
+                return part
+            length = self._length.of()  # now: it may be read when another batch has run
+            return LazyWhole.of(part, partial(self._whole, sums=False, folded=False, length=length))
 
         return replace_leaf(output, self.split.result, lazily)
 
@@ -153,11 +158,13 @@ class BlockSequence:
         *,
         sums: bool,
         folded: bool,
+        length: int | None = None,
         call: BlockCall | None = None,
         readers: Mapping[str, nn.Module] | None = None,
     ) -> Tensor:
-        dim = self.split.dim
-        length, samples = self._known(None if folded else part.shape[dim])
+        dim, samples = self.split.dim, None
+        if length is None:
+            length, samples = self._known(None if folded else part.shape[dim])
         first, end = even_part(length, self._ops.size, self._ops.rank)
         unfolded = _unfolded(part, end - first, samples) if folded else part
         fused = self._ops.fused if readers and all(is_fusable(one, part) for one in readers.values()) else None
@@ -205,8 +212,7 @@ class _Begin(_Hook):
 
 class _HandOn(_Hook):
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        is_again = torch._C._current_graph_task_id() != -1  # in backward: for the gradients of the part
-        return None if self.sequence is None or is_again else self.sequence.hand_on(output)
+        return output if self.sequence is None else self.sequence.hand_on(output)
 
 
 def _unfolded(x: Tensor, rows: int, samples: int | None = None) -> Tensor:
