@@ -62,9 +62,9 @@ class Supervisor:
         Raises: RankError when another rank failed or cannot be reached, else what the body raised. fold3d's own errors
             pass untold: they are raised on every rank by themselves.
         """
-        with (
-            self.progress.during(doing, meets=meets) if self._open else contextlib.nullcontext()
-        ):  # else the body opens it
+        # One that is not open yet is opened by the body.
+        said = self.progress.during(doing, meets=meets) if self._open else contextlib.nullcontext()
+        with said:
             try:
                 yield
             except Fold3dError:

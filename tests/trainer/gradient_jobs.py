@@ -12,9 +12,8 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 
 import fold3d
-from fold3d.errors import ConfigError
 from tests.dist import dp_sync_waits as waits
-from tests.trainer.jobs import Job, Variant, collate, rows, run_fold3d, stock_arguments, trainer_arguments
+from tests.trainer.jobs import Job, Variant, collate, rows, stock_arguments, trainer_arguments
 
 
 def present(model: Module) -> Iterator[tuple[str, Parameter]]:
@@ -106,15 +105,6 @@ class Denies(Changes):
 class Denied(Variant):
     def arguments(self, named: dict[str, Any]) -> dict[str, Any]:
         return named | {"callbacks": [Denies()]}
-
-
-def refused(job: Job, layout: dict[str, Any]) -> str:
-    """Returns the error of a training."""
-    try:
-        run_fold3d(job, layout)
-    except ConfigError as error:
-        return str(error)
-    return "none"
 
 
 class Counts(Variant):

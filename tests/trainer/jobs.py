@@ -189,3 +189,12 @@ def assert_same(ours: Outcome, stock: Outcome, tolerance: float) -> None:
     assert shared in (set(ours.weights), set(stock.weights)) and shared
     for name in shared:
         torch.testing.assert_close(ours.weights[name], stock.weights[name], rtol=0, atol=tolerance, msg=name)
+
+
+def error_of(job: Job, layout: dict[str, Any], kind: type[fold3d.Fold3dError]) -> str:
+    """Returns the text of the error of this kind with which fold3d's training ends."""
+    try:
+        run_fold3d(job, layout)
+    except kind as error:
+        return str(error)
+    return "no error"

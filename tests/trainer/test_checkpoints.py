@@ -24,6 +24,7 @@ from tests.trainer.jobs import (
     Outcome,
     Variant,
     assert_same,
+    error_of,
     run_fold3d,
     run_stock,
     stock_arguments,
@@ -190,14 +191,6 @@ def test_zero1_resumes_what_others_wrote(
     assert_continues(resumed, replace(whole, metrics=resumed.metrics), 1e-10)
 
 
-def resume_and_report(job: Job, layout: dict[str, Any]) -> str:
-    try:
-        run_fold3d(job, layout)
-    except CheckpointError as error:
-        return str(error)
-    return "no error"
-
-
 @pytest.mark.rotating
 @pytest.mark.parametrize("file", ["model.safetensors", "optimizer.pt", "trainer_state.json"])
 @pytest.mark.parametrize("manifest", [True, False])
@@ -210,13 +203,13 @@ def test_cut_short(ranks: RankPool, folded: tuple[Job, Outcome], tmp_path: Path,
     if not manifest:
         (folder / "fold3d.json").unlink()
     damaged = replace(continued(job, tmp_path), resume=str(folder))
-    errors = ranks.run(resume_and_report, 2, damaged, {"pp": 2})
+    errors = ranks.run(error_of, 2, damaged, {"pp": 2}, CheckpointError)
     assert all("cut short" in error and file in error for error in errors), errors
 
 
 def test_resume_needs_a_checkpoint(ranks: RankPool, tmp_path: Path) -> None:
     job = Job(str(tmp_path), resume=str(tmp_path / "checkpoint-9"))
-    errors = ranks.run(resume_and_report, 2, job, {"pp": 2})
+    errors = ranks.run(error_of, 2, job, {"pp": 2}, CheckpointError)
     assert all("checkpoint-9: the folder does not exist" in error for error in errors)
 
 

@@ -13,7 +13,7 @@ import transformers
 from fold3d.errors import Fold3dError
 from tests.helpers.launch import launch
 from tests.helpers.ranks import RankPool
-from tests.trainer.jobs import Job, Variant, run_fold3d
+from tests.trainer.jobs import Job, Variant, error_of, run_fold3d
 
 TIMEOUT = 6.0
 
@@ -32,18 +32,10 @@ class Raises(Variant):
         return Trainer
 
 
-def train_and_report(job: Job, layout: dict[str, Any]) -> str:
-    try:
-        run_fold3d(job, layout)
-    except Fold3dError as error:
-        return str(error)
-    return "no error"
-
-
 def test_an_error_in_compute_loss_reaches_every_rank(ranks: RankPool, tmp_path: Path) -> None:
     arguments = {"save_strategy": "steps", "save_steps": 2}
     job = Job(str(tmp_path), samples=40, arguments=arguments, variant=Raises())
-    errors = ranks.run(train_and_report, 4, job, {"dp": 2, "pp": 2, "comm_timeout": TIMEOUT})
+    errors = ranks.run(error_of, 4, job, {"dp": 2, "pp": 2, "comm_timeout": TIMEOUT}, Fold3dError)
     for error in errors:
         assert "stage 1" in error and "ArithmeticError: the loss went wrong" in error, errors
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-2"]

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from fold3d.errors import ConfigError
 from tests.helpers.ranks import RankPool
 from tests.trainer import gradient_jobs as jobs
-from tests.trainer.jobs import Job, assert_same, collate, model_of, rows, run_fold3d, run_stock
+from tests.trainer.jobs import Job, assert_same, collate, error_of, model_of, rows, run_fold3d, run_stock
 
 ARGUMENTS = {"max_steps": 4, "max_grad_norm": 0.02, "learning_rate": 1e-3}
 LAYOUTS = [
@@ -55,7 +56,7 @@ def test_copies_of_tied_weights_stay_equal(ranks: RankPool, tmp_path: Path, layo
 @pytest.mark.rotating
 def test_a_callback_that_says_it_reads_none_and_does(ranks: RankPool, tmp_path: Path) -> None:
     job = Job(str(tmp_path), arguments=ARGUMENTS, variant=jobs.Denied())
-    for text in ranks.run(jobs.refused, 2, job, {"dp": 2, "dp_sync": "early"}):
+    for text in ranks.run(error_of, 2, job, {"dp": 2, "dp_sync": "early"}, ConfigError):
         assert ".grad was read or changed" in text and "on_pre_optimizer_step" in text, text
 
 

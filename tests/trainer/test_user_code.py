@@ -9,10 +9,11 @@ import pytest
 import torch
 
 import fold3d
+from fold3d.errors import RankError
 from tests.helpers import models
 from tests.helpers.ranks import RankPool
 from tests.trainer import user_jobs as jobs
-from tests.trainer.jobs import Job
+from tests.trainer.jobs import Job, error_of
 
 
 @pytest.mark.rotating
@@ -88,6 +89,6 @@ def test_a_busy_process_keeps_the_others_waiting(ranks: RankPool, tmp_path: Path
 def test_a_process_that_is_late_for_the_end_is_named(ranks: RankPool, tmp_path: Path) -> None:
     """The others wait for it to compare their memory, and it is not they who failed."""
     job = Job(str(tmp_path), arguments={"ddp_timeout": 3, "save_strategy": "no"}, variant=jobs.Lingering())
-    for text in ranks.run(jobs.failure, 2, job, {"pp": 2}):
+    for text in ranks.run(error_of, 2, job, {"pp": 2}, RankError):
         assert text.startswith("rank 0 (replica 0, stage 0) does not come in time"), text
         assert "Noticed by rank 1 (replica 0, stage 1) in comparing the memory of all ranks" in text

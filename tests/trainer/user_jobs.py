@@ -13,7 +13,6 @@ import transformers
 
 import fold3d
 from fold3d import config
-from fold3d.errors import RankError
 from tests.trainer.jobs import Job, Outcome, Variant, run_fold3d, stock_arguments, trainer_arguments
 from tests.trainer.sync_jobs import Warnings, weights_of
 
@@ -195,12 +194,3 @@ class Lingers(transformers.TrainerCallback):  # type: ignore[misc]
 class Lingering(Variant):
     def arguments(self, named: dict[str, Any]) -> dict[str, Any]:
         return named | {"callbacks": [Lingers()]}
-
-
-def failure(job: Job, layout: dict[str, Any]) -> str:
-    """Returns what a training that fails on every process raises."""
-    try:
-        run_fold3d(job, layout)
-    except RankError as error:
-        return str(error)
-    return "nothing"
