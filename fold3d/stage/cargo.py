@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from fold3d.stage.blocks.hooked_modules import BlockRun, show
+from fold3d.tensor_parallel.results.lazy_whole import plain_parts
 from fold3d.trace.errors import SplitError
 from fold3d.trace.model_trace import Trace
 from fold3d.trace.results.crossing import Crossing, Crossings, Value
@@ -55,7 +56,7 @@ class Borders:
         """Shows hooks inside of a block before the chunk what was received of their modules' results, and which of the
         block's arguments, (args, kwargs), these were given."""
         if self._shows[chunk]:
-            show(model, self._trace.hooked[block], cargo.arrived, tree_leaves(arguments))
+            show(model, self._trace.hooked[block], cargo.arrived, tree_leaves(plain_parts(arguments)))
 
     def alike(self, chunk: int, cargo: Cargo) -> tuple[int, Any]:
         """Returns what the last block before the chunk returned, and the first of the blocks for which it can stand."""
@@ -126,7 +127,7 @@ class Cargo:
         if values is None:
             return
         if structure is not None:
-            tensors = structure.flatten(output, module)
+            tensors = structure.flatten(plain_parts(output), module)
         else:
             tensors = [leaf for leaf in tree_flatten(output)[0] if isinstance(leaf, Tensor)]
         for value in values:

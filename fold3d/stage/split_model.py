@@ -34,7 +34,6 @@ from fold3d.stage.cargo import Borders, Cargo
 from fold3d.stage.recompute import recomputed
 from fold3d.stage.shapes import ShapeOnly
 from fold3d.tensor_parallel.checkpoints import frame_of_checkpoint, function_around, group_of_checkpoint
-from fold3d.tensor_parallel.results.lazy_whole import plain_parts
 from fold3d.trace.errors import SplitError
 from fold3d.trace.model_trace import Trace
 from fold3d.trace.wrappers import wrap
@@ -345,9 +344,8 @@ class SplitModel:
                     if index >= run.lo:
                         run.begin_block(borders.begin(index))
                         output = execute(*args, **kwargs)
-                        cargo.note(name, call, plain_parts(output), structure)
+                        cargo.note(name, call, output, structure)
                     else:
-                        args, kwargs = plain_parts((args, kwargs))
                         # C++ skips no block while hooks keep what is saved, as where activations leave.
                         output = run.alike if index >= run.alike_from else cargo.whole(name, call, structure)
                         if output is None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -26,12 +25,12 @@ class BlockRun:
 
     def __init__(self, calls: Iterable[HookedCall]) -> None:
         self._calls = {(one.module, one.place): one.call for one in calls}
-        self._places = Counter[str]()
+        self._places: dict[str, int] = {}
 
     def call_of(self, module: str) -> int | None:
         """Returns the number in the forward of the call that has just ended; None for one that was not recorded."""
-        place = self._places[module]
-        self._places[module] += 1
+        place = self._places.get(module, 0)
+        self._places[module] = place + 1
         return self._calls.get((module, place))
 
 
