@@ -15,7 +15,11 @@ from fold3d import _C
 from fold3d.device import is_accelerator
 from fold3d.placement.bucket_layout import FP32_BYTES
 
-_SAMPLE = (1024, 1024)  # floats; a matrix, since some optimizers take nothing else
+_SAMPLE = (256, 256)  # floats; a matrix, since some optimizers take nothing else
+_LARGE = (1024, 1024)
+"""So large that what a call costs, whatever the size, does not count."""
+_SHORT_S = 0.05
+"""An optimizer that takes longer for the small sample multiplies matrices, and would need minutes for the large one."""
 _RUNS = 3
 _SEVERAL = 4
 """Parameters: stepped at once, they need as many times the memory of one; one after the other, hardly more."""
@@ -82,25 +86,29 @@ def _host_seconds(make: Make, otherwise: float) -> float:
         return otherwise
 
 
-def _parameter(device: torch.device) -> nn.Parameter:
-    parameter = nn.Parameter(torch.zeros(_SAMPLE, device=device))
+def _parameter(device: torch.device, shape: tuple[int, int] = _SAMPLE) -> nn.Parameter:
+    parameter = nn.Parameter(torch.zeros(shape, device=device))
     parameter.grad = torch.ones_like(parameter)
     return parameter
 
 
 def _timed(make: Make, device: torch.device) -> tuple[float, float]:
     """Returns the seconds of an update and the bytes of its state, each per byte of gradients."""
-    parameter = _parameter(device)
-    optimizer = make([parameter])
-    times = []
-    for _ in range(_RUNS + 1):
-        begin = time.perf_counter()
-        optimizer.step()
-        float(parameter.detach()[0, 0])  # waits for the device
-        times.append(time.perf_counter() - begin)
+    for shape in (_SAMPLE, _LARGE):
+        parameter = _parameter(device, shape)
+        optimizer = make([parameter])
+        times = []
+        for _ in range(_RUNS + 1):
+            begin = time.perf_counter()
+            optimizer.step()
+            float(parameter.detach()[0, 0])  # waits for the device
+            times.append(time.perf_counter() - begin)
+        seconds = median(times[1:])
+        if seconds > _SHORT_S:
+            break
     tensors = [value for value in optimizer.state.get(parameter, {}).values() if isinstance(value, torch.Tensor)]
     size = FP32_BYTES * parameter.numel()
-    return median(times[1:]) / size, sum(t.numel() * t.element_size() for t in tensors) / size
+    return seconds / size, sum(t.numel() * t.element_size() for t in tensors) / size
 
 
 def _workspace(make: Make, device: torch.device, count: int) -> float:

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from fold3d.plan.costs import Profile
 from fold3d.profile.layers import profile_model
+from fold3d.profile.optimizer import update_cost
 from fold3d.trace import trace
 from tests.helpers.models import MODELS
 
@@ -141,3 +142,20 @@ def test_an_optimizer_that_knows_its_parameters_is_no_obstacle() -> None:
     assert plain.optimizer_bytes == 0
     muon = profile_model(model, recorded, batch, CPU, optimizer=torch.optim.Muon, seconds=0.1)
     assert muon.optimizer_bytes == pytest.approx(1, abs=0.01)
+
+
+def test_an_optimizer_that_multiplies_matrices_gets_small_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Muon on matrices of a million elements keeps a core busy for half a minute per update."""
+    shapes: set[tuple[int, ...]] = set()
+
+    def make(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        shapes.update(tuple(parameter.shape) for parameter in parameters)
+        return torch.optim.SGD(parameters, lr=0.1)
+
+    update_cost(make, CPU)
+    assert len(shapes) == 2
+    monkeypatch.setattr("fold3d.profile.optimizer._SHORT_S", 0.0)  # whatever it takes is long
+    large = max(shapes)
+    shapes.clear()
+    update_cost(make, CPU)
+    assert len(shapes) == 1 and large not in shapes
