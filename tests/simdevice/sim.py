@@ -8,7 +8,9 @@ goes by these: `torch.device("sim:1")`, `torch.Stream`, `torch.Event`, `torch.ac
 from __future__ import annotations
 
 import atexit
+import functools
 import importlib.util
+import os
 import sys
 import types
 from collections.abc import Iterator
@@ -218,8 +220,17 @@ def _device_module() -> types.ModuleType:
     return module
 
 
+@functools.cache
+def _sockets() -> Any:
+    """One for all groups: each has a thread that wakes up a hundred times a second, whether anything comes or not."""
+    gloo, interface = dist.ProcessGroupGloo, os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
+    return gloo.create_device(interface=interface) if interface else gloo.create_default_device()
+
+
 def _process_group(options: Any, _: Any = None) -> Any:
-    gloo = dist.ProcessGroupGloo(options.store, options.group_rank, options.group_size, options.timeout)
+    of_gloo = dist.ProcessGroupGloo._Options()
+    of_gloo._timeout, of_gloo._devices = options.timeout, [_sockets()]
+    gloo = dist.ProcessGroupGloo(options.store, options.group_rank, options.group_size, of_gloo)
     return _C.process_group(gloo, options.group_rank, options.group_size)
 
 
