@@ -16,10 +16,10 @@ from fold3d.device import is_accelerator
 from fold3d.placement.bucket_layout import FP32_BYTES
 
 _SAMPLE = (256, 256)  # floats; a matrix, since some optimizers take nothing else
-_LARGE = (1024, 1024)
-"""So large that what a call costs, whatever the size, does not count."""
-_SHORT_S = 0.05
-"""An optimizer that takes longer for the small sample multiplies matrices, and would need minutes for the large one."""
+_GROWING = ((64, 64), _SAMPLE, (1024, 1024))
+"""For the last one what a call costs, whatever the size, does not count."""
+_LONGEST_S = 1.0
+"""Of a step; an optimizer that multiplies matrices (Muon) may need half a minute for the last one."""
 _RUNS = 3
 _SEVERAL = 4
 """Parameters: stepped at once, they need as many times the memory of one; one after the other, hardly more."""
@@ -94,7 +94,8 @@ def _parameter(device: torch.device, shape: tuple[int, int] = _SAMPLE) -> nn.Par
 
 def _timed(make: Make, device: torch.device) -> tuple[float, float]:
     """Returns the seconds of an update and the bytes of its state, each per byte of gradients."""
-    for shape in (_SAMPLE, _LARGE):
+    fastest: list[float] = []
+    for shape in _GROWING:
         parameter = _parameter(device, shape)
         optimizer = make([parameter])
         times = []
@@ -103,12 +104,12 @@ def _timed(make: Make, device: torch.device) -> tuple[float, float]:
             optimizer.step()
             float(parameter.detach()[0, 0])  # waits for the device
             times.append(time.perf_counter() - begin)
-        seconds = median(times[1:])
-        if seconds > _SHORT_S:
+        fastest.append(min(times[1:]))
+        if len(fastest) > 1 and fastest[-1] ** 2 / fastest[-2] > _LONGEST_S:  # as the next one's, if it grows like this
             break
     tensors = [value for value in optimizer.state.get(parameter, {}).values() if isinstance(value, torch.Tensor)]
     size = FP32_BYTES * parameter.numel()
-    return seconds / size, sum(t.numel() * t.element_size() for t in tensors) / size
+    return median(times[1:]) / size, sum(t.numel() * t.element_size() for t in tensors) / size
 
 
 def _workspace(make: Make, device: torch.device, count: int) -> float:

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
 
-from fold3d.tensor_parallel.results.lazy_whole import plain_parts
 from fold3d.trace.caches.apart import apart_from_caches
 from fold3d.trace.capture import fake_copy
 from fold3d.trace.values.decisions import Decisions
@@ -43,7 +42,6 @@ class ShapeOnly:
         Args:
             with_grad: those in floating point are results of a graph, as code may expect that gives them hooks.
         """
-        args, kwargs = plain_parts((args, kwargs))
         leaves, spec = tree_flatten((args, kwargs))
         autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
         signature: Any = (

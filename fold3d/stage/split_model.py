@@ -34,6 +34,7 @@ from fold3d.stage.cargo import Borders, Cargo
 from fold3d.stage.recompute import recomputed
 from fold3d.stage.shapes import ShapeOnly
 from fold3d.tensor_parallel.checkpoints import frame_of_checkpoint, function_around, group_of_checkpoint
+from fold3d.tensor_parallel.results.lazy_whole import plain_parts
 from fold3d.trace.errors import SplitError
 from fold3d.trace.model_trace import Trace
 from fold3d.trace.wrappers import wrap
@@ -348,7 +349,8 @@ class SplitModel:
                     else:
                         # C++ skips no block while hooks keep what is saved, as where activations leave.
                         output = run.alike if index >= run.alike_from else cargo.whole(name, call, structure)
-                        if output is None:
+                        if output is None:  # of a part, as the block has it; code between blocks has the whole
+                            args, kwargs = plain_parts((args, kwargs))
                             stand_in = shape_only(run.device, args, kwargs, run.with_grad)
                             output = cargo.put_into(name, call, stand_in)
                         output = self._replace(run, name, output)

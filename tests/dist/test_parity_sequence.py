@@ -179,13 +179,16 @@ class Weighing(nn.Module):
         self.reentrant = reentrant
         self.tokens, self.head = nn.Embedding(32, 16), nn.Linear(16, 32)
         self.layers = nn.ModuleList(Attention() for _ in range(4))
+        self.gates = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
 
     def forward(self, tokens: Tensor, ask: str = "") -> dict[str, Any]:
         x = self.tokens(tokens)
-        for layer in self.layers:
+        for layer, gate in zip(self.layers, self.gates, strict=True):
             x, _ = checkpoint(layer, x, use_reentrant=self.reentrant) if self.reentrant is not None else layer(x)
             if ask == "weigh":
                 x = x * x.mean(1, keepdim=True).sigmoid()
+            elif ask == "gate":  # where the block is left out so is the gate, and what stands for it is as long as x
+                x = x * gate(x).sigmoid()
             elif ask == "write":
                 x[:, 0] = 0.0
             elif ask == "scale":
@@ -221,6 +224,7 @@ ASKED = [
     *((ask, {"segments": 1}) for ask in ("weigh", "write", "scale", "data")),  # a model that is cut refuses what writes
     *(("hook", {"segments": 1, "recompute": recompute}) for recompute in (False, True)),
     *(("weigh", cut) for cut in ({"segments": 2}, {"pp": 2}, {"pp": 2, "segments": 2})),
+    ("gate", {"segments": 2}),  # with pp its weights, which no recorded call needs, lie on one rank
 ]
 
 

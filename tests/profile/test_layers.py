@@ -153,9 +153,9 @@ def test_an_optimizer_that_multiplies_matrices_gets_small_ones(monkeypatch: pyte
         return torch.optim.SGD(parameters, lr=0.1)
 
     update_cost(make, CPU)
-    assert len(shapes) == 2
-    monkeypatch.setattr("fold3d.profile.optimizer._SHORT_S", 0.0)  # whatever it takes is long
+    assert len(shapes) == 3
+    monkeypatch.setattr("fold3d.profile.optimizer._LONGEST_S", 0.0)  # whatever it would take is longer
     large = max(shapes)
     shapes.clear()
     update_cost(make, CPU)
-    assert len(shapes) == 1 and large not in shapes
+    assert len(shapes) == 2 and large not in shapes

@@ -224,7 +224,10 @@ def _device_module() -> types.ModuleType:
 def _sockets() -> Any:
     """One for all groups: each has a thread that wakes up a hundred times a second, whether anything comes or not."""
     gloo, interface = dist.ProcessGroupGloo, os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
-    return gloo.create_device(interface=interface) if interface else gloo.create_default_device()
+    # Groups with a device that they are given wait for ever for a lazy one.
+    if not interface:
+        return gloo.create_default_device(lazy_init=False)
+    return gloo.create_device(interface=interface, lazy_init=False)
 
 
 def _process_group(options: Any, _: Any = None) -> Any:
