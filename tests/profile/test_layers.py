@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import pickle
-import time
 
 import pytest
 import torch
@@ -17,35 +16,16 @@ from fold3d.profile.layers import profile_model
 from fold3d.profile.optimizer import update_cost
 from fold3d.trace import trace
 from tests.helpers.models import MODELS
+from tests.profile.sleepers import Sleepers
 
 CPU = torch.device("cpu")
 
 
-class Sleeper(nn.Module):
-    """Takes `seconds` forward; its backward takes next to nothing."""
-
-    def __init__(self, seconds: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(8))
-        self.seconds = seconds
-
-    def forward(self, x):
-        end = time.perf_counter() + self.seconds
-        y = x * self.weight
-        time.sleep(max(0.0, end - time.perf_counter()))
-        return y
-
-
-class Sleepers(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Sleeper(0.004 if layer == 2 else 0.002) for layer in range(4))
-        self.layers[1].weight.requires_grad_(False)
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = layer(x)
-        return x.sum()
+def sleepers() -> Sleepers:
+    """The third block takes twice as long; the second one's weight is frozen."""
+    model = Sleepers(0.002, 0.002, 0.004, 0.002)
+    model.get_parameter("layers.1.weight").requires_grad_(False)
+    return model
 
 
 class Moody(nn.Module):
@@ -62,7 +42,7 @@ class Moody(nn.Module):
 
 
 def test_kinds_are_told_apart_and_measured():
-    model = Sleepers()
+    model = sleepers()
     batch = {"x": torch.zeros(3, 8)}
     profile = profile_model(model, trace(model, example=batch), batch, CPU, seconds=0.2)
     assert profile.measured and len(profile.forward) == len(profile.backward) == 6
@@ -116,7 +96,7 @@ def test_what_cannot_be_run_alone_gets_its_share_by_flops():
 
 
 def test_ranks_agree_on_the_median():
-    model = Sleepers()
+    model = sleepers()
     batch = {"x": torch.zeros(3, 8)}
     mine = profile_model(model, trace(model, example=batch), batch, CPU, seconds=0.1)
     others = [dataclasses.replace(mine, forward=tuple(f * k for f in mine.forward)) for k in (1, 2, 9)]
@@ -125,7 +105,7 @@ def test_ranks_agree_on_the_median():
 
 
 def test_an_optimizer_that_knows_its_parameters_is_no_obstacle() -> None:
-    model = Sleepers()
+    model = sleepers()
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     batch = {"x": torch.zeros(3, 8)}
     recorded = trace(model, example=batch)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
 
 from fold3d.plan.costs import Profile, TpExchange
 from fold3d.profile.tp_sync import halves_factor, with_tp_sync
@@ -15,6 +13,7 @@ from fold3d.splitting.plan_sharding import plan_sharding
 from fold3d.trace import trace
 from fold3d.trace.example import synthetic_example
 from tests.helpers import models
+from tests.profile.sleepers import Sleepers
 
 SAMPLES, LENGTH = 2, 16
 
@@ -66,33 +65,10 @@ def test_parts_of_a_sequence_are_gathered_and_scattered() -> None:
     assert profile.sub_micro_batches == min(3, SAMPLES)
 
 
-class Sleeper(nn.Module):
-    """A block that takes as long for one sample as for many, whatever else the machine does."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(4, 4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        time.sleep(0.05)
-        return x @ self.weight
-
-
-class Sleepers(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Sleeper() for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x.mean()
-
-
 def test_halves_that_take_as_long_as_the_whole_are_noticed() -> None:
-    model, cpu = Sleepers(), torch.device("cpu")
-    batch = {"x": torch.zeros(4, 4)}
+    model, cpu = Sleepers(0.05, 0.05), torch.device("cpu")
+    batch = {"x": torch.zeros(4, 8)}
     traced = trace(model, example=batch)
     found = halves_factor(model, traced, batch, cpu, seconds=0.2)
     assert found is not None and 1.4 < found < 3.0
-    assert halves_factor(model, traced, {"x": torch.zeros(1, 4)}, cpu) is None
+    assert halves_factor(model, traced, {"x": torch.zeros(1, 8)}, cpu) is None
