@@ -70,7 +70,7 @@ format: .venv/.requirements
 	find csrc tests/cpp tests/simdevice -name '*.cpp' -o -name '*.h' -o -name '*.cu' | xargs .venv/bin/clang-format -i
 
 clean:
-	rm -rf build out *.egg-info fold3d/_C*.so .venv/.extension .venv/.simdevice .pytest_cache .hypothesis .mypy_cache .ruff_cache
+	rm -rf build out *.egg-info __pycache__ fold3d/_C*.so .venv/.extension .venv/.simdevice .pytest_cache .hypothesis .mypy_cache .ruff_cache
 	find fold3d tests examples benchmarks docs -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
 	if [ -e tests/cpp/Makefile ]; then $(MAKE) -C tests/cpp clean; fi
 

@@ -28,7 +28,7 @@ TEXT = [
     "tests",
     "examples",
 ]
-TEXT += ["benchmarks", "scripts", "setup.py", "pyproject.toml"]
+TEXT += ["benchmarks", "scripts", "conftest.py", "setup.py", "pyproject.toml"]
 
 TOOLS = {
     "ruff check": [BIN / "ruff", "check", "."],

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.dist.test_parity import EIGHT, GRID
-from tests.helpers.rotation import PARTS, VARIABLE, chosen, part_of
+from tests.helpers.rotation import PARTS, ROOT, VARIABLE, chosen, part_of
 
 
 def test_the_commit_chooses_and_the_variable_overrides() -> None:
@@ -31,7 +31,7 @@ def test_quick_and_slow_tests_are_all_tests(
     """With the project's own conftest: what a part leaves out is slow, and nothing is in both."""
     monkeypatch.setenv(VARIABLE, part)
     pytester.makeini("[pytest]\nmarkers =\n    slow: s\n    rotating: r\n    dist: d\n    cuda: c\n")
-    pytester.makeconftest("from tests.conftest import pytest_collection_modifyitems\n")
+    pytester.makeconftest((ROOT / "conftest.py").read_text())
     pytester.makepyfile(
         "import pytest\n\n@pytest.mark.rotating\n@pytest.mark.parametrize('n', range(40))\ndef test_turns(n): pass\n"
         "\ndef test_always(): pass\n\n@pytest.mark.slow\ndef test_slow(): pass\n"
