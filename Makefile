@@ -71,7 +71,7 @@ format: .venv/.requirements
 
 clean:
 	rm -rf build out *.egg-info __pycache__ fold3d/_C*.so .venv/.extension .venv/.simdevice .pytest_cache .hypothesis .mypy_cache .ruff_cache
-	find fold3d tests examples benchmarks docs -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
+	find fold3d tests zoo examples benchmarks docs -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
 	if [ -e tests/cpp/Makefile ]; then $(MAKE) -C tests/cpp clean; fi
 
 distclean: clean

@@ -102,7 +102,7 @@ def test_the_source_distribution_builds_a_wheel_that_runs_the_example(tmp_path: 
     (wheel,) = wheels.glob("fold3d-*.whl")
     names = set(zipfile.ZipFile(wheel).namelist())
     assert {"fold3d/py.typed", "fold3d/_C.pyi", "fold3d/trainer/trainer.py"} <= names
-    assert not any(name.startswith(("tests/", "csrc/")) for name in names)
+    assert all(name.startswith(("fold3d/", "fold3d-")) for name in names)
 
     fresh = tmp_path / "fresh"
     run(sys.executable, "-m", "venv", fresh, cwd=tmp_path)

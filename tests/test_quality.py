@@ -28,7 +28,7 @@ TEXT = [
     "tests",
     "examples",
 ]
-TEXT += ["benchmarks", "scripts", "conftest.py", "setup.py", "pyproject.toml"]
+TEXT += ["zoo", "benchmarks", "scripts", "conftest.py", "setup.py", "pyproject.toml"]
 
 TOOLS = {
     "ruff check": [BIN / "ruff", "check", "."],
@@ -62,6 +62,7 @@ def test_pre_commit_runs_what_is_installed() -> None:
 def test_pytest_looks_into_every_folder_of_tests(pytestconfig: pytest.Config) -> None:
     """By itself it passes over folders with some names, such as `dist`, without a word."""
     patterns = pytestconfig.getini("norecursedirs")
-    folders = {path.parent.relative_to(ROOT) for path in (ROOT / "tests").rglob("test_*.py")}
+    rooms = [ROOT / room for room in pytestconfig.getini("testpaths")]
+    folders = {path.parent.relative_to(ROOT) for room in rooms for path in room.rglob("test_*.py")}
     missed = {str(f) for f in folders for part in f.parts for pattern in patterns if fnmatch(part, pattern)}
     assert not missed and Path("tests/dist") in folders

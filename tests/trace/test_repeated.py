@@ -14,7 +14,7 @@ from fold3d.trace import trace
 from tests.trace.chains import assert_equal, chained, cuts, ranks_of, record, whole
 from tests.trace.stacks import VOCABULARY, build
 from tests.trace.zoo import Plain, tokens
-from tests.zoo.double import InDouble
+from zoo.double import InDouble
 
 
 def _alone(times: int, *, dropout: float = 0.0) -> tuple[nn.Module, dict[str, Tensor]]:

@@ -10,12 +10,12 @@ import torch
 from torch import nn
 
 from fold3d.errors import TraceError
-from tests.zoo import table, verdict
-from tests.zoo.cases import KINDS, Case, all_cases, select
-from tests.zoo.inputs import Batch
-from tests.zoo.outputs import NAMES, everything, judge_outputs
-from tests.zoo.run import run
-from tests.zoo.verdict import CRASHED, EXACT, REFUSED, UNBUILT, WRONG, Loss, Subject, Verdict, judge
+from zoo import table, verdict
+from zoo.cases import KINDS, Case, all_cases, select
+from zoo.inputs import Batch
+from zoo.outputs import NAMES, everything, judge_outputs
+from zoo.run import run
+from zoo.verdict import CRASHED, EXACT, REFUSED, UNBUILT, WRONG, Loss, Subject, Verdict, judge
 
 HANDFUL = ["LlamaForCausalLM", "MixtralForCausalLM", "BertForMaskedLM", "ViTForImageClassification"]
 
@@ -50,7 +50,7 @@ def test_outputs_are_asked_for_in_every_way(monkeypatch: pytest.MonkeyPatch) -> 
         asked.append((set(batch or ()) & set(NAMES), bool(config.output_hidden_states), call is everything))
         return Verdict(WRONG if config.output_hidden_states and call is everything else EXACT, "off", subject.inputs)
 
-    monkeypatch.setattr("tests.zoo.outputs.compared", compared)
+    monkeypatch.setattr("zoo.outputs.compared", compared)
     [case] = select(all_cases(), ["LlamaForCausalLM"])
     found = judge_outputs(case)
     both = {"output_hidden_states", "output_attentions"}
@@ -125,7 +125,7 @@ def test_a_process_that_dies_ends_only_its_own_case(monkeypatch: pytest.MonkeyPa
             raise SystemExit(3)
         return judge(case)
 
-    monkeypatch.setattr("tests.zoo.run.judge", one)
+    monkeypatch.setattr("zoo.run.judge", one)
     found = dict(run([dying, unknown], seconds=60))
     assert found[dying] == Verdict(CRASHED, "its process ended with status 3")
     assert found[unknown].outcome == UNBUILT

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from fold3d.errors import Fold3dError
-from tests.zoo.cases import Case
-from tests.zoo.inputs import Batch
-from tests.zoo.places import configs_of
-from tests.zoo.verdict import (
+from zoo.cases import Case
+from zoo.inputs import Batch
+from zoo.places import configs_of
+from zoo.verdict import (
     CRASHED,
     EXACT,
     REFUSED,

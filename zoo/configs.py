@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from tests.zoo.particular import PARTICULAR, PARTS
+from zoo.particular import PARTICULAR, PARTS
 
 VOCABULARY = 128
 _LAYERS = 4

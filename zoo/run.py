@@ -13,9 +13,9 @@ from multiprocessing.connection import Connection
 
 import torch
 
-from tests.zoo.cases import Case
-from tests.zoo.outputs import judge_outputs
-from tests.zoo.verdict import CRASHED, Verdict, judge
+from zoo.cases import Case
+from zoo.outputs import judge_outputs
+from zoo.verdict import CRASHED, Verdict, judge
 
 _MEMORY = 8 << 30
 """Of address space, beyond what the process begins with."""

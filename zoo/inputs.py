@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.zoo.places import configs_of, further, special_ids, with_places
+from zoo.places import configs_of, further, special_ids, with_places
 
 _SAMPLES = 2
 _LENGTH = 12

@@ -1,4 +1,4 @@
-"""`python -m tests.zoo`: which classes of the installed transformers are exact when cut, and why others are refused."""
+"""`python -m zoo`: which classes of the installed transformers are exact when cut, and why others are refused."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-from tests.zoo import table
-from tests.zoo.cases import Case, all_cases, select
-from tests.zoo.run import progress, run
-from tests.zoo.verdict import Verdict
+from zoo import table
+from zoo.cases import Case, all_cases, select
+from zoo.run import progress, run
+from zoo.verdict import Verdict
 
 
 def main() -> None:
     """Judges the chosen cases; prints each and how many there are of each outcome."""
-    parser = argparse.ArgumentParser(prog="python -m tests.zoo", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m zoo", description=__doc__)
     parser.add_argument(
         "--only", metavar="PATTERN", nargs="+", default=[], help="of classes, kinds or model types, such as 'T5*'"
     )

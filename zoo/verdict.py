@@ -18,11 +18,11 @@ from fold3d.placement.partition import split_ranges
 from fold3d.trace import trace
 from fold3d.trace.arguments import Arguments, loss_in
 from tests.trace.chains import FIRST_SEED, chained, ranks_of
-from tests.zoo.bytes_sent import NOTHING, BytesSent, bytes_sent
-from tests.zoo.cases import Case
-from tests.zoo.configs import SIZES, Size, tiny_config
-from tests.zoo.double import InDouble
-from tests.zoo.inputs import Batch, batches, labelled
+from zoo.bytes_sent import NOTHING, BytesSent, bytes_sent
+from zoo.cases import Case
+from zoo.configs import SIZES, Size, tiny_config
+from zoo.double import InDouble
+from zoo.inputs import Batch, batches, labelled
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
 """float32 is for what torch has in no float64, such as grouped matrix products."""

@@ -13,8 +13,8 @@ from torch.utils.data import Dataset
 from tests.helpers.ranks import RankPool
 from tests.trainer.jobs import Job, Variant, assert_same, run_fold3d, run_stock
 from tests.trainer.test_stacks import stock_evaluation
-from tests.zoo.cases import KINDS, all_cases, select
-from tests.zoo.verdict import build
+from zoo.cases import KINDS, all_cases, select
+from zoo.verdict import build
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 

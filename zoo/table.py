@@ -8,17 +8,17 @@ from dataclasses import replace
 from pathlib import Path
 from textwrap import shorten
 
-from tests.zoo.bytes_sent import BytesSent
-from tests.zoo.cases import KINDS, Case
-from tests.zoo.verdict import CRASHED, EXACT, REFUSED, UNBUILT, WRONG, Verdict
+from zoo.bytes_sent import BytesSent
+from zoo.cases import KINDS, Case
+from zoo.verdict import CRASHED, EXACT, REFUSED, UNBUILT, WRONG, Verdict
 
-TABLE = Path(__file__).parents[2] / "docs" / "models_table.md"
+TABLE = Path(__file__).parents[1] / "docs" / "models_table.md"
 OUTCOMES = (EXACT, REFUSED, WRONG, CRASHED, UNBUILT)
 
 _HEAD = """\
 # Every model class
 
-Written by `python -m tests.zoo --write docs/models_table.md`, with transformers {version}. Each class that
+Written by `python -m zoo --write docs/models_table.md`, with transformers {version}. Each class that
 transformers' own tables list for these kinds of models was made tiny with random weights, in float64 (float32 where
 torch has an operation in no other precision), and trained on one batch: whole, and cut into four parts (`pp=2,
 segments=2`; in two or three, as the reason says, where it has no more blocks), in one process. Its loss and all
