@@ -8,7 +8,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK = 1
 export PIP_ROOT_USER_ACTION = ignore
 
 CSRC := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu')
-SIMDEVICE := $(shell find tests/simdevice -name '*.cpp' -o -name '*.h')
+SIMDEVICE := $(shell find simdevice -name '*.cpp' -o -name '*.h')
 TORCH := $(shell grep '^torch==' requirements.txt)
 LINT := tests/test_quality.py tests/test_layering.py
 
@@ -67,11 +67,11 @@ docs: .venv/.extension
 format: .venv/.requirements
 	.venv/bin/ruff check --fix-only --quiet .
 	.venv/bin/ruff format .
-	find csrc tests/cpp tests/simdevice -name '*.cpp' -o -name '*.h' -o -name '*.cu' | xargs .venv/bin/clang-format -i
+	find csrc tests/cpp simdevice -name '*.cpp' -o -name '*.h' -o -name '*.cu' | xargs .venv/bin/clang-format -i
 
 clean:
 	rm -rf build out *.egg-info __pycache__ fold3d/_C*.so .venv/.extension .venv/.simdevice .pytest_cache .hypothesis .mypy_cache .ruff_cache
-	find fold3d tests zoo examples benchmarks docs -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
+	find fold3d tests zoo simdevice examples benchmarks docs -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
 	if [ -e tests/cpp/Makefile ]; then $(MAKE) -C tests/cpp clean; fi
 
 distclean: clean
@@ -107,8 +107,8 @@ distclean: clean
 	fi
 	touch $@
 
-# The accelerator of the tests (tests/simdevice), of torch's headers and little else.
-.venv/.simdevice: tests/simdevice/build.py $(SIMDEVICE) .venv/.requirements
+# The accelerator of the tests (simdevice/), of torch's headers and little else.
+.venv/.simdevice: simdevice/build.py $(SIMDEVICE) .venv/.requirements
 	@echo "building the simulated device of the tests (about a minute)"
-	$(PY) -m tests.simdevice.build
+	$(PY) -m simdevice.build
 	touch $@

@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[1]
 BIN = Path(sys.executable).parent
 CPP = sorted(
     str(path.relative_to(ROOT))
-    for folder in ("csrc", "tests/cpp", "tests/simdevice")
+    for folder in ("csrc", "tests/cpp", "simdevice")
     for path in (ROOT / folder).rglob("*")
     if path.suffix in {".h", ".cpp", ".cu"}
 )
@@ -28,7 +28,7 @@ TEXT = [
     "tests",
     "examples",
 ]
-TEXT += ["zoo", "benchmarks", "scripts", "conftest.py", "setup.py", "pyproject.toml"]
+TEXT += ["zoo", "simdevice", "benchmarks", "scripts", "conftest.py", "setup.py", "pyproject.toml"]
 
 TOOLS = {
     "ruff check": [BIN / "ruff", "check", "."],

@@ -97,7 +97,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--device",
         choices=("cpu", "sim"),
         default="cpu",
-        help="with --scenario: what the layers compute on: sim is the simulated device of tests/simdevice, which "
+        help="with --scenario: what the layers compute on: sim is the simulated device of simdevice/, which "
         "launches asynchronously; the reference runs on the CPU, too (default cpu)",
     )
     parser.add_argument("--repetitions", type=_positive, help="runs of each system, in turn (default 3, --grid 1)")

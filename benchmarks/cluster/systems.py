@@ -150,7 +150,7 @@ class System:
     segments: int
     """1 where the family takes no number; what "auto" chooses is not known here."""
     device: str = "cpu"
-    """What the layers compute on: "cpu", or "sim", the simulated device of tests/simdevice."""
+    """What the layers compute on: "cpu", or "sim", the simulated device of simdevice/."""
 
     def group_size(self, scenario: Scenario) -> int | str:
         """Returns the setting N."""

@@ -123,7 +123,7 @@ def clean_slate() -> None:
     of the simulated device's (an engine makes its own current, and so the next call's kernels would go there)."""
     import torch
 
-    if "tests.simdevice.sim" in sys.modules:
+    if "simdevice.sim" in sys.modules:
         torch.accelerator.set_device_index(0)
     state = sys.modules.get("accelerate.state")
     if state is not None:  # singletons which remember rank and world size of the last call

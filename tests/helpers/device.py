@@ -1,4 +1,4 @@
-"""Where the ranks of tests train: FOLD3D_TEST_DEVICE=cpu, sim (the simulated device of tests/simdevice) or cuda.
+"""Where the ranks of tests train: FOLD3D_TEST_DEVICE=cpu, sim (the simulated device of simdevice/) or cuda.
 
 For the parity grid above all: what it asks of layouts it asks of all devices. Processes of `ranks` and `ranks8` see the
 device then, and an engine takes it unless told otherwise; the reference of one process stays on the CPU.
@@ -28,7 +28,7 @@ def chosen(environment: Mapping[str, str] = os.environ) -> str:
 def register() -> None:
     """Called in a process that serves tests: makes the chosen device known to torch."""
     if chosen() == "sim":
-        importlib.import_module("tests.simdevice.sim")
+        importlib.import_module("simdevice.sim")
 
 
 @contextlib.contextmanager
@@ -38,7 +38,7 @@ def watched() -> Iterator[None]:
     if chosen() != "sim":
         yield
         return
-    from tests.simdevice import sim
+    from simdevice import sim
 
     sim.take_reports()
     before = sim.launches()

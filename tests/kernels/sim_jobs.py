@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from fold3d import _C
-from tests.simdevice import sim
+from simdevice import sim
 
 assert _C.has_kernels(torch.device("cpu"))  # the module brings the operators
 OPS = torch.ops.fold3d

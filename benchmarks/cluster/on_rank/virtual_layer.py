@@ -1,6 +1,6 @@
 """VirtualLayer: a layer of a model on an accelerator that is not there. It takes time, not the CPU.
 
-On the CPU it is the calling thread that it takes up; on the simulated device (tests/simdevice) the current stream, and
+On the CPU it is the calling thread that it takes up; on the simulated device (simdevice/) the current stream, and
 the thread goes on at once.
 """
 
@@ -106,7 +106,7 @@ class _Busy:
         self._seconds = seconds
         self._on_stream: Any = None
         if device.type == "sim":
-            from tests.simdevice import sim  # only where there is one: it becomes torch's accelerator
+            from simdevice import sim  # only where there is one: it becomes torch's accelerator
 
             self._on_stream = sim.Occupation()
         else:

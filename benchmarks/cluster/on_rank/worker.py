@@ -117,7 +117,7 @@ def _join(rank: int, world: int, device: str) -> None:
     from benchmarks.cluster.systems import COMM_TIMEOUT
 
     if device == "sim":
-        from tests.simdevice import sim
+        from simdevice import sim
 
         sim.set_races("off")  # looking for them takes time, and is what tests do
     logging.getLogger("fold3d").setLevel(logging.WARNING)

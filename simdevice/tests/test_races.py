@@ -21,7 +21,7 @@ NAMES = [
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_planted_race_is_reported(name: str, sim_ranks: RankPool) -> None:
-    ((without, with_it, want),) = sim_ranks.run("tests.simdevice.races:check", 1, name)
+    ((without, with_it, want),) = sim_ranks.run("simdevice.tests.races:check", 1, name)
     assert not without, "found in the program without the mistake:\n" + "\n".join(without)
     assert any(re.search(f"race on the simulated device: {want}", text) for text in with_it), (want, with_it)
 
@@ -31,4 +31,4 @@ def test_there_are_enough_of_them() -> None:
 
 
 def test_a_clean_training_is_not_reported(sim_ranks: RankPool) -> None:
-    assert sim_ranks.run("tests.simdevice.races:clean_programs", 1) == [[]]
+    assert sim_ranks.run("simdevice.tests.races:clean_programs", 1) == [[]]

@@ -14,6 +14,6 @@ GROUPS = (
 
 @pytest.mark.parametrize("group", GROUPS)
 def test_operators_compute_what_the_cpu_computes(group: str, sim_ranks: RankPool) -> None:
-    ((compared, wrong),) = sim_ranks.run("tests.simdevice.conformance:check", 1, group, timeout=120)
+    ((compared, wrong),) = sim_ranks.run("simdevice.tests.conformance:check", 1, group, timeout=120)
     assert not wrong, f"{compared} samples agree, but\n" + "\n".join(wrong)
     assert compared > 20

@@ -7,8 +7,8 @@ import functools
 import torch
 
 import fold3d
+from simdevice import sim
 from tests.helpers.models import Squares, returned_loss
-from tests.simdevice import sim
 
 
 def out_of_memory() -> tuple[str, str, int]:

@@ -8,7 +8,7 @@ from tests.dist import late_jobs as late
 from tests.dist.test_failure_late import check_that_it_goes_on, check_that_it_is_named
 from tests.helpers.ranks import RankPool
 
-WAITS = "tests.simdevice.waits"
+WAITS = "simdevice.tests.waits"
 LIMIT = 0.5
 """As there; what pytest's own process runs must not import it."""
 COMPUTE = 1.5

@@ -19,10 +19,10 @@ from fold3d.data_parallel.optimizer import bucket_optimizer
 from fold3d.device import default_device
 from fold3d.engine.loss import loss_of
 from fold3d.errors import RankError
+from simdevice import sim
 from tests.dist import parity_jobs
 from tests.dist.parity_cases import Case
 from tests.dist.parity_checks import TOLERANCE, assert_equal, assert_same_bits
-from tests.simdevice import sim
 
 
 def on_the_device() -> None:

@@ -11,7 +11,7 @@ from torch.testing._internal.common_methods_invocations import op_db
 from torch.testing._internal.opinfo.core import OpInfo, SampleInput
 from torch.utils._pytree import tree_leaves, tree_map
 
-import tests.simdevice.sim  # noqa: F401  registers the device
+import simdevice.sim  # noqa: F401  registers the device
 
 SAMPLES = 8
 """Of each operator, at most so many."""

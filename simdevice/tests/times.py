@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import fold3d
 from fold3d import _C
-from tests.simdevice import sim
+from simdevice import sim
 
 MICRO_BATCHES = 4
 FORWARD_MS, BACKWARD_MS = 4.0, 8.0

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fold3d import _C
-from tests.simdevice import sim
+from simdevice import sim
 
 DEVICE = "sim"
 SHORT = timedelta(seconds=2)

@@ -16,7 +16,7 @@ import torch
 from fold3d import _C
 from tests.helpers.ranks import RankPool
 
-TIMES = "tests.simdevice.times"
+TIMES = "simdevice.tests.times"
 ENOUGH = 0.8
 """Of the time for which kernels slept: the rest may have gone to the span before."""
 CLOCK_NS = 1000

@@ -16,9 +16,9 @@ from fold3d.comms import rings
 from fold3d.comms.groups import Groups
 from fold3d.engine import builder
 from fold3d.topology import Topology
+from simdevice import sim
+from simdevice.tests.layouts import as_on_the_cpu, failing
 from tests.dist.parity_cases import Case
-from tests.simdevice import sim
-from tests.simdevice.layouts import as_on_the_cpu, failing
 
 TIMEOUT = 60.0
 DEVICE = torch.device("sim", 0)

@@ -15,9 +15,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import fold3d
 from fold3d.engine.planning import memory_limit
+from simdevice import sim
 from tests.dist import parity_jobs
 from tests.dist.parity_cases import Case
-from tests.simdevice import sim
 
 
 @dataclass(kw_only=True)

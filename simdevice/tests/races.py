@@ -8,7 +8,7 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor, nn
 
-from tests.simdevice import sim
+from simdevice import sim
 
 DEVICE = "sim"
 Program = Callable[[bool], None]

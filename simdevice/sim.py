@@ -20,7 +20,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from tests.simdevice.build import build
+from simdevice.build import build
 
 END_TIMEOUT_S = 10.0
 """How long the end of the process waits for kernels: those that run on would use what is being destroyed."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from simdevice import sim  # noqa: F401  the device becomes torch's accelerator
 from tests.dist import failure_jobs
-from tests.simdevice import sim  # noqa: F401  the device becomes torch's accelerator
 
 
 def train(layout: dict[str, Any], trap: dict[str, Any]) -> None:

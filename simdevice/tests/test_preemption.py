@@ -9,7 +9,7 @@ import pytest
 from tests.dist.parity_cases import Case
 from tests.helpers.ranks import RankPool
 
-PREEMPTION = "tests.simdevice.preemption"
+PREEMPTION = "simdevice.tests.preemption"
 SQUARE = Case(dp=2, pp=2, m=3, segments=2, schedule="aiao", dp_sync="early")
 
 

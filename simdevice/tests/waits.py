@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 from fold3d import _C
+from simdevice import sim
 from tests.dist import late_jobs
-from tests.simdevice import sim
 
 DEVICE = torch.device("sim", 0)
 LIMIT = 0.5

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import fold3d
-from tests.simdevice import sim
+from simdevice import sim
 
 
 def one_process() -> int:

@@ -12,7 +12,7 @@ from tests.dist.parity_cases import Case
 from tests.dist.test_parity import GRID as WHOLE_GRID
 from tests.helpers.ranks import RankPool
 
-LAYOUTS = "tests.simdevice.layouts"
+LAYOUTS = "simdevice.tests.layouts"
 PP = Case(pp=2, m=3)
 DP = Case(dp=2, m=2, segments=2, schedule="aiao", dp_sync="early")
 ZERO1 = replace(DP, dp_sync="zero1")

@@ -12,7 +12,7 @@ from tests.helpers.ranks import RankPool
 
 @pytest.fixture(scope="session")
 def sim_ranks() -> Iterator[RankPool]:
-    """Two worker processes; what they run imports tests.simdevice.sim."""
+    """Two worker processes; what they run imports simdevice.sim."""
     pool = RankPool(2)
     yield pool
     pool.close()
@@ -30,4 +30,4 @@ def sim_ranks4() -> Iterator[RankPool]:
 def _device_stays_away() -> Iterator[None]:
     """Fails a test that brings the device into pytest's own process, as by reading a result whose class imports it."""
     yield
-    assert "tests.simdevice.sim" not in sys.modules, "the simulated device is the accelerator of all later tests now"
+    assert "simdevice.sim" not in sys.modules, "the simulated device is the accelerator of all later tests now"

@@ -9,7 +9,7 @@ import pytest
 from tests.dist.parity_cases import Case
 from tests.helpers.ranks import RankPool
 
-TRAINERS = "tests.simdevice.trainers"
+TRAINERS = "simdevice.tests.trainers"
 PP = Case(pp=2, m=3)
 FOLD = Case(pp=2, m=4, segments=2, schedule="fold", labels="padded")
 ZERO1 = Case(dp=2, m=2, segments=2, schedule="aiao", dp_sync="zero1")

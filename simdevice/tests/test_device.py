@@ -6,7 +6,7 @@ import pytest
 
 from tests.helpers.ranks import RankPool
 
-PROGRAMS = "tests.simdevice.programs"
+PROGRAMS = "simdevice.tests.programs"
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 
 from tests.helpers.ranks import RankPool
 
-GROUPS = "tests.simdevice.groups"
+GROUPS = "simdevice.tests.groups"
 
 
 @pytest.mark.parametrize("name", ["collectives", "messages", "data_parallel"])

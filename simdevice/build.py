@@ -1,4 +1,4 @@
-"""Builds the simulated device: `python -m tests.simdevice.build`, as `make` does before the tests.
+"""Builds the simulated device: `python -m simdevice.build`, as `make` does before the tests.
 
 Three translation units, compiled side by side, because torch's headers cost more than all the code here: one of the
 torch-free core, one of what stands on torch, one of the operators. What has not changed is not compiled again.
@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 HERE = Path(__file__).resolve().parent
-OUT = HERE.parents[1] / "build" / "simdevice"
+OUT = HERE.parent / "build" / "simdevice"
 LIBRARY = OUT / "_simdevice.so"
 UNITS = {"core": ["core"], "device": ["device", "bindings", "c10d"], "operators": ["operators"]}
 """Which folders are compiled together."""
@@ -87,7 +87,7 @@ def _compile(unit: str) -> Path:
 
 def _fingerprint() -> str:
     digest = hashlib.sha256(f"{torch.__version__} {sys.version} {FLAGS} {UNITS}".encode())
-    for path in sorted(HERE.rglob("*")):
+    for path in sorted(path for folders in UNITS.values() for folder in folders for path in (HERE / folder).iterdir()):
         if path.suffix in {".cpp", ".h"}:
             digest.update(str(path.relative_to(HERE)).encode())
             digest.update(path.read_bytes())

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.simdevice import sim
+from simdevice import sim
 
 DEVICE = "sim"
 
