@@ -20,6 +20,7 @@ from benchmarks.cluster.scenarios import PCIE4, SCENARIOS, Scenario
 from benchmarks.cluster.session import Session
 from benchmarks.cluster.systems import System
 from benchmarks.offload import SHORTEST_S, Found, Link, check_losses, slowdown
+from benchmarks.tests.test_cluster import CLUSTER, NO_MESSAGES, ROOT
 from fold3d.plan.constraints import Constraints
 from fold3d.plan.costs import NetworkCosts
 from fold3d.plan.job import Job
@@ -27,7 +28,6 @@ from fold3d.plan.memory.spared import Spared
 from fold3d.plan.search import search
 from fold3d.profile.assumed import assumed_profile
 from fold3d.trace import trace
-from tests.benchmarks.test_cluster import CLUSTER, NO_MESSAGES, ROOT
 
 COSTS = Costs(latency_s=1e-4, action_s=1e-4)
 

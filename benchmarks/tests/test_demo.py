@@ -21,8 +21,8 @@ from benchmarks.cluster.on_rank.virtual_layer import VirtualLayer
 from benchmarks.cluster.results.latency import Latency
 from benchmarks.cluster.results.report import Report, Run
 from benchmarks.cluster.scenarios import SCENARIOS
+from benchmarks.tests.test_cluster import ROOT, namespace_of, namespaces, needs_namespaces, wait_for_workers
 from fold3d.observe.step_breakdown import make_breakdown
-from tests.benchmarks.test_cluster import ROOT, namespace_of, namespaces, needs_namespaces, wait_for_workers
 
 MS = 1_000_000
 DEMO = [sys.executable, "-m", "benchmarks.cluster.demo"]
