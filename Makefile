@@ -1,20 +1,29 @@
-# From a bare clone: `make demo` trains a small GPT-2 on four processes, `make test` runs everything that must pass.
+# From a bare clone: `make demo` trains a small GPT-2 on four processes, `make test` runs what every change must pass.
 # Both prepare what they need first: system packages, .venv with the pinned requirements, the C++ extension.
 
 PYTHON ?= python3
 PY := .venv/bin/python
+ROOT := $(CURDIR)
 OUT ?= out/demo
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 export PIP_ROOT_USER_ACTION = ignore
+
+include scripts/ccache.mk
 
 CSRC := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu')
 SIMDEVICE := $(shell find simdevice -name '*.cpp' -o -name '*.h')
 TORCH := $(shell grep '^torch==' requirements.txt)
 LINT := tests/test_quality.py tests/test_layering.py
 
+FULL := cpp one-process parity dist trainer rooms
+PARITY := $(wildcard tests/dist/test_parity*.py)
+PYTEST = $(PY) -m pytest -q --numprocesses 2 --dist worksteal --durations 40 --durations-min 1
+# $(call timed,WHAT,COMMAND) runs the command and says how long it took.
+timed = @start=$$(date +%s); $(2); status=$$?; echo "$(1): $$(($$(date +%s) - start)) s"; exit $$status
+
 GPU_TESTS := tests/dist/test_cuda.py tests/dist/test_kernels.py tests/kernels
 
-.PHONY: all demo demo-network docs test test-cpp cpp-binaries test-unit test-dist test-slow gpu lint format clean distclean
+.PHONY: all demo demo-network docs test test-cpp test-python asan-binary test-full $(FULL:%=test-full-%) gpu lint format clean distclean
 .DELETE_ON_ERROR:
 
 all: .venv/.extension
@@ -27,27 +36,44 @@ demo: .venv/.extension
 demo-network: .venv/.extension
 	OMP_NUM_THREADS=1 $(PY) -m benchmarks.cluster.demo --out out/demo-network
 
-# pip keeps one core busy; the other compiles the C++ tests meanwhile.
+# The gate: the same tests for every commit, and all that CI runs. pip keeps one core busy; the other compiles meanwhile.
 test: .venv/.system
-	@$(MAKE) --no-print-directory -j2 .venv/.requirements cpp-binaries
-	@$(MAKE) --no-print-directory test-cpp test-unit test-dist
+	@$(MAKE) --no-print-directory -j2 .venv/.requirements asan-binary
+	@$(MAKE) --no-print-directory .venv/.extension
+	@$(MAKE) --no-print-directory test-cpp test-python
 
+# ThreadSanitizer only where C++ with threads changed since it passed (tests/cpp/tsan.passed).
 test-cpp: .venv/.system
-	$(MAKE) -C tests/cpp asan tsan
+	$(call timed,C++ tests,$(MAKE) --no-print-directory -C tests/cpp asan tsan-if-changed)
 
-cpp-binaries: .venv/.system
-	@$(MAKE) --no-print-directory -C tests/cpp binaries
+asan-binary: .venv/.system
+	@$(MAKE) --no-print-directory -C tests/cpp asan-binary
 
-# One process each, so one for every core; lint is among them.
-test-unit: .venv/.extension .venv/.simdevice
-	$(PY) -m pytest -q -m "not slow and not dist" --numprocesses auto
+# Lint, types and layering are among them. Two at a time: tests of several processes mostly wait.
+test-python: .venv/.extension
+	$(call timed,Python tests,$(PYTEST) tests -m "not full")
 
-# Several processes each, most of which wait: two at a time, in the order in which they are collected.
-test-dist: .venv/.extension
-	$(PY) -m pytest -q -m "not slow and dist" --numprocesses 2 --dist loadfile --no-loadscope-reorder
+# Everything, in parts: the gate's tests, the whole parity grids, ThreadSanitizer, more processes that die or stop, the
+# simulated device, the zoo, the benchmarks' own tests. `make test-full-parity` runs one part.
+test-full: $(FULL:%=test-full-%)
 
-test-slow: .venv/.extension .venv/.simdevice
-	FOLD3D_ROTATION=all $(PY) -m pytest -q -m slow
+test-full-cpp: .venv/.system
+	$(call timed,$@,$(MAKE) --no-print-directory -C tests/cpp asan tsan)
+
+test-full-one-process: .venv/.extension
+	$(call timed,$@,$(PYTEST) tests -m "not dist")
+
+test-full-parity: .venv/.extension
+	$(call timed,$@,$(PYTEST) tests/parity $(PARITY) -m dist)
+
+test-full-dist: .venv/.extension
+	$(call timed,$@,$(PYTEST) tests -m dist --ignore tests/trainer --ignore tests/parity $(PARITY:%=--ignore %))
+
+test-full-trainer: .venv/.extension
+	$(call timed,$@,$(PYTEST) tests/trainer -m dist)
+
+test-full-rooms: .venv/.extension .venv/.simdevice
+	$(call timed,$@,$(PYTEST) simdevice zoo benchmarks)
 
 # On a machine with GPUs, better two: tests that need them, speeds of links, and benchmarks, as text to paste.
 gpu: .venv/.requirements

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 import hypothesis
 import pytest
 
-from tests.helpers import cuda, rotation
+from tests.helpers import cuda, gate
 from tests.helpers.ranks import RankPool
 
 cuda.hide()
@@ -81,25 +81,16 @@ def _seeded() -> Iterator[None]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks tests that start processes, and as slow those `rotating` ones whose turn it is not.
+    """Marks tests that start processes as `dist`, and as `full` what `make test` leaves out (`tests.helpers.gate`).
 
     Modules of failed jobs, which end their workers, come last: the others share theirs. Lint comes first: mypy takes a
     minute of one core, which is no matter while there is work for the others.
     """
-    turn = rotation.chosen()
     items.sort(key=_place)
     for item in items:
         if {"ranks", "ranks8", "cuda_ranks"} & set(getattr(item, "fixturenames", ())):
             item.add_marker(pytest.mark.dist)
-        if item.get_closest_marker("rotating") is not None and rotation.part_of(item.name) != turn:
-            item.add_marker(pytest.mark.slow)
-
-
-def pytest_report_header() -> str:
-    """Says which of the tests that take turns run, and how to run them again."""
-    turn = rotation.chosen()
-    which = "all are slow" if turn is None else f"part {turn} of {rotation.PARTS} ({rotation.VARIABLE}={turn})"
-    return f"rotating tests: {which}"
+    gate.mark(items)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

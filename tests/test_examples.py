@@ -63,7 +63,6 @@ def test_the_example_trains_on_four_ranks(tmp_path: Path) -> None:
     assert model.config.n_layer == 4 and not any(p.is_meta for p in model.parameters())
 
 
-@pytest.mark.rotating
 @pytest.mark.dist
 def test_the_example_plans_by_itself_and_says_what_was_hidden(tmp_path: Path) -> None:
     """As `make demo` runs it: nothing is said about segments, schedule and DP.sync."""
@@ -82,7 +81,6 @@ def test_the_example_plans_by_itself_and_says_what_was_hidden(tmp_path: Path) ->
     assert everywhere.count("the planner chose") == 1
 
 
-@pytest.mark.rotating
 @pytest.mark.dist
 def test_the_engine_example_of_the_pages_runs(tmp_path: Path) -> None:
     (code,) = pages.blocks(ROOT / "docs" / "engine.md", "python")
@@ -128,12 +126,10 @@ def compare(case: str, folder: Path, ranks: RankPool, layout: dict[str, int]) ->
                 assert mine[key] == pytest.approx(value, rel=tolerance), key
 
 
-@pytest.mark.rotating
 @pytest.mark.parametrize("case", SMALL)
 def test_a_task_cut(case: str, ranks: RankPool, tmp_path: Path) -> None:
     compare(case, tmp_path, ranks, {"pp": 2})
 
 
-@pytest.mark.rotating
 def test_a_task_on_replicas(ranks: RankPool, tmp_path: Path) -> None:
     compare("finetune_bert_classification.py", tmp_path, ranks, {"dp": 2, "pp": 2})

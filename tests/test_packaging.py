@@ -88,7 +88,6 @@ def test_metadata(described: tuple[set[str], Message]) -> None:
     assert "Typing :: Typed" in metadata.get_all("Classifier", [])
 
 
-@pytest.mark.slow
 @pytest.mark.dist
 def test_the_source_distribution_builds_a_wheel_that_runs_the_example(tmp_path: Path) -> None:
     """In a fresh environment, which sees the tested packages through a path file: torch is not fetched again."""

@@ -197,7 +197,6 @@ for one in $all; do wait $one || exit 1; done
 }
 
 
-@pytest.mark.slow
 @pytest.mark.dist
 def test_the_script_for_slurm_runs(tmp_path: Path) -> None:
     """With stand-ins for Slurm's commands: two nodes of one process, and the example in the place of train.py."""

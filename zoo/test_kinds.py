@@ -16,7 +16,7 @@ from tests.trainer.test_stacks import stock_evaluation
 from zoo.cases import KINDS, all_cases, select
 from zoo.verdict import build
 
-pytestmark = [pytest.mark.dist, pytest.mark.slow]
+pytestmark = pytest.mark.dist
 
 FAMILIES = {
     "causal": "Qwen3ForCausalLM",

@@ -181,7 +181,6 @@ def test_none_in_the_table_is_wrong() -> None:
     assert not [name for (_, name), one in rows if one.outcome == WRONG or one.outputs.startswith(WRONG)]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_none_is_wrong_and_the_table_is_current(kind: str) -> None:
     said = table.read(table.TABLE)

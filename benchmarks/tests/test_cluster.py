@@ -373,7 +373,6 @@ def test_one_run_on_loopback(tmp_path: Path) -> None:
     assert (tmp_path / "p.png").stat().st_size > 1000
 
 
-@pytest.mark.rotating
 @pytest.mark.dist
 def test_messages_beside_dp_sync_on_loopback(tmp_path: Path) -> None:
     """The load runs without a limit, too: all messages arrive, DP.sync takes its time, and the table says unshaped."""

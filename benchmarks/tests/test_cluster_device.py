@@ -29,7 +29,6 @@ def test_systems_on_it_by_name() -> None:
             find_system(name, scenario)
 
 
-@pytest.mark.slow
 def test_one_run_on_the_simulated_device(tmp_path: Path) -> None:
     """The layers take their time on streams, and the thread that launches does not."""
     path = tmp_path / "sim.json"

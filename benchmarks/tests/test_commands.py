@@ -22,7 +22,6 @@ def test_the_pages_name_them_all() -> None:
     assert there <= named
 
 
-@pytest.mark.rotating
 @pytest.mark.parametrize("command", COMMANDS)
 def test_it_starts(command: str) -> None:
     words = [sys.executable, *command.split(), "--help"]

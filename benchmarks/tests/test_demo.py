@@ -36,7 +36,6 @@ def test_without_root_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys: Any, t
     assert not said.out and not (tmp_path / "out").exists()
 
 
-@pytest.mark.rotating
 def test_all_of_it_on_loopback(tmp_path: Path) -> None:
     options = ["--scenario", "smoke", "--thin", "1", "--steps", "2", "--loopback", "--out", str(tmp_path)]
     done = subprocess.run([*DEMO, *options], cwd=ROOT, capture_output=True, text=True, timeout=240)

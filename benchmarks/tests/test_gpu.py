@@ -58,7 +58,6 @@ def test_kernels_do_what_torch_does() -> None:
             run()
 
 
-@pytest.mark.slow
 @pytest.mark.dist
 def test_everything_on_the_cpu(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     out = tmp_path / "rows.json"

@@ -125,7 +125,6 @@ def test_a_report_says_how_much_slower() -> None:
 
 
 @pytest.mark.dist
-@pytest.mark.slow
 def test_one_run_on_loopback(tmp_path: Path) -> None:
     """Bytes, which no clock changes: what the systems copy is what the scenario's layers save."""
     options = ["--loopback", "--offload", "smoke", "--repetitions", "1", "--steps", "1", "--json", str(tmp_path / "j")]

@@ -11,8 +11,6 @@ import pytest
 from tests.dist.failure_jobs import TIMEOUT
 from tests.dist.test_failure_processes import DIAGNOSIS, EXIT, run
 
-pytestmark = pytest.mark.slow
-
 PROGRAM = Path(__file__).parent / "failures.py"
 DRAIN = 10.0
 """Seconds that the device waits for its kernels at the end of a process."""

@@ -38,7 +38,6 @@ def test_two_processes_train_with_the_bits_of_the_cpu(case: Case, sim_ranks: Ran
     check(sim_ranks, case)
 
 
-@pytest.mark.rotating
 @pytest.mark.parametrize(
     "case",
     [
@@ -61,14 +60,12 @@ def test_other_cases(case: Case, sim_ranks: RankPool) -> None:
     check(sim_ranks, case)
 
 
-@pytest.mark.rotating
 @pytest.mark.parametrize("case", GRID[::2], ids=lambda case: case.name)
 def test_layouts_of_the_parity_grid(case: Case, sim_ranks: RankPool) -> None:
     """Two processes; FOLD3D_TEST_DEVICE=sim runs all of it, against the stock Trainer (tests/dist/test_parity.py)."""
     check(sim_ranks, case)
 
 
-@pytest.mark.rotating
 @pytest.mark.parametrize(
     "case",
     [
@@ -84,7 +81,6 @@ def test_four_processes(case: Case, sim_ranks4: RankPool) -> None:
     check(sim_ranks4, case)
 
 
-@pytest.mark.rotating
 @pytest.mark.parametrize("case", [FOLD, ZERO1], ids=["pp2", "dp2"])
 def test_a_bound_device_changes_nothing(case: Case, sim_ranks: RankPool) -> None:
     launches = sim_ranks.run(f"{LAYOUTS}:as_on_the_cpu_when_bound", 2, case, timeout=150.0)
@@ -108,7 +104,6 @@ def test_the_host_waits_for_no_norm_and_no_weights(case: Case, sim_ranks: RankPo
         assert waits == {"clip": 0, "step": 0, "flush": 0}
 
 
-@pytest.mark.rotating
 @pytest.mark.parametrize("case", [FOLD, ZERO1, DP], ids=["pp2", "zero1", "early"])
 def test_a_loss_scaler_waits_once_for_its_verdict(case: Case, sim_ranks: RankPool) -> None:
     case = replace(case, dtype="float32")
@@ -117,7 +112,6 @@ def test_a_loss_scaler_waits_once_for_its_verdict(case: Case, sim_ranks: RankPoo
         assert waits == {"clip": 0, "step": 1, "update": 0, "flush": 0}
 
 
-@pytest.mark.rotating
 @pytest.mark.parametrize("dp_sync", ["early", "zero1"])
 def test_an_infinity_on_one_replica_skips_the_step_on_both(dp_sync: str, sim_ranks: RankPool) -> None:
     case = replace(DP, dtype="float32", dp_sync=dp_sync)
@@ -136,7 +130,6 @@ def test_a_rank_that_raises_ends_the_step_on_all(case: Case, bad_rank: int, sim_
         assert seconds < 30
 
 
-@pytest.mark.rotating
 @pytest.mark.parametrize(
     ("case", "ordering", "thread"),
     [

@@ -28,13 +28,11 @@ def test_slices_are_held_back_where_a_message_arrives_from_when_it_is_ready(sim_
     assert seen["held"] > 0, "this rank sends no message itself"
 
 
-@pytest.mark.rotating
 def test_a_message_that_counts_from_its_launch_is_noticed(sim_ranks: RankPool) -> None:
     seen, _ = sim_ranks.run(f"{PREEMPTION}:slices_and_a_message", 2, forgets=True, timeout=150.0)
     assert seen["announced_early"] and seen["early"] == 0
 
 
-@pytest.mark.rotating
 @pytest.mark.parametrize(
     ("case", "hosts", "over_cards"),
     [
@@ -70,7 +68,6 @@ def test_without_replicas_nobody_hears_of_messages(sim_ranks: RankPool) -> None:
     assert [counted["messages"] for counted in found] == [0, 0]
 
 
-@pytest.mark.rotating
 def test_a_rank_that_raises_ends_holds_and_watches(sim_ranks4: RankPool) -> None:
     for seconds, message in sim_ranks4.run(f"{PREEMPTION}:failing_over_cards", 4, SQUARE, "wxyz", 2):
         assert "rank 2" in message and "on purpose" in message

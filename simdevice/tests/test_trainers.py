@@ -19,7 +19,6 @@ def check(case: Case, pool: RankPool) -> None:
     assert min(pool.run(f"{TRAINERS}:resumed", case.ranks, case, timeout=200.0)) > 1000
 
 
-@pytest.mark.rotating
 @pytest.mark.parametrize(
     "case",
     [PP, FOLD, replace(ZERO1, dtype="float32"), replace(ZERO1, dp_sync="early", labels="ragged")],
@@ -29,7 +28,6 @@ def test_it_evaluates_saves_and_goes_on_with_the_bits_of_the_cpu(case: Case, sim
     check(case, sim_ranks)
 
 
-@pytest.mark.rotating
 @pytest.mark.parametrize("dp_sync", ["early", "zero1"])
 def test_stages_and_replicas(dp_sync: str, sim_ranks4: RankPool) -> None:
     check(Case(dp=2, pp=2, m=3, segments=2, schedule="aiao", dp_sync=dp_sync), sim_ranks4)

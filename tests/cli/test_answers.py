@@ -68,7 +68,7 @@ def test_the_second_answer_needs_neither_torch_nor_the_model(kept, model, capsys
     assert (done.returncode, done.stdout) == (0, first), done.stderr
 
 
-@pytest.mark.rotating
+@pytest.mark.full
 def test_plans_are_kept_and_measurements_are_not(kept, model, capsys) -> None:
     first = said(capsys, "plan", model, "-w", 2, "-p", 2)
     assert len(files(kept)) == 1
@@ -77,7 +77,7 @@ def test_plans_are_kept_and_measurements_are_not(kept, model, capsys) -> None:
     assert len(files(kept)) == 1
 
 
-@pytest.mark.rotating
+@pytest.mark.full
 def test_other_options_configurations_and_code_get_answers_of_their_own(kept, model, capsys, monkeypatch) -> None:
     first = said(capsys, "trace", model)
     assert said(capsys, "trace", model, "-p", 2).startswith(first)
@@ -91,7 +91,7 @@ def test_other_options_configurations_and_code_get_answers_of_their_own(kept, mo
     assert len(files(kept)) == 5
 
 
-@pytest.mark.rotating
+@pytest.mark.gate(cases=1)
 @pytest.mark.parametrize("damage", ["", "{", "null", "[1]", '{"key": 1}', "swapped"])
 def test_damaged_files_are_made_anew(kept, model, capsys, damage: str) -> None:
     first = said(capsys, "trace", model)

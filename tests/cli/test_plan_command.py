@@ -82,7 +82,7 @@ def step_ms(out: str) -> float:
     return float(line.split()[-2])
 
 
-@pytest.mark.rotating
+@pytest.mark.full
 def test_a_faster_network_and_a_faster_device_make_the_step_shorter(capsys, gpt2_folder):  # noqa: F811
     common = (gpt2_folder, "-w", 2, "-m", 2, "--batch", 64)
     slow, network, device = (
@@ -96,7 +96,7 @@ def test_a_faster_network_and_a_faster_device_make_the_step_shorter(capsys, gpt2
     assert network < slow and device < slow
 
 
-@pytest.mark.rotating
+@pytest.mark.full
 def test_recomputing_costs_time_and_saves_memory(capsys, gpt2_folder):  # noqa: F811
     common = (gpt2_folder, "-w", 2, "-p", 2, "-m", 2, "--batch", 64, "--tflops", 0.01, "--memory-limit", "8GB")
     needs, times = [], []
@@ -120,7 +120,7 @@ def test_an_example_may_lie_elsewhere(capsys):
     assert out == run(capsys, PLAIN, "-w", 2)[1]
 
 
-@pytest.mark.rotating
+@pytest.mark.full
 def test_the_size_of_micro_batches_is_chosen_for_a_number_of_samples(capsys, gpt2_folder):  # noqa: F811
     common = (gpt2_folder, "-w", 2, "-p", 2, "--tokens", 16, "--tflops", 0.001)
     code, out, _ = run(capsys, *common, "--global-samples", 8)
@@ -174,7 +174,7 @@ def test_errors(capsys, arguments, message):
     assert code == 1 and message in err
 
 
-@pytest.mark.rotating
+@pytest.mark.full
 def test_sums_of_shards_take_time_that_halves_hide(capsys, gpt2_folder):  # noqa: F811
     common = (gpt2_folder, "-w", 2, "-t", 2, "-m", 2, "--batch", 8, "--tflops", 0.005)
     fast, halves, slow = (
@@ -196,7 +196,7 @@ def test_sums_of_shards_take_time_that_halves_hide(capsys, gpt2_folder):  # noqa
     assert code == 1 and "--tp-latency=5.0 has no effect without --tp" in err
 
 
-@pytest.mark.rotating
+@pytest.mark.full
 def test_shards_take_less_each(capsys, gpt2_folder):  # noqa: F811
     """Twice the ranks with half of each weight: less memory and time on each, and fewer replicas."""
     common = (gpt2_folder, "-w", 8, "-p", 2, "-m", 4, "--tokens", 16, "--memory-limit", "1GB")
@@ -211,7 +211,7 @@ def test_shards_take_less_each(capsys, gpt2_folder):  # noqa: F811
     assert code != 0 and "tp*pp = 3*2 = 6" in err
 
 
-@pytest.mark.rotating
+@pytest.mark.full
 def test_the_mesh_is_searched_with_the_rest(capsys, gpt2_folder):  # noqa: F811
     """Two heads: four shards are refused by the splitting, with its reason in the table."""
     common = (gpt2_folder, "-w", 4, "--tokens", 16, "-t", "auto", "-p", "auto")

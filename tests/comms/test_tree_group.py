@@ -270,7 +270,6 @@ class Mean(nn.Module):
         return self.layers(x).square().mean()
 
 
-@pytest.mark.rotating
 @pytest.mark.parametrize("pp", [1, 2])
 def test_connections_of_an_engine_do_not_grow_with_the_replicas(ranks8: RankPool, pp: int) -> None:
     """Those of its trees are bounded (tests/comms/test_tree.py), all others are as many with 2 as with 4 replicas."""

@@ -73,7 +73,7 @@ def compare(way: str, layout: dict[str, Any], on_meta: bool = False) -> list[flo
 ONE = [{"segments": 1}, {"segments": 2}, {"segments": 4, "recompute": True}, {"segments": 1, "recompute": True}]
 
 
-@pytest.mark.rotating
+@pytest.mark.gate(cases=1)
 @pytest.mark.parametrize("layout", ONE, ids=str)
 @pytest.mark.parametrize("way", WAYS)
 def test_on_one_process(way: str, layout: dict[str, Any]) -> None:
@@ -177,7 +177,7 @@ def take_turns(first: dict[str, Any], second: dict[str, Any], how: str) -> tuple
     return outcomes[0], outcomes[1]
 
 
-@pytest.mark.rotating
+@pytest.mark.gate(cases=1)
 @pytest.mark.parametrize("how", ["one trains", "both train"])
 @pytest.mark.parametrize("second", ONE[1:], ids=str)
 @pytest.mark.parametrize("first", ONE[:3], ids=str)

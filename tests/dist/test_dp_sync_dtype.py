@@ -94,7 +94,6 @@ def test_the_librarys_sums_are_rounded_too(ranks: RankPool, size: int) -> None:
         assert {size_of for lane, *_, size_of in records if lane == "reduce"} == {2 * SHARD * (size - 1)}
 
 
-@pytest.mark.rotating
 @pytest.mark.parametrize("changes", [{}, {"tied": False, "transport": "c10d"}, {"dp": 3, "pp": 1}], ids=str)
 def test_every_way_gives_the_same_bits(ranks: RankPool, changes: dict[str, Any]) -> None:
     """And gradients are those of float32 up to their roundings, accumulated over micro-batches before."""

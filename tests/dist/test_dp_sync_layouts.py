@@ -12,7 +12,6 @@ from tests.helpers.ranks import RankPool
 ALL_WAYS = (*WAYS, "serial")
 
 
-@pytest.mark.rotating
 @pytest.mark.parametrize("optimizer", layouts.OPTIMIZERS)
 def test_like_one_process_whatever_the_layout(ranks: RankPool, optimizer: str) -> None:
     """Fused optimizers go through memory as it lies: gradients must lie as their parameters do."""
@@ -22,7 +21,6 @@ def test_like_one_process_whatever_the_layout(ranks: RankPool, optimizer: str) -
             assert_close(found, expected)
 
 
-@pytest.mark.rotating
 @pytest.mark.parametrize("optimizer", ["SGD", "fused AdamW"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_same_bits_in_every_way_whatever_the_layout(ranks: RankPool, optimizer: str, dtype: torch.dtype) -> None:
@@ -32,7 +30,6 @@ def test_same_bits_in_every_way_whatever_the_layout(ranks: RankPool, optimizer: 
             assert all(torch.equal(found[name], tensor) for name, tensor in first.items())
 
 
-@pytest.mark.rotating
 @pytest.mark.parametrize("dp_sync", ALL_WAYS)
 @pytest.mark.parametrize("optimizer", layouts.OPTIMIZERS)
 def test_going_back_to_an_earlier_state(ranks: RankPool, optimizer: str, dp_sync: str) -> None:

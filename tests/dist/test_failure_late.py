@@ -9,8 +9,6 @@ import pytest
 from tests.dist.late_jobs import COMPUTE, HANG, LIMIT, RUN, SKEW, train
 from tests.helpers.ranks import RankPool
 
-pytestmark = pytest.mark.rotating
-
 DIAGNOSIS = 3.0
 """Seconds a rank looks around for who failed."""
 PROMPT = 4.0

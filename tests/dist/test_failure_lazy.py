@@ -26,7 +26,6 @@ FOLDED: dict[str, Any] = {"dp": 2, "pp": 2, "segments": 2, "bucket_bytes": 1}
 
 
 @pytest.mark.dist
-@pytest.mark.rotating
 @pytest.mark.parametrize(
     ("layout", "failed", "place", "what"),
     [

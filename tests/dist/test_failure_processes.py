@@ -17,7 +17,7 @@ from tests.dist import failure_jobs
 from tests.dist.failure_jobs import TIMEOUT
 from tests.helpers.launch import ROOT, LaunchResult, RankExit, launch
 
-pytestmark = [pytest.mark.dist, pytest.mark.slow]
+pytestmark = pytest.mark.dist
 
 SCRIPT = Path(failure_jobs.__file__)
 DIAGNOSIS = 3.0

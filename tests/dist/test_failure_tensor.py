@@ -84,7 +84,6 @@ def multiply(what: str) -> None:
             os._exit(3)
 
 
-@pytest.mark.rotating
 @pytest.mark.parametrize("what", ["SIGKILL", "SIGSTOP"])
 def test_so_does_one_that_computes_while_it_sums(what: str) -> None:
     result = launch(multiply, 3, what, timeout=60)
@@ -98,7 +97,6 @@ def times(result: Any, word: str) -> list[float]:
     return [float(line.split()[1]) for one in result for line in one.stdout.splitlines() if line.startswith(f"{word} ")]
 
 
-@pytest.mark.rotating
 @pytest.mark.parametrize("over_tcp", [True, False], ids=["tcp", "c10d"])
 @pytest.mark.parametrize("what", ["SIGKILL", "SIGSTOP"])
 def test_the_group_ends_within_the_time_limit(over_tcp: bool, what: str) -> None:
@@ -150,7 +148,6 @@ def train() -> None:
         engine.step(batch)
 
 
-@pytest.mark.rotating
 def test_an_engine_names_the_rank_that_died() -> None:
     result = launch(train, 2, timeout=90)
     assert result[VICTIM].returncode == -signal.SIGKILL, result.report()
@@ -180,7 +177,6 @@ def end_by_lifetime(over_tcp: bool) -> tuple[str, float]:
     return text, seconds
 
 
-@pytest.mark.rotating
 @pytest.mark.parametrize("over_tcp", [True, False], ids=["tcp", "c10d"])
 def test_a_failure_of_the_job_ends_the_wait(ranks: RankPool, over_tcp: bool) -> None:
     (text, seconds), _ = ranks.run(end_by_lifetime, 2, over_tcp)

@@ -13,7 +13,7 @@ from tests.dist import failure_trainer
 from tests.dist.failure_jobs import TIMEOUT
 from tests.helpers.launch import LaunchResult, launch
 
-pytestmark = [pytest.mark.dist, pytest.mark.slow]
+pytestmark = pytest.mark.dist
 
 GRACE = 5.0
 """Seconds a rank may stay in a call that cannot be interrupted."""

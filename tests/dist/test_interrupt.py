@@ -32,7 +32,6 @@ def run(place: str, what: str, rank: int) -> tuple[LaunchResult, list[float], li
     return result, [one.seconds - (pressed - start) for one in result], said
 
 
-@pytest.mark.rotating
 @pytest.mark.dist
 def test_ctrl_c_ends_all_ranks_that_wait_for_one() -> None:
     """As from a terminal: all get it. Rank 2 computes for long, the others are in waits of C++."""
@@ -42,7 +41,6 @@ def test_ctrl_c_ends_all_ranks_that_wait_for_one() -> None:
     assert max(seconds) < failure_jobs.PRESSED_AFTER + EXIT, seconds
 
 
-@pytest.mark.rotating
 @pytest.mark.dist
 @pytest.mark.parametrize("place", ["backward", "optimizer"])
 def test_ctrl_c_on_one_rank_ends_the_others_with_its_name(place: str) -> None:

@@ -49,7 +49,6 @@ def train(case: Case) -> tuple[parity_jobs.Result, int, int]:
         return parity_jobs.train(case), calls["step"], calls["squares"]
 
 
-@pytest.mark.rotating
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_the_numbers_are_those_of_one_process(ranks: RankPool, case: Case) -> None:
     alone = ranks.run(parity_jobs.train, 1, case.alone())[0]

@@ -77,7 +77,6 @@ def train(case: Case) -> Trained:
         return trained
 
 
-@pytest.mark.rotating
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_to_the_bit(ranks: RankPool, case: Case) -> None:
     if case.through == "trainer":
@@ -179,7 +178,6 @@ SHARED = [
 ]
 
 
-@pytest.mark.rotating
 @pytest.mark.parametrize("case", SHARED, ids=lambda case: case.name)
 def test_a_pool_that_shards_cannot_do_with_is_refused_before_training(ranks: RankPool, case: Case) -> None:
     """What a rank of a tensor-parallel group has a part of is followed: as much is proven as it needs, or less."""

@@ -50,7 +50,6 @@ def same(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-@pytest.mark.rotating
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_to_the_bit(ranks: RankPool, case: Case) -> None:
     off = ranks.run(train, case.ranks, case)
@@ -61,7 +60,6 @@ def test_to_the_bit(ranks: RankPool, case: Case) -> None:
         assert same(mine.weights, wanted.weights) and same(mine.state, wanted.state)
 
 
-@pytest.mark.rotating
 @pytest.mark.parametrize("case", RESUMED, ids=lambda case: case.name)
 def test_a_state_goes_on_either_way(ranks: RankPool, case: Case) -> None:
     on = replace(case, offload_optimizer=True)
@@ -85,7 +83,6 @@ def as_on_the_device() -> contextlib.AbstractContextManager[object]:
     return mock.patch.object(bucket_optimizer, "has_fused_step", return_value=False)
 
 
-@pytest.mark.rotating
 @pytest.mark.parametrize("case", [Case(dp=2, dtype="float32", dp_sync="zero1"), Case(pp=2, m=2, dtype="bfloat16")])
 def test_checkpoints_of_the_trainer(ranks: RankPool, case: Case, tmp_path: Path) -> None:
     """Files are the same, and a run goes on from either with or without."""

@@ -48,13 +48,11 @@ def check(pool: RankPool, case: Case) -> None:
         assert_same_bits(results[0], first)
 
 
-@pytest.mark.rotating
 @pytest.mark.parametrize("case", GRID, ids=lambda case: case.name)
 def test_grid(ranks: RankPool, case: Case) -> None:
     check(ranks, case)
 
 
-@pytest.mark.rotating
 @pytest.mark.parametrize("case", EIGHT, ids=lambda case: case.name)
 def test_eight_ranks(ranks8: RankPool, case: Case) -> None:
     check(ranks8, case)

@@ -25,7 +25,6 @@ GRID = [
 ]
 
 
-@pytest.mark.rotating
 @pytest.mark.parametrize("case", GRID, ids=lambda case: case.name)
 def test_training(ranks: RankPool, case: Case) -> None:
     expected = parity_jobs.train_alone(case.alone())
@@ -34,7 +33,6 @@ def test_training(ranks: RankPool, case: Case) -> None:
     assert_ranks_agree(results, case)
 
 
-@pytest.mark.rotating
 @pytest.mark.parametrize(
     "tp, samples, sequence", [(2, 1, False), (2, 1, True), (2, 5, True), (4, 3, False), (4, 1, True)]
 )

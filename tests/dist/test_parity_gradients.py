@@ -20,7 +20,6 @@ FUSSY = [
 ]
 
 
-@pytest.mark.rotating
 @pytest.mark.parametrize("case", FUSSY, ids=lambda case: case.name)
 @pytest.mark.parametrize("recorded", ["short", "long"])
 @pytest.mark.parametrize("attached", [True, False])
@@ -55,7 +54,6 @@ FROZEN = [
 ]
 
 
-@pytest.mark.rotating
 @pytest.mark.parametrize("case", FROZEN, ids=lambda case: case.name)
 def test_frozen_parameters(ranks: RankPool, case: Case) -> None:
     results = ranks.run(parity_jobs.train, case.ranks, case, timeout=150.0)
@@ -84,7 +82,6 @@ ROUNDED = [
 ]
 
 
-@pytest.mark.rotating
 @pytest.mark.parametrize("case", ROUNDED, ids=lambda case: case.name)
 def test_bf16_autocast(ranks: RankPool, case: Case) -> None:
     results = ranks.run(parity_jobs.train, case.ranks, case, bf16=True, timeout=150.0)
@@ -119,7 +116,6 @@ UNEVEN = [
 ]
 
 
-@pytest.mark.rotating
 @pytest.mark.parametrize("case, count", UNEVEN, ids=[f"{case.name}-{count}rows" for case, count in UNEVEN])
 def test_uneven_last_batch(ranks: RankPool, case: Case, count: int) -> None:
     rows = data.dataset(count, LENGTH, ragged=True, padded=case.labels == "padded")

@@ -42,20 +42,12 @@ FAMILIES = {"gpt2-96": "attn", "llama-96": "self_attn"}
 """With what attention is called. Wide enough that the input of a block, 1,024 bytes and more, moves."""
 
 
-def grid() -> Iterator[tuple[Case, bool]]:
-    """Yields every schedule, form and precision, and whether it takes turns: one precision of each; families cycle."""
-    for (row, schedule), (column, form), (dtype_number, dtype) in itertools.product(
-        enumerate(SCHEDULES), enumerate(FORMS), enumerate(PRECISIONS)
-    ):
+def grid() -> Iterator[Case]:
+    """Yields every schedule, form and precision; families cycle."""
+    for schedule, (column, form), dtype in itertools.product(SCHEDULES, enumerate(FORMS), PRECISIONS):
         family = list(FAMILIES)[column % 2]
         case = Case(schedule=schedule, dtype=dtype, family=family, dropout=0.1, tied=False, **SCHEDULES[schedule])
-        yield replace(case, recompute=form), (row + column + dtype_number) % 2 == 0
-
-
-CASES = [
-    pytest.param(case, id=case.name, marks=pytest.mark.rotating if in_turn else pytest.mark.slow)
-    for case, in_turn in grid()
-]
+        yield replace(case, recompute=form)
 
 
 @functools.cache
@@ -82,7 +74,7 @@ def is_copied(case: Case, form: str) -> bool:
     return "OFFLOAD" in lowered.csv()
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", list(grid()), ids=lambda case: case.name)
 def test_to_the_bit(ranks: RankPool, case: Case) -> None:
     expected = kept(ranks, replace(case, recompute="none"))
     text = str(case.recompute)

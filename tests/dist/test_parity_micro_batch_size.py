@@ -31,7 +31,6 @@ def one_process(pool: RankPool, case: Case) -> parity_jobs.Result:
     return result
 
 
-@pytest.mark.rotating
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_divided_as_whole(ranks: RankPool, case: Case) -> None:
     results = ranks.run(parity_jobs.train, case.ranks, case, timeout=150.0)
@@ -62,7 +61,6 @@ def train_planned(case: Case, **changes: object) -> tuple[parity_jobs.Result, in
         return found
 
 
-@pytest.mark.rotating
 @pytest.mark.parametrize("case", PLANNED, ids=lambda case: case.name)
 def test_the_planner_divides_under_a_limit(ranks: RankPool, case: Case) -> None:
     *_, whole = ranks.run(train_planned, case.ranks, case, memory_limit="1GB")[0]

@@ -41,7 +41,6 @@ GRID = [
 ]
 
 
-@pytest.mark.rotating
 @pytest.mark.parametrize("case", GRID, ids=lambda case: case.name)
 def test_training(ranks: RankPool, case: Case) -> None:
     expected = reference(case.alone())
@@ -62,7 +61,6 @@ def train_on_few_tokens(case: Case, tokens: int) -> list[float]:
     return losses
 
 
-@pytest.mark.rotating
 @pytest.mark.parametrize(
     ("case", "tokens"),
     [
@@ -81,7 +79,6 @@ def test_sequences_shorter_than_there_are_ranks(ranks: RankPool, case: Case, tok
         assert found == pytest.approx(expected, abs=1e-10)
 
 
-@pytest.mark.rotating
 @pytest.mark.parametrize(
     ("family", "overlap", "recompute"),
     [("bert", "none", False), ("bert", "sub", True), ("opt", "sub", False), ("mixture", "none", True)],
@@ -111,7 +108,6 @@ def train_on_one_micro_batch(case: Case, rows: int) -> parity_jobs.Result:
     return result
 
 
-@pytest.mark.rotating
 @pytest.mark.parametrize(
     "case",
     [

@@ -22,7 +22,6 @@ EVALUATED = [
 ]
 
 
-@pytest.mark.rotating
 @pytest.mark.parametrize("case", EVALUATED, ids=lambda case: case.name)
 def test_evaluation(ranks: RankPool, case: Case) -> None:
     """Three rows per replica, longer than those of training, equal `Trainer.evaluate` on all rows at once."""
@@ -33,7 +32,6 @@ def test_evaluation(ranks: RankPool, case: Case) -> None:
     assert max(abs(a - b) for a, b in zip(found[0], expected, strict=True)) <= TOLERANCE[case.dtype]
 
 
-@pytest.mark.rotating
 def test_evaluation_ignores_dropout(ranks: RankPool) -> None:
     case = Case(pp=2, m=2)
     plain = ranks.run(parity_extra.evaluate, 2, case)[0]
@@ -70,7 +68,6 @@ SHARDED_LAYOUTS = [
 MOVES = [(*chain, LAYOUTS) for chain in CHAINS] + [(*chain, SHARDED_LAYOUTS) for chain in SHARDED_CHAINS]
 
 
-@pytest.mark.rotating
 @pytest.mark.parametrize(
     "base, why, layouts", MOVES, ids=[f"{one[0].family}{'-tp' * (one[2] is SHARDED_LAYOUTS)}" for one in MOVES]
 )

@@ -110,13 +110,11 @@ def matrices_of_blocks(case: Case) -> set[str]:
     return {name for name, p in found if p.ndim in (2, 3) and ".0." in name and "gate.weight" not in name}
 
 
-@pytest.mark.rotating
 @pytest.mark.parametrize("case", GRID, ids=lambda case: case.name)
 def test_grid(ranks8: RankPool, case: Case) -> None:
     check(ranks8, case)
 
 
-@pytest.mark.rotating
 @pytest.mark.parametrize("case", others(), ids=lambda case: case.name)
 def test_other_families(ranks8: RankPool, case: Case) -> None:
     """And each matrix of their blocks is divided."""
@@ -136,7 +134,6 @@ def test_the_grid_shows_every_setting() -> None:
             assert {getattr(case, name) for case in mine} >= set(values)
 
 
-@pytest.mark.rotating
 @pytest.mark.parametrize("layout", [(1, 2), (2, 1), (2, 2)])
 def test_code_that_caches_tensors(ranks: RankPool, layout: tuple[int, int]) -> None:
     """Nothing of what was cached while the model was recorded or divided is there when it trains."""
@@ -156,7 +153,6 @@ def test_trainer(ranks: RankPool, case: Case) -> None:
     check(ranks, case)
 
 
-@pytest.mark.rotating
 @pytest.mark.parametrize("layout", [(1, 2, 1, 1), (2, 2, 1, 1), (1, 2, 2, 2), (1, 4, 1, 1)])
 @pytest.mark.parametrize("family", ["gpt2-4", "llama", *OTHERS])
 def test_evaluation(ranks: RankPool, layout: tuple[int, int, int, int], family: str) -> None:
@@ -168,7 +164,6 @@ def test_evaluation(ranks: RankPool, layout: tuple[int, int, int, int], family: 
         assert found == pytest.approx(expected, abs=1e-10)
 
 
-@pytest.mark.rotating
 @pytest.mark.parametrize(
     ("family", "settings"),
     [
@@ -211,7 +206,6 @@ def take_turns(case: Case) -> list[list[float]]:
     return found
 
 
-@pytest.mark.rotating
 @pytest.mark.parametrize("layout", [(1, 2, 1), (2, 2, 1), (1, 2, 2)])
 def test_engines_take_turns(ranks: RankPool, layout: tuple[int, int, int]) -> None:
     """Each puts its own forwards on the shards that both use, and takes them off."""
@@ -236,7 +230,6 @@ def other_batch(case: Case, odd: int, change: str, evaluate: bool) -> str:
     return ""
 
 
-@pytest.mark.rotating
 @pytest.mark.parametrize("evaluate", [False, True])
 @pytest.mark.parametrize("change", ["values", "lengths"])
 def test_shards_must_get_the_same_batch(ranks: RankPool, change: str, evaluate: bool) -> None:

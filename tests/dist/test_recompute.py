@@ -118,7 +118,6 @@ def assert_same(found: tuple[list[float], State], expected: tuple[list[float], S
         assert torch.equal(found[1][name], value), f"{how} {name}"
 
 
-@pytest.mark.rotating
 @pytest.mark.parametrize(
     ("layout", "named"),
     [
@@ -158,7 +157,6 @@ def trained_gpt2(layout: Layout) -> tuple[list[float], State]:
     return losses, state
 
 
-@pytest.mark.rotating
 @pytest.mark.parametrize(
     "layout",
     [

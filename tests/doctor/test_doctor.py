@@ -108,7 +108,6 @@ def test_several_ranks() -> None:
     assert not any("Warning" in one.stderr for one in done), done.report()
 
 
-@pytest.mark.rotating
 def test_a_rank_that_does_not_answer_is_named() -> None:
     done = launch(SCRIPT, 3, "silent", "2", timeout=300)
     for one in done[:2]:
@@ -126,7 +125,6 @@ def test_what_to_change_comes_before_what_fails_for_want_of_it(monkeypatch: pyte
     assert [one.returncode for one in done] == [1, 1]
 
 
-@pytest.mark.slow
 def test_a_failure_of_one_rank_is_one_of_all() -> None:
     done = launch(SCRIPT, 2, "broken", "1", timeout=300)
     assert "a cable is loose" in done[1].stderr, done.report()

@@ -45,7 +45,7 @@ def costs(family: str, **settings: Any) -> tuple[Profile, int]:
     return made, size
 
 
-@pytest.mark.rotating
+@pytest.mark.gate(cases=1)
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_a_block_makes_two_sums_each_way(family: str) -> None:
     profile, hidden = costs(family)
@@ -54,7 +54,7 @@ def test_a_block_makes_two_sums_each_way(family: str) -> None:
     assert profile.halves_factor == 1.0, "two samples can be divided"
 
 
-@pytest.mark.rotating
+@pytest.mark.full
 def test_parts_of_a_sequence_are_gathered_and_scattered() -> None:
     """As many bytes as sums; the first block's gradient and the last one's result are gathered besides."""
     profile, hidden = costs("llama", sequence_parallel=True)

@@ -42,7 +42,7 @@ def model_of(family: str, attention: str) -> nn.Module:
     return model.double()
 
 
-@pytest.mark.rotating
+@pytest.mark.gate(cases=1)
 @pytest.mark.parametrize("tp", [2, 4])
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 @pytest.mark.parametrize("family", ["gpt2", "llama", "bloom", "opt"])

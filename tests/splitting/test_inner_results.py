@@ -46,7 +46,7 @@ def eager(family: str) -> Tiny:
     return tiny
 
 
-@pytest.mark.rotating
+@pytest.mark.gate(cases=1)
 @pytest.mark.parametrize("shares_sequence", [False, True])
 @pytest.mark.parametrize("family", ATTENTIONS)
 def test_attention_weights_of_all_heads(family: str, shares_sequence: bool) -> None:

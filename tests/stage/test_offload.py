@@ -84,7 +84,7 @@ def kept(model: type[Squares]) -> list[Tensor]:
 @pytest.mark.parametrize(
     ("model", "spared"),
     [
-        pytest.param(model, spared, id=f"{model.__name__}-{spared}", marks=pytest.mark.rotating if number else ())
+        pytest.param(model, spared, id=f"{model.__name__}-{spared}", marks=pytest.mark.full if number else ())
         for model in (Squares, Odds)
         for number, spared in enumerate(SPARING)
     ],

@@ -151,7 +151,7 @@ def compare(
     return ops
 
 
-@pytest.mark.rotating
+@pytest.mark.gate(cases=1)
 @pytest.mark.parametrize("make", [gpt2, llama])
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 @pytest.mark.parametrize("chunks", [1, 2, 3])

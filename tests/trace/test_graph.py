@@ -17,7 +17,7 @@ from tests.trace.chains import assert_equal, chained, ranks_of, whole
 from tests.trace.graphs import MODELS, build
 
 
-@pytest.mark.rotating
+@pytest.mark.gate(cases=1)
 @pytest.mark.parametrize("family", MODELS)
 def test_four_chunks_on_two_stages_equal_the_whole_model(family: str) -> None:
     model, batch = build(family)
@@ -27,7 +27,7 @@ def test_four_chunks_on_two_stages_equal_the_whole_model(family: str) -> None:
     assert_equal(chained(ranks_of(model, recorded, ranges, 2), recorded, 4, batch), want, 1e-10)
 
 
-@pytest.mark.rotating
+@pytest.mark.gate(cases=1)
 @pytest.mark.parametrize("family", ["residual", "skipping", "segformer"])
 def test_every_open_cut_is_exact(family: str) -> None:
     model, batch = build(family)

@@ -20,7 +20,7 @@ HALVES = [(0, 2), (2, 4)]
 SINGLES = [(0, 1), (1, 2), (2, 3), (3, 4)]
 
 
-@pytest.mark.rotating
+@pytest.mark.gate(cases=1)
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_cut_equals_the_whole_model(family: str, padded: bool) -> None:
@@ -106,7 +106,7 @@ def test_micro_batches_of_other_shapes(family: str) -> None:
 
 
 class TestRecomputing:
-    @pytest.mark.rotating
+    @pytest.mark.gate(cases=1)
     @pytest.mark.parametrize("family", ["gpt2", "llama", "opt", "gpt_neox"])
     @pytest.mark.parametrize("reentrant", [None, False, True])
     def test_equals_the_whole_model(self, family: str, reentrant: bool | None) -> None:
@@ -163,7 +163,7 @@ class TestRecomputing:
 
 
 class TestDropout:
-    @pytest.mark.rotating
+    @pytest.mark.gate(cases=1)
     @pytest.mark.parametrize("recompute", [False, True])
     @pytest.mark.parametrize("family", FAMILIES)
     def test_every_split_equals_one_chunk(self, family: str, recompute: bool) -> None:

@@ -22,7 +22,7 @@ def test_every_cut_equals_the_whole_model(family: str) -> None:
         assert_equal(chained(ranks, recorded, len(ranges), batch), want)
 
 
-@pytest.mark.rotating
+@pytest.mark.gate(cases=1)
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("family", MODELS)
 def test_dropout_is_that_of_one_chunk(family: str, recompute: bool) -> None:

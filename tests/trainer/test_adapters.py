@@ -72,7 +72,6 @@ def job_of(folder: Path, **changes: Any) -> Job:
     return Job(str(folder), family=family, samples=40, arguments=SAVING | changes, variant=Adapted(**lora))
 
 
-@pytest.mark.rotating
 @pytest.mark.parametrize(
     "processes, layout, lora",
     [
@@ -146,7 +145,6 @@ def test_peft_loads_what_was_saved(ranks: RankPool, tmp_path: Path) -> None:
         torch.testing.assert_close(values[name], value, rtol=0, atol=0, msg=name)
 
 
-@pytest.mark.rotating
 @pytest.mark.parametrize("writer", ["ours", "stock"])
 def test_resumes(ranks: RankPool, tmp_path: Path, writer: str) -> None:
     """Under another layout, and between the Trainers."""

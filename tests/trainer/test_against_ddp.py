@@ -126,7 +126,6 @@ CASES: dict[str, tuple[Variant, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.rotating
 @pytest.mark.parametrize("name", CASES)
 def test_same(ranks: RankPool, tmp_path: Path, name: str) -> None:
     variant, arguments = CASES[name]
@@ -137,7 +136,6 @@ def test_same(ranks: RankPool, tmp_path: Path, name: str) -> None:
         assert_same(ours[0], stock, 1e-10)
 
 
-@pytest.mark.rotating
 def test_a_stream_is_taken_up_where_training_stopped(ranks: RankPool, tmp_path: Path) -> None:
     saved = {"max_steps": 6, "save_strategy": "steps", "save_steps": 2}
     job = Job(str(tmp_path), variant=Streams(), arguments=saved)

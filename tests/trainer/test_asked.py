@@ -116,7 +116,6 @@ LOSSES = {
 ARGUMENTS = {"per_device_train_batch_size": 4, "prediction_loss_only": True}
 
 
-@pytest.mark.rotating
 @pytest.mark.parametrize(("processes", "layout"), CUT, ids=["segments=2", "pp=2"])
 @pytest.mark.parametrize("kind", ["positions", "logits", "penalised", "early", "attentions"])
 def test_right(ranks: RankPool, tmp_path: Path, kind: str, processes: int, layout: dict[str, Any]) -> None:
@@ -135,7 +134,6 @@ class Predicts(Asks):
         return [torch.as_tensor(one) for one in tree_leaves(found)]
 
 
-@pytest.mark.rotating
 @pytest.mark.parametrize(
     ("kind", "how"),
     [("early", {}), ("attentions", {}), ("attentions", {"tp_overlap": "sub"}), ("attentions", {"recompute": True})],
@@ -151,7 +149,6 @@ def test_right_of_ranks_that_share_blocks(ranks: RankPool, tmp_path: Path, kind:
         torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-6)
 
 
-@pytest.mark.rotating
 @pytest.mark.parametrize(("processes", "layout"), CUT, ids=["segments=2", "pp=2"])
 @pytest.mark.parametrize(
     ("kind", "message"),
@@ -193,7 +190,7 @@ class Sums(nn.Module):
         return (x + first).mean() if early and first is not None else x.mean()
 
 
-@pytest.mark.rotating
+@pytest.mark.full
 def test_forms_that_come_later() -> None:
     """In an evaluation, too: recorded when they come, and what crosses the border in them is what they need."""
     torch.manual_seed(0)
@@ -244,13 +241,12 @@ def cut_by_replicas() -> list[tuple[int, int]]:
     return ranges
 
 
-@pytest.mark.rotating
 def test_replicas_whose_first_micro_batches_would_be_cut_differently(ranks: RankPool) -> None:
     found = ranks.run(cut_by_replicas, 2)
     assert found[0] == found[1]
 
 
-@pytest.mark.rotating
+@pytest.mark.full
 def test_models_are_called_by_position_and_directly() -> None:
     plain = models.build_plain(dtype=torch.float64)
     ids = torch.arange(10).reshape(2, 5)

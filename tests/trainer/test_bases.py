@@ -89,7 +89,6 @@ LOGS = {"eval_strategy": "steps", "eval_steps": 2, "logging_steps": 2, "per_devi
 
 
 @pytest.mark.dist
-@pytest.mark.rotating
 @pytest.mark.parametrize("layout", [{"pp": 2}, {"pp": 2, "segments": 2}, {"dp": 2}, {"dp": 2, "pp": 2}], ids=str)
 def test_a_trainer_of_another_library(layout: dict[str, int], ranks: RankPool, tmp_path: Path) -> None:
     job = Job(str(tmp_path), variant=Theirs(), arguments=LOGS, metrics=True)

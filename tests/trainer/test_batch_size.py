@@ -59,7 +59,6 @@ class Short(Variant):
         return trainer._train_batch_size, trainer.state.train_batch_size
 
 
-@pytest.mark.rotating
 @pytest.mark.parametrize(
     "processes, layout",
     [
@@ -86,14 +85,12 @@ def late(job: Job, layout: dict[str, Any]) -> str:
     return str(caught.value)
 
 
-@pytest.mark.rotating
 def test_after_a_step(ranks: RankPool, tmp_path: Path) -> None:
     job = Job(str(tmp_path), samples=32, variant=Short(2, step=1), arguments=ARGUMENTS)
     for told in ranks.run(late, 2, replace(job), {"pp": 2}):
         assert "auto_find_batch_size=4 fitted at first" in told and "can't allocate memory" in told
 
 
-@pytest.mark.rotating
 def test_no_size_is_small_enough(ranks: RankPool, tmp_path: Path) -> None:
     job = Job(str(tmp_path), samples=32, variant=Short(0), arguments=ARGUMENTS)
     for told in ranks.run(hopeless, 2, job, {"pp": 2}):

@@ -101,7 +101,6 @@ def train_twice(job: Job, ours: bool, layout: dict[str, Any]) -> None:
         base.Trainer(args=args, **named).train()
 
 
-@pytest.mark.rotating
 def test_a_second_trainer_on_the_model_saves_the_whole_optimizer(ranks: RankPool, tmp_path: Path) -> None:
     arguments = {"max_steps": 2, "save_steps": 2}
     ours, stock = (Job(str(tmp_path / name), arguments=arguments) for name in ("ours", "stock"))
@@ -139,7 +138,6 @@ def test_stop_and_resume_gives_the_identical_curve(ranks: RankPool, tmp_path: Pa
     assert_continues(resumed, whole, 0.0)
 
 
-@pytest.mark.rotating
 @pytest.mark.parametrize(
     ("processes", "layout", "micro_batches"),
     [
@@ -175,7 +173,6 @@ def test_what_saves_memory_is_not_in_a_checkpoint(ranks: RankPool, tmp_path: Pat
     assert_continues(resumed, replace(whole, metrics=resumed.metrics), 1e-10)
 
 
-@pytest.mark.rotating
 @pytest.mark.parametrize(
     ("processes", "layout", "micro_batches"), [(4, {"dp": 4, "dp_sync": "zero1"}, 2), (1, {"segments": 2}, 8)]
 )
@@ -191,7 +188,6 @@ def test_zero1_resumes_what_others_wrote(
     assert_continues(resumed, replace(whole, metrics=resumed.metrics), 1e-10)
 
 
-@pytest.mark.rotating
 @pytest.mark.parametrize("file", ["model.safetensors", "optimizer.pt", "trainer_state.json"])
 @pytest.mark.parametrize("manifest", [True, False])
 def test_cut_short(ranks: RankPool, folded: tuple[Job, Outcome], tmp_path: Path, file: str, manifest: bool) -> None:
@@ -287,7 +283,6 @@ def train_and_die(folder: str) -> None:
     run_fold3d(Job(folder, arguments=SAVING, variant=KilledWhileSaving()), {})
 
 
-@pytest.mark.rotating
 def test_a_killed_save_is_cleaned_up(ranks: RankPool, tmp_path: Path) -> None:
     result = launch(train_and_die, 1, str(tmp_path), timeout=120)
     assert result[0].returncode == 9, result.report()
@@ -298,7 +293,6 @@ def test_a_killed_save_is_cleaned_up(ranks: RankPool, tmp_path: Path) -> None:
     assert resumed.column("step")[-1] == 6
 
 
-@pytest.mark.rotating
 def test_limit_and_best_model(ranks: RankPool, tmp_path: Path) -> None:
     """The learning rate is absurd: the first evaluation is the best one, and its weights come back at the end."""
     arguments = {
@@ -344,7 +338,6 @@ class Experts(Variant):
         trainer.save_model()
 
 
-@pytest.mark.rotating
 def test_files_with_other_tensors_than_memory(ranks: RankPool, tmp_path: Path) -> None:
     job = Job(str(tmp_path / "run"), samples=40, arguments=SAVING, variant=Experts())
     whole = ranks.run(run_fold3d, 4, job, FOLDED)[0]

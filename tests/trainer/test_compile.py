@@ -30,7 +30,7 @@ class Counting(Variant):
         return counters["frames"]["ok"], dict(counters["graph_break"]), list(trainer.model.state_dict())
 
 
-@pytest.mark.rotating
+@pytest.mark.gate(cases=1)
 @pytest.mark.parametrize("layout", [{}, {"segments": 2}])
 def test_parity(tmp_path: Path, layout: dict[str, Any]) -> None:
     whole = Job(str(tmp_path), samples=32, variant=Counting(), arguments=AOT)
@@ -49,7 +49,6 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.rotating
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_parity_on_two_processes(ranks: RankPool, tmp_path: Path, name: str) -> None:
     whole = Job(str(tmp_path), samples=32, variant=Counting(), arguments=AOT)
@@ -60,7 +59,6 @@ def test_parity_on_two_processes(ranks: RankPool, tmp_path: Path, name: str) -> 
         assert_same(ours, other, 1e-10)
 
 
-@pytest.mark.slow
 @pytest.mark.dist
 def test_parity_with_code_that_is_generated(ranks: RankPool, tmp_path: Path) -> None:
     """By inductor, the default backend, which needs a C++ compiler here."""

@@ -72,7 +72,6 @@ class Keeps(Variant):
 LAYOUTS = [(1, {"segments": 1}), (1, {"segments": 2}), (2, {"pp": 2, "segments": "auto"})]
 
 
-@pytest.mark.rotating
 @pytest.mark.parametrize(("processes", "layout"), LAYOUTS, ids=lambda value: str(value))
 @pytest.mark.parametrize("data", [None, Counting, Streaming])
 def test_losses_are_the_stock_ones(
@@ -115,7 +114,6 @@ class OfSamples(Variant):
         return {"model": Images().double(), "train_dataset": Samples(), "eval_dataset": held}
 
 
-@pytest.mark.rotating
 @pytest.mark.parametrize(("processes", "layout"), LAYOUTS[1:], ids=lambda value: str(value))
 def test_a_plain_module_on_a_stream(ranks: RankPool, tmp_path: Path, processes: int, layout: dict[str, Any]) -> None:
     job = Job(str(tmp_path), variant=OfSamples(), arguments={"max_steps": 3, "save_strategy": "steps", "save_steps": 2})
@@ -129,7 +127,6 @@ class Passes(IterableDataset[dict[str, Tensor]]):
         yield from rows(10)
 
 
-@pytest.mark.rotating
 @pytest.mark.parametrize(("processes", "layout"), LAYOUTS, ids=lambda value: str(value))
 def test_a_pass_that_ends_within_a_step(
     ranks: RankPool, tmp_path: Path, processes: int, layout: dict[str, Any]
@@ -152,7 +149,6 @@ class Evaluates(Keeps):
         return Trainer
 
 
-@pytest.mark.rotating
 def test_evaluation_first(ranks: RankPool, tmp_path: Path) -> None:
     job = Job(str(tmp_path), variant=Evaluates(None))
     assert_same(ranks.run(run_fold3d, 2, job, {"pp": 2, "segments": 2})[0], run_stock(job), 1e-10)

@@ -43,7 +43,6 @@ def on_rank_0(folder: str, call: str, other: str | None) -> tuple[str, float]:
     return "no error", time.monotonic() - start
 
 
-@pytest.mark.rotating
 @pytest.mark.parametrize("call", CALLS)
 def test_by_one_process_alone(ranks: RankPool, tmp_path: Any, call: str) -> None:
     (text, seconds), (told, _) = ranks.run(on_rank_0, 2, str(tmp_path), call, None, timeout=60)
@@ -52,7 +51,6 @@ def test_by_one_process_alone(ranks: RankPool, tmp_path: Any, call: str) -> None
     assert f"every process must call {call}" in told
 
 
-@pytest.mark.rotating
 def test_another_call(ranks: RankPool, tmp_path: Any) -> None:
     """At once."""
     call, other = "trainer.save_model()", "engine.state_dict()"
@@ -61,7 +59,6 @@ def test_another_call(ranks: RankPool, tmp_path: Any) -> None:
         assert seconds < LIMIT
 
 
-@pytest.mark.rotating
 def test_by_all_of_them(ranks: RankPool, tmp_path: Any) -> None:
     for call in CALLS:
         assert [text for text, _ in ranks.run(on_rank_0, 2, str(tmp_path), call, call)] == ["no error", "no error"]

@@ -66,7 +66,6 @@ def train_until_signal(folder: str, signal_number: int, layout: dict[str, Any]) 
 
 
 @pytest.mark.dist
-@pytest.mark.rotating
 @pytest.mark.parametrize("layout", [{"dp": 2}, {"pp": 2}], ids=["dp", "pp"])
 @pytest.mark.parametrize("name", ["SIGKILL", "SIGSTOP"])
 def test_a_rank_that_vanishes_between_steps(tmp_path: Path, name: str, layout: dict[str, Any]) -> None:

@@ -82,7 +82,6 @@ class Functions(Variant):
         }
 
 
-@pytest.mark.rotating
 def test_functions_and_micro_batches_without_labels(ranks: RankPool, tmp_path: Path) -> None:
     against_stock(ranks, tmp_path, Functions(), arguments={"per_device_train_batch_size": 1})
 
@@ -126,7 +125,6 @@ class EarlyStopping(Variant):
         return trainer.state.global_step, Path(trainer.state.best_model_checkpoint).name
 
 
-@pytest.mark.rotating
 def test_early_stopping(ranks: RankPool, tmp_path: Path) -> None:
     arguments = {
         "eval_strategy": "steps",
@@ -172,7 +170,6 @@ class PredictsSome(Predicts):
         return named | measured | {"data_collator": collate_some}
 
 
-@pytest.mark.rotating
 def test_predict_and_evaluate_before_training(ranks: RankPool, tmp_path: Path) -> None:
     ours, stock = against_stock(ranks, tmp_path, PredictsSome())
     assert ours[0] == pytest.approx(stock[0], abs=1e-6)
@@ -198,7 +195,6 @@ class OwnOptimizer(Variant):
         return torch.load(Path(trainer.args.output_dir) / "optimizer.pt", weights_only=True)
 
 
-@pytest.mark.rotating
 def test_optimizer_of_the_user(ranks: RankPool, tmp_path: Path) -> None:
     ours, stock = against_stock(ranks, tmp_path, OwnOptimizer())
     assert ours["param_groups"] == stock["param_groups"] and ours["state"].keys() == stock["state"].keys()
@@ -240,7 +236,6 @@ class Draws(Variant):
         return torch.rand(3).tolist()
 
 
-@pytest.mark.rotating
 def test_dropout_leaves_the_global_generator_alone(ranks: RankPool, tmp_path: Path) -> None:
     ours = ranks.run(run_fold3d, 2, Job(str(tmp_path), dropout=0.2, variant=Draws()), FOLDED)
     stock = run_stock(Job(str(tmp_path), variant=Draws()))
@@ -248,7 +243,6 @@ def test_dropout_leaves_the_global_generator_alone(ranks: RankPool, tmp_path: Pa
     assert ours[0].column("loss") != stock.column("loss")
 
 
-@pytest.mark.rotating
 def test_meta_model_is_the_same_under_every_layout(ranks: RankPool, tmp_path: Path) -> None:
     whole = Job(str(tmp_path), on_meta=True, arguments={"gradient_accumulation_steps": 4}, samples=32)
     spread = Job(str(tmp_path), on_meta=True, samples=32)
@@ -258,7 +252,6 @@ def test_meta_model_is_the_same_under_every_layout(ranks: RankPool, tmp_path: Pa
     assert_same(folded, alone, 1e-10)
 
 
-@pytest.mark.rotating
 def test_meta_model_with_pretrained_weights(ranks: RankPool, tmp_path: Path) -> None:
     job = Job(str(tmp_path / "run"))
     model_of(job).save_pretrained(tmp_path / "pretrained")
@@ -267,7 +260,6 @@ def test_meta_model_with_pretrained_weights(ranks: RankPool, tmp_path: Path) -> 
     assert_same(ours, run_stock(job), 1e-10)
 
 
-@pytest.mark.rotating
 def test_timeline(ranks: RankPool, tmp_path: Path) -> None:
     ranks.run(run_fold3d, 4, Job(str(tmp_path)), {"dp": 2, "pp": 2, "timeline": 2})
     assert sorted(p.name for p in (tmp_path / "timeline").iterdir()) == ["step-2.json", "step-2.png"]
@@ -276,7 +268,6 @@ def test_timeline(ranks: RankPool, tmp_path: Path) -> None:
     assert (tmp_path / "timeline" / "step-2.png").read_bytes()[:4] == b"\x89PNG"
 
 
-@pytest.mark.rotating
 def test_timeline_of_shards(ranks: RankPool, tmp_path: Path) -> None:
     """Of the first step, too, in which the engine is built."""
     ranks.run(run_fold3d, 2, Job(str(tmp_path)), {"tp": 2, "tp_overlap": "sub", "timeline": 1})
@@ -308,7 +299,6 @@ class Plain(Variant):
             trainer.save_model()
 
 
-@pytest.mark.rotating
 def test_plain_module(ranks: RankPool, tmp_path: Path) -> None:
     arguments = {"per_device_train_batch_size": 4}
     against_stock(ranks, tmp_path, Plain(), arguments=arguments)
@@ -352,13 +342,11 @@ class LossOutside(Variant):
         return Trainer
 
 
-@pytest.mark.rotating
 def test_plain_module_without_loss_and_with_values_that_are_no_tensors(ranks: RankPool, tmp_path: Path) -> None:
     arguments = {"per_device_train_batch_size": 4, "label_names": ["labels"]}
     against_stock(ranks, tmp_path, LossOutside(), arguments=arguments)
 
 
-@pytest.mark.rotating
 def test_parameters_frozen_by_the_user(ranks: RankPool, tmp_path: Path) -> None:
     against_stock(ranks, tmp_path, Frozen(), arguments={"save_strategy": "steps", "save_steps": 2})
 
@@ -396,7 +384,6 @@ class Masks(Variant):
         return named | {"train_dataset": Masked()}
 
 
-@pytest.mark.rotating
 def test_planning_draws_no_random_numbers(ranks: RankPool, tmp_path: Path) -> None:
     """Samples are read to time the model's layers with, before the first step."""
     job = Job(str(tmp_path), variant=Masks())
@@ -420,7 +407,6 @@ def run_with_workers(job: Job, layout: dict[str, Any]) -> Any:
         config["daemon"] = True
 
 
-@pytest.mark.rotating
 def test_workers_give_all_stages_the_same_samples(ranks: RankPool, tmp_path: Path) -> None:
     # A pool process would start them with spawn, like itself, and import torch again for each.
     arguments = {"dataloader_num_workers": 1, "max_steps": 2, "dataloader_multiprocessing_context": "fork"}
@@ -430,7 +416,6 @@ def test_workers_give_all_stages_the_same_samples(ranks: RankPool, tmp_path: Pat
     assert_same(ours[1], ours[0], 0.0)
 
 
-@pytest.mark.rotating
 @pytest.mark.parametrize("strategy", ["group_by_length", "batch_rebalance", "sequential"])
 def test_sampling_strategies(ranks: RankPool, tmp_path: Path, strategy: str) -> None:
     """Against the stock Trainer on as many processes as there are replicas."""
@@ -439,7 +424,6 @@ def test_sampling_strategies(ranks: RankPool, tmp_path: Path, strategy: str) -> 
     assert_same(ours, ranks.run(run_stock, 2, job)[0], 1e-10)
 
 
-@pytest.mark.rotating
 def test_group_size_larger_than_the_last_step(ranks: RankPool, tmp_path: Path) -> None:
     """An epoch of 5 micro-batches in steps of 4: the last step has fewer than the group size."""
     arguments = {"gradient_accumulation_steps": 4, "max_steps": -1, "num_train_epochs": 1}
@@ -448,7 +432,6 @@ def test_group_size_larger_than_the_last_step(ranks: RankPool, tmp_path: Path) -
     assert_same(ranks.run(run_fold3d, 2, job, layout)[0], run_stock(job), 1e-10)
 
 
-@pytest.mark.rotating
 @pytest.mark.parametrize("layout", [{"dp": 2, "pp": 2}, {"tp": 2, "pp": 2}], ids=str)
 def test_input_token_count_and_flops(ranks: RankPool, tmp_path: Path, layout: dict[str, int]) -> None:
     arguments = {"include_num_input_tokens_seen": "non_padding"}
@@ -462,7 +445,6 @@ class Counts(Variant):
         return trainer.state.num_input_tokens_seen, trainer.state.total_flos
 
 
-@pytest.mark.rotating
 def test_noise_on_embeddings(ranks: RankPool, tmp_path: Path) -> None:
     """NEFTune hooks the embedding, which only the first stage has; the noise does not depend on the layout."""
     job = Job(str(tmp_path), arguments={"neftune_noise_alpha": 5.0})

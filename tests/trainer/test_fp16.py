@@ -79,7 +79,6 @@ def finite(outcome: Outcome) -> Outcome:
     return replace(outcome, logs=kept)
 
 
-@pytest.mark.rotating
 @pytest.mark.parametrize(
     "processes, layout, changes",
     [
@@ -112,7 +111,6 @@ def test_parity(
         assert_same(finite(other), first, 0.0)
 
 
-@pytest.mark.rotating
 def test_resuming(ranks: RankPool, tmp_path: Path) -> None:
     """Each Trainer resumes the other's checkpoint with its scale; fold3d's goes on counting."""
     saving = ARGUMENTS | {"save_strategy": "steps", "save_steps": SAVED}
@@ -134,7 +132,7 @@ def test_resuming(ranks: RankPool, tmp_path: Path) -> None:
         assert_same(replace(outcome, logs=[], metrics={}), replace(stock, logs=[], metrics={}), 2e-5)
 
 
-@pytest.mark.rotating
+@pytest.mark.full
 def test_refused_where_it_has_no_effect(tmp_path: Path) -> None:
     args = fold3d.TrainingArguments(output_dir=str(tmp_path), fp16=True, use_cpu=True, report_to="none")
     with pytest.raises(ConfigError, match=r"fp16=True has no effect on the cpu.*use bf16=True"):

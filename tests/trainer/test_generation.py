@@ -78,7 +78,7 @@ def translated(kind: str, layout: dict[str, Any]) -> tuple[dict[str, Any], dict[
     return made, expected
 
 
-@pytest.mark.rotating
+@pytest.mark.gate(cases=1)
 @pytest.mark.parametrize("kind", ["t5", "bart"])
 def test_encoder_decoders_in_one_process(kind: str) -> None:
     """Cut."""
@@ -87,7 +87,6 @@ def test_encoder_decoders_in_one_process(kind: str) -> None:
     assert len(made) == len(WAYS) and made["greedy"] != made["sampled"]
 
 
-@pytest.mark.rotating
 @pytest.mark.parametrize("kind", ["t5", "bart"])
 @pytest.mark.parametrize("layout", [{"pp": 2, "segments": 1}, {"tp": 2, "segments": 1}], ids=str)
 def test_encoder_decoders_over_processes(ranks: RankPool, kind: str, layout: dict[str, Any]) -> None:
@@ -143,7 +142,6 @@ LAYOUTS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.rotating
 @pytest.mark.parametrize("kind", CONFIGS)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_tokens_over_processes(ranks: RankPool, kind: str, layout: dict[str, Any]) -> None:

@@ -24,7 +24,6 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.rotating
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: "-".join(map(str, layout.values())))
 def test_whatever_is_made_of_gradients_counts(ranks: RankPool, tmp_path: Path, layout: dict[str, Any]) -> None:
     """Values clipped before the norm; noise, zeros, other tensors and none after it: the stock Trainer's weights."""
@@ -44,7 +43,6 @@ def test_whatever_is_made_of_gradients_counts(ranks: RankPool, tmp_path: Path, l
     assert names == set(stock.extra[0][0])
 
 
-@pytest.mark.rotating
 @pytest.mark.parametrize("layout", [{"dp": 2, "pp": 2}, {"pp": 2}], ids=str)
 def test_copies_of_tied_weights_stay_equal(ranks: RankPool, tmp_path: Path, layout: dict[str, Any]) -> None:
     """Also where their stages draw other noise."""
@@ -53,21 +51,18 @@ def test_copies_of_tied_weights_stay_equal(ranks: RankPool, tmp_path: Path, layo
     assert all(outcome.extra.equal(found[0].extra) for outcome in found[:2])
 
 
-@pytest.mark.rotating
 def test_a_callback_that_says_it_reads_none_and_does(ranks: RankPool, tmp_path: Path) -> None:
     job = Job(str(tmp_path), arguments=ARGUMENTS, variant=jobs.Denied())
     for text in ranks.run(error_of, 2, job, {"dp": 2, "dp_sync": "early"}, ConfigError):
         assert ".grad was read or changed" in text and "on_pre_optimizer_step" in text, text
 
 
-@pytest.mark.rotating
 def test_a_reader_of_one_process_is_one_for_all(ranks: RankPool, tmp_path: Path) -> None:
     job = Job(str(tmp_path), arguments=ARGUMENTS, variant=jobs.Counts())
     for outcome in ranks.run(run_fold3d, 2, job, {"dp": 2, "dp_sync": "early"}):
         assert outcome.extra == [True] * 4
 
 
-@pytest.mark.rotating
 @pytest.mark.parametrize("dp_sync", ["early", "zero1", "serial"])
 def test_a_loop_of_one_s_own(ranks: RankPool, dp_sync: str) -> None:
     """Asked for, gradients are whole; not asked for, they cannot be taken for something else."""
@@ -81,7 +76,6 @@ def test_a_loop_of_one_s_own(ranks: RankPool, dp_sync: str) -> None:
             assert ("has taken" in text) == (number % 5 == 4)
 
 
-@pytest.mark.rotating
 @pytest.mark.parametrize("layout", [{"pp": 2}, {"dp": 2}, {"dp": 2, "pp": 2, "segments": 2}], ids=str)
 def test_a_step_by_hand_before_any_training(ranks: RankPool, tmp_path: Path, layout: dict[str, Any]) -> None:
     """Nobody has made an optimizer yet; loss and gradients are the stock model's."""

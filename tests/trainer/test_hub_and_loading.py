@@ -54,7 +54,6 @@ def push(folder: str, layout: dict[str, Any]) -> list[str] | None:
     return sorted(uploaded)
 
 
-@pytest.mark.rotating
 def test_the_hub_gets_what_the_stock_trainer_would_upload(ranks: RankPool, tmp_path: Path) -> None:
     mixtral().save_pretrained(tmp_path / "stock")  # type: ignore[operator]
     wanted = sorted(load_file(tmp_path / "stock" / "model.safetensors"))
@@ -85,7 +84,6 @@ def own_loading(folder: str, layout: dict[str, Any]) -> str:
     return str(model.loaded)
 
 
-@pytest.mark.rotating
 def test_the_models_own_load_state_dict(ranks: RankPool, tmp_path: Path) -> None:
     assert own_loading(str(tmp_path / "one"), {"segments": 2}) == "1"
     errors = ranks.run(own_loading, 2, str(tmp_path / "two"), {"pp": 2, "segments": 1})
@@ -99,7 +97,7 @@ class Wandb(WandbCallback):
         self._log_model = WandbLogModel.END
 
 
-@pytest.mark.rotating
+@pytest.mark.full
 def test_model_logging_is_refused_before_the_start(tmp_path: Path) -> None:
     with pytest.raises(fold3d.ConfigError, match=r"WANDB_LOG_MODEL=end is not available.*trainer\.save_model"):
         trainer_of(tmp_path, models.build(models.gpt2_config()), {"segments": 1}, callbacks=[Wandb()])
@@ -119,7 +117,6 @@ def two_trainers(folder: str, layout: dict[str, Any]) -> tuple[float, float]:
     return one, two
 
 
-@pytest.mark.rotating
 @pytest.mark.parametrize(
     "layout", [{"segments": 1}, {"segments": 2}, {"pp": 2, "segments": 1}, {"dp": 2, "segments": 1}]
 )

@@ -28,7 +28,7 @@ from tests.trainer.jobs import (
 LAYOUTS = [
     (2, {"pp": 2, "segments": 2}),
     (2, {"dp": 2, "dp_sync": "zero1"}),
-    pytest.param(2, {"tp": 2}, marks=pytest.mark.rotating),
+    pytest.param(2, {"tp": 2}),
 ]
 TRIALS = 5
 PRUNED, LAST = 1, 3
@@ -113,7 +113,6 @@ def search(job: Job, layout: dict[str, Any] | None) -> tuple[Any, list[float]]:
     return best, objectives
 
 
-@pytest.mark.rotating
 @pytest.mark.parametrize("processes, layout", [(1, {"segments": 2}), (2, {"pp": 2, "segments": 2})])
 def test_searches(ranks: RankPool, tmp_path: Path, processes: int, layout: dict[str, Any]) -> None:
     """One trial is pruned, and the study ends before all trials: the other processes hear of both."""

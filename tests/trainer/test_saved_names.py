@@ -18,7 +18,6 @@ SAVING = {"save_strategy": "steps", "save_steps": 1, "max_steps": 1, "lr_schedul
 HEADS = {"gpt2": {"score.weight"}, "llama": {"score.weight"}, "opt": {"score.weight"}}
 
 
-@pytest.mark.rotating
 @pytest.mark.parametrize("family", models.MODELS)
 def test_other_heads_load_a_checkpoint(ranks: RankPool, tmp_path: Path, family: str) -> None:
     job = Job(str(tmp_path / "ours"), family=family, arguments=SAVING)
@@ -32,7 +31,6 @@ def test_other_heads_load_a_checkpoint(ranks: RankPool, tmp_path: Path, family: 
     assert set(classifier["missing_keys"]) == HEADS[family]
 
 
-@pytest.mark.rotating
 def test_the_other_name_of_a_tied_weight_is_read_as_well(ranks: RankPool, tmp_path: Path) -> None:
     """Checkpoints of earlier versions have the weight under lm_head.weight."""
     job = Job(str(tmp_path), arguments=SAVING)

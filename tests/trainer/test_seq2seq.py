@@ -62,7 +62,6 @@ def evaluate(folder: str, layout: dict[str, Any], ways: dict[str, Any]) -> tuple
 LAYOUTS: list[dict[str, Any]] = [{"pp": 2, "segments": 1}, {"dp": 2, "segments": 2}]
 
 
-@pytest.mark.rotating
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_as_stock(ranks: RankPool, tmp_path: Path, layout: dict[str, Any]) -> None:
     ways: dict[str, Any] = {"gradient_accumulation_steps": 1 if "dp" in layout else 2}

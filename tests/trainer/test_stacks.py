@@ -62,7 +62,6 @@ CASES = [
 ]
 
 
-@pytest.mark.rotating
 @pytest.mark.parametrize(
     ("family", "processes", "layout"), CASES, ids=[f"{case[2].get('schedule', 'tp')}-{case[0]}" for case in CASES]
 )
@@ -83,7 +82,6 @@ def stock_evaluation(job: Job, weights: dict[str, Tensor]) -> float:
     return trainer.evaluate()["eval_loss"]
 
 
-@pytest.mark.rotating
 def test_a_block_that_runs_several_times_is_saved_once(ranks: RankPool, tmp_path: Path) -> None:
     """And is resumed under another layout, to the same weights."""
     saving = ARGUMENTS | {"save_strategy": "steps", "save_steps": 1}

@@ -66,7 +66,6 @@ class LeavesFiles(Variant):
         return Path(best or "").name, sorted(path.name for path in folder.glob("checkpoint-*/optimizer.pt"))
 
 
-@pytest.mark.rotating
 @pytest.mark.parametrize("name", TOGETHER)
 def test_means_the_same(ranks: RankPool, tmp_path: Path, name: str) -> None:
     """Two replicas of two stages against the stock Trainer on two processes."""
@@ -79,7 +78,6 @@ def test_means_the_same(ranks: RankPool, tmp_path: Path, name: str) -> None:
     assert (alone.extra != ("", [])) == ("best model" in name)
 
 
-@pytest.mark.rotating
 def test_resuming_as_told(ranks: RankPool, tmp_path: Path) -> None:
     """From the middle of an epoch, without passing over the samples seen before."""
     saved = Job(str(tmp_path / "first"), arguments={"save_strategy": "steps", "save_steps": 3})

@@ -50,7 +50,6 @@ def sharded(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> tuple[
     return job, ranks.run(run_fold3d, 4, job, SHARDED, timeout=150)[0]
 
 
-@pytest.mark.rotating
 def test_files_are_those_of_one_process(sharded: tuple[Job, Outcome], tmp_path: Path) -> None:
     job, outcome = sharded
     alone = run_stock(replace(job, folder=str(tmp_path)), replicas=2)
@@ -74,7 +73,6 @@ def test_files_are_those_of_one_process(sharded: tuple[Job, Outcome], tmp_path: 
     assert all(torch.equal(loaded[name], value) for name, value in outcome.weights.items())
 
 
-@pytest.mark.rotating
 @pytest.mark.parametrize(
     ("processes", "layout", "micro_batches"),
     [
@@ -101,7 +99,6 @@ def test_any_layout_resumes(
     assert_continues(resumed, replace(whole, metrics=resumed.metrics), 1e-10)
 
 
-@pytest.mark.rotating
 @pytest.mark.parametrize("dp_sync", ["zero1", "early"])
 def test_the_same_layout_goes_on_with_the_same_bits(
     ranks: RankPool, sharded: tuple[Job, Outcome], tmp_path: Path, dp_sync: str
@@ -111,13 +108,11 @@ def test_the_same_layout_goes_on_with_the_same_bits(
     assert_continues(resumed, whole, 0.0)
 
 
-@pytest.mark.rotating
 def test_the_stock_trainer_resumes_it(sharded: tuple[Job, Outcome], tmp_path: Path) -> None:
     job, whole = sharded
     assert_continues(run_stock(continued(job, tmp_path), replicas=2), with_eval(job, whole, tmp_path), 1e-10)
 
 
-@pytest.mark.rotating
 def test_what_others_wrote_is_resumed(ranks: RankPool, tmp_path: Path) -> None:
     """Tied vocabulary; the stock Trainer's checkpoint, and one of two stages with two segments."""
     for name, processes, layout in (("stock", 0, {}), ("stages", 2, {"pp": 2, "segments": 2})):
@@ -128,7 +123,6 @@ def test_what_others_wrote_is_resumed(ranks: RankPool, tmp_path: Path) -> None:
         assert_continues(resumed, replace(whole, metrics=resumed.metrics), 1e-10)
 
 
-@pytest.mark.rotating
 @pytest.mark.parametrize("pretrained", [False, True])
 def test_a_model_on_meta_is_the_same_for_every_layout(ranks: RankPool, tmp_path: Path, pretrained: bool) -> None:
     arguments = {"adam_epsilon": 1e-4}

@@ -45,7 +45,6 @@ def compare(job: TrlJob, ranks: RankPool, layout: dict[str, Any]) -> list[Outcom
     return found
 
 
-@pytest.mark.rotating
 @pytest.mark.parametrize(
     "layout, arguments",
     [
@@ -61,7 +60,6 @@ def test_sft(layout: dict[str, Any], arguments: dict[str, Any], ranks: RankPool,
 FOLDED = {"dp": 2, "pp": 2, "segments": 2, "bucket_bytes": 1, "dp_sync": "zero1"}
 
 
-@pytest.mark.rotating
 def test_sft_with_lora(ranks: RankPool, tmp_path: Path) -> None:
     """Frozen weights have no gradients, no optimizer state and no part in DP.sync; the adapter is in PEFT's files."""
     job = TrlJob(str(tmp_path), "SFT", {"gradient_checkpointing": False}, lora=True)
@@ -79,7 +77,6 @@ def test_sft_with_lora(ranks: RankPool, tmp_path: Path) -> None:
         torch.testing.assert_close(loaded[name], value, rtol=0, atol=0, msg=name)
 
 
-@pytest.mark.rotating
 @pytest.mark.parametrize(
     "layout, job",
     [
@@ -95,7 +92,6 @@ def test_dpo(layout: dict[str, Any], job: dict[str, Any], ranks: RankPool, tmp_p
     compare(TrlJob(str(tmp_path), "DPO", arguments, **job), ranks, layout)
 
 
-@pytest.mark.rotating
 def test_dpo_whose_model_is_its_own_reference_is_not_cut(ranks: RankPool, tmp_path: Path) -> None:
     job = TrlJob(str(tmp_path), "DPO", {"gradient_checkpointing": False}, lora=True)
     with pytest.raises(RankError) as refused:

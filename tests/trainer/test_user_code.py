@@ -16,7 +16,6 @@ from tests.trainer import user_jobs as jobs
 from tests.trainer.jobs import Job, error_of
 
 
-@pytest.mark.rotating
 @pytest.mark.parametrize("layout", [{"dp": 2, "pp": 2}, {"pp": 2}, {"dp": 2}], ids=str)
 def test_the_accelerator_counts_replicas(ranks: RankPool, tmp_path: Path, layout: dict[str, Any]) -> None:
     """Sums and means too: stages of a replica bring the same number, and it counts once."""
@@ -36,7 +35,6 @@ def test_the_accelerator_counts_replicas(ranks: RankPool, tmp_path: Path, layout
         assert found["triggered"] == [True, False]
 
 
-@pytest.mark.rotating
 @pytest.mark.parametrize("way", ["early", "zero1"])
 def test_whoever_reads_weights_sees_them_whole(ranks: RankPool, tmp_path: Path, way: str) -> None:
     """In on_push_begin, in an overridden `log` and behind the optimizer; and fold3d is not in the user's list."""
@@ -54,7 +52,6 @@ def test_whoever_reads_weights_sees_them_whole(ranks: RankPool, tmp_path: Path, 
     assert found[0]["parameters"]
 
 
-@pytest.mark.rotating
 def test_what_costs_the_overlap_is_said_once(ranks: RankPool, tmp_path: Path) -> None:
     layout = {"dp": 2, "dp_sync": "early"}
     job = Job(str(tmp_path))
@@ -67,7 +64,6 @@ def test_what_costs_the_overlap_is_said_once(ranks: RankPool, tmp_path: Path) ->
     assert ranks.run(jobs.told, 2, job, {"pp": 2}, jobs.Loss) == [[], []], "with one replica nothing waits"
 
 
-@pytest.mark.rotating
 def test_the_time_limit_is_that_of_the_user(ranks: RankPool, tmp_path: Path) -> None:
     """Process 0 may be busy for ddp_timeout, not for the 300 seconds of comm_timeout's default."""
     for is_as_before, exchanges, silence in ranks.run(
@@ -78,14 +74,12 @@ def test_the_time_limit_is_that_of_the_user(ranks: RankPool, tmp_path: Path) -> 
     assert args.parallel.timeout_seconds == args.parallel.silence_seconds == 20
 
 
-@pytest.mark.rotating
 def test_a_busy_process_keeps_the_others_waiting(ranks: RankPool, tmp_path: Path) -> None:
     job = Job(str(tmp_path), arguments={"ddp_timeout": 120}, variant=jobs.Busy())
     for outcome in ranks.run(jobs.impatient, 2, job, {"pp": 2}):
         assert len(outcome.column("loss")) == 4
 
 
-@pytest.mark.rotating
 def test_a_process_that_is_late_for_the_end_is_named(ranks: RankPool, tmp_path: Path) -> None:
     """The others wait for it to compare their memory, and it is not they who failed."""
     job = Job(str(tmp_path), arguments={"ddp_timeout": 3, "save_strategy": "no"}, variant=jobs.Lingering())

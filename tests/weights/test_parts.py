@@ -137,7 +137,7 @@ def test_plans_of_other_shapes_are_refused() -> None:
 # Initial values
 
 
-@pytest.mark.rotating
+@pytest.mark.gate(cases=1)
 @pytest.mark.parametrize("family", MODELS)
 def test_initial_values_are_those_of_the_whole(family: str) -> None:
     full = on_meta(MODELS[family])
@@ -387,7 +387,7 @@ def peak(tp: int, folder: str) -> int:
     return 1024 * int(done.stdout.split()[-1])
 
 
-@pytest.mark.rotating
+@pytest.mark.gate(cases=1)
 @pytest.mark.parametrize("source", ["drawn", "folder"])
 def test_memory_is_that_of_the_parts_and_of_one_whole(source: str, tmp_path: Path) -> None:
     total = 4 * sum(p.numel() for p in on_meta(lambda: LlamaForCausalLM(CONFIG)).parameters())

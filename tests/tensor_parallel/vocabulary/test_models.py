@@ -44,13 +44,13 @@ def compare(family: str, size: int, loss_of: Callable[..., Tensor], tolerance: f
     jobs.check(model, inputs, loss_of, vocabulary, results, tolerance)
 
 
-@pytest.mark.rotating
+@pytest.mark.gate(cases=1)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_gradients(family: str) -> None:
     compare(family, 2, exact_loss, 1e-12)
 
 
-@pytest.mark.rotating
+@pytest.mark.gate(cases=1)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_models_own_loss(family: str) -> None:
     compare(family, 3, stock_loss, 1e-6)

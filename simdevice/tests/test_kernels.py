@@ -17,11 +17,11 @@ def sim() -> Iterator[RankPool]:
 
 
 def test_they_run_in_the_order_of_streams(sim: RankPool) -> None:
-    sim.run("tests.kernels.sim_jobs:ordered", 1)
+    sim.run("simdevice.tests.kernels:ordered", 1)
 
 
 def test_the_detector_sees_what_they_touch(sim: RankPool) -> None:
-    (found,) = sim.run("tests.kernels.sim_jobs:races", 1)
+    (found,) = sim.run("simdevice.tests.kernels:races", 1)
     for text, kernel, access in zip(
         found, ("squares", "pack", "unpack", "adamw_"), ("reads", "reads", "writes", "writes"), strict=True
     ):
