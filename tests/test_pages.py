@@ -29,6 +29,7 @@ EVERY_PAGE = pytest.mark.parametrize("page", PAGES, ids=pages.name)
 FOLDERS = {path.name for path in ROOT.iterdir() if path.is_dir() and not path.name.startswith(".")} - {"build", "out"}
 
 
+@pytest.mark.full
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     """As `make docs` builds it: every page is in the table of contents, every docstring of the reference readable."""
     words = [sys.executable, "-m", "sphinx", "--quiet", "--fail-on-warning", "--keep-going", "-b", "html"]

@@ -55,6 +55,7 @@ def test_python_collects_as_before_after_a_command(kept, model, fails: bool) -> 
     assert gc.get_freeze_count() == 0
 
 
+@pytest.mark.gate(cases=1)
 @pytest.mark.parametrize("words", [["trace"], ["plan", "-w", "2"]])
 def test_the_second_answer_needs_neither_torch_nor_the_model(kept, model, capsys, words: list[str]) -> None:
     first = said(capsys, *words, model, "-p", 2)

@@ -54,6 +54,7 @@ def test_shown_output(capsys, path, shown):
     assert page == current
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("_page_folder")
 def test_pictures(tmp_path):
     commands = list(DRAWN.finditer(PAGE.read_text()))

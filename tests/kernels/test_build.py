@@ -70,6 +70,7 @@ def nvcc() -> str:
     return found
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("source", CUDA_SOURCES, ids=lambda path: path.stem)
 def test_nvcc_compiles(source: Path, tmp_path: Path) -> None:
     """As setup.py does, for sm_80, sm_90 and sm_100 at once; without torch's headers, so in seconds."""

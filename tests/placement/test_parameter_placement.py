@@ -64,6 +64,7 @@ def test_of_a_model_in_one_piece() -> None:
     assert placement.readers == {"a": (0,), "embed.weight": (0,)}
 
 
+@pytest.mark.gate(cases=3)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_parameter_has_an_owner_and_only_tied_ones_have_two(family: str) -> None:
     model = build(family)

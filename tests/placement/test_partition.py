@@ -26,6 +26,7 @@ def test_the_head_counts() -> None:
     assert ranges[0][1] > 4  # logits cost more than the embedding
 
 
+@pytest.mark.gate(cases=2)
 @pytest.mark.parametrize("chunks", [1, 2, 3, 4])
 def test_ranges_cover_the_blocks(chunks: int) -> None:
     recorded = record(build("llama"))

@@ -89,6 +89,7 @@ def compare(name: str, found: Any) -> None:
     assert json.loads(path.read_text()) == json.loads(json.dumps(found))
 
 
+@pytest.mark.gate(cases=8)
 @pytest.mark.parametrize("name", JOBS)
 def test_the_planner_decides_as_before(name: str) -> None:
     settings, fixed = JOBS[name]

@@ -42,6 +42,7 @@ def scenario_limit_ms(job, segments=4):
     return 1e3 * max(compute + bubble, (gradients + messages) / job.network.bandwidth)
 
 
+@pytest.mark.gate(cases=1)
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_the_benchmarks_scenarios(name):
     changes, most = SCENARIOS[name]

@@ -17,6 +17,7 @@ from tests.trace.zoo import Block
 IDS = torch.zeros(2, 16, dtype=torch.long)
 
 
+@pytest.mark.gate(cases=1)
 @pytest.mark.parametrize(("kind", "layers"), [("gpt2", "n_layer"), ("llama", "num_hidden_layers")])
 def test_blocks_that_need_not_run_are_called_as_their_twins(kind: str, layers: str) -> None:
     config: Any = MODELS[kind]()

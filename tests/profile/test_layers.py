@@ -59,6 +59,7 @@ def test_kinds_are_told_apart_and_measured():
     assert pickle.loads(pickle.dumps(profile)) == profile
 
 
+@pytest.mark.gate(cases=2)
 @pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_transformers_models(kind, device):

@@ -41,6 +41,7 @@ def test_it_takes_double_precision_and_has_gradients(function) -> None:
         assert torch.autograd.gradcheck(lambda x, y: function(x, y, offs=ENDS), (a, b))
 
 
+@pytest.mark.gate(cases=1)
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "gpt_oss"])
 def test_mixtures_are_divided_as_with_products_expert_by_expert(family: str) -> None:
     tiny = build(family)

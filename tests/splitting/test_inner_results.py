@@ -46,7 +46,7 @@ def eager(family: str) -> Tiny:
     return tiny
 
 
-@pytest.mark.gate(cases=1)
+@pytest.mark.gate(cases=2)
 @pytest.mark.parametrize("shares_sequence", [False, True])
 @pytest.mark.parametrize("family", ATTENTIONS)
 def test_attention_weights_of_all_heads(family: str, shares_sequence: bool) -> None:
@@ -78,6 +78,7 @@ def test_attention_weights_that_blocks_compute_when_asked_are_asked_for_by_the_c
     assert compare(tiny.model, batch, plan, result=everything) < 1e-10
 
 
+@pytest.mark.gate(cases=1)
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
 @pytest.mark.parametrize("shares_sequence", [False, True])
 def test_logits_of_routers_for_all_tokens(family: str, shares_sequence: bool) -> None:
@@ -177,6 +178,7 @@ def _of_everything(output: Any) -> Tensor:
     return torch.stack([(x * torch.linspace(-1, 1, x.numel()).double().view(x.shape)).sum() for x in found]).sum()
 
 
+@pytest.mark.gate(cases=3)
 @pytest.mark.parametrize("shares_sequence", [False, True])
 @pytest.mark.parametrize("use", USES)
 def test_models_whose_own_code_reads_what_blocks_return_beside_the_hidden_state(

@@ -28,7 +28,7 @@ def plan_of(family: str, tp: int) -> ShardingPlan:
     return plan_sharding(tiny.model, tiny.trace(), tiny.batch, tp, sequence_parallel=True)
 
 
-@pytest.mark.gate(cases=1)
+@pytest.mark.gate(cases=3)
 @pytest.mark.parametrize("tp", [2, 4])
 @pytest.mark.parametrize("family", POSSIBLE)
 def test_ranks_together_compute_the_whole(family: str, tp: int) -> None:

@@ -151,7 +151,7 @@ def compare(
     return ops
 
 
-@pytest.mark.gate(cases=1)
+@pytest.mark.gate(cases=4)
 @pytest.mark.parametrize("make", [gpt2, llama])
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 @pytest.mark.parametrize("chunks", [1, 2, 3])
@@ -168,6 +168,7 @@ def test_three_parts_where_the_sequence_is_shared(samples: int) -> None:
     assert ops.order[:5] == ([0, 2, 0, 1, 2] if samples > 2 else [0, 1, 0, 1, 0])
 
 
+@pytest.mark.gate(cases=1)
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("make", [gpt2, llama])
 def test_recomputation_communicates_nothing(make: Callable[[float], nn.Module], recompute: bool) -> None:

@@ -72,6 +72,7 @@ class _Model(nn.Module):
         return x.square().mean() + sum([*extra, *_KEPT])
 
 
+@pytest.mark.gate(cases=1)
 @pytest.mark.parametrize("way", ["numbers", "places", "pair"])
 def test_every_cut_equals_the_whole_model(way: str) -> None:
     torch.manual_seed(0)

@@ -20,7 +20,7 @@ HALVES = [(0, 2), (2, 4)]
 SINGLES = [(0, 1), (1, 2), (2, 3), (3, 4)]
 
 
-@pytest.mark.gate(cases=1)
+@pytest.mark.gate(cases=3)
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_cut_equals_the_whole_model(family: str, padded: bool) -> None:
@@ -54,6 +54,7 @@ def test_every_cut_of_a_plain_module_equals_the_whole(style: str) -> None:
         assert_equal(chained(ranks, recorded, len(ranges), batch), want)
 
 
+@pytest.mark.gate(cases=2)
 @pytest.mark.parametrize("pp", [1, 2])
 @pytest.mark.parametrize("family", ["gpt2", "llama_tied", "llama"])
 def test_several_chunks_on_one_rank_with_one_model_object(family: str, pp: int) -> None:
@@ -106,7 +107,7 @@ def test_micro_batches_of_other_shapes(family: str) -> None:
 
 
 class TestRecomputing:
-    @pytest.mark.gate(cases=1)
+    @pytest.mark.gate(cases=2)
     @pytest.mark.parametrize("family", ["gpt2", "llama", "opt", "gpt_neox"])
     @pytest.mark.parametrize("reentrant", [None, False, True])
     def test_equals_the_whole_model(self, family: str, reentrant: bool | None) -> None:
@@ -163,7 +164,7 @@ class TestRecomputing:
 
 
 class TestDropout:
-    @pytest.mark.gate(cases=1)
+    @pytest.mark.gate(cases=2)
     @pytest.mark.parametrize("recompute", [False, True])
     @pytest.mark.parametrize("family", FAMILIES)
     def test_every_split_equals_one_chunk(self, family: str, recompute: bool) -> None:

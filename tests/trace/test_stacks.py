@@ -11,6 +11,7 @@ from tests.trace.chains import assert_equal, chained, cuts, ranks_of, record, wh
 from tests.trace.stacks import MODELS, build
 
 
+@pytest.mark.gate(cases=3)
 @pytest.mark.parametrize("family", MODELS)
 def test_every_cut_equals_the_whole_model(family: str) -> None:
     model, batch = build(family)

@@ -65,6 +65,7 @@ def at_a_terminal() -> Iterator[None]:
     signal.signal(signal.SIGINT, before)
 
 
+@pytest.mark.gate(cases=1)
 @pytest.mark.parametrize("where", ["callback", "forward", "backward"])
 def test_what_a_script_catches(tmp_path: Path, where: str) -> None:
     expected = trainer_of(tmp_path / "a", STEPS)

@@ -48,6 +48,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+@pytest.mark.gate(cases=4)
 @pytest.mark.parametrize("family", MODELS)
 def test_any_subset_gets_the_same_bits(family: str) -> None:
     full = on_meta(MODELS[family])

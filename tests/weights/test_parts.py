@@ -137,7 +137,7 @@ def test_plans_of_other_shapes_are_refused() -> None:
 # Initial values
 
 
-@pytest.mark.gate(cases=1)
+@pytest.mark.gate(cases=2)
 @pytest.mark.parametrize("family", MODELS)
 def test_initial_values_are_those_of_the_whole(family: str) -> None:
     full = on_meta(MODELS[family])
