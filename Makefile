@@ -17,13 +17,13 @@ LINT := tests/test_quality.py tests/test_layering.py
 
 FULL := cpp one-process parity dist trainer rooms
 PARITY := $(wildcard tests/dist/test_parity*.py)
-PYTEST = $(PY) -m pytest -q --numprocesses 2 --dist worksteal --durations 40 --durations-min 1
+PYTEST = $(PY) -m pytest -q --numprocesses 2 --dist worksteal --durations 40 --durations-min 1 $(PYTEST_MORE)
 # $(call timed,WHAT,COMMAND) runs the command and says how long it took.
 timed = @start=$$(date +%s); $(2); status=$$?; echo "$(1): $$(($$(date +%s) - start)) s"; exit $$status
 
 GPU_TESTS := tests/dist/test_cuda.py tests/dist/test_kernels.py tests/kernels
 
-.PHONY: all demo demo-network docs test test-cpp test-python asan-binary test-full $(FULL:%=test-full-%) gpu lint format clean distclean
+.PHONY: all demo demo-network docs test test-cpp test-python asan-binary test-full $(FULL:%=test-full-%) mutations gpu lint format clean distclean
 .DELETE_ON_ERROR:
 
 all: .venv/.extension
@@ -74,6 +74,11 @@ test-full-trainer: .venv/.extension
 
 test-full-rooms: .venv/.extension .venv/.simdevice
 	$(call timed,$@,$(PYTEST) simdevice zoo benchmarks)
+
+# What the gate is worth: 30 single faults, each against the gate until its first failure. Without the test of the faults
+# themselves, which would find each. Hours.
+mutations: .venv/.extension asan-binary
+	$(PY) -m tests.mutations --run "$(MAKE) --no-print-directory test PYTEST_MORE='--exitfirst --ignore tests/mutations'" --table out/mutations.md
 
 # On a machine with GPUs, better two: tests that need them, speeds of links, and benchmarks, as text to paste.
 gpu: .venv/.requirements

@@ -215,6 +215,7 @@ def other_plan(layouts: list[dict[str, Any]]) -> tuple[str, str]:
     return _error(lambda: engine(**layouts[dist.get_rank()]))
 
 
+@pytest.mark.gate(cases=1)
 @pytest.mark.parametrize("difference", [{"micro_batches": 4}, {"seed": 1}, {"schedule": "gpipe"}, {"recompute": True}])
 def test_another_plan_on_one_rank(ranks: RankPool, difference: dict[str, Any]) -> None:
     common = {"dp": 1, "pp": 4, "micro_batches": 2}
@@ -223,6 +224,7 @@ def test_another_plan_on_one_rank(ranks: RankPool, difference: dict[str, Any]) -
         assert "same script" in text
 
 
+@pytest.mark.gate
 def test_one_rank_cannot_build(ranks: RankPool) -> None:
     found = ranks.run(other_plan, 2, [{"pp": 2}, {"pp": 2, "blocks": "h"}])
     assert found[1][0] == "TraceError" and "blocks='h'" in found[1][1]
@@ -278,6 +280,7 @@ def test_a_model_that_another_engine_has_cut(ranks: RankPool) -> None:
         assert f"(layers.{2 - 2 * rank}.weight, ...)" in answer[1] and "build the model anew" in answer[1], answer
 
 
+@pytest.mark.gate
 def test_an_engine_that_has_failed_stays_so(ranks: RankPool) -> None:
     """But another engine in the same processes works."""
     for first, *later in ranks.run(used_again, 2):
@@ -298,6 +301,7 @@ def batches_differ(layout: dict[str, Any], starts: list[float], rows: list[int],
     return answer
 
 
+@pytest.mark.gate(cases=2)
 @pytest.mark.parametrize("evaluate", [False, True])
 @pytest.mark.parametrize("layout, odd", [({"pp": 2}, 1), ({"dp": 2, "pp": 2}, 3), ({"pp": 4, "micro_batches": 2}, 2)])
 def test_another_batch_on_one_stage(ranks: RankPool, layout: dict[str, Any], odd: int, evaluate: bool) -> None:

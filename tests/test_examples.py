@@ -81,6 +81,25 @@ def test_the_example_plans_by_itself_and_says_what_was_hidden(tmp_path: Path) ->
     assert everywhere.count("the planner chose") == 1
 
 
+@pytest.mark.gate
+@pytest.mark.dist
+def test_the_demo_in_twenty_steps(tmp_path: Path) -> None:
+    """The command of `make demo`, with fewer steps."""
+    make = subprocess.run(
+        ["make", "-n", "demo", f"OUT={tmp_path}"], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    command = make.stdout.replace("\\\n", " ").splitlines()[-1]
+    assert "torchrun" in command and str(tmp_path) in command, make.stdout + make.stderr
+    command += " --max_steps 20 --warmup_steps 2 --logging_steps 5 --timeline 10"
+    done = subprocess.run(command, shell=True, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    losses = [float(text) for text in re.findall(r"step \d+/20  loss (\S+)", done.stdout)]
+    assert len(losses) == 4 and losses[-1] < losses[0] - 0.5, done.stdout
+    for text in ("the planner chose", "were hidden under computation", "A sample of"):
+        assert text in done.stdout + done.stderr, f"{text} is missing in\n{done.stdout}{done.stderr}"
+    assert (tmp_path / "model.safetensors").exists() and (tmp_path / "timeline/step-10.png").exists()
+
+
 @pytest.mark.dist
 def test_the_engine_example_of_the_pages_runs(tmp_path: Path) -> None:
     (code,) = pages.blocks(ROOT / "docs" / "engine.md", "python")

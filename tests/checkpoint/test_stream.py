@@ -99,6 +99,7 @@ def test_stage_that_cannot_read_its_tensors(ranks: RankPool, tmp_path: Path) -> 
     assert errors == [f"CheckpointError: {reason}", elsewhere, "RuntimeError: no memory", elsewhere]
 
 
+@pytest.mark.gate(cases=1)
 @pytest.mark.parametrize("dp", [1, 2])
 def test_tensors_of_all_stages_of_replica_0(ranks: RankPool, tmp_path: Path, dp: int) -> None:
     ranks.run(send_weights, 4, str(tmp_path), dp)
@@ -112,6 +113,7 @@ def test_tensors_of_all_stages_of_replica_0(ranks: RankPool, tmp_path: Path, dp:
         assert read[f"s{stage}"].item() == stage
 
 
+@pytest.mark.gate(cases=1)
 @pytest.mark.parametrize("room", [-1, 0, 4])
 def test_rank_0_fails_without_leaving_the_others_behind(ranks: RankPool, room: int) -> None:
     errors = ranks.run(send_to_full_disk, 4, room)
@@ -156,6 +158,7 @@ def send_parts(folder: str, dp: int) -> int:
     return sent
 
 
+@pytest.mark.gate(cases=2)
 @pytest.mark.parametrize(("dp", "pp"), [(1, 1), (2, 1), (1, 2)])
 def test_parts_of_shards_become_whole(ranks: RankPool, tmp_path: Path, dp: int, pp: int) -> None:
     sent = ranks.run(send_parts, 2 * dp * pp, str(tmp_path), dp)

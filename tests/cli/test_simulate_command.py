@@ -120,6 +120,19 @@ def test_the_picture_says_what_the_text_says(capsys, tmp_path, monkeypatch):
     assert lanes == {"gather", "wait"}
 
 
+def test_the_step_in_a_picture_s_title_has_the_waits_for_tp_sync(capsys, tmp_path, monkeypatch):
+    seen = {}
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(timeline_picture, "write_picture", lambda *args, **named: seen.update(named))
+    code, out, _ = run(capsys, "simulate fold -p 2 -m 4 -s 2 --tp 2 --tp-overlap none --tp-bandwidth 1 --png out.png")
+    assert code == 0 and seen["simulated"][0].exposed_tp_ms > 0
+    title = timeline.shares(seen["simulated"], None)
+    step = float(re.search(r"step ([\d.]+) ms", out)[1])
+    assert abs(float(re.search(r"step ([\d.]+) ms", title)[1]) - step) <= 0.1
+    shares = re.findall(r"(compute|bubble|exposed \S+) ([\d.]+) %", title)
+    assert "exposed TP.sync" in dict(shares) and abs(sum(float(share) for _, share in shares) - 100) <= 0.5
+
+
 def test_a_picture_without_matplotlib_is_refused_before_the_work(capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     code, out, err = run(capsys, "simulate aiao -p 2 -m 4 -s 2 --png out.png")

@@ -209,6 +209,7 @@ def _over_groups(size: int) -> None:
     sync.close()
 
 
+@pytest.mark.gate(cases=1)
 @pytest.mark.parametrize("size", [2, 3])
 def test_rings_over_process_groups(ranks: Any, size: int) -> None:
     ranks.run(_over_groups, size, size)

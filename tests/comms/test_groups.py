@@ -77,6 +77,7 @@ def _lanes() -> dict[str, list[int]]:
     return found
 
 
+@pytest.mark.gate
 def test_a_lane_per_shard(ranks8: RankPool) -> None:
     """Pipelines and rings join ranks of one place on the axis tp, the tensor-parallel group those of one stage."""
     results = ranks8.run(_lanes, 8)

@@ -94,6 +94,7 @@ def expected_sum(tree: Tree, member: int = 0) -> torch.Tensor:
     return functools.reduce(operator.add, parts)
 
 
+@pytest.mark.gate(cases=2)
 @pytest.mark.parametrize("size, fan_out", [(1, 4), (2, 4), (4, 2), (4, 1), (4, 4), (8, 2)])
 def test_values_and_bits(ranks8: RankPool, size: int, fan_out: int) -> None:
     for rank, found in enumerate(ranks8.run(everything, size, fan_out)):
@@ -161,6 +162,7 @@ def of_three_axes(dp: int, tp: int) -> tuple[torch.Tensor, torch.Tensor, tuple[A
     return found
 
 
+@pytest.mark.gate(cases=1)
 @pytest.mark.parametrize("dp, pp, tp", [(1, 1, 4), (2, 1, 2), (1, 2, 2), (2, 2, 2)])
 def test_three_levels(ranks8: RankPool, dp: int, pp: int, tp: int) -> None:
     """The order of a sum does not depend on who asks; what is gathered lies by rank, where tp is the fastest axis."""
@@ -333,6 +335,7 @@ def test_a_member_that_does_not_come_is_named(ranks: RankPool) -> None:
     assert spent < 5 and other
 
 
+@pytest.mark.gate
 def test_a_wait_ends_when_the_job_fails(ranks: RankPool) -> None:
     found = ranks.run(waits, 3, LIMIT, 0.3)
     for told, spent in (found[0], found[2]):

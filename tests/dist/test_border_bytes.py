@@ -43,6 +43,7 @@ def loss(model, batch):  # type: ignore[no-untyped-def]
     return getattr(result, "loss", result)
 
 
+@pytest.mark.gate(cases=1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_messages_are_as_large_as_the_recording_says(ranks: RankPool, kind: str) -> None:
     model, batch, partition = model_of(kind)

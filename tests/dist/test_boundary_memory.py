@@ -108,6 +108,7 @@ def whole(kind: str) -> dict[str, Tensor]:
     return {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in model.named_parameters()}
 
 
+@pytest.mark.gate(cases=1)
 @pytest.mark.parametrize(
     ("kind", "recompute"),
     [(kind, False) for kind in ("linear", "relu", "sigmoid", "transposed", "part", "passed on")]

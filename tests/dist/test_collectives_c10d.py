@@ -83,6 +83,7 @@ def steps_of_sync(dtype: torch.dtype, library: bool) -> tuple[list[list[torch.Te
         return seen, sync.take_records()
 
 
+@pytest.mark.gate(cases=2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("size", [2, 3])
 def test_sums_and_gathers(ranks: RankPool, size: int, dtype: torch.dtype) -> None:
@@ -104,6 +105,7 @@ def test_sums_and_gathers(ranks: RankPool, size: int, dtype: torch.dtype) -> Non
                 assert torch.equal(ours, first), "replicas have the same bits"
 
 
+@pytest.mark.gate
 def test_order_and_records(ranks: RankPool) -> None:
     """One order on all replicas: sums as handed over; early gathers as planned, then the others."""
     for _, records in ranks.run(steps_of_sync, 3, torch.float32, True):
@@ -135,6 +137,7 @@ def wait_in_vain(lane: str, timeout: float, limit: float) -> tuple[str, float, f
     return text, waited, closed
 
 
+@pytest.mark.gate(cases=1)
 @pytest.mark.parametrize("lane", ["reduce", "gather"])
 def test_a_wait_ends_in_time_and_says_for_what(ranks: RankPool, lane: str) -> None:
     text, waited, closed = ranks.run(wait_in_vain, 2, lane, 0.3, 1.5)[0]
@@ -221,6 +224,7 @@ def train(case: Case, library: bool) -> parity_jobs.Result:
         return parity_jobs.train(case)
 
 
+@pytest.mark.gate(cases=1)
 @pytest.mark.parametrize("dp_sync", ["early", "zero1", "serial"])
 def test_training_has_the_bits_of_rings(ranks: RankPool, dp_sync: str) -> None:
     case = Case(dp=2, pp=2, segments=2, m=3, schedule="aiao", transport="c10d", dtype="float32", dp_sync=dp_sync)

@@ -95,6 +95,7 @@ def breaking(part: str, layout: dict[str, Any]) -> tuple[str, float]:
         links.connect = original
 
 
+@pytest.mark.gate(cases=1)
 @pytest.mark.parametrize("part, layout", [("TcpPeers", {"pp": 3}), ("RingPeers", {"dp": 3, "dp_sync": "early"})])
 def test_a_rank_that_breaks_while_connecting_ends_the_others(
     ranks: RankPool, part: str, layout: dict[str, Any]
@@ -147,7 +148,7 @@ def train_with_workers(layout: dict[str, Any]) -> None:
             os._exit(1)  # or the workers would be waited for
 
 
-@pytest.mark.gate(cases=1)
+@pytest.mark.full
 @pytest.mark.parametrize("layout", [{"pp": 2}, {"dp": 2, "dp_sync": "early"}], ids=["pp", "dp"])
 def test_workers_do_not_keep_a_dead_ranks_connections(layout: dict[str, Any]) -> None:
     result = launch(train_with_workers, 2, layout, timeout=100)
@@ -179,7 +180,7 @@ def _die_or(links: Any, connect: Any, *args: Any) -> None:
     connect(links, *args)
 
 
-@pytest.mark.gate(cases=1)
+@pytest.mark.full
 @pytest.mark.parametrize("layout", [{"pp": 3}, {"dp": 3, "dp_sync": "early"}], ids=["pp", "dp"])
 def test_a_rank_that_is_killed_while_connecting_ends_the_others(layout: dict[str, Any]) -> None:
     result = launch(dying, 3, layout, timeout=100)

@@ -62,6 +62,7 @@ def cut(dp: int) -> Result:
     return losses, weights
 
 
+@pytest.mark.gate(cases=1)
 @pytest.mark.parametrize("dp", [1, 2])
 def test_routers_that_convert_themselves_train_as_in_one_process(ranks: RankPool, dp: int) -> None:
     losses, weights = alone()

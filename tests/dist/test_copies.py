@@ -113,6 +113,7 @@ def refused(layout: dict[str, Any], folder: str) -> dict[str, str]:
     return said
 
 
+@pytest.mark.gate(cases=1)
 @pytest.mark.parametrize("layout", [{"pp": 2}, {"tp": 2}], ids=str)
 def test_a_part_of_a_model_is_neither_copied_nor_saved(ranks: RankPool, tmp_path: Path, layout: dict[str, Any]) -> None:
     for rank, found in enumerate(ranks.run(refused, 2, layout, str(tmp_path))):

@@ -15,6 +15,7 @@ CASE = Case(dp=2, pp=2, segments=2, m=3, schedule="aiao", dtype="float32")
 WAYS = ("early", "zero1", "serial")
 
 
+@pytest.mark.gate(cases=1)
 @pytest.mark.parametrize("dp_sync", WAYS)
 @pytest.mark.parametrize(("bad_rank", "bad_chunk"), [(0, 0), (3, 3)])
 def test_an_infinity_on_one_rank_skips_the_step_on_all(
@@ -35,6 +36,7 @@ def test_an_infinity_on_one_rank_skips_the_step_on_all(
             assert all(torch.equal(a[name], b[name]) for name in a)
 
 
+@pytest.mark.gate(cases=1)
 @pytest.mark.parametrize("dp", [2, 4])
 def test_zero1_keeps_its_share_of_the_optimizer(ranks: RankPool, dp: int) -> None:
     case = Case(dp=dp, m=2, segments=2, schedule="aiao", dtype="float32", family="llama", tied=False)
@@ -45,6 +47,7 @@ def test_zero1_keeps_its_share_of_the_optimizer(ranks: RankPool, dp: int) -> Non
     assert max(state for state, _ in parts) <= 1.1 * whole[0][0] / dp
 
 
+@pytest.mark.gate(cases=1)
 @pytest.mark.parametrize("dp_sync", WAYS)
 def test_whoever_reads_weights_gets_them_whole(ranks: RankPool, dp_sync: str) -> None:
     for by_state_dict, by_flush, by_forward in ranks.run(jobs.read_lazily, 4, replace(CASE, dp_sync=dp_sync)):
@@ -59,6 +62,7 @@ def test_an_engine_that_is_closed_leaves_final_weights(ranks: RankPool, dp_sync:
         assert all(torch.equal(closed[name], tensor) for name, tensor in flushed.items())
 
 
+@pytest.mark.gate
 def test_sums_begin_under_the_backward(ranks: RankPool) -> None:
     for hidden, total in ranks.run(jobs.overlap, 4, replace(CASE, dp_sync="early")):
         assert total >= 4 and hidden >= 1

@@ -60,6 +60,7 @@ def sum_up(library: bool) -> tuple[Tensor, Tensor, Tensor, list[Any]]:
         return flat, weights, values, sync.take_records()
 
 
+@pytest.mark.gate(cases=1)
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_sums_are_those_of_a_plain_reference(ranks: RankPool, size: int) -> None:
     shards = [gradients_of(rank, size).chunk(size) for rank in range(size)]

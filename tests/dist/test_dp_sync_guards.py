@@ -13,6 +13,7 @@ def test_a_layer_is_summed_while_the_layers_before_it_compute(ranks: RankPool) -
     assert ranks.run(jobs.sum_under_the_backward, 2) == [1, 1]
 
 
+@pytest.mark.gate(cases=1)
 @pytest.mark.parametrize("dp_sync", ["early", "zero1"])
 def test_a_gradient_after_its_sum_has_begun(ranks: RankPool, dp_sync: str) -> None:
     for text in ranks.run(jobs.backward_of_one_s_own, 2, dp_sync):
@@ -25,6 +26,7 @@ def test_a_weight_that_is_read_by_a_way_nobody_recorded(ranks: RankPool, dp_sync
         assert "head.weight was read before it was up to date" in text and "reads_weights=True" in text, text
 
 
+@pytest.mark.gate
 def test_a_parameter_that_got_other_memory(ranks: RankPool) -> None:
     for text in ranks.run(jobs.other_memory, 2):
         assert "got other memory after the engine was built" in text, text

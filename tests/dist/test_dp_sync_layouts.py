@@ -44,6 +44,7 @@ def _assert_same(results: list[tuple[dict[str, torch.Tensor], ...]]) -> None:
             assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
 
+@pytest.mark.gate(cases=1)
 @pytest.mark.parametrize(("dp", "dp_sync"), [(1, "auto"), (2, "early"), (2, "zero1"), (2, "serial")])
 def test_stages_of_different_dtypes_agree_on_the_norm(ranks: RankPool, dp: int, dp_sync: str) -> None:
     """Or they would clip differently, and one would take a step that the other skips."""

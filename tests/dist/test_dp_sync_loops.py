@@ -20,6 +20,7 @@ def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
         torch.testing.assert_close(found[name], tensor, rtol=0, atol=1e-12, msg=name)
 
 
+@pytest.mark.gate(cases=1)
 @pytest.mark.parametrize("dp_sync", WAYS)
 @pytest.mark.parametrize(("loss", "norm"), [("share", False), ("scaled_share", False), ("share", True)])
 def test_weights_are_never_read_too_early(ranks: RankPool, dp_sync: str, loss: str, norm: bool) -> None:
@@ -46,6 +47,7 @@ def test_another_engine_that_is_gone(ranks: RankPool, dp_sync: str, closed: bool
         assert_close(found, expected)
 
 
+@pytest.mark.gate(cases=1)
 @pytest.mark.parametrize("dp_sync", WAYS)
 def test_odd_calls_change_nothing(ranks: RankPool, dp_sync: str) -> None:
     expected = loops.alone(2)
@@ -68,6 +70,7 @@ def test_the_optimizer_moves_to_another_engine(ranks: RankPool, dp_sync: str) ->
         assert_close(moved, expected)
 
 
+@pytest.mark.gate(cases=1)
 @pytest.mark.parametrize(
     ("dtype", "scale"), [(torch.bfloat16, None), (torch.float16, None), (torch.float16, 2.0**17)], ids=str
 )

@@ -11,6 +11,7 @@ from tests.helpers.ranks import RankPool
 LAYERS = [f"layers.{layer}.linear" for layer in range(jobs.LAYERS)]
 
 
+@pytest.mark.gate(cases=1)
 @pytest.mark.parametrize("dp_sync", ["early", "zero1"])
 def test_a_layer_waits_for_its_own_parameters_only(ranks: RankPool, dp_sync: str) -> None:
     for seen in ranks.run(jobs.order_of_waits, 2, dp_sync):

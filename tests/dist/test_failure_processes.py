@@ -65,6 +65,7 @@ def run(layout: dict[str, Any], trap: dict[str, Any], *, script: bool, program: 
     return Ended(result, [one.seconds - sprang for one in result])
 
 
+@pytest.mark.gate
 def test_killed_in_the_middle_of_a_step() -> None:
     layout = {"dp": 2, "pp": 2, "segments": 2}
     ended = run(layout, {"rank": 3, "place": "backward", "what": "SIGKILL"}, script=False)
@@ -77,6 +78,7 @@ def test_the_rank_that_keeps_the_store_is_killed() -> None:
     ended.check(0, DIAGNOSIS + EXIT, "RankError: ", "rank 0 (replica 0, stage 0), which keeps it, has ended")
 
 
+@pytest.mark.gate
 def test_stopped_in_the_middle_of_a_step() -> None:
     layout = {"dp": 2, "pp": 2, "transport": "c10d"}
     ended = run(layout, {"rank": 2, "place": "forward", "what": "SIGSTOP"}, script=True)
@@ -90,6 +92,7 @@ def test_the_rank_that_keeps_the_store_is_stopped() -> None:
     assert ended.result[0].stopped
 
 
+@pytest.mark.gate
 def test_an_uncaught_exception_between_two_steps() -> None:
     """The engine is not called when it happens, and never closed: the others still learn what it was."""
     ended = run({"pp": 4}, {"rank": 3, "place": "outside"}, script=True)

@@ -55,6 +55,7 @@ def train(case: Case, **changes: Any) -> Trained:
         return trained
 
 
+@pytest.mark.gate(cases=1)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_planned_recomputation_changes_no_bit(ranks: RankPool, case: Case) -> None:
     roomy = ranks.run(train, case.ranks, case, memory_limit="1GB")
@@ -102,6 +103,7 @@ def texts_of_a_greedy_step(limit: str | None, evaluates: bool) -> list[str]:
     return ["nothing"]
 
 
+@pytest.mark.gate(cases=1)
 @pytest.mark.parametrize("limit", ["1GB", None])
 def test_running_out_of_memory_is_explained_on_every_rank(ranks: RankPool, limit: str | None) -> None:
     """torch's allocator refuses what the last stage asks for: all ranks say what was planned, what was measured and

@@ -77,6 +77,7 @@ def train(case: Case) -> Trained:
         return trained
 
 
+@pytest.mark.gate(cases=2)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_to_the_bit(ranks: RankPool, case: Case) -> None:
     if case.through == "trainer":
@@ -94,6 +95,7 @@ def test_to_the_bit(ranks: RankPool, case: Case) -> None:
     assert any(one.moved > 0 and one.pool > 0 for one in on)  # the last stage of 1F1B turns around at once
 
 
+@pytest.mark.gate
 def test_what_is_on_the_device_does_not_grow_with_the_micro_batches(ranks: RankPool) -> None:
     """AIAO keeps segments * m stashes: they are in the pool, the device has those that come and go.
 
@@ -152,6 +154,7 @@ def _most_bytes(device: torch.device, run: Callable[[], object]) -> int:
     return most
 
 
+@pytest.mark.gate
 def test_a_pool_that_is_too_small_is_an_error_on_every_rank(ranks: RankPool) -> None:
     case = Case(pp=2, segments=2, m=4, schedule="aiao", offload="activations")
     for text in ranks.run(failing, 2, case, 8192):

@@ -50,6 +50,7 @@ def same(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
+@pytest.mark.gate(cases=1)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_to_the_bit(ranks: RankPool, case: Case) -> None:
     off = ranks.run(train, case.ranks, case)
@@ -117,6 +118,7 @@ def saved(case: Case, folder: str, resume: str | None) -> dict[str, torch.Tensor
     return weights
 
 
+@pytest.mark.gate(cases=1)
 @pytest.mark.parametrize("dp_sync", ["zero1", "early", None])
 def test_its_bytes_leave_the_device(ranks: RankPool, dp_sync: str | None) -> None:
     if device.chosen() != "cpu":

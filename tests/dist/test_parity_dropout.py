@@ -36,6 +36,7 @@ def one_process(pool: RankPool, case: Case) -> parity_jobs.Result:
     return result
 
 
+@pytest.mark.gate(cases=1)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_any_layout(ranks: RankPool, case: Case) -> None:
     results = ranks.run(parity_jobs.train, case.ranks, case, timeout=150.0)
@@ -52,6 +53,7 @@ def test_recompute_on_one_process(ranks: RankPool) -> None:
     assert_equal(one_process(ranks, replace(case, recompute=True)), one_process(ranks, case), 1e-12)
 
 
+@pytest.mark.gate
 def test_masks_differ_over_micro_batches_replicas_and_steps(ranks: RankPool) -> None:
     case = Case(dp=2, pp=2, m=3, dropout=0.1)
     shares = [loss for rank in ranks.run(parity_extra.shares_of_equal_rows, 4, case) for loss in rank]

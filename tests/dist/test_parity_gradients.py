@@ -20,6 +20,7 @@ FUSSY = [
 ]
 
 
+@pytest.mark.gate(cases=1)
 @pytest.mark.parametrize("case", FUSSY, ids=lambda case: case.name)
 @pytest.mark.parametrize("recorded", ["short", "long"])
 @pytest.mark.parametrize("attached", [True, False])
@@ -82,6 +83,7 @@ ROUNDED = [
 ]
 
 
+@pytest.mark.gate(cases=1)
 @pytest.mark.parametrize("case", ROUNDED, ids=lambda case: case.name)
 def test_bf16_autocast(ranks: RankPool, case: Case) -> None:
     results = ranks.run(parity_jobs.train, case.ranks, case, bf16=True, timeout=150.0)
@@ -116,6 +118,7 @@ UNEVEN = [
 ]
 
 
+@pytest.mark.gate(cases=1)
 @pytest.mark.parametrize("case, count", UNEVEN, ids=[f"{case.name}-{count}rows" for case, count in UNEVEN])
 def test_uneven_last_batch(ranks: RankPool, case: Case, count: int) -> None:
     rows = data.dataset(count, LENGTH, ragged=True, padded=case.labels == "padded")

@@ -41,6 +41,7 @@ GRID = [
 ]
 
 
+@pytest.mark.gate(cases=1)
 @pytest.mark.parametrize("case", GRID, ids=lambda case: case.name)
 def test_training(ranks: RankPool, case: Case) -> None:
     expected = reference(case.alone())
@@ -61,6 +62,7 @@ def train_on_few_tokens(case: Case, tokens: int) -> list[float]:
     return losses
 
 
+@pytest.mark.gate(cases=1)
 @pytest.mark.parametrize(
     ("case", "tokens"),
     [
@@ -224,6 +226,7 @@ ASKED = [
 ]
 
 
+@pytest.mark.gate(cases=1)
 @pytest.mark.parametrize(("ask", "cut"), ASKED, ids=str)
 def test_code_between_blocks_that_reads_only_when_asked(ranks: RankPool, ask: str, cut: dict[str, Any]) -> None:
     """Nothing said so when the model was recorded, and its blocks were given parts of hidden states."""

@@ -22,6 +22,7 @@ EVALUATED = [
 ]
 
 
+@pytest.mark.gate(cases=1)
 @pytest.mark.parametrize("case", EVALUATED, ids=lambda case: case.name)
 def test_evaluation(ranks: RankPool, case: Case) -> None:
     """Three rows per replica, longer than those of training, equal `Trainer.evaluate` on all rows at once."""
@@ -68,6 +69,7 @@ SHARDED_LAYOUTS = [
 MOVES = [(*chain, LAYOUTS) for chain in CHAINS] + [(*chain, SHARDED_LAYOUTS) for chain in SHARDED_CHAINS]
 
 
+@pytest.mark.gate(cases=1)
 @pytest.mark.parametrize(
     "base, why, layouts", MOVES, ids=[f"{one[0].family}{'-tp' * (one[2] is SHARDED_LAYOUTS)}" for one in MOVES]
 )

@@ -110,6 +110,7 @@ def matrices_of_blocks(case: Case) -> set[str]:
     return {name for name, p in found if p.ndim in (2, 3) and ".0." in name and "gate.weight" not in name}
 
 
+@pytest.mark.gate(cases=2)
 @pytest.mark.parametrize("case", GRID, ids=lambda case: case.name)
 def test_grid(ranks8: RankPool, case: Case) -> None:
     check(ranks8, case)
@@ -164,6 +165,7 @@ def test_evaluation(ranks: RankPool, layout: tuple[int, int, int, int], family: 
         assert found == pytest.approx(expected, abs=1e-10)
 
 
+@pytest.mark.gate(cases=1)
 @pytest.mark.parametrize(
     ("family", "settings"),
     [
@@ -230,6 +232,7 @@ def other_batch(case: Case, odd: int, change: str, evaluate: bool) -> str:
     return ""
 
 
+@pytest.mark.gate(cases=1)
 @pytest.mark.parametrize("evaluate", [False, True])
 @pytest.mark.parametrize("change", ["values", "lengths"])
 def test_shards_must_get_the_same_batch(ranks: RankPool, change: str, evaluate: bool) -> None:
@@ -248,6 +251,7 @@ def planned(case: Case, memory_limit: str | None) -> str:
     return text
 
 
+@pytest.mark.gate
 def test_the_planner_counts_with_shards(ranks: RankPool) -> None:
     case = Case(tp=2, pp=2, m=4, family="llama")
     found = ranks.run(planned, 4, case, None, timeout=150.0)

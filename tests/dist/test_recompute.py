@@ -157,6 +157,7 @@ def trained_gpt2(layout: Layout) -> tuple[list[float], State]:
     return losses, state
 
 
+@pytest.mark.gate(cases=1)
 @pytest.mark.parametrize(
     "layout",
     [
@@ -193,6 +194,7 @@ def most_alive(layout: Layout) -> int:
     return peak
 
 
+@pytest.mark.gate
 def test_keeps_less(ranks: RankPool) -> None:
     """Only the inputs of chunks are kept per micro-batch, whatever is computed in them."""
 

@@ -91,6 +91,7 @@ def test_a_strange_environment(
     assert text in capsys.readouterr().err
 
 
+@pytest.mark.gate
 def test_several_ranks() -> None:
     done = launch(SCRIPT, 4, "well", "-1", timeout=300)
     assert [one.returncode for one in done] == [0] * 4, done.report()

@@ -109,6 +109,7 @@ def same(a: Any, b: Any) -> bool:
     return bool(a == b)
 
 
+@pytest.mark.gate(cases=1)
 @pytest.mark.parametrize(("dp", "tp"), [(1, 2), (1, 3), (2, 2), (1, 4)])
 def test_parts_make_the_whole_state(ranks: RankPool, dp: int, tp: int) -> None:
     found = ranks.run(there_and_back, dp * tp, dp, tp)

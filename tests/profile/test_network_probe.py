@@ -25,6 +25,7 @@ def _probe(dp: int, pp: int, over_tcp: bool):
         groups.close()
 
 
+@pytest.mark.gate(cases=1)
 @pytest.mark.parametrize("over_tcp", [True, False], ids=["tcp", "gloo"])
 @pytest.mark.parametrize("dp, pp", [(1, 4), (2, 2), (4, 1), (1, 3)])
 def test_all_ranks_get_the_same_numbers(ranks, dp, pp, over_tcp):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -51,6 +52,7 @@ def travel() -> tuple[list[tuple[int, ...]], list[bool], list[Tensor | None]]:
     return [tuple(t.shape) for t in sent], same, [hidden.grad - 2 * hidden.detach()]
 
 
+@pytest.mark.gate
 def test_parts_and_their_gradients(ranks: RankPool) -> None:
     for size in (2, 4):
         for shapes, same, differences in ranks.run(travel, size):

@@ -107,6 +107,7 @@ def train(layout: dict[str, int], modules: list[str], use: str) -> tuple[list[fl
 KEPT = [["layers.0"], ["layers.0.inner"], ["layers.1.inner", "layers.3.inner"], ["first"]]
 
 
+@pytest.mark.gate(cases=1)
 @pytest.mark.parametrize(("processes", "layout"), CUT, ids=IDS)
 @pytest.mark.parametrize("modules", KEPT, ids=["block", "inside", "several", "embedding"])
 def test_kept_for_the_loss(ranks: RankPool, processes: int, layout: dict[str, int], modules: list[str]) -> None:

@@ -53,6 +53,7 @@ def trained(layout: dict[str, int]) -> tuple[list[float], dict[str, Tensor]]:
     return losses, state
 
 
+@pytest.mark.gate
 def test_buffers_in_front_of_the_blocks(ranks: RankPool) -> None:
     losses, state = trained({"segments": 1})
     assert state["count"].item() == 6 and state["norm.num_batches_tracked"].item() == 6
@@ -118,6 +119,7 @@ def draws(layout: dict[str, int]) -> tuple[float, float, float]:
     return value, random.random(), np.random.rand()
 
 
+@pytest.mark.gate
 def test_random_numbers_of_python_and_numpy(ranks: RankPool) -> None:
     """Chunks drew one after the other, and so did finding out how the model is called."""
     alone = draws({"segments": 1})

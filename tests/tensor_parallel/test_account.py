@@ -45,6 +45,7 @@ def late_and_hidden(over_tcp: bool) -> tuple[dict[str, int], dict[str, int], lis
         return waited, hidden, [kind for kind, *_ in records], sum(end - start for start, end in waits)
 
 
+@pytest.mark.gate(cases=1)
 @TRANSPORTS
 def test_what_is_waited_for_and_what_is_hidden(ranks: RankPool, over_tcp: bool) -> None:
     results = ranks.run(late_and_hidden, 2, over_tcp)

@@ -120,6 +120,7 @@ def _differences(group: TensorParallelGroup, over_tcp: bool, shape: tuple[int, .
     return out
 
 
+@pytest.mark.gate(cases=1)
 @TRANSPORTS
 @pytest.mark.parametrize("size", [2, 3])
 def test_they_give_what_computing_and_then_communicating_gives(ranks: RankPool, size: int, over_tcp: bool) -> None:

@@ -75,6 +75,7 @@ def split_mlp(group: TensorParallelGroup) -> tuple[Tensor, ...]:
     return tuple((a - b).abs().max() for a, b in zip(got, wanted, strict=True) if a is not None and b is not None)
 
 
+@pytest.mark.gate(cases=1)
 @TRANSPORTS
 @pytest.mark.parametrize("size", [2, 4])
 def test_a_split_mlp_is_the_whole_one(ranks: RankPool, size: int, over_tcp: bool) -> None:
@@ -119,6 +120,7 @@ def sequence(group: TensorParallelGroup, dim: int) -> tuple[Tensor, ...]:
     return gathered.detach(), x.grad, scattered.detach(), y.grad, own.detach(), z.grad
 
 
+@pytest.mark.gate(cases=2)
 @TRANSPORTS
 @pytest.mark.parametrize("dim", [0, 1, -1])
 @pytest.mark.parametrize("size", [2, 3])
@@ -147,6 +149,7 @@ def uneven(group: TensorParallelGroup, length: int) -> tuple[Tensor, ...]:
     return part.detach(), back.detach(), summed.detach(), whole.grad
 
 
+@pytest.mark.gate(cases=3)
 @TRANSPORTS
 @pytest.mark.parametrize("size, length", [(2, 5), (3, 7), (4, 6)])
 def test_parts_need_not_be_equal(ranks: RankPool, size: int, length: int, over_tcp: bool) -> None:
@@ -163,6 +166,7 @@ def without_gradients(group: TensorParallelGroup, dtype: torch.dtype) -> tuple[T
     return group.all_reduce(x), group.all_reduce_max(x)
 
 
+@pytest.mark.gate(cases=2)
 @TRANSPORTS
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32])
 def test_sums_and_maxima_of_every_type(ranks: RankPool, dtype: torch.dtype, over_tcp: bool) -> None:

@@ -34,6 +34,7 @@ def checks(group: TensorParallelGroup) -> dict[str, dict[str, str]]:
     }
 
 
+@pytest.mark.gate
 def test_the_operators_are_what_torch_expects(ranks: RankPool) -> None:
     for results in ranks.run(on_all, 2, True, checks, timeout=200):
         assert results == dict.fromkeys(results, dict.fromkeys(CHECKS, "SUCCESS"))

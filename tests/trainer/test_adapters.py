@@ -72,6 +72,7 @@ def job_of(folder: Path, **changes: Any) -> Job:
     return Job(str(folder), family=family, samples=40, arguments=SAVING | changes, variant=Adapted(**lora))
 
 
+@pytest.mark.gate(cases=1)
 @pytest.mark.parametrize(
     "processes, layout, lora",
     [

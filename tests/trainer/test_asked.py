@@ -116,6 +116,7 @@ LOSSES = {
 ARGUMENTS = {"per_device_train_batch_size": 4, "prediction_loss_only": True}
 
 
+@pytest.mark.gate(cases=1)
 @pytest.mark.parametrize(("processes", "layout"), CUT, ids=["segments=2", "pp=2"])
 @pytest.mark.parametrize("kind", ["positions", "logits", "penalised", "early", "attentions"])
 def test_right(ranks: RankPool, tmp_path: Path, kind: str, processes: int, layout: dict[str, Any]) -> None:

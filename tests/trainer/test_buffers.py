@@ -182,6 +182,7 @@ def against_stock(ranks: RankPool, tmp_path: Path, job: Job, layout: dict[str, A
         )
 
 
+@pytest.mark.gate(cases=1)
 @pytest.mark.parametrize(("accumulation", "reads_gradients"), [(1, False), (2, False), (1, True)])
 def test_batchnorm(ranks: RankPool, tmp_path: Path, accumulation: int, reads_gradients: bool) -> None:
     job = Job("", accumulation=accumulation, reads_gradients=reads_gradients)

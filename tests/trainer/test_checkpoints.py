@@ -57,6 +57,7 @@ def assert_continues(resumed: Outcome, whole: Outcome, tolerance: float) -> None
     assert_same(replace(resumed, logs=again), replace(whole, logs=logs), tolerance)
 
 
+@pytest.mark.gate
 def test_files_are_those_of_the_stock_trainer(folded: tuple[Job, Outcome], tmp_path: Path) -> None:
     job, _ = folded
     run_stock(replace(job, folder=str(tmp_path)), replicas=2)
@@ -76,6 +77,7 @@ def test_from_pretrained_loads_it(folded: tuple[Job, Outcome]) -> None:
         assert torch.equal(weights[name], value), name
 
 
+@pytest.mark.gate
 def test_optimizer_file_equals_the_stock_one(folded: tuple[Job, Outcome], tmp_path: Path) -> None:
     job, _ = folded
     run_stock(replace(job, folder=str(tmp_path)), replicas=2)
@@ -123,6 +125,7 @@ def with_eval(job: Job, outcome: Outcome, folder: Path) -> Outcome:
     return replace(outcome, metrics=alone.metrics)
 
 
+@pytest.mark.gate
 def test_ours_resumes_stock(ranks: RankPool, tmp_path: Path) -> None:
     job = Job(str(tmp_path / "stock"), samples=40, arguments=SAVING)
     whole = run_stock(job)
@@ -138,6 +141,7 @@ def test_stop_and_resume_gives_the_identical_curve(ranks: RankPool, tmp_path: Pa
     assert_continues(resumed, whole, 0.0)
 
 
+@pytest.mark.gate(cases=1)
 @pytest.mark.parametrize(
     ("processes", "layout", "micro_batches"),
     [
@@ -188,6 +192,7 @@ def test_zero1_resumes_what_others_wrote(
     assert_continues(resumed, replace(whole, metrics=resumed.metrics), 1e-10)
 
 
+@pytest.mark.gate(cases=1)
 @pytest.mark.parametrize("file", ["model.safetensors", "optimizer.pt", "trainer_state.json"])
 @pytest.mark.parametrize("manifest", [True, False])
 def test_cut_short(ranks: RankPool, folded: tuple[Job, Outcome], tmp_path: Path, file: str, manifest: bool) -> None:
@@ -225,6 +230,7 @@ def train_on_a_full_disk(job: Job, layout: dict[str, Any]) -> str:
     return "no error"
 
 
+@pytest.mark.gate
 def test_a_save_that_fails_leaves_nothing(ranks: RankPool, tmp_path: Path) -> None:
     job = Job(str(tmp_path), arguments=SAVING)
     errors = ranks.run(train_on_a_full_disk, 4, job, {"dp": 2, "pp": 2})
@@ -293,6 +299,7 @@ def test_a_killed_save_is_cleaned_up(ranks: RankPool, tmp_path: Path) -> None:
     assert resumed.column("step")[-1] == 6
 
 
+@pytest.mark.gate
 def test_limit_and_best_model(ranks: RankPool, tmp_path: Path) -> None:
     """The learning rate is absurd: the first evaluation is the best one, and its weights come back at the end."""
     arguments = {

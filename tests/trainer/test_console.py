@@ -175,6 +175,7 @@ def test_one_process(tmp_path: Path, bar: bool) -> None:
     assert (ProgressCallback if bar else PrinterCallback) in kinds
 
 
+@pytest.mark.gate
 def test_four_ranks(ranks: RankPool, tmp_path: Path) -> None:
     results = ranks.run(train, 4, str(tmp_path), {"dp": 2, "pp": 2})
     said, _, history, _ = results[0]

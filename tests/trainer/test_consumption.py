@@ -72,6 +72,7 @@ class Keeps(Variant):
 LAYOUTS = [(1, {"segments": 1}), (1, {"segments": 2}), (2, {"pp": 2, "segments": "auto"})]
 
 
+@pytest.mark.gate(cases=1)
 @pytest.mark.parametrize(("processes", "layout"), LAYOUTS, ids=lambda value: str(value))
 @pytest.mark.parametrize("data", [None, Counting, Streaming])
 def test_losses_are_the_stock_ones(

@@ -71,6 +71,7 @@ def test_replicas_hold_the_same_bits_in_every_checkpoint(unread: dict[str, Ranks
     assert unread[way][0].extra["final"] != unread[way][1].extra["final"]
 
 
+@pytest.mark.gate(cases=1)
 @pytest.mark.parametrize("way", ["early", "zero1"])
 def test_a_callback_that_reads_weights_sees_them_whole(read: dict[str, Ranks], way: str) -> None:
     for rank, theirs in enumerate(read["serial"]):
@@ -97,6 +98,7 @@ def test_a_callback_that_reads_none_is_not_waited_for(
     assert early != [event for event in read["early"][0].extra["seen"] if event[0] == "step_end"]
 
 
+@pytest.mark.gate
 def test_logs_carry_the_breakdown(unread: dict[str, Ranks]) -> None:
     for way in WAYS:
         for outcome in unread[way]:
@@ -111,6 +113,7 @@ def test_logs_carry_the_breakdown(unread: dict[str, Ranks]) -> None:
                 assert all(entry["dp_hidden_ms"] == 0 for entry in logs)
 
 
+@pytest.mark.gate
 def test_saving_evaluating_and_predicting_right_after_a_step(ranks: RankPool, tmp_path: Path) -> None:
     arguments: dict[str, Any] = ARGUMENTS | {"max_steps": 4, "eval_strategy": "no", "save_strategy": "no"}
     job = Job(str(tmp_path), dtype="float32", samples=16, arguments=arguments, variant=UsesAtOnce())

@@ -43,6 +43,7 @@ def on_rank_0(folder: str, call: str, other: str | None) -> tuple[str, float]:
     return "no error", time.monotonic() - start
 
 
+@pytest.mark.gate(cases=1)
 @pytest.mark.parametrize("call", CALLS)
 def test_by_one_process_alone(ranks: RankPool, tmp_path: Any, call: str) -> None:
     (text, seconds), (told, _) = ranks.run(on_rank_0, 2, str(tmp_path), call, None, timeout=60)

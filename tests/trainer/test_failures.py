@@ -32,6 +32,7 @@ class Raises(Variant):
         return Trainer
 
 
+@pytest.mark.gate
 def test_an_error_in_compute_loss_reaches_every_rank(ranks: RankPool, tmp_path: Path) -> None:
     arguments = {"save_strategy": "steps", "save_steps": 2}
     job = Job(str(tmp_path), samples=40, arguments=arguments, variant=Raises())

@@ -50,6 +50,7 @@ class OwnLoss(Variant):
         return Trainer
 
 
+@pytest.mark.gate
 def test_compute_loss_override(ranks: RankPool, tmp_path: Path) -> None:
     arguments = {"per_device_train_batch_size": 4}  # no micro-batch without labels: its mean is not a number
     against_stock(ranks, tmp_path, OwnLoss(), arguments=arguments, metrics=True)
@@ -112,6 +113,7 @@ class WithCallback(Variant):
         return next(c for c in trainer.callback_handler.callbacks if isinstance(c, Events)).seen
 
 
+@pytest.mark.gate
 def test_callbacks_fire_in_the_stock_order(ranks: RankPool, tmp_path: Path) -> None:
     ours, stock = against_stock(ranks, tmp_path, WithCallback())
     assert ours == stock and ours.count("on_step_end") == 3 and "on_substep_end" in ours
@@ -170,6 +172,7 @@ class PredictsSome(Predicts):
         return named | measured | {"data_collator": collate_some}
 
 
+@pytest.mark.gate
 def test_predict_and_evaluate_before_training(ranks: RankPool, tmp_path: Path) -> None:
     ours, stock = against_stock(ranks, tmp_path, PredictsSome())
     assert ours[0] == pytest.approx(stock[0], abs=1e-6)
@@ -432,6 +435,7 @@ def test_group_size_larger_than_the_last_step(ranks: RankPool, tmp_path: Path) -
     assert_same(ranks.run(run_fold3d, 2, job, layout)[0], run_stock(job), 1e-10)
 
 
+@pytest.mark.gate(cases=1)
 @pytest.mark.parametrize("layout", [{"dp": 2, "pp": 2}, {"tp": 2, "pp": 2}], ids=str)
 def test_input_token_count_and_flops(ranks: RankPool, tmp_path: Path, layout: dict[str, int]) -> None:
     arguments = {"include_num_input_tokens_seen": "non_padding"}

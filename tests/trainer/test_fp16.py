@@ -79,6 +79,7 @@ def finite(outcome: Outcome) -> Outcome:
     return replace(outcome, logs=kept)
 
 
+@pytest.mark.gate(cases=1)
 @pytest.mark.parametrize(
     "processes, layout, changes",
     [

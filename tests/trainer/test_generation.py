@@ -142,6 +142,7 @@ LAYOUTS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.gate(cases=1)
 @pytest.mark.parametrize("kind", CONFIGS)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_tokens_over_processes(ranks: RankPool, kind: str, layout: dict[str, Any]) -> None:

@@ -24,6 +24,7 @@ LAYOUTS = [
 ]
 
 
+@pytest.mark.gate(cases=1)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: "-".join(map(str, layout.values())))
 def test_whatever_is_made_of_gradients_counts(ranks: RankPool, tmp_path: Path, layout: dict[str, Any]) -> None:
     """Values clipped before the norm; noise, zeros, other tensors and none after it: the stock Trainer's weights."""

@@ -67,6 +67,7 @@ class Preempted(Variant):
         return steps
 
 
+@pytest.mark.gate(cases=1)
 @pytest.mark.parametrize("layout", [{"pp": 2, "segments": 2}, {"dp": 2, "dp_sync": "zero1"}], ids=["pp", "dp"])
 def test_all_ranks_save_after_the_same_step(ranks: RankPool, tmp_path: Path, layout: dict[str, Any]) -> None:
     job = Job(str(tmp_path / "told"), samples=40, variant=Preempted(), arguments=ARGUMENTS)

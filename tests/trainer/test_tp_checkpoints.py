@@ -73,6 +73,7 @@ def test_files_are_those_of_one_process(sharded: tuple[Job, Outcome], tmp_path: 
     assert all(torch.equal(loaded[name], value) for name, value in outcome.weights.items())
 
 
+@pytest.mark.gate(cases=1)
 @pytest.mark.parametrize(
     ("processes", "layout", "micro_batches"),
     [

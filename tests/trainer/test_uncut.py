@@ -37,6 +37,7 @@ class TwoPasses(Variant):
         return Trainer
 
 
+@pytest.mark.gate(cases=1)
 @pytest.mark.parametrize("processes", [1, 2])
 def test_several_forwards_and_other_outputs(ranks: RankPool, tmp_path: Path, processes: int) -> None:
     """Exact with several replicas, too: no part of a model is missing on any of them."""
