@@ -192,8 +192,8 @@ def shares(
     """
     if step is None:
         first = breakdowns[0]
-        step = first.compute_ms + first.bubble_ms + first.exposed_pp_ms + first.exposed_dp_ms
-        step += first.exposed_offload_ms
+        step = first.compute_ms + (first.exposed_tp_ms or 0.0) + first.bubble_ms
+        step += first.exposed_pp_ms + first.exposed_dp_ms + first.exposed_offload_ms
 
     def share(field: str) -> str:
         mean = sum(getattr(breakdown, field) or 0.0 for breakdown in breakdowns) / len(breakdowns)
@@ -209,7 +209,10 @@ def shares(
     ]
     sent, summed = (sum(getattr(a, field) for a in breakdowns) / 2**20 for field in ("pp_bytes", "dp_bytes"))
     sizes = f"PP {sent:.1f} MiB, DP {summed:.1f} MiB"
-    if any(isinstance(breakdown, StepBreakdown) and breakdown.exposed_tp_ms is not None for breakdown in breakdowns):
+    measured = any(isinstance(one, StepBreakdown) and one.exposed_tp_ms is not None for one in breakdowns)
+    if not measured and any(breakdown.exposed_tp_ms for breakdown in breakdowns):
+        parts.append(f"exposed TP.sync {share('exposed_tp_ms')}")
+    if measured:
         parts += [f"exposed TP.sync {share('exposed_tp_ms')}", f"hidden TP.sync {share('hidden_tp_ms')}"]
         sizes += f", TP {sum(getattr(a, 'tp_bytes', 0) for a in breakdowns) / 2**20:.1f} MiB"
     if any(breakdown.exposed_offload_ms > 0 for breakdown in breakdowns):
