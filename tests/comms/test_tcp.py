@@ -30,7 +30,7 @@ def test_a_refused_connection_says_so_and_where() -> None:
     start = time.monotonic()
     with pytest.raises(_C.CommError, match=f"could not connect to stage 1 at {HOST}:{port}: Connection refused"):
         peers.connect((HOST, port), (HOST, port), 60.0)
-    assert time.monotonic() - start < 15.0
+    assert time.monotonic() - start < 50.0
 
 
 def test_an_abort_ends_whoever_connects() -> None:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from tests.helpers import gate
+
+ROOT = Path(__file__).resolve().parents[2]
 
 TESTS = """
     import pytest
@@ -36,7 +40,7 @@ TESTS = """
 
 def passed(pytester: pytest.Pytester, *options: str) -> set[str]:
     """Returns the names of the tests above that run with the project's own conftest."""
-    pytester.makeconftest("from tests.conftest import pytest_collection_modifyitems\n")
+    pytester.makeconftest((ROOT / "conftest.py").read_text())
     pytester.makeini("[pytest]\nmarkers =\n    full: f\n    gate: g\n    dist: d\n    cuda: c\n")
     pytester.makepyfile(TESTS)
     lines = pytester.runpytest("-v", *options).outlines

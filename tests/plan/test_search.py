@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 
 import pytest
@@ -47,12 +46,9 @@ def scenario_limit_ms(job, segments=4):
 def test_the_benchmarks_scenarios(name):
     changes, most = SCENARIOS[name]
     job = make_job(**changes)
-    begin = time.process_time()
     choice = search(job)
-    seconds = time.process_time() - begin
     ratio = choice.step_ms / scenario_limit_ms(job)
     assert ratio <= most, choice.table
-    assert seconds < 20  # of this process, some on most machines
     trials = Trials(job)
 
     def default(segments, order, kind, bucket_bytes):

@@ -52,7 +52,7 @@ def test_what_lies_between_a_split_pair_of_products_is_a_part() -> None:
     assert all(mine.backward < all_of_it.backward for mine, all_of_it in zip(part[1:-1], whole[1:-1], strict=True))
 
 
-@pytest.mark.gate(cases=1)
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
 def test_ranks_that_share_layers_keep_less(kind: str) -> None:
     with torch.device("meta"):

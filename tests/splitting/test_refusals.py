@@ -22,6 +22,7 @@ def plan(family: str, tp: int, overrides: dict[str, str] | None = None) -> Any:
     return plan_sharding(tiny.model, tiny.trace(), tiny.batch, tp, overrides)
 
 
+@pytest.mark.gate(cases=2)
 @pytest.mark.parametrize(
     "family, tp, says",
     [
@@ -44,6 +45,7 @@ def test_the_error_says_what_to_write() -> None:
     assert plan("olmo2", 2, said).shards
 
 
+@pytest.mark.gate(cases=3)
 @pytest.mark.parametrize(
     "overrides, says",
     [

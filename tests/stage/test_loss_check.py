@@ -256,4 +256,4 @@ def test_aside_that_fails() -> None:
     start = time.monotonic()
     with pytest.raises(AsideError, match=r"longer than 0\.2 seconds"):
         aside(lambda: time.sleep(60), 0.2)
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 50

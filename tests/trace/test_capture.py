@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import resource
-import time
 from typing import Any
 
 import pytest
@@ -118,16 +117,14 @@ def test_meta_and_real_models_give_the_same_trace() -> None:
     assert record(real) == record(meta)
 
 
-def test_a_giant_takes_seconds_and_no_memory() -> None:
+def test_a_giant_takes_no_memory() -> None:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(n_embd=12288, n_layer=48, n_head=96, n_positions=2048)
     with torch.device("meta"):
         model = GPT2LMHeadModel(config)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    start = time.process_time()
     recorded = trace(model)
-    assert time.process_time() - start < 20
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 500_000  # kilobytes
     assert sum(cost.parameters for cost in recorded.costs) > 86e9
 

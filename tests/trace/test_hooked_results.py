@@ -42,6 +42,7 @@ def _whole(model: nn.Module, batch: dict[str, Tensor], call: Any) -> tuple[Tenso
     return loss, {name.removeprefix("model."): value for name, value in gradients.items()}
 
 
+@pytest.mark.gate(cases=1)
 @pytest.mark.parametrize(("family", "recompute"), [("llama", False), ("bert", True)])
 def test_attentions_that_a_batch_asks_for(family: str, recompute: bool) -> None:
     model = build_plain(family)
@@ -238,6 +239,7 @@ class _Routing(_Block):
         return x + self.experts(x, gate) * gate.sum(-1, keepdim=True)
 
 
+@pytest.mark.full
 def test_hooks_in_a_block_of_which_another_module_decides_by_values() -> None:
     torch.manual_seed(0)
     model = _Collecting(False)

@@ -20,7 +20,7 @@ HALVES = [(0, 2), (2, 4)]
 SINGLES = [(0, 1), (1, 2), (2, 3), (3, 4)]
 
 
-@pytest.mark.gate(cases=3)
+@pytest.mark.gate(cases=1)
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_cut_equals_the_whole_model(family: str, padded: bool) -> None:
@@ -33,6 +33,7 @@ def test_every_cut_equals_the_whole_model(family: str, padded: bool) -> None:
         assert_equal(chained(ranks, recorded, len(ranges), batch), want)
 
 
+@pytest.mark.gate(cases=2)
 @pytest.mark.parametrize("family", FURTHER)
 def test_more_families(family: str) -> None:
     model = build(family)
@@ -93,6 +94,7 @@ def recording(asked: list[str], call: Callable[..., Any]) -> Callable[..., Any]:
     return noted
 
 
+@pytest.mark.gate(cases=1)
 @pytest.mark.parametrize("family", ["gpt2", "opt", "bert"])
 def test_micro_batches_of_other_shapes(family: str) -> None:
     model = build(family)
@@ -107,7 +109,7 @@ def test_micro_batches_of_other_shapes(family: str) -> None:
 
 
 class TestRecomputing:
-    @pytest.mark.gate(cases=2)
+    @pytest.mark.gate(cases=1)
     @pytest.mark.parametrize("family", ["gpt2", "llama", "opt", "gpt_neox"])
     @pytest.mark.parametrize("reentrant", [None, False, True])
     def test_equals_the_whole_model(self, family: str, reentrant: bool | None) -> None:
@@ -164,7 +166,7 @@ class TestRecomputing:
 
 
 class TestDropout:
-    @pytest.mark.gate(cases=2)
+    @pytest.mark.gate(cases=1)
     @pytest.mark.parametrize("recompute", [False, True])
     @pytest.mark.parametrize("family", FAMILIES)
     def test_every_split_equals_one_chunk(self, family: str, recompute: bool) -> None:
@@ -189,6 +191,7 @@ class TestDropout:
             assert float(got[0]) == float(want[0])
             assert_equal(got, want)
 
+    @pytest.mark.gate(cases=1)
     @pytest.mark.parametrize("reentrant", [False, True])
     def test_with_gradient_checkpointing_of_transformers(self, reentrant: bool) -> None:
         model = build("gpt2", dropout=0.2)

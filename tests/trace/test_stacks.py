@@ -11,7 +11,7 @@ from tests.trace.chains import assert_equal, chained, cuts, ranks_of, record, wh
 from tests.trace.stacks import MODELS, build
 
 
-@pytest.mark.gate(cases=3)
+@pytest.mark.gate(cases=2)
 @pytest.mark.parametrize("family", MODELS)
 def test_every_cut_equals_the_whole_model(family: str) -> None:
     model, batch = build(family)
@@ -56,6 +56,7 @@ def test_what_only_the_returned_object_carries_does_not_travel_for_a_loss() -> N
             assert_equal(got, whole(model, batch))
 
 
+@pytest.mark.gate(cases=2)
 @pytest.mark.parametrize("family", MODELS)
 def test_evaluation(family: str) -> None:
     model, batch = build(family)

@@ -62,6 +62,7 @@ CASES = {
 }
 
 
+@pytest.mark.gate(cases=2)
 @pytest.mark.parametrize("case", CASES)
 def test_what_stand_ins_say_is_what_running_says(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     build, batch = CASES[case]

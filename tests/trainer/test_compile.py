@@ -30,7 +30,7 @@ class Counting(Variant):
         return counters["frames"]["ok"], dict(counters["graph_break"]), list(trainer.model.state_dict())
 
 
-@pytest.mark.gate(cases=1)
+@pytest.mark.full
 @pytest.mark.parametrize("layout", [{}, {"segments": 2}])
 def test_parity(tmp_path: Path, layout: dict[str, Any]) -> None:
     whole = Job(str(tmp_path), samples=32, variant=Counting(), arguments=AOT)

@@ -78,7 +78,7 @@ def translated(kind: str, layout: dict[str, Any]) -> tuple[dict[str, Any], dict[
     return made, expected
 
 
-@pytest.mark.gate(cases=1)
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["t5", "bart"])
 def test_encoder_decoders_in_one_process(kind: str) -> None:
     """Cut."""
@@ -152,6 +152,7 @@ def test_tokens_over_processes(ranks: RankPool, kind: str, layout: dict[str, Any
         assert made == expected
 
 
+@pytest.mark.gate(cases=1)
 @pytest.mark.parametrize("layout", [{"segments": 2}, {"segments": 1}], ids=str)
 def test_tokens_in_one_process(layout: dict[str, Any]) -> None:
     """Cut, and whole."""
