@@ -56,6 +56,12 @@ def test_a_backward_that_does_not_end() -> None:
     assert late(1, 4, 0, ["0B0", "1B0", "2B0", "3B0"]) == [3]
 
 
+def test_a_message_that_does_not_leave() -> None:
+    """Its sender has computed, and hangs in sending: whoever waits for the message waits for it."""
+    assert late(1, 4, 2, ["0F3", "1SEND_F1", "2F1", "3F1"]) == [1]
+    assert late(1, 4, 1, ["0B0", "1B0", "2SEND_B0", "3B3"]) == [2]
+
+
 def test_folded() -> None:
     """Stage 0 waits in its second segment for stage 1, which hangs in its first."""
     assert late(1, 2, 0, ["2F1", "1F1"], "aiao", 2) == [1]

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from dataclasses import replace
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 import fold3d
 from fold3d.errors import ConfigError
-from fold3d.observe.step_breakdown import RawRecord, make_breakdown, overlap_ns, without
+from fold3d.observe.step_breakdown import RawRecord, make_breakdown, merged, overlap_ns, without
 from fold3d.plan.simulator import RankBreakdown
 
 MS = 1_000_000
@@ -194,6 +197,21 @@ def test_what_ended_before_the_step_does_not_count() -> None:
     records = [("wait", "0GATHER", -9 * MS, -3 * MS, 0), ("compute", "0F0", 0, 4 * MS, 0)]
     breakdown = make_breakdown(records, 0, 4 * MS)
     assert (breakdown.exposed_dp_ms, breakdown.compute_ms) == (0, 4)
+
+
+SPANS = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)).map(lambda pair: (min(pair), max(pair))), max_size=8)
+
+
+def points(spans: list[tuple[int, int]]) -> set[int]:
+    return {point for start, end in spans for point in range(start, end)}
+
+
+@given(SPANS, SPANS)
+def test_spans_are_sets_of_moments(spans: list[tuple[int, int]], holes: list[tuple[int, int]]) -> None:
+    union = merged(spans)
+    assert points(union) == points(spans)
+    assert all(one[1] < other[0] for one, other in itertools.pairwise(union))
+    assert points(without(union, holes)) == points(spans) - points(holes)
 
 
 @pytest.mark.parametrize(

@@ -88,6 +88,12 @@ def test_whole_blocks_and_weights_by_their_own_names_are_followed() -> None:
     assert "transformer.wte.weight" not in plan("gpt2", 2, {"lm_head.weight": "replicate"}).shards
 
 
+def test_all_that_lies_in_a_module_is_whole() -> None:
+    found = plan("gpt2", 2, {"transformer.h.0.mlp": "replicate"})
+    assert [group.exits for group in found.blocks["transformer.h.0"].groups] == [("attn.c_proj",)]
+    assert len(found.blocks["transformer.h.1"].groups) == 2
+
+
 def test_one_module_of_a_region_keeps_all_of_it_whole() -> None:
     with pytest.raises(ConfigError, match=r"attn\.c_attn .*a module of its region is to be whole \(at attn\.c_proj"):
         plan("gpt2", 2, {"attn.c_proj": "replicate"})

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from fold3d.trace import trace
+from fold3d.trace.results.flops import flops_of
 
 _CASES: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -71,3 +72,12 @@ def test_attention_of_any_form_is_recorded_with_its_flops(name: str) -> None:
     linear = 2 * 16 * (2 * 7 * 16 + rows * length * keys * (4 + width) + 2 * 7 * 4 * width)
     products = 2 * 2 * 4 * 7 * length * (4 + width)
     assert [cost.flops for cost in found.costs] == [linear + products] * 2
+
+
+def test_attention_on_a_cpu_counts_as_attention_on_a_gpu() -> None:
+    """Of two operators that torch counts itself and one that it does not; with fewer keys than queries."""
+    query, key, value = torch.empty(2, 4, 7, 4), torch.empty(2, 4, 5, 4), torch.empty(2, 4, 5, 6)
+    whole = 2 * 2 * 4 * 7 * 5 * (4 + 6)
+    aten = torch.ops.aten
+    for operator in (aten._scaled_dot_product_efficient_attention, aten._scaled_dot_product_flash_attention_for_cpu):
+        assert flops_of(operator, (query, key, value), {}, None) == whole

@@ -299,7 +299,8 @@ def test_any_part_of_any_tensor(dtype: torch.dtype, shape: tuple[int, ...], dim:
     path = tmp_path / "tensor"
     path.write_bytes(b"before" + whole.reshape(-1).view(torch.uint8).numpy().tobytes() + b"behind")
     size = shape[dim]
-    shard = Shard(dim, size, (((size // 2, size), (0, 1)), ((1, size // 2), (size - 1, size)), ()))
+    three = ((size // 2, size - 1), (0, 1), (size - 1, size))
+    shard = Shard(dim, size, (three, ((1, size // 2), (size - 1, size)), ()))
     with path.open("rb") as file:
         for rank in range(3):
             part = torch.empty(shard.shape(shape, rank), dtype=dtype)
