@@ -78,6 +78,11 @@ def test_plans_are_kept_and_measurements_are_not(kept, model, capsys) -> None:
     assert len(files(kept)) == 1
 
 
+def test_each_order_of_words_has_an_answer_of_its_own(kept, model) -> None:
+    first, second = (answers._key(["plan", str(model), "-p", p, "-t", t]) for p, t in (("2", "4"), ("4", "2")))
+    assert first is not None and second is not None and first != second
+
+
 @pytest.mark.full
 def test_other_options_configurations_and_code_get_answers_of_their_own(kept, model, capsys, monkeypatch) -> None:
     first = said(capsys, "trace", model)

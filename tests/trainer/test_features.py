@@ -155,7 +155,8 @@ class Predicts(Variant):
         test = rows(5, seed=9)
         labelled = trainer.predict(test)
         unlabelled = trainer.predict([{"input_ids": row["input_ids"], "labels": None} for row in test[:1]])
-        return trainer.before, *labelled.predictions, labelled.label_ids, *unlabelled.predictions
+        steps = labelled.metrics["test_steps_per_second"] * labelled.metrics["test_runtime"]
+        return (trainer.before, steps), *labelled.predictions, labelled.label_ids, *unlabelled.predictions
 
 
 def collate_some(samples: list[dict[str, Any]]) -> dict[str, Tensor]:
@@ -175,7 +176,9 @@ class PredictsSome(Predicts):
 @pytest.mark.gate
 def test_predict_and_evaluate_before_training(ranks: RankPool, tmp_path: Path) -> None:
     ours, stock = against_stock(ranks, tmp_path, PredictsSome())
-    assert ours[0] == pytest.approx(stock[0], abs=1e-6)
+    (before, steps), (stock_before, stock_steps) = ours[0], stock[0]
+    assert before == pytest.approx(stock_before, abs=1e-6)
+    assert steps == pytest.approx(stock_steps, rel=0.1), "steps are those of a replica, of one process as of several"
     for mine, theirs in zip(ours[1:], stock[1:], strict=True):
         assert mine.shape == theirs.shape
         assert abs(mine - theirs).max() < 1e-9
