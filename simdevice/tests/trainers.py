@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import fold3d
 from fold3d.engine.planning import memory_limit
 from simdevice import sim
-from tests.dist import parity_jobs
+from tests.dist import parity_cases, parity_jobs
 from tests.dist.parity_cases import Case
 
 
@@ -69,7 +69,7 @@ def resumed(case: Case) -> int:
 def _trained(case: Case, folder: str, *, resume: str | None = None, use_cpu: bool = False, **arguments: Any) -> Run:
     named = parity_jobs.trainer_arguments(case, folder) | {"gradient_accumulation_steps": case.m, "use_cpu": use_cpu}
     layout = {"dp": case.dp, "pp": case.pp, "segments": case.segments, "schedule": case.schedule}
-    layout |= {"dp_sync": case.dp_sync, "bucket_bytes": parity_jobs.BUCKET_BYTES} if case.dp > 1 else {}
+    layout |= {"dp_sync": case.dp_sync, "bucket_bytes": parity_cases.BUCKET_BYTES} if case.dp > 1 else {}
     evaluates = {"eval_strategy": "steps", "eval_steps": 1, "comm_timeout": 100.0}
     trainer = fold3d.Trainer(
         model=parity_jobs.build(case),

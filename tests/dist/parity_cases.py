@@ -17,6 +17,8 @@ LENGTH = 9
 """Tokens per row: odd, and no multiple of anything else."""
 ROWS = 2
 """Rows per micro-batch."""
+BUCKET_BYTES = 1000
+"""Small enough that these models have several buckets on a rank."""
 TRAINER_EVERY = 7
 """One configuration in so many goes through fold3d.Trainer instead of fold3d.Engine."""
 
@@ -51,6 +53,10 @@ class Case:
     micro_batch_size: int | None = None
     kernels: str = "torch"
     dp_sync_dtype: str = "float32"
+    bucket_bytes: int = BUCKET_BYTES
+    preempt: bool = True
+    partition: str = "blocks"
+    offload_disk: bool = False
 
     @property
     def ranks(self) -> int:
@@ -86,8 +92,11 @@ class Case:
         words += [] if self.micro_batch_size is None else [f"size{self.micro_batch_size}"]
         words += ["kernels"] if self.kernels != "torch" else []
         words += ["rounded"] if self.dp_sync_dtype != "float32" else []
+        words += [f"bucket{self.bucket_bytes}"] if self.bucket_bytes != BUCKET_BYTES else []
+        words += [] if self.preempt else ["in-turn"]
+        words += [self.partition] if self.partition != "blocks" else []
         words += ["on-host"] if self.offload_optimizer else []
-        words += [f"offload-{self.offload}"] if self.offload != "none" else []
+        words += [f"offload-{self.offload}{'-disk' * self.offload_disk}"] if self.offload != "none" else []
         words += [value for value in (self.transport, self.dp_sync, self.tp_overlap) if value != "auto"]
         words += ["sequence" if self.sequence_parallel else "whole"] if self.sequence_parallel != "auto" else []
         return "-".join(words)

@@ -30,23 +30,25 @@ FAMILIES = models.MODELS | {
     "gpt_neox": models.gpt_neox_config,
     "bloom": models.bloom_config,
     "mixture": models.mixture_config,
+    "t5": models.t5_config,
     "vit": models.vit_config,
     "beit": models.beit_config,
     "gpt2-4": functools.partial(models.gpt2_config, heads=4),
     "gpt2-8": functools.partial(models.gpt2_config, heads=8),
+    "opt-4": functools.partial(models.opt_config, heads=4),
     "gpt2-96": functools.partial(models.gpt2_config, hidden=96),
     "llama-96": functools.partial(models.llama_config, hidden=96),
 }
 """Name -> configuration builder; also of what other tests do not run: an encoder, more heads to share out, width."""
 IMAGES = ("vit", "beit")
 """Families that look at images."""
-KINDS = {"bert": transformers.AutoModelForMaskedLM} | dict.fromkeys(
+KINDS = {"bert": transformers.AutoModelForMaskedLM, "t5": transformers.AutoModelForSeq2SeqLM} | dict.fromkeys(
     IMAGES, transformers.AutoModelForImageClassification
 )
 """Family -> kind of model; the others are causal language models."""
-SINGLE_INSIDE = ("bloom", "mixture", "beit")
+SINGLE_INSIDE = ("bloom", "mixture", "t5", "beit")
 """Families that compute in float32 in places (softmax, routing) whatever they are given: run under DoubleMode."""
-IN_A_LOOP = ("plain", "bert", "beit")
+IN_A_LOOP = ("plain", "bert", "t5", "beit")
 """Families whose loss is a mean over a micro-batch, whatever the stock Trainer believes: their reference is a loop."""
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
 LEARNING_RATE = 1e-2
@@ -55,10 +57,10 @@ EPSILON = 1e-4
 """AdamW's. Far above the default, so that an update depends on the size of the gradient (a wrong clipping factor
 shows in the parameters), and rounding noise in gradients that are zero on paper (attention's key biases) is not blown
 up to a whole learning rate in fp32."""
-BUCKET_BYTES = 1000
-"""Small enough that these models have several buckets on a rank."""
 MAX_NORM = 0.05
 """Every gradient of these models is larger, so clipping always happens."""
+COMM_TIMEOUT_S = 150.0
+"""A rank waits so long for another: on a busy machine that may be long."""
 
 
 @dataclass(kw_only=True)
@@ -314,18 +316,24 @@ def precision(case: Case) -> Iterator[None]:
 # fold3d: called on every rank
 
 
-def config_of(case: Case, **changes: Any) -> fold3d.ParallelConfig:
-    """Returns the case's layout."""
-    named = {"dp": case.dp, "tp": case.tp, "pp": case.pp, "segments": case.segments, "micro_batches": case.m}
-    named |= {"schedule": case.schedule, "group_size": case.group_size or "auto", "recompute": case.recompute}
-    named |= {"offload": case.offload, "offload_optimizer": case.offload_optimizer}
-    named |= {"micro_batch_size": case.micro_batch_size}
-    named |= {"kernels": case.kernels}
+def layout_of(case: Case) -> dict[str, Any]:
+    """Returns what ParallelConfig and TrainingArguments are both told."""
+    named: dict[str, Any] = {"dp": case.dp, "tp": case.tp, "pp": case.pp, "segments": case.segments}
+    named |= {"schedule": case.schedule, "group_size": case.group_size or "auto", "partition": case.partition}
+    named |= {"offload": case.offload, "offload_disk": tempfile.gettempdir() if case.offload_disk else None}
+    named |= {"offload_optimizer": case.offload_optimizer, "kernels": case.kernels}
+    named |= {"micro_batch_size": case.micro_batch_size, "comm_timeout": COMM_TIMEOUT_S}
     if case.dp > 1:
-        named |= {"dp_sync": case.dp_sync, "bucket_bytes": BUCKET_BYTES, "dp_sync_dtype": case.dp_sync_dtype}
+        named |= {"dp_sync": case.dp_sync, "bucket_bytes": case.bucket_bytes, "dp_sync_dtype": case.dp_sync_dtype}
     if case.tp > 1:
         named |= {"tp_overlap": case.tp_overlap, "sequence_parallel": case.sequence_parallel}
-    return fold3d.ParallelConfig(**(named | {"transport": case.transport, "comm_timeout": 100.0} | changes))
+    return named
+
+
+def config_of(case: Case, **changes: Any) -> fold3d.ParallelConfig:
+    """Returns the case's layout."""
+    named = layout_of(case) | {"micro_batches": case.m, "recompute": case.recompute}
+    return fold3d.ParallelConfig(**(named | {"transport": case.transport, "preempt": case.preempt} | changes))
 
 
 def engine_of(
@@ -366,8 +374,8 @@ def train_engine(
     for step in steps:
         batch = batch_of(engine, case, step)
         if start is not None:
-            if case.family == "plain":
-                engine.evaluate(batch)  # a plain module is recorded with its first batch
+            if case.family == "plain" or case.micro_batch_size is not None:
+                engine.evaluate(batch)  # it is recorded with its first batch
             engine.load_state_dict(start)
             start = None
         out = engine.step(batch)
@@ -381,28 +389,32 @@ def train_engine(
     return result
 
 
-def train_trainer(case: Case, *, rows: list[Batch] | None = None, **arguments: Any) -> Result:
-    """Trains with fold3d.Trainer."""
-    with tempfile.TemporaryDirectory() as folder:
-        named = trainer_arguments(case, folder) | {"gradient_accumulation_steps": case.m}
+def train_trainer(
+    case: Case,
+    *,
+    rows: list[Batch] | None = None,
+    folder: str | None = None,
+    resume: str | None = None,
+    **arguments: Any,
+) -> Result:
+    """Trains with fold3d.Trainer.
+
+    Args:
+        rows: to train on, else those of the case.
+        folder: where to save checkpoints; None: one that is removed.
+        resume: a checkpoint to go on from. The result has the numbers of the steps before it, too.
+    """
+    with tempfile.TemporaryDirectory() if folder is None else nullcontext(folder) as out:
+        named = trainer_arguments(case, out) | {"gradient_accumulation_steps": case.m}
         named |= {"use_cpu": test_device.chosen() == "cpu"}
-        layout = {"dp": case.dp, "tp": case.tp, "pp": case.pp, "segments": case.segments, "schedule": case.schedule}
-        layout |= {"offload": case.offload, "offload_optimizer": case.offload_optimizer}
-        layout |= {"group_size": case.group_size or "auto", "micro_batch_size": case.micro_batch_size}
-        layout |= {"kernels": case.kernels}
         kind = "recompute" if isinstance(case.recompute, str) else "activation_checkpointing"
-        layout |= {kind: case.recompute}
-        if case.dp > 1:
-            layout |= {"dp_sync": case.dp_sync, "bucket_bytes": BUCKET_BYTES, "dp_sync_dtype": case.dp_sync_dtype}
-        if case.tp > 1:
-            layout |= {"tp_overlap": case.tp_overlap, "sequence_parallel": case.sequence_parallel}
         trainer = fold3d.Trainer(
             model=build(case),
-            args=fold3d.TrainingArguments(**(named | layout | {"comm_timeout": 100.0} | arguments)),
+            args=fold3d.TrainingArguments(**(named | layout_of(case) | {kind: case.recompute} | arguments)),
             train_dataset=dataset(case) if rows is None else rows,
             data_collator=collate,
         )
-        trainer.train()
+        trainer.train(resume_from_checkpoint=resume)
         result = _result_of(trainer.state.log_history, trainer.engine.state_dict()["model"])
         trainer.engine.close()
     return result

@@ -16,7 +16,7 @@ import torch
 import fold3d
 from fold3d import _C
 from fold3d.data_parallel.optimizer import bucket_optimizer
-from tests.dist import parity_jobs
+from tests.dist import parity_cases, parity_jobs
 from tests.dist.parity_cases import STEPS, Case
 from tests.helpers import device
 from tests.helpers.ranks import RankPool
@@ -105,7 +105,7 @@ def saved(case: Case, folder: str, resume: str | None) -> dict[str, torch.Tensor
         named |= {"save_strategy": "steps", "save_steps": 1, "comm_timeout": 100.0}
         named |= {"use_cpu": device.chosen() == "cpu"}
         layout: dict[str, Any] = {"dp": case.dp, "pp": case.pp, "offload_optimizer": case.offload_optimizer}
-        layout |= {"dp_sync": case.dp_sync, "bucket_bytes": parity_jobs.BUCKET_BYTES} if case.dp > 1 else {}
+        layout |= {"dp_sync": case.dp_sync, "bucket_bytes": parity_cases.BUCKET_BYTES} if case.dp > 1 else {}
         trainer = fold3d.Trainer(
             model=parity_jobs.build(case),
             args=fold3d.TrainingArguments(**(named | layout)),

@@ -22,6 +22,7 @@ from transformers import (
     OPTConfig,
     PretrainedConfig,
     PreTrainedModel,
+    T5Config,
     ViTConfig,
 )
 
@@ -80,7 +81,13 @@ def llama_config(
 
 
 def opt_config(
-    *, layers: int = 4, hidden: int = 16, vocab: int = VOCABULARY, dropout: float = 0.0, tied: bool = True
+    *,
+    layers: int = 4,
+    hidden: int = 16,
+    vocab: int = VOCABULARY,
+    dropout: float = 0.0,
+    tied: bool = True,
+    heads: int = 2,
 ) -> OPTConfig:
     """Returns an OPT configuration (learned positions computed from the attention mask)."""
     return OPTConfig(
@@ -88,7 +95,7 @@ def opt_config(
         hidden_size=hidden,
         word_embed_proj_dim=hidden,
         ffn_dim=2 * hidden,
-        num_attention_heads=2,
+        num_attention_heads=heads,
         vocab_size=vocab,
         max_position_embeddings=POSITIONS,
         dropout=dropout,
@@ -176,6 +183,28 @@ def mixture_config(
         tie_word_embeddings=tied,
         bos_token_id=0,
         eos_token_id=0,
+        use_cache=False,
+    )
+
+
+def t5_config(
+    *, layers: int = 4, hidden: int = 16, vocab: int = VOCABULARY, dropout: float = 0.0, tied: bool = True
+) -> T5Config:
+    """Returns a T5 configuration: half of the layers encode, the others decode; one block's position bias is all's."""
+    return T5Config(
+        num_layers=layers // 2,
+        num_decoder_layers=layers - layers // 2,
+        d_model=hidden,
+        d_kv=hidden // 4,
+        d_ff=2 * hidden,
+        num_heads=4,
+        vocab_size=vocab,
+        relative_attention_num_buckets=8,
+        dropout_rate=dropout,
+        tie_word_embeddings=tied,
+        pad_token_id=1,
+        eos_token_id=0,
+        decoder_start_token_id=0,
         use_cache=False,
     )
 

@@ -57,7 +57,8 @@ def with_draws(call: CapturedCall, split: BlockSplit, tp: int) -> BlockSplit:
         for draws in islice(product(*per_draw), _MOST_TRIES):
             made = replace(split, draws=draws)
             found = [dict(paths_of(output)) for output in runs.ranks(made)]
-            if all(path in one and not differ(one[path], expected[path]) for one in found for path in call.read):
+            # Of what blocks of all kinds are read for, this one may not return everything (T5's encoder and decoder).
+            if not any(differ(one.get(path), expected.get(path)) for one in found for path in call.read):
                 return made
     except (IndexError, RuntimeError, TypeError, ValueError, Fold3dError):
         pass  # ranks that draw otherwise
