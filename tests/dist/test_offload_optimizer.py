@@ -50,7 +50,6 @@ def same(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-@pytest.mark.gate(cases=1)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_to_the_bit(ranks: RankPool, case: Case) -> None:
     off = ranks.run(train, case.ranks, case)

@@ -36,7 +36,6 @@ def one_process(pool: RankPool, case: Case) -> parity_jobs.Result:
     return result
 
 
-@pytest.mark.gate(cases=1)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_any_layout(ranks: RankPool, case: Case) -> None:
     results = ranks.run(parity_jobs.train, case.ranks, case, timeout=150.0)

@@ -25,7 +25,6 @@ GRID = [
 ]
 
 
-@pytest.mark.gate(cases=1)
 @pytest.mark.parametrize("case", GRID, ids=lambda case: case.name)
 def test_training(ranks: RankPool, case: Case) -> None:
     expected = parity_jobs.train_alone(case.alone())

@@ -74,7 +74,6 @@ def is_copied(case: Case, form: str) -> bool:
     return "OFFLOAD" in lowered.csv()
 
 
-@pytest.mark.gate(cases=1)
 @pytest.mark.parametrize("case", list(grid()), ids=lambda case: case.name)
 def test_to_the_bit(ranks: RankPool, case: Case) -> None:
     expected = kept(ranks, replace(case, recompute="none"))

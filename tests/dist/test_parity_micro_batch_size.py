@@ -31,7 +31,6 @@ def one_process(pool: RankPool, case: Case) -> parity_jobs.Result:
     return result
 
 
-@pytest.mark.gate(cases=1)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_divided_as_whole(ranks: RankPool, case: Case) -> None:
     results = ranks.run(parity_jobs.train, case.ranks, case, timeout=150.0)

@@ -41,7 +41,6 @@ GRID = [
 ]
 
 
-@pytest.mark.gate(cases=1)
 @pytest.mark.parametrize("case", GRID, ids=lambda case: case.name)
 def test_training(ranks: RankPool, case: Case) -> None:
     expected = reference(case.alone())

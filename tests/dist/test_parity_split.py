@@ -24,7 +24,6 @@ CASES = [
 ]
 
 
-@pytest.mark.gate(cases=1)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_zb_h1(ranks: RankPool, case: Case) -> None:
     check(ranks, case)

@@ -69,7 +69,6 @@ SHARDED_LAYOUTS = [
 MOVES = [(*chain, LAYOUTS) for chain in CHAINS] + [(*chain, SHARDED_LAYOUTS) for chain in SHARDED_CHAINS]
 
 
-@pytest.mark.gate(cases=1)
 @pytest.mark.parametrize(
     "base, why, layouts", MOVES, ids=[f"{one[0].family}{'-tp' * (one[2] is SHARDED_LAYOUTS)}" for one in MOVES]
 )

@@ -110,7 +110,6 @@ def matrices_of_blocks(case: Case) -> set[str]:
     return {name for name, p in found if p.ndim in (2, 3) and ".0." in name and "gate.weight" not in name}
 
 
-@pytest.mark.gate(cases=2)
 @pytest.mark.parametrize("case", GRID, ids=lambda case: case.name)
 def test_grid(ranks8: RankPool, case: Case) -> None:
     check(ranks8, case)
@@ -165,7 +164,6 @@ def test_evaluation(ranks: RankPool, layout: tuple[int, int, int, int], family: 
         assert found == pytest.approx(expected, abs=1e-10)
 
 
-@pytest.mark.gate(cases=1)
 @pytest.mark.parametrize(
     ("family", "settings"),
     [

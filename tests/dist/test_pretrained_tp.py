@@ -71,7 +71,6 @@ def of_a_trainer(folder: str, output: str, layout: dict[str, int]) -> Tensor:
     return logits
 
 
-@pytest.mark.gate(cases=1)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: "-".join(f"{k}{v}" for k, v in layout.items()))
 @pytest.mark.parametrize("family", CONFIGURATIONS)
 def test_logits_of_a_saved_model(ranks: RankPool, tmp_path: Path, family: str, layout: dict[str, int]) -> None:

@@ -157,7 +157,6 @@ def trained_gpt2(layout: Layout) -> tuple[list[float], State]:
     return losses, state
 
 
-@pytest.mark.gate(cases=1)
 @pytest.mark.parametrize(
     "layout",
     [

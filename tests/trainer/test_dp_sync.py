@@ -113,7 +113,6 @@ def test_logs_carry_the_breakdown(unread: dict[str, Ranks]) -> None:
                 assert all(entry["dp_hidden_ms"] == 0 for entry in logs)
 
 
-@pytest.mark.gate
 def test_saving_evaluating_and_predicting_right_after_a_step(ranks: RankPool, tmp_path: Path) -> None:
     arguments: dict[str, Any] = ARGUMENTS | {"max_steps": 4, "eval_strategy": "no", "save_strategy": "no"}
     job = Job(str(tmp_path), dtype="float32", samples=16, arguments=arguments, variant=UsesAtOnce())

@@ -73,7 +73,7 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.gate(cases=2)
+@pytest.mark.gate(cases=1)
 @pytest.mark.parametrize("name", CASES)
 def test_parity(ranks: RankPool, tmp_path: Path, name: str) -> None:
     processes, layout, changes = CASES[name]

@@ -101,7 +101,6 @@ def test_ids_that_are_no_entries() -> None:
     on_ranks(2, run)
 
 
-@pytest.mark.gate(cases=1)
 @pytest.mark.parametrize("family", ["gpt2", "opt"])
 @pytest.mark.parametrize("size", [2, 4])
 def test_real_processes(ranks: RankPool, family: str, size: int) -> None:
