@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import sys
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
-from torch.nn import Module
+from torch.nn import DataParallel, Module
+from torch.nn.parallel import DistributedDataParallel
 
 from fold3d.config import AUTO, ParallelConfig
 from fold3d.errors import ConfigError
@@ -33,6 +35,7 @@ def check_arguments(max_grad_norm: float | None, optimizer: Any, autocast: Any) 
 
 def check_model(model: Module, config: ParallelConfig, weights: Any) -> None:
     """Raises ConfigError for a setting that does not fit the model, as far as it is known without a recording."""
+    refuse_wrapped(model)
     if weights is not None:
         if not isinstance(weights, (str, os.PathLike)) or not os.fspath(weights):
             raise ConfigError(f"weights={weights!r}: must be the name of a folder, or None")
@@ -43,6 +46,32 @@ def check_model(model: Module, config: ParallelConfig, weights: Any) -> None:
             )
     if config.recompute != AUTO:
         check_names(model, Recompute.parse(config.recompute))
+
+
+def check_batches(batches: Sequence[Any]) -> None:
+    """Raises ConfigError for a batch without names: each stage is given what its part of the model takes, by name."""
+    for batch in batches:
+        if not isinstance(batch, Mapping):
+            raise ConfigError(
+                f"a batch is a {type(batch).__name__}: it must be a dictionary of the model's arguments and labels by "
+                "name. Let the data collator return one, for example {'x': x, 'y': y} instead of (x, y)"
+            )
+
+
+def refuse_wrapped(model: Module) -> None:
+    """Raises ConfigError for a model that something else has spread over processes or devices already."""
+    wrappers: tuple[type, ...] = (DistributedDataParallel, DataParallel)
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # importing it takes long, and whoever wraps with it has done so
+    if fsdp is not None:
+        wrappers += (fsdp.FullyShardedDataParallel, fsdp.FSDPModule)
+    for name, module in model.named_modules():
+        for wrapper in wrappers:
+            if isinstance(module, wrapper):
+                what = f"its module {name!r}" if name else "it"
+                raise ConfigError(
+                    f"the model is spread over processes already: {what} is a {wrapper.__name__}. fold3d does that "
+                    "itself; give it the plain model, and set dp, tp and pp"
+                )
 
 
 def check_compiled(tp: int, options: Mapping[str, Any] | None) -> None:

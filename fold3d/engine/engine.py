@@ -23,7 +23,7 @@ from fold3d.data_parallel.optimizer.hooks import OptimizerHooks
 from fold3d.data_parallel.optimizer.parameter_state import cut_state
 from fold3d.device import all_rng_untouched, default_device, make_current
 from fold3d.engine import loss, state
-from fold3d.engine.arguments import check_arguments, check_compiled, check_model
+from fold3d.engine.arguments import check_arguments, check_batches, check_compiled, check_model
 from fold3d.engine.builder import connect
 from fold3d.engine.built import BuiltRank
 from fold3d.engine.loss_scaler import LossScaler
@@ -275,6 +275,7 @@ class Engine(state.WholeState):
         """
         if not micro_batches:
             raise ValueError("run needs at least one micro-batch")
+        check_batches(micro_batches)
         rank = self._built(micro_batches[0], loss_fn)
         self._take_turn()
         loss_fn = loss_fn if self._scaler is None else self._scaler.scaled(loss_fn)
@@ -325,6 +326,7 @@ class Engine(state.WholeState):
             fn: runs on every chunk; on all but the last one the model call inside does not return. Its result may be
                 any nesting of tensors and plain Python values.
         """
+        check_batches([batch])
         self._take_turn()
         return self._built(batch, fn).step.evaluate(self.programs.evaluation(), batch, fn)
 
@@ -340,6 +342,7 @@ class Engine(state.WholeState):
             batch: tensors by argument name; dimension 0 is divided into config.micro_batches micro-batches.
                 Other values go to every micro-batch unchanged.
         """
+        check_batches([batch])
         micro_batches = split_batch(batch, self.config.micro_batches)
         rank = self._built(micro_batches[0], loss.first_call(self.model))
         if self.optimizer is None:

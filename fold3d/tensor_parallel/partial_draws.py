@@ -157,7 +157,13 @@ def _attention(mode: PartialDraws, func: Callable[..., Any], args: tuple[Any, ..
     if mask is not None:
         scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
     noise = torch.empty(size, dtype=query.dtype, device=query.device).bernoulli_(1 - p).div_(1 - p if p < 1 else 1)
-    return (scores.softmax(-1) * mode.part(noise).clone()) @ value
+    return (_safe_softmax(scores) * mode.part(noise).clone()) @ value
+
+
+def _safe_softmax(scores: Tensor) -> Tensor:
+    """Returns the softmax over the last dimension, and as torch's attention 0 for a row that is masked whole."""
+    masked = (scores == float("-inf")).all(-1, keepdim=True)
+    return scores.masked_fill(masked, 0.0).softmax(-1).masked_fill(masked, 0.0)
 
 
 _FEATURES = (F.dropout1d, F.dropout2d, F.dropout3d, torch.feature_dropout)

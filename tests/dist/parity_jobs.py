@@ -155,6 +155,7 @@ def global_batch(case: Case, step: int) -> Batch:
         start=step * rows * LENGTH,
         ragged=case.labels in ("ragged", "empty"),
         padded=case.labels == "padded",
+        left=case.labels == "left",
         empty_rows=empty,
     )
 

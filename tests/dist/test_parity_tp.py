@@ -177,6 +177,7 @@ def test_evaluation(ranks: RankPool, layout: tuple[int, int, int, int], family: 
         ("bloom", {"tp_overlap": "none"}),
         ("mixture", {"tp_overlap": "sub"}),
         ("vit", {"tp_overlap": "none", "recompute": True}),
+        ("llama", {"tp_overlap": "none", "labels": "left"}),
     ],
 )
 def test_dropout_is_that_of_one_rank(ranks: RankPool, family: str, settings: dict[str, Any]) -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fold3d import Engine, ParallelConfig
+from fold3d.errors import ConfigError
 
 SGD = functools.partial(torch.optim.SGD, lr=0.1)
 
@@ -25,6 +26,20 @@ class Powers(nn.Module):
         for _, layer in zip(names, self.layers, strict=True):
             x = layer(x).tanh()
         return (x**power).mean()
+
+
+@pytest.mark.parametrize("call", ["run", "step", "evaluate", "forward"])
+def test_a_batch_without_names_is_refused(call: str) -> None:
+    engine = Engine(Powers(), ParallelConfig(micro_batches=1), optimizer=SGD)
+    batch: Any = (torch.ones(2, 4), torch.ones(2))
+    calls = {
+        "run": lambda: engine.run([batch], lambda model, batch: model(*batch)),
+        "step": lambda: engine.step(batch),
+        "evaluate": lambda: engine.evaluate(batch),
+        "forward": lambda: engine.forward(batch, lambda model, batch: model(*batch)),
+    }
+    with pytest.raises(ConfigError, match=r"a batch is a tuple: it must be a dictionary .* Let the data collator"):
+        calls[call]()
 
 
 @pytest.mark.parametrize("as_example", [False, True])

@@ -35,6 +35,7 @@ def batch(
     start: int = 0,
     ragged: bool = False,
     padded: bool = False,
+    left: bool = False,
     empty_rows: Collection[int] = (),
 ) -> dict[str, Tensor]:
     """Returns input_ids, attention_mask and labels, each int64 [rows, length].
@@ -43,17 +44,21 @@ def batch(
         start: offset into the text; another start, another batch.
         ragged: each row keeps another number of labels (from 2 to length), the rest is -100.
         padded: as ragged, and the ignored tail is padding: id 1, attention mask 0.
+        left: as padded, with the padding in front: its queries see no key at all.
         empty_rows: rows all of whose labels are -100.
     """
     input_ids = byte_ids(rows * length, vocab=vocab, start=start).view(rows, length)
     labels, mask = input_ids.clone(), torch.ones_like(input_ids)
-    if ragged or padded:
+    if ragged or padded or left:
         for row in range(rows):
             kept = 2 + (7 * (row + start) + 3) % (length - 1)
             labels[row, kept:] = IGNORED
-            if padded:
+            if padded or left:
                 mask[row, kept:] = 0
                 input_ids[row, kept:] = 1
+            if left:
+                for tensor in (input_ids, mask, labels):
+                    tensor[row] = tensor[row].roll(length - kept)
     for row in empty_rows:
         labels[row] = IGNORED
     return {"input_ids": input_ids, "attention_mask": mask, "labels": labels}

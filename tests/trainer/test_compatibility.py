@@ -15,8 +15,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.fsdp
 import transformers
 
+import fold3d
 from docs import tables
 from fold3d import Trainer, TrainingArguments
 from fold3d.errors import ConfigError
@@ -82,6 +84,31 @@ def test_models_that_are_refused(change: Callable[..., None], words: str) -> Non
     change(model)
     with pytest.raises(ConfigError, match=words):
         Trainer(model, made(), train_dataset=[])
+
+
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize(
+    "wrapper", ["DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "fully_shard"]
+)
+def test_wrapped_models_are_refused(wrapper: str, inside: bool) -> None:
+    """All of them communicate by themselves; fold3d would sum gradients twice, or wait for ever."""
+    model = torch.nn.Linear(2, 2)
+    if wrapper == "fully_shard":
+        # What fully_shard does to a module, without a process group.
+        model.__class__ = type("FSDPLinear", (torch.distributed.fsdp.FSDPModule, torch.nn.Linear), {})
+    else:
+        kinds = {
+            "DistributedDataParallel": torch.nn.parallel.DistributedDataParallel,
+            "DataParallel": torch.nn.DataParallel,
+            "FullyShardedDataParallel": torch.distributed.fsdp.FullyShardedDataParallel,
+        }
+        whole = kinds[wrapper].__new__(kinds[wrapper])
+        torch.nn.Module.__init__(whole)
+        whole.module = model
+        model = whole
+    given = torch.nn.Sequential(model) if inside else model
+    with pytest.raises(ConfigError, match=r"spread over processes already: .* is a \w+\. fold3d does that itself"):
+        fold3d.Engine(given, fold3d.ParallelConfig())
 
 
 def test_several_gpus_in_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
