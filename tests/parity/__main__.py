@@ -15,7 +15,7 @@ def main() -> None:
     """Prints the array; with --write after it was made anew."""
     parser = argparse.ArgumentParser(prog="python -m tests.parity", description=__doc__)
     parser.add_argument("--write", action="store_true", help=f"make the cases of {covering.CASES.name} anew")
-    parser.add_argument("--seconds", type=float, default=60.0, help="how long to look for fewer cases, default 60")
+    parser.add_argument("--seconds", type=float, default=120.0, help="how long to look for fewer cases, default 120")
     options = parser.parse_args()
     if options.write:
         covering.write(covering.generate(options.seconds))

@@ -105,3 +105,12 @@ def test_equals_one_process(ranks: RankPool, tmp_path: Path, one: Planned) -> No
     assert_same_bits(results[0], exact[0])
     assert results[0].losses[0] == pytest.approx(expected.losses[0], rel=TOLERANCE[case.dtype])
     assert results[0].norms[0] == pytest.approx(expected.norms[0], rel=ROUNDING)
+
+
+@pytest.mark.xfail(reason="an uncut model is not recorded, and its masks depend on the micro-batch alone", strict=True)
+def test_masks_of_a_graph_are_those_of_a_model_that_is_not_cut(ranks: RankPool) -> None:
+    """TrainingArguments refuse partition="graph" where nothing is cut; the Engine takes it."""
+    whole = Case(family="plain", dropout=0.1, dtype="float32", partition="graph")
+    cut = replace(whole, segments=2, schedule="aiao")
+    first = [ranks.run(parity_jobs.train, 1, case, steps=[0], timeout=TIMEOUT_S)[0].losses for case in (whole, cut)]
+    assert first[0] == pytest.approx(first[1], rel=TOLERANCE["float32"])

@@ -59,6 +59,20 @@ def test_masks_over_heads_are_divided_by_heads(family: str, attention: str, tp: 
     assert ShardingPlan.from_json(plan.to_json()) == plan
 
 
+def test_a_result_that_is_none_keeps_no_mask_from_being_divided() -> None:
+    """T5's encoder has None where its decoder's blocks return the positions of the cross-attention."""
+    config = hf.T5Config(
+        vocab_size=VOCABULARY, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, decoder_start_token_id=0
+    )
+    model = hf.T5ForConditionalGeneration(config).double()
+    batch = {"input_ids": torch.zeros(2, 6, dtype=torch.long), "labels": torch.ones(2, 6, dtype=torch.long)}
+    plan = plan_sharding(model, trace(model, example=batch), batch, 2)
+    heads, neurons = (Draw(dim=dim, whole=n, parts=(((0, n // 2),), ((n // 2, n),))) for dim, n in ((1, 4), (2, 48)))
+    for name, split in plan.blocks.items():
+        attention = [heads, None] * (2 if "decoder" in name else 1)
+        assert split.draws == (*attention, neurons, None), name
+
+
 def test_a_model_without_dropout_draws_nothing() -> None:
     config = hf.LlamaConfig(**TEXT, **WIDE, intermediate_size=48, num_attention_heads=4)
     model = hf.LlamaForCausalLM(config)
