@@ -26,7 +26,7 @@ LEAVES = COMMON | {"offload": "activations"}
 
 
 class Odd(nn.Module):
-    """A block that saves what is no plain tensor of its own: views, a mask, a complex and a sparse tensor, what a
+    """A block that saves what is no plain tensor of its own: views of one memory, a mask, a complex and a sparse tensor, what a
     checkpoint and hooks of its own keep."""
 
     def __init__(self, width: int) -> None:
@@ -37,6 +37,7 @@ class Odd(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         left, right = self.linear(x).chunk(2, -1)
         x = x + left.t().sigmoid().t() * right.masked_fill(right > 1, 0.5)
+        x = x + 0.1 * (left * right - right.cos() * left)  # saves both halves of one memory, in both orders
         spectrum = torch.fft.rfft(x)
         x = torch.fft.irfft(spectrum * spectrum.abs().clamp(max=1).detach(), n=x.shape[-1])
         x = x + torch.sparse.mm(self.shift.to_sparse(), x.t()).t() * x.mean()
