@@ -26,8 +26,8 @@ LEAVES = COMMON | {"offload": "activations"}
 
 
 class Odd(nn.Module):
-    """A block that saves what is no plain tensor of its own: views of one memory, a mask, a complex and a sparse tensor, what a
-    checkpoint and hooks of its own keep."""
+    """A block that saves what is no plain tensor of its own: views of one memory, a mask, a complex and a sparse
+    tensor, what a checkpoint and hooks of its own keep."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
