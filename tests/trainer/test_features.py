@@ -176,9 +176,9 @@ class PredictsSome(Predicts):
 @pytest.mark.gate
 def test_predict_and_evaluate_before_training(ranks: RankPool, tmp_path: Path) -> None:
     ours, stock = against_stock(ranks, tmp_path, PredictsSome())
-    (before, steps), (stock_before, stock_steps) = ours[0], stock[0]
+    (before, steps), (stock_before, _) = ours[0], stock[0]  # one process may be done before its clock moves
     assert before == pytest.approx(stock_before, abs=1e-6)
-    assert steps == pytest.approx(stock_steps, rel=0.1), "steps are those of a replica, of one process as of several"
+    assert steps == pytest.approx(2, rel=0.2), "steps are those of a replica: five rows by batches of a replica's size"
     for mine, theirs in zip(ours[1:], stock[1:], strict=True):
         assert mine.shape == theirs.shape
         assert abs(mine - theirs).max() < 1e-9
