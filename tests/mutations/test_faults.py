@@ -43,6 +43,7 @@ def test_fault_changes_one_line_and_leaves_no_trace(fault: Fault, tmp_path):
     assert path.read_bytes() == before
 
 
+@pytest.mark.full
 def test_trial_tells_what_the_command_found(tmp_path):
     """The command sees the fault, its tests are named, and the file is as before, also after too long a command."""
     fault = Fault("wrong", "fold3d/sum.py", "a + b", "a - b", "It subtracts.")
