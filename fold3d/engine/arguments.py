@@ -65,13 +65,12 @@ def refuse_wrapped(model: Module) -> None:
     if fsdp is not None:
         wrappers += (fsdp.FullyShardedDataParallel, fsdp.FSDPModule)
     for name, module in model.named_modules():
-        for wrapper in wrappers:
-            if isinstance(module, wrapper):
-                what = f"its module {name!r}" if name else "it"
-                raise ConfigError(
-                    f"the model is spread over processes already: {what} is a {wrapper.__name__}. fold3d does that "
-                    "itself; give it the plain model, and set dp, tp and pp"
-                )
+        if isinstance(module, wrappers):
+            what = f"its module {name!r}" if name else "it"
+            raise ConfigError(
+                f"the model is spread over processes already: {what} is a {type(module).__name__}. fold3d does that "
+                "itself; give it the plain model, and set dp, tp and pp"
+            )
 
 
 def check_compiled(tp: int, options: Mapping[str, Any] | None) -> None:

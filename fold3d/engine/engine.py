@@ -353,6 +353,7 @@ class Engine(state.WholeState):
 
     def evaluate(self, batch: Inputs) -> torch.Tensor:
         """Returns the global batch's loss without gradients, in evaluation mode; any batch size; all ranks call."""
+        check_batches([batch])
         rank = self._built(batch, loss.first_call(self.model))
         was_training = self.model.training
         self.model.eval()
