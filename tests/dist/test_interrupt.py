@@ -35,9 +35,13 @@ def run(place: str, what: str, rank: int) -> tuple[LaunchResult, list[float], li
 @pytest.mark.gate
 @pytest.mark.dist
 def test_ctrl_c_ends_all_ranks_that_wait_for_one() -> None:
-    """As from a terminal: all get it. Rank 2 computes for long, the others are in waits of C++."""
+    """As from a terminal: all get it. Rank 2 computes for long, the others are in waits of C++.
+
+    Whose signal comes late, on a busy machine, has heard from another rank by then.
+    """
     result, seconds, said = run("forward", "Ctrl-C", 2)
-    assert [one.returncode for one in result] == [-signal.SIGINT] * 4, result.report()
+    assert result[2].returncode == -signal.SIGINT, result.report()
+    assert {one.returncode for one in result} <= {-signal.SIGINT, 1}, result.report()
     assert all(len(lines) == 1 and INTERRUPTED in lines[0] for lines in said), result.report()
     assert max(seconds) < failure_jobs.PRESSED_AFTER + EXIT, seconds
 
