@@ -46,6 +46,10 @@ _UNITS = {"": 1, "b": 1} | {
 _SIZE = re.compile(r"(?P<number>\d+(\.\d*)?(e\d+)?)\s*(?P<unit>[a-z]*)", re.ASCII | re.IGNORECASE)
 
 
+REDUCTIONS = ("sum", "mean", "tokens")
+"""What a loss can be of its samples' losses."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParallelConfig:
     """How a model is spread over dp * tp * pp processes and in which order its micro-batches are computed."""
@@ -67,9 +71,13 @@ class ParallelConfig:
     """Most samples that pass the model at once: larger micro-batches are divided into parts of this size, and the
     schedule runs these. Less memory and shorter pipeline bubbles, more and smaller kernels. Gradients and loss are
     those of the undivided micro-batches, masks of dropout included; where samples depend on each other (batch norm,
-    losses that compare samples) it is refused. None: micro-batches stay as they are given. "auto": under a
-    `memory_limit` what is fastest of all that keeps to it, together with `recompute`, `offload` and `segments`; else
-    None."""
+    losses that compare samples) it is refused, and so is a loss of which nobody knows how it adds up
+    (`loss_reduction`). None: micro-batches stay as they are given. "auto": under a `memory_limit` what is fastest of
+    all that keeps to it, together with `recompute`, `offload` and `segments`; else None."""
+    loss_reduction: str | None = None
+    """What a micro-batch's loss is of its samples', for `micro_batch_size`: their "sum", the "mean" over samples, or
+    that over labels that are not -100 ("tokens"). None: a loss that adds up by construction, as transformers' own loss
+    functions do that divide by the labels of the global batch."""
     schedule: str = AUTO
     """Name of a schedule (`fold3d schedules` lists them) or path of a CSV file with compute actions. "auto": the
     planner's, and with a fixed number of segments "aiao" when there are several, else "1f1b"."""
@@ -166,6 +174,15 @@ class ParallelConfig:
                 auto = ' or "auto"' if name in ("segments", "micro_batch_size", "group_size") else ""
                 raise ConfigError(f"{name}={value!r}: must be an integer of at least 1{auto}")
         divides = self.micro_batch_size is not None
+        if self.loss_reduction is not None and self.loss_reduction not in REDUCTIONS:
+            raise ConfigError(
+                f"loss_reduction={self.loss_reduction!r}: must be one of {', '.join(REDUCTIONS)}, or None"
+            )
+        if self.loss_reduction is not None and not divides:
+            raise ConfigError(
+                f"loss_reduction={self.loss_reduction!r} has no effect: it says how losses of parts of a micro-batch "
+                "add up; set micro_batch_size, or remove it"
+            )
         if isinstance(self.group_size, int) and self.group_size > self.micro_batches and not divides:
             raise ConfigError(
                 f"group_size={self.group_size} is more than micro_batches={self.micro_batches} (of the Trainer: "

@@ -69,6 +69,20 @@ def all_or_none(world: WorldGroup) -> Iterator[None]:
     agree(world, "", 0, error)
 
 
+def samples_of_values(values: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Returns a sample of at most 1024 values of each tensor, copied, by its name, shape and dtype."""
+    return {
+        f"{name}{tuple(one.shape)}{one.dtype}": _sample(one).clone()
+        for name, one in values.items()
+        if isinstance(one, torch.Tensor) and one.layout == torch.strided and one.numel()
+    }
+
+
+def _sample(tensor: torch.Tensor) -> torch.Tensor:
+    flat = tensor.detach().reshape(-1)
+    return flat[:: -(-flat.numel() // _SAMPLE)].contiguous()
+
+
 def fingerprint(micro_batches: Sequence[Mapping[str, Any]]) -> int:
     """Returns a number below 2**32 that differs, almost surely, between different micro-batches.
 
@@ -86,8 +100,7 @@ def fingerprint(micro_batches: Sequence[Mapping[str, Any]]) -> int:
             code = zlib.crc32(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode(), code)
             if tensor.layout != torch.strided or not tensor.numel():
                 continue
-            flat = tensor.detach().reshape(-1)
-            sample = flat[:: -(-flat.numel() // _SAMPLE)].contiguous().view(torch.uint8)
+            sample = _sample(tensor).view(torch.uint8)
             if _is_in_host_memory(tensor):
                 code = zlib.crc32(sample.numpy().tobytes(), code)
             elif tensor.device.type != "meta":
@@ -128,6 +141,8 @@ def check_same_batch(topology: Topology, ranks: Sequence[int], fingerprints: Seq
         shards = f"the (stage, shard) {[(at.pp, at.tp) for at in odd]} of replica {topology.dp_rank}"
         who, first = (stages, "its stage 0") if topology.tp == 1 else (shards, f"rank {ranks[0]}")
         raise ValueError(
-            f"{who} were given another batch than {first}; all processes of a replica must get the same batches in the "
-            "same order: shard the data by engine.topology.dp_rank, not by rank, and seed the data loaders alike"
+            f"{who} were given another batch than {first}, or called the model with other values; all processes of a "
+            "replica must get the same batches in the same order: shard the data by engine.topology.dp_rank, not by "
+            "rank, and seed the data loaders alike. What a loss function computes before the model's call must not "
+            "depend on what it has drawn or counted behind it, where only the model's last stage goes on"
         )

@@ -202,7 +202,8 @@ def _division(model: CutModel, pipeline: Pipeline) -> Division | None:
         return on or any(one.dtype.itemsize == 2 for one in parameters if one.is_floating_point())
 
     schedule = Programs.of(model.strategy).evaluation(COMPARED)
-    return Division(size, pipeline, schedule, model.cut.model, in_16_bits=in_16_bits)
+    reduction = model.config.loss_reduction
+    return Division(size, pipeline, schedule, model.cut.model, reduction, in_16_bits=in_16_bits)
 
 
 def _bucket_schedule(model: CutModel, stage: int) -> BucketSchedule:
@@ -227,7 +228,10 @@ def _chunks(
         once = OncePerMicroBatch(cut.model, cut.trace.modules if cut.trace else ())
     last = model.strategy.num_chunks - 1
     return [
-        PipelineChunk(v, v == last, cut.model, cut.split, sync, once, None if sharded is None else sharded(v), draws)
+        PipelineChunk(
+            *(v, v == last, cut.split, sync, once, None if sharded is None else sharded(v), draws),
+            is_end=v == numbers[-1],
+        )
         for v in numbers
     ]
 
@@ -242,7 +246,7 @@ def _sharded(
     chunk: int,
 ) -> ShardedChunk:
     cut = model.cut
-    sub = SubPipeline(chunk, cut.model, cut.split, turning, shares_sequence=bool(cut.parts.plan.sequence))
+    sub = SubPipeline(chunk, cut.model, cut.apart, turning, shares_sequence=bool(cut.parts.plan.sequence))
     return ShardedChunk(chunk, parts, sub, sums, reads, lambda: overlap.in_halves)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -15,15 +15,16 @@ from fold3d.device import library_rng_state, same_library_rng_state, set_library
 from fold3d.engine.pipeline import Pipeline
 from fold3d.errors import ConfigError
 from fold3d.schedule import Schedule
-from fold3d.stage.micro_batch import Inputs, MicroBatch, ModelCall
+from fold3d.stage.micro_batch import Inputs, LossFunction, MicroBatch, loss_run
 from fold3d.stage.once.buffer_values import BufferValues
-from fold3d.stage.sharded.sub_micro_batches import SubMicroBatch, sub_micro_batches, tolerance, weights
+from fold3d.stage.sharded.sub_micro_batches import SubMicroBatch, sub_micro_batches, tolerance
+from fold3d.stage.sharded.sub_micro_batches import weights as weights_of
+from fold3d.trace.arguments import Form, form_of
 from fold3d.trace.example import part_of, samples_of
+from fold3d.trace.labels import shifts_labels
 
 COMPARED = 3
 """Runs of a comparison: two parts together, and each of them."""
-_Pair = tuple[int, SubMicroBatch, SubMicroBatch]
-"""Number of a micro-batch, and two neighbours of it."""
 
 
 def number_of_parts(inputs: Mapping[str, Any], size: int) -> int:
@@ -60,73 +61,99 @@ def _most(inputs: Mapping[str, Any]) -> int:
 class Division:
     """Of one rank; all ranks of a replica have the same micro-batches, so they decide alike.
 
-    The gradients and the loss are those of the undivided micro-batches, masks of dropout included (`PartDraws`). What a
-    part's loss counts for is found out, not assumed: two parts run together and one by one, without a backward, and
-    their losses are compared. So a sum is told from a mean over labels or over samples, and where nothing fits
-    (statistics over the batch, losses that compare samples) that is an error. Comparing goes on while it makes a
-    difference: parts with as many labels each do not tell both means apart, and need not.
+    The gradients and the loss are those of the undivided micro-batches, masks of dropout included (`PartDraws`), where
+    the loss adds up over samples: by construction, as transformers' own loss functions do that divide by the labels of
+    the global batch, or because the user has said how (`loss_reduction`). What was said is checked: in the first step,
+    and whenever a micro-batch of another form comes, two parts also run together, without a backward, and the losses
+    are compared. Other losses are refused: a mean over positions that are masked or weighed otherwise, a term that
+    compares samples, cannot be told from one that adds up by its values.
     """
 
     def __init__(
-        self, size: int, pipeline: Pipeline, schedule: Schedule, model: Module, *, in_16_bits: Callable[[], bool]
+        self,
+        size: int,
+        pipeline: Pipeline,
+        schedule: Schedule,
+        model: Module,
+        reduction: str | None,
+        *,
+        in_16_bits: Callable[[], bool],
     ) -> None:
         """Args:
         size: most samples of a part.
         schedule: forwards of three micro-batches, without backwards.
+        reduction: "sum", "mean" or "tokens", as the user says; None: what the loss function says of itself.
         in_16_bits: whether layers compute in 16 bits.
         """
         self._size, self._pipeline, self._schedule, self._model = size, pipeline, schedule, model
-        self._in_16_bits = in_16_bits
-        self._kinds: list[str] | None = None  # that the loss can be, the likeliest first; None: nothing was compared
+        self._reduction, self._in_16_bits = reduction, in_16_bits
+        self._compared: set[Form] = set()
 
     def count(self, inputs: Sequence[Inputs]) -> int:
         """Returns the number of parts. Raises: ConfigError where a micro-batch cannot be divided."""
         return sum(number_of_parts(one, self._size) for one in inputs)
 
-    def parts(self, wholes: Sequence[MicroBatch], flush: Callable[[], None]) -> list[MicroBatch]:
+    def parts(
+        self, wholes: Sequence[MicroBatch], function: LossFunction, flush: Callable[[], None]
+    ) -> list[MicroBatch]:
         """Returns the parts of a step's micro-batches, in their order; where the loss is a mean over labels, without
         those that have none.
 
         Runs forwards in the first step. All ranks of the replica call.
 
         Args:
+            function: computes the loss.
             flush: brings weights up to date.
         Raises: ConfigError, on all of them, for a loss that is none of its parts' weighted sums.
         """
-        divided = [self._divide(whole) for whole in wholes]
-        pair = self._to_compare(divided)
-        if pair is not None:
-            flush()
-            self._compare(wholes[pair[0]].inputs, *pair[1:])
-        return [part for parts in divided for part in self._weighted(parts)]
+        divided = [sub_micro_batches(whole.inputs, number_of_parts(whole.inputs, self._size)) for whole in wholes]
+        made: list[MicroBatch] = []
+        for whole, parts in zip(wholes, divided, strict=True):
+            if len(parts) == 1:
+                made.append(whole)
+                continue
+            kind = self._kind(function)
+            form = form_of(whole.inputs)
+            if form not in self._compared:
+                flush()
+                self._compare(kind, whole, function, *self._pair(kind, parts))
+                self._compared.add(form)
+            made += [
+                self._part(whole, function, part, weight)
+                for part, weight in zip(parts, self._weights(parts, kind), strict=True)
+                if weight
+            ]
+        return made
 
-    def _divide(self, whole: MicroBatch) -> list[SubMicroBatch]:
-        number = number_of_parts(whole.inputs, self._size)
-        parts = sub_micro_batches(whole, number) if number > 1 else None
-        return parts or [SubMicroBatch(whole, 0, 1, 1)]
+    def _kind(self, function: LossFunction) -> str:
+        if self._reduction is not None:
+            return self._reduction
+        if not getattr(function, "adds_up", False):
+            self._refuse(
+                "nobody knows what its loss is of its samples' losses. (transformers' own loss functions add up where "
+                "they divide by num_items_in_batch.) Where it is their sum, or a mean over samples or over labels that "
+                'are not -100, say so with loss_reduction="sum", "mean" or "tokens"'
+            )
+        return "sum"
 
-    def _to_compare(self, divided: Sequence[Sequence[SubMicroBatch]]) -> _Pair | None:
-        """Returns the neighbours whose losses say most of what the loss is; None: there is nothing to find out."""
-        if self._kinds is not None and len(self._kinds) == 1:
-            return None
-        pairs = [(number, *pair) for number, parts in enumerate(divided) for pair in itertools.pairwise(parts)]
-        if not pairs:
-            return None
+    def _pair(self, kind: str, parts: Sequence[SubMicroBatch]) -> tuple[SubMicroBatch, SubMicroBatch]:
+        """Returns the neighbours whose losses count most differently."""
 
-        def says(pair: _Pair) -> tuple[int, float]:
-            by_kind = weights(pair[1:], without_labels=True)
-            means = [one[0] for kind, one in by_kind.items() if kind != "sum" and self._may_be(kind)]
-            return len(means), max(means, default=0.0) - min(means, default=0.0)
+        def differ(pair: tuple[SubMicroBatch, SubMicroBatch]) -> float:
+            one, other = self._weights(pair, kind)
+            return abs(one - other)
 
-        best = max(pairs, key=says)
-        return best if self._kinds is None or says(best)[1] > 0 else None
+        return max(itertools.pairwise(parts), key=differ)
 
-    def _may_be(self, kind: str) -> bool:
-        return self._kinds is None or kind in self._kinds
+    def _part(self, whole: MicroBatch, function: LossFunction, part: SubMicroBatch, weight: float = 1.0) -> MicroBatch:
+        loss = loss_run(function, self._model, part.inputs, weight)
+        return MicroBatch(part.inputs, loss, whole.key, part=(part.first, part.end, part.samples))
 
-    def _compare(self, inputs: Inputs, one: SubMicroBatch, other: SubMicroBatch) -> None:
-        """Learns what the loss can be from two neighbours of a micro-batch with `inputs`."""
-        runs, by_kind = _together(inputs, one, other), weights([one, other], without_labels=True)
+    def _compare(
+        self, kind: str, whole: MicroBatch, function: LossFunction, one: SubMicroBatch, other: SubMicroBatch
+    ) -> None:
+        """Compares the loss of two neighbours together with those of each."""
+        runs = self._together(whole, function, one, other)
         drawn, buffers = library_rng_state(), BufferValues(self._model)
         results = self._pipeline.run(self._schedule, runs, backward=False)
         draws = not same_library_rng_state(drawn, library_rng_state())
@@ -137,69 +164,49 @@ class Division:
             found[-1] = tolerance(torch.bfloat16 if self._in_16_bits() else results[0].dtype)
         found[-2], found[-3] = float(buffers.restore()), float(draws)
         self._pipeline.sum_over_replica(found, runs)
-        whole, first, second, drew, changed, allowed = found.tolist()
+        together, first, second, drew, changed, allowed = found.tolist()
         if changed:
             self._refuse("its forward changes buffers (statistics of a batch norm are such)")
-        if allowed == 0.0 or not math.isfinite(whole):  # the step says what is wrong with the loss
+        if allowed == 0.0 or not math.isfinite(together):  # the step says what is wrong with the loss
             return
-        losses = (first, second)  # that of a part without labels may be no number
-        sums = {
-            kind: [weight * loss for weight, loss in zip(each, losses, strict=True) if weight]
-            for kind, each in by_kind.items()
-            if self._may_be(kind)
-        }
-        errors = {kind: abs(whole - sum(each)) / max(abs(whole), *map(abs, each), 1e-30) for kind, each in sums.items()}
-        kinds = sorted((kind for kind, error in errors.items() if error <= allowed), key=errors.__getitem__)
-        if not kinds:
+        each = [
+            weight * loss
+            for weight, loss in zip(self._weights((one, other), kind), (first, second), strict=True)
+            if weight
+        ]
+        if abs(together - sum(each)) > allowed * max(abs(together), *map(abs, each), 1e-30):
             random = "; it draws from Python's or numpy's generator, too" if drew else ""
+            random += "" if self._reduction else ". If it is a mean of another kind, say so with loss_reduction"
             self._refuse(
-                f"the loss of two parts together is {whole:.8g}, and that of each {first:.8g} and {second:.8g}: no "
-                "sum, and no mean over labels or samples. What is computed of a sample depends on the others, or on "
+                f"the loss of two parts together is {together:.8g}, and that of each {first:.8g} and {second:.8g}, of "
+                f"which it should be {_MADE_OF[kind]}. What is computed of a sample depends on the others, or on "
                 f"random numbers that are not drawn for each sample{random}"
             )
-        self._kinds = kinds
 
-    def _refuse(self, why: str) -> None:
+    def _weights(self, parts: Sequence[SubMicroBatch], kind: str) -> list[float]:
+        return weights_of(parts, kind, first=int(shifts_labels(self._model)))
+
+    def _refuse(self, why: str) -> NoReturn:
         raise ConfigError(
             f"micro_batch_size={self._size}: this model's micro-batches cannot be divided, because {why}. Remove "
             "micro_batch_size; for less memory there are recompute and offload"
         )
 
-    def _weighted(self, parts: Sequence[SubMicroBatch]) -> list[MicroBatch]:
-        if len(parts) == 1:
-            return [parts[0].micro_batch]
-        kind = self._kinds[0] if self._kinds else "sum"
-        if kind == "sum":  # labels need not be counted
-            return [_part(part, 1.0) for part in parts]
-        # A mean over no labels is no number, nor is that of all parts where none has any.
-        each = weights(parts, without_labels=True).get(kind, (1.0,))
-        return [_part(part, weight) for part, weight in zip(parts, each, strict=False) if weight]
+    def _together(
+        self, whole: MicroBatch, function: LossFunction, one: SubMicroBatch, other: SubMicroBatch
+    ) -> list[MicroBatch]:
+        """Returns two neighbours together, and each of them, as they run to be compared."""
+        middle, samples = one.end - one.first, other.end - one.first
+
+        def run(mine: Inputs, part: tuple[int, int, int] | None) -> MicroBatch:
+            return MicroBatch(mine, loss_run(function, self._model, mine), whole.key, part=part, compares=True)
+
+        return [
+            run(part_of(whole.inputs, one.first, other.end, one.samples), None),
+            run(one.inputs, (0, middle, samples)),
+            run(other.inputs, (middle, samples, samples)),
+        ]
 
 
-def _part(part: SubMicroBatch, weight: float) -> MicroBatch:
-    call = part.micro_batch.call if weight == 1.0 else _times(part.micro_batch.call, weight)
-    # A copy has containers of its own for what is found while it runs.
-    return MicroBatch(part.micro_batch.inputs, call, part.micro_batch.key, part=(part.first, part.end, part.samples))
-
-
-def _times(call: ModelCall, weight: float) -> ModelCall:
-    def weighted(model: Module, inputs: Inputs) -> Any:
-        loss = call(model, inputs)
-        return loss * weight if isinstance(loss, Tensor) else loss
-
-    return weighted
-
-
-def _together(inputs: Inputs, one: SubMicroBatch, other: SubMicroBatch) -> list[MicroBatch]:
-    """Returns two neighbours together, and each of them, as they run to be compared."""
-    middle, samples = one.end - one.first, other.end - one.first
-    both = part_of(inputs, one.first, other.end, one.samples)
-
-    def run(mine: Inputs, part: tuple[int, int, int] | None) -> MicroBatch:
-        return MicroBatch(mine, one.micro_batch.call, one.micro_batch.key, part=part, compares=True)
-
-    return [
-        run(both, None),
-        run(one.micro_batch.inputs, (0, middle, samples)),
-        run(other.micro_batch.inputs, (middle, samples, samples)),
-    ]
+_MADE_OF = {"sum": "the sum", "mean": "the mean over samples", "tokens": "the mean over labels that are not -100"}
+"""By `loss_reduction`."""

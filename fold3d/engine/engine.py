@@ -28,7 +28,7 @@ from fold3d.engine.builder import connect
 from fold3d.engine.built import BuiltRank
 from fold3d.engine.loss_scaler import LossScaler
 from fold3d.engine.meeting import meet
-from fold3d.engine.planning.cut_model import CutModel, Order, cut_model
+from fold3d.engine.planning.cut_model import CutModel, First, Order, cut_model
 from fold3d.engine.turns import take_turn
 from fold3d.errors import ConfigError
 from fold3d.faults.supervisor import Supervisor
@@ -38,7 +38,8 @@ from fold3d.observe.step_output import StepOutput
 from fold3d.plan.programs import Programs
 from fold3d.plan.resolve import programs_of, resolve_auto
 from fold3d.plan.strategy import MIXED, Strategy
-from fold3d.stage.micro_batch import Inputs, ModelCall, split_batch
+from fold3d.stage.loss_run import LossRun
+from fold3d.stage.micro_batch import DropoutKey, Inputs, LossFunction, split_batch
 from fold3d.topology import Topology
 from fold3d.trace import Trace
 from fold3d.trace.example import is_transformers_model
@@ -63,9 +64,9 @@ class Engine(state.WholeState):
         scaler: scales gradients so that in fp16 they do not vanish; `step`, and in a loop of one's own
             `scaler.step(optimizer)` and `scaler.update()`, leave the parameters alone on every rank when the gradients
             of any rank are not finite. Its scale must be the same on all ranks. None: no scaling.
-        example: a micro-batch to record the model with, by argument name. HuggingFace models need none; other
-            models that are cut are recorded with the first batch when it is missing. A function that returns one (or
-            None): the first batch records any model, the function is asked where the model is needed before.
+        example: a micro-batch to record the model with, by argument name; a function that returns one, or None, is
+            asked where the model is needed before the first batch. None: the first batch records it; where it is needed
+            before, an example is made up for a HuggingFace model.
         weights: folder with safetensors for a model on the meta device.
         autocast: the context that `loss_fn` or the model's forward itself puts around the layers, such as
             functools.partial(torch.autocast, "cpu", torch.bfloat16): the planner times layers in it.
@@ -130,28 +131,28 @@ class Engine(state.WholeState):
         self._rank: BuiltRank | None = None
         self._cut: CutModel | None = None
         self._strategy: Strategy | None = None
+        # The planner times layers with a real micro-batch, and into how many parts one is divided nobody can make up.
+        self._makes_up = is_transformers_model(model) and not self._order.plans and config.micro_batch_size is None
         self._fallback: Callable[[], Mapping[str, Any] | None] = lambda: None
-        # The planner times layers with a real micro-batch; the synthetic one of a transformers model will not do.
-        # Nor will it say into how many parts micro-batches are divided.
-        at_once = not self._order.records or (is_transformers_model(model) and not self._order.plans)
         if callable(example):
-            self._fallback, at_once, example = example, not self._order.records, None
-        if example is not None or (at_once and config.micro_batch_size is None):
+            self._fallback, self._makes_up, example = example, False, None
+        if example is not None or (not self._order.records and config.micro_batch_size is None):
             self._build(example)
 
     # Construction
 
-    def _build(self, example: Mapping[str, Any] | None, call: ModelCall | None = None) -> None:
+    def _build(self, example: Mapping[str, Any] | None, first: First | None = None) -> LossRun | None:
+        """Returns the run of the first micro-batch's loss function, if it has begun."""
         self._take_turn()
         with calls_allowed(self.model):  # its weights may be parts that an engine has left
-            cut = self._cut = cut_model(self._order, self.world, example, call)
+            cut = cut_model(self._order, self.world, example, first)
+            self._cut = replace(cut, begun=None)
             self._connect(cut)
         rank = self._rank
         assert rank is not None
         self.planned_memory = None if cut.planned is None else cut.planned[1].memory_bytes
         self._follow(cut.strategy)
         weakref.finalize(self, rank.cut.remove).atexit = False
-        self._loss_takes_count = loss.takes_label_count(self.model)
         if self._make_optimizer is not None:
             # torch's optimizers refuse an empty list; a stage all of whose parameters are frozen gets one of no size.
             trainable = list(rank.cut.trainable().values()) or [Parameter(torch.empty(0, device=self.device))]
@@ -162,6 +163,7 @@ class Engine(state.WholeState):
                 raise
         for settle in self.on_build:
             settle()
+        return cut.begun
 
     def _connect(self, cut: CutModel) -> None:
         self._rank = rank = connect(cut, self._supervisor, self.world, self.device)
@@ -195,20 +197,35 @@ class Engine(state.WholeState):
             self._cut = replace(self._cut, name=f"{self._cut.name}+")
             self._connect(self._cut)
 
-    def _built(self, batch: Mapping[str, Any] | None = None, call: ModelCall | None = None) -> BuiltRank:
+    def _built(self) -> BuiltRank:
         self._supervisor.progress.life.check()
         if self._rank is None:
-            if batch is None:
-                batch, call = self._fallback(), None
-            if batch is None:
+            example = self._fallback()
+            if example is None and not self._makes_up:
                 raise ConfigError(
                     "the model has not been recorded yet; pass example=<a micro-batch> to Engine or Trainer, or train "
                     "or evaluate first"
                 )
             with all_rng_untouched(self.device):
-                self._build(batch, call)
+                self._build(example)
         assert self._rank is not None
         return self._rank
+
+    def _begin(
+        self, inputs: Inputs, function: LossFunction, key: DropoutKey | None
+    ) -> tuple[BuiltRank, LossRun | None]:
+        """Returns the rank, built with the first micro-batch unless it is already, and whose loss then has begun."""
+        self._supervisor.progress.life.check()
+        if self._rank is not None:
+            return self._rank, None
+        with all_rng_untouched(self.device):
+            begun = self._build(None, First(inputs=dict(inputs), function=function, key=key))
+        if begun is not None and begun.uses_weights:  # which may have become others
+            begun.let_go()
+            begun = None
+        if begun is not None:  # what it has drawn is drawn
+            begun.draw_on()
+        return self._built(), begun
 
     def attach(self, optimizer: Optimizer) -> None:
         """Makes `optimizer.step()` part of DP.sync: it returns at once, each layer is updated before its next forward.
@@ -265,8 +282,8 @@ class Engine(state.WholeState):
         Args:
             micro_batches: this replica's, the same on each of its ranks.
             loss_fn: (model, micro_batch) -> this micro-batch's share of the replica's loss, scalar. Shares of a replica
-                add up to its loss; the global loss is the mean over the replicas. Runs on every chunk; on all but the
-                last one the model call inside does not return.
+                add up to its loss; the global loss is the mean over the replicas. Runs once per micro-batch on every
+                rank; where the model's last chunk is on another one, the model call inside does not return.
             reads_weights: whether `loss_fn` may read weights otherwise than by calling the model; False lets layers be
                 updated one by one while others compute.
             reads_gradients: whether `.grad` is read or changed before `optimizer.step()`, which steps what it finds;
@@ -276,13 +293,13 @@ class Engine(state.WholeState):
         if not micro_batches:
             raise ValueError("run needs at least one micro-batch")
         check_batches(micro_batches)
-        rank = self._built(micro_batches[0], loss_fn)
-        self._take_turn()
         loss_fn = loss_fn if self._scaler is None else self._scaler.scaled(loss_fn)
         number = self.step_index
+        rank, begun = self._begin(micro_batches[0], loss_fn, (self.config.seed, number, self.topology.dp_rank))
+        self._take_turn()
         self.step_index += 1
         return rank.step.run(
-            *(number, self._replan, lambda parts: self.programs.training(parts), micro_batches, loss_fn),
+            *(number, self._replan, lambda parts: self.programs.training(parts), micro_batches, loss_fn, begun),
             reads_weights=reads_weights,
             reads_gradients=reads_gradients,
         )
@@ -323,12 +340,13 @@ class Engine(state.WholeState):
 
         Args:
             batch: any batch size, the same on each rank of the replica.
-            fn: runs on every chunk; on all but the last one the model call inside does not return. Its result may be
-                any nesting of tensors and plain Python values.
+            fn: runs once on every rank; where the model's last chunk is on another one, the model call inside does not
+                return. Its result may be any nesting of tensors and plain Python values.
         """
         check_batches([batch])
         self._take_turn()
-        return self._built(batch, fn).step.evaluate(self.programs.evaluation(), batch, fn)
+        rank, begun = self._begin(batch, fn, None)
+        return rank.step.evaluate(self.programs.evaluation(), batch, fn, begun)
 
     # The whole step
 
@@ -344,21 +362,22 @@ class Engine(state.WholeState):
         """
         check_batches([batch])
         micro_batches = split_batch(batch, self.config.micro_batches)
-        rank = self._built(micro_batches[0], loss.first_call(self.model))
-        if self.optimizer is None:
+        if self._make_optimizer is None and self.optimizer is None:
             raise ConfigError("step needs an optimizer: pass optimizer=functools.partial(torch.optim.AdamW, lr=...)")
         replica_loss = self.run(micro_batches, self._share_of_loss(micro_batches), reads_weights=False)
+        rank = self._built()
+        assert self.optimizer is not None
         mean, norm = rank.step.optimize(replica_loss, self.optimizer, self.max_grad_norm, self._scaler)
         return StepOutput(loss=mean, grad_norm=norm, make_breakdown=rank.step.breakdown_later())
 
     def evaluate(self, batch: Inputs) -> torch.Tensor:
         """Returns the global batch's loss without gradients, in evaluation mode; any batch size; all ranks call."""
         check_batches([batch])
-        rank = self._built(batch, loss.first_call(self.model))
         was_training = self.model.training
         self.model.eval()
         try:
-            return rank.step.mean_loss(self.forward(batch, self._share_of_loss([batch])))
+            share = self.forward(batch, self._share_of_loss([batch]))
+            return self._built().step.mean_loss(share)
         finally:
             self.model.train(was_training)
 
@@ -384,12 +403,12 @@ class Engine(state.WholeState):
         return float(highest)
 
     def _share_of_loss(self, micro_batches: list[Inputs]) -> loss.LossFunction:
-        count = loss.count_labels(self.model, micro_batches) if self._loss_takes_count else None
+        count = loss.count_labels(self.model, micro_batches) if loss.takes_label_count(self.model) else None
         if count is None:
             return loss.mean_share(len(micro_batches))
         total = torch.tensor(count)
         with self._supervisor.together("counting the labels of the global batch"):
-            self.groups.data.all_reduce(total)
+            self.world.data.all_reduce(total)
         return loss.token_share(total, self.topology.dp, len(micro_batches))
 
     # Failures

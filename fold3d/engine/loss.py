@@ -57,17 +57,6 @@ def count_labels(model: Module, micro_batches: Sequence[Mapping[str, Any]]) -> i
     return total
 
 
-def first_call(model: Module) -> LossFunction:
-    """Returns what calls the model as `mean_share` or `token_share` will, for recording it."""
-    counts = takes_label_count(model)
-
-    def call(module: Module, batch: dict[str, Any]) -> torch.Tensor:
-        labels = counts and isinstance(batch.get("labels"), torch.Tensor)
-        return loss_of(module(**batch, num_items_in_batch=torch.ones(()))) if labels else loss_of(module(**batch))
-
-    return call
-
-
 def mean_share(micro_batches: int) -> LossFunction:
     """Returns the loss function of models whose loss is a mean: every micro-batch counts alike."""
     share = 1.0 / micro_batches
@@ -118,4 +107,5 @@ def token_share(labels: torch.Tensor, replicas: int, micro_batches: int) -> Loss
         loss = loss_of(model(**batch, num_items_in_batch=count))
         return loss * replicas if count.used else loss * (1.0 / micro_batches)
 
+    share.adds_up = True  # type: ignore[attr-defined]
     return share

@@ -72,10 +72,10 @@ class LossScaler(torch.amp.GradScaler):
 
     def scaled(self, loss_fn: Callable[[Module, Any], Tensor]) -> Callable[[Module, Any], Tensor]:
         """Returns `loss_fn` with the gradients of a scaled loss; the loss itself stays as it is."""
-        factor = _as_factor(self.scale(torch.ones_like(self._verdict)).detach())
 
         @functools.wraps(loss_fn)
         def call(model: Module, batch: Any) -> Tensor:
+            factor = _as_factor(self.scale(torch.ones_like(self._verdict)).detach())
             loss: Tensor = _ScaledBackward.apply(loss_fn(model, batch), factor)  # type: ignore[no-untyped-call]
             return loss
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -34,7 +35,8 @@ from fold3d.observe.memory import MemoryWatch
 from fold3d.observe.step_breakdown import StepBreakdown
 from fold3d.plan.strategy import Strategy
 from fold3d.schedule import Schedule
-from fold3d.stage.micro_batch import Inputs, MicroBatch, ModelCall
+from fold3d.stage.loss_run import LossRun
+from fold3d.stage.micro_batch import Inputs, LossFunction, MicroBatch, loss_run
 from fold3d.stage.part_hooks import PartHooks
 from fold3d.stage.rank_model import RankModel
 from fold3d.tensor_parallel.sub_pipelined.overlap_trial import OverlapTrial
@@ -77,7 +79,7 @@ class Step:
         self._pipeline, self._sync, self._recorder, self._replanner = pipeline, sync, recorder, replanner
         self._supervisor, self._mean_over_replicas, self._overlap = supervisor, mean_over_replicas, overlap
         self._part_hooks = PartHooks(cut.parameters, cut.placement.readers, cut.replaced(), cut.divided())
-        self._loss_check = cut.loss_check()
+        self._model = cut.model
         self._memory, self._changes, self._division = memory, changes, division
         self._name = "step 0"
         self.hooks: OptimizerHooks | None = None
@@ -88,7 +90,8 @@ class Step:
         replan: Callable[[int], None],
         schedule_of: Callable[[int], Schedule],
         inputs: Sequence[Inputs],
-        loss_fn: ModelCall,
+        loss_fn: LossFunction,
+        begun: LossRun | None = None,
         *,
         reads_weights: bool,
         reads_gradients: bool,
@@ -98,6 +101,7 @@ class Step:
         Args:
             replan: number of micro-batches -> makes `schedule_of` return what is better, if anything is.
             schedule_of: number of micro-batches -> what all ranks run.
+            begun: the run of `loss_fn` with the first micro-batch, or its first part, if it has begun.
         Returns: the replica's loss, scalar, on each of its ranks.
         """
         self._name = f"step {number + 1}"
@@ -107,7 +111,8 @@ class Step:
             #    number i * dp + d of the global batch, as a stock data loader deals them out.
             dp, replica, division = self._topology.dp, self._topology.dp_rank, self._division
             micro_batches = [
-                MicroBatch(one, loss_fn, (self._seed, number, i * dp + replica)) for i, one in enumerate(inputs)
+                MicroBatch(one, loss_run(loss_fn, self._model, one), (self._seed, number, i * dp + replica))
+                for i, one in enumerate(inputs)
             ]
             # 2. What must hold before work starts, and what the steps before have shown: from time to time another
             #    schedule is better.
@@ -119,11 +124,11 @@ class Step:
                 self.hooks.put_innermost()
             self._recorder.begin(trains=True)
             self._part_hooks.look()
-            if self._loss_check is not None:
-                self._loss_check.look(loss_fn, inputs[0])
             # 3. The schedule, of the micro-batches or of parts of them.
             if division is not None:
-                micro_batches = division.parts(micro_batches, self._sync.flush)
+                micro_batches = division.parts(micro_batches, loss_fn, self._sync.flush)
+            if begun is not None:
+                micro_batches[0] = replace(micro_batches[0], loss=begun)
             schedule = schedule_of(len(micro_batches))
             # 4. Weights that the loss function may read; other layers wait for their own when they run.
             if reads_weights:
@@ -170,14 +175,12 @@ class Step:
             scaler.update()
         return loss, norm
 
-    def evaluate(self, schedule: Schedule, inputs: Inputs, call: ModelCall) -> Any:
+    def evaluate(self, schedule: Schedule, inputs: Inputs, function: LossFunction, begun: LossRun | None) -> Any:
         """Runs one batch forward; returns the last chunk's result on every rank of the replica."""
         with self._supervisor.together("an evaluation"), self._memory.explains(lambda: [_SMALLER]):
             self._recorder.begin(trains=False)
-            if self._loss_check is not None:
-                self._loss_check.look(call, inputs)
             self._sync.flush()
-            batch = MicroBatch(inputs, call, None)
+            batch = MicroBatch(inputs, begun or loss_run(function, self._model, inputs), None)
             try:
                 (result,) = self._pipeline.run(schedule, [batch], backward=False)
             finally:

@@ -17,28 +17,32 @@ from fold3d.trace.results.structure import TreeStructure
 
 
 class Borders:
-    """What crosses the borders of the chunks in one form of call.
+    """What crosses the borders of chunks in one form of call."""
 
-    Args:
-        ranges: [first, end) block of every chunk.
-    """
-
-    def __init__(self, trace: Trace, ranges: Sequence[tuple[int, int]]) -> None:
-        self._trace, self._ranges = trace, ranges
-        self._alike_from = [trace.alike_from(lo) if lo else 0 for lo, _ in ranges]
-        self._shows = [any(trace.hooked[:lo]) for lo, _ in ranges]
+    def __init__(self, trace: Trace) -> None:
+        self._trace = trace
+        self._alike_from: dict[int, int] = {}
+        self._shows: dict[int, bool] = {}
         self._around = frozenset(name for region in trace.around for name in region)
 
-    def cargo(self, chunk: int, received: Sequence[Tensor]) -> Cargo:
-        """Returns what a run of the chunk takes and hands on. Raises: SplitError for another number of tensors."""
-        (lo, hi), trace = self._ranges[chunk], self._trace
-        arriving = trace.crossings[lo]
+    def cargo(self, first: int, end: int, received: Sequence[Tensor], *, leaves: bool) -> Cargo:
+        """Returns what a run of the blocks [first, end) takes and hands on.
+
+        Args:
+            leaves: whether anything is handed on.
+        Raises: SplitError for another number of tensors.
+        """
+        trace = self._trace
+        arriving = trace.crossing(first) if first else ()
         if len(received) != len(arriving):
-            before = f"{len(arriving)} cross the border before block '{trace.blocks[lo]}'"
-            raise SplitError(
-                f"chunk {chunk} was given {len(received)} tensors, but {before if lo else 'the first chunk takes none'}"
+            before = (
+                f"{len(arriving)} cross the border before block '{trace.blocks[min(first, len(trace.blocks) - 1)]}'"
             )
-        return Cargo(arriving, trace.crossings[hi] if hi < len(trace.blocks) else (), received)
+            raise SplitError(
+                f"the chunk from block {first} on was given {len(received)} tensors, but "
+                f"{before if first else 'the first chunk takes none'}"
+            )
+        return Cargo(arriving, trace.crossing(end) if leaves else (), received)
 
     def runs(self, module: str) -> bool:
         """Returns whether this form of call runs a module around the blocks."""
@@ -52,19 +56,27 @@ class Borders:
         """A block begins in its chunk."""
         return BlockRun(self._trace.hooked[block])
 
-    def show(self, chunk: int, block: int, model: nn.Module, cargo: Cargo, arguments: Any) -> None:
-        """Shows hooks inside of a block before the chunk what was received of their modules' results, and which of the
+    def show(self, first: int, block: int, model: nn.Module, cargo: Cargo, arguments: Any) -> None:
+        """Shows hooks inside of a block before `first` what was received of their modules' results, and which of the
         block's arguments, (args, kwargs), these were given."""
-        if self._shows[chunk]:
+        if self._shows_before(first):
             show(model, self._trace.hooked[block], cargo.arrived, tree_leaves(plain_parts(arguments)))
 
-    def alike(self, chunk: int, cargo: Cargo) -> tuple[int, Any]:
-        """Returns what the last block before the chunk returned, and the first of the blocks for which it can stand."""
-        first, (lo, _) = self._alike_from[chunk], self._ranges[chunk]
-        if first == lo or self._shows[chunk]:
-            return lo, None
+    def alike(self, first: int, cargo: Cargo) -> tuple[int, Any]:
+        """Returns the first of the blocks before `first` for which the last of them can stand, and what that
+        returned."""
         trace = self._trace
-        return first, cargo.whole(trace.blocks[lo - 1], trace.calls[lo - 1], trace.structures[lo - 1])
+        if first not in self._alike_from:
+            self._alike_from[first] = trace.alike_from(first) if first else 0
+        alike = self._alike_from[first]
+        if alike == first or self._shows_before(first):
+            return first, None
+        return alike, cargo.whole(trace.blocks[first - 1], trace.calls[first - 1], trace.structures[first - 1])
+
+    def _shows_before(self, first: int) -> bool:
+        if first not in self._shows:
+            self._shows[first] = any(self._trace.hooked[:first])
+        return self._shows[first]
 
 
 class Cargo:

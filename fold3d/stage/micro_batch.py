@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import Module
 
+from fold3d.stage.loss_run import LossRun
 from fold3d.stage.once.changed_buffers import Before
 from fold3d.stage.once.drawn_numbers import DrawnNumbers
 from fold3d.tensor_parallel.kept.kept_run import KeptRun
+from fold3d.trace.users_hooks import is_ours
 
 Inputs = dict[str, Any]
 """What the model's forward takes, and perhaps labels, by argument name."""
-ModelCall = Callable[[Module, Inputs], Any]
-"""(model, inputs) -> a loss, or what an evaluation wants; runs on every chunk."""
+LossFunction = Callable[[Module, Inputs], Any]
+"""(model, inputs) -> a loss, or what an evaluation wants."""
 DropoutKey = tuple[int, int, int]
 """(seed, step, number in the global batch): dropout masks depend on it and on the module, never on the layout."""
 
@@ -26,7 +30,7 @@ class MicroBatch:
     """One micro-batch of a run; the Executor hands it to each forward, which gives back what it returns."""
 
     inputs: Inputs
-    call: ModelCall
+    loss: LossRun
     key: DropoutKey | None
     """None in an evaluation, which leaves the generators alone."""
     drawn: DrawnNumbers = field(default_factory=DrawnNumbers, repr=False, compare=False)
@@ -34,6 +38,10 @@ class MicroBatch:
     """Buffers that forwards have changed, as they were."""
     kept: dict[int, KeptRun] = field(default_factory=dict, repr=False, compare=False)
     """Of each chunk that has run and will run again: what it got from other ranks."""
+    value: list[Tensor] = field(default_factory=list, repr=False, compare=False)
+    """Of the loss, which it gets later, where the last chunk has not run yet."""
+    given: dict[str, Tensor] = field(default_factory=dict, repr=False, compare=False)
+    """Some values of what the loss function called the model with, by name and shape; the same on all ranks."""
     part: tuple[int, int, int] | None = None
     """(first, end, samples): samples [first, end) of a micro-batch of the user's, whose key it has; None: whole."""
     compares: bool = False
@@ -44,21 +52,31 @@ class MicroBatch:
         """Whether a backward follows, for which the result must be a loss."""
         return self.key is not None and not self.compares
 
-    @property
-    def only_loss(self) -> bool:
-        """Whether `call` reads nothing but the loss of what the model returns, as its attribute of that name says."""
-        return reads_only_loss(self.call)
 
-    def run(self, model: Module) -> Any:
-        """Calls what is to be called, with a shallow copy: a loss function may take labels out of its inputs, and
-        every chunk needs them."""
-        return self.call(model, dict(self.inputs))
+def loss_run(function: LossFunction, model: Module, inputs: Inputs, weight: float = 1.0) -> LossRun:
+    """Returns a run of `function` with a shallow copy of the inputs: it may take labels out of them.
+
+    What it keeps between its halves is looked for in `function.keeps`, a sequence of objects, else in the object whose
+    method it is, or itself.
+
+    Args:
+        weight: by which the loss is multiplied.
+    """
+    own = inspect.unwrap(function)
+    keeps = getattr(function, "keeps", None) or (getattr(own, "__self__", own),)
+
+    def run() -> Any:
+        result = function(model, dict(inputs))
+        return result * weight if weight != 1.0 and isinstance(result, Tensor) else result
+
+    is_users = getattr(function, "calls_users_code", not is_ours(own))
+    return LossRun(run, only_loss=reads_only_loss(function), is_users=is_users, keeps=keeps)
 
 
-def reads_only_loss(call: ModelCall) -> bool:
-    """Returns whether `call` has said of itself, by an attribute, that of what the model returns it reads the loss
+def reads_only_loss(function: LossFunction) -> bool:
+    """Returns whether `function` has said of itself, by an attribute, that of what the model returns it reads the loss
     alone."""
-    return getattr(call, "reads_only_loss", False)
+    return getattr(function, "reads_only_loss", False)
 
 
 def one_number(value: Any) -> None:
@@ -66,16 +84,17 @@ def one_number(value: Any) -> None:
 
     Raises: TypeError unless it is a tensor with one element, ValueError when no gradient can come of it.
     """
-    if not isinstance(value, torch.Tensor):
+    if not isinstance(value, Tensor):
         raise TypeError(f"the loss is a {type(value).__name__}: the loss function must return a tensor")
     if value.numel() != 1:
         raise TypeError(
             f"the loss has shape {list(value.shape)}: it must be one number; let the loss function return a mean or sum"
         )
     if value.is_meta:
+        what = getattr(value, "weight", "weights")  # of a MissingTensor
         raise ValueError(
-            "the loss lies on the meta device: it was computed from weights that are not on this rank; compute it from "
-            "what the model returns, or set pp=1"
+            f"the loss lies on the meta device: it was computed from {what}, which other ranks have; compute it from "
+            "what the model returns, or set pp=1 and segments=1"
         )
     if torch.is_grad_enabled() and not value.requires_grad:
         raise ValueError(
@@ -90,10 +109,10 @@ def split_batch(batch: Mapping[str, Any], parts: int) -> list[Inputs]:
     Raises: ValueError when a tensor does not divide.
     """
     for name, value in batch.items():
-        if isinstance(value, torch.Tensor) and (value.ndim == 0 or value.shape[0] % parts or not value.shape[0]):
+        if isinstance(value, Tensor) and (value.ndim == 0 or value.shape[0] % parts or not value.shape[0]):
             raise ValueError(
                 f"batch[{name!r}] has shape {list(value.shape)}: dimension 0 does not divide into "
                 f"micro_batches={parts}; change the batch size or micro_batches"
             )
-    slices = {name: value.chunk(parts) for name, value in batch.items() if isinstance(value, torch.Tensor)}
+    slices = {name: value.chunk(parts) for name, value in batch.items() if isinstance(value, Tensor)}
     return [{name: slices[name][i] if name in slices else value for name, value in batch.items()} for i in range(parts)]

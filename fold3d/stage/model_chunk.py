@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from functools import partial
 from typing import Any, Protocol
 
 import torch
 
 from fold3d import _C
+from fold3d.comms.consistency import samples_of_values
 from fold3d.stage.micro_batch import MicroBatch, one_number
 from fold3d.stage.once.once_per_micro_batch import OncePerMicroBatch, Run
 from fold3d.stage.once.part_draws import PartDraws
@@ -38,10 +38,10 @@ class ChunkSharding(Protocol):
         """Returns what this rank sends of what the chunk returned."""
 
     def run(self, micro_batch: MicroBatch, received: list[torch.Tensor]) -> tuple[list[torch.Tensor], Any] | None:
-        """Returns what the chunk returns for the micro-batch; None: it is to run as everywhere."""
+        """Returns what the model's forward gives as this chunk; None: it is to run as everywhere."""
 
     def watched(self, micro_batch: MicroBatch) -> contextlib.AbstractContextManager[None]:
-        """Around a run: raises where it would not compute what one process does."""
+        """Around the loss function's code: raises where it would not compute what one process does."""
 
     def first(self, run: KeptRun) -> contextlib.AbstractContextManager[None]:
         """Around a run that is repeated later: what it gets from other ranks is kept in `run`."""
@@ -57,22 +57,23 @@ class PipelineChunk:
         self,
         index: int,
         is_last: bool,
-        model: torch.nn.Module,
         split: SplitModel | WholeModel,
         sync: ChunkSync,
         once: OncePerMicroBatch | None,
         sharding: ChunkSharding | None = None,
         draws: PartDraws | None = None,
+        *,
+        is_end: bool = True,
     ):
         """Args:
         is_last: whether it is the model's last, whose results leave the pipeline.
+        is_end: whether it is the last one on this rank.
         once: of a process with several chunks, or of one that recomputes; None: this is the only one, and runs once.
         sharding: what is different where several ranks share its weights; None: nobody does.
         draws: where micro-batches may be parts of the user's; None: they are not.
         """
         self.index = index
-        self._is_last = is_last
-        self._model = model
+        self._is_last, self._is_end = is_last, is_end
         self._split = split
         self._sync = sync
         self._sharding = sharding
@@ -94,8 +95,16 @@ class PipelineChunk:
     def forward_first(
         self, micro_batch: MicroBatch, received: list[torch.Tensor]
     ) -> tuple[list[torch.Tensor], Any, list[torch.Tensor]]:
-        """Does what `forward` does, where `recompute` follows; also returns what that needs beside `received`."""
+        """Does what `forward` does, where `recompute` follows; also returns what that needs beside `received`.
+
+        Nobody waits for what the last chunk returns before its backward, and its loss function runs once: it does
+        nothing yet, and `recompute` gives the loss its value.
+        """
         self._sync.before_chunk(self.index)
+        if self._is_last:
+            value = torch.zeros((), dtype=torch.float64, device=received[0].device)
+            micro_batch.value.append(value)
+            return [value], value, []
         run = micro_batch.kept[self.index] = KeptRun()
         with contextlib.nullcontext() if self._sharding is None else self._sharding.first(run):
             sent, result = self._forward(micro_batch, received, "first")
@@ -105,6 +114,10 @@ class PipelineChunk:
         self, micro_batch: MicroBatch, received: list[torch.Tensor], kept: list[torch.Tensor]
     ) -> list[torch.Tensor]:
         """Returns once more the tensors, or the loss, that `forward_first` returned, for the graph behind them."""
+        if self._is_last:
+            sent, result = self._forward(micro_batch, received, "only")
+            micro_batch.value.pop().copy_(result)
+            return sent[:1]
         run = micro_batch.kept.pop(self.index)
         run.give_back(kept)
         with contextlib.nullcontext() if self._sharding is None else self._sharding.again(run):
@@ -117,14 +130,25 @@ class PipelineChunk:
             received = self._sharding.receive(received)
         around = contextlib.nullcontext() if self._once is None else self._once.around(self.index, micro_batch, run)
         draws = contextlib.nullcontext() if self._draws is None else self._draws.around(self.index, micro_batch)
+        loss, result = micro_batch.loss, None
         try:
-            with around, _saving(batch), draws:
-                sent, result = self._run(micro_batch, received)
+            with _saving(batch), draws:
+                with self._watched(micro_batch):
+                    self._split.begin(loss, micro_batch.key)
+                if loss.call is not None and not micro_batch.given:
+                    micro_batch.given.update(samples_of_values(loss.call.named()))
+                with around:
+                    sent, output = self._run(micro_batch, received)
+                if self._is_last:
+                    with self._watched(micro_batch):
+                        result = self._split.end(loss, output)
         finally:
             ends = self._split.take_ends()
         if self._sharding is not None:
             sent = self._sharding.send(sent)
         if not self._is_last:
+            if self._is_end and run != "again":
+                loss.let_go()
             return sent, None
         if micro_batch.trains:
             one_number(result)
@@ -134,15 +158,12 @@ class PipelineChunk:
             return [], result
         return [result, *(ends if run == "only" else ())], result.detach()
 
-    def _run(self, micro_batch: MicroBatch, received: list[torch.Tensor]) -> tuple[list[torch.Tensor], Any]:
-        if self._sharding is None:
-            return self._run_whole(micro_batch, received)
-        with self._sharding.watched(micro_batch):
-            return self._sharding.run(micro_batch, received) or self._run_whole(micro_batch, received)
+    def _watched(self, micro_batch: MicroBatch) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if self._sharding is None else self._sharding.watched(micro_batch)
 
-    def _run_whole(self, micro_batch: MicroBatch, received: list[torch.Tensor]) -> tuple[list[torch.Tensor], Any]:
-        call = partial(micro_batch.run, self._model)
-        return self._split.run(self.index, call, received, micro_batch.key, only_loss=micro_batch.only_loss)
+    def _run(self, micro_batch: MicroBatch, received: list[torch.Tensor]) -> tuple[list[torch.Tensor], Any]:
+        done = None if self._sharding is None else self._sharding.run(micro_batch, received)
+        return done or self._split.forward(self.index, micro_batch.loss, received, micro_batch.key)
 
     def reduce(self) -> None:
         """The last backward of this chunk is done."""

@@ -18,8 +18,8 @@ from fold3d.plan.space.recompute import KNOB as RECOMPUTE
 from fold3d.plan.strategy import Strategy
 from fold3d.sharding.plan import ShardingPlan
 from fold3d.stage.blocks.compiled import compile_blocks
-from fold3d.stage.loss_check import LossCheck
-from fold3d.stage.micro_batch import reads_only_loss
+from fold3d.stage.loss_run import LossRun
+from fold3d.stage.micro_batch import DropoutKey, LossFunction, loss_run
 from fold3d.stage.recompute import Checkpoints, modules_to_recompute
 from fold3d.stage.split_model import SplitModel
 from fold3d.stage.whole_model import WholeModel
@@ -29,7 +29,7 @@ from fold3d.tensor_parallel.region import RegionOps
 from fold3d.tensor_parallel.vocabulary.install import install_vocabulary
 from fold3d.topology import Topology
 from fold3d.trace import Trace, find_blocks, tied_groups, trace
-from fold3d.trace.arguments import arguments_of as find_arguments
+from fold3d.trace.arguments import ancestors
 from fold3d.trace.wrappers import whole_shape
 from fold3d.weights.materialize import materialize
 from fold3d.weights.part_marks import allow_calls, refuse_calls, refuse_states
@@ -39,22 +39,25 @@ from fold3d.weights.release import is_released, release
 logger = logging.getLogger(__name__)
 
 
-def arguments_of(
-    model: Module, config: ParallelConfig, example: Mapping[str, Any], call: Callable[[Module, dict[str, Any]], Any]
-) -> Mapping[str, Any]:
-    """Returns the arguments with which call(model, example) calls the model; the example where no blocks are known.
-
-    Raises: TraceError when it does not call the model, and whatever it raises before.
-    """
+def begin_loss(
+    model: Module,
+    config: ParallelConfig,
+    function: LossFunction,
+    inputs: dict[str, Any],
+    device: torch.device,
+    key: DropoutKey | None,
+) -> LossRun:
+    """Returns the run of a loss function with the first micro-batch, which rests where it calls the model; over, where
+    it does not. Raises: whatever `function` raises."""
     try:
-        _check_not_compiled(model)
         # Which modules a graph is cut between is not known before it is recorded: it is the model that is called.
         blocks = [] if config.partition == GRAPH else find_blocks(model, config.blocks, config.partition)
     except TraceError:  # of which `record` tells, if it matters
-        return example
-    # What `call` changes in place, it changes again when it trains with this very micro-batch.
-    own = {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in example.items()}
-    return find_arguments(model, blocks, lambda: call(model, own)).reading(reads_only_loss(call))
+        blocks = []
+    loss = loss_run(function, model, inputs)
+    with torch.set_grad_enabled(key is not None):
+        loss.begin(model, ancestors(blocks), device, key)
+    return loss
 
 
 def record(model: Module, config: ParallelConfig, example: Mapping[str, Any] | None) -> Trace | None:
@@ -172,6 +175,7 @@ class RankModel:
         self._late: LateRegion | None = None
         self._undo: list[Callable[[], None]] = []
         self._checkpoints: Checkpoints | None = None
+        self._apart: SplitModel | None = None
         if sharding is not None and sharding.tp > 1:
             self._late = LateRegion(sharding.tp, topology.tp_rank)
         self.resume()
@@ -179,7 +183,8 @@ class RankModel:
             self.split = WholeModel(model, blocks, recompute=again)
         else:
             assert self.trace is not None, "what is cut was recorded"
-            self.split = SplitModel(model, self.trace, self.ranges, recompute=again)
+            is_end = topology.is_last_stage
+            self.split = SplitModel(model, self.trace, self.ranges, recompute=again, computes_loss=is_end)
         self.parameters: dict[str, Parameter] = {
             name: parameter for name, parameter in model.named_parameters() if parameter.device.type != "meta"
         }
@@ -212,8 +217,20 @@ class RankModel:
         if self._checkpoints is None:
             self._checkpoints = Checkpoints(self.model, self._inner)
 
+    def apart(self) -> SplitModel:
+        """Returns what runs the blocks apart from what lies behind them."""
+        if isinstance(self.split, SplitModel):
+            return self.split
+        assert self.trace is not None, "what has shards was recorded"
+        if self._apart is None:
+            everything = [(0, len(self.trace.blocks))]
+            self._apart = SplitModel(self.model, self.trace, everything, beneath=self.split)
+        return self._apart
+
     def remove(self) -> None:
         """Gives the model its own forward back; one that holds parts of weights cannot be called then."""
+        if self._apart is not None:
+            self._apart.remove()
         self.split.remove()
         if self._checkpoints is not None:
             self._checkpoints.remove()
@@ -239,12 +256,6 @@ class RankModel:
             for name, module in self.model.get_submodule(block).named_modules(prefix=block)
             if any(whole_shape(one) != one.shape for one in module.parameters())
         }
-
-    def loss_check(self) -> LossCheck | None:
-        """Returns what looks for reads of a loss function that a cut model does not serve; None for one in a piece."""
-        if self.trace is None or isinstance(self.split, WholeModel):
-            return None
-        return LossCheck(self.model, self.trace, self.ranges, self.remove)
 
     def trainable(self) -> dict[str, Parameter]:
         """Returns the parameters of this rank that receive gradients."""

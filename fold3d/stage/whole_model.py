@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+import contextlib
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +12,9 @@ from torch.utils._pytree import tree_leaves
 
 from fold3d import seeding
 from fold3d._C import ForwardCursor, next_seed, reseed, seed_inside
+from fold3d.stage.loss_run import LossRun
 from fold3d.stage.recompute import Checkpoints
+from fold3d.trace.arguments import ancestors
 from fold3d.trace.blocks import outer_modules
 
 
@@ -36,6 +39,7 @@ class WholeModel:
         self._device = next((p.device for p in model.parameters()), torch.device("cpu"))
         self._undo: list[Callable[[], None]] = []
         self._model, self._blocks, self._recomputes = model, tuple(blocks), recompute
+        self._callable = ancestors(blocks)
         self._install()
 
     def _install(self) -> None:
@@ -46,41 +50,78 @@ class WholeModel:
         if blocks:
             last = model.get_submodule(blocks[-1])
             self._undo.append(last.register_forward_hook(_Ends(self), prepend=True).remove)
-        self._undo.append(Checkpoints(model, self._recomputes).remove)
+        self.checkpoints = Checkpoints(model, self._recomputes)
+        self._undo.append(self.checkpoints.remove)
 
     def run(
         self,
         chunk: int,
-        call: Callable[[], Any],
+        call: Callable[[], Any] | LossRun,
         inputs: list[Tensor],
         key: tuple[int, int, int] | None,
         *,
         only_loss: bool = False,
     ) -> tuple[list[Tensor], Any]:
-        """Runs `call`, as `SplitModel.run` does for the last chunk.
+        """Runs `call`, as `SplitModel.run` does for the last chunk; it may call the model as often as it likes.
 
         Args:
             key: (seed, step, global micro-batch) of the dropout masks; None: no reseeding (evaluation).
         Returns: an empty list and what `call` returned.
         """
+        loss = LossRun.of(call, only_loss=only_loss)
+        self.begin(loss, key)
+        _, output = self.forward(chunk, loss, inputs, key)
+        return [], self.end(loss, output)
+
+    def begin(self, loss: LossRun, key: tuple[int, int, int] | None) -> None:
+        """Runs a loss function up to its call of the model, unless it has."""
         if not self._undo:  # another engine took its turn
             self._install()
-        if key is None:
-            return [], call()
         self.generators = seeding.generators_of(self._device)
-        self.cursor = ForwardCursor(0, seeding.start(key), self.generators)
         self.begun = None
+        with self._cursor_ends_with_errors():
+            self.cursor = None if key is None else ForwardCursor(0, seeding.start(key), self.generators)
+            if not loss.has_begun:
+                loss.begin(self._model, self._callable, self._device, key)
+
+    def forward(
+        self, chunk: int, loss: LossRun, inputs: list[Tensor], key: tuple[int, int, int] | None
+    ) -> tuple[list[Tensor], Any]:
+        """Runs the model's forward with the arguments of the call at which the loss function rests, if it does.
+
+        Returns: an empty list and what the model returned.
+        """
+        if loss.call is None:
+            return [], None
+        with self._cursor_ends_with_errors():
+            try:
+                with loss.inside() as call:
+                    return [], self._model.get_submodule(call.module).forward(*call.args, **call.kwargs)
+            except Exception as error:
+                loss.fail(error)  # it may have something to say of it
+                return [], None
+
+    def end(self, loss: LossRun, output: Any) -> Any:
+        """The loss function goes on with what the model returned; returns what it returns."""
         try:
-            return [], call()
+            return loss.end(output)
         finally:
             self.cursor = self.begun = None
+
+    @contextlib.contextmanager
+    def _cursor_ends_with_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self.cursor = self.begun = None
+            raise
 
     def take_ends(self) -> list[Tensor]:
         """Returns as `SplitModel.take_ends`."""
         ends, self._ends = self._ends, []
         return ends
 
-    def end(self, output: Any) -> None:
+    def ended(self, output: Any) -> None:
         """The last block returned `output`."""
         if self.cursor is not None and torch.is_grad_enabled():
             self._ends += [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
@@ -100,7 +141,7 @@ class WholeModel:
         """Goes on with the run that `put_aside` returned."""
         self.cursor, self.begun = state
 
-    def begin(self, module: nn.Module | None) -> None:
+    def began(self, module: nn.Module | None) -> None:
         """`module` has begun with a seed of its own; None: it has ended."""
         self.begun = module
 
@@ -130,7 +171,7 @@ class _Around:
             return
         if whole.cursor is not None:
             if whole.cursor.begin_module(self._enter):
-                whole.begin(module)
+                whole.began(module)
         elif (seed := _seed_in_backward()) is not None:
             reseed(whole.generators, seed_inside(seed, self._enter))
             self._carried = seed
@@ -141,7 +182,7 @@ class _Around:
             return
         if whole.cursor is not None:
             if whole.begun is module or self._is_block:
-                whole.begin(None)
+                whole.began(None)
                 whole.cursor.end_module(self._leave)
         elif self._carried is not None:
             reseed(whole.generators, next_seed(self._carried, self._leave))
@@ -159,7 +200,7 @@ class _Ends:
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
         if self._whole is not None:
-            self._whole.end(output)
+            self._whole.ended(output)
 
 
 def _seed_in_backward() -> int | None:

@@ -1,16 +1,15 @@
-"""Arguments: how a loss function calls the model, found out without running the model; forms of calls."""
+"""Arguments: how the model is called; forms of calls."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
 from fold3d.errors import TraceError
-from fold3d.trace.wrappers import wrap
 
 
 class Arguments(dict[str, Any]):
@@ -42,38 +41,11 @@ class Arguments(dict[str, Any]):
         return model.get_submodule(self.module)
 
 
-class _Reached(BaseException):
-    """Ends the loss function where it calls the model. No Exception, so that no `except Exception` swallows it."""
-
-    def __init__(self, module: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        super().__init__(module)
-        self.module, self.args_of, self.kwargs_of = module, args, kwargs
-
-
-def arguments_of(model: nn.Module, blocks: Iterable[str], call: Callable[[], Any]) -> Arguments:
-    """Runs `call` as far as its first call of `model`, and returns with which arguments that was.
-
-    Args:
-        blocks: names of the model's blocks; calling one of the modules they lie in counts as calling the model.
-    Raises: TraceError when `call` does not call the model; whatever `call` raises before.
-    """
-    undo: list[Callable[[], None]] = []
-    reached: _Reached | None = None
-    try:
-        for name in ancestors(blocks):
-            undo.append(_intercept(model.get_submodule(name), name))
-        call()
-    except _Reached as found:
-        reached = found
-    finally:
-        for remove in reversed(undo):
-            remove()
-    if reached is not None:
-        return by_name(model, reached.module, reached.args_of, reached.kwargs_of)
-    raise TraceError(
-        f"the loss function returned without calling {type(model).__name__}, so what it wants of it cannot be told; "
-        "call the model that it is given, model(**inputs)"
-    )
+def with_values(arguments: Mapping[str, Any], values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns `values` as arguments of the same call."""
+    if not isinstance(arguments, Arguments):
+        return values
+    return Arguments.of(arguments.module, values).reading(arguments.only_loss)
 
 
 def ancestors(blocks: Iterable[str]) -> list[str]:
@@ -82,23 +54,6 @@ def ancestors(blocks: Iterable[str]) -> list[str]:
     for block in blocks:
         found.update(block[:i] for i, letter in enumerate(block) if letter == ".")
     return sorted(found)
-
-
-def _intercept(module: nn.Module, name: str) -> Callable[[], None]:
-    def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        raise _Reached(name, args, kwargs)
-
-    def forward(*args: Any, **kwargs: Any) -> None:
-        raise _Reached(name, args, kwargs)
-
-    handle = module.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
-    unwrap = wrap(module, forward)  # who calls model.forward comes by no hook
-
-    def undo() -> None:
-        handle.remove()
-        unwrap()
-
-    return undo
 
 
 def by_name(model: nn.Module, module: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:

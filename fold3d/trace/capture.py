@@ -297,6 +297,7 @@ def _summarise(
         for k, block in enumerate(recorder.order)
     )
     order = list(sizes)
+    borders, crossings = recorder.borders(), recorder.crossings()
     return Trace(
         blocks=tuple(recorder.order),
         prologue=tuple(regions[0].modules),
@@ -312,8 +313,10 @@ def _summarise(
         ),
         shapes=recorder.shapes(),
         modified=recorder.modified(),
-        borders=recorder.borders(),
-        crossings=recorder.crossings(),
+        borders=borders[:last],
+        crossings=crossings[:last],
+        head_border=borders[last],
+        head_crossings=crossings[last],
         leaks=recorder.leaks(),
         hooked=recorder.hooked(),
         costs=costs,

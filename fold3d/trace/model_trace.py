@@ -85,6 +85,10 @@ class Trace:
     """Size of each block."""
     prologue_cost: BlockCost
     epilogue_cost: BlockCost
+    head_border: str = ""
+    """Of the border behind the last block, as in `borders`: why what lies behind it cannot run by itself."""
+    head_crossings: Crossings = ()
+    """As in `crossings`: what is made before that border and read behind it."""
     leaks: tuple[str, ...] = ()
     """What is read of blocks otherwise than by the code behind them up to the next one, from what they returned."""
     unread: tuple[str, ...] = ()
@@ -186,6 +190,10 @@ class Trace:
             )
         return ""
 
+    def crossing(self, border: int) -> Crossings:
+        """Returns what crosses a border, that behind the last block included."""
+        return self.crossings[border] if border < len(self.blocks) else self.head_crossings
+
     def alike_from(self, border: int) -> int:
         """Returns the first of those blocks right before the border for which the last of them can stand: what crosses
         of their results is what crosses of its, all of that does, and they return tensors of the same shapes.
@@ -194,7 +202,7 @@ class Trace:
         itself, where that is so of none.
         """
         last = border - 1
-        of = {value: number for number, one in enumerate(self.crossings[border]) for value in one.values}
+        of = {value: number for number, one in enumerate(self.crossing(border)) for value in one.values}
         tensors = range(self.structures[last].num_tensors)
         if any(self.result(last, tensor) not in of for tensor in tensors):
             return border

@@ -386,8 +386,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return tensor._version != version or bool(self._writes.since(value))
 
     def borders(self) -> tuple[str, ...]:
-        """Per border: why the model cannot be cut there, or an empty string."""
-        reasons = [""] * len(self.order)
+        """Per border: why the model cannot be cut there, or an empty string; that behind the last block included."""
+        reasons = [""] * (len(self.order) + 1)
         for name in self._changing:
             places = [place for place, block in enumerate(self.order) if block == name]
             for border in range(places[0] + 1, places[-1] + 1):
@@ -397,7 +397,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for token, (last, reader) in self._in_order():
             why = self._why_not(token, last)
             if why:
-                for border in range(token.region + 1, min(last + 1, len(self.order))):
+                for border in range(token.region + 1, last + 1):
                     reasons[border] = reasons[border] or f"{token.said(reader)}{why}"
         for border, crossings in enumerate(self.crossings()):
             if border and not crossings:
@@ -443,12 +443,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return (self.order[region], self.calls[region]) if region < len(self.order) else None
 
     def crossings(self) -> tuple[Crossings, ...]:
-        """Per border: the tensors that cross it."""
-        found: list[dict[int, list[Value]]] = [{} for _ in self.order]
+        """Per border: the tensors that cross it; that behind the last block included."""
+        found: list[dict[int, list[Value]]] = [{} for _ in range(len(self.order) + 1)]
         numbers = {value: number for number, value in enumerate(self._returned)}
         read = [(token.value, token.region, last) for token, (last, _) in self.reads.items()]
         for value, region, last in sorted((one for one in read if one[0] in numbers), key=lambda one: numbers[one[0]]):
-            for border in range(region + 1, min(last + 1, len(self.order))):
+            for border in range(region + 1, last + 1):
                 found[border].setdefault(id(self._returned[value][0]), []).append(value)
         return tuple(
             tuple(self._crossing(border, values) for values in tensors.values()) for border, tensors in enumerate(found)

@@ -103,6 +103,13 @@ class TrainingArguments(transformers.TrainingArguments):
             "under memory_limit what is fastest. Default: per_device_train_batch_size."
         },
     )
+    loss_reduction: str | None = field(
+        default=None,
+        metadata={
+            "help": "What a micro-batch's loss is of its samples', for micro_batch_size: sum, mean (over samples) or "
+            "tokens (mean over labels that are not -100). Default: only losses that add up by construction are divided."
+        },
+    )
     group_size: NumberOrAuto = field(
         default=AUTO,
         metadata={
@@ -303,6 +310,7 @@ class TrainingArguments(transformers.TrainingArguments):
             segments=self.segments,
             micro_batches=self.gradient_accumulation_steps,
             micro_batch_size=self.micro_batch_size,
+            loss_reduction=self.loss_reduction,
             schedule=self.schedule,
             group_size=self.group_size,
             dp_sync=self.dp_sync,

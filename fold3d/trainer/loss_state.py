@@ -12,57 +12,57 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_map, tree_map_only
+from torch.utils._pytree import tree_map, tree_map_only
 
 from fold3d.comms.world_group import WorldGroup
+from fold3d.stage.kept_attributes import changed, versions
 
-_PLAIN = (bool, int, float, str, bytes, type(None), Tensor)
+Logged = tuple[int, float | None, dict[str, Any]]
+"""The step and the epoch in which something was logged, and what."""
+_Share = tuple[dict[str, Any], list[Logged]]
 
 
 class LossState:
     """Attributes of a trainer that change while the loss is computed: counts and sums of metrics, for its logs.
 
-    Behind the model's call, `compute_loss` goes on with the last chunk alone. What it changes there, the trainers of
-    the other stages take over before anybody may read it. Numbers, text, tensors and containers of them are looked at.
+    Behind the model's call, `compute_loss` goes on with the last chunk alone. What it changes there, and what it logs,
+    the trainers of the other stages take over before anybody may read it. Numbers, text, tensors and containers of them
+    are looked at.
     """
 
     def __init__(self, trainer: transformers.Trainer) -> None:
         self._trainer = trainer
         self._changed: set[str] = set()
+        self._logged: list[Logged] = []
 
     @contextlib.contextmanager
     def watch(self) -> Iterator[None]:
         """Remembers what has changed in the body, in which losses are computed."""
-        before = {name: _version(value) for name, value in vars(self._trainer).items()}
+        before = versions(vars(self._trainer))
         yield
-        for name, value in vars(self._trainer).items():
-            now = _version(value)
-            if now is not None and before.get(name) != now:
-                self._changed.add(name)
+        self._changed.update(changed(before, vars(self._trainer)))
 
-    def share(self, world: WorldGroup, timeout: float) -> dict[str, Any]:
+    def log(self, logs: dict[str, Any]) -> None:
+        """The loss function has logged something."""
+        self._logged.append((self._trainer.state.global_step, self._trainer.state.epoch, _on_host(logs)))
+
+    def share(self, world: WorldGroup, timeout: float) -> tuple[dict[str, Any], list[Logged]]:
         """Returns what this rank is to take over: attributes that changed on its replica's last stage since the last
-        call; every rank calls."""
+        call, and what was logged there; every rank calls."""
         attributes = vars(self._trainer)
         mine = {name: _without_factories(_on_host(attributes[name])) for name in self._changed if name in attributes}
+        logged, self._logged = self._logged, []
         self._changed.clear()
         topology = world.topology
-        found = world.decide((topology.dp_rank, mine if topology.is_last_stage else None), _by_replica, timeout=timeout)
+        share = (topology.dp_rank, (mine, logged) if topology.is_last_stage else None)
+        found, logged = world.decide(share, _by_replica, timeout=timeout)[topology.dp_rank]
         if topology.is_last_stage:
-            return {}
-        return {name: _with_factories(value, attributes.get(name)) for name, value in found[topology.dp_rank].items()}
+            found = {}
+        return {name: _with_factories(value, attributes.get(name)) for name, value in found.items()}, logged
 
 
-def _by_replica(shares: list[tuple[int, dict[str, Any] | None]]) -> dict[int, dict[str, Any]]:
-    return {replica: changed for replica, changed in shares if changed is not None}
-
-
-def _version(value: Any) -> Any:
-    """Returns what differs once `value` has changed; None for what is not looked at."""
-    leaves, structure = tree_flatten(value)
-    if not all(isinstance(leaf, _PLAIN) for leaf in leaves):
-        return None
-    return structure, [(id(leaf), leaf._version) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+def _by_replica(shares: list[tuple[int, _Share | None]]) -> dict[int, _Share]:
+    return {replica: share for replica, share in shares if share is not None}
 
 
 def _on_host(value: Any) -> Any:

@@ -236,6 +236,7 @@ class CheckpointingTrainer(transformers.Trainer):
             with self._together(f"loading {folder}"):
                 manifest.check(folder)
             self._to_load.append(functools.partial(self._load_from_checkpoint, resume_from_checkpoint))
+            self.engine.resume_at(manifest.step_index(folder))  # the first micro-batch draws before the model is cut
             return
         self._load_weights(folder)
         self.engine.resume_at(manifest.step_index(folder))

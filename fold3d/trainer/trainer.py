@@ -29,6 +29,7 @@ from fold3d.data_parallel.optimizer.hooks import has_hooks
 from fold3d.device import all_rng_untouched
 from fold3d.engine.engine import Engine
 from fold3d.errors import ConfigError
+from fold3d.stage.loss_run import running_loss
 from fold3d.topology import Topology
 from fold3d.trace.example import synthetic_example
 from fold3d.trainer.arguments import TrainingArguments
@@ -59,8 +60,8 @@ class Trainer(SearchingTrainer):
         example: a micro-batch as the model's forward takes it, by argument name, to record a model that is cut with.
             None: the first micro-batch of the training, or the evaluation, whatever comes first.
 
-    What differs from the stock Trainer: `compute_loss` runs once per chunk of the model, and only on the last one does
-    the model call inside return; `on_substep_end` fires before the step's computation; a process holds the parameters
+    What differs from the stock Trainer: on a process without the model's last chunk the model call inside of
+    `compute_loss` does not return; `on_substep_end` fires before the step's computation; a process holds the parameters
     of its own layers, the others stay on the meta device.
 
     Raises: ConfigError for what cannot work, TraceError for a model that cannot be cut.
@@ -362,6 +363,8 @@ class Trainer(SearchingTrainer):
             return self._share_of_loss(module, batch, *divisors_of(batch))
 
         share.calls_users_code = self._computes_loss_otherwise()  # type: ignore[attr-defined]
+        share.keeps = (self, self.compute_loss_func)  # type: ignore[attr-defined]
+        share.adds_up = self._loss_adds_up(num_items_in_batch)  # type: ignore[attr-defined]
         share.reads_only_loss = self._reads_only_loss()  # type: ignore[attr-defined]
         if self._gradients_are_read is None:
             self._gradients_are_read = self._agree_on_gradients()
@@ -385,8 +388,15 @@ class Trainer(SearchingTrainer):
 
     def _share_loss_state(self) -> None:
         """Takes over what the last stage's `compute_loss` has kept in the trainer; every rank calls."""
-        if self._keeps_loss_state and self.engine.is_built:
-            vars(self).update(self._loss_state.share(self.engine.world, self.args.ddp_timeout))
+        if not self._keeps_loss_state or not self.engine.is_built:
+            return
+        found, logged = self._loss_state.share(self.engine.world, self.args.ddp_timeout)
+        vars(self).update(found)
+        now = self.state.global_step, self.state.epoch
+        for step, epoch, logs in logged:
+            self.state.global_step, self.state.epoch = step, epoch
+            super().log(logs)
+        self.state.global_step, self.state.epoch = now
 
     def _agree_on_gradients(self) -> bool:
         """Returns whether any process has somebody who may look at gradients; every rank calls."""
@@ -418,6 +428,11 @@ class Trainer(SearchingTrainer):
             return True
         return self.reads_weights and type(self).compute_loss is not transformers.Trainer.compute_loss
 
+    def _loss_adds_up(self, num_items_in_batch: Tensor | int | None) -> bool:
+        """Whether it is transformers' own, and divided by the labels of the global batch."""
+        own = not self._computes_loss_otherwise() and self.label_smoother is None
+        return own and self.model_accepts_loss_kwargs and num_items_in_batch is not None
+
     def _share_of_loss(self, model: Module, inputs: dict[str, Any], num_items_in_batch: Any, steps: int) -> Tensor:
         with self.compute_loss_context_manager():
             loss = self.compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
@@ -435,6 +450,14 @@ class Trainer(SearchingTrainer):
         return self.engine.grad_norm() if grad_norm is None else grad_norm
 
     # Logging
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Logs as the stock Trainer. What `compute_loss` logs behind the model's call, which only the processes of the
+        last stage see, all get with the next log, evaluation or checkpoint."""
+        if self._keeps_loss_state and running_loss() is not None:
+            self._loss_state.log(logs)
+        else:
+            super().log(logs, start_time)
 
     def end(self) -> None:
         """Stops communication and destroys the process groups; the last thing a script may do."""

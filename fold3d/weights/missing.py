@@ -104,6 +104,13 @@ class MissingTensor(_Missing):
     """What was computed from a missing weight's shape."""
 
 
+def missing(name: str) -> MissingTensor:
+    """Returns a tensor that says of `name` that it is missing."""
+    made: MissingTensor = torch.empty((), device="meta").as_subclass(MissingTensor)
+    made.call_it(name)
+    return made
+
+
 class MissingWeight(_Missing, nn.Parameter):
     """A parameter of the shape (the whole one's) and dtype of `parameter`, without storage, gradient or values.
 

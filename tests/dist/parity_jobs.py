@@ -314,6 +314,9 @@ def precision(case: Case) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
+MEAN_LOSSES = ("plain", "t5")
+"""Families whose own loss is a mean over the labels of a batch, whatever num_items_in_batch is."""
+
 # fold3d: called on every rank
 
 
@@ -324,6 +327,8 @@ def layout_of(case: Case) -> dict[str, Any]:
     named |= {"offload": case.offload, "offload_disk": tempfile.gettempdir() if case.offload_disk else None}
     named |= {"offload_optimizer": case.offload_optimizer, "kernels": case.kernels}
     named |= {"micro_batch_size": case.micro_batch_size, "comm_timeout": COMM_TIMEOUT_S}
+    if case.micro_batch_size is not None and case.family in MEAN_LOSSES:
+        named |= {"loss_reduction": "tokens"}
     if case.dp > 1:
         named |= {"dp_sync": case.dp_sync, "bucket_bytes": case.bucket_bytes, "dp_sync_dtype": case.dp_sync_dtype}
     if case.tp > 1:

@@ -55,12 +55,12 @@ def made(**named: Any) -> Layers:
 @pytest.mark.parametrize("loss", ["mean", "sum"])
 @pytest.mark.parametrize(("samples", "parts"), [(6, [2, 2, 2]), (5, [2, 2, 1]), (2, [2]), (1, [1])])
 def test_is_the_whole_one(loss: str, samples: int, parts: list[int]) -> None:
-    """What the parts' loss counts for is found out; a batch that does not divide has smaller parts at its end."""
+    """A batch that does not divide has smaller parts at its end."""
     batch = {"x": torch.randn(samples, WIDTH, dtype=torch.float64), "scale": torch.rand(1, WIDTH, dtype=torch.float64)}
     torch.set_default_dtype(torch.float64)
     expected, wanted = gradients(made(loss=loss), batch, segments=1)
     model = made(loss=loss)
-    found, ours = gradients(model, batch, segments=1, micro_batch_size=2)
+    found, ours = gradients(model, batch, segments=1, micro_batch_size=2, loss_reduction=loss)
     assert model.seen[-len(parts) :] == parts
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
     assert ours.keys() == wanted.keys()
@@ -68,21 +68,39 @@ def test_is_the_whole_one(loss: str, samples: int, parts: list[int]) -> None:
         torch.testing.assert_close(gradient, wanted[name], rtol=1e-12, atol=1e-14)
 
 
-def test_is_compared_once() -> None:
+def test_is_compared_once_in_each_form() -> None:
     model = made()
-    engine = Engine(model, ParallelConfig(micro_batch_size=2, blocks="layers"), optimizer=SGD)
-    for _ in range(3):
-        engine.step({"x": torch.randn(4, WIDTH, dtype=torch.float64)})
+    config = ParallelConfig(micro_batch_size=2, loss_reduction="mean", blocks="layers")
+    engine = Engine(model, config, optimizer=SGD)
+    scale = {"scale": torch.rand(1, WIDTH, dtype=torch.float64)}
+    for more in ({}, {}, scale, {}, scale):
+        engine.step({"x": torch.randn(4, WIDTH, dtype=torch.float64), **more})
     engine.close()
-    assert model.seen == [4, 2, 2, 2, 2, 2, 2, 2, 2]
+    assert model.seen == [*(4, 2, 2, 2, 2), *(2, 2), *(4, 2, 2, 2, 2), *(2, 2), *(2, 2)]
+
+
+@pytest.mark.parametrize("said", [None, "sum"])
+def test_what_is_not_known_is_refused(said: str | None) -> None:
+    """A mean that says nothing of itself, and one that is said to be a sum."""
+    batch = {"x": torch.randn(4, WIDTH, dtype=torch.float64)}
+    why = "nobody knows what its loss is of its samples' losses" if said is None else "of which it should be the sum"
+    with pytest.raises(Fold3dError, match=f"micro_batch_size=2: this model's .*{why}"):
+        gradients(made(), batch, micro_batch_size=2, loss_reduction=said)
+
+
+def test_reductions() -> None:
+    with pytest.raises(ConfigError, match="loss_reduction='average': must be one of sum, mean, tokens, or None"):
+        ParallelConfig(micro_batch_size=2, loss_reduction="average")
+    with pytest.raises(ConfigError, match=r"loss_reduction='mean' has no effect: .* set micro_batch_size"):
+        ParallelConfig(loss_reduction="mean")
 
 
 @pytest.mark.parametrize(
     ("coupled", "why"),
     [
-        ({"loss": "contrast"}, "no sum, and no mean over labels or samples"),
+        ({"loss": "contrast"}, "of which it should be the mean over samples"),
         ({"norm": nn.BatchNorm1d(WIDTH)}, "its forward changes buffers"),
-        ({"norm": nn.BatchNorm1d(WIDTH, track_running_stats=False)}, "no sum, and no mean"),
+        ({"norm": nn.BatchNorm1d(WIDTH, track_running_stats=False)}, "of which it should be"),
     ],
     ids=["contrast", "batch norm", "batch norm without statistics"],
 )
@@ -90,7 +108,7 @@ def test_coupled_samples_are_refused(coupled: dict[str, Any], why: str) -> None:
     model = made(**coupled)
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
     with pytest.raises(Fold3dError, match=rf"micro_batch_size=2: this model's .*{why}.* Remove micro_batch_size"):
-        gradients(model, {"x": torch.randn(4, WIDTH, dtype=torch.float64)}, micro_batch_size=2)
+        gradients(model, {"x": torch.randn(4, WIDTH, dtype=torch.float64)}, micro_batch_size=2, loss_reduction="mean")
     assert all(torch.equal(buffer, before[name]) for name, buffer in model.named_buffers())
 
 

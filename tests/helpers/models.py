@@ -286,6 +286,8 @@ class PlainBlock(nn.Module):
 class PlainModel(nn.Module):
     """A language model that owes nothing to transformers; its forward returns the mean loss."""
 
+    loss_type = "ForCausalLM"  # its first label of a row is no target
+
     def __init__(
         self,
         *,

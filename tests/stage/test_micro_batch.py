@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ from torch import nn
 from fold3d import _C
 from fold3d import schedule as schedules
 from fold3d.comms.groups import QUEUES
-from fold3d.stage.micro_batch import MicroBatch, one_number
+from fold3d.stage.micro_batch import MicroBatch, loss_run, one_number
 
 NOBODY = dict.fromkeys(QUEUES, "")
 
@@ -74,11 +73,12 @@ def test_a_chunk_may_close_the_executor_that_runs_it() -> None:
 
 
 def test_a_loss_function_that_takes_labels_out_of_its_inputs() -> None:
-    """Each chunk's run finds them."""
-    batch = MicroBatch({"x": 1, "labels": 2}, lambda _, inputs: inputs.pop("labels"), (0, 0, 0))
-    run = functools.partial(batch.run, nn.Identity())
-    assert [run(), run()] == [2, 2] and batch.trains
-    assert not MicroBatch({}, lambda *_: None, None).trains
+    """A micro-batch keeps them."""
+    inputs = {"x": 1, "labels": 2}
+    loss = loss_run(lambda _, inputs: inputs.pop("labels"), nn.Identity(), inputs)
+    loss.begin(nn.Identity(), [""], torch.device("cpu"), None)
+    assert loss.is_over and loss.end(None) == 2 and inputs == {"x": 1, "labels": 2}
+    assert MicroBatch(inputs, loss, (0, 0, 0)).trains and not MicroBatch(inputs, loss, None).trains
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -12,7 +14,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from fold3d.errors import Fold3dError
-from fold3d.stage.micro_batch import Inputs, MicroBatch
+from fold3d.stage.micro_batch import Inputs, MicroBatch, loss_run
 from fold3d.stage.sharded.sub_micro_batches import sub_micro_batches
 from fold3d.stage.sharded.sub_pipeline import SubPipeline
 from fold3d.stage.split_model import SplitModel
@@ -94,24 +96,57 @@ def token_loss(model: nn.Module, inputs: Inputs, reduction: str = "sum", kind: s
 
 
 def run_chunks(
-    model: nn.Module, split: SplitModel | WholeModel, chunks: int, micro_batch: MicroBatch, subs: list[SubPipeline]
+    model: nn.Module, split: SplitModel | WholeModel, chunks: int, run: Run, subs: list[SubPipeline]
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """One micro-batch through all chunks and back; the loss and the gradients."""
     model.zero_grad()
     sent: list[Tensor] = []
     borders: list[tuple[list[Tensor], list[Tensor]]] = []
-    result: Any = None
+    micro_batch, result = run.micro_batch(model), None
     for chunk in range(chunks):
         received = [tensor.detach().requires_grad_() for tensor in sent]
-        done = subs[chunk].run(micro_batch, received) if subs else None
-        if done is None:
-            done = split.run(chunk, lambda: micro_batch.run(model), received, micro_batch.key)
-        sent, result = done
+        sent, result = through(split, chunk, micro_batch, received, subs[chunk] if subs else None)
         borders.append((received, sent))
+    assert isinstance(result, Tensor)
     result.backward()
     for (_, outputs), (inputs, _) in zip(borders[-2::-1], borders[:0:-1], strict=True):
         torch.autograd.backward(outputs, [tensor.grad for tensor in inputs])
     return result.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def through(
+    split: SplitModel | WholeModel,
+    chunk: int,
+    micro_batch: MicroBatch,
+    received: list[Tensor],
+    sub: SubPipeline | None,
+) -> tuple[list[Tensor], Any]:
+    """What a PipelineChunk does."""
+    split.begin(micro_batch.loss, micro_batch.key)
+    done = None if sub is None else sub.run(micro_batch, received)
+    sent, output = done or split.forward(chunk, micro_batch.loss, received, micro_batch.key)
+    last = isinstance(split, WholeModel) or split.is_last(chunk)
+    return sent, split.end(micro_batch.loss, output) if last else None
+
+
+@dataclass(frozen=True)
+class Run:
+    """A micro-batch and its loss."""
+
+    inputs: Inputs
+    loss: Callable[[nn.Module, Inputs], Any]
+
+    def micro_batch(self, model: nn.Module) -> MicroBatch:
+        """Returns one to be run."""
+        return MicroBatch(self.inputs, loss_run(self.loss, model, self.inputs), KEY)
+
+
+def apart(model: nn.Module, split: SplitModel | WholeModel, inputs: Inputs) -> Callable[[], SplitModel]:
+    """What runs the blocks apart from the head."""
+    if isinstance(split, SplitModel):
+        return lambda: split
+    recording = trace(model, example=inputs)
+    return lambda: SplitModel(model, recording, [(0, len(recording.blocks))], beneath=split)
 
 
 def compare(
@@ -124,24 +159,26 @@ def compare(
     expect: str = "",
     shares_sequence: bool = False,
 ) -> Counting:
-    micro_batch = MicroBatch(inputs, loss, KEY)
-    results = []
+    run, results = Run(inputs, loss), []
     ops = Counting()
     for halved in (False, True):
         model = with_regions(make(), KeptSums(ops))
+        recording = trace(model, example=inputs)
         if chunks == 1:
-            split: SplitModel | WholeModel = WholeModel(model, [])
+            split: SplitModel | WholeModel = WholeModel(model, recording.blocks)
         else:
-            recording = trace(model, example=inputs)
             ranges = [(i, i + 1) for i in range(chunks - 1)] + [(chunks - 1, LAYERS)]
             split = SplitModel(model, recording, ranges, recompute=recording.blocks if recompute else ())
         numbers = range(chunks if halved else 0)
-        subs = [SubPipeline(i, model, split, ops, shares_sequence=shares_sequence) for i in numbers]
+        made = apart(model, split, inputs)
+        subs = [SubPipeline(i, model, made, ops, shares_sequence=shares_sequence) for i in numbers]
         for _ in range(2):  # the first one compares, the second one trusts
             ops.sums, ops.order = 0, []
-            results.append(run_chunks(model, split, chunks, micro_batch, subs))
+            results.append(run_chunks(model, split, chunks, run, subs))
+        if halved and made() is not split:
+            made().remove()
         split.remove()
-        assert all(expect in sub.reason and bool(expect) == bool(sub.reason) for sub in subs[-1:])
+        assert all(expect in sub.reason and bool(expect) == bool(sub.reason) for sub in subs[-1:]), subs[-1].reason
     (expected, gradients), *_ = results
     for found, others in results[1:]:
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
@@ -180,18 +217,18 @@ def test_recomputation_communicates_nothing(make: Callable[[float], nn.Module], 
 @pytest.mark.parametrize("halved", [False, True])
 @pytest.mark.parametrize("own_checkpoints", [False, True])
 def test_a_chunk_that_runs_again_communicates_nothing(halved: bool, own_checkpoints: bool) -> None:
-    ops, micro_batch = Counting(), MicroBatch(batch(4), token_loss, KEY)
+    ops, run_of = Counting(), Run(batch(4), token_loss)
     sums = KeptSums(ops, ops.turns)
     model = with_regions(gpt2(0.3), sums)
+    split = WholeModel(model, trace(model, example=run_of.inputs).blocks)
+    made = apart(model, split, run_of.inputs)
     if own_checkpoints:
         model.activation_checkpointing_enable({"use_reentrant": False})
-    split = WholeModel(model, [])
-    sub = SubPipeline(0, model, split, ops)
+    sub = SubPipeline(0, model, made, ops)
 
     def loss() -> Tensor:
-        done = sub.run(micro_batch, []) if halved else None
-        made: Tensor = (done or split.run(0, lambda: micro_batch.run(model), [], KEY))[1]
-        return made
+        found: Tensor = through(split, 0, run_of.micro_batch(model), [], sub if halved else None)[1]
+        return found
 
     def gradients(value: Tensor) -> list[Tensor]:
         model.zero_grad()
@@ -223,66 +260,81 @@ def test_a_chunk_that_runs_again_communicates_nothing(halved: bool, own_checkpoi
         loss()
 
 
-@pytest.mark.parametrize("kind", ["samples", "sum"])
-def test_kinds_of_losses(kind: str) -> None:
-    compare(lambda: gpt2(0.1), batch(5), lambda model, inputs: token_loss(model, inputs, kind=kind))
+def contrast(model: nn.Module, inputs: Inputs) -> Tensor:
+    last = model(input_ids=inputs["input_ids"]).logits[:, -1]
+    return nn.functional.cross_entropy(last @ last.T, torch.arange(len(last)))
 
 
-def test_the_models_own_mean_over_labels() -> None:
-    compare(lambda: gpt2(0.0), batch(5), lambda model, inputs: token_loss(model, inputs, "mean"))
+def weighed(model: nn.Module, inputs: Inputs) -> Tensor:
+    labels = inputs.pop("labels")
+    weight = torch.linspace(0.1, 3.0, VOCABULARY, dtype=torch.float64)
+    logits = model(**inputs).logits
+    return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), weight)
 
 
-def test_a_mean_over_labels_that_becomes_ragged() -> None:
-    """Two kinds of losses fit the first micro-batch; the second tells them apart, and is compared again."""
+LOSSES: dict[str, Callable[[nn.Module, Inputs], Tensor]] = {
+    "samples": functools.partial(token_loss, kind="samples"),
+    "sum": functools.partial(token_loss, kind="sum"),
+    "mean": functools.partial(token_loss, reduction="mean"),
+    "square": functools.partial(token_loss, kind="square"),
+    "contrast": contrast,
+    "class weights": weighed,
+    "own": lambda model, inputs: model(**inputs).loss,
+}
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+@pytest.mark.parametrize("loss", LOSSES)
+def test_any_loss(loss: str, chunks: int) -> None:
+    """No loss is divided."""
+    ops = compare(lambda: gpt2(0.1), batch(5), LOSSES[loss], chunks=chunks)
+    assert set(ops.order) == {0, 1}, "nobody took turns"
+
+
+def test_another_form_is_compared_anew() -> None:
+    """Blocks that do not mix samples in one form may do so in another."""
     model = gpt2(0.0)
+    block = model.transformer.h[1]
+    own = block.forward
+
+    def mixes(hidden: Tensor, *args: Any, **named: Any) -> Any:
+        out = own(hidden, *args, **named)
+        return out - out.mean(0, keepdim=True) if hidden.shape[1] < LENGTH else out
+
+    block.forward = mixes
     ops = Counting()
-    split = WholeModel(with_regions(model, KeptSums(ops)), [])
-    sub = SubPipeline(0, model, split, ops)
-    for ragged in (False, True, True):
-        micro_batch = MicroBatch(batch(4, ragged=ragged), lambda m, i: token_loss(m, i, "mean"), KEY)
-        done = sub.run(micro_batch, [])
-        assert done is not None
-        torch.testing.assert_close(done[1], micro_batch.run(model), rtol=1e-12, atol=0)
+    with_regions(model, KeptSums(ops))
+    inputs = batch(4, ragged=False)
+    split = WholeModel(model, trace(model, example=inputs).blocks)
+    sub = SubPipeline(0, model, apart(model, split, inputs), ops)
+    for _ in range(2):
+        through(split, 0, Run(inputs, token_loss).micro_batch(model), [], sub)
+    assert not sub.reason
+    masked = {**inputs, "attention_mask": torch.ones_like(inputs["input_ids"])}
+    through(split, 0, Run({k: v[:, :5] for k, v in masked.items()}, token_loss).micro_batch(model), [], sub)
+    assert "depends on the other samples" in sub.reason
 
 
-@pytest.mark.parametrize("case", ["square", "batch norm", "no tensor", "contrast"])
+@pytest.mark.parametrize("case", ["batch norm", "no tensor"])
 def test_what_does_not_divide_stays_whole(case: str) -> None:
     def make() -> nn.Module:
         model = gpt2(0.0)
-        if case == "batch norm":
-            norm = nn.BatchNorm1d(LENGTH).double()
-            model.transformer.h[1].mlp.register_forward_hook(lambda *args: norm(args[-1]))
-            model.transformer.h[1].norm = norm
+        norm = nn.BatchNorm1d(LENGTH).double()
+        model.transformer.h[1].norm = norm
+        own = model.transformer.h[1].mlp.forward
+        model.transformer.h[1].mlp.forward = lambda x: norm(own(x))
         return model
 
-    def loss(model: nn.Module, inputs: Inputs) -> Any:
-        if case == "contrast":
-            last = model(input_ids=inputs["input_ids"]).logits[:, -1]
-            return nn.functional.cross_entropy(last @ last.T, torch.arange(len(last)))
-        return token_loss(model, inputs, kind="square" if case == "square" else "sum")
-
     if case == "no tensor":
-        assert halves_of({"input_ids": [1, 2]}) and halves_of({"input_ids": torch.zeros(1, 4)})
-        assert halves_of({"a": torch.zeros(4, 2), "b": torch.zeros(3)})
+        assert not divides({"input_ids": [1, 2]}) and not divides({"input_ids": torch.zeros(1, 4)})
+        assert not divides({"a": torch.zeros(4, 2), "b": torch.zeros(3)})
         return
-    reason = "changes buffers" if case == "batch norm" else "its loss"
-    compare(make, batch(4), loss, expect=reason)
+    compare(make, batch(4), token_loss, expect="changes buffers")
 
 
-def halves_of(inputs: Inputs) -> bool:
-    """Whether nobody knows how to divide them."""
-    return sub_micro_batches(MicroBatch(inputs, lambda *_: None, KEY)) is None
-
-
-def test_a_batch_norm_changes_its_statistics_once() -> None:
-    model = gpt2(0.0)
-    model.transformer.h[1].norm = norm = nn.BatchNorm1d(LENGTH).double()
-    model.transformer.h[1].mlp.register_forward_hook(lambda *args: norm(args[-1]))
-    ops = Counting()
-    split = WholeModel(with_regions(model, KeptSums(ops)), [])
-    micro_batch = MicroBatch(batch(4), token_loss, KEY)
-    assert SubPipeline(0, model, split, ops).run(micro_batch, []) is None
-    assert int(norm.num_batches_tracked) == 0
+def divides(inputs: Inputs) -> bool:
+    """Whether anybody knows how to divide them."""
+    return len(sub_micro_batches(inputs)) > 1
 
 
 def test_dropout_in_a_reentrant_checkpoint_stays_whole() -> None:
@@ -308,22 +360,23 @@ def test_the_models_own_checkpoints(dropout: float) -> None:
 
 def test_an_error_in_one_half_ends_both() -> None:
     model = gpt2(0.0)
-    ops = Counting()
-    split = WholeModel(with_regions(model, KeptSums(ops)), [])
-    sub = SubPipeline(0, model, split, ops)
+    ops, inputs = Counting(), batch(4)
+    split = WholeModel(with_regions(model, KeptSums(ops)), trace(model, example=inputs).blocks)
+    sub = SubPipeline(0, model, apart(model, split, inputs), ops)
+    block = model.transformer.h[1]
+    own = block.mlp.forward
     left: list[int] = []
 
-    def loss(model: nn.Module, inputs: Inputs) -> Tensor:
-        with torch.autocast("cpu", torch.bfloat16, enabled=False):
-            try:
-                result = token_loss(model, inputs)
-            finally:
-                left.append(1)
-            if torch.is_grad_enabled() and ops.turns.current == 0:
-                raise ValueError("bad luck")
-            return result
+    def fails(*args: Any, **named: Any) -> Any:
+        left.append(1)
+        if torch.is_grad_enabled() and ops.turns.current == 0:
+            raise ValueError("bad luck")
+        return own(*args, **named)
 
+    block.mlp.forward = fails
     with pytest.raises(ValueError, match="bad luck"):
-        sub.run(MicroBatch(batch(4), loss, KEY), [])
-    assert len(left) == 3 and ops.turns.current is None and torch.is_grad_enabled()
-    assert sub.run(MicroBatch(batch(4), token_loss, KEY), []) is not None
+        through(split, 0, Run(inputs, token_loss).micro_batch(model), [], sub)
+    assert len(left) >= 2 and ops.turns.current is None and torch.is_grad_enabled()
+    block.mlp.forward = own
+    through(split, 0, Run(inputs, token_loss).micro_batch(model), [], sub)
+    assert not sub.reason

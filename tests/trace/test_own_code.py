@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from fold3d.trace import Trace, trace
 from fold3d.trace.arguments import Arguments
-from fold3d.trace.loss_recorder import record_loss
 from tests.trace.chains import assert_equal, chained, cuts, ranks_of, whole
 
 Reading = Callable[["_Reads", Tensor], Any]
@@ -121,18 +120,3 @@ def test_a_result_beside_the_loss_is_read_by_who_may_read_it() -> None:
 
     assert not _carries_first(_recorded(returned)[2], 2)
     assert _carries_first(_recorded(returned, only_loss=False)[2], 3)
-
-
-def test_what_a_loss_function_computes_is_read_whatever_becomes_of_it() -> None:
-    model, batch, recorded = _recorded(_computes)
-    seen: list[Tensor] = []
-    logged: list[Tensor] = []
-    model.blocks[0].register_forward_hook(lambda module, args, output: seen.append(output))
-
-    def loss(model: nn.Module, batch: dict[str, Any]) -> Tensor:
-        found: Tensor = model(**batch)["loss"]
-        logged.append(seen[0].mean())
-        return found
-
-    _, crossings, _ = record_loss(model, recorded.modules, loss, batch, truth=True, only_loss=True)
-    assert [value.module for value in crossings[2]] == ["blocks.0", "blocks.1"]

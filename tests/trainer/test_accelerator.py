@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
+from fold3d.stage.aside import aside
 from torch import nn
 
-from fold3d.stage.aside import aside
 from fold3d.topology import Topology
 from fold3d.trainer.replicas.accelerator import ReplicaAccelerator
 

@@ -10,8 +10,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
 
 from fold3d.comms.consistency import agree
 from fold3d.comms.world_group import WorldGroup
@@ -33,11 +35,14 @@ from fold3d.plan.resolve import needs_planner, unplanned
 from fold3d.plan.strategy import Ranges, Strategy
 from fold3d.recompute import Recompute
 from fold3d.sharding.shard import even_part
-from fold3d.stage.micro_batch import ModelCall
+from fold3d.stage.loss_run import NOT_CALLED, LossRun
+from fold3d.stage.micro_batch import DropoutKey, LossFunction
 from fold3d.stage.offload import check_folder, check_pool, prove_room, refuse_without_effect
-from fold3d.stage.rank_model import RankModel, arguments_of, record
+from fold3d.stage.rank_model import RankModel, begin_loss, record
 from fold3d.stage.recompute import check_patterns
 from fold3d.topology import Topology
+from fold3d.trace.arguments import by_name, with_values
+from fold3d.trace.errors import SplitError
 from fold3d.trace.example import part_of, samples_of
 from fold3d.weights.pretrained import check_folder as check_weights
 
@@ -96,16 +101,28 @@ class CutModel:
     """This engine's in the job."""
     autocast: Callable[[], AbstractContextManager[Any]]
     """What the training puts around layers."""
+    begun: LossRun | None = None
+    """Of the first micro-batch, or of its first part: its loss function, which rests where it calls the model."""
 
 
-def cut_model(
-    order: Order, world: WorldGroup, example: Mapping[str, Any] | None, call: ModelCall | None = None
-) -> CutModel:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class First:
+    """The first micro-batch of a training or an evaluation, with which the model is recorded."""
+
+    inputs: dict[str, Any]
+    function: LossFunction
+    """What calls the model with it."""
+    key: DropoutKey | None
+    """Of its random numbers; None in an evaluation."""
+
+
+def cut_model(order: Order, world: WorldGroup, example: Mapping[str, Any] | None, first: First | None) -> CutModel:
     """Records the model, plans what is "auto", and cuts the model in place; all ranks of the job call.
 
     Args:
-        example: a micro-batch to record with; None: what the model makes up by itself, if it does.
-        call: how the loss function calls the model with it; None: `example` is what the model's forward takes.
+        example: what the model's forward takes, to record with; None: the first micro-batch, or what the model makes up
+            by itself, if it does.
+        first: with what work begins, if that is why the model is cut now. Its loss function goes on with the step.
     Raises: TraceError, ConfigError; RankError when another rank failed.
     """
     model, config, constraints, topology = order.model, order.config, order.constraints, order.topology
@@ -116,13 +133,18 @@ def cut_model(
             check_weights(model, order.weights)
     except Exception as own:  # a rank that cannot read its files must not let the others wait
         error = own
-    samples = planner.UNKNOWN
-    if config.part_size is not None and example is not None:
-        config, example = _divided(config, example, world)
-    if order.records and example is not None and error is None:
+    samples, begun = planner.UNKNOWN, None
+    inputs = example if first is None else first.inputs
+    if config.part_size is not None and inputs is not None:
+        config, inputs = _divided(config, inputs, world)
+        example = inputs if first is None else None
+    if order.records and inputs is not None and error is None:
         try:
-            given, example = example, _called(order, example, call)
-            samples = _samples(order, given, call)
+            if first is not None:
+                begun = begin_loss(model, config, first.function, dict(inputs), order.device, first.key)
+                example = _arguments(order, begun) if example is None else example
+            if example is not None:
+                samples = _samples(order, inputs, example)
         except Exception as own:
             error = own
     digest, number = "", next(_numbers)
@@ -202,6 +224,8 @@ def cut_model(
     try:
         name = f"{digest}/{agree(world, digest, number, error)}"
     except BaseException:
+        if begun is not None:
+            begun.let_go()
         if cut is not None:
             cut.remove()
         raise
@@ -217,23 +241,29 @@ def cut_model(
         overlap_limit=None if forecast is None else forecast.other,
         name=name,
         autocast=order.autocast,
+        begun=begun,
     )
 
 
-def _called(order: Order, example: Mapping[str, Any], call: ModelCall | None) -> Mapping[str, Any]:
-    """Returns the arguments with which the loss function calls the model."""
-    return example if call is None else arguments_of(order.model, order.config, example, call)
+def _arguments(order: Order, begun: LossRun) -> Mapping[str, Any] | None:
+    """Returns with what the loss function calls the model; None where it did not."""
+    if begun.call is None:
+        if max(order.config.pp, order.config.tp, order.constraints.segments or 1) > 1:
+            raise SplitError(NOT_CALLED)
+        return None
+    values: dict[str, Any] = tree_map_only(Tensor, torch.detach, begun.call.kwargs)
+    return by_name(order.model, begun.call.module, begun.call.args, values).reading(begun.only_loss)
 
 
-def _samples(order: Order, example: Mapping[str, Any], call: ModelCall | None) -> planner.Samples:
+def _samples(order: Order, inputs: Mapping[str, Any], arguments: Mapping[str, Any]) -> planner.Samples:
     """Returns what the planner is told of a micro-batch's samples."""
-    number = samples_of(example)
-    why = "" if number is not None else why_not_divided(example)
+    number = samples_of(inputs)
+    why = "" if number is not None else why_not_divided(inputs)
     if order.config.micro_batch_size != AUTO or not order.plans or number is None:
         if why and order.config.micro_batch_size == AUTO and order.topology.rank == 0:
             announce(logger, f'micro_batch_size="auto": micro-batches stay whole, since {why}')
         return planner.Samples(None if why else number or 1, None)
-    return planner.Samples(number, _called(order, part_of(example, 0, 1, number), call))
+    return planner.Samples(number, with_values(arguments, part_of(arguments, 0, 1, number)))
 
 
 def _divided(

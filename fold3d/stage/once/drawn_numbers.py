@@ -9,8 +9,8 @@ from fold3d.device import LibraryState, library_rng_state, same_library_rng_stat
 
 
 class DrawnNumbers:
-    """Of one micro-batch, for a process where code runs several times with it: the loss function for each chunk, and
-    all of a chunk that recomputes. All runs see the same numbers.
+    """Of one micro-batch, for a process where code runs several times with it: the model's in front of its blocks for
+    each chunk, and all of a chunk that recomputes. All runs see the same numbers.
 
     The first chunk that runs the micro-batch draws, in the order in which one process would; later ones draw the same
     again, and leave the generators as they were. torch's generators are seeded per micro-batch anyway.

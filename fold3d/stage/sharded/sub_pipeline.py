@@ -1,11 +1,11 @@
-"""SubPipeline: runs a chunk on a micro-batch in sub-micro-batches, one communicating while another computes."""
+"""SubPipeline: runs a chunk's blocks on a micro-batch in parts, one of which communicates while another computes."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,28 +13,39 @@ from torch import Tensor, nn
 
 from fold3d import seeding
 from fold3d.device import library_rng_state, same_library_rng_state, set_library_rng_state
+from fold3d.stage.loss_run import ModelCall
 from fold3d.stage.micro_batch import MicroBatch
 from fold3d.stage.once.buffer_values import BufferValues
-from fold3d.stage.sharded.sub_micro_batches import SubMicroBatch, divide, sub_micro_batches, tolerance, weights
+from fold3d.stage.sharded.sub_micro_batches import SubMicroBatch, divide, sub_micro_batches, tolerance
 from fold3d.stage.split_model import SplitModel
-from fold3d.stage.whole_model import WholeModel
 from fold3d.tensor_parallel.partial_draws import RedrawError
 from fold3d.tensor_parallel.sub_pipelined.per_sample_random import PerSampleRandom
 from fold3d.tensor_parallel.sub_pipelined.turning_ops import TurningOps
+from fold3d.trace.arguments import Form, by_name, form_of
 
 logger = logging.getLogger(__name__)
 
 Result = tuple[list[Tensor], Any]
-"""The tensors for the next chunk, and what the last chunk's call returned."""
+"""The tensors for the next chunk, and what the model's forward returned as the last chunk."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """A call of the model in parts."""
+
+    form: Form
+    """Of calls that are divided alike."""
+    parts: list[SubMicroBatch]
 
 
 class SubPipeline:
     """Of one chunk. Its results are those of the whole micro-batch, to floating-point reordering.
 
-    Whether that holds is found out, not assumed: the first micro-batch also runs whole, without a backward, and its
-    loss and outputs are compared. So a loss that is a sum is told from one that is a mean over labels or over samples,
-    and where nothing fits (statistics over the batch, losses that compare samples) the micro-batches of this chunk
-    stay whole, which is said once. Masks of dropout are those of the whole micro-batch (`PerSampleRandom`).
+    The blocks run on parts of the micro-batch. Behind the last block the parts are joined, and what lies there, the
+    head, runs once on the whole, like the loss function: no loss is ever divided. Whether the blocks may run on parts
+    is checked with the first micro-batch of each form, which also runs whole, without a backward: where a sample's
+    values depend on others, micro-batches of this chunk stay whole, which is said once. Masks of dropout are those of
+    the whole micro-batch (`PerSampleRandom`).
 
     All ranks of a tensor-parallel group compute the same results, to the bit, so they decide alike.
 
@@ -48,22 +59,23 @@ class SubPipeline:
         self,
         index: int,
         model: nn.Module,
-        split: SplitModel | WholeModel,
+        split: Callable[[], SplitModel],
         ops: TurningOps,
         *,
         shares_sequence: bool = False,
     ) -> None:
         """Args:
+        split: returns what runs the blocks of the chunk apart from the head; asked when that is needed.
         shares_sequence: whether regions begin with an exchange, too.
         """
         self._most = 3 if shares_sequence else 2
-        self._index, self._model, self._split, self._ops = index, model, split, ops
-        self._kinds: list[str] | None = None  # of losses that this one can be; None: nothing was compared yet
-        self._joined: list[bool] = []  # per tensor for the next chunk: one part after the other; else all have the same
+        self._index, self._model, self._make, self._ops = index, model, split, ops
+        self._split: SplitModel | None = None
+        self._joined: dict[Form, list[bool]] = {}
+        """By form, per tensor behind the blocks: one part after the other; else all parts have the same."""
         self._draws = True
         self._generators = seeding.generators_of(_device(model))
         self._dropouts = [module for module in model.modules() if isinstance(module, nn.modules.dropout._DropoutNd)]
-        self._compared_with: list[float] = []
         self.reason = ""
         """Why micro-batches stay whole; empty where they do not."""
 
@@ -73,113 +85,101 @@ class SubPipeline:
         Args:
             again: it ran in parts before, and does so once more.
         """
-        if again:
-            parts = sub_micro_batches(micro_batch, self._most)
-            assert parts is not None
-            return self._join(self._run_parts(parts, received), weights(parts))
-        if self._stays_whole() or not micro_batch.trains:
+        if not again and (self.reason or not micro_batch.trains):
             return None
-        parts = sub_micro_batches(micro_batch, self._most)
-        if parts is None:
+        found = self._divided(micro_batch.loss.call)
+        if found is None:
             return None
-        by_kind = weights(parts)
-        chances = [module.p for module in self._dropouts]
-        known = self._kinds is not None and self._compared_with == chances
-        if known and self._kinds and not all(kind in by_kind for kind in self._kinds):
-            return None  # a part without labels
-        compares = not known or len({by_kind[kind] for kind in self._kinds or ()}) > 1
-        whole = self._run_whole(micro_batch, received) if compares else None
-        if self._stays_whole():
+        if self._split is None:
+            self._split = self._make()
+        split = self._split
+        if reason := "" if again else split.why_not_in_parts(self._index, micro_batch.loss):
+            self._keep_whole(reason)
+            return None
+        with split.alone():
+            joined = self._run(micro_batch, found, received)
+            if joined is None or not split.is_last(self._index):
+                return None if joined is None else (joined, None)
+            return split.head(micro_batch.loss, joined, micro_batch.key)
+
+    def _run(self, micro_batch: MicroBatch, found: _Parts, received: Sequence[Tensor]) -> list[Tensor] | None:
+        """Returns what is behind the blocks, joined; None where the micro-batch stays whole."""
+        expected = None if found.form in self._joined else self._run_whole(micro_batch, received)
+        if self.reason:
             return None
         try:
-            results = self._run_parts(parts, received)
+            results = self._run_parts(micro_batch, found.parts, received)
         except RedrawError as error:
             self._keep_whole(str(error))
             return None
-        if whole is not None:
-            self._compared_with = chances
-            if not self._compare(whole, results, by_kind):
-                return None
-        return self._join(results, by_kind)
+        if expected is not None and not self._compare(found.form, expected, results):
+            return None
+        return [
+            torch.cat([tensors[number] for tensors in results]) if joins else results[0][number]
+            for number, joins in enumerate(self._joined[found.form])
+        ]
 
-    def _run_whole(self, micro_batch: MicroBatch, received: Sequence[Tensor]) -> Result:
+    def _divided(self, call: ModelCall | None) -> _Parts | None:
+        if call is None:
+            return None
+        arguments = by_name(self._model, *call)
+        parts = sub_micro_batches(arguments, self._most)
+        chances = tuple(module.p for module in self._dropouts)
+        return None if len(parts) < 2 else _Parts((*form_of(arguments), chances), parts)
+
+    def _run_whole(self, micro_batch: MicroBatch, received: Sequence[Tensor]) -> list[Tensor]:
         """Leaves no traces."""
+        assert self._split is not None
         drawn, buffers = library_rng_state(), BufferValues(self._model)
         with torch.no_grad():
-            whole = self._split.run(self._index, partial(micro_batch.run, self._model), list(received), micro_batch.key)
+            whole = self._split.body(self._index, micro_batch.loss, list(received), micro_batch.key)
         if not same_library_rng_state(drawn, library_rng_state()):
             set_library_rng_state(drawn)
-            self._keep_whole("its loss function or its forward draws from Python's or numpy's generator")
+            self._keep_whole("its forward draws from Python's or numpy's generator")
         if buffers.restore():
             self._keep_whole("its forward changes buffers")
         return whole
 
-    def _run_parts(self, parts: Sequence[SubMicroBatch], received: Sequence[Tensor]) -> list[Result]:
+    def _run_parts(
+        self, micro_batch: MicroBatch, parts: Sequence[SubMicroBatch], received: Sequence[Tensor]
+    ) -> list[list[Tensor]]:
+        split, call = self._split, micro_batch.loss.call
+        assert split is not None and call is not None
         inputs = list(zip(*(divide(tensor, parts) for tensor in received), strict=True)) or [()] * len(parts)
         modes = [PerSampleRandom(part.first, part.end, part.samples) for part in parts]
 
-        def one(number: int) -> Result:
+        def one(number: int) -> list[Tensor]:
             if number == 1 and len(parts) > 2:
                 self._ops.turns.hand_over()
-            part = parts[number].micro_batch
+            part = ModelCall(call.module, (), parts[number].inputs)
             with modes[number] if self._draws else contextlib.nullcontext():
-                return self._split.run(self._index, partial(part.run, self._model), list(inputs[number]), part.key)
+                return split.body(self._index, micro_batch.loss, list(inputs[number]), micro_batch.key, part)
 
         self._ops.begin()
-        functions = [partial(one, number) for number in range(len(parts))]
-        results = self._ops.turns.run(functions, [self._split], self._generators)
+        functions = [lambda number=number: one(number) for number in range(len(parts))]
+        results = self._ops.turns.run(functions, [split], self._generators)
         self._draws = any(mode.used for mode in modes)
         return results
 
-    def _compare(self, whole: Result, results: Sequence[Result], by_kind: dict[str, tuple[float, ...]]) -> bool:
+    def _compare(self, form: Form, expected: Sequence[Tensor], results: Sequence[Sequence[Tensor]]) -> bool:
         """Learns how the parts' results make the whole one's; returns whether they do."""
-        expected, loss = whole
-        self._joined = []
+        joined = []
         for number, tensor in enumerate(expected):
-            pieces = [sent[number].detach() for sent, _ in results]
+            pieces = [sent[number].detach() for sent in results]
             joins = sum(piece.shape[0] for piece in pieces if piece.ndim) == (tensor.shape[0] if tensor.ndim else -1)
             found = torch.cat(pieces) if joins else pieces[0]
             if not _close(found, tensor) or not (joins or all(_close(piece, tensor) for piece in pieces)):
                 self._keep_whole("what it computes of a sample depends on the other samples of the micro-batch")
                 return False
-            self._joined.append(joins)
-        if isinstance(loss, Tensor) and all(isinstance(result, Tensor) for _, result in results):
-            possible = [
-                kind
-                for kind, weight in by_kind.items()
-                if (self._kinds is None or kind in self._kinds) and _close(_weighted(results, weight).detach(), loss)
-            ]
-            if not possible:
-                self._keep_whole("its loss is no sum and no mean over labels or samples")
-                return False
-            self._kinds = possible
-        elif loss is not None:
-            self._keep_whole("its loss function returns no tensor")
-            return False
-        else:
-            self._kinds = []
+            joined.append(joins)
+        self._joined[form] = joined
         return True
 
-    def _join(self, results: Sequence[Result], by_kind: dict[str, tuple[float, ...]]) -> Result:
-        sent = [
-            torch.cat([tensors[number] for tensors, _ in results]) if joins else results[0][0][number]
-            for number, joins in enumerate(self._joined)
-        ]
-        return sent, _weighted(results, by_kind[self._kinds[0]]) if self._kinds else None
-
-    def _stays_whole(self) -> bool:
-        return bool(self.reason)
-
     def _keep_whole(self, reason: str) -> None:
-        self.reason = reason
+        self.reason = self.reason or reason
         logger.warning(
-            "tp_overlap: chunk %d runs its micro-batches whole, without hiding TP.sync: %s", self._index, reason
+            "tp_overlap: chunk %d runs its micro-batches whole, without hiding TP.sync: %s", self._index, self.reason
         )
-
-
-def _weighted(results: Sequence[Result], weights: Sequence[float]) -> Tensor:
-    total: Tensor = torch.stack([loss * weight for (_, loss), weight in zip(results, weights, strict=True)]).sum()
-    return total
 
 
 def _close(found: Tensor, expected: Tensor) -> bool:

@@ -1,52 +1,119 @@
-"""ThreadState: what torch keeps per thread and code enters with context managers; each of two forwards that take turns
+"""ThreadState: what torch keeps per thread and code enters with context managers; each of two functions that take turns
 on one thread needs its own."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch._C import _autograd
+from torch.utils._python_dispatch import _pop_mode, _push_mode
 
 
-class ThreadState:
-    """The modes of this thread as they are now: grad mode, inference mode, autocast, hooks for saved tensors, function
-    modes, and the states of random generators.
+class Depth(NamedTuple):
+    """How far the thread's stacks of modes reach."""
 
-    Without the hooks a checkpoint that another forward has begun would take this one's tensors; without the generators
-    it would draw other masks when it runs again.
+    functions: int = 0
+    dispatches: int = 0
+    hooks: Any = None
+    """The topmost hooks for saved tensors."""
+
+    @classmethod
+    def now(cls) -> Depth:
+        """Returns that of this thread as it is."""
+        hooks = _autograd._top_saved_tensors_default_hooks(True)
+        return cls(torch._C._len_torch_function_stack(), torch._C._len_torch_dispatch_stack(), hooks)
+
+
+class Switches:
+    """Grad mode and autocast of this thread, which are no stacks.
+
+    Args:
+        kinds: of devices besides the CPU.
     """
 
-    def __init__(self, generators: Sequence[torch.Generator]) -> None:
-        """Takes the modes off: hooks and function modes are gone from the thread until `restore`."""
-        self._grad = torch.is_grad_enabled()
-        kinds = dict.fromkeys(("cpu", *(generator.device.type for generator in generators)))
-        self._autocast = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds]
-        self._cached = torch.is_autocast_cache_enabled()
-        self._generators = [(generator, generator.get_state()) for generator in generators]
-        self._hooks: list[Any] = []
-        while _autograd._top_saved_tensors_default_hooks(True) is not None:
-            self._hooks.append(_autograd._top_saved_tensors_default_hooks(True))
-            _autograd._pop_saved_tensors_default_hooks()
-        self._modes: list[Any] = []
-        while torch._C._len_torch_function_stack():
-            self._modes.append(torch._C._pop_torch_function_stack())
+    def __init__(self, kinds: Sequence[str]) -> None:
+        self.grad = torch.is_grad_enabled()
+        self._autocast = [
+            (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+            for kind in dict.fromkeys(("cpu", *kinds))
+        ]
+        self._cached, self._nesting = torch.is_autocast_cache_enabled(), _nesting()
 
-    def restore(self) -> None:
-        """Makes the thread's modes what they were; what others have left on the thread is taken off."""
-        while _autograd._top_saved_tensors_default_hooks(True) is not None:
-            _autograd._pop_saved_tensors_default_hooks()
-        for hooks in reversed(self._hooks):
-            _autograd._push_saved_tensors_default_hooks(*hooks)
-        while torch._C._len_torch_function_stack():
-            torch._C._pop_torch_function_stack()
-        for mode in reversed(self._modes):
-            torch._C._push_on_torch_function_stack(mode)
-        torch._C._set_grad_enabled(self._grad)
+    def restore(self, *, grad: bool = True) -> None:
+        """Makes them what they were; `grad`: grad mode, too."""
+        if grad:
+            torch._C._set_grad_enabled(self.grad)
+        ended = False
         for kind, enabled, dtype in self._autocast:
+            ended = ended or (torch.is_autocast_enabled(kind) and not enabled)
             torch.set_autocast_enabled(kind, enabled)
             torch.set_autocast_dtype(kind, dtype)
         torch.set_autocast_cache_enabled(self._cached)
+        for _ in range(self._nesting - _nesting()):
+            torch.autocast_increment_nesting()
+        for _ in range(_nesting() - self._nesting):
+            torch.autocast_decrement_nesting()
+        if ended:  # as at the end of autocast: a weight in 16 bits may have been made without a graph
+            torch.clear_autocast_cache()
+
+
+class ThreadState:
+    """The modes of this thread as they are now: grad mode, autocast, hooks for saved tensors, function and dispatch
+    modes, and the states of random generators.
+
+    Without the hooks a checkpoint that another function has begun would take this one's tensors; without the generators
+    it would draw other masks when it runs again.
+    """
+
+    def __init__(
+        self, generators: Sequence[torch.Generator], *, kinds: Sequence[str] = (), above: Depth | None = None
+    ) -> None:
+        """Takes the modes off: hooks, function and dispatch modes are gone from the thread until `restore` or `add`.
+
+        Args:
+            kinds: of devices, besides those of the generators, whose autocast counts.
+            above: those that were there before stay, and are none of this state's; None: there are none.
+        """
+        self.switches = Switches([*kinds, *(generator.device.type for generator in generators)])
+        self._generators = [(generator, generator.get_state()) for generator in generators]
+        self._hooks, self._functions, self._dispatches = take_off(above or Depth())
+
+    def restore(self) -> None:
+        """Makes the thread's modes what they were; what others have left on the thread is taken off."""
+        take_off(Depth())
+        self.add()
+        self.switches.restore()
+
+    def add(self) -> Depth:
+        """Puts hooks, function and dispatch modes on top of those that the thread has, and gives the random generators
+        the states they had; returns what `take_off` takes."""
+        above = Depth.now()
+        for hooks in reversed(self._hooks):
+            _autograd._push_saved_tensors_default_hooks(*hooks)
+        for mode in reversed(self._functions):
+            torch._C._push_on_torch_function_stack(mode)
+        for mode in reversed(self._dispatches):
+            _push_mode(mode)
         for generator, state in self._generators:
             generator.set_state(state)
+        return above
+
+
+def take_off(above: Depth) -> tuple[list[Any], list[Any], list[Any]]:
+    """Takes hooks, function and dispatch modes off the thread that are above; returns them."""
+    hooks: list[Any] = []
+    while (top := _autograd._top_saved_tensors_default_hooks(True)) is not None and top != above.hooks:
+        hooks.append(top)
+        _autograd._pop_saved_tensors_default_hooks()
+    functions = [
+        torch._C._pop_torch_function_stack() for _ in range(torch._C._len_torch_function_stack() - above.functions)
+    ]
+    dispatches = [_pop_mode() for _ in range(torch._C._len_torch_dispatch_stack() - above.dispatches)]
+    return hooks, functions, dispatches
+
+
+def _nesting() -> int:
+    torch.autocast_increment_nesting()
+    return int(torch.autocast_decrement_nesting())

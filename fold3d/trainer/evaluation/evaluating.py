@@ -34,13 +34,14 @@ class EvaluatingTrainer(CheckpointingTrainer):
         """Evaluates one batch through all chunks; returns loss, logits and labels on every rank."""
         inputs = self._prepare_inputs(inputs)
         stock = super().prediction_step
-        # Counting labels talks to the other replicas: once per batch, not once per chunk.
+        # Counting labels talks to the other replicas, which happens outside of the engine's step.
         self._label_count = (self._get_num_items_in_batch([inputs], self.args.device),)
 
         def predict(module: Module, batch: dict[str, Any]) -> Any:
             return stock(module, batch, prediction_loss_only, ignore_keys)
 
         predict.calls_users_code = self._computes_loss_otherwise()  # type: ignore[attr-defined]
+        predict.keeps = (self, self.compute_loss_func)  # type: ignore[attr-defined]
         predict.reads_only_loss = prediction_loss_only and self._reads_only_loss()  # type: ignore[attr-defined]
         try:
             loss, logits, labels = self.engine.forward(inputs, predict)

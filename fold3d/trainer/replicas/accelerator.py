@@ -15,7 +15,6 @@ from torch.nn import Module
 
 from fold3d.comms.tree_group import TreeGroup
 from fold3d.errors import ConfigError
-from fold3d.stage.aside import is_aside
 from fold3d.topology import Topology
 from fold3d.trainer.replicas.streams import ReplicaStream, is_stream
 
@@ -24,8 +23,7 @@ class ReplicaAccelerator(Accelerator):  # type: ignore[misc]
     """What the Trainer asks to shard data and gather results: `num_processes` is dp, `process_index` the replica.
 
     All stages of a replica get the same batches, and gathering goes over one rank of each replica. Which process
-    writes and logs is still decided by the rank in the job. Where a loss function runs only to be looked at
-    (`stage.aside`), nobody is asked: all replicas have what this one has.
+    writes and logs is still decided by the rank in the job.
     """
 
     topology: Topology
@@ -98,8 +96,6 @@ class ReplicaAccelerator(Accelerator):  # type: ignore[misc]
 
     def _gather_one(self, tensor: Tensor) -> Tensor:
         mine = tensor[None] if tensor.ndim == 0 else tensor
-        if is_aside():
-            return torch.cat([mine] * self.topology.dp)
         assert self.replicas is not None
         return torch.cat(self.replicas.all_gather(mine))
 
@@ -130,11 +126,8 @@ class ReplicaAccelerator(Accelerator):  # type: ignore[misc]
     def _reduce_one(self, tensor: Tensor, reduction: str) -> Tensor:
         total = tensor.detach().clone()
         if self.topology.dp > 1 and reduction != "none":
-            if is_aside():
-                total *= 1 if reduction == "max" else self.topology.dp
-            else:
-                assert self.replicas is not None
-                self.replicas.all_reduce(total, torch.maximum if reduction == "max" else torch.add)
+            assert self.replicas is not None
+            self.replicas.all_reduce(total, torch.maximum if reduction == "max" else torch.add)
             if reduction == "mean":
                 total /= self.topology.dp
         return total
@@ -157,10 +150,8 @@ class ReplicaAccelerator(Accelerator):  # type: ignore[misc]
             return self._without_filling(self.gather(input_data), tensors=True)
         gathered = input_data
         if self.topology.dp > 1:
-            shares = [input_data] * self.topology.dp
-            if not is_aside():
-                assert self.replicas is not None
-                shares = self.replicas.share(self.replicas.gather(input_data))
+            assert self.replicas is not None
+            shares = self.replicas.share(self.replicas.gather(input_data))
             gathered = [item for share in shares for item in share]
         return self._without_filling(gathered, tensors=False)
 

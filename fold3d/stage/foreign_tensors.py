@@ -1,0 +1,221 @@
+"""ForeignTensors: what hooks and attributes keep of layers that another chunk runs, which no loss function may read."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import weakref
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import arg_tree_leaves, tree_leaves
+from torch.utils.hooks import RemovableHandle
+
+from fold3d.stage.chunk_run import ChunkRun
+from fold3d.trace.errors import SplitError
+from fold3d.trace.model_trace import Trace
+from fold3d.trace.users_hooks import users_hooks
+from fold3d.weights.missing import missing
+
+WAYS_OUT = (
+    "Set pp=1 and segments=1, where nothing is cut and all outputs are there; or use fewer chunks (pp * segments), or "
+    "compute it from what the model returns at its end"
+)
+
+
+class ForeignTensors:
+    """Of one model that is cut. A hook of the user's is shown what stands in for layers that the chunk leaves out, and
+    keeps what other chunks have computed of other micro-batches; so do attributes in which modules keep tensors.
+
+    What a hook is shown is noted with the run it comes from, and while the loss function goes on behind the model's
+    call each of its operations is looked at: one that reads what is not of this run is an error. A hook that keeps
+    tensors in a process that does not compute the loss is an error at once, because nobody would miss them elsewhere.
+    Attributes that other chunks set say that they are missing. Where there are no such hooks and attributes, nothing is
+    looked at.
+    """
+
+    def __init__(self, model: nn.Module, trace: Trace, *, computes_loss: bool) -> None:
+        """Args:
+        computes_loss: whether this process has the model's last chunk.
+        """
+        self._model, self._trace, self._computes_loss = model, trace, computes_loss
+        self._blocks = {id(model.get_submodule(name)) for name in trace.blocks}
+        self._hooks_ever, self._hooked = -1, ""
+        self._undo: list[RemovableHandle] = []
+        self._run: ChunkRun | None = None
+        self._is_users = False
+        self._seen: dict[int, tuple[StorageWeakRef, ChunkRun | None, str]] = {}
+        """By storage: of which run it is, and who keeps it."""
+
+    def begin(self, run: ChunkRun, *, is_users: bool) -> None:
+        """A run of a chunk begins.
+
+        Args:
+            is_users: code of the user's computes the loss.
+        """
+        if self.hooked():
+            self._run, self._is_users = run, is_users
+            self._seen = {key: one for key, one in self._seen.items() if not one[0].expired()}
+
+    @contextlib.contextmanager
+    def guarded(self, run: ChunkRun | None, given: Iterable[Any], *, is_users: bool) -> Iterator[None]:
+        """Around what the loss function does behind the model's call. Raises: SplitError, in it, when it reads what is
+        not of `run`, the last chunk's.
+
+        Args:
+            given: with what the model was called: that may be read.
+            is_users: code of the user's computes the loss.
+        """
+        foreign = {key: keeper for key, (_, of, keeper) in self._seen.items() if of is not run}
+        for leaf in tree_leaves(list(given)) if foreign else ():
+            if isinstance(leaf, Tensor):
+                foreign.pop(key_of(leaf), None)
+        first = 0 if run is None or not is_users else run.lo
+        with self._missing_attributes(first), _Looking(foreign) if foreign else contextlib.nullcontext():
+            yield
+
+    @contextlib.contextmanager
+    def _missing_attributes(self, first: int) -> Iterator[None]:
+        """Attributes that blocks before `first` set are missing for a while."""
+        before = tuple(f"{block}." for block in self._trace.blocks[:first])
+        held: list[tuple[nn.Module, str, Any]] = []
+        for name in self._trace.kept if first else ():
+            owner, _, attribute = name.rpartition(".")
+            if name.startswith(before):
+                module = self._model.get_submodule(owner)
+                held.append((module, attribute, vars(module).get(attribute)))
+                vars(module)[attribute] = missing(f"what the attribute {name} keeps")
+        try:
+            yield
+        finally:
+            for module, attribute, value in held:
+                vars(module)[attribute] = value
+
+    def hooked(self) -> str:
+        """Returns the name of a module that has hooks of the user's; "" where none has."""
+        if self._hooks_ever != RemovableHandle.next_id:  # counts all hooks that were ever registered
+            self._install()
+        return self._hooked
+
+    def remove(self) -> None:
+        """Takes its hooks off the model."""
+        while self._undo:
+            self._undo.pop().remove()
+        self._hooks_ever, self._seen, self._hooked = -1, {}, ""
+
+    def _install(self) -> None:
+        seen = self._seen
+        self.remove()
+        self._seen = seen
+        for name, module in self._model.named_modules():
+            if name and next(users_hooks(module, backward=False), None) is not None:
+                self._hooked = self._hooked or name
+                note = _Note(self, name)
+                self._undo.append(module.register_forward_hook(note.before, prepend=True))
+                self._undo.append(module.register_forward_hook(note.after))
+        self._hooks_ever = RemovableHandle.next_id
+
+    def note(self, name: str, module: nn.Module, values: Any) -> _Survivors | None:
+        """Hooks of module `name` are shown `values`; returns what tells, behind them, whether they keep any tensor."""
+        for leaf in tree_leaves(values):
+            if isinstance(leaf, Tensor) and leaf.layout == torch.strided:
+                of = self._run if self._is_right(name, module, leaf) else None
+                self._seen[key_of(leaf)] = StorageWeakRef(leaf.untyped_storage()), of, f"a hook of {name}"
+        return None if self._computes_loss or not self._is_users or self._run is None else _Survivors(name)
+
+    def _is_right(self, name: str, module: nn.Module, tensor: Tensor) -> bool:
+        """Returns whether what a module has just returned is right in this run, and stands in for nothing."""
+        run = self._run
+        if run is None or run.lo == 0 or run.position > run.lo:
+            return True
+        if run.position == run.lo and id(module) not in self._blocks:  # between the last block before and the first
+            return True
+        arrived = {} if run.cargo is None else run.cargo.arrived
+        return any(tensor is one for (of, _), values in arrived.items() if of == name for one in values.values())
+
+
+class _Note:
+    """Hooks of one module, in front of the user's and behind them. Those of a copy, deep or pickled, note nothing."""
+
+    def __init__(self, tensors: ForeignTensors | None, name: str) -> None:
+        self._tensors, self._name = tensors, name
+        self._survivors: list[_Survivors | None] = []
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Note, (None, self._name)
+
+    def before(self, module: nn.Module, args: Any, output: Any) -> None:
+        """The user's hooks come next."""
+        if self._tensors is not None:
+            survivors = self._tensors.note(self._name, module, (args, output))
+            self._survivors.append(survivors)
+            if survivors is not None:
+                survivors.begin(
+                    [args, output, *(one for one in tree_leaves((args, output)) if isinstance(one, Tensor))]
+                )
+
+    def after(self, module: nn.Module, args: Any, output: Any) -> None:
+        """They are done. Raises: SplitError when they keep a tensor that the loss function would not find."""
+        survivors = self._survivors.pop() if self._survivors else None
+        if survivors is not None:
+            survivors.look()
+
+
+class _Survivors(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Whether hooks keep what they are shown, or a tensor that they compute."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._name = name
+        self._made: list[weakref.ref[Tensor]] = []
+
+    def begin(self, shown: list[Any]) -> None:
+        """Hooks are shown these objects next."""
+        self._shown, self._counts = shown, list(map(sys.getrefcount, shown))
+        self.__enter__()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self._made += [weakref.ref(one) for one in tree_leaves(result) if isinstance(one, Tensor)]
+        return result
+
+    def look(self) -> None:
+        """Raises: SplitError when they do."""
+        self.__exit__(None, None, None)
+        more = any(now > then for now, then in zip(map(sys.getrefcount, self._shown), self._counts, strict=True))
+        if more or any(one() is not None for one in self._made):
+            raise SplitError(
+                f"a hook of {self._name} keeps a tensor, and the loss function, which another process computes, would "
+                f"not find it there. {WAYS_OUT}; what is only to be logged may be kept as a number (.item())"
+            )
+
+
+class _Looking(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    def __init__(self, foreign: dict[int, str]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._foreign = foreign
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        for leaf in arg_tree_leaves(*args, **(kwargs or {})):
+            keeper = self._foreign.get(key_of(leaf)) if isinstance(leaf, Tensor) else None
+            if keeper is not None:
+                raise SplitError(
+                    f"the loss function reads what {keeper} keeps of a layer that another chunk runs: what is there "
+                    f"is not of this micro-batch, or stands in for it. {WAYS_OUT}"
+                )
+        return func(*args, **(kwargs or {}))
+
+
+def key_of(tensor: Tensor) -> int:
+    """Returns what tensors have in common that share memory."""
+    if tensor.layout != torch.strided:
+        return id(tensor)
+    return int(tensor.untyped_storage()._cdata)

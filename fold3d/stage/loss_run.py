@@ -1,0 +1,247 @@
+"""LossRun: a loss function as a coroutine, which runs once per micro-batch however the model is cut."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import greenlet
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from fold3d import seeding
+from fold3d._C import CurrentForward, block_forward, reseed
+from fold3d.stage.kept_attributes import KeptAttributes
+from fold3d.tensor_parallel.sub_pipelined.thread_state import Depth, Switches, ThreadState, take_off
+from fold3d.trace.errors import SplitError
+from fold3d.trace.wrappers import wrap
+
+CALLED_AGAIN = (
+    "the loss function calls the model a second time for one micro-batch, and a model that is cut runs once. Put both "
+    "inputs into one batch (torch.cat) and divide its outputs; let a model of its own, or a pass before training, "
+    "compute what needs no gradients (a reference); or set pp=1 and segments=1, where nothing is cut"
+)
+NOT_CALLED = (
+    "the loss function returned without calling the model, or called parts of it by themselves, and all chunks of a "
+    "model that is cut must run for each micro-batch. Call model(**inputs) for each and multiply what is not wanted by "
+    "zero, leave such batches out of the data, or set pp=1 and segments=1, where nothing is cut"
+)
+USES_A_PART = (
+    "the loss function uses a part of the model by itself ({}), and a model that is cut runs its whole forward, chunk "
+    "by chunk. Call model(**inputs) and compute the loss from what that returns, or set pp=1 and segments=1, where "
+    "nothing is cut"
+)
+
+
+class ModelCall(NamedTuple):
+    """A call of the model, or of a module that holds its blocks."""
+
+    module: str
+    """Its name; "" is the model itself."""
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def named(self) -> dict[str, Any]:
+        """Returns the arguments, those without a name by their place."""
+        return {**{str(place): value for place, value in enumerate(self.args)}, **self.kwargs}
+
+
+class _Coroutine(greenlet.greenlet):  # type: ignore[misc]
+    loss: LossRun
+
+
+def running_loss() -> LossRun | None:
+    """Returns the LossRun whose code runs; None outside of such code."""
+    current = greenlet.getcurrent()
+    return current.loss if isinstance(current, _Coroutine) else None
+
+
+def refuse_part(name: str) -> None:
+    """Raises SplitError when the code of a loss function runs: it uses module `name` of a model that is cut."""
+    if running_loss() is not None:
+        raise SplitError(USES_A_PART.format(name))
+
+
+class LossRun:
+    """One run of `function`, which calls the model: it rests there, and goes on with what the model returned.
+
+    So a loss function runs once per micro-batch on each rank: every chunk runs the model's own forward with the
+    arguments of that call, and in the modes that were on there (grad mode, autocast, hooks for saved tensors, function
+    and dispatch modes); what the last chunk returns, the call returns. A rank without the last chunk lets go of it: the
+    function ends where it rests. Used by one thread.
+
+    What it sets in `keeps` before the call rests with it: other micro-batches begin meanwhile.
+
+    Attributes:
+        call: of the model; None until there was one.
+        has_begun: whether any of the function has run.
+        is_over: whether it has ended.
+    """
+
+    def __init__(
+        self,
+        function: Callable[[], Any],
+        *,
+        only_loss: bool = False,
+        is_users: bool = True,
+        keeps: Iterable[object] = (),
+    ) -> None:
+        """Args:
+        only_loss: of what the model returns the function reads nothing but the loss.
+        is_users: it is code of the user's, or calls some.
+        keeps: objects of the user's whose attributes it may set, such as the trainer.
+        """
+        self._function, self._kept = function, KeptAttributes(keeps)
+        self.only_loss, self.is_users = only_loss, is_users
+        self._coroutine: _Coroutine | None = None
+        self._rested: ThreadState | None = None
+        self._grad_before = True
+        self.call: ModelCall | None = None
+        self.has_begun = self.is_over = False
+        self._result: Any = None
+
+    @classmethod
+    def of(cls, function: Callable[[], Any] | LossRun, *, only_loss: bool = False) -> LossRun:
+        """Returns a run of `function`, which may be one already."""
+        return function if isinstance(function, LossRun) else cls(function, only_loss=only_loss)
+
+    @property
+    def uses_weights(self) -> bool:
+        """Whether what it calls the model with was computed from weights."""
+        given = () if self.call is None else tree_leaves(self.call.named())
+        return any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in given)
+
+    def begin(
+        self,
+        model: nn.Module,
+        names: Sequence[str],
+        device: torch.device,
+        key: tuple[int, int, int] | None,
+        *,
+        once: bool = False,
+    ) -> None:
+        """Runs the function up to its call of the model; to its end, where it does not call it.
+
+        Args:
+            names: of the modules whose call counts as the model's: "" and what holds its blocks.
+            device: where the model runs.
+            key: of the random numbers that are drawn, see `seeding`; None: the generators are left alone.
+            once: the model can run once only.
+        Raises: whatever the function raises.
+        """
+        self._model, self._names, self._kinds, self._once = model, list(names), [device.type], once
+        self._generators = [] if key is None else seeding.generators_of(device)
+        if key is not None:
+            reseed(self._generators, seeding.start(key))
+        self.has_begun = True
+        made = self._coroutine = _Coroutine(self._function)
+        made.loss, made.gr_context = self, contextvars.copy_context()
+        self._grad_before = torch.is_grad_enabled()
+        self._kept.begin()
+        with self._as_before():
+            self._run(made.switch)
+
+    @contextlib.contextmanager
+    def inside(self) -> Iterator[ModelCall]:
+        """As inside of the model's call: in its modes, before the random numbers that come next there."""
+        assert self._rested is not None and self.call is not None, "the model is called"
+        with self._as_before():
+            above = self._put_on()
+            try:
+                yield self.call
+            finally:
+                take_off(above)
+
+    def end(self, output: Any, *, apart: bool = False) -> Any:
+        """Goes on with what the model returned; returns what the function returns. Raises what that raises.
+
+        Args:
+            apart: other runs have begun meanwhile, or go on elsewhere, see `KeptAttributes`.
+        """
+        self._once = apart
+        if not self.is_over:
+            with self._kept.as_it_was() if apart else contextlib.nullcontext():
+                self._go_on(lambda coroutine: coroutine.switch(output))
+        result, self._result = self._result, None  # whoever has it knows how long it is needed
+        return result
+
+    def draw_on(self) -> None:
+        """Python's and numpy's generators go on behind what the function has drawn."""
+        self._kept.draw_on()
+
+    def fail(self, error: BaseException) -> None:
+        """The model's call has raised `error`, which the function sees there. Raises what that makes of it."""
+        self._go_on(lambda coroutine: coroutine.throw(error))
+
+    def let_go(self) -> None:
+        """Ends the function where it rests: its context managers end, and nothing behind the model's call runs."""
+        if self.has_begun and not self.is_over:
+            self._go_on(lambda coroutine: coroutine.throw(greenlet.GreenletExit))
+
+    def _go_on(self, how: Callable[[_Coroutine], Any]) -> None:
+        coroutine = self._coroutine
+        assert coroutine is not None
+        coroutine.parent = greenlet.getcurrent()
+        with self._as_before():
+            self._put_on()
+            self._run(lambda: how(coroutine))
+
+    def _put_on(self) -> Depth:
+        assert self._rested is not None
+        above = self._rested.add()
+        # Grad mode is that of who runs it, unless the function has changed it.
+        self._rested.switches.restore(grad=self._rested.switches.grad != self._grad_before)
+        return above
+
+    def _run(self, switch: Callable[[], Any]) -> None:
+        """Runs the function until it rests or ends."""
+        depth, undo = Depth.now(), [self._rest_in(name) for name in self._names]
+        try:
+            result = switch()
+        except BaseException:
+            self._over(None)
+            raise
+        finally:
+            for remove in reversed(undo):
+                remove()
+        assert self._coroutine is not None
+        if self._coroutine.dead:
+            self._over(result)
+        else:
+            self._rested = ThreadState(self._generators, kinds=self._kinds, above=depth)
+            self._kept.rest()
+
+    def _over(self, result: Any) -> None:
+        self.is_over, self._result, self._coroutine = True, result, None
+
+    @contextlib.contextmanager
+    def _as_before(self) -> Iterator[None]:
+        """Whatever grad mode and autocast are changed to, they are as before in the end."""
+        switches = Switches(self._kinds)
+        try:
+            yield
+        finally:
+            switches.restore()
+
+    def _rest_in(self, name: str) -> Callable[[], None]:
+        """Has the function rest where it calls the module; returns what undoes that."""
+        module = self._model.get_submodule(name)
+        original = module.forward
+
+        @functools.wraps(original)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if running_loss() is not self:
+                return original(*args, **kwargs)
+            if self.call is None:
+                self.call = ModelCall(name, args, kwargs)
+                return greenlet.getcurrent().parent.switch()
+            if self._once:
+                raise SplitError(CALLED_AGAIN)
+            return original(*args, **kwargs)
+
+        # Copies that the function makes of the model have the forward of before.
+        return wrap(module, block_forward(CurrentForward(), -1, 0, forward, original))
