@@ -208,7 +208,7 @@ def _division(model: CutModel, pipeline: Pipeline) -> Division | None:
 def _bucket_schedule(model: CutModel, stage: int) -> BucketSchedule:
     cut = model.cut
     least = model.strategy.bucket_bytes
-    buckets = bucket_layout(cut.trainable(), cut.placement, cut.trace, cut.ranges, stage, least, cut.parts.rank)
+    buckets = bucket_layout(cut.trainable(), cut.placement, cut.layout, cut.ranges, stage, least, cut.parts.rank)
     return BucketSchedule.make(buckets, model.strategy, stage)
 
 

@@ -27,17 +27,18 @@ class Layer:
 def layers_of(trace: Trace, ranges: Ranges, chunk: int) -> list[Layer]:
     """Returns the layers of a chunk in forward order, each with all names of parameters that it needs.
 
-    The first layer also has what every chunk needs (Trace.shared), and that of the model what no forward reads, so that
-    it is saved.
+    The first layer also has what every chunk needs (Trace.shared), and what no forward has read of all that lies in the
+    chunk: what is read there may wait for gradients that never come, and is the last to be summed anyway.
     """
-    blocks = len(trace.blocks)
     lo, hi = ranges[chunk]
-    needed: list[tuple[int, Sequence[str]]] = []
+    regions = range(lo, hi + (hi == len(trace.blocks)))
+    unread = set(trace.unread)
+    first = [*trace.shared, *(name for region in regions for name in trace.uses[region] if name in unread)]
+    needed = [(region, [name for name in trace.uses[region] if name not in unread]) for region in regions]
     if lo == 0:
         inside = f"{trace.blocks[0]}."
-        needed.append((PROLOGUE, [name for name in trace.uses[0] if not name.startswith(inside)]))
-    needed += [(block, trace.uses[block]) for block in range(lo, hi + (hi == blocks))]
-    needed[0] = (needed[0][0], [*trace.shared, *needed[0][1]])
+        needed.insert(0, (PROLOGUE, [name for name in needed[0][1] if not name.startswith(inside)]))
+    needed[0] = (needed[0][0], [*first, *needed[0][1]])
     return [Layer(block, tuple(names)) for block, names in needed]
 
 

@@ -27,7 +27,7 @@ class ParameterPlacement:
     readers: Mapping[str, tuple[int, ...]]
     """Canonical parameter name -> chunks that need it, ascending."""
     modules: Mapping[str, int]
-    """Name of a block, or of a module before or after the blocks -> stage that runs it."""
+    """Name of a block, or of a module around the blocks -> stage that runs it, or would, if no forward has yet."""
     sharding: ShardingPlan = field(default_factory=lambda: ShardingPlan(tp=1))
     """How parameters are spread over the ranks of a tensor-parallel group."""
 
@@ -51,6 +51,8 @@ class ParameterPlacement:
             for region in range(first, end + (end == len(trace.blocks))):
                 modules.update(dict.fromkeys(trace.around[region], stage))
             modules.update(dict.fromkeys(trace.blocks[first:end], stage))
+            for region in range(first, end + (end == len(trace.blocks))):
+                modules.update(dict.fromkeys(_unread_modules(names, trace, region), stage))
         needed = [chunk_parameters(names, trace, ranges, chunk) for chunk in range(len(ranges))]
         return cls.from_needed(needed, tied, pp, modules)
 
@@ -123,3 +125,17 @@ class ParameterPlacement:
         parts = name.split(".")
         prefixes = (".".join(parts[:end]) for end in range(len(parts), 0, -1))
         return next((self.modules[prefix] for prefix in prefixes if prefix in self.modules), 0)
+
+
+def _unread_modules(names: Sequence[str], trace: Trace, region: int) -> list[str]:
+    """Returns the names of the modules in a region with parameters of which no forward has read any."""
+    unread = set(trace.unread)
+    mine = unread.intersection(trace.uses[region])
+    if not mine:
+        return []
+    read = {module for name in names if name not in unread for module in _modules_around(name)}
+    return [module for name in names if name in mine for module in _modules_around(name) if module not in read]
+
+
+def _modules_around(parameter: str) -> list[str]:
+    return [parameter[:i] for i, letter in enumerate(parameter) if letter == "."]

@@ -19,7 +19,7 @@ from fold3d.config import AUTO, GRAPH, ParallelConfig
 from fold3d.data_parallel.optimizer.kernel_checks import check_built
 from fold3d.engine.division import number_of_parts, why_not_divided
 from fold3d.engine.planning import planner
-from fold3d.engine.planning.agreed_graph import agreed_graph
+from fold3d.engine.planning.agreed_recording import agreed_graph, agreed_layout
 from fold3d.engine.planning.memory_limit import memory_limit
 from fold3d.engine.planning.tp_forecast import TpForecast, forecast_of, predict_tp_sync, warn_of_spread
 from fold3d.errors import ConfigError, TraceError
@@ -127,6 +127,7 @@ def cut_model(
             error = own
     digest, number = "", next(_numbers)
     recording = proposed = strategy = sharding = None
+    whole = ""  # why the model stays in one piece
     if order.records and error is None:
         try:
             found = record(model, config, example)
@@ -142,13 +143,25 @@ def cut_model(
             recording = agreed_graph(model, recording, world, example)
         except TraceError as own:
             error = own
-    if config.tp > 1:
+    layout = recording
+    if topology.world > 1 and order.records:
         agree(world, "", number, error)
+        is_cut = topology.pp * (constraints.segments or 1) > 1
+        layout, whole = agreed_layout(model, recording, world, is_cut=is_cut)
+        if whole:
+            constraints = replace(constraints, segments=1)
+            if topology.rank == 0:
+                announce(logger, f"the model is not cut, segments=1: {whole}")
+        if layout is None:
+            recording = None
+        elif recording is not None and not whole:
+            recording = recording.placed_as(layout)
+    if config.tp > 1:
         assert recording is not None, "what has shards was recorded"
         sharding = planner.shard_alike(model, recording, config, world, example)
     if order.plans and error is None:
         proposed = planner.resolve_auto(
-            *(model, recording, config, constraints, world, order.device, example),
+            *(model, recording, layout, config, constraints, world, order.device, example),
             *(order.optimizer, order.autocast, number, sharding, samples),
         )
         if proposed is None:  # nothing can be cut
@@ -164,19 +177,16 @@ def cut_model(
     try:
         if error is not None:
             raise error
-        if strategy is None and recording is not None:
-            ranges = tuple(split_ranges(recording, config.pp * (constraints.segments or 1)))
+        if strategy is None and layout is not None:
+            ranges = tuple(split_ranges(layout, config.pp * (constraints.segments or 1)))
     except Exception as own:
         error = own
-    if topology.dp > 1 and strategy is None:  # replicas have recorded micro-batches of different sizes
-        agree(world, "", number, error)
-        ranges = world.share(ranges, timeout=world.patience)
     if sharding is not None:
         agree(world, "", number, error)
-        assert recording is not None, "what has shards was recorded"
+        assert recording is not None and layout is not None, "what has shards was recorded"
         if strategy is None:
             strategy, forecast = predict_tp_sync(
-                *(model, recording, config, unplanned(config, constraints, topology.dp, ranges), world),
+                *(model, recording, layout, config, unplanned(config, constraints, topology.dp, ranges), world),
                 *(order.device, example, order.autocast, sharding),
             )
         warn_of_spread(forecast, world)
@@ -188,13 +198,15 @@ def cut_model(
             strategy = unplanned(config, constraints, topology.dp, ranges)
         refuse_without_effect(config, decided=proposed is not None and proposed[0].pool_is_elsewhere)
         check_pool(config, strategy, 0 if proposed is None else max(peak.pool for peak in proposed[1].peaks))
-        prove_room(config, strategy, model, recording, example, order.device, order.autocast, sharding)
+        mine = None if whole else recording
+        prove_room(config, strategy, model, mine, example, order.device, order.autocast, sharding)
         check_built(config.kernels, order.device)
         cut = RankModel(
-            *(model, config, strategy, topology, order.device, recording, order.weights, sharding),
+            *(model, config, strategy, topology, order.device, mine or layout, order.weights, sharding),
             compile_options=order.compile_options,
+            layout=layout,
         )
-        blocks = recording.blocks if recording else ()
+        blocks = layout.blocks if layout else ()
         schedule = Programs.of(strategy).compute(config.micro_batches).csv()
         digest = strategy.digest(repr(config), ",".join(blocks), schedule, sharding.digest if sharding else "")
     except Exception as own:
