@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from fold3d.placement.layers import Ranges, chunk_parameters
+from fold3d.placement.layers import Ranges, chunk_parameters, unread_in
 from fold3d.sharding.plan import ShardingPlan
 from fold3d.topology import Submesh, chunks_of, stage_of
 from fold3d.trace import Trace
@@ -53,8 +53,12 @@ class ParameterPlacement:
             modules.update(dict.fromkeys(trace.blocks[first:end], stage))
             for region in range(first, end + (end == len(trace.blocks))):
                 modules.update(dict.fromkeys(_unread_modules(names, trace, region), stage))
-        needed = [chunk_parameters(names, trace, ranges, chunk) for chunk in range(len(ranges))]
-        return cls.from_needed(needed, tied, pp, modules)
+        needed = [set(chunk_parameters(names, trace, ranges, chunk)) for chunk in range(len(ranges))]
+        for chunk in range(len(ranges)):  # what nobody has read may be read by any chunk of its stage
+            for other in chunks_of(stage_of(chunk, pp), len(ranges), pp):
+                needed[other].update(unread_in(trace, ranges, chunk))
+        ordered = [[name for name in names if name in of_chunk] for of_chunk in needed]
+        return cls.from_needed(ordered, tied, pp, modules)
 
     @classmethod
     def from_needed(

@@ -13,7 +13,7 @@ import torch
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
-from fold3d.comms.consistency import agree
+from fold3d.comms.consistency import agree, compare
 from fold3d.comms.world_group import WorldGroup
 from fold3d.config import AUTO, GRAPH, ParallelConfig
 from fold3d.data_parallel.optimizer.kernel_checks import check_built
@@ -21,9 +21,11 @@ from fold3d.engine.division import number_of_parts, why_not_divided
 from fold3d.engine.planning import planner
 from fold3d.engine.planning.agreed_recording import agreed_graph, agreed_layout
 from fold3d.engine.planning.memory_limit import memory_limit
+from fold3d.engine.planning.shared import buckets_of, layout_of, parameters_of, settings_of
 from fold3d.engine.planning.tp_forecast import TpForecast, forecast_of, predict_tp_sync, warn_of_spread
 from fold3d.errors import ConfigError, TraceError
 from fold3d.observe.announce import announce
+from fold3d.placement.bucket_layout import BucketSpec, bucket_layout
 from fold3d.placement.partition import split_ranges
 from fold3d.plan.constraints import Constraints
 from fold3d.plan.job import Job
@@ -61,6 +63,8 @@ class Order:
     autocast: Callable[[], AbstractContextManager[Any]]
     weights: str | None
     """Folder with safetensors."""
+    max_grad_norm: float | None = None
+    """To which gradients are clipped, where the engine does."""
     compile_options: Mapping[str, Any] | None = None
     """Of torch.compile, for each block; None: blocks are not compiled."""
 
@@ -85,6 +89,8 @@ class CutModel:
     cut: RankModel
     config: ParallelConfig
     strategy: Strategy
+    buckets: tuple[BucketSpec, ...]
+    """Of this rank's gradients."""
     proposed: tuple[Job, Proposal] | None
     """What the planner was told and said, if another schedule may be chosen."""
     planned: tuple[Job, Proposal] | None
@@ -125,7 +131,7 @@ def cut_model(
             samples = _samples(order, given, call)
         except Exception as own:
             error = own
-    digest, number = "", next(_numbers)
+    number = next(_numbers)
     recording = proposed = strategy = sharding = None
     whole = ""  # why the model stays in one piece
     if order.records and error is None:
@@ -137,7 +143,7 @@ def cut_model(
         except Exception as own:
             error = own
     if config.partition == GRAPH and topology.dp > 1 and order.records:
-        agree(world, "", number, error)
+        agree(world, number, error)
         assert recording is not None, "a graph is cut or refused"
         try:
             recording = agreed_graph(model, recording, world, example)
@@ -145,7 +151,7 @@ def cut_model(
             error = own
     layout = recording
     if topology.world > 1 and order.records:
-        agree(world, "", number, error)
+        agree(world, number, error)
         is_cut = topology.pp * (constraints.segments or 1) > 1
         layout, whole = agreed_layout(model, recording, world, is_cut=is_cut)
         if whole:
@@ -182,7 +188,7 @@ def cut_model(
     except Exception as own:
         error = own
     if sharding is not None:
-        agree(world, "", number, error)
+        agree(world, number, error)
         assert recording is not None and layout is not None, "what has shards was recorded"
         if strategy is None:
             strategy, forecast = predict_tp_sync(
@@ -191,6 +197,8 @@ def cut_model(
             )
         warn_of_spread(forecast, world)
     cut: RankModel | None = None
+    buckets: list[BucketSpec] = []
+    of_all = parameters_of(model) | {"max_grad_norm": repr(order.max_grad_norm)}
     try:
         if error is not None:
             raise error
@@ -206,13 +214,17 @@ def cut_model(
             compile_options=order.compile_options,
             layout=layout,
         )
-        blocks = layout.blocks if layout else ()
-        schedule = Programs.of(strategy).compute(config.micro_batches).csv()
-        digest = strategy.digest(repr(config), ",".join(blocks), schedule, sharding.digest if sharding else "")
+        actions = Programs.of(strategy).compute(config.micro_batches).csv()
+        of_all = settings_of(config, strategy) | {"schedule's actions": actions} | of_all
+        of_all |= layout_of(layout, cut.placement, sharding)
+        least = strategy.bucket_bytes
+        buckets = bucket_layout(cut.trainable(), cut.placement, layout, cut.ranges, cut.stage, least, cut.parts.rank)
     except Exception as own:
         error = own
     try:
-        name = f"{digest}/{agree(world, digest, number, error)}"
+        number = agree(world, number, error)
+        assert cut is not None
+        name = f"{compare(world, of_all, buckets_of(buckets, cut.parameters))}/{number}"
     except BaseException:
         if cut is not None:
             cut.remove()
@@ -224,6 +236,7 @@ def cut_model(
         cut=cut,
         config=config,
         strategy=strategy,
+        buckets=tuple(buckets),
         proposed=proposed if may_change else None,
         planned=proposed,
         overlap_limit=None if forecast is None else forecast.other,
@@ -259,7 +272,7 @@ def _divided(
         parts = number_of_parts(example, size)
     except ConfigError as own:
         error = own
-    agree(world, "", 0, error)
+    agree(world, 0, error)
     samples = samples_of(example)
     if parts > 1 and samples is not None:
         example = part_of(example, *even_part(samples, parts, 0), samples)

@@ -163,7 +163,7 @@ def resolve_auto(
             error = own
         else:  # what need not be cut trains all the same
             logger.warning("the model stays in one piece, it cannot be measured (%s: %s)", type(own).__name__, own)
-    agree(world, "", number, error)  # nobody may wait for the measurements of a rank that failed
+    agree(world, number, error)  # nobody may wait for the measurements of a rank that failed
     profile = agreed_profile(world, recording, profile)
     if layout is None or profile is None:
         if config.memory_limit is not None:
