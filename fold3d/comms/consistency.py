@@ -80,7 +80,10 @@ def compare(world: WorldGroup, of_all: Shared, of_place: Shared = MappingProxyTy
         first = world.share(dict(of_all), timeout=world.patience)
         of_first = world.data.share(dict(of_place), timeout=world.patience)
         rank, of_replica = topology.rank, topology.replica(0)
-        mine_odd = [*_difference(0, first, of_all), *_difference(of_replica[rank % len(of_replica)], of_first, of_place)]
+        mine_odd = [
+            *_difference(0, first, of_all),
+            *_difference(of_replica[rank % len(of_replica)], of_first, of_place),
+        ]
         world.decide(mine_odd, _refuse, timeout=world.patience)
     return mine[0]
 

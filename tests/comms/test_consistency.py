@@ -70,13 +70,18 @@ def test_what_differs_is_named_with_ranks_and_values(ranks: RankPool) -> None:
     assert len({*ranks.run(compared, 4, [same] * 4, places)}) == 1
 
     long = "x" * 1000
+    other_seeds = [same, same | {"seed": "2"}, same, same | {"seed": "3"}]
+    without = [same, same, {"seed": "1"}, same]
     cases = [
-        ([same, same | {"seed": "2"}, same, same | {"seed": "3"}], places, "ranks [1, 3] have another seed than rank 0: "
-         "2 on rank 1, 3 on rank 3, and 1 there"),
-        ([same, same, {"seed": "1"}, same], places, "ranks [2] have another parameter a than rank 0: nothing on rank 2"),
+        (other_seeds, places, "ranks [1, 3] have another seed than rank 0: 2 on rank 1, 3 on rank 3, and 1 there"),
+        (without, places, "ranks [2] have another parameter a than rank 0: nothing on rank 2"),
         ([{"names": f"{long}{one}"} for one in "aaba"], places, "xb on rank 2, and x"),
-        ([same] * 4, [*places[:3], {"bucket 0": "c"}], "ranks [3] have another bucket 0 than rank 1: c on rank 3, and b"),
-    ]  # fmt: skip
+        (
+            [same] * 4,
+            [*places[:3], {"bucket 0": "c"}],
+            "ranks [3] have another bucket 0 than rank 1: c on rank 3, and b",
+        ),
+    ]
     for of_all, of_place, text in cases:
         for found in ranks.run(compared, 4, of_all, of_place):
             assert text in found and "same script" in found and len(found) < 1000, found

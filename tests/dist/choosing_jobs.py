@@ -52,7 +52,9 @@ class Choosing(nn.Module):
         self.norm = nn.LayerNorm(WIDTH)
         self.heads = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3 if kind == "heads" else 1))
         # Of a shape of its own in front of one that is like the others: what shifts buckets shows.
-        self.language = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=n > 0) for n in range(3 if kind == "adapters" else 0))
+        self.language = nn.ModuleList(
+            nn.Linear(WIDTH, WIDTH, bias=n > 0) for n in range(3 if kind == "adapters" else 0)
+        )
         if kind == "late_tower":
             self.tower = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
         self.idle = nn.Linear(WIDTH, WIDTH)

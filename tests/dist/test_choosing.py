@@ -70,5 +70,7 @@ def test_replicas_that_run_other_blocks(ranks: RankPool, layout: str) -> None:
 def test_replicas_that_run_other_blocks_are_not_cut(ranks: RankPool) -> None:
     settings = {"dp": 2, "pp": 2, "segments": 1}
     for (text,) in ranks.run(jobs.train, 4, jobs.STACK, unlike(1), evaluates=False, timeout=300, **settings):
-        assert text.startswith("ConfigError: the first micro-batch of rank 2 (replica 1, stage 0) runs other modules than")
+        assert text.startswith(
+            "ConfigError: the first micro-batch of rank 2 (replica 1, stage 0) runs other modules than"
+        )
         assert "tower.layers.0" in text and "Set pp=1 and segments=1" in text

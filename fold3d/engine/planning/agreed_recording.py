@@ -1,4 +1,4 @@
-"""What all ranks make of their recordings, each of its own micro-batch: one choice of blocks, one layout of parameters."""
+"""What all ranks make of their recordings, each of its own micro-batch: one choice of blocks, one layout."""
 
 from __future__ import annotations
 

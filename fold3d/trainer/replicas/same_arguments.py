@@ -9,25 +9,34 @@ from fold3d.comms.consistency import compare
 from fold3d.comms.world_group import WorldGroup
 from fold3d.trainer.arguments import TrainingArguments
 
-OWN = frozenset(
-    (
-        # which process it is, and where it finds things: hosts may have other folders
-        *("local_rank", "output_dir", "logging_dir", "resume_from_checkpoint", "weights", "offload_disk"),
-        # what it says, to whom, and where results are kept beside the checkpoints
-        *("log_level", "log_level_replica", "log_on_each_node", "disable_tqdm", "report_to", "run_name", "project"),
-        *("trackio_space_id", "trackio_bucket_id", "trackio_static_space_id", "skip_memory_metrics", "debug"),
-        *("push_to_hub", "hub_token", "hub_private_repo", "hub_model_id", "hub_strategy", "hub_always_push"),
-        "hub_revision",
-        # how it reads data, not which
-        *("dataloader_pin_memory", "dataloader_prefetch_factor", "dataloader_persistent_workers"),
-        "dataloader_multiprocessing_context",
-        # of distributed training that fold3d does itself
-        *("ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffers", "ddp_static_graph", "ddp_backend"),
-        *("fsdp", "fsdp_config", "deepspeed", "parallelism_config"),
-        # read by scripts alone
-        *("do_train", "do_eval", "do_predict"),
-    )
+_PLACES = ("local_rank", "output_dir", "logging_dir", "resume_from_checkpoint", "weights", "offload_disk")
+"""Which process it is, and where it finds things: hosts may have other folders."""
+_REPORTS = (
+    *(
+        "log_level",
+        "log_level_replica",
+        "log_on_each_node",
+        "disable_tqdm",
+        "report_to",
+        "run_name",
+        "project",
+        "debug",
+    ),
+    *("trackio_space_id", "trackio_bucket_id", "trackio_static_space_id", "skip_memory_metrics", "push_to_hub"),
+    *("hub_token", "hub_private_repo", "hub_model_id", "hub_strategy", "hub_always_push", "hub_revision"),
 )
+"""What it says, and to whom."""
+_READING = (
+    *("dataloader_pin_memory", "dataloader_prefetch_factor", "dataloader_persistent_workers"),
+    "dataloader_multiprocessing_context",
+)
+"""How it reads data, not which."""
+_NOT_READ = (
+    *("ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffers", "ddp_static_graph", "ddp_backend"),
+    *("fsdp", "fsdp_config", "deepspeed", "parallelism_config", "do_train", "do_eval", "do_predict"),
+)
+"""Of distributed training that fold3d does itself; for scripts alone."""
+OWN = frozenset((*_PLACES, *_REPORTS, *_READING, *_NOT_READ))
 """Arguments that may differ between processes."""
 
 
