@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import json
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -17,38 +20,30 @@ from fold3d.topology import Topology
 _SAMPLE = 1024
 _NAMED = 8
 """How many ranks a message names."""
+_SHOWN = 160
+"""How many letters of a value."""
 
 
-def agree(world: WorldGroup, digest: str, number: int, error: Exception | None) -> int:
+def agree(world: WorldGroup, number: int, error: Exception | None) -> int:
     """Meets all ranks of the job after each has made its plan; returns rank 0's `number`.
 
     Args:
-        digest: hash of this rank's plan, "" when it has none.
         number: anything the ranks shall have in common.
         error: why this rank has no plan.
-    Raises: `error` itself; RankError when another rank has no plan; ConfigError when the plans differ.
+    Raises: `error` itself; RankError when another rank has no plan.
     """
     topology = world.topology
 
-    def verdict(shares: list[tuple[str, int, str]]) -> int:
-        failed = [(rank, text) for rank, (_, _, text) in enumerate(shares) if text]
+    def verdict(shares: list[tuple[int, str]]) -> int:
+        failed = [(rank, text) for rank, (_, text) in enumerate(shares) if text]
         if failed:
             rank, text = failed[0]
             raise RankError(f"{topology.describe(rank)} failed in building the engine: {text}")
-        digests = [share[0] for share in shares]
-        different = [rank for rank in range(topology.world) if digests[rank] != digests[0]]
-        if different:
-            named = different[:_NAMED] + (["..."] if len(different) > _NAMED else [])
-            hashes = [digests[rank] for rank in [0, *different[:_NAMED]]]
-            raise ConfigError(
-                f"ranks {named} have another plan than rank 0 (hashes {hashes}); start every process with the same "
-                "script, arguments and library versions"
-            )
-        return shares[0][1]
+        return shares[0][0]
 
     text = "" if error is None else f"{type(error).__name__}: {error}"
     try:
-        return world.decide((digest, number, text), verdict, timeout=world.patience)
+        return world.decide((number, text), verdict, timeout=world.patience)
     except Fold3dError:
         if error is not None:
             raise error from None
@@ -56,6 +51,72 @@ def agree(world: WorldGroup, digest: str, number: int, error: Exception | None) 
     except dist.DistError as lost:
         rank = topology.describe(topology.rank)
         raise RankError(f"{rank} met nobody in building the engine: {lost}") from (error or lost)
+
+
+Shared = Mapping[str, str]
+"""What something is called -> what it is, in words or as a number."""
+
+
+def compare(world: WorldGroup, of_all: Shared, of_place: Shared = MappingProxyType({})) -> str:
+    """Compares what ranks must have in common; returns a short hash of `of_all`. All ranks of the job call.
+
+    They exchange a hash each; what stands behind it travels where there is a difference.
+
+    Args:
+        of_all: the same on every rank.
+        of_place: the same on all replicas of this rank's stage and shard.
+    Raises: ConfigError on every rank, which names what is different, on which ranks, and the values.
+    """
+    topology = world.topology
+    mine = _hash(of_all), _hash(of_place)
+
+    def is_odd(hashes: list[tuple[str, str]]) -> bool:
+        first = [hashes[rank][1] for rank in topology.replica(0)]
+        return any(whole != hashes[0][0] for whole, _ in hashes) or any(
+            own != first[rank % len(first)] for rank, (_, own) in enumerate(hashes)
+        )
+
+    if topology.world > 1 and world.decide(mine, is_odd, timeout=world.patience):
+        first = world.share(dict(of_all), timeout=world.patience)
+        of_first = world.data.share(dict(of_place), timeout=world.patience)
+        rank, of_replica = topology.rank, topology.replica(0)
+        mine_odd = [
+            *_difference(0, first, of_all),
+            *_difference(of_replica[rank % len(of_replica)], of_first, of_place),
+        ]
+        world.decide(mine_odd, _refuse, timeout=world.patience)
+    return mine[0]
+
+
+def _hash(shared: Shared) -> str:
+    return hashlib.sha256(json.dumps(sorted(shared.items())).encode()).hexdigest()[:16]
+
+
+_Difference = tuple[str, int, str, str]
+"""What is different, from which rank's, that one's value and this rank's."""
+
+
+def _difference(rank: int, first: Shared, mine: Shared) -> Iterator[_Difference]:
+    """Yields the first thing, if any, that is different from rank `rank`'s."""
+    for name in dict.fromkeys((*first, *mine)):
+        theirs, own = first.get(name, "nothing"), mine.get(name, "nothing")
+        if theirs != own:
+            place = next((i for i, (a, b) in enumerate(zip(theirs, own, strict=False)) if a != b), 0)
+            lo = max(0, place - _SHOWN // 2)
+            yield name, rank, theirs[lo : lo + _SHOWN], own[lo : lo + _SHOWN]
+            return
+
+
+def _refuse(found: list[list[_Difference]]) -> None:
+    odd = [(rank, one) for rank, differences in enumerate(found) for one in differences]
+    name, first, theirs, _ = odd[0][1]
+    others = [(rank, own) for rank, (what, of, _, own) in odd if (what, of) == (name, first)]
+    named: list[int | str] = [rank for rank, _ in others[:_NAMED]]
+    values = ", ".join(f"{own} on rank {rank}" for rank, own in others[:_NAMED])
+    raise ConfigError(
+        f"ranks {named + ['...'] * (len(others) > _NAMED)} have another {name} than rank {first}: {values}, and "
+        f"{theirs} there; start every process with the same script, arguments and library versions"
+    )
 
 
 @contextlib.contextmanager
@@ -66,7 +127,7 @@ def all_or_none(world: WorldGroup) -> Iterator[None]:
         yield
     except Exception as own:
         error = own
-    agree(world, "", 0, error)
+    agree(world, 0, error)
 
 
 def samples_of_values(values: Mapping[str, Any]) -> dict[str, torch.Tensor]:

@@ -5,7 +5,7 @@ The order of one step (Fold3D section V, made exact):
     backward       a bucket is reduce-scattered as soon as its gradients are complete; an "early" bucket's reduced
                    gradients are gathered in idle network time
     norm           one exchange of numbers, over the replicas, then over the stages and their shards: the exact global
-                   norm, and whether the next step begins with buffers of replica 0
+                   norm, whether the next step begins with buffers of replica 0, and whether anybody froze parameters
     update         a "zero1" bucket's own shard is stepped, its parameters are gathered
     next forward   layer by layer: what a layer needs is waited for, an "early" bucket is stepped, the layer runs
 
@@ -25,6 +25,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from fold3d import _C
+from fold3d.comms.consistency import compare
 from fold3d.comms.groups import Groups
 from fold3d.data_parallel import gradients
 from fold3d.data_parallel.bucket import Bucket
@@ -36,6 +37,7 @@ from fold3d.data_parallel.optimizer.host_copies import check_room
 from fold3d.data_parallel.optimizer.host_steps import held
 from fold3d.data_parallel.optimizer.kernel_checks import check_steps
 from fold3d.data_parallel.optimizer.separable import check_separable
+from fold3d.data_parallel.optimizer.settings import compare_settings
 from fold3d.data_parallel.parameter_readiness import ParameterReadiness
 from fold3d.data_parallel.reducer import Reducer
 from fold3d.data_parallel.tied_buckets import TiedBuckets
@@ -97,6 +99,7 @@ class DpSync:
         self._optimizer: BucketwiseOptimizer | None = None
         self._summed = {id(parameter) for bucket in self.buckets for parameter in bucket.parameters}
         self._norm_dtype = gradients.norm_dtype(cut.model)  # not when the norm is made, for which all ranks wait
+        self._trained = self._requires_grad()  # as all replicas have it
         self._norm: Tensor | None = None  # of the step's gradients
         self._coefficient: gradients.Factor = 1.0  # by which the optimizer shall scale them
         self._shown: list[tuple[Parameter, Tensor | None]] = []  # what `.grad` held when the optimizer took it
@@ -288,8 +291,9 @@ class DpSync:
         Args:
             parts: whether any stage steps parts of parameters (zero1).
         Raises: ConfigError when parts of parameters shall be stepped and the optimizer cannot do that exactly, or
-            shall be stepped on the host and cannot be there.
+            shall be stepped on the host and cannot be there; when replicas have optimizers with other settings.
         """
+        compare_settings(optimizer, self._groups.world)
         if self._states.has_gradients:
             raise ConfigError("attach the optimizer before the step's `run`, not between it and optimizer.step()")
         if self._kernels:
@@ -378,14 +382,22 @@ class DpSync:
         shards = [gradient for piece, gradient in mine if piece.name not in shares]
         shards += [bucket.gradients[bucket.shard] for bucket in whole]  # what pads them is zero
         weighted = [(gradient, piece.part_of(shares[piece.name])) for piece, gradient in mine if piece.name in shares]
-        counts = [unused, self._buffers.changed()]
-        (total, changed), norm = gradients.all_reduce_norm(
+        trained = self._requires_grad()
+        counts = [unused, self._buffers.changed(), trained != self._trained]
+        (total, changed, refrozen), norm = gradients.all_reduce_norm(
             counts, shards, self._groups.world, weighted, device=self._device, kernel=self._kernels
         )
         self._buffers.agree(changed > 0)
+        if refrozen:
+            names = {f"requires_grad of {name}": str(flag) for name, flag in trained.items()}
+            compare(self._groups.world, {}, names)
+            self._trained = trained
         if total:
             self._share_use()
         return norm.to(self._norm_dtype)
+
+    def _requires_grad(self) -> dict[str, bool]:
+        return {name: parameter.requires_grad for name, parameter in self._cut.parameters.items()}
 
     def _take_back(self) -> None:
         """Makes what `.grad` holds the step's gradients; copies of weights get those of the first that has one."""

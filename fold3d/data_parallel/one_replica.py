@@ -16,6 +16,7 @@ from fold3d.data_parallel.optimizer.host_copies import check_room
 from fold3d.data_parallel.optimizer.host_steps import HostSteps, held
 from fold3d.data_parallel.optimizer.kernel_checks import check_steps
 from fold3d.data_parallel.optimizer.separable import check_separable
+from fold3d.data_parallel.optimizer.settings import compare_settings
 from fold3d.observe.step_breakdown import RawRecord
 from fold3d.stage.rank_model import RankModel
 from fold3d.topology import Topology
@@ -48,6 +49,7 @@ class OneReplica:
     def attach(self, optimizer: Optimizer, *, parts: bool) -> None:
         """Raises ConfigError when there are several stages and it cannot be stepped stage by stage, or shards and it
         cannot be stepped part by part, or it shall be stepped on the host and cannot be there."""
+        compare_settings(optimizer, self._groups.world)
         if self.steps_by_itself:
             if self._kernels:
                 check_steps(optimizer)

@@ -29,7 +29,6 @@ from fold3d.engine.step_recorder import StepRecorder
 from fold3d.errors import Fold3dError, RankError
 from fold3d.faults.supervisor import Supervisor
 from fold3d.observe.memory import MemoryWatch
-from fold3d.placement.bucket_layout import bucket_layout
 from fold3d.plan.programs import Programs
 from fold3d.plan.space.recompute import KNOB as RECOMPUTE
 from fold3d.plan.space.tp_overlap import KNOB as TP_OVERLAP
@@ -124,7 +123,7 @@ def _connect(
             with supervisor.together("waiting for the weights of the last step"):
                 dp_sync.settle()
 
-        schedule = _bucket_schedule(model, topology.pp_rank)
+        schedule = BucketSchedule.make(model.buckets, model.strategy, topology.pp_rank)
         wire = torch.bfloat16 if config.dp_sync_dtype == "bfloat16" else torch.float32
         sync = dp_sync = DpSync(
             *(cut, topology, groups, rings, schedule, progress, clock, read),
@@ -204,13 +203,6 @@ def _division(model: CutModel, pipeline: Pipeline) -> Division | None:
     schedule = Programs.of(model.strategy).evaluation(COMPARED)
     reduction = model.config.loss_reduction
     return Division(size, pipeline, schedule, model.cut.model, reduction, in_16_bits=in_16_bits)
-
-
-def _bucket_schedule(model: CutModel, stage: int) -> BucketSchedule:
-    cut = model.cut
-    least = model.strategy.bucket_bytes
-    buckets = bucket_layout(cut.trainable(), cut.placement, cut.trace, cut.ranges, stage, least, cut.parts.rank)
-    return BucketSchedule.make(buckets, model.strategy, stage)
 
 
 def _chunks(

@@ -124,6 +124,7 @@ class Engine(state.WholeState):
             optimizer=optimizer or optimizer_like,
             autocast=autocast,
             weights=weights,
+            max_grad_norm=max_grad_norm,
             compile_options=compile_options,
         )
         self._supervisor = Supervisor(self.topology)

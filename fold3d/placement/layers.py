@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fold3d.topology import stage_of
+from fold3d.topology import chunks_of, stage_of
 from fold3d.trace import Trace
 
 PROLOGUE = -1
@@ -27,18 +27,26 @@ class Layer:
 def layers_of(trace: Trace, ranges: Ranges, chunk: int) -> list[Layer]:
     """Returns the layers of a chunk in forward order, each with all names of parameters that it needs.
 
-    The first layer also has what every chunk needs (Trace.shared), and that of the model what no forward reads, so that
-    it is saved.
+    The first layer also has what every chunk needs (Trace.shared), and what no forward has read of all that lies in the
+    chunk.
     """
-    blocks = len(trace.blocks)
     lo, hi = ranges[chunk]
-    needed: list[tuple[int, Sequence[str]]] = []
+    blocks, unread = len(trace.blocks), set(trace.unread)
+    needed = [
+        (block, [name for name in trace.uses[block] if name not in unread]) for block in range(lo, hi + (hi == blocks))
+    ]
     if lo == 0:
         inside = f"{trace.blocks[0]}."
-        needed.append((PROLOGUE, [name for name in trace.uses[0] if not name.startswith(inside)]))
-    needed += [(block, trace.uses[block]) for block in range(lo, hi + (hi == blocks))]
-    needed[0] = (needed[0][0], [*trace.shared, *needed[0][1]])
+        needed.insert(0, (PROLOGUE, [name for name in needed[0][1] if not name.startswith(inside)]))
+    needed[0] = (needed[0][0], [*trace.shared, *unread_in(trace, ranges, chunk), *needed[0][1]])
     return [Layer(block, tuple(names)) for block, names in needed]
+
+
+def unread_in(trace: Trace, ranges: Ranges, chunk: int) -> list[str]:
+    """Returns the names of the parameters of a chunk that no forward has read."""
+    lo, hi = ranges[chunk]
+    unread = set(trace.unread)
+    return [name for uses in trace.uses[lo : hi + (hi == len(trace.blocks))] for name in uses if name in unread]
 
 
 def chunk_parameters(names: Sequence[str], trace: Trace, ranges: Ranges, chunk: int) -> list[str]:
@@ -54,7 +62,8 @@ def chunk_layers(trace: Trace, ranges: Ranges, pp: int) -> list[list[Layer]]:
     """Returns the layers of every chunk in forward order, with the parameters whose gradients they complete.
 
     These are canonical names, each in the first layer of its stage that needs it: its gradient is complete when that
-    layer's last backward is. Frozen parameters, too. A tied parameter that two stages need is on both.
+    layer's last backward is. Frozen parameters, too. A tied parameter that two stages need is on both. What no forward
+    has read is in the first layer of its stage: any of the stage's layers may read it one day.
 
     Args:
         pp: stages.
@@ -67,7 +76,11 @@ def chunk_layers(trace: Trace, ranges: Ranges, pp: int) -> list[list[Layer]]:
         mine = seen[stage_of(chunk, pp)]
         layers: list[Layer] = []
         for layer in layers_of(trace, ranges, chunk):
-            names = dict.fromkeys(canonical.get(name, name) for name in layer.parameters)
+            parameters = [*layer.parameters]
+            if not layers and chunk < pp:
+                of_stage = chunks_of(chunk, len(ranges), pp)
+                parameters += [name for other in of_stage for name in unread_in(trace, ranges, other)]
+            names = dict.fromkeys(canonical.get(name, name) for name in parameters)
             fresh = [name for name in names if name not in mine]
             mine.update(fresh)
             layers.append(Layer(layer.block, tuple(fresh)))

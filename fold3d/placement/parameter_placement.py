@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from fold3d.placement.layers import Ranges, chunk_parameters
+from fold3d.placement.layers import Ranges, chunk_parameters, unread_in
 from fold3d.sharding.plan import ShardingPlan
 from fold3d.topology import Submesh, chunks_of, stage_of
 from fold3d.trace import Trace
@@ -27,7 +27,7 @@ class ParameterPlacement:
     readers: Mapping[str, tuple[int, ...]]
     """Canonical parameter name -> chunks that need it, ascending."""
     modules: Mapping[str, int]
-    """Name of a block, or of a module before or after the blocks -> stage that runs it."""
+    """Name of a block, or of a module around the blocks -> stage that runs it, or would, if no forward has yet."""
     sharding: ShardingPlan = field(default_factory=lambda: ShardingPlan(tp=1))
     """How parameters are spread over the ranks of a tensor-parallel group."""
 
@@ -51,8 +51,14 @@ class ParameterPlacement:
             for region in range(first, end + (end == len(trace.blocks))):
                 modules.update(dict.fromkeys(trace.around[region], stage))
             modules.update(dict.fromkeys(trace.blocks[first:end], stage))
-        needed = [chunk_parameters(names, trace, ranges, chunk) for chunk in range(len(ranges))]
-        return cls.from_needed(needed, tied, pp, modules)
+            for region in range(first, end + (end == len(trace.blocks))):
+                modules.update(dict.fromkeys(_unread_modules(names, trace, region), stage))
+        needed = [set(chunk_parameters(names, trace, ranges, chunk)) for chunk in range(len(ranges))]
+        for chunk in range(len(ranges)):  # what nobody has read may be read by any chunk of its stage
+            for other in chunks_of(stage_of(chunk, pp), len(ranges), pp):
+                needed[other].update(unread_in(trace, ranges, chunk))
+        ordered = [[name for name in names if name in of_chunk] for of_chunk in needed]
+        return cls.from_needed(ordered, tied, pp, modules)
 
     @classmethod
     def from_needed(
@@ -123,3 +129,17 @@ class ParameterPlacement:
         parts = name.split(".")
         prefixes = (".".join(parts[:end]) for end in range(len(parts), 0, -1))
         return next((self.modules[prefix] for prefix in prefixes if prefix in self.modules), 0)
+
+
+def _unread_modules(names: Sequence[str], trace: Trace, region: int) -> list[str]:
+    """Returns the names of the modules in a region with parameters of which no forward has read any."""
+    unread = set(trace.unread)
+    mine = unread.intersection(trace.uses[region])
+    if not mine:
+        return []
+    read = {module for name in names if name not in unread for module in _modules_around(name)}
+    return [module for name in names if name in mine for module in _modules_around(name) if module not in read]
+
+
+def _modules_around(parameter: str) -> list[str]:
+    return [parameter[:i] for i, letter in enumerate(parameter) if letter == "."]

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
@@ -121,11 +121,18 @@ class Profile:
         return LayerCost(forward=forward, backward=backward, bytes=needs, sums=sums)
 
     @staticmethod
-    def agreed(profiles: Sequence[Profile]) -> Profile:
-        """Returns the element-wise median of the ranks' measurements: the same on every rank that passes the same."""
+    def agreed(profiles: Sequence[Profile], layers: Sequence[Sequence[Hashable]] = ()) -> Profile:
+        """Returns the medians of the ranks' measurements, layer by layer: the same on every rank that passes the same.
+
+        Args:
+            layers: of each profile what its layers are called, where not all have the same: there are those of the
+                first one, each with the times of all ranks whose micro-batch ran it.
+        """
+        named = layers or [range(len(profile.forward)) for profile in profiles]
 
         def middle(name: str) -> tuple[float, ...]:
-            return tuple(median(times) for times in zip(*(getattr(p, name) for p in profiles), strict=True))
+            of = [dict(zip(names, getattr(p, name), strict=True)) for names, p in zip(named, profiles, strict=True)]
+            return tuple(median(times[layer] for times in of if layer in times) for layer in named[0])
 
         factors = [profile.halves_factor for profile in profiles]
         return replace(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -97,10 +96,6 @@ class Strategy:
         if self.gather_order:
             return self.gather_order[stage]
         return tuple(number for number, mode in enumerate(self.modes_of(stage, buckets)) if mode == "early")
-
-    def digest(self, *beside: str) -> str:
-        """Returns a short hash of the strategy and of texts that must be the same on all ranks beside it."""
-        return hashlib.sha256("\n".join((str(self), *beside)).encode()).hexdigest()[:16]
 
     def __str__(self) -> str:
         """Returns `name=value` words for a shell."""

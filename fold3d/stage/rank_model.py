@@ -112,6 +112,8 @@ class RankModel:
 
     Attributes:
         split: runs one chunk of the model.
+        trace: what was recorded on this rank; None where nothing could be.
+        layout: which parameters lie where, the same on all ranks; None where nothing was recorded.
         ranges: blocks [first, end) of every chunk.
         parameters: canonical name -> parameter with storage on this rank, in the model's order.
         placement: which stage holds which parameter.
@@ -131,16 +133,19 @@ class RankModel:
         weights: str | None,
         sharding: ShardingPlan | None = None,
         compile_options: Mapping[str, Any] | None = None,
+        layout: Trace | None = None,
     ):
         """Args:
         compile_options: of torch.compile, for each block; None: blocks are not compiled.
-        recording: what `record` returned.
+        recording: of this rank's micro-batch, or what `record` returned, placed as `layout` says.
+        layout: which parameters lie where, the same on all ranks; None: as the recording says.
         sharding: how parameters are spread over tensor-parallel groups; None where there are none.
         """
         self.parts = Parts.whole() if sharding is None else Parts(sharding, topology.tp_rank)
         self.model = model
         on_meta = any(p.device.type == "meta" for p in model.parameters())
         self.trace = recording
+        self.layout = recording if layout is None else layout
         names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
         self.split: SplitModel | WholeModel
         if self.trace is None:
@@ -157,7 +162,7 @@ class RankModel:
         self._compile = None if compile_options is None else partial(compile_blocks, model, modules, compile_options)
         self._inner = modules_to_recompute(model, blocks, self.ranges, recompute)
         again = recomputed_blocks(blocks, self.ranges, strategy.pp, recompute)
-        placement = ParameterPlacement.of(names, self.trace, self.ranges, strategy.pp, tied_groups(model))
+        placement = ParameterPlacement.of(names, self.layout, self.ranges, strategy.pp, tied_groups(model))
         self.placement = placement.sharded(self.parts.plan)
         self.stage = topology.pp_rank
         keep = self.placement.held_by(self.stage)

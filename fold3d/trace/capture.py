@@ -25,7 +25,7 @@ from fold3d.trace.caches.apart import apart_from_caches
 from fold3d.trace.example import is_transformers_model, synthetic_example
 from fold3d.trace.graph.calls import CallTree
 from fold3d.trace.graph.units import trace_graph
-from fold3d.trace.model_trace import BlockCost, Trace, stack_of
+from fold3d.trace.model_trace import BlockCost, Trace, regions_of, stack_of
 from fold3d.trace.recorder import Recorder
 from fold3d.trace.results.structure import TreeStructure
 from fold3d.trace.users_hooks import drop_hooks, is_users, users_hooks
@@ -280,7 +280,9 @@ def _summarise(
     uses = [{alias for name in r.parameters for alias in aliases.get(name, (name,))} for r in regions]
     used = set().union(*uses) | shared
     unread = {name for name in sizes if name not in used}
-    uses[0] |= unread
+    for name, region in regions_of(list(sizes), recorder.order):
+        if name in unread:
+            uses[region].add(name)
 
     def count(parameters: set[str]) -> int:
         return sum(sizes[name] for name in {canonical.get(name, name) for name in parameters})

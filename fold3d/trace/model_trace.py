@@ -11,7 +11,7 @@ border (see `crossing`) and runs region k itself. A stack is a list of blocks th
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -63,8 +63,8 @@ class Trace:
     direct: tuple[str, ...]
     """Parameters that code outside of the modules that hold them reads, anywhere; by one of their names."""
     uses: tuple[tuple[str, ...], ...]
-    """Names of the parameters that each region needs (length: blocks + 1). A parameter that nothing reads is
-    in region 0."""
+    """Names of the parameters that each region needs (length: blocks + 1), in the model's order. A parameter that
+    nothing reads is where the model's order says (see `regions_of`)."""
     tied: tuple[tuple[str, ...], ...]
     """Groups of names that are one tensor; the first is the canonical name."""
     structures: tuple[TreeStructure, ...]
@@ -251,3 +251,66 @@ class Trace:
     def canonical(self) -> dict[str, str]:
         """Returns {name: canonical name} for every name of a tied parameter."""
         return {name: group[0] for group in self.tied for name in group}
+
+    def layout(self) -> Trace:
+        """Returns what says which parameters lie where, without what belongs to one batch or cannot be given to
+        another process."""
+        return replace(self, structures=(), crossings=(), hooked=(), form=(), decisions=NONE)
+
+    def with_uses_of(self, others: Sequence[Trace], names: Sequence[str]) -> Trace:
+        """Returns the same with what recordings of other batches, with the same blocks, have read besides.
+
+        Args:
+            names: all names of the model's parameters, in its order.
+        """
+        every = [self, *others]
+        unread = set(self.unread).intersection(*(one.unread for one in others))
+
+        def union(per_trace: Iterable[Iterable[str]]) -> tuple[str, ...]:
+            found = {name for one in per_trace for name in one}
+            return tuple(name for name in names if name in found)
+
+        def read_in(trace: Trace, region: int) -> list[str]:
+            elsewhere = set(trace.unread) - unread
+            return [name for name in trace.uses[region] if name not in elsewhere]
+
+        regions = range(len(self.uses))
+        around = [tuple(dict.fromkeys(name for one in every for name in one.around[region])) for region in regions]
+        return replace(
+            self,
+            prologue=around[0],
+            epilogue=around[-1],
+            between=tuple(dict.fromkeys(name for region in around[1:-1] for name in region)),
+            around=tuple(around),
+            shared=union(one.shared for one in every),
+            direct=union(one.direct for one in every),
+            uses=tuple(union(read_in(one, region) for one in every) for region in regions),
+            unread=union([unread]),
+            converted=tuple({name: dtype for one in reversed(every) for name, dtype in one.converted}.items()),
+        )
+
+    def placed_as(self, layout: Trace) -> Trace:
+        """Returns the recording of this rank's batch on a model whose parameters lie where `layout` says."""
+        return replace(
+            self,
+            shared=layout.shared,
+            direct=layout.direct,
+            uses=layout.uses,
+            unread=layout.unread,
+            converted=layout.converted,
+        )
+
+
+def regions_of(names: Sequence[str], blocks: Sequence[str]) -> Iterator[tuple[str, int]]:
+    """Yields each parameter with the region in which it would be read, by the model's order: that right behind the last
+    of those blocks whose parameters stand before it.
+
+    Args:
+        names: of the model's parameters, in its order.
+        blocks: see `Trace.blocks`.
+    """
+    behind = {block: number + 1 for number, block in enumerate(blocks)}
+    region = 0
+    for name in names:
+        region = max(region, *(behind.get(name[:i], 0) for i, letter in enumerate(name) if letter == "."), 0)
+        yield name, region

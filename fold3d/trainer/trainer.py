@@ -42,6 +42,7 @@ from fold3d.trainer.preemption import together
 from fold3d.trainer.reader import building_trainer
 from fold3d.trainer.refused import refuse_callbacks, refuse_model
 from fold3d.trainer.replicas.accelerator import ReplicaAccelerator
+from fold3d.trainer.replicas.same_arguments import compare_arguments
 from fold3d.trainer.trials.batch_size import needs_smaller_batch, try_again
 from fold3d.trainer.trials.searching import SearchingTrainer
 from fold3d.trainer.waiting import Waiting
@@ -201,6 +202,7 @@ class Trainer(SearchingTrainer):
         return sampler
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
+        compare_arguments(self.args, self.engine.world)
         timeline = self.args.timeline
         if timeline is not None and timeline > max_steps:
             raise ConfigError(f"timeline={timeline} has no effect: training has {max_steps} steps")

@@ -59,6 +59,28 @@ def unrecorded_read(dp_sync: str) -> str:
     return text
 
 
+def unlike(what: str) -> str:
+    """Returns what becomes of a training in which rank 1 alone does something else."""
+    odd = dist.get_rank() == 1
+    model = waits.Net().double()
+    if what == "frozen" and odd:
+        model.get_parameter("layers.1.linear.bias").requires_grad_(False)
+    optimizer = functools.partial(torch.optim.SGD, lr=0.2 if what == "lr" and odd else 0.1)
+    config = fold3d.ParallelConfig(dp=2, segments=1, micro_batches=waits.MICRO_BATCHES, blocks="layers")
+
+    def steps() -> None:
+        engine = fold3d.Engine(model, config, optimizer=optimizer, example=waits.batch_of(0, 0))
+        try:
+            engine.step(waits.batch_of(0, engine.topology.dp_rank))
+            if what == "frozen later" and odd:
+                model.get_parameter("layers.1.linear.bias").requires_grad_(False)
+            engine.step(waits.batch_of(1, engine.topology.dp_rank))
+        finally:
+            engine.close()
+
+    return waits.error_of(steps)
+
+
 def other_memory() -> str:
     """Returns what becomes of a step after a parameter was given other memory."""
     engine = waits.engine_of(dp=2, dp_sync="zero1")

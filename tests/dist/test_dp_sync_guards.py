@@ -26,6 +26,19 @@ def test_a_weight_that_is_read_by_a_way_nobody_recorded(ranks: RankPool, dp_sync
         assert "head.weight was read before it was up to date" in text and "reads_weights=True" in text, text
 
 
+@pytest.mark.parametrize(
+    ("what", "text"),
+    [
+        ("frozen", "another parameter layers.1.linear.bias than rank 0"),
+        ("frozen later", "another requires_grad of layers.1.linear.bias than rank 0: False on rank 1, and True there"),
+        ("lr", "another lr of optimizer group 0 than rank 0: 0.2 on rank 1, and 0.1 there"),
+    ],
+)
+def test_a_replica_that_does_otherwise(ranks: RankPool, what: str, text: str) -> None:
+    for found in ranks.run(jobs.unlike, 2, what):
+        assert text in found, found
+
+
 @pytest.mark.gate
 def test_a_parameter_that_got_other_memory(ranks: RankPool) -> None:
     for text in ranks.run(jobs.other_memory, 2):

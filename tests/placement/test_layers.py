@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from fold3d.placement.layers import PROLOGUE, chunk_layers
+from fold3d.placement.parameter_placement import ParameterPlacement
 from fold3d.placement.partition import split_ranges
 from fold3d.trace import trace
 from tests.trace.chains import needed_parameters
@@ -51,3 +52,41 @@ def test_layers_hold_what_their_stage_owns(pp, segments):
     assert chunks[0][1].parameters == ("blocks.0.weight", "blocks.0.bias")
     epilogue = chunks[-1][-1].parameters
     assert "norm.weight" in epilogue and ("embed.weight" in epilogue) == (pp > 1)
+
+
+class Heads(nn.Module):
+    """Of three heads, and of a tower in front, the batch says which run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tower = nn.Linear(6, 6)
+        self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+        self.heads = nn.ModuleList(nn.Sequential(nn.Linear(6, 1), nn.BatchNorm1d(1, affine=False)) for _ in range(3))
+
+    def forward(self, x, task, images=None):
+        if images is not None:
+            x = x + self.tower(images)
+        for block in self.blocks:
+            x = block(x)
+        return self.heads[int(task[0])](x).sum()
+
+
+def test_what_no_forward_has_read_lies_where_the_model_says():
+    """Behind the blocks: on the last stage, in the layer there whose gradients are summed last."""
+    model, x = Heads(), torch.zeros(2, 6)
+    names = [name for name, _ in model.named_parameters()]
+    first, second = (trace(model, example={"x": x, "task": torch.full((2,), task)}) for task in (0, 1))
+    third = trace(model, example={"x": x, "task": torch.full((2,), 1), "images": x})
+    ranges = split_ranges(first, 4)
+    found = ParameterPlacement.of(names, first, ranges, 2, ())
+    assert {found.home(name) for name in names if name.startswith("heads.")} == {1} and found.home("tower.bias") == 0
+    assert found.stage_of_module("heads.2.1.running_mean") == 1
+    assert found.readers["heads.0.0.bias"] == (3,)
+    assert found.readers["heads.2.0.bias"] == (1, 3), "any chunk of the stage may read it one day"
+    chunks = chunk_layers(first, ranges, 2)
+    assert {"heads.1.0.weight", "heads.2.0.weight"} <= {*chunks[1][0].parameters}
+    merged = first.layout().with_uses_of([second.layout(), third.layout()], names)
+    assert merged.unread == ("heads.2.0.weight", "heads.2.0.bias")
+    assert {"heads.0.0.weight", "heads.1.0.weight"} <= {*merged.uses[-1]} and "tower.weight" in merged.uses[0]
+    assert merged.uses == third.layout().with_uses_of([second.layout(), first.layout()], names).uses
+    assert second.placed_as(merged).form == second.form

@@ -46,7 +46,6 @@ def strategies(draw: st.DrawFn) -> Strategy:
 @given(strategies())
 def test_the_text_form_says_everything(strategy: Strategy) -> None:
     assert parse(str(strategy)) == strategy
-    assert parse(str(strategy)).digest("csv") == strategy.digest("csv")
 
 
 def test_the_text_form_can_be_read() -> None:
@@ -87,8 +86,7 @@ def test_another_strategy_has_another_digest() -> None:
         replace(PLAIN, bucket_bytes=0),
         replace(PLAIN, settings=(("recompute", "True"),)),
     ]
-    assert len({PLAIN.digest(), *(other.digest() for other in others)}) == 1 + len(others)
-    assert PLAIN.digest("blocks") != PLAIN.digest("other blocks")
+    assert len({str(PLAIN), *map(str, others)}) == 1 + len(others)
 
 
 @pytest.mark.parametrize(

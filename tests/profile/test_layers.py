@@ -103,6 +103,13 @@ def test_ranks_agree_on_the_median():
     others = [dataclasses.replace(mine, forward=tuple(f * k for f in mine.forward)) for k in (1, 2, 9)]
     assert Profile.agreed(others).forward == others[1].forward
     assert Profile.agreed(others) == Profile.agreed(others[::-1])
+    # The first block does not run in the other's micro-batch: layers are those of the same name.
+    rest = {
+        way: tuple(3 * t for t in (getattr(mine, way)[0], *getattr(mine, way)[2:])) for way in ("forward", "backward")
+    }
+    names = [str(layer) for layer in range(len(mine.forward))]
+    found = Profile.agreed([mine, dataclasses.replace(mine, **rest)], [names, [names[0], *names[2:]]]).forward
+    assert found == (2 * mine.forward[0], mine.forward[1], *(2 * time for time in mine.forward[2:]))
 
 
 def test_an_optimizer_that_knows_its_parameters_is_no_obstacle() -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from fold3d import ConfigError, Engine, ParallelConfig, TraceError
-from fold3d.engine.planning.agreed_graph import agreed_graph
+from fold3d.engine.planning.agreed_recording import agreed_graph
 from fold3d.placement.partition import split_ranges
 from fold3d.trace import Trace, trace
 from tests.trace.chains import assert_equal, chained, ranks_of, whole

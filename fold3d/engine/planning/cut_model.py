@@ -15,17 +15,19 @@ from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
-from fold3d.comms.consistency import agree
+from fold3d.comms.consistency import agree, compare
 from fold3d.comms.world_group import WorldGroup
 from fold3d.config import AUTO, GRAPH, ParallelConfig
 from fold3d.data_parallel.optimizer.kernel_checks import check_built
 from fold3d.engine.division import number_of_parts, why_not_divided
 from fold3d.engine.planning import planner
-from fold3d.engine.planning.agreed_graph import agreed_graph
+from fold3d.engine.planning.agreed_recording import agreed_graph, agreed_layout
 from fold3d.engine.planning.memory_limit import memory_limit
+from fold3d.engine.planning.shared import buckets_of, layout_of, parameters_of, settings_of
 from fold3d.engine.planning.tp_forecast import TpForecast, forecast_of, predict_tp_sync, warn_of_spread
 from fold3d.errors import ConfigError, TraceError
 from fold3d.observe.announce import announce
+from fold3d.placement.bucket_layout import BucketSpec, bucket_layout
 from fold3d.placement.partition import split_ranges
 from fold3d.plan.constraints import Constraints
 from fold3d.plan.job import Job
@@ -66,6 +68,8 @@ class Order:
     autocast: Callable[[], AbstractContextManager[Any]]
     weights: str | None
     """Folder with safetensors."""
+    max_grad_norm: float | None = None
+    """To which gradients are clipped, where the engine does."""
     compile_options: Mapping[str, Any] | None = None
     """Of torch.compile, for each block; None: blocks are not compiled."""
 
@@ -90,6 +94,8 @@ class CutModel:
     cut: RankModel
     config: ParallelConfig
     strategy: Strategy
+    buckets: tuple[BucketSpec, ...]
+    """Of this rank's gradients."""
     proposed: tuple[Job, Proposal] | None
     """What the planner was told and said, if another schedule may be chosen."""
     planned: tuple[Job, Proposal] | None
@@ -147,8 +153,9 @@ def cut_model(order: Order, world: WorldGroup, example: Mapping[str, Any] | None
                 samples = _samples(order, inputs, example)
         except Exception as own:
             error = own
-    digest, number = "", next(_numbers)
+    number = next(_numbers)
     recording = proposed = strategy = sharding = None
+    whole = ""  # why the model stays in one piece
     if order.records and error is None:
         try:
             found = record(model, config, example)
@@ -158,19 +165,31 @@ def cut_model(order: Order, world: WorldGroup, example: Mapping[str, Any] | None
         except Exception as own:
             error = own
     if config.partition == GRAPH and topology.dp > 1 and order.records:
-        agree(world, "", number, error)
+        agree(world, number, error)
         assert recording is not None, "a graph is cut or refused"
         try:
             recording = agreed_graph(model, recording, world, example)
         except TraceError as own:
             error = own
+    layout = recording
+    if topology.world > 1 and order.records:
+        agree(world, number, error)
+        is_cut = topology.pp * (constraints.segments or 1) > 1
+        layout, whole = agreed_layout(model, recording, world, is_cut=is_cut)
+        if whole:
+            constraints = replace(constraints, segments=1)
+            if topology.rank == 0:
+                announce(logger, f"the model is not cut, segments=1: {whole}")
+        if layout is None:
+            recording = None
+        elif recording is not None and not whole:
+            recording = recording.placed_as(layout)
     if config.tp > 1:
-        agree(world, "", number, error)
         assert recording is not None, "what has shards was recorded"
         sharding = planner.shard_alike(model, recording, config, world, example)
     if order.plans and error is None:
         proposed = planner.resolve_auto(
-            *(model, recording, config, constraints, world, order.device, example),
+            *(model, recording, layout, config, constraints, world, order.device, example),
             *(order.optimizer, order.autocast, number, sharding, samples),
         )
         if proposed is None:  # nothing can be cut
@@ -186,23 +205,22 @@ def cut_model(order: Order, world: WorldGroup, example: Mapping[str, Any] | None
     try:
         if error is not None:
             raise error
-        if strategy is None and recording is not None:
-            ranges = tuple(split_ranges(recording, config.pp * (constraints.segments or 1)))
+        if strategy is None and layout is not None:
+            ranges = tuple(split_ranges(layout, config.pp * (constraints.segments or 1)))
     except Exception as own:
         error = own
-    if topology.dp > 1 and strategy is None:  # replicas have recorded micro-batches of different sizes
-        agree(world, "", number, error)
-        ranges = world.share(ranges, timeout=world.patience)
     if sharding is not None:
-        agree(world, "", number, error)
-        assert recording is not None, "what has shards was recorded"
+        agree(world, number, error)
+        assert recording is not None and layout is not None, "what has shards was recorded"
         if strategy is None:
             strategy, forecast = predict_tp_sync(
-                *(model, recording, config, unplanned(config, constraints, topology.dp, ranges), world),
+                *(model, recording, layout, config, unplanned(config, constraints, topology.dp, ranges), world),
                 *(order.device, example, order.autocast, sharding),
             )
         warn_of_spread(forecast, world)
     cut: RankModel | None = None
+    buckets: list[BucketSpec] = []
+    of_all = parameters_of(model) | {"max_grad_norm": repr(order.max_grad_norm)}
     try:
         if error is not None:
             raise error
@@ -210,19 +228,25 @@ def cut_model(order: Order, world: WorldGroup, example: Mapping[str, Any] | None
             strategy = unplanned(config, constraints, topology.dp, ranges)
         refuse_without_effect(config, decided=proposed is not None and proposed[0].pool_is_elsewhere)
         check_pool(config, strategy, 0 if proposed is None else max(peak.pool for peak in proposed[1].peaks))
-        prove_room(config, strategy, model, recording, example, order.device, order.autocast, sharding)
+        mine = None if whole else recording
+        prove_room(config, strategy, model, mine, example, order.device, order.autocast, sharding)
         check_built(config.kernels, order.device)
         cut = RankModel(
-            *(model, config, strategy, topology, order.device, recording, order.weights, sharding),
+            *(model, config, strategy, topology, order.device, mine or layout, order.weights, sharding),
             compile_options=order.compile_options,
+            layout=layout,
         )
-        blocks = recording.blocks if recording else ()
-        schedule = Programs.of(strategy).compute(config.micro_batches).csv()
-        digest = strategy.digest(repr(config), ",".join(blocks), schedule, sharding.digest if sharding else "")
+        actions = Programs.of(strategy).compute(config.micro_batches).csv()
+        of_all = settings_of(config, strategy) | {"schedule's actions": actions} | of_all
+        of_all |= layout_of(layout, cut.placement, sharding)
+        least = strategy.bucket_bytes
+        buckets = bucket_layout(cut.trainable(), cut.placement, layout, cut.ranges, cut.stage, least, cut.parts.rank)
     except Exception as own:
         error = own
     try:
-        name = f"{digest}/{agree(world, digest, number, error)}"
+        number = agree(world, number, error)
+        assert cut is not None
+        name = f"{compare(world, of_all, buckets_of(buckets, cut.parameters))}/{number}"
     except BaseException:
         if begun is not None:
             begun.let_go()
@@ -236,6 +260,7 @@ def cut_model(order: Order, world: WorldGroup, example: Mapping[str, Any] | None
         cut=cut,
         config=config,
         strategy=strategy,
+        buckets=tuple(buckets),
         proposed=proposed if may_change else None,
         planned=proposed,
         overlap_limit=None if forecast is None else forecast.other,
@@ -277,7 +302,7 @@ def _divided(
         parts = number_of_parts(example, size)
     except ConfigError as own:
         error = own
-    agree(world, "", 0, error)
+    agree(world, 0, error)
     samples = samples_of(example)
     if parts > 1 and samples is not None:
         example = part_of(example, *even_part(samples, parts, 0), samples)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from statistics import median
@@ -129,6 +129,7 @@ def _watcher(model: Module, recording: Trace) -> str:
 def resolve_auto(
     model: Module,
     recording: Trace | None,
+    layout: Trace | None,
     config: ParallelConfig,
     constraints: Constraints,
     world: WorldGroup,
@@ -143,7 +144,8 @@ def resolve_auto(
     """Decides what is "auto"; all ranks of the job call that have recorded the model.
 
     Args:
-        recording: what `record` returned.
+        recording: of this rank's micro-batch; None: it cannot be recorded.
+        layout: what all ranks cut by.
         sharding: how weights are spread over tensor-parallel groups; None where there are none.
         samples: of `example`.
     Returns: what the planner was told and what it proposes; None where there is nothing to fold.
@@ -161,16 +163,17 @@ def resolve_auto(
             error = own
         else:  # what need not be cut trains all the same
             logger.warning("the model stays in one piece, it cannot be measured (%s: %s)", type(own).__name__, own)
-    # Nobody may wait for the measurements of a rank that failed, or has none.
-    agree(world, "measured" if profile else "", number, error)
-    if recording is None or profile is None:
+    agree(world, number, error)  # nobody may wait for the measurements of a rank that failed
+    profile = agreed_profile(world, recording, profile)
+    if layout is None or profile is None:
         if config.memory_limit is not None:
             raise ConfigError(
                 f"memory_limit={config.memory_limit} cannot be kept: the model has no blocks that could be measured; "
                 'remove it and, for less memory, set dp_sync="zero1"'
             )
         return None
-    return propose(recording, profile, config, constraints, world, device, optimizer, samples.number, one)
+    one = agreed_profile(world, recording, one, every=True)
+    return propose(layout, profile, config, constraints, world, device, optimizer, samples.number, one)
 
 
 def _of_one(
@@ -231,14 +234,32 @@ def profile_of(
     return profile
 
 
-def agreed_or_none(profiles: list[Profile | None]) -> Profile | None:
-    """Returns `Profile.agreed`, None where a rank could not measure."""
-    known = [profile for profile in profiles if profile is not None]
-    return Profile.agreed(known) if len(known) == len(profiles) else None
+def agreed_profile(
+    world: WorldGroup, recording: Trace | None, profile: Profile | None, *, every: bool = False
+) -> Profile | None:
+    """Returns `Profile.agreed`, the same on every rank; all ranks of the job call.
+
+    Args:
+        recording: of the micro-batch that was measured on this rank.
+        profile: what was measured with it; None: nothing could be.
+        every: whether all ranks must have measured.
+    Returns: None where rank 0, whose layers they are, has nothing, or another rank of `every`.
+    """
+
+    def merged(shares: list[tuple[Sequence[Hashable], Profile] | None]) -> Profile | None:
+        known = [share for share in shares if share is not None]
+        if shares[0] is None or (every and len(known) < len(shares)):
+            return None
+        return Profile.agreed([profile for _, profile in known], [layers for layers, _ in known])
+
+    mine = None
+    if recording is not None and profile is not None:
+        mine = [("prologue", 0), *zip(recording.blocks, recording.calls, strict=True), ("epilogue", 0)], profile
+    return world.decide(mine, merged, timeout=world.patience)
 
 
 def propose(
-    recording: Trace,
+    layout: Trace,
     profile: Profile,
     config: ParallelConfig,
     constraints: Constraints,
@@ -251,20 +272,19 @@ def propose(
     """Returns the fastest strategy for everything that is "auto", the same on every rank; all ranks of the job call.
 
     Args:
+        layout, profile, one_sample: the same on every rank.
         samples: of this rank's micro-batch; None: nobody knows.
         one_sample: what a micro-batch of one sample costs; None: micro-batches are not to be divided.
     Raises: ConfigError on every rank when the model cannot be spread as asked.
     """
     topology = world.topology
-    profile = world.decide(profile, Profile.agreed, timeout=world.patience)
-    one_sample = world.decide(one_sample, agreed_or_none, timeout=world.patience)
     samples = world.share(samples, timeout=world.patience)
     network = _network(profile, world, config, device)
     limit = memory_limit(config, device)
     copied = config.offload_optimizer or (limit is not None and config.offload != "none")
     copies = _copies(config, world, device) if copied else {}
     job = Job(
-        trace=recording,
+        trace=layout,
         profile=profile,
         network=network,
         dp=topology.dp,

@@ -73,6 +73,7 @@ def forecast_of(job: Job, proposed: Proposal) -> TpForecast:
 def predict_tp_sync(
     model: Module,
     recording: Trace,
+    layout: Trace,
     config: ParallelConfig,
     strategy: Strategy,
     world: WorldGroup,
@@ -87,6 +88,8 @@ def predict_tp_sync(
     It is looked at where it is open, or where a tensor-parallel group is spread over hosts.
 
     Args:
+        recording: of this rank's micro-batch.
+        layout: what all ranks cut by.
         example: a micro-batch; None: the model makes up one, by which nothing is decided.
     """
     is_open = KNOB.of(strategy) == AUTO and example is not None
@@ -100,13 +103,13 @@ def predict_tp_sync(
         )
     except Exception as error:  # foreign code with made-up values; nothing depends on it
         logger.info("TP.sync cannot be predicted (%s: %s)", type(error).__name__, error)
-    profile = world.decide(profile, planner.agreed_or_none, timeout=world.patience)
+    profile = planner.agreed_profile(world, recording, profile, every=True)
     if profile is None:
         return strategy, None
     link = planner.tp_link(profile, world, config, device)
     topology, nothing = world.topology, float("inf")
     job = Job(
-        trace=recording,
+        trace=layout,
         profile=profile,
         network=link.of(NetworkCosts(pp_latency=0.0, pp_bandwidth=nothing, dp_bandwidth=nothing, hop_latency=0.0)),
         dp=topology.dp,
