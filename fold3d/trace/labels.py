@@ -15,7 +15,7 @@ def shifts_labels(model: nn.Module) -> bool:
 
     That is so where `model.loss_function`, as transformers looks it up, is ForCausalLMLoss: that of the model's
     `loss_type`, and of a class whose name says nothing of its loss (GPT2LMHeadModel). The stock Trainer counts all
-    labels of the latter. Not for an encoder-decoder, whose decoder is given shifted inputs instead, nor for other models.
+    labels of the latter. Not so for an encoder-decoder, whose decoder is given shifted inputs instead, nor for others.
     """
     try:
         from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss

@@ -126,7 +126,8 @@ class ChangedBuffers:
 
     def _holder(self, place: Place) -> dict[str, Any]:
         module = self._modules[place.module]
-        return module._buffers if place.is_buffer else vars(module)
+        held: dict[str, Any] = module._buffers if place.is_buffer else vars(module)
+        return held
 
     def _tensors(self, number: int, attributes: Mapping[str, Any]) -> Iterator[tuple[Place, Tensor]]:
         for names, is_buffer in ((self._modules[number]._buffers, True), (attributes, False)):

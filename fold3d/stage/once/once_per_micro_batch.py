@@ -21,7 +21,7 @@ class OncePerMicroBatch:
 
     The loss function and the model's code in front of its blocks run for every chunk, and all of a chunk that
     recomputes runs again. What is drawn from Python's and numpy's generators is drawn once (`DrawnNumbers`), what is
-    changed of buffers and of modules' attributes is changed once (`ChangedBuffers`); to change the micro-batch itself is
+    changed of buffers and modules' attributes is changed once (`ChangedBuffers`); to change the micro-batch itself is
     an error.
     """
 
