@@ -64,6 +64,12 @@ def refuse_savers(trainer: transformers.Trainer) -> None:
                 )
 
 
+class TrainingStepError(ConfigError):
+    """An overridden `training_step` has not called fold3d's."""
+
+    is_everywhere = False  # one that calls it now and then may call it on other ranks
+
+
 def require_super(trainer: transformers.Trainer, calls: Callable[[], int]) -> None:
     """An overridden `training_step` that computes by itself ends the training in its first call, where that cannot be.
 
@@ -77,14 +83,12 @@ def require_super(trainer: transformers.Trainer, calls: Callable[[], int]) -> No
     code = getattr(inspect.unwrap(type(trainer).training_step), "__code__", None)
     may_call = "training_step" in getattr(code, "co_names", ())
 
-    def refusal() -> ConfigError:
-        error = ConfigError(
+    def refusal() -> TrainingStepError:
+        return TrainingStepError(
             f"{type(trainer).__name__}.training_step is overridden and does not call super().training_step, where "
             f"dp={args.dp}, pp={args.pp} and tp={args.tp} do their part of the step: call it and change its inputs, or "
             "what compute_loss makes of them; with one process it may compute by itself"
         )
-        error.is_everywhere = False  # one that calls it now and then may call it on other ranks
-        return error
 
     @functools.wraps(users)
     def call(*args: Any, **named: Any) -> Any:

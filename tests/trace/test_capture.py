@@ -247,26 +247,6 @@ class TestRefusals:
         with pytest.raises(TraceError, match=r"block 'layers\.4' did not run .*skipped at random"):
             trace(model, example=tokens())
 
-    def test_a_container_is_not_called(self) -> None:
-        """It was said that layerdrop skips it."""
-
-        class Pairs(nn.Module):
-            def __init__(self) -> None:
-                super().__init__()
-                self.layers = nn.ModuleList(
-                    nn.ModuleDict({"up": nn.Linear(4, 8), "down": nn.Linear(8, 4)}) for _ in range(3)
-                )
-
-            def forward(self, x: Any) -> Any:
-                for layer in self.layers:
-                    x = layer["down"](layer["up"](x))
-                return x
-
-        with pytest.raises(
-            TraceError, match=r"'layers\.0' did not run .* it is a ModuleDict, which holds modules and is not"
-        ):
-            trace(Pairs(), blocks="layers", example={"x": torch.zeros(2, 4)})
-
     def test_what_cannot_travel(self) -> None:
         class Carrier:
             pass

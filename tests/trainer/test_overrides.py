@@ -156,7 +156,7 @@ def test_a_training_step_without_super(ranks: RankPool, tmp_path: Path, layout: 
     job = Job(str(tmp_path))
     for text in ranks.run(error_of, 2, job, layout, OwnStep):
         assert text.startswith(
-            "ConfigError: OwnStep.training_step is overridden and does not call super().training_step"
+            "TrainingStepError: OwnStep.training_step is overridden and does not call super().training_step"
         )
     found = ranks.run(error_of, 2, job, layout, NowAndThen)
     assert all("NowAndThen.training_step is overridden and does not call super()" in text for text in found), found
