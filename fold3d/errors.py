@@ -6,6 +6,9 @@ from __future__ import annotations
 class Fold3dError(Exception):
     """Base class of every error fold3d raises on purpose."""
 
+    is_everywhere = True
+    """Whether each rank raises it by itself, so that nobody need be told."""
+
 
 class ConfigError(Fold3dError, ValueError):
     """A setting has a value that cannot work; the message names the value, the reason and what to change."""
@@ -25,6 +28,8 @@ class CheckpointError(Fold3dError, ValueError, RuntimeError):
 
 class MissingWeightsError(Fold3dError, RuntimeError):
     """Somebody asked for the values of weights that lie in other processes; the message names the call to use."""
+
+    is_everywhere = False
 
 
 class RankError(Fold3dError, RuntimeError):

@@ -21,6 +21,7 @@ _STATE = "trainer_state.json"
 _INDEX = "model.safetensors.index.json"
 _WEIGHTS = "model*.safetensors"
 """A PeftModel has adapters instead, here or in folders named after them."""
+_PICKLED = "pytorch_model*.bin"
 _TELLING = (".safetensors", ".json", ".pt", ".pth")
 """Files that show by themselves whether they are whole."""
 
@@ -48,6 +49,12 @@ def check(folder: Path) -> None:
     """Raises CheckpointError unless the checkpoint's files are there and whole. Reads sizes and headers only."""
     if not folder.is_dir():
         raise CheckpointError(f"Can't find a valid checkpoint at {folder}: the folder does not exist")
+    if not any(folder.glob(_WEIGHTS)) and any(folder.glob(_PICKLED)):
+        raise CheckpointError(
+            f"the checkpoint {folder} has its weights in {min(folder.glob(_PICKLED)).name}, as older versions of "
+            "transformers wrote them, and fold3d reads safetensors: load the model with from_pretrained, and write it "
+            "into the same folder with save_pretrained; the other files may stay"
+        )
     problem = _in_weights(folder) or _in_recorded(folder) or _in_present(folder)
     if problem is not None:
         raise CheckpointError(
@@ -73,7 +80,10 @@ def _in_recorded(folder: Path) -> str | None:
         if path.match(_WEIGHTS) or name == _INDEX:
             continue
         if not path.is_file():
-            return f"{name} is missing"
+            return (
+                f"{name} is missing, {NAME} says that it was there (removed on purpose? Then remove {NAME}, too: "
+                "training goes on with what is there)"
+            )
         if path.suffix not in _TELLING and path.stat().st_size < size:
             return f"{name} has {path.stat().st_size} bytes, {NAME} says {size}"
     return None

@@ -61,7 +61,8 @@ class OptimizerLayout:
             if unknown:
                 raise ConfigError(
                     f"group {number} of the optimizer holds {len(unknown)} parameter(s) that are not the "
-                    f"model's (the first has shape {unknown[0]}); make the optimizer over model.parameters()"
+                    f"model's (the first has shape {unknown[0]}). What shall be trained must be in the model: register "
+                    "it there (model.weights = torch.nn.Parameter(...)), and make the optimizer over model.parameters()"
                 )
             groups.append(tuple(names[id(p)] for p in group["params"]))
             old = {names[id(p)]: p for p in group["params"]}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -58,8 +59,18 @@ def check_batches(batches: Sequence[Any]) -> None:
             )
 
 
+PREPARED: weakref.WeakSet[Module] = weakref.WeakSet()
+"""Models that fold3d's own accelerator has prepared, for the training of the Trainer it belongs to."""
+
+
 def refuse_wrapped(model: Module) -> None:
-    """Raises ConfigError for a model that something else has spread over processes or devices already."""
+    """Raises ConfigError for a model that something else has spread over processes or devices already, or prepared."""
+    if "_original_forward" in vars(model) and model not in PREPARED:
+        raise ConfigError(
+            "the model was prepared by accelerate (Accelerator.prepare, or a stock Trainer), which put another forward "
+            "before its own. fold3d does that itself; give it the plain model, which "
+            "accelerator.unwrap_model(model, keep_fp32_wrapper=False) returns"
+        )
     wrappers: tuple[type, ...] = (DistributedDataParallel, DataParallel)
     fsdp = sys.modules.get("torch.distributed.fsdp")  # importing it takes long, and whoever wraps with it has done so
     if fsdp is not None:

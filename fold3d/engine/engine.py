@@ -421,7 +421,7 @@ class Engine(state.WholeState):
             doing: completes "failed in ...".
             meets: the body ends only when other ranks have come to the same point.
         Raises: RankError when another rank failed or cannot be reached, else what the body raised. fold3d's own errors
-            pass untold: they are raised on every rank by themselves.
+            pass untold, unless one rank may be the only one to raise them (`Fold3dError.is_everywhere`).
         """
         return self._supervisor.supervise(doing, meets=meets)
 

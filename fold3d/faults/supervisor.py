@@ -60,16 +60,16 @@ class Supervisor:
             doing: completes "failed in ...".
             meets: the body ends only when other ranks have come to the same point.
         Raises: RankError when another rank failed or cannot be reached, else what the body raised. fold3d's own errors
-            pass untold: they are raised on every rank by themselves.
+            pass untold, unless one rank may be the only one to raise them (`Fold3dError.is_everywhere`).
         """
         # One that is not open yet is opened by the body.
         said = self.progress.during(doing, meets=meets) if self._open else contextlib.nullcontext()
         with said:
             try:
                 yield
-            except Fold3dError:
-                raise
             except BaseException as error:
+                if isinstance(error, Fold3dError) and error.is_everywhere:
+                    raise
                 if not self._open or self._is_alone:
                     raise  # ended, or not built (who waits for this rank in building sees it go), or nobody is there
                 message = self._life.failure if self._life.is_raised else self.fail(error)

@@ -97,9 +97,17 @@ def trace_call(model: nn.Module, blocks: list[str], example: Mapping[str, Any], 
     recorder, kept = _record(shadow, blocks, example)
     missing = [name for name in _of_stacks_that_run(blocks, recorder.order) if name not in recorder.order]
     if missing and not (skips and recorder.order and same_library_rng_state(drawn, library_rng_state())):
-        raise TraceError(
+        said = (
             f"block '{missing[0]}' did not run in a training forward of the example ({len(missing)} of {len(blocks)} "
-            "blocks did not). Blocks that are skipped at random cannot be cut between: switch that off (such as "
+        )
+        if isinstance(model.get_submodule(missing[0]), (nn.ModuleList, nn.ModuleDict)):
+            raise TraceError(
+                f"{said}blocks did not): it is a {type(model.get_submodule(missing[0])).__name__}, which holds modules "
+                "and is not called itself. Make it a module with a forward, name modules that are called one after the "
+                'other with the setting `blocks`, or set partition="graph".'
+            )
+        raise TraceError(
+            f"{said}blocks did not). Blocks that are skipped at random cannot be cut between: switch that off (such as "
             "layerdrop), or choose other blocks with the setting `blocks`."
         )
     found = _summarise(model, recorder, form_of(example), kept, tuple(missing))
@@ -181,8 +189,9 @@ class Shadow:
             raise TraceError(
                 f"{type(self.model).__name__} could not be recorded: its forward failed on the example "
                 f"{ {k: tuple(v.shape) if isinstance(v, Tensor) else v for k, v in example.items()} } with "
-                f"{type(error).__name__}: {error}. The forward is run on tensors without the values of weights; check "
-                "that `example` has the keys and shapes of a training batch."
+                f"{type(error).__name__}: {error}. If the model says so with pp=1 and segments=1, too, mend that first "
+                "(its configuration, or the batch); else check that `example` has the keys and shapes of a training "
+                "batch: the forward is run on tensors without the values of weights."
             ) from error
 
     def decisions(self) -> Decisions:

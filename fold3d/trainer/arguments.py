@@ -255,6 +255,14 @@ class TrainingArguments(transformers.TrainingArguments):
             parts = self._parts() * config.micro_batches
             programs_of(replace(config, micro_batches=parts), constraints, dp).compute(parts)
         is_cut = constraints.segments is None or constraints.segments * config.pp * config.tp > 1
+        if "underflow_overflow" in str(self.debug):
+            if config.pp * config.tp > 1 or constraints.segments not in (1, None):
+                raise ConfigError(
+                    f"debug='underflow_overflow' is not available with pp={self.pp}, tp={self.tp} and "
+                    f"segments={self.segments}: it reads what every module returns, in a process that runs all of "
+                    "them; set all three to 1, or remove it"
+                )
+            self.segments = 1
         if self.blocks != "auto" and not is_cut:
             raise ConfigError(
                 f"blocks={self.blocks!r} has no effect with pp=1 and segments=1: the model is not cut; remove it"

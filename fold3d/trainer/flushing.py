@@ -10,6 +10,7 @@ from transformers import TrainerCallback
 from transformers.trainer_callback import CallbackHandler
 
 from fold3d.engine.engine import Engine
+from fold3d.trainer.control import ControlFlags
 
 logger = logging.getLogger(__name__)
 
@@ -23,9 +24,12 @@ class FlushingHandler(CallbackHandler):
     After a step a layer's parameters are complete only when its next forward begins. The stock callbacks read none. One
     of the user's that implements an event may: it finds them complete, at the price of waiting for them there. A
     callback that reads no weights says so with `reads_weights = False` and costs nothing.
+
+    What callbacks set of `control` on one process is set on all, see `ControlFlags`.
     """
 
     engine: Engine
+    flags: ControlFlags
     has_stepped: Event
     """Set once the optimizer is about to step."""
     _told: set[str]
@@ -36,6 +40,7 @@ class FlushingHandler(CallbackHandler):
         handler.__class__ = cls
         assert isinstance(handler, cls)
         handler.engine, handler.has_stepped, handler._told = engine, has_stepped, set()
+        handler.flags = ControlFlags(engine)
 
     def call_event(self, event: str, args: Any, state: Any, control: Any, **named: Any) -> Any:
         """Calls the callbacks, once the parameters are what they read."""
@@ -53,12 +58,27 @@ class FlushingHandler(CallbackHandler):
             self._told.update(readers)
         if readers or event == "on_train_end":  # where the weights are final
             self.engine.flush()
-        return super().call_event(event, args, state, control, **named)  # type: ignore[no-untyped-call]
+        control = super().call_event(event, args, state, control, **named)  # type: ignore[no-untyped-call]
+        self.flags.follow(event, control, state.global_step, acts_within=self._acts_within)
+        return control
+
+    def compare(self, state: Any, control: Any) -> None:
+        """The flags of `control` are those that any process has set; every process calls."""
+        self.flags.compare(control, state.global_step, acts_within=self._acts_within)
+
+    @property
+    def _acts_within(self) -> bool:
+        return any(_implements(c, event) for c in self.callbacks for event in ("on_step_begin", "on_substep_end"))
 
 
 def may_read(callback: TrainerCallback, event: str, attribute: str) -> bool:
     """Whether a callback of the user's implements `event` and does not deny with `attribute` that it reads there."""
+    return bool(getattr(callback, attribute, True)) and _implements(callback, event)
+
+
+def _implements(callback: TrainerCallback, event: str) -> bool:
+    """Whether it is the user's, and has code for `event`."""
     kind = type(callback)
-    if kind.__module__.split(".")[0] in ("transformers", "fold3d") or not getattr(callback, attribute, True):
+    if kind.__module__.split(".")[0] in ("transformers", "fold3d"):
         return False
     return getattr(kind, event, None) is not getattr(TrainerCallback, event, None)

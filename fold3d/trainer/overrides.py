@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 from collections.abc import Callable
 from typing import Any
 
 import transformers
 
+from fold3d.errors import ConfigError
 from fold3d.trainer.flushing import may_read
 
 logger = logging.getLogger(__name__)
@@ -18,6 +20,8 @@ _EVERY_STEP = (
     *("_prepare_inputs", "_prepare_input", "_get_num_items_in_batch", "_get_learning_rate", "_clip_grad_norm"),
     *("_get_grad_norm", "_track_num_input_tokens", "compute_loss_context_manager", "autocast_smart_context_manager"),
 )
+
+_READ_WEIGHTS = {"state_dict", "parameters", "named_parameters", "save_pretrained"}
 
 
 def overridden(trainer: transformers.Trainer) -> list[str]:
@@ -32,7 +36,74 @@ def overridden(trainer: transformers.Trainer) -> list[str]:
 def is_overridden(trainer: transformers.Trainer, name: str) -> bool:
     """Returns whether a class neither transformers' nor fold3d's replaces this method of the stock Trainer."""
     owner = next((kind for kind in type(trainer).__mro__ if name in vars(kind)), None)
-    return owner is not None and owner.__module__.split(".")[0] not in ("transformers", "fold3d")
+    return owner is not None and not _is_ours(owner)
+
+
+def _is_ours(kind: type) -> bool:
+    return kind.__module__.split(".")[0] in ("transformers", "fold3d", "builtins")
+
+
+def refuse_savers(trainer: transformers.Trainer) -> None:
+    """Raises ConfigError for an override that seems to read weights which this process may not have in a save.
+
+    A save would say so, too, but hours later. By the names that its code uses.
+    """
+    args: Any = trainer.args
+    if args.pp * args.tp == 1 or not getattr(trainer, "reads_weights", True):
+        return
+    for name in ("save_model", "_save_checkpoint"):
+        for kind in type(trainer).__mro__ if is_overridden(trainer, name) else ():
+            code = getattr(inspect.unwrap(vars(kind).get(name, None) or print), "__code__", None)
+            used = sorted(_READ_WEIGHTS & set(code.co_names)) if code is not None and not _is_ours(kind) else []
+            if used:
+                raise ConfigError(
+                    f"{kind.__name__}.{name} uses {used[0]}, and with pp={args.pp} and tp={args.tp} a process has a "
+                    "part of the weights: override _save(output_dir, state_dict) instead, which process 0 calls with "
+                    f"the whole state_dict, or set pp=1 and tp=1. If {name} reads no weights, set the class attribute "
+                    "reads_weights = False"
+                )
+
+
+class TrainingStepError(ConfigError):
+    """An overridden `training_step` has not called fold3d's."""
+
+    is_everywhere = False  # one that calls it now and then may call it on other ranks
+
+
+def require_super(trainer: transformers.Trainer, calls: Callable[[], int]) -> None:
+    """An overridden `training_step` that computes by itself ends the training in its first call, where that cannot be.
+
+    Args:
+        calls: how often fold3d's own has been called.
+    """
+    args: Any = trainer.args
+    if args.world_size == 1 or not is_overridden(trainer, "training_step"):
+        return
+    users = trainer.training_step
+    code = getattr(inspect.unwrap(type(trainer).training_step), "__code__", None)
+    may_call = "training_step" in getattr(code, "co_names", ())
+
+    def refusal() -> TrainingStepError:
+        return TrainingStepError(
+            f"{type(trainer).__name__}.training_step is overridden and does not call super().training_step, where "
+            f"dp={args.dp}, pp={args.pp} and tp={args.tp} do their part of the step: call it and change its inputs, or "
+            "what compute_loss makes of them; with one process it may compute by itself"
+        )
+
+    @functools.wraps(users)
+    def call(*args: Any, **named: Any) -> Any:
+        before = calls()
+        try:
+            result = users(*args, **named)
+        except Exception as error:  # it met weights of other processes
+            if calls() == before and not may_call:
+                raise refusal() from error
+            raise
+        if calls() == before:
+            raise refusal()
+        return result
+
+    setattr(trainer, "training_step", call)  # noqa: B010
 
 
 def gradient_readers(trainer: transformers.Trainer, hooks: bool) -> list[str]:

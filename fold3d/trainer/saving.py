@@ -40,9 +40,11 @@ from fold3d.checkpoint import optimizer as optimizer_file
 from fold3d.checkpoint.adapters import AdapterFiles
 from fold3d.checkpoint.names import converts_weights, persistent_buffers, saved_names, tied_groups
 from fold3d.engine.engine import Engine
-from fold3d.errors import CheckpointError, ConfigError
+from fold3d.errors import CheckpointError, ConfigError, MissingWeightsError
 from fold3d.sharding.shard import Shard
 from fold3d.trainer.arguments import TrainingArguments
+from fold3d.trainer.overrides import is_overridden
+from fold3d.weights.part_marks import state_of
 from fold3d.weights.pretrained import PretrainedFolder
 from fold3d.weights.release import is_released
 
@@ -69,6 +71,8 @@ class CheckpointingTrainer(transformers.Trainer):
     layout: OptimizerLayout | None
     _pushes = False
     """Under way to the hub, which gets what `save_model` writes."""
+    _handed: dict[str, Tensor] | None = None
+    """What a `_save` of the user's was given, while it runs."""
     _to_load: list[Callable[[], None]]
     """What waits for the model to be cut."""
 
@@ -83,7 +87,9 @@ class CheckpointingTrainer(transformers.Trainer):
         with self.engine.supervise("saving the model"), self._together(f"saving the model to {output_dir}"):
             # A checkpoint keeps the tensors as they are in memory: any run can resume from it, and from_pretrained
             # loads both forms.
-            if converts_weights(self.model) and (self._pushes or not _internal_call):
+            if self.args.world_size > 1 and is_overridden(self, "_save"):
+                self._save_as_the_user_does(output_dir)
+            elif converts_weights(self.model) and (self._pushes or not _internal_call):
                 self._save_converted(output_dir)
             else:
                 self._save(output_dir)
@@ -102,6 +108,7 @@ class CheckpointingTrainer(transformers.Trainer):
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None) -> None:
         folder = Path(output_dir or str(self.args.output_dir))
+        state_dict = self._handed if state_dict is None else state_dict
         if state_dict is not None:
             super()._save(str(folder), state_dict=state_dict)
             return
@@ -111,6 +118,26 @@ class CheckpointingTrainer(transformers.Trainer):
         sink = WeightsSink(folder, prepare=lambda: self._save_all_but_weights(folder))
         own, spread = self._own_state()
         self._stream.send(own, None, sink, spread)
+
+    def _save_as_the_user_does(self, output_dir: str) -> None:
+        """Calls an overridden `_save` where the stock Trainer would, on rank 0, with the whole state_dict, which its
+        `super()._save(output_dir)` need not be given."""
+        host = HostSink()
+        own = {**{name: self.engine.owned[name] for name in self.engine.primary}, **self.engine.buffers}
+        self._stream.send(own, None, host, self.engine.parts.spread(own))
+        if not self.args.should_save:
+            return
+        canonical = {name: group[0] for group in tied_groups(self.model) for name in group}
+        self._handed = {name: host.tensors[canonical.get(name, name)] for name in state_of(self.model)}
+        try:
+            self._save(output_dir, state_dict=self._handed)
+        except MissingWeightsError as error:
+            raise MissingWeightsError(
+                f"{type(self).__name__}._save reads weights of the model: {error}. Here take them from its argument "
+                "state_dict, which holds all of them by name"
+            ) from error
+        finally:
+            self._handed = None
 
     def _save_converted(self, output_dir: str) -> None:
         """Saves a model whose files hold other tensors than its memory (split experts); rank 0 needs all of them."""

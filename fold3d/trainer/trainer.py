@@ -37,7 +37,7 @@ from fold3d.trainer.flushing import FlushingHandler
 from fold3d.trainer.logs.parameter_count import counting_parameters
 from fold3d.trainer.logs.peak_memory import say_peaks
 from fold3d.trainer.loss_state import LossState
-from fold3d.trainer.overrides import flush_before, gradient_readers, is_overridden
+from fold3d.trainer.overrides import flush_before, gradient_readers, is_overridden, refuse_savers, require_super
 from fold3d.trainer.preemption import together
 from fold3d.trainer.reader import building_trainer
 from fold3d.trainer.refused import refuse_callbacks, refuse_model
@@ -109,8 +109,10 @@ class Trainer(SearchingTrainer):
         with building_trainer():
             super().__init__(model, args, *others, **named)
         refuse_callbacks(self.callback_handler.callbacks)
+        refuse_savers(self)
         self._place_model()
         self._evaluate_with_whole_model()
+        require_super(self, lambda: self._waiting.added)
         flush_before(self, lambda: self.engine.flush(), self.engine.topology.dp)
         if self._world is not None and args.comm_timeout is not None:  # where the stock loop gathers, too
             dist.distributed_c10d._set_pg_timeout(timedelta(seconds=args.comm_timeout), self._world)

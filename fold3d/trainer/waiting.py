@@ -24,9 +24,12 @@ class Waiting:
 
     _inputs: list[dict[str, Any]] = field(default_factory=list)
     _divisors: list[Divisors] = field(default_factory=list)
+    added: int = 0
+    """How many have ever waited."""
 
     def add(self, inputs: dict[str, Any], divisors: Divisors) -> int:
         """Keeps a micro-batch; returns how many wait."""
+        self.added += 1
         self._inputs.append(inputs)
         self._divisors.append(divisors)
         return len(self._inputs)

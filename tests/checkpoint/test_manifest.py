@@ -49,7 +49,21 @@ def test_cut_file(folder: Path, written_by: str, name: str) -> None:
 def test_missing_file(folder: Path) -> None:
     manifest.write(folder, step_index=4)
     (folder / "optimizer.pt").unlink()
-    with pytest.raises(CheckpointError, match=r"optimizer\.pt is missing"):
+    with pytest.raises(
+        CheckpointError, match=r"optimizer\.pt is missing, .* on purpose\? Then remove fold3d\.json, too"
+    ):
+        manifest.check(folder)
+    (folder / manifest.NAME).unlink()
+    manifest.check(folder)
+
+
+def test_weights_of_older_versions(folder: Path) -> None:
+    """It was said to be cut short."""
+    manifest.write(folder, step_index=4)
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    with pytest.raises(
+        CheckpointError, match=r"weights in pytorch_model\.bin, .*: load the model with from_pretrained"
+    ):
         manifest.check(folder)
 
 

@@ -246,7 +246,7 @@ def test_damaged_file_is_refused(tmp_path: Path) -> None:
 
 def test_foreign_parameters_are_refused() -> None:
     foreign = torch.optim.SGD([nn.Parameter(torch.zeros(3, 2))], lr=1.0)
-    with pytest.raises(ConfigError, match=r"1 parameter\(s\) that are not the model's.*\(3, 2\)"):
+    with pytest.raises(ConfigError, match=r"1 parameter\(s\) that are not the model's.*\(3, 2\).*register it there"):
         OptimizerLayout.restrict(foreign, {}, {})
 
 

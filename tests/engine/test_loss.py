@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import (
@@ -14,6 +16,7 @@ from transformers import (
     BertForMaskedLM,
     BertForSequenceClassification,
     CLIPVisionConfig,
+    GPT2LMHeadModel,
     LlavaConfig,
     LlavaForConditionalGeneration,
     ModernBertConfig,
@@ -22,7 +25,9 @@ from transformers import (
     T5Config,
     T5ForConditionalGeneration,
 )
+from transformers.loss.loss_utils import ForMaskedLMLoss
 
+import fold3d
 from fold3d import Engine, ParallelConfig
 from fold3d.engine.loss import token_share
 from fold3d.trace.capture import fake
@@ -110,6 +115,51 @@ def test_the_mean_over_labels_is_the_stock_loss_of_the_whole_batch(kind: str) ->
     model, batch = made[kind]().train(), ragged()
     expected = model(**batch).loss.item()
     assert first_step(model, batch) == pytest.approx(expected, rel=1e-5)
+
+
+class Own(GPT2LMHeadModel):
+    """A model of the user's with a loss of its own, over all labels."""
+
+    def forward(self, input_ids: Tensor, labels: Tensor, num_items_in_batch: Any = None, **_: Any) -> dict[str, Tensor]:
+        logits = super().forward(input_ids=input_ids).logits
+        total = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+        return {"loss": total / (labels.ne(-100).sum() if num_items_in_batch is None else num_items_in_batch)}
+
+
+@pytest.mark.parametrize("kind", ["own", "fallback", "given"])
+def test_a_class_whose_name_says_nothing_of_its_loss(kind: str) -> None:
+    """`loss_type` is None: transformers falls back to ForCausalLMLoss, where the forward asks for `loss_function`."""
+    torch.manual_seed(0)
+    model: PreTrainedModel = (Own if kind == "own" else GPT2LMHeadModel)(models.gpt2_config(layers=2)).train()
+    if kind == "given":
+        model.loss_function = ForMaskedLMLoss
+    assert model.loss_type is None
+    batch = {name: value for name, value in ragged().items() if name in ("input_ids", "labels")}
+    expected = model(**batch).loss.item() if kind != "own" else model(**batch)["loss"].item()
+    assert first_step(model, batch) == pytest.approx(expected, rel=1e-5)
+
+
+def test_the_trainer_divides_as_the_stock_one(tmp_path: Path) -> None:
+    """Which counts all labels of such a model: 4.17 by the model, 3.82 in both Trainers' logs."""
+    losses = []
+    for kind, arguments in (
+        (transformers.Trainer, transformers.TrainingArguments),
+        (fold3d.Trainer, fold3d.TrainingArguments),
+    ):
+        torch.manual_seed(0)
+        model = GPT2LMHeadModel(models.gpt2_config(layers=2))
+        batch = data.batch(ROWS, LENGTH)
+        args = arguments(
+            output_dir=str(tmp_path), use_cpu=True, max_steps=1, per_device_train_batch_size=ROWS, save_strategy="no"
+        )
+        args.logging_steps, args.report_to, args.disable_tqdm = 1, [], True
+        samples = [{"input_ids": row, "labels": row} for row in batch["input_ids"]]
+        trainer = kind(model=model, args=args, train_dataset=samples)
+        expected = model.train()(input_ids=batch["input_ids"], labels=batch["input_ids"]).loss.item()
+        trainer.train()
+        losses.append(trainer.state.log_history[0]["loss"])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+    assert losses[0] == pytest.approx(expected * (LENGTH - 1) / LENGTH, rel=1e-5)
 
 
 def test_labels_that_are_shifted_already() -> None:

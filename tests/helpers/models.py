@@ -253,11 +253,14 @@ def build(
     """Returns the language model of `config` in train mode; device="meta" allocates nothing.
 
     The values are drawn in float32 and then cast, so float64 tests compare against the same numbers.
-    Biases and norms, which stock initialisation leaves at 0 and 1, get noise: mistakes in them must show.
+    Biases and norms, which stock initialisation leaves at 0 and 1, get noise: mistakes in them must show. GPT-2 says
+    what its loss is: without that the stock Trainer, many a test's reference, divides it by other labels than it reads.
     """
     with torch.random.fork_rng(devices=[]), torch.device(device):
         torch.manual_seed(seed)
         model: PreTrainedModel = kind.from_config(config)
+        if kind is AutoModelForCausalLM and model.loss_type is None:
+            model.loss_type = "ForCausalLM"
         if device != "meta":
             with torch.no_grad():
                 for parameter in model.parameters():

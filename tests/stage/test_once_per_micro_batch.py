@@ -64,6 +64,84 @@ def test_buffers_in_front_of_the_blocks(ranks: RankPool) -> None:
             torch.testing.assert_close(buffers[name], value, rtol=1e-12, atol=1e-14, msg=name)
 
 
+class Counts(nn.Module):
+    """A layer that counts its runs, and computes with the count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4, dtype=torch.float64)
+        self.runs = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.runs += 1
+        return self.linear(x / self.runs).tanh()
+
+
+class Remembers(nn.Module):
+    """Keeps numbers, text, lists and tensors as plain attributes, and computes with them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.n, self.begun = 0, False
+        self.seen: list[float] = []
+        self.by_size: dict[int, list[int]] = {}
+        self.mean, self.total = None, torch.zeros((), dtype=torch.float64)
+        self.layers = nn.ModuleList(Counts() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.n += 1
+        self.begun = True
+        self.made = getattr(self, "made", 0) + 2
+        self.seen.append(x.mean().item())
+        self.by_size.setdefault(len(x), []).append(self.n)
+        self.mean = x.mean() if self.mean is None else 0.9 * self.mean + 0.1 * x.mean()
+        self.total += x.mean()
+        x = x * self.n + self.mean + self.total + sum(self.seen) + self.made + len(self.by_size[len(x)])
+        for layer in self.layers:
+            x = layer(x)
+        self.last = x  # has a gradient: nothing to count
+        return x.square().mean()
+
+
+def remembered(layout: dict[str, Any]) -> list[Any]:
+    """Returns the losses of two steps of three micro-batches, and what the model remembers then."""
+    torch.manual_seed(0)
+    model = Remembers()
+    batch = {"x": torch.randn(12, 4, dtype=torch.float64)}
+    engine = Engine(model, ParallelConfig(micro_batches=3, blocks="layers", **layout), optimizer=SGD)
+    losses = [engine.step(batch).loss.item() for _ in range(2)]
+    engine.close()
+    assert model.mean is not None
+    found = [model.n, model.begun, model.made, model.seen, model.by_size, model.mean.item(), model.total.item()]
+    return [losses, *found, [layer.runs for layer in model.layers]]
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"segments": 2},
+        {"segments": 4},
+        {"segments": 1, "recompute": "full"},
+        {"segments": 2, "recompute": "full"},
+        {"segments": 2, "recompute": "blocks"},
+    ],
+    ids=str,
+)
+def test_plain_attributes(layout: dict[str, Any]) -> None:
+    """The count of a model in two segments was 12 for 6 micro-batches, and it computed with the wrong one."""
+    alone = remembered({"segments": 1})
+    assert alone[1] == 6 and alone[-1] == [6] * 4
+    found = remembered(layout)
+    assert found[0] == pytest.approx(alone[0], rel=1e-12) and found[1:] == alone[1:]
+
+
+def test_plain_attributes_in_stages(ranks: RankPool) -> None:
+    alone = remembered({"segments": 1})
+    for rank, found in enumerate(ranks.run(remembered, 2, {"pp": 2, "segments": 2, "recompute": "full"})):
+        assert found[0] == pytest.approx(alone[0], rel=1e-12) and found[1:-1] == alone[1:-1]
+        assert found[-1][rank::2] == [6, 6], "its own layers"
+
+
 class Chain(nn.Module):
     """A chain of layers."""
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from fold3d.errors import TraceError
 from fold3d.stage.split_model import SplitModel
 from fold3d.trace import SplitError, trace
 from fold3d.trace.arguments import Arguments
@@ -250,3 +251,24 @@ def test_a_loss_of_weights_that_lie_elsewhere(computed: Any) -> None:
     borders, _ = first.run(0, lambda: first._model(**tokens()), [], None)
     with pytest.raises(SplitError, match=r"uses a part of the model by itself \(.* another process.* set pp=1"):
         last.run(1, lambda: computed(last._model, last._model(**tokens())), borders, None)
+
+
+def test_a_container_is_not_called() -> None:
+    """It was said that layerdrop skips it."""
+
+    class Pairs(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(
+                nn.ModuleDict({"up": nn.Linear(4, 8), "down": nn.Linear(8, 4)}) for _ in range(3)
+            )
+
+        def forward(self, x: Any) -> Any:
+            for layer in self.layers:
+                x = layer["down"](layer["up"](x))
+            return x
+
+    with pytest.raises(
+        TraceError, match=r"'layers\.0' did not run .* it is a ModuleDict, which holds modules and is not"
+    ):
+        trace(Pairs(), blocks="layers", example={"x": torch.zeros(2, 4)})

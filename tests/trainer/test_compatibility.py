@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import accelerate
 import pytest
 import torch
 import torch.distributed.fsdp
@@ -84,6 +85,39 @@ def test_models_that_are_refused(change: Callable[..., None], words: str) -> Non
     change(model)
     with pytest.raises(ConfigError, match=words):
         Trainer(model, made(), train_dataset=[])
+
+
+def test_models_that_accelerate_prepared_are_refused(tmp_path: Path) -> None:
+    """Its forward hides what the model's own takes. The way back that the message names is one."""
+    model = torch.nn.Linear(2, 2)
+    accelerator = accelerate.Accelerator(cpu=True, mixed_precision="bf16")
+    prepared = accelerator.prepare(model)
+    with pytest.raises(ConfigError, match="prepared by accelerate"):
+        Trainer(prepared, made(output_dir=str(tmp_path)), train_dataset=[])
+    with pytest.raises(ConfigError, match="prepared by accelerate"):
+        fold3d.Engine(prepared, fold3d.ParallelConfig())
+    plain = accelerator.unwrap_model(prepared, keep_fp32_wrapper=False)
+    fold3d.Engine(plain, fold3d.ParallelConfig()).close()
+
+
+def test_a_model_of_an_earlier_training_is_not(tmp_path: Path) -> None:
+    """fold3d's own accelerator prepares it as well."""
+    model = torch.nn.Linear(2, 2)
+    args = made(output_dir=str(tmp_path), bf16=True)
+    first = Trainer(model, args, train_dataset=[])
+    first.accelerator.prepare_model(model)
+    assert "_original_forward" in vars(model)
+    Trainer(model, args, train_dataset=[])
+
+
+@pytest.mark.parametrize("layout", [{"pp": 2}, {"tp": 2}, {"segments": 2}], ids=str)
+def test_debugging_a_cut_model_is_refused(monkeypatch: pytest.MonkeyPatch, layout: dict[str, int]) -> None:
+    """Its hooks met tensors of other chunks in the middle of a step."""
+    monkeypatch.setenv("WORLD_SIZE", str(layout.get("pp", 1) * layout.get("tp", 1)))
+    with pytest.raises(ConfigError, match=r"^debug='underflow_overflow' is not available with pp="):
+        made(debug="underflow_overflow", **layout)
+    monkeypatch.delenv("WORLD_SIZE")
+    assert made(debug="underflow_overflow").segments == 1
 
 
 @pytest.mark.parametrize("inside", [False, True])

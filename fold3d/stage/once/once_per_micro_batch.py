@@ -21,8 +21,8 @@ class OncePerMicroBatch:
     """Around each chunk's run of a micro-batch, in a process that has several, or where a chunk runs twice.
 
     The model's code in front of its blocks runs for every chunk, and all of a chunk that recomputes runs again. What is
-    drawn from Python's and numpy's generators is drawn once (`DrawnNumbers`), what is changed of buffers is changed
-    once (`ChangedBuffers`); to change what the model is called with is an error.
+    drawn from Python's and numpy's generators is drawn once (`DrawnNumbers`), what is changed of buffers and modules'
+    attributes is changed once (`ChangedBuffers`); to change what the model is called with is an error.
     """
 
     def __init__(self, model: nn.Module, blocks: Sequence[str]) -> None:

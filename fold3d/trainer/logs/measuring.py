@@ -11,6 +11,7 @@ from fold3d.observe.step_breakdown import gather_records
 from fold3d.observe.timeline import write_trace
 from fold3d.observe.timeline_picture import write_picture
 from fold3d.trainer.evaluation.evaluating import EvaluatingTrainer
+from fold3d.trainer.flushing import FlushingHandler
 from fold3d.trainer.logs.console import printing_lines
 from fold3d.trainer.logs.device_flops import peak_flops
 from fold3d.trainer.logs.parameter_count import WholeSizes
@@ -21,6 +22,7 @@ from fold3d.trainer.logs.throughput import Throughput
 class MeasuringTrainer(EvaluatingTrainer):
     """The measuring half of `fold3d.Trainer`."""
 
+    callback_handler: FlushingHandler
     _throughput: Throughput
     _flops_per_token: float | None
     _whole_sizes: WholeSizes
@@ -52,6 +54,11 @@ class MeasuringTrainer(EvaluatingTrainer):
             self._write_timeline()
         if self.control.should_log and self.state.global_step > self._globalstep_last_logged:
             self._measured = self._measure()
+        if self.control.should_log and self.args.world_size > 1:
+            # The stock method logs, evaluates and saves. What `on_log` asks for on one process, all must know before.
+            self.callback_handler.flags.put_off_all_but_logs(self.control)
+            super()._maybe_log_save_evaluate(*args, **named)
+            self.callback_handler.compare(self.state, self.control)
         super()._maybe_log_save_evaluate(*args, **named)
 
     def _measure(self) -> dict[str, float]:

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from fold3d.comms.tree_group import TreeGroup
+from fold3d.engine.arguments import PREPARED
 from fold3d.errors import ConfigError
 from fold3d.topology import Topology
 from fold3d.trainer.replicas.streams import ReplicaStream, is_stream
@@ -84,6 +85,7 @@ class ReplicaAccelerator(Accelerator):  # type: ignore[misc]
         plugin = self.state.dynamo_plugin
         backend, plugin.backend = plugin.backend, DynamoBackend.NO  # the engine compiles it, block by block
         try:
+            PREPARED.add(model)
             return super().prepare_model(model, device_placement=False, evaluation_mode=True)
         finally:
             plugin.backend = backend
