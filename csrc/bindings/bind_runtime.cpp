@@ -287,7 +287,9 @@ void bind_offload(py::module_& module) {
       .def_readonly("pool_bytes", &OffloadCounters::pool_bytes)
       .def_readonly("pool_peak", &OffloadCounters::pool_peak)
       .def_readonly("late", &OffloadCounters::late);
-  module.def("available_host_bytes", &memory::available_host_bytes, "What the host, or the control group, has left.");
+  module.def(
+      "available_host_bytes", [] { return memory::available_host_bytes(); },
+      "What the host, or the control group, has left.");
 }
 
 void bind_runtime(py::module_& module) {

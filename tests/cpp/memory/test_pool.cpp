@@ -12,7 +12,6 @@
 #include <array>
 #include <cerrno>
 #include <cstddef>
-#include <cstdlib>
 #include <cstring>
 #include <filesystem>
 #include <map>
@@ -21,8 +20,8 @@
 #include <thread>
 
 #include "harness/complaint.h"
+#include "harness/folder.h"
 #include "memory/disk_tier.h"
-#include "memory/host_memory.h"
 #include "memory/host_pool.h"
 #include "memory/host_tier.h"
 #include "memory/slot/slots.h"
@@ -33,6 +32,7 @@ namespace {
 
 using test::complaint_of;
 using test::contains;
+using test::Folder;
 
 HostPool::MakeTier in_memory() {
   return [](std::size_t bytes) { return std::make_shared<HostTier>(bytes); };
@@ -73,20 +73,6 @@ TEST(Slots, TheSmallestPartThatFitsIsTaken) {
   slots.give_back(10, 30);
   EXPECT_EQ(slots.take(20), 10u);  // of 30 and 50 free
 }
-
-class Folder {
- public:
-  Folder() {
-    std::string name = (std::filesystem::temp_directory_path() / "fold3d-pool-XXXXXX").string();
-    if (::mkdtemp(name.data()) == nullptr) throw std::runtime_error("mkdtemp");
-    path_ = name;
-  }
-  ~Folder() { std::filesystem::remove_all(path_); }
-  std::string path() const { return path_; }
-
- private:
-  std::string path_;
-};
 
 void expect_what_was_written(Tier& tier) {
   std::mt19937 random(3);
@@ -286,12 +272,6 @@ TEST(HostPool, OneWithoutASizeReservesWhatIsAskedForAtOnceAndMoreWhenItMust) {
   pool.reserve(57'344);
   EXPECT_EQ(made.back(), 8192u) << "what is free counts: slots may lie in several pieces";
   EXPECT_EQ(made.size(), 3u);
-}
-
-TEST(HostMemory, IsKnownAndReadable) {
-  EXPECT_GT(available_host_bytes(), 0);
-  EXPECT_EQ(size_text(999), "999 B");
-  EXPECT_EQ(size_text(7'980'000'000), "7.98 GB");
 }
 
 }  // namespace
