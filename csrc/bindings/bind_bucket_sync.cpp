@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "bindings/signals.h"
+#include "comm/arbiter/own_process.h"
 #include "comm/base/clock.h"
 #include "comm/ring/bucket_sync.h"
 #include "comm/ring/credits.h"
@@ -37,6 +38,7 @@ comm::Collective collective_of(int bucket, const at::Tensor& tensor, double scal
     throw std::invalid_argument("the tensor of bucket " + std::to_string(bucket) + " must be " + what);
   };
   if (!tensor.is_contiguous() || tensor.dim() != 1) reject("flat and contiguous");
+  if (tensor.is_conj() || tensor.is_neg()) reject("no conjugate or negative view");  // a copy would be summed
   if (tensor.device().type() != device.type()) reject("on device " + device.str() + ", not " + tensor.device().str());
   const comm::Tensor wrapped = runtime::wrap(tensor);
   comm::Element element = comm::Element::kOther;
@@ -89,7 +91,7 @@ class PyBucketSync {
     };
     auto reduce_stream = stream(Traffic::kReduce);
     auto gather_stream = stream(Traffic::kGather);
-    sync_ = std::make_shared<comm::BucketSync>(
+    sync_ = comm::make_for_process<comm::BucketSync>(
         comm::BucketSync::Options{
             .timeout = milliseconds(timeout_seconds), .name = name, .size = size, .while_waiting = &handle_signals},
         std::move(arbiter), std::move(reduce_stream), std::move(gather_stream));
@@ -150,7 +152,7 @@ class PyBucketSync {
     gathered_.clear();
     // The streams' threads may free tensors while they end, and freeing one that Python has seen takes the GIL.
     const py::gil_scoped_release release;
-    sync->close();
+    if (process_.is_here()) sync->close();
     sync.reset();
   }
 
@@ -178,6 +180,7 @@ class PyBucketSync {
     marks[collective.bucket] = std::static_pointer_cast<runtime::TensorBuffer>(collective.buffer);
   }
 
+  const comm::OwnProcess process_;
   const c10::Device device_;
   const bool by_library_;
   const std::shared_ptr<comm::Credits> credits_;   // of rings

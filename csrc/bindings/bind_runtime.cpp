@@ -10,6 +10,7 @@
 
 #include "bindings/saved_tensor_hooks.h"
 #include "bindings/signals.h"
+#include "comm/arbiter/own_process.h"
 #include "comm/base/clock.h"
 #include "comm/base/errors.h"
 #include "comm/base/moment.h"
@@ -117,7 +118,7 @@ class PyExecutor {
     if (offload) {
       offload->timeout = comm::milliseconds(timeout_seconds);
       offload->while_waiting = &handle_signals;
-      offloader = std::make_shared<runtime::Offloader>(py::cast<c10::Device>(device), *std::move(offload), clock);
+      offloader = comm::make_for_process<runtime::Offloader>(py::cast<c10::Device>(device), *std::move(offload), clock);
     }
     if (pp > 1) {
       const runtime::GroupNames names{groups.at("send_forward"), groups.at("recv_forward"), groups.at("send_backward"),
@@ -136,7 +137,7 @@ class PyExecutor {
       communicator_ = runtime::make_communicator(options, py::cast<c10::Device>(device), names, peers, arbiter,
                                                  std::move(landing), clock);
     }
-    executor_ = std::make_shared<runtime::Executor>(
+    executor_ = comm::make_for_process<runtime::Executor>(
         communicator_, stage, std::vector<std::shared_ptr<runtime::Chunk>>(chunks_.begin(), chunks_.end()),
         std::move(offloader), std::move(clock));
   }
@@ -287,7 +288,9 @@ void bind_offload(py::module_& module) {
       .def_readonly("pool_bytes", &OffloadCounters::pool_bytes)
       .def_readonly("pool_peak", &OffloadCounters::pool_peak)
       .def_readonly("late", &OffloadCounters::late);
-  module.def("available_host_bytes", &memory::available_host_bytes, "What the host, or the control group, has left.");
+  module.def(
+      "available_host_bytes", [] { return memory::available_host_bytes(); },
+      "What the host, or the control group, has left.");
 }
 
 void bind_runtime(py::module_& module) {

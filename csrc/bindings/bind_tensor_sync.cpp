@@ -6,6 +6,7 @@
 
 #include "bindings/bindings.h"
 #include "bindings/signals.h"
+#include "comm/arbiter/own_process.h"
 #include "comm/base/clock.h"
 #include "comm/tcp/tcp_ring_peers.h"
 #include "comm/tensor/tensor_sync.h"
@@ -27,13 +28,14 @@ class PyTensorSync {
                const std::string& name, const std::shared_ptr<comm::TcpRingPeers>& peers, const core::Hosts& hosts)
       : name_(std::move(group)), rank_(rank), size_(size) {
     if (peers) {
-      sync_ = std::make_shared<comm::TensorSync>(comm::TensorSync::Options{.rank = rank,
-                                                                           .size = size,
-                                                                           .hosts = hosts,
-                                                                           .timeout = milliseconds(timeout_seconds),
-                                                                           .name = name,
-                                                                           .while_waiting = &handle_signals},
-                                                 peers->tensor_connection(), std::move(arbiter));
+      sync_ =
+          comm::make_for_process<comm::TensorSync>(comm::TensorSync::Options{.rank = rank,
+                                                                             .size = size,
+                                                                             .hosts = hosts,
+                                                                             .timeout = milliseconds(timeout_seconds),
+                                                                             .name = name,
+                                                                             .while_waiting = &handle_signals},
+                                                   peers->tensor_connection(), std::move(arbiter));
       account_ = sync_->account();
       group_ = std::make_shared<ops::RingGroup>(sync_);
     } else {
@@ -88,6 +90,7 @@ class PyTensorSync {
   }
 
   void close() {
+    if (!process_.is_here()) return;
     const py::gil_scoped_release release;
     ops::remove_group(name_, group_.get());
     if (sync_) sync_->close();
@@ -95,6 +98,7 @@ class PyTensorSync {
   }
 
  private:
+  const comm::OwnProcess process_;
   const std::string name_;
   const int rank_, size_;
   std::shared_ptr<comm::TensorSync> sync_;   // over connections of our own,

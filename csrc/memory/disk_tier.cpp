@@ -1,6 +1,7 @@
 #include "memory/disk_tier.h"
 
 #include <fcntl.h>
+#include <sys/stat.h>
 #include <sys/statvfs.h>
 #include <unistd.h>
 
@@ -28,15 +29,17 @@ std::string free_space(const std::string& folder) {
                   "; free space there, name another folder, lower offload_pool, or offload less (setting offload)");
 }
 
-/// A file of the folder that only this process sees; its name is gone when this returns.
+/// A file of the folder that only this process sees; its name, if it ever had one, is gone when this returns. Below 0:
+/// errno says why.
 int open_nameless(const std::string& folder, int flags) {
+  const int nameless = ::open(folder.c_str(), O_TMPFILE | O_RDWR | O_CLOEXEC | flags, S_IRUSR | S_IWUSR);
+  if (nameless >= 0) return nameless;
+  // Some file systems only know files with names. Whatever else was wrong is wrong with these, too.
   std::string path = folder + "/fold3d-offload-XXXXXX";
   const int file = ::mkostemp(path.data(), O_CLOEXEC | flags);
-  if (file >= 0) {
-    ::unlink(path.c_str());
-  } else {
-    ::unlink(path.c_str());  // a file system that refuses O_DIRECT may have made it all the same
-  }
+  const int error = errno;
+  ::unlink(path.c_str());  // also without a descriptor: who refuses O_DIRECT may have made it all the same
+  errno = error;
   return file;
 }
 
@@ -51,7 +54,7 @@ std::shared_ptr<std::byte> aligned_block(std::size_t bytes) {
 DiskTier::DiskTier(std::size_t bytes, const std::string& folder)
     : bytes_(bytes), folder_(folder), out_(aligned_block(kBlock)), in_(aligned_block(kBlock)) {
   file_ = open_nameless(folder, O_DIRECT);
-  if (file_ < 0) file_ = open_nameless(folder, 0);
+  if (file_ < 0 && errno == EINVAL) file_ = open_nameless(folder, 0);  // a file system without it
   if (file_ < 0) fail(folder, "no file can be made there", errno);
   if (const int error = ::posix_fallocate(file_, 0, static_cast<off_t>(bytes)); error != 0) {
     const std::string free = free_space(folder);

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
@@ -27,9 +28,15 @@ class BuiltRank:
     memory: MemoryWatch
     undo: ExitStack = field(repr=False)
     """Closes what communicates."""
+    process: int = field(default_factory=os.getpid, repr=False)
 
     def close(self) -> None:
-        """Ends the threads and destroys the groups, once the weights are final."""
+        """Ends the threads and destroys the groups, once the weights are final.
+
+        Does nothing in a forked child, which comes here when its interpreter ends: threads and groups are its parent's.
+        """
+        if os.getpid() != self.process:
+            return
         if self.supervisor.progress.life.failure is None:
             self.sync.finish()
         self.supervisor.close()

@@ -164,6 +164,8 @@ def test_what_cannot_be_synchronised_is_refused() -> None:
             sync.reduce(0, torch.zeros(4, dtype=torch.bfloat16), 1.0)
         with pytest.raises(ValueError, match="flat and contiguous"):
             sync.gather(0, torch.zeros(4, 2)[:, 0])
+        with pytest.raises(ValueError, match="no conjugate or negative view"):
+            sync.reduce(0, torch._neg_view(torch.zeros(4)), 1.0)
         with pytest.raises(RuntimeError, match="was not handed to reduce"):
             sync.wait_reduced(0)
 

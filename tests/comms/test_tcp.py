@@ -13,7 +13,7 @@ import torch
 
 from fold3d import _C
 from fold3d.comms.groups import QUEUES
-from fold3d.schedule import generate, lower
+from fold3d.schedule import forward_only, generate, lower
 
 SECRET = "s" * 64
 HOST = "127.0.0.1"
@@ -136,3 +136,37 @@ def test_a_damaged_message_is_refused(head: torch.Tensor, error: str) -> None:
         executor.run(lower(generate("1f1b", pp=2, segments=1, micro_batches=1), reduce=False), 1, False, [0])
     assert [(list(t.shape), t.element_size()) for t in arrived] == ([] if error else [([2], int(head[33]))])
     executor.close()
+
+
+def test_conjugate_and_negative_views_arrive_with_their_values() -> None:
+    """Such a view has other bits in memory than its values; complex positions (RoPE) and `x.conj().imag` are ones."""
+    one = torch.tensor([1 + 2j, 3 - 4j])
+    sent = [one.conj(), one.conj().imag, one.conj().conj(), torch.ones(2, 3).t()]
+    assert [(x.is_conj(), x.is_neg()) for x in sent] == [(True, False), (False, True), (False, False), (False, False)]
+    first, second = _C.TcpPeers(0, 2, HOST, SECRET), _C.TcpPeers(1, 2, HOST, SECRET)
+    assert connect_both(first, second, 30.0) == []
+    arrived: list[torch.Tensor] = []
+
+    def give(micro_batch: int, inputs: list[torch.Tensor]) -> tuple[list[torch.Tensor], None]:
+        return sent, None
+
+    def take(micro_batch: int, inputs: list[torch.Tensor]) -> tuple[list[torch.Tensor], None]:
+        arrived.extend(inputs)
+        return [], None
+
+    forwards = lower(forward_only(2, 1, 1), reduce=False)
+    executors = [
+        _C.Executor(
+            [types.SimpleNamespace(forward=forward, reduce=None)],
+            *(stage, 2, dict.fromkeys(QUEUES, ""), torch.device("cpu"), 30.0, f"stage {stage}", peers),
+        )
+        for stage, (forward, peers) in enumerate(((give, first), (take, second)))
+    ]
+    giving = threading.Thread(target=executors[0].run, args=(forwards, 0, False, [0]))
+    giving.start()
+    executors[1].run(forwards, 1, False, [0])
+    giving.join()
+    for executor in executors:
+        executor.close()
+    for got, value in zip(arrived, sent, strict=True):
+        assert torch.equal(got, value.resolve_conj().resolve_neg())

@@ -98,6 +98,7 @@ void NicArbiter::ends(std::size_t kind, std::int64_t count) noexcept {
 }
 
 void NicArbiter::take_back() noexcept {
+  if (!process_.is_here()) return;
   for (std::size_t kind = 0; kind < kNumKinds; ++kind) {
     const std::int64_t count = own_[kind].exchange(0);
     if (count > 0) ends(kind, count);

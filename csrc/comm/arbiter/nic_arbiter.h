@@ -7,6 +7,7 @@
 #include <limits>
 #include <string>
 
+#include "comm/arbiter/own_process.h"
 #include "comm/arbiter/shared_memory.h"
 #include "core/network/hold_rule.h"
 
@@ -53,7 +54,7 @@ class NicArbiter {
   /// CommError when the memory cannot be had or is another version's.
   explicit NicArbiter(const std::string& shared_name);
   NicArbiter(const std::string& shared_name, const Options& options);
-  /// Takes back what this object announced and did not end.
+  /// Takes back what this object announced and did not end; nothing in a forked child, whose parent goes on with it.
   ~NicArbiter();
   NicArbiter(const NicArbiter&) = delete;
   NicArbiter& operator=(const NicArbiter&) = delete;
@@ -136,6 +137,7 @@ class NicArbiter {
   Held hold_for(const Urgency& urgency, std::int64_t limit_ns);
   std::int64_t hold_slice(const Urgency& urgency, std::int64_t limit_ns);
 
+  const OwnProcess process_;
   const core::HoldRule rule_;
   const bool preempt_;
   SharedMemory memory_;

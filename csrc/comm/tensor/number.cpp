@@ -2,7 +2,9 @@
 
 #include <bit>
 #include <cmath>
+#include <limits>
 #include <stdexcept>
+#include <type_traits>
 
 #include "core/bfloat16.h"
 
@@ -55,9 +57,14 @@ struct BFloat {
   static std::uint16_t store(float value) { return core::to_bfloat16(value); }
 };
 
+/// The same bits whichever comes first, as every rank begins with another: one NaN for all, and +0 above -0.
 template <class Value>
 Value larger(Value a, Value b) {
-  return a > b || a != a ? a : b;
+  if constexpr (std::is_floating_point_v<Value>) {
+    if (a != a || b != b) return std::numeric_limits<Value>::quiet_NaN();
+    if (a == b) return std::signbit(a) ? b : a;
+  }
+  return a > b ? a : b;
 }
 
 template <class Format, class Operation>

@@ -15,8 +15,9 @@ enum class Reduction : std::uint8_t { kSum, kMax };
 /// Bytes of an element; 1 for kOther.
 std::size_t element_bytes(Number number);
 
-/// into[i] = a[i] + b[i], or the larger one; a NaN stays one. Elements of 16 bits are added in float32 and rounded to
-/// the nearest, ties to even. Equally long, without a partial element, aligned to elements; `into` may be `a`. Throws
+/// into[i] = a[i] + b[i], or the larger one, whose bits are the same with a and b exchanged: +0 is above -0, and a NaN
+/// of either makes the one with no payload. Elements of 16 bits are added in float32 and rounded to the nearest, ties
+/// to even. Equally long, without a partial element, aligned to elements; `into` may be `a`. Throws
 /// std::invalid_argument for kOther.
 void combine(Number number, Reduction reduction, std::span<std::byte> into, std::span<const std::byte> a,
              std::span<const std::byte> b);

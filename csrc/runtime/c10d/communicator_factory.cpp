@@ -2,6 +2,7 @@
 
 #include <utility>
 
+#include "comm/arbiter/own_process.h"
 #include "comm/tcp/transport_tcp.h"
 #include "runtime/device/tensor_allocator.h"
 
@@ -21,8 +22,8 @@ std::shared_ptr<comm::Communicator> make_communicator(const comm::Options& optio
     transport = std::make_unique<C10dTransport>(groups, device, std::move(clock), std::move(watch), options.hosts,
                                                 options.stage);
   }
-  return std::make_shared<comm::Communicator>(std::move(transport), options, std::move(arbiter),
-                                              std::make_unique<TensorAllocator>(device), std::move(landing));
+  return comm::make_for_process<comm::Communicator>(std::move(transport), options, std::move(arbiter),
+                                                    std::make_unique<TensorAllocator>(device), std::move(landing));
 }
 
 }  // namespace fold3d::runtime

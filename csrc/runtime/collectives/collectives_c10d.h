@@ -26,8 +26,9 @@
 namespace fold3d::runtime {
 
 /// Reduce-scatters or all-gathers of device memory by the group's library (NCCL), on a stream beside the compute
-/// stream. Sums have the library's order. Once its last slice is launched a collective is usable by streams that wait
-/// for a mark: `ready` of its buffer has that of the sums then, `gathered` that of a gather.
+/// stream. Sums have the library's order, which may follow the length of a slice. Once its last slice is launched a
+/// collective is usable by streams that wait for a mark: `ready` of its buffer has that of the sums then, `gathered`
+/// that of a gather.
 ///
 /// Where messages of the pipeline go over the same cards, it goes in slices (core::SliceRule), and a thread asks the
 /// arbiter before each: a slice is held back, for a bounded time, while a message that is ready is on its way. At most

@@ -6,7 +6,8 @@
 namespace fold3d::runtime {
 
 comm::Tensor wrap(const at::Tensor& tensor) {
-  at::Tensor detached = tensor.detach().contiguous();
+  // What travels is memory, in which a conjugate or negative view has other bits than its values.
+  at::Tensor detached = tensor.detach().resolve_conj().resolve_neg().contiguous();
   comm::Tensor out;
   out.desc.dtype = static_cast<std::uint8_t>(detached.scalar_type());
   out.desc.element_bytes = static_cast<std::uint8_t>(detached.element_size());

@@ -31,6 +31,13 @@ Dtype dtype_of(const at::Tensor& tensor) {
   }
 }
 
+/// Memory that is about to be written to; autograd, which may have kept the tensor for a backward, hears of it.
+template <class Element = void>
+Element* written(const at::Tensor& tensor) {
+  tensor.unsafeGetTensorImpl()->bump_version();
+  return static_cast<Element*>(tensor.mutable_data_ptr());
+}
+
 /// Of a number in host memory.
 double value_of(const at::Tensor& number) {
   return number.scalar_type() == at::kDouble ? *number.const_data_ptr<double>() : *number.const_data_ptr<float>();
@@ -57,7 +64,7 @@ void check_squares(const at::Tensor& flat, const at::Tensor& result) {
 void squares_cpu(const at::Tensor& flat, const at::Tensor& result) {
   check_squares(flat, result);
   kernels::cpu::squares(dtype_of(flat), flat.const_data_ptr(), static_cast<std::size_t>(flat.numel()),
-                        result.mutable_data_ptr<double>());
+                        written<double>(result));
 }
 
 /// What the operator was called with, as the kernel takes it.
@@ -102,11 +109,11 @@ Adamw adamw_of(at::TensorList weights, at::TensorList gradients, at::TensorList 
     if (!masters.empty()) check(masters[i], at::kFloat, "master weight");
     check_number(steps[i], weight, at::kFloat, "adamw_: a step");
     const bool on_host = steps[i].is_cpu();
-    out.tensors.push_back({.weight = weight.mutable_data_ptr(),
-                           .master = masters.empty() ? nullptr : masters[i].mutable_data_ptr<float>(),
+    out.tensors.push_back({.weight = written(weight),
+                           .master = masters.empty() ? nullptr : written<float>(masters[i]),
                            .gradient = gradients[i].const_data_ptr(),
-                           .mean = means[i].mutable_data_ptr(),
-                           .square = squares[i].mutable_data_ptr(),
+                           .mean = written(means[i]),
+                           .square = written(squares[i]),
                            .step_at = on_host ? nullptr : steps[i].const_data_ptr<float>(),
                            .step = on_host ? value_of(steps[i]) : 0,
                            .count = static_cast<std::size_t>(weight.numel())});
@@ -130,6 +137,7 @@ std::vector<kernels::Part> parts_of(at::TensorList parts, at::IntArrayRef offset
               "the buffer of parts must be flat bytes");
   std::vector<kernels::Part> out;
   out.reserve(parts.size());
+  std::uint8_t* const packed = back ? nullptr : written<std::uint8_t>(buffer);
   for (std::size_t i = 0; i < parts.size(); ++i) {
     const auto bytes = static_cast<std::int64_t>(parts[i].nbytes());
     TORCH_CHECK(parts[i].is_contiguous() && parts[i].device() == buffer.device(), "part ", i,
@@ -138,9 +146,9 @@ std::vector<kernels::Part> parts_of(at::TensorList parts, at::IntArrayRef offset
                 offsets[i], " is not within the ", buffer.numel(), " bytes of the buffer");
     const auto size = static_cast<std::size_t>(bytes);
     if (back) {
-      out.push_back({buffer.const_data_ptr<std::uint8_t>() + offsets[i], parts[i].mutable_data_ptr(), size});
+      out.push_back({buffer.const_data_ptr<std::uint8_t>() + offsets[i], written(parts[i]), size});
     } else {
-      out.push_back({parts[i].const_data_ptr(), buffer.mutable_data_ptr<std::uint8_t>() + offsets[i], size});
+      out.push_back({parts[i].const_data_ptr(), packed + offsets[i], size});
     }
   }
   return out;
@@ -165,7 +173,7 @@ void squares_cuda(const at::Tensor& flat, const at::Tensor& result) {
   const at::Tensor partial =
       at::empty({static_cast<std::int64_t>(2 * kernels::squares_blocks(count))}, result.options());
   kernels::cuda::squares(dtype_of(flat), flat.const_data_ptr(), count, partial.mutable_data_ptr<double>(),
-                         result.mutable_data_ptr<double>(), stream_of(flat));
+                         written<double>(result), stream_of(flat));
 }
 
 void adamw_cuda(at::TensorList weights, at::TensorList gradients, at::TensorList means, at::TensorList squares,

@@ -230,5 +230,24 @@ TEST(SharedGate, AProcessKilledInTheMiddleOfAMessageCostsPatienceOnly) {
   EXPECT_EQ(arbiter.hold(Direction::kReceive, Traffic::kReduce), 0);  // and other kinds never notice
 }
 
+TEST(SharedGate, AForkedCopyTakesBackNothing) {
+  using Ending = std::function<void(std::unique_ptr<NicArbiter>&)>;
+  const Ending destroys = [](auto& arbiter) { arbiter.reset(); }, opens = [](auto& arbiter) { arbiter->open(); };
+  for (const Ending& end : {destroys, opens}) {
+    const SharedName name("forked");
+    NicArbiter other(name.text(), kPatient);
+    auto mine = std::make_unique<NicArbiter>(name.text(), kPatient);
+    mine->message_begins(Direction::kSend, 1);
+    Child child([&] { end(mine); });
+    EXPECT_TRUE(child.succeeded());
+    EXPECT_GT(other.hold(Direction::kSend, Traffic::kReduce, kMillisecond), 0) << "the parent's message is under way";
+    mine->message_ends(Direction::kSend);
+    mine->message_begins(Direction::kReceive, 1);
+    mine->message_ends(Direction::kReceive);
+    EXPECT_EQ(other.hold(Direction::kReceive, Traffic::kReduce, kMillisecond), 0)
+        << "a count below 0 takes from the next one";
+  }
+}
+
 }  // namespace
 }  // namespace fold3d::test

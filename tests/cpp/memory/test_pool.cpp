@@ -1,17 +1,27 @@
 // Slots, tiers and the pool over them.
+#include <fcntl.h>
 #include <gtest/gtest.h>
+#include <linux/filter.h>
+#include <linux/seccomp.h>
+#include <sys/inotify.h>
+#include <sys/prctl.h>
+#include <sys/resource.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
 #include <array>
-#include <cstdlib>
+#include <cerrno>
+#include <cstddef>
 #include <cstring>
 #include <filesystem>
 #include <map>
 #include <random>
 #include <stdexcept>
+#include <thread>
 
 #include "harness/complaint.h"
+#include "harness/folder.h"
 #include "memory/disk_tier.h"
-#include "memory/host_memory.h"
 #include "memory/host_pool.h"
 #include "memory/host_tier.h"
 #include "memory/slot/slots.h"
@@ -22,6 +32,7 @@ namespace {
 
 using test::complaint_of;
 using test::contains;
+using test::Folder;
 
 HostPool::MakeTier in_memory() {
   return [](std::size_t bytes) { return std::make_shared<HostTier>(bytes); };
@@ -62,20 +73,6 @@ TEST(Slots, TheSmallestPartThatFitsIsTaken) {
   slots.give_back(10, 30);
   EXPECT_EQ(slots.take(20), 10u);  // of 30 and 50 free
 }
-
-class Folder {
- public:
-  Folder() {
-    std::string name = (std::filesystem::temp_directory_path() / "fold3d-pool-XXXXXX").string();
-    if (::mkdtemp(name.data()) == nullptr) throw std::runtime_error("mkdtemp");
-    path_ = name;
-  }
-  ~Folder() { std::filesystem::remove_all(path_); }
-  std::string path() const { return path_; }
-
- private:
-  std::string path_;
-};
 
 void expect_what_was_written(Tier& tier) {
   std::mt19937 random(3);
@@ -131,6 +128,72 @@ TEST(Tier, ADiskWithoutRoomOrFolderIsRefusedBeforeAnythingIsWritten) {
   EXPECT_TRUE(std::filesystem::is_empty(folder.path()));
   const std::string missing = complaint_of<PoolError>([&] { DiskTier(4096, folder.path() + "/nowhere"); });
   EXPECT_TRUE(contains(missing, "offload_disk=") && contains(missing, "nowhere")) << missing;
+}
+
+TEST(Tier, ADisksErrorIsTheOneThatKeptItsFileFromBeingMade) {
+  const Folder folder;
+  rlimit limit{};
+  ASSERT_EQ(::getrlimit(RLIMIT_NOFILE, &limit), 0);
+  const rlimit none{.rlim_cur = 0, .rlim_max = limit.rlim_max};
+  ASSERT_EQ(::setrlimit(RLIMIT_NOFILE, &none), 0);
+  const std::string text = complaint_of<PoolError>([&] { DiskTier(4096, folder.path()); });
+  ASSERT_EQ(::setrlimit(RLIMIT_NOFILE, &limit), 0);
+  EXPECT_TRUE(contains(text, std::strerror(EMFILE))) << text;
+}
+
+/// Names of files that came into being in a folder since then.
+class Watch {
+ public:
+  explicit Watch(const std::string& folder) : file_(::inotify_init1(IN_NONBLOCK | IN_CLOEXEC)) {
+    EXPECT_GE(::inotify_add_watch(file_, folder.c_str(), IN_CREATE), 0) << std::strerror(errno);
+  }
+  ~Watch() { ::close(file_); }
+  Watch(const Watch&) = delete;
+  Watch& operator=(const Watch&) = delete;
+  bool saw_one() const {
+    alignas(inotify_event) std::array<char, 4096> events{};
+    return ::read(file_, events.data(), events.size()) > 0;
+  }
+
+ private:
+  const int file_;
+};
+
+TEST(Tier, ADisksFileNeverHasAName) {
+  const Folder folder;
+  const Watch watch(folder.path());
+  const int probe = ::open(folder.path().c_str(), O_TMPFILE | O_RDWR | O_CLOEXEC, 0600);
+  if (probe < 0) GTEST_SKIP() << "no file system of temporary files: " << std::strerror(errno);
+  ::close(probe);
+  const DiskTier disk(4096, folder.path());
+  EXPECT_FALSE(watch.saw_one()) << "whoever kills the process now leaves it there";
+}
+
+/// From now on this thread makes no files without a name, as on a file system that knows none. Returns whether that is
+/// so.
+bool refuse_nameless_files() {
+  std::array<sock_filter, 6> program{{
+      BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(seccomp_data, nr)),
+      BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, SYS_openat, 0, 3),
+      BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(seccomp_data, args[2])),
+      BPF_JUMP(BPF_JMP | BPF_JSET | BPF_K, O_TMPFILE & ~O_DIRECTORY, 0, 1),
+      BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ERRNO | EOPNOTSUPP),
+      BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ALLOW),
+  }};
+  const sock_fprog filter{.len = program.size(), .filter = program.data()};
+  return ::prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0 && ::prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, &filter) == 0;
+}
+
+TEST(Tier, ADiskThatKnowsNoNamelessFilesWorks) {
+  const Folder folder;
+  bool refused = false;
+  std::thread([&] {
+    refused = refuse_nameless_files();
+    DiskTier disk(16u << 20, folder.path());
+    expect_what_was_written(disk);
+  }).join();
+  EXPECT_TRUE(std::filesystem::is_empty(folder.path()));
+  if (!refused) GTEST_SKIP() << "this system filters no calls";
 }
 
 TEST(HostPool, SlotsOutliveThePoolAndComeBack) {
@@ -209,12 +272,6 @@ TEST(HostPool, OneWithoutASizeReservesWhatIsAskedForAtOnceAndMoreWhenItMust) {
   pool.reserve(57'344);
   EXPECT_EQ(made.back(), 8192u) << "what is free counts: slots may lie in several pieces";
   EXPECT_EQ(made.size(), 3u);
-}
-
-TEST(HostMemory, IsKnownAndReadable) {
-  EXPECT_GT(available_host_bytes(), 0);
-  EXPECT_EQ(size_text(999), "999 B");
-  EXPECT_EQ(size_text(7'980'000'000), "7.98 GB");
 }
 
 }  // namespace

@@ -1,4 +1,4 @@
-// Forked children and the sockets of their parent.
+// Forked children, and the sockets and threads of their parent.
 #include <fcntl.h>
 #include <gtest/gtest.h>
 #include <poll.h>
@@ -14,8 +14,12 @@
 #include <memory>
 #include <thread>
 
+#include "comm/arbiter/own_process.h"
+#include "comm/p2p/transfer_queue.h"
 #include "comm/socket/fork_guard.h"
 #include "comm/socket/tcp_socket.h"
+#include "memory/copy_lane.h"
+#include "memory/copy_rate.h"
 
 namespace fold3d::test {
 namespace {
@@ -119,6 +123,27 @@ TEST(Fork, WhatTookTheNumberOfALibrarysConnectionIsLeftAlone) {
   ::waitpid(child, &status, 0);
   EXPECT_EQ(status, 0);
   for (const int fd : {near, others[0], others[1]}) ::close(fd);
+}
+
+TEST(Fork, AChildLeavesItsParentsThreadsAlone) {
+  // They do not run there: to join one never ends, nor does destroying a condition that one waits for.
+  auto queue = comm::make_for_process<comm::TransferQueue>("queue", [](std::size_t) {});
+  auto lane = comm::make_for_process<memory::CopyLane>("lane", std::make_shared<memory::CopyRate>(0.0));
+  queue->start(2);
+  queue->raise(1);
+  ASSERT_EQ(queue->wait(1, comm::TransferQueue::Clock::now() + 60s), comm::TransferQueue::Outcome::kDone);
+  const pid_t child = ::fork();
+  if (child == 0) {
+    ::alarm(60);
+    queue.reset();
+    lane.reset();
+    ::_exit(0);
+  }
+  int status = -1;
+  ::waitpid(child, &status, 0);
+  EXPECT_EQ(status, 0);
+  queue->raise(2);
+  EXPECT_EQ(queue->wait(2, comm::TransferQueue::Clock::now() + 60s), comm::TransferQueue::Outcome::kDone);
 }
 
 TEST(Fork, ForksWhileOthersConnect) {

@@ -6,6 +6,7 @@
 #include <bit>
 #include <cmath>
 #include <cstdint>
+#include <cstring>
 #include <limits>
 #include <random>
 #include <stdexcept>
@@ -99,6 +100,41 @@ TEST(Number, TheLargerOneWinsAndANanStays) {
   EXPECT_EQ(combined<std::int32_t>(Number::kInt32, Reduction::kSum, -7, 9), 2);
   EXPECT_TRUE(std::isnan(combined(Number::kFloat32, Reduction::kMax, nan, 2.0f)));
   EXPECT_TRUE(std::isnan(combined(Number::kFloat32, Reduction::kMax, 2.0f, nan)));
+}
+
+template <class Stored>
+void expect_the_same_bits_in_either_order(Number number, const std::vector<Stored>& values) {
+  for (const Stored a : values) {
+    for (const Stored b : values) {
+      const Stored ab = combined(number, Reduction::kMax, a, b), ba = combined(number, Reduction::kMax, b, a);
+      EXPECT_EQ(std::memcmp(&ab, &ba, sizeof ab), 0) << static_cast<int>(number) << ": " << a << " and " << b;
+    }
+  }
+}
+
+TEST(Number, TheLargerOneHasTheSameBitsWhicheverComesFirst) {
+  // Two ranks of a pair each take their own element first.
+  const auto floats = [](auto zero) {
+    using Value = decltype(zero);
+    using Limits = std::numeric_limits<Value>;
+    return std::vector<Value>{zero,
+                              -zero,
+                              Limits::quiet_NaN(),
+                              std::copysign(Limits::quiet_NaN(), Value{-1}),
+                              static_cast<Value>(std::nan("7")),
+                              Value{1},
+                              Value{-1},
+                              Limits::denorm_min(),
+                              Limits::infinity(),
+                              -Limits::infinity()};
+  };
+  expect_the_same_bits_in_either_order(Number::kFloat32, floats(0.0f));
+  expect_the_same_bits_in_either_order(Number::kFloat64, floats(0.0));
+  const std::vector<std::uint16_t> halves{0, 0x8000, 0x7E00, 0xFE00, 0x7E07, 0x3C00, 0xBC00, 1, 0x7C00, 0xFC00};
+  expect_the_same_bits_in_either_order(Number::kFloat16, halves);
+  const std::vector<std::uint16_t> bfloats{0, 0x8000, 0x7FC0, 0xFFC0, 0x7FC7, 0x3F80, 0xBF80, 1, 0x7F80, 0xFF80};
+  expect_the_same_bits_in_either_order(Number::kBFloat16, bfloats);
+  EXPECT_FALSE(std::signbit(combined(Number::kFloat32, Reduction::kMax, -0.0f, 0.0f)));
 }
 
 TEST(Number, OtherElementsAreNotReduced) {
