@@ -132,11 +132,12 @@ def all_or_none(world: WorldGroup) -> Iterator[None]:
 
 def samples_of_values(values: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """Returns a sample of at most 1024 values of each tensor, copied, by its name, shape and dtype."""
-    return {
-        f"{name}{tuple(one.shape)}{one.dtype}": _sample(one).clone()
-        for name, one in values.items()
-        if isinstance(one, torch.Tensor) and one.layout == torch.strided and one.numel()
-    }
+    with torch._C.DisableTorchFunctionSubclass():  # one that knows whether it is used is not
+        return {
+            f"{name}{tuple(one.shape)}{one.dtype}": _sample(one).clone()
+            for name, one in values.items()
+            if isinstance(one, torch.Tensor) and one.layout == torch.strided and one.numel()
+        }
 
 
 def _sample(tensor: torch.Tensor) -> torch.Tensor:

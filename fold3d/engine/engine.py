@@ -38,7 +38,7 @@ from fold3d.observe.step_output import StepOutput
 from fold3d.plan.programs import Programs
 from fold3d.plan.resolve import programs_of, resolve_auto
 from fold3d.plan.strategy import MIXED, Strategy
-from fold3d.stage.loss_run import LossRun
+from fold3d.stage.loss.loss_run import LossRun
 from fold3d.stage.micro_batch import DropoutKey, Inputs, LossFunction, split_batch
 from fold3d.topology import Topology
 from fold3d.trace import Trace
@@ -221,12 +221,7 @@ class Engine(state.WholeState):
             return self._rank, None
         with all_rng_untouched(self.device):
             begun = self._build(None, First(inputs=dict(inputs), function=function, key=key))
-        if begun is not None and begun.uses_weights:  # which may have become others
-            begun.let_go()
-            begun = None
-        if begun is not None:  # what it has drawn is drawn
-            begun.draw_on()
-        return self._built(), begun
+        return self._built(), None if begun is None else begun.for_the_step()
 
     def attach(self, optimizer: Optimizer) -> None:
         """Makes `optimizer.step()` part of DP.sync: it returns at once, each layer is updated before its next forward.
@@ -393,24 +388,11 @@ class Engine(state.WholeState):
         else:
             self._rank.recorder.keep_tp_sync(record)
 
-    account = breakdown  # its former name
-
-    def highest_of_replica(self, value: float) -> float:
-        """Returns the highest `value` that a rank of this replica gives; all ranks call."""
-        highest = torch.tensor(value, dtype=torch.float64)
-        self._built()
-        with self._supervisor.together("comparing the stages"):
-            self.world.all_reduce_replica(highest, torch.maximum)
-        return float(highest)
-
     def _share_of_loss(self, micro_batches: list[Inputs]) -> loss.LossFunction:
-        count = loss.count_labels(self.model, micro_batches) if loss.takes_label_count(self.model) else None
-        if count is None:
-            return loss.mean_share(len(micro_batches))
-        total = torch.tensor(count)
         with self._supervisor.together("counting the labels of the global batch"):
-            self.world.data.all_reduce(total)
-        return loss.token_share(total, self.topology.dp, len(micro_batches))
+            return loss.share_of(
+                self.model, micro_batches, self.topology.dp, lambda total: self.world.data.all_reduce(total)
+            )
 
     # Failures
 

@@ -63,6 +63,22 @@ def mean_share(micro_batches: int) -> LossFunction:
     return lambda model, batch: loss_of(model(**batch)) * share
 
 
+def share_of(
+    model: Module, micro_batches: Sequence[dict[str, Any]], replicas: int, sum_up: Callable[[torch.Tensor], None]
+) -> LossFunction:
+    """Returns the loss function for a replica's micro-batches of one step; all replicas call.
+
+    Args:
+        sum_up: sums a number over the replicas, in place.
+    """
+    count = count_labels(model, micro_batches) if takes_label_count(model) else None
+    if count is None:
+        return mean_share(len(micro_batches))
+    total = torch.tensor(count)
+    sum_up(total)
+    return token_share(total, replicas, len(micro_batches))
+
+
 _LOOKS = ("__get__", "__hash__", "dim", "element_size", "is_contiguous", "numel", "size", "stride")
 """Functions of tensors that tell nothing of their values."""
 

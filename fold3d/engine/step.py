@@ -35,7 +35,7 @@ from fold3d.observe.memory import MemoryWatch
 from fold3d.observe.step_breakdown import StepBreakdown
 from fold3d.plan.strategy import Strategy
 from fold3d.schedule import Schedule
-from fold3d.stage.loss_run import LossRun
+from fold3d.stage.loss.loss_run import LossRun
 from fold3d.stage.micro_batch import Inputs, LossFunction, MicroBatch, loss_run
 from fold3d.stage.part_hooks import PartHooks
 from fold3d.stage.rank_model import RankModel
@@ -128,7 +128,9 @@ class Step:
             if division is not None:
                 micro_batches = division.parts(micro_batches, loss_fn, self._sync.flush)
             if begun is not None:
-                micro_batches[0] = replace(micro_batches[0], loss=begun)
+                micro_batches[0] = _going_on(
+                    micro_batches[0], begun, micro_batches[0].key == (self._seed, number, replica)
+                )
             schedule = schedule_of(len(micro_batches))
             # 4. Weights that the loss function may read; other layers wait for their own when they run.
             if reads_weights:
@@ -259,3 +261,13 @@ class Step:
         self._sync.updated()
         if self.hooks is not None and self.hooks.others_after:
             self.flush()
+
+
+def _going_on(first: MicroBatch, begun: LossRun, is_first: bool) -> MicroBatch:
+    """Returns the micro-batch, or part of one, with the loss function that has begun, if it has begun with this one: a
+    part without labels is left out."""
+    if not is_first or (first.part is not None and first.part[0] > 0):
+        begun.let_go()
+        return first
+    begun.weigh(first.loss.weight)
+    return replace(first, loss=begun)

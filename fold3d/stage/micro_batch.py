@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from fold3d.stage.loss_run import LossRun
+from fold3d.stage.loss.loss_run import LossRun
 from fold3d.stage.once.changed_buffers import Before
 from fold3d.stage.once.drawn_numbers import DrawnNumbers
 from fold3d.tensor_parallel.kept.kept_run import KeptRun
@@ -64,13 +64,14 @@ def loss_run(function: LossFunction, model: Module, inputs: Inputs, weight: floa
     """
     own = inspect.unwrap(function)
     keeps = getattr(function, "keeps", None) or (getattr(own, "__self__", own),)
-
-    def run() -> Any:
-        result = function(model, dict(inputs))
-        return result * weight if weight != 1.0 and isinstance(result, Tensor) else result
-
     is_users = getattr(function, "calls_users_code", not is_ours(own))
-    return LossRun(run, only_loss=reads_only_loss(function), is_users=is_users, keeps=keeps)
+    return LossRun(
+        lambda: function(model, dict(inputs)),
+        only_loss=reads_only_loss(function),
+        is_users=is_users,
+        keeps=keeps,
+        weight=weight,
+    )
 
 
 def reads_only_loss(function: LossFunction) -> bool:

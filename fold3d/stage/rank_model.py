@@ -18,7 +18,7 @@ from fold3d.plan.space.recompute import KNOB as RECOMPUTE
 from fold3d.plan.strategy import Strategy
 from fold3d.sharding.plan import ShardingPlan
 from fold3d.stage.blocks.compiled import compile_blocks
-from fold3d.stage.loss_run import LossRun
+from fold3d.stage.loss.loss_run import LossRun
 from fold3d.stage.micro_batch import DropoutKey, LossFunction, loss_run
 from fold3d.stage.recompute import Checkpoints, modules_to_recompute
 from fold3d.stage.split_model import SplitModel

@@ -23,7 +23,7 @@ from fold3d.errors import TraceError
 from fold3d.stage.blocks.hooked_modules import hooked_modules
 from fold3d.stage.cargo import Borders, Cargo
 from fold3d.stage.chunk_run import ChunkExit, ChunkRun
-from fold3d.stage.loss_run import refuse_part
+from fold3d.stage.loss.loss_run import refuse_part
 from fold3d.stage.recompute import recomputed
 from fold3d.stage.shapes import ShapeOnly
 from fold3d.stage.whole_model import WholeModel

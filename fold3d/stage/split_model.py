@@ -21,8 +21,8 @@ from fold3d import seeding
 from fold3d.errors import MissingWeightsError
 from fold3d.stage.call_guard import CallGuard
 from fold3d.stage.chunk_run import ChunkExit, ChunkRun
-from fold3d.stage.foreign_tensors import ForeignTensors
-from fold3d.stage.loss_run import NOT_CALLED, USES_A_PART, LossRun, ModelCall
+from fold3d.stage.loss.foreign_tensors import ForeignTensors
+from fold3d.stage.loss.loss_run import NOT_CALLED, USES_A_PART, LossRun, ModelCall
 from fold3d.stage.split_forwards import SplitForwards
 from fold3d.stage.whole_model import WholeModel
 from fold3d.trace.arguments import ancestors

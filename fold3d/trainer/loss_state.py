@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map, tree_map_only
 
 from fold3d.comms.world_group import WorldGroup
-from fold3d.stage.kept_attributes import changed, versions
+from fold3d.stage.loss.kept_attributes import changed, versions
 
 Logged = tuple[int, float | None, dict[str, Any]]
 """The step and the epoch in which something was logged, and what."""

@@ -29,7 +29,7 @@ from fold3d.data_parallel.optimizer.hooks import has_hooks
 from fold3d.device import all_rng_untouched
 from fold3d.engine.engine import Engine
 from fold3d.errors import ConfigError
-from fold3d.stage.loss_run import running_loss
+from fold3d.stage.loss.loss_run import running_loss
 from fold3d.topology import Topology
 from fold3d.trace.example import synthetic_example
 from fold3d.trainer.arguments import TrainingArguments

@@ -37,7 +37,7 @@ from fold3d.plan.resolve import needs_planner, unplanned
 from fold3d.plan.strategy import Ranges, Strategy
 from fold3d.recompute import Recompute
 from fold3d.sharding.shard import even_part
-from fold3d.stage.loss_run import NOT_CALLED, LossRun
+from fold3d.stage.loss.loss_run import NOT_CALLED, LossRun
 from fold3d.stage.micro_batch import DropoutKey, LossFunction
 from fold3d.stage.offload import check_folder, check_pool, prove_room, refuse_without_effect
 from fold3d.stage.rank_model import RankModel, begin_loss, record
@@ -276,7 +276,8 @@ def _arguments(order: Order, begun: LossRun) -> Mapping[str, Any] | None:
         if max(order.config.pp, order.config.tp, order.constraints.segments or 1) > 1:
             raise SplitError(NOT_CALLED)
         return None
-    values: dict[str, Any] = tree_map_only(Tensor, torch.detach, begun.call.kwargs)
+    with torch._C.DisableTorchFunctionSubclass():  # a number that knows whether it is used is not
+        values: dict[str, Any] = tree_map_only(Tensor, torch.detach, begun.call.kwargs)
     return by_name(order.model, begun.call.module, begun.call.args, values).reading(begun.only_loss)
 
 

@@ -8,7 +8,7 @@ from typing import Literal
 
 from torch import Tensor, nn
 
-from fold3d.stage.loss_run import ModelCall
+from fold3d.stage.loss.loss_run import ModelCall
 from fold3d.stage.micro_batch import MicroBatch
 from fold3d.stage.once.changed_buffers import ChangedBuffers
 from fold3d.trace.errors import SplitError

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from fold3d import seeding
 from fold3d.device import library_rng_state, same_library_rng_state, set_library_rng_state
-from fold3d.stage.loss_run import ModelCall
+from fold3d.stage.loss.loss_run import ModelCall
 from fold3d.stage.micro_batch import MicroBatch
 from fold3d.stage.once.buffer_values import BufferValues
 from fold3d.stage.sharded.sub_micro_batches import SubMicroBatch, divide, sub_micro_batches, tolerance

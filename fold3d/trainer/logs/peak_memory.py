@@ -28,12 +28,12 @@ def highest_peaks(engine: Engine, peaks: Tensor) -> dict[str, float]:
         peaks: [replicas, 3], `own_peaks` of the ranks of this stage.
     """
     fullest = peaks[peaks[:, 1].argmax()].tolist()
-    highest = engine.highest_of_replica(fullest[1])
+    highest = _highest_of_replica(engine, fullest[1])
     where = fullest[2] if fullest[1] == highest else -1.0
     measured = {
-        "peak_memory_gb": round(engine.highest_of_replica(peaks[:, 0].max().item()) / 1e9, 2),
+        "peak_memory_gb": round(_highest_of_replica(engine, peaks[:, 0].max().item()) / 1e9, 2),
         "peak_memory_mb": round(highest / 1e6, 1),
-        "peak_memory_rank": engine.highest_of_replica(where),
+        "peak_memory_rank": _highest_of_replica(engine, where),
     }
     if engine.planned_memory is not None:
         measured["predicted_peak_memory_mb"] = round(engine.planned_memory / 1e6, 1)
@@ -54,3 +54,11 @@ def say_peaks(engine: Engine) -> None:
     if len(fullest) > _SAID:
         said.append(f"{len(fullest) - _SAID} more from {fullest[_SAID][0] / 1e6:,.1f} to {fullest[-1][0] / 1e6:,.1f}")
     announce(logger, f"peak memory of this training, MB: {', '.join(said)}")
+
+
+def _highest_of_replica(engine: Engine, value: float) -> float:
+    """Returns the highest `value` that a rank of this replica gives; all ranks call."""
+    highest = torch.tensor(value, dtype=torch.float64)
+    with engine.supervise("comparing the stages", meets=True):
+        engine.world.all_reduce_replica(highest, torch.maximum)
+    return float(highest)

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from fold3d import seeding
 from fold3d._C import CurrentForward, block_forward, reseed
-from fold3d.stage.kept_attributes import KeptAttributes
+from fold3d.stage.loss.kept_attributes import KeptAttributes
 from fold3d.tensor_parallel.sub_pipelined.thread_state import Depth, Switches, ThreadState, take_off
 from fold3d.trace.errors import SplitError
 from fold3d.trace.wrappers import wrap
@@ -51,7 +51,10 @@ class ModelCall(NamedTuple):
 
 
 class _Coroutine(greenlet.greenlet):  # type: ignore[misc]
-    loss: LossRun
+    def __init__(self, loss: LossRun, function: Callable[[], Any]) -> None:
+        super().__init__(function)
+        self.loss = loss
+        self.gr_context = contextvars.copy_context()
 
 
 def running_loss() -> LossRun | None:
@@ -89,12 +92,15 @@ class LossRun:
         only_loss: bool = False,
         is_users: bool = True,
         keeps: Iterable[object] = (),
+        weight: float = 1.0,
     ) -> None:
         """Args:
         only_loss: of what the model returns the function reads nothing but the loss.
         is_users: it is code of the user's, or calls some.
         keeps: objects of the user's whose attributes it may set, such as the trainer.
+        weight: by which its result, a tensor, is multiplied.
         """
+        self.weight = weight
         self._function, self._kept = function, KeptAttributes(keeps)
         self.only_loss, self.is_users = only_loss, is_users
         self._coroutine: _Coroutine | None = None
@@ -138,8 +144,7 @@ class LossRun:
         if key is not None:
             reseed(self._generators, seeding.start(key))
         self.has_begun = True
-        made = self._coroutine = _Coroutine(self._function)
-        made.loss, made.gr_context = self, contextvars.copy_context()
+        made = self._coroutine = _Coroutine(self, self._function)
         self._grad_before = torch.is_grad_enabled()
         self._kept.begin()
         with self._as_before():
@@ -167,11 +172,23 @@ class LossRun:
             with self._kept.as_it_was() if apart else contextlib.nullcontext():
                 self._go_on(lambda coroutine: coroutine.switch(output))
         result, self._result = self._result, None  # whoever has it knows how long it is needed
-        return result
+        return result * self.weight if self.weight != 1.0 and isinstance(result, Tensor) else result
 
-    def draw_on(self) -> None:
-        """Python's and numpy's generators go on behind what the function has drawn."""
+    def weigh(self, weight: float) -> None:
+        """Its result, a tensor, is multiplied by `weight`."""
+        self.weight = weight
+
+    def for_the_step(self) -> LossRun | None:
+        """The model has been built with it: returns it, to go on. None where it has to run anew: what it calls the
+        model with was computed from weights, which may be others now.
+
+        Python's and numpy's generators go on behind what it has drawn.
+        """
+        if self.uses_weights:
+            self.let_go()
+            return None
         self._kept.draw_on()
+        return self
 
     def fail(self, error: BaseException) -> None:
         """The model's call has raised `error`, which the function sees there. Raises what that makes of it."""
