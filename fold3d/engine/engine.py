@@ -390,9 +390,7 @@ class Engine(state.WholeState):
 
     def _share_of_loss(self, micro_batches: list[Inputs]) -> loss.LossFunction:
         with self._supervisor.together("counting the labels of the global batch"):
-            return loss.share_of(
-                self.model, micro_batches, self.topology.dp, lambda total: self.world.data.all_reduce(total)
-            )
+            return loss.share_of(self.model, micro_batches, self.topology.dp, self.world.data.all_reduce)
 
     # Failures
 

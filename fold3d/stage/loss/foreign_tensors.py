@@ -59,7 +59,7 @@ class ForeignTensors:
         """
         if self.hooked():
             self._run, self._is_users = run, is_users
-            self._seen = {key: one for key, one in self._seen.items() if not one[0].expired()}
+            self._seen = {key: one for key, one in self._seen.items() if not one[0].expired()}  # type: ignore[no-untyped-call]
 
     @contextlib.contextmanager
     def guarded(self, run: ChunkRun | None, given: Iterable[Any], *, is_users: bool) -> Iterator[None]:
@@ -124,7 +124,8 @@ class ForeignTensors:
         for leaf in tree_leaves(values):
             if isinstance(leaf, Tensor) and leaf.layout == torch.strided:
                 of = self._run if self._is_right(name, module, leaf) else None
-                self._seen[key_of(leaf)] = StorageWeakRef(leaf.untyped_storage()), of, f"a hook of {name}"
+                storage = StorageWeakRef(leaf.untyped_storage())  # type: ignore[no-untyped-call]
+                self._seen[key_of(leaf)] = storage, of, f"a hook of {name}"
         return None if self._computes_loss or not self._is_users or self._run is None else _Survivors(name)
 
     def _is_right(self, name: str, module: nn.Module, tensor: Tensor) -> bool:
@@ -176,7 +177,7 @@ class _Survivors(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def begin(self, shown: list[Any]) -> None:
         """Hooks are shown these objects next."""
         self._shown, self._counts = shown, list(map(sys.getrefcount, shown))
-        self.__enter__()
+        self.__enter__()  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -187,7 +188,7 @@ class _Survivors(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def look(self) -> None:
         """Raises: SplitError when they do."""
-        self.__exit__(None, None, None)
+        self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         more = any(now > then for now, then in zip(map(sys.getrefcount, self._shown), self._counts, strict=True))
         if more or any(one() is not None for one in self._made):
             raise SplitError(

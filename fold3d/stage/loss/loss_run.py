@@ -54,7 +54,6 @@ class _Coroutine(greenlet.greenlet):  # type: ignore[misc]
     def __init__(self, loss: LossRun, function: Callable[[], Any]) -> None:
         super().__init__(function)
         self.loss = loss
-        self.gr_context = contextvars.copy_context()
 
 
 def running_loss() -> LossRun | None:
@@ -145,6 +144,7 @@ class LossRun:
             reseed(self._generators, seeding.start(key))
         self.has_begun = True
         made = self._coroutine = _Coroutine(self, self._function)
+        made.gr_context = contextvars.copy_context()
         self._grad_before = torch.is_grad_enabled()
         self._kept.begin()
         with self._as_before():
