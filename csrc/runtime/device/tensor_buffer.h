@@ -54,7 +54,8 @@ class TensorBuffer : public comm::Buffer {
   std::optional<c10::Stream> user_;
 };
 
-/// Describes and wraps the values of `tensor` for sending: detached, contiguous, marked ready on the calling thread's stream.
+/// Describes and wraps the values of `tensor` for sending: detached, contiguous, marked ready on the calling thread's
+/// stream.
 comm::Tensor wrap(const at::Tensor& tensor);
 
 /// The received tensor, sharing the buffer's memory, for the calling thread's stream, which waits until it has arrived;
