@@ -223,6 +223,7 @@ def _chunks(
         PipelineChunk(
             *(v, v == last, cut.split, sync, once, None if sharded is None else sharded(v), draws),
             is_end=v == numbers[-1],
+            compares=topology.pp * topology.tp > 1,
         )
         for v in numbers
     ]

@@ -389,6 +389,7 @@ class Engine(state.WholeState):
             self._rank.recorder.keep_tp_sync(record)
 
     def _share_of_loss(self, micro_batches: list[Inputs]) -> loss.LossFunction:
+        self._supervisor.progress.life.check()
         with self._supervisor.together("counting the labels of the global batch"):
             return loss.share_of(self.model, micro_batches, self.topology.dp, self.world.data.all_reduce)
 

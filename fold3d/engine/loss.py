@@ -79,7 +79,7 @@ def share_of(
     return token_share(total, replicas, len(micro_batches))
 
 
-_LOOKS = ("__get__", "__hash__", "dim", "element_size", "is_contiguous", "numel", "size", "stride")
+_LOOKS = ("__get__", "__hash__", "dim", "element_size", "is_contiguous", "is_inference", "numel", "size", "stride")
 """Functions of tensors that tell nothing of their values."""
 
 

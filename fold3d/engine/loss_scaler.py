@@ -75,8 +75,9 @@ class LossScaler(torch.amp.GradScaler):
 
         @functools.wraps(loss_fn)
         def call(model: Module, batch: Any) -> Tensor:
+            share = loss_fn(model, batch)
             factor = _as_factor(self.scale(torch.ones_like(self._verdict)).detach())
-            loss: Tensor = _ScaledBackward.apply(loss_fn(model, batch), factor)  # type: ignore[no-untyped-call]
+            loss: Tensor = _ScaledBackward.apply(share, factor)  # type: ignore[no-untyped-call]
             return loss
 
         return call

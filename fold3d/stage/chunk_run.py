@@ -40,6 +40,7 @@ class ChunkRun(ForwardCursor):
         self.generators = [] if seed is None else seeding.generators_of(device)
         super().__init__(lo, seed, self.generators, constants)
         self.skip_from(lo)  # until it is known what crosses the borders
+        self.mark = object()  # tells it from other runs without keeping it
         self.lo = lo
         self.hi = hi
         self.last = last

@@ -64,16 +64,18 @@ class PipelineChunk:
         draws: PartDraws | None = None,
         *,
         is_end: bool = True,
+        compares: bool = False,
     ):
         """Args:
         is_last: whether it is the model's last, whose results leave the pipeline.
         is_end: whether it is the last one on this rank.
+        compares: other ranks have the same micro-batches, and must call the model with the same values.
         once: of a process with several chunks, or of one that recomputes; None: this is the only one, and runs once.
         sharding: what is different where several ranks share its weights; None: nobody does.
         draws: where micro-batches may be parts of the user's; None: they are not.
         """
         self.index = index
-        self._is_last, self._is_end = is_last, is_end
+        self._is_last, self._is_end, self._compares = is_last, is_end, compares
         self._split = split
         self._sync = sync
         self._sharding = sharding
@@ -135,7 +137,7 @@ class PipelineChunk:
             with _saving(batch), draws:
                 with self._watched(micro_batch):
                     self._split.begin(loss, micro_batch.key)
-                if loss.call is not None and not micro_batch.given:
+                if self._compares and loss.call is not None and not micro_batch.given:
                     micro_batch.given.update(samples_of_values(loss.call.named()))
                 with around:
                     sent, output = self._run(micro_batch, received)

@@ -194,7 +194,8 @@ class SplitModel(SplitForwards):
             finally:
                 self._slot.end()  # first: blocks that are skipped without a run would be so silently
                 self._run = None
-        self._last_run = run
+                self._foreign.end()
+        self._last_run = run if last else None
         if last and run.position != run.hi:
             raise SplitError(
                 f"the model ran {run.position} of its {run.hi} blocks; the call must run the model's whole forward once"

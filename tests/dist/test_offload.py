@@ -156,9 +156,10 @@ def _most_bytes(device: torch.device, run: Callable[[], object]) -> int:
 
 @pytest.mark.gate
 def test_a_pool_that_is_too_small_is_an_error_on_every_rank(ranks: RankPool) -> None:
+    """Before training, where the first micro-batch says so."""
     case = Case(pp=2, segments=2, m=4, schedule="aiao", offload="activations")
     for text in ranks.run(failing, 2, case, 8192):
-        assert "the pool for offloaded activations is full" in text and "raise offload_pool" in text
+        assert "offload_pool=8192: stage" in text and "with micro-batches like the first; raise it" in text
 
 
 def failing(case: Case, pool: int) -> str:
@@ -167,7 +168,7 @@ def failing(case: Case, pool: int) -> str:
         engine = parity_jobs.engine_of(case, offload_pool=pool)
         try:
             engine.step(parity_jobs.batch_of(engine, case, 0))
-        except fold3d.RankError as error:
+        except fold3d.Fold3dError as error:
             return str(error)
         finally:
             engine.close()

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fold3d import ConfigError, Engine, ParallelConfig
+from fold3d.stage.loss.loss_run import LossRun
 from fold3d.stage.sharded.shard_reads import ShardReads
 from fold3d.trace.wrappers import set_whole_shape
 from tests.helpers.ranks import RankPool
@@ -23,7 +24,7 @@ def sharded() -> nn.Sequential:
 
 
 def watched(model: nn.Module, code: Any) -> Any:
-    with ShardReads(dict(model.named_parameters())).watched(0, True):
+    with ShardReads(dict(model.named_parameters())).watched():
         return code(model)
 
 
@@ -58,16 +59,31 @@ def test_modules_and_whole_weights_are_free(code: Any) -> None:
     watched(sharded(), code)
 
 
-def test_each_chunk_is_watched_until_it_ran_once_in_training_and_evaluation() -> None:
+def test_every_step_is_watched() -> None:
     model = sharded()
     reads = ShardReads(dict(model.named_parameters()))
-    with reads.watched(0, True):
-        pass
-    with reads.watched(0, True):
-        model[0].weight.norm()
-    for chunk, trains in ((0, False), (1, True)):
-        with pytest.raises(ConfigError), reads.watched(chunk, trains):
+    for _ in range(2):
+        with reads.watched():
+            pass
+        with pytest.raises(ConfigError), reads.watched():
             model[0].weight.norm()
+
+
+def test_behind_the_models_call() -> None:
+    """A loss function goes on inside of the model's call, which it then leaves."""
+    model = sharded()
+    reads = ShardReads(dict(model.named_parameters()))
+
+    def function() -> Tensor:
+        out: Tensor = model(torch.ones(2, 4)).sum()
+        return out + model[0].weight.norm()
+
+    loss = LossRun(function)
+    with reads.watched():
+        loss.begin(model, [""], torch.device("cpu"), None)
+    assert loss.rests_in_a_module
+    with pytest.raises(ConfigError), reads.watched(int(loss.rests_in_a_module)):
+        loss.end(torch.ones(2, 2))
 
 
 class Mlp(nn.Module):
@@ -115,8 +131,8 @@ def train(hook: bool, penalty: bool) -> tuple[str, list[str]]:
     engine = Engine(model, ParallelConfig(tp=2), optimizer=lambda weights: torch.optim.SGD(weights, lr=0.1))
     error = ""
     try:
-        for _ in range(2):
-            engine.run([{"x": torch.ones(2, 3, 8)}], penalised if penalty else plain)
+        for step in range(2):
+            engine.run([{"x": torch.ones(2, 3, 8)}], penalised if penalty and step else plain)
     except Exception as raised:
         error = str(raised)
     engine.close()

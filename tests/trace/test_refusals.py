@@ -193,18 +193,19 @@ def test_a_parameter_that_the_recording_did_not_see() -> None:
 
         def forward(self, input_ids: Tensor, labels: Tensor | None = None, more: bool = False) -> Any:
             x = self.embedding(input_ids)
+            x = self.extra(x) if more else x
             for layer in self.layers:
                 x = layer(x)
-            return (self.extra(x) if more else x).sum()
+            return x.sum()
 
     model = Optional()
     recorded = record(model, tokens())
-    names = needed_parameters(model, recorded, HALVES, 0)
-    assert "extra.weight" in names  # so that it is saved
-    release(model, set(needed_parameters(model, recorded, HALVES, 1)))
+    names = needed_parameters(model, recorded, HALVES, 1)
+    assert "extra.weight" in names  # by its place in the model, behind the blocks
+    release(model, set(needed_parameters(model, recorded, HALVES, 0)))
     split = SplitModel(model, recorded, HALVES)
-    with pytest.raises(SplitError, match=r"more=True.* chunk 1 would need extra\.bias, which lies on another rank"):
-        split.run(1, lambda: model(**tokens(), more=True), [torch.zeros(2, 12, 16)], None)
+    with pytest.raises(SplitError, match=r"more=True.* chunk 0 would need extra\.bias, which lies on another rank"):
+        split.run(0, lambda: model(**tokens(), more=True), [], None)
 
 
 def test_exceptions_named_meta_are_not_mistaken() -> None:

@@ -449,7 +449,7 @@ def test_a_block_costs_a_few_calls() -> None:
     alone = calls_of(lambda: holder(**batch))
     for key in (None, (1, 2, 3)):
         added = calls_of(functools.partial(split.run, 0, lambda: holder(**batch), [], key)) - alone
-        assert added < 16 * blocks  # 12 are needed
+        assert added < 12 * blocks + 300  # 12 for each block, the others around the call of the model
 
 
 def test_two_take_turns_on_a_model() -> None:

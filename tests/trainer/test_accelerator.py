@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from accelerate import Accelerator
-from fold3d.stage.aside import aside
 from torch import nn
 
 from fold3d.topology import Topology
@@ -32,18 +29,3 @@ def test_other_models_go_to_the_device(accelerator: ReplicaAccelerator, monkeypa
     assert accelerator.prepare_model(reference, evaluation_mode=True) is reference
     assert trained.weight.device.type == "cpu"
     assert reference.weight.device.type == "meta"
-
-
-def test_a_loss_that_is_looked_at_asks_nobody(accelerator: ReplicaAccelerator) -> None:
-    accelerator.use_replicas(Nobody(), nn.Linear(2, 2))  # type: ignore[arg-type]
-    one = torch.tensor([2.0])
-
-    def look() -> list[Any]:
-        found = [accelerator.gather(one), accelerator.gather_for_metrics(one[0]), accelerator.gather_for_metrics(["a"])]
-        found += [accelerator.reduce(one, way) for way in ("sum", "mean", "max", "none")]
-        found += [accelerator.pad_across_processes(one)]
-        return [value.tolist() if isinstance(value, torch.Tensor) else value for value in found]
-
-    assert aside(look, 30.0) == [[2.0] * 3, [2.0] * 3, ["a"] * 3, [6.0], [2.0], [2.0], [2.0], [2.0]]
-    with pytest.raises(AttributeError):  # otherwise they are asked
-        accelerator.gather(one)

@@ -40,6 +40,7 @@ def test_new_arguments_have_help() -> None:
         "segments",
         "schedule",
         "micro_batch_size",
+        "loss_reduction",
         "group_size",
         "dp_sync",
         "dp_sync_dtype",

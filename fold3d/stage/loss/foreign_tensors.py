@@ -48,8 +48,8 @@ class ForeignTensors:
         self._undo: list[RemovableHandle] = []
         self._run: ChunkRun | None = None
         self._is_users = False
-        self._seen: dict[int, tuple[StorageWeakRef, ChunkRun | None, str]] = {}
-        """By storage: of which run it is, and who keeps it."""
+        self._seen: dict[int, tuple[StorageWeakRef, object, str]] = {}
+        """By storage: the mark of the run it is of, and who keeps it."""
 
     def begin(self, run: ChunkRun, *, is_users: bool) -> None:
         """A run of a chunk begins.
@@ -61,6 +61,10 @@ class ForeignTensors:
             self._run, self._is_users = run, is_users
             self._seen = {key: one for key, one in self._seen.items() if not one[0].expired()}  # type: ignore[no-untyped-call]
 
+    def end(self) -> None:
+        """The run is over: nothing of it is kept."""
+        self._run = None
+
     @contextlib.contextmanager
     def guarded(self, run: ChunkRun | None, given: Iterable[Any], *, is_users: bool) -> Iterator[None]:
         """Around what the loss function does behind the model's call. Raises: SplitError, in it, when it reads what is
@@ -70,7 +74,7 @@ class ForeignTensors:
             given: with what the model was called: that may be read.
             is_users: code of the user's computes the loss.
         """
-        foreign = {key: keeper for key, (_, of, keeper) in self._seen.items() if of is not run}
+        foreign = {key: keeper for key, (_, of, keeper) in self._seen.items() if run is None or of is not run.mark}
         for leaf in tree_leaves(list(given)) if foreign else ():
             if isinstance(leaf, Tensor):
                 foreign.pop(key_of(leaf), None)
@@ -123,7 +127,7 @@ class ForeignTensors:
         """Hooks of module `name` are shown `values`; returns what tells, behind them, whether they keep any tensor."""
         for leaf in tree_leaves(values):
             if isinstance(leaf, Tensor) and leaf.layout == torch.strided:
-                of = self._run if self._is_right(name, module, leaf) else None
+                of = self._run.mark if self._run is not None and self._is_right(name, module, leaf) else None
                 storage = StorageWeakRef(leaf.untyped_storage())  # type: ignore[no-untyped-call]
                 self._seen[key_of(leaf)] = storage, of, f"a hook of {name}"
         return None if self._computes_loss or not self._is_users or self._run is None else _Survivors(name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import functools
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -82,6 +83,7 @@ class LossRun:
         call: of the model; None until there was one.
         has_begun: whether any of the function has run.
         is_over: whether it has ended.
+        rests_in_a_module: whether it rests in a module's call, not in one of its forward alone.
     """
 
     def __init__(
@@ -106,7 +108,7 @@ class LossRun:
         self._rested: ThreadState | None = None
         self._grad_before = True
         self.call: ModelCall | None = None
-        self.has_begun = self.is_over = False
+        self.has_begun = self.is_over = self.rests_in_a_module = False
         self._result: Any = None
 
     @classmethod
@@ -255,6 +257,8 @@ class LossRun:
                 return original(*args, **kwargs)
             if self.call is None:
                 self.call = ModelCall(name, args, kwargs)
+                # Who calls module.forward itself is inside of no module's call.
+                self.rests_in_a_module = sys._getframe(1).f_code.co_filename == nn.Module.__call__.__code__.co_filename
                 return greenlet.getcurrent().parent.switch()
             if self._once:
                 raise SplitError(CALLED_AGAIN)

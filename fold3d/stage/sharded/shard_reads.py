@@ -20,7 +20,7 @@ _GRADIENT: Any = vars(torch._C.TensorBase)["grad"].__get__
 
 
 class ShardReads:
-    """Watches the first run of each chunk in training and in evaluation.
+    """Watches a loss function in every step: what it reads may depend on the step.
 
     What modules do with their weights was proved. A penalty on `model.parameters()` in a loss function, or a product
     with an embedding's weight, would see this rank's parts and be wrong without a word.
@@ -31,15 +31,18 @@ class ShardReads:
 
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:
         self._names = {id(one): name for name, one in parameters.items() if whole_shape(one) != one.shape}
-        self._known: set[tuple[int, bool]] = set()
 
     @contextmanager
-    def watched(self, chunk: int, trains: bool) -> Iterator[None]:
-        """Around a run of a chunk. Raises: ConfigError, in it, where something is read of which there is a part."""
-        if not self._names or (chunk, trains) in self._known:
+    def watched(self, inside: int = 0) -> Iterator[None]:
+        """Around code of a loss function. Raises: ConfigError, in it, where something is read of which there is a part.
+
+        Args:
+            inside: of how many modules' calls it begins.
+        """
+        if not self._names:
             yield
             return
-        depth = 0
+        depth = inside
 
         def enter(*_: Any) -> None:
             nonlocal depth
@@ -57,7 +60,6 @@ class ShardReads:
         finally:
             entered.remove()
             left.remove()
-        self._known.add((chunk, trains))
 
 
 class _Watch(TorchFunctionMode):

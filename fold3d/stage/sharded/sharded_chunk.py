@@ -59,8 +59,8 @@ class ShardedChunk:
             self._repeated = None
 
     def watched(self, micro_batch: MicroBatch) -> AbstractContextManager[None]:
-        """Around a run. Raises: ConfigError, in it, where code around the model reads parts of weights."""
-        return self._reads.watched(self._index, micro_batch.trains)
+        """Around the loss function's code. Raises: ConfigError, in it, where that reads parts of weights."""
+        return self._reads.watched(int(micro_batch.loss.rests_in_a_module))
 
     def receive(self, tensors: list[Tensor]) -> list[Tensor]:
         """Returns what the chunk before returned, of what this rank received of it."""
