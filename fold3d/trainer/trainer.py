@@ -396,11 +396,12 @@ class Trainer(SearchingTrainer):
             return
         found, logged = self._loss_state.share(self.engine.world, self.args.ddp_timeout)
         vars(self).update(found)
-        now = self.state.global_step, self.state.epoch
+        now, logs_next = (self.state.global_step, self.state.epoch), self.control.should_log
         for step, epoch, logs in logged:
             self.state.global_step, self.state.epoch = step, epoch
             super().log(logs)
         self.state.global_step, self.state.epoch = now
+        self.control.should_log = logs_next  # the stock loop takes any log for the one that is due
 
     def _agree_on_gradients(self) -> bool:
         """Returns whether any process has somebody who may look at gradients; every rank calls."""
