@@ -130,7 +130,7 @@ def version(value: Any) -> Version:
 
     def of(one: Any) -> Any:
         left[0] -= 1
-        if left[0] < 0:
+        if left[0] < (len(one) if isinstance(one, (dict, set, frozenset, *_LISTS)) else 0):
             raise OverflowError
         if isinstance(one, Tensor):
             return id(one), 0 if one.is_inference() else one._version
