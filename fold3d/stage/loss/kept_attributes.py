@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import random
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -96,7 +97,7 @@ class _Generator(NamedTuple):
 
 _LIBRARIES = (
     _Generator(random.getstate, random.setstate),
-    _Generator(np.random.get_state, np.random.set_state),
+    _Generator(functools.partial(np.random.get_state, legacy=False), np.random.set_state),
 )
 
 

@@ -130,6 +130,7 @@ class LossRun:
         key: tuple[int, int, int] | None,
         *,
         once: bool = False,
+        alone: bool = False,
     ) -> None:
         """Runs the function up to its call of the model; to its end, where it does not call it.
 
@@ -138,6 +139,7 @@ class LossRun:
             device: where the model runs.
             key: of the random numbers that are drawn, see `seeding`; None: the generators are left alone.
             once: the model can run once only.
+            alone: no other run begins before this one is over, so nothing need rest with it.
         Raises: whatever the function raises.
         """
         self._model, self._names, self._kinds, self._once = model, list(names), [device.type], once
@@ -148,7 +150,9 @@ class LossRun:
         made = self._coroutine = _Coroutine(self, self._function)
         made.gr_context = contextvars.copy_context()
         self._grad_before = torch.is_grad_enabled()
-        self._kept.begin()
+        self._rests_alone = alone
+        if not alone:
+            self._kept.begin()
         with self._as_before():
             self._run(made.switch)
 
@@ -232,7 +236,8 @@ class LossRun:
             self._over(result)
         else:
             self._rested = ThreadState(self._generators, kinds=self._kinds, above=depth)
-            self._kept.rest()
+            if not self._rests_alone:
+                self._kept.rest()
 
     def _over(self, result: Any) -> None:
         self.is_over, self._result, self._coroutine = True, result, None
