@@ -62,6 +62,8 @@ class Script:
     def hook(self, name: str, module: nn.Module, args: Any, output: Tensor) -> None:
         if self.use == "log":
             self.logged.append(output.detach().norm().item())
+        elif self.use in ("derived", "copy"):
+            self.seen[name] = output.tanh() if self.use == "derived" else output.detach().clone()
         elif self.use == "detached":
             self.seen[name] = output.detach()
         elif self.use != "nothing":
@@ -106,7 +108,7 @@ KEPT = [["layers.0"], ["layers.0.inner"], ["layers.1.inner", "layers.3.inner"], 
 @pytest.mark.parametrize(("processes", "layout"), CUT, ids=IDS)
 @pytest.mark.parametrize("modules", KEPT, ids=["block", "inside", "several", "embedding"])
 def test_kept_for_the_loss(ranks: RankPool, processes: int, layout: dict[str, int], modules: list[str]) -> None:
-    for use in ("add", "detached", "number", "masked"):
+    for use in ("add", "detached", "number", "masked", "derived", "copy"):
         for text in ranks.run(refused, processes, layout, modules, use):
             read = f"the loss function reads what a hook of {modules[0]} keeps"
             assert read in text or f"a hook of {modules[0]} keeps a tensor, and the loss function, which" in text
@@ -132,6 +134,7 @@ def test_a_model_in_one_piece_gives_it(modules: list[str]) -> None:
         (["layers.0.inner", "layers.3.inner", "first"], "log"),
         (["layers.3.inner"], "keep"),
         (["layers.3"], "add"),
+        (["layers.3", "last"], "derived"),
         (["layers.3.inner", "last"], "masked"),
     ],
 )

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import sys
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -123,14 +124,23 @@ class ForeignTensors:
                 self._undo.append(module.register_forward_hook(note.after))
         self._hooks_ever = RemovableHandle.next_id
 
-    def note(self, name: str, module: nn.Module, values: Any) -> _Survivors | None:
-        """Hooks of module `name` are shown `values`; returns what tells, behind them, whether they keep any tensor."""
+    def note(self, name: str, module: nn.Module, values: Any) -> _Shown | None:
+        """Hooks of module `name` are shown `values`; returns what looks at what they compute of these, and keep."""
+        if self._run is None:
+            return None
+        right = True
         for leaf in tree_leaves(values):
-            if isinstance(leaf, Tensor) and leaf.layout == torch.strided:
-                of = self._run.mark if self._run is not None and self._is_right(name, module, leaf) else None
-                storage = StorageWeakRef(leaf.untyped_storage())  # type: ignore[no-untyped-call]
-                self._seen[key_of(leaf)] = storage, of, f"a hook of {name}"
-        return None if self._computes_loss or not self._is_users or self._run is None else _Survivors(name)
+            if isinstance(leaf, Tensor):
+                is_right = self._is_right(name, module, leaf)
+                right = right and is_right
+                self._see(name, leaf, self._run.mark if is_right else None)
+        refuses = self._is_users and not self._computes_loss
+        return _Shown(name, partial(self._see, name, of=self._run.mark if right else None), refuses)
+
+    def _see(self, name: str, tensor: Tensor, of: object) -> None:
+        if tensor.layout == torch.strided:
+            storage = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+            self._seen[key_of(tensor)] = storage, of, f"a hook of {name}"
 
     def _is_right(self, name: str, module: nn.Module, tensor: Tensor) -> bool:
         """Returns whether what a module has just returned is right in this run, and stands in for nothing."""
@@ -148,7 +158,7 @@ class _Note:
 
     def __init__(self, tensors: ForeignTensors | None, name: str) -> None:
         self._tensors, self._name = tensors, name
-        self._survivors: list[_Survivors | None] = []
+        self._shown: list[_Shown | None] = []
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _Note, (None, self._name)
@@ -156,26 +166,28 @@ class _Note:
     def before(self, module: nn.Module, args: Any, output: Any) -> None:
         """The user's hooks come next."""
         if self._tensors is not None:
-            survivors = self._tensors.note(self._name, module, (args, output))
-            self._survivors.append(survivors)
-            if survivors is not None:
-                survivors.begin(
-                    [args, output, *(one for one in tree_leaves((args, output)) if isinstance(one, Tensor))]
-                )
+            shown = self._tensors.note(self._name, module, (args, output))
+            self._shown.append(shown)
+            if shown is not None:
+                shown.begin([args, output, *(one for one in tree_leaves((args, output)) if isinstance(one, Tensor))])
 
     def after(self, module: nn.Module, args: Any, output: Any) -> None:
         """They are done. Raises: SplitError when they keep a tensor that the loss function would not find."""
-        survivors = self._survivors.pop() if self._survivors else None
-        if survivors is not None:
-            survivors.look()
+        shown = self._shown.pop() if self._shown else None
+        if shown is not None:
+            shown.look()
 
 
-class _Survivors(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Whether hooks keep what they are shown, or a tensor that they compute."""
+class _Shown(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """What hooks of one module compute of what they are shown, and whether they keep any of it."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, see: Callable[[Tensor], None], refuses: bool) -> None:
+        """Args:
+        see: told of each tensor that they compute.
+        refuses: to keep a tensor is an error.
+        """
         super().__init__()  # type: ignore[no-untyped-call]
-        self._name = name
+        self._name, self._see, self._refuses = name, see, refuses
         self._made: list[weakref.ref[Tensor]] = []
 
     def begin(self, shown: list[Any]) -> None:
@@ -187,14 +199,17 @@ class _Survivors(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        self._made += [weakref.ref(one) for one in tree_leaves(result) if isinstance(one, Tensor)]
+        for one in tree_leaves(result):
+            if isinstance(one, Tensor):
+                self._see(one)
+                self._made.append(weakref.ref(one))
         return result
 
     def look(self) -> None:
-        """Raises: SplitError when they do."""
+        """They are done. Raises: SplitError when they keep a tensor, and that is an error."""
         self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         more = any(now > then for now, then in zip(map(sys.getrefcount, self._shown), self._counts, strict=True))
-        if more or any(one() is not None for one in self._made):
+        if self._refuses and (more or any(one() is not None for one in self._made)):
             raise SplitError(
                 f"a hook of {self._name} keeps a tensor, and the loss function, which another process computes, would "
                 f"not find it there. {WAYS_OUT}; what is only to be logged may be kept as a number (.item())"
