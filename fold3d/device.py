@@ -93,6 +93,11 @@ def all_rng_untouched(device: torch.device) -> Iterator[None]:
         set_library_rng_state(state)
 
 
+def device_of(model: torch.nn.Module) -> torch.device:
+    """Returns where those parameters of the model lie that have storage; the CPU where there are none."""
+    return next((one.device for one in model.parameters() if not one.is_meta), torch.device("cpu"))
+
+
 def library_rng_state() -> LibraryState:
     """Returns the states of Python's and numpy's generators."""
     return random.getstate(), np.random.get_state()

@@ -85,9 +85,8 @@ def test_the_example_plans_by_itself_and_says_what_was_hidden(tmp_path: Path) ->
 @pytest.mark.dist
 def test_the_demo_in_twenty_steps(tmp_path: Path) -> None:
     """The command of `make demo`, with fewer steps."""
-    make = subprocess.run(
-        ["make", "-n", "demo", f"OUT={tmp_path}"], cwd=ROOT, capture_output=True, text=True, timeout=60
-    )
+    print_it = ["make", "--no-print-directory", "-n", "demo", f"OUT={tmp_path}"]
+    make = subprocess.run(print_it, cwd=ROOT, capture_output=True, text=True, timeout=60)
     command = make.stdout.replace("\\\n", " ").splitlines()[-1]
     assert "torchrun" in command and str(tmp_path) in command, make.stdout + make.stderr
     command += " --max_steps 20 --warmup_steps 2 --logging_steps 5 --timeline 10"

@@ -71,13 +71,16 @@ class LossScaler(torch.amp.GradScaler):
         self.skipped_steps = 0
 
     def scaled(self, loss_fn: Callable[[Module, Any], Tensor]) -> Callable[[Module, Any], Tensor]:
-        """Returns `loss_fn` with the gradients of a scaled loss; the loss itself stays as it is."""
+        """Returns `loss_fn` with the gradients of a scaled loss; the loss itself stays as it is. For one step."""
+
+        @functools.cache
+        def factor() -> Factor:  # not before a loss is there: in the first step the engine is built meanwhile
+            return _as_factor(self.scale(torch.ones_like(self._verdict)).detach())
 
         @functools.wraps(loss_fn)
         def call(model: Module, batch: Any) -> Tensor:
             share = loss_fn(model, batch)
-            factor = _as_factor(self.scale(torch.ones_like(self._verdict)).detach())
-            loss: Tensor = _ScaledBackward.apply(share, factor)  # type: ignore[no-untyped-call]
+            loss: Tensor = _ScaledBackward.apply(share, factor())  # type: ignore[no-untyped-call]
             return loss
 
         return call

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import nn
@@ -15,13 +14,8 @@ from fold3d.placement.layers import chunk_parameters
 from fold3d.stage.loss.loss_run import ModelCall
 from fold3d.trace.arguments import Arguments, Form, by_name, describe, form_of
 from fold3d.trace.capture import trace_call
-from fold3d.trace.errors import SplitError
+from fold3d.trace.errors import WAYS_OUT, SplitError
 from fold3d.trace.model_trace import Trace
-
-WAYS_OUT = (
-    "Set pp=1 and segments=1, where nothing is cut and all outputs are there; or use fewer chunks (pp * segments), or "
-    "compute it from what the model returns at its end"
-)
 
 
 class CallGuard:
@@ -37,8 +31,8 @@ class CallGuard:
         self._trace, self._ranges = trace, list(ranges)
         self._known: dict[Form, list[Trace]] = {trace.form: [trace]}
 
-    def enter(self, call: ModelCall, *, only_loss: bool) -> tuple[Trace, dict[str, Any]]:
-        """Returns the recording of the form in which the model is called, and with which keyword arguments it goes on.
+    def enter(self, call: ModelCall, *, only_loss: bool) -> tuple[Trace, ModelCall]:
+        """Returns the recording of the form in which the model is called, and the call as it goes on.
 
         Args:
             only_loss: see `Arguments`.
@@ -59,7 +53,7 @@ class CallGuard:
         called = model.get_submodule(call.module)
         keeps = not called.training and "use_cache" in inspect.signature(called.forward).parameters
         drops = only_loss and keeps and "use_cache" not in arguments
-        return found, {**call.kwargs, "use_cache": False} if drops else call.kwargs
+        return found, call._replace(kwargs={**call.kwargs, "use_cache": False}) if drops else call
 
     def _prove(self, model: nn.Module, arguments: Arguments) -> Trace:
         """Records the call and returns the recording.

@@ -35,13 +35,9 @@ class Borders:
         trace = self._trace
         arriving = trace.crossing(first) if first else ()
         if len(received) != len(arriving):
-            before = (
-                f"{len(arriving)} cross the border before block '{trace.blocks[min(first, len(trace.blocks) - 1)]}'"
-            )
-            raise SplitError(
-                f"the chunk from block {first} on was given {len(received)} tensors, but "
-                f"{before if first else 'the first chunk takes none'}"
-            )
+            where = f"before block '{trace.blocks[first]}'" if first < len(trace.blocks) else "behind the last block"
+            takes = f"{len(arriving)} cross the border {where}" if first else "the first chunk takes none"
+            raise SplitError(f"the chunk from block {first} on was given {len(received)} tensors, but {takes}")
         return Cargo(arriving, trace.crossing(end) if leaves else (), received)
 
     def runs(self, module: str) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,7 +10,7 @@ from torch import Tensor
 from fold3d import seeding
 from fold3d._C import ForwardCursor
 from fold3d.stage.blocks.hooked_modules import BlockRun
-from fold3d.stage.cargo import Borders, Cargo
+from fold3d.stage.cargo import Borders
 from fold3d.tensor_parallel.checkpoints import group_of_checkpoint
 
 
@@ -25,7 +24,12 @@ class ChunkExit(BaseException):
 
 
 class ChunkRun(ForwardCursor):
-    """One run of the model's forward as a chunk."""
+    """One run of the model's forward as a chunk.
+
+    Args:
+        borders: what crosses them in the form in which the model is called.
+    Raises: SplitError when another number of tensors was received than crosses the border before the chunk.
+    """
 
     def __init__(
         self,
@@ -35,34 +39,26 @@ class ChunkRun(ForwardCursor):
         seed: int | None,
         constants: Sequence[int],
         received: Sequence[Tensor],
+        borders: Borders,
     ) -> None:
         lo, hi = blocks
         self.generators = [] if seed is None else seeding.generators_of(device)
         super().__init__(lo, seed, self.generators, constants)
-        self.skip_from(lo)  # until it is known what crosses the borders
         self.mark = object()  # tells it from other runs without keeping it
         self.lo = lo
         self.hi = hi
         self.last = last
         self.device = device
         self.received = received
-        self.borders: Borders | None = None
-        self.cargo: Cargo | None = None
-        self.alike_from = lo
-        self.alike: Any = None
+        self.borders = borders
+        self.cargo = borders.cargo(lo, hi, received, leaves=not last)
+        self.alike_from, self.alike = borders.alike(lo, self.cargo)
+        self.skip_from(self.alike_from)
         self.leaving: list[Tensor] | None = None
         self.block: BlockRun | None = None
         self._calls: dict[str, int] = {}
         self.outer_checkpoint = group_of_checkpoint()
         self.checkpoint: object = None
-
-    def load(self, borders: Borders) -> None:
-        """The model is called, in a form for which `borders` say what crosses them."""
-        self.borders = borders
-        self.cargo = borders.cargo(self.lo, self.hi, self.received, leaves=not self.last)
-        self.alike_from, self.alike = borders.alike(self.lo, self.cargo)
-        self.skip_from(self.alike_from)
-        self._calls = {}
 
     def call_of(self, module: str) -> int:
         """Returns how often the module was called before by the model's forward, and counts this call."""

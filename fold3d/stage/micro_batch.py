@@ -57,7 +57,8 @@ def loss_run(function: LossFunction, model: Module, inputs: Inputs, weight: floa
     """Returns a run of `function` with a shallow copy of the inputs: it may take labels out of them.
 
     What it keeps between its halves is looked for in `function.keeps`, a sequence of objects, else in the object whose
-    method it is, or itself.
+    method it is, or itself. By attributes it says of itself whether it `calls_users_code`, and whether it
+    `reads_only_loss` of what the model returns.
 
     Args:
         weight: by which the loss is multiplied.
@@ -67,17 +68,11 @@ def loss_run(function: LossFunction, model: Module, inputs: Inputs, weight: floa
     is_users = getattr(function, "calls_users_code", not is_ours(own))
     return LossRun(
         lambda: function(model, dict(inputs)),
-        only_loss=reads_only_loss(function),
+        only_loss=getattr(function, "reads_only_loss", False),
         is_users=is_users,
         keeps=keeps,
         weight=weight,
     )
-
-
-def reads_only_loss(function: LossFunction) -> bool:
-    """Returns whether `function` has said of itself, by an attribute, that of what the model returns it reads the loss
-    alone."""
-    return getattr(function, "reads_only_loss", False)
 
 
 def one_number(value: Any) -> None:

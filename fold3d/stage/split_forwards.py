@@ -21,7 +21,7 @@ from fold3d import seeding
 from fold3d._C import BlockForward, CurrentForward, block_forward, next_seed, reseed, seed_inside
 from fold3d.errors import TraceError
 from fold3d.stage.blocks.hooked_modules import hooked_modules
-from fold3d.stage.cargo import Borders, Cargo
+from fold3d.stage.cargo import Borders
 from fold3d.stage.chunk_run import ChunkExit, ChunkRun
 from fold3d.stage.loss.loss_run import refuse_part
 from fold3d.stage.recompute import recomputed
@@ -83,10 +83,8 @@ class SplitForwards:
         while self._undo:
             self._undo.pop()()
 
-    def _entered(self, found: Trace) -> None:
-        """The running chunk calls the model, in a form of which `found` is the recording."""
-        run = self._run
-        assert run is not None
+    def _borders_in(self, found: Trace) -> Borders:
+        """Returns what crosses borders where the model is called in a form of which `found` is the recording."""
         if id(found) not in self._borders:
             self._borders[id(found)] = found, Borders(found)
             self._use_outer([name for region in found.around for name in region])
@@ -94,19 +92,18 @@ class SplitForwards:
                 if name not in self._hooked:
                     self._note_results_of(name)
                     self._hooked.append(name)
-        _, borders = self._borders[id(found)]
-        run.load(borders)
-        self._slot.begin(run, run.alike)
+        return self._borders[id(found)][1]
 
-    def _loaded(self, run: ChunkRun) -> tuple[Borders, Cargo]:
-        """Returns what crosses the chunk's borders."""
-        assert run.borders is not None and run.cargo is not None
-        return run.borders, run.cargo
+    def _running(self, name: str) -> ChunkRun | None:
+        """Returns the run in which module `name` is called; None outside of one."""
+        run = self._run
+        if run is not None and run.leaving is not None:
+            self._leave_late(run, name)
+        return run
 
     def _leave(self, run: ChunkRun, index: int, output: Any) -> Any:
         """The chunk's last block is done: ends the forward, at once or as soon as no checkpoint is in the
         way."""
-        assert run.cargo is not None
         if run.leave(run.cargo.leave()):
             raise ChunkExit(self)
         # The user's code called torch.utils.checkpoint around this block. An exception through it would leave
@@ -138,11 +135,9 @@ class SplitForwards:
             shape_only = ShapeOnly(name, module)
 
             def forward(*args: Any, **kwargs: Any) -> Any:
-                run = self._run
+                run = self._running(name)
                 if run is None:
                     return self._outside(name, original, enter, leave, args, kwargs)
-                if run.leaving is not None:
-                    self._leave_late(run, name)
                 index = run.position
                 if index not in places:
                     self._out_of_order(run, name)
@@ -152,7 +147,7 @@ class SplitForwards:
                     self._refuse_functions(name)
                 run.begin_module(enter)
                 try:
-                    borders, cargo = self._loaded(run)
+                    borders, cargo = run.borders, run.cargo
                     structure = borders.structure(index)
                     if index >= run.lo:
                         run.begin_block(borders.begin(index))
@@ -193,23 +188,20 @@ class SplitForwards:
             shape_only = ShapeOnly(name, module) if has_parameters else None
 
             def forward(*args: Any, **kwargs: Any) -> Any:
-                run = self._run
+                run = self._running(name)
                 if run is None:
                     return self._outside(name, original, enter, leave, args, kwargs)
-                if run.leaving is not None:
-                    self._leave_late(run, name)
-                borders, cargo = self._loaded(run)
-                if name in skipped and not borders.runs(name):
+                if name in skipped and not run.borders.runs(name):
                     self._out_of_order(run, name)
                 begins = run.begin_module(enter)
                 call = run.call_of(name) if begins and shape_only is not None else -1
                 try:
                     if run.position < run.lo and shape_only is not None:
-                        output = cargo.put_into(name, call, shape_only(run.device, args, kwargs))
+                        output = run.cargo.put_into(name, call, shape_only(run.device, args, kwargs))
                         output = self._replace(run, name, output)
                     else:
                         output = original(*args, **kwargs)
-                        cargo.note(name, call, output)
+                        run.cargo.note(name, call, output)
                 except BaseException:
                     if begins:
                         run.leave_module()
@@ -230,7 +222,7 @@ class SplitForwards:
         def forward(*args: Any, **kwargs: Any) -> Any:
             output = original(*args, **kwargs)
             run = self._run
-            if run is not None and run.block is not None and run.cargo is not None:
+            if run is not None and run.block is not None:
                 call = run.block.call_of(name)
                 if call is not None:
                     run.cargo.note(name, call, output)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from fold3d import seeding
+from fold3d.device import device_of
 from fold3d.errors import MissingWeightsError
 from fold3d.stage.call_guard import CallGuard
 from fold3d.stage.chunk_run import ChunkExit, ChunkRun
@@ -57,7 +58,7 @@ class SplitModel(SplitForwards):
     ) -> None:
         trace.check_ranges(list(ranges))
         super().__init__(model, trace, recompute, beneath)
-        self._device = next((one.device for one in model.parameters() if not one.is_meta), torch.device("cpu"))
+        self._device = device_of(model)
         self._ranges = tuple(ranges)
         self._guard = CallGuard(model, trace, ranges)
         self._callable = ancestors(trace.blocks)
@@ -100,11 +101,11 @@ class SplitModel(SplitForwards):
         with self._busy():
             if not loss.has_begun:
                 with self._around():
-                    loss.begin(self._model, self._callable, self._device, key, once=True)
+                    loss.begin(self._model, self._callable, self._device, key)
+                if loss.uses_weights:  # one that has begun before the model was cut does not
+                    raise SplitError(USES_A_PART.format("what it calls the model with has a gradient"))
             if loss.call is None:
                 raise SplitError(NOT_CALLED)
-            if loss.uses_weights:
-                raise SplitError(USES_A_PART.format("what it calls the model with has a gradient"))
 
     def forward(
         self, chunk: int, loss: LossRun, inputs: list[Tensor], key: tuple[int, int, int] | None
@@ -175,11 +176,14 @@ class SplitModel(SplitForwards):
         instead: ModelCall | None = None,
     ) -> tuple[list[Tensor], Any]:
         with self._busy():
-            run = self._begin(blocks, last, inputs, key)
+            run, call = self._begin(blocks, last, loss, inputs, key, instead)
             output = None
             try:
-                with at_home(run.device), loss.inside() as call:
-                    output = self._called(run, instead or call, loss)
+                with at_home(run.device), loss.inside():
+                    self._foreign.begin(run, is_users=loss.is_users)
+                    self._run = run
+                    self._slot.begin(run, run.alike)
+                    output = self._model.get_submodule(call.module).forward(*call.args, **call.kwargs)
             except ChunkExit as leave:
                 if leave.owner is not self:
                     raise
@@ -243,14 +247,6 @@ class SplitModel(SplitForwards):
                 raise
             raise SplitError(USES_A_PART.format(error)) from error
 
-    def _called(self, run: ChunkRun, call: ModelCall, loss: LossRun) -> Any:
-        found, kwargs = self._guard.enter(call, only_loss=loss.only_loss)
-        self._foreign.begin(run, is_users=loss.is_users)
-        self._run = run
-        self._slot.begin(run, None)
-        self._entered(found)
-        return self._model.get_submodule(call.module).forward(*call.args, **kwargs)
-
     def put_aside(self) -> tuple[ChunkRun | None, bool]:
         """Returns the run under way, for another one to begin."""
         state = self._run, self._is_busy
@@ -269,14 +265,24 @@ class SplitModel(SplitForwards):
     # -- one run --
 
     def _begin(
-        self, blocks: tuple[int, int], last: bool, inputs: list[Tensor], key: tuple[int, int, int] | None
-    ) -> ChunkRun:
+        self,
+        blocks: tuple[int, int],
+        last: bool,
+        loss: LossRun,
+        inputs: list[Tensor],
+        key: tuple[int, int, int] | None,
+        instead: ModelCall | None,
+    ) -> tuple[ChunkRun, ModelCall]:
+        """Returns a run, and the call of the model that it makes."""
+        assert loss.call is not None
         device = inputs[0].device if inputs else self._device
+        with at_home(device):
+            found, call = self._guard.enter(instead or loss.call, only_loss=loss.only_loss)
         seed = None if key is None else seeding.start(key)
-        run = ChunkRun(blocks, last, device, seed, self._constants, inputs)
+        run = ChunkRun(blocks, last, device, seed, self._constants, inputs, self._borders_in(found))
         if key is not None:
             self._generators = run.generators
-        return run
+        return run, call
 
 
 def _is_of_missing(error: Exception) -> bool:

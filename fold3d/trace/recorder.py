@@ -93,7 +93,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._wanted: set[tuple[str, int]] = set()
         self._returned: dict[Value, tuple[Tensor, int]] = {}
         self._writes = Writes(self._key)
-        self._around = "the model's forward"
         self._kept: dict[int, str] = {}
         self._buffers: list[tuple[int, int]] = []  # of the block that runs, when it began
         self._changing: set[str] = set()
@@ -274,7 +273,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         written = [*map(self._key, written_by(func, args, kwargs))] if mutable else []
         # Of a view, and of what the model's own code computes, who reads the result reads the values.
-        is_own = self._in_own_code() and self._computed.keys() >= set(written)
+        in_own_code = self._made is None  # no module with weights runs
+        is_own = in_own_code and self._computed.keys() >= set(written)
         carries = bool(made) and (is_own or (not mutable and keys.issuperset(map(self._key, made))))
         tokens = _NO_TOKENS if packet in _SHAPE_ONLY else self._read(keys, carries)
         by = None if self._made is None else self._made.value
@@ -298,11 +298,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._count(packet, args, kwargs, result)
         return result
 
-    def _in_own_code(self) -> bool:
-        return self._made is None  # no module with weights runs
-
     def _read(self, keys: set[int], carries: bool = False) -> frozenset[Token]:
-        reader = self._block or (self._outer[0] if self._outer else self._around)
+        reader = self._block or (self._outer[0] if self._outer else "the model's forward")
         found: frozenset[Token] = _NO_TOKENS
         for key in keys:
             names = self._names.get(key)
@@ -464,10 +461,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             modified=modified,
             written_before=any(self._writes.before(border, value) for value in values),
         )
-
-    def said(self) -> dict[Value, str]:
-        """Returns of each module's result that is read later where that is."""
-        return {token.value: token.said(reader) for token, (_, reader) in self.reads.items()}
 
     def hooked(self) -> tuple[tuple[HookedCall, ...], ...]:
         """Returns of each block the calls that hooks saw; none if nobody reads what hooks have of any."""

@@ -17,15 +17,10 @@ from torch.utils._pytree import arg_tree_leaves, tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from fold3d.stage.chunk_run import ChunkRun
-from fold3d.trace.errors import SplitError
+from fold3d.trace.errors import WAYS_OUT, SplitError
 from fold3d.trace.model_trace import Trace
 from fold3d.trace.users_hooks import users_hooks
 from fold3d.weights.missing import missing
-
-WAYS_OUT = (
-    "Set pp=1 and segments=1, where nothing is cut and all outputs are there; or use fewer chunks (pp * segments), or "
-    "compute it from what the model returns at its end"
-)
 
 
 class ForeignTensors:
@@ -149,8 +144,8 @@ class ForeignTensors:
             return True
         if run.position == run.lo and id(module) not in self._blocks:  # between the last block before and the first
             return True
-        arrived = {} if run.cargo is None else run.cargo.arrived
-        return any(tensor is one for (of, _), values in arrived.items() if of == name for one in values.values())
+        arrived = run.cargo.arrived.items()
+        return any(tensor is one for (of, _), values in arrived if of == name for one in values.values())
 
 
 class _Note:

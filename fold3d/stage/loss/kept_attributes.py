@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import random
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -14,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fold3d.device import library_rng_state, set_library_rng_state
 from fold3d.trace.errors import SplitError
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
@@ -55,12 +55,12 @@ class KeptAttributes:
 
     def draw_on(self) -> None:
         """Python's and numpy's generators go on behind what the coroutine has drawn."""
-        for one, state in zip(_LIBRARIES, self._states, strict=False):
-            one.set(state)
+        if self._states:
+            _LIBRARIES.set(self._states[0])
 
     def _generators(self) -> list[_Generator]:
         values = [value for owner in self._owners for value in owner.values()]
-        return [*_LIBRARIES, *(of(value) for value in values for kind, of in _KINDS if isinstance(value, kind))]
+        return [_LIBRARIES, *(of(value) for value in values for kind, of in _KINDS if isinstance(value, kind))]
 
     @contextlib.contextmanager
     def as_it_was(self) -> Iterator[None]:
@@ -95,10 +95,7 @@ class _Generator(NamedTuple):
     set: Callable[[Any], Any]
 
 
-_LIBRARIES = (
-    _Generator(random.getstate, random.setstate),
-    _Generator(functools.partial(np.random.get_state, legacy=False), np.random.set_state),
-)
+_LIBRARIES = _Generator(library_rng_state, set_library_rng_state)
 
 
 def _of_numpy(one: np.random.Generator) -> _Generator:

@@ -81,7 +81,6 @@ class LossRun:
 
     Attributes:
         call: of the model; None until there was one.
-        has_begun: whether any of the function has run.
         is_over: whether it has ended.
         rests_in_a_module: whether it rests in a module's call, not in one of its forward alone.
     """
@@ -108,13 +107,18 @@ class LossRun:
         self._rested: ThreadState | None = None
         self._grad_before = True
         self.call: ModelCall | None = None
-        self.has_begun = self.is_over = self.rests_in_a_module = False
+        self.is_over = self.rests_in_a_module = self._once = False
         self._result: Any = None
 
     @classmethod
     def of(cls, function: Callable[[], Any] | LossRun, *, only_loss: bool = False) -> LossRun:
         """Returns a run of `function`, which may be one already."""
         return function if isinstance(function, LossRun) else cls(function, only_loss=only_loss)
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether any of the function has run."""
+        return self._coroutine is not None or self.is_over
 
     @property
     def uses_weights(self) -> bool:
@@ -129,7 +133,6 @@ class LossRun:
         device: torch.device,
         key: tuple[int, int, int] | None,
         *,
-        once: bool = False,
         alone: bool = False,
     ) -> None:
         """Runs the function up to its call of the model; to its end, where it does not call it.
@@ -138,15 +141,13 @@ class LossRun:
             names: of the modules whose call counts as the model's: "" and what holds its blocks.
             device: where the model runs.
             key: of the random numbers that are drawn, see `seeding`; None: the generators are left alone.
-            once: the model can run once only.
             alone: no other run begins before this one is over, so nothing need rest with it.
         Raises: whatever the function raises.
         """
-        self._model, self._names, self._kinds, self._once = model, list(names), [device.type], once
+        self._model, self._names, self._kinds = model, list(names), [device.type]
         self._generators = [] if key is None else seeding.generators_of(device)
         if key is not None:
             reseed(self._generators, seeding.start(key))
-        self.has_begun = True
         made = self._coroutine = _Coroutine(self, self._function)
         made.gr_context = contextvars.copy_context()
         self._grad_before = torch.is_grad_enabled()
@@ -171,7 +172,8 @@ class LossRun:
         """Goes on with what the model returned; returns what the function returns. Raises what that raises.
 
         Args:
-            apart: other runs have begun meanwhile, or go on elsewhere, see `KeptAttributes`.
+            apart: the model is cut: it can run once only, and other runs have begun meanwhile, or go on elsewhere, see
+                `KeptAttributes`.
         """
         self._once = apart
         if not self.is_over:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fold3d import seeding
-from fold3d.device import library_rng_state, same_library_rng_state, set_library_rng_state
+from fold3d.device import device_of, library_rng_state, same_library_rng_state, set_library_rng_state
 from fold3d.stage.loss.loss_run import ModelCall
 from fold3d.stage.micro_batch import MicroBatch
 from fold3d.stage.once.buffer_values import BufferValues
@@ -74,7 +74,7 @@ class SubPipeline:
         self._joined: dict[Form, list[bool]] = {}
         """By form, per tensor behind the blocks: one part after the other; else all parts have the same."""
         self._draws = True
-        self._generators = seeding.generators_of(_device(model))
+        self._generators = seeding.generators_of(device_of(model))
         self._dropouts = [module for module in model.modules() if isinstance(module, nn.modules.dropout._DropoutNd)]
         self.reason = ""
         """Why micro-batches stay whole; empty where they do not."""
@@ -189,7 +189,3 @@ def _close(found: Tensor, expected: Tensor) -> bool:
         return torch.equal(found, expected)
     largest = expected.abs().max() if expected.numel() else torch.zeros(())
     return bool(((found - expected).abs() <= tolerance(expected.dtype) * largest).all() or torch.equal(found, expected))
-
-
-def _device(model: nn.Module) -> torch.device:
-    return next((p.device for p in model.parameters() if p.device.type != "meta"), torch.device("cpu"))
