@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -50,7 +51,13 @@ class Pipeline:
         if backward:
             self._keep(micro_batches)
         with self._progress.during(self._progress.doing):  # whom an action waits for follows from the schedule
-            return self._executor.run(schedule, self._topology.pp_rank, backward, list(micro_batches))
+            try:
+                return self._executor.run(schedule, self._topology.pp_rank, backward, list(micro_batches))
+            except BaseException:
+                for one in micro_batches:
+                    with contextlib.suppress(Exception):  # the first error is the one to tell of
+                        one.loss.let_go()
+                raise
 
     def sum_of_losses(self, losses: Sequence[Any], micro_batches: Sequence[MicroBatch]) -> torch.Tensor:
         """Returns the sum of what `run` returned, scalar, on every rank of the replica, once all of them had the same

@@ -56,15 +56,15 @@ class MicroBatch:
 def loss_run(function: LossFunction, model: Module, inputs: Inputs, weight: float = 1.0) -> LossRun:
     """Returns a run of `function` with a shallow copy of the inputs: it may take labels out of them.
 
-    What it keeps between its halves is looked for in `function.keeps`, a sequence of objects, else in the object whose
-    method it is, or itself. By attributes it says of itself whether it `calls_users_code`, and whether it
-    `reads_only_loss` of what the model returns.
+    What it keeps between its halves is looked for in `function.keeps`, a sequence of objects, else in itself. By
+    attributes it says of itself whether it `calls_users_code`, and whether it `reads_only_loss` of what the model
+    returns.
 
     Args:
         weight: by which the loss is multiplied.
     """
     own = inspect.unwrap(function)
-    keeps = getattr(function, "keeps", None) or (getattr(own, "__self__", own),)
+    keeps = getattr(function, "keeps", None) or (function,)
     is_users = getattr(function, "calls_users_code", not is_ours(own))
     return LossRun(
         lambda: function(model, dict(inputs)),

@@ -19,6 +19,7 @@ from fold3d.plan.strategy import Strategy
 from fold3d.sharding.plan import ShardingPlan
 from fold3d.stage.blocks.compiled import compile_blocks
 from fold3d.stage.loss.loss_run import LossRun
+from fold3d.stage.loss.namespaces import ModelState
 from fold3d.stage.micro_batch import DropoutKey, LossFunction, loss_run
 from fold3d.stage.recompute import Checkpoints, modules_to_recompute
 from fold3d.stage.split_model import SplitModel
@@ -56,7 +57,7 @@ def begin_loss(
         blocks = []
     loss = loss_run(function, model, inputs)
     with torch.set_grad_enabled(key is not None):
-        loss.begin(model, ancestors(blocks), device, key)
+        loss.begin(model, ancestors(blocks), device, key, ModelState(model))
     return loss
 
 

@@ -21,9 +21,11 @@ from fold3d import seeding
 from fold3d.device import device_of
 from fold3d.errors import MissingWeightsError
 from fold3d.stage.call_guard import CallGuard
+from fold3d.stage.cargo import Borders
 from fold3d.stage.chunk_run import ChunkExit, ChunkRun
 from fold3d.stage.loss.foreign_tensors import ForeignTensors
 from fold3d.stage.loss.loss_run import NOT_CALLED, USES_A_PART, LossRun, ModelCall
+from fold3d.stage.loss.namespaces import ModelState
 from fold3d.stage.split_forwards import SplitForwards
 from fold3d.stage.whole_model import WholeModel
 from fold3d.trace.arguments import ancestors
@@ -62,6 +64,7 @@ class SplitModel(SplitForwards):
         self._ranges = tuple(ranges)
         self._guard = CallGuard(model, trace, ranges)
         self._callable = ancestors(trace.blocks)
+        self._state = ModelState(model)
         self._foreign = ForeignTensors(model, trace, computes_loss=computes_loss)
         self._last_run: ChunkRun | None = None
         self._is_busy = False
@@ -101,7 +104,7 @@ class SplitModel(SplitForwards):
         with self._busy():
             if not loss.has_begun:
                 with self._around():
-                    loss.begin(self._model, self._callable, self._device, key)
+                    loss.begin(self._model, self._callable, self._device, key, self._state)
                 if loss.uses_weights:  # one that has begun before the model was cut does not
                     raise SplitError(USES_A_PART.format("what it calls the model with has a gradient"))
             if loss.call is None:
@@ -175,15 +178,17 @@ class SplitModel(SplitForwards):
         key: tuple[int, int, int] | None,
         instead: ModelCall | None = None,
     ) -> tuple[list[Tensor], Any]:
-        with self._busy():
-            run, call = self._begin(blocks, last, loss, inputs, key, instead)
-            output = None
+        assert loss.call is not None
+        device, output = inputs[0].device if inputs else self._device, None
+        with self._busy(), at_home(device):
+            found, call = self._guard.enter(instead or loss.call, only_loss=loss.only_loss)
+        with self._busy(), at_home(device), loss.inside((blocks, last)):
+            run = self._begin(blocks, last, device, inputs, key, self._borders_in(found))
             try:
-                with at_home(run.device), loss.inside():
-                    self._foreign.begin(run, is_users=loss.is_users)
-                    self._run = run
-                    self._slot.begin(run, run.alike)
-                    output = self._model.get_submodule(call.module).forward(*call.args, **call.kwargs)
+                self._foreign.begin(run, is_users=loss.is_users)
+                self._run = run
+                self._slot.begin(run, run.alike)
+                output = self._model.get_submodule(call.module).forward(*call.args, **call.kwargs)
             except ChunkExit as leave:
                 if leave.owner is not self:
                     raise
@@ -268,21 +273,16 @@ class SplitModel(SplitForwards):
         self,
         blocks: tuple[int, int],
         last: bool,
-        loss: LossRun,
+        device: torch.device,
         inputs: list[Tensor],
         key: tuple[int, int, int] | None,
-        instead: ModelCall | None,
-    ) -> tuple[ChunkRun, ModelCall]:
-        """Returns a run, and the call of the model that it makes."""
-        assert loss.call is not None
-        device = inputs[0].device if inputs else self._device
-        with at_home(device):
-            found, call = self._guard.enter(instead or loss.call, only_loss=loss.only_loss)
+        borders: Borders,
+    ) -> ChunkRun:
         seed = None if key is None else seeding.start(key)
-        run = ChunkRun(blocks, last, device, seed, self._constants, inputs, self._borders_in(found))
+        run = ChunkRun(blocks, last, device, seed, self._constants, inputs, borders)
         if key is not None:
             self._generators = run.generators
-        return run, call
+        return run
 
 
 def _is_of_missing(error: Exception) -> bool:

@@ -82,7 +82,7 @@ class WholeModel:
         with self._cursor_ends_with_errors():
             self.cursor = None if key is None else ForwardCursor(0, seeding.start(key), self.generators)
             if not loss.has_begun:
-                loss.begin(self._model, self._callable, self._device, key, alone=True)
+                loss.begin(self._model, self._callable, self._device, key)
 
     def forward(
         self, chunk: int, loss: LossRun, inputs: list[Tensor], key: tuple[int, int, int] | None

@@ -114,8 +114,9 @@ def trace_call(model: nn.Module, blocks: list[str], example: Mapping[str, Any], 
     return replace(found, decisions=shadow.decisions(), converted=_converted(model, shadow.model))
 
 
-def _record(shadow: Shadow, names: list[str], example: Mapping[str, Any]) -> tuple[Recorder, tuple[str, ...]]:
-    """Returns what was recorded, and the attributes in which modules keep tensors of the forward."""
+def _record(shadow: Shadow, names: list[str], example: Mapping[str, Any]) -> tuple[Recorder, dict[str, int]]:
+    """Returns what was recorded, and the attributes in which modules keep tensors of the forward, each with the first
+    region from which it has any."""
     recorder = Recorder(shadow.model, names)
     before = {id(tensor) for _, tensor in (*attributes(shadow.model), *shadow.model.named_buffers())}
     only_loss = getattr(example, "only_loss", False)
@@ -131,7 +132,10 @@ def _record(shadow: Shadow, names: list[str], example: Mapping[str, Any]) -> tup
     for name, buffer in shadow.model.named_buffers():
         if id(buffer) not in before:
             recorder.note_left(name, buffer)
-    return recorder, tuple(dict.fromkeys(name for name, _ in kept))
+    regions: dict[str, int] = {}
+    for name, tensor in kept:
+        regions[name] = min(recorder.made_in(tensor), regions.get(name, len(names)))
+    return recorder, regions
 
 
 def _converted(model: nn.Module, after: nn.Module) -> tuple[tuple[str, torch.dtype], ...]:
@@ -273,7 +277,7 @@ def without_values(tensor: Tensor, mode: FakeTensorMode, device: torch.device | 
 
 
 def _summarise(
-    model: nn.Module, recorder: Recorder, form: Form, kept: tuple[str, ...], skipped: tuple[str, ...]
+    model: nn.Module, recorder: Recorder, form: Form, kept: dict[str, int], skipped: tuple[str, ...]
 ) -> Trace:
     regions = recorder.regions
     last = len(recorder.order)
@@ -339,7 +343,8 @@ def _summarise(
         epilogue_cost=BlockCost(name="epilogue", parameters=count(uses[last]), flops=regions[last].other_flops),
         unread=tuple(name for name in order if name in unread),
         form=form,
-        kept=kept,
+        kept=tuple(kept),
+        kept_of=tuple(kept.values()),
         skipped=skipped,
     )
 

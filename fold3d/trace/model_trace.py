@@ -97,6 +97,9 @@ class Trace:
     """Of the recorded call."""
     kept: tuple[str, ...] = ()
     """Attributes in which modules keep tensors of a forward, for whoever reads them."""
+    kept_of: tuple[int, ...] = ()
+    """Of each of them the first block whose results it has, itself or computed from; the number of blocks where it has
+    none."""
     skipped: tuple[str, ...] = ()
     """Blocks of stacks of which others run that did not run in the recorded call: nothing reads their parameters."""
     converted: tuple[tuple[str, torch.dtype], ...] = ()

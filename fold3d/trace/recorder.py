@@ -426,6 +426,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._kept.setdefault(self._key(tensor), attribute)
         self.note_left(attribute, tensor)
 
+    def made_in(self, tensor: Tensor) -> int:
+        """Returns the region in which the model's own code computed the tensor, or a module did; the number of blocks
+        where it comes of the model's arguments alone."""
+        key = self._key(tensor)
+        regions = [token.region for token in self._tokens.get(key, _NO_TOKENS)]
+        return self._computed.get(key, min(regions)) if regions else len(self.order)
+
     def note_left(self, where: str, tensor: Tensor) -> None:
         """The tensor outlives the forward: who computed it read what it is computed from."""
         key = self._key(tensor)

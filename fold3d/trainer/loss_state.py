@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import pickle
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -15,7 +16,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_map, tree_map_only
 
 from fold3d.comms.world_group import WorldGroup
-from fold3d.stage.loss.kept_attributes import changed, versions
+from fold3d.stage.loss.namespaces import attributes_of, is_state, is_users_object
+
+logger = logging.getLogger(__name__)
 
 Logged = tuple[int, float | None, dict[str, Any]]
 """The step and the epoch in which something was logged, and what."""
@@ -26,8 +29,8 @@ class LossState:
     """Attributes of a trainer that change while the loss is computed: counts and sums of metrics, for its logs.
 
     Behind the model's call, `compute_loss` goes on with the last chunk alone. What it changes there, and what it logs,
-    the trainers of the other stages take over before anybody may read it. Numbers, text, tensors and containers of them
-    are looked at.
+    the trainers of the other stages take over before anybody may read it: numbers, text, tensors, arrays, containers of
+    them, and objects of the user's classes.
     """
 
     def __init__(self, trainer: transformers.Trainer) -> None:
@@ -38,9 +41,12 @@ class LossState:
     @contextlib.contextmanager
     def watch(self) -> Iterator[None]:
         """Remembers what has changed in the body, in which losses are computed."""
-        before = versions(vars(self._trainer))
+        attributes = attributes_of(self._trainer)
+        inside = {name: attributes_of(value) for name, value in attributes.values.items() if is_users_object(value)}
+        before, then = attributes.contents(), {name: one.contents() for name, one in inside.items()}
         yield
-        self._changed.update(changed(before, vars(self._trainer)))
+        self._changed.update(attributes.contents().changed(before))
+        self._changed.update(name for name, one in inside.items() if one.contents().changed(then[name]))
 
     def log(self, logs: dict[str, Any]) -> None:
         """The loss function has logged something."""
@@ -50,7 +56,16 @@ class LossState:
         """Returns what this rank is to take over: attributes that changed on its replica's last stage since the last
         call, and what was logged there; every rank calls."""
         attributes = vars(self._trainer)
-        mine = {name: _without_factories(_on_host(attributes[name])) for name in self._changed if name in attributes}
+        mine = {name: attributes[name] for name in self._changed if is_state(attributes.get(name))}
+        mine = {name: _without_factories(_on_host(value)) for name, value in mine.items()}
+        for name in [name for name, value in mine.items() if not _travels(value)]:
+            logger.warning(
+                "compute_loss has changed %s.%s, a %s, which pickle cannot take to the other processes: what they log "
+                "of it is old. Keep it in numbers, tensors or containers of them",
+                type(self._trainer).__name__,
+                name,
+                type(mine.pop(name)).__name__,
+            )
         logged, self._logged = self._logged, []
         self._changed.clear()
         topology = world.topology
@@ -88,9 +103,9 @@ def _without_factories(value: Any) -> Any:
     return tree_map(entries, value, is_leaf=lambda leaf: isinstance(leaf, defaultdict))
 
 
-def _travels(factory: Any) -> bool:
+def _travels(value: Any) -> bool:
     try:
-        pickle.dumps(factory)
+        pickle.dumps(value)
     except Exception:  # of a function in a function
         return False
     return True

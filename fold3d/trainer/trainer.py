@@ -30,6 +30,7 @@ from fold3d.device import all_rng_untouched
 from fold3d.engine.engine import Engine
 from fold3d.errors import ConfigError
 from fold3d.stage.loss.loss_run import running_loss
+from fold3d.stage.loss.namespaces import LongContainer, attributes_of
 from fold3d.topology import Topology
 from fold3d.trace.example import synthetic_example
 from fold3d.trainer.arguments import TrainingArguments
@@ -358,16 +359,22 @@ class Trainer(SearchingTrainer):
         if callable(getattr(self.optimizer, "train", None)):
             self.optimizer.train()
         steps = self.current_gradient_accumulation_steps
-        waiting = self._waiting.add(self._prepare_inputs(inputs), (num_items_in_batch, steps))
+        inputs = self._prepare_inputs(inputs)
+        sets_some = any(is_overridden(self, name) for name in ("training_step", "_prepare_inputs"))
+        attributes = attributes_of(self).contents() if sets_some else None
+        waiting = self._waiting.add(inputs, (num_items_in_batch, steps), attributes)
         if waiting < steps or not self.accelerator.gradient_state.sync_gradients:
             return torch.zeros((), device=self.args.device)
-        micro_batches, divisors_of = self._waiting.take()
+        micro_batches, drawn_with = self._waiting.take()
 
         def share(module: Module, batch: dict[str, Any]) -> Tensor:
-            return self._share_of_loss(module, batch, *divisors_of(batch))
+            divisors, attributes = drawn_with(batch)
+            for name, value in attributes.items():
+                setattr(self, name, value.as_it_was() if isinstance(value, LongContainer) else value)
+            return self._share_of_loss(module, batch, *divisors)
 
         share.calls_users_code = self._computes_loss_otherwise()  # type: ignore[attr-defined]
-        share.keeps = (self, self.compute_loss_func)  # type: ignore[attr-defined]
+        share.keeps = (self, self.compute_loss, self.compute_loss_func)  # type: ignore[attr-defined]
         share.adds_up = self._loss_adds_up(num_items_in_batch)  # type: ignore[attr-defined]
         share.reads_only_loss = self._reads_only_loss()  # type: ignore[attr-defined]
         if self._gradients_are_read is None:

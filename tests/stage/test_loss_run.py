@@ -344,7 +344,7 @@ def test_a_value_set_on_both_sides_is_refused() -> None:
             return out.square().mean() * self.count
 
     stepped({"segments": 1}, Both())
-    with pytest.raises(RankError, match="sets its attribute 'count' before and behind the model's call"):
+    with pytest.raises(RankError, match=r"sets 'count' \(attribute of Both\) before and behind the model's call"):
         stepped({"segments": 2, "schedule": "aiao"}, Both())  # type: ignore[dict-item]
 
 

@@ -19,11 +19,31 @@ pytestmark = pytest.mark.dist
 STEPS, MICRO_BATCHES = 3, 4
 
 
+class Meter:
+    """A metric of the user's."""
+
+    def __init__(self) -> None:
+        self.count, self.last = 0, np.zeros(1)
+
+    def update(self, value: float) -> None:
+        self.count += 1
+        self.last[0] = round(value, 8)
+
+
 def with_state(base: type[Any]) -> type[Any]:
     """A Trainer of `base` whose loss counts, draws, logs, and keeps values for behind the model's call."""
 
     class Annealed(base):  # type: ignore[misc]
         calls = 0
+
+        def _prepare_inputs(self, inputs: Any) -> Any:
+            inputs = super()._prepare_inputs(inputs)
+            self.weight = 1 + inputs["input_ids"].double().mean() / 100
+            return inputs
+
+        def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
+            self.largest = inputs["input_ids"].max().item()
+            return super().training_step(model, inputs, num_items_in_batch)
 
         def compute_loss(
             self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
@@ -31,7 +51,7 @@ def with_state(base: type[Any]) -> type[Any]:
             self.calls += 1
             if not hasattr(self, "rng"):
                 self.rng = np.random.default_rng(0)
-                self.seen = []
+                self.seen, self.meter = [], Meter()
             self.mask = mask = torch.from_numpy(self.rng.random(inputs["input_ids"].shape) < 0.15)
             labels = torch.where(self.mask, inputs["labels"], -100)
             labels[:, -1] = inputs["labels"][:, -1]
@@ -41,7 +61,8 @@ def with_state(base: type[Any]) -> type[Any]:
             assert self.mask is mask, "other micro-batches have begun meanwhile"
             self.log({"ce": out.loss.item(), "masked": int(self.mask.sum())})
             self.seen.append(round(out.loss.item(), 8))
-            loss = factor * out.loss
+            self.meter.update(out.loss.item())
+            loss = factor * out.loss * self.weight / self.largest
             return (loss, out) if return_outputs else loss
 
     return Annealed
@@ -70,7 +91,7 @@ def train(folder: str, layout: dict[str, Any] | None) -> tuple[list[float], list
     parts = [(entry["step"], round(entry["ce"], 8), entry["masked"]) for entry in logs if "ce" in entry]
     if layout is not None:
         trainer.engine.close()
-    return losses, parts, trainer.calls, trainer.seen
+    return losses, parts, trainer.calls, [*trainer.seen, trainer.meter.count, *trainer.meter.last]
 
 
 LAYOUTS: list[tuple[int, dict[str, Any]]] = [

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import arg_tree_leaves, tree_leaves
+from torch.utils._pytree import arg_tree_leaves, tree_leaves, tree_map_only
 from torch.utils.hooks import RemovableHandle
 
 from fold3d.stage.chunk_run import ChunkRun
@@ -80,15 +80,17 @@ class ForeignTensors:
 
     @contextlib.contextmanager
     def _missing_attributes(self, first: int) -> Iterator[None]:
-        """Attributes that blocks before `first` set are missing for a while."""
+        """Attributes that have anything of blocks before `first` are missing for a while."""
         before = tuple(f"{block}." for block in self._trace.blocks[:first])
         held: list[tuple[nn.Module, str, Any]] = []
-        for name in self._trace.kept if first else ():
+        for name, of in zip(self._trace.kept, self._trace.kept_of, strict=True) if first else ():
             owner, _, attribute = name.rpartition(".")
-            if name.startswith(before):
+            if of < first or name.startswith(before):
                 module = self._model.get_submodule(owner)
-                held.append((module, attribute, vars(module).get(attribute)))
-                vars(module)[attribute] = missing(f"what the attribute {name} keeps")
+                value = vars(module).get(attribute)
+                held.append((module, attribute, value))
+                stands_in = missing(f"what the attribute {name} keeps")
+                vars(module)[attribute] = tree_map_only(Tensor, lambda _, one=stands_in: one, value)
         try:
             yield
         finally:

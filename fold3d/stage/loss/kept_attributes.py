@@ -1,4 +1,4 @@
-"""KeptAttributes: what a loss function keeps in objects of the user's, and of random generators, between its halves."""
+"""KeptAttributes: what a loss function sets, and where random generators are, between its halves."""
 
 from __future__ import annotations
 
@@ -11,81 +11,222 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fold3d.device import library_rng_state, set_library_rng_state
+from fold3d.stage.loss.namespaces import (
+    ABSENT,
+    UNKNOWN,
+    Kind,
+    LongContainer,
+    ModelState,
+    Namespace,
+    namespaces_of,
+    version,
+)
 from fold3d.trace.errors import SplitError
 
-_PLAIN = (bool, int, float, complex, str, bytes, type(None))
-_LISTS = (list, tuple, deque)
-_MOST = 1000
-"""Entries of a container that is looked at: a data set is none of these."""
-_UNKNOWN = (object(), None)
+_SET_IN_FRONT: dict[Kind, set[str]] = {}
+"""By kind of namespace, the names that a first half has ever changed: another one may set them to what they are. What
+was None or not there before may have been made once for all, and does not count."""
 
-Version = Any
-"""What differs once a value has changed."""
+
+_NONE: frozenset[str] = frozenset()
 
 
 class KeptAttributes:
-    """Attributes that a coroutine has set when it rests have the same values when it goes on, whatever others have set
-    meanwhile; and behind it what those have set is there again, so that a counter counts them all.
+    """What a coroutine has set when it rests is the same for the model's forward, and when it goes on, whatever others
+    have set meanwhile; and behind it what those have set is there again, so that a counter counts them all.
 
-    Numbers, text, tensors and small containers of them are looked at. So are random generators of the user's, and
-    Python's and numpy's own: they go on where they were when it rested, and behind it are as before, because only a
-    process with the model's last chunk draws there.
+    What is looked at: see `namespaces_of`, and the attributes of the model's modules. What the model's forward makes of
+    a value that the first half has set is the micro-batch's, too. Random generators of the user's, and Python's and
+    numpy's own, go on where they were when it rested, and behind it are as before, because only a process with the
+    model's last chunk draws there.
     """
 
     def __init__(self, owners: Iterable[object]) -> None:
-        self._owners = [vars(one) for one in owners if hasattr(one, "__dict__")]
-        self._before: list[dict[str, Version]] = []
-        self._kept: list[dict[str, tuple[Version, Any]]] = []
+        self._owners = list(owners)
+        self._spaces: list[Namespace] = []
+        self._kept: list[tuple[set[str], dict[str, Any]]] = []
+        """By namespace, the names that the first half has set, and values by name."""
+        self._made: set[tuple[int, str]] = set()
+        self._runs, self._held, self._comes_again = 0, list[_Held](), False
+        self._at: dict[object, list[_Value]] = {}
+        self._generators: list[_Generator] = []
         self._states: list[Any] = []
 
-    def begin(self) -> None:
-        """The coroutine begins."""
-        self._before = [versions(owner) for owner in self._owners]
+    @contextlib.contextmanager
+    def first_half(self, model: nn.Module, state: ModelState) -> Iterator[None]:
+        """While the coroutine runs up to where it rests.
 
-    def rest(self) -> None:
-        """It rests."""
-        self._kept = [
-            {name: (version(owner[name]), _copied(owner[name], before.get(name))) for name in changed(before, owner)}
-            for owner, before in zip(self._owners, self._before, strict=True)
-        ]
-        self._states = [one.get() for one in self._generators()]
+        Raises: SplitError when it has changed which weights are trained.
+        """
+        trained = state.trained()
+        own = namespaces_of(self._owners, model)
+        values = [value for space in own for value in space.values.values()]
+        self._generators = [_LIBRARIES, *(of(one) for one in values for kind, of in _KINDS if isinstance(one, kind))]
+        self._spaces = [*own, *state.namespaces]
+        before = [space.contents() for space in self._spaces]
+        with _noted([space for space in own if space.owner is not None]) as noted:
+            yield
+        if trained != state.trained():
+            raise SplitError(
+                "the loss function changes requires_grad of weights (a frozen layer, an adapter that is switched on) "
+                "before the model's call, and in a model that is cut other micro-batches begin meanwhile: do that "
+                "before training, or set pp=1 and segments=1, where nothing is cut"
+            )
+        for space, then in zip(self._spaces, before, strict=True):
+            now = space.contents()
+            names = set(now.changed(then))
+            if space.owner is not None:
+                names |= noted[id(space.owner)]
+            elif names:
+                made = {name for name in names if then.values.get(name) is None}
+                _SET_IN_FRONT.setdefault(space.kind, set()).update(names - made)
+            known = _SET_IN_FRONT.get(space.kind, _NONE)
+            self._kept.append((names, now.kept(names | known if known else names, then)))
+        self._states = [one.get() for one in self._generators]
 
     def draw_on(self) -> None:
         """Python's and numpy's generators go on behind what the coroutine has drawn."""
         if self._states:
             _LIBRARIES.set(self._states[0])
 
-    def _generators(self) -> list[_Generator]:
-        values = [value for owner in self._owners for value in owner.values()]
-        return [_LIBRARIES, *(of(value) for value in values for kind, of in _KINDS if isinstance(value, kind))]
+    @contextlib.contextmanager
+    def in_the_model(self, run: object) -> Iterator[None]:
+        """While the model's forward runs. A `run` that comes again finds what it found before, and leaves nothing; so
+        does one on another part of the micro-batch, which may take turns with this one."""
+        if not self._runs:
+            self._comes_again = run in self._at
+            self._held = [_Held(*one) for one in self._at.setdefault(run, self._values())]
+        self._runs += 1
+        try:
+            yield
+        finally:
+            self._runs -= 1
+            for one in () if self._runs else self._held:
+                if one.is_changed and not self._comes_again:
+                    self._kept[one.number][1][one.name] = one.found
+                    self._made.add((one.number, one.name))
+                one.restore()
 
     @contextlib.contextmanager
-    def as_it_was(self) -> Iterator[None]:
+    def behind_the_model(self) -> Iterator[None]:
         """While it goes on. Raises: SplitError when it changes once more what others have changed meanwhile."""
-        generators = self._generators()
-        states = [one.get() for one in generators]
-        for one, state in zip(generators, self._states, strict=False):
+        states = [one.get() for one in self._generators]
+        for one, state in zip(self._generators, self._states, strict=True):
             one.set(state)
-        held: list[tuple[dict[str, Any], str, Any, Version]] = []
-        for owner, kept in zip(self._owners, self._kept, strict=False):
-            for name, (then, value) in kept.items():
-                if version(owner.get(name)) != then:
-                    held.append((owner, name, owner.get(name), version(value)))
-                    owner[name] = value
+        held = [_Held(*one) for one in self._values()]
         yield
-        for one, state in zip(generators, states, strict=True):
+        for one, state in zip(self._generators, states, strict=True):
             one.set(state)
-        for owner, name, now, as_it_was in held:
-            if version(owner.get(name)) != as_it_was:
+        for value in held:
+            if not value.is_changed:
+                if (value.number, value.name) not in self._made:
+                    value.restore()
+            elif value.was_changed and not value.was_reset:
                 raise SplitError(
-                    f"the loss function sets its attribute '{name}' before and behind the model's call, and in a model "
-                    "that is cut other micro-batches begin in between: set it on one side only, or set pp=1 and "
-                    "segments=1, where nothing is cut"
+                    f"the loss function sets '{value.name}' ({value.space.what}) before and behind the model's call, "
+                    "and in a model that is cut other micro-batches begin in between: set it on one side only, or set "
+                    "pp=1 and segments=1, where nothing is cut"
                 )
-            owner[name] = now
+
+    def _values(self) -> list[_Value]:
+        """Returns the micro-batch's own values."""
+        return [
+            _Value(number, space, name, value.as_it_was() if isinstance(value, LongContainer) else value)
+            for number, (space, (names, kept)) in enumerate(zip(self._spaces, self._kept, strict=True))
+            for name in (*names, *(_SET_IN_FRONT.get(space.kind, _NONE) - names))
+            if (value := kept.get(name, ABSENT)) is not UNKNOWN and (name in kept or name in space.values)
+        ]
+
+
+class _Value(NamedTuple):
+    number: int
+    """Of the namespace."""
+    space: Namespace
+    name: str
+    value: Any
+
+
+class _Held:
+    """A value that a namespace has for a while instead of its own."""
+
+    def __init__(self, number: int, space: Namespace, name: str, value: Any) -> None:
+        self.number, self.space, self.name = number, space, name
+        self._own = space.values.get(name, ABSENT)
+        self._put = value, version(value)
+        self._set(value)
+
+    @property
+    def found(self) -> Any:
+        """What is there now."""
+        return self.space.values.get(self.name, ABSENT)
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether it has changed since it was put there."""
+        return self.found is not self._put[0] or version(self.found) != self._put[1]
+
+    @property
+    def was_changed(self) -> bool:
+        """Whether others had set something else, which is not what is there now."""
+        return version(self._own) not in (self._put[1], version(self.found))
+
+    @property
+    def was_reset(self) -> bool:
+        """Whether what was put there, or is there now, tells nothing of what was there before, which a count or a sum
+        would."""
+        return _tells_nothing(self._put[0]) or _tells_nothing(self.found)
+
+    def restore(self) -> None:
+        """Puts back what was there."""
+        self._set(self._own)
+
+    def _set(self, value: Any) -> None:
+        if value is not ABSENT:
+            self.space.values[self.name] = value
+        elif self.name in self.space.values:
+            del self.space.values[self.name]
+
+
+def _tells_nothing(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return value.device.type == "cpu" and not value.any()
+    if isinstance(value, (bool, str)) or value is None or value is ABSENT:
+        return True
+    return isinstance(value, (int, float, dict, list, set, tuple, deque)) and not value
+
+
+@contextlib.contextmanager
+def _noted(spaces: Iterable[Namespace]) -> Iterator[dict[int, set[str]]]:
+    """Yields, by the number of an object, the attributes of it that are set meanwhile, also those that are set to what
+    they are; of objects whose attributes `spaces` are."""
+    noted: dict[int, set[str]] = {id(space.owner): set() for space in spaces}
+    undo = [_note(kind, noted) for kind in {type(space.owner) for space in spaces}]
+    try:
+        yield noted
+    finally:
+        for one in undo:
+            one()
+
+
+def _note(kind: Any, noted: dict[int, set[str]]) -> Callable[[], None]:
+    own, original = vars(kind).get("__setattr__"), kind.__setattr__
+
+    def note(self: Any, name: str, value: Any) -> None:
+        if id(self) in noted:
+            noted[id(self)].add(name)
+        original(self, name, value)
+
+    def undo() -> None:
+        if own is None:
+            del kind.__setattr__
+        else:
+            kind.__setattr__ = own
+
+    kind.__setattr__ = note
+    return undo
 
 
 class _Generator(NamedTuple):
@@ -109,58 +250,3 @@ _KINDS: tuple[tuple[type, Callable[[Any], _Generator]], ...] = (
     (np.random.Generator, _of_numpy),
     (torch.Generator, lambda one: _Generator(one.get_state, one.set_state)),
 )
-
-
-def versions(owner: dict[str, Any]) -> dict[str, Version]:
-    """Returns the version of each attribute."""
-    return {name: version(value) for name, value in owner.items()}
-
-
-def changed(before: dict[str, Version], owner: dict[str, Any]) -> list[str]:
-    """Returns the names of the attributes that have another version than `before`, as far as that is known."""
-    now = versions(owner)
-    return [name for name, one in now.items() if one is not _UNKNOWN and one != before.get(name)]
-
-
-def version(value: Any) -> Version:
-    """Returns what differs once `value` has changed; the same for all that is not looked at."""
-    left = [_MOST]
-
-    def of(one: Any) -> Any:
-        left[0] -= 1
-        if left[0] < (len(one) if isinstance(one, (dict, set, frozenset, *_LISTS)) else 0):
-            raise OverflowError
-        if isinstance(one, Tensor):
-            return id(one), 0 if one.is_inference() else one._version
-        if isinstance(one, dict):
-            return dict, tuple((key, of(each)) for key, each in one.items())
-        if isinstance(one, _LISTS):
-            return type(one), tuple(map(of, one))
-        if isinstance(one, (set, frozenset)) and all(isinstance(each, _PLAIN) for each in one):
-            return frozenset, frozenset(one)
-        if isinstance(one, _PLAIN):
-            return type(one), one
-        raise TypeError
-
-    try:
-        return of(value)
-    except (OverflowError, TypeError):
-        return _UNKNOWN
-
-
-def _copied(value: Any, before: Version = None) -> Any:
-    """Returns the value with containers of its own; a tensor that was written to, copied."""
-    if isinstance(value, Tensor):
-        return value.detach().clone() if before is not None and version(value)[0] == before[0] else value
-    if type(value) is tuple:
-        return tuple(map(_copied, value))
-    if not isinstance(value, (dict, list, deque, set)):
-        return value
-    made: Any = copy.copy(value)
-    if isinstance(value, dict):
-        for key, one in value.items():
-            made[key] = _copied(one)
-    elif not isinstance(value, set):
-        for number, one in enumerate(value):
-            made[number] = _copied(one)
-    return made

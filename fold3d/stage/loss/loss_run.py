@@ -16,7 +16,9 @@ from torch.utils._pytree import tree_leaves
 
 from fold3d import seeding
 from fold3d._C import CurrentForward, block_forward, reseed
+from fold3d.stage.loss.global_switches import GlobalSwitches
 from fold3d.stage.loss.kept_attributes import KeptAttributes
+from fold3d.stage.loss.namespaces import ModelState
 from fold3d.tensor_parallel.sub_pipelined.thread_state import Depth, Switches, ThreadState, take_off
 from fold3d.trace.errors import SplitError
 from fold3d.trace.wrappers import wrap
@@ -74,10 +76,10 @@ class LossRun:
 
     So a loss function runs once per micro-batch on each rank: every chunk runs the model's own forward with the
     arguments of that call, and in the modes that were on there (grad mode, autocast, hooks for saved tensors, function
-    and dispatch modes); what the last chunk returns, the call returns. A rank without the last chunk lets go of it: the
-    function ends where it rests. Used by one thread.
+    and dispatch modes, context variables, settings of torch); what the last chunk returns, the call returns. A rank
+    without the last chunk lets go of it: the function ends where it rests. Used by one thread.
 
-    What it sets in `keeps` before the call rests with it: other micro-batches begin meanwhile.
+    What it sets before the call rests with it (see `KeptAttributes`): other micro-batches begin meanwhile.
 
     Attributes:
         call: of the model; None until there was one.
@@ -97,7 +99,7 @@ class LossRun:
         """Args:
         only_loss: of what the model returns the function reads nothing but the loss.
         is_users: it is code of the user's, or calls some.
-        keeps: objects of the user's whose attributes it may set, such as the trainer.
+        keeps: functions and objects of the user's through which it may set something, such as the trainer.
         weight: by which its result, a tensor, is multiplied.
         """
         self.weight = weight
@@ -105,6 +107,7 @@ class LossRun:
         self.only_loss, self.is_users = only_loss, is_users
         self._coroutine: _Coroutine | None = None
         self._rested: ThreadState | None = None
+        self._settings: GlobalSwitches | None = None
         self._grad_before = True
         self.call: ModelCall | None = None
         self.is_over = self.rests_in_a_module = self._once = False
@@ -132,8 +135,7 @@ class LossRun:
         names: Sequence[str],
         device: torch.device,
         key: tuple[int, int, int] | None,
-        *,
-        alone: bool = False,
+        state: ModelState | None = None,
     ) -> None:
         """Runs the function up to its call of the model; to its end, where it does not call it.
 
@@ -141,7 +143,7 @@ class LossRun:
             names: of the modules whose call counts as the model's: "" and what holds its blocks.
             device: where the model runs.
             key: of the random numbers that are drawn, see `seeding`; None: the generators are left alone.
-            alone: no other run begins before this one is over, so nothing need rest with it.
+            state: of the model; None: no other run begins before this one is over, so nothing need rest with it.
         Raises: whatever the function raises.
         """
         self._model, self._names, self._kinds = model, list(names), [device.type]
@@ -149,23 +151,31 @@ class LossRun:
         if key is not None:
             reseed(self._generators, seeding.start(key))
         made = self._coroutine = _Coroutine(self, self._function)
-        made.gr_context = contextvars.copy_context()
+        before = contextvars.copy_context()
+        made.gr_context = before.copy()
         self._grad_before = torch.is_grad_enabled()
-        self._rests_alone = alone
-        if not alone:
-            self._kept.begin()
-        with self._as_before():
+        rests = contextlib.nullcontext() if state is None else self._kept.first_half(model, state)
+        with self._as_before(), rests:
             self._run(made.switch)
+        set_since = () if made.dead else made.gr_context.items()
+        self._variables = {one: value for one, value in set_since if before.get(one, before) is not value}
 
     @contextlib.contextmanager
-    def inside(self) -> Iterator[ModelCall]:
-        """As inside of the model's call: in its modes, before the random numbers that come next there."""
+    def inside(self, run: object = None) -> Iterator[ModelCall]:
+        """As inside of the model's call: in its modes, before the random numbers that come next there.
+
+        Args:
+            run: of the model's forward; the same for one that is to compute the same once more. None: the only one.
+        """
         assert self._rested is not None and self.call is not None, "the model is called"
-        with self._as_before():
-            above = self._put_on()
+        with self._as_before(), contextlib.nullcontext() if run is None else self._kept.in_the_model(run):
+            above = self._put_on(generators=True)
+            tokens = [(one, one.set(value)) for one, value in self._variables.items()]
             try:
                 yield self.call
             finally:
+                for one, token in tokens:
+                    one.reset(token)
                 take_off(above)
 
     def end(self, output: Any, *, apart: bool = False) -> Any:
@@ -177,7 +187,7 @@ class LossRun:
         """
         self._once = apart
         if not self.is_over:
-            with self._kept.as_it_was() if apart else contextlib.nullcontext():
+            with self._kept.behind_the_model() if apart else contextlib.nullcontext():
                 self._go_on(lambda coroutine: coroutine.switch(output))
         result, self._result = self._result, None  # whoever has it knows how long it is needed
         return result * self.weight if self.weight != 1.0 and isinstance(result, Tensor) else result
@@ -212,12 +222,13 @@ class LossRun:
         assert coroutine is not None
         coroutine.parent = greenlet.getcurrent()
         with self._as_before():
-            self._put_on()
+            self._put_on(generators=False)  # the model's forward has drawn meanwhile
             self._run(lambda: how(coroutine))
 
-    def _put_on(self) -> Depth:
-        assert self._rested is not None
-        above = self._rested.add()
+    def _put_on(self, *, generators: bool) -> Depth:
+        assert self._rested is not None and self._settings is not None
+        above = self._rested.add(generators=generators)
+        self._settings.restore()
         # Grad mode is that of who runs it, unless the function has changed it.
         self._rested.switches.restore(grad=self._rested.switches.grad != self._grad_before)
         return above
@@ -238,20 +249,20 @@ class LossRun:
             self._over(result)
         else:
             self._rested = ThreadState(self._generators, kinds=self._kinds, above=depth)
-            if not self._rests_alone:
-                self._kept.rest()
+            self._settings = GlobalSwitches()
 
     def _over(self, result: Any) -> None:
         self.is_over, self._result, self._coroutine = True, result, None
 
     @contextlib.contextmanager
     def _as_before(self) -> Iterator[None]:
-        """Whatever grad mode and autocast are changed to, they are as before in the end."""
-        switches = Switches(self._kinds)
+        """Whatever grad mode, autocast and settings of torch are changed to, they are as before in the end."""
+        switches, settings = Switches(self._kinds), GlobalSwitches()
         try:
             yield
         finally:
             switches.restore()
+            settings.restore()
 
     def _rest_in(self, name: str) -> Callable[[], None]:
         """Has the function rest where it calls the module; returns what undoes that."""

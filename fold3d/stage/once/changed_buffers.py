@@ -20,6 +20,13 @@ class Place(NamedTuple):
     """Whether it is a buffer there, or an attribute."""
 
 
+class _Change(NamedTuple):
+    """Of an attribute: what it was before the first run, and behind it."""
+
+    before: Any
+    after: Any
+
+
 Before = dict[Place, Any]
 """Of one micro-batch: what its runs changed, as it was before they did."""
 
@@ -92,7 +99,7 @@ class ChangedBuffers:
                 for name in known.keys() | (now.keys() - _OF_EVERY_MODULE):
                     one, other = known.get(name, _ABSENT), now.get(name, _ABSENT)
                     if one is not other and one is not _OTHER and not _same(one, other) and _is_plain(other):
-                        before.setdefault(Place(number, name, False), one)
+                        before.setdefault(Place(number, name, False), _Change(one, _plain(other)))
 
     @contextlib.contextmanager
     def again(self, before: Before) -> Iterator[None]:
@@ -105,7 +112,8 @@ class ChangedBuffers:
         """Has the modules hold copies of `values` for a while, a buffer of several modules the same copy."""
         copies: dict[int, Tensor] = {}
         held: list[tuple[Place, Any]] = []
-        for place, value in values.items():
+        for place, kept in values.items():
+            value = kept.before if isinstance(kept, _Change) else kept
             holder = self._holder(place)
             own = holder.get(place.name, _ABSENT)
             held.append((place, own))
@@ -119,6 +127,9 @@ class ChangedBuffers:
             yield
         finally:
             for place, own in held:
+                kept, now = values[place], self._holder(place).get(place.name, _ABSENT)
+                if isinstance(kept, _Change) and not (_alike(now, kept.before) or _alike(now, kept.after)):
+                    continue  # what lies behind the first run's chunk has changed it, too
                 if own is _ABSENT:
                     self._holder(place).pop(place.name, None)
                 else:
@@ -170,6 +181,12 @@ def _same(one: Any, other: Any) -> bool:
     if kind in (list, tuple, deque):
         return len(one) == len(other) and all(map(_same, one, other))
     return bool(one == other)
+
+
+def _alike(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return one.shape == other.shape and one.dtype == other.dtype and _equal(one.detach(), other.detach())
+    return _same(_plain(one), other)
 
 
 def _copy(tensor: Tensor) -> Tensor:

@@ -86,9 +86,9 @@ class ThreadState:
         self.add()
         self.switches.restore()
 
-    def add(self) -> Depth:
+    def add(self, *, generators: bool = True) -> Depth:
         """Puts hooks, function and dispatch modes on top of those that the thread has, and gives the random generators
-        the states they had; returns what `take_off` takes."""
+        the states they had, unless `generators` is False; returns what `take_off` takes."""
         above = Depth.now()
         for hooks in reversed(self._hooks):
             _autograd._push_saved_tensors_default_hooks(*hooks)
@@ -96,7 +96,7 @@ class ThreadState:
             torch._C._push_on_torch_function_stack(mode)
         for mode in reversed(self._dispatches):
             _push_mode(mode)
-        for generator, state in self._generators:
+        for generator, state in self._generators if generators else ():
             generator.set_state(state)
         return above
 

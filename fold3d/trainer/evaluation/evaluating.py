@@ -41,7 +41,7 @@ class EvaluatingTrainer(CheckpointingTrainer):
             return stock(module, batch, prediction_loss_only, ignore_keys)
 
         predict.calls_users_code = self._computes_loss_otherwise()  # type: ignore[attr-defined]
-        predict.keeps = (self, self.compute_loss_func)  # type: ignore[attr-defined]
+        predict.keeps = (self, self.compute_loss, self.compute_loss_func)  # type: ignore[attr-defined]
         predict.reads_only_loss = prediction_loss_only and self._reads_only_loss()  # type: ignore[attr-defined]
         try:
             loss, logits, labels = self.engine.forward(inputs, predict)

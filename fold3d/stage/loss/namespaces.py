@@ -1,0 +1,389 @@
+"""Namespace: where code of the user's keeps values by name, and what tells that one of them has changed."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import itertools
+import sys
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator, MutableMapping
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
+from typing import Any, NamedTuple
+
+import numpy as np
+from torch import Tensor, nn
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None))
+_SIMPLE = frozenset(_PLAIN)
+_LISTS = (list, tuple, deque)
+_MOST = 1000
+"""Entries of a container that is looked into: a data set has more."""
+_FRAMEWORKS = frozenset(sys.stdlib_module_names) - {"__main__", "argparse", "collections", "types"} | frozenset(
+    ("accelerate", "datasets", "evaluate", "fold3d", "numpy", "peft", "tokenizers", "torch", "tqdm", "transformers")
+)
+"""Packages whose objects are not looked into where they are attributes of the user's: no loss function sets theirs."""
+_OF_EVERY_MODULE = frozenset((*vars(nn.Module()), "forward")) - {"training"}
+"""Not attributes of the user's: forwards are put on while a loss function runs."""
+ABSENT = object()
+"""In the place of a value that is not there."""
+UNKNOWN = object()
+"""In the place of a value that was not kept."""
+
+
+_IS_HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: the attributes of other classes are constant
+
+
+class LongContainer(NamedTuple):
+    """One that is too long to copy it for every micro-batch."""
+
+    value: Any
+    length: int
+    """When it was looked at."""
+
+    def as_it_was(self) -> Any:
+        """Returns a container with its first entries."""
+        if len(self.value) == self.length or not isinstance(self.value, (dict, list, deque)):
+            return self.value
+        first = itertools.islice(self.value.items() if isinstance(self.value, dict) else self.value, self.length)
+        return type(self.value)(first)
+
+
+class _Long(NamedTuple):
+    """The version of such a container."""
+
+    number: int
+    length: int
+
+
+Kind = type | CodeType | tuple[type]
+"""The class of an object, the code of a function; of a class the class, in a tuple."""
+Version = Any
+"""What differs once a value has changed."""
+
+
+class Namespace:
+    """Values by name: attributes of an object, variables around a function, global variables that it uses.
+
+    Attributes:
+        values: they are read and set here.
+        kind: the same for namespaces that the same code uses.
+        what: for messages.
+        owner: the object whose attributes they are, where its class can note which are set; None otherwise.
+    """
+
+    def __init__(
+        self,
+        values: MutableMapping[str, Any],
+        kind: Kind,
+        what: str,
+        *,
+        looks_inside: bool = True,
+        owner: object = None,
+    ) -> None:
+        """Args:
+        looks_inside: whether of containers and tensors it counts what is in them; else only which object it is.
+        """
+        self.values, self.kind, self.what, self.owner = values, kind, what, owner
+        self.looks_inside = looks_inside
+
+    def contents(self) -> Contents:
+        """Returns what it holds now."""
+        values = dict(self.values)
+        return Contents(values, versions(values) if self.looks_inside else None)
+
+
+class Contents:
+    """What a namespace held at one time.
+
+    Attributes:
+        values: by name.
+    """
+
+    def __init__(self, values: dict[str, Any], of: dict[str, Version] | None) -> None:
+        self.values, self._versions = values, of
+
+    def changed(self, before: Contents) -> list[str]:
+        """Returns the names of what was set, changed or deleted since `before`."""
+        now, then = self.values, before.values
+        if len(now) == len(then) and list(map(id, now.values())) == list(map(id, then.values())):
+            names = []  # there are many of these
+        else:
+            names = [
+                name for name in now.keys() | then.keys() if not _same(now.get(name, ABSENT), then.get(name, ABSENT))
+            ]
+        if self._versions is None or before._versions is None:
+            return [name for name in names if name not in _OF_EVERY_MODULE]
+        inside = [name for name, one in self._versions.items() if one != before._versions.get(name, ABSENT)]
+        return list(dict.fromkeys([*names, *inside]))
+
+    def copies(self) -> dict[str, Any]:
+        """Returns the values, with containers of their own."""
+        return {name: _copied(value, None) for name, value in self.values.items() if is_state(value)}
+
+    def kept(self, names: Collection[str], before: Contents) -> dict[str, Any]:
+        """Returns the values that `names` had, and what else is a number or text; UNKNOWN in the place of others, which
+        may be large. Containers are copies, and so are tensors that were written to since `before`."""
+        versions = before._versions or {}
+        return {
+            name: value if type(value) in _SIMPLE else _copied(value, versions.get(name)) if name in names else UNKNOWN
+            for name, value in self.values.items()
+        }
+
+
+class _Attributes(MutableMapping[str, Any]):
+    """Attributes of an object without a dictionary, or of a class, that are no functions."""
+
+    def __init__(self, one: object) -> None:
+        self._one = one
+
+    def __getitem__(self, name: str) -> Any:
+        try:
+            return getattr(self._one, name)
+        except AttributeError:
+            raise KeyError(name) from None
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        setattr(self._one, name, value)
+
+    def __delitem__(self, name: str) -> None:
+        delattr(self._one, name)
+
+    def __iter__(self) -> Iterator[str]:
+        if isinstance(self._one, type):
+            return (
+                name for name, value in vars(self._one).items() if name[:2] != "__" and not hasattr(value, "__get__")
+            )
+        return (name for kind in type(self._one).__mro__ for name in _slots(kind) if hasattr(self._one, name))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+def _slots(kind: type) -> tuple[str, ...]:
+    slots = vars(kind).get("__slots__", ())
+    return (slots,) if isinstance(slots, str) else tuple(slots)
+
+
+class _Cells(MutableMapping[str, Any]):
+    """Variables of a function around a function."""
+
+    def __init__(self, function: FunctionType) -> None:
+        self._cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+
+    def __getitem__(self, name: str) -> Any:
+        try:
+            return self._cells[name].cell_contents
+        except ValueError:  # it is not set yet
+            raise KeyError(name) from None
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self._cells[name].cell_contents = value
+
+    def __delitem__(self, name: str) -> None:
+        del self._cells[name].cell_contents
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for name in self._cells if name in self)
+
+    def __contains__(self, name: object) -> bool:
+        try:
+            self[name]  # type: ignore[index]
+        except KeyError:
+            return False
+        return True
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+class _Globals(MutableMapping[str, Any]):
+    """Global variables that a function uses, besides functions, classes and modules."""
+
+    def __init__(self, function: FunctionType) -> None:
+        self._all = function.__globals__
+        self._names = [name for name in _names_in(function.__code__) if self._is_state(name)]
+
+    def _is_state(self, name: str) -> bool:
+        value = self._all.get(name, ABSENT)
+        return value is not ABSENT and not isinstance(value, (BuiltinFunctionType, FunctionType, ModuleType, type))
+
+    def __getitem__(self, name: str) -> Any:
+        return self._all[name]
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self._all[name] = value
+
+    def __delitem__(self, name: str) -> None:
+        del self._all[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for name in self._names if name in self._all)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+def _names_in(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for one in code.co_consts:
+        if isinstance(one, CodeType):
+            yield from _names_in(one)
+
+
+def namespaces_of(objects: Iterable[object], model: nn.Module) -> list[Namespace]:
+    """Returns where code keeps values that is reached from `objects`: functions, and objects with methods.
+
+    A function's are its attributes, the variables around it, the global ones that it uses, and dictionaries that are
+    given to it once for all; those of an object its attributes and those of its class. Functions and objects of the
+    user's that are found there are looked at likewise; `model` is not.
+    """
+    found: list[Namespace] = []
+    seen = {id(model)}
+    todo: deque[tuple[object, bool]] = deque((one, True) for one in objects)
+    while todo and len(found) < _MOST:
+        one, is_named = todo.popleft()
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        if isinstance(one, functools.partial):
+            todo.extend((each, is_named) for each in (one.func, *one.args, *one.keywords.values()))
+        elif isinstance(one, MethodType):
+            todo.extend(((one.__self__, is_named), (one.__func__, is_named)))
+        elif isinstance(one, FunctionType):
+            if is_named or _is_users(one.__module__):
+                what = f"variable of {one.__qualname__}"
+                spaces = [Namespace(each, one.__code__, what) for each in (_Cells(one), _Globals(one), vars(one))]
+                found += [space for space in spaces if space.values]
+                todo.extend((value, False) for space in spaces for value in space.values.values())
+                todo.extend(
+                    (value, True) for value in (*(one.__defaults__ or ()), *(one.__kwdefaults__ or {}).values())
+                )
+                todo.extend(
+                    (one.__globals__[name], False) for name in _names_in(one.__code__) if name in one.__globals__
+                )
+        elif _has_attributes(one) and (is_named or _is_users(type(one).__module__)):
+            kind, is_module = type(one), isinstance(one, nn.Module)
+            found.append(attributes_of(one, looks_inside=not is_module))
+            todo.extend((value, False) for value in (() if is_module else found[-1].values.values()))
+            if _is_users(kind.__module__):
+                todo.append((kind, True))
+        elif type(one) is dict and is_named and len(one) <= _MOST:
+            found.append(Namespace(one, (dict,), "entry of an argument of the function"))
+        elif isinstance(one, type) and is_named:
+            found.append(Namespace(_Attributes(one), (one,), f"attribute of the class {one.__name__}"))
+    return found
+
+
+class ModelState:
+    """What a loss function may set of a model.
+
+    Attributes:
+        namespaces: the attributes of its modules, and of objects that are attributes there, such as `config`.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._parameters = list(model.parameters())
+        self.namespaces: list[Namespace] = []
+        seen: set[int] = set()
+        for module in model.modules():
+            self.namespaces.append(attributes_of(module, looks_inside=False))
+            of_class = vars(type(module)).values() if _is_users(type(module).__module__) else ()
+            for one in (*vars(module).values(), *of_class):
+                if id(one) not in seen and _has_attributes(one) and not isinstance(one, (FunctionType, nn.Module)):
+                    seen.add(id(one))
+                    self.namespaces.append(attributes_of(one, looks_inside=False))
+
+    def trained(self) -> list[bool]:
+        """Returns which weights are trained."""
+        return [one.requires_grad for one in self._parameters]
+
+
+def _same(one: Any, other: Any) -> bool:
+    return one is other or (type(one) is type(other) and type(one) in _SIMPLE and bool(one == other))
+
+
+def attributes_of(one: object, *, looks_inside: bool = True) -> Namespace:
+    """Returns the attributes of an object that has some."""
+    values = vars(one) if hasattr(one, "__dict__") else _Attributes(one)
+    owner = one if looks_inside and type(one).__flags__ & _IS_HEAP_TYPE else None
+    what = f"attribute of {type(one).__name__}"
+    return Namespace(values, type(one), what, looks_inside=looks_inside, owner=owner)
+
+
+def is_state(value: Any) -> bool:
+    """Whether a value is a number, text, a tensor, an array, a container, or an object of a class of the user's."""
+    return isinstance(value, (*_PLAIN, dict, set, frozenset, *_LISTS, Tensor, np.ndarray)) or is_users_object(value)
+
+
+def is_users_object(value: Any) -> bool:
+    """Whether a value is an object with attributes whose class is the user's."""
+    return _has_attributes(value) and not isinstance(value, FunctionType) and _is_users(type(value).__module__)
+
+
+def _has_attributes(one: object) -> bool:
+    if isinstance(one, (type, ModuleType, Tensor, BuiltinFunctionType)):
+        return False
+    return isinstance(getattr(one, "__dict__", None), dict) or (
+        hasattr(one, "__slots__") and _is_users(type(one).__module__)
+    )
+
+
+def _is_users(module: str | None) -> bool:
+    return (module or "").partition(".")[0] not in _FRAMEWORKS
+
+
+def versions(values: MutableMapping[str, Any]) -> dict[str, Version]:
+    """Returns the version of each value."""
+    return {name: value if type(value) in _SIMPLE else version(value) for name, value in values.items()}
+
+
+def version(value: Any) -> Version:
+    """Returns what differs once `value` has changed; of what is not looked into, once it is another object."""
+    left = [_MOST]
+
+    def of(one: Any) -> Any:
+        left[0] -= 1
+        if left[0] < (len(one) if isinstance(one, (dict, set, frozenset, *_LISTS)) else 0):
+            raise OverflowError
+        if isinstance(one, Tensor):
+            return id(one), 0 if one.is_inference() else one._version
+        if isinstance(one, dict):
+            return dict, tuple((key, of(each)) for key, each in one.items())
+        if isinstance(one, _LISTS):
+            return type(one), tuple(map(of, one))
+        if isinstance(one, (set, frozenset)) and all(isinstance(each, _PLAIN) for each in one):
+            return frozenset, frozenset(one)
+        if isinstance(one, _PLAIN):
+            return type(one), one
+        if isinstance(one, np.ndarray) and one.size <= _MOST and not one.dtype.hasobject:
+            return id(one), one.tobytes()
+        return type(one), id(one)
+
+    try:
+        return of(value)
+    except OverflowError:
+        return _Long(id(value), len(value))  # an entry that is replaced is not seen
+
+
+def _copied(value: Any, before: Version) -> Any:
+    """Returns the value with containers of its own; a tensor or an array that was written to, copied."""
+    if isinstance(value, (Tensor, np.ndarray)):
+        now = version(value)
+        if not isinstance(before, tuple) or now[0] != before[0] or now == before:
+            return value  # it was made, not written to
+        return value.detach().clone() if isinstance(value, Tensor) else value.copy()
+    if type(value) is tuple:
+        return tuple(_copied(one, None) for one in value)
+    if not isinstance(value, (dict, list, deque, set)):
+        return value
+    if isinstance(version(value), _Long):
+        return LongContainer(value, len(value))
+    made: Any = copy.copy(value)
+    if isinstance(value, dict):
+        for key, one in value.items():
+            made[key] = _copied(one, None)
+    elif not isinstance(value, set):
+        for number, one in enumerate(value):
+            made[number] = _copied(one, None)
+    return made
