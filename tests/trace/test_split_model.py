@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from fold3d.stage.loss.loss_run import LossRun
 from fold3d.stage.shapes import ShapeOnly
 from fold3d.stage.split_model import SplitModel
 from tests.trace.chains import assert_equal, chained, cuts, loss_of, ranks_of, record, whole
@@ -448,8 +449,12 @@ def test_a_block_costs_a_few_calls() -> None:
 
     alone = calls_of(lambda: holder(**batch))
     for key in (None, (1, 2, 3)):
-        added = calls_of(functools.partial(split.run, 0, lambda: holder(**batch), [], key)) - alone
-        assert added < 12 * blocks + 300  # 12 for each block, the others around the call of the model
+        for is_users, each in ((False, 12), (True, 24)):  # attributes of all modules are looked at for a user's loss
+
+            def run(key: Any = key, is_users: bool = is_users) -> None:
+                split.run(0, LossRun(lambda: holder(**batch), is_users=is_users), [], key)
+
+            assert calls_of(run) - alone < each * blocks + 400  # for each block, and around the call of the model
 
 
 def test_two_take_turns_on_a_model() -> None:

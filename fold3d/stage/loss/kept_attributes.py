@@ -6,7 +6,7 @@ import contextlib
 import copy
 import random
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,9 +29,13 @@ from fold3d.trace.errors import SplitError
 _SET_IN_FRONT: dict[Kind, set[str]] = {}
 """By kind of namespace, the names that a first half has ever changed: another one may set them to what they are. What
 was None or not there before may have been made once for all, and does not count."""
-
-
 _NONE: frozenset[str] = frozenset()
+
+
+def _set_in_front(kind: Kind, names: set[str], before: Mapping[str, Any]) -> None:
+    known = {name for name in names if before.get(name) is not None}
+    if known:
+        _SET_IN_FRONT.setdefault(kind, set()).update(known)
 
 
 class KeptAttributes:
@@ -47,8 +51,10 @@ class KeptAttributes:
     def __init__(self, owners: Iterable[object]) -> None:
         self._owners = list(owners)
         self._spaces: list[Namespace] = []
-        self._kept: list[tuple[set[str], dict[str, Any]]] = []
-        """By namespace, the names that the first half has set, and values by name."""
+        self._kept: list[dict[str, Any]] = []
+        """By namespace, values by name."""
+        self._names: dict[int, set[str]] = {}
+        """By number of the namespace, the names that the first half has set; where there are any."""
         self._made: set[tuple[int, str]] = set()
         self._runs, self._held, self._comes_again = 0, list[_Held](), False
         self._at: dict[object, list[_Value]] = {}
@@ -66,7 +72,7 @@ class KeptAttributes:
         values = [value for space in own for value in space.values.values()]
         self._generators = [_LIBRARIES, *(of(one) for one in values for kind, of in _KINDS if isinstance(one, kind))]
         self._spaces = [*own, *state.namespaces]
-        before = [space.contents() for space in self._spaces]
+        before, before_of_model = [space.contents() for space in own], state.contents()
         with _noted([space for space in own if space.owner is not None]) as noted:
             yield
         if trained != state.trained():
@@ -75,16 +81,25 @@ class KeptAttributes:
                 "before the model's call, and in a model that is cut other micro-batches begin meanwhile: do that "
                 "before training, or set pp=1 and segments=1, where nothing is cut"
             )
-        for space, then in zip(self._spaces, before, strict=True):
+        for space, then in zip(own, before, strict=True):
             now = space.contents()
-            names = set(now.changed(then))
+            names = now.changed(then)
             if space.owner is not None:
                 names |= noted[id(space.owner)]
-            elif names:
-                made = {name for name in names if then.values.get(name) is None}
-                _SET_IN_FRONT.setdefault(space.kind, set()).update(names - made)
-            known = _SET_IN_FRONT.get(space.kind, _NONE)
-            self._kept.append((names, now.kept(names | known if known else names, then)))
+            else:
+                _set_in_front(space.kind, names, then.values)
+            if names:
+                self._names[len(self._kept)] = names
+            self._kept.append(now.kept(names | _SET_IN_FRONT.get(space.kind, _NONE), then))
+        of_model = state.contents()
+        changed = state.changed(of_model, before_of_model)
+        for number, names in changed.items():
+            _set_in_front(state.namespaces[number].kind, names, before_of_model[number])
+            self._names[len(own) + number] = names
+        if _SET_IN_FRONT:
+            kinds = [_SET_IN_FRONT.get(space.kind, _NONE) for space in state.namespaces]
+            changed = {number: {*names, *changed.get(number, _NONE)} for number, names in enumerate(kinds)}
+        self._kept += state.kept(of_model, changed)
         self._states = [one.get() for one in self._generators]
 
     def draw_on(self) -> None:
@@ -106,7 +121,7 @@ class KeptAttributes:
             self._runs -= 1
             for one in () if self._runs else self._held:
                 if one.is_changed and not self._comes_again:
-                    self._kept[one.number][1][one.name] = one.found
+                    self._kept[one.number][one.name] = one.found
                     self._made.add((one.number, one.name))
                 one.restore()
 
@@ -133,10 +148,12 @@ class KeptAttributes:
 
     def _values(self) -> list[_Value]:
         """Returns the micro-batch's own values."""
+        if not _SET_IN_FRONT and not self._names:
+            return []  # most loss functions set nothing
         return [
             _Value(number, space, name, value.as_it_was() if isinstance(value, LongContainer) else value)
-            for number, (space, (names, kept)) in enumerate(zip(self._spaces, self._kept, strict=True))
-            for name in (*names, *(_SET_IN_FRONT.get(space.kind, _NONE) - names))
+            for number, (space, kept) in enumerate(zip(self._spaces, self._kept, strict=True))
+            for name in self._names.get(number, _NONE) | _SET_IN_FRONT.get(space.kind, _NONE)
             if (value := kept.get(name, ABSENT)) is not UNKNOWN and (name in kept or name in space.values)
         ]
 

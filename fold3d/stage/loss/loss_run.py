@@ -21,6 +21,7 @@ from fold3d.stage.loss.kept_attributes import KeptAttributes
 from fold3d.stage.loss.namespaces import ModelState
 from fold3d.tensor_parallel.sub_pipelined.thread_state import Depth, Switches, ThreadState, take_off
 from fold3d.trace.errors import SplitError
+from fold3d.trace.users_hooks import users_hooks
 from fold3d.trace.wrappers import wrap
 
 CALLED_AGAIN = (
@@ -154,7 +155,8 @@ class LossRun:
         before = contextvars.copy_context()
         made.gr_context = before.copy()
         self._grad_before = torch.is_grad_enabled()
-        rests = contextlib.nullcontext() if state is None else self._kept.first_half(model, state)
+        sets_some = state is not None and (self.is_users or any(True for _ in users_hooks(model)))
+        rests = self._kept.first_half(model, state) if sets_some and state is not None else contextlib.nullcontext()
         with self._as_before(), rests:
             self._run(made.switch)
         set_since = () if made.dead else made.gr_context.items()
@@ -226,9 +228,10 @@ class LossRun:
             self._run(lambda: how(coroutine))
 
     def _put_on(self, *, generators: bool) -> Depth:
-        assert self._rested is not None and self._settings is not None
+        assert self._rested is not None
         above = self._rested.add(generators=generators)
-        self._settings.restore()
+        if self._settings is not None:
+            self._settings.restore()
         # Grad mode is that of who runs it, unless the function has changed it.
         self._rested.switches.restore(grad=self._rested.switches.grad != self._grad_before)
         return above
@@ -249,7 +252,7 @@ class LossRun:
             self._over(result)
         else:
             self._rested = ThreadState(self._generators, kinds=self._kinds, above=depth)
-            self._settings = GlobalSwitches()
+            self._settings = GlobalSwitches() if self.is_users else None
 
     def _over(self, result: Any) -> None:
         self.is_over, self._result, self._coroutine = True, result, None
@@ -257,12 +260,13 @@ class LossRun:
     @contextlib.contextmanager
     def _as_before(self) -> Iterator[None]:
         """Whatever grad mode, autocast and settings of torch are changed to, they are as before in the end."""
-        switches, settings = Switches(self._kinds), GlobalSwitches()
+        switches, settings = Switches(self._kinds), GlobalSwitches() if self.is_users else None
         try:
             yield
         finally:
             switches.restore()
-            settings.restore()
+            if settings is not None:
+                settings.restore()
 
     def _rest_in(self, name: str) -> Callable[[], None]:
         """Has the function rest where it calls the module; returns what undoes that."""

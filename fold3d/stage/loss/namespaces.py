@@ -7,7 +7,7 @@ import functools
 import itertools
 import sys
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, MutableMapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
@@ -72,25 +72,12 @@ class Namespace:
         owner: the object whose attributes they are, where its class can note which are set; None otherwise.
     """
 
-    def __init__(
-        self,
-        values: MutableMapping[str, Any],
-        kind: Kind,
-        what: str,
-        *,
-        looks_inside: bool = True,
-        owner: object = None,
-    ) -> None:
-        """Args:
-        looks_inside: whether of containers and tensors it counts what is in them; else only which object it is.
-        """
+    def __init__(self, values: MutableMapping[str, Any], kind: Kind, what: str, owner: object = None) -> None:
         self.values, self.kind, self.what, self.owner = values, kind, what, owner
-        self.looks_inside = looks_inside
 
     def contents(self) -> Contents:
         """Returns what it holds now."""
-        values = dict(self.values)
-        return Contents(values, versions(values) if self.looks_inside else None)
+        return Contents(dict(self.values))
 
 
 class Contents:
@@ -100,22 +87,14 @@ class Contents:
         values: by name.
     """
 
-    def __init__(self, values: dict[str, Any], of: dict[str, Version] | None) -> None:
-        self.values, self._versions = values, of
+    def __init__(self, values: dict[str, Any]) -> None:
+        self.values = values
+        self._versions = {n: one if type(one) in _SIMPLE else version(one) for n, one in values.items()}
 
-    def changed(self, before: Contents) -> list[str]:
+    def changed(self, before: Contents) -> set[str]:
         """Returns the names of what was set, changed or deleted since `before`."""
-        now, then = self.values, before.values
-        if len(now) == len(then) and list(map(id, now.values())) == list(map(id, then.values())):
-            names = []  # there are many of these
-        else:
-            names = [
-                name for name in now.keys() | then.keys() if not _same(now.get(name, ABSENT), then.get(name, ABSENT))
-            ]
-        if self._versions is None or before._versions is None:
-            return [name for name in names if name not in _OF_EVERY_MODULE]
-        inside = [name for name, one in self._versions.items() if one != before._versions.get(name, ABSENT)]
-        return list(dict.fromkeys([*names, *inside]))
+        inside = {name for name, one in self._versions.items() if one != before._versions.get(name, ABSENT)}
+        return inside | _set_since(before.values, self.values)
 
     def copies(self) -> dict[str, Any]:
         """Returns the values, with containers of their own."""
@@ -124,9 +103,9 @@ class Contents:
     def kept(self, names: Collection[str], before: Contents) -> dict[str, Any]:
         """Returns the values that `names` had, and what else is a number or text; UNKNOWN in the place of others, which
         may be large. Containers are copies, and so are tensors that were written to since `before`."""
-        versions = before._versions or {}
+        known, simple = before._versions, _SIMPLE
         return {
-            name: value if type(value) in _SIMPLE else _copied(value, versions.get(name)) if name in names else UNKNOWN
+            name: value if type(value) in simple else _copied(value, known.get(name)) if name in names else UNKNOWN
             for name, value in self.values.items()
         }
 
@@ -263,9 +242,9 @@ def namespaces_of(objects: Iterable[object], model: nn.Module) -> list[Namespace
                     (one.__globals__[name], False) for name in _names_in(one.__code__) if name in one.__globals__
                 )
         elif _has_attributes(one) and (is_named or _is_users(type(one).__module__)):
-            kind, is_module = type(one), isinstance(one, nn.Module)
-            found.append(attributes_of(one, looks_inside=not is_module))
-            todo.extend((value, False) for value in (() if is_module else found[-1].values.values()))
+            kind = type(one)
+            found.append(attributes_of(one))
+            todo.extend((value, False) for value in found[-1].values.values())
             if _is_users(kind.__module__):
                 todo.append((kind, True))
         elif type(one) is dict and is_named and len(one) <= _MOST:
@@ -287,28 +266,58 @@ class ModelState:
         self.namespaces: list[Namespace] = []
         seen: set[int] = set()
         for module in model.modules():
-            self.namespaces.append(attributes_of(module, looks_inside=False))
+            self.namespaces.append(attributes_of(module))
             of_class = vars(type(module)).values() if _is_users(type(module).__module__) else ()
-            for one in (*vars(module).values(), *of_class):
+            own = (one for name, one in vars(module).items() if name not in _OF_EVERY_MODULE)
+            for one in (*own, *of_class):
                 if id(one) not in seen and _has_attributes(one) and not isinstance(one, (FunctionType, nn.Module)):
                     seen.add(id(one))
-                    self.namespaces.append(attributes_of(one, looks_inside=False))
+                    self.namespaces.append(attributes_of(one))
+        self._values = [space.values for space in self.namespaces]
+
+    def contents(self) -> list[dict[str, Any]]:
+        """Returns what each namespace holds now. There may be thousands: of containers only which they are counts."""
+        return [{name: one for name, one in all_.items() if name not in _OF_EVERY_MODULE} for all_ in self._values]
+
+    @staticmethod
+    def changed(now: list[dict[str, Any]], before: list[dict[str, Any]]) -> dict[int, set[str]]:
+        """Returns the names of what was set or deleted since `before`, by number of the namespace."""
+        pairs = enumerate(zip(now, before, strict=True))
+        return {
+            number: _set_since(then, one)
+            for number, (one, then) in pairs
+            if len(one) != len(then) or [name for name in one if name not in then or one[name] is not then[name]]
+        }
+
+    @staticmethod
+    def kept(now: list[dict[str, Any]], names: Mapping[int, Collection[str]]) -> list[dict[str, Any]]:
+        """Returns the values that `names` had, by number, and what else is a number or text, as `Contents.kept`."""
+        simple = _SIMPLE
+        return [
+            {name: one if type(one) in simple or name in front else UNKNOWN for name, one in values.items()}
+            for number, values in enumerate(now)
+            for front in (names.get(number, ()),)
+        ]
 
     def trained(self) -> list[bool]:
         """Returns which weights are trained."""
         return [one.requires_grad for one in self._parameters]
 
 
-def _same(one: Any, other: Any) -> bool:
-    return one is other or (type(one) is type(other) and type(one) in _SIMPLE and bool(one == other))
+def _set_since(before: Mapping[str, Any], now: Mapping[str, Any]) -> set[str]:
+    """Returns the names of what is another object, or number or text."""
+
+    def same(one: Any, other: Any) -> bool:
+        return one is other or (type(one) is type(other) and type(one) in _SIMPLE and bool(one == other))
+
+    return {name for name in now.keys() | before.keys() if not same(now.get(name, ABSENT), before.get(name, ABSENT))}
 
 
-def attributes_of(one: object, *, looks_inside: bool = True) -> Namespace:
+def attributes_of(one: object) -> Namespace:
     """Returns the attributes of an object that has some."""
     values = vars(one) if hasattr(one, "__dict__") else _Attributes(one)
-    owner = one if looks_inside and type(one).__flags__ & _IS_HEAP_TYPE else None
-    what = f"attribute of {type(one).__name__}"
-    return Namespace(values, type(one), what, looks_inside=looks_inside, owner=owner)
+    owner = one if type(one).__flags__ & _IS_HEAP_TYPE and not isinstance(one, nn.Module) else None
+    return Namespace(values, type(one), f"attribute of {type(one).__name__}", owner)
 
 
 def is_state(value: Any) -> bool:
@@ -322,7 +331,7 @@ def is_users_object(value: Any) -> bool:
 
 
 def _has_attributes(one: object) -> bool:
-    if isinstance(one, (type, ModuleType, Tensor, BuiltinFunctionType)):
+    if isinstance(one, (type, ModuleType, Tensor, BuiltinFunctionType, dict, set, frozenset, *_LISTS)):
         return False
     return isinstance(getattr(one, "__dict__", None), dict) or (
         hasattr(one, "__slots__") and _is_users(type(one).__module__)
@@ -331,11 +340,6 @@ def _has_attributes(one: object) -> bool:
 
 def _is_users(module: str | None) -> bool:
     return (module or "").partition(".")[0] not in _FRAMEWORKS
-
-
-def versions(values: MutableMapping[str, Any]) -> dict[str, Version]:
-    """Returns the version of each value."""
-    return {name: value if type(value) in _SIMPLE else version(value) for name, value in values.items()}
 
 
 def version(value: Any) -> Version:
