@@ -449,7 +449,7 @@ def test_a_block_costs_a_few_calls() -> None:
 
     alone = calls_of(lambda: holder(**batch))
     for key in (None, (1, 2, 3)):
-        for is_users, each in ((False, 12), (True, 24)):  # attributes of all modules are looked at for a user's loss
+        for is_users, each in ((False, 12), (True, 40)):  # attributes of all modules are looked at for a user's loss
 
             def run(key: Any = key, is_users: bool = is_users) -> None:
                 split.run(0, LossRun(lambda: holder(**batch), is_users=is_users), [], key)

@@ -8,8 +8,8 @@
 namespace fold3d::comm {
 
 /// How much data-parallel traffic may be on its way at once. A pipeline message waits for what a slice has put on the
-/// network card before it, so slices and buffers follow the speed of the connection: a slice is worth 1 ms, what lies
-/// in the system's buffers 0.4 ms and two round trips. Shared by the streams of one rank. Thread-safe.
+/// network card before it, so slices follow the speed of the connection: a slice is worth 1 ms, what waits in the
+/// system's buffer to be sent 0.4 ms. Shared by the streams of one rank. Thread-safe.
 class Credits {
  public:
   /// `slice_bytes`: a fixed size of the slices; 0: by the speed.
@@ -20,10 +20,14 @@ class Credits {
   /// 0.0 as long as it is not known.
   double bandwidth() const { return bandwidth_.load(std::memory_order_relaxed); }
 
+  /// A stream's connection delivers at this speed, in bytes per second; returns that of all streams together, of which
+  /// each counts for a few milliseconds: they share the card.
+  double delivers(std::size_t stream, std::int64_t now_ns, double bytes_per_second);
+
   /// Bytes of a slice: a multiple of 64.
   std::size_t slice_bytes() const;
-  /// What may lie in the system's buffers on each side of a connection with this round trip; 0: leave it to the system.
-  std::size_t buffer_bytes(double round_trip_seconds) const;
+  /// What may wait in the system's buffer to be sent; 0: leave it to the system.
+  std::size_t waiting_bytes() const;
 
   /// What a pipeline message may find ahead of it at this speed, in bytes per second: a slice, and what lies in the
   /// system's buffers. For planning. Throws std::invalid_argument for a speed that is not positive and finite.
@@ -31,28 +35,69 @@ class Credits {
 
  private:
   const std::size_t fixed_;
+  struct Stream {
+    std::atomic<std::int64_t> at_ns{0};
+    std::atomic<double> bytes_per_second{0.0};
+  };
+
   std::atomic<double> bandwidth_{0.0};
+  std::array<Stream, 2> streams_;  // reduce-scatters, all-gathers
 };
 
-/// Measures the speed of one connection from its sender: bytes that have left the machine over the time in which there
-/// were any to send, in windows of about a tenth of a second. The fastest of the last windows counts: in the others the
-/// receiver may have been busy with something else. One thread.
+/// How much of one connection may be in flight: two round trips' worth, so that it never starves, and something for
+/// what the hosts are late. How much that must be, nobody can derive: from 0.1 s it is halved as long as the speed is
+/// that without a limit, and doubled when it is not. At 0.1 s there is no limit. Sender's thread.
+class FlightLimit {
+ public:
+  FlightLimit();
+  /// A window of the meter has ended, in which so many bytes per second went over.
+  void measured(double speed);
+  /// At this speed, on a connection with this round trip; 0: as many as the system likes.
+  std::size_t bytes(double speed, double round_trip_seconds) const;
+
+ private:
+  double least_, seconds_;
+  double free_ = 0.0, average_ = 0.0;  // speeds: without a limit, and now
+  int windows_ = 0;                    // since the limit was set
+};
+
+/// Measures the speed of one connection from its sender: bytes that have arrived over the time in which there was
+/// something to send and the line was full, in windows of about a tenth of a second. The fastest of the last windows
+/// counts: in the others the receiver may have been busy with something else. One thread.
 class BandwidthMeter {
  public:
-  /// A slice is about to be sent. `unsent`: bytes sent before that still lie in the system's buffer.
-  void begins(std::int64_t now_ns, std::size_t unsent);
-  /// It is in the system's buffer. `unsent` as above.
-  void ends(std::int64_t now_ns, std::size_t bytes, std::size_t unsent);
+  /// What of the bytes sent before is still on this side.
+  struct Queue {
+    std::size_t unacknowledged = 0;  ///< has not arrived, as far as is known here
+    std::size_t waiting = 0;         ///< has not begun to travel
+    bool is_known = true;            ///< false: what was sent counts as arrived when the next slice is to be sent
+  };
 
+  /// A slice is about to be sent.
+  void begins(std::int64_t now_ns, const Queue& queue);
+  /// It is in the system's buffer. Returns the speed of the last milliseconds, in bytes per second; 0.0 while it cannot
+  /// be told.
+  double ends(std::int64_t now_ns, std::size_t bytes, const Queue& queue);
+  /// The speed of all that shares the card with this connection in those milliseconds. Returns whether a window ended.
+  bool counts(double bytes_per_second);
+
+  /// Of the last window that ended, bytes per second.
+  double last() const { return last_; }
   /// Bytes per second; 0.0 until enough went over to tell.
   double bandwidth() const;
 
  private:
-  double bytes_ = 0.0, time_ns_ = 0.0;  // of the window under way
-  std::array<double, 8> windows_{};     // those before it, bytes per second
-  std::size_t next_window_ = 0;
+  void restart(std::int64_t now_ns, const Queue& queue);
+  std::size_t arrived(const Queue& queue) const;
+
+  std::size_t sent_ = 0, arrived_ = 0;  // bytes; arrived_: at since_ns_
   std::int64_t since_ns_ = 0;
-  std::size_t unsent_ = 0;  // at since_ns_
+  bool answered_ = false;                        // since the line was empty
+  double bytes_ = 0.0, time_ns_ = 0.0;           // of the milliseconds under way
+  double window_bytes_ = 0.0, window_ns_ = 0.0;  // of the window under way
+  std::array<double, 8> windows_{};              // those before it, bytes per second
+  double last_ = 0.0;
+  std::size_t next_window_ = 0;
 };
 
 }  // namespace fold3d::comm

@@ -219,8 +219,9 @@ Ring::Place Ring::place(const Job& job, std::size_t position, std::size_t length
 void Ring::send_slice(const Job& job, std::size_t position, std::size_t length) {
   const bool is_reduce = options_.traffic == Traffic::kReduce;
   const Place slice = place(job, position, length, is_reduce ? options_.rank - 1 : options_.rank);
-  const SliceHeader header =
+  SliceHeader header =
       slice_header(options_.traffic, job.collective, job.shard_bytes, slice.round, slice.offset, length);
+  header.window = window_;
   std::span<const std::byte> payload = slice.bytes;
   if (job.collective.as_bfloat16) {
     rounded_.resize(std::max(rounded_.size(), length));
@@ -229,24 +230,26 @@ void Ring::send_slice(const Job& job, std::size_t position, std::size_t length) 
   }
   if (sends_by_card_) arbiter_->hold(Direction::kSend, options_.traffic);
   const std::int64_t start_ns = now_ns();
-  meter_.begins(start_ns, connection_->unsent());
+  meter_.begins(start_ns, connection_->queue());
   connection_->send(std::as_bytes(std::span(&header, 1)), payload);
   const std::int64_t end_ns = now_ns();
-  meter_.ends(end_ns, length, connection_->unsent());
   if (sends_by_card_) arbiter_->passed(Direction::kSend, start_ns, end_ns);
-  adapt();
+  if (const double own = meter_.ends(end_ns, sizeof(header) + length, connection_->queue()); own > 0.0) {
+    measured(meter_.counts(credits_->delivers(static_cast<std::size_t>(options_.traffic), end_ns, own)));
+  }
 }
 
 /// The measured speed decides about later slices.
-void Ring::adapt() {
+void Ring::measured(bool window_ended) {
   const double bandwidth = meter_.bandwidth();
   if (bandwidth == 0.0) return;
   credits_->set_bandwidth(bandwidth);
   if (sends_by_card_) arbiter_->set_bandwidth(bandwidth);  // else it is not the card's
-  const std::size_t limit = credits_->buffer_bytes(connection_->round_trip_seconds());
-  if (limit > limit_ - limit_ / 4 && limit < limit_ + limit_ / 4) return;  // each change costs two system calls
-  limit_ = limit;
-  connection_->limit_buffers(limit);
+  if (window_ended) {
+    flight_.measured(meter_.last());
+    window_ = flight_.bytes(bandwidth, connection_->round_trip_seconds());
+    connection_->limit_waiting(credits_->waiting_bytes());
+  }
 }
 
 std::size_t Ring::recv_slice(Job& job, std::size_t position) {
@@ -261,6 +264,7 @@ std::size_t Ring::recv_slice(Job& job, std::size_t position) {
   const Place expected = place(job, position, 0, first_shard);
   check_slice(header, slice_header(options_.traffic, job.collective, job.shard_bytes, expected.round, expected.offset,
                                    header.bytes));
+  if (header.window != granted_) connection_->limit_window(static_cast<std::size_t>(granted_ = header.window));
   const auto length = static_cast<std::size_t>(header.bytes);
   // A payload that is not read closes the connection's window: so the peer leaves the card to others, too.
   if (receives_by_card_) arbiter_->hold(Direction::kReceive, options_.traffic);

@@ -77,7 +77,7 @@ class Ring final : public CollectiveStream {
   void send_slice(const Job& job, std::size_t position, std::size_t length);
   std::size_t recv_slice(Job& job, std::size_t position);
   void recv_payload(const Job& job, std::span<std::byte> target, std::size_t length, int round);
-  void adapt();
+  void measured(bool window_ended);
   Place place(const Job& job, std::size_t position, std::size_t length, int first_shard) const;
   Job& job(std::uint64_t number) { return jobs_[static_cast<std::size_t>(number - first_)]; }
   std::size_t sendable(const Job& job) const;
@@ -97,7 +97,9 @@ class Ring final : public CollectiveStream {
   std::vector<std::byte> received_;  // receiver: a slice to be added or widened
   std::vector<std::byte> rounded_;   // sender: a slice as it travels
   BandwidthMeter meter_;             // sender
-  std::size_t limit_ = 0;            // sender: what the connection's buffers were limited to
+  FlightLimit flight_;               // sender
+  std::uint64_t window_ = 0;         // sender: what the next member is to grant
+  std::uint64_t granted_ = 0;        // receiver: what was granted to the previous one
 
   mutable std::mutex mutex_;
   std::condition_variable may_send_, may_recv_;

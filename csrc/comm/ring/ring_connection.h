@@ -4,6 +4,8 @@
 #include <span>
 #include <string>
 
+#include "comm/ring/credits.h"
+
 namespace fold3d::comm {
 
 /// One line around a ring of ranks: to the next member and from the previous one, in host memory. Each slice is a
@@ -24,12 +26,14 @@ class RingConnection {
 
   /// Whether a payload may be received part by part.
   virtual bool can_split() const { return false; }
-  /// Bytes that send() took and the next member has not: how far the line is behind. 0 where nobody knows.
-  virtual std::size_t unsent() const { return 0; }
+  /// What of the bytes that send() took is still on this side.
+  virtual BandwidthMeter::Queue queue() const { return {.is_known = false}; }
   /// Shortest time to the next member and back; 0.0 where nobody knows.
   virtual double round_trip_seconds() const { return 0.0; }
-  /// A hint: let no more than so many bytes lie between this member and each neighbour.
-  virtual void limit_buffers(std::size_t) {}
+  /// A hint: send() returns when no more than so many bytes have not begun to travel.
+  virtual void limit_waiting(std::size_t) {}
+  /// A hint: the previous member may have so many bytes on their way here; 0: as many as the system likes.
+  virtual void limit_window(std::size_t) {}
 };
 
 }  // namespace fold3d::comm

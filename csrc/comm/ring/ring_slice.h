@@ -22,6 +22,7 @@ struct SliceHeader {
   std::uint64_t shard_bytes = 0;
   std::uint64_t offset = 0;  // in the shard
   std::uint64_t bytes = 0;   // of the slice
+  std::uint64_t window = 0;  // how many bytes may be on their way, see FlightLimit; 0: as many as the system likes
 };
 
 /// Header of a slice of `collective`.

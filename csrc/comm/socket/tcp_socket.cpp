@@ -13,7 +13,6 @@
 #include <cerrno>
 #include <cstdint>
 #include <cstring>
-#include <fstream>
 
 #include "comm/socket/fork_guard.h"
 
@@ -28,20 +27,6 @@ int milliseconds_until(TcpSocket::Clock::time_point deadline) {
 void wait_for(int fd, short events) {
   pollfd request{fd, events, 0};
   ::poll(&request, 1, -1);  // shutdown() ends this
-}
-
-/// The system grants no more than this, silently; 0 when it does not say.
-std::size_t system_limit(const char* path) {
-  std::ifstream file(path);
-  std::size_t limit = 0;
-  file >> limit;
-  return file ? limit : 0;
-}
-
-void set_buffer(int fd, int option, std::size_t bytes, std::size_t limit) {
-  if (bytes > limit) return;
-  const int value = static_cast<int>(bytes);
-  ::setsockopt(fd, SOL_SOCKET, option, &value, sizeof(value));
 }
 
 }  // namespace
@@ -136,6 +121,11 @@ std::size_t TcpSocket::unsent() const {
   return ::ioctl(fd_, SIOCOUTQ, &bytes) == 0 ? static_cast<std::size_t>(bytes) : 0;
 }
 
+std::size_t TcpSocket::waiting() const {
+  int bytes = 0;
+  return ::ioctl(fd_, SIOCOUTQNSD, &bytes) == 0 ? static_cast<std::size_t>(bytes) : 0;
+}
+
 double TcpSocket::round_trip_seconds() const {
   tcp_info info{};
   socklen_t size = sizeof(info);
@@ -150,14 +140,10 @@ std::size_t TcpSocket::segment_bytes() const {
   return static_cast<std::size_t>(bytes);
 }
 
-void TcpSocket::limit_send_buffer(std::size_t bytes) const {
-  static const std::size_t limit = system_limit("/proc/sys/net/core/wmem_max");
-  set_buffer(fd_, SO_SNDBUF, bytes / 2, limit);  // the system doubles it, and takes that for data
-}
-
-void TcpSocket::limit_recv_buffer(std::size_t bytes) const {
-  static const std::size_t limit = system_limit("/proc/sys/net/core/rmem_max");
-  set_buffer(fd_, SO_RCVBUF, bytes, limit);
+void TcpSocket::limit_window(std::size_t bytes) const {
+  constexpr std::size_t kNoLimit = 1u << 30;
+  const int value = static_cast<int>(bytes == 0 ? kNoLimit : std::clamp(bytes, 4 * segment_bytes(), kNoLimit));
+  ::setsockopt(fd_, IPPROTO_TCP, TCP_WINDOW_CLAMP, &value, sizeof(value));
 }
 
 void TcpSocket::limit_waiting(std::size_t bytes) const {

@@ -49,18 +49,19 @@ class TcpSocket {
 
   /// Bytes in the system's send buffer that the peer has not acknowledged.
   std::size_t unsent() const;
+  /// Those of them that have not begun to travel.
+  std::size_t waiting() const;
   /// Shortest round trip the system has seen; 0.0 when it does not say.
   double round_trip_seconds() const;
-  /// Bytes of the largest segment that goes over this connection in one piece.
-  std::size_t segment_bytes() const;
-  /// Bounds what the system keeps of this connection, to send and received. Turns off the system's own tuning, so sizes
-  /// above the system's limits, which it would not grant, are left alone.
-  void limit_send_buffer(std::size_t bytes) const;
-  void limit_recv_buffer(std::size_t bytes) const;
+  /// The peer may have no more than about `bytes` on their way here, but four segments: a receiver without room for
+  /// whole segments makes its sender wait for timers. 0: as many as the system likes. May be raised again.
+  void limit_window(std::size_t bytes) const;
   /// Sending ends only when no more than about `bytes` have not begun to travel, whatever the buffer could take.
   void limit_waiting(std::size_t bytes) const;
 
  private:
+  std::size_t segment_bytes() const;
+
   const int fd_;
 };
 

@@ -1,6 +1,5 @@
 #include "comm/tcp/tcp_ring_peers.h"
 
-#include <algorithm>
 #include <cerrno>
 #include <cstdint>
 #include <mutex>
@@ -12,8 +11,6 @@
 
 namespace fold3d::comm {
 namespace {
-
-constexpr std::size_t kLeastSegments = 4;
 
 using Members = TcpRingPeers::Members;
 
@@ -58,13 +55,12 @@ class TcpRingPeers::Link final : public RingConnection {
   }
 
   bool can_split() const override { return true; }
-  std::size_t unsent() const override { return outgoing_->unsent(); }
-  double round_trip_seconds() const override { return outgoing_->round_trip_seconds(); }
-  void limit_buffers(std::size_t bytes) override {
-    // A receiver without room for whole segments makes its sender wait for timers.
-    outgoing_->limit_send_buffer(std::max(bytes, kLeastSegments * outgoing_->segment_bytes()));
-    incoming_->limit_recv_buffer(std::max(bytes, kLeastSegments * incoming_->segment_bytes()));
+  BandwidthMeter::Queue queue() const override {
+    return {.unacknowledged = outgoing_->unsent(), .waiting = outgoing_->waiting()};
   }
+  double round_trip_seconds() const override { return outgoing_->round_trip_seconds(); }
+  void limit_waiting(std::size_t bytes) override { outgoing_->limit_waiting(bytes); }
+  void limit_window(std::size_t bytes) override { incoming_->limit_window(bytes); }
 
  private:
   void check(int error, const std::string& peer) {

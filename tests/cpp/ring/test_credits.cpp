@@ -1,6 +1,7 @@
 // How much data-parallel traffic may be on its way: slice and buffer sizes by speed, the measured speed, the arbiter.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <chrono>
 #include <cstdint>
 #include <limits>
@@ -8,6 +9,7 @@
 #include <stdexcept>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "comm/arbiter/nic_arbiter.h"
@@ -24,14 +26,13 @@ using comm::NicArbiter;
 TEST(Credits, ASliceIsWorthAFixedTimeWithinBounds) {
   Credits credits(0);
   EXPECT_EQ(credits.slice_bytes(), 64u << 10);  // nothing known yet
-  EXPECT_EQ(credits.buffer_bytes(0.0), 0u);
+  EXPECT_EQ(credits.waiting_bytes(), 0u);
   credits.set_bandwidth(128e6);  // about 1 Gbit/s
   EXPECT_EQ(credits.slice_bytes(), 128'000u);
-  EXPECT_EQ(credits.buffer_bytes(0.0), 51'200u);
-  EXPECT_EQ(credits.buffer_bytes(1e-3), 307'200u);  // a long connection needs more to stay busy
+  EXPECT_EQ(credits.waiting_bytes(), 51'200u);
   credits.set_bandwidth(1e6);
   EXPECT_EQ(credits.slice_bytes(), 8u << 10);
-  EXPECT_EQ(credits.buffer_bytes(0.0), 4u << 10);
+  EXPECT_EQ(credits.waiting_bytes(), 4u << 10);
   credits.set_bandwidth(1e12);
   EXPECT_EQ(credits.slice_bytes(), 4u << 20);
 }
@@ -50,25 +51,90 @@ TEST(Credits, AFixedSliceStaysButCutsNoElement) {
   EXPECT_EQ(Credits(1).slice_bytes(), 64u);
 }
 
-TEST(BandwidthMeter, CountsWhatLeftTheMachineWhileThereWasSomethingToSend) {
-  BandwidthMeter meter;
-  EXPECT_EQ(meter.bandwidth(), 0.0);
-  std::int64_t now = 0;
-  std::size_t unsent = 0;
-  for (int slice = 0; slice < 200; ++slice) {  // 1 byte each ns; the buffer takes 100 kB at once
-    meter.begins(now, unsent);
-    now += unsent == 0 ? 1'000 : 100'000;
-    unsent = 100'000;
-    meter.ends(now, 100'000, unsent);
+/// A line of 1e9 bytes per second and 2 ms there and back, of which the system takes 100 kB to send.
+class Line {
+ public:
+  void send(BandwidthMeter& meter, std::size_t bytes) {
+    meter.begins(now_, queue());
+    sent_ += bytes;
+    begun_ns_ = std::max(begun_ns_, now_);
+    ends_.emplace_back(begun_ns_ += static_cast<std::int64_t>(bytes), sent_);
+    now_ = std::max(now_ + 1'000, begun_ns_ - 100'000);
+    if (const double speed = meter.ends(now_, bytes, queue()); speed > 0.0) meter.counts(speed);
   }
-  EXPECT_NEAR(meter.bandwidth(), 1e9, 2e7);
-  now += 60'000'000'000;                        // idle for a minute: does not count
-  for (int slice = 0; slice < 5000; ++slice) {  // then half as fast
-    meter.begins(now, 0);
-    now += 200'000;
-    meter.ends(now, 100'000, 0);
+  void rests(std::int64_t ns) { now_ += ns; }
+
+ private:
+  BandwidthMeter::Queue queue() const {
+    std::size_t arrived = 0;
+    for (const auto& [end, bytes] : ends_) {
+      if (end + 2'000'000 <= now_) arrived = bytes;
+    }
+    return {.unacknowledged = sent_ - arrived,
+            .waiting = static_cast<std::size_t>(std::max<std::int64_t>(begun_ns_ - now_, 0))};
+  }
+
+  std::int64_t now_ = 0, begun_ns_ = 0;
+  std::size_t sent_ = 0;
+  std::vector<std::pair<std::int64_t, std::size_t>> ends_;
+};
+
+TEST(BandwidthMeter, CountsWhatArrivesWhileThereIsSomethingToSend) {
+  for (const std::size_t slices : {40u, 400u}) {
+    BandwidthMeter meter;
+    EXPECT_EQ(meter.bandwidth(), 0.0);
+    Line line;
+    for (int step = 0; step < 4; ++step) {  // each begins with an empty line
+      for (std::size_t slice = 0; slice < slices; ++slice) line.send(meter, 100'000);
+      line.rests(50'000'000);
+    }
+    EXPECT_NEAR(meter.bandwidth(), 1e9, 5e7) << slices;
+  }
+}
+
+TEST(BandwidthMeter, CountsWhatIsSentWhereNothingElseIsKnown) {
+  constexpr BandwidthMeter::Queue kUnknown{.is_known = false};
+  BandwidthMeter meter;
+  std::int64_t now = 0;
+  for (int slice = 0; slice < 5000; ++slice) {
+    meter.begins(now, kUnknown);
+    const double speed = meter.ends(now += 200'000, 100'000, kUnknown);
+    if (speed > 0.0) meter.counts(speed);
+    now += 1'000'000;  // idle: does not count
   }
   EXPECT_NEAR(meter.bandwidth(), 0.5e9, 1e7);
+}
+
+TEST(Credits, StreamsShareTheCard) {
+  Credits credits(0);
+  EXPECT_EQ(credits.delivers(0, 1'000'000'000, 4e7), 4e7);
+  EXPECT_EQ(credits.delivers(1, 1'001'000'000, 6e7), 1e8);
+  EXPECT_EQ(credits.delivers(1, 1'020'000'000, 9e7), 9e7);  // the other one has been silent since
+}
+
+/// A link of 1e8 bytes per second and 10 ms that needs `needed` seconds in flight beyond two round trips.
+double speed_with(std::size_t window, double needed) {
+  const double enough = 1e8 * (2 * 0.01 + needed);
+  return window == 0 ? 1e8 : 1e8 * std::min(1.0, static_cast<double>(window) / enough);
+}
+
+TEST(FlightLimit, GoesDownToWhatTheSpeedAllowsAndUpAgain) {
+  for (const double needed : {0.0, 0.005, 0.03}) {
+    comm::FlightLimit limit;
+    EXPECT_EQ(limit.bytes(1e8, 0.01), 0u);  // nothing known yet
+    double sum = 0.0;
+    for (int window = 0; window < 400; ++window) {
+      const double speed = speed_with(limit.bytes(1e8, 0.01), needed);
+      limit.measured(speed);
+      sum += speed;
+    }
+    EXPECT_GT(sum / 400, 0.93e8) << needed;
+    EXPECT_LT(limit.bytes(1e8, 0.01), 1e8 * (2 * 0.01 + std::max(2.1 * needed, 4.1e-4))) << needed;
+    EXPECT_GE(limit.bytes(1e8, 0.01), 1e8 * 2 * 0.01) << needed;
+    int window = 0;
+    while (limit.bytes(1e8, 0.01) > 0 && window < 20) limit.measured(1e7), ++window;
+    EXPECT_LT(window, 20);  // lifted: whatever slows it down, it is not this
+  }
 }
 
 class SlicesWait : public testing::TestWithParam<comm::NicArbiter::Direction> {};
