@@ -15,27 +15,14 @@ constexpr std::size_t kLeastBufferBytes = 4u << 10;
 constexpr double kBufferSeconds = 4e-4;
 constexpr double kMostFlightSeconds = 0.1;
 constexpr double kLostSpeed = 0.93, kWeight = 0.3;
-constexpr int kLearning = 4, kTrials = 2, kMemory = 50;  // windows of the meter
-constexpr std::size_t kSliceAlignment = 64;              // no element is cut
+constexpr int kLearning = 2, kMemory = 20;   // windows of the meter
+constexpr std::size_t kSliceAlignment = 64;  // no element is cut
 
 constexpr double kWindowNs = 1e8;
 constexpr double kEnoughNs = 5e6;     // less than this tells more about the clock than about the connection,
 constexpr double kEnoughBytes = 1e6;  // unless so much went over
-constexpr double kFreshNs = 5e6;
-constexpr double kLeastNs = 1e6;
 
 }  // namespace
-
-double Credits::delivers(std::size_t stream, std::int64_t now_ns, double bytes_per_second) {
-  streams_.at(stream).at_ns.store(now_ns, std::memory_order_relaxed);
-  streams_[stream].bytes_per_second.store(bytes_per_second, std::memory_order_relaxed);
-  double sum = 0.0;
-  for (const Stream& one : streams_) {
-    const auto age_ns = static_cast<double>(now_ns - one.at_ns.load(std::memory_order_relaxed));
-    if (age_ns <= kFreshNs) sum += one.bytes_per_second.load(std::memory_order_relaxed);
-  }
-  return sum;
-}
 
 std::size_t Credits::slice_bytes() const {
   const double speed = bandwidth();
@@ -62,29 +49,28 @@ std::size_t Credits::pause_bytes(double bytes_per_second) {
   return credits.slice_bytes() + credits.waiting_bytes();
 }
 
-FlightLimit::FlightLimit() : least_(kBufferSeconds), seconds_(kMostFlightSeconds) {}
-
-void FlightLimit::measured(double speed) {
+void FlightLimit::measured(double speed, bool alone) {
   ++windows_;
   average_ = average_ == 0.0 ? speed : (1.0 - kWeight) * average_ + kWeight * speed;
-  if (seconds_ >= kMostFlightSeconds) {
+  if (free_ == 0.0) {
     if (windows_ < kLearning) return;
     free_ = average_;
-    seconds_ /= 2.0;
     windows_ = 0;
+  } else if (!alone) {
+    average_ = std::max(average_, free_);  // what else wants the card slows it down, too
   } else if (average_ < kLostSpeed * free_) {
-    seconds_ = least_ = std::min(2.0 * seconds_, kMostFlightSeconds);
-    average_ = seconds_ < kMostFlightSeconds ? free_ : 0.0;
+    seconds_ = std::min(2.0 * seconds_, kMostFlightSeconds);
+    if (seconds_ == kMostFlightSeconds) free_ = 0.0;  // it is not the limit: learn anew
+    average_ = free_;
     windows_ = 0;
   } else {
     free_ = std::max(free_, average_);
-    if (windows_ % kTrials == 0) seconds_ = std::max(seconds_ / 2.0, least_);
-    if (windows_ % kMemory == 0) least_ = std::max(least_ / 2.0, kBufferSeconds);
+    if (windows_ % kMemory == 0) seconds_ = std::max(seconds_ / 2.0, kBufferSeconds);
   }
 }
 
 std::size_t FlightLimit::bytes(double speed, double round_trip_seconds) const {
-  if (speed == 0.0 || seconds_ >= kMostFlightSeconds) return 0;
+  if (speed == 0.0 || free_ == 0.0) return 0;
   return static_cast<std::size_t>(speed * (2.0 * round_trip_seconds + seconds_));
 }
 
@@ -94,27 +80,22 @@ void BandwidthMeter::begins(std::int64_t now_ns, const Queue& queue) {
   if (queue.waiting == 0) restart(now_ns, queue);
 }
 
-double BandwidthMeter::ends(std::int64_t now_ns, std::size_t bytes, const Queue& queue) {
+bool BandwidthMeter::ends(std::int64_t now_ns, std::size_t bytes, const Queue& queue) {
   sent_ += bytes;
   if (!answered_) {  // the first bytes are still on their way: from when these arrive on the line is full
     answered_ = !queue.is_known || arrived(queue) > arrived_;
-    if (queue.is_known) restart(now_ns, queue);
-    if (queue.is_known || !answered_) return 0.0;
+    if (!answered_) {
+      restart(now_ns, queue);
+      return false;
+    }
   }
   bytes_ += static_cast<double>(arrived(queue) - arrived_);
   time_ns_ += static_cast<double>(now_ns - since_ns_);
   restart(now_ns, queue);
-  return time_ns_ < kLeastNs ? 0.0 : bytes_ / time_ns_ * 1e9;
-}
-
-bool BandwidthMeter::counts(double bytes_per_second) {
-  window_bytes_ += bytes_per_second * time_ns_ * 1e-9;
-  window_ns_ += time_ns_;
-  bytes_ = time_ns_ = 0.0;
-  if (window_ns_ <= kWindowNs) return false;
-  last_ = windows_[next_window_] = window_bytes_ / window_ns_ * 1e9;
+  if (time_ns_ <= kWindowNs) return false;
+  last_ = windows_[next_window_] = bytes_ / time_ns_ * 1e9;
   next_window_ = (next_window_ + 1) % windows_.size();
-  window_bytes_ = window_ns_ = 0.0;
+  bytes_ = time_ns_ = 0.0;
   return true;
 }
 
@@ -129,8 +110,8 @@ std::size_t BandwidthMeter::arrived(const Queue& queue) const {
 
 double BandwidthMeter::bandwidth() const {
   const double best = *std::max_element(windows_.begin(), windows_.end());
-  if (window_ns_ <= 0.0 || (window_ns_ < kEnoughNs && window_bytes_ < kEnoughBytes)) return best;
-  return std::max(best, window_bytes_ / window_ns_ * 1e9);
+  if (time_ns_ <= 0.0 || (time_ns_ < kEnoughNs && bytes_ < kEnoughBytes)) return best;
+  return std::max(best, bytes_ / time_ns_ * 1e9);
 }
 
 }  // namespace fold3d::comm

@@ -20,10 +20,6 @@ class Credits {
   /// 0.0 as long as it is not known.
   double bandwidth() const { return bandwidth_.load(std::memory_order_relaxed); }
 
-  /// A stream's connection delivers at this speed, in bytes per second; returns that of all streams together, of which
-  /// each counts for a few milliseconds: they share the card.
-  double delivers(std::size_t stream, std::int64_t now_ns, double bytes_per_second);
-
   /// Bytes of a slice: a multiple of 64.
   std::size_t slice_bytes() const;
   /// What may wait in the system's buffer to be sent; 0: leave it to the system.
@@ -35,28 +31,22 @@ class Credits {
 
  private:
   const std::size_t fixed_;
-  struct Stream {
-    std::atomic<std::int64_t> at_ns{0};
-    std::atomic<double> bytes_per_second{0.0};
-  };
-
   std::atomic<double> bandwidth_{0.0};
-  std::array<Stream, 2> streams_;  // reduce-scatters, all-gathers
 };
 
 /// How much of one connection may be in flight: two round trips' worth, so that it never starves, and something for
-/// what the hosts are late. How much that must be, nobody can derive: from 0.1 s it is halved as long as the speed is
-/// that without a limit, and doubled when it is not. At 0.1 s there is no limit. Sender's thread.
+/// what the hosts are late. How much that must be, nobody can derive: first 0.4 ms, doubled when the speed is below
+/// that without a limit, and halved again after some time. Sender's thread.
 class FlightLimit {
  public:
-  FlightLimit();
-  /// A window of the meter has ended, in which so many bytes per second went over.
-  void measured(double speed);
-  /// At this speed, on a connection with this round trip; 0: as many as the system likes.
+  /// A window of the meter has ended, in which so many bytes per second went over. `alone`: nothing more urgent wanted
+  /// the card.
+  void measured(double speed, bool alone);
+  /// At this speed, on a connection with this round trip; 0: as many as the system likes, as in the first windows.
   std::size_t bytes(double speed, double round_trip_seconds) const;
 
  private:
-  double least_, seconds_;
+  double seconds_ = 4e-4;
   double free_ = 0.0, average_ = 0.0;  // speeds: without a limit, and now
   int windows_ = 0;                    // since the limit was set
 };
@@ -75,11 +65,8 @@ class BandwidthMeter {
 
   /// A slice is about to be sent.
   void begins(std::int64_t now_ns, const Queue& queue);
-  /// It is in the system's buffer. Returns the speed of the last milliseconds, in bytes per second; 0.0 while it cannot
-  /// be told.
-  double ends(std::int64_t now_ns, std::size_t bytes, const Queue& queue);
-  /// The speed of all that shares the card with this connection in those milliseconds. Returns whether a window ended.
-  bool counts(double bytes_per_second);
+  /// It is in the system's buffer. Returns whether a window ended.
+  bool ends(std::int64_t now_ns, std::size_t bytes, const Queue& queue);
 
   /// Of the last window that ended, bytes per second.
   double last() const { return last_; }
@@ -92,10 +79,9 @@ class BandwidthMeter {
 
   std::size_t sent_ = 0, arrived_ = 0;  // bytes; arrived_: at since_ns_
   std::int64_t since_ns_ = 0;
-  bool answered_ = false;                        // since the line was empty
-  double bytes_ = 0.0, time_ns_ = 0.0;           // of the milliseconds under way
-  double window_bytes_ = 0.0, window_ns_ = 0.0;  // of the window under way
-  std::array<double, 8> windows_{};              // those before it, bytes per second
+  bool answered_ = false;               // since the line was empty
+  double bytes_ = 0.0, time_ns_ = 0.0;  // of the window under way
+  std::array<double, 8> windows_{};     // those before it, bytes per second
   double last_ = 0.0;
   std::size_t next_window_ = 0;
 };

@@ -234,9 +234,7 @@ void Ring::send_slice(const Job& job, std::size_t position, std::size_t length) 
   connection_->send(std::as_bytes(std::span(&header, 1)), payload);
   const std::int64_t end_ns = now_ns();
   if (sends_by_card_) arbiter_->passed(Direction::kSend, start_ns, end_ns);
-  if (const double own = meter_.ends(end_ns, sizeof(header) + length, connection_->queue()); own > 0.0) {
-    measured(meter_.counts(credits_->delivers(static_cast<std::size_t>(options_.traffic), end_ns, own)));
-  }
+  measured(meter_.ends(end_ns, sizeof(header) + length, connection_->queue()));
 }
 
 /// The measured speed decides about later slices.
@@ -246,7 +244,10 @@ void Ring::measured(bool window_ended) {
   credits_->set_bandwidth(bandwidth);
   if (sends_by_card_) arbiter_->set_bandwidth(bandwidth);  // else it is not the card's
   if (window_ended) {
-    flight_.measured(meter_.last());
+    const NicArbiter::Counters counters = arbiter_->counters();
+    const std::int64_t urgent = counters.messages + counters.preemptions;
+    flight_.measured(meter_.last(), urgent == urgent_);
+    urgent_ = urgent;
     window_ = flight_.bytes(bandwidth, connection_->round_trip_seconds());
     connection_->limit_waiting(credits_->waiting_bytes());
   }

@@ -97,6 +97,7 @@ class Ring final : public CollectiveStream {
   std::vector<std::byte> received_;  // receiver: a slice to be added or widened
   std::vector<std::byte> rounded_;   // sender: a slice as it travels
   BandwidthMeter meter_;             // sender
+  std::int64_t urgent_ = 0;          // sender: how often something more urgent wanted the card
   FlightLimit flight_;               // sender
   std::uint64_t window_ = 0;         // sender: what the next member is to grant
   std::uint64_t granted_ = 0;        // receiver: what was granted to the previous one
