@@ -30,7 +30,7 @@ from fold3d.device import all_rng_untouched
 from fold3d.engine.engine import Engine
 from fold3d.errors import ConfigError
 from fold3d.stage.loss.loss_run import running_loss
-from fold3d.stage.loss.namespaces import LongContainer, attributes_of
+from fold3d.stage.loss.namespaces import as_it_was, attributes_of
 from fold3d.topology import Topology
 from fold3d.trace.example import synthetic_example
 from fold3d.trainer.arguments import TrainingArguments
@@ -370,7 +370,7 @@ class Trainer(SearchingTrainer):
         def share(module: Module, batch: dict[str, Any]) -> Tensor:
             divisors, attributes = drawn_with(batch)
             for name, value in attributes.items():
-                setattr(self, name, value.as_it_was() if isinstance(value, LongContainer) else value)
+                setattr(self, name, as_it_was(value))
             return self._share_of_loss(module, batch, *divisors)
 
         share.calls_users_code = self._computes_loss_otherwise()  # type: ignore[attr-defined]

@@ -18,9 +18,9 @@ from fold3d.stage.loss.namespaces import (
     ABSENT,
     UNKNOWN,
     Kind,
-    LongContainer,
     ModelState,
     Namespace,
+    as_it_was,
     namespaces_of,
     version,
 )
@@ -151,7 +151,7 @@ class KeptAttributes:
         if not _SET_IN_FRONT and not self._names:
             return []  # most loss functions set nothing
         return [
-            _Value(number, space, name, value.as_it_was() if isinstance(value, LongContainer) else value)
+            _Value(number, space, name, as_it_was(value))
             for number, (space, kept) in enumerate(zip(self._spaces, self._kept, strict=True))
             for name in self._names.get(number, _NONE) | _SET_IN_FRONT.get(space.kind, _NONE)
             if (value := kept.get(name, ABSENT)) is not UNKNOWN and (name in kept or name in space.values)

@@ -155,8 +155,9 @@ class LossRun:
         before = contextvars.copy_context()
         made.gr_context = before.copy()
         self._grad_before = torch.is_grad_enabled()
-        sets_some = state is not None and (self.is_users or any(True for _ in users_hooks(model)))
-        rests = self._kept.first_half(model, state) if sets_some and state is not None else contextlib.nullcontext()
+        rests: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        if state is not None and (self.is_users or any(True for _ in users_hooks(model))):
+            rests = self._kept.first_half(model, state)
         with self._as_before(), rests:
             self._run(made.switch)
         set_since = () if made.dead else made.gr_context.items()

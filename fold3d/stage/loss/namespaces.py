@@ -49,6 +49,11 @@ class LongContainer(NamedTuple):
         return type(self.value)(first)
 
 
+def as_it_was(kept: Any) -> Any:
+    """Returns the value of which `kept` is what was kept."""
+    return kept.as_it_was() if isinstance(kept, LongContainer) else kept
+
+
 class _Long(NamedTuple):
     """The version of such a container."""
 
@@ -110,7 +115,14 @@ class Contents:
         }
 
 
-class _Attributes(MutableMapping[str, Any]):
+class _View(MutableMapping[str, Any]):
+    """Values that lie elsewhere."""
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+class _Attributes(_View):
     """Attributes of an object without a dictionary, or of a class, that are no functions."""
 
     def __init__(self, one: object) -> None:
@@ -135,16 +147,13 @@ class _Attributes(MutableMapping[str, Any]):
             )
         return (name for kind in type(self._one).__mro__ for name in _slots(kind) if hasattr(self._one, name))
 
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
-
 
 def _slots(kind: type) -> tuple[str, ...]:
     slots = vars(kind).get("__slots__", ())
     return (slots,) if isinstance(slots, str) else tuple(slots)
 
 
-class _Cells(MutableMapping[str, Any]):
+class _Cells(_View):
     """Variables of a function around a function."""
 
     def __init__(self, function: FunctionType) -> None:
@@ -165,18 +174,8 @@ class _Cells(MutableMapping[str, Any]):
     def __iter__(self) -> Iterator[str]:
         return (name for name in self._cells if name in self)
 
-    def __contains__(self, name: object) -> bool:
-        try:
-            self[name]  # type: ignore[index]
-        except KeyError:
-            return False
-        return True
 
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
-
-
-class _Globals(MutableMapping[str, Any]):
+class _Globals(_View):
     """Global variables that a function uses, besides functions, classes and modules."""
 
     def __init__(self, function: FunctionType) -> None:
@@ -198,9 +197,6 @@ class _Globals(MutableMapping[str, Any]):
 
     def __iter__(self) -> Iterator[str]:
         return (name for name in self._names if name in self._all)
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
 
 
 def _names_in(code: CodeType) -> Iterator[str]:
