@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -13,27 +13,24 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from fold3d.errors import Fold3dError
 from zoo.cases import Case
 from zoo.inputs import Batch
 from zoo.places import configs_of
 from zoo.verdict import (
-    CRASHED,
     EXACT,
-    REFUSED,
     UNBUILT,
-    WRONG,
     Subject,
     Verdict,
     build,
     compared,
     loss_of,
-    reason_of,
+    outcome_of,
+    remade,
     train,
+    worst,
 )
 
 NAMES = ("output_hidden_states", "output_attentions", "output_router_logits")
-_ORDER = (EXACT, UNBUILT, REFUSED, CRASHED, WRONG)
 
 
 def judge_outputs(case: Case) -> Verdict:
@@ -47,14 +44,12 @@ def judge_outputs(case: Case) -> Verdict:
     subject, why = build(case)
     if subject is None:
         return Verdict(UNBUILT, why)
-    found = {"what it returns unasked": _outcome(partial(compared, subject, everything))}
+    found = {"what it returns unasked": outcome_of(partial(compared, subject, everything))}
     names = [name for name in NAMES if _gives_more(subject, name)]
     found |= _asked(subject, names)
     if any(one.outcome != EXACT for one in found.values()) and len(names) > 1:  # which it is
         found |= {how: one for name in names for how, one in _asked(subject, [name]).items()}
-    reasons = {how: f"{one.outcome} {one.reason}" for how, one in found.items() if one.outcome != EXACT}
-    outcome = max((one.outcome for one in found.values()), key=_ORDER.index)
-    return Verdict(outcome, "; ".join(f"{how}: {one}" for how, one in reasons.items()), subject.inputs)
+    return worst(found, subject.inputs)
 
 
 def everything(model: nn.Module, batch: Batch) -> Tensor:
@@ -98,9 +93,9 @@ def _asked(subject: Subject, names: list[str]) -> dict[str, Verdict]:
     found: dict[str, Verdict] = {}
     for whose, loss in (("the model's own loss", loss_of), ("a loss that reads them", everything)):
         asked = partial(compared, plain, loss, in_batch.batch)
-        found[f"{words} asked for in the batch, {whose}"] = _outcome(asked)
+        found[f"{words} asked for in the batch, {whose}"] = outcome_of(asked)
         if in_config is not None:
-            found[f"{words} asked for in the configuration, {whose}"] = _outcome(partial(compared, in_config, loss))
+            found[f"{words} asked for in the configuration, {whose}"] = outcome_of(partial(compared, in_config, loss))
     return found
 
 
@@ -118,11 +113,10 @@ def _configured(subject: Subject, names: list[str]) -> Subject | None:
         for name in names:
             if hasattr(one, name):
                 setattr(one, name, True)
-    made = _eager(type(model)(config).to(subject.dtype).train())
-    made.load_state_dict(model.state_dict())
-    configured = Subject(made, subject.batch, subject.inputs)
+    configured = remade(subject, config)
+    _eager(configured.model)
     try:
-        train(copy.deepcopy(made), subject.batch, loss_of)
+        train(copy.deepcopy(configured.model), subject.batch, loss_of)
     except Exception:
         return None
     return configured
@@ -133,12 +127,3 @@ def _eager(model: Any) -> Any:
         with suppress(Exception):  # only this one returns attentions
             model.set_attn_implementation("eager")
     return model
-
-
-def _outcome(judged: Callable[[], Verdict]) -> Verdict:
-    try:
-        return judged()
-    except Fold3dError as error:
-        return Verdict(REFUSED, reason_of(error))
-    except Exception as error:
-        return Verdict(CRASHED, reason_of(error))

@@ -7,23 +7,24 @@ import os
 import resource
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from multiprocessing.connection import Connection
 
 import torch
 
 from zoo.cases import Case
-from zoo.outputs import judge_outputs
 from zoo.verdict import CRASHED, Verdict, judge
 
 _MEMORY = 8 << 30
 """Of address space, beyond what the process begins with."""
 
 
-def run(cases: Sequence[Case], seconds: float = 90.0, outputs: bool = False) -> Iterator[tuple[Case, Verdict]]:
-    """Yields each case with its verdict, see `judge` and, with `outputs`, `judge_outputs`. Slower ones than `seconds`,
-    and those whose process dies, have crashed."""
+def run(
+    cases: Sequence[Case], seconds: float = 90.0, judging: Callable[[Case], Verdict] = judge
+) -> Iterator[tuple[Case, Verdict]]:
+    """Yields each case with its verdict, `judge`'s or that of `judging`. Slower ones than `seconds`, and those whose
+    process dies, have crashed."""
     import torch._dynamo  # noqa: F401  (else each process would import it for itself)
     import transformers
 
@@ -31,7 +32,7 @@ def run(cases: Sequence[Case], seconds: float = 90.0, outputs: bool = False) -> 
     fork = multiprocessing.get_context("fork")  # what was imported is there at once
     for case in cases:
         here, there = fork.Pipe(duplex=False)
-        process = fork.Process(target=_child, args=(case, there, outputs), daemon=True)
+        process = fork.Process(target=_child, args=(case, there, judging), daemon=True)
         process.start()
         there.close()
         try:
@@ -54,11 +55,11 @@ def progress(done: int, cases: int, name: str) -> None:
         sys.stderr.flush()
 
 
-def _child(case: Case, answer: Connection, outputs: bool) -> None:
+def _child(case: Case, answer: Connection, judging: Callable[[Case], Verdict]) -> None:
     _limit_memory()
     torch.set_num_threads(1)  # tiny models are no faster with more, and far slower on a busy machine
     with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
-        answer.send(judge_outputs(case) if outputs else judge(case))
+        answer.send(judging(case))
 
 
 def _limit_memory() -> None:

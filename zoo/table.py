@@ -1,4 +1,5 @@
-"""The table of verdicts in docs/models_table.md: written from what was measured, and read again by the test."""
+"""The tables of verdicts in docs/models_table.md, of models that are cut, and docs/models_tp_table.md, of such whose
+weights are shared: written from what was measured, and read again by the test."""
 
 from __future__ import annotations
 
@@ -6,13 +7,13 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from textwrap import shorten
 
 from zoo.bytes_sent import BytesSent
 from zoo.cases import KINDS, Case
 from zoo.verdict import CRASHED, EXACT, REFUSED, UNBUILT, WRONG, Verdict
 
 TABLE = Path(__file__).parents[1] / "docs" / "models_table.md"
+TP_TABLE = TABLE.with_name("models_tp_table.md")
 OUTCOMES = (EXACT, REFUSED, WRONG, CRASHED, UNBUILT)
 
 _HEAD = """\
@@ -43,11 +44,33 @@ all; and a loss that reads what the model returns unasked. Empty: not judged yet
 """
 
 
-def write(path: Path, found: Mapping[Case, Verdict], *, outputs: bool = False) -> None:
+_TP_HEAD = """\
+# Every model class with tensor parallelism
+
+Written by `python -m zoo --tp --write docs/models_tp_table.md`, with transformers {version}. The tiny models of
+[the other table](models_table.md), each trained on its batch by two processes that share its weights (`tp=2`), once
+with `tp_overlap="none"` and once with `"sub"`, in float64 (float32 where torch has an operation in no other precision).
+The loss and all gradients, put together again, were compared with those of the plain model in one process.
+
+- **exact**: in both ways nothing differs by more than 1e-10 (1e-5 in float32). Where the model's own code computes in
+  float32, and differences are as large as its roundings, it was compared again with that code in float64; the
+  reason says so.
+- **refused**: the model is not divided; the reason is what you would read.
+- **wrong**: another loss or gradient, without an error. There must be none.
+- **crashed**: an error that does not say what to do, or not done within the time limit.
+- **not built**: no tiny model of the class runs by itself here.
+
+**With dropout**: the same with a chance of 0.1 wherever the configuration has one, but for layers that are left out,
+compared with fold3d on one process, whose masks are the same. *not built*: it has none that counts.
+"""
+
+
+def write(path: Path, found: Mapping[Case, Verdict], *, outputs: bool = False, tp: bool = False) -> None:
     """Puts the verdicts into the table, in the place of those that it has of these cases.
 
     Args:
         outputs: they are those of `judge_outputs`, and the others stay.
+        tp: they are those of `judge_shards`, and so are all in the table.
     """
     import transformers
 
@@ -55,30 +78,26 @@ def write(path: Path, found: Mapping[Case, Verdict], *, outputs: bool = False) -
     for case, verdict in found.items():
         key = case.kind, case.name
         if outputs:
-            said = _said(verdict) if verdict.outcome != UNBUILT else ""
-            rows[key] = replace(rows.get(key, verdict), outputs=said)
+            rows[key] = replace(rows.get(key, verdict), more=str(verdict) if verdict.outcome != UNBUILT else "")
         else:
-            rows[key] = replace(verdict, outputs=rows[key].outputs if key in rows else "")
+            rows[key] = verdict if tp or key not in rows else replace(verdict, more=rows[key].more)
     ordered = sorted(rows, key=lambda key: (list(KINDS).index(key[0]), key[1]))
     counts = Counter((kind, rows[kind, name].outcome) for kind, name in ordered)
-    lines = [_HEAD.format(version=transformers.__version__)]
+    further = "with dropout" if tp else "with outputs"
+    columns = ["class", "trained on", "verdict", *([] if tp else ["bytes"]), "reason", further]
+    lines = [(_TP_HEAD if tp else _HEAD).format(version=transformers.__version__)]
     lines += ["| kind | " + " | ".join(OUTCOMES) + " |", "| --- |" + " ---: |" * len(OUTCOMES)]
     lines += [_counts(kind, [counts[kind, outcome] for outcome in OUTCOMES]) for kind in KINDS]
     lines += [_counts("all", [sum(counts[kind, outcome] for kind in KINDS) for outcome in OUTCOMES])]
-    asked = Counter(one.outputs.split(":")[0] for one in rows.values() if one.outputs)
-    lines += [_counts("all, with outputs", [asked[outcome] for outcome in OUTCOMES])]
+    asked = Counter(one.more.split(":")[0] for one in rows.values() if one.more)
+    lines += [_counts(f"all, {further}", [asked[outcome] for outcome in OUTCOMES])]
     for kind in KINDS:
-        lines += [
-            "",
-            f"## {kind.capitalize()}",
-            "",
-            "| class | trained on | verdict | bytes | reason | with outputs |",
-            "| --- | --- | --- | --- | --- | --- |",
-        ]
+        lines += ["", f"## {kind.capitalize()}", "", f"| {' | '.join(columns)} |", "|" + " --- |" * len(columns)]
         for key in (key for key in ordered if key[0] == kind):
             one = rows[key]
             reason = f"`{_plain(one.reason)}`" if one.reason else ""
-            lines.append(f"| {key[1]} | {one.inputs} | {one.outcome} | {one.sent} | {reason} | {_plain(one.outputs)} |")
+            sent = [] if tp else [str(one.sent)]
+            lines.append(f"| {' | '.join([key[1], one.inputs, one.outcome, *sent, reason, _plain(one.more)])} |")
     path.write_text("\n".join(lines) + "\n")
 
 
@@ -89,7 +108,7 @@ def missing(path: Path, cases: Iterable[Case], *, outputs: bool = False) -> list
         return [case for case in cases if (case.kind, case.name) not in rows]
     none = Verdict(UNBUILT)
     found = [(case, rows.get((case.kind, case.name), none)) for case in cases]
-    return [case for case, row in found if row.outcome != UNBUILT and not row.outputs]
+    return [case for case, row in found if row.outcome != UNBUILT and not row.more]
 
 
 def read(path: Path) -> dict[tuple[str, str], Verdict]:
@@ -100,14 +119,10 @@ def read(path: Path) -> dict[tuple[str, str], Verdict]:
         if line.startswith("## "):
             kind = line[3:].lower()
         cells = [cell.strip() for cell in line.strip("|").split(" | ")]
-        if kind and line.startswith("| ") and len(cells) == 6 and cells[2] in OUTCOMES:
-            sent = BytesSent.parse(cells[3])
-            found[kind, cells[0]] = Verdict(cells[2], cells[4].strip("`"), cells[1], sent, cells[5])
+        if kind and line.startswith("| ") and len(cells) in (5, 6) and cells[2] in OUTCOMES:
+            sent = BytesSent.parse(cells[3] if len(cells) == 6 else "")
+            found[kind, cells[0]] = Verdict(cells[2], cells[-2].strip("`"), cells[1], sent, cells[-1])
     return found
-
-
-def _said(verdict: Verdict) -> str:
-    return f"{verdict.outcome}: {shorten(verdict.reason, 300, placeholder=' ...')}".removesuffix(": ")
 
 
 def _plain(text: str) -> str:

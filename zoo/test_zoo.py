@@ -116,7 +116,7 @@ def test_refusals_and_crashes_are_told_apart(monkeypatch: pytest.MonkeyPatch) ->
     assert judge(case).outcome == CRASHED
 
 
-def test_a_process_that_dies_ends_only_its_own_case(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_dies_ends_only_its_own_case() -> None:
     dying, unknown = Case("dying", "causal", "CAUSAL_LM", ""), Case("NoSuchClass", "causal", "CAUSAL_LM", "")
 
     def one(case: Case) -> Verdict:
@@ -125,8 +125,7 @@ def test_a_process_that_dies_ends_only_its_own_case(monkeypatch: pytest.MonkeyPa
             raise SystemExit(3)
         return judge(case)
 
-    monkeypatch.setattr("zoo.run.judge", one)
-    found = dict(run([dying, unknown], seconds=60))
+    found = dict(run([dying, unknown], seconds=60, judging=one))
     assert found[dying] == Verdict(CRASHED, "its process ended with status 3")
     assert found[unknown].outcome == UNBUILT
 
@@ -143,7 +142,7 @@ def test_the_table_is_read_as_it_was_written(tmp_path: Path) -> None:
     table.write(path, {one: Verdict(REFUSED, "hidden states: no", "text")}, outputs=True)
     table.write(path, {one: Verdict(EXACT, "", "text")})
     read = table.read(path)
-    assert [(row.outcome, row.outputs) for row in read.values()] == [
+    assert [(row.outcome, row.more) for row in read.values()] == [
         (EXACT, "refused: hidden states: no"),
         (REFUSED, ""),
     ]
@@ -155,14 +154,18 @@ def test_what_the_table_has_no_verdict_of_is_missing(tmp_path: Path) -> None:
     assert table.missing(path, [built]) == [built]
     table.write(path, {built: Verdict(EXACT), asked: Verdict(EXACT), unbuilt: Verdict(UNBUILT)})
     table.write(path, {asked: Verdict(REFUSED, "why"), unbuilt: Verdict(UNBUILT, "why")}, outputs=True)
-    assert not table.read(path)[unbuilt.kind, unbuilt.name].outputs, "nobody has asked it"
+    assert not table.read(path)[unbuilt.kind, unbuilt.name].more, "nobody has asked it"
     cases = [built, asked, unbuilt, new]
     assert table.missing(path, cases) == [new]
     assert table.missing(path, cases, outputs=True) == [built]
 
 
-def test_the_table_has_every_class() -> None:
-    assert set(table.read(table.TABLE)) == {(case.kind, case.name) for case in all_cases()}
+TABLES = pytest.mark.parametrize("path", [table.TABLE, table.TP_TABLE], ids=lambda path: path.stem)
+
+
+@TABLES
+def test_the_table_has_every_class(path: Path) -> None:
+    assert set(table.read(path)) == {(case.kind, case.name) for case in all_cases()}
 
 
 def test_the_page_counts_what_the_table_has() -> None:
@@ -171,16 +174,27 @@ def test_the_page_counts_what_the_table_has() -> None:
     built = sum(row.outcome != UNBUILT for row in rows)
     exact = sum(row.outcome == EXACT for row in rows)
     assert f"of {len(rows)} classes {built} could be made tiny here, and of these {exact} are exact" in page
-    asked = [row.outputs.split(":")[0] for row in rows if row.outputs]
+    asked = [row.more.split(":")[0] for row in rows if row.more]
     counts = f"{asked.count(EXACT)} are exact and {asked.count(REFUSED)} refused"
     assert f"of {len(asked)} classes judged {counts}" in page
 
 
-def test_none_in_the_table_is_wrong() -> None:
-    rows = table.read(table.TABLE).items()
-    assert not [name for (_, name), one in rows if one.outcome == WRONG or one.outputs.startswith(WRONG)]
+@TABLES
+def test_none_in_the_table_is_wrong(path: Path) -> None:
+    rows = table.read(path).items()
+    assert not [name for (_, name), one in rows if one.outcome == WRONG or one.more.startswith(WRONG)]
 
 
+def test_the_tables_tell_their_columns_apart(tmp_path: Path) -> None:
+    path, [one] = tmp_path / "table.md", all_cases()[:1]
+    found = Verdict(REFUSED, "ConfigError: 5 heads", "text", more="exact")
+    table.write(path, {one: found}, tp=True)
+    [row] = table.read(path).values()
+    assert (row, row.more) == (found, "exact")
+    assert table.missing(path, all_cases()[:2]) == [all_cases()[1]]
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("kind", KINDS)
 def test_none_is_wrong_and_the_table_is_current(kind: str) -> None:
     said = table.read(table.TABLE)

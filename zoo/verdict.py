@@ -5,15 +5,16 @@ from __future__ import annotations
 import copy
 import re
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from textwrap import shorten
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fold3d.errors import Fold3dError
+from fold3d.errors import Fold3dError, RankError
 from fold3d.placement.partition import split_ranges
 from fold3d.trace import trace
 from fold3d.trace.arguments import Arguments, loss_in
@@ -34,6 +35,7 @@ _LONGEST_SEARCH = 30.0
 """Seconds of CPU time after which no further size is tried."""
 
 EXACT, REFUSED, WRONG, CRASHED, UNBUILT = "exact", "refused", "wrong", "crashed", "not built"
+_ORDER = (EXACT, UNBUILT, REFUSED, CRASHED, WRONG)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +50,12 @@ class Verdict:
     """What the model was trained on, such as "text and images"."""
     sent: BytesSent = field(default=NOTHING, compare=False)
     """What crossed the borders between the four parts."""
-    outputs: str = field(default="", compare=False)
-    """What came of outputs that the model was asked for, or that a loss of the user's own read; see `judge_outputs`."""
+    more: str = field(default="", compare=False)
+    """What came of it beside that: of outputs that the model was asked for, or that a loss of the user's own read, see
+    `judge_outputs`; of `judge_shards` what came of dropout."""
+
+    def __str__(self) -> str:
+        return f"{self.outcome}: {shorten(self.reason, 300, placeholder=' ...')}".removesuffix(": ")
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,12 +80,27 @@ def judge(case: Case) -> Verdict:
     subject, why = build(case)
     if subject is None:
         return Verdict(UNBUILT, why)
+    return outcome_of(partial(compared, subject, weigh=True), subject.inputs)
+
+
+def outcome_of(judged: Callable[[], Verdict], inputs: str = "") -> Verdict:
+    """Returns what `judged` returns, or the verdict on what it raised."""
     try:
-        return compared(subject, weigh=True)
+        return judged()
+    except RankError as error:  # another rank's error, not fold3d's word on the model
+        return Verdict(CRASHED, reason_of(error), inputs)
     except Fold3dError as error:
-        return Verdict(REFUSED, reason_of(error), subject.inputs)
+        return Verdict(REFUSED, reason_of(error), inputs)
     except Exception as error:
-        return Verdict(CRASHED, reason_of(error), subject.inputs)
+        return Verdict(CRASHED, reason_of(error), inputs)
+
+
+def worst(found: Mapping[str, Verdict], inputs: str) -> Verdict:
+    """Returns the worst of the verdicts on several ways to train a class, and a reason that names those that are not
+    exact."""
+    outcome = max((one.outcome for one in found.values()), key=_ORDER.index)
+    reasons = {how: f"{one.outcome} {one.reason}" for how, one in found.items() if one.outcome != EXACT}
+    return Verdict(outcome, "; ".join(f"{how}: {one}" for how, one in reasons.items()), inputs)
 
 
 def reason_of(error: BaseException) -> str:
@@ -132,6 +153,13 @@ def _build(case: Case, size: Size, dtype: torch.dtype) -> tuple[Subject | None, 
                 continue
             return Subject(model, batch, inputs), ""
     return None, reason or "no inputs of a kind that the rules make"
+
+
+def remade(subject: Subject, config: Any) -> Subject:
+    """Returns the subject with a like model of another configuration, and the same weights."""
+    made = type(subject.model)(config).to(subject.dtype).train()
+    made.load_state_dict(subject.model.state_dict())
+    return replace(subject, model=made)
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
@@ -218,9 +246,9 @@ def _as_it_is(subject: Subject, call: Loss, asked: Batch | None, weigh: bool) ->
     got = chained(ranks, recorded, len(ranges), batch, call=call, only_loss=only_loss, sent=crossed)
     # What the model draws before its blocks, such as an order of patches, is the first chunk's; a loss may see it.
     want = train(copy.deepcopy(model), batch, call, seed=FIRST_SEED)
-    difference = _difference(got, want, TOLERANCE[subject.dtype])
-    if difference:
-        return Verdict(WRONG, difference, subject.inputs)
+    off = difference(got, want, TOLERANCE[subject.dtype])
+    if off:
+        return Verdict(WRONG, off, subject.inputs)
 
     def again(chunk: int, received: list[Tensor]) -> tuple[list[Tensor], Any]:
         rank = ranks[chunk % PP]
@@ -232,7 +260,7 @@ def _as_it_is(subject: Subject, call: Loss, asked: Batch | None, weigh: bool) ->
     return Verdict(EXACT, fewer, subject.inputs, sent)
 
 
-def _difference(got: tuple[Tensor, dict[str, Tensor]], want: tuple[Tensor, dict[str, Tensor]], tolerance: float) -> str:
+def difference(got: tuple[Tensor, dict[str, Tensor]], want: tuple[Tensor, dict[str, Tensor]], tolerance: float) -> str:
     """Returns what differs by more than the tolerance, an empty string if nothing does."""
     off = abs(float(got[0] - want[0])) / max(1.0, abs(float(want[0])))
     if not off <= tolerance:

@@ -28,6 +28,7 @@ from fold3d.stage.loss.loss_run import NOT_CALLED, USES_A_PART, LossRun, ModelCa
 from fold3d.stage.loss.namespaces import ModelState
 from fold3d.stage.split_forwards import SplitForwards
 from fold3d.stage.whole_model import WholeModel
+from fold3d.tensor_parallel.results.lazy_whole import behind_blocks
 from fold3d.trace.arguments import ancestors
 from fold3d.trace.errors import SplitError
 from fold3d.trace.model_trace import Trace
@@ -165,7 +166,8 @@ class SplitModel(SplitForwards):
     def head(self, loss: LossRun, inputs: list[Tensor], key: tuple[int, int, int] | None) -> tuple[list[Tensor], Any]:
         """Runs what lies behind the last block; returns as `forward` does for the last chunk."""
         last = len(self._trace.blocks)
-        found = self._forward((last, last), True, loss, inputs, key)
+        with behind_blocks():
+            found = self._forward((last, last), True, loss, inputs, key)
         self._ends = list(inputs) if torch.is_grad_enabled() else []
         return found
 

@@ -27,6 +27,7 @@ Batch = dict[str, Tensor]
 
 FAMILIES = models.MODELS | {
     "bert": models.bert_config,
+    "deberta": models.deberta_config,
     "gpt_neox": models.gpt_neox_config,
     "bloom": models.bloom_config,
     "mixture": models.mixture_config,
@@ -42,13 +43,15 @@ FAMILIES = models.MODELS | {
 """Name -> configuration builder; also of what other tests do not run: an encoder, more heads to share out, width."""
 IMAGES = ("vit", "beit")
 """Families that look at images."""
-KINDS = {"bert": transformers.AutoModelForMaskedLM, "t5": transformers.AutoModelForSeq2SeqLM} | dict.fromkeys(
-    IMAGES, transformers.AutoModelForImageClassification
+KINDS = (
+    dict.fromkeys(("bert", "deberta"), transformers.AutoModelForMaskedLM)
+    | {"t5": transformers.AutoModelForSeq2SeqLM}
+    | dict.fromkeys(IMAGES, transformers.AutoModelForImageClassification)
 )
 """Family -> kind of model; the others are causal language models."""
 SINGLE_INSIDE = ("bloom", "mixture", "t5", "beit")
 """Families that compute in float32 in places (softmax, routing) whatever they are given: run under DoubleMode."""
-IN_A_LOOP = ("plain", "bert", "t5", "beit")
+IN_A_LOOP = ("plain", "bert", "deberta", "t5", "beit")
 """Families whose loss is a mean over a micro-batch, whatever the stock Trainer believes: their reference is a loop."""
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
 LEARNING_RATE = 1e-2

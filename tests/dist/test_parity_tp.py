@@ -134,6 +134,14 @@ def test_the_grid_shows_every_setting() -> None:
             assert {getattr(case, name) for case in mine} >= set(values)
 
 
+@pytest.mark.gate(cases=1)
+@pytest.mark.parametrize("pp", [1, 2])
+@pytest.mark.parametrize("tp_overlap", ["none", "sub"])
+def test_a_stack_that_returns_all_hidden_states(ranks: RankPool, tp_overlap: str, pp: int) -> None:
+    """Behind the last block, where the head runs by itself, nothing of them is a part that would be gathered."""
+    check(ranks, Case(tp=2, pp=pp, m=2, family="deberta", tp_overlap=tp_overlap))
+
+
 @pytest.mark.parametrize("layout", [(1, 2), (2, 1), (2, 2)])
 def test_code_that_caches_tensors(ranks: RankPool, layout: tuple[int, int]) -> None:
     """Nothing of what was cached while the model was recorded or divided is there when it trains."""

@@ -15,6 +15,7 @@ from transformers import (
     BeitConfig,
     BertConfig,
     BloomConfig,
+    DebertaV2Config,
     GPT2Config,
     GPTNeoXConfig,
     LlamaConfig,
@@ -119,6 +120,25 @@ def bert_config(
         num_attention_heads=4,
         vocab_size=vocab,
         max_position_embeddings=POSITIONS,
+        hidden_dropout_prob=dropout,
+        attention_probs_dropout_prob=0.0,
+        tie_word_embeddings=tied,
+    )
+
+
+def deberta_config(
+    *, layers: int = 4, hidden: int = 16, vocab: int = VOCABULARY, dropout: float = 0.0, tied: bool = True
+) -> DebertaV2Config:
+    """Returns a DeBERTa-v2 configuration with four heads (its stack returns every block's hidden state)."""
+    return DebertaV2Config(
+        num_hidden_layers=layers,
+        hidden_size=hidden,
+        intermediate_size=2 * hidden,
+        num_attention_heads=4,
+        vocab_size=vocab,
+        max_position_embeddings=POSITIONS,
+        relative_attention=True,
+        pos_att_type=["p2c", "c2p"],
         hidden_dropout_prob=dropout,
         attention_probs_dropout_prob=0.0,
         tie_word_embeddings=tied,

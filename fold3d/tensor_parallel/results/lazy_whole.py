@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
+from collections.abc import Iterator
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -25,6 +28,23 @@ _ALIKE = frozenset(
 
 _THE_SAME = frozenset({Tensor.to, Tensor.contiguous})
 """What often returns what it was given."""
+
+_BEHIND_BLOCKS: ContextVar[bool] = ContextVar("behind_blocks", default=False)
+
+
+@contextlib.contextmanager
+def behind_blocks() -> Iterator[None]:
+    """In the body no block computes: the last one's result, which is whole, stands for those of all."""
+    token = _BEHIND_BLOCKS.set(True)
+    try:
+        yield
+    finally:
+        _BEHIND_BLOCKS.reset(token)
+
+
+def is_behind_blocks() -> bool:
+    """Returns whether this is the body of `behind_blocks`."""
+    return _BEHIND_BLOCKS.get()
 
 
 class LazyWhole(Tensor):

@@ -17,7 +17,7 @@ from fold3d.tensor_parallel.block_call import BlockCall, BlockCalls
 from fold3d.tensor_parallel.fused.linear import factor, is_fusable
 from fold3d.tensor_parallel.fused.ops import FusedOps
 from fold3d.tensor_parallel.region import RegionOps
-from fold3d.tensor_parallel.results.lazy_whole import LazyWhole
+from fold3d.tensor_parallel.results.lazy_whole import LazyWhole, is_behind_blocks
 from fold3d.tensor_parallel.sequence.exchange import Exchange
 from fold3d.tensor_parallel.sequence.length import SequenceLength
 from fold3d.tensor_parallel.sequence.rows_random import RowsRandom
@@ -82,7 +82,7 @@ class BlockSequence:
         hidden state, that of others what stands for it, unless it does already."""
         if self.split.ends:
             return replace_leaf(output, self.split.result, self.whole)
-        if torch._C._current_graph_task_id() != -1:  # computed again, for the gradients of the part
+        if is_behind_blocks() or torch._C._current_graph_task_id() != -1:  # whole, or computed again for gradients
             return output
 
         def lazily(part: Tensor) -> Tensor:
