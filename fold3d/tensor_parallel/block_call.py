@@ -20,9 +20,12 @@ class BlockCall:
     Each greenlet has a call of its own, as each thread has: halves of a micro-batch may take turns at every sum.
     """
 
-    def __init__(self, ops: RegionOps) -> None:
+    def __init__(self, ops: RegionOps, block: str = "") -> None:
+        """Args:
+        block: the class of the block, for warnings about what it draws; without it there are none.
+        """
         self._ops = ops
-        self._draws = ShardDraws(ops.rank)
+        self._draws = ShardDraws(ops.rank, block)
         self._open: set[int] = set()
         self._entered: list[tuple[weakref.ref[Tensor], bool, Tensor]] = []
         self._gathered: list[tuple[weakref.ref[Tensor], bool, bool, Tensor]] = []
@@ -126,13 +129,13 @@ _CURRENT: ContextVar[tuple[object, BlockCall] | None] = ContextVar("fold3d_block
 class BlockCalls:
     """The calls of one block."""
 
-    def __init__(self, ops: RegionOps) -> None:
-        self._ops = ops
-        self._outside = BlockCall(ops)
+    def __init__(self, ops: RegionOps, block: str = "") -> None:
+        self._ops, self._block = ops, block
+        self._outside = BlockCall(ops, block)
 
     def begin(self) -> Any:
         """A call begins; returns what `end` takes."""
-        call = BlockCall(self._ops)
+        call = BlockCall(self._ops, self._block)
         return call, _CURRENT.set((self, call))
 
     def end(self, begun: Any) -> None:

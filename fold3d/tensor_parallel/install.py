@@ -46,7 +46,8 @@ def install(model: nn.Module, plan: ShardingPlan, rank: int, ops: RegionOps) -> 
     length = SequenceLength(ops.size, rank)
     try:
         for name, split in plan.blocks.items():
-            block, calls, sequence = model.get_submodule(name), BlockCalls(ops), None
+            block, sequence = model.get_submodule(name), None
+            calls = BlockCalls(ops, type(block).__name__)
             parted = plan.sequence.get(name)
             if parted is not None:
                 if parted.begins:
@@ -185,7 +186,7 @@ class _Installer:
                     args, kwargs = replace_argument(args, kwargs, path, call.copy)
                 with contextlib.ExitStack() as drawing:
                     if split.draws and block.training:
-                        drawing.enter_context(ShardRandom(split.draws, rank))
+                        drawing.enter_context(ShardRandom(split.draws, rank, lambda: call.in_region))
                     if sequence is not None:
                         drawing.enter_context(sequence.random(call, args, kwargs))
                     output = original(*args, **kwargs)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
+from fold3d.errors import Fold3dError
 from fold3d.sharding.split import Draw
 from fold3d.tensor_parallel.partial_draws import PartialDraws, Size
 from fold3d.tensor_parallel.slices import indices_of
@@ -13,24 +14,42 @@ from fold3d.tensor_parallel.slices import indices_of
 
 class ShardRandom(PartialDraws):
     """While it is entered, around one call of a block, draw k is `draws[k]` (`BlockSplit.draws`): its units' part of
-    what all ranks draw alike, or what all ranks draw alike. A draw that was not there when the block was split is made
-    as it is."""
+    what all ranks draw alike, or what all ranks draw alike.
 
-    def __init__(self, draws: Sequence[Draw | None], rank: int) -> None:
+    A draw in a region that was not there when the block was split, or has another form now, is an error: nobody knows
+    whose units it is for. Outside of regions all ranks compute the same, and draw it as it is.
+    """
+
+    def __init__(self, draws: Sequence[Draw | None], rank: int, in_region: Callable[[], bool]) -> None:
+        """Args:
+        in_region: whether what runs is computed by each rank for its share of units.
+        """
         super().__init__()
-        self._draws, self._rank = draws, rank
+        self._draws, self._rank, self._in_region = draws, rank, in_region
         self._taken: Draw | None = None
         self._times = 1
 
     def whole_of(self, size: Size, number: int) -> Size | None:
-        draw = self._draws[number] if number < len(self._draws) else None
-        if draw is None or draw.dim >= len(size):
+        if number >= len(self._draws):
+            return self._unknown(size, number)
+        draw = self._draws[number]
+        if draw is None:
             return None
-        times, rest = divmod(size[draw.dim], sum(end - first for first, end in draw.parts[self._rank]))
+        mine = sum(end - first for first, end in draw.parts[self._rank])
+        times, rest = divmod(size[draw.dim], mine) if draw.dim < len(size) else (0, 1)
         if rest:
-            return None
+            return self._unknown(size, number)
         self._taken, self._times = draw, times
         return (*size[: draw.dim], times * draw.whole, *size[draw.dim + 1 :])
+
+    def _unknown(self, size: Size, number: int) -> None:
+        if self._in_region():
+            raise Fold3dError(
+                f"tp: random numbers of the size {tuple(size)} are drawn, as number {number + 1} in a call of the "
+                f"block, by each rank for its share. When the block was divided, it drew {len(self._draws)} times, or "
+                "in other sizes at this place. A block must draw alike in every call: give it a chance of 0, or set "
+                "tp=1"
+            )
 
     def part(self, drawn: Tensor) -> Tensor:
         draw, times = self._taken, self._times

@@ -6,14 +6,17 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 import transformers as hf
-from torch import nn
+from torch import Tensor, nn
 
+from fold3d.errors import Fold3dError
 from fold3d.sharding.plan import ShardingPlan
 from fold3d.sharding.split import Draw
 from fold3d.splitting import plan_sharding
 from fold3d.tensor_parallel.shard_random import ShardRandom
 from fold3d.trace import trace
+from fold3d.trace.capture import trace_call
 from tests.splitting.models import VOCABULARY
 
 TEXT: dict[str, Any] = {"vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0}
@@ -73,6 +76,53 @@ def test_a_result_that_is_none_keeps_no_mask_from_being_divided() -> None:
         assert split.draws == (*attention, neurons, None), name
 
 
+class Windows(nn.Module):
+    """Attention within windows of four; samples, windows and heads lie in one dimension (SAM, GOT-OCR 2)."""
+
+    def __init__(self, width: int = 16, heads: int = 4) -> None:
+        super().__init__()
+        self.heads = heads
+        self.qkv, self.proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        windows = x.reshape(-1, 4, x.shape[-1])
+        parts = self.qkv(windows).reshape(len(windows), 4, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        query, key, value = parts.reshape(3, len(windows) * self.heads, 4, -1).unbind(0)
+        weights = F.dropout((query @ key.transpose(-2, -1)).softmax(-1), 0.2, self.training)
+        mixed = (weights @ value).view(len(windows), self.heads, 4, -1).transpose(1, 2)
+        return x + self.proj(mixed.reshape(*x.shape[:-1], -1))
+
+
+class Stack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Windows() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+@pytest.mark.parametrize("samples", [1, 3])
+def test_heads_are_found_behind_samples_and_windows(samples: int) -> None:
+    model, batch = Stack().double(), {"x": torch.randn(samples, 12, 16).double()}
+    plan = plan_sharding(model, trace_call(model, ["layers.0", "layers.1"], batch), batch, 2)
+    assert plan.blocks["layers.0"].draws == (Draw(dim=0, whole=4, parts=(((0, 2),), ((2, 4),))),)
+
+
+def test_a_draw_that_was_not_there_when_the_block_was_split_is_refused() -> None:
+    draw = Draw(dim=1, whole=4, parts=(((0, 2),), ((2, 4),)))
+    with ShardRandom([draw], 0, lambda: True):
+        torch.rand(2, 2)
+        with pytest.raises(Fold3dError, match=r"size \(2, 3\) are drawn, as number 2 .* set tp=1"):
+            torch.rand(2, 3)
+    with ShardRandom([draw], 0, lambda: True), pytest.raises(Fold3dError, match="as number 1"):
+        torch.rand(2, 3)  # three is no multiple of the rank's two units
+    with ShardRandom([], 0, lambda: False):
+        assert torch.rand(2, 3).shape == (2, 3)
+
+
 def test_a_model_without_dropout_draws_nothing() -> None:
     config = hf.LlamaConfig(**TEXT, **WIDE, intermediate_size=48, num_attention_heads=4)
     model = hf.LlamaForCausalLM(config)
@@ -90,7 +140,7 @@ def test_a_rank_takes_its_units(times: int) -> None:
     after = torch.rand(1)
     for rank, units in enumerate(([0, 2], [1, 3])):
         torch.manual_seed(3)
-        with ShardRandom([draw, None], rank):
+        with ShardRandom([draw, None], rank, lambda: True):
             mine = torch.rand(2, times * 2, 5)
             alike = torch.rand(1)
         expected = whole.view(2, times, 4, 5)[:, :, units].reshape(2, times * 2, 5)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -188,6 +189,18 @@ def test_dropout_differs_on_shards_and_agrees_elsewhere() -> None:
     assert not any(torch.equal(one[name], other[name]) for name in inside)
     assert all(torch.equal(one[name], other[name]) for name in outside)
     assert not torch.equal(one[inside[0]], one[inside[1]])
+
+
+def test_masks_that_are_not_those_of_one_rank_are_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    """Where it was not found out which part of the whole block's a rank's draw is."""
+    model, batch = Blocks(), {"x": torch.randn(2, 3, 16)}
+    plan = plan_sharding(model, trace_call(model, ["layers.0", "layers.1"], batch), batch, 2)
+    unknown = {name: replace(split, draws=()) for name, split in plan.blocks.items()}
+    one, other = (masks_of(model, batch, replace(plan, blocks=unknown), rank) for rank in (0, 1))
+    assert not torch.equal(one["layers.0.inner"], other["layers.0.inner"])
+    assert torch.equal(one["layers.0.outer"], other["layers.0.outer"])
+    (said,) = (record for record in caplog.records if "random numbers of its own" in record.message)
+    assert "share of a Block," in said.message
 
 
 def test_evaluation_draws_nothing() -> None:

@@ -74,6 +74,7 @@ def _candidates(whole: Size, parts: Sequence[Size], block: nn.Module, split: Blo
     if len(dims) > 1 or any(len(part) != len(whole) for part in parts):
         return
     (dim,) = dims
-    times = sorted({1, *whole})
+    # Samples, their windows and the units may lie in one dimension: the likeliest numbers first, then any that divides.
+    times = dict.fromkeys((1, *whole, *(one for one in range(1, whole[dim] + 1) if whole[dim] % one == 0)))
     for length, of_ranks in placements(whole[dim], [part[dim] for part in parts], times, exit_channels(block, split)):
         yield Draw(dim=dim, whole=length, parts=of_ranks)
