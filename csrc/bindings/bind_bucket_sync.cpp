@@ -41,9 +41,9 @@ comm::Collective collective_of(int bucket, const at::Tensor& tensor, double scal
   if (tensor.is_conj() || tensor.is_neg()) reject("no conjugate or negative view");  // a copy would be summed
   if (tensor.device().type() != device.type()) reject("on device " + device.str() + ", not " + tensor.device().str());
   const comm::Tensor wrapped = runtime::wrap(tensor);
-  comm::Element element = comm::Element::kOther;
-  if (tensor.scalar_type() == at::kFloat) element = comm::Element::kFloat32;
-  if (tensor.scalar_type() == at::kDouble) element = comm::Element::kFloat64;
+  comm::Number element = comm::Number::kOther;
+  if (tensor.scalar_type() == at::kFloat) element = comm::Number::kFloat32;
+  if (tensor.scalar_type() == at::kDouble) element = comm::Number::kFloat64;
   return {.step = 0,
           .bucket = bucket,
           .buffer = wrapped.buffer,

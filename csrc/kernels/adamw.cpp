@@ -1,7 +1,6 @@
-#pragma GCC optimize("fp-contract=off")  // as nvcc is told: one rounding for each operation
-
 #include "kernels/adamw.h"
 
+#include "core/vectorised.h"
 #include "kernels/adamw_element.h"
 
 namespace fold3d::kernels {
@@ -17,6 +16,7 @@ bool can_adamw(const AdamwDtypes& dtypes) {
 
 namespace cpu {
 
+FOLD3D_VECTORISED
 void adamw(const AdamwDtypes& dtypes, const std::vector<AdamwTensor>& tensors, const AdamwSettings& settings) {
   const double scale = settings.scale_at ? *settings.scale_at : settings.scale;
   with_adamw_types(dtypes, [&]<class Weight, class Gradient, class Moment>() {

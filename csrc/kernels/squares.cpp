@@ -1,10 +1,10 @@
-#pragma GCC optimize("fp-contract=off")  // as nvcc is told: one rounding for each operation
-
 #include "kernels/squares.h"
 
 #include <algorithm>
 #include <array>
 #include <vector>
+
+#include "core/vectorised.h"
 
 namespace fold3d::kernels::cpu {
 namespace {
@@ -20,15 +20,17 @@ double pairwise(Lanes& lanes) {
 
 template <class Stored>
 double block(const Stored* numbers, std::size_t count, bool& finite) {
-  Lanes lanes{};
+  Lanes lanes{}, zeros{};  // what is not finite is no number less itself, which no sum makes 0 again
   for (std::size_t row = 0; row < count; row += kSquaresLanes) {
+    const Stored* const these = numbers + row;
     const std::size_t width = std::min<std::size_t>(kSquaresLanes, count - row);
     for (std::size_t lane = 0; lane < width; ++lane) {
-      const double value = load(numbers[row + lane]);
-      finite &= is_finite(value);
+      const double value = load(these[lane]);
+      zeros[lane] += value - value;
       lanes[lane] += value * value;
     }
   }
+  finite &= pairwise(zeros) == 0;
   return pairwise(lanes);
 }
 
@@ -46,6 +48,7 @@ void sum(const Stored* numbers, std::size_t count, double* result) {
 
 }  // namespace
 
+FOLD3D_VECTORISED
 void squares(Dtype dtype, const void* numbers, std::size_t count, double* result) {
   switch (dtype) {
     case Dtype::kFloat32:

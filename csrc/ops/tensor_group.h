@@ -8,7 +8,7 @@
 #include <string>
 
 #include "comm/tensor/exchange.h"
-#include "comm/tensor/number.h"
+#include "comm/base/number.h"
 
 namespace fold3d::ops {
 

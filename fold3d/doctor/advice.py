@@ -91,6 +91,16 @@ def _of_host(facts: Facts, *, several: bool) -> list[str]:
         found.append(
             "CUDA_DEVICE_MAX_CONNECTIONS=1 puts all streams into one queue: transfers wait behind kernels; unset it"
         )
+    if facts.devices and facts.processes > 1 and facts.module_loading != "EAGER":
+        found.append(
+            "a kernel that is loaded when it is first used waits for those that run, which may wait for another rank; "
+            "export CUDA_MODULE_LOADING=EAGER"
+        )
+    if facts.nccl and facts.processes > 1 and facts.launch_order != "1":
+        found.append(
+            "several threads launch NCCL's kernels, and NCCL keeps their order for all communicators of a GPU only if "
+            "told to; export NCCL_LAUNCH_ORDER_IMPLICIT=1"
+        )
     found += _of_network(facts, several=several)
     wanted = _SHM_PER_PROCESS * max(facts.processes, 1) if facts.devices else 1 << 20
     if facts.shm_free < wanted:

@@ -96,6 +96,10 @@ class Facts:
     """Most memory that is locked; -1: as much as it likes."""
     max_connections: str
     """CUDA_DEVICE_MAX_CONNECTIONS."""
+    module_loading: str
+    """CUDA_MODULE_LOADING."""
+    launch_order: str
+    """NCCL_LAUNCH_ORDER_IMPLICIT."""
     threads: int
 
 
@@ -155,6 +159,8 @@ def find_facts() -> Facts:
         open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         locked=resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
         max_connections=os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", ""),
+        module_loading=os.environ.get("CUDA_MODULE_LOADING", ""),
+        launch_order=os.environ.get("NCCL_LAUNCH_ORDER_IMPLICIT", ""),
         threads=torch.get_num_threads(),
     )
 

@@ -68,8 +68,7 @@ def _as(case: Case, want: parity_jobs.Result, microseconds: int = 0) -> int:
 
 
 def waits_of_a_step(case: Case, *, scales: bool = False) -> dict[str, int]:
-    """Returns how often the training thread waits for the device in each part of a step, once messages are received
-    before their frames. Its model reads nothing itself, as those of transformers do to make a mask.
+    """Returns how often the training thread waits for the device in each part of a step. Its model reads nothing itself, as those of transformers do to make a mask.
 
     Args:
         scales: a loss scaler decides on the device which steps count.
@@ -133,7 +132,7 @@ def forgotten(case: Case, ordering: str, thread: str) -> list[str]:
     with parity_jobs.precision(case), sdpa_kernel(SDPBackend.MATH), slow, sim.recorded() as reports:
         engine = parity_jobs.engine_of(case)
         with sim.left_out(ordering, thread):
-            for step in range(8):  # from the third on messages are received before their frames
+            for step in range(8):
                 engine.step(parity_jobs.batch_of(engine, case, step))
             engine.flush()
         torch.accelerator.synchronize()
@@ -165,33 +164,23 @@ def ragged(case: Case) -> tuple[int, int]:
     return len(got), len(lengths)
 
 
-def evaluations_of_other_shapes(case: Case) -> int:
-    """Evaluates batches that have one length for some and another for one; returns how many.
+def synchronizing(case: Case) -> int:
+    """The forward of every block waits for all that its device was told, as where memory is freed or a kernel is loaded;
+    the same as on the CPU. Returns how often that was."""
+    want = _on_the_cpu(case)
+    calls = 0
 
-    What is sent in the place of what was expected has no contents, but memory that other kernels may not be done with:
-    the first stage leaves such.
-    """
-    lengths = (9, 9, 9, 6, 9, 9)
-    with parity_jobs.precision(case), sdpa_kernel(SDPBackend.MATH):
-        engine = parity_jobs.engine_of(case)
-        batch = parity_jobs.batch_of(engine, case, 0)
+    def wait(module: torch.nn.Module, args: object) -> None:
+        nonlocal calls
+        calls += 1
+        torch.accelerator.synchronize()
 
-        def leaves_memory(module: torch.nn.Module, args: object, out: torch.Tensor | tuple[torch.Tensor, ...]) -> None:
-            hidden = out[0] if isinstance(out, tuple) else out
-            sim.sleep(5)
-            for one in [hidden.new_empty(len(hidden), lengths[0], hidden.shape[-1]) for _ in range(8)]:
-                one.fill_(1)
-
-        assert engine.trace is not None
-        if engine.topology.pp_rank == 0:
-            last = engine.trace.blocks[engine.strategy.ranges[0][1] - 1]
-            for module in engine.model.get_submodule(last).modules():
-                module.register_forward_hook(leaves_memory)
-        for length in lengths:
-            engine.evaluate({name: tensor[:, :length] for name, tensor in batch.items()})
-        engine.close()
-    assert not sim.take_reports()
-    return len(lengths)
+    hook = torch.nn.modules.module.register_module_forward_pre_hook(wait)
+    try:
+        _as(case, want)
+    finally:
+        hook.remove()
+    return calls
 
 
 def failing(case: Case, bad_rank: int) -> tuple[float, str]:

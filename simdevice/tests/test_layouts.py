@@ -92,8 +92,11 @@ def test_messages_of_other_shapes_come_between(sim_ranks: RankPool) -> None:
     assert sim_ranks.run(f"{LAYOUTS}:ragged", 2, case, timeout=150.0) == [(10, 8)] * 2
 
 
-def test_evaluations_of_other_shapes_come_between(sim_ranks: RankPool) -> None:
-    assert sim_ranks.run(f"{LAYOUTS}:evaluations_of_other_shapes", 2, PP, timeout=150.0) == [6] * 2
+@pytest.mark.parametrize("case", [PP, FOLD], ids=["1f1b", "fold"])
+def test_a_forward_that_waits_for_its_device_waits_for_no_message(case: Case, sim_ranks: RankPool) -> None:
+    """No device is told to receive before another was told to send."""
+    calls = sim_ranks.run(f"{LAYOUTS}:synchronizing", 2, case, timeout=150.0)
+    assert min(calls) > 100
 
 
 @pytest.mark.parametrize("case", [FOLD, DP, ZERO1], ids=["pp2", "early", "zero1"])

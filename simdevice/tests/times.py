@@ -83,7 +83,7 @@ def of_a_step(**layout: Any) -> SimpleNamespace:
     how often the training thread waited for the device."""
     engine = _engine(**layout)
     batch = {"x": torch.randn(2 * MICRO_BATCHES, WIDTH, device="sim")}
-    for _ in range(6):  # until messages are received before their frames, and the first plan is made
+    for _ in range(6):  # until the first plan is made
         engine.step(batch)
     before = sim.host_waits()
     output = engine.step(batch)

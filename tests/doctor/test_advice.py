@@ -44,6 +44,8 @@ CPU = Facts(
     open_files=65536,
     locked=-1,
     max_connections="",
+    module_loading="EAGER",
+    launch_order="1",
     threads=8,
 )
 GPU = replace(
@@ -79,6 +81,8 @@ def replace_address(card: Card, address: str) -> Card:
         (GPU, {"nvcc": None}, 'built without CUDA kernels, which kernels="fold3d" needs'),
         (GPU, {"processes": 8, "threads": 1}, "8 processes share 4 GPU(s) without MPS"),
         (GPU, {"max_connections": "1"}, "CUDA_DEVICE_MAX_CONNECTIONS=1"),
+        (GPU, {"module_loading": "LAZY"}, "export CUDA_MODULE_LOADING=EAGER"),
+        (GPU, {"launch_order": ""}, "export NCCL_LAUNCH_ORDER_IMPLICIT=1"),
         (GPU, {"shm_free": 64 << 20}, "/dev/shm has 64 MiB left, and 4 process(es) want 256"),
         (CPU, {"shm_free": 0}, "/dev/shm has 0 MiB left"),
         (CPU, {"open_files": 1024}, "ulimit -n 65536"),

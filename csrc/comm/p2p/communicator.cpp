@@ -17,8 +17,6 @@ constexpr int kAbsent = -1;
 
 bool is_recv(QueueId id) { return id == QueueId::kRecvForward || id == QueueId::kRecvBackward; }
 
-bool goes_back(core::Kind kind) { return kind == core::Kind::kSendBackward || kind == core::Kind::kRecvBackward; }
-
 /// Whether a message surely fits into its frame.
 bool is_small(const Tensors& tensors) {
   std::size_t total = 0;
@@ -161,9 +159,6 @@ void Communicator::begin(const std::vector<core::Action>& program) {
   pool_.next_step();
   ++step_;
   open_ = true;
-  const bool trains =
-      std::any_of(program.begin(), program.end(), [](const core::Action& action) { return goes_back(action.kind); });
-  for (Line& each : lines_) each.shapes.begin(trains);
   for (Line& each : lines_) each.queue->start(each.tasks.size());
   for (const QueueId id : {QueueId::kRecvForward, QueueId::kRecvBackward}) {
     line(id).queue->raise(limit_after(line(id), 0));

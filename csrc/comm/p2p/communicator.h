@@ -15,7 +15,6 @@
 #include "comm/base/host_buffer.h"
 #include "comm/base/record.h"
 #include "comm/base/record_log.h"
-#include "comm/base/shape_history.h"
 #include "comm/base/tensor.h"
 #include "comm/p2p/buffer_pool.h"
 #include "comm/p2p/landing.h"
@@ -54,8 +53,9 @@ struct Options {
 /// the failed state. A call that contradicts the program (unknown action, wrong order, twice) throws
 /// std::logic_error and changes nothing.
 ///
-/// A transport that works by streams gets a receive before anything is known of the message, where those before it
-/// looked alike (ShapeHistory); the frame that follows confirms it, or says that another payload comes.
+/// A receive reaches a device only when the message's frame is here, so when the sender's host has told its device to
+/// send: whatever a device waits for has been told to another. Else a host that waits for all of its device, in a
+/// forward or where memory is freed, could wait for a message that it is to cause itself.
 class Communicator {
  public:
   /// `arbiter`: of the rank's host; null: nobody else uses the network. Opened when the communicator fails. Throws
@@ -118,7 +118,6 @@ class Communicator {
     std::vector<std::size_t> on_device;  // indices of the receives that do not land
     std::size_t issued = 0;              // tasks handed over by send(); executor's thread only
     std::vector<std::byte> frame;
-    ShapeHistory shapes;  // the queue's during a step; of a transport that works by streams
     RecordLog log;
     std::unique_ptr<TransferQueue> queue;
   };
@@ -134,9 +133,7 @@ class Communicator {
   void run(QueueId id, std::size_t index) noexcept;
   void run_send(Line& line, QueueId id, Task& task);
   void run_recv(Line& line, QueueId id, Task& task);
-  void send_as_expected(Line& line, QueueId id, const Task& task, const Shapes& expected);
-  Tensors memory_for(const Task& task, const Shapes& shapes);
-  void receive_all(QueueId id, const Task& task, const Tensors& tensors);
+  Tensors memory_for(const Task& task, const std::vector<TensorDesc>& descs);
   void fail(Failure::Kind kind, const std::string& text) noexcept;
   std::string describe(const core::Action& action) const;
   int peer_of(const core::Action& action) const;

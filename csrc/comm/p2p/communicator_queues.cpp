@@ -17,24 +17,6 @@ std::string name_of(const core::Action& action, std::uint32_t step) {
   return core::to_string(action) + " of step " + std::to_string(step);
 }
 
-Shapes shapes_of(const Tensors& tensors) {
-  Shapes shapes;
-  shapes.reserve(tensors.size());
-  for (const Tensor& tensor : tensors) shapes.push_back(tensor.desc);
-  return shapes;
-}
-
-/// Both ends have seen the same messages, so both expect the same of this one. `expected`: null: nothing.
-void check_place(const Header& header, const Shapes* expected) {
-  const bool came = header.place == Payload::kCameBefore || header.place == Payload::kFollowsAnother;
-  const bool right = header.place != Payload::kCameBefore || (expected && *expected == header.tensors);
-  if (came != (expected != nullptr) || !right) {
-    throw ProtocolError(
-        "what arrived is not in the shapes that the receiver was told to expect; the ranks do not run "
-        "the same steps");
-  }
-}
-
 void copy_inline(std::span<const std::byte> payload, const Tensors& tensors) {
   for (const Tensor& tensor : tensors) {
     const std::size_t bytes = tensor.buffer->bytes();
@@ -83,15 +65,9 @@ void Communicator::run(QueueId id, std::size_t index) noexcept {
 void Communicator::run_send(Line& own, QueueId id, Task& task) {
   const std::int64_t start_ns = now_ns();
   if (is_announced(task.action)) arbiter_->hold_message(NicArbiter::Direction::kSend);
-  const Shapes* const expected = transport_->works_by_stream() ? own.shapes.expected(task.action.chunk) : nullptr;
-  if (expected) {
-    send_as_expected(own, id, task, *expected);
-  } else {
-    const bool is_inline = write_frame(own.frame, task.action, step_, task.tensors);
-    const std::span<const Tensor> all(task.tensors);
-    transport_->send_message(channel_of(id), peer_of(task.action), own.frame, is_inline ? all.first(0) : all);
-  }
-  if (transport_->works_by_stream()) own.shapes.note(task.action.chunk, shapes_of(task.tensors));
+  const bool is_inline = write_frame(own.frame, task.action, step_, task.tensors);
+  const std::span<const Tensor> all(task.tensors);
+  transport_->send_message(channel_of(id), peer_of(task.action), own.frame, is_inline ? all.first(0) : all);
   own.log.append({.action = task.action,
                   .queue = id,
                   .start_ns = start_ns,
@@ -102,51 +78,19 @@ void Communicator::run_send(Line& own, QueueId id, Task& task) {
   if (is_announced(task.action)) arbiter_->message_ends(NicArbiter::Direction::kSend);
 }
 
-/// The receiver has told its device to take a message of these shapes.
-void Communicator::send_as_expected(Line& own, QueueId id, const Task& task, const Shapes& expected) {
-  const bool is_as_expected = shapes_of(task.tensors) == expected;
-  write_frame(own.frame, task.action, step_, task.tensors,
-              is_as_expected ? Payload::kCameBefore : Payload::kFollowsAnother);
-  const auto send_payload = [&](const Tensors& tensors) {
-    for (const Tensor& tensor : tensors) {
-      if (tensor.buffer->bytes() > 0) transport_->send(channel_of(id), peer_of(task.action), tensor.buffer);
-    }
-  };
-  if (is_as_expected) {
-    send_payload(task.tensors);
-    return transport_->send_frame(channel_of(id), peer_of(task.action), own.frame);
-  }
-  Tensors another;
-  for (const TensorDesc& desc : expected) another.push_back({.desc = desc, .buffer = pool_.acquire(desc)});
-  send_payload(another);
-  transport_->send_frame(channel_of(id), peer_of(task.action), own.frame);
-  send_payload(task.tensors);
-}
-
-Tensors Communicator::memory_for(const Task& task, const Shapes& shapes) {
-  if (task.lands) return landing_->take(task.action, shapes);
+Tensors Communicator::memory_for(const Task& task, const std::vector<TensorDesc>& descs) {
+  for (const TensorDesc& desc : descs) allocator_->check(desc);
+  if (task.lands) return landing_->take(task.action, descs);
   Tensors tensors;
-  tensors.reserve(shapes.size());
-  for (const TensorDesc& desc : shapes) tensors.push_back({.desc = desc, .buffer = pool_.acquire(desc)});
+  tensors.reserve(descs.size());
+  for (const TensorDesc& desc : descs) tensors.push_back({.desc = desc, .buffer = pool_.acquire(desc)});
   return tensors;
-}
-
-void Communicator::receive_all(QueueId id, const Task& task, const Tensors& tensors) {
-  for (const Tensor& tensor : tensors) {
-    if (tensor.buffer->bytes() > 0) transport_->recv(channel_of(id), peer_of(task.action), tensor.buffer);
-  }
 }
 
 void Communicator::run_recv(Line& own, QueueId id, Task& task) {
   const Channel channel = channel_of(id);
   const core::Action expected = core::other_end(task.action);
   const int peer = peer_of(task.action);
-  const Shapes* const shapes = transport_->works_by_stream() ? own.shapes.expected(task.action.chunk) : nullptr;
-  Tensors tensors;
-  if (shapes) {
-    tensors = memory_for(task, *shapes);
-    receive_all(id, task, tensors);
-  }
   transport_->recv_frame(channel, peer, own.frame);
   const std::int64_t start_ns = now_ns();
   const Header header = read_frame(own.frame);
@@ -154,24 +98,19 @@ void Communicator::run_recv(Line& own, QueueId id, Task& task) {
     throw ProtocolError("the schedule asks for " + name_of(expected, step_) + ", but " +
                         name_of(header.send, header.step) + " arrived; the ranks do not run the same schedule");
   }
-  check_place(header, shapes);
-  const bool is_here = header.place == Payload::kCameBefore;
-  if (!is_here) {
-    for (const TensorDesc& desc : header.tensors) allocator_->check(desc);
-    tensors.clear();
-    tensors = memory_for(task, header.tensors);
-  }
-  if (header.is_inline()) {
+  Tensors tensors = memory_for(task, header.tensors);
+  if (header.is_inline) {
     copy_inline(header.payload, tensors);
-  } else if (!is_here) {
+  } else {
     const bool announced = is_announced(task.action);
     // Only now: a frame that has not arrived says nothing about when its payload wants the card.
     if (announced) arbiter_->message_begins(NicArbiter::Direction::kReceive, payload_bytes(tensors));
     if (announced) arbiter_->hold_message(NicArbiter::Direction::kReceive);
-    receive_all(id, task, tensors);
+    for (const Tensor& tensor : tensors) {
+      if (tensor.buffer->bytes() > 0) transport_->recv(channel, peer, tensor.buffer);
+    }
     if (announced) arbiter_->message_ends(NicArbiter::Direction::kReceive);
   }
-  if (transport_->works_by_stream()) own.shapes.note(task.action.chunk, header.tensors);
   own.log.append(
       {.action = task.action, .queue = id, .start_ns = start_ns, .end_ns = now_ns(), .bytes = payload_bytes(tensors)},
       transport_->take_times(channel, /*sends=*/false));

@@ -12,13 +12,13 @@ namespace fold3d::comm {
 namespace {
 
 constexpr std::uint32_t kMagic = 0x46334431;  // "F3D1"; reads differently on a machine of the other byte order
-constexpr std::uint16_t kVersion = 3;
+constexpr std::uint16_t kVersion = 4;
 
 struct Prefix {
   std::uint32_t magic;
   std::uint16_t version;
   std::uint8_t kind;
-  std::uint8_t place;
+  std::uint8_t is_inline;
   std::uint16_t num_tensors;
   std::uint16_t used_bytes;
   std::int32_t chunk;
@@ -133,13 +133,12 @@ TensorDesc read_desc(Reader& reader) {
 
 }  // namespace
 
-bool write_frame(std::span<std::byte> frame, const core::Action& send, std::uint32_t step, const Tensors& tensors,
-                 Payload place) {
+bool write_frame(std::span<std::byte> frame, const core::Action& send, std::uint32_t step, const Tensors& tensors) {
   Writer writer(frame);
   Prefix prefix{.magic = kMagic,
                 .version = kVersion,
                 .kind = static_cast<std::uint8_t>(send.kind),
-                .place = 0,
+                .is_inline = 0,
                 .num_tensors = static_cast<std::uint16_t>(tensors.size()),  // if it does not fit, a desc below fails
                 .used_bytes = 0,
                 .chunk = send.chunk,
@@ -167,8 +166,8 @@ bool write_frame(std::span<std::byte> frame, const core::Action& send, std::uint
                              .dimensions = static_cast<std::uint8_t>(tensor.desc.shape.size())});
     for (const std::int64_t extent : tensor.desc.shape) put(writer, extent);
   }
-  const bool is_inline = place == Payload::kFollows && on_host && prefix.payload_bytes <= writer.left();
-  prefix.place = static_cast<std::uint8_t>(is_inline ? Payload::kInline : place);
+  const bool is_inline = on_host && prefix.payload_bytes <= writer.left();
+  prefix.is_inline = static_cast<std::uint8_t>(is_inline);
   for (const Tensor& tensor : tensors) {
     std::span<std::byte> place;
     const std::size_t bytes = is_inline ? tensor.buffer->bytes() : 0;
@@ -198,7 +197,7 @@ Header read_frame(std::span<const std::byte> frame) {
   if (!core::is_send(static_cast<core::Kind>(prefix.kind))) {
     throw ProtocolError("the header names the action kind " + std::to_string(prefix.kind) + ", which sends nothing");
   }
-  check_field("place of the payload", prefix.place, 0, static_cast<std::uint64_t>(Payload::kFollowsAnother));
+  check_field("flag for an inline payload", prefix.is_inline, 0, 1);
   check_field("chunk", widened(prefix.chunk), 0, kMostIndex);
   check_field("micro-batch", widened(prefix.micro_batch), 0, kMostIndex);
   check_field("number of payload bytes", prefix.payload_bytes, 0, kMostPayloadBytes);
@@ -206,7 +205,7 @@ Header read_frame(std::span<const std::byte> frame) {
   header.send = {
       .chunk = prefix.chunk, .kind = static_cast<core::Kind>(prefix.kind), .micro_batch = prefix.micro_batch};
   header.step = prefix.step;
-  header.place = static_cast<Payload>(prefix.place);
+  header.is_inline = prefix.is_inline != 0;
   std::size_t total = 0;
   for (int i = 0; i < prefix.num_tensors; ++i) {
     TensorDesc& desc = header.tensors.emplace_back(read_desc(reader));
@@ -226,7 +225,7 @@ Header read_frame(std::span<const std::byte> frame) {
     throw ProtocolError("the header announces " + std::to_string(prefix.payload_bytes) +
                         " payload bytes, but its tensors have " + std::to_string(total));
   }
-  if (header.is_inline() && !reader.take(total, header.payload)) {
+  if (header.is_inline && !reader.take(total, header.payload)) {
     throw ProtocolError("the header announces " + std::to_string(total) + " inline bytes, more than its frame has");
   }
   if (reader.left() > 0) {

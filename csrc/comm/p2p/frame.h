@@ -23,30 +23,23 @@ inline constexpr std::size_t kMostElementBytes = 16;
 inline constexpr std::size_t kMostDimensions = 64;
 inline constexpr std::uint64_t kMostPayloadBytes = std::uint64_t{64} << 30;
 
-/// Where the tensors' bytes are. Their receiver may have been ready for a message like those before (ShapeHistory):
-/// then they come first, in the shapes that it expects, and the frame confirms them. If the message is another one, as
-/// many bytes that mean nothing have come, and the right ones follow.
-enum class Payload : std::uint8_t { kFollows, kInline, kCameBefore, kFollowsAnother };
-
-/// What a frame says. Layout (native byte order, which the magic number checks): magic, version, kind, place of
-/// the payload, number of tensors, used bytes of the frame, chunk, micro-batch, step, payload bytes; then per tensor
-/// dtype, element size, requires_grad, number of dimensions and the dimensions; then, if inline, the tensors' bytes one
-/// after the other. Otherwise each tensor that has bytes is one payload message.
+/// What a frame says. Layout (native byte order, which the magic number checks): magic, version, kind, whether the
+/// payload is inline, number of tensors, used bytes of the frame, chunk, micro-batch, step, payload bytes; then per
+/// tensor dtype, element size, requires_grad, number of dimensions and the dimensions; then, if inline, the tensors'
+/// bytes one after the other. Otherwise each tensor that has bytes is one payload message.
 struct Header {
   core::Action send;       ///< the SEND action it belongs to
   std::uint32_t step = 0;  ///< counts begin() calls, 1 for the first
   std::vector<TensorDesc> tensors;
-  std::span<const std::byte> payload;  ///< inside the frame; empty unless is_inline()
-  Payload place = Payload::kFollows;
-  bool is_inline() const { return place == Payload::kInline; }
+  bool is_inline = false;
+  std::span<const std::byte> payload;  ///< inside the frame; empty unless is_inline
 };
 
-/// Writes the frame of a message, with the payload if it fits and lies in host memory and is not `place`d elsewhere.
+/// Writes the frame of a message, with the payload if it fits and lies in host memory.
 /// `frame` is kFrameBytes long. Returns whether the payload is inline. Throws std::invalid_argument when a tensor's
 /// buffer is missing or does not have the size of its desc, when the message is beyond the bounds above, or when the
 /// descriptions do not fit into a frame (about 50 tensors of 4 dimensions do).
-bool write_frame(std::span<std::byte> frame, const core::Action& send, std::uint32_t step, const Tensors& tensors,
-                 Payload place = Payload::kFollows);
+bool write_frame(std::span<std::byte> frame, const core::Action& send, std::uint32_t step, const Tensors& tensors);
 
 /// How many bytes of a frame say something, those of its prefix included: at most kFrameBytes. What comes after them
 /// need not travel. `start`: at least the frame's prefix. Throws ProtocolError when it is not one of ours or its length

@@ -16,10 +16,10 @@ void check_collective(NicArbiter::Traffic traffic, const Collective& collective,
     throw std::invalid_argument(name + " has " + std::to_string(bytes / collective.element_bytes) +
                                 " elements, which are not " + std::to_string(size) + " equal shards; pad it");
   }
-  if (traffic == NicArbiter::Traffic::kReduce && collective.element == Element::kOther) {
+  if (traffic == NicArbiter::Traffic::kReduce && collective.element == Number::kOther) {
     throw std::invalid_argument(name + " cannot be reduced: sums are made of float32 or float64 elements only");
   }
-  if (collective.as_bfloat16 && collective.element != Element::kFloat32) {
+  if (collective.as_bfloat16 && collective.element != Number::kFloat32) {
     throw std::invalid_argument(name + " cannot travel as bfloat16: only float32 elements are rounded to it");
   }
 }

@@ -7,12 +7,10 @@
 
 #include "comm/arbiter/nic_arbiter.h"
 #include "comm/base/moment.h"
+#include "comm/base/number.h"
 #include "comm/base/tensor.h"
 
 namespace fold3d::comm {
-
-/// What the elements of a bucket are, as far as sums are concerned.
-enum class Element : std::uint8_t { kFloat32, kFloat64, kOther };
 
 /// A reduce-scatter or an all-gather of one bucket over the replicas of a stage, in place. Shard r of the bucket, the
 /// r-th of as many equal parts as there are replicas, belongs to replica r.
@@ -24,8 +22,8 @@ struct Collective {
   int bucket = 0;
   std::shared_ptr<Buffer> buffer;  ///< nobody else touches its memory until the collective is complete
   std::uint8_t element_bytes = 1;
-  Element element = Element::kOther;  ///< of a reduce-scatter: not kOther
-  double scale = 1.0;                 ///< of a reduce-scatter
+  Number element = Number::kOther;  ///< of a reduce-scatter: kFloat32 or kFloat64
+  double scale = 1.0;               ///< of a reduce-scatter
   /// float32 elements travel rounded to bfloat16, and are added in float32. A reduce-scatter ends with sums that are
   /// rounded, too, so that an all-gather of them changes nothing; one of other values gives them rounded to all but
   /// their owner.

@@ -65,7 +65,7 @@ void FlightLimit::measured(double speed, bool alone) {
     windows_ = 0;
   } else {
     free_ = std::max(free_, average_);
-    if (windows_ % kMemory == 0) seconds_ = std::max(seconds_ / 2.0, kBufferSeconds);
+    if (windows_ % kMemory == 0) seconds_ = std::max(seconds_ / 2.0, kLeastSeconds);
   }
 }
 
@@ -74,13 +74,13 @@ std::size_t FlightLimit::bytes(double speed, double round_trip_seconds) const {
   return static_cast<std::size_t>(speed * (2.0 * round_trip_seconds + seconds_));
 }
 
-void BandwidthMeter::begins(std::int64_t now_ns, const Queue& queue) {
+void BandwidthMeter::begins(std::int64_t now_ns, const SendQueue& queue) {
   if (queue.unacknowledged == 0 && queue.is_known) answered_ = false;
   // What arrived since the last slice counts only if there was something to send all along.
   if (queue.waiting == 0) restart(now_ns, queue);
 }
 
-bool BandwidthMeter::ends(std::int64_t now_ns, std::size_t bytes, const Queue& queue) {
+bool BandwidthMeter::ends(std::int64_t now_ns, std::size_t bytes, const SendQueue& queue) {
   sent_ += bytes;
   if (!answered_) {  // the first bytes are still on their way: from when these arrive on the line is full
     answered_ = !queue.is_known || arrived(queue) > arrived_;
@@ -93,18 +93,18 @@ bool BandwidthMeter::ends(std::int64_t now_ns, std::size_t bytes, const Queue& q
   time_ns_ += static_cast<double>(now_ns - since_ns_);
   restart(now_ns, queue);
   if (time_ns_ <= kWindowNs) return false;
-  last_ = windows_[next_window_] = bytes_ / time_ns_ * 1e9;
+  windows_[next_window_] = bytes_ / time_ns_ * 1e9;
   next_window_ = (next_window_ + 1) % windows_.size();
   bytes_ = time_ns_ = 0.0;
   return true;
 }
 
-void BandwidthMeter::restart(std::int64_t now_ns, const Queue& queue) {
+void BandwidthMeter::restart(std::int64_t now_ns, const SendQueue& queue) {
   since_ns_ = now_ns;
   arrived_ = arrived(queue);
 }
 
-std::size_t BandwidthMeter::arrived(const Queue& queue) const {
+std::size_t BandwidthMeter::arrived(const SendQueue& queue) const {
   return std::max(arrived_, sent_ - std::min(sent_, queue.unacknowledged));
 }
 

@@ -46,9 +46,18 @@ class FlightLimit {
   std::size_t bytes(double speed, double round_trip_seconds) const;
 
  private:
-  double seconds_ = 4e-4;
+  static constexpr double kLeastSeconds = 4e-4;
+
+  double seconds_ = kLeastSeconds;
   double free_ = 0.0, average_ = 0.0;  // speeds: without a limit, and now
   int windows_ = 0;                    // since the limit was set
+};
+
+/// What of the bytes that were sent is still on this side.
+struct SendQueue {
+  std::size_t unacknowledged = 0;  ///< has not arrived, as far as is known here
+  std::size_t waiting = 0;         ///< has not begun to travel
+  bool is_known = true;            ///< false: what was sent counts as arrived when the next slice is to be sent
 };
 
 /// Measures the speed of one connection from its sender: bytes that have arrived over the time in which there was
@@ -56,33 +65,25 @@ class FlightLimit {
 /// counts: in the others the receiver may have been busy with something else. One thread.
 class BandwidthMeter {
  public:
-  /// What of the bytes sent before is still on this side.
-  struct Queue {
-    std::size_t unacknowledged = 0;  ///< has not arrived, as far as is known here
-    std::size_t waiting = 0;         ///< has not begun to travel
-    bool is_known = true;            ///< false: what was sent counts as arrived when the next slice is to be sent
-  };
-
   /// A slice is about to be sent.
-  void begins(std::int64_t now_ns, const Queue& queue);
+  void begins(std::int64_t now_ns, const SendQueue& queue);
   /// It is in the system's buffer. Returns whether a window ended.
-  bool ends(std::int64_t now_ns, std::size_t bytes, const Queue& queue);
+  bool ends(std::int64_t now_ns, std::size_t bytes, const SendQueue& queue);
 
   /// Of the last window that ended, bytes per second.
-  double last() const { return last_; }
+  double last() const { return windows_[(next_window_ + windows_.size() - 1) % windows_.size()]; }
   /// Bytes per second; 0.0 until enough went over to tell.
   double bandwidth() const;
 
  private:
-  void restart(std::int64_t now_ns, const Queue& queue);
-  std::size_t arrived(const Queue& queue) const;
+  void restart(std::int64_t now_ns, const SendQueue& queue);
+  std::size_t arrived(const SendQueue& queue) const;
 
   std::size_t sent_ = 0, arrived_ = 0;  // bytes; arrived_: at since_ns_
   std::int64_t since_ns_ = 0;
   bool answered_ = false;               // since the line was empty
   double bytes_ = 0.0, time_ns_ = 0.0;  // of the window under way
   std::array<double, 8> windows_{};     // those before it, bytes per second
-  double last_ = 0.0;
   std::size_t next_window_ = 0;
 };
 

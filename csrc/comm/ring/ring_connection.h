@@ -27,7 +27,7 @@ class RingConnection {
   /// Whether a payload may be received part by part.
   virtual bool can_split() const { return false; }
   /// What of the bytes that send() took is still on this side.
-  virtual BandwidthMeter::Queue queue() const { return {.is_known = false}; }
+  virtual SendQueue queue() const { return {.is_known = false}; }
   /// Shortest time to the next member and back; 0.0 where nobody knows.
   virtual double round_trip_seconds() const { return 0.0; }
   /// A hint: send() returns when no more than so many bytes have not begun to travel.

@@ -3,7 +3,6 @@
 #include <string>
 
 #include "comm/base/errors.h"
-#include "core/bfloat16.h"
 
 namespace fold3d::comm {
 namespace {
@@ -17,15 +16,6 @@ std::string text(const SliceHeader& header) {
 
 std::string size_text(const SliceHeader& header) {
   return std::to_string(header.shard_bytes) + " bytes (elements of " + std::to_string(header.element_bytes) + ")";
-}
-
-template <class Value>
-void add(Value* __restrict sum, const Value* __restrict part, std::size_t count, Value scale) {
-  if (scale == Value{1}) {
-    for (std::size_t i = 0; i < count; ++i) sum[i] += part[i];
-  } else {
-    for (std::size_t i = 0; i < count; ++i) sum[i] = (sum[i] + part[i]) * scale;
-  }
 }
 
 }  // namespace
@@ -62,43 +52,6 @@ void check_slice(const SliceHeader& arrived, const SliceHeader& expected) {
       arrived.bytes > arrived.shard_bytes - arrived.offset || arrived.bytes % arrived.element_bytes != 0) {
     throw ProtocolError("a slice of the " + text(expected) + " does not continue the one before");
   }
-}
-
-void add_scaled(std::span<std::byte> sum, std::span<const std::byte> part, Element element, double scale) {
-  if (element == Element::kFloat32) {
-    add(reinterpret_cast<float*>(sum.data()), reinterpret_cast<const float*>(part.data()), sum.size() / sizeof(float),
-        static_cast<float>(scale));
-  } else {
-    add(reinterpret_cast<double*>(sum.data()), reinterpret_cast<const double*>(part.data()),
-        sum.size() / sizeof(double), scale);
-  }
-}
-
-void add_bfloat16(std::span<std::byte> sum, std::span<const std::byte> part) {
-  float* const values = reinterpret_cast<float*>(sum.data());
-  const std::uint16_t* const added = reinterpret_cast<const std::uint16_t*>(part.data());
-  for (std::size_t i = 0; i < sum.size() / sizeof(float); ++i) values[i] += core::from_bfloat16(added[i]);
-}
-
-void add_last_bfloat16(std::span<std::byte> sum, std::span<const std::byte> part, double scale) {
-  float* const values = reinterpret_cast<float*>(sum.data());
-  const std::uint16_t* const added = reinterpret_cast<const std::uint16_t*>(part.data());
-  const auto factor = static_cast<float>(scale);
-  for (std::size_t i = 0; i < sum.size() / sizeof(float); ++i) {
-    values[i] = core::from_bfloat16(core::to_bfloat16((values[i] + core::from_bfloat16(added[i])) * factor));
-  }
-}
-
-void narrow(std::span<const std::byte> values, std::span<std::byte> rounded) {
-  const float* const from = reinterpret_cast<const float*>(values.data());
-  std::uint16_t* const to = reinterpret_cast<std::uint16_t*>(rounded.data());
-  for (std::size_t i = 0; i < values.size() / sizeof(float); ++i) to[i] = core::to_bfloat16(from[i]);
-}
-
-void widen(std::span<const std::byte> rounded, std::span<std::byte> values) {
-  const std::uint16_t* const from = reinterpret_cast<const std::uint16_t*>(rounded.data());
-  float* const to = reinterpret_cast<float*>(values.data());
-  for (std::size_t i = 0; i < values.size() / sizeof(float); ++i) to[i] = core::from_bfloat16(from[i]);
 }
 
 }  // namespace fold3d::comm

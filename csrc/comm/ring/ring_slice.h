@@ -2,7 +2,6 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <span>
 
 #include "comm/ring/collective.h"
 
@@ -32,16 +31,5 @@ SliceHeader slice_header(NicArbiter::Traffic traffic, const Collective& collecti
 /// Throws ProtocolError when `arrived` is not a slice that begins where `expected` begins, or is longer than the rest
 /// of its shard. `expected.bytes` does not matter.
 void check_slice(const SliceHeader& arrived, const SliceHeader& expected);
-
-/// sum[i] = (sum[i] + part[i]) * scale, of float or double elements. Equally long; without a partial element.
-void add_scaled(std::span<std::byte> sum, std::span<const std::byte> part, Element element, double scale);
-
-/// sum[i] += part[i], of float and bfloat16 elements. Equally many; without a partial element, as below.
-void add_bfloat16(std::span<std::byte> sum, std::span<const std::byte> part);
-/// sum[i] = (sum[i] + part[i]) * scale, rounded to bfloat16.
-void add_last_bfloat16(std::span<std::byte> sum, std::span<const std::byte> part, double scale);
-/// float to bfloat16, and back.
-void narrow(std::span<const std::byte> values, std::span<std::byte> rounded);
-void widen(std::span<const std::byte> rounded, std::span<std::byte> values);
 
 }  // namespace fold3d::comm

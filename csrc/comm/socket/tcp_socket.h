@@ -56,13 +56,15 @@ class TcpSocket {
   /// The peer may have no more than about `bytes` on their way here, but four segments: a receiver without room for
   /// whole segments makes its sender wait for timers. 0: as many as the system likes. May be raised again.
   void limit_window(std::size_t bytes) const;
-  /// Sending ends only when no more than about `bytes` have not begun to travel, whatever the buffer could take.
-  void limit_waiting(std::size_t bytes) const;
+  /// Sending ends only when no more than about `bytes` have not begun to travel, whatever the buffer could take. From
+  /// the thread that sends.
+  void limit_waiting(std::size_t bytes);
 
  private:
   std::size_t segment_bytes() const;
 
   const int fd_;
+  std::size_t most_waiting_ = 0;  // of whoever sends; 0: no limit
 };
 
 /// What an error of send_all or recv_all means.

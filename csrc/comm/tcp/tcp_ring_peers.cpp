@@ -1,8 +1,5 @@
 #include "comm/tcp/tcp_ring_peers.h"
 
-#include <poll.h>
-
-#include <algorithm>
 #include <cerrno>
 #include <chrono>
 #include <cstdint>
@@ -15,8 +12,6 @@
 
 namespace fold3d::comm {
 namespace {
-
-constexpr std::chrono::hours kForever{24};  // abort() ends it
 
 using Members = TcpRingPeers::Members;
 
@@ -47,13 +42,7 @@ class TcpRingPeers::Link final : public RingConnection {
         previous_(std::move(previous)) {}
 
   void send(std::span<const std::byte> header, std::span<const std::byte> payload) override {
-    if (most_waiting_ == 0) return check(outgoing_->send_all(header, payload), next_);
-    // The system looks at its limit only where a new packet begins, and one may have 64 KiB.
-    check(outgoing_->send_all(header), next_);
-    for (std::size_t sent = 0; sent < payload.size(); sent += most_waiting_) {
-      outgoing_->ready(POLLOUT, TcpSocket::Clock::now() + kForever);
-      check(outgoing_->send_all(payload.subspan(sent, std::min(most_waiting_, payload.size() - sent))), next_);
-    }
+    check(outgoing_->send_all(header, payload), next_);
   }
   void recv(std::span<std::byte> bytes) override { check(incoming_->recv_all(bytes), previous_); }
 
@@ -67,14 +56,11 @@ class TcpRingPeers::Link final : public RingConnection {
   }
 
   bool can_split() const override { return true; }
-  BandwidthMeter::Queue queue() const override {
+  SendQueue queue() const override {
     return {.unacknowledged = outgoing_->unsent(), .waiting = outgoing_->waiting()};
   }
   double round_trip_seconds() const override { return outgoing_->round_trip_seconds(); }
-  void limit_waiting(std::size_t bytes) override {
-    most_waiting_ = bytes;
-    outgoing_->limit_waiting(bytes);
-  }
+  void limit_waiting(std::size_t bytes) override { outgoing_->limit_waiting(bytes); }
   void limit_window(std::size_t bytes) override { incoming_->limit_window(bytes); }
 
  private:
@@ -87,7 +73,6 @@ class TcpRingPeers::Link final : public RingConnection {
 
   const std::unique_ptr<TcpSocket> outgoing_, incoming_;
   const std::string next_, previous_;  // as errors call them
-  std::size_t most_waiting_ = 0;       // sender; 0: no limit
   std::mutex mutex_;
   bool aborted_ = false;
   std::string reason_;

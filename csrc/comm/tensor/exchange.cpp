@@ -199,7 +199,7 @@ void Exchange::prepare() const {
 }
 
 void Exchange::finish() const {
-  if (!everybodys_.empty()) combine_all(operation_.number, operation_.reduction, total_, everybodys_);
+  if (!everybodys_.empty()) combine(operation_.number, operation_.reduction, total_, everybodys_);
 }
 
 std::string Exchange::name() const {

@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "comm/tensor/number.h"
+#include "comm/base/number.h"
 
 namespace fold3d::comm {
 

@@ -3,6 +3,7 @@
 #include <pthread.h>
 
 #include <algorithm>
+#include <array>
 #include <stdexcept>
 #include <utility>
 
@@ -288,7 +289,8 @@ void TensorSync::recv_payload(const Exchange& exchange, const Exchange::Receipt&
     for (std::size_t done = 0; !is_stored && done < longest;) {
       const std::span<std::byte> own = receipt.own.at(offset + done, longest - done);
       target = receipt.target.at(offset + done, own.size());
-      combine(exchange.operation().number, exchange.operation().reduction, target, own, block.subspan(done));
+      const std::array<const std::byte*, 2> parts = {own.data(), block.data() + done};
+      combine(exchange.operation().number, exchange.operation().reduction, target, parts);
       done += target.size();
     }
     offset += longest;

@@ -86,7 +86,6 @@ void C10dTransport::send(comm::Channel channel, int peer_stage, std::shared_ptr<
   make_room(line);
   const c10::StreamGuard guard(line.stream);
   source.ready().block(line.stream);
-  source.reusable().block(line.stream);  // what goes in the place of what is expected is memory without contents
   begins(line);
   begin_send(line, peer_stage, source.tensor())->wait();
   ends(line, source.bytes());

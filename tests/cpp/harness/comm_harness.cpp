@@ -78,37 +78,6 @@ std::vector<std::byte> frame_of(const std::string& send, std::uint32_t step, con
   return frame;
 }
 
-/// Another transport, as if it worked by streams: it is as good as one whose device is done at once.
-class ByStream final : public comm::Transport {
- public:
-  ByStream(std::unique_ptr<comm::Transport> inner, std::shared_ptr<std::atomic<int>> before_frame)
-      : inner_(std::move(inner)), before_frame_(std::move(before_frame)) {}
-
-  bool works_by_stream() const override { return true; }
-  void send(comm::Channel channel, int peer, std::shared_ptr<comm::Buffer> buffer) override {
-    ++*before_frame_;
-    inner_->send(channel, peer, std::move(buffer));
-  }
-  void recv(comm::Channel channel, int peer, std::shared_ptr<comm::Buffer> buffer) override {
-    inner_->recv(channel, peer, std::move(buffer));
-  }
-  void send_frame(comm::Channel channel, int peer, std::span<const std::byte> frame) override {
-    inner_->send_frame(channel, peer, frame);
-  }
-  void recv_frame(comm::Channel channel, int peer, std::span<std::byte> frame) override {
-    inner_->recv_frame(channel, peer, frame);
-  }
-  void send_message(comm::Channel channel, int peer, std::span<const std::byte> frame,
-                    std::span<const comm::Tensor> payload) override {
-    inner_->send_message(channel, peer, frame, payload);
-  }
-  void abort(const std::string& reason) override { inner_->abort(reason); }
-
- private:
-  const std::unique_ptr<comm::Transport> inner_;
-  const std::shared_ptr<std::atomic<int>> before_frame_;
-};
-
 TestRank::TestRank(std::unique_ptr<comm::Transport> transport, Settings settings)
     : settings_(std::move(settings)),
       random_(hash({settings_.seed, static_cast<std::uint64_t>(settings_.options.stage)})),
@@ -117,14 +86,9 @@ TestRank::TestRank(std::unique_ptr<comm::Transport> transport, Settings settings
 comm::Tensors TestRank::contents(const core::Action& send, int step_index) const {
   const std::uint64_t origin = hash({settings_.seed, key_of(send), static_cast<std::uint64_t>(step_index)});
   static constexpr std::size_t kLengths[] = {0, 1, 20, 200, 240, 1000};
-  std::uint64_t like = origin;
-  if (settings_.steps_alike > 0) {
-    const core::Action first{send.chunk, send.kind, 0};
-    like = hash({settings_.seed, key_of(first), static_cast<std::uint64_t>(step_index / settings_.steps_alike)});
-  }
   comm::Tensors tensors;
-  for (std::uint64_t i = 0; i < 1 + like % 3; ++i) {
-    std::vector<std::int64_t> values(kLengths[hash({like, i}) % std::size(kLengths)]);
+  for (std::uint64_t i = 0; i < 1 + origin % 3; ++i) {
+    std::vector<std::int64_t> values(kLengths[hash({origin, i}) % std::size(kLengths)]);
     for (std::size_t k = 0; k < values.size(); ++k) values[k] = static_cast<std::int64_t>(mix(origin + k));
     tensors.push_back(make_tensor(values));
   }
@@ -188,7 +152,6 @@ std::unique_ptr<TestRank> Pipeline::rank(int stage, std::shared_ptr<comm::NicArb
                               .seed = run_.loopback.seed,
                               .max_compute_us = run_.max_compute_us,
                               .arbiter = std::move(arbiter),
-                              .steps_alike = run_.steps_alike,
                               .before = std::move(before)};
   settings.options.shape = run_.schedules.front().shape;
   settings.options.stage = stage;
@@ -199,7 +162,6 @@ std::unique_ptr<TestRank> Pipeline::rank(int stage, std::shared_ptr<comm::NicArb
     at(stage)->connect(at(stage + 1)->endpoint(), at(stage - 1)->endpoint(), run_.options.timeout);
     transport = std::make_unique<comm::TcpTransport>(at(stage));
   }
-  if (run_.before_frame) transport = std::make_unique<ByStream>(std::move(transport), run_.before_frame);
   return std::make_unique<TestRank>(std::move(transport), std::move(settings));
 }
 

@@ -1,6 +1,5 @@
 #pragma once
 
-#include <atomic>
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
@@ -41,8 +40,6 @@ class TestRank {
     std::uint64_t seed = 0;  // of contents and sizes; the same on all ranks
     int max_compute_us = 0;  // random time of a compute action
     std::shared_ptr<comm::NicArbiter> arbiter = nullptr;
-    /// Messages of a chunk are alike for so many steps, and others after that; 0: they differ as they like.
-    int steps_alike = 0;
     /// Called by step() at a REDUCE_GRAD, and before a compute action whose messages are here.
     std::function<void(const core::Action&)> before = nullptr;
   };
@@ -72,9 +69,6 @@ struct RunSetup {
   int steps = 1;
   int max_compute_us = 0;
   bool over_tcp = false;  // messages over TcpPeers instead of the loopback transport
-  int steps_alike = 0;    // as in TestRank::Settings
-  /// The transport says that it works by streams, and counts here what was sent or received before its frame.
-  std::shared_ptr<std::atomic<int>> before_frame = nullptr;
 };
 
 /// The ranks of one pipeline, joined as the run wants it.

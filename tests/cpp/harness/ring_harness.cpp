@@ -84,9 +84,9 @@ TestBucket<Value>::TestBucket(int number, const std::vector<Value>& values)
 
 template <class Value>
 comm::Collective TestBucket<Value>::collective(double scale) const {
-  comm::Element element = comm::Element::kOther;
-  if (std::is_same_v<Value, float>) element = comm::Element::kFloat32;
-  if (std::is_same_v<Value, double>) element = comm::Element::kFloat64;
+  comm::Number element = comm::Number::kOther;
+  if (std::is_same_v<Value, float>) element = comm::Number::kFloat32;
+  if (std::is_same_v<Value, double>) element = comm::Number::kFloat64;
   return {.step = 0,
           .bucket = number_,
           .buffer = buffer_,

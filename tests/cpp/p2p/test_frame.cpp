@@ -40,7 +40,7 @@ TEST(Frame, SmallMessageTravelsInline) {
   const comm::Header header = comm::read_frame(frame);
   EXPECT_EQ(header.send, kSend);
   EXPECT_EQ(header.step, 9u);
-  ASSERT_TRUE(header.is_inline());
+  ASSERT_TRUE(header.is_inline);
   ASSERT_EQ(header.tensors.size(), 3u);
   for (std::size_t i = 0; i < 3; ++i) EXPECT_EQ(header.tensors[i], tensors[i].desc);
   std::array<std::int64_t, 4> payload{};
@@ -53,7 +53,7 @@ TEST(Frame, LargeMessageTravelsApart) {
   auto frame = new_frame();
   ASSERT_FALSE(comm::write_frame(frame, kSend, 1, {make_tensor(std::vector<std::int64_t>(300))}));
   const comm::Header header = comm::read_frame(frame);
-  EXPECT_FALSE(header.is_inline());
+  EXPECT_FALSE(header.is_inline);
   EXPECT_TRUE(header.payload.empty());
   EXPECT_EQ(header.tensors.at(0).bytes(), 2400u);
 }
@@ -88,7 +88,7 @@ TEST(Frame, DeviceMemoryIsNeverInline) {
   comm::Tensor tensor = make_tensor({1});
   tensor.buffer = std::make_shared<DeviceBuffer>(8);
   EXPECT_FALSE(comm::write_frame(frame, kSend, 1, {tensor}));
-  EXPECT_FALSE(comm::read_frame(frame).is_inline());
+  EXPECT_FALSE(comm::read_frame(frame).is_inline);
 }
 
 TEST(Frame, WrongBuffersAreTheSendersError) {
@@ -158,7 +158,7 @@ TEST(Frame, DamagedFramesNeverAnnounceMoreThanTheyMay) {
       const comm::Header header = comm::read_frame(frame);
       std::size_t total = 0;
       for (const comm::TensorDesc& desc : header.tensors) total += desc.bytes();
-      EXPECT_EQ(header.payload.size(), header.is_inline() ? total : 0);
+      EXPECT_EQ(header.payload.size(), header.is_inline ? total : 0);
     } catch (const comm::ProtocolError&) {
       ++refused;
     }

@@ -22,6 +22,7 @@ namespace {
 using comm::BandwidthMeter;
 using comm::Credits;
 using comm::NicArbiter;
+using comm::SendQueue;
 
 TEST(Credits, ASliceIsWorthAFixedTimeWithinBounds) {
   Credits credits(0);
@@ -65,7 +66,7 @@ class Line {
   void rests(std::int64_t ns) { now_ += ns; }
 
  private:
-  BandwidthMeter::Queue queue() const {
+  SendQueue queue() const {
     std::size_t arrived = 0;
     for (const auto& [end, bytes] : ends_) {
       if (end + 2'000'000 <= now_) arrived = bytes;
@@ -93,7 +94,7 @@ TEST(BandwidthMeter, CountsWhatArrivesWhileThereIsSomethingToSend) {
 }
 
 TEST(BandwidthMeter, CountsWhatIsSentWhereNothingElseIsKnown) {
-  constexpr BandwidthMeter::Queue kUnknown{.is_known = false};
+  constexpr SendQueue kUnknown{.is_known = false};
   BandwidthMeter meter;
   std::int64_t now = 0;
   for (int slice = 0; slice < 5000; ++slice) {

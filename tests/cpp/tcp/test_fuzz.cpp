@@ -139,8 +139,8 @@ TEST(Fuzz, AFrameIsRefusedOrWhatItsSenderWouldWrite) {
       std::size_t total = 0;
       for (const comm::TensorDesc& desc : header.tensors) total += desc.bytes();
       ASSERT_LE(total, comm::kMostPayloadBytes) << run;
-      ASSERT_EQ(header.payload.size(), header.is_inline() ? total : 0) << run;
-      if (header.is_inline()) {
+      ASSERT_EQ(header.payload.size(), header.is_inline ? total : 0) << run;
+      if (header.is_inline) {
         ASSERT_EQ(written_again(header), Bytes(frame.begin(), frame.begin() + static_cast<std::ptrdiff_t>(used)))
             << run;
       }

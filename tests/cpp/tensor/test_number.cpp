@@ -1,8 +1,9 @@
 // combine: arithmetic on the elements of tensors, those of 16 bits above all.
-#include "comm/tensor/number.h"
+#include "comm/base/number.h"
 
 #include <gtest/gtest.h>
 
+#include <array>
 #include <bit>
 #include <cmath>
 #include <cstdint>
@@ -24,7 +25,8 @@ template <class Value>
 Value combined(Number number, Reduction reduction, Value a, Value b) {
   std::vector<Value> left{a};
   const std::vector<Value> right{b};
-  comm::combine(number, reduction, writable_bytes_of(left), bytes_of(left), bytes_of(right));
+  const std::array<const std::byte*, 2> parts = {bytes_of(left).data(), bytes_of(right).data()};
+  comm::combine(number, reduction, writable_bytes_of(left), parts);
   return left[0];
 }
 
@@ -46,6 +48,41 @@ TEST(Number, EveryHalfPlusZeroIsItself) {
     } else {
       EXPECT_EQ(half_value(sum), half_value(half)) << bits;
     }
+  }
+}
+
+template <class Stored>
+void expect_alike_at_once_and_one_by_one(Number number, Reduction reduction, const std::vector<Stored>& a) {
+  std::vector<Stored> b(a.rbegin(), a.rend()), together(a.size()), alone(a.size());
+  const std::vector<const std::byte*> parts{bytes_of(a).data(), bytes_of(b).data(), bytes_of(a).data()};
+  comm::combine(number, reduction, writable_bytes_of(together), parts);
+  for (std::size_t i = 0; i < a.size(); ++i) {
+    const std::vector<const std::byte*> one{bytes_of(a).data() + i * sizeof(Stored),
+                                            bytes_of(b).data() + i * sizeof(Stored),
+                                            bytes_of(a).data() + i * sizeof(Stored)};
+    comm::combine(number, reduction, std::as_writable_bytes(std::span(alone).subspan(i, 1)), one);
+  }
+  EXPECT_EQ(0, std::memcmp(together.data(), alone.data(), a.size() * sizeof(Stored)));
+}
+
+TEST(Number, ManyAtOnceAreAsOneByOne) {  // other instructions compute them
+  std::vector<std::uint16_t> all(0x10000 + 5);
+  std::vector<float> singles(all.size());
+  std::vector<double> doubles(all.size());
+  std::mt19937_64 random(2);
+  for (std::size_t i = 0; i < all.size(); ++i) {
+    all[i] = static_cast<std::uint16_t>(i);  // no numbers, infinite and subnormal ones included
+    singles[i] = std::bit_cast<float>(static_cast<std::uint32_t>(random()));
+    doubles[i] = std::bit_cast<double>(random());
+    // A sum of two that are no numbers is either of them, by the order in which a compiler gives them to the CPU.
+    if (std::isnan(singles[i])) singles[i] = std::numeric_limits<float>::infinity();
+    if (std::isnan(doubles[i])) doubles[i] = std::numeric_limits<double>::infinity();
+  }
+  for (const Reduction reduction : {Reduction::kSum, Reduction::kMax}) {
+    expect_alike_at_once_and_one_by_one(Number::kFloat16, reduction, all);
+    expect_alike_at_once_and_one_by_one(Number::kBFloat16, reduction, all);
+    expect_alike_at_once_and_one_by_one(Number::kFloat32, reduction, singles);
+    expect_alike_at_once_and_one_by_one(Number::kFloat64, reduction, doubles);
   }
 }
 
@@ -88,7 +125,7 @@ TEST(Number, ManyBfloatsAreRoundedOnce) {
   const std::vector<std::uint16_t> large{0x4380}, one{0x3F80};  // 256 and 1
   std::vector<std::uint16_t> out{0};
   const std::vector<const std::byte*> parts{bytes_of(large).data(), bytes_of(one).data(), bytes_of(one).data()};
-  comm::combine_all(Number::kBFloat16, Reduction::kSum, writable_bytes_of(out), parts);
+  comm::combine(Number::kBFloat16, Reduction::kSum, writable_bytes_of(out), parts);
   EXPECT_EQ(out[0], 0x4381);  // 258: 256 + 1 would have been 256
 }
 
