@@ -31,18 +31,20 @@ class ShardRandom(PartialDraws):
 
     def whole_of(self, size: Size, number: int) -> Size | None:
         if number >= len(self._draws):
-            return self._unknown(size, number)
+            self._refuse_inside(size, number)
+            return None
         draw = self._draws[number]
         if draw is None:
             return None
         mine = sum(end - first for first, end in draw.parts[self._rank])
         times, rest = divmod(size[draw.dim], mine) if draw.dim < len(size) else (0, 1)
         if rest:
-            return self._unknown(size, number)
+            self._refuse_inside(size, number)
+            return None
         self._taken, self._times = draw, times
         return (*size[: draw.dim], times * draw.whole, *size[draw.dim + 1 :])
 
-    def _unknown(self, size: Size, number: int) -> None:
+    def _refuse_inside(self, size: Size, number: int) -> None:
         if self._in_region():
             raise Fold3dError(
                 f"tp: random numbers of the size {tuple(size)} are drawn, as number {number + 1} in a call of the "

@@ -68,7 +68,8 @@ def _as(case: Case, want: parity_jobs.Result, microseconds: int = 0) -> int:
 
 
 def waits_of_a_step(case: Case, *, scales: bool = False) -> dict[str, int]:
-    """Returns how often the training thread waits for the device in each part of a step. Its model reads nothing itself, as those of transformers do to make a mask.
+    """Returns how often the training thread waits for the device in each part of a step. Its model reads nothing
+    itself, as those of transformers do to make a mask.
 
     Args:
         scales: a loss scaler decides on the device which steps count.
@@ -165,8 +166,8 @@ def ragged(case: Case) -> tuple[int, int]:
 
 
 def synchronizing(case: Case) -> int:
-    """The forward of every block waits for all that its device was told, as where memory is freed or a kernel is loaded;
-    the same as on the CPU. Returns how often that was."""
+    """The forward of every block waits for all that its device was told, as where memory is freed or a kernel is
+    loaded; the same as on the CPU. Returns how often that was."""
     want = _on_the_cpu(case)
     calls = 0
 
