@@ -152,7 +152,12 @@ def refuse(case: Case) -> str:
     """Returns why an optimizer that is not element-wise is refused."""
     model = parity_jobs.build(case)
     try:
-        fold3d.Engine(model, parity_jobs.config_of(case), optimizer=lambda params: RowNorm(params, lr=0.1))
+        fold3d.Engine(
+            model,
+            parity_jobs.config_of(case),
+            optimizer=lambda params: RowNorm(params, lr=0.1),
+            example=parity_jobs.global_batch(case, 0),
+        )
     except ConfigError as error:
         return str(error)
     return ""

@@ -219,7 +219,7 @@ def interrupt() -> str:
     one, other = Engine(model, config, optimizer=SGD), None
     one.run([batch(2), batch(2)], lambda module, rows: module(**rows).loss)
     try:
-        other = Engine(model, config)
+        other = Engine(model, config, example=batch(2))
     except ConfigError as error:
         return str(error)
     finally:
