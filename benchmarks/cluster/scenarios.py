@@ -92,6 +92,11 @@ class Scenario:
         name += f", last host's times * {slow_host:g}" if slow_host > 1 else ""
         return replace(self, name=name, ranks_per_host=ranks_per_host, slow_host=slow_host)
 
+    @property
+    def shards(self) -> int:
+        """Neighbours between which hybrid sharding divides the weights: a host's ranks, or pairs of hosts of one."""
+        return max(2, self.ranks_per_host)
+
     def pace(self, rank: int) -> float:
         """Returns how many times as long the layers of `rank` take."""
         return self.slow_host if rank >= self.ranks - self.ranks_per_host else 1.0
