@@ -95,7 +95,6 @@ class DataRank:
         if isinstance(self.model, DistributedDataParallel):
             return nullcontext() if last else self.model.no_sync()
         assert isinstance(self.model, FSDPModule)
-        self.model.set_is_last_backward(last)
         # A reduce-scatter in each micro-batch would save memory only, an all-reduce in each nothing.
         self.model.set_requires_gradient_sync(last or self._way == "hsdp-scatter")
         self.model.set_requires_all_reduce(last)

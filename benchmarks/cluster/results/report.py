@@ -101,11 +101,12 @@ class Report(Runs):
         return sorted((name for name in self.runs if _family(name).library == library), key=self.median_s)
 
     def rivals(self) -> dict[str, dict[str, float]]:
-        """Returns, of each system that trains with data parallelism alone, its closed form (rivals.py) and what its
-        step would take if gloo did not send what it need not. Seconds and bytes."""
+        """Returns, of the best of each family that trains with data parallelism alone, its closed form (rivals.py) and
+        what its step would take if gloo did not send what it need not. Seconds and bytes."""
+        best = {_family(name).schedule: name for name in reversed(self.of_library("data"))}
         found = {}
-        for name in self.of_library("data"):
-            costs = rival_costs(self.scenario, _family(name).schedule)
+        for way, name in reversed(best.items()):
+            costs = rival_costs(self.scenario, way)
             found[name] = {**asdict(costs), "without_emulation_s": self.median_s(name) - costs.emulated_s}
         return found
 
