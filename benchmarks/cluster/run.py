@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         about["machine"]["wake_up_s"] = wake_up_s = measure_wake_up_s()  # before there are ranks, once for all of them
         report = _measure(
             options,
-            partial(_hosts, unshaped),
+            partial(_hosts, options, unshaped),
             partial(Session, wake_up_s=wake_up_s, timeout=options.timeout, wait_for_calm=wait),
         )
     except ValueError as error:
@@ -111,6 +111,18 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--slow", type=_positive, default=1, metavar="N", help="times of layers and links N-fold: same shares, less CPU"
     )
+    parser.add_argument(
+        "--rtt", type=float, default=0.0, metavar="MS", help="round trip between two hosts (default 0: the machine's)"
+    )
+    parser.add_argument(
+        "--jitter", type=float, default=0.0, metavar="MS", help="by how much it varies, up and down (default 0)"
+    )
+    parser.add_argument(
+        "--slow-host", type=float, default=1.0, metavar="N", help="layers on the last host take N times as long"
+    )
+    parser.add_argument(
+        "--ranks-per-host", type=_positive, default=1, metavar="N", help="ranks that share a link of N times the rate"
+    )
     parser.add_argument("--timeout", type=float, help="seconds until a run counts as failed (default by scenario)")
     parser.add_argument("--json", type=Path, help="write everything here")
     parser.add_argument("--png", type=Path, help="draw the comparison or the grid here (needs matplotlib)")
@@ -126,6 +138,10 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     for name in ("thin", "slow"):
         if getattr(options, name) > 1 and options.latency:
             parser.error(f"--{name} has no effect with --latency: nothing is computed there")
+    if options.loopback and (options.rtt or options.jitter or options.ranks_per_host > 1):
+        parser.error("--rtt, --jitter and --ranks-per-host are about hosts with links; remove --loopback")
+    if options.latency and options.slow_host > 1:
+        parser.error("--slow-host has no effect with --latency: nothing is computed there")
     for name in ("latency", "offload"):
         if options.png and getattr(options, name):
             parser.error(f"--png has no effect with --{name}: it is a table")
@@ -151,7 +167,9 @@ def _about(arguments: Sequence[str] | None) -> dict[str, Any]:
 
 
 def _check(options: argparse.Namespace) -> None:
-    """Raises: ValueError for systems that are unknown or do not fit the scenario."""
+    """Raises: ValueError for systems that are unknown or do not fit the scenario, or hosts that cannot be."""
+    Link(rate_mbit=1.0, rtt_ms=options.rtt, jitter_ms=options.jitter)
+    _scenario(options, options.latency or options.offload or options.scenario or "A")
     for name in _names(options):
         find_systems(name, SCENARIOS[options.scenario or "A"])
 
@@ -177,9 +195,8 @@ def _measure(
     scenario = _scenario(options, options.latency or options.scenario or "A")
     effort = _effort(options, repetitions=3, steps=scenario.steps)
     if options.latency:
-        link = Link(rate_mbit=scenario.rate_mbit, burst_s=LATENCY_BURST_S)
         with (
-            hosts_of(scenario, link) as hosts,
+            hosts_of(scenario, burst_s=LATENCY_BURST_S) as hosts,
             session_on(hosts, scenario.ranks) as session,
         ):
             found = PreemptionReport(scenario=scenario, network=hosts.description, shaped=hosts.shaped)
@@ -222,7 +239,8 @@ def _measure_grid(
 
 
 def _scenario(options: argparse.Namespace, name: str) -> Scenario:
-    return SCENARIOS[name].thinned(options.thin).slowed(options.slow)
+    one = SCENARIOS[name].thinned(options.thin).slowed(options.slow)
+    return one.on_hosts(ranks_per_host=options.ranks_per_host, slow_host=options.slow_host)
 
 
 def _effort(options: argparse.Namespace, *, repetitions: int, steps: int) -> Effort:
@@ -237,7 +255,9 @@ def _falls_back() -> bool:
     return bool(reason)
 
 
-def _hosts(unshaped: bool, scenario: Scenario, link: Link | None = None) -> Hosts:
+def _hosts(options: argparse.Namespace, unshaped: bool, scenario: Scenario, burst_s: float | None = None) -> Hosts:
     if unshaped:
         return LoopbackHosts()
-    return NamespaceHosts(scenario.ranks, link or Link(rate_mbit=scenario.rate_mbit))
+    rate = scenario.rate_mbit * scenario.ranks_per_host
+    link = Link(rate_mbit=rate, burst_s=burst_s, rtt_ms=options.rtt, jitter_ms=options.jitter)
+    return NamespaceHosts(scenario.ranks // scenario.ranks_per_host, link, scenario.ranks_per_host)

@@ -42,7 +42,7 @@ a copy takes 0.70 of a forward."""
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scenario:
-    """A model of equal layers on dp x pp ranks, each on a host of its own. Times in seconds, sizes in bytes."""
+    """A model of equal layers on dp x pp ranks. Times in seconds, sizes in bytes."""
 
     name: str
     title: str
@@ -65,7 +65,7 @@ class Scenario:
     activation_bytes: int
     """What one micro-batch hands from one stage to the next, forward and backward."""
     rate_mbit: float
-    """Of each host's link, each way, in Mbit/s."""
+    """Of each rank's link, each way, in Mbit/s."""
     saved_bytes: int = 0
     """What a layer keeps of a micro-batch for its backward, beside its input."""
     copy_rate: float = 0.0
@@ -74,6 +74,32 @@ class Scenario:
     """Bytes of an accelerator that is too small for what all layers save; 0: none is."""
     steps: int = 5
     """Measured steps of a run, where the command says nothing else."""
+    ranks_per_host: int = 1
+    """Neighbours that share a host and its link, which then has so many times the rate."""
+    slow_host: float = 1.0
+    """The layers of the last host's ranks take so many times as long."""
+
+    def on_hosts(self, *, ranks_per_host: int, slow_host: float) -> Scenario:
+        """Returns the same job on other hosts. Its limit stays one that nobody can beat.
+
+        Raises: ValueError where the ranks do not fill such hosts, or the last one would be faster.
+        """
+        if self.ranks % ranks_per_host:
+            raise ValueError(f"{self.ranks} ranks do not fill hosts of {ranks_per_host}; change --ranks-per-host")
+        if slow_host < 1:
+            raise ValueError(f"a slow host's layers take at least 1 times as long, not {slow_host:g}")
+        name = self.name + (f", {ranks_per_host} ranks a host" if ranks_per_host > 1 else "")
+        name += f", last host's times * {slow_host:g}" if slow_host > 1 else ""
+        return replace(self, name=name, ranks_per_host=ranks_per_host, slow_host=slow_host)
+
+    @property
+    def shards(self) -> int:
+        """Neighbours between which hybrid sharding divides the weights: a host's ranks, or pairs of hosts of one."""
+        return max(2, self.ranks_per_host)
+
+    def pace(self, rank: int) -> float:
+        """Returns how many times as long the layers of `rank` take."""
+        return self.slow_host if rank >= self.ranks - self.ranks_per_host else 1.0
 
     def with_copy_rate(self, share: float) -> Scenario:
         """Returns the same with copies at `share` of the rate."""
@@ -111,7 +137,7 @@ class Scenario:
 
     @property
     def ranks(self) -> int:
-        """Number of processes, which is also the number of hosts."""
+        """Number of processes."""
         return self.dp * self.pp
 
     @property

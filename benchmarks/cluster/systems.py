@@ -51,7 +51,7 @@ class Family:
     schedule: str
     help: str
     folds: bool = True
-    """Whether it takes a number of segments."""
+    """Whether it takes a number: of segments; where the library is "data", of buckets or groups of layers."""
     group_size: str = "auto"
     """N: "auto", which is the planner's or the schedule's own, or "m", all micro-batches."""
     dp_sync: str = ""
@@ -127,6 +127,11 @@ FAMILIES = {
     "torch-bfs": Family(
         "torch", "ScheduleLoopedBFS", "torch.distributed.pipelining, breadth first", dp_sync="all-reduce"
     ),
+    "torch-ddp": Family("data", "ddp", "DistributedDataParallel, no_sync but for the last micro-batch"),
+    "torch-fsdp2": Family("data", "zero2", "fully_shard; weights are gathered once a step, as gradients are reduced"),
+    "torch-fsdp2-zero3": Family("data", "zero3", "the same; weights are gathered for each pass of each micro-batch"),
+    "torch-hsdp": Family("data", "hsdp", "fully_shard within a host, all-reduce across, once a step each"),
+    "torch-hsdp-scatter": Family("data", "hsdp-scatter", "the same; each micro-batch is reduced within the host"),
     "load": Family("load", "", "DP.sync without a pause beside messages at a steady pace", folds=False, warm_up=2),
     "load-unordered": Family("load", "", "the same, first come, first served", folds=False, preempt=False, warm_up=2),
 }
@@ -189,12 +194,23 @@ def find_system(name: str, scenario: Scenario) -> System:
         raise ValueError(f"system {name!r}: segments have no effect on {base}; remove :{number}")
     if number and not number.isdecimal():
         raise ValueError(f"system {name!r}: the number of segments must be an integer, not {number!r}")
-    segments = int(number) if number else scenario.segments if family.folds else 1
-    if segments < 1 or scenario.layers % segments:
+    data = family.library == "data"
+    if data and scenario.micro_batches % scenario.pp:
         raise ValueError(
-            f"system {name!r}: {segments} segments do not divide the {scenario.layers} layers that a rank has in "
+            f"system {name!r}: the {scenario.micro_batches} micro-batches of a replica do not divide over its "
+            f"{scenario.pp} ranks"
+        )
+    if family.schedule.startswith("hsdp") and scenario.ranks < 2 * scenario.shards:
+        raise ValueError(
+            f"system {name!r} needs two hosts of {scenario.shards} ranks; there are {scenario.ranks} ranks"
+        )
+    layers = scenario.layers * (scenario.pp if data else 1)
+    segments = int(number) if number else layers if data else scenario.segments if family.folds else 1
+    if segments < 1 or layers % segments:
+        raise ValueError(
+            f"system {name!r}: {segments} segments do not divide the {layers} layers that a rank has in "
             f"scenario {scenario.name}"
         )
-    if at and family.library == "load":
-        raise ValueError(f"system {name!r} computes nothing; remove @sim")
+    if at and family.library in ("load", "data"):
+        raise ValueError(f"system {name!r} computes nothing on a device; remove @sim")
     return System((f"{base}:{segments}" if family.folds else base) + at + device, family, segments, device or "cpu")

@@ -39,7 +39,10 @@ def add(subcommands: Any, *, knobs: bool) -> None:
     )
     made.add_argument("--global-micro-batches", type=int, metavar="M", help="per step, of all replicas; with auto")
     made.add_argument(
-        "--ranks-per-host", type=int, metavar="N", help="with --tp auto, whose groups stay within hosts; default 8"
+        "--ranks-per-host",
+        type=int,
+        metavar="N",
+        help="within which --tp auto stays, default 8; HSDP is compared where it is given",
     )
     made.add_argument("--batch", type=int, metavar="N", help="samples of a micro-batch, default 1")
     made.add_argument(
@@ -85,9 +88,10 @@ def run(options: argparse.Namespace) -> None:
     given = {knob: getattr(options, knob.name) for knob in KNOBS}
     constraints = constrained(**{k.name: k.read(text) for k, text in given.items() if text is not None})
     if options.global_samples is None:
-        job, proposal = _planned(argparse.Namespace(**(vars(options) | {"batch": options.batch or 1})), constraints)
+        batch = {"batch": options.batch or 1}
+        job, proposal, whole = _planned(argparse.Namespace(**(vars(options) | batch)), constraints)
     else:
-        job, proposal = _best_batch(options, constraints)
+        job, proposal, whole = _best_batch(options, constraints)
     if job.memory_limit is not None and proposal.memory_bytes > job.memory_limit:
         raise ConfigError(
             f"{proposal.table}\nnothing fits: stage {proposal.fullest_stage} needs at least "
@@ -96,12 +100,34 @@ def run(options: argparse.Namespace) -> None:
         )
     print(proposal.table)
     print(f"strategy: {proposal.strategy}")
+    for line in _against_rivals(options, job, proposal, whole):
+        print(line)
     print(breakdown.table("stage", proposal.prediction))
     print(memory.table(predicted_curves(job, proposal.strategy)))
 
 
-def _planned(options: argparse.Namespace, constraints: Constraints) -> tuple[Job, Proposal]:
-    """Returns what the planner was told and says, of the best mesh. Raises: ConfigError, TraceError."""
+def _against_rivals(options: argparse.Namespace, job: Job, proposal: Proposal, whole: Profile) -> list[str]:
+    """Returns how the plan compares with data parallelism of the whole model, a line each."""
+    from fold3d.cli.tables.break_even import rivals_of
+
+    count, per_host = options.world_size, options.ranks_per_host
+    if per_host is not None and 1 < count <= per_host:
+        return [f"all {count} processes are on one host: where the model fits, take FSDP, whose sums stay inside"]
+    rivals = rivals_of(
+        whole,
+        bandwidth=job.network.bandwidth,
+        processes=count,
+        micro_batches=job.dp * job.micro_batches,
+        ranks_per_host=per_host,
+    )
+    return [rival.against(proposal.step_ms) for rival in rivals]
+
+
+def _planned(options: argparse.Namespace, constraints: Constraints) -> tuple[Job, Proposal, Profile]:
+    """Returns what the planner was told and says, of the best mesh, and the costs of layers that nobody shares.
+
+    Raises: ConfigError, TraceError.
+    """
     from fold3d.plan.search import decide
     from fold3d.plan.space.mesh import search_meshes
 
@@ -111,22 +137,24 @@ def _planned(options: argparse.Namespace, constraints: Constraints) -> tuple[Job
     layers = _Layers(options)
     if fixed:
         job = layers.job(_mesh(options))
-        return job, decide(job, constraints, lambda: True)
+        return job, decide(job, constraints, lambda: True), layers.whole
     tried = search_meshes(_meshes(options, layers), layers.job, lambda job: decide(job, constraints, lambda: True))
     print(_mesh_table(tried))
     if tried[0].proposal is None:
         raise ConfigError(
             f"no mesh of {options.world_size} processes is possible; the table says why. Change -w, --tp or --pp"
         )
-    return layers.job(tried[0].mesh), tried[0].proposal
+    return layers.job(tried[0].mesh), tried[0].proposal, layers.whole
 
 
-def _best_batch(options: argparse.Namespace, constraints: Constraints) -> tuple[Job, Proposal]:
+def _best_batch(options: argparse.Namespace, constraints: Constraints) -> tuple[Job, Proposal, Profile]:
     """Returns `_planned` of the size of micro-batches with the shortest step of those that fit, after a table of all.
 
     Raises: ConfigError when no size divides the samples.
     """
     from fold3d.plan.parts.sizes import search_sizes
+
+    wholes = {}
 
     def plan(size: int) -> tuple[Job, Proposal]:
         if options.tp is None or options.pp is None:
@@ -134,7 +162,10 @@ def _best_batch(options: argparse.Namespace, constraints: Constraints) -> tuple[
         else:
             dp = _config(options, options.tp, options.pp).resolve_dp(options.world_size)
             count = {"micro_batches": options.global_samples // (size * dp)}
-        return _planned(argparse.Namespace(**(vars(options) | count | {"batch": size})), constraints)
+        job, proposal, wholes[size] = _planned(
+            argparse.Namespace(**(vars(options) | count | {"batch": size})), constraints
+        )
+        return job, proposal
 
     found = search_sizes(_sizes(options), plan)
     print("samples of a micro-batch  predicted step")
@@ -144,7 +175,7 @@ def _best_batch(options: argparse.Namespace, constraints: Constraints) -> tuple[
         )
         count = one.proposal.strategy.micro_batches
         print(f"{one.size:<24}  {one.proposal.step_ms:9.1f} ms  {count} micro-batches, {needs}")
-    return found[0].job, found[0].proposal
+    return found[0].job, found[0].proposal, wholes[found[0].size]
 
 
 def _sizes(options: argparse.Namespace) -> list[int]:
@@ -185,8 +216,8 @@ def _check(options: argparse.Namespace) -> None:
             f"--global-micro-batches={options.global_micro_batches} is for --tp auto or --pp auto; "
             "with both given, --micro-batches says how many a replica runs"
         )
-    if options.ranks_per_host is not None and (options.tp is not None or options.ranks_per_host < 1):
-        raise ConfigError(f"--ranks-per-host={options.ranks_per_host} is a positive number for --tp auto")
+    if options.ranks_per_host is not None and options.ranks_per_host < 1:
+        raise ConfigError(f"--ranks-per-host is {options.ranks_per_host}; a host has at least one")
 
 
 def _config(options: argparse.Namespace, tp: int, pp: int, micro_batches: int | None = None) -> ParallelConfig:
@@ -259,11 +290,11 @@ class _Layers:
         print(f"{model_option.describe(model)}; a micro-batch: {model_option.shapes_of(self._example)}")
         if options.measure:
             self._device = default_device()
-            self._whole = profile_model(model, self.trace, self._example, self._device, recompute=again)
+            self.whole = profile_model(model, self.trace, self._example, self._device, recompute=again)
         else:
             speed = options.tflops * 1e12
-            self._whole = assumed_profile(model, self.trace, self._example, flops_per_second=speed, recompute=again)
-        self._profiles = {1: self._whole}
+            self.whole = assumed_profile(model, self.trace, self._example, flops_per_second=speed, recompute=again)
+        self._profiles = {1: self.whole}
 
     def job(self, mesh: Mesh) -> Job:
         """Returns what the planner is told. Raises: ConfigError when the model cannot be shared out so."""
@@ -300,7 +331,7 @@ class _Layers:
             shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
             sharding = plan_sharding(model, self.trace, example, tp, sequence_parallel=sequence_parallel)
             layers = layers_of_a_shard(model, self.trace, example, sharding)
-            shard = of_a_shard(self._whole, self.trace, sharding, shapes, layers)
+            shard = of_a_shard(self.whole, self.trace, sharding, shapes, layers)
             profile = with_tp_sync(shard, model, self.trace, sharding, example)
             if self._options.measure:
                 factor = halves_factor(model, self.trace, example, self._device, parts=profile.sub_micro_batches)

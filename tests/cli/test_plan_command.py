@@ -230,7 +230,22 @@ def test_the_mesh_is_searched_with_the_rest(capsys, gpt2_folder):  # noqa: F811
         ((), "give --global-micro-batches, a positive number"),
         (("--global-micro-batches", 8, "-m", 2), "give --global-micro-batches, a positive number"),
         (("--global-micro-batches", 3, "-t", 1, "-p", 1), "--global-micro-batches=3 is for --tp auto or --pp auto"),
-        (("--global-micro-batches", 8, "-t", 1, "--ranks-per-host", 2), "--ranks-per-host=2 is a positive number for"),
+        (("--global-micro-batches", 8, "--ranks-per-host", 0), "--ranks-per-host is 0"),
     ):
         code, _, err = run(capsys, *common, *arguments)
         assert code == 1 and message in err
+
+
+def test_it_says_from_where_on_it_is_ahead_of_data_parallelism(capsys):
+    """On a slow network the plan is ahead, on a fast one DDP; on one host there is nothing to plan for."""
+    common = (PLAIN, "-w", 4, "-p", 2, "-m", 4, "--ranks-per-host", 2, "--latency", 0.01, "--tflops", 1e-6)
+    found = {}
+    for gbit in (1e-6, 10):
+        code, out, _ = run(capsys, *common, "--bandwidth", gbit)
+        assert code == 0
+        found[gbit] = {line.split()[0]: line for line in out.splitlines() if " takes at least " in line}
+        assert set(found[gbit]) == {"DDP", "HSDP"}
+    assert "take DDP if the model fits" in found[10]["DDP"] and "take HSDP if" in found[10]["HSDP"]
+    assert "take DDP" not in found[1e-6]["DDP"] and "takes 0." in found[1e-6]["DDP"]
+    _, out, _ = run(capsys, PLAIN, "-w", 4, "-p", 2, "-m", 4, "--ranks-per-host", 4)
+    assert "all 4 processes are on one host" in out and "take FSDP" in out

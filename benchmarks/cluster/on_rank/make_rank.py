@@ -17,6 +17,10 @@ def make_rank(system: System, scenario: Scenario) -> Rank:
         from benchmarks.cluster.on_rank.load_rank import LoadRank
 
         return LoadRank(scenario, system)
+    if system.family.library == "data":
+        from benchmarks.cluster.on_rank.data_rank import DataRank
+
+        return DataRank(scenario, system)
     from benchmarks.cluster.on_rank.torch_rank import TorchRank
 
     return TorchRank(scenario, system)

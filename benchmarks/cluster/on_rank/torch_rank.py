@@ -29,8 +29,8 @@ class TorchRank:
         self._device = device = torch.device("cpu") if system.device == "cpu" else torch.device(system.device, 0)
         replica, stage = divmod(rank, scenario.pp)
         pipelines = [list(range(d * scenario.pp, (d + 1) * scenario.pp)) for d in range(scenario.dp)]
-        self._pipeline = _own_group(pipelines, replica, device)
-        self._data = _own_group([[p[s] for p in pipelines] for s in range(scenario.pp)], stage, device)
+        self._pipeline = own_group(pipelines, replica, device)
+        self._data = own_group([[p[s] for p in pipelines] for s in range(scenario.pp)], stage, device)
         self._micro_batches = scenario.micro_batches
         layers_per_chunk = scenario.layers // segments
         modules = [nn.Sequential(*make_layers(scenario, layers_per_chunk)).to(device) for _ in range(segments)]
@@ -108,7 +108,7 @@ class TorchRank:
                 dist.destroy_process_group(group)
 
 
-def _own_group(lists: list[list[int]], mine: int, device: torch.device) -> Any:
+def own_group(lists: list[list[int]], mine: int, device: torch.device) -> Any:
     """Makes one group per list, on every rank in the same order; returns number `mine`, None where it is one rank."""
     backend = "gloo" if device.type == "cpu" else "cpu:gloo,sim:simccl"
     groups = [dist.new_group(ranks, backend=backend) if len(ranks) > 1 else None for ranks in lists]

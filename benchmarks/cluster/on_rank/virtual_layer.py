@@ -10,6 +10,7 @@ import time
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from benchmarks.cluster.scenarios import FLOAT_BYTES, Scenario
@@ -50,10 +51,15 @@ class VirtualLayer(nn.Module):
         self._watch_weight()  # a copy's weight has none of the hooks
 
     def _watch_weight(self) -> None:
+        hooks = self.weight._post_accumulate_grad_hooks
+        if hooks and self._accumulated in hooks.values():
+            return
         self.weight.register_post_accumulate_grad_hook(self._accumulated)  # type: ignore[no-untyped-call]
 
     def forward(self, x: Tensor) -> Tensor:
         """Returns a tensor of the shape of `x`."""
+        if isinstance(self.weight, nn.Parameter):
+            self._watch_weight()  # FSDP has put another parameter in its place
         y: Tensor = _Occupy.apply(x, self.weight, self)  # type: ignore[no-untyped-call]
         return y
 
@@ -84,13 +90,13 @@ class VirtualModel(nn.Module):
 
 
 def make_layers(scenario: Scenario, count: int) -> list[VirtualLayer]:
-    """Returns `count` layers, each with its share of a rank's time and gradient."""
+    """Returns `count` layers for the calling rank, each with its share of a rank's time and gradient."""
     calls = scenario.layers * scenario.micro_batches
+    pace = scenario.pace(dist.get_rank()) if scenario.slow_host > 1 else 1.0
+    forward_s, backward_s = (pace * seconds / calls for seconds in (scenario.forward_s, scenario.backward_s))
     parameters = max(1, scenario.gradient_bytes // scenario.layers // FLOAT_BYTES)
     saved = scenario.saved_bytes // FLOAT_BYTES
-    return [
-        VirtualLayer(parameters, scenario.forward_s / calls, scenario.backward_s / calls, saved) for _ in range(count)
-    ]
+    return [VirtualLayer(parameters, forward_s, backward_s, saved) for _ in range(count)]
 
 
 def make_batch(scenario: Scenario, device: torch.device) -> Tensor:

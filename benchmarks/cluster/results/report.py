@@ -8,8 +8,9 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from benchmarks.cluster.results.latency import Latency
+from benchmarks.cluster.rivals import rival_costs
 from benchmarks.cluster.scenarios import Scenario
-from benchmarks.cluster.systems import REFERENCE
+from benchmarks.cluster.systems import FAMILIES, REFERENCE, Family
 from benchmarks.cluster.testbed.machine import MAX_STOLEN
 
 
@@ -95,9 +96,19 @@ class Report(Runs):
         """Returns the median step time over that of fold3d-auto; None when that has not run."""
         return self.median_s(system) / self.median_s(REFERENCE) if REFERENCE in self.runs else None
 
-    def fastest(self, prefix: str) -> str | None:
-        """Returns the fastest system whose name begins with `prefix`; None when none has run."""
-        return min((name for name in self.runs if name.startswith(prefix)), key=self.median_s, default=None)
+    def of_library(self, library: str) -> list[str]:
+        """Returns the systems of a library that have run, the fastest first."""
+        return sorted((name for name in self.runs if _family(name).library == library), key=self.median_s)
+
+    def rivals(self) -> dict[str, dict[str, float]]:
+        """Returns, of the best of each family that trains with data parallelism alone, its closed form (rivals.py) and
+        what its step would take if gloo did not send what it need not. Seconds and bytes."""
+        best = {_family(name).schedule: name for name in reversed(self.of_library("data"))}
+        found = {}
+        for way, name in reversed(best.items()):
+            costs = rival_costs(self.scenario, way)
+            found[name] = {**asdict(costs), "without_emulation_s": self.median_s(name) - costs.emulated_s}
+        return found
 
     def table(self) -> str:
         """Returns the comparison as text."""
@@ -126,10 +137,29 @@ class Report(Runs):
         rows += [f"{name:28} FAILED {len(texts)} time(s)" for name, texts in self.failures.items()]
         rows += [f"{REFERENCE} chose {text}" for text in sorted({run.chosen() for run in self.runs.get(REFERENCE, [])})]
         rows += [_host_text(name, self.counted(name)) for name in self.runs if "@" in name]
-        theirs = self.fastest("torch")
+        rows += [self._rival_text(name, rival) for name, rival in self.rivals().items()]
+        theirs = self.of_library("torch")
         if theirs and REFERENCE in self.runs:
-            rows += ["", f"best torch schedule ({theirs}) / {REFERENCE}: {number(self.ratio_to_reference(theirs))}"]
+            ratio = number(self.ratio_to_reference(theirs[0]))
+            rows += ["", f"best torch schedule ({theirs[0]}) / {REFERENCE}: {ratio}"]
         return "\n".join(rows)
+
+    def _rival_text(self, name: str, rival: dict[str, float]) -> str:
+        ours = self.median_s(REFERENCE) if REFERENCE in self.runs else None
+
+        def beside(seconds: float) -> str:
+            return f"{seconds:.3f} s" + (f" ({seconds / ours:.3f} x auto)" if ours else "")
+
+        emulated = (
+            f"; gloo's emulated reduce-scatter sends {rival['emulated_bytes'] / 1e6:.1f} MB more, "
+            f"without it {beside(rival['without_emulation_s'])}"
+            if rival["emulated_bytes"]
+            else ""
+        )
+        return (
+            f"{name}: {rival['sent_bytes'] / 1e6:.1f} MB must be sent{emulated}; "
+            f"by formula, with all overlap there can be, {beside(rival['least_s'])}"
+        )
 
     def as_json(self) -> dict[str, Any]:
         """Returns everything, ready for json.dump."""
@@ -151,8 +181,13 @@ class Report(Runs):
             "network": self.network,
             "shaped": self.shaped,
             "systems": systems,
+            "rivals": self.rivals(),
             "failures": self.failures,
         }
+
+
+def _family(name: str) -> Family:
+    return FAMILIES[name.partition("@")[0].partition(":")[0]]
 
 
 def _host_text(name: str, runs: Sequence[Run]) -> str:

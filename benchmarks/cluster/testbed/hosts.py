@@ -1,4 +1,4 @@
-"""Hosts: network namespaces joined by a bridge, or, unshaped, this machine's loopback interface.
+"""Hosts: network namespaces joined by a bridge or a relay, or, unshaped, this machine's loopback interface.
 
 The namespaces have no names. They live as long as this process holds their descriptors or a rank runs in them, and
 ranks die with their parent (worker.py), so that even a killed run leaves nothing behind and two runs cannot collide.
@@ -17,10 +17,13 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Protocol
 
+from benchmarks.cluster.testbed.relay import start_relay, why_no_relay
+
 CLONE_NEWNET = 0x40000000
 PROGRAMS = ("ip", "tc", "nsenter")
 SETUP_TIMEOUT = 30.0
 MAX_HOSTS = 200
+MAX_RTT_MS = 1000.0
 WINDOWS_MBIT = 100.0
 """The rate for which the windows below are given; those of other links are in proportion, and so are their queues."""
 PORT = 29500  # of the job's store; namespaces are empty, so it is free there
@@ -36,8 +39,8 @@ class Hosts(Protocol):
 
     def __exit__(self, *error: Any) -> None: ...
 
-    def command(self, host: int, command: list[str]) -> list[str]:
-        """Returns `command` so that it runs on `host`."""
+    def command(self, rank: int, command: list[str]) -> list[str]:
+        """Returns `command` so that it runs on the host of `rank`."""
 
     def environment(self) -> dict[str, str]:
         """Returns what every rank needs in its environment: interface and address of the job's store."""
@@ -54,20 +57,34 @@ class Link:
     burst_s: float | None = None
     """What an idle link sends at once, in seconds at its rate. None: 4 ms or 32 kB, so that even the tick of a slow
     kernel is no limit."""
+    rtt_ms: float = 0.0
+    """Round trip between two hosts, on top of what queues and the machine take."""
+    jitter_ms: float = 0.0
+    """By how much it varies, up and down."""
+
+    def __post_init__(self) -> None:
+        """Raises: ValueError for a round trip that cannot be."""
+        if not 0 <= self.jitter_ms <= self.rtt_ms <= MAX_RTT_MS:
+            raise ValueError(
+                f"a round trip of {self.rtt_ms:g} ms that varies by {self.jitter_ms:g} ms cannot be: "
+                f"0 <= jitter <= round trip <= {MAX_RTT_MS:g} ms"
+            )
 
     @property
     def send_window(self) -> str:
-        """net.ipv4.tcp_wmem: least, first and greatest bytes in flight of a connection; worth 5 ms at most."""
-        return self._window(16384, 65536)
+        """net.ipv4.tcp_wmem: least, first and greatest bytes in flight of a connection; worth 5 ms at most, and two
+        round trips, as the kernel counts its own bytes about a packet, too."""
+        return self._window(16384, 65536, round_trips=2)
 
     @property
     def receive_window(self) -> str:
-        """net.ipv4.tcp_rmem; worth 10 ms at most."""
-        return self._window(65536, 131072)
+        """net.ipv4.tcp_rmem, of which the window is about a half; worth 10 ms at most, and four round trips."""
+        return self._window(65536, 131072, round_trips=4)
 
-    def _window(self, first: int, greatest: int) -> str:
+    def _window(self, first: int, greatest: int, *, round_trips: int) -> str:
         share = self.rate_mbit / WINDOWS_MBIT
-        return f"4096 {round(first * share)} {round(greatest * share)}"
+        more = round_trips * (self.rtt_ms + self.jitter_ms) * self.rate_mbit * 1e3 / 8
+        return f"4096 {round(first * share)} {round(greatest * share + more)}"
 
     def shape(self, device: str) -> str:
         """Returns the command that limits what leaves `device`."""
@@ -94,7 +111,7 @@ class LoopbackHosts:
     def __exit__(self, *error: Any) -> None:
         return None
 
-    def command(self, host: int, command: list[str]) -> list[str]:
+    def command(self, rank: int, command: list[str]) -> list[str]:
         """Returns the command itself."""
         return command
 
@@ -106,22 +123,30 @@ class LoopbackHosts:
 class NamespaceHosts:
     """`count` hosts, each with one link of `link` to a common switch that is itself no limit. Needs root.
 
-    Raises: PermissionError without root, FileNotFoundError without iproute2 or nsenter, RuntimeError when the kernel
-        refuses a step.
+    Args:
+        ranks_per_host: neighbours that share a host and its link; what they say to each other does not travel.
+    Raises: PermissionError without root, FileNotFoundError without iproute2, nsenter or, for a round trip, a compiler,
+        RuntimeError when the kernel refuses a step.
     """
 
     shaped = True
 
-    def __init__(self, count: int, link: Link):
+    def __init__(self, count: int, link: Link, ranks_per_host: int = 1):
         if not 1 <= count <= MAX_HOSTS:
             raise ValueError(f"{count} hosts: must be 1 to {MAX_HOSTS}, all are on one /24 network")
         reason = why_unavailable()
         if reason:
             raise PermissionError(f"{reason}; run as root on Linux, or unshaped with --loopback")
+        if link.rtt_ms and (reason := why_no_relay()):
+            raise FileNotFoundError(reason)
         self.count = count
         self.link = link
+        self.ranks_per_host = ranks_per_host
+        trip = f", round trip {link.rtt_ms:g} ms" if link.rtt_ms else ""
+        trip += f" +- {link.jitter_ms:g} ms" if link.jitter_ms else ""
         self.description = (
-            f"{count} network namespaces, links of {link.rate_mbit:g} Mbit/s each way, TCP windows bounded"
+            f"{count} network namespaces{f' of {ranks_per_host} ranks' if ranks_per_host > 1 else ''}, "
+            f"links of {link.rate_mbit:g} Mbit/s each way{trip}, TCP windows bounded"
         )
         self._stack = ExitStack()
         self._hosts: list[str] = []
@@ -133,6 +158,9 @@ class NamespaceHosts:
             _inside(switch, "ip link add switch type bridge && ip link set switch up")
             for number, host in enumerate(self._hosts):
                 self._connect(switch, number, host)
+            if self.link.rtt_ms:
+                ports = [f"port{number}" for number in range(self.count)]
+                start_relay(switch, ports, rtt_ms=self.link.rtt_ms, jitter_ms=self.link.jitter_ms, stack=self._stack)
         except BaseException:
             self._stack.close()
             raise
@@ -151,9 +179,10 @@ class NamespaceHosts:
 
     def _connect(self, switch: str, number: int, host: str) -> None:
         port = f"port{number}"
+        joined = "" if self.link.rtt_ms else " master switch"  # else the relay is the switch
         _inside(
             switch,
-            f"ip link add {port} type veth peer name eth0 netns {host} && ip link set {port} master switch up && "
+            f"ip link add {port} type veth peer name eth0 netns {host} && ip link set {port}{joined} up && "
             + self.link.shape(port),
         )
         _inside(
@@ -164,9 +193,9 @@ class NamespaceHosts:
             + self.link.shape("eth0"),
         )
 
-    def command(self, host: int, command: list[str]) -> list[str]:
-        """Returns `command` so that it runs on host number `host`."""
-        return ["nsenter", f"--net={self._hosts[host]}", *command]
+    def command(self, rank: int, command: list[str]) -> list[str]:
+        """Returns `command` so that it runs on the host of `rank`; neighbours share one."""
+        return ["nsenter", f"--net={self._hosts[rank // self.ranks_per_host]}", *command]
 
     def environment(self) -> dict[str, str]:
         """Returns the names inside the namespaces; host 0 has the store."""
