@@ -31,7 +31,7 @@ from fold3d.engine.meeting import meet
 from fold3d.engine.planning.cut_model import CutModel, First, Order, cut_model
 from fold3d.engine.turns import take_turn
 from fold3d.errors import ConfigError
-from fold3d.faults.supervisor import Supervisor
+from fold3d.faults.job import supervisor_of_engine
 from fold3d.observe.memory import MemoryWatch
 from fold3d.observe.step_breakdown import StepBreakdown
 from fold3d.observe.step_output import StepOutput
@@ -127,7 +127,7 @@ class Engine(state.WholeState):
             max_grad_norm=max_grad_norm,
             compile_options=compile_options,
         )
-        self._supervisor = Supervisor(self.topology)
+        self._supervisor = supervisor_of_engine(self.topology, config.silence_seconds)
         self._world: WorldGroup | None = None
         self._rank: BuiltRank | None = None
         self._cut: CutModel | None = None
@@ -145,7 +145,7 @@ class Engine(state.WholeState):
     def _build(self, example: Mapping[str, Any] | None, first: First | None = None) -> LossRun | None:
         """Returns the run of the first micro-batch's loss function, if it has begun."""
         self._take_turn()
-        with calls_allowed(self.model):  # its weights may be parts that an engine has left
+        with self._supervisor.supervise("building the engine", meets=True), calls_allowed(self.model):
             cut = cut_model(self._order, self.world, example, first)
             self._cut = replace(cut, begun=None)
             self._connect(cut)
@@ -192,7 +192,8 @@ class Engine(state.WholeState):
                 rank.step.hooks.remove()
         if self._world is not None:
             self._world.close()
-        self._supervisor, self._world = Supervisor(self.topology), None
+        self._supervisor.close()
+        self._supervisor, self._world = supervisor_of_engine(self.topology, self.config.silence_seconds), None
         if rank is not None:
             assert self._cut is not None
             self._cut = replace(self._cut, name=f"{self._cut.name}+")
@@ -430,6 +431,7 @@ class Engine(state.WholeState):
         if rank is not None:
             self._at_exit.detach()
             rank.close()
+        self._supervisor.close()
         if self._world is not None:
             self._world.close()
         if rank is not None:
@@ -485,7 +487,8 @@ class Engine(state.WholeState):
     def world(self) -> WorldGroup:
         """All ranks of the job, for what they exchange besides steps; all ranks must ask for it the first time."""
         if self._world is None:
-            self._world = WorldGroup(self.topology, self.config.timeout_seconds, self._supervisor.progress)
+            with self._supervisor.supervise("connecting the ranks", meets=True):
+                self._world = WorldGroup(self.topology, self.config.timeout_seconds, self._supervisor.progress)
         return self._world
 
     @property
