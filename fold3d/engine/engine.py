@@ -145,12 +145,10 @@ class Engine(state.WholeState):
     def _build(self, example: Mapping[str, Any] | None, first: First | None = None) -> LossRun | None:
         """Returns the run of the first micro-batch's loss function, if it has begun."""
         self._take_turn()
-        with self._supervisor.supervise("building the engine", meets=True), calls_allowed(self.model):
+        with self._supervisor.supervise("building the engine", meets=True), calls_allowed(self.model):  # even of parts
             cut = cut_model(self._order, self.world, example, first)
             self._cut = replace(cut, begun=None)
-            self._connect(cut)
-        rank = self._rank
-        assert rank is not None
+            rank = self._connect(cut)
         self.planned_memory = None if cut.planned is None else cut.planned[1].memory_bytes
         self._follow(cut.strategy)
         weakref.finalize(self, rank.cut.remove).atexit = False
@@ -166,12 +164,13 @@ class Engine(state.WholeState):
             settle()
         return cut.begun
 
-    def _connect(self, cut: CutModel) -> None:
+    def _connect(self, cut: CutModel) -> BuiltRank:
         self._rank = rank = connect(cut, self._supervisor, self.world, self.device)
         # Threads that outlive the interpreter abort the process: a script that never calls close() must end well.
         self._at_exit = weakref.finalize(self, rank.close)
         if self._scaler is not None:
             self._scaler.follow(rank.step, {id(one) for one in rank.cut.parameters.values()}, self.device)
+        return rank
 
     def recover(self) -> None:
         """Connects the ranks anew after a failure that was raised on all of them; all ranks call.
@@ -192,7 +191,6 @@ class Engine(state.WholeState):
                 rank.step.hooks.remove()
         if self._world is not None:
             self._world.close()
-        self._supervisor.close()
         self._supervisor, self._world = supervisor_of_engine(self.topology, self.config.silence_seconds), None
         if rank is not None:
             assert self._cut is not None
@@ -431,7 +429,6 @@ class Engine(state.WholeState):
         if rank is not None:
             self._at_exit.detach()
             rank.close()
-        self._supervisor.close()
         if self._world is not None:
             self._world.close()
         if rank is not None:

@@ -27,7 +27,7 @@ class Supervisor:
         self.progress = Progress()
         self._life = self.progress.life
         self._board: FailureBoard | None = None
-        self._open = False
+        self._watches = self._open = False
 
     def watch(self, store: Any, name: str, timeout: float) -> None:
         """From now on this rank is watched, and hears of failures; all ranks of the job call, and none waits.
@@ -39,6 +39,7 @@ class Supervisor:
         """
         end_with_a_line(self._topology.describe(self._topology.rank))
         self._board = FailureBoard(store, name, self._topology, timeout, self.progress)
+        self._watches = True
         weakref.finalize(self, self._board.close)
 
     def expect(self, topology: Topology, timeout: float) -> None:
@@ -53,14 +54,14 @@ class Supervisor:
 
     def close(self) -> None:
         """Says goodbye to the other ranks, and hears no more of them."""
-        self._open = False
+        self._watches = self._open = False
         if self._board is not None:
             self._board.close()
 
     @property
     def _is_lost(self) -> bool:
         """Whether the job has failed, and nobody has raised it here."""
-        return self._life.failure is not None and not self._life.is_raised
+        return self._watches and self._life.failure is not None and not self._life.is_raised
 
     @property
     def _is_alone(self) -> bool:
@@ -82,20 +83,30 @@ class Supervisor:
         said = self.progress.during(doing, meets=meets) if self._open or meets else contextlib.nullcontext()
         with said:
             try:
-                if self._is_lost and not self._open:
+                if not self._open and self._is_lost:
                     raise RankError
                 yield
             except BaseException as error:
-                if self._is_lost and not self._open and isinstance(error, RankError):  # which met others in vain
-                    raise RankError(self.fail(error)) from None
+                if not self._open:
+                    self._explain(error)
+                    raise
                 if isinstance(error, Fold3dError) and error.is_everywhere:
                     raise
-                if self._is_alone or not (self._open or is_communication_error(error)):
+                if self._is_alone:
                     raise
                 message = self._life.failure if self._life.is_raised else self.fail(error)
                 if isinstance(error, Exception) and is_communication_error(error):
                     raise RankError(message) from error
                 raise
+
+    def _explain(self, error: BaseException) -> None:
+        """Raises RankError if `error`, in building an engine, comes of another rank that is gone."""
+        if not self._watches or self._life.is_raised:
+            return
+        cause = error.__cause__ if isinstance(error, RankError) else error
+        met_nobody = cause is not None and is_communication_error(cause)
+        if met_nobody or (self._is_lost and isinstance(error, RankError)):
+            raise RankError(self.fail(cause or error)) from cause
 
     @contextlib.contextmanager
     def together(self, doing: str, *, meets: bool = True) -> Iterator[None]:

@@ -5,10 +5,8 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
-import subprocess
 import sys
 import time
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -20,7 +18,7 @@ PLACES = {
     "recording": "fold3d.engine.planning.cut_model.record",
     "measuring layers": "fold3d.engine.planning.planner.profile_of",
     "measuring links": "fold3d.profile.network_probe.measure_network",
-    "planning": "fold3d.engine.planning.planner._steps_parts",
+    "planning": "fold3d.engine.planning.planner._check_memory",
     "cutting": "fold3d.engine.planning.cut_model.RankModel",
     "connecting the engine": "fold3d.engine.builder.connect_replicas",
     "building the engine": "fold3d.engine.builder.Pipeline",
@@ -30,14 +28,11 @@ MOMENTS = ("building the model", *PLACES, "the first step", "a later step", "eva
 
 
 def spring(how: str) -> None:
-    """This rank falls silent: it is "stopped", or its host's "link" goes down; "busy": it holds the GIL instead."""
+    """This rank is "stopped"; or it is "busy": it holds the GIL for twice as long as a rank may be silent."""
     sys.stdout.write(f"trap {time.monotonic()}\n")
     sys.stdout.flush()
     if how == "stopped":
         os.kill(os.getpid(), signal.SIGSTOP)
-    elif how == "link":
-        subprocess.run(["ip", "link", "set", "eth0", "down"], check=True)
-        time.sleep(3600)  # what it does now nobody sees
     else:
         ctypes.PyDLL(None).sleep(round(2 * TIMEOUT))  # a call of C, which lets no other thread of Python run
 
@@ -85,5 +80,4 @@ def main(folder: str, rank: str, moment: str, how: str, timeout: str = str(TIMEO
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
     main(*sys.argv[1:])
