@@ -290,8 +290,8 @@ class TrainingArguments(transformers.TrainingArguments):
             super().__post_init__()  # type: ignore[no-untyped-call]
             found = self.world_size
         dp = config.resolve_dp(found)
-        # What follows may take each process another time: the data, the model, the Trainer.
-        watch_job(Topology(dp=dp, pp=self.pp, tp=self.tp, rank=self.process_index), config.silence_seconds)
+        if dist.is_initialized():  # what follows may take each process another time: the data, the model, the Trainer
+            watch_job(Topology(dp=dp, pp=self.pp, tp=self.tp, rank=dist.get_rank()), config.silence_seconds)
         if self.n_gpu > 1:
             raise ConfigError(
                 f"one process sees {self.n_gpu} GPUs, which torch.nn.DataParallel would share; start one process "
