@@ -17,6 +17,7 @@
 #include "memory/host_memory.h"
 #include "memory/slot/tier.h"
 #include "runtime/c10d/communicator_factory.h"
+#include "runtime/c10d/heartbeat.h"
 #include "runtime/device/stream_clock.h"
 #include "runtime/executor/executor.h"
 #include "runtime/memory/cpu_bytes.h"
@@ -302,6 +303,17 @@ void bind_runtime(py::module_& module) {
   module.def("reset_peak_cpu_bytes", &runtime::reset_peak_cpu_bytes);
   module.def("is_counted", &runtime::is_counted, py::arg("tensor"));
   py::register_exception<comm::CommError>(module, "CommError", PyExc_RuntimeError);
+  py::class_<runtime::Heartbeat, std::shared_ptr<runtime::Heartbeat>>(module, "Heartbeat",
+                                                                      "Signs of life in a store, without the GIL.")
+      .def(py::init([](const c10::intrusive_ptr<c10d::Store>& store, std::string key, double period_seconds,
+                       std::string text) {
+             const py::gil_scoped_release release;
+             return comm::make_for_process<runtime::Heartbeat>(store, std::move(key),
+                                                               comm::milliseconds(period_seconds), std::move(text));
+           }),
+           py::arg("store"), py::arg("key"), py::arg("period_seconds"), py::arg("text"))
+      .def("say", &runtime::Heartbeat::say, py::arg("text"), py::call_guard<py::gil_scoped_release>())
+      .def("close", &runtime::Heartbeat::close, py::arg("last"), py::call_guard<py::gil_scoped_release>());
   py::class_<PyExecutor>(module, "Executor", "Walks a rank's actions; owns the rank's communicator.")
       .def(
           py::init<const std::vector<py::object>&, int, int, const std::map<std::string, std::string>&, py::object,

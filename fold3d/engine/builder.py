@@ -55,8 +55,7 @@ def connect(model: CutModel, supervisor: Supervisor, world: WorldGroup, device: 
 
     Raises: RankError on all ranks when one fails; then nothing is left open.
     """
-    store = dist.distributed_c10d._get_default_store() if world.topology.world > 1 else None
-    supervisor.open(store, model.name, model.config.silence_seconds)
+    supervisor.open()
     undo = ExitStack()
     topology, planned = world.topology, model.planned
     job, expected = (None, None) if planned is None else (planned[0], planned[1].peaks[topology.pp_rank].bytes)

@@ -31,7 +31,7 @@ from fold3d.engine.meeting import meet
 from fold3d.engine.planning.cut_model import CutModel, First, Order, cut_model
 from fold3d.engine.turns import take_turn
 from fold3d.errors import ConfigError
-from fold3d.faults.supervisor import Supervisor
+from fold3d.faults.job import supervisor_of_engine
 from fold3d.observe.memory import MemoryWatch
 from fold3d.observe.step_breakdown import StepBreakdown
 from fold3d.observe.step_output import StepOutput
@@ -127,7 +127,7 @@ class Engine(state.WholeState):
             max_grad_norm=max_grad_norm,
             compile_options=compile_options,
         )
-        self._supervisor = Supervisor(self.topology)
+        self._supervisor = supervisor_of_engine(self.topology, config.silence_seconds)
         self._world: WorldGroup | None = None
         self._rank: BuiltRank | None = None
         self._cut: CutModel | None = None
@@ -145,12 +145,10 @@ class Engine(state.WholeState):
     def _build(self, example: Mapping[str, Any] | None, first: First | None = None) -> LossRun | None:
         """Returns the run of the first micro-batch's loss function, if it has begun."""
         self._take_turn()
-        with calls_allowed(self.model):  # its weights may be parts that an engine has left
+        with self._supervisor.supervise("building the engine", meets=True), calls_allowed(self.model):  # even of parts
             cut = cut_model(self._order, self.world, example, first)
             self._cut = replace(cut, begun=None)
-            self._connect(cut)
-        rank = self._rank
-        assert rank is not None
+            rank = self._connect(cut)
         self.planned_memory = None if cut.planned is None else cut.planned[1].memory_bytes
         self._follow(cut.strategy)
         weakref.finalize(self, rank.cut.remove).atexit = False
@@ -166,12 +164,13 @@ class Engine(state.WholeState):
             settle()
         return cut.begun
 
-    def _connect(self, cut: CutModel) -> None:
+    def _connect(self, cut: CutModel) -> BuiltRank:
         self._rank = rank = connect(cut, self._supervisor, self.world, self.device)
         # Threads that outlive the interpreter abort the process: a script that never calls close() must end well.
         self._at_exit = weakref.finalize(self, rank.close)
         if self._scaler is not None:
             self._scaler.follow(rank.step, {id(one) for one in rank.cut.parameters.values()}, self.device)
+        return rank
 
     def recover(self) -> None:
         """Connects the ranks anew after a failure that was raised on all of them; all ranks call.
@@ -192,7 +191,7 @@ class Engine(state.WholeState):
                 rank.step.hooks.remove()
         if self._world is not None:
             self._world.close()
-        self._supervisor, self._world = Supervisor(self.topology), None
+        self._supervisor, self._world = supervisor_of_engine(self.topology, self.config.silence_seconds), None
         if rank is not None:
             assert self._cut is not None
             self._cut = replace(self._cut, name=f"{self._cut.name}+")
@@ -485,7 +484,8 @@ class Engine(state.WholeState):
     def world(self) -> WorldGroup:
         """All ranks of the job, for what they exchange besides steps; all ranks must ask for it the first time."""
         if self._world is None:
-            self._world = WorldGroup(self.topology, self.config.timeout_seconds, self._supervisor.progress)
+            with self._supervisor.supervise("connecting the ranks", meets=True):
+                self._world = WorldGroup(self.topology, self.config.timeout_seconds, self._supervisor.progress)
         return self._world
 
     @property

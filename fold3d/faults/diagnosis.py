@@ -41,7 +41,7 @@ def diagnose(error: BaseException, board: FailureBoard, topology: Topology, prog
         return told
     reports = board.reports(ranks)
     silent = [r for r in reports if r in before and reports[r].beat == before[r].beat and r != topology.rank]
-    found = [f"{topology.describe(r)} is dead or stopped, last seen {reports[r].where()}" for r in silent]
+    found = [f"{topology.describe(r)} is dead or stopped, last seen {reports[r].seen()}" for r in silent]
     if not found:
         found = _uneven(reports, topology, progress.report())
     if not found:

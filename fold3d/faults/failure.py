@@ -39,24 +39,27 @@ _GRACE_SECONDS = 5.0
 """How long a rank may stay in a blocking call once the job has failed."""
 _GRACE_AFTER_INTERRUPT_SECONDS = 1.0
 """The same once somebody pressed Ctrl-C."""
-_UNINTERRUPTIBLE = ("torch.distributed", "fold3d.checkpoint")
+_UNINTERRUPTIBLE = ("torch.distributed", "fold3d.checkpoint", "fold3d.comms", "fold3d.profile")
 """Modules whose blocking calls nothing ends but their own time limit, which may be an hour."""
 
 
 class FailureBoard:
     """The first failure of a job and each rank's last sign of life, kept in the job's store.
 
-    Every rank makes one with the same `name`. One thread talks to the store: it looks for a failure, reports this
-    rank's progress, and watches the reports of the next rank; whoever stops reporting for `timeout` seconds has failed.
-    A second thread never blocks: it notices when the store itself no longer answers, and ends the process when the
-    job has failed but the rank stays in a collective that cannot be interrupted.
+    Every rank makes one with the same `name`, and is watched from its first sign of life on: how long it may take until
+    then is known to those who wait for it. Signs of life come from a thread that needs no GIL (`_C.Heartbeat`). One
+    thread talks to the store: it looks for a failure, tells this rank's progress, and watches the next rank; whoever
+    gives no sign of life for `timeout` seconds has failed. A second thread never blocks: it notices when the store
+    itself no longer answers, and ends the process when the job has failed but the rank stays in a collective that
+    cannot be interrupted. Making one waits for nobody but the store, and for that some seconds at most.
 
     On the first failure it hears of, it ends the `life` of `progress` with the message.
     """
 
     def __init__(self, store: Any, name: str, topology: Topology, timeout: float, progress: Progress):
         self._topology, self._timeout, self._progress, self._life = topology, timeout, progress, progress.life
-        self._store = _own_connection(store)
+        self._shared = self._store = store
+        self._process = os.getpid()
         self._prefix = f"fold3d/{name}"
         self._period = _LOOK_SECONDS * max(1.0, topology.world / _RANKS_PER_LOOK)
         self._trainer = threading.get_ident()
@@ -67,13 +70,18 @@ class FailureBoard:
         self._watched = self._after(topology.rank)
         self._seen = (-1, self._contact)
         self._requests: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = queue.SimpleQueue()
-        self._beat()
+        period, report = 2 * self._period, self._progress.report().text()
+        self._heart = _C.Heartbeat(store, self._key(topology.rank), period, report)
         self._talker = threading.Thread(target=self._talk, name="fold3d-board", daemon=True)
         self._watcher = threading.Thread(target=self._watch, name="fold3d-watch", daemon=True)
         self._talker.start()
         self._watcher.start()
 
     # For the thread that trains
+
+    def expect(self, topology: Topology, timeout: float) -> None:
+        """The layout, and how long a rank may be silent, are known better than when this was made."""
+        self._topology, self._timeout = topology, timeout
 
     def publish(self, message: str) -> str:
         """Writes this rank's failure, unless another rank was first; returns the first one."""
@@ -113,15 +121,14 @@ class FailureBoard:
 
     def close(self) -> None:
         """Says goodbye and stops watching. Tells the others first when an uncaught exception ends this process."""
-        if self._closed.is_set():
+        if self._closed.is_set() or os.getpid() != self._process:  # a forked child has nothing to say
             return
         error = getattr(sys, "last_value", None)  # what nobody caught; set when the interpreter has printed it
         if error is not None and self._life.failure is None and not hasattr(sys, "ps1"):
             rank = self._topology.describe(self._topology.rank)
             self.publish(f"{rank} ended its process: {type(error).__name__}: {error}")
             self.raised()
-        with contextlib.suppress(Exception):
-            self._ask(lambda: self._beat(closed=True), seconds=1.0)
+        self._heart.close(self._progress.report(closed=True).text())
         self._closed.set()
         self._requests.put((lambda: None, Future()))  # wakes the thread, if it has not ended yet
         for thread in (self._talker, self._watcher):
@@ -142,6 +149,12 @@ class FailureBoard:
 
     def _talk(self) -> None:
         turn, due = 0, time.monotonic()
+        while self._store is self._shared and not self._closed.is_set():
+            try:
+                self._store = _own_connection(self._shared)
+                break
+            except dist.DistError:
+                self._closed.wait(self._period)
         while not self._closed.is_set():
             with contextlib.suppress(queue.Empty):
                 request, answer = self._requests.get(timeout=self._period)
@@ -159,7 +172,7 @@ class FailureBoard:
             try:
                 self._look()
                 if turn % 2 == 0:
-                    self._beat()
+                    self._heart.say(self._progress.report().text())
                     self._look_at_next()
             except dist.DistStoreError as error:  # late with an answer, not gone: `_judge_store` counts the seconds
                 logger.debug("the job's store does not answer: %s", error)
@@ -172,9 +185,6 @@ class FailureBoard:
 
     def _key(self, what: str | int) -> str:
         return f"{self._prefix}/{what}"
-
-    def _beat(self, *, closed: bool = False) -> None:
-        self._store.set(self._key(self._topology.rank), self._progress.report(closed=closed).text())
 
     def _read(self, ranks: Iterable[int]) -> dict[int, Report]:
         written = [rank for rank in ranks if self._store.check([self._key(rank)])]
@@ -198,18 +208,19 @@ class FailureBoard:
     def _look_at_next(self) -> None:
         while self._watched != self._topology.rank:
             report = self._read([self._watched]).get(self._watched)
-            if report is not None and report.closed:
+            if report is None:
+                return
+            if report.closed:
                 self._watched, self._seen = self._after(self._watched), (-1, time.monotonic())
                 continue
-            beat = report.beat if report is not None else -1
             silent = time.monotonic() - self._seen[1]
-            if beat != self._seen[0]:
-                self._seen = (beat, time.monotonic())
+            if report.beat != self._seen[0]:
+                self._seen = (report.beat, time.monotonic())
             elif silent > self._timeout and self._life.failure is None:
-                where = report.where() if report is not None else "nowhere: it never built its engine"
                 self._write(
                     f"{self._topology.describe(self._watched)} has given no sign of life for {silent:.1f} s (setting "
-                    f"comm_timeout): its process is dead or stopped, or its host cannot be reached; last seen {where}. "
+                    f"comm_timeout): its process is dead or stopped, or its host cannot be reached; last seen "
+                    f"{report.seen()}. "
                     f"Noticed by {self._topology.describe(self._topology.rank)} {self._progress.report().where()}"
                 )
             return
@@ -224,7 +235,8 @@ class FailureBoard:
         # Frames hold the step's tensors: only that of a blocking call is kept, and until the next look.
         place: tuple[FrameType, int] | None = None
         blocked: tuple[FrameType, int] | None = None
-        now = since = time.monotonic()
+        now = since = failed = time.monotonic()
+        told = False
         while not self._closed.wait(_LOOK_SECONDS):
             before, now = now, time.monotonic()
             if now > before + _PAUSE_SECONDS:
@@ -232,6 +244,7 @@ class FailureBoard:
             self._judge_store(now)
             if self._life.failure is None or self._life.is_raised:
                 place = blocked = None
+                failed = now
                 continue
             place = self._blocking_place()
             if place is None or place != blocked:
@@ -240,6 +253,9 @@ class FailureBoard:
                 self._end_process_quietly()
             elif now - since > _GRACE_SECONDS:
                 self._end_process("".join(traceback.format_stack(place[0])))
+            if self._life.failure is not None and not told and now - failed > _GRACE_SECONDS:
+                told = True  # the script does something else, and may for hours: nothing raises the failure so far
+                logger.error("the job has failed: %s", self._life.failure)
 
     def _blocking_place(self) -> tuple[FrameType, int] | None:
         """Returns where the thread that trains stands, if that is a call that nothing ends."""
@@ -263,7 +279,7 @@ class FailureBoard:
 
     def _keeper(self) -> str:
         if _launcher_keeps_store():
-            return "the launcher, which keeps it"
+            return f"the launcher on {os.environ.get('MASTER_ADDR', 'the first host')}, which keeps it"
         return f"{self._topology.describe(0)}, which keeps it"
 
     def _keeps_store(self) -> bool:
@@ -294,6 +310,8 @@ def _own_connection(store: Any) -> Any:
     try:
         own = store.clone()
         own.set_timeout(timedelta(seconds=_ANSWER_SECONDS))
+    except dist.DistError:
+        raise
     except (AttributeError, NotImplementedError, RuntimeError):
         return store
     return own

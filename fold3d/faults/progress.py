@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import socket
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Protocol
 
 from fold3d.faults.lifetime import Lifetime
@@ -16,8 +17,6 @@ from fold3d.schedule import Schedule
 class Report:
     """What a rank last said about itself."""
 
-    beat: int
-    """Number of the report; it stands still when the process is dead or stopped."""
     run: int
     """Schedules begun so far: optimizer steps and evaluation batches, the same count on every rank."""
     micro_batches: int
@@ -30,11 +29,16 @@ class Report:
     """It waits for ranks of its pipeline or data-parallel group; in an action, for parameters from other replicas."""
     closed: bool
     """The rank has closed its engine, or its process has ended in good order."""
+    host: str = ""
+    """Name of the rank's."""
+    beat: int = 0
+    """Number of the sign of life with which it came; it stands still when the process is dead or stopped."""
 
     @classmethod
-    def parse(cls, text: bytes) -> Report:
-        """Returns what `text` made."""
-        return cls(**json.loads(text))
+    def parse(cls, sign: bytes) -> Report:
+        """Returns what a sign of life brings: its number, and what `text` made."""
+        beat, _, text = sign.partition(b" ")
+        return replace(cls(**json.loads(text)), beat=int(beat))
 
     def text(self) -> str:
         """Returns the form in which the report is stored."""
@@ -46,7 +50,13 @@ class Report:
             return f"gone: it closed its engine or ended after {self.run} runs"
         if self.action:
             return f"in {self.action} of {self.doing or 'a run'}"
-        return f"in {self.doing}" if self.doing else "outside fold3d, between two calls"
+        if self.doing:
+            return f"in {self.doing}"
+        return "outside fold3d, between two calls" if self.run else "outside fold3d, before its first step"
+
+    def seen(self) -> str:
+        """Returns the place in words, and the host."""
+        return f"{self.where()}, on host {self.host}" if self.host else self.where()
 
 
 class WalksActions(Protocol):
@@ -68,7 +78,7 @@ class Progress:
         self.meets = False
         self._met: list[tuple[int, int]] = []
         self._executor: WalksActions | None = None
-        self._beat = 0
+        self._host = socket.gethostname()
 
     def follow(self, executor: WalksActions | None) -> None:
         """From now on reports say which action `executor` is in."""
@@ -85,23 +95,26 @@ class Progress:
 
     def report(self, *, closed: bool = False) -> Report:
         """Returns the next report. Any thread; costs nothing where the rank works."""
-        self._beat += 1
         executor, schedule = self._executor, self.schedule
         action = executor.current_action() if executor is not None and not closed else ""
         return Report(
-            beat=self._beat,
             run=self.run,
             micro_batches=0 if schedule is None else schedule.micro_batches,
             action=action,
             doing=self.doing,
             meets=self.meets,
             closed=closed,
+            host=self._host,
         )
 
     def begin(self, schedule: Schedule) -> None:
         """A run begins."""
         self.schedule = schedule
         self.run += 1
+
+    def turn_to(self, doing: str) -> None:
+        """What the rank does from now on, until `during` ends."""
+        self.doing = doing
 
     @contextlib.contextmanager
     def during(self, doing: str, *, meets: bool = False) -> Iterator[None]:

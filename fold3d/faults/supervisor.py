@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -26,26 +27,41 @@ class Supervisor:
         self.progress = Progress()
         self._life = self.progress.life
         self._board: FailureBoard | None = None
-        self._open = False
+        self._watches = self._open = False
 
-    def open(self, store: Any, name: str, timeout: float) -> None:
-        """From now on failures are told and heard of; all ranks of the job call.
+    def watch(self, store: Any, name: str, timeout: float) -> None:
+        """From now on this rank is watched, and hears of failures; all ranks of the job call, and none waits.
 
         Args:
-            store: the job's; None for a rank that is alone.
-            name: of the engine in the job, the same on every rank.
+            store: the job's.
+            name: the same on every rank, given to no other of the store.
             timeout: seconds without a sign of life after which a rank has failed.
         """
-        if store is not None:
-            end_with_a_line(self._topology.describe(self._topology.rank))
-            self._board = FailureBoard(store, name, self._topology, timeout, self.progress)
+        end_with_a_line(self._topology.describe(self._topology.rank))
+        self._board = FailureBoard(store, name, self._topology, timeout, self.progress)
+        self._watches = True
+        weakref.finalize(self, self._board.close)
+
+    def expect(self, topology: Topology, timeout: float) -> None:
+        """The engine's layout and time limit, which may be others than when the watch began."""
+        self._topology = topology
+        if self._board is not None:
+            self._board.expect(topology, timeout)
+
+    def open(self) -> None:
+        """The engine stands: from now on all that fails on this rank is told to the others; all ranks call."""
         self._open = True
 
     def close(self) -> None:
         """Says goodbye to the other ranks, and hears no more of them."""
-        self._open = False
+        self._watches = self._open = False
         if self._board is not None:
             self._board.close()
+
+    @property
+    def _is_lost(self) -> bool:
+        """Whether the job has failed, and nobody has raised it here."""
+        return self._watches and self._life.failure is not None and not self._life.is_raised
 
     @property
     def _is_alone(self) -> bool:
@@ -60,22 +76,37 @@ class Supervisor:
             doing: completes "failed in ...".
             meets: the body ends only when other ranks have come to the same point.
         Raises: RankError when another rank failed or cannot be reached, else what the body raised. fold3d's own errors
-            pass untold, unless one rank may be the only one to raise them (`Fold3dError.is_everywhere`).
+            pass untold, unless one rank may be the only one to raise them (`Fold3dError.is_everywhere`); before the
+            engine stands, or after its end, all errors but those of communication do.
         """
-        # One that is not open yet is opened by the body.
-        said = self.progress.during(doing, meets=meets) if self._open else contextlib.nullcontext()
+        # Outside of an engine, where no rank waits for another, the job's store may go in good order.
+        said = self.progress.during(doing, meets=meets) if self._open or meets else contextlib.nullcontext()
         with said:
             try:
+                if not self._open and self._is_lost:
+                    raise RankError
                 yield
             except BaseException as error:
+                if not self._open:
+                    self._explain(error)
+                    raise
                 if isinstance(error, Fold3dError) and error.is_everywhere:
                     raise
-                if not self._open or self._is_alone:
-                    raise  # ended, or not built (who waits for this rank in building sees it go), or nobody is there
+                if self._is_alone:
+                    raise
                 message = self._life.failure if self._life.is_raised else self.fail(error)
                 if isinstance(error, Exception) and is_communication_error(error):
                     raise RankError(message) from error
                 raise
+
+    def _explain(self, error: BaseException) -> None:
+        """Raises RankError if `error`, in building an engine, comes of another rank that is gone."""
+        if not self._watches or self._life.is_raised:
+            return
+        cause = error.__cause__ if isinstance(error, RankError) else error
+        met_nobody = cause is not None and is_communication_error(cause)
+        if met_nobody or (self._is_lost and isinstance(error, RankError)):
+            raise RankError(self.fail(cause or error)) from cause
 
     @contextlib.contextmanager
     def together(self, doing: str, *, meets: bool = True) -> Iterator[None]:

@@ -115,9 +115,10 @@ def probe_shards(
         synchronize(device)
 
     try:
-        return measure_shards(
-            sum_up=sum_up, compute=compute, slowest=_slowest(groups), tp=topology.tp, size=size, seconds=seconds
-        )
+        with groups.world.progress.life.ending(shards):
+            return measure_shards(
+                sum_up=sum_up, compute=compute, slowest=_slowest(groups), tp=topology.tp, size=size, seconds=seconds
+            )
     finally:
         shards.close()
 
@@ -195,7 +196,8 @@ def tcp_messages(topology: Topology, groups: Groups, timeout: float) -> Iterator
 
     with ThreadPoolExecutor(1, "fold3d-probe") as receiver:
         try:
-            yield pass_on
+            with groups.world.progress.life.ending(peers):
+                yield pass_on
         finally:
             watch.end()
             peers.abort("the network has been measured")
@@ -216,7 +218,8 @@ def _ring_sums(topology: Topology, groups: Groups, device: torch.device, timeout
         sync.wait_gathered(0)
 
     try:
-        yield sum_up
+        with groups.world.progress.life.ending(sync):
+            yield sum_up
     finally:
         sync.close()
 

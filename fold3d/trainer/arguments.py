@@ -15,7 +15,9 @@ import transformers
 
 from fold3d.config import AUTO, BLOCKS, ParallelConfig, parse_tp_plan
 from fold3d.errors import ConfigError
+from fold3d.faults.job import watch_job
 from fold3d.plan.resolve import programs_of, resolve_auto
+from fold3d.topology import Topology
 from fold3d.trainer.other_device import other_device
 from fold3d.trainer.reader import refuse_stock_trainer
 from fold3d.trainer.refused import refuse_unsupported
@@ -287,8 +289,9 @@ class TrainingArguments(transformers.TrainingArguments):
         with other_device(float(self.ddp_timeout)) if takes_other else contextlib.nullcontext():
             super().__post_init__()  # type: ignore[no-untyped-call]
             found = self.world_size
-        if found != world_size:
-            config.resolve_dp(found)
+        dp = config.resolve_dp(found)
+        if dist.is_initialized():  # what follows may take each process another time: the data, the model, the Trainer
+            watch_job(Topology(dp=dp, pp=self.pp, tp=self.tp, rank=dist.get_rank()), config.silence_seconds)
         if self.n_gpu > 1:
             raise ConfigError(
                 f"one process sees {self.n_gpu} GPUs, which torch.nn.DataParallel would share; start one process "

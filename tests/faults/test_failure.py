@@ -15,10 +15,11 @@ from fold3d.faults.progress import Progress
 from fold3d.topology import Topology
 
 
-class SlowStore:
+class SlowStore(dist.Store):
     """A store that takes its time to answer, as one in a file or far away does."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._store = dist.HashStore()
 
     def set(self, key: str, value: str) -> None:

@@ -78,7 +78,7 @@ def test_what_a_life_that_ended_says() -> None:
 
 def test_a_rank_that_is_alone_goes_on_after_a_failure() -> None:
     supervisor = Supervisor(Topology(dp=1, pp=1, rank=0))
-    supervisor.open(None, "job", 30.0)
+    supervisor.open()
     for _ in range(2):
         message = r"rank 0 .* failed in step 3: ZeroDivisionError: one"
         with pytest.raises(RankError, match=message), supervisor.together("step 3"):
@@ -92,7 +92,8 @@ def test_what_runs_on_one_rank_fails_on_all() -> None:
     parts = [Part(), Part()]
     for supervisor, part in zip(ranks, parts, strict=True):
         supervisor.progress.life.end_with(part)
-        supervisor.open(store, "job", 30.0)
+        supervisor.watch(store, "job", 30.0)
+        supervisor.open()
     with pytest.raises(RankError, match=r"rank 0 .*ValueError: bad sample") as own, ranks[0].together("step 1"):
         raise ValueError("bad sample")
     deadline = threading.Event()
@@ -111,7 +112,7 @@ def test_what_runs_on_one_rank_fails_on_all() -> None:
 
 def test_an_engine_that_is_closed_in_the_middle_tells_nobody() -> None:
     supervisor = Supervisor(Topology(dp=1, pp=1, rank=0))
-    supervisor.open(None, "job", 30.0)
+    supervisor.open()
     with pytest.raises(ConfigError, match="closed in the middle of step 1"), supervisor.together("step 1"):
         supervisor.progress.life.close()
         raise RuntimeError("the executor is closed")

@@ -37,7 +37,12 @@ TcpRendezvous::~TcpRendezvous() = default;
 
 TcpRendezvous::Connections TcpRendezvous::meet(const std::vector<Call>& calls, const std::vector<ConnectionId>& guests,
                                                Clock::time_point deadline) {
-  return RendezvousRound(*this, calls, guests, deadline).run();
+  const auto patience = deadline - Clock::now();
+  Connections found = RendezvousRound(*this, calls, guests, deadline).run();
+  for (const auto* sockets : {&found.outgoing, &found.incoming}) {
+    for (const auto& socket : *sockets) socket->give_up_after(patience);
+  }
+  return found;
 }
 
 void TcpRendezvous::abort(const std::string& reason) noexcept {

@@ -40,7 +40,8 @@ class TcpRendezvous {
   const Endpoint& endpoint() const { return endpoint_; }
 
   /// Makes all `calls` and lets in all `guests`, in whatever order they come; strangers are shown out and hold up
-  /// nobody. The other ends do the same in the meantime.
+  /// nobody. The other ends do the same in the meantime. A connection later breaks when its other end's host has been
+  /// silent for as long as the meeting may take.
   /// Throws TimeoutError at the deadline, ProtocolError when a stranger listens where a rank should, AbortedError, and
   /// CommError as soon as a rank cannot be reached for good: it listened before, so nobody waits for its return.
   Connections meet(const std::vector<Call>& calls, const std::vector<ConnectionId>& guests, Clock::time_point deadline);

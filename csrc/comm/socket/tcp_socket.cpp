@@ -79,6 +79,20 @@ void TcpSocket::set_no_delay() const {
   ::setsockopt(fd_, IPPROTO_TCP, TCP_NODELAY, &yes, sizeof(yes));
 }
 
+void TcpSocket::give_up_after(Clock::duration silence) const {
+  using std::chrono::milliseconds;
+  constexpr int kProbes = 4, kYes = 1;
+  constexpr std::int64_t kLeast = 1000, kMost = 32'000'000;  // which the system takes for each of them
+  const std::int64_t least = std::chrono::duration_cast<milliseconds>(silence).count();
+  const int total = static_cast<int>(std::clamp(least, kLeast, kMost));
+  const int idle = std::max(1, total / 2000), interval = std::max(1, total / 2000 / kProbes);  // seconds
+  ::setsockopt(fd_, IPPROTO_TCP, TCP_USER_TIMEOUT, &total, sizeof(total));
+  ::setsockopt(fd_, IPPROTO_TCP, TCP_KEEPIDLE, &idle, sizeof(idle));
+  ::setsockopt(fd_, IPPROTO_TCP, TCP_KEEPINTVL, &interval, sizeof(interval));
+  ::setsockopt(fd_, IPPROTO_TCP, TCP_KEEPCNT, &kProbes, sizeof(kProbes));
+  ::setsockopt(fd_, SOL_SOCKET, SO_KEEPALIVE, &kYes, sizeof(kYes));
+}
+
 int TcpSocket::send_all(std::span<const std::byte> first, std::span<const std::byte> second) const {
   while (!first.empty() || !second.empty()) {
     // The system looks at its limit only where a new packet begins, and one may have 64 KiB.

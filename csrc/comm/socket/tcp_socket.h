@@ -40,6 +40,10 @@ class TcpSocket {
   int pending_error() const;
   /// Small messages travel at once.
   void set_no_delay() const;
+  /// The connection breaks (ETIMEDOUT) when the peer's host has been silent for about so long, a second at least: with
+  /// bytes on their way, by what it does not acknowledge; without, by probes. A process that is stopped does not count,
+  /// whose host answers, unless it lets what was sent lie for as long.
+  void give_up_after(Clock::duration silence) const;
 
   /// Sends both parts, one after the other; returns when they are in the system's buffers. 0, or what went wrong: an
   /// errno value. Ends only with the connection; shutdown() ends it.

@@ -132,6 +132,7 @@ def cut_model(order: Order, world: WorldGroup, example: Mapping[str, Any] | None
     Raises: TraceError, ConfigError; RankError when another rank failed.
     """
     model, config, constraints, topology = order.model, order.config, order.constraints, order.topology
+    turn_to = world.progress.turn_to
     error: Exception | None = None
     try:
         check_folder(config)
@@ -144,6 +145,7 @@ def cut_model(order: Order, world: WorldGroup, example: Mapping[str, Any] | None
     if config.part_size is not None and inputs is not None:
         config, inputs = _divided(config, inputs, world)
         example = inputs if first is None else None
+    turn_to("recording the model")
     if order.records and inputs is not None and error is None:
         try:
             if first is not None:
@@ -185,9 +187,11 @@ def cut_model(order: Order, world: WorldGroup, example: Mapping[str, Any] | None
         elif recording is not None and not whole:
             recording = recording.placed_as(layout)
     if config.tp > 1:
+        turn_to("dividing the blocks")
         assert recording is not None, "what has shards was recorded"
         sharding = planner.shard_alike(model, recording, config, world, example)
     if order.plans and error is None:
+        turn_to("measuring layers")
         proposed = planner.resolve_auto(
             *(model, recording, layout, config, constraints, world, order.device, example),
             *(order.optimizer, order.autocast, number, sharding, samples),
@@ -218,6 +222,7 @@ def cut_model(order: Order, world: WorldGroup, example: Mapping[str, Any] | None
                 *(order.device, example, order.autocast, sharding),
             )
         warn_of_spread(forecast, world)
+    turn_to("cutting the model")
     cut: RankModel | None = None
     buckets: list[BucketSpec] = []
     of_all = parameters_of(model) | {"max_grad_norm": repr(order.max_grad_norm)}

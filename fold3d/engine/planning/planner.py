@@ -279,6 +279,7 @@ def propose(
     """
     topology = world.topology
     samples = world.share(samples, timeout=world.patience)
+    world.progress.turn_to("measuring links")
     network = _network(profile, world, config, device)
     limit = memory_limit(config, device)
     copied = config.offload_optimizer or (limit is not None and config.offload != "none")
@@ -301,6 +302,7 @@ def propose(
         **copies,
     )
     found: Proposal | ConfigError | None = None
+    world.progress.turn_to("planning")
     if topology.rank == 0:
         try:
             chosen, proposal = _decide(job, config, constraints, lambda: _steps_parts(optimizer))

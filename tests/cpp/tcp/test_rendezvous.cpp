@@ -1,6 +1,7 @@
 // The rendezvous of a rank: who gets in, who does not, and that nobody at it holds up another.
 #include <gtest/gtest.h>
 #include <netinet/in.h>
+#include <netinet/tcp.h>
 #include <sys/resource.h>
 #include <sys/socket.h>
 #include <unistd.h>
@@ -332,6 +333,21 @@ TEST(Door, AbortEndsAMeetingUnderWayAndToCome) {
   expect_abort([&] { silent.connect(links.endpoint(), links.endpoint(), 60s); });
   expect_abort([&] { quiet.connect(ring.endpoint(), 60s); });
   EXPECT_LT(Clock::now() - start, 10s);
+}
+
+TEST(TcpRendezvous, ConnectionsBreakWithTheHostOfTheOtherEnd) {
+  Host host(6s);
+  ASSERT_EQ(call(host.rendezvous.endpoint()), "");
+  const auto guest = host.guest();
+  const auto option = [&](int level, int name) {
+    int value = 0;
+    socklen_t size = sizeof(value);
+    return ::getsockopt(guest->fd(), level, name, &value, &size) == 0 ? value : -1;
+  };
+  EXPECT_EQ(option(SOL_SOCKET, SO_KEEPALIVE), 1);
+  EXPECT_GT(option(IPPROTO_TCP, TCP_USER_TIMEOUT), 1000);
+  const int probing = option(IPPROTO_TCP, TCP_KEEPINTVL) * option(IPPROTO_TCP, TCP_KEEPCNT);
+  EXPECT_LE(option(IPPROTO_TCP, TCP_KEEPIDLE) + probing, 6 + 1);
 }
 
 }  // namespace
