@@ -346,13 +346,22 @@ def config_of(case: Case, **changes: Any) -> fold3d.ParallelConfig:
 
 
 def engine_of(
-    case: Case, model: nn.Module | None = None, *, device: torch.device | None = None, **changes: Any
+    case: Case,
+    model: nn.Module | None = None,
+    *,
+    device: torch.device | None = None,
+    example: Batch | None = None,
+    **changes: Any,
 ) -> fold3d.Engine:
     """Returns the engine of the case over `model`, else over the case's own model."""
     model = build(case) if model is None else model
-    max_norm = MAX_NORM if case.clip else None
     return fold3d.Engine(
-        model, config_of(case, **changes), optimizer=optimizer_of(model), max_grad_norm=max_norm, device=device
+        model,
+        config_of(case, **changes),
+        optimizer=optimizer_of(model),
+        max_grad_norm=MAX_NORM if case.clip else None,
+        device=device,
+        example=example,
     )
 
 

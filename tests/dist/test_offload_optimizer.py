@@ -203,7 +203,7 @@ def without_memory() -> str:
     if torch.distributed.get_rank() == 1:
         _C.available_host_bytes = lambda: 1
     try:
-        parity_jobs.engine_of(case).step(parity_jobs.replica_batch(case, 0, 0))
+        parity_jobs.engine_of(case, example=parity_jobs.replica_batch(case, 0, 0))
     except fold3d.Fold3dError as error:
         return str(error)
     finally:

@@ -48,6 +48,8 @@ PLANNED = [
 def train_planned(case: Case, **changes: object) -> tuple[parity_jobs.Result, int, int]:
     """Called on every rank: returns the numbers, the schedule's micro-batches, and the bytes that were planned."""
     with parity_jobs.precision(case):
+        if case.family in parity_jobs.MEAN_LOSSES and "micro_batch_size" in changes:
+            changes["loss_reduction"] = "tokens"
         engine = parity_jobs.engine_of(case, **{"offload": "none", "recompute": "auto", **changes})
         result = parity_jobs.Result()
         for step in range(3):
@@ -61,6 +63,7 @@ def train_planned(case: Case, **changes: object) -> tuple[parity_jobs.Result, in
         return found
 
 
+@pytest.mark.gate(cases=1)
 @pytest.mark.parametrize("case", PLANNED, ids=lambda case: case.name)
 def test_the_planner_divides_under_a_limit(ranks: RankPool, case: Case) -> None:
     *_, whole = ranks.run(train_planned, case.ranks, case, memory_limit="1GB")[0]
@@ -78,7 +81,8 @@ def test_the_planner_divides_under_a_limit(ranks: RankPool, case: Case) -> None:
 def losses_with_labels_in_some_rows(dp: int, size: int | None) -> list[float]:
     """Called on every rank: replicas have rows without labels in different places, one of them all but one."""
     case = Case(dp=dp, m=2 // dp, family="plain", tied=False)
-    engine = parity_jobs.engine_of(case, micro_batch_size=size)
+    reduction = None if size is None else "tokens"
+    engine = parity_jobs.engine_of(case, micro_batch_size=size, loss_reduction=reduction)
     found = []
     for step in range(3):
         rows = data.batch(8, 9, start=100 * step)

@@ -140,7 +140,7 @@ def look(case: Case) -> dict[str, Any]:
 
     blocks = next(module for module in model.modules() if isinstance(module, nn.ModuleList))
     hooks = [block.register_forward_hook(hook) for block in blocks[::2]]
-    engine = parity_jobs.engine_of(case, model)
+    engine = parity_jobs.engine_of(case, model, example=parity_jobs.replica_batch(case, 0, 0))
     hooks += [block.register_forward_hook(hook) for block in blocks[1::2]]
     for shapes in seen.values():
         shapes.clear()
@@ -267,7 +267,8 @@ def test_a_hidden_state_that_is_kept_has_its_own_length(ranks: RankPool) -> None
 def refuse(case: Case) -> str:
     model = parity_jobs.build(case)
     with pytest.raises((fold3d.ConfigError, RankError)) as raised:
-        parity_jobs.engine_of(case, model, tp_plan={"self_attn.*": "replicate"})
+        example = parity_jobs.replica_batch(case, 0, 0)
+        parity_jobs.engine_of(case, model, tp_plan={"self_attn.*": "replicate"}, example=example)
     return str(raised.value)
 
 

@@ -203,6 +203,9 @@ def cut_model(order: Order, world: WorldGroup, example: Mapping[str, Any] | None
     if config.micro_batch_size == AUTO:  # decided: from here on it is a number, or nothing
         size = None if proposed is None else proposed[1].micro_batch_size
         number_of = config.micro_batches if strategy is None else strategy.micro_batches
+        if begun is not None and number_of != config.micro_batches:  # with the whole of what runs in parts
+            begun.let_go()
+            begun = None
         config = replace(config, micro_batch_size=size, micro_batches=number_of)
     ranges: Ranges = ((0, 0),)
     forecast: TpForecast | None = None if proposed is None or sharding is None else forecast_of(*proposed)
