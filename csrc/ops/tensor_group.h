@@ -7,8 +7,8 @@
 #include <memory>
 #include <string>
 
-#include "comm/tensor/exchange.h"
 #include "comm/base/number.h"
+#include "comm/tensor/exchange.h"
 
 namespace fold3d::ops {
 

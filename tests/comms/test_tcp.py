@@ -80,16 +80,16 @@ def test_a_short_secret_is_refused() -> None:
 
 def frame(dtype: int, element_bytes: int, **changed: int) -> torch.Tensor:
     """The head of a message, see csrc/comm/p2p/frame.cpp: two elements and their bytes."""
-    fields = {"kind": SEND_F, "place": 1, "chunk": 0, "dimensions": 1} | changed
+    fields = {"kind": SEND_F, "inline": 1, "chunk": 0, "dimensions": 1} | changed
     payload = bytes(2 * element_bytes)
     tensor = struct.pack("=BBBB", dtype, element_bytes, 0, fields["dimensions"]) + struct.pack("=q", 2)
     used = 32 + len(tensor) + len(payload)
     prefix = struct.pack(
         "=IHBBHHiiIQ",
         0x46334431,
-        3,
+        4,
         fields["kind"],
-        fields["place"],
+        fields["inline"],
         1,
         used,
         fields["chunk"],
@@ -112,8 +112,8 @@ def frame(dtype: int, element_bytes: int, **changed: int) -> torch.Tensor:
         (frame(FLOAT, 0), "its element size is 0"),
         (frame(FLOAT, 200), "its element size is 200, which must be 1 to 16"),
         (frame(FLOAT, 4, dimensions=65), "its number of dimensions is 65"),
-        (frame(FLOAT, 4, place=4), "its place of the payload is 4"),
-        (frame(FLOAT, 4, place=0, payload_bytes=1 << 40), "its number of payload bytes is 1099511627776"),
+        (frame(FLOAT, 4, inline=2), "its flag for an inline payload is 2"),
+        (frame(FLOAT, 4, inline=0, payload_bytes=1 << 40), "its number of payload bytes is 1099511627776"),
         (frame(FLOAT, 4, chunk=-1), "its chunk is "),
         (frame(FLOAT, 4, kind=0), "which sends nothing"),
     ],

@@ -56,9 +56,7 @@ class TcpRingPeers::Link final : public RingConnection {
   }
 
   bool can_split() const override { return true; }
-  SendQueue queue() const override {
-    return {.unacknowledged = outgoing_->unsent(), .waiting = outgoing_->waiting()};
-  }
+  SendQueue queue() const override { return {.unacknowledged = outgoing_->unsent(), .waiting = outgoing_->waiting()}; }
   double round_trip_seconds() const override { return outgoing_->round_trip_seconds(); }
   void limit_waiting(std::size_t bytes) override { outgoing_->limit_waiting(bytes); }
   void limit_window(std::size_t bytes) override { incoming_->limit_window(bytes); }
