@@ -63,7 +63,7 @@ def main(folder: str, rank: str, moment: str, how: str, timeout: str = str(TIMEO
             super()._save_optimizer_and_scheduler(output_dir)
 
     settings = {"save_strategy": "steps", "eval_strategy": "steps", "save_steps": 2, "eval_steps": 2, "max_steps": 6}
-    job = Job(folder, samples=40, arguments=settings | {"dataloader_pin_memory": False, "ddp_timeout": 600})
+    job = Job(folder, samples=40, arguments=settings | {"dataloader_pin_memory": False})
     args = fold3d.TrainingArguments(**stock_arguments(job), dp=2, pp=2, comm_timeout=float(timeout))
     reach("building the model")
     named = trainer_arguments(job) | {"model": model_of(job), "args": args}

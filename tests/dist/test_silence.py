@@ -13,7 +13,7 @@ from tests.helpers.launch import LaunchResult, launch
 pytestmark = pytest.mark.dist
 
 LIMIT = 300.0
-"""Seconds until the launcher gives a job up, less than those that ranks wait for each other without a watch (600)."""
+"""Seconds until the launcher gives a job up, less than those that ranks wait for each other without a watch (1800)."""
 
 
 def run(folder: Path, rank: int, moment: str, how: str) -> LaunchResult:
