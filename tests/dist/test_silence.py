@@ -22,7 +22,7 @@ def run(folder: Path, rank: int, moment: str, how: str) -> LaunchResult:
     return result
 
 
-@pytest.mark.gate(cases=3)
+@pytest.mark.gate(cases=1)
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_a_rank_that_is_stopped_is_named(moment: str, tmp_path: Path) -> None:
     silent = 0 if moment == "planning" else 1  # rank 0 alone plans; it also keeps the job's store
@@ -34,7 +34,6 @@ def test_a_rank_that_is_stopped_is_named(moment: str, tmp_path: Path) -> None:
     assert result[silent].stopped and not result.orphans, result.report()
 
 
-@pytest.mark.gate
 def test_a_rank_that_is_busy_is_waited_for(tmp_path: Path) -> None:
     """Longer than it might be silent, in one call that lets no other thread of Python run."""
     result = run(tmp_path, 1, "building the model", "busy")
