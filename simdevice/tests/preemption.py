@@ -138,27 +138,31 @@ class _Rank:
 
 def slices_and_a_message(*, forgets: bool = False) -> Seen | None:
     """Buckets are summed, one after the other, while rank 0 has launched a message whose data comes later, and while it
-    is on its way, because rank 1 receives it when rank 0 has seen enough. Returns what it saw.
+    is on its way over a network that is slow enough to see it. Returns what rank 0 saw.
 
     Args:
         forgets: rank 0 does not look whether the data is there.
     """
     one = _Rank()
-    for _ in range(2):  # then messages are launched before anything is said about them
-        one.run()
+    one.run()
     for _ in range(AGREEMENTS):
         one.reduce()
     torch.accelerator.synchronize()
     dist.barrier()
-    if one.rank == 0:
-        left_out = sim.left_out("event_query", "message_watch") if forgets else contextlib.nullcontext()
-        with left_out:
-            seen = _send(one)
-    else:
-        seen = None
-        while _goes_on():
-            one.reduce()
-        one.run()
+    seen = None
+    left_out = sim.left_out("event_query", "message_watch") if forgets else contextlib.nullcontext()
+    with sim.network(SLOW_NETWORK):
+        if one.rank == 0:
+            with left_out:
+                seen = _send(one)
+        else:
+            thread = threading.Thread(target=one.run)
+            thread.start()
+            while _goes_on():
+                one.reduce()
+            thread.join(TIMEOUT)
+            assert not thread.is_alive()
+        torch.accelerator.synchronize()
     dist.barrier()
     one.close()
     return seen
@@ -201,8 +205,7 @@ def slices_and_an_arrival() -> Arrived | None:
     """Buckets are summed while a message is launched on both sides, its data comes, and it travels over a network that
     is slow enough to see it. Returns what its receiver saw."""
     one = _Rank()
-    for _ in range(2):
-        one.run()
+    one.run()
     for _ in range(AGREEMENTS):
         one.reduce()
     torch.accelerator.synchronize()
