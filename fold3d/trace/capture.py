@@ -312,7 +312,9 @@ def _summarise(
         for k, block in enumerate(recorder.order)
     )
     order = list(sizes)
-    borders, crossings = recorder.borders(), recorder.crossings()
+    borders, crossings, hooked = recorder.borders(), recorder.crossings(), recorder.hooked()
+    inside = {call.module for calls in hooked for call in calls}
+    read = next((value.module for one in crossings[last] for value in one.values if value.module in inside), None)
     return Trace(
         blocks=tuple(recorder.order),
         prologue=tuple(regions[0].modules),
@@ -330,10 +332,12 @@ def _summarise(
         modified=recorder.modified(),
         borders=borders[:last],
         crossings=crossings[:last],
-        head_border=borders[last],
+        head_border=borders[last]
+        if read is None
+        else f"what '{read}' returned is read behind the blocks, and each rank has a part of it",
         head_crossings=crossings[last],
         leaks=recorder.leaks(),
-        hooked=recorder.hooked(),
+        hooked=hooked,
         costs=costs,
         prologue_cost=BlockCost(
             name="prologue",
