@@ -101,8 +101,6 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     marker = item.get_closest_marker("cuda")
     if marker is None:
         return
-    needed, found = (*marker.args, 1)[0], cuda.device_count()
-    if not found and os.environ.get("FOLD3D_REQUIRE_CUDA") == "1":
+    if not cuda.device_count() and os.environ.get("FOLD3D_REQUIRE_CUDA") == "1":
         pytest.fail("FOLD3D_REQUIRE_CUDA=1, but torch finds no CUDA device", pytrace=False)
-    if found < needed:
-        pytest.skip(f"{found} CUDA devices, the test needs {needed}")
+    cuda.skip_unless_served((*marker.args, 1)[0])

@@ -134,7 +134,8 @@ def test_two_processes(pool: RankPool, device: str, case: Case) -> None:
 def cut_bucket(device: str, as_bfloat16: bool) -> bool:
     """Returns whether the sums and the gathered values of a bucket that travels in slices are right."""
     rank, length, slices = dist.get_rank(), 1000, 7
-    here = make_current(torch.device(device, rank) if device != "cpu" else torch.device(device))
+    on_device(device)
+    here = make_current(default_device())
     groups = [new_group([0, 1], timedelta(seconds=60), here, gloo=False, own_thread=True) for _ in range(2)]
     sync = _C.BucketSync(
         *(rank, 2, _C.NicArbiter(), here, 60.0, f"replica {rank}"),

@@ -30,8 +30,8 @@ reference = functools.cache(parity_jobs.train_alone)
 
 def check(pool: RankPool, case: Case) -> None:
     """Trains `case` on the ranks, in every way of DP.sync, and compares with one process."""
-    if device.chosen() == "cuda" and cuda.device_count() < case.ranks:
-        pytest.skip(f"{cuda.device_count()} CUDA devices, the case needs {case.ranks}")
+    if device.chosen() == "cuda":
+        cuda.skip_unless_served(case.ranks)
     expected = reference(case.alone())
     if case.clip:
         assert min(expected.norms) > parity_jobs.MAX_NORM, "the case must clip"
