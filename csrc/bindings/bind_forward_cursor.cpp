@@ -1,7 +1,10 @@
 #include "bindings/bindings.h"
 
+#include <c10/util/Exception.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
+
+#include <cstdint>
 
 #include "core/random/seed_chain.h"
 #include "runtime/skip/forward_cursor.h"
@@ -35,6 +38,15 @@ void bind_forward_cursor(py::module_& module) {
   module.def("seed_inside", &core::seed_inside, py::arg("seed"), py::arg("constant"),
              "The seed inside of the module of `constant`, which follows `seed`.");
   module.def("reseed", &runtime::reseed, py::arg("generators"), py::arg("seed"), "Gives every generator `seed`.");
+  module.def(
+      "swap_warning_handler",
+      [](std::uintptr_t handler) {
+        const auto before = reinterpret_cast<std::uintptr_t>(c10::WarningUtils::get_warning_handler());
+        c10::WarningUtils::set_warning_handler(reinterpret_cast<c10::WarningHandler*>(handler));
+        return before;
+      },
+      py::arg("handler"),
+      "Gives this thread a handler of torch's warnings, 0 for torch's first; returns the one that it had.");
 }
 
 }  // namespace fold3d::bindings

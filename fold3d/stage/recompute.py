@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import itertools
 import sys
 from collections.abc import Callable, Collection, Sequence
 from fnmatch import fnmatchcase
@@ -43,7 +44,10 @@ def recomputed(module: nn.Module, forward: Callable[..., Any]) -> Callable[..., 
         if cache_types:
             args = tuple(None if isinstance(arg, cache_types) else arg for arg in args)
             kwargs = {name: None if isinstance(arg, cache_types) else arg for name, arg in kwargs.items()}
-        return checkpoint(_Runs(functools.partial(forward, **kwargs), buffers), *args, use_reentrant=False)
+        # torch looks for devices, whose generators and autocast backward finds again, among what it is given by place.
+        here = [torch.empty(0, device=one.device) for one in itertools.islice(module.parameters(), 1)]
+        runs = _Runs(forward, buffers, len(args), tuple(kwargs))
+        return checkpoint(runs, *args, *kwargs.values(), *here, use_reentrant=False)
 
     return checkpointed
 
@@ -51,8 +55,11 @@ def recomputed(module: nn.Module, forward: Callable[..., Any]) -> Callable[..., 
 class _Runs:
     """A forward that backward runs again."""
 
-    def __init__(self, forward: Callable[..., Any], buffers: ChangedBuffers) -> None:
-        self._forward, self._buffers = forward, buffers
+    def __init__(self, forward: Callable[..., Any], buffers: ChangedBuffers, count: int, names: Sequence[str]) -> None:
+        """Args:
+        count: of the arguments that are given by place; those called `names` follow.
+        """
+        self._forward, self._buffers, self._count, self._names = forward, buffers, count, names
         self._drawn, self._before = DrawnNumbers(), Before()
         self._has_run = False
 
@@ -60,7 +67,7 @@ class _Runs:
         again, self._has_run = self._has_run, True
         around = self._buffers.again(self._before) if again else self._buffers.of_chunk(0, self._before)
         with self._drawn.once(0, again=again), around:
-            return self._forward(*args)
+            return self._forward(*args[: self._count], **dict(zip(self._names, args[self._count :], strict=False)))
 
 
 class Checkpoints:

@@ -93,8 +93,8 @@ def _dropout(mode: PartialDraws, func: Callable[..., Any], args: tuple[Any, ...]
         return func(*args, **named)
     if func in _FEATURES:  # a mask per channel
         size = (*size[:2], *(1 for _ in size[2:]))
-    # As torch's own does it, so that the bits are the same.
-    noise = torch.empty(size, dtype=x.dtype, device=x.device).bernoulli_(1 - p).div_(1 - p if p < 1 else 1)
+    # By torch's own dropout, whose numbers on an accelerator are those of a kernel of its own.
+    noise = torch.dropout(x.new_ones(size), p, True)
     kept = mode.part(noise).clone()  # autograd keeps it: a view would be all of it
     return x.mul_(kept) if inplace else x * kept
 
@@ -156,7 +156,7 @@ def _attention(mode: PartialDraws, func: Callable[..., Any], args: tuple[Any, ..
         mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=query.device).tril()
     if mask is not None:
         scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
-    noise = torch.empty(size, dtype=query.dtype, device=query.device).bernoulli_(1 - p).div_(1 - p if p < 1 else 1)
+    noise = torch.dropout(query.new_ones(size), p, True)
     return (_safe_softmax(scores) * mode.part(noise).clone()) @ value
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from fold3d._C import swap_warning_handler
 from fold3d.tensor_parallel.group import TensorParallelGroup
 from fold3d.tensor_parallel.kept.kept_sums import KeptSums
 from fold3d.tensor_parallel.sequence.exchange import Exchange
@@ -193,3 +194,35 @@ def test_turns_do_not_nest_and_hand_over_does_nothing_outside() -> None:
     with pytest.raises(RuntimeError, match="cannot have"):
         turns.run([lambda: turns.run([], [], [])], [], [])
     assert turns.run([lambda: 1, lambda: 2], [], []) == [1, 2]
+
+
+def test_warnings_of_torch_while_functions_take_turns_inside_of_its_calls() -> None:
+    """Each call that is under way has a handler of warnings on its part of the stack; none may be left behind."""
+    turns = Turns()
+    seen: list[tuple[int, int]] = []
+
+    class HandsOver(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            mine = warning_handler()
+            turns.hand_over()
+            seen.append((mine, warning_handler()))
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:
+            return gradient
+
+    def run() -> None:
+        HandsOver.apply(torch.ones(1, requires_grad=True))
+
+    before = warning_handler()
+    turns.run([run, run], [], [])
+    assert warning_handler() == before
+    assert len(seen) == 2 and all(mine == then for mine, then in seen)
+
+
+def warning_handler() -> int:
+    found = swap_warning_handler(0)
+    swap_warning_handler(found)
+    return found

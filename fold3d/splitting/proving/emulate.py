@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fold3d.tensor_parallel.sequence.exchange import ALL_GATHER, REDUCE_SCATTER, Exchange
-from fold3d.tensor_parallel.sub_pipelined.thread_state import ThreadState
+from fold3d.tensor_parallel.sub_pipelined.thread_state import ThreadState, switched
 
 
 class EmulatedOps:
@@ -70,15 +71,15 @@ class EmulatedGroup:
         ranks = [greenlet.greenlet(lambda rank=rank: body(rank)) for rank in range(self.size)]
         try:
             for one in ranks:
-                one.switch()
+                switched(one.switch)
             while len(results) < self.size:
                 answers = self._answer()
                 for one, answer in zip(ranks, answers, strict=True):
-                    one.switch(answer)
+                    switched(functools.partial(one.switch, answer))
         finally:
             for one in ranks:
                 if one:
-                    one.throw(greenlet.GreenletExit)
+                    switched(functools.partial(one.throw, greenlet.GreenletExit))
             begin.restore()
         return [results[rank] for rank in range(self.size)]
 
@@ -87,7 +88,7 @@ class EmulatedGroup:
         self._waiting[rank] = (operation, x)
         mine = _state()
         try:
-            answer: Tensor = self._main.switch()
+            answer: Tensor = switched(self._main.switch)
         finally:
             mine.restore()
         return answer

@@ -19,7 +19,7 @@ from fold3d._C import CurrentForward, block_forward, reseed
 from fold3d.stage.loss.global_switches import GlobalSwitches
 from fold3d.stage.loss.kept_attributes import KeptAttributes
 from fold3d.stage.loss.namespaces import ModelState
-from fold3d.tensor_parallel.sub_pipelined.thread_state import Depth, Switches, ThreadState, take_off
+from fold3d.tensor_parallel.sub_pipelined.thread_state import Depth, Switches, ThreadState, switched, take_off
 from fold3d.trace.errors import SplitError
 from fold3d.trace.users_hooks import users_hooks
 from fold3d.trace.wrappers import wrap
@@ -241,7 +241,7 @@ class LossRun:
         """Runs the function until it rests or ends."""
         depth, undo = Depth.now(), [self._rest_in(name) for name in self._names]
         try:
-            result = switch()
+            result = switched(switch)
         except BaseException:
             self._over(None)
             raise
@@ -282,7 +282,7 @@ class LossRun:
                 self.call = ModelCall(name, args, kwargs)
                 # Who calls module.forward itself is inside of no module's call.
                 self.rests_in_a_module = sys._getframe(1).f_code.co_filename == nn.Module.__call__.__code__.co_filename
-                return greenlet.getcurrent().parent.switch()
+                return switched(greenlet.getcurrent().parent.switch)
             if self._once:
                 raise SplitError(CALLED_AGAIN)
             return original(*args, **kwargs)

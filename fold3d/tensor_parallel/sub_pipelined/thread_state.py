@@ -3,12 +3,16 @@ on one thread needs its own."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch._C import _autograd
 from torch.utils._python_dispatch import _pop_mode, _push_mode
+
+from fold3d._C import swap_warning_handler
+
+T = TypeVar("T")
 
 
 class Depth(NamedTuple):
@@ -112,6 +116,19 @@ def take_off(above: Depth) -> tuple[list[Any], list[Any], list[Any]]:
     ]
     dispatches = [_pop_mode() for _ in range(torch._C._len_torch_dispatch_stack() - above.dispatches)]
     return hooks, functions, dispatches
+
+
+def switched(switch: Callable[[], T]) -> T:
+    """Returns what `switch` returns, which has another greenlet run. That one warns on its own.
+
+    Calls of torch's C++ that are under way keep the thread's handler of warnings on their part of the stack. With
+    another greenlet on the stack that is memory of other things: a warning of torch's would end the process.
+    """
+    mine = swap_warning_handler(0)
+    try:
+        return switch()
+    finally:
+        swap_warning_handler(mine)
 
 
 def _nesting() -> int:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextvars
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
 import greenlet
 import torch
 
-from fold3d.tensor_parallel.sub_pipelined.thread_state import ThreadState
+from fold3d.tensor_parallel.sub_pipelined.thread_state import ThreadState, switched
 
 T = TypeVar("T")
 
@@ -86,13 +87,13 @@ class Turns:
                 for number, member in enumerate(members):
                     if not member.dead:
                         self.current = number
-                        member.switch()
+                        switched(member.switch)
         finally:
             self._alive = 0  # nobody hands over any more
             for number, member in enumerate(members):
                 if not member.dead and member:
                     self.current = number
-                    member.throw(greenlet.GreenletExit)
+                    switched(functools.partial(member.throw, greenlet.GreenletExit))
             self._hub = self.current = None
             begin()
         return results
@@ -103,7 +104,7 @@ class Turns:
             return
         me, take_up = self.current, self._state()
         try:
-            self._hub.switch()
+            switched(self._hub.switch)
         finally:  # also where another function has failed: this one's context managers end in the modes they began in
             self.current = me
             take_up()
