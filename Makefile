@@ -73,7 +73,7 @@ test-full-trainer: .venv/.extension
 	$(call timed,$@,$(PYTEST) tests/trainer -m dist)
 
 test-full-rooms: .venv/.extension .venv/.simdevice
-	$(call timed,$@,$(PYTEST) simdevice zoo benchmarks)
+	$(call timed,$@,$(PYTEST) simdevice zoo benchmarks && FOLD3D_TEST_DEVICE=sim $(PYTEST) tests/parity/test_training.py)
 
 # What the gate is worth: 30 single faults, each against the gate until its first failure. Without the test of the faults
 # themselves, which would find each. Hours.

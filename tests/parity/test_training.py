@@ -52,10 +52,14 @@ def on_one_process(case: Case) -> Case:
 
 
 def in_plain_order(case: Case) -> Case:
-    """Returns the same layout with all at its plainest that does not say which gradients are added up where."""
+    """Returns the same layout with all at its plainest that does not say which gradients are added up where.
+
+    On a device, torch steps the optimizer by another kernel than on the host, with other roundings: it stays.
+    """
     schedule = "1f1b" if case.segments == 1 else "aiao"
+    on_host = case.offload_optimizer and device.chosen() != "cpu"
     plain = {"schedule": schedule, "group_size": None, "recompute": "none", "dp_sync": "early", "preempt": True}
-    return replace(case, **plain, offload="none", offload_disk=False, offload_optimizer=False)
+    return replace(case, **plain, offload="none", offload_disk=False, offload_optimizer=on_host)
 
 
 @functools.cache
