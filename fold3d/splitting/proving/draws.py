@@ -50,11 +50,12 @@ def with_draws(call: CapturedCall, split: BlockSplit, tp: int) -> BlockSplit:
             return split
         ranks = [_Sizes() for _ in range(tp)]
         runs.ranks(split, ranks)
+        of_ranks = zip(*(one.sizes for one in ranks), strict=True)
         per_draw = [
-            list(_candidates(whole, [one.sizes[number] for one in ranks], runs.block, split))
-            for number, whole in enumerate(sizes.sizes)
+            list(_candidates(whole, parts, runs.block, split))
+            for whole, parts in zip(sizes.sizes, of_ranks, strict=True)
         ]
-        for draws in islice(product(*per_draw), _MOST_TRIES):
+        for draws in islice(_likeliest(per_draw), _MOST_TRIES):
             made = replace(split, draws=draws)
             found = [dict(paths_of(output)) for output in runs.ranks(made)]
             # Of what blocks of all kinds are read for, this one may not return everything (T5's encoder and decoder).
@@ -63,6 +64,15 @@ def with_draws(call: CapturedCall, split: BlockSplit, tp: int) -> BlockSplit:
     except (IndexError, RuntimeError, TypeError, ValueError, Fold3dError):
         pass  # ranks that draw otherwise
     return split
+
+
+def _likeliest(per_draw: Sequence[Sequence[Draw | None]]) -> Iterator[tuple[Draw | None, ...]]:
+    """Yields one candidate for each draw, the likeliest first; draws with the same candidates lie alike."""
+    kinds = list(dict.fromkeys(tuple(one) for one in per_draw))
+    places = sorted(product(*(range(len(one)) for one in kinds)), key=sum)
+    for place in places:
+        chosen = {kind: kind[number] for kind, number in zip(kinds, place, strict=True)}
+        yield tuple(chosen[tuple(one)] for one in per_draw)
 
 
 def _candidates(whole: Size, parts: Sequence[Size], block: nn.Module, split: BlockSplit) -> Iterator[Draw | None]:
