@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from fold3d.errors import Fold3dError
 from fold3d.sharding.shard import even_part
 from fold3d.tensor_parallel.sequence.rows_random import RowsRandom
 
@@ -42,3 +43,11 @@ def test_parts_are_those_of_the_whole(draw: Callable[[Tensor], Tensor], folded: 
         with RowsRandom(part.shape, 1, LENGTH, RANKS, rank, lambda: False) as mode:
             assert torch.equal(drawn(part), expected[:, first:end])
         assert mode.used
+
+
+def test_rows_in_an_order_that_nobody_knows() -> None:
+    part = torch.randn(SAMPLES, 3, WIDTH)
+    with RowsRandom(part.shape, 1, LENGTH, RANKS, 0, lambda: False):
+        assert functional.dropout(part[:, 0, 0]).shape == (SAMPLES,), "of samples, alike on all ranks"
+        with pytest.raises(Fold3dError, match=r"of the size \(3, 2, 3\).*Set sequence_parallel=False"):
+            functional.dropout(part.transpose(0, 1))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
+from fold3d.errors import Fold3dError
 from fold3d.sharding.shard import even_part
 from fold3d.tensor_parallel.partial_draws import PartialDraws, Size
 
@@ -42,6 +44,12 @@ class RowsRandom(PartialDraws):
         folded = (samples * rows, *self._shape[2:])  # samples and their sequences in one dimension
         if self._dim == 1 and (size == folded or (any_width and size[:-1] == folded[:-1])):
             return (samples * self._length, *size[1:])
+        if math.prod(size) > samples and (rows in size or rows * samples in size):
+            raise Fold3dError(
+                f"sequence_parallel: random numbers of the size {tuple(size)} are drawn on {rows} of {self._length} rows "
+                f"of the sequence, for {samples} samples, and nobody knows which of the whole sequence's they are. Set "
+                "sequence_parallel=False, or the chance to 0"
+            )
         return None
 
     def part(self, drawn: Tensor) -> Tensor:
