@@ -46,8 +46,8 @@ class RowsRandom(PartialDraws):
             return (samples * self._length, *size[1:])
         if math.prod(size) > samples and (rows in size or rows * samples in size):
             raise Fold3dError(
-                f"sequence_parallel: random numbers of the size {tuple(size)} are drawn on {rows} of {self._length} rows "
-                f"of the sequence, for {samples} samples, and nobody knows which of the whole sequence's they are. Set "
+                f"sequence_parallel: random numbers of the size {tuple(size)} are drawn on {rows} of {self._length} "
+                f"rows of the sequence, for {samples} samples, and nobody knows which of the whole sequence's they are. Set "
                 "sequence_parallel=False, or the chance to 0"
             )
         return None
