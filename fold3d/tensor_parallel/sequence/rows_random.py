@@ -47,7 +47,7 @@ class RowsRandom(PartialDraws):
         if math.prod(size) > samples and (rows in size or rows * samples in size):
             raise Fold3dError(
                 f"sequence_parallel: random numbers of the size {tuple(size)} are drawn on {rows} of {self._length} "
-                f"rows of the sequence, for {samples} samples, and nobody knows which of the whole sequence's they are. Set "
+                f"rows of the sequence, for {samples} samples, and it is not known which of the whole sequence's. Set "
                 "sequence_parallel=False, or the chance to 0"
             )
         return None
