@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from fold3d.errors import ConfigError
 from fold3d.placement.recomputed_blocks import recomputed_blocks
 from fold3d.recompute import Recompute
-from fold3d.stage.recompute import Checkpoints, check_names, modules_to_recompute
+from fold3d.stage.recompute import Checkpoints, check_names, modules_to_recompute, recomputed
 from tests.helpers import models
 
 BLOCKS = [f"h.{i}" for i in range(8)]
@@ -105,3 +107,23 @@ def test_batch_norms_count_once_and_less_is_kept() -> None:
     assert grads_and_kept(copy.deepcopy(wrapped))[1] > less
     checkpoints.remove()
     assert "forward" not in vars(wrapped[0])
+
+
+@pytest.mark.parametrize("by_name", [True, False])
+def test_the_random_numbers_of_a_device_are_found_again(monkeypatch: pytest.MonkeyPatch, by_name: bool) -> None:
+    """torch keeps generators of the devices whose tensors a checkpoint is given by place: those must be all."""
+    seen: list[set[int]] = []
+
+    def looked(function: Any, *args: object, **named: Any) -> object:
+        seen.append({id(one) for one in args})
+        return checkpoint(function, *args, **named)
+
+    monkeypatch.setattr("fold3d.stage.recompute.checkpoint", looked)
+    module = Block()
+    forward = recomputed(module, module.forward)
+    x = torch.randn(8, 4, requires_grad=True)
+    y = forward(x=x) if by_name else forward(x)
+    (given,) = seen
+    assert id(x) in given and len(given) == 2, "and one that lies where the module does"
+    y.sum().backward()
+    assert x.grad is not None
