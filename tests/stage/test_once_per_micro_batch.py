@@ -142,6 +142,43 @@ def test_plain_attributes_in_stages(ranks: RankPool) -> None:
         assert found[-1][rank::2] == [6, 6], "its own layers"
 
 
+class Prepares(nn.Module):
+    """Registers its hooks when it first runs, as transformers' models do when hidden states are first asked for."""
+
+    def __init__(self, flag: Any) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4, dtype=torch.float64) for _ in range(4))
+        self.runs = 0
+        if flag != "absent":
+            self.is_ready = flag
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not getattr(self, "is_ready", False):
+            for layer in self.layers:
+                layer.register_forward_hook(lambda layer, given, result: 1.5 * result)
+            self.is_ready = True
+        self.runs += 1
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return x.square().mean() / self.runs
+
+
+@pytest.mark.parametrize("layout", [{"segments": 2}, {"segments": 4}, {"segments": 2, "recompute": "full"}], ids=str)
+@pytest.mark.parametrize("flag", ["absent", False, None])
+def test_hooks_that_a_forward_registers(layout: dict[str, Any], flag: Any) -> None:
+    def trained(**layout: Any) -> tuple[list[float], Tensor]:
+        torch.manual_seed(0)
+        model = Prepares(flag)
+        batch = {"x": torch.randn(12, 4, dtype=torch.float64)}
+        engine = Engine(model, ParallelConfig(micro_batches=3, blocks="layers", **layout), optimizer=SGD)
+        losses = [engine.step(batch).loss.item() for _ in range(2)]
+        engine.close()
+        assert all(len(layer._forward_hooks) == 1 for layer in model.layers) and model.runs == 6
+        return losses, model.layers[0].weight.detach()
+
+    torch.testing.assert_close(trained(**layout), trained(), rtol=1e-12, atol=0.0)
+
+
 class Chain(nn.Module):
     """A chain of layers."""
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 
 class Place(NamedTuple):
@@ -47,10 +48,13 @@ class ChangedBuffers:
     autograd saves of them stays valid), and leaves no traces.
 
     Of attributes numbers, text, None, tensors without a gradient, and lists, dictionaries, sets and tuples of them: a
-    counter, a cache, a flag. Others stay as the last run left them, such as a loss that a layer keeps for later.
+    counter, a cache, a flag. Others stay as the last run left them, such as a loss that a layer keeps for later. So do
+    hooks that a forward registers, and the flag that says so, if it was absent, False or None before: transformers'
+    models do that when hidden states are first asked for, and would register them again.
     """
 
     def __init__(self, model: nn.Module, blocks: Sequence[str]) -> None:
+        self._model = model
         inside = tuple(f"{block}." for block in blocks)
         # The forwards of torch's own modules change nothing but buffers.
         named = [(n, m) for n, m in model.named_modules() if m._buffers or not type(m).__module__.startswith("torch.")]
@@ -83,6 +87,7 @@ class ChangedBuffers:
             for number, known in attributes.items()
             for place, tensor in self._tensors(number, known)
         ]
+        first_hook = RemovableHandle.next_id
         try:
             with self._holding(fixed):
                 yield
@@ -94,10 +99,13 @@ class ChangedBuffers:
                     self._changing.add(place)
                     if value is not old or not written:
                         before.setdefault(place, value)
+            registers = self._has_hook_since(first_hook)
             for number, known in attributes.items():
                 now = vars(self._modules[number])
                 for name in known.keys() | (now.keys() - _OF_EVERY_MODULE):
                     one, other = known.get(name, _ABSENT), now.get(name, _ABSENT)
+                    if registers and (one is _ABSENT or one is None or one is False):
+                        continue
                     if one is not other and one is not _OTHER and not _same(one, other) and _is_plain(other):
                         before.setdefault(Place(number, name, False), _Change(one, _plain(other)))
 
@@ -134,6 +142,15 @@ class ChangedBuffers:
                     self._holder(place).pop(place.name, None)
                 else:
                     self._holder(place)[place.name] = own
+
+    def _has_hook_since(self, number: int) -> bool:
+        """Whether a module has a hook that was registered since torch's number of the next one was `number`."""
+        return RemovableHandle.next_id > number and any(
+            key >= number
+            for module in self._model.modules()
+            for hooks in (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks)
+            for key in hooks
+        )
 
     def _holder(self, place: Place) -> dict[str, Any]:
         module = self._modules[place.module]
