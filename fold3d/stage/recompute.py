@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import functools
 import itertools
-import sys
 from collections.abc import Callable, Collection, Sequence
 from fnmatch import fnmatchcase
 from itertools import accumulate
@@ -21,6 +20,7 @@ from fold3d.placement.recomputed_blocks import modules_inside
 from fold3d.recompute import WORDS, Choice, Recompute
 from fold3d.stage.once.changed_buffers import Before, ChangedBuffers
 from fold3d.stage.once.drawn_numbers import DrawnNumbers
+from fold3d.trace.caches.key_values import without_key_values
 from fold3d.trace.wrappers import wrap
 
 _MOST_NAMES = 20
@@ -34,16 +34,13 @@ def recomputed(module: nn.Module, forward: Callable[..., Any]) -> Callable[..., 
     (transformers' gradient checkpointing). A key-value cache is not handed on, because recomputing would fill
     it twice. Buffers change once, and Python's and numpy's numbers are drawn once.
     """
-    cache_types = _cache_types()
     buffers = ChangedBuffers(module, ())
 
     @functools.wraps(forward)
     def checkpointed(*args: Any, **kwargs: Any) -> Any:
         if not (module.training and torch.is_grad_enabled()) or getattr(module, "gradient_checkpointing", False):
             return forward(*args, **kwargs)
-        if cache_types:
-            args = tuple(None if isinstance(arg, cache_types) else arg for arg in args)
-            kwargs = {name: None if isinstance(arg, cache_types) else arg for name, arg in kwargs.items()}
+        args, kwargs = without_key_values(args, kwargs)
         # torch looks for devices, whose generators and autocast backward finds again, among what it is given by place.
         here = [torch.empty(0, device=one.device) for one in itertools.islice(module.parameters(), 1)]
         runs = _Runs(forward, buffers, len(args), tuple(kwargs))
@@ -159,11 +156,3 @@ def _chunks(
     if len(ranges) == 1:  # nothing may be known of blocks there
         return [(choices[0], blocks)]
     return [(choice, blocks[first:end]) for choice, (first, end) in zip(choices, ranges, strict=True)]
-
-
-def _cache_types() -> tuple[type, ...]:
-    if "transformers" not in sys.modules:  # a model of it would have imported it
-        return ()
-    from transformers.cache_utils import Cache
-
-    return (Cache,)

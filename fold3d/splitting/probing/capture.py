@@ -19,6 +19,7 @@ from fold3d.sharding.split import Path
 from fold3d.stage.shapes import ShapeOnly
 from fold3d.tensor_parallel.slices import paths_of
 from fold3d.trace.arguments import Arguments
+from fold3d.trace.caches.key_values import without_key_values
 from fold3d.trace.model_trace import Trace
 from fold3d.trace.repeated.kinds import kinds_of
 from fold3d.trace.users_hooks import drop_hooks, is_users, users_hooks
@@ -147,6 +148,7 @@ class _Run:
             shape_only = self._shapes[name]
 
             def forward(*args: Any, **kwargs: Any) -> Any:
+                args, kwargs = without_key_values(args, kwargs)
                 if is_block:
                     if name in calls:  # what it returned before may be gone, and its memory somebody else's
                         for place in [place for place, (before, _) in made.items() if before == name]:

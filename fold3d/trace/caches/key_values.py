@@ -1,0 +1,27 @@
+"""without_key_values(): a block that runs once more, or for another one, must not add to a key-value cache."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+
+def without_key_values(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Returns a module's arguments with None in the place of each of transformers' caches.
+
+    In training nobody reads them: keys and values of all tokens are computed in the same call.
+    """
+    types = _types()
+    if not types:
+        return args, dict(kwargs)
+    positional = tuple(None if isinstance(one, types) else one for one in args)
+    return positional, {name: None if isinstance(one, types) else one for name, one in kwargs.items()}
+
+
+def _types() -> tuple[type, ...]:
+    if "transformers" not in sys.modules:  # a model of it would have imported it
+        return ()
+    from transformers.cache_utils import Cache
+
+    return (Cache,)
