@@ -20,7 +20,7 @@ from fold3d.placement.recomputed_blocks import modules_inside
 from fold3d.recompute import WORDS, Choice, Recompute
 from fold3d.stage.once.changed_buffers import Before, ChangedBuffers
 from fold3d.stage.once.drawn_numbers import DrawnNumbers
-from fold3d.trace.caches.key_values import without_key_values
+from fold3d.trace.caches.key_values import cached_tokens, without_key_values
 from fold3d.trace.wrappers import wrap
 
 _MOST_NAMES = 20
@@ -40,6 +40,12 @@ def recomputed(module: nn.Module, forward: Callable[..., Any]) -> Callable[..., 
     def checkpointed(*args: Any, **kwargs: Any) -> Any:
         if not (module.training and torch.is_grad_enabled()) or getattr(module, "gradient_checkpointing", False):
             return forward(*args, **kwargs)
+        if count := cached_tokens(module, args, kwargs):
+            raise ConfigError(
+                f"recompute: a {type(module).__name__} is given a key-value cache that has {count} tokens in it "
+                "already, such as those of a trained prefix. To recompute it would add its own twice: set "
+                'recompute="none", or segments=2 with recompute="full"'
+            )
         args, kwargs = without_key_values(args, kwargs)
         # torch looks for devices, whose generators and autocast backward finds again, among what it is given by place.
         here = [torch.empty(0, device=one.device) for one in itertools.islice(module.parameters(), 1)]

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from transformers import DynamicCache
 
 from fold3d.errors import ConfigError
 from fold3d.placement.recomputed_blocks import recomputed_blocks
@@ -127,3 +128,16 @@ def test_the_random_numbers_of_a_device_are_found_again(monkeypatch: pytest.Monk
     assert id(x) in given and len(given) == 2, "and one that lies where the module does"
     y.sum().backward()
     assert x.grad is not None
+
+
+def test_a_cache_with_a_prefix_is_refused() -> None:
+    model = models.build(models.llama_config(layers=2))
+    attention = model.get_submodule("model.layers.1.self_attn")
+    forward = recomputed(attention, lambda *args, **named: named["past_key_values"])
+    cache = DynamicCache()
+    assert forward(past_key_values=cache) is None, "a cache that is empty is not handed on"
+    cache.update(torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 3, 4), 0)
+    assert forward(past_key_values=cache) is None, "of another layer"
+    cache.update(torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 3, 4), 1)
+    with pytest.raises(ConfigError, match=r'3 tokens in it already.*recompute="none"'):
+        forward(past_key_values=cache)
