@@ -58,11 +58,11 @@ def judge_shards(case: Case) -> Verdict:
         return Verdict(UNBUILT, why)
     torch.set_default_dtype(subject.dtype)
     with tempfile.TemporaryDirectory() as folder, two_ranks(f"{folder}/of-") as pair:
-        as_it_is = _one_way(subject, pair, _plainly, WAYS[0])
+        as_it_is = plain = _all_ways(subject, pair)
         rounds = as_it_is.outcome == WRONG and subject.dtype == torch.float64
         with InDouble() if rounds else contextlib.nullcontext():  # as `compared` does
-            found = {way: _one_way(subject, pair, _plainly, way) for way in WAYS[not rounds :]}
-            plain = _of_all({WAYS[0]: as_it_is} | found, subject.inputs)
+            if rounds:
+                plain = _all_ways(subject, pair)
             dropping = outcome_of(lambda: _with_dropout(subject, pair))
     if rounds and plain.outcome == EXACT:
         plain = replace(plain, reason=f"in double precision throughout; {as_it_is.reason}")
@@ -100,6 +100,10 @@ def two_ranks(folder: str) -> Iterator[Pair]:
         if rank == 1:
             os._exit(0)
         os.waitpid(copied, 0)
+
+
+def _all_ways(subject: Subject, pair: Pair) -> Verdict:
+    return _of_all({way: _one_way(subject, pair, _plainly, way) for way in WAYS}, subject.inputs)
 
 
 def _of_all(found: dict[str, Verdict], inputs: str) -> Verdict:
