@@ -28,11 +28,12 @@ _CPU = torch.device("cpu")
 
 
 def tied_parameters(cut: RankModel, groups: Groups, topology: Topology) -> Tied:
-    """Returns the trained parameters of this rank that other ranks of its replica hold, too."""
+    """Returns the parameters of this rank that other ranks of its replica hold, too; also frozen ones, which may be
+    trained later."""
     return {
         name: (cut.parameters[name], groups.ties[places])
         for name, places in cut.placement.shared(topology.tp_rank).items()
-        if topology.holds(places) and cut.parameters[name].requires_grad
+        if topology.holds(places)
     }
 
 

@@ -315,10 +315,14 @@ def test_another_form_is_compared_anew() -> None:
     assert "depends on the other samples" in sub.reason
 
 
-@pytest.mark.parametrize("case", ["batch norm", "no tensor"])
+@pytest.mark.parametrize("case", ["batch norm", "an attribute", "no tensor"])
 def test_what_does_not_divide_stays_whole(case: str) -> None:
     def make() -> nn.Module:
         model = gpt2(0.0)
+        if case == "an attribute":  # what it computes is read in the next micro-batch
+            block, forward = model.transformer.h[0], model.transformer.h[0].mlp.forward
+            block.mlp.forward = lambda x: remembers(block, forward(x))
+            return model
         norm = nn.BatchNorm1d(LENGTH).double()
         model.transformer.h[1].norm = norm
         own = model.transformer.h[1].mlp.forward
@@ -329,7 +333,13 @@ def test_what_does_not_divide_stays_whole(case: str) -> None:
         assert not divides({"input_ids": [1, 2]}) and not divides({"input_ids": torch.zeros(1, 4)})
         assert not divides({"a": torch.zeros(4, 2), "b": torch.zeros(3)})
         return
-    compare(make, batch(4), token_loss, expect="changes buffers")
+    compare(make, batch(4), token_loss, expect="changes attributes" if case == "an attribute" else "changes buffers")
+
+
+def remembers(module: nn.Module, x: Tensor) -> Tensor:
+    y = x + getattr(module, "mean", 0.0)
+    module.mean = x.detach().mean()
+    return y
 
 
 def divides(inputs: Inputs) -> bool:

@@ -115,6 +115,17 @@ class ChangedBuffers:
         with self._holding(before):
             yield
 
+    def restore_attributes(self, before: Before) -> bool:
+        """Makes attributes what they were before the runs that filled `before`; returns whether any was changed."""
+        changed = [(place, value) for place, value in before.items() if not place.is_buffer]
+        for place, kept in changed:
+            value = kept.before if isinstance(kept, _Change) else kept
+            if value is _ABSENT:
+                self._holder(place).pop(place.name, None)
+            else:
+                self._holder(place)[place.name] = value
+        return bool(changed)
+
     @contextlib.contextmanager
     def _holding(self, values: Mapping[Place, Any]) -> Iterator[None]:
         """Has the modules hold copies of `values` for a while, a buffer of several modules the same copy."""
