@@ -34,6 +34,11 @@ from fold3d.trace.errors import SplitError
 from fold3d.trace.model_trace import Trace
 from fold3d.weights.missing import at_home
 
+_AS_RECORDED = (
+    "as often as in the first batch, by which the model was cut: where other batches run them another number of times, "
+    "set pp=1 and segments=1"
+)
+
 
 class SplitModel(SplitForwards):
     """Runs any chunk of `model`; one model object serves all chunks of a rank.
@@ -200,7 +205,7 @@ class SplitModel(SplitForwards):
                 raise SplitError(
                     f"the chunk of blocks {run.lo} to {run.hi - 1} read a parameter that belongs to another "
                     f"chunk: {error}. The recording did not see that read: pass an `example` with all keys of "
-                    "a training batch."
+                    f"a training batch. The forward must run the blocks {_AS_RECORDED}"
                 ) from error
             finally:
                 self._slot.end()  # first: blocks that are skipped without a run would be so silently
@@ -209,12 +214,13 @@ class SplitModel(SplitForwards):
         self._last_run = run if last else None
         if last and run.position != run.hi:
             raise SplitError(
-                f"the model ran {run.position} of its {run.hi} blocks; the call must run the model's whole forward once"
+                f"the model ran {run.position} of its {run.hi} blocks; the call must run the model's whole forward "
+                f"once, and its blocks {_AS_RECORDED}"
             )
         if not last and run.leaving is None:
             raise SplitError(
                 f"the call ended before block '{self._trace.blocks[run.hi - 1]}', the last of a chunk, was done: it "
-                "must run the model's whole forward once"
+                f"must run the model's whole forward once, and its blocks {_AS_RECORDED}"
             )
         return run.leaving or [], output
 
