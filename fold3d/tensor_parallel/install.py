@@ -26,7 +26,7 @@ from fold3d.tensor_parallel.sequence.block_sequence import BlockSequence
 from fold3d.tensor_parallel.sequence.length import SequenceLength
 from fold3d.tensor_parallel.shard_random import ShardRandom
 from fold3d.tensor_parallel.slices import gather_part, indices_of, replace_argument, replace_leaf, take_part
-from fold3d.tensor_parallel.unproved import Unproved
+from fold3d.tensor_parallel.weight_reads import Unproved
 from fold3d.trace.wrappers import replace_attributes, wrap
 
 

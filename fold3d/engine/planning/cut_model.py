@@ -42,7 +42,7 @@ from fold3d.stage.micro_batch import DropoutKey, LossFunction
 from fold3d.stage.offload import check_folder, check_pool, prove_room, refuse_without_effect
 from fold3d.stage.rank_model import RankModel, begin_loss, record
 from fold3d.stage.recompute import check_patterns
-from fold3d.tensor_parallel.unproved import Reads
+from fold3d.tensor_parallel.weight_reads import Reads
 from fold3d.topology import Topology
 from fold3d.trace.arguments import by_name, with_values
 from fold3d.trace.errors import SplitError

@@ -26,7 +26,7 @@ from fold3d.tensor_parallel.install import install_block
 from fold3d.tensor_parallel.sequence.block_sequence import BlockSequence
 from fold3d.tensor_parallel.sequence.length import SequenceLength
 from fold3d.tensor_parallel.slices import paths_of
-from fold3d.tensor_parallel.unproved import Reads
+from fold3d.tensor_parallel.weight_reads import Reads
 
 TOLERANCE = 1e-10
 """Of differences, relative to the largest element, in double precision."""

@@ -4,21 +4,18 @@ parts."""
 from __future__ import annotations
 
 import sys
-from collections.abc import Container, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from types import FrameType
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
 
 from fold3d.errors import ConfigError
+from fold3d.tensor_parallel.weight_reads import RefusedReads
 from fold3d.trace.wrappers import whole_shape
 
 _CALL = nn.Module._call_impl.__code__
-_GRADIENT: Any = vars(torch._C.TensorBase)["grad"].__get__
 
 
 class ShardReads:
@@ -39,30 +36,7 @@ class ShardReads:
     def watched(self) -> AbstractContextManager[Any]:
         """Around code of a loss function. Raises: ConfigError, in it, where something is read of which there is a
         part."""
-        return _Watch(self._names, self._modules) if self._names else nullcontext()
-
-
-class _Watch(TorchFunctionMode):
-    """Raises where a tensor is computed from a parameter out of `names` by code outside of `modules`."""
-
-    def __init__(self, names: Mapping[int, str], modules: Container[int]) -> None:
-        super().__init__()
-        self._names, self._modules = names, modules
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        read = next((one for one in tree_leaves((args, kwargs)) if id(one) in self._names), None)
-        if read is None or func == _GRADIENT or self._in_a_module():
-            return func(*args, **kwargs)
-        try:
-            result = func(*args, **kwargs)
-        except Exception as error:  # such as a product with what has the shape of the whole weight
-            raise self._refused(read) from error
-        if _computed(result, read):
-            raise self._refused(read)
-        return result
+        return RefusedReads(self._names, lambda: not self._in_a_module(), _error) if self._names else nullcontext()
 
     def _in_a_module(self) -> bool:
         frame: FrameType | None = sys._getframe(1)
@@ -72,18 +46,14 @@ class _Watch(TorchFunctionMode):
             frame = frame.f_back
         return False
 
-    def _refused(self, read: Any) -> ConfigError:
-        name = self._names[id(read)]
-        return ConfigError(
-            f"code around the model, such as a loss function, reads the weight '{name}', of which each rank of the "
-            f"tensor-parallel group has a part ({tuple(read.shape)} of {tuple(whole_shape(read))}), so it would see "
-            f"other values than on one process. Leave the weight whole with tp_plan={{'{_module_of(name)}': "
-            "'replicate'}, put such a term into the optimizer (weight_decay is an L2 penalty), or set tp=1"
-        )
 
-
-def _computed(result: Any, read: Any) -> bool:
-    return any(isinstance(one, Tensor) and one is not read for one in tree_leaves(result))
+def _error(name: str, read: Tensor) -> ConfigError:
+    return ConfigError(
+        f"code around the model, such as a loss function, reads the weight '{name}', of which each rank of the "
+        f"tensor-parallel group has a part ({tuple(read.shape)} of {tuple(whole_shape(read))}), so it would see "
+        f"other values than on one process. Leave the weight whole with tp_plan={{'{_module_of(name)}': "
+        "'replicate'}, put such a term into the optimizer (weight_decay is an L2 penalty), or set tp=1"
+    )
 
 
 def _module_of(name: str) -> str:
