@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from fold3d.faults.failure import FailureBoard
-from fold3d.faults.interrupt import INTERRUPTED
 from fold3d.faults.progress import Progress, Report
 from fold3d.faults.stall import holding_up
+from fold3d.faults.uncaught import INTERRUPTED
 from fold3d.topology import Topology
 
 _CAUSE_SECONDS = 0.5

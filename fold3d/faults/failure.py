@@ -19,8 +19,8 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from fold3d import _C
-from fold3d.faults.interrupt import EXIT_STATUS, is_interruption
 from fold3d.faults.progress import Progress, Report
+from fold3d.faults.uncaught import EXIT_STATUS, is_interruption
 from fold3d.topology import Topology
 
 logger = logging.getLogger(__name__)

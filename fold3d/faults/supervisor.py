@@ -10,8 +10,8 @@ from typing import Any
 from fold3d.errors import ConfigError, Fold3dError, RankError
 from fold3d.faults.diagnosis import diagnose, own_failure
 from fold3d.faults.failure import FailureBoard, is_communication_error
-from fold3d.faults.interrupt import end_with_a_line, swallow_repeats
 from fold3d.faults.progress import Progress
+from fold3d.faults.uncaught import is_first_to_fail, report_uncaught, swallow_repeats
 from fold3d.topology import Topology
 
 
@@ -37,7 +37,7 @@ class Supervisor:
             name: the same on every rank, given to no other of the store.
             timeout: seconds without a sign of life after which a rank has failed.
         """
-        end_with_a_line(self._topology.describe(self._topology.rank))
+        report_uncaught(self._topology.describe(self._topology.rank), self._topology.rank)
         self._board = FailureBoard(store, name, self._topology, timeout, self.progress)
         self._watches = True
         weakref.finalize(self, self._board.close)
@@ -150,6 +150,7 @@ class Supervisor:
                 message = diagnose(error, self._board, self._topology, self.progress)
             else:
                 message = own_failure(error, self._topology, self.progress)
+                is_first_to_fail(error, message)
             message = self._board.publish(message)
         self._board.raised()
         return message

@@ -16,6 +16,7 @@ import transformers
 from fold3d.config import AUTO, BLOCKS, ParallelConfig, parse_tp_plan
 from fold3d.errors import ConfigError
 from fold3d.faults.job import watch_job
+from fold3d.faults.uncaught import report_uncaught
 from fold3d.plan.resolve import programs_of, resolve_auto
 from fold3d.topology import Topology
 from fold3d.trainer.other_device import other_device
@@ -236,6 +237,9 @@ class TrainingArguments(transformers.TrainingArguments):
     )
 
     def __post_init__(self) -> None:
+        if _announced_world_size() > 1:
+            rank = int(os.environ.get("RANK") or 0)
+            report_uncaught(f"rank {rank}", rank)
         refuse_unsupported(self)
         self.segments, self.group_size = _number_or_auto(self.segments), _number_or_auto(self.group_size)
         if self.micro_batch_size is not None:

@@ -152,7 +152,7 @@ def test_an_engine_names_the_rank_that_died() -> None:
     result = launch(train, 2, timeout=90)
     assert result[VICTIM].returncode == -signal.SIGKILL, result.report()
     assert result[0].returncode not in (0, -signal.SIGKILL) and not result[0].timed_out, result.report()
-    assert "RankError: " in result[0].stderr and "rank 1 (replica 0, stage 0, shard 1)" in result[0].stderr
+    assert " stops: " in result[0].stderr and "rank 1 (replica 0, stage 0, shard 1)" in result[0].stderr
 
 
 def end_by_lifetime(over_tcp: bool) -> tuple[str, float]:

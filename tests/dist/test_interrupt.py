@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from fold3d.faults.interrupt import INTERRUPTED
+from fold3d.faults.uncaught import INTERRUPTED
 from tests.dist import failure_jobs
 from tests.helpers.launch import LaunchResult, launch
 
