@@ -20,7 +20,8 @@ from fold3d.errors import ConfigError
 Weights = Callable[[Flags], Vector]
 """From the jobs that can have more to how fast the level rises for each: [jobs] -> [jobs]."""
 
-_FULL = 1e-9
+_FULL = 1e-7
+"""Of a level: less than that is rounding."""
 _DUAL = 1e-7
 
 
@@ -79,6 +80,7 @@ def water_fill(program: Program, weights: Weights) -> Solution:
     base, active = np.zeros(count), np.ones(count, dtype=bool)
     exact = True
     while True:
+        before = base
         base, active, reached = _climb(program, base, active, weights)
         asked = active & (weights(active) > 0)
         if not asked.any():
@@ -87,8 +89,8 @@ def water_fill(program: Program, weights: Weights) -> Solution:
         if (stuck != asked).any():
             exact = False
             stuck = asked & ~program.improvable(base, asked)
-        if not stuck.any():  # the gain is below what can be told from rounding
-            stuck = asked
+        if not stuck.any() and np.allclose(base, before, rtol=_FULL, atol=_FULL):
+            stuck = asked  # what they could gain is less than rounding
         active = active & ~stuck
         if not active.any():
             break
@@ -103,8 +105,8 @@ def _climb(program: Program, base: Vector, active: Flags, weights: Weights) -> t
     first, found, last = 0, program.rise(base, stages[0][2]), len(stages) - 1
     if found is None:
         raise RuntimeError("levels that were reached cannot be reached again")
-    while first < last and found.value >= stages[first][3]:
-        # The first stage is passed whole; the level ends in one of (first, last].
+    # No program rises beyond a stage: its end is where a job has all that it can use. So one that reaches it may go on.
+    while first < last and found.value >= stages[first][3] * (1.0 - _FULL) - _FULL:
         middle = (first + last + 1) // 2
         tried = program.rise(stages[middle][0], stages[middle][2])
         if tried is None:
@@ -112,7 +114,8 @@ def _climb(program: Program, base: Vector, active: Flags, weights: Weights) -> t
         else:
             first, found = middle, tried
     base, active, slope, length = stages[first]
-    level = base + slope * min(found.value, length)
+    passed = found.value >= length * (1.0 - _FULL) - _FULL
+    level = base + slope * (length if passed else found.value)
     return level, active & (level < program.most * (1.0 - _FULL)), found
 
 

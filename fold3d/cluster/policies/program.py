@@ -28,6 +28,8 @@ _INTERIOR = 600
 """From so many variables on the interior point method is faster than the simplex method (measured: 2 times at 1500)."""
 _DENSE = 20_000
 """Programs of so few coefficients are handed over as dense matrices: making a sparse one takes longer than solving."""
+_OPTIMAL, _INFEASIBLE = 0, 2
+"""Of scipy's `status`."""
 _NEAR_ZERO = 1e-9
 
 
@@ -328,14 +330,15 @@ class _Table:
         high[: self._given][self._idle] = 0.0
         for column, (lower, upper) in bounds.items():
             low[column], high[column] = lower, upper
-        method = "highs-ipm" if self._columns > _INTERIOR else "highs-ds"
-        found = program._scipy.optimize.linprog(
-            -goal, A_ub=matrix, b_ub=limits, bounds=np.stack([low, high], axis=1), method=method
-        )
-        if found.status == 2:
+        found = None
+        for method in ("highs-ipm", "highs-ds") if self._columns > _INTERIOR else ("highs-ds", "highs-ipm"):
+            found = program._scipy.optimize.linprog(
+                -goal, A_ub=matrix, b_ub=limits, bounds=np.stack([low, high], axis=1), method=method
+            )
+            if found.status in (_OPTIMAL, _INFEASIBLE):
+                break  # else one of them could not tell: at the edge of what is possible
+        if found.status != _OPTIMAL:
             return None
-        if found.status != 0:
-            raise RuntimeError(f"HiGHS: {found.message}")
         duals = -found.ineqlin.marginals[self._first["needs"] : self._first["budget"]]
         time = found.x if extra else found.x[: self._given]
         return Solution(float(-found.fun) / scale, classes, time, duals)
