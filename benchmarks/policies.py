@@ -141,7 +141,7 @@ def cost(options: argparse.Namespace, types: Types) -> None:
                 deadlines[str(number)] = seconds * chance.choice([1.2, 2.0, 10.0])
                 job = Arrival(name=str(number), at=0.0, work=seconds * types[model][0].rate, options=types[model])
                 jobs.append(replace(job, deadline=deadlines[job.name]) if told else job)
-            report = simulate(jobs, Policy(name=name), cluster, Rules(seconds=1800.0, fill=name != "cost"))
+            report = simulate(jobs, Policy(name=name), cluster, Rules(seconds=1800.0, fill=Policy(name=name).fills))
             costs.append(report.cost)
             late.append(mean(job.seconds > deadlines[job.name] for job in report.jobs))
         print(f"| {name} | {'yes' if told else 'no'} | {mean(costs):.0f} | {mean(late):.1%} |", flush=True)

@@ -61,6 +61,10 @@ def run_simulate(options: argparse.Namespace) -> None:
     from fold3d.cluster.simulate import simulate
     from fold3d.cluster.workload import read
 
+    if not options.round > 0:
+        raise ConfigError(f"--round is {options.round:g}; it must be positive, in seconds")
+    if not 0 < options.overhead < 1:
+        raise ConfigError(f"--overhead is {options.overhead:g}; it is a part: above 0, below 1")
     workload = read(Path(options.workload))
     draws = _draws(options, workload)
     policies = [_policy(name, options, workload) for name in options.policy or ["fair"]]
@@ -71,7 +75,7 @@ def run_simulate(options: argparse.Namespace) -> None:
     for text in options.gpus:
         cluster = Cluster.parse(text)
         for policy in policies:
-            rules = Rules(seconds=options.round, overhead=options.overhead, fill=policy.name != "cost")
+            rules = Rules(seconds=options.round, overhead=options.overhead, fill=policy.fills)
             reports = [simulate(jobs, policy, cluster, rules) for jobs in draws]
             label = policy.label if len(options.gpus) == 1 else f"{policy.label}; {text}"
             shown[label], gpus[label] = reports[0], cluster.gpus

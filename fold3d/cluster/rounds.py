@@ -71,7 +71,7 @@ class Rules:
     overhead: float = 0.05
     """The part of a job's time that moves may cost: after a move that takes 27 s it stays for 27 / 0.05 = 540 s."""
     fill: bool = True
-    """Whether GPUs that are left over go to jobs that are due nothing on them."""
+    """Whether GPUs that are left over go to jobs that are due nothing (more) on them."""
 
     def lease(self, move_seconds: float) -> float:
         """Returns for how long a job stays at least where it was put, in seconds."""
@@ -106,7 +106,9 @@ def place(
         first = (-ledger.priority(here, share.time), -ledger.debts.get(here, 0.0), -share.time)
         entries.append((first, number, here))
     later = []
-    for _, _, here in sorted(entries, key=lambda entry: entry[:2]):
+    for (_, debt, time), _, here in sorted(entries, key=lambda entry: entry[:2]):
+        if not rules.fill and debt + time * rules.seconds >= 0.0:  # both are negated: it has more than is due to it
+            continue
         if all(_pays(name, here, running.get(name), rates, rules) for name in here.jobs):
             turn.put(here)
         else:

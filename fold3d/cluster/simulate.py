@@ -90,8 +90,8 @@ class _Present:
     def move_seconds(self) -> float:
         return self.arrival.save_seconds + self.arrival.start_seconds
 
-    def seen(self, now: float) -> Job:
-        """Returns it as the policy is told."""
+    def seen(self, now: float, seconds: float) -> Job:
+        """Returns it as the policy is told. Deadlines leave room for a round of so many seconds, and a move."""
         arrival, options = self.arrival, self.arrival.options
         if arrival.predicted:
             known = estimate(arrival.predicted, self.measured)
@@ -104,7 +104,7 @@ class _Present:
             group=arrival.group,
             arrived=arrival.at,
             work=self.left,
-            deadline=max(arrival.at + arrival.deadline - now, 1.0),
+            deadline=max(arrival.at + arrival.deadline - now - seconds - self.move_seconds, 1.0),
             elapsed=passed,
             isolated=passed * done / self.alone if self.alone else 0.0,
         )
@@ -166,7 +166,7 @@ def simulate(
 
     Raises: ConfigError for jobs that run nowhere, or a policy that lets jobs wait for ever; without scipy.
     """
-    run = _Run(arrivals, policy, cluster, rules or Rules(fill=policy.name != "cost"))
+    run = _Run(arrivals, policy, cluster, rules or Rules(fill=policy.fills))
     return run.report(looked_at if looked_at is not None else range(len(arrivals)))
 
 
@@ -199,8 +199,8 @@ class _Run:
                 self._admit(self.arrivals[coming])
                 coming, changed = coming + 1, True
             if changed or (self.policy.name in _BY_TIME and len(self.history) % _COUNT_ANEW == 0):
-                jobs = [one.seen(self.now) for one in self.present.values()]
-                allocation = allocate(self.policy, jobs, self.cluster)
+                jobs = [one.seen(self.now, self.rules.seconds) for one in self.present.values()]
+                allocation = allocate(self._with_what_is_left(jobs), jobs, self.cluster)
                 jobs = blind(jobs, self.cluster) if self.policy.blind else jobs
                 if self.ledger.seconds >= _COUNT_ANEW * self.rules.seconds:
                     self.ledger.renew()
@@ -217,10 +217,25 @@ class _Run:
             jobs=tuple(self.finished[self.arrivals[number].name] for number in looked_at),
             seconds=last,
             used={kind: self.busy.get(kind, 0.0) / (gpus[kind] * last) for kind in gpus},
-            cost=sum(self.busy.get(kind.name, 0.0) * kind.price for kind in self.cluster.kinds) / _HOUR,
+            cost=self._cost(),
             moving=self.lost / total if total else 0.0,
             history=tuple(self.history),
         )
+
+    def _cost(self) -> float:
+        return sum(self.busy.get(kind.name, 0.0) * kind.price for kind in self.cluster.kinds) / _HOUR
+
+    def _with_what_is_left(self, jobs: Sequence[Job]) -> Policy:
+        """Returns the policy with the rest of its budget: at least what the work costs that is still to be done."""
+        spent = self._cost()
+        if self.policy.budget is None or not spent:
+            return self.policy
+        prices = {kind.name: kind.price for kind in self.cluster.kinds}
+        least = sum(
+            job.work * min(prices[o.kind] * o.gpus / o.rate for o in job.options if o.kind in prices and o.rate > 0)
+            for job in jobs
+        )
+        return replace(self.policy, budget=max(self.policy.budget - spent, least / _HOUR))
 
     def _admit(self, arrival: Arrival) -> None:
         if arrival.name in self.present or arrival.name in self.finished:

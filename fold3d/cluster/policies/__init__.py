@@ -56,6 +56,11 @@ class Policy:
             raise ConfigError("a policy that is blind to kinds knows neither their prices nor pairs; remove blind")
 
     @property
+    def fills(self) -> bool:
+        """Whether GPUs that nobody is due should be used by somebody: not where they cost what was not to be spent."""
+        return self.name != "cost" and self.budget is None
+
+    @property
     def label(self) -> str:
         """What tables call it."""
         return f"{self.name}, blind" if self.blind else self.name

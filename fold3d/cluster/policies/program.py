@@ -330,7 +330,7 @@ class _Table:
         high[: self._given][self._idle] = 0.0
         for column, (lower, upper) in bounds.items():
             low[column], high[column] = lower, upper
-        found = None
+        found: Any = None
         for method in ("highs-ipm", "highs-ds") if self._columns > _INTERIOR else ("highs-ds", "highs-ipm"):
             found = program._scipy.optimize.linprog(
                 -goal, A_ub=matrix, b_ub=limits, bounds=np.stack([low, high], axis=1), method=method
