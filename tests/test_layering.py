@@ -51,6 +51,7 @@ CPP_FOLDERS = (
 """Each may include itself and the folders before it."""
 PYTHON_ROOMS = (
     "errors",
+    "cluster",
     "offload",
     "recompute",
     "config",
@@ -79,10 +80,21 @@ PYTHON_ROOMS = (
 )
 """Each may import itself and the rooms before it; `fold3d/__init__.py` and `__main__.py` only pass on."""
 
-MAY_NOT_IMPORT_EXTENSION = {"errors", "config", "device", "topology", "weights", "checkpoint", "trainer", "cli"}
+MAY_NOT_IMPORT_EXTENSION = {
+    "errors",
+    "cluster",
+    "config",
+    "device",
+    "topology",
+    "weights",
+    "checkpoint",
+    "trainer",
+    "cli",
+}
+WITHOUT_TORCH = {"errors", "cluster"}
 MAY_IMPORT_TRANSFORMERS = {"trace", "sharding", "weights", "tensor_parallel", "stage", "checkpoint", "trainer"}
 WITHOUT_PROCESS_GROUPS = {
-    *("errors", "config", "device", "seeding", "topology"),
+    *("errors", "cluster", "config", "device", "seeding", "topology"),
     *("schedule", "trace", "sharding", "weights", "placement", "plan", "stage", "splitting"),
 }
 MAY_PRINT = {"cli"}
@@ -249,6 +261,7 @@ def test_python_imports_point_backwards(room: str) -> None:
         ("fold3d._C", set(PYTHON_ROOMS) - MAY_NOT_IMPORT_EXTENSION),
         ("transformers", MAY_IMPORT_TRANSFORMERS),
         ("accelerate", {"trainer"}),
+        ("torch", set(PYTHON_ROOMS) - WITHOUT_TORCH),
     ],
 )
 def test_only_these_rooms_import(module: str, rooms: set[str]) -> None:
@@ -343,7 +356,7 @@ def test_rank_arithmetic_stands_in_topology_alone() -> None:
     assert not found, found
 
 
-OTHERS_FIELDS = {"grad", "data", "state", "param_groups", "timeout", "_timeout", "forward"}
+OTHERS_FIELDS = {"grad", "data", "state", "param_groups", "timeout", "_timeout", "forward", "group"}
 """Of torch's objects, which are assigned to as torch's users do; some classes of ours have fields of the same name."""
 SETTINGS = {"model", "options"}
 """Variables that hold structs of C++ or torch, which are filled field by field."""

@@ -1,0 +1,180 @@
+"""How fast a job is on which GPUs: what was predicted, what was measured, and both put together with their errors.
+
+A prediction is off in three ways: on everything by one factor, on a kind of GPU by another, and on a number of GPUs of
+it by a third. Each is taken to be normal in the logarithm, so what was measured somewhere corrects the others as far as
+they are off for the same reason, and their errors say how far that is (conditioning of a normal distribution).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fold3d.cluster.jobs import Option
+from fold3d.errors import ConfigError
+
+OFF_ALL, OFF_KIND, OFF_COUNT = 0.35, 0.25, 0.1
+"""Standard deviations of the logarithm: of a prediction as a whole, of a kind, of a number of GPUs of a kind."""
+NOISE = 0.03
+"""Of a measurement that says nothing of its own."""
+_FAR = 2.0
+"""Standard deviations between two rates whose order is settled."""
+_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """What training measured on one place."""
+
+    kind: str
+    gpus: int
+    rate: float
+    """Work per second: the median over the steps since the last start."""
+    error: float = NOISE
+    """Standard deviation, relative."""
+    layout: str = ""
+    """How the model was spread, such as `dp1 tp1 pp2`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Measured:
+    """What is in `rates.json` beside a job's checkpoints: the newest of each place."""
+
+    rates: tuple[Measurement, ...] = ()
+    save_seconds: float = 0.0
+    """From the signal until the checkpoint is there."""
+    start_seconds: float = 0.0
+    """From the start of the process until the end of the first new step."""
+    done: float = 0.0
+    """Work done, in the unit of the rates."""
+    left: float = math.inf
+    """Work left; infinite (null in the file) where nobody knows."""
+
+    def with_rate(self, new: Measurement) -> Measured:
+        """Returns it with another measurement, in place of an older one of the same place."""
+        kept = [one for one in self.rates if (one.kind, one.gpus) != (new.kind, new.gpus)]
+        return replace(self, rates=(*kept, new))
+
+    def write(self, path: Path) -> None:
+        """Writes the file whole or not at all."""
+        text = json.dumps(asdict(self) | {"version": _VERSION, "left": self.left if math.isfinite(self.left) else None})
+        part = path.with_name(f"{path.name}.{os.getpid()}")
+        part.write_text(text + "\n")
+        part.replace(path)
+
+    @classmethod
+    def read(cls, path: Path) -> Measured:
+        """Returns what a job has measured; nothing where there is no file yet. Raises: ConfigError for another file."""
+        if not path.exists():
+            return cls()
+        try:
+            found = json.loads(path.read_text())
+            if found["version"] != _VERSION:
+                raise ConfigError(f"{path} has version {found['version']}; this fold3d reads {_VERSION}")
+            return cls(
+                rates=tuple(Measurement(**one) for one in found["rates"]),
+                save_seconds=float(found["save_seconds"]),
+                start_seconds=float(found["start_seconds"]),
+                done=float(found["done"]),
+                left=math.inf if found["left"] is None else float(found["left"]),
+            )
+        except (ValueError, KeyError, TypeError) as error:
+            raise ConfigError(f"{path} is no file of measured rates: {error}") from None
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """A rate with its error."""
+
+    rate: float
+    error: float
+    """Standard deviation of the logarithm: 0.1 is about 10 %."""
+    measured: bool
+
+
+def estimate(predicted: Sequence[Option], measured: Sequence[Measurement]) -> dict[Option, Estimate]:
+    """Returns the rate of each option that was predicted: what was measured there, else the prediction as corrected by
+    what was measured elsewhere. Options on which the job does not fit (rate 0) keep that.
+
+    Raises: ConfigError for a measurement that is not positive.
+    """
+    fit = [option for option in predicted if option.rate > 0]
+    known = {(option.kind, option.gpus): number for number, option in enumerate(fit)}
+    seen = [one for one in measured if (one.kind, one.gpus) in known]
+    for one in seen:
+        if not one.rate > 0 or not one.error > 0:
+            raise ConfigError(f"{one.kind} x{one.gpus}: measured {one.rate} +- {one.error}; both must be positive")
+    kind = np.array([option.kind for option in fit])
+    same_kind = kind[:, None] == kind[None, :]
+    spread = OFF_ALL**2 + OFF_KIND**2 * same_kind + OFF_COUNT**2 * np.eye(len(fit))
+    off, left = np.zeros(len(fit)), spread
+    if seen:
+        at = np.array([known[one.kind, one.gpus] for one in seen])
+        gap = np.array([math.log(one.rate / fit[number].rate) for one, number in zip(seen, at, strict=True)])
+        noise = np.diag([one.error**2 for one in seen])
+        gain = spread[:, at] @ np.linalg.inv(spread[np.ix_(at, at)] + noise)
+        off, left = gain @ gap, spread - gain @ spread[at, :]
+    places = {(one.kind, one.gpus): one for one in seen}
+    found: dict[Option, Estimate] = {}
+    for number, option in enumerate(fit):
+        exact = places.get((option.kind, option.gpus))
+        if exact is not None:  # a prediction that is far off must not pull at what was measured
+            found[option] = Estimate(exact.rate, exact.error, measured=True)
+        else:
+            rate = option.rate * math.exp(float(off[number]))
+            found[option] = Estimate(rate, math.sqrt(max(float(left[number, number]), 0.0)), measured=False)
+    return found | {option: Estimate(0.0, 0.0, measured=False) for option in predicted if option.rate <= 0}
+
+
+def probe(estimates: Mapping[Option, Estimate]) -> Option | None:
+    """Returns the option that should be tried for a round: of a kind on which nothing was measured, the most promising
+    first; else one whose rate per GPU may be above the best measured one of its kind. None where all is settled.
+
+    A wrong prediction is not found by measuring elsewhere: what was measured corrects all kinds by one factor, so their
+    order stays. So each kind is tried once, and after as many rounds as there are kinds the order is a measured one.
+    """
+    fit = {option: one for option, one in estimates.items() if one.rate > 0}
+    measured = {option for option, one in fit.items() if one.measured}
+    new = [option for option in fit if option.kind not in {one.kind for one in measured}]
+    if new:
+        return max(new, key=lambda option: fit[option].rate)
+    close = []
+    for option in fit.keys() - measured:
+        best = max(fit[one].rate for one in measured if one.kind == option.kind)
+        if abs(math.log(fit[option].rate / best)) < _FAR * fit[option].error:
+            close.append(option)
+    return max(close, key=lambda option: (fit[option].rate, option.gpus), default=None)
+
+
+def read_predictions(path: Path) -> tuple[Option, ...]:
+    """Returns what a file of predictions says: `{"rates": [{"kind": "a100", "gpus": 2, "rate": 61000.0}, ...]}`.
+
+    Rates are tokens per second. Raises: ConfigError.
+    """
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read as predicted rates: {error}") from None
+    return options_of(found.get("rates") if isinstance(found, dict) else None, str(path))
+
+
+def options_of(found: Any, where: str) -> tuple[Option, ...]:
+    """Returns the options that JSON lists as above, or short as `{"a100": 4.0, "t4:2": 1.5}` (kind, or kind:gpus)."""
+    try:
+        if isinstance(found, dict):
+            parts = ((name.partition(":"), rate) for name, rate in found.items())
+            made = tuple(Option(kind, int(gpus or 1), float(rate)) for (kind, _, gpus), rate in parts)
+        else:
+            made = tuple(Option(str(one["kind"]), int(one["gpus"]), float(one["rate"])) for one in found)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigError(f"{where}: rates need kind, gpus and rate: {error!r}") from None
+    if not made or len({(one.kind, one.gpus) for one in made}) < len(made):
+        raise ConfigError(f"{where}: there must be some rates, one for each kind and number of GPUs")
+    return made

@@ -1,0 +1,301 @@
+"""A cluster simulated round by round: what a policy, or other GPUs, would do to jobs that come over days."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from fold3d.cluster.jobs import Allocation, Cluster, Job, Place, average_rate, blind, most_gpus
+from fold3d.cluster.policies import Policy, allocate
+from fold3d.cluster.rates import Measurement, estimate, probe
+from fold3d.cluster.rounds import Ledger, Rules, Running, place
+from fold3d.cluster.workload import Arrival
+from fold3d.errors import ConfigError
+
+_HOUR = 3600.0
+_MOST_ROUNDS = 1_000_000
+_MOST_IDLE = 1000
+"""Rounds in which nobody runs although jobs are there."""
+_COUNT_ANEW = 5
+"""Rounds after which a new allocation lets priorities count anew; Gavel does after 1920 s, rounds of 360."""
+_BY_TIME = ("finish_time", "makespan", "shortest", "cost")
+"""Policies that ask what is left of a job: they are asked again as often as that."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """What became of a job."""
+
+    name: str
+    group: str
+    arrived: float
+    """Seconds."""
+    finished: float
+    fairness: float
+    """Its time over that which it would have taken with an equal part of the cluster for itself, among those who
+    were there (Themis's finish-time fairness); 1 or less is fair."""
+    moves: int
+    late: bool
+
+    @property
+    def seconds(self) -> float:
+        """From arrival to end (JCT)."""
+        return self.finished - self.arrived
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Report:
+    """What a simulation has shown."""
+
+    jobs: tuple[Outcome, ...]
+    """Those that were looked at."""
+    seconds: float
+    """Until the last of these was done."""
+    used: Mapping[str, float]
+    """The part of the time in which GPUs of each kind were somebody's."""
+    cost: float
+    """Of the GPU time that was somebody's."""
+    moving: float
+    """The part of that in which jobs were saved and started."""
+    history: tuple[tuple[float, Mapping[str, int], int], ...]
+    """Of each round: when it began, GPUs of each kind that were used, how many jobs waited."""
+
+    def mean_hours(self) -> float:
+        """Returns the mean time from arrival to end, in hours."""
+        return sum(job.seconds for job in self.jobs) / len(self.jobs) / _HOUR
+
+
+@dataclass
+class _Present:
+    """A job that is there."""
+
+    arrival: Arrival
+    average: float
+    """Of its true rates (`jobs.average_rate`)."""
+    most: int
+    """GPUs."""
+    left: float
+    measured: tuple[Measurement, ...] = ()
+    place: Place | None = None
+    since: float = 0.0
+    """Seconds in its place."""
+    losing: float = 0.0
+    """Seconds of a move that are still to come."""
+    alone: float = 0.0
+    """Work that it would have done with an equal part of the cluster."""
+    moves: int = -1
+    """Without the first start."""
+
+    @property
+    def move_seconds(self) -> float:
+        return self.arrival.save_seconds + self.arrival.start_seconds
+
+    def seen(self, now: float, seconds: float) -> Job:
+        """Returns it as the policy is told. Deadlines leave room for a round of so many seconds, and a move."""
+        arrival, options = self.arrival, self.arrival.options
+        if arrival.predicted:
+            known = estimate(arrival.predicted, self.measured)
+            options = tuple(replace(option, rate=known[option].rate) for option in arrival.predicted)
+        done, passed = arrival.work - self.left, now - arrival.at
+        return Job(
+            name=arrival.name,
+            options=options,
+            weight=arrival.weight,
+            group=arrival.group,
+            arrived=arrival.at,
+            work=self.left,
+            deadline=max(arrival.at + arrival.deadline - now - seconds - self.move_seconds, 1.0),
+            elapsed=passed,
+            isolated=passed * done / self.alone if self.alone else 0.0,
+        )
+
+    def alone_rate(self, gpus: float) -> float:
+        """Returns its work per second with so many GPUs of the cluster's average (`jobs.isolated_rates`)."""
+        return self.average * min(self.most, gpus)
+
+    def wait(self, work: float) -> None:
+        """Enters what it would have done with its part of the cluster."""
+        self.alone += work
+
+    def enter(self, place: Place | None) -> None:
+        """Puts it there for the next round."""
+        if place != self.place:
+            self.since = 0.0
+            if place is not None:
+                self.losing = self.arrival.start_seconds + (self.arrival.save_seconds if self.moves >= 0 else 0.0)
+                self.moves += 1
+        self.place = place
+
+    def run(self, seconds: float) -> tuple[float, float]:
+        """Returns for how long it ran, if it is done in less than a round, and how much of that was lost to a move."""
+        assert self.place is not None
+        lost = min(self.losing, seconds)
+        rate = next(
+            option.rate
+            for option in self.arrival.options
+            if (option.kind, option.gpus) == (self.place.kind, self.place.gpus)
+        )
+        spent = min(seconds, lost + self.left / rate)
+        self.losing -= lost
+        self.left = max(0.0, self.left - rate * (spent - lost)) if spent == seconds else 0.0
+        self.since += spent
+        if spent > lost and self.arrival.predicted:
+            new = Measurement(self.place.kind, self.place.gpus, rate)
+            kept = [one for one in self.measured if (one.kind, one.gpus) != (new.kind, new.gpus)]
+            self.measured = (*kept, new)
+        return spent, lost
+
+
+def simulate(
+    arrivals: Sequence[Arrival],
+    policy: Policy,
+    cluster: Cluster,
+    rules: Rules | None = None,
+    *,
+    looked_at: range | None = None,
+) -> Report:
+    """Returns what the policy makes of the jobs.
+
+    Policies know what is left of jobs, and their true rates, unless an arrival has predicted ones: then they are
+    measured in each round, and jobs are tried on kinds that they have not run on. Runs are deterministic.
+
+    Args:
+        arrivals: in the order in which they come.
+        looked_at: of the arrivals, by number: the simulation ends when they are done, and the report is of them; all by
+            default.
+
+    Raises: ConfigError for jobs that run nowhere, or a policy that lets jobs wait for ever; without scipy.
+    """
+    run = _Run(arrivals, policy, cluster, rules or Rules(fill=policy.fills))
+    return run.report(looked_at if looked_at is not None else range(len(arrivals)))
+
+
+@dataclass
+class _Run:
+    """A simulation while it runs."""
+
+    arrivals: Sequence[Arrival]
+    policy: Policy
+    cluster: Cluster
+    rules: Rules
+    now: float = 0.0
+    present: dict[str, _Present] = field(default_factory=dict)
+    ledger: Ledger = field(default_factory=Ledger)
+    finished: dict[str, Outcome] = field(default_factory=dict)
+    busy: dict[str, float] = field(default_factory=dict)
+    lost: float = 0.0
+    history: list[tuple[float, Mapping[str, int], int]] = field(default_factory=list)
+
+    def report(self, looked_at: range) -> Report:
+        wanted = {self.arrivals[number].name for number in looked_at}
+        if not wanted:
+            raise ConfigError(f"none of the {len(self.arrivals)} jobs is looked at")
+        coming, changed, idle = 0, True, 0
+        allocation, jobs = Allocation(()), list[Job]()
+        while not wanted <= self.finished.keys():
+            if not self.present:
+                self.now = max(self.now, self.arrivals[coming].at)
+            while coming < len(self.arrivals) and self.arrivals[coming].at <= self.now:
+                self._admit(self.arrivals[coming])
+                coming, changed = coming + 1, True
+            if changed or (self.policy.name in _BY_TIME and len(self.history) % _COUNT_ANEW == 0):
+                jobs = [one.seen(self.now, self.rules.seconds) for one in self.present.values()]
+                allocation = allocate(self._with_what_is_left(jobs), jobs, self.cluster)
+                jobs = blind(jobs, self.cluster) if self.policy.blind else jobs
+                if self.ledger.seconds >= _COUNT_ANEW * self.rules.seconds:
+                    self.ledger.renew()
+            changed, ran = self._round(allocation, jobs)
+            idle = 0 if ran else idle + 1
+            if idle > _MOST_IDLE or len(self.history) > _MOST_ROUNDS:
+                raise ConfigError(
+                    f"{len(self.present)} jobs are not done after {_MOST_ROUNDS} rounds; fewer, or more GPUs"
+                )
+        last = max(self.finished[name].finished for name in wanted)
+        gpus = {kind.name: kind.gpus for kind in self.cluster.kinds}
+        total = sum(self.busy.values())
+        return Report(
+            jobs=tuple(self.finished[self.arrivals[number].name] for number in looked_at),
+            seconds=last,
+            used={kind: self.busy.get(kind, 0.0) / (gpus[kind] * last) for kind in gpus},
+            cost=self._cost(),
+            moving=self.lost / total if total else 0.0,
+            history=tuple(self.history),
+        )
+
+    def _cost(self) -> float:
+        return sum(self.busy.get(kind.name, 0.0) * kind.price for kind in self.cluster.kinds) / _HOUR
+
+    def _with_what_is_left(self, jobs: Sequence[Job]) -> Policy:
+        """Returns the policy with the rest of its budget: at least what the work costs that is still to be done."""
+        spent = self._cost()
+        if self.policy.budget is None or not spent:
+            return self.policy
+        prices = {kind.name: kind.price for kind in self.cluster.kinds}
+        least = sum(
+            job.work * min(prices[o.kind] * o.gpus / o.rate for o in job.options if o.kind in prices and o.rate > 0)
+            for job in jobs
+        )
+        return replace(self.policy, budget=max(self.policy.budget - spent, least / _HOUR))
+
+    def _admit(self, arrival: Arrival) -> None:
+        if arrival.name in self.present or arrival.name in self.finished:
+            raise ConfigError(f"two jobs have the name {arrival.name}; give each its own")
+        job = Job(name=arrival.name, options=arrival.options)
+        self.present[arrival.name] = _Present(arrival, average_rate(job, self.cluster), most_gpus(job), arrival.work)
+
+    def _round(self, allocation: Allocation, jobs: Sequence[Job]) -> tuple[bool, bool]:
+        """Runs one; returns whether a new allocation is needed, and whether anybody ran."""
+        seconds = self.rules.seconds
+        running = {
+            name: Running(one.place, one.since, one.move_seconds)
+            for name, one in self.present.items()
+            if one.place is not None
+        }
+        placed = place(allocation, jobs, self.cluster, self.ledger, running, self.rules, self._probes())
+        used = dict.fromkeys((kind.name for kind in self.cluster.kinds), 0)
+        weights = sum(one.arrival.weight for one in self.present.values())
+        changed = False
+        for name, one in list(self.present.items()):
+            one.enter(placed.get(name))
+            alone = one.alone_rate(one.arrival.weight / weights * self.cluster.gpus)
+            if one.place is None:
+                one.wait(alone * seconds)
+                continue
+            known = len(one.measured)
+            spent, lost = one.run(seconds)
+            one.wait(alone * spent)
+            used[one.place.kind] += one.place.gpus
+            self.busy[one.place.kind] = self.busy.get(one.place.kind, 0.0) + spent * one.place.gpus
+            self.lost += lost * one.place.gpus
+            changed |= len(one.measured) > known
+            if one.left <= 0.0:
+                self._finish(one, self.now + spent)
+                changed = True
+        self.ledger.enter(allocation, placed, seconds)
+        for name in placed.keys() - self.present.keys():
+            self.ledger.forget(name)
+        self.history.append((self.now, used, len(self.present) - len(placed.keys() & self.present.keys())))
+        self.now += seconds
+        return changed, bool(placed)
+
+    def _finish(self, one: _Present, now: float) -> None:
+        arrival = one.arrival
+        self.finished[arrival.name] = Outcome(
+            name=arrival.name,
+            group=arrival.group,
+            arrived=arrival.at,
+            finished=now,
+            fairness=one.alone / arrival.work,
+            moves=one.moves,
+            late=now > arrival.at + arrival.deadline,
+        )
+        del self.present[arrival.name]
+
+    def _probes(self) -> dict[str, Place]:
+        """Returns what is tried in the next round: one place for each job whose rates are not settled."""
+        found = {}
+        for name, one in self.present.items():
+            option = probe(estimate(one.arrival.predicted, one.measured)) if one.arrival.predicted else None
+            if option is not None:
+                found[name] = Place((name,), option.kind, option.gpus)
+        return found
