@@ -10,10 +10,10 @@
 #include "bindings/signals.h"
 #include "comm/arbiter/own_process.h"
 #include "comm/base/clock.h"
-#include "comm/ring/bucket_sync.h"
+#include "comm/bucket/bucket_sync.h"
+#include "comm/bucket/collective_ring.h"
+#include "comm/bucket/slice_meter.h"
 #include "comm/ring/credits.h"
-#include "comm/ring/ring.h"
-#include "comm/ring/slice_meter.h"
 #include "comm/tcp/tcp_ring_peers.h"
 #include "core/network/slice_rule.h"
 #include "runtime/c10d/ring_connection_c10d.h"
@@ -85,9 +85,9 @@ class PyBucketSync {
       } else {
         connection = std::make_shared<runtime::C10dRingConnection>(group, rank, size);
       }
-      return std::make_unique<comm::Ring>(
-          comm::Ring::Options{.rank = rank, .size = size, .traffic = traffic, .hosts = hosts}, connection, arbiter,
-          credits_);
+      return std::make_unique<comm::CollectiveRing>(
+          comm::Ring::Options{.rank = rank, .size = size, .traffic = traffic, .hosts = hosts, .credits = credits_},
+          connection, arbiter);
     };
     auto reduce_stream = stream(Traffic::kReduce);
     auto gather_stream = stream(Traffic::kGather);

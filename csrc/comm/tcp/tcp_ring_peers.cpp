@@ -124,14 +124,11 @@ void TcpRingPeers::abort(const std::string& reason) noexcept {
 }
 
 std::shared_ptr<RingConnection> TcpRingPeers::connection(NicArbiter::Traffic traffic) const {
-  return line(Members::kReplicas, static_cast<std::size_t>(traffic));
-}
-
-std::shared_ptr<RingConnection> TcpRingPeers::tensor_connection() const { return line(Members::kTensorParallel, 0); }
-
-std::shared_ptr<RingConnection> TcpRingPeers::line(Members members, std::size_t index) const {
-  if (members != members_)
+  const bool is_tensor = traffic == NicArbiter::Traffic::kTensor;
+  if (is_tensor != (members_ == Members::kTensorParallel)) {
     throw std::logic_error("ring peers: these are lines of " + std::string(noun_of(members_)) + "s");
+  }
+  const std::size_t index = is_tensor ? 0 : static_cast<std::size_t>(traffic);
   if (index >= links_.size()) throw std::logic_error("ring peers: not connected yet");
   return links_[index];
 }

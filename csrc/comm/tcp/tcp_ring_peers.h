@@ -36,10 +36,9 @@ class TcpRingPeers {
   /// TcpRendezvous::meet() throws.
   void connect(const Endpoint& next, std::chrono::milliseconds timeout);
 
-  /// A replica's line for one kind of traffic. Throws std::logic_error before connect().
+  /// The line for one kind of traffic: the two of DP.sync for replicas, that of TP.sync for tensor-parallel ranks.
+  /// Throws std::logic_error for others', and before connect().
   std::shared_ptr<RingConnection> connection(NicArbiter::Traffic traffic) const;
-  /// The line of a tensor-parallel rank. Throws std::logic_error before connect().
-  std::shared_ptr<RingConnection> tensor_connection() const;
 
   /// Ends connect(), under way or to come, and later all use of the lines, with AbortedError(reason). Idempotent; the
   /// first reason stays.
@@ -47,7 +46,6 @@ class TcpRingPeers {
 
  private:
   class Link;
-  std::shared_ptr<RingConnection> line(Members members, std::size_t index) const;
 
   const int rank_;
   const int size_;

@@ -4,7 +4,7 @@
 #include <type_traits>
 #include <utility>
 
-#include "comm/ring/ring.h"
+#include "comm/bucket/collective_ring.h"
 #include "harness/rank_threads.h"
 
 namespace fold3d::test {
@@ -41,9 +41,9 @@ std::unique_ptr<comm::BucketSync> Rings::sync(int rank, const std::shared_ptr<co
   if (tcp != nullptr) tcp->connect(tcp_[static_cast<std::size_t>((rank + 1) % size_)]->endpoint(), timeout_);
   const auto credits = std::make_shared<comm::Credits>(chunk_bytes_);
   const auto ring = [&](Traffic traffic) {
-    return std::make_unique<comm::Ring>(
-        comm::Ring::Options{.rank = rank, .size = size_, .traffic = traffic, .hosts = hosts_},
-        tcp != nullptr ? tcp->connection(traffic) : loopback_.connection(rank, traffic), arbiter, credits);
+    return std::make_unique<comm::CollectiveRing>(
+        comm::Ring::Options{.rank = rank, .size = size_, .traffic = traffic, .hosts = hosts_, .credits = credits},
+        tcp != nullptr ? tcp->connection(traffic) : loopback_.connection(rank, traffic), arbiter);
   };
   return std::make_unique<comm::BucketSync>(
       comm::BucketSync::Options{.timeout = timeout_, .name = "replica " + std::to_string(rank), .size = size_}, arbiter,

@@ -10,7 +10,7 @@
 
 #include "comm/arbiter/nic_arbiter.h"
 #include "comm/base/host_buffer.h"
-#include "comm/ring/bucket_sync.h"
+#include "comm/bucket/bucket_sync.h"
 #include "comm/ring/credits.h"
 #include "comm/tcp/tcp_ring_peers.h"
 #include "core/network/hosts.h"
