@@ -13,20 +13,23 @@ Flow::Flow(std::shared_ptr<Credits> credits, std::shared_ptr<RingConnection> con
       arbiter_(std::move(arbiter)),
       uses_card_(uses_card) {}
 
-void Flow::begins() { meter_.begins(now_ns(), connection_->queue()); }
+void Flow::begins() {
+  own_.begins(now_ns(), connection_->queue());
+  credits_->begins();
+}
 
 void Flow::ends(std::size_t bytes) {
-  const bool window_ended = meter_.ends(now_ns(), bytes, connection_->queue());
-  const double bandwidth = meter_.bandwidth();
+  const bool window_ended = own_.ends(now_ns(), bytes, connection_->queue());
+  credits_->ends(bytes);
+  const double bandwidth = credits_->bandwidth();
   if (bandwidth == 0.0) return;
-  credits_->set_bandwidth(bandwidth);
   if (uses_card_) arbiter_->set_bandwidth(bandwidth);  // else it is not the card's
   if (!window_ended) return;
   const NicArbiter::Counters counters = arbiter_->counters();
   const std::int64_t urgent = counters.messages + counters.preemptions;
-  flight_.measured(meter_.last(), urgent == urgent_);
+  flight_.measured(own_.last(), urgent == urgent_);
   urgent_ = urgent;
-  window_ = flight_.bytes(bandwidth, connection_->round_trip_seconds());
+  window_ = flight_.bytes(own_.bandwidth(), connection_->round_trip_seconds());
   connection_->limit_waiting(credits_->waiting_bytes());
 }
 

@@ -10,9 +10,9 @@
 
 namespace fold3d::comm {
 
-/// What one ring of DP.sync sends: measures its speed, which decides about slices and buffers (Credits), about how
-/// much may be on its way to the next member (FlightLimit), and, where it goes through the card, tells the arbiter.
-/// Sender's thread.
+/// What one line of DP.sync sends: the speed of all lines decides about slices and buffers (Credits), and where they go
+/// through the card the arbiter hears of it; this line's own decides how much may be on its way to the next member
+/// (FlightLimit). Sender's thread.
 class Flow {
  public:
   Flow(std::shared_ptr<Credits> credits, std::shared_ptr<RingConnection> connection,
@@ -31,7 +31,7 @@ class Flow {
   const std::shared_ptr<RingConnection> connection_;
   const std::shared_ptr<NicArbiter> arbiter_;
   const bool uses_card_;
-  BandwidthMeter meter_;
+  BandwidthMeter own_;
   FlightLimit flight_;
   std::int64_t urgent_ = 0;  // how often something more urgent wanted the card
   std::uint64_t window_ = 0;

@@ -61,7 +61,9 @@ Ring::Ring(Options options, std::shared_ptr<RingConnection> connection, std::sha
       receives_by_card_(core::uses_card(options_.hosts, previous(), options_.rank)),
       connection_(std::move(connection)),
       arbiter_(std::move(arbiter)) {
-  if (options_.credits) flow_.emplace(options_.credits, connection_, arbiter_, sends_by_card_);
+  if (!options_.credits) return;
+  options_.credits->add(connection_);
+  flow_.emplace(options_.credits, connection_, arbiter_, sends_by_card_);
 }
 
 Ring::~Ring() { stop(); }
@@ -333,7 +335,7 @@ void Ring::finish(std::unique_lock<std::mutex>& lock) {
     jobs_.pop_front();
     ++first_;
     lock.unlock();
-    listener_->completed(record);
+    listener_->completed(record, keep);
     keep.reset();  // without the lock: freeing a tensor may have to wait for the interpreter
     lock.lock();
   }

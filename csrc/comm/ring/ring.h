@@ -64,8 +64,8 @@ class Ring final {
     virtual ~Listener() = default;
     /// The next exchange begins to travel.
     virtual void begun() {}
-    /// The oldest exchange is done.
-    virtual void completed(const Record& record) = 0;
+    /// The oldest exchange, pushed with `keep`, is done.
+    virtual void completed(const Record& record, const std::shared_ptr<void>& keep) = 0;
     /// The ring has ended; not called after abort().
     virtual void failed(Failure::Kind kind, const std::string& text) = 0;
   };

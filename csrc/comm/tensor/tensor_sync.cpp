@@ -80,7 +80,7 @@ void TensorSync::wait(Ticket ticket) {
 
 void TensorSync::begun() { account_->begin(); }
 
-void TensorSync::completed(const Ring::Record& record) {
+void TensorSync::completed(const Ring::Record& record, const std::shared_ptr<void>&) {
   account_->end(
       {.kind = record.kind, .issued_ns = record.issued_ns, .start_ns = record.start_ns, .bytes = record.bytes});
   {

@@ -69,7 +69,7 @@ class TensorSync final : private Ring::Listener {
 
  private:
   void begun() override;
-  void completed(const Ring::Record& record) override;
+  void completed(const Ring::Record& record, const std::shared_ptr<void>& keep) override;
   void failed(Failure::Kind kind, const std::string& text) override;
   void fail(Failure::Kind kind, const std::string& text) noexcept;
 

@@ -71,8 +71,9 @@ class Line {
     for (const auto& [end, bytes] : ends_) {
       if (end + 2'000'000 <= now_) arrived = bytes;
     }
-    return {.unacknowledged = sent_ - arrived,
-            .waiting = static_cast<std::size_t>(std::max<std::int64_t>(begun_ns_ - now_, 0))};
+    return {.arrived = arrived,
+            .waiting = static_cast<std::size_t>(std::max<std::int64_t>(begun_ns_ - now_, 0)),
+            .is_empty = arrived == sent_};
   }
 
   std::int64_t now_ = 0, begun_ns_ = 0;
