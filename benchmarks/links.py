@@ -1,12 +1,12 @@
 """How much of a link DP.sync uses, and what speed it measures there, by rate and round trip.
 
-    python benchmarks/links.py [--rates 25,125] [--rtts 0,2,10,20,50] [--sizes 8,32] [--hosts 2] [--json FILE]
+    python -m benchmarks.links [--rates 25,125] [--rtts 0,2,10,20,50] [--sizes 8,32] [--hosts 2] [--json FILE]
 
-Hosts are network namespaces with links of so many MB/s and round trips of so many ms, the kernel's default windows and a
-queue of 20 ms (needs root). Each rank sums so many MiB over the hosts, in two buckets as an engine does it (reduce-scatter
-and gather by fold3d's rings over TCP), one sum after the other; the first two of a link count nothing, of the others the
-median does. The share of the link is 2 (n - 1) / n of the bytes, over time and rate; headers of packets alone take 4 to
-6 %.
+Hosts are network namespaces with links of so many MB/s and round trips of so many ms, the kernel's default windows and
+a queue of 20 ms (needs root). Each rank sums so many MiB over the hosts, in two buckets as an engine does it
+(reduce-scatter and gather by fold3d's rings over TCP), one sum after the other. The first two of each size count nothing,
+of the others the median does. The share of the link is 2 (n - 1) / n of the bytes, over time and rate; the headers of
+packets take 4 to 6 %, and the two journeys of a sum take a round trip, in which nothing may be left to send.
 """
 
 from __future__ import annotations
@@ -42,8 +42,17 @@ def run_rank(rank: int, hosts: int, sizes: list[int], rate: float, folder: Path)
     while not (folder / f"port{following}").exists():
         time.sleep(0.05)
     peers.connect((address(following), int((folder / f"port{following}").read_text())), TIMEOUT)
-    arbiter = _C.NicArbiter("", True)
-    sync = _C.BucketSync(rank, hosts, arbiter, torch.device("cpu"), TIMEOUT, f"rank {rank}", slice_bytes=0, peers=peers)
+    sync = _C.BucketSync(
+        rank,
+        hosts,
+        _C.NicArbiter("", True),
+        torch.device("cpu"),
+        TIMEOUT,
+        f"rank {rank}",
+        slice_bytes=0,
+        peers=peers,
+        lines=peers.lines_needed(),  # links are alike, so all ranks find the same
+    )
     step, found = 0, []
     for size in sizes:
         buckets = [torch.zeros(size // 4 // BUCKETS) for _ in range(BUCKETS)]

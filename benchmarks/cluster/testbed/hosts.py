@@ -146,9 +146,10 @@ class NamespaceHosts:
         self.ranks_per_host = ranks_per_host
         trip = f", round trip {link.rtt_ms:g} ms" if link.rtt_ms else ""
         trip += f" +- {link.jitter_ms:g} ms" if link.jitter_ms else ""
+        windows = ", TCP windows bounded" if link.bounded_windows else ""
         self.description = (
             f"{count} network namespaces{f' of {ranks_per_host} ranks' if ranks_per_host > 1 else ''}, "
-            f"links of {link.rate_mbit:g} Mbit/s each way{trip}{', TCP windows bounded' if link.bounded_windows else ''}"
+            f"links of {link.rate_mbit:g} Mbit/s each way{trip}{windows}"
         )
         self._stack = ExitStack()
         self._hosts: list[str] = []
@@ -193,7 +194,8 @@ class NamespaceHosts:
         )
         _inside(
             host,
-            (windows if self.link.bounded_windows else "") + f"ip link set lo up && ip address add {address(number)}/24 dev eth0 && ip link set eth0 up && "
+            (windows if self.link.bounded_windows else "")
+            + f"ip link set lo up && ip address add {address(number)}/24 dev eth0 && ip link set eth0 up && "
             + self.link.shape("eth0"),
         )
 
