@@ -28,6 +28,7 @@ CPP_FOLDERS = (
         "comm/arbiter",
         "comm/p2p",
         "comm/ring",
+        "comm/bucket",
         "comm/socket",
         "comm/rendezvous",
         "comm/tcp",

@@ -10,10 +10,10 @@
 #include "bindings/signals.h"
 #include "comm/arbiter/own_process.h"
 #include "comm/base/clock.h"
-#include "comm/ring/bucket_sync.h"
+#include "comm/bucket/bucket_sync.h"
+#include "comm/bucket/collective_ring.h"
+#include "comm/bucket/slice_meter.h"
 #include "comm/ring/credits.h"
-#include "comm/ring/ring.h"
-#include "comm/ring/slice_meter.h"
 #include "comm/tcp/tcp_ring_peers.h"
 #include "core/network/slice_rule.h"
 #include "runtime/c10d/ring_connection_c10d.h"
@@ -60,16 +60,17 @@ class PyBucketSync {
                double timeout_seconds, const std::string& name, std::size_t slice_bytes,
                const std::shared_ptr<comm::TcpRingPeers>& peers, const std::string& reduce_group,
                const std::string& gather_group, bool library, const core::Hosts& hosts, bool makes_room,
-               std::shared_ptr<runtime::StreamClock> clock)
+               std::shared_ptr<runtime::StreamClock> clock, int lines)
       : device_(py::cast<c10::Device>(device)),
         by_library_(library || !device_.is_cpu()),
-        credits_(std::make_shared<comm::Credits>(slice_bytes)),
+        credits_(std::make_shared<comm::Credits>(slice_bytes, lines)),
         meter_(std::make_shared<comm::SliceMeter>()) {
     const bool has_groups = !reduce_group.empty() && !gather_group.empty();
     if ((peers != nullptr) == has_groups || (peers && by_library_)) {
       throw std::invalid_argument(
           "a bucket sync needs peers or two groups, not both; peers are for rings in host memory only");
     }
+    if (lines < 1 || (!peers && lines > 1)) throw std::invalid_argument("a ring has one line, over peers perhaps more");
     if (!clock) clock = std::make_shared<runtime::StreamClock>(device_);
     const auto stream = [&](Traffic traffic) -> std::unique_ptr<comm::CollectiveStream> {
       const std::string& group = traffic == Traffic::kReduce ? reduce_group : gather_group;
@@ -79,15 +80,12 @@ class PyBucketSync {
                                               milliseconds(timeout_seconds)},
             group, device_, arbiter, clock, meter_);
       }
-      std::shared_ptr<comm::RingConnection> connection;
-      if (peers) {
-        connection = peers->connection(traffic);
-      } else {
-        connection = std::make_shared<runtime::C10dRingConnection>(group, rank, size);
-      }
-      return std::make_unique<comm::Ring>(
-          comm::Ring::Options{.rank = rank, .size = size, .traffic = traffic, .hosts = hosts}, connection, arbiter,
-          credits_);
+      std::vector<std::shared_ptr<comm::RingConnection>> connections;
+      for (int line = 0; peers && line < lines; ++line) connections.push_back(peers->connection(traffic, line));
+      if (!peers) connections.push_back(std::make_shared<runtime::C10dRingConnection>(group, rank, size));
+      return std::make_unique<comm::CollectiveRing>(
+          comm::Ring::Options{.rank = rank, .size = size, .traffic = traffic, .hosts = hosts, .credits = credits_},
+          std::move(connections), arbiter);
     };
     auto reduce_stream = stream(Traffic::kReduce);
     auto gather_stream = stream(Traffic::kGather);
@@ -211,6 +209,9 @@ void bind_ring_peers(py::module_& module) {
             peers.connect({next.first, next.second}, milliseconds(timeout_seconds));
           },
           py::arg("next"), py::arg("timeout_seconds"), "Connects to where the next member listens; all members call.")
+      .def_property_readonly_static("MOST_LINES", [](const py::object&) { return comm::TcpRingPeers::kMostLines; })
+      .def("lines_needed", &comm::TcpRingPeers::lines_needed,
+           "On how many lines a replica's bucket should travel, by the round trip to the next; after connect().")
       .def("abort", &comm::TcpRingPeers::abort, py::arg("reason"), py::call_guard<py::gil_scoped_release>(),
            "Ends connect() and all use of the lines with an error; any thread.");
 }
@@ -229,17 +230,20 @@ void bind_bucket_sync(py::module_& module) {
       "DP.sync of one rank: reduce-scatters and all-gathers of flat buckets over the replicas of its stage.")
       .def(py::init<int, int, std::shared_ptr<NicArbiter>, py::object, double, const std::string&, std::size_t,
                     const std::shared_ptr<comm::TcpRingPeers>&, const std::string&, const std::string&, bool,
-                    const core::Hosts&, bool, std::shared_ptr<runtime::StreamClock>>(),
+                    const core::Hosts&, bool, std::shared_ptr<runtime::StreamClock>, int>(),
            py::arg("rank"), py::arg("size"), py::arg("arbiter"), py::arg("device"), py::arg("timeout_seconds"),
            py::arg("name"), py::kw_only(), py::arg("slice_bytes"), py::arg("peers") = nullptr,
            py::arg("reduce_group") = "", py::arg("gather_group") = "", py::arg("library") = false,
            py::arg("hosts") = core::Hosts{}, py::arg("makes_room") = true, py::arg("clock") = nullptr,
+           py::arg("lines") = 1,
            "The collectives go over `peers`, or over two process groups of the replicas, given by name, with host or "
            "device memory. slice_bytes: 0 follows the measured speed. library: the groups' own collectives carry host "
            "memory, too, as they always do device memory, in the place of rings; for tests of these without a device. "
            "hosts: of each replica, as numbers; none: a host for each. makes_room: whether messages go over the cards "
            "that the groups' own collectives use, so that these go in slices; rings always do. The same on all "
-           "replicas. clock: of the device; None: one of its own.")
+           "replicas. clock: of the device; None: one of its own. lines: on how many of the peers' a bucket travels, 1 "
+           "to "
+           "RingPeers.MOST_LINES; the same on all replicas.")
       .def("begin", &PyBucketSync::begin, py::arg("step"), py::arg("gather_order"),
            "Begins a step; the buckets of gather_order are gathered behind their reduce-scatters, in this order.")
       .def("reduce", &PyBucketSync::reduce, py::arg("bucket"), py::arg("gradients"), py::arg("scale"),

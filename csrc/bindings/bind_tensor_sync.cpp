@@ -28,14 +28,14 @@ class PyTensorSync {
                const std::string& name, const std::shared_ptr<comm::TcpRingPeers>& peers, const core::Hosts& hosts)
       : name_(std::move(group)), rank_(rank), size_(size) {
     if (peers) {
-      sync_ =
-          comm::make_for_process<comm::TensorSync>(comm::TensorSync::Options{.rank = rank,
-                                                                             .size = size,
-                                                                             .hosts = hosts,
-                                                                             .timeout = milliseconds(timeout_seconds),
-                                                                             .name = name,
-                                                                             .while_waiting = &handle_signals},
-                                                   peers->tensor_connection(), std::move(arbiter));
+      sync_ = comm::make_for_process<comm::TensorSync>(
+          comm::TensorSync::Options{.rank = rank,
+                                    .size = size,
+                                    .hosts = hosts,
+                                    .timeout = milliseconds(timeout_seconds),
+                                    .name = name,
+                                    .while_waiting = &handle_signals},
+          peers->connection(comm::NicArbiter::Traffic::kTensor), std::move(arbiter));
       account_ = sync_->account();
       group_ = std::make_shared<ops::RingGroup>(sync_);
     } else {

@@ -8,7 +8,7 @@
 #include <string>
 
 #include "comm/base/number.h"
-#include "comm/tensor/exchange.h"
+#include "comm/ring/exchange.h"
 
 namespace fold3d::ops {
 

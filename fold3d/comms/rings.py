@@ -34,7 +34,8 @@ def connect_replicas(
 ) -> _C.BucketSync:
     """Returns this rank's part in the DP.sync of its stage; all replicas of the stage call.
 
-    PP.sync may interrupt DP.sync every so many bytes as the measured bandwidth asks for.
+    PP.sync may interrupt DP.sync every so many bytes as the measured bandwidth asks for. Over TCP a bucket travels on
+    as many connections as the longest round trip asks for.
 
     Args:
         hosts: where the replicas are; None: a host for each, and no messages.
@@ -42,7 +43,7 @@ def connect_replicas(
         clock: of the device, for what is recorded; None: one of its own.
         timeout: seconds until a replica that does not come is an error.
     """
-    peers = None
+    peers, lines = None, 1
     if over_tcp:
         secret = groups.data.share(secrets.token_hex(32))
         host = local_address()
@@ -50,6 +51,7 @@ def connect_replicas(
         endpoints = groups.data.share(groups.data.gather((host, peers.port)))
         with groups.world.progress.life.ending(peers):
             peers.connect(endpoints[(topology.dp_rank + 1) % topology.dp], timeout)
+        lines = max(groups.data.share(groups.data.gather(peers.lines_needed())))
     return _C.BucketSync(
         topology.dp_rank,
         topology.dp,
@@ -64,6 +66,7 @@ def connect_replicas(
         hosts=[] if hosts is None else list(hosts.replicas),
         makes_room=makes_room and hosts is not None,
         clock=clock,
+        lines=lines,
     )
 
 

@@ -61,6 +61,8 @@ class Link:
     """Round trip between two hosts, on top of what queues and the machine take."""
     jitter_ms: float = 0.0
     """By how much it varies, up and down."""
+    bounded_windows: bool = True
+    """Hosts bound TCP's windows, so that no queue is longer than some milliseconds. False: the kernel's defaults."""
 
     def __post_init__(self) -> None:
         """Raises: ValueError for a round trip that cannot be."""
@@ -144,9 +146,10 @@ class NamespaceHosts:
         self.ranks_per_host = ranks_per_host
         trip = f", round trip {link.rtt_ms:g} ms" if link.rtt_ms else ""
         trip += f" +- {link.jitter_ms:g} ms" if link.jitter_ms else ""
+        windows = ", TCP windows bounded" if link.bounded_windows else ""
         self.description = (
             f"{count} network namespaces{f' of {ranks_per_host} ranks' if ranks_per_host > 1 else ''}, "
-            f"links of {link.rate_mbit:g} Mbit/s each way{trip}, TCP windows bounded"
+            f"links of {link.rate_mbit:g} Mbit/s each way{trip}{windows}"
         )
         self._stack = ExitStack()
         self._hosts: list[str] = []
@@ -185,11 +188,14 @@ class NamespaceHosts:
             f"ip link add {port} type veth peer name eth0 netns {host} && ip link set {port}{joined} up && "
             + self.link.shape(port),
         )
-        _inside(
-            host,
+        windows = (
             f"echo {self.link.send_window} > /proc/sys/net/ipv4/tcp_wmem && "
             f"echo {self.link.receive_window} > /proc/sys/net/ipv4/tcp_rmem && "
-            f"ip link set lo up && ip address add {address(number)}/24 dev eth0 && ip link set eth0 up && "
+        )
+        _inside(
+            host,
+            (windows if self.link.bounded_windows else "")
+            + f"ip link set lo up && ip address add {address(number)}/24 dev eth0 && ip link set eth0 up && "
             + self.link.shape("eth0"),
         )
 

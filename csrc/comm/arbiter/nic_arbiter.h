@@ -25,7 +25,8 @@ class NicArbiter {
  public:
   /// Of the card; the two do not disturb each other.
   enum class Direction : std::uint8_t { kSend, kReceive };
-  enum class Traffic : std::uint8_t { kReduce, kGather };
+  /// DP.sync's two kinds, and TP.sync, which is announced and never held.
+  enum class Traffic : std::uint8_t { kReduce, kGather, kTensor };
 
   /// As long as the rule says.
   static constexpr std::int64_t kUnlimited = std::numeric_limits<std::int64_t>::max();
@@ -75,8 +76,8 @@ class NicArbiter {
 
   /// Blocks until a message may go: it yields to TP.sync. Returns the nanoseconds it was held.
   std::int64_t hold_message(Direction direction);
-  /// Blocks until a slice of `traffic` may go, for at most `limit_ns`; returns the nanoseconds it was held. An atomic
-  /// load for each kind of more urgent traffic when none is pending.
+  /// Blocks until a slice of `traffic`, of DP.sync, may go, for at most `limit_ns`; returns the nanoseconds it was
+  /// held. An atomic load for each kind of more urgent traffic when none is pending.
   std::int64_t hold(Direction direction, Traffic traffic, std::int64_t limit_ns = kUnlimited);
   /// The same for a slice that is sent and received in one, as a library's collectives are.
   std::int64_t hold_both_ways(Traffic traffic, std::int64_t limit_ns = kUnlimited);
@@ -148,5 +149,11 @@ class NicArbiter {
   std::atomic<std::int64_t> preemptions_{0}, yields_{0}, held_ns_{0}, preempted_ns_{0}, delayed_ns_{0}, messages_{0},
       message_bytes_{0}, message_holds_{0}, message_held_ns_{0};
 };
+
+/// "reduce", "gather" or "tensor".
+inline const char* to_string(NicArbiter::Traffic traffic) {
+  if (traffic == NicArbiter::Traffic::kTensor) return "tensor";
+  return traffic == NicArbiter::Traffic::kReduce ? "reduce" : "gather";
+}
 
 }  // namespace fold3d::comm

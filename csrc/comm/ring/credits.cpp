@@ -5,6 +5,9 @@
 #include <stdexcept>
 #include <string>
 
+#include "comm/base/clock.h"
+#include "comm/ring/ring_connection.h"
+
 namespace fold3d::comm {
 namespace {
 
@@ -24,8 +27,32 @@ constexpr double kEnoughBytes = 1e6;  // unless so much went over
 
 }  // namespace
 
+void Credits::begins() {
+  const std::lock_guard lock(mutex_);
+  meter_.begins(now_ns(), queue());
+}
+
+void Credits::ends(std::size_t bytes) {
+  const std::lock_guard lock(mutex_);
+  meter_.ends(now_ns(), bytes, queue());
+  if (const double bandwidth = meter_.bandwidth(); bandwidth > 0.0) set_bandwidth(bandwidth);
+}
+
+/// Of all lines together.
+SendQueue Credits::queue() const {
+  SendQueue all;
+  for (const auto& line : measured_) {
+    const SendQueue one = line->queue();
+    all.arrived += one.arrived;
+    all.waiting += one.waiting;
+    all.is_empty = all.is_empty && one.is_empty;
+    all.is_known = all.is_known && one.is_known;
+  }
+  return all;
+}
+
 std::size_t Credits::slice_bytes() const {
-  const double speed = bandwidth();
+  const double speed = bandwidth() / lines_;
   std::size_t bytes = fixed_;
   if (bytes == 0 && speed == 0.0) bytes = kFirstSliceBytes;
   if (bytes == 0) {
@@ -35,7 +62,7 @@ std::size_t Credits::slice_bytes() const {
 }
 
 std::size_t Credits::waiting_bytes() const {
-  const double speed = bandwidth();
+  const double speed = bandwidth() / lines_;
   if (speed == 0.0) return 0;
   return std::max(static_cast<std::size_t>(speed * kBufferSeconds), kLeastBufferBytes);
 }
@@ -75,12 +102,13 @@ std::size_t FlightLimit::bytes(double speed, double round_trip_seconds) const {
 }
 
 void BandwidthMeter::begins(std::int64_t now_ns, const SendQueue& queue) {
-  if (queue.unacknowledged == 0 && queue.is_known) answered_ = false;
+  if (queue.is_empty && queue.is_known && sending_ == 0) answered_ = false;
   // What arrived since the last slice counts only if there was something to send all along.
-  if (queue.waiting == 0) restart(now_ns, queue);
+  if (sending_++ == 0 && queue.waiting == 0) restart(now_ns, queue);
 }
 
 bool BandwidthMeter::ends(std::int64_t now_ns, std::size_t bytes, const SendQueue& queue) {
+  --sending_;
   sent_ += bytes;
   if (!answered_) {  // the first bytes are still on their way: from when these arrive on the line is full
     answered_ = !queue.is_known || arrived(queue) > arrived_;
@@ -102,10 +130,6 @@ bool BandwidthMeter::ends(std::int64_t now_ns, std::size_t bytes, const SendQueu
 void BandwidthMeter::restart(std::int64_t now_ns, const SendQueue& queue) {
   since_ns_ = now_ns;
   arrived_ = arrived(queue);
-}
-
-std::size_t BandwidthMeter::arrived(const SendQueue& queue) const {
-  return std::max(arrived_, sent_ - std::min(sent_, queue.unacknowledged));
 }
 
 double BandwidthMeter::bandwidth() const {

@@ -3,41 +3,68 @@
 #include <pthread.h>
 
 #include <algorithm>
+#include <span>
 #include <stdexcept>
 #include <utility>
 
-#include "comm/arbiter/reduce_turn.h"
 #include "comm/base/clock.h"
 #include "comm/base/errors.h"
-#include "comm/ring/ring_slice.h"
+#include "comm/ring/slice_header.h"
 
 namespace fold3d::comm {
 namespace {
 
 using Direction = NicArbiter::Direction;
-using Traffic = NicArbiter::Traffic;
 
-constexpr std::size_t kAddBytes = 128u << 10;  // received and added while they lie in the cache; cuts no element
+constexpr std::size_t kBlockBytes = 128u << 10;  // received and added while they lie in the cache; cuts no element
+constexpr std::size_t kMostSliceBytes = 256u << 10, kLeastSliceBytes = 16u << 10;  // without credits
+constexpr std::size_t kSlicesOfRound = 8;         // so that a round begins soon after the one before it
+constexpr std::size_t kTogetherBytes = 8u << 10;  // shorter rows are copied together rather than sent one by one
+
+std::string member_of(NicArbiter::Traffic traffic, int rank) {
+  const bool is_tensor = traffic == NicArbiter::Traffic::kTensor;
+  return (is_tensor ? "tensor-parallel rank " : "replica ") + std::to_string(rank);
+}
 
 Ring::Options checked(Ring::Options options) {
   if (options.size < 2 || options.rank < 0 || options.rank >= options.size) {
-    throw std::invalid_argument("ring: there is no replica " + std::to_string(options.rank) + " among " +
+    throw std::invalid_argument("ring: there is no " + member_of(options.traffic, options.rank) + " among " +
                                 std::to_string(options.size) + "; a ring has at least 2");
   }
   core::check_hosts(options.hosts, options.size, "ring");
   return options;
 }
 
+template <class Round, class Bytes>
+std::vector<std::size_t> begins_of(const std::vector<Round>& rounds, Bytes bytes) {
+  std::vector<std::size_t> begins{0};
+  for (const Round& round : rounds) begins.push_back(begins.back() + bytes(round));
+  return begins;
+}
+
+std::size_t slice_of_round(std::size_t round_bytes) {
+  const std::size_t bytes = std::clamp(round_bytes / kSlicesOfRound, kLeastSliceBytes, kMostSliceBytes);
+  return bytes / 64 * 64;  // no element is cut
+}
+
+/// The first `length` bytes of a buffer that grows as it must.
+std::span<std::byte> room_in(std::vector<std::byte>& buffer, std::size_t length) {
+  buffer.resize(std::max(buffer.size(), length));
+  return std::span(buffer).first(length);
+}
+
 }  // namespace
 
-Ring::Ring(const Options& options, std::shared_ptr<RingConnection> connection, std::shared_ptr<NicArbiter> arbiter,
-           std::shared_ptr<Credits> credits)
-    : options_(checked(options)),
+Ring::Ring(Options options, std::shared_ptr<RingConnection> connection, std::shared_ptr<NicArbiter> arbiter)
+    : options_(checked(std::move(options))),
       sends_by_card_(core::uses_card(options_.hosts, options_.rank, next())),
       receives_by_card_(core::uses_card(options_.hosts, previous(), options_.rank)),
       connection_(std::move(connection)),
-      arbiter_(std::move(arbiter)),
-      credits_(std::move(credits)) {}
+      arbiter_(std::move(arbiter)) {
+  if (!options_.credits) return;
+  options_.credits->add(connection_);
+  flow_.emplace(options_.credits, connection_, arbiter_, sends_by_card_);
+}
 
 Ring::~Ring() { stop(); }
 
@@ -50,22 +77,23 @@ void Ring::start(Listener& listener) {
   pthread_setname_np(receiver_.native_handle(), (name + "_recv").c_str());
 }
 
-void Ring::push(Collective collective) {
+std::uint64_t Ring::push(Exchange exchange, std::shared_ptr<void> keep) {
+  std::vector<std::size_t> sends = begins_of(exchange.sends(), [](const Piece& piece) { return piece.bytes(); });
+  std::vector<std::size_t> receives =
+      begins_of(exchange.receives(), [](const Exchange::Receipt& receipt) { return receipt.target.bytes(); });
+  std::uint64_t number = 0;
   {
     const std::lock_guard lock(mutex_);
-    if (stopped_) return;
-    const auto size = static_cast<std::size_t>(options_.size);
-    const std::size_t shard_bytes =
-        collective.buffer->bytes() / size / collective.element_bytes * collective.wire_bytes();
-    jobs_.push_back({.collective = std::move(collective),
-                     .shard_bytes = shard_bytes,
-                     .total_bytes = (size - 1) * shard_bytes,
-                     .sent = 0,
-                     .received = 0,
-                     .start_ns = 0});
+    number = first_ + jobs_.size();
+    jobs_.push_back({.exchange = std::move(exchange),
+                     .keep = std::move(keep),
+                     .sends = std::move(sends),
+                     .receives = std::move(receives),
+                     .issued_ns = now_ns()});
   }
   may_send_.notify_one();
   may_recv_.notify_one();
+  return number;
 }
 
 void Ring::abort(const std::string& reason) noexcept {
@@ -79,229 +107,239 @@ void Ring::abort(const std::string& reason) noexcept {
 }
 
 void Ring::stop() noexcept {
-  abort("the stream was closed");
+  abort("the ring was closed");
   for (std::thread* thread : {&sender_, &receiver_}) {
     if (thread->joinable()) thread->join();
   }
+}
+
+std::string Ring::member(int rank) const { return member_of(options_.traffic, rank); }
+
+std::string Ring::name_of(std::uint64_t number) const {
+  const std::lock_guard lock(mutex_);
+  return number < first_ ? "" : jobs_[static_cast<std::size_t>(number - first_)].exchange.name(number);
 }
 
 std::string Ring::waits_for() const {
   const std::lock_guard lock(mutex_);
   if (jobs_.empty()) return {};
   const Job& oldest = jobs_.front();
-  const std::string of_total = " of " + std::to_string(oldest.total_bytes) + " bytes";
-  const std::string name = name_of(options_.traffic, oldest.collective);
-  if (oldest.received < oldest.total_bytes) {
-    return "the " + name + " waits for replica " + std::to_string(previous()) + ", which sent " +
-           std::to_string(oldest.received) + of_total;
+  const auto wire_text = [&](std::size_t bytes) { return std::to_string(oldest.exchange.wire_bytes(bytes)); };
+  const std::string name = oldest.exchange.name(first_);
+  if (oldest.received < oldest.to_receive()) {
+    return name + " waits for " + member(previous()) + ", which sent " + wire_text(oldest.received) + " of " +
+           wire_text(oldest.to_receive()) + " bytes";
   }
-  return "the " + name + " waits for replica " + std::to_string(next()) + " to take what is left after " +
-         std::to_string(oldest.sent) + of_total;
+  return name + " waits for " + member(next()) + " to take what is left after " + wire_text(oldest.sent) + " of " +
+         wire_text(oldest.to_send()) + " bytes";
 }
 
+/// `number`: the job under way, sending_ or receiving_.
 void Ring::guard(void (Ring::*loop)(), const std::uint64_t& number) noexcept {
+  const auto failed = [&](Failure::Kind kind, const std::string& cause) {
+    std::string name;
+    {
+      const std::lock_guard lock(mutex_);
+      if (stopped_) return;
+      name = job(number).exchange.name(number);
+    }
+    listener_->failed(kind, name + " failed: " + cause);
+  };
   try {
     (this->*loop)();
   } catch (const AbortedError&) {
     // whoever aborted knows why
   } catch (const ProtocolError& error) {
-    fail(Failure::Kind::kProtocol, number, error.what());
+    failed(Failure::Kind::kProtocol, error.what());
   } catch (const std::exception& error) {
-    fail(Failure::Kind::kError, number, error.what());
+    failed(Failure::Kind::kError, error.what());
   }
 }
 
-/// `number`: the job under way, sending_ or receiving_.
-void Ring::fail(Failure::Kind kind, const std::uint64_t& number, const std::string& cause) noexcept {
-  std::string name;
+/// Before its first slice is sent, or once that of the previous member is here. Without the lock.
+void Ring::begin(Job& job) {
   {
     const std::lock_guard lock(mutex_);
-    if (stopped_) return;
-    name = name_of(options_.traffic, job(number).collective);
+    if (job.start_ns != 0) return;
+    job.start_ns = now_ns();
   }
-  listener_->failed(kind, name + " failed: " + cause);
+  listener_->begun();
 }
 
-void Ring::begin(Job& job) {
-  if (job.start_ns == 0) job.start_ns = now_ns();
+Ring::Place Ring::place_of(const std::vector<std::size_t>& begins, std::size_t position) {
+  const auto end = std::upper_bound(begins.begin(), begins.end(), position);  // empty rounds end where they begin
+  const auto round = static_cast<std::size_t>(end - begins.begin()) - 1;
+  return {round, position - begins[round], *end - position};
 }
 
-/// How many bytes beyond `sent` may go: those of the first round always, the others once they were received.
-std::size_t Ring::sendable(const Job& job) const {
-  return std::min(job.shard_bytes + job.received, job.total_bytes) - job.sent;
+/// How long the next slice is, if it may be sent already; else 0. `place` is where it lies.
+std::size_t Ring::sendable(const Job& job, Place& place) const {
+  place = place_of(job.sends, job.sent);
+  const std::size_t round_bytes = job.sends[place.round + 1] - job.sends[place.round];
+  // Credits count what travels.
+  const std::size_t slice =
+      flow_ ? flow_->slice_bytes() * (job.exchange.operation().as_bfloat16 ? 2 : 1) : slice_of_round(round_bytes);
+  std::size_t length = std::min(slice, place.left);
+  const std::size_t together = job.exchange.sends()[place.round].at(place.offset, length).size();
+  if (together >= kTogetherBytes) length = together;
+  // A whole slice, or what is left of the round: small pieces would cost more than they gain.
+  if (place.round > 0 && job.received < job.receives[place.round - 1] + place.offset + length) return 0;
+  return length;
 }
 
 void Ring::send_loop() {
-  ReduceTurn turn(*arbiter_, options_.traffic, sends_by_card_);
+  Turn turn(*arbiter_, options_.traffic, Direction::kSend, sends_by_card_);
   std::unique_lock lock(mutex_);
   for (;;) {
     std::size_t length = 0;
+    Place place;
     const auto ready = [&] {
       if (stopped_) return true;
+      while (sending_ < first_ + jobs_.size() && job(sending_).sent == job(sending_).to_send()) ++sending_;
       if (sending_ == first_ + jobs_.size()) return false;
-      const Job& next_job = job(sending_);
-      // A whole slice, or what is left of the shard: small pieces would cost more than they gain.
-      const std::size_t left_of_shard = next_job.shard_bytes - next_job.sent % next_job.shard_bytes;
-      length = std::min(credits_->slice_bytes(), left_of_shard);
-      return sendable(next_job) >= length;
+      length = sendable(job(sending_), place);
+      return length > 0;
     };
-    const auto leave_if_idle = [&] {
-      if (ready()) return;
+    if (!ready()) {
       lock.unlock();
-      turn.leave();
+      turn.leave();  // before the listener hears of the end, who may push what yields to it
       lock.lock();
-    };
-    leave_if_idle();
+    }
+    finish(lock);
     may_send_.wait(lock, ready);
     if (stopped_) return;
     Job& current = job(sending_);
-    begin(current);
-    const std::size_t position = current.sent;
+    const std::uint64_t number = sending_;
     lock.unlock();
-    turn.take(length);
-    send_slice(current, position, length);
+    send_slice(current, number, place, length, turn);
     lock.lock();
     current.sent += length;
-    if (current.sent == current.total_bytes) ++sending_;
-    leave_if_idle();  // before the listener hears of the end, who may push a gather
-    finish(lock);
   }
 }
 
+void Ring::send_slice(Job& job, std::uint64_t number, const Place& place, std::size_t length, Turn& turn) {
+  begin(job);
+  const Piece& piece = job.exchange.sends()[place.round];
+  std::span<const std::byte> payload = piece.at(place.offset, length);
+  if (job.exchange.operation().as_bfloat16) {
+    const std::span<std::byte> rounded = room_in(outgoing_, job.exchange.wire_bytes(length));
+    narrow(payload, rounded);
+    payload = rounded;
+  } else if (payload.size() < length) {
+    const std::span<std::byte> rows = room_in(outgoing_, length);
+    piece.take(place.offset, rows);
+    payload = rows;
+  }
+  SliceHeader header = slice_header(job.exchange, number, place.round, place.offset, length);
+  if (flow_) header.window = flow_->window();
+  turn.take(payload.size());
+  const bool is_held = sends_by_card_ && options_.traffic != Traffic::kTensor;
+  if (is_held) arbiter_->hold(Direction::kSend, options_.traffic);
+  const std::int64_t start_ns = now_ns();
+  if (flow_) flow_->begins();
+  connection_->send(std::as_bytes(std::span(&header, 1)), payload);
+  if (is_held) arbiter_->passed(Direction::kSend, start_ns, now_ns());
+  if (flow_) flow_->ends(sizeof(header) + payload.size());
+}
+
 void Ring::recv_loop() {
+  Turn turn(*arbiter_, options_.traffic, Direction::kReceive, receives_by_card_);
   std::unique_lock lock(mutex_);
   for (;;) {
     may_recv_.wait(lock, [&] { return stopped_ || receiving_ < first_ + jobs_.size(); });
     if (stopped_) return;
     Job& current = job(receiving_);
+    const std::uint64_t number = receiving_;
     const std::size_t position = current.received;
+    const bool is_prepared = std::exchange(current.is_prepared, true);
     lock.unlock();
-    const std::size_t length = recv_slice(current, position);
+    if (!is_prepared) current.exchange.prepare();
+    std::size_t length = 0;
+    if (position < current.to_receive()) {
+      length = recv_slice(current, number, place_of(current.receives, position), turn);
+    }
+    const bool is_through = position + length == current.to_receive();
+    if (is_through) current.exchange.finish();
     lock.lock();
     current.received += length;
-    if (current.received == current.total_bytes) ++receiving_;
     may_send_.notify_one();
+    if (!is_through) continue;
+    current.is_finished = true;
+    ++receiving_;
     finish(lock);
   }
 }
 
-/// Hands the oldest collective to the listener if it is complete. Both threads come here after every slice, so there is
-/// never a second one.
-void Ring::finish(std::unique_lock<std::mutex>& lock) {
-  if (jobs_.empty() || stopped_) return;
-  Job& oldest = jobs_.front();
-  if (oldest.sent < oldest.total_bytes || oldest.received < oldest.total_bytes) return;
-  const CollectiveRecord record{.traffic = options_.traffic,
-                                .bucket = oldest.collective.bucket,
-                                .start_ns = oldest.start_ns,
-                                .end_ns = now_ns(),
-                                .bytes = oldest.total_bytes};
-  std::shared_ptr<Buffer> buffer = std::move(oldest.collective.buffer);
-  jobs_.pop_front();
-  ++first_;
-  lock.unlock();
-  listener_->completed(record);
-  buffer.reset();  // without the lock: freeing a tensor may have to wait for the interpreter
-  lock.lock();
-}
-
-/// The memory of the slice at `position`, when the shards of the rounds are first_shard, first_shard - 1, ...
-Ring::Place Ring::place(const Job& job, std::size_t position, std::size_t length, int first_shard) const {
-  const int round = static_cast<int>(position / job.shard_bytes);
-  const int shard = (first_shard - round + 2 * options_.size) % options_.size;
-  const std::size_t offset = position % job.shard_bytes;
-  std::byte* const data = job.collective.buffer->host_data();
-  const std::size_t ratio = job.collective.element_bytes / job.collective.wire_bytes();
-  const std::size_t begin = static_cast<std::size_t>(shard) * job.shard_bytes + offset;
-  return {round, offset, {data + ratio * begin, ratio * length}};
-}
-
-void Ring::send_slice(const Job& job, std::size_t position, std::size_t length) {
-  const bool is_reduce = options_.traffic == Traffic::kReduce;
-  const Place slice = place(job, position, length, is_reduce ? options_.rank - 1 : options_.rank);
-  SliceHeader header =
-      slice_header(options_.traffic, job.collective, job.shard_bytes, slice.round, slice.offset, length);
-  header.window = window_;
-  std::span<const std::byte> payload = slice.bytes;
-  if (job.collective.as_bfloat16) {
-    rounded_.resize(std::max(rounded_.size(), length));
-    narrow(slice.bytes, std::span(rounded_).first(length));
-    payload = std::span(rounded_).first(length);
-  }
-  if (sends_by_card_) arbiter_->hold(Direction::kSend, options_.traffic);
-  const std::int64_t start_ns = now_ns();
-  meter_.begins(start_ns, connection_->queue());
-  connection_->send(std::as_bytes(std::span(&header, 1)), payload);
-  const std::int64_t end_ns = now_ns();
-  if (sends_by_card_) arbiter_->passed(Direction::kSend, start_ns, end_ns);
-  measured(meter_.ends(end_ns, sizeof(header) + length, connection_->queue()));
-}
-
-/// The measured speed decides about later slices.
-void Ring::measured(bool window_ended) {
-  const double bandwidth = meter_.bandwidth();
-  if (bandwidth == 0.0) return;
-  credits_->set_bandwidth(bandwidth);
-  if (sends_by_card_) arbiter_->set_bandwidth(bandwidth);  // else it is not the card's
-  if (window_ended) {
-    const NicArbiter::Counters counters = arbiter_->counters();
-    const std::int64_t urgent = counters.messages + counters.preemptions;
-    flight_.measured(meter_.last(), urgent == urgent_);
-    urgent_ = urgent;
-    window_ = flight_.bytes(bandwidth, connection_->round_trip_seconds());
-    connection_->limit_waiting(credits_->waiting_bytes());
-  }
-}
-
-std::size_t Ring::recv_slice(Job& job, std::size_t position) {
-  const bool is_reduce = options_.traffic == Traffic::kReduce;
+std::size_t Ring::recv_slice(Job& job, std::uint64_t number, const Place& place, Turn& turn) {
   SliceHeader header;
   connection_->recv(std::as_writable_bytes(std::span(&header, 1)));
-  {
-    const std::lock_guard lock(mutex_);
-    begin(job);
-  }
-  const int first_shard = (is_reduce ? options_.rank - 2 : options_.rank - 1);
-  const Place expected = place(job, position, 0, first_shard);
-  check_slice(header, slice_header(options_.traffic, job.collective, job.shard_bytes, expected.round, expected.offset,
-                                   header.bytes));
+  begin(job);
+  check_slice(header, slice_header(job.exchange, number, place.round, place.offset, 0), place.left);
   if (header.window != granted_) connection_->limit_window(static_cast<std::size_t>(granted_ = header.window));
   const auto length = static_cast<std::size_t>(header.bytes);
+  turn.take(job.exchange.wire_bytes(length));
+  const bool is_held = receives_by_card_ && options_.traffic != Traffic::kTensor;
   // A payload that is not read closes the connection's window: so the peer leaves the card to others, too.
-  if (receives_by_card_) arbiter_->hold(Direction::kReceive, options_.traffic);
+  if (is_held) arbiter_->hold(Direction::kReceive, options_.traffic);
   const std::int64_t start_ns = now_ns();
-  const std::span<std::byte> target = place(job, position, length, first_shard).bytes;
-  if (is_reduce || job.collective.as_bfloat16) {
-    recv_payload(job, target, length, expected.round);
-  } else {
-    connection_->recv(target);
-  }
-  if (receives_by_card_) arbiter_->passed(Direction::kReceive, start_ns, now_ns());
+  recv_payload(job.exchange, job.exchange.receives()[place.round], place.offset, length);
+  if (is_held) arbiter_->passed(Direction::kReceive, start_ns, now_ns());
+  turn.leave();
   return length;
 }
 
-/// Receives `length` bytes and adds them to `target`, or writes them there; of 16 bits for each 32 of the target's
-/// where that is what travels.
-void Ring::recv_payload(const Job& job, std::span<std::byte> target, std::size_t length, int round) {
-  const Collective& collective = job.collective;
-  const bool is_last = round == options_.size - 2;  // this replica owns the shard
-  const std::size_t ratio = target.size() / length;
-  const std::size_t block = connection_->can_split() ? std::min(kAddBytes, length) : length;
-  received_.resize(std::max(received_.size(), block));
-  for (std::size_t done = 0; done < length; done += block) {
-    const std::span<std::byte> part = std::span(received_).first(std::min(block, length - done));
-    const std::span<std::byte> into = target.subspan(ratio * done, ratio * part.size());
-    connection_->recv(part);
-    if (options_.traffic == Traffic::kGather) {
-      widen(part, into);
-    } else if (!collective.as_bfloat16) {
-      add_scaled(into, part, collective.element, is_last ? collective.scale : 1.0);
-    } else if (is_last) {
-      add_last_bfloat16(into, part, collective.scale);
-    } else {
-      add_bfloat16(into, part);
+void Ring::recv_payload(const Exchange& exchange, const Exchange::Receipt& receipt, std::size_t offset,
+                        std::size_t length) {
+  const bool is_direct = receipt.own.data == nullptr && !exchange.operation().as_bfloat16;
+  for (const std::size_t end = offset + length; offset < end;) {
+    const std::size_t left = end - offset;
+    std::span<std::byte> target = receipt.target.at(offset, left);
+    if (is_direct && (target.size() == left || (connection_->can_split() && target.size() >= kTogetherBytes))) {
+      connection_->recv(target);
+      offset += target.size();
+      continue;
     }
+    const std::size_t block_bytes = connection_->can_split() ? std::min(kBlockBytes, left) : left;
+    const std::span<std::byte> block = room_in(incoming_, exchange.wire_bytes(block_bytes));
+    connection_->recv(block);
+    for (std::size_t done = 0; done < block_bytes; done += target.size()) {
+      std::span<std::byte> own;
+      target = receipt.target.at(offset + done, block_bytes - done);
+      if (receipt.own.data != nullptr) {
+        own = receipt.own.at(offset + done, target.size());
+        target = target.first(own.size());
+      }
+      const std::size_t begin = exchange.wire_bytes(done);
+      exchange.receive(receipt, target, own, block.subspan(begin, exchange.wire_bytes(target.size())));
+    }
+    offset += block_bytes;
   }
+}
+
+/// Completes the oldest exchanges that are through, in their order: the thread that finds the other one at it leaves
+/// the rest to it.
+void Ring::finish(std::unique_lock<std::mutex>& lock) {
+  if (completing_) return;
+  completing_ = true;
+  while (!jobs_.empty() && !stopped_) {
+    Job& oldest = jobs_.front();
+    if (oldest.sent < oldest.to_send() || !oldest.is_finished) break;
+    const Record record{.kind = oldest.exchange.kind(),
+                        .bucket = oldest.exchange.operation().bucket,
+                        .issued_ns = oldest.issued_ns,
+                        .start_ns = oldest.start_ns,
+                        .end_ns = now_ns(),
+                        .bytes = oldest.exchange.wire_bytes(oldest.to_send())};
+    std::shared_ptr<void> keep = std::move(oldest.keep);
+    sending_ = std::max(sending_, first_ + 1);
+    jobs_.pop_front();
+    ++first_;
+    lock.unlock();
+    listener_->completed(record, keep);
+    keep.reset();  // without the lock: freeing a tensor may have to wait for the interpreter
+    lock.lock();
+  }
+  completing_ = false;
 }
 
 }  // namespace fold3d::comm

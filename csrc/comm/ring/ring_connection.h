@@ -26,7 +26,7 @@ class RingConnection {
 
   /// Whether a payload may be received part by part.
   virtual bool can_split() const { return false; }
-  /// What of the bytes that send() took is still on this side.
+  /// What became of the bytes that send() took. From any thread.
   virtual SendQueue queue() const { return {.is_known = false}; }
   /// Shortest time to the next member and back; 0.0 where nobody knows.
   virtual double round_trip_seconds() const { return 0.0; }

@@ -1,16 +1,15 @@
 #include "comm/socket/tcp_socket.h"
 
-#include <linux/sockios.h>
 #include <linux/tcp.h>
 #include <netinet/in.h>
 #include <poll.h>
-#include <sys/ioctl.h>
 #include <sys/socket.h>
 #include <sys/uio.h>
 
 #include <algorithm>
 #include <array>
 #include <cerrno>
+#include <cstddef>
 #include <cstdint>
 #include <cstring>
 
@@ -134,21 +133,16 @@ int TcpSocket::recv_all(std::span<std::byte> bytes) const {
   return 0;
 }
 
-std::size_t TcpSocket::unsent() const {
-  int bytes = 0;
-  return ::ioctl(fd_, SIOCOUTQ, &bytes) == 0 ? static_cast<std::size_t>(bytes) : 0;
-}
-
-std::size_t TcpSocket::waiting() const {
-  int bytes = 0;
-  return ::ioctl(fd_, SIOCOUTQNSD, &bytes) == 0 ? static_cast<std::size_t>(bytes) : 0;
-}
-
-double TcpSocket::round_trip_seconds() const {
+TcpSocket::Progress TcpSocket::progress() const {
   tcp_info info{};
   socklen_t size = sizeof(info);
-  if (::getsockopt(fd_, IPPROTO_TCP, TCP_INFO, &info, &size) != 0) return 0.0;
-  return static_cast<double>(info.tcpi_min_rtt) * 1e-6;
+  if (::getsockopt(fd_, IPPROTO_TCP, TCP_INFO, &info, &size) != 0) return {};
+  if (size < offsetof(tcp_info, tcpi_min_rtt) + sizeof(info.tcpi_min_rtt)) return {};  // before Linux 4.6
+  return {.is_known = true,
+          .acknowledged = info.tcpi_bytes_acked,
+          .waiting = info.tcpi_notsent_bytes,
+          .is_empty = info.tcpi_unacked == 0 && info.tcpi_notsent_bytes == 0,
+          .round_trip_seconds = static_cast<double>(info.tcpi_min_rtt) * 1e-6};
 }
 
 std::size_t TcpSocket::segment_bytes() const {

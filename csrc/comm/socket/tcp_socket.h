@@ -2,6 +2,7 @@
 
 #include <chrono>
 #include <cstddef>
+#include <cstdint>
 #include <span>
 #include <string>
 
@@ -51,12 +52,15 @@ class TcpSocket {
   /// Fills `bytes`. 0, an errno value, or kClosedByPeer.
   int recv_all(std::span<std::byte> bytes) const;
 
-  /// Bytes in the system's send buffer that the peer has not acknowledged.
-  std::size_t unsent() const;
-  /// Those of them that have not begun to travel.
-  std::size_t waiting() const;
-  /// Shortest round trip the system has seen; 0.0 when it does not say.
-  double round_trip_seconds() const;
+  /// What the system says of the bytes that were sent.
+  struct Progress {
+    bool is_known = false;            ///< false: it says nothing
+    std::uint64_t acknowledged = 0;   ///< by the peer, since the beginning
+    std::size_t waiting = 0;          ///< have not begun to travel
+    bool is_empty = true;             ///< all are acknowledged
+    double round_trip_seconds = 0.0;  ///< the shortest seen
+  };
+  Progress progress() const;
   /// The peer may have no more than about `bytes` on their way here, but four segments: a receiver without room for
   /// whole segments makes its sender wait for timers. 0: as many as the system likes. May be raised again.
   void limit_window(std::size_t bytes) const;

@@ -1,8 +1,11 @@
 #include "comm/tcp/tcp_ring_peers.h"
 
+#include <algorithm>
 #include <cerrno>
 #include <chrono>
+#include <cmath>
 #include <cstdint>
+#include <fstream>
 #include <mutex>
 #include <stdexcept>
 #include <utility>
@@ -21,7 +24,18 @@ struct Lines {
   std::uint8_t end;
 };
 
-constexpr Lines lines_of(Members members) { return members == Members::kReplicas ? Lines{2, 4} : Lines{4, 5}; }
+constexpr Lines lines_of(Members members) {
+  return members == Members::kReplicas ? Lines{3, 3 + 2 * TcpRingPeers::kMostLines} : Lines{2, 3};
+}
+
+constexpr double kFastLink = 125e6;  // bytes per second
+
+/// The most that one connection may have on its way: of what the system grants, half is its own bookkeeping.
+double most_in_flight() {
+  std::ifstream file("/proc/sys/net/ipv4/tcp_wmem");
+  double least = 0, first = 0, most = 0;
+  return file >> least >> first >> most ? most / 2 : 2e6;
+}
 
 const char* noun_of(Members members) { return members == Members::kReplicas ? "replica" : "tensor-parallel rank"; }
 
@@ -56,8 +70,14 @@ class TcpRingPeers::Link final : public RingConnection {
   }
 
   bool can_split() const override { return true; }
-  SendQueue queue() const override { return {.unacknowledged = outgoing_->unsent(), .waiting = outgoing_->waiting()}; }
-  double round_trip_seconds() const override { return outgoing_->round_trip_seconds(); }
+  SendQueue queue() const override {
+    const TcpSocket::Progress progress = outgoing_->progress();
+    return {.arrived = progress.acknowledged,
+            .waiting = progress.waiting,
+            .is_empty = progress.is_empty,
+            .is_known = progress.is_known};
+  }
+  double round_trip_seconds() const override { return outgoing_->progress().round_trip_seconds; }
   void limit_waiting(std::size_t bytes) override { outgoing_->limit_waiting(bytes); }
   void limit_window(std::size_t bytes) override { incoming_->limit_window(bytes); }
 
@@ -123,17 +143,21 @@ void TcpRingPeers::abort(const std::string& reason) noexcept {
   for (const auto& connection : links_) connection->abort(reason);
 }
 
-std::shared_ptr<RingConnection> TcpRingPeers::connection(NicArbiter::Traffic traffic) const {
-  return line(Members::kReplicas, static_cast<std::size_t>(traffic));
+std::shared_ptr<RingConnection> TcpRingPeers::connection(NicArbiter::Traffic traffic, int index) const {
+  const bool is_tensor = traffic == NicArbiter::Traffic::kTensor;
+  if (is_tensor != (members_ == Members::kTensorParallel)) {
+    throw std::logic_error("ring peers: these are lines of " + std::string(noun_of(members_)) + "s");
+  }
+  const int place = is_tensor ? index : 2 * index + static_cast<int>(traffic);
+  if (place < 0 || place >= static_cast<int>(links_.size())) {
+    throw std::logic_error("ring peers: not connected yet, or there is no such line");
+  }
+  return links_[static_cast<std::size_t>(place)];
 }
 
-std::shared_ptr<RingConnection> TcpRingPeers::tensor_connection() const { return line(Members::kTensorParallel, 0); }
-
-std::shared_ptr<RingConnection> TcpRingPeers::line(Members members, std::size_t index) const {
-  if (members != members_)
-    throw std::logic_error("ring peers: these are lines of " + std::string(noun_of(members_)) + "s");
-  if (index >= links_.size()) throw std::logic_error("ring peers: not connected yet");
-  return links_[index];
+int TcpRingPeers::lines_needed() const {
+  const double in_flight = kFastLink * connection(NicArbiter::Traffic::kReduce)->round_trip_seconds();
+  return static_cast<int>(std::clamp(std::ceil(in_flight / most_in_flight()), 1.0, double{kMostLines}));
 }
 
 }  // namespace fold3d::comm

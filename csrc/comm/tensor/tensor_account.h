@@ -5,7 +5,7 @@
 #include <mutex>
 #include <vector>
 
-#include "comm/tensor/exchange.h"
+#include "comm/ring/exchange.h"
 
 namespace fold3d::comm {
 

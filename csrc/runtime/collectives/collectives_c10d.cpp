@@ -14,7 +14,7 @@
 #include <vector>
 
 #include "comm/arbiter/poll_period.h"
-#include "comm/arbiter/reduce_turn.h"
+#include "comm/arbiter/turn.h"
 #include "comm/base/clock.h"
 #include "comm/base/errors.h"
 #include "core/network/slice_rule.h"
@@ -212,7 +212,7 @@ void C10dCollectives::run(const comm::Collective& collective) {
     rounded = at::empty({options_.size * std::min(slice_length, shard_length)}, shards.options().dtype(at::kBFloat16));
   }
   const auto sent = static_cast<std::size_t>(others * shard_length * wire_bytes);
-  comm::ReduceTurn turn(*arbiter_, options_.traffic, uses_card_);
+  comm::Turn turn(*arbiter_, options_.traffic, NicArbiter::Direction::kSend, uses_card_);
   turn.take(sent);
   const comm::Moment begun = clock_->now(stream_);  // on a device once what is sent is there
   std::size_t index = 0;

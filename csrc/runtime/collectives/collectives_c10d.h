@@ -16,8 +16,8 @@
 #include <thread>
 
 #include "comm/arbiter/nic_arbiter.h"
-#include "comm/ring/collective_stream.h"
-#include "comm/ring/slice_meter.h"
+#include "comm/bucket/collective_stream.h"
+#include "comm/bucket/slice_meter.h"
 #include "core/network/hosts.h"
 #include "runtime/device/device.h"
 #include "runtime/device/stream_clock.h"

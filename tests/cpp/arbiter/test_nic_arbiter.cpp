@@ -11,8 +11,7 @@
 #include <vector>
 
 #include "comm/arbiter/nic_arbiter.h"
-#include "comm/arbiter/reduce_turn.h"
-#include "comm/arbiter/tensor_turn.h"
+#include "comm/arbiter/turn.h"
 #include "comm/base/clock.h"
 #include "core/network/hold_rule.h"
 
@@ -128,7 +127,7 @@ TEST(NicArbiter, GathersYieldToReducesAndReducesToNone) {
 
 TEST(NicArbiter, AGatherFindsNoGapBetweenTheSlicesOfAReduce) {
   NicArbiter arbiter("", kPatient);
-  comm::ReduceTurn turn(arbiter, Traffic::kReduce, true);
+  comm::Turn turn(arbiter, Traffic::kReduce, Direction::kSend, /*uses_card=*/true);
   turn.take(64);
   std::atomic<bool> passed{false};
   auto gather = std::async(std::launch::async, [&] {
@@ -144,7 +143,7 @@ TEST(NicArbiter, AGatherFindsNoGapBetweenTheSlicesOfAReduce) {
   gather.get();
   turn.leave();  // once more is nothing
   EXPECT_EQ(arbiter.hold(Direction::kSend, Traffic::kGather), 0);
-  comm::ReduceTurn none(arbiter, Traffic::kGather, true);
+  comm::Turn none(arbiter, Traffic::kGather, Direction::kSend, /*uses_card=*/true);
   none.take(64);
   EXPECT_EQ(arbiter.hold(Direction::kSend, Traffic::kGather), 0);
 }
@@ -311,7 +310,7 @@ TEST(NicArbiter, AMessageHasPatienceWithTensorsToo) {
 TEST(NicArbiter, ATurnOfTensorsLeavesNothingBehind) {
   NicArbiter arbiter("", kPatient);
   {
-    comm::TensorTurn turn(arbiter, Direction::kSend, /*uses_card=*/true);
+    comm::Turn turn(arbiter, Traffic::kTensor, Direction::kSend, /*uses_card=*/true);
     turn.take(10);
     turn.take(20);
     turn.leave();
@@ -319,7 +318,7 @@ TEST(NicArbiter, ATurnOfTensorsLeavesNothingBehind) {
     turn.take(30);
   }
   EXPECT_EQ(arbiter.hold_message(Direction::kSend), 0);
-  comm::TensorTurn within_the_host(arbiter, Direction::kSend, /*uses_card=*/false);
+  comm::Turn within_the_host(arbiter, Traffic::kTensor, Direction::kSend, /*uses_card=*/false);
   within_the_host.take(10);
   EXPECT_EQ(arbiter.hold_message(Direction::kSend), 0);
 }

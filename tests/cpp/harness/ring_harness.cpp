@@ -4,7 +4,7 @@
 #include <type_traits>
 #include <utility>
 
-#include "comm/ring/ring.h"
+#include "comm/bucket/collective_ring.h"
 #include "harness/rank_threads.h"
 
 namespace fold3d::test {
@@ -23,6 +23,7 @@ std::vector<std::string> Replicas::run(const std::function<void(int, comm::Bucke
 
 Rings::Rings(const Replicas& replicas)
     : size_(replicas.size),
+      lines_(replicas.lines),
       chunk_bytes_(replicas.slice_bytes),
       timeout_(replicas.timeout),
       hosts_(replicas.hosts),
@@ -39,11 +40,14 @@ Rings::Rings(const Replicas& replicas)
 std::unique_ptr<comm::BucketSync> Rings::sync(int rank, const std::shared_ptr<comm::NicArbiter>& arbiter) {
   comm::TcpRingPeers* const tcp = tcp_.empty() ? nullptr : tcp_[static_cast<std::size_t>(rank)].get();
   if (tcp != nullptr) tcp->connect(tcp_[static_cast<std::size_t>((rank + 1) % size_)]->endpoint(), timeout_);
-  const auto credits = std::make_shared<comm::Credits>(chunk_bytes_);
+  const auto credits = std::make_shared<comm::Credits>(chunk_bytes_, lines_);
   const auto ring = [&](Traffic traffic) {
-    return std::make_unique<comm::Ring>(
-        comm::Ring::Options{.rank = rank, .size = size_, .traffic = traffic, .hosts = hosts_},
-        tcp != nullptr ? tcp->connection(traffic) : loopback_.connection(rank, traffic), arbiter, credits);
+    std::vector<std::shared_ptr<comm::RingConnection>> lines;
+    for (int line = 0; tcp != nullptr && line < lines_; ++line) lines.push_back(tcp->connection(traffic, line));
+    if (tcp == nullptr) lines.push_back(loopback_.connection(rank, traffic));
+    return std::make_unique<comm::CollectiveRing>(
+        comm::Ring::Options{.rank = rank, .size = size_, .traffic = traffic, .hosts = hosts_, .credits = credits},
+        std::move(lines), arbiter);
   };
   return std::make_unique<comm::BucketSync>(
       comm::BucketSync::Options{.timeout = timeout_, .name = "replica " + std::to_string(rank), .size = size_}, arbiter,

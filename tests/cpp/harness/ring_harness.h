@@ -10,7 +10,7 @@
 
 #include "comm/arbiter/nic_arbiter.h"
 #include "comm/base/host_buffer.h"
-#include "comm/ring/bucket_sync.h"
+#include "comm/bucket/bucket_sync.h"
 #include "comm/ring/credits.h"
 #include "comm/tcp/tcp_ring_peers.h"
 #include "core/network/hosts.h"
@@ -25,6 +25,7 @@ struct Replicas {
   std::chrono::milliseconds timeout{60'000};
   comm::RingLoopbackOptions loopback = {};  // its size is filled in
   bool over_tcp = false;
+  int lines = 1;  // of each ring over TCP
   comm::NicArbiter::Options gate_options = {};
   core::Hosts hosts = {};                                                // of each replica, as the rings see it
   mutable std::vector<std::shared_ptr<comm::NicArbiter>> arbiters = {};  // one for each replica, made by run()
@@ -46,7 +47,7 @@ class Rings {
   std::unique_ptr<comm::BucketSync> sync(int rank, const std::shared_ptr<comm::NicArbiter>& arbiter);
 
  private:
-  const int size_;
+  const int size_, lines_;
   const std::size_t chunk_bytes_;
   const std::chrono::milliseconds timeout_;
   const core::Hosts hosts_;

@@ -5,7 +5,7 @@
 #include <random>
 #include <vector>
 
-#include "comm/ring/bucket_sync.h"
+#include "comm/bucket/bucket_sync.h"
 #include "harness/ring_harness.h"
 
 namespace fold3d::test {

@@ -42,7 +42,7 @@ struct TensorGroup {
       if (over_tcp) {
         comm::TcpRingPeers& own = *peers[static_cast<std::size_t>(rank)];
         own.connect(peers[static_cast<std::size_t>((rank + 1) % size)]->endpoint(), timeout);
-        connection = own.tensor_connection();
+        connection = own.connection(comm::NicArbiter::Traffic::kTensor);
       } else {
         connection = loop.connection(rank, comm::NicArbiter::Traffic::kReduce);
       }

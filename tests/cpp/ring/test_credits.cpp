@@ -71,8 +71,9 @@ class Line {
     for (const auto& [end, bytes] : ends_) {
       if (end + 2'000'000 <= now_) arrived = bytes;
     }
-    return {.unacknowledged = sent_ - arrived,
-            .waiting = static_cast<std::size_t>(std::max<std::int64_t>(begun_ns_ - now_, 0))};
+    return {.arrived = arrived,
+            .waiting = static_cast<std::size_t>(std::max<std::int64_t>(begun_ns_ - now_, 0)),
+            .is_empty = arrived == sent_};
   }
 
   std::int64_t now_ = 0, begun_ns_ = 0;
@@ -91,6 +92,27 @@ TEST(BandwidthMeter, CountsWhatArrivesWhileThereIsSomethingToSend) {
     }
     EXPECT_NEAR(meter.bandwidth(), 1e9, 5e7) << slices;
   }
+}
+
+TEST(BandwidthMeter, CountsConnectionsThatShareACardTogether) {
+  // Two that send slices of 100 kB in turn at 1e9 bytes per second, for 10 ms each time.
+  constexpr std::int64_t kHalf = 100'000, kTurns = 100, kRest = 50'000'000;
+  BandwidthMeter meter;
+  std::int64_t now = 0;
+  std::uint64_t arrived = 0;
+  const auto busy = [&] { return SendQueue{.arrived = arrived, .waiting = 50'000, .is_empty = false}; };
+  for (int step = 0; step < 30; ++step) {
+    meter.begins(now, {.arrived = arrived});
+    for (std::int64_t turn = 1; turn < kTurns; ++turn) {  // in each the other one's slice ends, which was the first
+      now += kHalf;
+      arrived += 100'000;
+      if (turn > 1) meter.ends(now, 100'000, busy());
+      meter.begins(now, busy());
+    }
+    for (int last = 0; last < 2; ++last) meter.ends(now, 100'000, busy());
+    now += kRest;
+  }
+  EXPECT_NEAR(meter.bandwidth(), 1e9, 2e7);
 }
 
 TEST(BandwidthMeter, CountsWhatIsSentWhereNothingElseIsKnown) {

@@ -14,7 +14,7 @@
 #include <vector>
 
 #include "comm/base/errors.h"
-#include "comm/ring/ring_slice.h"
+#include "comm/ring/slice_header.h"
 #include "comm/tcp/tcp_ring_peers.h"
 #include "harness/ring_harness.h"
 #include "harness/stranger.h"
@@ -146,29 +146,38 @@ void expect_protocol_error(const std::vector<int>& bucket, const std::vector<std
 
 TEST(RingFaults, AnotherPlanIsAProtocolErrorThatNamesBoth) {
   expect_protocol_error({3, 4}, {1, 1}, {8, 8},
-                        {"the reduce of bucket 3 in step 1", "the reduce of bucket 4 in step 1"});
-  expect_protocol_error({3, 3}, {1, 2}, {8, 8},
-                        {"the reduce of bucket 3 in step 1", "the reduce of bucket 3 in step 2"});
-  expect_protocol_error({3, 3}, {1, 1}, {8, 16}, {"bucket 3 in step 1", "16 bytes", "32 bytes"});
+                        {"the reduce of bucket 3 (step 1)", "one of the reduce of bucket 4 (step 1)"});
+  expect_protocol_error({3, 3}, {1, 2}, {8, 8}, {"the reduce of bucket 3 (step 1)", "the reduce of bucket 3 (step 2)"});
+  expect_protocol_error({3, 3}, {1, 1}, {8, 16}, {"bucket 3 (step 1)", "32 bytes", "64 bytes"});
 }
 
 TEST(RingFaults, ADamagedHeaderIsRefused) {
-  const TestBucket<float> bucket(1, std::vector<float>(200));
-  const comm::SliceHeader good = comm::slice_header(Traffic::kReduce, bucket.collective(), 400, 0, 64, 100);
-  comm::check_slice(good, good);
+  std::vector<float> whole(200);
+  const std::span<std::byte> bytes = std::as_writable_bytes(std::span(whole));
+  const comm::Exchange exchange =
+      comm::Exchange::reduce_scatter({.number = comm::Number::kFloat32, .bucket = 1, .step = 3},
+                                     {.length = 200, .unit_bytes = 4}, bytes, bytes.first(400));
+  const comm::SliceHeader good = comm::slice_header(exchange, 5, 0, 64, 100);
+  comm::check_slice(good, good, 336);
   const auto damaged = [&](auto change) {
     comm::SliceHeader header = good;
     change(header);
-    EXPECT_THROW(comm::check_slice(header, good), comm::ProtocolError);
+    EXPECT_THROW(comm::check_slice(header, good, 336), comm::ProtocolError);
   };
   damaged([](comm::SliceHeader& h) { h.magic = 1; });
-  damaged([](comm::SliceHeader& h) { h.traffic = 7; });
-  damaged([](comm::SliceHeader& h) { h.traffic = 1; });
-  damaged([](comm::SliceHeader& h) { h.element_bytes = 2; });
+  damaged([](comm::SliceHeader& h) { h.kind = 7; });
+  damaged([](comm::SliceHeader& h) { h.kind = 2; });
+  damaged([](comm::SliceHeader& h) { h.number = 1; });
+  damaged([](comm::SliceHeader& h) { h.reduction = 1; });
+  damaged([](comm::SliceHeader& h) { h.as_bfloat16 = 1; });
+  damaged([](comm::SliceHeader& h) { h.bucket = 2; });
+  damaged([](comm::SliceHeader& h) { h.step = 4; });
+  damaged([](comm::SliceHeader& h) { h.sequence = 6; });
+  damaged([](comm::SliceHeader& h) { h.whole = 400; });
   damaged([](comm::SliceHeader& h) { h.round = 1; });
   damaged([](comm::SliceHeader& h) { h.offset = 0; });
   damaged([](comm::SliceHeader& h) { h.bytes = 0; });
-  damaged([](comm::SliceHeader& h) { h.bytes = 401; });
+  damaged([](comm::SliceHeader& h) { h.bytes = 340; });
   damaged([](comm::SliceHeader& h) { h.bytes = 1; });  // no whole element
 }
 

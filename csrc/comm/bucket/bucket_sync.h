@@ -13,8 +13,8 @@
 
 #include "comm/arbiter/nic_arbiter.h"
 #include "comm/base/failure.h"
-#include "comm/ring/collective.h"
-#include "comm/ring/collective_stream.h"
+#include "comm/bucket/collective.h"
+#include "comm/bucket/collective_stream.h"
 
 namespace fold3d::comm {
 

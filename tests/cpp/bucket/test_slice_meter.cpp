@@ -1,7 +1,7 @@
 // The speed of a library's collectives, by their slices.
 #include <gtest/gtest.h>
 
-#include "comm/ring/slice_meter.h"
+#include "comm/bucket/slice_meter.h"
 
 namespace fold3d::test {
 namespace {

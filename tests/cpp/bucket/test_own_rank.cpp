@@ -9,7 +9,7 @@
 #include <utility>
 
 #include "comm/base/errors.h"
-#include "comm/ring/bucket_sync.h"
+#include "comm/bucket/bucket_sync.h"
 #include "harness/ring_harness.h"
 
 namespace fold3d::test {

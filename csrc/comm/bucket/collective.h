@@ -43,11 +43,6 @@ struct CollectiveRecord {
   std::shared_ptr<LaterInterval> times = nullptr;  ///< the device's own, in the place of those above; null: it has none
 };
 
-/// "reduce" or "gather".
-inline const char* to_string(NicArbiter::Traffic traffic) {
-  return traffic == NicArbiter::Traffic::kReduce ? "reduce" : "gather";
-}
-
 /// "reduce of bucket 3 (step 7)".
 std::string name_of(NicArbiter::Traffic traffic, const Collective& collective);
 

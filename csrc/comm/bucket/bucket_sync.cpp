@@ -1,4 +1,4 @@
-#include "comm/ring/bucket_sync.h"
+#include "comm/bucket/bucket_sync.h"
 
 #include <algorithm>
 #include <stdexcept>

@@ -1,6 +1,7 @@
-#include "comm/tensor/exchange.h"
+#include "comm/ring/exchange.h"
 
 #include <algorithm>
+#include <array>
 #include <cstring>
 #include <stdexcept>
 
@@ -34,7 +35,7 @@ Piece part_of(std::byte* whole, const Split& split, int rank, const Exchange::Op
 void check(const Exchange::Operation& operation, const char* what, std::size_t got, std::size_t wanted) {
   if (operation.size < 2 || operation.rank < 0 || operation.rank >= operation.size) {
     throw std::invalid_argument("there is no rank " + std::to_string(operation.rank) + " in a group of " +
-                                std::to_string(operation.size) + "; TP.sync has at least 2");
+                                std::to_string(operation.size) + "; a ring has at least 2");
   }
   const Share share = operation.share;
   if (share.count < 1 || share.index < 0 || share.index >= share.count) {
@@ -50,6 +51,19 @@ void check(const Exchange::Operation& operation, const char* what, std::size_t g
 void check_shares(const Exchange::Operation& operation, const Split& split) {
   if (operation.share.count > 1 && split.rows > 1) {
     throw std::invalid_argument("parts of several rows have no shares");
+  }
+}
+
+/// What only sums in place do.
+void check_plain(const Exchange::Operation& operation) {
+  if (operation.as_bfloat16 || operation.scale != 1.0) {
+    throw std::invalid_argument("only reduce-scatters in place are rounded on their way, or scaled");
+  }
+}
+
+void check_rounding(const Exchange::Operation& operation, const Split& split) {
+  if (operation.as_bfloat16 && (operation.number != Number::kFloat32 || split.rows > 1)) {
+    throw std::invalid_argument("only one row of float32 elements is rounded on its way");
   }
 }
 
@@ -97,6 +111,7 @@ Exchange Exchange::all_reduce(const Operation& operation, std::span<const std::b
                               std::span<std::byte> output) {
   check(operation, "the output of an all-reduce", output.size(), input.size());
   check_numbers(operation, input.size());
+  check_plain(operation);
   Exchange out(Kind::kAllReduce, operation, input.size());
   const int size = operation.size, rank = operation.rank;
   const std::size_t bytes = input.size();
@@ -132,10 +147,7 @@ Exchange Exchange::all_reduce(const Operation& operation, std::span<const std::b
   const std::size_t element = element_bytes(operation.number);
   const Split split{.rows = 1, .length = bytes / element, .unit_bytes = element};
   out.add_reduce_rounds(split, writable(input), output.data(), /*is_whole=*/true);
-  for (int round = 0; round < size - 1; ++round) {
-    out.sends_.push_back(part_of(output.data(), split, wrapped(rank - round, size), operation));
-    out.receives_.push_back({part_of(output.data(), split, wrapped(rank - 1 - round, size), operation), {}});
-  }
+  out.add_gather_rounds(split, part_of(output.data(), split, rank, operation), output.data());
   return out;
 }
 
@@ -160,7 +172,18 @@ void Exchange::add_reduce_rounds(const Split& split, std::byte* input, std::byte
           flat(is_own ? partial + begin * split.unit_bytes : scratch_.get() + static_cast<std::size_t>(round) * longest,
                part_of(input, split, part, operation_).bytes());
     }
-    receives_.push_back({last, part_of(input, split, part, operation_)});
+    receives_.push_back({last, part_of(input, split, part, operation_), round == size - 2});
+  }
+}
+
+/// `own`: this rank's part, wherever it lies.
+void Exchange::add_gather_rounds(const Split& split, const Piece& own, std::byte* whole) {
+  const int size = operation_.size;
+  Piece last = own;
+  for (int round = 0; round < size - 1; ++round) {
+    sends_.push_back(last);
+    last = part_of(whole, split, wrapped(operation_.rank - 1 - round, size), operation_);
+    receives_.push_back({last, {}});
   }
 }
 
@@ -170,8 +193,12 @@ Exchange Exchange::reduce_scatter(const Operation& operation, const Split& split
   check(operation, "the output of a reduce-scatter", output.size(), split.part_bytes(operation.rank, operation.size));
   check_numbers(operation, split.unit_bytes);
   check_shares(operation, split);
+  check_rounding(operation, split);
   Exchange out(Kind::kReduceScatter, operation, input.size());
-  out.add_reduce_rounds(split, writable(input), output.data(), /*is_whole=*/false);
+  const std::size_t place = split.first(operation.rank, operation.size) * split.unit_bytes;
+  const bool in_place = split.rows == 1 && output.data() == input.data() + place;
+  if (!in_place) check_plain(operation);
+  out.add_reduce_rounds(split, writable(input), in_place ? writable(input) : output.data(), in_place);
   return out;
 }
 
@@ -182,28 +209,49 @@ Exchange Exchange::all_gather(const Operation& operation, const Split& split, st
   Exchange out(Kind::kAllGather, operation, output.size());
   const int size = operation.size, rank = operation.rank;
   check_shares(operation, split);
+  check_rounding(operation, split);
   out.copy_to_ = part_of(output.data(), split, rank, operation);
   const std::size_t begin = split.share_first(rank, size, operation.share) - split.first(rank, size);
   out.copy_from_ = flat(writable(input) + begin * split.unit_bytes, out.copy_to_.bytes());
-  Piece last = out.copy_from_;
-  for (int round = 0; round < size - 1; ++round) {
-    out.sends_.push_back(last);
-    last = part_of(output.data(), split, wrapped(rank - 1 - round, size), operation);
-    out.receives_.push_back({last, {}});
-  }
+  out.add_gather_rounds(split, out.copy_from_, output.data());
   return out;
 }
 
 void Exchange::prepare() const {
-  if (copy_from_.bytes() != 0) copy_to_.put(0, copy_from_.at(0, copy_from_.bytes()));
+  if (copy_from_.bytes() != 0 && copy_from_.data != copy_to_.data)
+    copy_to_.put(0, copy_from_.at(0, copy_from_.bytes()));
 }
 
 void Exchange::finish() const {
   if (!everybodys_.empty()) combine(operation_.number, operation_.reduction, total_, everybodys_);
 }
 
-std::string Exchange::name() const {
-  return std::string(to_string(kind_)) + " of " + std::to_string(bytes_) + " bytes";
+void Exchange::receive(const Receipt& receipt, std::span<std::byte> target, std::span<const std::byte> own,
+                       std::span<const std::byte> arrived) const {
+  const Number number = operation_.number;
+  const Reduction reduction = operation_.reduction;
+  const double scale = receipt.is_last ? operation_.scale : 1.0;
+  if (receipt.own.data == nullptr) {
+    if (operation_.as_bfloat16) return widen(arrived, target);
+    std::memcpy(target.data(), arrived.data(), target.size());
+  } else if (operation_.as_bfloat16) {
+    receipt.is_last ? add_last_bfloat16(target, arrived, scale) : add_bfloat16(target, arrived);
+  } else if (own.data() == target.data() && reduction == Reduction::kSum &&
+             (number == Number::kFloat32 || number == Number::kFloat64)) {
+    add_scaled(target, arrived, number, scale);
+  } else {
+    combine(number, reduction, target, std::array{own.data(), arrived.data()});
+  }
+}
+
+std::string Exchange::name(std::uint64_t sequence) const {
+  if (operation_.bucket != kNoBucket) return name_of_bucket(kind_, operation_.bucket, operation_.step);
+  return "TP.sync " + std::to_string(sequence) + " (" + to_string(kind_) + " of " + std::to_string(bytes_) + " bytes)";
+}
+
+std::string Exchange::name_of_bucket(Kind kind, int bucket, std::int64_t step) {
+  return std::string(kind == Kind::kReduceScatter ? "reduce" : "gather") + " of bucket " + std::to_string(bucket) +
+         " (step " + std::to_string(step) + ")";
 }
 
 const char* to_string(Exchange::Kind kind) {

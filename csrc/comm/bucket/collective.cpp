@@ -1,4 +1,4 @@
-#include "comm/ring/collective.h"
+#include "comm/bucket/collective.h"
 
 #include <stdexcept>
 

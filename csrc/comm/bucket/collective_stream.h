@@ -4,7 +4,7 @@
 
 #include "comm/arbiter/nic_arbiter.h"
 #include "comm/base/failure.h"
-#include "comm/ring/collective.h"
+#include "comm/bucket/collective.h"
 
 namespace fold3d::comm {
 

@@ -10,7 +10,7 @@
 #include <thread>
 #include <vector>
 
-#include "comm/ring/ring.h"
+#include "comm/bucket/collective_ring.h"
 #include "harness/ring_harness.h"
 
 namespace fold3d::test {
@@ -59,6 +59,9 @@ TEST(BucketSync, SumsOverTcp) {
   for (int size = 2; size <= 4; ++size) {
     all_reduce<float>({.size = size, .slice_bytes = 0, .over_tcp = true}, 300'001, 1.0);
     all_reduce<float>({.size = size, .slice_bytes = 1 << 12, .over_tcp = true}, 10'000, 1.0);
+    // The same bits on several lines.
+    const int lines = comm::TcpRingPeers::kMostLines;
+    all_reduce<float>({.size = size, .slice_bytes = 0, .over_tcp = true, .lines = lines}, 300'001, 0.3);
   }
 }
 
@@ -72,9 +75,12 @@ TEST(BucketSync, SlicesOfDifferentSizesMeet) {  // each replica cuts what it sen
     threads.emplace_back([&, rank] {
       auto arbiter = std::make_shared<NicArbiter>();
       const auto ring = [&](NicArbiter::Traffic traffic) {
-        return std::make_unique<comm::Ring>(comm::Ring::Options{.rank = rank, .size = size, .traffic = traffic},
-                                            loop.connection(rank, traffic), arbiter,
-                                            std::make_shared<comm::Credits>(64u << (2 * rank)));
+        return std::make_unique<comm::CollectiveRing>(
+            comm::Ring::Options{.rank = rank,
+                                .size = size,
+                                .traffic = traffic,
+                                .credits = std::make_shared<comm::Credits>(64u << (2 * rank))},
+            std::vector{loop.connection(rank, traffic)}, arbiter);
       };
       BucketSync sync({.timeout = 60s, .name = "r", .size = size}, arbiter, ring(NicArbiter::Traffic::kReduce),
                       ring(NicArbiter::Traffic::kGather));
@@ -172,8 +178,9 @@ TEST(BucketSync, AWaitLooksMeanwhileWhetherItIsWantedElsewhere) {  // as by Ctrl
   comm::RingLoopback loop({.size = 2});
   auto arbiter = std::make_shared<NicArbiter>();
   const auto ring = [&](NicArbiter::Traffic traffic) {
-    return std::make_unique<comm::Ring>(comm::Ring::Options{.rank = 0, .size = 2, .traffic = traffic},
-                                        loop.connection(0, traffic), arbiter, std::make_shared<comm::Credits>(0));
+    return std::make_unique<comm::CollectiveRing>(
+        comm::Ring::Options{.size = 2, .traffic = traffic, .credits = std::make_shared<comm::Credits>(0)},
+        std::vector{loop.connection(0, traffic)}, arbiter);
   };
   int looks = 0;
   const auto interrupt = [&looks] {
