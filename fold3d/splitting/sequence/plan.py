@@ -80,7 +80,7 @@ def plan_sequence(
             hidden=link.hidden, result=link.result, dim=found.dim, gathers=found.gathers, begins=link.begins,
             ends=link.ends, inner=found.inner,
         )  # fmt: skip
-        for parameter in found.summed:
+        for parameter in sorted(found.summed):
             full = f"{name}.{parameter}"
             if full in tied:
                 raise NoSequenceError(f"{full} is read elsewhere, too")
