@@ -122,7 +122,9 @@ class First:
     """Of its random numbers; None in an evaluation."""
 
 
-def cut_model(order: Order, world: WorldGroup, example: Mapping[str, Any] | None, first: First | None) -> CutModel:
+def cut_model(  # noqa: C901, PLR0915 (one long story of phases)
+    order: Order, world: WorldGroup, example: Mapping[str, Any] | None, first: First | None
+) -> CutModel:
     """Records the model, plans what is "auto", and cuts the model in place; all ranks of the job call.
 
     Args:
