@@ -132,7 +132,7 @@ def _connect(
         sync = OneReplica(cut, topology, groups, offload_optimizer=config.offload_optimizer, kernels=kernels)
     sharded = None
     if topology.tp > 1:
-        reads = ShardReads(cut.parameters)
+        reads = ShardReads(cut.model, cut.parameters)
         sharded = partial(_sharded, model, _border_parts(model, sums), turning, sums, reads, overlap)
     peaks = None if model.planned is None else model.planned[1].peaks
     offload = offload_options(config, model.strategy, 0 if peaks is None else peaks[topology.pp_rank].pool)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
@@ -16,12 +17,14 @@ from fold3d.engine.pipeline import Pipeline
 from fold3d.errors import ConfigError
 from fold3d.schedule import Schedule
 from fold3d.stage.micro_batch import Inputs, LossFunction, MicroBatch, loss_run
-from fold3d.stage.once.buffer_values import BufferValues
+from fold3d.stage.once.module_values import ModelValues
 from fold3d.stage.sharded.sub_micro_batches import SubMicroBatch, sub_micro_batches, tolerance
 from fold3d.stage.sharded.sub_micro_batches import weights as weights_of
 from fold3d.trace.arguments import Form, form_of
 from fold3d.trace.example import part_of, samples_of
 from fold3d.trace.labels import shifts_labels
+
+logger = logging.getLogger(__name__)
 
 COMPARED = 3
 """Runs of a comparison: two parts together, and each of them."""
@@ -154,7 +157,7 @@ class Division:
     ) -> None:
         """Compares the loss of two neighbours together with those of each."""
         runs = self._together(whole, function, one, other)
-        drawn, buffers = library_rng_state(), BufferValues(self._model)
+        drawn, values = library_rng_state(), ModelValues(self._model)
         results = self._pipeline.run(self._schedule, runs, backward=False)
         draws = not same_library_rng_state(drawn, library_rng_state())
         set_library_rng_state(drawn)
@@ -162,7 +165,14 @@ class Division:
         if self._pipeline.has_result and all(isinstance(one, Tensor) and one.numel() == 1 for one in results):
             found[:COMPARED] = torch.stack([one.double().reshape(()) for one in results]).cpu()
             found[-1] = tolerance(torch.bfloat16 if self._in_16_bits() else results[0].dtype)
-        found[-2], found[-3] = float(buffers.restore()), float(draws)
+        buffers, attributes = values.restore()
+        if attributes:
+            logger.warning(
+                "micro_batch_size=%d: a forward changes %s; that happens once for each part of a micro-batch",
+                self._size,
+                ", ".join(attributes),
+            )
+        found[-2], found[-3] = float(buffers), float(draws)
         self._pipeline.sum_over_replica(found, runs)
         together, first, second, drew, changed, allowed = found.tolist()
         if changed:

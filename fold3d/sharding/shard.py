@@ -39,7 +39,7 @@ class Shard:
 
     A rank holds the pieces `parts[rank]` of dimension `dim`, one after the other in one contiguous parameter. Parts
     need not be equally long, and several ranks may hold the same piece: a replicated parameter is one of which every
-    rank holds all.
+    rank holds all. A scalar parameter counts as one of length 1, and is replicated.
 
     Raises: ValueError when the parts do not cover the dimension, or leave it.
     """
@@ -67,8 +67,9 @@ class Shard:
             raise ValueError(f"no rank holds index {held} of a dimension of {self.size}")
 
     @classmethod
-    def replicated(cls, size: int, ranks: int, *, summed: bool = False) -> Shard:
-        """Returns that of a parameter which every rank holds whole; `size` is that of its dimension 0."""
+    def replicated(cls, shape: Sequence[int], ranks: int, *, summed: bool = False) -> Shard:
+        """Returns that of a parameter of this shape which every rank holds whole."""
+        size = shape[0] if shape else 1
         return cls(0, size, (((0, size),),) * ranks, summed)
 
     @classmethod
@@ -93,11 +94,11 @@ class Shard:
 
     def shape(self, whole: Sequence[int], rank: int) -> tuple[int, ...]:
         """Returns the shape of a rank's part of a parameter of shape `whole`."""
-        return (*whole[: self.dim], self.length(rank), *whole[self.dim + 1 :])
+        return () if not whole else (*whole[: self.dim], self.length(rank), *whole[self.dim + 1 :])
 
     def whole_shape(self, part: Sequence[int]) -> tuple[int, ...]:
         """Returns the shape of the whole parameter, given that of any rank's part."""
-        return (*part[: self.dim], self.size, *part[self.dim + 1 :])
+        return () if not part else (*part[: self.dim], self.size, *part[self.dim + 1 :])
 
     def first_held(self, rank: int) -> tuple[tuple[int, int, int], ...]:
         """Returns the pieces of a rank's part that no lower rank holds, as (place in the part, first, end).
@@ -154,6 +155,8 @@ class Shard:
 
     def take(self, whole: Tensor, rank: int) -> Tensor:
         """Returns a rank's part of a whole tensor, in memory of its own."""
+        if not whole.dim():
+            return whole.clone()
         pieces = [whole.narrow(self.dim, first, end - first) for first, end in self.parts[rank]]
         if not pieces:
             return whole.narrow(self.dim, 0, 0).clone()
@@ -164,6 +167,7 @@ class Shard:
     def copy_to_part(self, part: Tensor, whole: Tensor, rank: int) -> None:
         """Fills a rank's part from a whole tensor; their dtypes and devices may differ."""
         position = 0
+        part, whole = _with_dimension(part), _with_dimension(whole)
         for first, end in self.parts[rank]:
             part.narrow(self.dim, position, end - first).copy_(whole.narrow(self.dim, first, end - first))
             position += end - first
@@ -171,6 +175,11 @@ class Shard:
     def put(self, whole: Tensor, part: Tensor, rank: int) -> None:
         """Writes a rank's part to its places in a whole tensor."""
         position = 0
+        part, whole = _with_dimension(part), _with_dimension(whole)
         for first, end in self.parts[rank]:
             whole.narrow(self.dim, first, end - first).copy_(part.narrow(self.dim, position, end - first))
             position += end - first
+
+
+def _with_dimension(tensor: Tensor) -> Tensor:
+    return tensor if tensor.dim() else tensor.view(1)

@@ -145,6 +145,10 @@ class BlockSplit:
     it is not known how; then each rank draws for itself inside a region."""
     inner: tuple[InnerResult, ...] = ()
     """What it and modules inside return; those that return one tensor, which is whole, are left out."""
+    unrun: tuple[str, ...] = ()
+    """Modules with parameters that did not run when it was proved."""
+    unread: tuple[str, ...] = ()
+    """Parameters of the others that nothing read then."""
     reasons: Mapping[str, str] = field(default_factory=dict)
     """Of modules and parameters that hold weights, by relative name: why they are split as they are."""
 
@@ -160,6 +164,8 @@ class BlockSplit:
             "together": [list(names) for names in self.together],
             "draws": [None if one is None else _draw_to_json(one) for one in self.draws],
             "inner": [one.to_json() for one in self.inner],
+            "unrun": list(self.unrun),
+            "unread": list(self.unread),
             "reasons": dict(self.reasons),
         }
 
@@ -179,6 +185,8 @@ class BlockSplit:
             together=tuple(map(tuple, value["together"])),
             draws=tuple(None if one is None else _draw_from_json(one) for one in value["draws"]),
             inner=tuple(map(InnerResult.from_json, value["inner"])),
+            unrun=tuple(value["unrun"]),
+            unread=tuple(value["unread"]),
             reasons=value["reasons"],
         )
 

@@ -22,7 +22,7 @@ from fold3d.splitting.probing.capture import CapturedCall, capture
 from fold3d.splitting.probing.readers import with_together
 from fold3d.splitting.proving.draws import with_draws
 from fold3d.splitting.proving.inner_results import with_inner
-from fold3d.splitting.proving.proof import prove
+from fold3d.splitting.proving.proof import Used, prove
 from fold3d.splitting.proving.vocabulary import prove_vocabulary
 from fold3d.splitting.remembered import remembered
 from fold3d.splitting.sequence.chains import NoSequenceError
@@ -124,7 +124,8 @@ def _plan(
 def _split(name: str, call: CapturedCall, tp: int, overrides: Overrides, tied: set[str]) -> BlockSplit:
     """Returns a block's proved split. Raises: ConfigError."""
     whole = overrides.replicated(name, call.block) | _holders(name, call.block, tied)
-    split, failed = _proved(call, tp, whole)
+    used = Used()
+    split, failed = _proved(call, tp, whole, used)
     reasons = {**split.reasons, **failed}
     for path in _holders(name, call.block, tied) & reasons.keys():
         reasons[path] = "whole: another module holds its weight, too"
@@ -133,18 +134,18 @@ def _split(name: str, call: CapturedCall, tp: int, overrides: Overrides, tied: s
     for path in overrides.replicated(name, call.block):
         if path in named or path in reasons:
             reasons[path] = 'whole: tp_plan says "replicate"'
-    made = replace(split, reasons=reasons)
+    made = used.put_into(replace(split, reasons=reasons), call.block)
     overrides.check_split(name, call.block, made)
     check_whole(name, call.block, made, tp)
     return made
 
 
-def _proved(call: CapturedCall, tp: int, whole: frozenset[str]) -> tuple[BlockSplit, dict[str, str]]:
+def _proved(call: CapturedCall, tp: int, whole: frozenset[str], used: Used) -> tuple[BlockSplit, dict[str, str]]:
     """Returns a split that is proved, and why regions that would be wrong are left whole, by module."""
     ways = (False, True) if differs_in_training(call) else (False,)
 
     def wrong_in(split: BlockSplit) -> str:
-        return next((wrong for training in ways if (wrong := prove(call, split, tp, training))), "")
+        return next((wrong for training in ways if (wrong := prove(call, split, tp, training, used))), "")
 
     split = infer(call, tp, whole)
     wrong = wrong_in(split)

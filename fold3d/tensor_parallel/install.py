@@ -26,6 +26,7 @@ from fold3d.tensor_parallel.sequence.block_sequence import BlockSequence
 from fold3d.tensor_parallel.sequence.length import SequenceLength
 from fold3d.tensor_parallel.shard_random import ShardRandom
 from fold3d.tensor_parallel.slices import gather_part, indices_of, replace_argument, replace_leaf, take_part
+from fold3d.tensor_parallel.weight_reads import Unproved
 from fold3d.trace.wrappers import replace_attributes, wrap
 
 
@@ -87,6 +88,7 @@ def install_block(
         undo += [set_attribute(block, attribute) for attribute in split.attributes]
         for number, group in enumerate(split.groups):
             undo += made.group(number, group)
+        undo += made.unproved.watch_modules()
         if sequence is not None:
             undo += [sequence.gather(one, made.linear_entries) for one in sequence.split.gathers]
             undo += sequence.watch()
@@ -138,6 +140,9 @@ class _Installer:
         self._rank = rank
         self._ops = ops
         self._calls = calls
+        # Where the sequence is shared, every rank has a part of it everywhere in the block.
+        has_parts = lambda: sequence is not None or calls.current().in_region  # noqa: E731
+        self.unproved = Unproved(block, split.unrun, split.unread, has_parts)
         self._hubs = {
             name: _Hub(shard, rank, ops) for name, shard in split.shards.items() if shard.overlaps and not shard.summed
         }
@@ -162,7 +167,7 @@ class _Installer:
         """Puts the block's own forward around the others."""
         split, rank, ops, calls, original = self._split, self._rank, self._ops, self._calls, self._block.forward
         block = self._block
-        sequence = self._sequence
+        sequence, unproved = self._sequence, self.unproved
         hidden = None if sequence is None else sequence.split.hidden  # enters regions by what gathers it
         inputs = [one for one in split.inputs if one.path != hidden]
         entering = [path for path in split.entering if path != hidden]
@@ -185,6 +190,7 @@ class _Installer:
                 for path in entering:
                     args, kwargs = replace_argument(args, kwargs, path, call.copy)
                 with contextlib.ExitStack() as drawing:
+                    drawing.enter_context(unproved.watch_parameters())
                     if split.draws and block.training:
                         drawing.enter_context(ShardRandom(split.draws, rank, lambda: call.in_region))
                     if sequence is not None:

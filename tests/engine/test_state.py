@@ -40,7 +40,7 @@ def plan(tp: int) -> ShardingPlan:
             "0.bias": Shard(0, 5, nothing),
             "2.weight": Shard(1, 5, tuple((*runs, (4, 5)) for runs in own)),
             "2.bias": Shard(0, 3, halves, summed=True),
-            "1.weight": Shard.replicated(5, tp, summed=True),
+            "1.weight": Shard.replicated((5,), tp, summed=True),
         },
     )
 

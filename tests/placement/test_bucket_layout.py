@@ -15,9 +15,9 @@ from fold3d.topology import Submesh
 WHOLE = {"rows": (10, 4), "norm": (4,), "keys": (4, 4), "other": (4,), "last": (3,)}
 SHARDS = {
     "rows": Shard(0, 10, (((0, 7),), ((7, 10),))),
-    "norm": Shard.replicated(4, 2, summed=True),
-    "keys": Shard.replicated(4, 2, summed=True),
-    "other": Shard.replicated(4, 2),
+    "norm": Shard.replicated((4,), 2, summed=True),
+    "keys": Shard.replicated((4,), 2, summed=True),
+    "other": Shard.replicated((4,), 2),
     "last": Shard(0, 3, (((0, 3),), ())),
 }
 

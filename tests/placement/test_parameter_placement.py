@@ -118,8 +118,8 @@ def test_who_is_responsible_for_a_part() -> None:
 
 def test_over_which_shards_a_gradient_is_summed() -> None:
     pairs = Shard(0, 4, (((0, 2),), ((0, 2),), ((2, 4),), ((2, 4),)), summed=True)
-    norm = Shard.replicated(4, 4, summed=True)
-    alike = Shard.replicated(4, 4)
+    norm = Shard.replicated((4,), 4, summed=True)
+    alike = Shard.replicated((4,), 4)
     shards = {"rows": Shard.even(0, 8, 4), "pairs": pairs, "norm": norm, "alike": alike}
     placement = sharded([["rows", "pairs", "norm", "alike"]], 1, **shards)
     for tp in range(4):
@@ -134,7 +134,7 @@ def test_a_tie_over_stages_is_summed_by_each_shard_for_itself() -> None:
     placement = placed([["embed.weight"], ["head.weight"]], 2)
     plain = placement.sharded(ShardingPlan(tp=2))
     rows = placement.sharded(ShardingPlan(tp=2, shards={"embed.weight": Shard.even(0, 8, 2)}))
-    both = placement.sharded(ShardingPlan(tp=2, shards={"embed.weight": Shard.replicated(8, 2, summed=True)}))
+    both = placement.sharded(ShardingPlan(tp=2, shards={"embed.weight": Shard.replicated((8,), 2, summed=True)}))
     for tp in range(2):
         here = {"embed.weight": Submesh(pp=(0, 1), tp=(tp,))}
         assert plain.shared(tp) == rows.shared(tp) == here

@@ -56,7 +56,7 @@ def test_even_parts(size: int, ranks: int) -> None:
 
 
 def test_who_holds_what() -> None:
-    replicated = Shard.replicated(4, 3)
+    replicated = Shard.replicated((4,), 3)
     assert replicated.is_replicated and not replicated.overlaps and replicated.holders(1) == (0, 1, 2)
     keys = Shard(0, 4, (((0, 2),), ((0, 2),), ((2, 4),), ((2, 4),)), summed=True)
     assert keys.holders(1) == (0, 1) and keys.holders(2) == (2, 3) and not keys.overlaps and not keys.is_replicated

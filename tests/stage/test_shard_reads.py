@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import logging
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -24,7 +26,7 @@ def sharded() -> nn.Sequential:
 
 
 def watched(model: nn.Module, code: Any) -> Any:
-    with ShardReads(dict(model.named_parameters())).watched():
+    with ShardReads(model, dict(model.named_parameters())).watched():
         return code(model)
 
 
@@ -61,7 +63,7 @@ def test_modules_and_whole_weights_are_free(code: Any) -> None:
 
 def test_every_step_is_watched() -> None:
     model = sharded()
-    reads = ShardReads(dict(model.named_parameters()))
+    reads = ShardReads(model, dict(model.named_parameters()))
     for _ in range(2):
         with reads.watched():
             pass
@@ -69,20 +71,20 @@ def test_every_step_is_watched() -> None:
             model[0].weight.norm()
 
 
-def test_behind_the_models_call() -> None:
-    """A loss function goes on inside of the model's call, which it then leaves."""
+@pytest.mark.parametrize("is_first", [False, True])
+def test_behind_the_models_call(is_first: bool) -> None:
+    """A loss function goes on inside of the model's call, which it then leaves, watched before or not."""
     model = sharded()
-    reads = ShardReads(dict(model.named_parameters()))
+    reads = ShardReads(model, dict(model.named_parameters()))
 
     def function() -> Tensor:
         out: Tensor = model(torch.ones(2, 4)).sum()
         return out + model[0].weight.norm()
 
     loss = LossRun(function)
-    with reads.watched():
+    with nullcontext() if is_first else reads.watched():
         loss.begin(model, [""], torch.device("cpu"), None)
-    assert loss.rests_in_a_module
-    with pytest.raises(ConfigError), reads.watched(int(loss.rests_in_a_module)):
+    with pytest.raises(ConfigError), reads.watched():
         loss.end(torch.ones(2, 2))
 
 
@@ -117,6 +119,31 @@ def penalised(model: nn.Module, batch: Any) -> Tensor:
     return loss
 
 
+def weighed(model: nn.Module, batch: Any, before: bool) -> Tensor:
+    """Uses a weight in the shape that it has on one process."""
+    whole = torch.ones(32, 8)
+
+    def term() -> Tensor:
+        return (model.get_parameter("layers.0.up.weight") * whole).sum()
+
+    if before:
+        added = term()
+        return plain(model, batch) + added
+    return plain(model, batch) + term()
+
+
+def first_step(before: bool) -> str:
+    """Returns the error of a loss that uses a weight in the first micro-batch."""
+    engine = Engine(Stack(), ParallelConfig(tp=2), optimizer=lambda weights: torch.optim.SGD(weights, lr=0.1))
+    try:
+        engine.run([{"x": torch.ones(2, 3, 8)}], functools.partial(weighed, before=before))
+    except Exception as raised:
+        return f"{type(raised).__name__}: {raised}"
+    finally:
+        engine.close()
+    return ""
+
+
 def train(hook: bool, penalty: bool) -> tuple[str, list[str]]:
     """Returns the error, "" without one, and what is warned of."""
     said: list[str] = []
@@ -145,3 +172,9 @@ def test_through_the_engine(ranks: RankPool) -> None:
     for error, said in ranks.run(train, 2, True, True):
         assert "reads the weight 'layers.0.up.weight'" in error
         assert len(said) == 1 and "module layers.0.up, weight layers.1.down.weight see what this rank" in said[0]
+
+
+@pytest.mark.parametrize("before", [False, True], ids=["behind the call", "before it"])
+def test_in_the_first_micro_batch(ranks: RankPool, before: bool) -> None:
+    for error in ranks.run(first_step, 2, before):
+        assert "ConfigError" in error and "the weight 'layers.0.up.weight'" in error

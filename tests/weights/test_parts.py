@@ -66,7 +66,7 @@ def plan(model: nn.Module, tp: int) -> ShardingPlan:
             moved = [tuple((first + size // 2, end + size // 2) for first, end in runs) for runs in rest]
             shards[name] = Shard(dim, size, tuple((*b, *a) for a, b in zip(half, moved, strict=True)))
         elif kind == 3:
-            shards[name] = Shard.replicated(parameter.shape[0], tp, summed=True)
+            shards[name] = Shard.replicated(parameter.shape, tp, summed=True)
         else:  # the first rank has a piece, the last one the rest
             parts: list[Runs] = [() for _ in range(tp)]
             parts[0] = ((0, 1),)

@@ -103,7 +103,8 @@ int TcpSocket::send_all(std::span<const std::byte> first, std::span<const std::b
     msghdr message{};
     message.msg_iov = parts.data();
     message.msg_iovlen = parts.size();
-    const ssize_t sent = ::sendmsg(fd_, &message, MSG_NOSIGNAL);
+    const bool fills_packets = piece < second.size() && fills_packets_;
+    const ssize_t sent = ::sendmsg(fd_, &message, MSG_NOSIGNAL | (fills_packets ? MSG_MORE : 0));
     if (sent >= 0) {
       const std::size_t of_first = std::min(first.size(), static_cast<std::size_t>(sent));
       first = first.subspan(of_first);
@@ -165,6 +166,7 @@ void TcpSocket::limit_window(std::size_t bytes) const {
 
 void TcpSocket::limit_waiting(std::size_t bytes) {
   most_waiting_ = bytes;
+  fills_packets_ = 2 * segment_bytes() < bytes;
   const int value = static_cast<int>(bytes);
   ::setsockopt(fd_, IPPROTO_TCP, TCP_NOTSENT_LOWAT, &value, sizeof(value));
 }

@@ -69,6 +69,9 @@ class TcpSocket {
 
   const int fd_;
   std::size_t most_waiting_ = 0;  // of whoever sends; 0: no limit
+  // Whether a packet that is not full may wait for what is sent next: the system would not ask for more while so little
+  // may wait that one packet is half of it. Else each piece ends in a short packet, which is acknowledged by itself.
+  bool fills_packets_ = false;
 };
 
 /// What an error of send_all or recv_all means.

@@ -42,11 +42,14 @@ from fold3d.stage.micro_batch import DropoutKey, LossFunction
 from fold3d.stage.offload import check_folder, check_pool, prove_room, refuse_without_effect
 from fold3d.stage.rank_model import RankModel, begin_loss, record
 from fold3d.stage.recompute import check_patterns
+from fold3d.tensor_parallel.weight_reads import Reads
 from fold3d.topology import Topology
 from fold3d.trace.arguments import by_name, with_values
 from fold3d.trace.errors import SplitError
 from fold3d.trace.example import part_of, samples_of
+from fold3d.trace.wrappers import whole_shape
 from fold3d.weights.pretrained import check_folder as check_weights
+from fold3d.weights.release import is_released
 
 logger = logging.getLogger(__name__)
 
@@ -142,7 +145,7 @@ def cut_model(  # noqa: C901, PLR0915 (one long story of phases)
             check_weights(model, order.weights)
     except Exception as own:  # a rank that cannot read its files must not let the others wait
         error = own
-    samples, begun = planner.UNKNOWN, None
+    samples, begun, read = planner.UNKNOWN, None, set[str]()
     inputs = example if first is None else first.inputs
     if config.part_size is not None and inputs is not None:
         config, inputs = _divided(config, inputs, world)
@@ -151,7 +154,9 @@ def cut_model(  # noqa: C901, PLR0915 (one long story of phases)
     if order.records and inputs is not None and error is None:
         try:
             if first is not None:
-                begun = begin_loss(model, config, first.function, dict(inputs), order.device, first.key)
+                with Reads(model) as reads:
+                    begun = begin_loss(model, config, first.function, dict(inputs), order.device, first.key)
+                read = reads.parameters
                 example = _arguments(order, begun) if example is None else example
             if example is not None:
                 samples = _samples(order, inputs, example)
@@ -246,6 +251,7 @@ def cut_model(  # noqa: C901, PLR0915 (one long story of phases)
             compile_options=order.compile_options,
             layout=layout,
         )
+        _refuse_cut_weights(model, read)
         actions = Programs.of(strategy).compute(config.micro_batches).csv()
         of_all = settings_of(config, strategy) | {"schedule's actions": actions} | of_all
         of_all |= layout_of(layout, cut.placement, sharding)
@@ -278,6 +284,20 @@ def cut_model(  # noqa: C901, PLR0915 (one long story of phases)
         autocast=order.autocast,
         begun=begun,
     )
+
+
+def _refuse_cut_weights(model: Module, read: set[str]) -> None:
+    """Raises: ConfigError where a loss function that has begun, with the whole model, has read of what is no longer
+    whole."""
+    for name in read:
+        weight = model.get_parameter(name)
+        if is_released(weight) or whole_shape(weight) != weight.shape:
+            raise ConfigError(
+                f"the loss function read the weight {name!r} before it called the model with the first micro-batch. By "
+                "that micro-batch the model is divided, so this rank does not have the whole weight any more. Leave it "
+                "whole (tp=1 and pp=1, or tp_plan={NAME: 'replicate'}), or put such a term into the optimizer "
+                "(weight_decay is an L2 penalty)"
+            )
 
 
 def _arguments(order: Order, begun: LossRun) -> Mapping[str, Any] | None:

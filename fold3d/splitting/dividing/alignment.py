@@ -34,7 +34,7 @@ def align(probe: Probe, region: Region, tp: int) -> Alignment:
     found = Alignment()
     for name in probe.free:
         shape = probe.shape_of(name)
-        if not _reaches(probe.respond(Poison(range(shape[0]), parameter=name)), region):
+        if not _reaches(probe.respond(Poison(range(shape[0] if shape else 1), parameter=name)), region):
             continue
         for dim, size in enumerate(shape):
             labels = _labels(atoms(_of_parameter(probe, name, dim), size), size, region)
@@ -44,10 +44,11 @@ def align(probe: Probe, region: Region, tp: int) -> Alignment:
         else:
             found.partial.append(name)
     for path, tensor in paths_of((probe.args, probe.kwargs)):
-        if not tensor.is_floating_point() or not tensor.dim():
+        if not tensor.is_floating_point():
             continue
         where = path[1:]
-        if not _reaches(probe.respond(Poison(range(tensor.shape[0]), argument=where)), region):
+        everything = range(tensor.shape[0] if tensor.dim() else 1)
+        if not _reaches(probe.respond(Poison(everything, argument=where)), region):
             continue
         for dim, size in enumerate(tensor.shape):
             labels = _labels(atoms(_of_argument(probe, where, dim), size), size, region)

@@ -67,7 +67,7 @@ def _group(probe: Probe, draft: Draft, tp: int, shards: dict[str, Shard]) -> Gro
         shared += _added_by(probe, site, draft)
     shards.update(draft.alignment.sliced)
     for name in (*draft.alignment.partial, *shared, *_inside(probe, draft)):
-        shards[name] = Shard.replicated(probe.shape_of(name)[0], tp, summed=True)
+        shards[name] = Shard.replicated(probe.shape_of(name), tp, summed=True)
     return GroupSplit(
         units=region.units.count,
         entries=tuple(dict.fromkeys(sites[name].holder for name in region.columns)),

@@ -284,6 +284,8 @@ def _double(x: Tensor) -> Tensor:
 
 
 def _poisoned(x: Tensor, poison: Poison) -> Tensor:
+    if not x.dim():
+        return torch.full_like(x, float("nan"))
     mask = _mask(poison.places, x.shape[poison.dim])
     return x.masked_fill(mask.view(-1, *[1] * (x.dim() - 1 - poison.dim % x.dim())), float("nan"))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import islice, product
+from itertools import islice
 
 from torch import nn
 
@@ -69,10 +69,22 @@ def with_draws(call: CapturedCall, split: BlockSplit, tp: int) -> BlockSplit:
 def _likeliest(per_draw: Sequence[Sequence[Draw | None]]) -> Iterator[tuple[Draw | None, ...]]:
     """Yields one candidate for each draw, the likeliest first; draws with the same candidates lie alike."""
     kinds = list(dict.fromkeys(tuple(one) for one in per_draw))
-    places = sorted(product(*(range(len(one)) for one in kinds)), key=sum)
-    for place in places:
-        chosen = {kind: kind[number] for kind, number in zip(kinds, place, strict=True)}
-        yield tuple(chosen[tuple(one)] for one in per_draw)
+    counts = [len(one) for one in kinds]
+    for total in range(sum(counts) - len(counts) + 1):
+        for place in _places(counts, total):
+            chosen = {kind: kind[number] for kind, number in zip(kinds, place, strict=True)}
+            yield tuple(chosen[tuple(one)] for one in per_draw)
+
+
+def _places(counts: Sequence[int], total: int) -> Iterator[tuple[int, ...]]:
+    """Yields numbers below each of `counts` that add up to `total`."""
+    if not counts:
+        if total == 0:
+            yield ()
+        return
+    for number in range(min(counts[0], total + 1)):
+        for others in _places(counts[1:], total - number):
+            yield (number, *others)
 
 
 def _candidates(whole: Size, parts: Sequence[Size], block: nn.Module, split: BlockSplit) -> Iterator[Draw | None]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -75,11 +74,11 @@ class EmulatedGroup:
             while len(results) < self.size:
                 answers = self._answer()
                 for one, answer in zip(ranks, answers, strict=True):
-                    switched(functools.partial(one.switch, answer))
+                    switched(one.switch, answer)
         finally:
             for one in ranks:
                 if one:
-                    switched(functools.partial(one.throw, greenlet.GreenletExit))
+                    switched(one.throw, greenlet.GreenletExit)
             begin.restore()
         return [results[rank] for rank in range(self.size)]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -25,12 +26,13 @@ from fold3d.tensor_parallel.install import install_block
 from fold3d.tensor_parallel.sequence.block_sequence import BlockSequence
 from fold3d.tensor_parallel.sequence.length import SequenceLength
 from fold3d.tensor_parallel.slices import paths_of
+from fold3d.tensor_parallel.weight_reads import Reads
 
 TOLERANCE = 1e-10
 """Of differences, relative to the largest element, in double precision."""
 
 
-def prove(call: CapturedCall, split: BlockSplit, tp: int, training: bool = False) -> str:
+def prove(call: CapturedCall, split: BlockSplit, tp: int, training: bool = False, used: Used | None = None) -> str:
     """Returns an empty text, or where ranks that share the block differ from it.
 
     All ranks run on this process (`EmulatedGroup`), in double precision, with random weights, large ones of low rank
@@ -38,8 +40,31 @@ def prove(call: CapturedCall, split: BlockSplit, tp: int, training: bool = False
 
     Args:
         training: run it as in training, but for what it draws, and compare what becomes of its buffers, too.
+        used: what of the block is used is added to it.
     """
-    return _Proof(call, split, tp, training).run()
+    proof = _Proof(call, split, tp, training)
+    wrong = proof.run()
+    if used is not None:
+        used.modules.update(proof.used.modules)
+        used.parameters.update(proof.used.parameters)
+    return wrong
+
+
+@dataclass(slots=True)
+class Used:
+    """What of a block was used in some runs."""
+
+    modules: set[str] = field(default_factory=set)
+    parameters: set[str] = field(default_factory=set)
+
+    def put_into(self, split: BlockSplit, block: nn.Module) -> BlockSplit:
+        """Returns the split, which knows what of the block was not used when it was proved."""
+        if not split.groups:
+            return split
+        unread = [name for name, _ in block.named_parameters() if name not in self.parameters]
+        holders = {name: name.rpartition(".")[0] for name in unread}
+        unrun = tuple(dict.fromkeys(one for one in holders.values() if one not in self.modules))
+        return replace(split, unrun=unrun, unread=tuple(name for name in unread if holders[name] not in unrun))
 
 
 def prove_sequence(
@@ -62,6 +87,7 @@ class _Proof:
         self._call, self._split, self._tp, self._training, self._sequence = call, split, tp, training, sequence
         self._before: dict[str, Tensor] = {}
         self.summed: set[str] = set()
+        self.used = Used()
         self._args, self._kwargs = double_inputs(call)
         self._factors = Factors()
         self._large = Factors.candidates(call.block, split.shards)
@@ -105,8 +131,16 @@ class _Proof:
         self._before = {name: buffer.clone() for name, buffer in whole.named_buffers()}
         inputs = _Leaves(self._args, self._kwargs)
         large = [(name, whole.get_parameter(name)) for name in self._large]
-        with self._mode(), self._factors.mode(-1, large, {}):
-            return whole, inputs, whole(*inputs.args, **inputs.kwargs)
+        hooks = [
+            module.register_forward_pre_hook(lambda *_, name=name: self.used.modules.add(name))
+            for name, module in whole.named_modules()
+        ]
+        with self._mode(), self._factors.mode(-1, large, {}), Reads(whole) as reads:
+            output = whole(*inputs.args, **inputs.kwargs)
+        for hook in hooks:
+            hook.remove()
+        self.used.parameters.update(reads.parameters)
+        return whole, inputs, output
 
     def _mode(self) -> contextlib.ExitStack:
         stack = contextlib.ExitStack()

@@ -85,7 +85,7 @@ def plan_sequence(
             if full in tied:
                 raise NoSequenceError(f"{full} is read elsewhere, too")
             shape = call.block.get_parameter(parameter).shape
-            shards[full] = Shard.replicated(shape[0] if shape else 1, tp, summed=True)
+            shards[full] = Shard.replicated(shape, tp, summed=True)
     return SharedSequence(blocks, shards)
 
 

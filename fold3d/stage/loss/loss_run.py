@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import functools
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -85,7 +84,6 @@ class LossRun:
     Attributes:
         call: of the model; None until there was one.
         is_over: whether it has ended.
-        rests_in_a_module: whether it rests in a module's call, not in one of its forward alone.
     """
 
     def __init__(
@@ -111,7 +109,7 @@ class LossRun:
         self._settings: GlobalSwitches | None = None
         self._grad_before = True
         self.call: ModelCall | None = None
-        self.is_over = self.rests_in_a_module = self._once = False
+        self.is_over = self._once = False
         self._result: Any = None
 
     @classmethod
@@ -280,8 +278,6 @@ class LossRun:
                 return original(*args, **kwargs)
             if self.call is None:
                 self.call = ModelCall(name, args, kwargs)
-                # Who calls module.forward itself is inside of no module's call.
-                self.rests_in_a_module = sys._getframe(1).f_code.co_filename == nn.Module.__call__.__code__.co_filename
                 return switched(greenlet.getcurrent().parent.switch)
             if self._once:
                 raise SplitError(CALLED_AGAIN)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
+
+from fold3d.stage.once.module_values import ABSENT, PlainAttributes, plain, put, same
 
 
 class Place(NamedTuple):
@@ -30,14 +30,6 @@ class _Change(NamedTuple):
 
 Before = dict[Place, Any]
 """Of one micro-batch: what its runs changed, as it was before they did."""
-
-_ABSENT = object()
-"""In the place of an attribute that the forward makes."""
-_OTHER = object()
-"""In the place of a value that is not looked at."""
-_SIMPLE = frozenset((bool, int, float, complex, str, bytes, type(None)))
-_COLLECTIONS = frozenset((list, tuple, set, frozenset, deque))
-_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
 
 class ChangedBuffers:
@@ -81,13 +73,12 @@ class ChangedBuffers:
         mode = (chunk, recomputes, tuple(module.training for module in self._modules))
         compares = mode not in self._compared
         self._compared.add(mode)
-        attributes = {number: _attributes(self._modules[number]) for number in watched}
+        attributes = PlainAttributes(self._model, {number: self._modules[number] for number in watched})
         then = [
             (place, tensor, _version(tensor), _copy(tensor) if compares or place in self._changing else tensor)
-            for number, known in attributes.items()
+            for number, known in attributes.values.items()
             for place, tensor in self._tensors(number, known)
         ]
-        first_hook = RemovableHandle.next_id
         try:
             with self._holding(fixed):
                 yield
@@ -99,32 +90,14 @@ class ChangedBuffers:
                     self._changing.add(place)
                     if value is not old or not written:
                         before.setdefault(place, value)
-            registers = self._has_hook_since(first_hook)
-            for number, known in attributes.items():
-                now = vars(self._modules[number])
-                for name in known.keys() | (now.keys() - _OF_EVERY_MODULE):
-                    one, other = known.get(name, _ABSENT), now.get(name, _ABSENT)
-                    if registers and (one is _ABSENT or one is None or one is False):
-                        continue
-                    if one is not other and one is not _OTHER and not _same(one, other) and _is_plain(other):
-                        before.setdefault(Place(number, name, False), _Change(one, _plain(other)))
+            for number, name, value, now in attributes.changed():
+                before.setdefault(Place(number, name, False), _Change(value, now))
 
     @contextlib.contextmanager
     def again(self, before: Before) -> Iterator[None]:
         """Around a run of a chunk that does what its first one with the micro-batch did."""
         with self._holding(before):
             yield
-
-    def restore_attributes(self, before: Before) -> bool:
-        """Makes attributes what they were before the runs that filled `before`; returns whether any was changed."""
-        changed = [(place, value) for place, value in before.items() if not place.is_buffer]
-        for place, kept in changed:
-            value = kept.before if isinstance(kept, _Change) else kept
-            if value is _ABSENT:
-                self._holder(place).pop(place.name, None)
-            else:
-                self._holder(place)[place.name] = value
-        return bool(changed)
 
     @contextlib.contextmanager
     def _holding(self, values: Mapping[Place, Any]) -> Iterator[None]:
@@ -134,34 +107,19 @@ class ChangedBuffers:
         for place, kept in values.items():
             value = kept.before if isinstance(kept, _Change) else kept
             holder = self._holder(place)
-            own = holder.get(place.name, _ABSENT)
+            own = holder.get(place.name, ABSENT)
             held.append((place, own))
-            if value is _ABSENT:
-                holder.pop(place.name, None)
-            elif isinstance(value, Tensor):
-                holder[place.name] = copies.setdefault(id(own if isinstance(own, Tensor) else value), _copy(value))
-            else:
-                holder[place.name] = _plain(value)
+            if isinstance(value, Tensor):
+                value = copies.setdefault(id(own if isinstance(own, Tensor) else value), _copy(value))
+            put(holder, place.name, plain(value))
         try:
             yield
         finally:
             for place, own in held:
-                kept, now = values[place], self._holder(place).get(place.name, _ABSENT)
+                kept, now = values[place], self._holder(place).get(place.name, ABSENT)
                 if isinstance(kept, _Change) and not (_alike(now, kept.before) or _alike(now, kept.after)):
                     continue  # what lies behind the first run's chunk has changed it, too
-                if own is _ABSENT:
-                    self._holder(place).pop(place.name, None)
-                else:
-                    self._holder(place)[place.name] = own
-
-    def _has_hook_since(self, number: int) -> bool:
-        """Whether a module has a hook that was registered since torch's number of the next one was `number`."""
-        return RemovableHandle.next_id > number and any(
-            key >= number
-            for module in self._model.modules()
-            for hooks in (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks)
-            for key in hooks
-        )
+                put(self._holder(place), place.name, own)
 
     def _holder(self, place: Place) -> dict[str, Any]:
         module = self._modules[place.module]
@@ -175,46 +133,10 @@ class ChangedBuffers:
                     yield Place(number, name, is_buffer), value
 
 
-def _attributes(module: nn.Module) -> dict[str, Any]:
-    return {
-        name: value if type(value) in _SIMPLE else _plain(value)  # written out: there are many of them
-        for name, value in vars(module).items()
-        if name not in _OF_EVERY_MODULE
-    }
-
-
-def _is_plain(value: Any) -> bool:
-    return value is _ABSENT or _plain(value) is not _OTHER
-
-
-def _plain(value: Any) -> Any:
-    """Returns `value`, in containers of its own; _OTHER for what is not looked at."""
-    kind = type(value)
-    if kind in _SIMPLE or (isinstance(value, Tensor) and not value.requires_grad):
-        return value
-    if kind is dict or kind in _COLLECTIONS:
-        values = [_plain(one) for one in (value.values() if kind is dict else value)]
-        if not any(one is _OTHER for one in values):
-            return dict(zip(value, values, strict=True)) if kind is dict else kind(values)
-    return _OTHER
-
-
-def _same(one: Any, other: Any) -> bool:
-    """Whether two plain values are the same; a tensor is only itself."""
-    kind = type(one)
-    if one is other or kind is not type(other) or isinstance(one, Tensor):
-        return one is other
-    if kind is dict:
-        return list(one) == list(other) and _same(list(one.values()), list(other.values()))
-    if kind in (list, tuple, deque):
-        return len(one) == len(other) and all(map(_same, one, other))
-    return bool(one == other)
-
-
 def _alike(one: Any, other: Any) -> bool:
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         return one.shape == other.shape and one.dtype == other.dtype and _equal(one.detach(), other.detach())
-    return _same(_plain(one), other)
+    return same(plain(one), other)
 
 
 def _copy(tensor: Tensor) -> Tensor:

@@ -3,20 +3,19 @@ parts."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+import sys
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from types import FrameType
 from typing import Any
 
-import torch
-from torch import Tensor
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
+from torch import Tensor, nn
 
 from fold3d.errors import ConfigError
+from fold3d.tensor_parallel.weight_reads import RefusedReads
 from fold3d.trace.wrappers import whole_shape
 
-_GRADIENT: Any = vars(torch._C.TensorBase)["grad"].__get__
+_CALL = nn.Module._call_impl.__code__
 
 
 class ShardReads:
@@ -26,70 +25,35 @@ class ShardReads:
     with an embedding's weight, would see this rank's parts and be wrong without a word.
 
     Args:
+        model: whose modules may read their weights while they run.
         parameters: canonical name -> parameter.
     """
 
-    def __init__(self, parameters: Mapping[str, Tensor]) -> None:
+    def __init__(self, model: nn.Module, parameters: Mapping[str, Tensor]) -> None:
+        self._modules = {id(module) for module in model.modules()}
         self._names = {id(one): name for name, one in parameters.items() if whole_shape(one) != one.shape}
 
-    @contextmanager
-    def watched(self, inside: int = 0) -> Iterator[None]:
-        """Around code of a loss function. Raises: ConfigError, in it, where something is read of which there is a part.
+    def watched(self) -> AbstractContextManager[Any]:
+        """Around code of a loss function. Raises: ConfigError, in it, where something is read of which there is a
+        part."""
+        return RefusedReads(self._names, lambda: not self._in_a_module(), _error) if self._names else nullcontext()
 
-        Args:
-            inside: of how many modules' calls it begins.
-        """
-        if not self._names:
-            yield
-            return
-        depth = inside
-
-        def enter(*_: Any) -> None:
-            nonlocal depth
-            depth += 1
-
-        def leave(*_: Any) -> None:
-            nonlocal depth
-            depth -= 1
-
-        entered = register_module_forward_pre_hook(enter)
-        left = register_module_forward_hook(leave, always_call=True)
-        try:
-            with _Watch(self._names, lambda: depth == 0):
-                yield
-        finally:
-            entered.remove()
-            left.remove()
+    def _in_a_module(self) -> bool:
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None:
+            if frame.f_code is _CALL and id(frame.f_locals.get("self")) in self._modules:
+                return True
+            frame = frame.f_back
+        return False
 
 
-class _Watch(TorchFunctionMode):
-    """Raises where a tensor is computed from a parameter out of `names` while `outside()`."""
-
-    def __init__(self, names: Mapping[int, str], outside: Callable[[], bool]) -> None:
-        super().__init__()
-        self._names, self._outside = names, outside
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        result = func(*args, **kwargs)
-        if not self._outside():
-            return result
-        read = next((one for one in tree_leaves((args, kwargs)) if id(one) in self._names), None)
-        if read is None or func == _GRADIENT or not _computed(result, read):
-            return result
-        name = self._names[id(read)]
-        raise ConfigError(
-            f"code around the model, such as a loss function, reads the weight '{name}', of which each rank of the "
-            f"tensor-parallel group has a part ({tuple(read.shape)} of {tuple(whole_shape(read))}), so it would see "
-            f"other values than on one process. Leave the weight whole with tp_plan={{'{_module_of(name)}': "
-            "'replicate'}, put such a term into the optimizer (weight_decay is an L2 penalty), or set tp=1"
-        )
-
-
-def _computed(result: Any, read: Any) -> bool:
-    return any(isinstance(one, Tensor) and one is not read for one in tree_leaves(result))
+def _error(name: str, read: Tensor) -> ConfigError:
+    return ConfigError(
+        f"code around the model, such as a loss function, reads the weight '{name}', of which each rank of the "
+        f"tensor-parallel group has a part ({tuple(read.shape)} of {tuple(whole_shape(read))}), so it would see "
+        f"other values than on one process. Leave the weight whole with tp_plan={{'{_module_of(name)}': "
+        "'replicate'}, put such a term into the optimizer (weight_decay is an L2 penalty), or set tp=1"
+    )
 
 
 def _module_of(name: str) -> str:

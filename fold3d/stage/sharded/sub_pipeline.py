@@ -15,8 +15,7 @@ from fold3d import seeding
 from fold3d.device import device_of, library_rng_state, same_library_rng_state, set_library_rng_state
 from fold3d.stage.loss.loss_run import ModelCall
 from fold3d.stage.micro_batch import MicroBatch
-from fold3d.stage.once.buffer_values import BufferValues
-from fold3d.stage.once.changed_buffers import Before, ChangedBuffers
+from fold3d.stage.once.module_values import ModelValues
 from fold3d.stage.sharded.sub_micro_batches import SubMicroBatch, divide, sub_micro_batches, tolerance
 from fold3d.stage.split_model import SplitModel
 from fold3d.tensor_parallel.partial_draws import RedrawError
@@ -131,17 +130,17 @@ class SubPipeline:
     def _run_whole(self, micro_batch: MicroBatch, received: Sequence[Tensor]) -> list[Tensor]:
         """Leaves no traces."""
         assert self._split is not None
-        drawn, buffers = library_rng_state(), BufferValues(self._model)
-        attributes, before = ChangedBuffers(self._model, ()), Before()
-        with torch.no_grad(), attributes.of_chunk(self._index, before):
+        drawn, values = library_rng_state(), ModelValues(self._model)
+        with torch.no_grad():
             whole = self._split.body(self._index, micro_batch.loss, list(received), micro_batch.key)
         if not same_library_rng_state(drawn, library_rng_state()):
             set_library_rng_state(drawn)
             self._keep_whole("its forward draws from Python's or numpy's generator")
-        if buffers.restore():
+        buffers, attributes = values.restore()
+        if buffers:
             self._keep_whole("its forward changes buffers")
-        if attributes.restore_attributes(before):
-            self._keep_whole("its forward changes attributes of its modules")
+        if attributes:
+            self._keep_whole(f"its forward changes attributes of its modules ({', '.join(attributes)})")
         return whole
 
     def _run_parts(

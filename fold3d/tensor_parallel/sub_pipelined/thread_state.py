@@ -118,15 +118,15 @@ def take_off(above: Depth) -> tuple[list[Any], list[Any], list[Any]]:
     return hooks, functions, dispatches
 
 
-def switched(switch: Callable[[], T]) -> T:
-    """Returns what `switch` returns, which has another greenlet run. That one warns on its own.
+def switched(switch: Callable[..., T], *args: Any) -> T:
+    """Returns what `switch` returns for `args`, which has another greenlet run. That one warns on its own.
 
     Calls of torch's C++ that are under way keep the thread's handler of warnings on their part of the stack. With
     another greenlet on the stack that is memory of other things: a warning of torch's would end the process.
     """
     mine = swap_warning_handler(0)
     try:
-        return switch()
+        return switch(*args)
     finally:
         swap_warning_handler(mine)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextvars
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
@@ -93,7 +92,7 @@ class Turns:
             for number, member in enumerate(members):
                 if not member.dead and member:
                     self.current = number
-                    switched(functools.partial(member.throw, greenlet.GreenletExit))
+                    switched(member.throw, greenlet.GreenletExit)
             self._hub = self.current = None
             begin()
         return results
