@@ -25,8 +25,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from benchmarks.local.ranks import run_ranks
 from fold3d import Engine, ParallelConfig
 from fold3d.stage.micro_batch import MicroBatch
-from fold3d.stage.model_chunk import PipelineChunk
-from fold3d.stage.once.once_per_micro_batch import Run
+from fold3d.stage.model_chunk import PipelineChunk, Run
 
 BLOCKS, BATCH, STEPS = 8, 2, 3
 MB = 1e6

@@ -5,11 +5,18 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from fold3d.config import ParallelConfig
-from fold3d.errors import CheckpointError, ConfigError, Fold3dError, MissingWeightsError, RankError, TraceError
+from fold3d.errors import (
+    CheckpointError,
+    ConfigError,
+    Fold3dError,
+    MissingWeightsError,
+    RankError,
+    SplitError,
+    TraceError,
+)
 
 if TYPE_CHECKING:
     from fold3d.engine.engine import Engine
-    from fold3d.trace.errors import SplitError
     from fold3d.trainer import (
         Seq2SeqTrainer,
         Seq2SeqTrainingArguments,
@@ -42,7 +49,6 @@ _LAZY = {
     "Engine": "fold3d.engine.engine",
     "Seq2SeqTrainer": "fold3d.trainer",
     "Seq2SeqTrainingArguments": "fold3d.trainer",
-    "SplitError": "fold3d.trace.errors",
     "Trainer": "fold3d.trainer",
     "TrainingArguments": "fold3d.trainer",
     "arguments_class": "fold3d.trainer",

@@ -164,6 +164,21 @@ class ParallelConfig:
     """Activations go before gradients on the network. False: first come, first served; for comparison."""
 
     def __post_init__(self) -> None:
+        self._check_counts()
+        self._check_parts()
+        self._check_tp()
+        self._check_words()
+        if self.recompute != AUTO:
+            object.__setattr__(self, "recompute", str(Recompute.parse(self.recompute)))
+        for name, least in (("bucket_bytes", 0), ("memory_limit", 1)):
+            object.__setattr__(self, name, parse_bytes(name, getattr(self, name), least))
+        self._check_offload()
+        self._check_flags()
+        object.__setattr__(self, "seed", _seed(self.seed))
+        self._check_seconds()
+        self._check_blocks()
+
+    def _check_counts(self) -> None:
         for name in ("dp", "tp", "pp", "segments", "micro_batches", "micro_batch_size", "group_size"):
             value = getattr(self, name)
             if (value is None and name in ("dp", "micro_batch_size")) or (
@@ -173,6 +188,8 @@ class ParallelConfig:
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 auto = ' or "auto"' if name in ("segments", "micro_batch_size", "group_size") else ""
                 raise ConfigError(f"{name}={value!r}: must be an integer of at least 1{auto}")
+
+    def _check_parts(self) -> None:
         divides = self.micro_batch_size is not None
         if self.loss_reduction is not None and self.loss_reduction not in REDUCTIONS:
             raise ConfigError(
@@ -188,6 +205,8 @@ class ParallelConfig:
                 f"group_size={self.group_size} is more than micro_batches={self.micro_batches} (of the Trainer: "
                 "gradient_accumulation_steps) and would act like it; lower group_size, or leave it out"
             )
+
+    def _check_tp(self) -> None:
         self._check_tp_plan()
         if self.tp_overlap not in (AUTO, *TP_WAYS):
             raise ConfigError(f"tp_overlap={self.tp_overlap!r}: must be one of {', '.join((AUTO, *TP_WAYS))}")
@@ -197,6 +216,8 @@ class ParallelConfig:
             raise ConfigError(f'sequence_parallel={self.sequence_parallel!r}: must be True, False or "auto"')
         if self.sequence_parallel is True and self.tp == 1:
             raise ConfigError("sequence_parallel=True has no effect with tp=1; remove it, or raise tp")
+
+    def _check_words(self) -> None:
         if self.transport not in TRANSPORTS:
             raise ConfigError(f"transport={self.transport!r}: must be one of {', '.join(TRANSPORTS)}")
         if not isinstance(self.schedule, str) or not self.schedule:
@@ -206,15 +227,13 @@ class ParallelConfig:
         for name, known in (("dp_sync_dtype", DP_SYNC_DTYPES), ("kernels", KERNELS)):
             if getattr(self, name) not in known:
                 raise ConfigError(f"{name}={getattr(self, name)!r}: must be one of {', '.join(known)}")
-        if self.recompute != AUTO:
-            object.__setattr__(self, "recompute", str(Recompute.parse(self.recompute)))
-        for name, least in (("bucket_bytes", 0), ("memory_limit", 1)):
-            object.__setattr__(self, name, parse_bytes(name, getattr(self, name), least))
-        self._check_offload()
+
+    def _check_flags(self) -> None:
         for name in ("preempt", "offload_optimizer"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name}={getattr(self, name)!r}: must be True or False")
-        object.__setattr__(self, "seed", _seed(self.seed))
+
+    def _check_seconds(self) -> None:
         for name in ("comm_timeout", "patience"):
             seconds = getattr(self, name)
             is_number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
@@ -222,6 +241,8 @@ class ParallelConfig:
                 raise ConfigError(
                     f"{name}={seconds!r}: must be a positive number of seconds, {_MOST_SECONDS:g} at most"
                 )
+
+    def _check_blocks(self) -> None:
         if not isinstance(self.blocks, str) or not self.blocks:
             raise ConfigError(
                 f'blocks={self.blocks!r}: must be the name of the ModuleList that holds the blocks, or "{AUTO}"'

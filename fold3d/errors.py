@@ -34,3 +34,14 @@ class MissingWeightsError(Fold3dError, RuntimeError):
 
 class RankError(Fold3dError, RuntimeError):
     """A rank failed in a step: names the rank, the action it was in and the cause. Raised on every rank."""
+
+
+WAYS_OUT = (
+    "Set pp=1 and segments=1, where nothing is cut and all outputs are there; or use fewer chunks (pp * segments), or "
+    "compute it from what the model returns at its end"
+)
+"""For who asks for what another chunk has."""
+
+
+class SplitError(Fold3dError, RuntimeError):
+    """A chunk ran otherwise than recorded; the message names the module, the reason and what to change."""

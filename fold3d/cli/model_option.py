@@ -38,7 +38,7 @@ def load(options: argparse.Namespace) -> tuple[nn.Module, Mapping[str, Tensor] |
 
     Checks `options.partition`, too. Raises: ConfigError for what is no model, or no partition.
     """
-    from fold3d.trace.example import is_transformers_model, synthetic_example
+    from fold3d.trace.batches import is_transformers_model, synthetic_example
 
     options.partition = ParallelConfig(blocks=options.blocks, partition=options.partition).partition
     model, example = _load(options.model)

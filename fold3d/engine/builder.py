@@ -32,20 +32,17 @@ from fold3d.observe.memory import MemoryWatch
 from fold3d.plan.programs import Programs
 from fold3d.plan.space.recompute import KNOB as RECOMPUTE
 from fold3d.plan.space.tp_overlap import KNOB as TP_OVERLAP
-from fold3d.stage.model_chunk import PipelineChunk
+from fold3d.stage.loss_reads import ShardReads
+from fold3d.stage.model_chunk import OncePerMicroBatch, PartDraws, PipelineChunk
 from fold3d.stage.offload import keeper, offload_options
-from fold3d.stage.once.once_per_micro_batch import OncePerMicroBatch
-from fold3d.stage.once.part_draws import PartDraws
 from fold3d.stage.rank_model import RankModel
-from fold3d.stage.sharded.border_parts import BorderParts
-from fold3d.stage.sharded.shard_reads import ShardReads
-from fold3d.stage.sharded.sharded_chunk import ShardedChunk
-from fold3d.stage.sharded.sub_pipeline import SubPipeline
+from fold3d.stage.sharded_chunk import BorderParts, ShardedChunk
+from fold3d.stage.sub_pipeline import SubPipeline
 from fold3d.tensor_parallel.group import TensorParallelGroup
-from fold3d.tensor_parallel.kept.kept_sums import KeptSums
-from fold3d.tensor_parallel.sub_pipelined.overlap_trial import OverlapTrial
-from fold3d.tensor_parallel.sub_pipelined.turning_ops import TurningOps
-from fold3d.tensor_parallel.sub_pipelined.turns import Turns
+from fold3d.tensor_parallel.kept_sums import KeptSums
+from fold3d.tensor_parallel.overlap_trial import OverlapTrial
+from fold3d.tensor_parallel.turning_ops import TurningOps
+from fold3d.tensor_parallel.turns import Turns
 from fold3d.topology import Topology
 from fold3d.trace.wrappers import whole_shape
 

@@ -17,12 +17,11 @@ from fold3d.engine.pipeline import Pipeline
 from fold3d.errors import ConfigError
 from fold3d.schedule import Schedule
 from fold3d.stage.micro_batch import Inputs, LossFunction, MicroBatch, loss_run
-from fold3d.stage.once.module_values import ModelValues
-from fold3d.stage.sharded.sub_micro_batches import SubMicroBatch, sub_micro_batches, tolerance
-from fold3d.stage.sharded.sub_micro_batches import weights as weights_of
+from fold3d.stage.replay import ModelValues
+from fold3d.stage.sub_pipeline import SubMicroBatch, sub_micro_batches, tolerance
+from fold3d.stage.sub_pipeline import weights as weights_of
 from fold3d.trace.arguments import Form, form_of
-from fold3d.trace.example import part_of, samples_of
-from fold3d.trace.labels import shifts_labels
+from fold3d.trace.batches import part_of, samples_of, shifts_labels
 
 logger = logging.getLogger(__name__)
 

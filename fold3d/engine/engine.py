@@ -38,11 +38,11 @@ from fold3d.observe.step_output import StepOutput
 from fold3d.plan.programs import Programs
 from fold3d.plan.resolve import programs_of, resolve_auto
 from fold3d.plan.strategy import MIXED, Strategy
-from fold3d.stage.loss.loss_run import LossRun
+from fold3d.stage.loss_run import LossRun
 from fold3d.stage.micro_batch import DropoutKey, Inputs, LossFunction, split_batch
 from fold3d.topology import Topology
 from fold3d.trace import Trace
-from fold3d.trace.example import is_transformers_model
+from fold3d.trace.batches import is_transformers_model
 from fold3d.weights.part_marks import calls_allowed
 from fold3d.weights.parts import Parts
 

@@ -10,7 +10,7 @@ import torch
 from torch.nn import Module
 from torch.utils._pytree import tree_map_only
 
-from fold3d.trace.labels import IGNORED, shifts_labels
+from fold3d.trace.batches import IGNORED, shifts_labels
 
 LossFunction = Callable[[Module, dict[str, Any]], torch.Tensor]
 """(model, micro-batch) -> this micro-batch's share of the replica's loss, scalar."""

@@ -35,11 +35,11 @@ from fold3d.observe.memory import MemoryWatch
 from fold3d.observe.step_breakdown import StepBreakdown
 from fold3d.plan.strategy import Strategy
 from fold3d.schedule import Schedule
-from fold3d.stage.loss.loss_run import LossRun
+from fold3d.stage.loss_run import LossRun
 from fold3d.stage.micro_batch import Inputs, LossFunction, MicroBatch, loss_run
 from fold3d.stage.part_hooks import PartHooks
 from fold3d.stage.rank_model import RankModel
-from fold3d.tensor_parallel.sub_pipelined.overlap_trial import OverlapTrial
+from fold3d.tensor_parallel.overlap_trial import OverlapTrial
 from fold3d.topology import Topology
 
 logger = logging.getLogger(__name__)

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map, tree_map_only
 
 from fold3d.trace.arguments import Arguments
-from fold3d.trace.caches.apart import apart_from_caches
+from fold3d.trace.caches import apart_from_caches
 from fold3d.trace.capture import fake_copy
 from fold3d.trace.model_trace import Trace
-from fold3d.trace.repeated.twins import Twins
-from fold3d.trace.values.without_values import WithoutValues
+from fold3d.trace.repeated import Twins
+from fold3d.trace.without_values import WithoutValues
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from fold3d.profile.parts import Parts
 from fold3d.sharding.plan import ShardingPlan
 from fold3d.trace import Trace
 from fold3d.trace.capture import without_values
-from fold3d.trace.repeated.twins import Twins
+from fold3d.trace.repeated import Twins
 
 
 def layer_bytes(

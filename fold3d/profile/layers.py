@@ -23,7 +23,7 @@ from fold3d.profile.optimizer import UpdateCost, update_cost
 from fold3d.profile.stopwatch import Timing, time_call
 from fold3d.recompute import NOTHING, Recompute
 from fold3d.trace import BlockCost, Trace
-from fold3d.trace.results.crossing import Value
+from fold3d.trace.module_results import Value
 
 _log = logging.getLogger(__name__)
 

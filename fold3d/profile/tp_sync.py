@@ -18,11 +18,10 @@ from fold3d.plan.costs import Profile, TpExchange
 from fold3d.profile.calls import Call, TensorShape, record_calls
 from fold3d.profile.stopwatch import time_call
 from fold3d.sharding.plan import ShardingPlan
-from fold3d.sharding.sequence import SequenceSplit
-from fold3d.sharding.split import BlockSplit
+from fold3d.sharding.split import BlockSplit, SequenceSplit
 from fold3d.trace import Trace
 from fold3d.trace.arguments import Arguments
-from fold3d.trace.example import part_of, samples_of
+from fold3d.trace.batches import part_of, samples_of
 
 _log = logging.getLogger(__name__)
 

@@ -8,9 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from fold3d.sharding.sequence import SequenceSplit
 from fold3d.sharding.shard import Shard
-from fold3d.sharding.split import BlockSplit, shard_from_json, shard_to_json
+from fold3d.sharding.split import BlockSplit, SequenceSplit, shard_from_json, shard_to_json
 from fold3d.sharding.vocabulary import Vocabulary
 
 _Split = TypeVar("_Split")

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
-from fold3d.splitting.dividing.attributes import close
+from fold3d.splitting.capture import CapturedCall
+from fold3d.splitting.infer import close
 from fold3d.splitting.overrides import Overrides
-from fold3d.splitting.probing.capture import CapturedCall
-from fold3d.splitting.probing.probe import Probe
+from fold3d.splitting.probe import Probe
 from fold3d.tensor_parallel.slices import paths_of
 
 

@@ -2,34 +2,125 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter
-from collections.abc import Collection, Hashable, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten
 
 from fold3d.errors import ConfigError, Fold3dError, TraceError
 from fold3d.sharding.plan import ShardingPlan
-from fold3d.sharding.sequence import SequenceSplit
 from fold3d.sharding.shard import Shard
-from fold3d.sharding.split import BlockSplit
+from fold3d.sharding.split import BlockSplit, SequenceSplit
 from fold3d.sharding.vocabulary import find_vocabulary
 from fold3d.splitting.block_classes import BlockClasses, differs_in_training
-from fold3d.splitting.dividing.infer import infer
+from fold3d.splitting.capture import CapturedCall, capture
+from fold3d.splitting.draws import with_draws
+from fold3d.splitting.infer import infer
+from fold3d.splitting.inner_results import with_inner
 from fold3d.splitting.overrides import Overrides
-from fold3d.splitting.probing.capture import CapturedCall, capture
-from fold3d.splitting.probing.readers import with_together
-from fold3d.splitting.proving.draws import with_draws
-from fold3d.splitting.proving.inner_results import with_inner
-from fold3d.splitting.proving.proof import Used, prove
-from fold3d.splitting.proving.vocabulary import prove_vocabulary
-from fold3d.splitting.remembered import remembered
-from fold3d.splitting.sequence.chains import NoSequenceError
-from fold3d.splitting.sequence.plan import odd_length, plan_sequence
-from fold3d.splitting.whole import check_whole
-from fold3d.trace.caches.apart import apart_from_caches
+from fold3d.splitting.proof import Used, prove
+from fold3d.splitting.prove_vocabulary import prove_vocabulary
+from fold3d.splitting.readers import with_together
+from fold3d.splitting.sequence import NoSequenceError, odd_length, plan_sequence
+from fold3d.trace.caches import apart_from_caches
 from fold3d.trace.model_trace import Trace
+
+_MOST = 16
+
+
+def remembered(
+    decided_by: tuple[nn.Module, Trace, Mapping[str, Any], int, Mapping[str, str] | None, bool],
+    make: Callable[[], ShardingPlan],
+) -> ShardingPlan:
+    """Returns the plan made before from the like of `decided_by`, or what `make` returns."""
+    key = _key(*decided_by)
+    plans = _plans()
+    if key not in plans:
+        plan = make()
+        while len(plans) >= _MOST:
+            del plans[next(iter(plans))]
+        plans[key] = plan
+    return plans[key]
+
+
+@cache
+def _plans() -> dict[str, ShardingPlan]:
+    return {}
+
+
+def _key(
+    model: nn.Module,
+    trace: Trace,
+    example: Mapping[str, Any],
+    tp: int,
+    overrides: Mapping[str, str] | None,
+    sequence_parallel: bool,
+) -> str:
+    """Returns a hash of the model's modules with their shapes and numbers, its configuration and how it is called."""
+    text = hashlib.blake2b(digest_size=16)
+
+    def add(*parts: Any) -> None:
+        text.update(repr(parts).encode())
+
+    for name, module in model.named_modules():
+        add(name, type(module).__module__, type(module).__qualname__)
+        add([(key, tuple(p.shape), p.requires_grad) for key, p in module.named_parameters(recurse=False)])
+        # A configuration's to_dict does not say how attention is computed.
+        add(_plain(module), _plain(getattr(module, "config", None)))
+    config: Any = getattr(model, "config", None)
+    add(str(config.to_dict()) if hasattr(config, "to_dict") else "")
+    leaves, spec = tree_flatten(dict(example))
+    add(str(spec), [(tuple(x.shape), x.dtype) if isinstance(x, Tensor) else x for x in leaves])
+    add(trace.blocks, trace.form, trace.tied, trace.direct, trace.leaks, trace.modified)
+    add(tp, sorted((overrides or {}).items()), sequence_parallel)
+    return text.hexdigest()
+
+
+def _plain(value: Any) -> list[tuple[str, Any]]:
+    """Returns the attributes of an object that are numbers and texts."""
+    found = getattr(value, "__dict__", {})
+    return sorted((key, one) for key, one in found.items() if type(one) in (int, bool, float, str))
+
+
+SMALL = 8
+"""A block's weights that are held whole may be one part in so many of its parameters."""
+
+
+def check_whole(name: str, block: nn.Module, split: BlockSplit, tp: int) -> None:
+    """Raises: ConfigError when more than a small part of a block would be whole on every rank and nobody said so."""
+    sizes = {parameter: p.numel() for parameter, p in block.named_parameters()}
+    total = sum(sizes.values())
+    found: dict[str, int] = {}
+    reasons: dict[str, str] = {}
+    for parameter, size in sizes.items():
+        shard = split.shards.get(parameter)
+        if block.get_parameter(parameter).dim() < 2 or (shard is not None and not shard.is_replicated):
+            continue
+        module = parameter if parameter in split.reasons else parameter.rpartition(".")[0]
+        reason = split.reasons.get(module, "whole: no matrix product with it was seen")
+        if "tp_plan" not in reason:
+            called = module or parameter  # the block itself has no name in it
+            found[called] = found.get(called, 0) + size
+            reasons[called] = reason
+    held = sum(found.values())
+    if held * SMALL <= total:
+        return
+    largest = max(found, key=lambda module: found[module])
+    matrix = next(
+        p for n, p in block.named_parameters() if p.dim() > 1 and (n == largest or n.rpartition(".")[0] == largest)
+    )
+    reason = reasons[largest].removeprefix("whole: ")
+    raise ConfigError(
+        f"tp={tp}: {name}.{largest} {tuple(matrix.shape)} cannot be divided: {reason}. With "
+        f"{', '.join(found)} whole on every rank, {100 * held / total:.0f} % of the block's parameters would be, more "
+        f"than one in {SMALL}. Choose a tp that divides its units, or say that it is wanted: "
+        f"tp_plan={dict.fromkeys(found, 'replicate')}."
+    )
 
 
 def plan_sharding(

@@ -10,7 +10,7 @@ from torch import nn
 
 from fold3d.sharding.plan import ShardingPlan
 from fold3d.sharding.split import BlockSplit
-from fold3d.splitting.plan_words import word_of
+from fold3d.splitting.overrides import word_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,12 +9,11 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from fold3d.errors import TraceError
+from fold3d.errors import WAYS_OUT, SplitError, TraceError
 from fold3d.placement.layers import chunk_parameters
-from fold3d.stage.loss.loss_run import ModelCall
+from fold3d.stage.loss_run import ModelCall
 from fold3d.trace.arguments import Arguments, Form, by_name, describe, form_of
 from fold3d.trace.capture import trace_call
-from fold3d.trace.errors import WAYS_OUT, SplitError
 from fold3d.trace.model_trace import Trace
 
 

@@ -11,11 +11,10 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from fold3d.stage.loss.loss_run import LossRun
-from fold3d.stage.once.changed_buffers import Before
-from fold3d.stage.once.drawn_numbers import DrawnNumbers
-from fold3d.tensor_parallel.kept.kept_run import KeptRun
-from fold3d.trace.users_hooks import is_ours
+from fold3d.stage.loss_run import LossRun
+from fold3d.stage.replay import Before, DrawnNumbers
+from fold3d.tensor_parallel.kept_sums import KeptRun
+from fold3d.trace.wrappers import is_ours
 
 Inputs = dict[str, Any]
 """What the model's forward takes, and perhaps labels, by argument name."""

@@ -3,19 +3,91 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any, Protocol
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal, Protocol
 
 import torch
+from torch import Tensor, nn
 
 from fold3d import _C
 from fold3d.comms.consistency import samples_of_values
+from fold3d.errors import SplitError
+from fold3d.stage.loss_run import ModelCall
 from fold3d.stage.micro_batch import MicroBatch, one_number
-from fold3d.stage.once.once_per_micro_batch import OncePerMicroBatch, Run
-from fold3d.stage.once.part_draws import PartDraws
+from fold3d.stage.replay import ChangedBuffers
 from fold3d.stage.split_model import SplitModel
 from fold3d.stage.whole_model import WholeModel
-from fold3d.tensor_parallel.kept.kept_run import KeptRun
+from fold3d.tensor_parallel.kept_sums import KeptRun
+from fold3d.tensor_parallel.random_draws import PerSampleRandom
 from fold3d.tensor_parallel.vocabulary import gathered
+
+Run = Literal["only", "first", "again"]
+"""Of a chunk with a micro-batch: its graph stays; it will run once more, for the graph; it does so."""
+
+
+class OncePerMicroBatch:
+    """Around each chunk's run of a micro-batch, in a process that has several, or where a chunk runs twice.
+
+    The model's code in front of its blocks runs for every chunk, and all of a chunk that recomputes runs again. What is
+    drawn from Python's and numpy's generators is drawn once (`DrawnNumbers`), what is changed of buffers and modules'
+    attributes is changed once (`ChangedBuffers`); to change what the model is called with is an error.
+    """
+
+    def __init__(self, model: nn.Module, blocks: Sequence[str]) -> None:
+        self._buffers = ChangedBuffers(model, blocks)
+
+    @contextlib.contextmanager
+    def around(self, chunk: int, micro_batch: MicroBatch, run: Run = "only") -> Iterator[None]:
+        """Around the model's forward as a chunk. Raises: SplitError when that changed what it was called with."""
+        inputs, again = _versions(micro_batch.loss.call), run == "again"
+        if again:
+            buffers = self._buffers.again(micro_batch.before)
+        else:
+            buffers = self._buffers.of_chunk(chunk, micro_batch.before, recomputes=run == "first")
+        with micro_batch.drawn.once(chunk, again=again), buffers:
+            yield
+        changed = [name for name, now in _versions(micro_batch.loss.call).items() if now != inputs[name]]
+        if changed:
+            raise SplitError(
+                f"the model's forward changed its argument {changed[0]!r} in place. It runs several times in this "
+                "process, once for each chunk of the model and again for each that recomputes, so that would be "
+                'changed several times: change a copy, or set segments=1 and recompute="none"'
+            )
+
+
+def _versions(call: ModelCall | None) -> dict[str, int]:
+    """Returns how often each tensor among the arguments was changed in place."""
+    given = {} if call is None else call.named()
+    return {
+        name: value._version for name, value in given.items() if isinstance(value, Tensor) and not value.is_inference()
+    }
+
+
+class PartDraws:
+    """Of a process's chunks. So masks of dropout do not depend on how a micro-batch is divided.
+
+    Where a chunk drew nothing, its next runs are left alone, until chances of dropout have changed.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._dropouts = [module for module in model.modules() if isinstance(module, nn.modules.dropout._DropoutNd)]
+        self._nothing: dict[int, list[float]] = {}  # chances with which a chunk drew nothing
+
+    @contextlib.contextmanager
+    def around(self, chunk: int, micro_batch: MicroBatch) -> Iterator[None]:
+        """Around a chunk's run of a part; without effect on a whole micro-batch."""
+        if micro_batch.part is None:
+            yield
+            return
+        chances = [module.p for module in self._dropouts if module.training]
+        if self._nothing.get(chunk) == chances:
+            yield
+            return
+        mode = PerSampleRandom(*micro_batch.part)
+        with mode:
+            yield
+        if not mode.used:
+            self._nothing[chunk] = chances
 
 
 class ChunkSync(Protocol):

@@ -8,8 +8,7 @@ from itertools import chain
 
 from torch.nn import Module, Parameter
 
-from fold3d.trace.users_hooks import is_users, users_hooks
-from fold3d.trace.wrappers import whole_shape
+from fold3d.trace.wrappers import is_users, users_hooks, whole_shape
 
 logger = logging.getLogger(__name__)
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,25 +18,62 @@ from fold3d.placement.recomputed_blocks import recomputed_blocks
 from fold3d.plan.space.recompute import KNOB as RECOMPUTE
 from fold3d.plan.strategy import Strategy
 from fold3d.sharding.plan import ShardingPlan
-from fold3d.stage.blocks.compiled import compile_blocks
-from fold3d.stage.loss.loss_run import LossRun
-from fold3d.stage.loss.namespaces import ModelState
+from fold3d.stage.loss_run import LossRun
 from fold3d.stage.micro_batch import DropoutKey, LossFunction, loss_run
 from fold3d.stage.recompute import Checkpoints, modules_to_recompute
 from fold3d.stage.split_model import SplitModel
+from fold3d.stage.users_state import ModelState
 from fold3d.stage.whole_model import WholeModel
 from fold3d.tensor_parallel.install import install
-from fold3d.tensor_parallel.late_region import LateRegion
-from fold3d.tensor_parallel.region import RegionOps
+from fold3d.tensor_parallel.region import LateRegion, RegionOps
 from fold3d.tensor_parallel.vocabulary.install import install_vocabulary
 from fold3d.topology import Topology
 from fold3d.trace import Trace, find_blocks, tied_groups, trace
 from fold3d.trace.arguments import ancestors
-from fold3d.trace.wrappers import whole_shape
+from fold3d.trace.wrappers import whole_shape, wrap
 from fold3d.weights.materialize import materialize
 from fold3d.weights.part_marks import allow_calls, refuse_calls, refuse_states
 from fold3d.weights.parts import Parts, shard_parameters
 from fold3d.weights.release import is_released, release
+
+
+def compile_blocks(model: Module, blocks: Sequence[str], options: Mapping[str, Any]) -> Callable[[], None]:
+    """Compiles the forwards of `blocks`, of the model where none are known; returns what undoes it.
+
+    What lies around a block (its hooks, its seed, waiting for its weights, computing it again) runs as it is, and what
+    is compiled is the block's own code. Compilation happens when a block first runs, and again for other shapes.
+
+    Args:
+        options: of torch.compile.
+    """
+    # What is computed again must run the code that ran first. By default the code that ran last is tried first, which
+    # between a forward and its backward may have become that of another micro-batch's shapes.
+    torch._C._dynamo.eval_frame._set_lru_cache(False)  # type: ignore[attr-defined]
+    undo = [lambda: torch._C._dynamo.eval_frame._set_lru_cache(True)]  # type: ignore[attr-defined]
+    undo += [_compile(model.get_submodule(name), options) for name in blocks or ("",)]
+
+    def remove() -> None:
+        while undo:
+            undo.pop()()
+
+    return remove
+
+
+def _compile(module: Module, options: Mapping[str, Any]) -> Callable[[], None]:
+    original = module.forward
+    compiled = torch.compile(original, **options)
+
+    @functools.wraps(original)
+    def forward(*args: Any, **named: Any) -> Any:
+        return (original if _follows_values() else compiled)(*args, **named)
+
+    return wrap(module, forward)
+
+
+def _follows_values() -> bool:
+    """Whether somebody looks at every operation, as a recording does: there is nothing to be gained from compiling."""
+    return torch._C._len_torch_dispatch_stack() > 0 or torch._C._len_torch_function_stack() > 0
+
 
 logger = logging.getLogger(__name__)
 

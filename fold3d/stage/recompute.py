@@ -18,9 +18,8 @@ from fold3d._C import BlockForward, CurrentForward, block_forward
 from fold3d.errors import ConfigError
 from fold3d.placement.recomputed_blocks import modules_inside
 from fold3d.recompute import WORDS, Choice, Recompute
-from fold3d.stage.once.changed_buffers import Before, ChangedBuffers
-from fold3d.stage.once.drawn_numbers import DrawnNumbers
-from fold3d.trace.caches.key_values import cached_tokens, without_key_values
+from fold3d.stage.replay import Before, ChangedBuffers, DrawnNumbers
+from fold3d.trace.arguments import cached_tokens, without_key_values
 from fold3d.trace.wrappers import wrap
 
 _MOST_NAMES = 20

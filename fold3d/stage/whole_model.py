@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from fold3d import seeding
 from fold3d._C import ForwardCursor, next_seed, reseed, seed_inside
-from fold3d.stage.loss.loss_run import LossRun
+from fold3d.stage.loss_run import LossRun
 from fold3d.stage.recompute import Checkpoints
 from fold3d.trace.arguments import ancestors
 from fold3d.trace.blocks import outer_modules

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fold3d.tensor_parallel.dropout import ShardDraws
+from fold3d.tensor_parallel.random_draws import ShardDraws
 from fold3d.tensor_parallel.region import RegionOps
 
 

@@ -10,8 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fold3d import _C
-from fold3d.tensor_parallel.fused.ops import FusedOps, GroupFusedOps
-from fold3d.tensor_parallel.sequence.exchange import ALL_GATHER, PART, REDUCE_SCATTER, Exchange
+from fold3d.tensor_parallel.region import ALL_GATHER, PART, REDUCE_SCATTER, Exchange, FusedOps, GroupFusedOps
 
 _OPS: Any = torch.ops.fold3d
 

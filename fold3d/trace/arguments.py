@@ -1,8 +1,9 @@
-"""Arguments: how the model is called; forms of calls."""
+"""Arguments: how the model is called; forms of calls; calls of blocks without key-value caches."""
 
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -109,3 +110,33 @@ def describe(arguments: Mapping[str, Any]) -> str:
     """Returns the call in words, e.g. "model(input_ids=..., output_hidden_states=True)"."""
     named = [f"{k}={v!r}" if isinstance(v, (bool, int, str)) else f"{k}=..." for k, v in arguments.items()]
     return f"{getattr(arguments, 'module', '') or 'model'}({', '.join(named)})"
+
+
+def without_key_values(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Returns a module's arguments with None in the place of each of transformers' caches.
+
+    In training nobody reads them: keys and values of all tokens are computed in the same call. But for those of a
+    prefix, see `cached_tokens`.
+    """
+    types = _cache_types()
+    if not types:
+        return args, dict(kwargs)
+    positional = tuple(None if isinstance(one, types) else one for one in args)
+    return positional, {name: None if isinstance(one, types) else one for name, one in kwargs.items()}
+
+
+def cached_tokens(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
+    """Returns for how many tokens a cache among a module's arguments has keys already, in the module's own layer."""
+    types = _cache_types()
+    caches: list[Any] = [one for one in (*args, *kwargs.values()) if isinstance(one, types)] if types else []
+    layers = {getattr(one, "layer_idx", None) for one in module.modules()} if caches else set()
+    numbers = [number for number in layers if isinstance(number, int)]
+    return max((int(cache.get_seq_length(number)) for cache in caches for number in numbers), default=0)
+
+
+def _cache_types() -> tuple[type, ...]:
+    if "transformers" not in sys.modules:  # a model of it would have imported it
+        return ()
+    from transformers.cache_utils import Cache
+
+    return (Cache,)

@@ -20,20 +20,16 @@ from fold3d.config import AUTO, BLOCKS, GRAPH, Partition
 from fold3d.device import library_rng_state, same_library_rng_state
 from fold3d.errors import TraceError
 from fold3d.trace.arguments import Arguments, Form, form_of, loss_in
+from fold3d.trace.batches import is_transformers_model, synthetic_example
 from fold3d.trace.blocks import find_blocks, is_alone, no_blocks
-from fold3d.trace.caches.apart import apart_from_caches
-from fold3d.trace.example import is_transformers_model, synthetic_example
-from fold3d.trace.graph.calls import CallTree
-from fold3d.trace.graph.units import trace_graph
+from fold3d.trace.caches import apart_from_caches
+from fold3d.trace.graph import CallTree, trace_graph
+from fold3d.trace.known_values import Decisions
 from fold3d.trace.model_trace import BlockCost, Trace, regions_of, stack_of
+from fold3d.trace.module_results import TreeStructure
 from fold3d.trace.recorder import Recorder
-from fold3d.trace.results.structure import TreeStructure
-from fold3d.trace.users_hooks import drop_hooks, is_users, users_hooks
-from fold3d.trace.values.attention import WholeAttention
-from fold3d.trace.values.decisions import Decisions
-from fold3d.trace.values.memory import WithoutMemory
-from fold3d.trace.values.without_values import NEEDS_VALUES, WithoutValues
-from fold3d.trace.wrappers import drop_wrappers, whole_shape
+from fold3d.trace.without_values import NEEDS_VALUES, WholeAttention, WithoutMemory, WithoutValues
+from fold3d.trace.wrappers import drop_hooks, drop_wrappers, is_users, users_hooks, whole_shape
 
 _NOT_THE_MODELS = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(os.path.dirname(__file__)) + os.sep)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
 
@@ -18,9 +19,22 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fold3d.errors import TraceError
-from fold3d.trace.results.crossing import Value
-from fold3d.trace.results.hooked_call import HookedCall
-from fold3d.trace.results.structure import TreeStructure
+from fold3d.trace.module_results import TreeStructure, Value
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HookedCall:
+    """One call of such a module, in one run of a block."""
+
+    module: str
+    call: int
+    """As `Value.call`: how often the module had been called before in the forward."""
+    place: int
+    """How often in this run of the block."""
+    structure: TreeStructure
+    """Of what it returned."""
+    given: tuple[int, ...] = ()
+    """Of its first arguments, those that the block was given, each by its number among the leaves of the block's."""
 
 
 class HookedResults:

@@ -19,10 +19,9 @@ from torch import nn
 
 from fold3d.errors import TraceError
 from fold3d.trace.arguments import Form
-from fold3d.trace.results.crossing import Crossing, Crossings, Value
-from fold3d.trace.results.hooked_call import HookedCall
-from fold3d.trace.results.structure import TreeStructure
-from fold3d.trace.values.decisions import NONE, Decisions
+from fold3d.trace.hooked_results import HookedCall
+from fold3d.trace.known_values import NONE, Decisions
+from fold3d.trace.module_results import Crossing, Crossings, TreeStructure, Value
 
 
 def stack_of(block: str) -> str:

@@ -12,27 +12,40 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._pytree import arg_tree_leaves, tree_leaves
+from torch.utils.flop_counter import flop_registry
 
 from fold3d.errors import TraceError
 from fold3d.trace.blocks import outer_modules
-from fold3d.trace.caches.apart import forget_fakes
-from fold3d.trace.caches.code import Code
-from fold3d.trace.hooked_results import HookedResults
-from fold3d.trace.results.crossing import INSIDE, Crossing, Crossings, Token, Value
-from fold3d.trace.results.flops import flops_of
-from fold3d.trace.results.hooked_call import HookedCall
-from fold3d.trace.results.writes import Writes, written_by
-from fold3d.trace.users_hooks import is_ours
-from fold3d.trace.values.made_up import run_with_values
-from fold3d.trace.values.without_values import NEEDS_VALUES, WithoutValues
+from fold3d.trace.caches import Code, forget_fakes
+from fold3d.trace.hooked_results import HookedCall, HookedResults
+from fold3d.trace.made_up import run_with_values
+from fold3d.trace.module_results import INSIDE, Crossing, Crossings, Token, Value
+from fold3d.trace.without_values import NEEDS_VALUES, WithoutValues
+from fold3d.trace.wrappers import is_ours
+from fold3d.trace.writes import Writes, written_by
 
 _aten = torch.ops.aten
+
+
+def flops_of(packet: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
+    """Returns them by the shapes of arguments and result; 0 for operations that are not counted."""
+    if packet in flop_registry:
+        return int(flop_registry[packet](*args, **kwargs, out_val=result))
+    if packet is _aten._scaled_dot_product_flash_attention_for_cpu:
+        query, key, value = (tensor.shape for tensor in args[:3])
+        return int(2 * prod(query[:-1]) * key[-2] * (query[-1] + value[-1]))
+    if packet is getattr(_aten, "_grouped_mm", None):
+        one, other = (tensor.shape for tensor in args[:2])
+        return int(2 * prod(one) * other[-1])  # each row meets one of the experts
+    return 0
+
 
 # These read the shape of their argument, never its values.
 _SHAPE_ONLY = frozenset(

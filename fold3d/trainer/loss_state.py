@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map, tree_map_only
 
 from fold3d.comms.world_group import WorldGroup
-from fold3d.stage.loss.namespaces import attributes_of, is_state, is_users_object
+from fold3d.stage.users_state import attributes_of, is_state, is_users_object
 
 logger = logging.getLogger(__name__)
 

@@ -29,10 +29,10 @@ from fold3d.data_parallel.optimizer.hooks import has_hooks
 from fold3d.device import all_rng_untouched
 from fold3d.engine.engine import Engine
 from fold3d.errors import ConfigError
-from fold3d.stage.loss.loss_run import running_loss
-from fold3d.stage.loss.namespaces import as_it_was, attributes_of
+from fold3d.stage.loss_run import running_loss
+from fold3d.stage.users_state import as_it_was, attributes_of
 from fold3d.topology import Topology
-from fold3d.trace.example import synthetic_example
+from fold3d.trace.batches import synthetic_example
 from fold3d.trainer.arguments import TrainingArguments
 from fold3d.trainer.flushing import FlushingHandler
 from fold3d.trainer.logs.parameter_count import counting_parameters

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from fold3d.stage.loss.namespaces import Contents
+from fold3d.stage.users_state import Contents
 
 _PLACE = "fold3d: place in the step"
 """Key of a micro-batch by which what it was drawn with is found; taken out before the loss function sees it."""

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fold3d.trace.example import is_transformers_model
+from fold3d.trace.batches import is_transformers_model
 from fold3d.weights.part_marks import state_of
 
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from fold3d.seeding import constant_of
-from fold3d.trace.example import is_transformers_model
+from fold3d.trace.batches import is_transformers_model
 from fold3d.weights.canvases import Canvases, RedrawError
 from fold3d.weights.parts import Parts
 from fold3d.weights.release import parameter_holders

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from fold3d.errors import MissingWeightsError
 from fold3d.sharding.shard import Shard
-from fold3d.trace.users_hooks import drop_hooks
-from fold3d.trace.wrappers import set_whole_shape
+from fold3d.trace.wrappers import drop_hooks, set_whole_shape
 from fold3d.weights.missing import INSTEAD
 
 _PART = "_fold3d_part"

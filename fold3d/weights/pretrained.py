@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from fold3d.errors import CheckpointError
 from fold3d.sharding.shard import Shard
-from fold3d.trace.example import is_transformers_model
+from fold3d.trace.batches import is_transformers_model
 from fold3d.trace.wrappers import whole_shape
 from fold3d.weights.conversions import conversions
 from fold3d.weights.part_reader import read_part

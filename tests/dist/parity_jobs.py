@@ -18,7 +18,7 @@ from torch.optim import AdamW, Optimizer
 
 import fold3d
 from fold3d.engine.loss import loss_of
-from fold3d.splitting.probing.double import DoubleMode
+from fold3d.splitting.torch_modes import DoubleMode
 from tests.dist.parity_cases import LENGTH, ROWS, STEPS, Case
 from tests.helpers import data, models
 from tests.helpers import device as test_device

@@ -18,8 +18,8 @@ from fold3d import _C, Engine, ParallelConfig
 from fold3d.comms.groups import Groups
 from fold3d.comms.rings import connect_shards
 from fold3d.faults.lifetime import Lifetime
-from fold3d.tensor_parallel.fused.ops import GroupFusedOps
 from fold3d.tensor_parallel.group import TensorParallelGroup
+from fold3d.tensor_parallel.region import GroupFusedOps
 from fold3d.topology import Topology
 from tests.helpers.launch import launch
 from tests.helpers.ranks import RankPool

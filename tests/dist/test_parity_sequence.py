@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 import fold3d
 from fold3d.engine.engine import Engine
 from fold3d.errors import RankError
-from fold3d.tensor_parallel.results.lazy_whole import LazyWhole
+from fold3d.tensor_parallel.whole_results import LazyWhole
 from tests.dist import parity_jobs
 from tests.dist.parity_cases import Case
 from tests.dist.parity_checks import TOLERANCE, assert_all_names, assert_equal, assert_ranks_agree

@@ -11,7 +11,7 @@ from fold3d.plan.costs import Profile, TpExchange
 from fold3d.profile.tp_sync import halves_factor, with_tp_sync
 from fold3d.splitting.plan_sharding import plan_sharding
 from fold3d.trace import trace
-from fold3d.trace.example import synthetic_example
+from fold3d.trace.batches import synthetic_example
 from tests.helpers import models
 from tests.profile.sleepers import Sleepers
 

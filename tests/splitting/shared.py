@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from fold3d.sharding.plan import ShardingPlan
 from fold3d.sharding.vocabulary import Vocabulary
-from fold3d.splitting.probing.double import DoubleMode
-from fold3d.splitting.proving.emulate import EmulatedGroup, EmulatedOps
+from fold3d.splitting.emulate import EmulatedGroup, EmulatedOps
+from fold3d.splitting.torch_modes import DoubleMode
 from fold3d.tensor_parallel.install import install
 from fold3d.tensor_parallel.region import RegionOps
 

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor, nn
 
 from fold3d.sharding.shard import Shard
-from fold3d.splitting.probing.again import Again
-from fold3d.splitting.probing.capture import CapturedCall
-from fold3d.splitting.probing.probe import Local, Poison, Probe
+from fold3d.splitting.capture import CapturedCall
+from fold3d.splitting.probe import Local, Poison, Probe
+from fold3d.splitting.torch_modes import Again
 
 
 def test_the_same_call_returns_the_same() -> None:

@@ -14,8 +14,8 @@ from fold3d.errors import ConfigError, TraceError
 from fold3d.sharding.plan import ShardingPlan
 from fold3d.splitting import plan_sharding
 from fold3d.splitting.block_classes import BlockClasses, _computed
+from fold3d.splitting.capture import capture
 from fold3d.splitting.overrides import Overrides
-from fold3d.splitting.probing.capture import capture
 from fold3d.trace import Trace
 from fold3d.trace import capture as capture_module
 from fold3d.trace.capture import trace_call
@@ -250,7 +250,7 @@ def test_blocks_that_are_made_alike_stand_for_each_other(monkeypatch: pytest.Mon
         copied.append(module)
         return capture_module.fake_copy(module, *others)
 
-    monkeypatch.setattr("fold3d.stage.shapes.fake_copy", fake_copy)
+    monkeypatch.setattr("fold3d.trace.shape_only.fake_copy", fake_copy)
     model, batch = Lengthening(), {"x": torch.zeros(2, 8, WIDTH)}
     calls = capture(model, trace_call(model, [f"layers.{k}" for k in range(6)], batch), batch)
     assert [call.args[0].shape[1] for call in calls.values()] == [8, 8, 8, 16, 16, 16]

@@ -14,7 +14,7 @@ from fold3d.errors import Fold3dError
 from fold3d.sharding.plan import ShardingPlan
 from fold3d.sharding.split import Draw
 from fold3d.splitting import plan_sharding
-from fold3d.tensor_parallel.shard_random import ShardRandom
+from fold3d.tensor_parallel.random_draws import ShardRandom
 from fold3d.trace import trace
 from fold3d.trace.capture import trace_call
 from tests.splitting.models import VOCABULARY

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from fold3d.splitting import plan_sharding
-from fold3d.splitting.proving.emulate import EmulatedGroup, EmulatedOps
+from fold3d.splitting.emulate import EmulatedGroup, EmulatedOps
 from fold3d.tensor_parallel.block_call import BlockCall
-from fold3d.tensor_parallel.sequence.exchange import Exchange
+from fold3d.tensor_parallel.region import Exchange
 from fold3d.trace.capture import trace_call
 from tests.splitting.models import build
 from tests.splitting.shared import compare

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from fold3d.splitting import plan_sharding
-from fold3d.splitting.probing.double import DoubleMode
-from fold3d.splitting.probing.grouped import GROUPED, grouped_mm
+from fold3d.splitting.torch_modes import GROUPED, DoubleMode, grouped_mm
 from tests.splitting.models import build
 from tests.splitting.shared import compare
 

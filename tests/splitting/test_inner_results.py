@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from fold3d.errors import ConfigError
 from fold3d.sharding.plan import ShardingPlan
-from fold3d.splitting import plan_sharding, remembered
-from fold3d.splitting.proving.runs import Runs
+from fold3d.splitting import plan_sharding
+from fold3d.splitting.plan_sharding import _plans
+from fold3d.splitting.proof import BlockRuns
 from fold3d.trace.capture import trace_call
 from tests.splitting.models import Attention, Tiny, build
 from tests.splitting.shared import compare
@@ -233,8 +234,8 @@ def test_what_later_blocks_read_is_whole_though_nothing_is_known_of_the_rest(mon
     def fail(*_: Any, **__: Any) -> None:
         raise RuntimeError("this block cannot be watched")
 
-    monkeypatch.setattr(Runs, "whole", fail)
-    remembered._plans.cache_clear()
+    monkeypatch.setattr(BlockRuns, "whole", fail)
+    _plans.cache_clear()
     torch.manual_seed(0)
     model, batch = _Attending("dropped").double(), {"x": torch.randn(2, 7, 16).double()}
     trace = trace_call(model, ["layers.0", "layers.1"], batch)
@@ -245,4 +246,4 @@ def test_what_later_blocks_read_is_whole_though_nothing_is_known_of_the_rest(mon
         attending = _Attending("stacked").double()
         with pytest.raises(ConfigError, match=r"'layers\.0' computed, and with tp=2"):
             compare(attending, batch, plan, result=_of_everything)
-    remembered._plans.cache_clear()
+    _plans.cache_clear()

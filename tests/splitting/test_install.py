@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fold3d.sharding.plan import ShardingPlan
 from fold3d.splitting import plan_sharding
-from fold3d.splitting.proving.emulate import EmulatedGroup, EmulatedOps
+from fold3d.splitting.emulate import EmulatedGroup, EmulatedOps
 from fold3d.stage.split_model import SplitModel
 from fold3d.tensor_parallel.install import install
 from fold3d.trace.capture import trace_call

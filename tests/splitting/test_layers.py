@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from fold3d.errors import ConfigError
 from fold3d.splitting import plan_sharding
 from fold3d.trace import trace
+from fold3d.trace.batches import synthetic_example
 from fold3d.trace.capture import trace_call
-from fold3d.trace.example import synthetic_example
 from tests.splitting.shared import compare
 
 

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from fold3d.splitting.probing.probe import Response
-from fold3d.splitting.probing.reach import atoms
+from fold3d.splitting.probe import Response, atoms
 
 HEADS, WIDTH = 24, 16
 

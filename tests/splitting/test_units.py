@@ -7,8 +7,8 @@ import random
 import pytest
 import torch
 
-from fold3d.splitting.dividing.units import Mixed, find_units
-from fold3d.splitting.probing.reach import Atom
+from fold3d.splitting.probe import Atom
+from fold3d.splitting.regions import Mixed, find_units
 
 
 def _atom(first: int, end: int, **sinks: list[int]) -> Atom:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fold3d.sharding.vocabulary import find_vocabulary
 from fold3d.splitting.plan_sharding import plan_sharding
-from fold3d.splitting.proving.vocabulary import prove_vocabulary
+from fold3d.splitting.prove_vocabulary import prove_vocabulary
 from fold3d.trace import trace
 from tests.trace import zoo
 

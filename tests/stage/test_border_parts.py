@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fold3d.stage.sharded.border_parts import BorderParts
+from fold3d.stage.sharded_chunk import BorderParts
 from fold3d.tensor_parallel.group import TensorParallelGroup
 from fold3d.trace import Trace, trace
-from fold3d.trace.results.crossing import Crossing, Value
+from fold3d.trace.module_results import Crossing, Value
 from tests.helpers.models import build, gpt2_config
 from tests.helpers.ranks import RankPool
 

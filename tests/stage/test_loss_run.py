@@ -19,9 +19,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fold3d import Engine, ParallelConfig
-from fold3d.errors import Fold3dError, RankError
-from fold3d.stage.loss.loss_run import LossRun, running_loss
-from fold3d.trace.errors import SplitError
+from fold3d.errors import Fold3dError, RankError, SplitError
+from fold3d.stage.loss_run import LossRun, running_loss
 from tests.helpers.ranks import RankPool
 
 CPU = torch.device("cpu")

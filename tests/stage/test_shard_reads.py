@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from fold3d import ConfigError, Engine, ParallelConfig
-from fold3d.stage.loss.loss_run import LossRun
-from fold3d.stage.sharded.shard_reads import ShardReads
+from fold3d.stage.loss_reads import ShardReads
+from fold3d.stage.loss_run import LossRun
 from fold3d.trace.wrappers import set_whole_shape
 from tests.helpers.ranks import RankPool
 

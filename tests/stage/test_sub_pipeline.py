@@ -15,15 +15,13 @@ from transformers.pytorch_utils import Conv1D
 
 from fold3d.errors import Fold3dError
 from fold3d.stage.micro_batch import Inputs, MicroBatch, loss_run
-from fold3d.stage.sharded.sub_micro_batches import sub_micro_batches
-from fold3d.stage.sharded.sub_pipeline import SubPipeline
 from fold3d.stage.split_model import SplitModel
+from fold3d.stage.sub_pipeline import SubPipeline, sub_micro_batches
 from fold3d.stage.whole_model import WholeModel
 from fold3d.tensor_parallel.group import TensorParallelGroup
-from fold3d.tensor_parallel.kept.kept_run import KeptRun
-from fold3d.tensor_parallel.kept.kept_sums import KeptSums
-from fold3d.tensor_parallel.sub_pipelined.turning_ops import TurningOps
-from fold3d.tensor_parallel.sub_pipelined.turns import Turns
+from fold3d.tensor_parallel.kept_sums import KeptRun, KeptSums
+from fold3d.tensor_parallel.turning_ops import TurningOps
+from fold3d.tensor_parallel.turns import Turns
 from fold3d.trace import trace
 
 KEY = (7, 3, 1)

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fold3d.tensor_parallel.fused.ops import FusedOps, GroupFusedOps
 from fold3d.tensor_parallel.group import TensorParallelGroup
+from fold3d.tensor_parallel.region import FusedOps, GroupFusedOps
 from tests.helpers.ranks import RankPool
 from tests.tensor_parallel.test_group import TRANSPORTS, mine, on_all
 from tests.tensor_parallel.test_operators import CHECKS

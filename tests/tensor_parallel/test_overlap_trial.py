@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from fold3d.config import TP_WAYS
-from fold3d.tensor_parallel.sub_pipelined import overlap_trial
-from fold3d.tensor_parallel.sub_pipelined.overlap_trial import STEPS_EACH, OverlapTrial
+from fold3d.tensor_parallel import overlap_trial
+from fold3d.tensor_parallel.overlap_trial import STEPS_EACH, OverlapTrial
 
 TRIED = len(TP_WAYS) * STEPS_EACH + 1
 

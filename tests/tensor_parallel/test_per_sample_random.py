@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fold3d.tensor_parallel.sub_pipelined.per_sample_random import PerSampleRandom
+from fold3d.tensor_parallel.random_draws import PerSampleRandom
 
 SAMPLES, PARTS = 5, ((0, 3), (3, 5))
 FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {

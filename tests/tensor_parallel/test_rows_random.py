@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from fold3d.errors import Fold3dError
 from fold3d.sharding.shard import even_part
-from fold3d.tensor_parallel.sequence.rows_random import RowsRandom
+from fold3d.tensor_parallel.random_draws import RowsRandom
 
 SAMPLES, LENGTH, WIDTH, RANKS = 2, 7, 3, 4
 

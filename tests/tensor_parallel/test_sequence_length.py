@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from fold3d.errors import Fold3dError
-from fold3d.tensor_parallel.sequence.length import SequenceLength
+from fold3d.tensor_parallel.sequence import SequenceLength
 
 LENGTHS = (7, 8)
 """Of both the first of two ranks has four rows."""

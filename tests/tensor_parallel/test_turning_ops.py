@@ -12,10 +12,10 @@ from torch.utils.checkpoint import checkpoint
 
 from fold3d._C import swap_warning_handler
 from fold3d.tensor_parallel.group import TensorParallelGroup
-from fold3d.tensor_parallel.kept.kept_sums import KeptSums
-from fold3d.tensor_parallel.sequence.exchange import Exchange
-from fold3d.tensor_parallel.sub_pipelined.turning_ops import TurningOps
-from fold3d.tensor_parallel.sub_pipelined.turns import Turns
+from fold3d.tensor_parallel.kept_sums import KeptSums
+from fold3d.tensor_parallel.region import Exchange
+from fold3d.tensor_parallel.turning_ops import TurningOps
+from fold3d.tensor_parallel.turns import Turns
 
 WIDTH, LAYERS = 6, 4
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from fold3d.trace import trace
-from fold3d.trace.results.flops import flops_of
+from fold3d.trace.recorder import flops_of
 
 _CASES: dict[str, dict[str, Any]] = {
     "plain": {},

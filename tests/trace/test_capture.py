@@ -11,13 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from fold3d.errors import TraceError
-from fold3d.splitting.probing.capture import _InHostMemory
+from fold3d.errors import SplitError, TraceError
+from fold3d.splitting.capture import _InHostMemory
 from fold3d.stage.split_model import SplitModel
 from fold3d.trace import find_blocks, trace
 from fold3d.trace.capture import fake, fake_copy
-from fold3d.trace.errors import SplitError
-from fold3d.trace.values.without_values import WithoutValues
+from fold3d.trace.without_values import WithoutValues
 from fold3d.trace.wrappers import replace_attributes, set_whole_shape
 from tests.trace.chains import assert_equal, chained, cuts, ranks_of, record, whole
 from tests.trace.zoo import Plain, build, checkpointed, plain, tokens

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from fold3d.errors import SplitError
 from fold3d.trace import trace
 from fold3d.trace.arguments import Arguments
-from fold3d.trace.errors import SplitError
 from tests.trace.chains import Ranges, assert_equal, chained, cuts, ranks_of, record, whole
 from tests.trace.stacks import build
 from tests.trace.zoo import build as build_plain

@@ -104,7 +104,7 @@ def test_what_a_result_does_not_say_is_refused(way: str, reason: str) -> None:
 
 
 def test_blocks_that_are_too_large_to_make_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fold3d.trace.values.made_up.MOST", 100)
+    monkeypatch.setattr("fold3d.trace.made_up.MOST", 100)
     with pytest.raises(TraceError, match="more than 100 weights would have to be made up"):
         trace(_Model("numbers"), example=tokens())
 

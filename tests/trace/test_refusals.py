@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fold3d.errors import TraceError
+from fold3d.errors import SplitError, TraceError
 from fold3d.stage.split_model import SplitModel
-from fold3d.trace import SplitError, trace
+from fold3d.trace import trace
 from fold3d.trace.arguments import Arguments
 from fold3d.weights.release import release
 from tests.trace.chains import assert_equal, chained, needed_parameters, ranks_of, record, whole

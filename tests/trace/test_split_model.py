@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fold3d.stage.loss.loss_run import LossRun
-from fold3d.stage.shapes import ShapeOnly
+from fold3d.stage.loss_run import LossRun
 from fold3d.stage.split_model import SplitModel
+from fold3d.trace.shape_only import ShapeOnly
 from tests.trace.chains import assert_equal, chained, cuts, loss_of, ranks_of, record, whole
 from tests.trace.zoo import FAMILIES, FURTHER, build, checkpointed, plain, tokens
 

@@ -9,10 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fold3d.errors import TraceError
+from fold3d.errors import SplitError, TraceError
 from fold3d.stage.call_guard import other_blocks
 from fold3d.trace import Trace, trace
-from fold3d.trace.errors import SplitError
 from tests.trace.chains import assert_equal, chained, ranks_of, whole
 from tests.trace.zoo import Plain
 

@@ -25,7 +25,7 @@ from fold3d.engine.planning.agreed_recording import agreed_graph, agreed_layout
 from fold3d.engine.planning.memory_limit import memory_limit
 from fold3d.engine.planning.shared import buckets_of, layout_of, parameters_of, settings_of
 from fold3d.engine.planning.tp_forecast import TpForecast, forecast_of, predict_tp_sync, warn_of_spread
-from fold3d.errors import ConfigError, TraceError
+from fold3d.errors import ConfigError, SplitError, TraceError
 from fold3d.observe.announce import announce
 from fold3d.placement.bucket_layout import BucketSpec, bucket_layout
 from fold3d.placement.partition import split_ranges
@@ -37,7 +37,7 @@ from fold3d.plan.resolve import needs_planner, unplanned
 from fold3d.plan.strategy import Ranges, Strategy
 from fold3d.recompute import Recompute
 from fold3d.sharding.shard import even_part
-from fold3d.stage.loss.loss_run import NOT_CALLED, LossRun
+from fold3d.stage.loss_run import NOT_CALLED, LossRun
 from fold3d.stage.micro_batch import DropoutKey, LossFunction
 from fold3d.stage.offload import check_folder, check_pool, prove_room, refuse_without_effect
 from fold3d.stage.rank_model import RankModel, begin_loss, record
@@ -45,8 +45,7 @@ from fold3d.stage.recompute import check_patterns
 from fold3d.tensor_parallel.weight_reads import Reads
 from fold3d.topology import Topology
 from fold3d.trace.arguments import by_name, with_values
-from fold3d.trace.errors import SplitError
-from fold3d.trace.example import part_of, samples_of
+from fold3d.trace.batches import part_of, samples_of
 from fold3d.trace.wrappers import whole_shape
 from fold3d.weights.pretrained import check_folder as check_weights
 from fold3d.weights.release import is_released
@@ -125,7 +124,9 @@ class First:
     """Of its random numbers; None in an evaluation."""
 
 
-def cut_model(order: Order, world: WorldGroup, example: Mapping[str, Any] | None, first: First | None) -> CutModel:
+def cut_model(  # noqa: C901, PLR0915 (one long story of phases)
+    order: Order, world: WorldGroup, example: Mapping[str, Any] | None, first: First | None
+) -> CutModel:
     """Records the model, plans what is "auto", and cuts the model in place; all ranks of the job call.
 
     Args:

@@ -48,8 +48,8 @@ from fold3d.splitting.plan_sharding import plan_sharding
 from fold3d.stage.offload import room_for_pools
 from fold3d.tensor_parallel.alike import make_alike
 from fold3d.trace import Trace
-from fold3d.trace.example import synthetic_example
-from fold3d.trace.users_hooks import users_hooks
+from fold3d.trace.batches import synthetic_example
+from fold3d.trace.wrappers import users_hooks
 from fold3d.weights.part_marks import is_part
 
 logger = logging.getLogger(__name__)

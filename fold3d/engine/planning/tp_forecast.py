@@ -26,7 +26,7 @@ from fold3d.plan.strategy import Strategy
 from fold3d.sharding.plan import ShardingPlan
 from fold3d.topology import of_stage
 from fold3d.trace import Trace
-from fold3d.trace.example import synthetic_example
+from fold3d.trace.batches import synthetic_example
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map_only
 from fold3d.device import rng_untouched
 from fold3d.trace.arguments import Arguments
 from fold3d.trace.capture import fake, fake_copy
-from fold3d.trace.values.without_values import WithoutValues
+from fold3d.trace.without_values import WithoutValues
 
 
 class Shadow:

@@ -28,7 +28,7 @@ from fold3d.profile.parts import Parts
 from fold3d.recompute import Recompute
 from fold3d.sharding.plan import ShardingPlan
 from fold3d.trace import Trace
-from fold3d.trace.results.crossing import Crossings, Value
+from fold3d.trace.module_results import Crossings, Value
 
 _LEAST_BYTES = _C.least_stash_bytes()
 

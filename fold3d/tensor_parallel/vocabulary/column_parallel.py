@@ -2,12 +2,96 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn import functional
+from torch.utils._pytree import tree_leaves, tree_map_only
 
-from fold3d.tensor_parallel.vocabulary.columns import Columns
+from fold3d.sharding.shard import Shard
+from fold3d.tensor_parallel.region import RegionOps
+
+logger = logging.getLogger(__name__)
+
+
+class Columns:
+    """Of one rank: the entries [first, first + length) of `size`. All ranks of the group make the same calls.
+
+    All exchanges are sums over the ranks (`RegionOps`): a part with zeros around it, summed, is the whole, to the bit
+    and for parts of any length.
+
+    Raises: ValueError for a Shard whose parts are not one run each.
+    """
+
+    def __init__(self, shard: Shard, ops: RegionOps) -> None:
+        runs = shard.parts[ops.rank]
+        if len(runs) != 1 or shard.ranks != ops.size:
+            raise ValueError(f"the entries {runs} of {shard.ranks} ranks are no run of one of {ops.size} ranks")
+        self.ops, self.size = ops, shard.size
+        self.first, self.end = runs[0]
+        self._said: set[str] = set()
+
+    @property
+    def length(self) -> int:
+        """How many entries this rank has."""
+        return self.end - self.first
+
+    def own(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns where in this rank's part the entries `ids` are (0 for others'), and which of them are there.
+
+        Raises: IndexError for ids in host memory that are no entries, as torch's functions do; on devices an
+            assertion of the device fails.
+        """
+        outside = (ids < 0) | (ids >= self.size)
+        if ids.device.type != "cpu":
+            torch._assert_async(~outside.any(), "an index is out of the vocabulary's range")
+        elif bool(outside.any()):
+            wrong = int(ids[outside][0])
+            raise IndexError(f"index {wrong} is out of range: the vocabulary has {self.size} entries")
+        mine = (ids >= self.first) & (ids < self.end)
+        return (ids - self.first).masked_fill(~mine, 0), mine
+
+    def add_up(self, share: Tensor) -> Tensor:
+        """Returns the sum of everybody's `share`; each one's gradient is the sum's, which is the same on every rank."""
+        if share.dtype.is_floating_point:
+            return self.ops.reduce_from_region(share)
+        # exact to 2^53; sums of integers are not what every way to exchange has
+        return self.ops.reduce_from_region(share.double()).to(share.dtype)
+
+    def gather(self, part: Tensor, along: int) -> Tensor:
+        """Returns the whole tensor of which everybody has `part` along dimension `along`; the gradient is the own part
+        of the whole's, which is the same on every rank."""
+        behind = part.ndim - 1 - along
+        return self.add_up(functional.pad(part, [0, 0] * behind + [self.first, self.size - self.end]))
+
+    def scatter(self, whole: Tensor, along: int) -> Tensor:
+        """Returns this rank's part, a view, of a tensor that all have; its gradient is whole on every rank."""
+        return self.share(whole).narrow(along, self.first, self.length)
+
+    def share(self, x: Tensor) -> Tensor:
+        """Returns `x`, the same on every rank, for use with parts: its gradient is summed over the ranks."""
+        return self.ops.copy_to_region(x) if x.requires_grad and torch.is_grad_enabled() else x
+
+    def exchange(self, values: Tensor) -> Tensor:
+        """Returns everybody's `values`, equally large, as [ranks, ...] in the order of ranks; the gradient of the own
+        ones is that of their place."""
+        none = torch.zeros_like(values)
+        places = [values if rank == self.ops.rank else none for rank in range(self.ops.size)]
+        return self.ops.reduce_from_region(torch.stack(places))
+
+    def say_gathered(self, operation: str) -> None:
+        """Logs, once per operation and on one rank of the group, why logits become whole in training."""
+        if torch.is_grad_enabled() and self.ops.rank == 0 and operation not in self._said:
+            self._said.add(operation)
+            logger.warning(
+                "'%s' needs the logits of the whole vocabulary: each rank of the tensor-parallel group gathers all %d "
+                "columns. The usual losses (cross_entropy, log_softmax, nll_loss, logsumexp) do without",
+                operation,
+                self.size,
+            )
+
 
 Self = TypeVar("Self", bound="ColumnParallel")
 
@@ -117,3 +201,79 @@ class _Part(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         return ctx.the_class(gradients[0], ctx.the_columns, ctx.the_dim)
+
+
+_aten = torch.ops.aten
+_SAME_PLACES = frozenset(
+    {_aten.detach, _aten.alias, _aten.clone, _aten._to_copy, _aten.zeros_like, _aten.ones_like, _aten.empty_like}
+)
+
+
+def beneath(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Runs an operator, below autograd, with ColumnParallels among its arguments.
+
+    What works on each element alone does so on parts; tensors of the whole's shape are cut to them. Everything else
+    runs on whole tensors: the ranks gather them, in the same order, because they run the same program.
+    """
+    ours = [one for one in tree_leaves((args, kwargs)) if isinstance(one, ColumnParallel)]
+    first = ours[0]
+    if func.overloadpacket is _aten.copy_:
+        return _copy(args[0], args[1])
+    alone = torch.Tag.pointwise in func.tags or func.overloadpacket in _SAME_PLACES
+    moves = kwargs.get("device", first.memory().device) != first.memory().device
+    if alone and not moves and all(one.matches(first) for one in ours):
+        tensors = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
+        if all(isinstance(one, ColumnParallel) or _fits(one, first) for one in tensors):
+            return _on_parts(func, args, kwargs, first)
+    return _on_whole(func, args, kwargs)
+
+
+def _fits(tensor: Tensor, like: ColumnParallel) -> bool:
+    return tensor.ndim < like.behind() or tensor.shape[-like.behind()] in (1, like.columns.size)
+
+
+def _on_parts(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], first: ColumnParallel) -> Any:
+    behind, columns = first.behind(), first.columns
+
+    def local(tensor: Tensor) -> Tensor:
+        if isinstance(tensor, ColumnParallel):
+            return tensor.memory()
+        if tensor.ndim < behind or tensor.shape[-behind] == 1:
+            return tensor
+        return tensor.narrow(tensor.ndim - behind, columns.first, columns.length)
+
+    inner, inner_kwargs = tree_map_only(Tensor, local, (args, kwargs))
+    result = func(*inner, **inner_kwargs)
+    if func._schema.is_mutable:
+        return args[0]
+    return tree_map_only(Tensor, lambda part: type(first)(part, columns, part.ndim - behind), result)
+
+
+def _on_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    written = args[0] if func._schema.is_mutable and args and isinstance(args[0], ColumnParallel) else None
+    inner, inner_kwargs = tree_map_only(ColumnParallel, _gather, (args, kwargs))
+    result = func(*inner, **inner_kwargs)
+    if written is None:
+        return result
+    _copy(written, inner[0])
+    return written
+
+
+def _gather(one: ColumnParallel) -> Tensor:
+    return one.columns.gather(one.memory(), one.vocabulary_dim)
+
+
+def _copy(target: Tensor, source: Tensor) -> Tensor:
+    if not isinstance(target, ColumnParallel):
+        return target.copy_(_gather(source) if isinstance(source, ColumnParallel) else source)
+    columns = target.columns
+    if isinstance(source, ColumnParallel):
+        same = source.matches(target)
+        part = source.memory() if same else None
+        source = source if same else _gather(source)
+    else:
+        part = source if source.ndim < target.behind() or source.shape[-target.behind()] == 1 else None
+    if part is None:
+        part = source.narrow(source.ndim - target.behind(), columns.first, columns.length)
+    target.memory().copy_(part)
+    return target

@@ -9,12 +9,11 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from fold3d.tensor_parallel.vocabulary import elementwise, losses, sums, views
-from fold3d.tensor_parallel.vocabulary.beneath import beneath
-from fold3d.tensor_parallel.vocabulary.call import Call, NeedsWhole, Rule, words
-from fold3d.tensor_parallel.vocabulary.column_parallel import ColumnParallel
+from fold3d.tensor_parallel.vocabulary import losses, rules
+from fold3d.tensor_parallel.vocabulary.column_parallel import ColumnParallel, beneath
+from fold3d.tensor_parallel.vocabulary.rules import Call, NeedsWhole, Rule, words
 
-_RULES: dict[Any, Rule] = {**elementwise.rules(), **views.rules(), **sums.rules(), **losses.rules()}
+_RULES: dict[Any, Rule] = {**rules.rules(), **losses.rules()}
 _LOOKING = (
     "size dim ndimension numel nelement stride is_contiguous is_floating_point is_complex get_device "
     "element_size __len__ __hash__ __dir__ register_hook register_post_accumulate_grad_hook retain_grad "

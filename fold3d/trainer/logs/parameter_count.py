@@ -10,7 +10,7 @@ import transformers.trainer
 from torch.nn import Module
 
 from fold3d.trace.capture import fake_copy
-from fold3d.trace.values.without_values import WithoutValues
+from fold3d.trace.without_values import WithoutValues
 
 
 @contextlib.contextmanager

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fold3d.sharding.shard import Shard
 from fold3d.tensor_parallel.vocabulary import VocabularyParallelLogits, gathered
-from fold3d.tensor_parallel.vocabulary.columns import Columns
+from fold3d.tensor_parallel.vocabulary.column_parallel import Columns
 from tests.tensor_parallel.vocabulary.emulated import NothingWhole, ThreadedOps, on_ranks
 
 V, H, B, L = 23, 6, 2, 5

@@ -1,1 +1,0 @@
-"""What of a block is divided together, and how."""

@@ -1,0 +1,272 @@
+"""infer(): how a block is spread over a tensor-parallel group, found out by running it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fold3d.sharding.shard import Runs, runs_of
+from fold3d.sharding.split import Attribute, BlockSplit, TensorSlice
+from fold3d.splitting.capture import CapturedCall
+from fold3d.splitting.draft import Draft, align, module_of, period_of, split_of
+from fold3d.splitting.probe import Local, Poison, Probe, Respond, atoms
+from fold3d.splitting.regions import Reach, find_regions
+from fold3d.tensor_parallel.install import set_attribute, set_widths
+from fold3d.tensor_parallel.linear import is_linear
+from fold3d.tensor_parallel.slices import paths_of, replace_argument, take_part
+
+_MOST = 4
+_CLOSE = 1e-9
+"""Of what a rank computes to the whole run's part of it, in double precision."""
+
+
+class Numbers:
+    """Searches the smallest set of integers to divide such that a rank computes its slices of what the whole computes.
+
+    Shapes alone mislead: many sets fit them. So the inputs of all matrix products are compared by value.
+    """
+
+    def __init__(self, probe: Probe, tp: int) -> None:
+        self._probe = probe
+        self._tp = tp
+        self._whole = {name: list(found) for name, found in probe.run().items()}
+        self._output = probe.output
+        found = self._integers()
+        read = {(one.module, one.name) for one in found if self._matters(one)}
+        self._candidates = [one for one in found if (one.module, one.name) in read]
+
+    def find(self, drafts: Sequence[Draft], known: tuple[Attribute, ...]) -> BlockSplit | None:
+        """Returns the split of these regions, with the attributes that it needs, or None if none are right.
+
+        Args:
+            known: what the regions before the last one need.
+        """
+        for chosen in self._choices(known):
+            split = split_of(self._probe, drafts, self._tp, chosen, ())
+            outputs = self._slices(drafts, split)
+            if outputs is not None:
+                return split_of(self._probe, drafts, self._tp, chosen, outputs)
+        return None
+
+    def _choices(self, known: tuple[Attribute, ...]) -> Iterator[tuple[Attribute, ...]]:
+        held = {(one.module, one.name) for one in known}
+        others = [one for one in self._candidates if (one.module, one.name) not in held]
+        for number in range(_MOST + 1):
+            for more in itertools.combinations(others, number):
+                if len({(one.module, one.name) for one in more}) == number:
+                    yield (*known, *more)
+
+    # -- candidates --
+
+    def _integers(self) -> list[Attribute]:
+        factors = [factor for factor in range(self._tp, 1, -1) if self._divides(self._tp, factor)]
+        own: list[Attribute] = []
+        of_config: list[Attribute] = []
+        for name, module in self._probe.block.named_modules():
+            if is_linear(module):
+                continue
+            config = vars(module).get("config")
+            places = (("", own, vars(module)), ("config.", of_config, getattr(config, "__dict__", {})))
+            for prefix, found, values in places:
+                for key, value in values.items():
+                    if type(value) is int and value > 1:
+                        found += [
+                            Attribute(module=name, name=prefix + key, whole=value, part=value // factor)
+                            for factor in factors
+                            if self._divides(value, factor)
+                        ]
+        return own + of_config
+
+    @staticmethod
+    def _divides(value: int, factor: int) -> bool:
+        return divmod(value, factor)[1] == 0
+
+    def _matters(self, attribute: Attribute) -> bool:
+        """Returns whether the block computes something else with another value: if not, nothing reads it."""
+        undo = set_attribute(self._probe.block, attribute)
+        try:
+            found = self._probe.run_otherwise()
+        except Exception:
+            return True
+        finally:
+            undo()
+        return not _equal(found, self._whole) or not close(_leaves(self._probe.output), _leaves(self._output))
+
+    # -- comparison --
+
+    def _slices(self, drafts: Sequence[Draft], split: BlockSplit) -> tuple[TensorSlice, ...] | None:
+        """Returns which results are parts on a rank, or None if a rank does not compute what it should."""
+        results: list[Any] = []
+        for rank in range(self._tp):
+            undo: list[Callable[[], None]] = []
+            try:
+                undo += set_widths(self._probe.block, split, rank)
+                undo += [set_attribute(self._probe.block, one) for one in split.attributes]
+                seen = self._run(drafts, split, rank)
+            except Exception:
+                return None
+            finally:
+                while undo:
+                    undo.pop()()
+            if not _equal(seen, self._expected(drafts, rank)):
+                return None
+            results.append(self._probe.output)
+        return self._outputs(results)
+
+    def _run(self, drafts: Sequence[Draft], split: BlockSplit, rank: int) -> dict[str, list[Tensor]]:
+        probe = self._probe
+        outputs = {name: torch.tensor(parts[rank]) for draft in drafts for name, parts in draft.region.columns.items()}
+        args, kwargs = probe.args, probe.kwargs
+        for one in split.inputs:
+            args, kwargs = replace_argument(args, kwargs, one.path, partial(take_part, sliced=one, rank=rank))
+        return probe.run_otherwise(args, kwargs, Local(outputs, dict(split.shards), rank))
+
+    def _expected(self, drafts: Sequence[Draft], rank: int) -> dict[str, list[Tensor]]:
+        rows = {name: torch.tensor(parts[rank]) for draft in drafts for name, parts in draft.region.rows.items()}
+        return {
+            name: [x.index_select(-1, rows[name]) for x in found] if name in rows else found
+            for name, found in self._whole.items()
+        }
+
+    def _outputs(self, results: list[Any]) -> tuple[TensorSlice, ...] | None:
+        found: list[TensorSlice] = []
+        for path, whole in paths_of(self._output):
+            if path not in self._probe.read:
+                continue
+            parts = [part for result in results for place, part in paths_of(result) if place == path]
+            if len(parts) != self._tp:
+                return None
+            if all(_near(part, whole) for part in parts):
+                continue
+            sliced = _find_slice(path, whole, parts)
+            if sliced is None:
+                return None
+            found.append(sliced)
+        return tuple(found)
+
+
+def _find_slice(path: tuple[int | str, ...], whole: Tensor, parts: list[Tensor]) -> TensorSlice | None:
+    """Returns of which indices of one dimension of `whole` the ranks' tensors are made."""
+    if any(part.dim() != whole.dim() for part in parts):
+        return None
+    dims = [dim for dim, size in enumerate(whole.shape) if any(part.shape[dim] < size for part in parts)]
+    if len(dims) != 1:
+        return None
+    dim, size = dims[0], whole.shape[dims[0]]
+    even = torch.cat(parts, dim)
+    if even.shape == whole.shape and close([even], [whole]):
+        lengths = [part.shape[dim] for part in parts]
+        ends = list(itertools.accumulate(lengths))
+        runs = tuple(((end - length, end),) for end, length in zip(ends, lengths, strict=True))
+        return TensorSlice(path=path, dim=dim, period=size, parts=runs)
+    labels = [-1] * size
+    per_rank: list[list[int]] = []
+    for rank, part in enumerate(parts):
+        chosen: list[int] = []
+        for piece in part.unbind(dim):
+            start = chosen[-1] + 1 if chosen else 0
+            match = next((k for k in range(start, size) if close([piece], [whole.select(dim, k)])), None)
+            if match is None:
+                return None
+            chosen.append(match)
+            labels[match] = rank
+        per_rank.append(chosen)
+    if -1 in labels:
+        return None
+    period = period_of(labels)
+    made: tuple[Runs, ...] = tuple(runs_of(k for k in chosen if k < period) for chosen in per_rank)
+    return TensorSlice(path=path, dim=dim, period=period, parts=made)
+
+
+def _leaves(output: Any) -> list[Tensor]:
+    return [leaf for _, leaf in paths_of(output)]
+
+
+def _equal(found: dict[str, list[Tensor]], expected: dict[str, list[Tensor]]) -> bool:
+    return found.keys() == expected.keys() and all(close(found[name], expected[name]) for name in found)
+
+
+def close(found: Sequence[Tensor], expected: Sequence[Tensor]) -> bool:
+    """Returns whether tensors are equal but for rounding in double precision; NaN is equal to NaN."""
+    return len(found) == len(expected) and all(map(_near, found, expected))
+
+
+def _near(x: Tensor, y: Tensor) -> bool:
+    if x is y:
+        return True
+    if x.shape != y.shape or not x.is_floating_point():
+        return torch.equal(x, y)
+    return torch.equal(x, y) or torch.allclose(x, y, rtol=_CLOSE, atol=_CLOSE, equal_nan=True)
+
+
+UNEQUAL = "a rank's part computes something else, whatever attribute is divided"
+
+
+def infer(call: CapturedCall, tp: int, whole: frozenset[str] = frozenset()) -> BlockSplit:
+    """Returns how a block may be divided among `tp` ranks.
+
+    Every matrix product with a parameter is replaced by random numbers. NaN in one output channel shows which input
+    channels of other products it reaches; channels that reach the same belong to one unit (a head, a group of heads
+    with their keys, a neuron). Products whose outputs reach nothing but other products' inputs are divided with these,
+    unit by unit, if ranks get equal numbers of equal units. What is divided is then run as each rank, and what it
+    computes is compared with the whole by value.
+
+    Args:
+        whole: linear modules, or parameters, that are not to be divided.
+    Raises: TraceError when the block cannot be run by itself.
+    """
+    probe = Probe(call)
+    held_whole = {name for name, site in probe.sites.items() if module_of(probe, site) in whole} | probe.in_two_ways
+    reach = {name: atoms(_of_site(probe, name), site.outputs) for name, site in probe.sites.items()}
+    regions, failures = find_regions(probe.sites, reach, tp)
+    numbers = Numbers(probe, tp)
+    undone: set[str] = set()
+    drafts: list[Draft] = []
+    attributes: tuple[Attribute, ...] = ()
+    split = BlockSplit()
+    for region in regions:
+        if not held_whole.isdisjoint((*region.columns, *region.rows)):
+            failures.update(dict.fromkeys(region.rows, "a module of its region is to be whole"))
+            continue
+        draft = Draft(region, align(probe, region, tp))
+        found = numbers.find([*drafts, draft], attributes)
+        if found is None:
+            undone |= region.rows.keys()
+            failures.update(dict.fromkeys(region.rows, region.instead or UNEQUAL))
+            continue
+        drafts.append(draft)
+        attributes, split = found.attributes, found
+    reasons = dict(split.reasons)
+    for name, site in probe.sites.items():
+        why = "whole: it is multiplied in two ways" if name in probe.in_two_ways else ""
+        reasons.setdefault(module_of(probe, site), why or _why_whole(name, probe, reach, failures, undone))
+    return BlockSplit(
+        groups=split.groups,
+        shards=split.shards,
+        attributes=split.attributes,
+        inputs=split.inputs,
+        entering=split.entering,
+        outputs=split.outputs,
+        reasons=reasons,
+    )
+
+
+def _of_site(probe: Probe, name: str) -> Respond:
+    return lambda indices: probe.respond(Poison(indices, site=name))
+
+
+def _why_whole(name: str, probe: Probe, reach: Reach, failures: dict[str, str], undone: set[str]) -> str:
+    if any(atom.leaks for atom in reach[name]):
+        return f"whole: {failures[name]}" if name in undone else "whole: what it computes leaves the block"
+    for row in (*(row for atom in reach[name] for row in atom.sinks), name):
+        if row in failures:
+            at = "" if row == name else f" (at {module_of(probe, probe.sites[row])})"
+            return f"whole: {failures[row]}{at}"
+    if any(atom.sinks for atom in reach[name]):
+        return "whole: what reads its result is divided together with other layers"
+    return "whole: nothing reads what it computes"

@@ -1,1 +1,0 @@
-"""Running blocks of a model by themselves, with stubs in the place of matrix products."""

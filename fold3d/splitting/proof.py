@@ -1,0 +1,457 @@
+"""prove(): that ranks which share a block compute what the block computes, and its gradients."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from fold3d.sharding.shard import Shard
+from fold3d.sharding.split import BlockSplit, SequenceSplit
+from fold3d.splitting.capture import CapturedCall
+from fold3d.splitting.emulate import EmulatedGroup, EmulatedOps
+from fold3d.splitting.probe import replace_parameter
+from fold3d.splitting.sites import Site, SiteMode
+from fold3d.splitting.torch_modes import DoubleMode, WithoutDraws
+from fold3d.tensor_parallel.block_call import BlockCalls
+from fold3d.tensor_parallel.install import install_block
+from fold3d.tensor_parallel.random_draws import PartialDraws
+from fold3d.tensor_parallel.sequence import BlockSequence, SequenceLength
+from fold3d.tensor_parallel.slices import paths_of
+from fold3d.tensor_parallel.weight_reads import Reads
+
+_Difference = tuple[int, str, Tensor | None, Tensor | None]
+RANK = 8
+_LARGE = 1 << 20
+"""Elements of a weight that has factors."""
+
+
+@dataclass(slots=True)
+class _Pair:
+    """A weight as `outputs` times the transposed `inputs`; both [channels, RANK]."""
+
+    outputs: Tensor
+    inputs: Tensor
+    site: Site
+
+
+class Factors:
+    """Computes matrix products with large weights from two thin ones.
+
+    What is to be proved is which channels a rank has, what is summed, and what happens between products: none of it
+    depends on the rank of a weight. A part of a weight's output channels is a part of one factor, a part of its input
+    channels one of the other; their gradients are compared in the place of the weight's. All experts have the same.
+    """
+
+    def __init__(self) -> None:
+        self._pairs: dict[tuple[int, str], _Pair] = {}
+        self._sizes: dict[str, Site] = {}
+
+    @staticmethod
+    def candidates(block: nn.Module, shards: Mapping[str, Shard]) -> list[str]:
+        """Returns the weights of a block that are large enough; those of which ranks hold overlapping parts stay."""
+        return [
+            name
+            for name, parameter in block.named_parameters()
+            if parameter.dim() > 1 and parameter.numel() > _LARGE and not (name in shards and shards[name].overlaps)
+        ]
+
+    @property
+    def used(self) -> set[str]:
+        """Weights of which products have been made."""
+        return {name for _, name in self._pairs}
+
+    def mode(self, owner: int, parameters: Iterable[tuple[str, nn.Parameter]], shards: Mapping[str, Shard]) -> SiteMode:
+        """Returns a mode in which products with these parameters are made from factors.
+
+        Args:
+            owner: -1 is the whole block, else the rank that has these parameters.
+        """
+        return self.modes([(owner, name, parameter) for name, parameter in parameters], shards)
+
+    def modes(self, owned: Iterable[tuple[int, str, nn.Parameter]], shards: Mapping[str, Shard]) -> SiteMode:
+        """The same for parameters of several owners, given as (owner, name, parameter)."""
+        return SiteMode(
+            [(f"{owner}/{name}", parameter) for owner, name, parameter in owned],
+            lambda site, x, shape: self._product(site, x, shape, shards),
+        )
+
+    def differences(self, shards: Mapping[str, Shard], ranks: int) -> Iterator[_Difference]:
+        """Yields (rank, weight, found, expected) for each gradient of a factor."""
+        for name in sorted(self.used):
+            whole = self._pairs[-1, name]
+            pairs = [self._pairs[rank, name] for rank in range(ranks)]
+            shard = shards.get(name)
+            by_outputs = shard is not None and shard.dim == whole.site.out_dim
+            for is_outputs in (True, False):
+                expected = (whole.outputs if is_outputs else whole.inputs).grad
+                found = [(pair.outputs if is_outputs else pair.inputs).grad for pair in pairs]
+                for rank in range(ranks):
+                    if shard is None:
+                        yield rank, name, found[rank], expected
+                    elif by_outputs == is_outputs:
+                        # Ranks that hold the same channels may have shares of their gradient.
+                        others = shard.holders(rank) if shard.summed else (rank,)
+                        part = None if expected is None else Shard(0, shard.size, shard.parts).take(expected, rank)
+                        yield rank, name, _sum(found[other] for other in others), part
+                    else:
+                        yield rank, name, _sum(found), expected
+
+    def _product(self, site: Site, x: Tensor, shape: list[int], shards: Mapping[str, Shard]) -> Tensor:
+        owner, _, name = site.weight.partition("/")
+        key = (int(owner), name)
+        if key not in self._pairs:
+            self._pairs[key] = self._pair(int(owner), name, site, shards)
+        pair = self._pairs[key]
+        return torch.matmul(torch.matmul(x, pair.inputs), pair.outputs.T).expand(shape)
+
+    def _pair(self, owner: int, name: str, site: Site, shards: Mapping[str, Shard]) -> _Pair:
+        if owner < 0:
+            draw = torch.Generator().manual_seed(sum(map(ord, name)))
+            outputs = torch.randn(site.outputs, RANK, dtype=torch.float64, generator=draw) / RANK**0.5
+            inputs = torch.randn(site.inputs, RANK, dtype=torch.float64, generator=draw) / site.inputs**0.5
+            return _Pair(outputs.requires_grad_(), inputs.requires_grad_(), site)
+        whole, shard = self._pairs[-1, name], shards.get(name)
+        outputs, inputs = whole.outputs.detach(), whole.inputs.detach()
+        if shard is not None:
+            rows = Shard(0, shard.size, shard.parts)
+            if shard.dim == whole.site.out_dim:
+                outputs = rows.take(outputs, owner)
+            else:
+                inputs = rows.take(inputs, owner)
+        return _Pair(outputs.clone().requires_grad_(), inputs.clone().requires_grad_(), site)
+
+
+def _sum(found: Iterable[Tensor | None]) -> Tensor | None:
+    parts = [part for part in found if part is not None]
+    return torch.stack(parts).sum(0) if parts else None
+
+
+TOLERANCE = 1e-10
+"""Of differences, relative to the largest element, in double precision."""
+
+
+def prove(call: CapturedCall, split: BlockSplit, tp: int, training: bool = False, used: Used | None = None) -> str:
+    """Returns an empty text, or where ranks that share the block differ from it.
+
+    All ranks run on this process (`EmulatedGroup`), in double precision, with random weights, large ones of low rank
+    (`Factors`); results, and the gradients of every parameter and every argument, are compared with the whole block's.
+
+    Args:
+        training: run it as in training, but for what it draws, and compare what becomes of its buffers, too.
+        used: what of the block is used is added to it.
+    """
+    proof = _Proof(call, split, tp, training)
+    wrong = proof.run()
+    if used is not None:
+        used.modules.update(proof.used.modules)
+        used.parameters.update(proof.used.parameters)
+    return wrong
+
+
+@dataclass(slots=True)
+class Used:
+    """What of a block was used in some runs."""
+
+    modules: set[str] = field(default_factory=set)
+    parameters: set[str] = field(default_factory=set)
+
+    def put_into(self, split: BlockSplit, block: nn.Module) -> BlockSplit:
+        """Returns the split, which knows what of the block was not used when it was proved."""
+        if not split.groups:
+            return split
+        unread = [name for name, _ in block.named_parameters() if name not in self.parameters]
+        holders = {name: name.rpartition(".")[0] for name in unread}
+        unrun = tuple(dict.fromkeys(one for one in holders.values() if one not in self.modules))
+        return replace(split, unrun=unrun, unread=tuple(name for name in unread if holders[name] not in unrun))
+
+
+def prove_sequence(
+    call: CapturedCall, split: BlockSplit, tp: int, sequence: SequenceSplit, training: bool = False
+) -> tuple[str, set[str]]:
+    """Does what `prove` does for ranks that share the block's sequence, too, and returns besides which parameters that
+    every rank holds whole have gradients that are to be summed over the ranks, of which the split does not say so.
+
+    Args:
+        sequence: of a block that is given the whole sequence and returns it.
+    """
+    proof = _Proof(call, split, tp, training, sequence)
+    return proof.run(), proof.summed
+
+
+class _Proof:
+    def __init__(
+        self, call: CapturedCall, split: BlockSplit, tp: int, training: bool, sequence: SequenceSplit | None = None
+    ) -> None:
+        self._call, self._split, self._tp, self._training, self._sequence = call, split, tp, training, sequence
+        self._before: dict[str, Tensor] = {}
+        self.summed: set[str] = set()
+        self.used = Used()
+        self._args, self._kwargs = double_inputs(call)
+        self._factors = Factors()
+        self._large = Factors.candidates(call.block, split.shards)
+
+    def run(self) -> str:
+        whole, inputs, output = self._run_whole()
+        unused = set(self._large) - self._factors.used
+        if unused:  # what is no matrix product's needs values
+            self._factors = Factors()
+            self._large = [name for name in self._large if name not in unused]
+            whole, inputs, output = self._run_whole()
+        draw = torch.Generator().manual_seed(7)
+        weights = {
+            path: torch.randn(leaf.shape, dtype=leaf.dtype, generator=draw)
+            for path, leaf in paths_of(output)
+            if path in self._call.read and leaf.is_floating_point()
+        }
+        with self._mode():
+            _loss(output, weights).backward()  # type: ignore[no-untyped-call]
+        blocks = [shard_block(whole, self._split, rank, self._large) for rank in range(self._tp)]
+        for block in blocks:
+            _set_buffers(block, self._before)
+        ranks = [_Leaves(self._args, self._kwargs) for _ in range(self._tp)]
+
+        def as_rank(ops: EmulatedOps) -> Any:
+            install_as_rank(blocks[ops.rank], self._split, ops, self._sequence)
+            return blocks[ops.rank](*ranks[ops.rank].args, **ranks[ops.rank].kwargs)
+
+        owned = [(rank, name, block.get_parameter(name)) for rank, block in enumerate(blocks) for name in self._large]
+        try:
+            with self._mode(), self._factors.modes(owned, self._split.shards):
+                outputs = EmulatedGroup(self._tp).run(as_rank)
+            with self._mode():
+                torch.stack([_loss(out, weights) for out in outputs]).sum().backward()  # type: ignore[no-untyped-call]
+        except Exception as error:
+            return f"{self._tp} ranks raise {type(error).__name__}: {error}"
+        return next(self._wrong(output, outputs, weights, inputs, ranks, whole, blocks), "")
+
+    def _run_whole(self) -> tuple[nn.Module, _Leaves, Any]:
+        whole = with_weights(self._call.block, self._large).train(self._training)
+        self._before = {name: buffer.clone() for name, buffer in whole.named_buffers()}
+        inputs = _Leaves(self._args, self._kwargs)
+        large = [(name, whole.get_parameter(name)) for name in self._large]
+        hooks = [
+            module.register_forward_pre_hook(lambda *_, name=name: self.used.modules.add(name))
+            for name, module in whole.named_modules()
+        ]
+        with self._mode(), self._factors.mode(-1, large, {}), Reads(whole) as reads:
+            output = whole(*inputs.args, **inputs.kwargs)
+        for hook in hooks:
+            hook.remove()
+        self.used.parameters.update(reads.parameters)
+        return whole, inputs, output
+
+    def _mode(self) -> contextlib.ExitStack:
+        stack = contextlib.ExitStack()
+        stack.enter_context(torch.random.fork_rng(devices=[]))
+        stack.enter_context(DoubleMode())
+        if self._training:
+            stack.enter_context(WithoutDraws())
+        return stack
+
+    def _wrong(
+        self,
+        output: Any,
+        outputs: list[Any],
+        weights: Mapping[Any, Tensor],
+        inputs: _Leaves,
+        ranks: list[_Leaves],
+        whole: nn.Module,
+        blocks: list[nn.Module],
+    ) -> Iterator[str]:
+        expected = dict(paths_of(output))
+        for rank in range(self._tp):
+            returned = dict(paths_of(outputs[rank]))
+            for path in weights:
+                if path not in returned or differ(returned[path], expected[path]):
+                    yield f"rank {rank} returns something else"
+            for path, leaf in inputs.tensors.items():
+                if differ(ranks[rank].tensors[path].grad, leaf.grad):
+                    yield f"rank {rank} has another gradient of argument {'.'.join(map(str, path))}"
+        for name, parameter in whole.named_parameters():
+            shard = self._split.shards.get(name)
+            if name in self._large:
+                continue
+            gradients = [block.get_parameter(name).grad for block in blocks]
+            if self._sequence is not None and shard is None and _is_only_the_sum(gradients, parameter.grad):
+                self.summed.add(name)
+                continue
+            for rank in range(self._tp):
+                part = parameter.grad if shard is None or parameter.grad is None else shard.take(parameter.grad, rank)
+                if differ(_whole_gradient(gradients, shard, rank), part):
+                    yield f"rank {rank} has another gradient of {name}"
+        for name, buffer in whole.named_buffers():
+            for rank, block in enumerate(blocks):
+                found = dict(block.named_buffers()).get(name)
+                if found is None or differ(found.double(), buffer.double()):
+                    yield f"rank {rank} makes another {name}"
+        for rank, name, gradient, part in self._factors.differences(self._split.shards, self._tp):
+            if differ(gradient, part):
+                yield f"rank {rank} has another gradient of {name}"
+
+
+def double_inputs(call: CapturedCall) -> tuple[Any, Any]:
+    """Returns a call's arguments, positional and by name, in double precision."""
+    args, kwargs = tree_map_only(Tensor, _double, (call.args, call.kwargs))
+    return args, kwargs
+
+
+def shard_block(block: nn.Module, split: BlockSplit, rank: int, large: list[str]) -> nn.Module:
+    """Returns a copy of a block with a rank's parts of its parameters; large ones take no memory."""
+    memo: dict[int, Any] = {}
+    for name in large:
+        parameter = block.get_parameter(name)
+        shard = split.shards.get(name)
+        shape = parameter.shape if shard is None else shard.shape(parameter.shape, rank)
+        memo[id(parameter)] = _blank(shape)
+    made = copy.deepcopy(block, memo)
+    for name, parameter in made.named_parameters():
+        parameter.grad = None
+        shard = split.shards.get(name)
+        if shard is not None and name not in large:
+            parameter.data = shard.take(parameter.data, rank)
+    return made
+
+
+def install_as_rank(
+    block: nn.Module, split: BlockSplit, ops: EmulatedOps, sequence: SequenceSplit | None = None
+) -> None:
+    """Puts the forwards of a split on an emulated rank's block, which shares its sequence, too, if that is given."""
+    calls, parted = BlockCalls(ops), None
+    if sequence is not None:
+        parted = BlockSequence(block, sequence, SequenceLength(ops.size, ops.rank), ops, calls)
+    install_block(block, split, ops.rank, ops, calls, parted)
+
+
+def _set_buffers(block: nn.Module, values: Mapping[str, Tensor]) -> None:
+    for name, value in values.items():
+        holder, _, key = name.rpartition(".")
+        block.get_submodule(holder)._buffers[key] = value.clone()
+
+
+def _whole_gradient(gradients: list[Tensor | None], shard: Shard | None, rank: int) -> Tensor | None:
+    if shard is None or not shard.summed:
+        return gradients[rank]
+    parts = [gradients[other] for other in shard.holders(rank)]
+    held = [part for part in parts if part is not None]
+    return torch.stack(held).sum(0) if held else None
+
+
+def _is_only_the_sum(gradients: list[Tensor | None], whole: Tensor | None) -> bool:
+    held = [gradient for gradient in gradients if gradient is not None]
+    if not held or not any(differ(gradient, whole) for gradient in gradients):
+        return False
+    return not differ(torch.stack(held).sum(0), whole)
+
+
+def differ(found: Tensor | None, expected: Tensor | None) -> bool:
+    """Returns whether tensors differ by more than rounding in double precision."""
+    if found is None or expected is None:
+        none = found if expected is None else expected
+        return none is not None and bool(none.any())
+    if found.shape != expected.shape or bool(torch.isnan(found).any()):
+        return True
+    scale = max(1.0, float(expected.detach().abs().max())) if expected.numel() else 1.0
+    return bool(((found - expected).abs() > TOLERANCE * scale).any())
+
+
+def with_weights(block: nn.Module, large: list[str]) -> nn.Module:
+    """Returns a copy of a block on the meta device with random weights in double precision, but for large ones."""
+    made = copy.deepcopy(block)
+    for name, parameter in list(made.named_parameters()):
+        replace_parameter(made, name, _blank(parameter.shape) if name in large else _random(name, parameter))
+    for module in made.modules():
+        for key, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[key] = _double(buffer)
+    return made
+
+
+def _random(name: str, like: Tensor) -> nn.Parameter:
+    draw = torch.Generator().manual_seed(sum(map(ord, name)))
+    value = torch.randn(like.shape, dtype=torch.float64, generator=draw)
+    return nn.Parameter(value / like.shape[-1] ** 0.5 if like.dim() > 1 else 0.3 * value + 1)
+
+
+def _blank(shape: Iterable[int]) -> nn.Parameter:
+    return nn.Parameter(torch.zeros(1, dtype=torch.float64).expand(*shape))
+
+
+class _Leaves:
+    """Arguments whose tensors have gradients."""
+
+    def __init__(self, args: Any, kwargs: Any) -> None:
+        def leaf(x: Tensor) -> Tensor:
+            return x.detach().clone().requires_grad_(x.is_floating_point())
+
+        self.args, self.kwargs = tree_map_only(Tensor, leaf, (args, kwargs))
+        self.tensors = {path[1:]: x for path, x in paths_of((self.args, self.kwargs)) if x.requires_grad}
+
+
+def _loss(output: Any, weights: Mapping[Any, Tensor]) -> Tensor:
+    terms = [(leaf * weights[path]).sum() for path, leaf in paths_of(output) if path in weights]
+    return torch.stack(terms).sum()
+
+
+def _double(x: Tensor) -> Tensor:
+    return x.double() if x.is_floating_point() else x
+
+
+_SEED = 5
+
+Watch = Callable[[nn.Module], AbstractContextManager[Any]]
+"""Entered with a block while it runs."""
+
+
+class BlockRuns:
+    """In double precision, with random weights; large ones are of low rank, as in a proof (`Factors`)."""
+
+    def __init__(self, call: CapturedCall, split: BlockSplit, tp: int, *, training: bool) -> None:
+        self._call, self._split, self._tp, self._training = call, split, tp, training
+        self._factors, self._large = Factors(), Factors.candidates(call.block, split.shards)
+        self.block = with_weights(call.block, self._large).train(training)
+
+    def whole(self, mode: PartialDraws | None = None, watch: Watch = nullcontext) -> Any:
+        """Returns what the whole block returns, run in this mode; `watch` may be entered again with another block."""
+        large = [(name, self.block.get_parameter(name)) for name in self._large]
+        args, kwargs = double_inputs(self._call)
+        with torch.random.fork_rng(devices=[]), torch.no_grad(), DoubleMode(), self._factors.mode(-1, large, {}):
+            torch.manual_seed(_SEED)
+            with mode or nullcontext(), watch(self.block):
+                output = self.block(*args, **kwargs)
+        unused = set(self._large) - self._factors.used
+        if not unused:
+            return output
+        self._factors, self._large = Factors(), [name for name in self._large if name not in unused]
+        self.block = with_weights(self._call.block, self._large).train(self._training)
+        return self.whole(mode, watch)
+
+    def ranks(
+        self,
+        split: BlockSplit,
+        modes: Sequence[PartialDraws] = (),
+        watches: Sequence[Watch] = (),
+        sequence: SequenceSplit | None = None,
+    ) -> list[Any]:
+        """Returns what each rank's share of the block returns, run in a mode of its own if there are any."""
+        blocks = [shard_block(self.block, split, rank, self._large) for rank in range(self._tp)]
+
+        def as_rank(ops: EmulatedOps) -> Any:
+            mine, rank = blocks[ops.rank], ops.rank
+            install_as_rank(mine, split, ops, sequence)
+            args, kwargs = double_inputs(self._call)
+            with modes[rank] if modes else nullcontext(), watches[rank](mine) if watches else nullcontext():
+                return mine(*args, **kwargs)
+
+        owned = [(rank, name, block.get_parameter(name)) for rank, block in enumerate(blocks) for name in self._large]
+        products = self._factors.modes(owned, split.shards)
+        with torch.random.fork_rng(devices=[]), torch.no_grad(), DoubleMode(), products:
+            torch.manual_seed(_SEED)
+            return EmulatedGroup(self._tp).run(as_rank)

@@ -1,1 +1,0 @@
-"""Proof that ranks which share a block compute what the block computes."""

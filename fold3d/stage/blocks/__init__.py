@@ -1,1 +1,0 @@
-"""What is done to single blocks of a model, besides running them."""

@@ -1,0 +1,288 @@
+"""What a loss function must not read: results of layers that another chunk runs (ForeignTensors), weights of which a
+rank has a part (ShardReads).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import arg_tree_leaves, tree_leaves, tree_map_only
+from torch.utils.hooks import RemovableHandle
+
+from fold3d.errors import WAYS_OUT, ConfigError, SplitError
+from fold3d.stage.boundary import ChunkRun
+from fold3d.tensor_parallel.weight_reads import RefusedReads
+from fold3d.trace.model_trace import Trace
+from fold3d.trace.wrappers import users_hooks, whole_shape
+from fold3d.weights.missing import missing
+
+
+class ForeignTensors:
+    """Of one model that is cut. A hook of the user's is shown what stands in for layers that the chunk leaves out, and
+    keeps what other chunks have computed of other micro-batches; so do attributes in which modules keep tensors.
+
+    What a hook is shown is noted with the run it comes from, and while the loss function goes on behind the model's
+    call each of its operations is looked at: one that reads what is not of this run is an error. A hook that keeps
+    tensors in a process that does not compute the loss is an error at once, because nobody would miss them elsewhere.
+    Attributes that other chunks set say that they are missing. Where there are no such hooks and attributes, nothing is
+    looked at.
+    """
+
+    def __init__(self, model: nn.Module, trace: Trace, *, computes_loss: bool) -> None:
+        """Args:
+        computes_loss: whether this process has the model's last chunk.
+        """
+        self._model, self._trace, self._computes_loss = model, trace, computes_loss
+        self._blocks = {id(model.get_submodule(name)) for name in trace.blocks}
+        self._hooks_ever, self._hooked = -1, ""
+        self._undo: list[RemovableHandle] = []
+        self._run: ChunkRun | None = None
+        self._is_users = False
+        self._seen: dict[int, tuple[StorageWeakRef, object, str]] = {}
+        """By storage: the mark of the run it is of, and who keeps it."""
+
+    def begin(self, run: ChunkRun, *, is_users: bool) -> None:
+        """A run of a chunk begins.
+
+        Args:
+            is_users: code of the user's computes the loss.
+        """
+        if self.hooked():
+            self._run, self._is_users = run, is_users
+            self._seen = {key: one for key, one in self._seen.items() if not one[0].expired()}  # type: ignore[no-untyped-call]
+
+    def end(self) -> None:
+        """The run is over: nothing of it is kept."""
+        self._run = None
+
+    @contextlib.contextmanager
+    def guarded(self, run: ChunkRun | None, given: Iterable[Any], *, is_users: bool) -> Iterator[None]:
+        """Around what the loss function does behind the model's call. Raises: SplitError, in it, when it reads what is
+        not of `run`, the last chunk's.
+
+        Args:
+            given: with what the model was called: that may be read.
+            is_users: code of the user's computes the loss.
+        """
+        foreign = {key: keeper for key, (_, of, keeper) in self._seen.items() if run is None or of is not run.mark}
+        for leaf in tree_leaves(list(given)) if foreign else ():
+            if isinstance(leaf, Tensor):
+                foreign.pop(key_of(leaf), None)
+        first = 0 if run is None or not is_users else run.lo
+        with self._missing_attributes(first), _Looking(foreign) if foreign else contextlib.nullcontext():
+            yield
+
+    @contextlib.contextmanager
+    def _missing_attributes(self, first: int) -> Iterator[None]:
+        """Attributes that have anything of blocks before `first` are missing for a while."""
+        before = tuple(f"{block}." for block in self._trace.blocks[:first])
+        held: list[tuple[nn.Module, str, Any]] = []
+        for name, of in zip(self._trace.kept, self._trace.kept_of, strict=True) if first else ():
+            owner, _, attribute = name.rpartition(".")
+            if of < first or name.startswith(before):
+                module = self._model.get_submodule(owner)
+                value = vars(module).get(attribute)
+                held.append((module, attribute, value))
+                stands_in = missing(f"what the attribute {name} keeps")
+                vars(module)[attribute] = tree_map_only(Tensor, lambda _, one=stands_in: one, value)
+        try:
+            yield
+        finally:
+            for module, attribute, value in held:
+                vars(module)[attribute] = value
+
+    def hooked(self) -> str:
+        """Returns the name of a module that has hooks of the user's; "" where none has."""
+        if self._hooks_ever != RemovableHandle.next_id:  # counts all hooks that were ever registered
+            self._install()
+        return self._hooked
+
+    def remove(self) -> None:
+        """Takes its hooks off the model."""
+        while self._undo:
+            self._undo.pop().remove()
+        self._hooks_ever, self._seen, self._hooked = -1, {}, ""
+
+    def _install(self) -> None:
+        seen = self._seen
+        self.remove()
+        self._seen = seen
+        for name, module in self._model.named_modules():
+            if name and next(users_hooks(module, backward=False), None) is not None:
+                self._hooked = self._hooked or name
+                note = _Note(self, name)
+                self._undo.append(module.register_forward_hook(note.before, prepend=True))
+                self._undo.append(module.register_forward_hook(note.after))
+        self._hooks_ever = RemovableHandle.next_id
+
+    def note(self, name: str, module: nn.Module, values: Any) -> _Shown | None:
+        """Hooks of module `name` are shown `values`; returns what looks at what they compute of these, and keep."""
+        if self._run is None:
+            return None
+        right = True
+        for leaf in tree_leaves(values):
+            if isinstance(leaf, Tensor):
+                is_right = self._is_right(name, module, leaf)
+                right = right and is_right
+                self._see(name, leaf, self._run.mark if is_right else None)
+        refuses = self._is_users and not self._computes_loss
+        return _Shown(name, partial(self._see, name, of=self._run.mark if right else None), refuses)
+
+    def _see(self, name: str, tensor: Tensor, of: object) -> None:
+        if tensor.layout == torch.strided:
+            storage = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+            self._seen[key_of(tensor)] = storage, of, f"a hook of {name}"
+
+    def _is_right(self, name: str, module: nn.Module, tensor: Tensor) -> bool:
+        """Returns whether what a module has just returned is right in this run, and stands in for nothing."""
+        run = self._run
+        if run is None or run.lo == 0 or run.position > run.lo:
+            return True
+        if run.position == run.lo and id(module) not in self._blocks:  # between the last block before and the first
+            return True
+        arrived = run.cargo.arrived.items()
+        return any(tensor is one for (of, _), values in arrived if of == name for one in values.values())
+
+
+class _Note:
+    """Hooks of one module, in front of the user's and behind them. Those of a copy, deep or pickled, note nothing."""
+
+    def __init__(self, tensors: ForeignTensors | None, name: str) -> None:
+        self._tensors, self._name = tensors, name
+        self._shown: list[_Shown | None] = []
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Note, (None, self._name)
+
+    def before(self, module: nn.Module, args: Any, output: Any) -> None:
+        """The user's hooks come next."""
+        if self._tensors is not None:
+            shown = self._tensors.note(self._name, module, (args, output))
+            self._shown.append(shown)
+            if shown is not None:
+                shown.begin([args, output, *(one for one in tree_leaves((args, output)) if isinstance(one, Tensor))])
+
+    def after(self, module: nn.Module, args: Any, output: Any) -> None:
+        """They are done. Raises: SplitError when they keep a tensor that the loss function would not find."""
+        shown = self._shown.pop() if self._shown else None
+        if shown is not None:
+            shown.look()
+
+
+class _Shown(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """What hooks of one module compute of what they are shown, and whether they keep any of it."""
+
+    def __init__(self, name: str, see: Callable[[Tensor], None], refuses: bool) -> None:
+        """Args:
+        see: told of each tensor that they compute.
+        refuses: to keep a tensor is an error.
+        """
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._name, self._see, self._refuses = name, see, refuses
+        self._made: list[weakref.ref[Tensor]] = []
+
+    def begin(self, shown: list[Any]) -> None:
+        """Hooks are shown these objects next."""
+        self._shown, self._counts = shown, list(map(sys.getrefcount, shown))
+        self.__enter__()  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for one in tree_leaves(result):
+            if isinstance(one, Tensor):
+                self._see(one)
+                self._made.append(weakref.ref(one))
+        return result
+
+    def look(self) -> None:
+        """They are done. Raises: SplitError when they keep a tensor, and that is an error."""
+        self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        more = any(now > then for now, then in zip(map(sys.getrefcount, self._shown), self._counts, strict=True))
+        if self._refuses and (more or any(one() is not None for one in self._made)):
+            raise SplitError(
+                f"a hook of {self._name} keeps a tensor, and the loss function, which another process computes, would "
+                f"not find it there. {WAYS_OUT}; what is only to be logged may be kept as a number (.item())"
+            )
+
+
+class _Looking(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    def __init__(self, foreign: dict[int, str]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._foreign = foreign
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        for leaf in arg_tree_leaves(*args, **(kwargs or {})):
+            keeper = self._foreign.get(key_of(leaf)) if isinstance(leaf, Tensor) else None
+            if keeper is not None:
+                raise SplitError(
+                    f"the loss function reads what {keeper} keeps of a layer that another chunk runs: what is there "
+                    f"is not of this micro-batch, or stands in for it. {WAYS_OUT}"
+                )
+        return func(*args, **(kwargs or {}))
+
+
+def key_of(tensor: Tensor) -> int:
+    """Returns what tensors have in common that share memory."""
+    if tensor.layout != torch.strided:
+        return id(tensor)
+    return int(tensor.untyped_storage()._cdata)
+
+
+_CALL = nn.Module._call_impl.__code__
+
+
+class ShardReads:
+    """Watches a loss function in every step: what it reads may depend on the step.
+
+    What modules do with their weights was proved. A penalty on `model.parameters()` in a loss function, or a product
+    with an embedding's weight, would see this rank's parts and be wrong without a word.
+
+    Args:
+        model: whose modules may read their weights while they run.
+        parameters: canonical name -> parameter.
+    """
+
+    def __init__(self, model: nn.Module, parameters: Mapping[str, Tensor]) -> None:
+        self._modules = {id(module) for module in model.modules()}
+        self._names = {id(one): name for name, one in parameters.items() if whole_shape(one) != one.shape}
+
+    def watched(self) -> AbstractContextManager[Any]:
+        """Around code of a loss function. Raises: ConfigError, in it, where something is read of which there is a
+        part."""
+        return RefusedReads(self._names, lambda: not self._in_a_module(), _error) if self._names else nullcontext()
+
+    def _in_a_module(self) -> bool:
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None:
+            if frame.f_code is _CALL and id(frame.f_locals.get("self")) in self._modules:
+                return True
+            frame = frame.f_back
+        return False
+
+
+def _error(name: str, read: Tensor) -> ConfigError:
+    return ConfigError(
+        f"code around the model, such as a loss function, reads the weight '{name}', of which each rank of the "
+        f"tensor-parallel group has a part ({tuple(read.shape)} of {tuple(whole_shape(read))}), so it would see "
+        f"other values than on one process. Leave the weight whole with tp_plan={{'{_module_of(name)}': "
+        "'replicate'}, put such a term into the optimizer (weight_decay is an L2 penalty), or set tp=1"
+    )
+
+
+def _module_of(name: str) -> str:
+    return name.rpartition(".")[0] or name

@@ -1,0 +1,304 @@
+"""What a run of a chunk finds again that repeats another: buffers, plain attributes, random numbers of libraries. What
+the first run changed changes once per micro-batch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from fold3d.device import LibraryState, library_rng_state, same_library_rng_state, set_library_rng_state
+
+ABSENT = object()
+"""In the place of an attribute that is not there."""
+_OTHER = object()
+"""In the place of a value that is not looked at."""
+_SIMPLE = frozenset((bool, int, float, complex, str, bytes, type(None)))
+_COLLECTIONS = frozenset((list, tuple, set, frozenset, deque))
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+
+
+class ModelValues:
+    """Buffers and plain attributes of a model at the time this is made, for a run that shall leave no traces."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._modules = list(model.modules())
+        self._attributes = PlainAttributes(model, dict(enumerate(self._modules)))
+        self._buffers = [(module, name, one) for module in self._modules for name, one in module._buffers.items()]
+        tensors = [one for _, _, one in self._buffers]
+        tensors += [
+            one for held in self._attributes.values.values() for one in held.values() if isinstance(one, Tensor)
+        ]
+        self._values = [(one, one.detach().clone()) for one in tensors if one is not None and not one.is_meta]
+
+    def restore(self) -> tuple[bool, list[str]]:
+        """Makes all what they were; returns whether a tensor has changed meanwhile, and names of other attributes that
+        have."""
+        changed = [(one, value) for one, value in self._values if not torch.equal(one, value)]
+        moved = [place for place in self._buffers if place[0]._buffers.get(place[1]) is not place[2]]
+        for one, value in changed:
+            one.data.copy_(value)
+        for module, name, buffer in moved:
+            module._buffers[name] = buffer
+        attributes = list(self._attributes.changed())
+        for number, name, value, _ in attributes:
+            put(vars(self._modules[number]), name, value)
+        names = dict.fromkeys(f"{type(self._modules[number]).__name__}.{name}" for number, name, _, _ in attributes)
+        return bool(changed or moved), list(names)
+
+
+class PlainAttributes:
+    """Attributes of some modules at the time this is made: numbers, text, None, tensors without a gradient, and lists,
+    dictionaries, sets and tuples of them."""
+
+    def __init__(self, model: nn.Module, modules: Mapping[int, nn.Module]) -> None:
+        self._model, self._modules = model, modules
+        self._next_hook = RemovableHandle.next_id
+        self.values = {number: _attributes_of(module) for number, module in modules.items()}
+
+    def changed(self) -> Iterator[tuple[int, str, Any, Any]]:
+        """Yields number of the module, name, value then (or ABSENT) and now of those that are others by now.
+
+        Without the flag that says that hooks have been registered, which must stay as they do: what was absent, None
+        or False where a module has a new hook. transformers' models register them when hidden states are first asked
+        for, and would do so again.
+        """
+        has_hook: bool | None = None
+        for number, known in self.values.items():
+            held = vars(self._modules[number])
+            for name in known.keys() | (held.keys() - _OF_EVERY_MODULE):
+                one, other = known.get(name, ABSENT), held.get(name, ABSENT)
+                if one is other or one is _OTHER or same(one, other) or (now := plain(other)) is _OTHER:
+                    continue
+                if one is ABSENT or one is None or one is False:
+                    has_hook = self._has_new_hook() if has_hook is None else has_hook
+                    if has_hook:
+                        continue
+                yield number, name, one, now
+
+    def _has_new_hook(self) -> bool:
+        return RemovableHandle.next_id > self._next_hook and any(
+            key >= self._next_hook
+            for module in self._model.modules()
+            for hooks in (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks)
+            for key in hooks
+        )
+
+
+def put(holder: dict[str, Any], name: str, value: Any) -> None:
+    """Sets a value of modules' `vars()` or buffers, or takes it away where it is ABSENT."""
+    if value is ABSENT:
+        holder.pop(name, None)
+    else:
+        holder[name] = value
+
+
+def _attributes_of(module: nn.Module) -> dict[str, Any]:
+    return {
+        name: value if type(value) in _SIMPLE else plain(value)  # written out: there are many of them
+        for name, value in vars(module).items()
+        if name not in _OF_EVERY_MODULE
+    }
+
+
+def plain(value: Any) -> Any:
+    """Returns `value`, in containers of its own; _OTHER for what is not looked at."""
+    kind = type(value)
+    if kind in _SIMPLE or value is ABSENT or (isinstance(value, Tensor) and not value.requires_grad):
+        return value
+    if kind is dict or kind in _COLLECTIONS:
+        values = [plain(one) for one in (value.values() if kind is dict else value)]
+        if not any(one is _OTHER for one in values):
+            return dict(zip(value, values, strict=True)) if kind is dict else kind(values)
+    return _OTHER
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether two plain values are the same; a tensor is only itself."""
+    kind = type(one)
+    if one is other or kind is not type(other) or isinstance(one, Tensor):
+        return one is other
+    if kind is dict:
+        return list(one) == list(other) and same(list(one.values()), list(other.values()))
+    if kind in (list, tuple, deque):
+        return len(one) == len(other) and all(map(same, one, other))
+    return bool(one == other)
+
+
+class Place(NamedTuple):
+    """Where a value is kept."""
+
+    module: int
+    """Number among those that are looked at."""
+    name: str
+    is_buffer: bool
+    """Whether it is a buffer there, or an attribute."""
+
+
+class _Change(NamedTuple):
+    """Of an attribute: what it was before the first run, and behind it."""
+
+    before: Any
+    after: Any
+
+
+Before = dict[Place, Any]
+"""Of one micro-batch: what its runs changed, as it was before they did."""
+
+
+class ChangedBuffers:
+    """Those outside of the blocks, such as a running mean of the inputs, for a model whose code in front of the blocks
+    runs for every chunk; and those of a chunk's blocks, such as a batch norm's, where its forward runs twice.
+
+    The first run changes them. Each later one finds what that one found, in tensors and containers of its own (so what
+    autograd saves of them stays valid), and leaves no traces.
+
+    Of attributes numbers, text, None, tensors without a gradient, and lists, dictionaries, sets and tuples of them: a
+    counter, a cache, a flag. Others stay as the last run left them, such as a loss that a layer keeps for later. So do
+    hooks that a forward registers, and the flag that says so, if it was absent, False or None before: transformers'
+    models do that when hidden states are first asked for, and would register them again.
+    """
+
+    def __init__(self, model: nn.Module, blocks: Sequence[str]) -> None:
+        self._model = model
+        inside = tuple(f"{block}." for block in blocks)
+        # The forwards of torch's own modules change nothing but buffers.
+        named = [(n, m) for n, m in model.named_modules() if m._buffers or not type(m).__module__.startswith("torch.")]
+        self._modules = [module for _, module in named]
+        self._in_front = [not f"{name}.".startswith(inside) for name, _ in named]
+        self._first: int | None = None
+        self._changing: set[Place] = set()
+        self._compared: set[tuple[int, bool, tuple[bool, ...]]] = set()  # in which modes values have been compared
+
+    @contextlib.contextmanager
+    def of_chunk(self, chunk: int, before: Before, *, recomputes: bool = False) -> Iterator[None]:
+        """Around the run of a chunk.
+
+        Args:
+            before: of the micro-batch; what this run changes is put in.
+            recomputes: the chunk will run again with this micro-batch, see `again`.
+        """
+        self._first = chunk if self._first is None else min(self._first, chunk)
+        in_front = chunk == self._first
+        fixed = {place: value for place, value in before.items() if self._in_front[place.module] and not in_front}
+        watched = [n for n, is_outside in enumerate(self._in_front) if (in_front if is_outside else recomputes)]
+        # Kernels of batch norms change their statistics without saying so: values are compared, but only once,
+        # because that waits for a GPU.
+        mode = (chunk, recomputes, tuple(module.training for module in self._modules))
+        compares = mode not in self._compared
+        self._compared.add(mode)
+        attributes = PlainAttributes(self._model, {number: self._modules[number] for number in watched})
+        then = [
+            (place, tensor, _version(tensor), _copy(tensor) if compares or place in self._changing else tensor)
+            for number, known in attributes.values.items()
+            for place, tensor in self._tensors(number, known)
+        ]
+        try:
+            with self._holding(fixed):
+                yield
+        finally:
+            for place, old, version, value in then:
+                replaced = place.is_buffer and self._holder(place).get(place.name) is not old
+                written = version != _version(old) or not _equal(value, old)
+                if replaced or written:
+                    self._changing.add(place)
+                    if value is not old or not written:
+                        before.setdefault(place, value)
+            for number, name, value, now in attributes.changed():
+                before.setdefault(Place(number, name, False), _Change(value, now))
+
+    @contextlib.contextmanager
+    def again(self, before: Before) -> Iterator[None]:
+        """Around a run of a chunk that does what its first one with the micro-batch did."""
+        with self._holding(before):
+            yield
+
+    @contextlib.contextmanager
+    def _holding(self, values: Mapping[Place, Any]) -> Iterator[None]:
+        """Has the modules hold copies of `values` for a while, a buffer of several modules the same copy."""
+        copies: dict[int, Tensor] = {}
+        held: list[tuple[Place, Any]] = []
+        for place, kept in values.items():
+            value = kept.before if isinstance(kept, _Change) else kept
+            holder = self._holder(place)
+            own = holder.get(place.name, ABSENT)
+            held.append((place, own))
+            if isinstance(value, Tensor):
+                value = copies.setdefault(id(own if isinstance(own, Tensor) else value), _copy(value))
+            put(holder, place.name, plain(value))
+        try:
+            yield
+        finally:
+            for place, own in held:
+                kept, now = values[place], self._holder(place).get(place.name, ABSENT)
+                if isinstance(kept, _Change) and not (_alike(now, kept.before) or _alike(now, kept.after)):
+                    continue  # what lies behind the first run's chunk has changed it, too
+                put(self._holder(place), place.name, own)
+
+    def _holder(self, place: Place) -> dict[str, Any]:
+        module = self._modules[place.module]
+        held: dict[str, Any] = module._buffers if place.is_buffer else vars(module)
+        return held
+
+    def _tensors(self, number: int, attributes: Mapping[str, Any]) -> Iterator[tuple[Place, Tensor]]:
+        for names, is_buffer in ((self._modules[number]._buffers, True), (attributes, False)):
+            for name, value in names.items():
+                if isinstance(value, Tensor):
+                    yield Place(number, name, is_buffer), value
+
+
+def _alike(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return one.shape == other.shape and one.dtype == other.dtype and _equal(one.detach(), other.detach())
+    return same(plain(one), other)
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone()
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    return one is other or one.is_meta or one.equal(other)
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+class DrawnNumbers:
+    """Of one micro-batch, for a process where code runs several times with it: the model's in front of its blocks for
+    each chunk, and all of a chunk that recomputes. All runs see the same numbers.
+
+    The first chunk that runs the micro-batch draws, in the order in which one process would; later ones draw the same
+    again, and leave the generators as they were. torch's generators are seeded per micro-batch anyway.
+    """
+
+    def __init__(self) -> None:
+        self._has_run = False
+        self._before: LibraryState | None = None  # of the first run, if that drew anything
+        self._before_chunk: dict[int, LibraryState] = {}  # likewise, of the first run of a chunk whose numbers are new
+
+    @contextlib.contextmanager
+    def once(self, chunk: int, *, again: bool = False) -> Iterator[None]:
+        """Around the run of a chunk; `again`: it does what an earlier one did."""
+        known = self._before or (self._before_chunk.get(chunk) if again else None)
+        now = library_rng_state() if known is not None or not again else None
+        if known is not None:
+            set_library_rng_state(known)
+        try:
+            yield
+        finally:
+            if known is not None and now is not None:
+                set_library_rng_state(now)
+            elif now is not None and not same_library_rng_state(now, library_rng_state()):
+                # Most loss functions draw nothing; then there is nothing to do for later chunks.
+                self._before_chunk[chunk] = now
+                if not self._has_run:
+                    self._before = now
+            self._has_run = True

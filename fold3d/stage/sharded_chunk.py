@@ -1,0 +1,173 @@
+"""ShardedChunk: what one chunk does differently whose weights are spread over a tensor-parallel group."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from fold3d.errors import SplitError
+from fold3d.sharding.split import SequenceSplit
+from fold3d.stage.loss_reads import ShardReads
+from fold3d.stage.micro_batch import MicroBatch
+from fold3d.stage.sub_pipeline import SubPipeline
+from fold3d.tensor_parallel.kept_sums import KeptRun, KeptSums
+from fold3d.tensor_parallel.slices import replace_leaf
+from fold3d.trace import Trace
+from fold3d.trace.module_results import Value
+
+
+class PartOps(Protocol):
+    """Of a tensor-parallel group; gradients flow through."""
+
+    size: int
+
+    def scatter_to_sequence_region(self, x: Tensor, dim: int) -> Tensor:
+        """Returns this rank's part along `dim` of `x`, the same on every rank; the gradient is gathered."""
+
+    def gather_from_region(self, x: Tensor, dim: int) -> Tensor:
+        """Returns everybody's `x`, one after the other along `dim`; the gradient, the same on every rank, is parted."""
+
+
+class BorderParts:
+    """The scatter/gather optimization of Narayanan et al., "Efficient large-scale language model training on GPU
+    clusters" (2021), section 4.1: between stages a rank sends 1 / tp of an activation, and the next stage's ranks
+    gather it over the links that they have among themselves; gradients go back alike.
+
+    Only what is the same in every micro-batch decides which tensors travel in parts, since the receiver has no whole
+    one to look at: floating point, with a last dimension that divides and is one that the model's weights have, so that
+    it does not change with the lengths of samples. Hidden states of which each rank has a part already are left alone.
+    """
+
+    def __init__(
+        self,
+        trace: Trace,
+        ranges: Sequence[tuple[int, int]],
+        widths: set[int],
+        ops: PartOps,
+        sequence: Mapping[str, SequenceSplit] | None = None,
+    ) -> None:
+        """Args:
+        ranges: blocks [first, end) of every chunk, cut where `Trace.under` tensor parallelism may be.
+        widths: sizes that the model's whole parameters have.
+        sequence: blocks that work on parts of the sequence, by name; None: none does.
+        """
+        self._ops = ops
+        self._parted = [
+            [
+                one.dtype.is_floating_point
+                and bool(one.shape)
+                and one.shape[-1] % ops.size == 0
+                and one.shape[-1] in widths
+                and parted not in one.values
+                for one in trace.crossings[end]
+            ]
+            for _, end in ranges[:-1]
+            for parted in (_parted_already(trace, end - 1, sequence or {}),)
+        ]
+
+    def send(self, chunk: int, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Returns what this rank sends of what leaves the chunk.
+
+        Raises: SplitError in a form of call for which other tensors do than in the recorded one.
+        """
+        if len(tensors) != len(self._parted[chunk]):
+            raise SplitError(
+                f"{len(tensors)} tensors leave chunk {chunk}, {len(self._parted[chunk])} in the recorded call: "
+                "with tp > 1 all calls of the model must need the same. Ask for the same outputs in all, or set tp=1"
+            )
+        return [
+            self._ops.scatter_to_sequence_region(tensor, -1) if parted else tensor
+            for tensor, parted in zip(tensors, self._parted[chunk], strict=True)
+        ]
+
+    def receive(self, chunk: int, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Returns what the chunk before this one returned; all ranks of the group call."""
+        return [
+            self._ops.gather_from_region(tensor, -1) if parted else tensor
+            for tensor, parted in zip(tensors, self._parted[chunk - 1], strict=True)
+        ]
+
+
+def _parted_already(trace: Trace, block: int, sequence: Mapping[str, SequenceSplit]) -> Value | None:
+    """Returns which of the tensors that a block returns is a part of the sequence."""
+    split = sequence.get(trace.blocks[block])
+    if split is None or split.ends:
+        return None
+    structure = trace.structures[block]
+    numbers = structure.unflatten([torch.tensor(number) for number in range(structure.num_tensors)])
+    found: list[int] = []
+
+    def note(number: Tensor) -> Tensor:
+        found.append(int(number))
+        return number
+
+    replace_leaf(numbers, split.result, note)
+    return trace.result(block, found[0]) if found else None
+
+
+class ShardedChunk:
+    """A ChunkSharding of one chunk; all ranks of the group make the same calls."""
+
+    def __init__(
+        self,
+        index: int,
+        parts: BorderParts | None,
+        sub: SubPipeline,
+        sums: KeptSums,
+        reads: ShardReads,
+        in_halves: Callable[[], bool],
+    ) -> None:
+        """Args:
+        parts: None where nothing travels between stages.
+        sums: what its modules communicate by.
+        in_halves: whether micro-batches of the step under way run in halves.
+        """
+        self._index, self._parts, self._sub, self._in_halves = index, parts, sub, in_halves
+        self._sums, self._reads = sums, reads
+        self._first: KeptRun | None = None
+        self._repeated: KeptRun | None = None
+
+    @contextmanager
+    def first(self, run: KeptRun) -> Iterator[None]:
+        """Around a run that is repeated later: what it gets from the other ranks is kept in `run`."""
+        self._first = run
+        try:
+            with self._sums.first(run):
+                yield
+        finally:
+            self._first = None
+
+    @contextmanager
+    def again(self, run: KeptRun) -> Iterator[None]:
+        """Around the run that repeats it."""
+        self._repeated = run
+        try:
+            with self._sums.again(run):
+                yield
+        finally:
+            self._repeated = None
+
+    def watched(self, micro_batch: MicroBatch) -> AbstractContextManager[None]:
+        """Around the loss function's code. Raises: ConfigError, in it, where that reads parts of weights."""
+        return self._reads.watched()
+
+    def receive(self, tensors: list[Tensor]) -> list[Tensor]:
+        """Returns what the chunk before returned, of what this rank received of it."""
+        return self._parts.receive(self._index, tensors) if self._parts is not None and self._index else tensors
+
+    def send(self, tensors: list[Tensor]) -> list[Tensor]:
+        """Returns what this rank sends of what the chunk returned."""
+        return self._parts.send(self._index, tensors) if self._parts is not None and tensors else tensors
+
+    def run(self, micro_batch: MicroBatch, received: list[Tensor]) -> tuple[list[Tensor], Any] | None:
+        """Returns what the chunk returns for the micro-batch in halves; None: it is to run whole."""
+        if self._repeated is not None:  # as it ran before, whatever was found out about micro-batches since
+            return self._sub.run(micro_batch, received, again=True) if self._repeated.in_parts else None
+        done = self._sub.run(micro_batch, received) if micro_batch.trains and self._in_halves() else None
+        if self._first is not None:
+            self._first.ran(in_parts=done is not None)
+        return done

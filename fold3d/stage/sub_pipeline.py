@@ -1,0 +1,262 @@
+"""SubPipeline: runs a chunk's blocks on a micro-batch in parts, one of which communicates while another computes."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fold3d import seeding
+from fold3d.device import device_of, library_rng_state, same_library_rng_state, set_library_rng_state
+from fold3d.sharding.shard import even_part
+from fold3d.stage.loss_run import ModelCall
+from fold3d.stage.micro_batch import MicroBatch
+from fold3d.stage.replay import ModelValues
+from fold3d.stage.split_model import SplitModel
+from fold3d.tensor_parallel.random_draws import PerSampleRandom, RedrawError
+from fold3d.tensor_parallel.turning_ops import TurningOps
+from fold3d.trace.arguments import Form, by_name, form_of
+from fold3d.trace.batches import IGNORED, follows, part_of, samples_of
+
+_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5}
+_OF_16_BITS = 1e-3
+
+
+@dataclass(frozen=True, slots=True)
+class SubMicroBatch:
+    """Some consecutive samples of a micro-batch."""
+
+    inputs: dict[str, Any]
+    """By argument name."""
+    first: int
+    end: int
+    samples: int
+    """Of the whole micro-batch."""
+
+
+def sub_micro_batches(whole: Mapping[str, Any], most: int = 2) -> list[SubMicroBatch]:
+    """Returns a micro-batch in parts, the first ones with a sample more where they are not equal; one part where nobody
+    knows how to divide it.
+
+    Args:
+        most: parts, where there are as many samples.
+    """
+    samples = samples_of(whole) if most > 1 else None
+    if samples is None:
+        return [SubMicroBatch(dict(whole), 0, 1, 1)]
+    parts = [even_part(samples, min(most, samples), number) for number in range(min(most, samples))]
+    return [SubMicroBatch(part_of(whole, *part, samples), *part, samples) for part in parts]
+
+
+def tolerance(dtype: torch.dtype) -> float:
+    """Returns by which part of the largest value results of parts may differ from the whole's, of layers that compute
+    in `dtype`: sums have another order."""
+    return _TOLERANCE.get(dtype, _OF_16_BITS)
+
+
+def divide(tensor: Tensor, parts: Sequence[SubMicroBatch]) -> Sequence[Tensor]:
+    """Returns a tensor's parts for the sub-micro-batches; all of it for each where it does not follow the samples."""
+    samples = parts[0].samples
+    if not follows(tensor, samples):
+        return [tensor] * len(parts)
+    each = tensor.shape[0] // samples
+    return torch.split(tensor, [each * (part.end - part.first) for part in parts])
+
+
+def weights(parts: Sequence[SubMicroBatch], reduction: str, *, first: int = 0) -> list[float]:
+    """Returns by which the parts' losses are multiplied before they are added.
+
+    Args:
+        first: from which position of a row on labels count.
+        reduction: what the loss is of its samples: "sum", the "mean" over them, or over labels ("tokens"); a part
+            without labels then counts 0, and its loss, which is no number, must not be added.
+    """
+    if reduction == "sum":
+        return [1.0] * len(parts)
+    counts = [
+        part.end - part.first if reduction == "mean" else _count(part.inputs.get("labels"), first) for part in parts
+    ]
+    return [count / max(sum(counts), 1) for count in counts]
+
+
+def _count(labels: object, first: int) -> int:
+    """Returns how many labels are no padding."""
+    if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.ndim < first:
+        return 0
+    return int((labels[..., first:] if first else labels).ne(IGNORED).sum())
+
+
+logger = logging.getLogger(__name__)
+
+Result = tuple[list[Tensor], Any]
+"""The tensors for the next chunk, and what the model's forward returned as the last chunk."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """A call of the model in parts."""
+
+    form: Form
+    """Of calls that are divided alike."""
+    parts: list[SubMicroBatch]
+
+
+class SubPipeline:
+    """Of one chunk. Its results are those of the whole micro-batch, to floating-point reordering.
+
+    The blocks run on parts of the micro-batch. Behind the last block the parts are joined, and what lies there, the
+    head, runs once on the whole, like the loss function: no loss is ever divided. Whether the blocks may run on parts
+    is checked with the first micro-batch of each form, which also runs whole, without a backward: where a sample's
+    values depend on others, micro-batches of this chunk stay whole, which is said once. Masks of dropout are those of
+    the whole micro-batch (`PerSampleRandom`).
+
+    All ranks of a tensor-parallel group compute the same results, to the bit, so they decide alike.
+
+    Two parts hide what regions end with. Where the sequence is shared, one exchange follows right behind another (what
+    a region ends with is scattered, and, behind a norm, gathered again), and both are hidden by three parts, of which
+    the second one begins a turn later: of any two that follow each other, one then computes a region and the other a
+    norm.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        model: nn.Module,
+        split: Callable[[], SplitModel],
+        ops: TurningOps,
+        *,
+        shares_sequence: bool = False,
+    ) -> None:
+        """Args:
+        split: returns what runs the blocks of the chunk apart from the head; asked when that is needed.
+        shares_sequence: whether regions begin with an exchange, too.
+        """
+        self._most = 3 if shares_sequence else 2
+        self._index, self._model, self._make, self._ops = index, model, split, ops
+        self._split: SplitModel | None = None
+        self._joined: dict[Form, list[bool]] = {}
+        """By form, per tensor behind the blocks: one part after the other; else all parts have the same."""
+        self._draws = True
+        self._generators = seeding.generators_of(device_of(model))
+        self._dropouts = [module for module in model.modules() if isinstance(module, nn.modules.dropout._DropoutNd)]
+        self.reason = ""
+        """Why micro-batches stay whole; empty where they do not."""
+
+    def run(self, micro_batch: MicroBatch, received: Sequence[Tensor], *, again: bool = False) -> Result | None:
+        """Returns what the whole micro-batch would give, for one backward over it; None where it has to run whole.
+
+        Args:
+            again: it ran in parts before, and does so once more.
+        """
+        if not again and (self.reason or not micro_batch.trains):
+            return None
+        found = self._divided(micro_batch.loss.call)
+        if found is None:
+            return None
+        if self._split is None:
+            self._split = self._make()
+        split = self._split
+        if reason := "" if again else split.why_not_in_parts(self._index, micro_batch.loss):
+            self._keep_whole(reason)
+            return None
+        with split.alone():
+            joined = self._run(micro_batch, found, received)
+            if joined is None or not split.is_last(self._index):
+                return None if joined is None else (joined, None)
+            return split.head(micro_batch.loss, joined, micro_batch.key)
+
+    def _run(self, micro_batch: MicroBatch, found: _Parts, received: Sequence[Tensor]) -> list[Tensor] | None:
+        """Returns what is behind the blocks, joined; None where the micro-batch stays whole."""
+        expected = None if found.form in self._joined else self._run_whole(micro_batch, received)
+        if self.reason:
+            return None
+        try:
+            results = self._run_parts(micro_batch, found.parts, received)
+        except RedrawError as error:
+            self._keep_whole(str(error))
+            return None
+        if expected is not None and not self._compare(found.form, expected, results):
+            return None
+        return [
+            torch.cat([tensors[number] for tensors in results]) if joins else results[0][number]
+            for number, joins in enumerate(self._joined[found.form])
+        ]
+
+    def _divided(self, call: ModelCall | None) -> _Parts | None:
+        if call is None:
+            return None
+        arguments = by_name(self._model, *call)
+        parts = sub_micro_batches(arguments, self._most)
+        chances = tuple(module.p for module in self._dropouts)
+        return None if len(parts) < 2 else _Parts((*form_of(arguments), chances), parts)
+
+    def _run_whole(self, micro_batch: MicroBatch, received: Sequence[Tensor]) -> list[Tensor]:
+        """Leaves no traces."""
+        assert self._split is not None
+        drawn, values = library_rng_state(), ModelValues(self._model)
+        with torch.no_grad():
+            whole = self._split.body(self._index, micro_batch.loss, list(received), micro_batch.key)
+        if not same_library_rng_state(drawn, library_rng_state()):
+            set_library_rng_state(drawn)
+            self._keep_whole("its forward draws from Python's or numpy's generator")
+        buffers, attributes = values.restore()
+        if buffers:
+            self._keep_whole("its forward changes buffers")
+        if attributes:
+            self._keep_whole(f"its forward changes attributes of its modules ({', '.join(attributes)})")
+        return whole
+
+    def _run_parts(
+        self, micro_batch: MicroBatch, parts: Sequence[SubMicroBatch], received: Sequence[Tensor]
+    ) -> list[list[Tensor]]:
+        split, call = self._split, micro_batch.loss.call
+        assert split is not None and call is not None
+        inputs = list(zip(*(divide(tensor, parts) for tensor in received), strict=True)) or [()] * len(parts)
+        modes = [PerSampleRandom(part.first, part.end, part.samples) for part in parts]
+
+        def one(number: int) -> list[Tensor]:
+            if number == 1 and len(parts) > 2:
+                self._ops.turns.hand_over()
+            part = ModelCall(call.module, (), parts[number].inputs)
+            with modes[number] if self._draws else contextlib.nullcontext():
+                return split.body(self._index, micro_batch.loss, list(inputs[number]), micro_batch.key, part)
+
+        self._ops.begin()
+        functions = [lambda number=number: one(number) for number in range(len(parts))]
+        results = self._ops.turns.run(functions, [split], self._generators)
+        self._draws = any(mode.used for mode in modes)
+        return results
+
+    def _compare(self, form: Form, expected: Sequence[Tensor], results: Sequence[Sequence[Tensor]]) -> bool:
+        """Learns how the parts' results make the whole one's; returns whether they do."""
+        joined = []
+        for number, tensor in enumerate(expected):
+            pieces = [sent[number].detach() for sent in results]
+            joins = sum(piece.shape[0] for piece in pieces if piece.ndim) == (tensor.shape[0] if tensor.ndim else -1)
+            found = torch.cat(pieces) if joins else pieces[0]
+            if not _close(found, tensor) or not (joins or all(_close(piece, tensor) for piece in pieces)):
+                self._keep_whole("what it computes of a sample depends on the other samples of the micro-batch")
+                return False
+            joined.append(joins)
+        self._joined[form] = joined
+        return True
+
+    def _keep_whole(self, reason: str) -> None:
+        self.reason = self.reason or reason
+        logger.warning(
+            "tp_overlap: chunk %d runs its micro-batches whole, without hiding TP.sync: %s", self._index, self.reason
+        )
+
+
+def _close(found: Tensor, expected: Tensor) -> bool:
+    if found.shape != expected.shape:
+        return False
+    if not expected.is_floating_point():
+        return torch.equal(found, expected)
+    largest = expected.abs().max() if expected.numel() else torch.zeros(())
+    return bool(((found - expected).abs() <= tolerance(expected.dtype) * largest).all() or torch.equal(found, expected))

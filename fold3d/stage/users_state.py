@@ -1,0 +1,640 @@
+"""Where code of the user's keeps values by name, what tells that one has changed (Namespace), and what a loss function
+finds as it left it when it goes on (KeptAttributes).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import itertools
+import random
+import sys
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from fold3d.device import library_rng_state, set_library_rng_state
+from fold3d.errors import SplitError
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None))
+_SIMPLE = frozenset(_PLAIN)
+_LISTS = (list, tuple, deque)
+_MOST = 1000
+"""Entries of a container that is looked into: a data set has more."""
+_FRAMEWORKS = frozenset(sys.stdlib_module_names) - {"__main__", "argparse", "collections", "types"} | frozenset(
+    ("accelerate", "datasets", "evaluate", "fold3d", "numpy", "peft", "tokenizers", "torch", "tqdm", "transformers")
+)
+"""Packages whose objects are not looked into where they are attributes of the user's: no loss function sets theirs."""
+_OF_EVERY_MODULE = frozenset((*vars(nn.Module()), "forward")) - {"training"}
+"""Not attributes of the user's: forwards are put on while a loss function runs."""
+ABSENT = object()
+"""In the place of a value that is not there."""
+UNKNOWN = object()
+"""In the place of a value that was not kept."""
+
+
+_IS_HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: the attributes of other classes are constant
+
+
+class LongContainer(NamedTuple):
+    """One that is too long to copy it for every micro-batch."""
+
+    value: Any
+    length: int
+    """When it was looked at."""
+
+    def as_it_was(self) -> Any:
+        """Returns a container with its first entries."""
+        if len(self.value) == self.length or not isinstance(self.value, (dict, list, deque)):
+            return self.value
+        first = itertools.islice(self.value.items() if isinstance(self.value, dict) else self.value, self.length)
+        return type(self.value)(first)
+
+
+def as_it_was(kept: Any) -> Any:
+    """Returns the value of which `kept` is what was kept."""
+    return kept.as_it_was() if isinstance(kept, LongContainer) else kept
+
+
+class _Long(NamedTuple):
+    """The version of such a container."""
+
+    number: int
+    length: int
+
+
+Kind = type | CodeType | tuple[type]
+"""The class of an object, the code of a function; of a class the class, in a tuple."""
+Version = Any
+"""What differs once a value has changed."""
+
+
+class Namespace:
+    """Values by name: attributes of an object, variables around a function, global variables that it uses.
+
+    Attributes:
+        values: they are read and set here.
+        kind: the same for namespaces that the same code uses.
+        what: for messages.
+        owner: the object whose attributes they are, where its class can note which are set; None otherwise.
+    """
+
+    def __init__(self, values: MutableMapping[str, Any], kind: Kind, what: str, owner: object = None) -> None:
+        self.values, self.kind, self.what, self.owner = values, kind, what, owner
+
+    def contents(self) -> Contents:
+        """Returns what it holds now."""
+        return Contents(dict(self.values))
+
+
+class Contents:
+    """What a namespace held at one time.
+
+    Attributes:
+        values: by name.
+    """
+
+    def __init__(self, values: dict[str, Any]) -> None:
+        self.values = values
+        self._versions = {n: one if type(one) in _SIMPLE else version(one) for n, one in values.items()}
+
+    def changed(self, before: Contents) -> set[str]:
+        """Returns the names of what was set, changed or deleted since `before`."""
+        inside = {name for name, one in self._versions.items() if one != before._versions.get(name, ABSENT)}
+        return inside | _set_since(before.values, self.values)
+
+    def copies(self) -> dict[str, Any]:
+        """Returns the values, with containers of their own."""
+        return {name: _copied(value, None) for name, value in self.values.items() if is_state(value)}
+
+    def kept(self, names: Collection[str], before: Contents) -> dict[str, Any]:
+        """Returns the values that `names` had, and what else is a number or text; UNKNOWN in the place of others, which
+        may be large. Containers are copies, and so are tensors that were written to since `before`."""
+        known, simple = before._versions, _SIMPLE
+        return {
+            name: value if type(value) in simple else _copied(value, known.get(name)) if name in names else UNKNOWN
+            for name, value in self.values.items()
+        }
+
+
+class _View(MutableMapping[str, Any]):
+    """Values that lie elsewhere."""
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+class _Attributes(_View):
+    """Attributes of an object without a dictionary, or of a class, that are no functions."""
+
+    def __init__(self, one: object) -> None:
+        self._one = one
+
+    def __getitem__(self, name: str) -> Any:
+        try:
+            return getattr(self._one, name)
+        except AttributeError:
+            raise KeyError(name) from None
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        setattr(self._one, name, value)
+
+    def __delitem__(self, name: str) -> None:
+        delattr(self._one, name)
+
+    def __iter__(self) -> Iterator[str]:
+        if isinstance(self._one, type):
+            return (
+                name for name, value in vars(self._one).items() if name[:2] != "__" and not hasattr(value, "__get__")
+            )
+        return (name for kind in type(self._one).__mro__ for name in _slots(kind) if hasattr(self._one, name))
+
+
+def _slots(kind: type) -> tuple[str, ...]:
+    slots = vars(kind).get("__slots__", ())
+    return (slots,) if isinstance(slots, str) else tuple(slots)
+
+
+class _Cells(_View):
+    """Variables of a function around a function."""
+
+    def __init__(self, function: FunctionType) -> None:
+        self._cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+
+    def __getitem__(self, name: str) -> Any:
+        try:
+            return self._cells[name].cell_contents
+        except ValueError:  # it is not set yet
+            raise KeyError(name) from None
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self._cells[name].cell_contents = value
+
+    def __delitem__(self, name: str) -> None:
+        del self._cells[name].cell_contents
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for name in self._cells if name in self)
+
+
+class _Globals(_View):
+    """Global variables that a function uses, besides functions, classes and modules."""
+
+    def __init__(self, function: FunctionType) -> None:
+        self._all = function.__globals__
+        self._names = [name for name in _names_in(function.__code__) if self._is_state(name)]
+
+    def _is_state(self, name: str) -> bool:
+        value = self._all.get(name, ABSENT)
+        return value is not ABSENT and not isinstance(value, (BuiltinFunctionType, FunctionType, ModuleType, type))
+
+    def __getitem__(self, name: str) -> Any:
+        return self._all[name]
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self._all[name] = value
+
+    def __delitem__(self, name: str) -> None:
+        del self._all[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for name in self._names if name in self._all)
+
+
+def _names_in(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for one in code.co_consts:
+        if isinstance(one, CodeType):
+            yield from _names_in(one)
+
+
+def namespaces_of(objects: Iterable[object], model: nn.Module) -> list[Namespace]:
+    """Returns where code keeps values that is reached from `objects`: functions, and objects with methods.
+
+    A function's are its attributes, the variables around it, the global ones that it uses, and dictionaries that are
+    given to it once for all; those of an object its attributes and those of its class. Functions and objects of the
+    user's that are found there are looked at likewise; `model` is not.
+    """
+    found: list[Namespace] = []
+    seen = {id(model)}
+    todo: deque[tuple[object, bool]] = deque((one, True) for one in objects)
+    while todo and len(found) < _MOST:
+        one, is_named = todo.popleft()
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        if isinstance(one, functools.partial):
+            todo.extend((each, is_named) for each in (one.func, *one.args, *one.keywords.values()))
+        elif isinstance(one, MethodType):
+            todo.extend(((one.__self__, is_named), (one.__func__, is_named)))
+        elif isinstance(one, FunctionType):
+            if is_named or _is_users(one.__module__):
+                what = f"variable of {one.__qualname__}"
+                spaces = [Namespace(each, one.__code__, what) for each in (_Cells(one), _Globals(one), vars(one))]
+                found += [space for space in spaces if space.values]
+                todo.extend((value, False) for space in spaces for value in space.values.values())
+                todo.extend(
+                    (value, True) for value in (*(one.__defaults__ or ()), *(one.__kwdefaults__ or {}).values())
+                )
+                todo.extend(
+                    (one.__globals__[name], False) for name in _names_in(one.__code__) if name in one.__globals__
+                )
+        elif _has_attributes(one) and (is_named or _is_users(type(one).__module__)):
+            kind = type(one)
+            found.append(attributes_of(one))
+            todo.extend((value, False) for value in found[-1].values.values())
+            if _is_users(kind.__module__):
+                todo.append((kind, True))
+        elif type(one) is dict and is_named and len(one) <= _MOST:
+            found.append(Namespace(one, (dict,), "entry of an argument of the function"))
+        elif isinstance(one, type) and is_named:
+            found.append(Namespace(_Attributes(one), (one,), f"attribute of the class {one.__name__}"))
+    return found
+
+
+class ModelState:
+    """What a loss function may set of a model.
+
+    Attributes:
+        namespaces: the attributes of its modules, and of objects that are attributes there, such as `config`.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._parameters = list(model.parameters())
+        self.namespaces: list[Namespace] = []
+        seen: set[int] = set()
+        for module in model.modules():
+            self.namespaces.append(attributes_of(module))
+            of_class = vars(type(module)).values() if _is_users(type(module).__module__) else ()
+            own = (one for name, one in vars(module).items() if name not in _OF_EVERY_MODULE)
+            for one in (*own, *of_class):
+                if id(one) not in seen and _has_attributes(one) and not isinstance(one, (FunctionType, nn.Module)):
+                    seen.add(id(one))
+                    self.namespaces.append(attributes_of(one))
+        self._values = [space.values for space in self.namespaces]
+
+    def contents(self) -> list[dict[str, Any]]:
+        """Returns what each namespace holds now. There may be thousands: of containers only which they are counts."""
+        return [{name: one for name, one in all_.items() if name not in _OF_EVERY_MODULE} for all_ in self._values]
+
+    @staticmethod
+    def changed(now: list[dict[str, Any]], before: list[dict[str, Any]]) -> dict[int, set[str]]:
+        """Returns the names of what was set or deleted since `before`, by number of the namespace."""
+        pairs = enumerate(zip(now, before, strict=True))
+        return {
+            number: _set_since(then, one)
+            for number, (one, then) in pairs
+            if len(one) != len(then) or [name for name in one if name not in then or one[name] is not then[name]]
+        }
+
+    @staticmethod
+    def kept(now: list[dict[str, Any]], names: Mapping[int, Collection[str]]) -> list[dict[str, Any]]:
+        """Returns the values that `names` had, by number, and what else is a number or text, as `Contents.kept`."""
+        simple = _SIMPLE
+        return [
+            {name: one if type(one) in simple or name in front else UNKNOWN for name, one in values.items()}
+            for number, values in enumerate(now)
+            for front in (names.get(number, ()),)
+        ]
+
+    def trained(self) -> list[bool]:
+        """Returns which weights are trained."""
+        return [one.requires_grad for one in self._parameters]
+
+
+def _set_since(before: Mapping[str, Any], now: Mapping[str, Any]) -> set[str]:
+    """Returns the names of what is another object, or number or text."""
+
+    def same(one: Any, other: Any) -> bool:
+        return one is other or (type(one) is type(other) and type(one) in _SIMPLE and bool(one == other))
+
+    return {name for name in now.keys() | before.keys() if not same(now.get(name, ABSENT), before.get(name, ABSENT))}
+
+
+def attributes_of(one: object) -> Namespace:
+    """Returns the attributes of an object that has some."""
+    values = vars(one) if hasattr(one, "__dict__") else _Attributes(one)
+    owner = one if type(one).__flags__ & _IS_HEAP_TYPE and not isinstance(one, nn.Module) else None
+    return Namespace(values, type(one), f"attribute of {type(one).__name__}", owner)
+
+
+def is_state(value: Any) -> bool:
+    """Whether a value is a number, text, a tensor, an array, a container, or an object of a class of the user's."""
+    return isinstance(value, (*_PLAIN, dict, set, frozenset, *_LISTS, Tensor, np.ndarray)) or is_users_object(value)
+
+
+def is_users_object(value: Any) -> bool:
+    """Whether a value is an object with attributes whose class is the user's."""
+    return _has_attributes(value) and not isinstance(value, FunctionType) and _is_users(type(value).__module__)
+
+
+def _has_attributes(one: object) -> bool:
+    if isinstance(one, (type, ModuleType, Tensor, BuiltinFunctionType, dict, set, frozenset, *_LISTS)):
+        return False
+    return isinstance(getattr(one, "__dict__", None), dict) or (
+        hasattr(one, "__slots__") and _is_users(type(one).__module__)
+    )
+
+
+def _is_users(module: str | None) -> bool:
+    return (module or "").partition(".")[0] not in _FRAMEWORKS
+
+
+def version(value: Any) -> Version:
+    """Returns what differs once `value` has changed; of what is not looked into, once it is another object."""
+    left = [_MOST]
+
+    def of(one: Any) -> Any:
+        left[0] -= 1
+        if left[0] < (len(one) if isinstance(one, (dict, set, frozenset, *_LISTS)) else 0):
+            raise OverflowError
+        if isinstance(one, Tensor):
+            return id(one), 0 if one.is_inference() else one._version
+        if isinstance(one, dict):
+            return dict, tuple((key, of(each)) for key, each in one.items())
+        if isinstance(one, _LISTS):
+            return type(one), tuple(map(of, one))
+        if isinstance(one, (set, frozenset)) and all(isinstance(each, _PLAIN) for each in one):
+            return frozenset, frozenset(one)
+        if isinstance(one, _PLAIN):
+            return type(one), one
+        if isinstance(one, np.ndarray) and one.size <= _MOST and not one.dtype.hasobject:
+            return id(one), one.tobytes()
+        return type(one), id(one)
+
+    try:
+        return of(value)
+    except OverflowError:
+        return _Long(id(value), len(value))  # an entry that is replaced is not seen
+
+
+def _copied(value: Any, before: Version) -> Any:
+    """Returns the value with containers of its own; a tensor or an array that was written to, copied."""
+    if isinstance(value, (Tensor, np.ndarray)):
+        now = version(value)
+        if not isinstance(before, tuple) or now[0] != before[0] or now == before:
+            return value  # it was made, not written to
+        return value.detach().clone() if isinstance(value, Tensor) else value.copy()
+    if type(value) is tuple:
+        return tuple(_copied(one, None) for one in value)
+    if not isinstance(value, (dict, list, deque, set)):
+        return value
+    if isinstance(version(value), _Long):
+        return LongContainer(value, len(value))
+    made: Any = copy.copy(value)
+    if isinstance(value, dict):
+        for key, one in value.items():
+            made[key] = _copied(one, None)
+    elif not isinstance(value, set):
+        for number, one in enumerate(value):
+            made[number] = _copied(one, None)
+    return made
+
+
+_SET_IN_FRONT: dict[Kind, set[str]] = {}
+"""By kind of namespace, the names that a first half has ever changed: another one may set them to what they are. What
+was None or not there before may have been made once for all, and does not count."""
+_NONE: frozenset[str] = frozenset()
+
+
+def _set_in_front(kind: Kind, names: set[str], before: Mapping[str, Any]) -> None:
+    known = {name for name in names if before.get(name) is not None}
+    if known:
+        _SET_IN_FRONT.setdefault(kind, set()).update(known)
+
+
+class KeptAttributes:
+    """What a coroutine has set when it rests is the same for the model's forward, and when it goes on, whatever others
+    have set meanwhile; and behind it what those have set is there again, so that a counter counts them all.
+
+    What is looked at: see `namespaces_of`, and the attributes of the model's modules. What the model's forward makes of
+    a value that the first half has set is the micro-batch's, too. Random generators of the user's, and Python's and
+    numpy's own, go on where they were when it rested, and behind it are as before, because only a process with the
+    model's last chunk draws there.
+    """
+
+    def __init__(self, owners: Iterable[object]) -> None:
+        self._owners = list(owners)
+        self._spaces: list[Namespace] = []
+        self._kept: list[dict[str, Any]] = []
+        """By namespace, values by name."""
+        self._names: dict[int, set[str]] = {}
+        """By number of the namespace, the names that the first half has set; where there are any."""
+        self._made: set[tuple[int, str]] = set()
+        self._runs, self._held, self._comes_again = 0, list[_Held](), False
+        self._at: dict[object, list[_Value]] = {}
+        self._generators: list[_Generator] = []
+        self._states: list[Any] = []
+
+    @contextlib.contextmanager
+    def first_half(self, model: nn.Module, state: ModelState) -> Iterator[None]:
+        """While the coroutine runs up to where it rests.
+
+        Raises: SplitError when it has changed which weights are trained.
+        """
+        trained = state.trained()
+        own = namespaces_of(self._owners, model)
+        values = [value for space in own for value in space.values.values()]
+        self._generators = [_LIBRARIES, *(of(one) for one in values for kind, of in _KINDS if isinstance(one, kind))]
+        self._spaces = [*own, *state.namespaces]
+        before, before_of_model = [space.contents() for space in own], state.contents()
+        with _noted([space for space in own if space.owner is not None]) as noted:
+            yield
+        if trained != state.trained():
+            raise SplitError(
+                "the loss function changes requires_grad of weights (a frozen layer, an adapter that is switched on) "
+                "before the model's call, and in a model that is cut other micro-batches begin meanwhile: do that "
+                "before training, or set pp=1 and segments=1, where nothing is cut"
+            )
+        for space, then in zip(own, before, strict=True):
+            now = space.contents()
+            names = now.changed(then)
+            if space.owner is not None:
+                names |= noted[id(space.owner)]
+            else:
+                _set_in_front(space.kind, names, then.values)
+            if names:
+                self._names[len(self._kept)] = names
+            self._kept.append(now.kept(names | _SET_IN_FRONT.get(space.kind, _NONE), then))
+        of_model = state.contents()
+        changed = state.changed(of_model, before_of_model)
+        for number, names in changed.items():
+            _set_in_front(state.namespaces[number].kind, names, before_of_model[number])
+            self._names[len(own) + number] = names
+        if _SET_IN_FRONT:
+            kinds = [_SET_IN_FRONT.get(space.kind, _NONE) for space in state.namespaces]
+            changed = {number: {*names, *changed.get(number, _NONE)} for number, names in enumerate(kinds)}
+        self._kept += state.kept(of_model, changed)
+        self._states = [one.get() for one in self._generators]
+
+    def draw_on(self) -> None:
+        """Python's and numpy's generators go on behind what the coroutine has drawn."""
+        if self._states:
+            _LIBRARIES.set(self._states[0])
+
+    @contextlib.contextmanager
+    def in_the_model(self, run: object) -> Iterator[None]:
+        """While the model's forward runs. A `run` that comes again finds what it found before, and leaves nothing; so
+        does one on another part of the micro-batch, which may take turns with this one."""
+        if not self._runs:
+            self._comes_again = run in self._at
+            self._held = [_Held(*one) for one in self._at.setdefault(run, self._values())]
+        self._runs += 1
+        try:
+            yield
+        finally:
+            self._runs -= 1
+            for one in () if self._runs else self._held:
+                if one.is_changed and not self._comes_again:
+                    self._kept[one.number][one.name] = one.found
+                    self._made.add((one.number, one.name))
+                one.restore()
+
+    @contextlib.contextmanager
+    def behind_the_model(self) -> Iterator[None]:
+        """While it goes on. Raises: SplitError when it changes once more what others have changed meanwhile."""
+        states = [one.get() for one in self._generators]
+        for one, state in zip(self._generators, self._states, strict=True):
+            one.set(state)
+        held = [_Held(*one) for one in self._values()]
+        yield
+        for one, state in zip(self._generators, states, strict=True):
+            one.set(state)
+        for value in held:
+            if not value.is_changed:
+                if (value.number, value.name) not in self._made:
+                    value.restore()
+            elif value.was_changed and not value.was_reset:
+                raise SplitError(
+                    f"the loss function sets '{value.name}' ({value.space.what}) before and behind the model's call, "
+                    "and in a model that is cut other micro-batches begin in between: set it on one side only, or set "
+                    "pp=1 and segments=1, where nothing is cut"
+                )
+
+    def _values(self) -> list[_Value]:
+        """Returns the micro-batch's own values."""
+        if not _SET_IN_FRONT and not self._names:
+            return []  # most loss functions set nothing
+        return [
+            _Value(number, space, name, as_it_was(value))
+            for number, (space, kept) in enumerate(zip(self._spaces, self._kept, strict=True))
+            for name in self._names.get(number, _NONE) | _SET_IN_FRONT.get(space.kind, _NONE)
+            if (value := kept.get(name, ABSENT)) is not UNKNOWN and (name in kept or name in space.values)
+        ]
+
+
+class _Value(NamedTuple):
+    number: int
+    """Of the namespace."""
+    space: Namespace
+    name: str
+    value: Any
+
+
+class _Held:
+    """A value that a namespace has for a while instead of its own."""
+
+    def __init__(self, number: int, space: Namespace, name: str, value: Any) -> None:
+        self.number, self.space, self.name = number, space, name
+        self._own = space.values.get(name, ABSENT)
+        self._put = value, version(value)
+        self._set(value)
+
+    @property
+    def found(self) -> Any:
+        """What is there now."""
+        return self.space.values.get(self.name, ABSENT)
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether it has changed since it was put there."""
+        return self.found is not self._put[0] or version(self.found) != self._put[1]
+
+    @property
+    def was_changed(self) -> bool:
+        """Whether others had set something else, which is not what is there now."""
+        return version(self._own) not in (self._put[1], version(self.found))
+
+    @property
+    def was_reset(self) -> bool:
+        """Whether what was put there, or is there now, tells nothing of what was there before, which a count or a sum
+        would."""
+        return _tells_nothing(self._put[0]) or _tells_nothing(self.found)
+
+    def restore(self) -> None:
+        """Puts back what was there."""
+        self._set(self._own)
+
+    def _set(self, value: Any) -> None:
+        if value is not ABSENT:
+            self.space.values[self.name] = value
+        elif self.name in self.space.values:
+            del self.space.values[self.name]
+
+
+def _tells_nothing(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return value.device.type == "cpu" and not value.any()
+    if isinstance(value, (bool, str)) or value is None or value is ABSENT:
+        return True
+    return isinstance(value, (int, float, dict, list, set, tuple, deque)) and not value
+
+
+@contextlib.contextmanager
+def _noted(spaces: Iterable[Namespace]) -> Iterator[dict[int, set[str]]]:
+    """Yields, by the number of an object, the attributes of it that are set meanwhile, also those that are set to what
+    they are; of objects whose attributes `spaces` are."""
+    noted: dict[int, set[str]] = {id(space.owner): set() for space in spaces}
+    undo = [_note(kind, noted) for kind in {type(space.owner) for space in spaces}]
+    try:
+        yield noted
+    finally:
+        for one in undo:
+            one()
+
+
+def _note(kind: Any, noted: dict[int, set[str]]) -> Callable[[], None]:
+    own, original = vars(kind).get("__setattr__"), kind.__setattr__
+
+    def note(self: Any, name: str, value: Any) -> None:
+        if id(self) in noted:
+            noted[id(self)].add(name)
+        original(self, name, value)
+
+    def undo() -> None:
+        if own is None:
+            del kind.__setattr__
+        else:
+            kind.__setattr__ = own
+
+    kind.__setattr__ = note
+    return undo
+
+
+class _Generator(NamedTuple):
+    """A random generator's functions."""
+
+    get: Callable[[], Any]
+    set: Callable[[Any], Any]
+
+
+_LIBRARIES = _Generator(library_rng_state, set_library_rng_state)
+
+
+def _of_numpy(one: np.random.Generator) -> _Generator:
+    bits = one.bit_generator
+    return _Generator(lambda: copy.deepcopy(bits.state), lambda state: setattr(bits, "state", state))
+
+
+_KINDS: tuple[tuple[type, Callable[[Any], _Generator]], ...] = (
+    (random.Random, lambda one: _Generator(one.getstate, one.setstate)),
+    (np.random.RandomState, lambda one: _Generator(one.get_state, one.set_state)),
+    (np.random.Generator, _of_numpy),
+    (torch.Generator, lambda one: _Generator(one.get_state, one.set_state)),
+)

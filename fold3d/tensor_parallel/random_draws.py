@@ -1,0 +1,367 @@
+"""Random numbers of code that computes a part of something: it draws those that all of it would have drawn there.
+
+So masks of dropout do not depend on how samples, heads or neurons are divided, if generators begin with the same
+states. It costs numbers drawn for nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from fold3d import seeding
+from fold3d._C import reseed, seed_inside
+from fold3d.errors import Fold3dError
+from fold3d.sharding.shard import even_part
+from fold3d.sharding.split import Draw
+from fold3d.tensor_parallel.checkpoints import frame_of_checkpoint, in_reentrant_checkpoint
+from fold3d.tensor_parallel.slices import indices_of
+
+Size = tuple[int, ...]
+
+
+class RedrawError(Fold3dError):
+    """What is drawn could not be drawn alike when backward computes it again."""
+
+
+class PartialDraws(TorchFunctionMode):
+    """While it is entered, dropout and other random functions draw for the whole and take their part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.number = 0
+        """How many draws there were; an activation checkpoint runs again from the number that it began with."""
+        self._frames: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+        self._with_grad = torch.is_grad_enabled()
+        self._around = frame_of_checkpoint()  # a checkpoint around all of this: who runs it again makes another mode
+
+    def whole(self, size: Size) -> Size | None:
+        """Returns the size for the whole of a part that is to be drawn; None where it is drawn as it is."""
+        self._follow_checkpoint()
+        self.number += 1
+        return self.whole_of(size, self.number - 1)
+
+    def whole_of(self, size: Size, number: int) -> Size | None:
+        """Returns what `whole` does, for draw `number`."""
+        raise NotImplementedError
+
+    def part(self, drawn: Tensor) -> Tensor:
+        """Returns the part of what was drawn for the size that `whole` returned last."""
+        raise NotImplementedError
+
+    def put(self, whole: Tensor, part: Tensor) -> None:
+        """Writes the part into what `part` would return it of."""
+        self.part(whole).copy_(part)
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        named = dict(kwargs or {})
+        handler = _HANDLERS.get(func)
+        return handler(self, func, args, named) if handler is not None else func(*args, **named)
+
+    def _follow_checkpoint(self) -> None:
+        """Makes backward draw alike when it runs the code of an activation checkpoint again: torch restores generators
+        for it, and autocast, but no function modes."""
+        frame: Any = frame_of_checkpoint()
+        if frame is None:
+            # Not one around all of this, see above.
+            if self._with_grad and not torch.is_grad_enabled() and in_reentrant_checkpoint():
+                raise RedrawError(
+                    "it draws random numbers in a reentrant torch.utils.checkpoint (use_reentrant=False would do)"
+                )
+        elif frame is not self._around and frame not in self._frames and torch._C._current_graph_task_id() == -1:
+            first = self._frames[frame] = self.number
+            again = frame.recompute_fn
+
+            def under_mode(*args: Any, **named: Any) -> Any:
+                before, self.number = self.number, first
+                try:
+                    with self:
+                        return again(*args, **named)
+                finally:
+                    self.number = before
+
+            frame.recompute_fn = under_mode
+
+
+def _dropout(mode: PartialDraws, func: Callable[..., Any], args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+    x, p, training, inplace = _arguments(args, named)
+    size = mode.whole(tuple(x.shape)) if training and p > 0.0 else None
+    if size is None:
+        return func(*args, **named)
+    if func in _FEATURES:  # a mask per channel
+        size = (*size[:2], *(1 for _ in size[2:]))
+    # By torch's own dropout, whose numbers on an accelerator are those of a kernel of its own.
+    noise = torch.dropout(x.new_ones(size), p, True)
+    kept = mode.part(noise).clone()  # autograd keeps it: a view would be all of it
+    return x.mul_(kept) if inplace else x * kept
+
+
+def _arguments(args: tuple[Any, ...], named: dict[str, Any]) -> tuple[Tensor, float, bool, bool]:
+    values = dict(zip(("input", "p", "training", "inplace"), args, strict=False)) | {
+        "p" if name == "p" else "training" if name == "train" else name: value for name, value in named.items()
+    }
+    return values["input"], values.get("p", 0.5), values.get("training", True), values.get("inplace", False)
+
+
+def _drawn_like(mode: PartialDraws, func: Callable[..., Any], args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+    like = args[0]
+    size = mode.whole(tuple(like.shape))
+    if size is None:
+        return func(*args, **named)
+    return mode.part(func(like.new_empty(size), *args[1:], **named))
+
+
+def _drawn_of_size(mode: PartialDraws, func: Callable[..., Any], args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+    asked = named.pop("size", None) or (args[0] if args and not isinstance(args[0], int) else args)
+    size = mode.whole(tuple(asked))
+    return mode.part(func(tuple(size), **named)) if size is not None else func(tuple(asked), **named)
+
+
+def _drawn_in_place(mode: PartialDraws, func: Callable[..., Any], args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+    tensor = args[0]
+    size = mode.whole(tuple(tensor.shape))
+    if size is None:
+        return func(*args, **named)
+    with torch.no_grad():
+        tensor.copy_(mode.part(func(tensor.new_empty(size), *args[1:], **named)))
+    return tensor
+
+
+def _bernoulli(mode: PartialDraws, func: Callable[..., Any], args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+    of = args[0]
+    size = mode.whole(tuple(of.shape))
+    if size is None:
+        return func(*args, **named)
+    chances = of.new_full(size, 0.5)
+    mode.put(chances, of)
+    return mode.part(func(chances, *args[1:], **named))
+
+
+def _attention(mode: PartialDraws, func: Callable[..., Any], args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+    values = dict(zip(("query", "key", "value", "attn_mask", "dropout_p", "is_causal"), args, strict=False)) | named
+    query, key, value = values["query"], values["key"], values["value"]
+    p, mask, scale = values.get("dropout_p", 0.0), values.get("attn_mask"), values.get("scale")
+    size = mode.whole((*query.shape[:-1], key.shape[-2])) if p > 0.0 else None
+    if size is None:
+        return func(*args, **named)
+    if values.get("enable_gqa", False):
+        groups = query.shape[-3] // key.shape[-3]
+        key, value = key.repeat_interleave(groups, -3), value.repeat_interleave(groups, -3)
+    # What torch computes for a dropout, written out: it takes no mask.
+    scores = query @ key.transpose(-2, -1) * (query.shape[-1] ** -0.5 if scale is None else scale)
+    if values.get("is_causal", False):
+        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=query.device).tril()
+    if mask is not None:
+        scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
+    noise = torch.dropout(query.new_ones(size), p, True)
+    return (_safe_softmax(scores) * mode.part(noise).clone()) @ value
+
+
+def _safe_softmax(scores: Tensor) -> Tensor:
+    """Returns the softmax over the last dimension, and as torch's attention 0 for a row that is masked whole."""
+    masked = (scores == float("-inf")).all(-1, keepdim=True)
+    return scores.masked_fill(masked, 0.0).softmax(-1).masked_fill(masked, 0.0)
+
+
+_FEATURES = (F.dropout1d, F.dropout2d, F.dropout3d, torch.feature_dropout)
+_HANDLERS: dict[Any, Callable[..., Any]] = {
+    **dict.fromkeys((F.dropout, torch.dropout, *_FEATURES), _dropout),
+    **dict.fromkeys((torch.rand_like, torch.randn_like), _drawn_like),
+    **dict.fromkeys((torch.rand, torch.randn), _drawn_of_size),
+    **dict.fromkeys((Tensor.bernoulli_, Tensor.uniform_, Tensor.normal_), _drawn_in_place),
+    torch.bernoulli: _bernoulli,
+    F.scaled_dot_product_attention: _attention,
+}
+
+
+class ShardRandom(PartialDraws):
+    """While it is entered, around one call of a block, draw k is `draws[k]` (`BlockSplit.draws`): its units' part of
+    what all ranks draw alike, or what all ranks draw alike.
+
+    A draw in a region that was not there when the block was split, or has another form now, is an error: nobody knows
+    whose units it is for. Outside of regions all ranks compute the same, and draw it as it is.
+    """
+
+    def __init__(self, draws: Sequence[Draw | None], rank: int, in_region: Callable[[], bool]) -> None:
+        """Args:
+        in_region: whether what runs is computed by each rank for its share of units.
+        """
+        super().__init__()
+        self._draws, self._rank, self._in_region = draws, rank, in_region
+        self._taken: Draw | None = None
+        self._times = 1
+
+    def whole_of(self, size: Size, number: int) -> Size | None:
+        if number >= len(self._draws):
+            self._refuse_inside(size, number)
+            return None
+        draw = self._draws[number]
+        if draw is None:
+            return None
+        mine = sum(end - first for first, end in draw.parts[self._rank])
+        times, rest = divmod(size[draw.dim], mine) if draw.dim < len(size) else (0, 1)
+        if rest:
+            self._refuse_inside(size, number)
+            return None
+        self._taken, self._times = draw, times
+        return (*size[: draw.dim], times * draw.whole, *size[draw.dim + 1 :])
+
+    def _refuse_inside(self, size: Size, number: int) -> None:
+        if self._in_region():
+            raise Fold3dError(
+                f"tp: random numbers of the size {tuple(size)} are drawn, as number {number + 1} in a call of the "
+                f"block, by each rank for its share. When the block was divided, it drew {len(self._draws)} times, or "
+                "in other sizes at this place. A block must draw alike in every call: give it a chance of 0, or set "
+                "tp=1"
+            )
+
+    def part(self, drawn: Tensor) -> Tensor:
+        draw, times = self._taken, self._times
+        assert draw is not None, "`whole` returned a size"
+        apart = drawn
+        dim, runs = draw.dim + (times > 1), draw.parts[self._rank]
+        if times > 1:
+            apart = drawn.reshape(*drawn.shape[: draw.dim], times, draw.whole, *drawn.shape[dim:])
+        if len(runs) == 1:
+            taken = apart.narrow(dim, runs[0][0], runs[0][1] - runs[0][0])
+        else:
+            taken = apart.index_select(dim, indices_of(runs, drawn.device))
+        return taken.flatten(dim - 1, dim) if times > 1 else taken
+
+
+class RowsRandom(PartialDraws):
+    """While it is entered, dropout and other random functions on tensors like the hidden state draw for the whole
+    sequence and take this rank's part, so masks are those of one rank. Within a region they are left alone."""
+
+    def __init__(
+        self, shape: torch.Size, dim: int, length: int, size: int, rank: int, in_region: Callable[[], bool]
+    ) -> None:
+        """Args:
+        shape: of this rank's part of the hidden state, whose sequence is `dim`.
+        length: of the whole sequence.
+        size: ranks of the tensor-parallel group.
+        rank: this one's place in it.
+        in_region: whether what runs is computed by each rank for its share of units.
+        """
+        super().__init__()
+        self.used = False
+        """Whether anything was drawn."""
+        self._shape, self._dim, self._length = tuple(shape), dim % len(shape), length
+        self._rows = even_part(length, size, rank)
+        self._in_region = in_region
+
+    def whole_of(self, size: Size, number: int) -> Size | None:
+        if self._in_region():
+            return None
+        samples, rows = self._shape[0], self._shape[self._dim]
+        any_width = rows > 1  # else other tensors look like a hidden state, too
+        if size == self._shape or (any_width and size[:-1] == self._shape[:-1]):
+            return (*size[: self._dim], self._length, *size[self._dim + 1 :])
+        folded = (samples * rows, *self._shape[2:])  # samples and their sequences in one dimension
+        if self._dim == 1 and (size == folded or (any_width and size[:-1] == folded[:-1])):
+            return (samples * self._length, *size[1:])
+        if math.prod(size) > samples and (rows in size or rows * samples in size):
+            raise Fold3dError(
+                f"sequence_parallel: random numbers of the size {tuple(size)} are drawn on {rows} of {self._length} "
+                f"rows of the sequence, for {samples} samples, and it is not known which of the whole sequence's. Set "
+                "sequence_parallel=False, or the chance to 0"
+            )
+        return None
+
+    def part(self, drawn: Tensor) -> Tensor:
+        self.used = True
+        rows = self._rows_of(drawn)
+        return rows.flatten(0, 1) if drawn.dim() < len(self._shape) else rows
+
+    def put(self, whole: Tensor, part: Tensor) -> None:
+        rows = self._rows_of(whole)
+        rows.copy_(part.reshape(rows.shape))
+
+    def _rows_of(self, whole: Tensor) -> Tensor:
+        """Returns a view of this rank's rows, with a dimension for the samples, where `whole` has none, in front."""
+        first, end = self._rows
+        if whole.dim() < len(self._shape):
+            whole = whole.view(self._shape[0], self._length, *whole.shape[1:])
+        return whole.narrow(self._dim, first, end - first)
+
+
+class PerSampleRandom(PartialDraws):
+    """While it is entered, random functions draw for all samples and take those of [first, end).
+
+    Tensors whose dimension 0 is a multiple of the samples' number follow the samples, which is the caller's to check.
+    """
+
+    def __init__(self, first: int, end: int, samples: int) -> None:
+        super().__init__()
+        self._first, self._end, self._samples = first, end, samples
+        self.used = False
+        """Whether anything was drawn."""
+
+    def whole_of(self, size: Size, number: int) -> Size | None:
+        mine = self._end - self._first
+        if not size or size[0] % mine:
+            return None
+        return (size[0] // mine * self._samples, *size[1:])
+
+    def part(self, drawn: Tensor) -> Tensor:
+        each = drawn.shape[0] // self._samples
+        self.used = True
+        return drawn[self._first * each : self._end * each]
+
+
+logger = logging.getLogger(__name__)
+
+_warned: set[str] = set()
+
+
+class ShardDraws:
+    """Forks the generators of a device where a region begins, and puts them back where it ends.
+
+    What a rank draws inside is a pure function of its place in the group, of the region and of the common state at the
+    region's begin. So a region that backward computes again, under torch.utils.checkpoint, draws what it drew; and
+    where nothing is drawn inside, what is drawn outside is the same as without shards.
+    """
+
+    def __init__(self, rank: int, block: str = "") -> None:
+        """Args:
+        block: the class of the block, to say once that its ranks draw masks of their own; nothing is said without it.
+        """
+        self._rank, self._block = rank, block
+        self._saved: list[tuple[torch.Generator, torch.Tensor]] = []
+        self._begun: list[torch.Tensor] = []
+
+    def fork(self, device: torch.device, region: int) -> None:
+        """Region number `region` of a block begins; without effect inside of one."""
+        if self._saved:
+            return
+        generators = seeding.generators_of(device)
+        self._saved = [(generator, generator.get_state()) for generator in generators]
+        seed = int(torch.randint(1 << 62, (1,), device="cpu"))  # as if it were not drawn, once the region has ended
+        reseed(generators, seed_inside(seed, seeding.constant_of(f"shard {self._rank} of region {region}")))
+        if self._block and self._block not in _warned:
+            self._begun = [generator.get_state() for generator in generators]
+
+    def join(self) -> None:
+        """The region has ended, or was left by an exception."""
+        for (generator, _), begun in zip(self._saved, self._begun, strict=False):
+            if not torch.equal(generator.get_state(), begun) and self._block not in _warned:
+                _warned.add(self._block)
+                logger.warning(
+                    "tp: each rank draws random numbers of its own for its share of a %s, because it could not be "
+                    "found out which part of the whole block's they are. Its dropout is as strong, but its masks are "
+                    "not those of tp=1.",
+                    self._block,
+                )
+        for generator, state in self._saved:
+            generator.set_state(state)
+        self._saved, self._begun = [], []

@@ -1,1 +1,0 @@
-"""What a model returns of what its ranks have computed in parts."""

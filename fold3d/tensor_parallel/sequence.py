@@ -1,0 +1,303 @@
+"""BlockSequence: the exchanges of a block whose ranks share the sequence of its hidden state; SequenceLength: how
+long the whole one is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Collection, Iterator, Mapping
+from functools import partial
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from fold3d.errors import Fold3dError
+from fold3d.sharding.shard import even_part
+from fold3d.sharding.split import Gathering, Path, SequenceSplit
+from fold3d.tensor_parallel.block_call import BlockCall, BlockCalls
+from fold3d.tensor_parallel.checkpoints import frame_of_checkpoint
+from fold3d.tensor_parallel.linear import factor, is_fusable
+from fold3d.tensor_parallel.random_draws import RowsRandom
+from fold3d.tensor_parallel.region import Exchange, FusedOps, RegionOps
+from fold3d.tensor_parallel.slices import replace_argument, replace_leaf
+from fold3d.tensor_parallel.whole_results import LazyWhole, is_behind_blocks
+from fold3d.trace.wrappers import wrap
+
+
+class SequenceLength:
+    """Of the blocks that hand parts of a hidden state to each other; it may differ from one forward to the next.
+
+    A part alone does not say it: sequences of 7 and of 8 both give the first of two ranks 4 rows. Every forward of the
+    model begins with the first of these blocks, on every stage, so it is noted there. Where backward runs an activation
+    checkpoint again, it is that of the forward of the checkpoint: of the same frame, or, in a reentrant one, which has
+    none, of the forward that was given the same memory.
+    """
+
+    def __init__(self, size: int, rank: int) -> None:
+        self._size, self._rank = size, rank
+        self._now: int | None = None
+        self._of_checkpoints: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+        self._of_storages: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._by_rows: dict[int, set[int]] = {}
+
+    def begin(self, length: int) -> None:
+        """The first of the blocks was called with a whole hidden state of this length."""
+        self._now = length
+        first, end = even_part(length, self._size, self._rank)
+        self._by_rows.setdefault(end - first, set()).add(length)
+
+    def of(self, rows: int | None = None, *, given: Tensor | None = None, known: int | None = None) -> int:
+        """Returns the length.
+
+        Args:
+            rows: of this rank's part, where the caller has one.
+            given: what a block was given of the hidden state.
+            known: the length of the call of a block in which the caller runs; None outside of one.
+        Raises: Fold3dError when a part of a block in a reentrant checkpoint runs again and sequences of several lengths
+            were seen.
+        """
+        frame = frame_of_checkpoint()
+        if torch._C._current_graph_task_id() == -1:
+            if self._now is None:
+                raise Fold3dError("a block ran before the first one of the model, which is given the whole sequence")
+            if frame is not None:
+                self._of_checkpoints[frame] = self._now
+            elif given is not None and not torch.is_grad_enabled():  # in a reentrant checkpoint, maybe
+                self._keep(given, self._now)
+            return self._now
+        if frame is not None and frame in self._of_checkpoints:
+            return self._of_checkpoints[frame]
+        if known is not None:
+            return known
+        if given is not None and (kept := self._of_storages.get(given.untyped_storage()._cdata)) is not None:
+            return kept[1]
+        lengths = set().union(*self._by_rows.values()) if rows is None else self._by_rows.get(rows, set())
+        if len(lengths) != 1:
+            raise Fold3dError(
+                "backward runs a part of a block in a reentrant torch.utils.checkpoint again, which does not say how "
+                f"long its sequence was ({', '.join(map(str, sorted(lengths)))}); pass use_reentrant=False to "
+                "checkpoint, set recompute=True instead, or sequence_parallel=False"
+            )
+        return next(iter(lengths))
+
+    def _keep(self, given: Tensor, length: int) -> None:
+        alive = {key: kept for key, kept in self._of_storages.items() if not kept[0].expired()}  # type: ignore[no-untyped-call]
+        storage = given.untyped_storage()
+        self._of_storages = alive | {storage._cdata: (StorageWeakRef(storage), length)}  # type: ignore[no-untyped-call]
+
+
+class BlockSequence:
+    """What the forwards of one block do with parts of the sequence. All ranks of the group call the same."""
+
+    def __init__(
+        self,
+        block: nn.Module,
+        split: SequenceSplit,
+        length: SequenceLength,
+        ops: RegionOps,
+        calls: BlockCalls,
+    ) -> None:
+        self.split = split
+        self._block, self._length, self._ops, self._calls = block, length, ops, calls
+        self._dropouts = [module for module in block.modules() if isinstance(module, nn.modules.dropout._DropoutNd)]
+        self._draws: tuple[list[float], bool] | None = None  # with these chances: whether anything is drawn outside
+
+    def watch(self) -> Iterator[Callable[[], None]]:
+        """Does what there is to do also where something stands in for the block's own forward, as on another stage:
+        before each call of the first block it is noted how long the whole sequence is, and what each but the last
+        returns is handed on.
+
+        Yields what ends that.
+        """
+        if self.split.begins:
+            yield self._block.register_forward_pre_hook(_Begin(self), with_kwargs=True).remove
+        if not self.split.ends:
+            yield self._block.register_forward_hook(_HandOn(self), prepend=True).remove  # before those of users
+
+    def begin(self, args: Any, kwargs: Any) -> None:
+        """The block, the first of those that hand parts to each other, is called with a whole hidden state."""
+
+        def note(x: Tensor) -> Tensor:
+            self._length.begin(x.shape[self.split.dim])
+            return x
+
+        replace_argument(args, kwargs, self.split.hidden, note)
+
+    def scatter(self, call: BlockCall, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Returns the block's arguments with this rank's part of the hidden state; the model's own code may have made
+        it of whole ones."""
+        dim, begins = self.split.dim, self.split.begins
+
+        def given(x: Tensor) -> Tensor:
+            x = x.latest() if isinstance(x, LazyWhole) else x
+            length = x.shape[dim] if begins else self._length.of(x.shape[dim], given=x)
+            call.begin(x.shape[0], length)
+            first, end = even_part(length, self._ops.size, self._ops.rank)
+            is_part = not begins and x.shape[dim] == end - first
+            return x if is_part else self._ops.exchange(x, Exchange.scatter(dim, length))
+
+        return replace_argument(args, kwargs, self.split.hidden, given)
+
+    def hand_on(self, output: Any) -> Any:
+        """Returns the block's result as the model's code and later blocks take it: that of the last one has the whole
+        hidden state, that of others what stands for it, unless it does already."""
+        if self.split.ends:
+            return replace_leaf(output, self.split.result, self.whole)
+        if is_behind_blocks() or torch._C._current_graph_task_id() != -1:  # whole, or computed again for gradients
+            return output
+
+        def lazily(part: Tensor) -> Tensor:
+            if isinstance(part, LazyWhole):
+                return part
+            length = self._length.of()  # now: it may be read when another batch has run
+            return LazyWhole.of(part, partial(self._whole, sums=False, folded=False, length=length))
+
+        return replace_leaf(output, self.split.result, lazily)
+
+    def whole(self, part: Tensor) -> Tensor:
+        """Returns the whole of which each rank has a part; its gradient is the same on each."""
+        return self._whole(part, sums=False, folded=False)
+
+    def whole_folded(self, part: Tensor) -> Tensor:
+        """Does what `whole` does where samples and their sequences lie in one dimension, the first."""
+        return self._whole(part, sums=False, folded=True)
+
+    def leave(self, y: Tensor) -> Tensor:
+        """Returns this rank's part of the sum of what an exit returns. Raises: ValueError when it has no sequence."""
+        unfolded, folded = self._of_an_exit(y)
+        dim, length = self.split.dim, unfolded.shape[self.split.dim]
+        part = self._ops.exchange(unfolded, Exchange.reduce_scatter(dim, length))
+        return part.flatten(0, 1) if folded else part
+
+    def leave_product(self, fused: FusedOps, x: Tensor, weight: Tensor) -> Tensor:
+        """Does what `leave` does for the product of `x` and a weight, [in, out]."""
+        unfolded, folded = self._of_an_exit(x)
+        part = fused.matmul_reduce_scatter(unfolded, weight, self.split.dim)
+        return part.flatten(0, 1) if folded else part
+
+    def gather(self, one: Gathering, linear: Collection[str] = ()) -> Callable[[], None]:
+        """Has a module take the whole sequence.
+
+        Args:
+            linear: layers that take a product which is computed already (`BlockCall.product`).
+        """
+        module, calls = self._block.get_submodule(one.module), self._calls
+        readers = {name: self._block.get_submodule(name) for name in one.readers if name in linear}
+        original = module.forward
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            call = calls.current()
+
+            def gathered(x: Tensor) -> Tensor:
+                return call.gather(
+                    x, one.sums, lambda x: self._whole(x, sums=one.sums, folded=one.folded, call=call, readers=readers)
+                )
+
+            args, kwargs = replace_argument(args, kwargs, one.path, gathered)
+            return original(*args, **kwargs)
+
+        return wrap(module, forward)
+
+    @contextlib.contextmanager
+    def random(self, call: BlockCall, args: Any, kwargs: Any) -> Iterator[None]:
+        """Outside of regions, what the block draws is this rank's part of what one rank would draw."""
+        chances = [module.p for module in self._dropouts]
+        hidden = _leaf(args, kwargs, self.split.hidden)
+        known = self._draws is not None and self._draws[0] == chances
+        if not self._block.training or hidden is None or (known and self._draws is not None and not self._draws[1]):
+            yield
+            return
+        length, _ = self._known(hidden.shape[self.split.dim])
+        mode = RowsRandom(hidden.shape, self.split.dim, length, self._ops.size, self._ops.rank, lambda: call.in_region)
+        with mode:
+            yield
+        self._draws = (chances, mode.used or (known and self._draws is not None and self._draws[1]))
+
+    def _whole(
+        self,
+        part: Tensor,
+        *,
+        sums: bool,
+        folded: bool,
+        length: int | None = None,
+        call: BlockCall | None = None,
+        readers: Mapping[str, nn.Module] | None = None,
+    ) -> Tensor:
+        dim, samples = self.split.dim, None
+        if length is None:
+            length, samples = self._known(None if folded else part.shape[dim])
+        first, end = even_part(length, self._ops.size, self._ops.rank)
+        unfolded = _unfolded(part, end - first, samples) if folded else part
+        fused = self._ops.fused if readers and all(is_fusable(one, part) for one in readers.values()) else None
+        if fused is not None and call is not None and readers:
+            weights = [factor(one) for one in readers.values()]
+            whole, products = fused.all_gather_matmul(unfolded, weights, dim, length)
+            if folded:
+                whole, products = whole.flatten(0, 1), [one.flatten(0, 1) for one in products]
+            call.add_products(whole, dict(zip(readers, products, strict=True)))
+            return whole
+        whole = self._ops.exchange(unfolded, Exchange.gather(dim, length, sums=sums))
+        return whole.flatten(0, 1) if folded else whole
+
+    def _of_an_exit(self, x: Tensor) -> tuple[Tensor, bool]:
+        """Returns the whole sequences that an exit takes or returns, and whether samples and sequences lay in one
+        dimension, as some models have it around linear layers, or experts return tokens."""
+        dim, (length, _) = self.split.dim, self._known(None)
+        folded = dim == 1 and x.dim() == 2
+        unfolded = _unfolded(x, length) if folded else x
+        if unfolded.dim() <= dim or unfolded.shape[dim] != length:
+            raise ValueError(f"an exit has {tuple(x.shape)}, in which dimension {dim} is no sequence of {length}")
+        return unfolded, folded
+
+    def _known(self, rows: int | None) -> tuple[int, int | None]:
+        """Returns how long the whole sequence is, and how many samples there are, where that was said."""
+        samples, length = self._calls.current().given or (None, None)
+        return self._length.of(rows, known=length), samples
+
+
+class _Hook:
+    """Of one block. That of a copy of it, deep or pickled, does nothing."""
+
+    def __init__(self, sequence: BlockSequence | None) -> None:
+        self.sequence = sequence
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (None,)
+
+
+class _Begin(_Hook):
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self.sequence is not None:
+            self.sequence.begin(args, kwargs)
+
+
+class _HandOn(_Hook):
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        return output if self.sequence is None else self.sequence.hand_on(output)
+
+
+def _unfolded(x: Tensor, rows: int, samples: int | None = None) -> Tensor:
+    """Returns [samples * rows, ...] as [samples, rows, ...]. Raises: ValueError where that is not possible.
+
+    Args:
+        samples: how many there are, which nothing else says where this rank's parts have no rows.
+    """
+    if not rows and samples is not None and not x.shape[0]:
+        return x.reshape(samples, 0, *x.shape[1:])
+    if not rows or x.shape[0] % rows:
+        raise ValueError(f"{tuple(x.shape)} holds no samples of {rows} rows each")
+    return x.reshape(x.shape[0] // rows, rows, *x.shape[1:])
+
+
+def _leaf(args: Any, kwargs: Any, path: Path) -> Tensor | None:
+    found: list[Tensor] = []
+
+    def note(x: Tensor) -> Tensor:
+        found.append(x)
+        return x
+
+    replace_argument(args, kwargs, path, note)
+    return found[0] if found else None

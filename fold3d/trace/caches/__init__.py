@@ -1,1 +1,0 @@
-"""What a model's code keeps between calls."""

@@ -1,1 +1,0 @@
-"""Running a model on shapes: which operations need no values."""
