@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
@@ -18,6 +19,7 @@ from fold3d.comms.world_group import WorldGroup
 from fold3d.data_parallel.bucket_schedule import BucketSchedule
 from fold3d.data_parallel.dp_sync import DpSync
 from fold3d.data_parallel.one_replica import OneReplica
+from fold3d.data_parallel.transfers import NoReplicas
 from fold3d.engine.built import BuiltRank
 from fold3d.engine.division import COMPARED, Division
 from fold3d.engine.pipeline import Pipeline
@@ -28,6 +30,7 @@ from fold3d.engine.step import Step
 from fold3d.engine.step_recorder import StepRecorder
 from fold3d.errors import Fold3dError, RankError
 from fold3d.faults.supervisor import Supervisor
+from fold3d.observe.announce import announce
 from fold3d.observe.memory import MemoryWatch
 from fold3d.plan.programs import Programs
 from fold3d.plan.space.recompute import KNOB as RECOMPUTE
@@ -48,6 +51,13 @@ from fold3d.tensor_parallel.sub_pipelined.turning_ops import TurningOps
 from fold3d.tensor_parallel.sub_pipelined.turns import Turns
 from fold3d.topology import Topology
 from fold3d.trace.wrappers import whole_shape
+
+logger = logging.getLogger(__name__)
+
+LATE = (
+    "gradient_delay=1: each update takes the gradients of the step before, so losses and weights are not those of exact "
+    "training, and some optimizers and learning rates bear it worse than others: see docs/late-gradients.md"
+)
 
 
 def connect(model: CutModel, supervisor: Supervisor, world: WorldGroup, device: torch.device) -> BuiltRank:
@@ -108,6 +118,13 @@ def _connect(
     _share_weights(cut, groups)
     sync: DpSync | OneReplica
     kernels = config.kernels == "fold3d"
+
+    def read() -> None:
+        progress.life.check()
+        with supervisor.together("waiting for the weights of the last step"):
+            dp_sync.settle()
+
+    rings: _C.BucketSync | NoReplicas = NoReplicas()
     if topology.dp > 1:
         rings = connect_replicas(
             *(topology, groups, arbiter, device, timeout),
@@ -116,18 +133,17 @@ def _connect(
             makes_room=makes_room,
             clock=clock,
         )
-
-        def read() -> None:
-            progress.life.check()
-            with supervisor.together("waiting for the weights of the last step"):
-                dp_sync.settle()
-
         schedule = BucketSchedule.make(model.buckets, model.strategy, topology.pp_rank)
+    elif config.gradient_delay:  # buckets of one replica, which nobody sums
+        schedule = BucketSchedule.of(model.buckets, ["serial"] * (1 + len(model.buckets)), ())
+    if topology.dp > 1 or config.gradient_delay:
         wire = torch.bfloat16 if config.dp_sync_dtype == "bfloat16" else torch.float32
         sync = dp_sync = DpSync(
             *(cut, topology, groups, rings, schedule, progress, clock, read),
-            *(config.offload_optimizer, kernels, wire),
+            *(config.offload_optimizer, kernels, wire, config.gradient_delay),
         )
+        if config.gradient_delay and topology.rank == 0:
+            announce(logger, LATE)
     else:
         sync = OneReplica(cut, topology, groups, offload_optimizer=config.offload_optimizer, kernels=kernels)
     sharded = None

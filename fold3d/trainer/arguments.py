@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 import transformers
 
-from fold3d.config import AUTO, BLOCKS, ParallelConfig, parse_tp_plan
+from fold3d.config import AUTO, BLOCKS, FP16_WITH_DELAY, ParallelConfig, parse_tp_plan
 from fold3d.errors import ConfigError
 from fold3d.faults.job import watch_job
 from fold3d.plan.resolve import programs_of, resolve_auto
@@ -134,6 +134,14 @@ class TrainingArguments(transformers.TrainingArguments):
             "bytes; they are kept and added in float32, but are rounded on their way."
         },
     )
+    gradient_delay: int = field(
+        default=0,
+        metadata={
+            "help": "1: each update takes the gradients of the step before, whose sums over the replicas so have a whole "
+            "step to travel: faster where the network is slow, but the weights are no more those of exact training. "
+            "0: those of its own step."
+        },
+    )
     bucket_bytes: Bytes | None = field(
         default=None,
         metadata={
@@ -246,6 +254,8 @@ class TrainingArguments(transformers.TrainingArguments):
         if not isinstance(m, int) or isinstance(m, bool) or m < 1:
             raise ConfigError(f"gradient_accumulation_steps={m!r}: must be an integer of at least 1")
         config = self.parallel
+        if config.gradient_delay and self.fp16:
+            raise ConfigError(FP16_WITH_DELAY)
         for name in ("bucket_bytes", "memory_limit", "offload_pool", "recompute"):  # as they are understood
             setattr(self, name, getattr(config, name))
         if not isinstance(config.partition, str):
@@ -326,6 +336,7 @@ class TrainingArguments(transformers.TrainingArguments):
             group_size=self.group_size,
             dp_sync=self.dp_sync,
             dp_sync_dtype=self.dp_sync_dtype,
+            gradient_delay=self.gradient_delay,
             bucket_bytes=self.bucket_bytes,
             memory_limit=self.memory_limit,
             offload=self.offload,

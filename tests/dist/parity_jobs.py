@@ -8,7 +8,7 @@ import logging
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -211,7 +211,40 @@ def collate(rows: Sequence[Batch]) -> Batch:
 # Optimizer
 
 
-def optimizer_of(model: nn.Module) -> Callable[[list[nn.Parameter]], Optimizer]:
+class LateAdamW(AdamW):
+    """The recursion of gradient_delay=1 in one process: each call takes the gradients and settings of the call before,
+    W(t+1) = W(t) - update(g(W(t-1)))."""
+
+    _kept: list[tuple[dict[str, Any], list[Tensor | None]]] | None = None
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Keeps the gradients that there are now."""
+        groups = [({k: v for k, v in group.items() if k != "params"}, group["params"]) for group in self.param_groups]
+        now = [(s, [None if p.grad is None else p.grad.clone() for p in params]) for s, params in groups]
+        self.finish()
+        self._kept = now
+
+    def finish(self) -> None:
+        """Takes what the last call has kept."""
+        kept, self._kept = self._kept, None
+        if kept is None:
+            return
+        now = [{key: value for key, value in group.items() if key != "params"} for group in self.param_groups]
+        for group, (settings, gradients) in zip(self.param_groups, kept, strict=True):
+            group.update(settings)
+            for parameter, gradient in zip(group["params"], gradients, strict=True):
+                parameter.grad = gradient
+        super().step()
+        for group, settings in zip(self.param_groups, now, strict=True):
+            group.update(settings)
+
+
+def late_norms(norms: list[float], case: Case) -> list[float]:
+    """Returns the norms of the steps' own gradients as fold3d reports them."""
+    return [0.0] * case.gradient_delay + norms[: len(norms) - case.gradient_delay]
+
+
+def optimizer_of(model: nn.Module, kind: type[AdamW] = AdamW) -> Callable[[list[nn.Parameter]], Optimizer]:
     """Returns a maker of AdamW with the stock Trainer's two groups: no decay for biases and norms."""
     decayed = set(transformers.Trainer.get_decay_parameter_names(None, model))
 
@@ -219,18 +252,20 @@ def optimizer_of(model: nn.Module) -> Callable[[list[nn.Parameter]], Optimizer]:
         given = {id(parameter) for parameter in parameters}
         decaying = [p for name, p in model.named_parameters() if id(p) in given and name in decayed]
         others = given - {id(p) for p in decaying}
-        return adamw(decaying, [p for p in parameters if id(p) in others])
+        return adamw(decaying, [p for p in parameters if id(p) in others], kind)
 
     return make
 
 
-def adamw(decayed: Iterable[nn.Parameter], others: Iterable[nn.Parameter]) -> Optimizer:
+def adamw(
+    decayed: Iterable[nn.Parameter], others: Iterable[nn.Parameter], kind: type[AdamW] = AdamW
+) -> Optimizer:
     """Returns AdamW with a group that decays and one that does not; either may be empty."""
     groups = [
         {"params": list(decayed), "weight_decay": WEIGHT_DECAY},
         {"params": list(others), "weight_decay": 0.0},
     ]
-    return AdamW(groups, lr=LEARNING_RATE, eps=EPSILON)
+    return kind(groups, lr=LEARNING_RATE, eps=EPSILON)
 
 
 # The reference: one process
@@ -245,14 +280,25 @@ def train_alone(case: Case, **arguments: Any) -> Result:
 def _stock_trainer(case: Case, *, rows: list[Batch] | None = None, **arguments: Any) -> Result:
     with tempfile.TemporaryDirectory() as folder:
         named = trainer_arguments(case, folder) | {"gradient_accumulation_steps": case.total} | arguments
+        model = build(case)
+        optimizer = _reference_optimizer(case, model)
         trainer = transformers.Trainer(
-            model=build(case),
+            model=model,
             args=transformers.TrainingArguments(**named),
             train_dataset=dataset(case) if rows is None else rows,
             data_collator=collate,
+            optimizers=(optimizer if case.gradient_delay else None, None),
         )
         trainer.train()
-    return _result_of(trainer.state.log_history, trainer.model.state_dict())
+        if isinstance(optimizer, LateAdamW):
+            optimizer.finish()
+    result = _result_of(trainer.state.log_history, trainer.model.state_dict())
+    return replace(result, norms=late_norms(result.norms, case))
+
+
+def _reference_optimizer(case: Case, model: nn.Module) -> Optimizer:
+    kind = LateAdamW if case.gradient_delay else AdamW
+    return optimizer_of(model, kind)([p for p in model.parameters() if p.requires_grad])
 
 
 def trainer_arguments(case: Case, folder: str) -> dict[str, Any]:
@@ -287,7 +333,7 @@ def _result_of(logs: list[dict[str, Any]], weights: dict[str, Tensor]) -> Result
 
 def _loop_alone(case: Case) -> Result:
     model = build(case)
-    optimizer = optimizer_of(model)([p for p in model.parameters() if p.requires_grad])
+    optimizer = _reference_optimizer(case, model)
     result = Result()
     for step in range(STEPS):
         losses = []
@@ -300,6 +346,9 @@ def _loop_alone(case: Case) -> Result:
         optimizer.zero_grad()
         result.losses.append(sum(losses))
         result.norms.append(norm.item())
+    if isinstance(optimizer, LateAdamW):
+        optimizer.finish()
+    result.norms = late_norms(result.norms, case)
     result.weights = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
     return result
 
@@ -329,6 +378,7 @@ def layout_of(case: Case) -> dict[str, Any]:
     named |= {"schedule": case.schedule, "group_size": case.group_size or "auto", "partition": case.partition}
     named |= {"offload": case.offload, "offload_disk": tempfile.gettempdir() if case.offload_disk else None}
     named |= {"offload_optimizer": case.offload_optimizer, "kernels": case.kernels}
+    named |= {"gradient_delay": case.gradient_delay}
     named |= {"micro_batch_size": case.micro_batch_size, "comm_timeout": COMM_TIMEOUT_S}
     if case.micro_batch_size is not None and case.family in MEAN_LOSSES:
         named |= {"loss_reduction": "tokens"}
@@ -402,7 +452,9 @@ def train_engine(
         if looks or step == steps[-1]:
             result.digests.append(digests(engine))
     result.state = engine.state_dict()
-    result.weights = result.state["model"]
+    if steps[-1] == STEPS - 1:  # the training is over
+        engine.finish_updates()
+    result.weights = engine.state_dict()["model"]
     engine.close()
     return result
 

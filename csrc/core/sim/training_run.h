@@ -70,6 +70,8 @@ class TrainingRun {
   bool is_of_head(int bucket) const;
   void end_of_program(std::int64_t now, int rank);
   void sent(const Network::Sent& sent);
+  /// How many steps' gradients the rank's step has to wait for.
+  int awaited(const Rank& rank) const { return rank.step - (parts_.dp_sync ? model_.gradient_delay : 0); }
   std::int64_t start_of_last_step() const { return ends_.size() > 1 ? ends_[ends_.size() - 2] : 0; }
   std::int64_t duration_of(const SimulatedProgram::Node& node) const;
   const SimulatedProgram::Node& current(int rank) const;
