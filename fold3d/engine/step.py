@@ -224,7 +224,8 @@ class Step:
         if not isinstance(sync, DpSync) or sync.late is None or sync.late.settings is None:
             return None
         with self._supervisor.together("the last update"), self._memory.explains(self._changes):
-            sync.begin(0, ())
+            sync.flush()  # what the last update has left to do, with the gradients before these
+            sync.begin(0, ())  # a step without micro-batches
             sync.end()
             norm = sync.norm()
             if max_grad_norm is not None:
