@@ -154,7 +154,7 @@ class WholeState(ABC):
             }
             late, settings = self.late_gradients()
             if settings is not None:
-                mine: dict[Any, Any] = {n: gradient.cpu() for n, gradient in late.items() if n in cut.primary()}
+                mine: dict[Any, Any] = {n: _to_cpu(gradient) for n, gradient in late.items() if n in cut.primary()}
                 full["late_gradients"] = _merge(mine, dict(cut.parts.spread(mine)), cut, world)
                 full["late_settings"] = settings
             return full
