@@ -257,9 +257,7 @@ def optimizer_of(model: nn.Module, kind: type[AdamW] = AdamW) -> Callable[[list[
     return make
 
 
-def adamw(
-    decayed: Iterable[nn.Parameter], others: Iterable[nn.Parameter], kind: type[AdamW] = AdamW
-) -> Optimizer:
+def adamw(decayed: Iterable[nn.Parameter], others: Iterable[nn.Parameter], kind: type[AdamW] = AdamW) -> Optimizer:
     """Returns AdamW with a group that decays and one that does not; either may be empty."""
     groups = [
         {"params": list(decayed), "weight_decay": WEIGHT_DECAY},

@@ -65,8 +65,10 @@ def recursion(case: Case, steps: int = STEPS) -> Result:
             losses = []
             counts = _labels(whole) if case.family not in parity_jobs.IN_A_LOOP else None
             for one in parity_jobs.micro_batches_of(case.alone(), whole, 0):
-                loss = loss_of(model(**one)) / case.total if counts is None else loss_of(
-                    model(**one, num_items_in_batch=counts)
+                loss = (
+                    loss_of(model(**one)) / case.total
+                    if counts is None
+                    else loss_of(model(**one, num_items_in_batch=counts))
                 )
                 loss.backward()
                 losses.append(loss.item())
@@ -134,7 +136,9 @@ def assert_is(ours: Result, wanted: Result, *, weights: float = 1e-12, norms: fl
         assert mine == pytest.approx(theirs, rel=norms)
         assert theirs > MAX_NORM, "the case must clip"
     for name, tensor in ours.weights.items():
-        torch.testing.assert_close(tensor, wanted.weights[name], rtol=0, atol=weights, msg=lambda text, n=name: f"{n}: {text}")
+        torch.testing.assert_close(
+            tensor, wanted.weights[name], rtol=0, atol=weights, msg=lambda text, n=name: f"{n}: {text}"
+        )
 
 
 @pytest.mark.gate(cases=4)
@@ -151,7 +155,7 @@ def test_twenty_steps_are_the_recursion(ranks: RankPool, layout: str, family: st
 def test_evaluations_and_states_change_no_bit(ranks: RankPool, layout: str) -> None:
     case = LAYOUTS[layout]
     plain = ranks.run(train, case.ranks, case, timeout=TIMEOUT_S)[0]
-    looking = ranks.run(functools.partial(train, looks_every=3), case.ranks, case, timeout=TIMEOUT_S)[0]
+    looking = ranks.run(train, case.ranks, case, looks_every=3, timeout=TIMEOUT_S)[0]
     assert looking.norms == plain.norms
     assert all(torch.equal(looking.weights[name], tensor) for name, tensor in plain.weights.items())
 
@@ -161,29 +165,25 @@ def test_evaluations_and_states_change_no_bit(ranks: RankPool, layout: str) -> N
 def test_a_state_goes_on_bit_for_bit_and_in_any_layout(ranks: RankPool, layout: str) -> None:
     case = LAYOUTS[layout]
     whole = ranks.run(train, case.ranks, case, timeout=TIMEOUT_S)[0]
-    half = ranks.run(functools.partial(train, steps=range(9), ends=False), case.ranks, case, timeout=TIMEOUT_S)[0]
-    rest = functools.partial(train, start=half.state, steps=range(9, STEPS))
-    again = ranks.run(rest, case.ranks, case, timeout=TIMEOUT_S)[0]
+    half = ranks.run(train, case.ranks, case, steps=range(9), ends=False, timeout=TIMEOUT_S)[0]
+    run = functools.partial(ranks.run, train, start=half.state, steps=range(9, STEPS), timeout=TIMEOUT_S)
+    again = run(case.ranks, case)[0]
     assert half.norms + again.norms == whole.norms
     assert all(torch.equal(again.weights[name], tensor) for name, tensor in whole.weights.items())
     one = replace(case.alone(), through="engine")
-    moved = ranks.run(rest, 1, one, timeout=TIMEOUT_S)[0]
+    moved = run(1, one)[0]
     for name, tensor in whole.weights.items():
         torch.testing.assert_close(moved.weights[name], tensor, rtol=0, atol=1e-12)
 
 
-class Plain(fold3d.Trainer):
-    """Says what its logs say."""
-
-
 def fit(
-    case: Case, folder: str, resume: str | None = None, best: bool = False, **arguments: Any
+    case: Case, folder: str, resume: str | None = None, **arguments: Any
 ) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Trains by the Trainer; returns the norms it logs and the weights at the end."""
     with parity_jobs.precision(case):
         named = parity_jobs.trainer_arguments(case, folder) | {"gradient_accumulation_steps": case.m, "max_steps": 8}
         named |= {"lr_scheduler_type": "linear", "warmup_steps": 2} | parity_jobs.layout_of(case) | arguments
-        trainer = Plain(
+        trainer = fold3d.Trainer(
             model=parity_jobs.build(case),
             args=TrainingArguments(**named),
             train_dataset=parity_jobs.dataset(case, 8),
@@ -205,8 +205,7 @@ def test_checkpoints_of_the_trainer(ranks: RankPool, tmp_path: Path, way: str) -
     often = {"save_strategy": "steps", "save_steps": 3, "eval_strategy": "steps", "eval_steps": 3}
     run = functools.partial(ranks.run, timeout=TIMEOUT_S)
     norms, plain = run(fit, case.ranks, case, str(tmp_path / "plain"))[0]
-    saving = functools.partial(fit, **often)
-    told, saved = run(saving, case.ranks, case, str(tmp_path / "saved"))[0]
+    told, saved = run(fit, case.ranks, case, str(tmp_path / "saved"), **often)[0]
     assert told == norms
     assert all(torch.equal(saved[name], tensor) for name, tensor in plain.items())
     folder = tmp_path / "saved" / "checkpoint-6"
@@ -228,7 +227,7 @@ def test_the_best_model_is_what_was_evaluated(ranks: RankPool, tmp_path: Path) -
     case = replace(LATE, dp=2, dp_sync="early", through="trainer")
     best = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2}
     best |= {"load_best_model_at_end": True, "learning_rate": 0.5, "save_total_limit": 1}
-    _, weights = ranks.run(functools.partial(fit, **best), case.ranks, case, str(tmp_path), timeout=TIMEOUT_S)[0]
+    _, weights = ranks.run(fit, case.ranks, case, str(tmp_path), timeout=TIMEOUT_S, **best)[0]
     (folder,) = tmp_path.glob("checkpoint-*")
     from safetensors.torch import load_file
 

@@ -250,9 +250,7 @@ void TrainingRun::end_of_program(std::int64_t now, int rank_number) {
   if (parts_.dp_sync) dp_sync_.all_finished(now);
   // The first steps meet no DP.sync of a step before them, so they are no samples of the steady state.
   const std::size_t free = parts_.dp_sync ? 1 + static_cast<std::size_t>(model_.gradient_delay) : 0;
-  const std::size_t samples = ends_.size() - std::min(ends_.size(), free);
-  const auto length = [this](std::size_t n) { return ends_[n] - (n == 0 ? 0 : ends_[n - 1]); };
-  if (samples >= 2 && length(ends_.size() - 1) == length(ends_.size() - 2)) {
+  if (ends_.size() >= free + window() + 1 && length_until(ends_.size() - 1) == length_until(ends_.size() - 2)) {
     steady_ = true;
     // A rank may already be one step ahead; that step is then completed by all.
     bool ahead = false;
@@ -346,6 +344,21 @@ std::int64_t TrainingRun::update_of(int chunk) const {
     sum += buckets[bucket].zero1 ? buckets.share_of_update(bucket) : buckets[bucket].update_ns;
   }
   return sum;
+}
+
+/// Steps that are looked at together: where gradients are late, what one step leaves to send may make every second one
+/// longer.
+std::size_t TrainingRun::window() const {
+  return parts_.dp_sync ? 1 + static_cast<std::size_t>(model_.gradient_delay) : 1;
+}
+
+std::int64_t TrainingRun::length_until(std::size_t step) const {
+  return ends_[step] - (step < window() ? 0 : ends_[step - window()]);
+}
+
+std::int64_t TrainingRun::step_ns() const {
+  const auto steps = static_cast<std::int64_t>(std::min(ends_.size(), window()));
+  return length_until(ends_.size() - 1) / steps;
 }
 
 std::int64_t TrainingRun::busiest_card_bytes() const {
