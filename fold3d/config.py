@@ -39,8 +39,8 @@ SIMULATED_DP_SYNC = (*DP_SYNC, "blocking", "unvoted")
 DP_SYNC_DTYPES = ("float32", "bfloat16")
 KERNELS = ("torch", "fold3d")
 FP16_WITH_DELAY = (
-    "gradient_delay=1 is not available with fp16: whether a step's gradients are finite is known a step later, when the "
-    "loss of the next one has been scaled already; use bf16, or set gradient_delay=0"
+    "gradient_delay=1 is not available with fp16: whether a step's gradients are finite is known a step later, when "
+    "the loss of the next one has been scaled already; use bf16, or set gradient_delay=0"
 )
 _UNITS = {"": 1, "b": 1} | {
     f"{prefix}{unit}": base ** (power + 1)

@@ -55,8 +55,8 @@ from fold3d.trace.wrappers import whole_shape
 logger = logging.getLogger(__name__)
 
 LATE = (
-    "gradient_delay=1: each update takes the gradients of the step before, so losses and weights are not those of exact "
-    "training, and some optimizers and learning rates bear it worse than others: see docs/late-gradients.md"
+    "gradient_delay=1: each update takes the gradients of the step before, so losses and weights are not those of "
+    "exact training, and some optimizers and learning rates bear it worse than others: see docs/late-gradients.md"
 )
 
 

@@ -244,7 +244,7 @@ def check_late(settings: Any, config: ParallelConfig) -> None:
     if settings is not None and not config.gradient_delay:
         raise CheckpointError(
             "the state was saved with gradient_delay=1, between a step's gradients and their update, and this run has "
-            "gradient_delay=0; set gradient_delay=1, or save after engine.finish_updates(), as the end of a training does"
+            "gradient_delay=0; set gradient_delay=1, or save after engine.finish_updates(), as a Trainer's training ends"
         )
 
 

@@ -1,7 +1,7 @@
-"""gradient_delay=1 on several ranks is the recursion W(t+1) = W(t) - update(g(W(t-1))) in one process, in every layout.
+"""gradient_delay=1 on several ranks is the recursion W(t+1) = W(t) - update(g(W(t-1))) of one process, in any layout.
 
-`parity_jobs.LateAdamW` is that recursion. tests/parity has the pairs of settings; here are long trainings with a schedule
-of rates, what stands between the steps, and checkpoints.
+`parity_jobs.LateAdamW` is that recursion. tests/parity has the pairs of settings; here are long trainings with a
+schedule of rates, what stands between the steps, and checkpoints.
 """
 
 from __future__ import annotations

@@ -11,6 +11,9 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
 import fold3d
+from fold3d.data_parallel import DpSync
+from fold3d.data_parallel.late_gradients import LateGradients
+from fold3d.data_parallel.optimizer.bucket_optimizer import BucketOptimizer, Settings
 from fold3d.engine.engine import Engine
 from fold3d.errors import CheckpointError, ConfigError, RankError
 
@@ -90,6 +93,47 @@ def test_clipping_is_that_of_the_gradient_that_is_taken(built: Any) -> None:
         taken = waiting * min(1.0, 0.4 / (abs(waiting) + 1e-6))
         waiting, now = CURVATURES[t] * now, now - (RATES[t - 1] * taken if t else 0.0)
         assert weight(engine) == pytest.approx(now, abs=1e-12)
+
+
+def _norm_of_this_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    measure = DpSync._sum_norm
+
+    def wrong(sync: DpSync) -> Tensor:
+        assert sync.late is not None
+        sync.late.turn()
+        try:
+            return measure(sync)
+        finally:
+            sync.late.turn()
+
+    monkeypatch.setattr(DpSync, "_sum_norm", wrong)
+
+
+def _gradients_of_this_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    keep = LateGradients.keep
+
+    def wrong(late: LateGradients, settings: Any, gathers: Any) -> None:
+        keep(late, settings, gathers)
+        late.turn()
+
+    monkeypatch.setattr(LateGradients, "keep", wrong)
+
+
+def _settings_of_this_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        BucketOptimizer,
+        "step",
+        lambda part, gradients, settings, ahead=None, step=BucketOptimizer.step: step(
+            part, gradients, Settings.of(part._optimizer, settings.coefficient)
+        ),
+    )
+
+
+@pytest.mark.parametrize("fault", [_norm_of_this_step, _gradients_of_this_step, _settings_of_this_step])
+def test_what_belongs_to_another_step_is_found(built: Any, monkeypatch: pytest.MonkeyPatch, fault: Any) -> None:
+    fault(monkeypatch)
+    with pytest.raises(AssertionError):
+        test_clipping_is_that_of_the_gradient_that_is_taken(built)
 
 
 def test_momentum_counts_late_gradients(built: Any) -> None:
