@@ -13,8 +13,7 @@ On an accelerator it is streams that wait: the host goes on as soon as what it w
 
 Every way gives the same bits: the same sums, the same norm, the same element-wise arithmetic.
 
-With gradient_delay=1 norm and update are of the gradients of the step before (`LateGradients`), whose sums and gathers
-travel under the whole step.
+With gradient_delay=1 norm and update are of gradients of the step before, which travel under it (`LateGradients`).
 """
 
 from __future__ import annotations
@@ -35,7 +34,8 @@ from fold3d.data_parallel.bucket import Bucket
 from fold3d.data_parallel.bucket_schedule import BucketSchedule
 from fold3d.data_parallel.buffers import BufferSync
 from fold3d.data_parallel.gradient_states import Event, GradientStates, State
-from fold3d.data_parallel.late_gradients import LateGradients
+from fold3d.data_parallel.late.late_gradients import LateGradients
+from fold3d.data_parallel.late.no_replicas import NoReplicas
 from fold3d.data_parallel.optimizer.bucketwise_optimizer import BucketwiseOptimizer
 from fold3d.data_parallel.optimizer.host_copies import check_room
 from fold3d.data_parallel.optimizer.host_steps import held
@@ -45,7 +45,7 @@ from fold3d.data_parallel.optimizer.settings import compare_settings
 from fold3d.data_parallel.parameter_readiness import ParameterReadiness
 from fold3d.data_parallel.reducer import Reducer
 from fold3d.data_parallel.tied_buckets import TiedBuckets
-from fold3d.data_parallel.transfers import BucketTransfers, NoReplicas
+from fold3d.data_parallel.transfers import BucketTransfers
 from fold3d.errors import ConfigError
 from fold3d.faults.progress import Progress
 from fold3d.observe.step_breakdown import RawRecord

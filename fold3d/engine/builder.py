@@ -18,8 +18,8 @@ from fold3d.comms.tcp import connect_stages, uses_tcp
 from fold3d.comms.world_group import WorldGroup
 from fold3d.data_parallel.bucket_schedule import BucketSchedule
 from fold3d.data_parallel.dp_sync import DpSync
+from fold3d.data_parallel.late.no_replicas import NoReplicas
 from fold3d.data_parallel.one_replica import OneReplica
-from fold3d.data_parallel.transfers import NoReplicas
 from fold3d.engine.built import BuiltRank
 from fold3d.engine.division import COMPARED, Division
 from fold3d.engine.pipeline import Pipeline

@@ -14,7 +14,7 @@ from fold3d.comms.groups import Groups
 from fold3d.comms.world_group import WorldGroup
 from fold3d.config import ParallelConfig
 from fold3d.data_parallel.dp_sync import DpSync
-from fold3d.data_parallel.late_gradients import LateGradients
+from fold3d.data_parallel.late.late_gradients import LateGradients
 from fold3d.data_parallel.optimizer.bucket_optimizer import Settings
 from fold3d.data_parallel.optimizer.host_memory import host_memory
 from fold3d.data_parallel.optimizer.parameter_state import assembled, like_parameter, part_of_state, shard_of_state
@@ -243,8 +243,8 @@ def check_late(settings: Any, config: ParallelConfig) -> None:
     """Raises CheckpointError for a state with gradients that this run would never take."""
     if settings is not None and not config.gradient_delay:
         raise CheckpointError(
-            "the state was saved with gradient_delay=1, between a step's gradients and their update, and this run has "
-            "gradient_delay=0; set gradient_delay=1, or save after engine.finish_updates(), as a Trainer's training ends"
+            "the state was saved with gradient_delay=1, between a step's gradients and their update, and this run "
+            "has gradient_delay=0; set gradient_delay=1, or save after engine.finish_updates()"
         )
 
 

@@ -138,8 +138,8 @@ class TrainingArguments(transformers.TrainingArguments):
         default=0,
         metadata={
             "help": "1: each update takes the gradients of the step before, whose sums over the replicas have a "
-            "whole step to travel: faster where the network is slow, but the weights are no more those of exact training. "
-            "0: those of its own step."
+            "whole step to travel: faster where the network is slow, but the weights are no more those of exact "
+            "training. 0: those of its own step."
         },
     )
     bucket_bytes: Bytes | None = field(

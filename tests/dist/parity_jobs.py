@@ -19,6 +19,7 @@ from torch.optim import AdamW, Optimizer
 import fold3d
 from fold3d.engine.loss import loss_of
 from fold3d.splitting.probing.double import DoubleMode
+from tests.dist.late_adamw import LateAdamW, late_norms
 from tests.dist.parity_cases import LENGTH, ROWS, STEPS, Case
 from tests.helpers import data, models
 from tests.helpers import device as test_device
@@ -211,39 +212,6 @@ def collate(rows: Sequence[Batch]) -> Batch:
 # Optimizer
 
 
-class LateAdamW(AdamW):
-    """The recursion of gradient_delay=1 in one process: each call takes the gradients and settings of the call before,
-    W(t+1) = W(t) - update(g(W(t-1)))."""
-
-    _kept: list[tuple[dict[str, Any], list[Tensor | None]]] | None = None
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Keeps the gradients that there are now."""
-        groups = [({k: v for k, v in group.items() if k != "params"}, group["params"]) for group in self.param_groups]
-        now = [(s, [None if p.grad is None else p.grad.clone() for p in params]) for s, params in groups]
-        self.finish()
-        self._kept = now
-
-    def finish(self) -> None:
-        """Takes what the last call has kept."""
-        kept, self._kept = self._kept, None
-        if kept is None:
-            return
-        now = [{key: value for key, value in group.items() if key != "params"} for group in self.param_groups]
-        for group, (settings, gradients) in zip(self.param_groups, kept, strict=True):
-            group.update(settings)
-            for parameter, gradient in zip(group["params"], gradients, strict=True):
-                parameter.grad = gradient
-        super().step()
-        for group, settings in zip(self.param_groups, now, strict=True):
-            group.update(settings)
-
-
-def late_norms(norms: list[float], case: Case) -> list[float]:
-    """Returns the norms of the steps' own gradients as fold3d reports them."""
-    return [0.0] * case.gradient_delay + norms[: len(norms) - case.gradient_delay]
-
-
 def optimizer_of(model: nn.Module, kind: type[AdamW] = AdamW) -> Callable[[list[nn.Parameter]], Optimizer]:
     """Returns a maker of AdamW with the stock Trainer's two groups: no decay for biases and norms."""
     decayed = set(transformers.Trainer.get_decay_parameter_names(None, model))
@@ -291,7 +259,7 @@ def _stock_trainer(case: Case, *, rows: list[Batch] | None = None, **arguments: 
         if isinstance(optimizer, LateAdamW):
             optimizer.finish()
     result = _result_of(trainer.state.log_history, trainer.model.state_dict())
-    return replace(result, norms=late_norms(result.norms, case))
+    return replace(result, norms=late_norms(result.norms, case.gradient_delay))
 
 
 def _reference_optimizer(case: Case, model: nn.Module) -> Optimizer:
@@ -346,7 +314,7 @@ def _loop_alone(case: Case) -> Result:
         result.norms.append(norm.item())
     if isinstance(optimizer, LateAdamW):
         optimizer.finish()
-    result.norms = late_norms(result.norms, case)
+    result.norms = late_norms(result.norms, case.gradient_delay)
     result.weights = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
     return result
 

@@ -1,6 +1,6 @@
 """gradient_delay=1 on several ranks is the recursion W(t+1) = W(t) - update(g(W(t-1))) of one process, in any layout.
 
-`parity_jobs.LateAdamW` is that recursion. tests/parity has the pairs of settings; here are long trainings with a
+`LateAdamW` is that recursion. tests/parity has the pairs of settings; here are long trainings with a
 schedule of rates, what stands between the steps, and checkpoints.
 """
 
@@ -21,9 +21,10 @@ from fold3d.engine.loss import loss_of
 from fold3d.errors import CheckpointError
 from fold3d.trainer.arguments import TrainingArguments
 from tests.dist import parity_jobs
+from tests.dist.late_adamw import LateAdamW
 from tests.dist.parity_cases import Case
 from tests.dist.parity_checks import assert_ranks_agree
-from tests.dist.parity_jobs import MAX_NORM, LateAdamW, Result
+from tests.dist.parity_jobs import MAX_NORM, Result
 from tests.helpers.ranks import RankError, RankPool
 
 pytestmark = pytest.mark.dist

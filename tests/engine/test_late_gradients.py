@@ -12,7 +12,7 @@ from torch.optim import SGD, AdamW, Optimizer
 
 import fold3d
 from fold3d.data_parallel import DpSync
-from fold3d.data_parallel.late_gradients import LateGradients
+from fold3d.data_parallel.late.late_gradients import LateGradients
 from fold3d.data_parallel.optimizer.bucket_optimizer import BucketOptimizer, Settings
 from fold3d.engine.engine import Engine
 from fold3d.errors import CheckpointError, ConfigError, RankError

@@ -72,7 +72,7 @@ class DpSyncLanes {
   };
   struct Lane {
     std::vector<Waiting> waiting;
-    int active = -1;           // collective
+    int active = -1;  // collective
   };
   struct Stage {
     Lane reduce;
