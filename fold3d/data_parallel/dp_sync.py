@@ -220,6 +220,7 @@ class DpSync:
             self.norm()
         settings = optimizer.settings(self._coefficient)
         taken = settings if self._late is None else self._late.taken_with(self._coefficient)
+        gathered = self._gathered_early if self._late is None else self._late.gathered
         for bucket in self.buckets:
             bucket.detach()
             if taken is None:
@@ -231,7 +232,7 @@ class DpSync:
                     bucket.clear()
             else:
                 optimizer.postpone(bucket, taken)
-                if not is_shown and not self._is_gathered(bucket):
+                if not is_shown and bucket.number not in gathered:
                     self._transfers.gather_gradients(bucket)
             self._readiness.close(bucket)
         if self._late is not None:
@@ -432,10 +433,6 @@ class DpSync:
         if total:
             self._share_use()
         return norm.to(self._norm_dtype)
-
-    def _is_gathered(self, bucket: Bucket) -> bool:
-        """Whether the gradients that the optimizer takes now come together by themselves."""
-        return bucket.number in self._gathered_early if self._late is None else self._late.is_gathered(bucket)
 
     def _requires_grad(self) -> dict[str, bool]:
         return {name: parameter.requires_grad for name, parameter in self._cut.parameters.items()}

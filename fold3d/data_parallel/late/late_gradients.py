@@ -30,6 +30,7 @@ class LateGradients:
 
     Attributes:
         settings: of the optimizer, when it was called in the step that made the gradients; None: there are none.
+        gathered: numbers of the buckets whose gradients each replica has, or will have, without further ado.
     """
 
     def __init__(
@@ -49,7 +50,7 @@ class LateGradients:
         self.settings: Settings | None = None
         self._step = 0
         self._is_summed = True
-        self._gathered: set[int] = set()  # buckets whose gradients are whole on each replica, or will be
+        self.gathered: set[int] = set()
 
     def turn(self) -> None:
         """The other set of gradients is the buckets' own."""
@@ -67,10 +68,6 @@ class LateGradients:
         """Returns the settings that the optimizer takes the gradients with; None where there are none."""
         return None if self.settings is None else replace(self.settings, coefficient=coefficient)
 
-    def is_gathered(self, bucket: Bucket) -> bool:
-        """Whether each replica has the bucket's gradients, or will have them, without further ado."""
-        return bucket.number in self._gathered
-
     def keep(self, settings: Settings | None, gathers: Sequence[int]) -> None:
         """The gradients of this step, which are in the other set, are those that come next; None: it has made none.
 
@@ -78,7 +75,7 @@ class LateGradients:
             gathers: buckets whose gradients are gathered once they are summed, behind all gathers so far.
         """
         self.settings, self._step, self._is_summed = settings, self._transfers.step, settings is None
-        self._gathered = set(gathers)
+        self.gathered = set(gathers)
         if settings is not None:
             with self._turned():
                 for number in gathers:
@@ -96,9 +93,9 @@ class LateGradients:
             self.sum()
             self._share_use()
             for bucket in self._buckets:
-                if not self.is_gathered(bucket):
+                if bucket.number not in self.gathered:
                     self._transfers.gather_gradients(bucket)
-                self._gathered.add(bucket.number)
+                self.gathered.add(bucket.number)
             for bucket in self._buckets:
                 self._transfers.wait_gathered(bucket)
             found = [triple for b in self._buckets for triple in zip(b.names, b.views, b.used, strict=True)]
@@ -113,7 +110,7 @@ class LateGradients:
         """
         self._settle()
         self.settings, self._is_summed = settings, True
-        self._gathered = {bucket.number for bucket in self._buckets}
+        self.gathered = {bucket.number for bucket in self._buckets}
         with self._turned():
             for bucket in self._buckets:
                 bucket.clear()
