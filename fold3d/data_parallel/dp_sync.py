@@ -94,6 +94,7 @@ class DpSync:
             for number, spec in enumerate(plan.buckets)
         ]
         self._states = GradientStates()
+        self._early: Sequence[int] = ()  # buckets whose gradients of this step are gathered as soon as they are summed
         self._whole = False  # this step's gradients shall be in `.grad` although there is an optimizer
         self._transfers = BucketTransfers(sync, self.buckets, topology.dp, progress, clock, wire_dtype)
         self._tied_parameters = gradients.tied_parameters(cut, groups, topology)
@@ -141,7 +142,8 @@ class DpSync:
         self._norm, self._coefficient, self._shown = None, 1.0, []
         self._whole = whole and self._optimizer is not None
         # Late gradients are gathered behind what the update before them gathers, so `update` begins that.
-        self._transfers.begin(self._gathered_early if self._late is None else ())
+        self._early = () if self._optimizer is None or self._plan.serial else self._plan.gather_order
+        self._transfers.begin(self._early if self._late is None else ())
         self._reducer.begin(micro_batches, chunks, hold=self._plan.serial)
 
     def before_chunk(self, chunk: int) -> None:
@@ -220,7 +222,7 @@ class DpSync:
             self.norm()
         settings = optimizer.settings(self._coefficient)
         taken = settings if self._late is None else self._late.taken_with(self._coefficient)
-        gathered = self._gathered_early if self._late is None else self._late.gathered
+        gathered = self._early if self._late is None else self._late.gathered
         for bucket in self.buckets:
             bucket.detach()
             if taken is None:
@@ -236,7 +238,7 @@ class DpSync:
                     self._transfers.gather_gradients(bucket)
             self._readiness.close(bucket)
         if self._late is not None:
-            self._late.keep(settings if keeps else None, self._gathered_early)
+            self._late.keep(settings if keeps else None, self._early)
         self._states.on(Event.TAKE)
         self._coefficient = 1.0
         if self._plan.serial or is_shown:
@@ -400,11 +402,6 @@ class DpSync:
 
     # Inside
 
-    @property
-    def _gathered_early(self) -> Sequence[int]:
-        """Buckets whose gradients are gathered as soon as they are summed."""
-        return () if self._optimizer is None or self._plan.serial else self._plan.gather_order
-
     def _sum_norm(self) -> Tensor:
         self._states.on(Event.MEASURE)
         if self._late is None:
@@ -453,7 +450,7 @@ class DpSync:
 
     def _gather_gradients(self) -> None:
         for bucket in self.buckets:
-            if bucket.number not in self._gathered_early:  # else it is on its way
+            if bucket.number not in self._early:  # else it is on its way
                 self._transfers.gather_gradients(bucket)
         for bucket in self.buckets:
             self._transfers.wait_gathered(bucket)
