@@ -23,7 +23,7 @@ from fold3d.trainer.arguments import TrainingArguments
 from tests.dist import parity_jobs
 from tests.dist.late_adamw import LateAdamW
 from tests.dist.parity_cases import Case
-from tests.dist.parity_checks import assert_ranks_agree
+from tests.dist.parity_checks import assert_ranks_agree, assert_same_bits
 from tests.dist.parity_jobs import MAX_NORM, Result
 from tests.helpers.ranks import RankError, RankPool
 
@@ -149,6 +149,16 @@ def test_twenty_steps_are_the_recursion(ranks: RankPool, layout: str, family: st
     results = ranks.run(train, case.ranks, case, timeout=TIMEOUT_S)
     assert_is(results[0], recursion(case.alone()))
     assert_ranks_agree(results, case)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_narrow_numbers_are_alike_in_both_ways(ranks: RankPool, dtype: str) -> None:
+    runs = {}
+    for way in ("early", "zero1"):
+        case = replace(LAYOUTS[way], dtype=dtype)
+        runs[way] = ranks.run(train, case.ranks, case, looks_every=3, timeout=TIMEOUT_S)
+        assert_ranks_agree(runs[way], case)
+    assert_same_bits(runs["early"][0], runs["zero1"][0])
 
 
 @pytest.mark.gate(cases=1)
