@@ -38,6 +38,10 @@ SIMULATED_DP_SYNC = (*DP_SYNC, "blocking", "unvoted")
 """Those of the simulator: also two that fold3d does not train with, for comparison; csrc/core/sim/cluster_model.h."""
 DP_SYNC_DTYPES = ("float32", "bfloat16")
 KERNELS = ("torch", "fold3d")
+FP16_WITH_DELAY = (
+    "gradient_delay=1 is not available with fp16: whether a step's gradients are finite is known a step later, when "
+    "the loss of the next one has been scaled already; use bf16, or set gradient_delay=0"
+)
 _UNITS = {"": 1, "b": 1} | {
     f"{prefix}{unit}": base ** (power + 1)
     for unit, base in (("b", 1000), ("ib", 1024))
@@ -130,6 +134,9 @@ class ParallelConfig:
     """How gradients travel to their sums over the replicas: "float32", or "bfloat16", which halves the bytes. They are
     accumulated over micro-batches in float32 and added in float32; with dp replicas a sum has been rounded dp times
     on its way. The numbers are no more those of one process."""
+    gradient_delay: int = 0
+    """1: the optimizer takes the gradients of the step before, so that their sums have a whole step to travel. The
+    weights are no more those of exact training: see docs/late-gradients.md. 0: those of its own step."""
     bucket_bytes: int | float | str | None = None
     """Layers' gradients are summed together until they have so many bytes; 0: each layer's alone. Also as text, "4MiB";
     a number from then on. None: the planner's, or 1 MiB."""
@@ -227,6 +234,13 @@ class ParallelConfig:
         for name, known in (("dp_sync_dtype", DP_SYNC_DTYPES), ("kernels", KERNELS)):
             if getattr(self, name) not in known:
                 raise ConfigError(f"{name}={getattr(self, name)!r}: must be one of {', '.join(known)}")
+        if self.gradient_delay not in (0, 1) or isinstance(self.gradient_delay, bool):
+            raise ConfigError(f"gradient_delay={self.gradient_delay!r}: must be 0, or 1 for gradients of a step before")
+        if self.gradient_delay and self.dp_sync == "serial":
+            raise ConfigError(
+                'gradient_delay=1 hides the sums of gradients under a whole step, and dp_sync="serial" hides nothing; '
+                'set dp_sync="auto", or gradient_delay=0'
+            )
 
     def _check_flags(self) -> None:
         for name in ("preempt", "offload_optimizer"):

@@ -63,6 +63,8 @@ class Family:
     """fold3d's setting."""
     offload: str = "none"
     """fold3d's setting."""
+    gradient_delay: int = 0
+    """fold3d's setting."""
     warm_up: int = 1
     """Steps until it does the same in every step; the first also connects and allocates."""
 
@@ -120,6 +122,24 @@ FAMILIES = {
         "fold3d", "fold", "the same with N = m", group_size="m", dp_sync="early", waits=True, warm_up=PLANNED
     ),
     "fold3d-1f1b": Family("fold3d", "1f1b", "one forward, one backward", folds=False, dp_sync="early", warm_up=PLANNED),
+    "fold3d-auto-late": Family(
+        "fold3d",
+        "auto",
+        "fold3d-auto with gradients of the step before: other numbers",
+        folds=False,
+        dp_sync="auto",
+        gradient_delay=1,
+        warm_up=PLANNED,
+    ),
+    "fold3d-1f1b-late": Family(
+        "fold3d",
+        "1f1b",
+        "fold3d-1f1b with gradients of the step before: other numbers",
+        folds=False,
+        dp_sync="early",
+        gradient_delay=1,
+        warm_up=PLANNED,
+    ),
     "torch-1f1b": Family("torch", "Schedule1F1B", "torch.distributed.pipelining", folds=False, dp_sync="all-reduce"),
     "torch-interleaved": Family(
         "torch", "ScheduleInterleaved1F1B", "torch.distributed.pipelining", dp_sync="all-reduce"

@@ -5,6 +5,7 @@
 
 #include <map>
 #include <memory>
+#include <optional>
 #include <utility>
 
 #include "bindings/signals.h"
@@ -110,8 +111,8 @@ class PyBucketSync {
     keep_mark(gathered_, collective);
   }
 
-  void wait_reduced(int bucket) {
-    without_gil([bucket](comm::BucketSync& sync) { sync.wait_reduced(bucket); });
+  void wait_reduced(int bucket, std::optional<std::int64_t> step) {
+    without_gil([bucket, step](comm::BucketSync& sync) { sync.wait_reduced(bucket, step); });
     if (const auto found = reduced_.find(bucket); found != reduced_.end()) {
       found->second->ready().block(runtime::current_stream(found->second->tensor().device()));
     }
@@ -252,9 +253,9 @@ void bind_bucket_sync(py::module_& module) {
            "float32 gradients travel as bfloat16, and the sum is rounded to it. Its planned gather goes the same way.")
       .def("gather", &PyBucketSync::gather, py::arg("bucket"), py::arg("tensor"), py::arg("as_bfloat16") = false,
            "Queues the all-gather of a bucket in place; every replica gives its own shard.")
-      .def("wait_reduced", &PyBucketSync::wait_reduced, py::arg("bucket"),
-           "Blocks until this step's reduce-scatter of the bucket is done; on a device until it is launched, and makes "
-           "the current stream wait for the rest.")
+      .def("wait_reduced", &PyBucketSync::wait_reduced, py::arg("bucket"), py::arg("step") = py::none(),
+           "Blocks until the reduce-scatter of the bucket in this step, or in `step`, is done; on a device until it is "
+           "launched, and makes the current stream wait for the rest.")
       .def("wait_gathered", &PyBucketSync::wait_gathered, py::arg("bucket"),
            "The same for the newest all-gather of the bucket, if there is one.")
       .def("drain", &PyBucketSync::drain, "Blocks until all that could begin is done, on a device, too.")

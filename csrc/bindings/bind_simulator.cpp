@@ -87,6 +87,7 @@ void bind_model(py::module_& module) {
       .def_property(
           "dp_sync", [](const ClusterModel& model) { return std::string(core::to_string(model.dp_sync)); },
           [](ClusterModel& model, const std::string& text) { model.dp_sync = core::parse_dp_sync(text); })
+      .def_readwrite("gradient_delay", &ClusterModel::gradient_delay)
       .def_readwrite("early_gathers", &ClusterModel::early_gathers)
       .def_readwrite("gather_order", &ClusterModel::gather_order)
       .def_readwrite("layers_per_bucket", &ClusterModel::layers_per_bucket)

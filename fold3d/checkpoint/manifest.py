@@ -26,14 +26,21 @@ _TELLING = (".safetensors", ".json", ".pt", ".pth")
 """Files that show by themselves whether they are whole."""
 
 
-def write(folder: Path, *, step_index: int) -> None:
-    """Writes the manifest of everything now in `folder`; step_index: optimizer steps the engine has begun."""
+def write(folder: Path, *, step_index: int, late_settings: list[dict[str, Any]] | None = None) -> None:
+    """Writes the manifest of everything now in `folder`.
+
+    Args:
+        step_index: optimizer steps the engine has begun.
+        late_settings: with which the gradients in the folder will be taken; None: there are none.
+    """
     files = {
         str(path.relative_to(folder)): path.stat().st_size
         for path in sorted(folder.rglob("*"))
         if path.is_file() and path.name != NAME
     }
-    content = {"version": _VERSION, "step_index": step_index, "files": files}
+    content: dict[str, Any] = {"version": _VERSION, "step_index": step_index, "files": files}
+    if late_settings is not None:
+        content["late_settings"] = late_settings
     (folder / NAME).write_text(json.dumps(content, indent=2) + "\n")
 
 
@@ -43,6 +50,13 @@ def step_index(folder: Path) -> int:
         if (folder / name).is_file():
             return int(_load(folder / name)[key])
     raise CheckpointError(f"{folder} has neither {NAME} nor {_STATE}: it is not a Trainer checkpoint")
+
+
+def late_settings(folder: Path) -> list[dict[str, Any]] | None:
+    """Returns what `write` was given."""
+    path = folder / NAME
+    found: list[dict[str, Any]] | None = _load(path).get("late_settings") if path.is_file() else None
+    return found
 
 
 def check(folder: Path) -> None:

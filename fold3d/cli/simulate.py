@@ -61,6 +61,13 @@ def add(subcommands: Any) -> None:
         help="how gradients travel, default float32; bfloat16 halves their bytes",
     )
     made.add_argument(
+        "--gradient-delay",
+        type=int,
+        choices=(0, 1),
+        default=0,
+        help="1: gradients are taken a step later, and their sums travel under all of it; default 0",
+    )
+    made.add_argument(
         "--bucket", type=float, metavar="MB", help="layers join until they have so many gradients; default: none do"
     )
     made.add_argument(
@@ -146,6 +153,7 @@ def run(options: argparse.Namespace) -> None:
         copy_bandwidth=_positive(options, "copy_bandwidth") * 1e9,
         copies_share=True,
         gradient_share=gradient_share(options.dp_sync_dtype),
+        gradient_delay=options.gradient_delay,
     )
     prediction = predict(
         schedule,

@@ -54,16 +54,28 @@ class Bucket:
     parameter in the main gradients' dtype accumulates straight into its view, another one's gradients are added by
     `accumulate`.
 
+    With two `sets` of gradients a step's take up gradients while those of the step before travel, see `turn`.
+
     Attributes:
         number: position in the order of the forward pass, the same on all replicas.
+        key: of the bucket and its set, for who moves them.
         gradients: [n], n a multiple of the number of replicas; what lies behind a parameter is padding.
         weights: [n], the parameters' own memory, once `flatten_parameters` was called; else None.
         views: per parameter, its gradient in the flat tensor.
         used: per parameter, whether any micro-batch of this step gave it a gradient.
     """
 
-    def __init__(self, number: int, spec: BucketSpec, parameters: Mapping[str, Parameter], replicas: int, rank: int):
+    def __init__(
+        self,
+        number: int,
+        spec: BucketSpec,
+        parameters: Mapping[str, Parameter],
+        replicas: int,
+        rank: int,
+        sets: int = 1,
+    ):
         self.number = number
+        self.keys = range(sets * number, sets * (number + 1))
         self.spec = spec
         self.names = spec.names
         self.parameters = [parameters[name] for name in spec.names]
@@ -72,14 +84,17 @@ class Bucket:
         self._starts = [0, *itertools.accumulate(sizes)]
         total = _round_up(self._starts[-1], replicas * _ALIGN)
         dtype = functools.reduce(torch.promote_types, (p.dtype for p in self.parameters), torch.float32)
-        self.gradients = torch.zeros(total, dtype=dtype, device=first.device)
         self.weights: Tensor | None = None
-        self.used = [False] * len(sizes)
         self._pending: list[PendingGradient] = []
-        self.views = [
-            laid_out(self.gradients[start : start + parameter.numel()], parameter)
-            for start, parameter in zip(self._starts, self.parameters, strict=False)
-        ]
+        self._others: list[tuple[int, Tensor, list[Tensor], list[bool]]] = []
+        for key in reversed(self.keys):
+            flat = torch.zeros(total, dtype=dtype, device=first.device)
+            views = [
+                laid_out(flat[start : start + parameter.numel()], parameter)
+                for start, parameter in zip(self._starts, self.parameters, strict=False)
+            ]
+            self._others.append((key, flat, views, [False] * len(sizes)))
+        self.key, self.gradients, self.views, self.used = self._others.pop()
         width = total // replicas
         self.shard = slice(rank * width, (rank + 1) * width)
         self.pieces = list(self._pieces_in(self.shard))
@@ -95,6 +110,11 @@ class Bucket:
             start, stop = max(begin, shard.start), min(end, shard.stop)
             if start < stop:
                 yield Piece(name, parameter, index, start, stop, start - begin)
+
+    def turn(self) -> None:
+        """Exchanges the set of gradients with the other one; each keeps what it holds."""
+        self._others.append((self.key, self.gradients, self.views, self.used))
+        self.key, self.gradients, self.views, self.used = self._others.pop(0)
 
     def flatten_parameters(self) -> None:
         """Moves the parameters into one flat tensor, so that an all-gather can write them in place.

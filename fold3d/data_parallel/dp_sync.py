@@ -12,6 +12,8 @@ The order of one step (Fold3D section V, made exact):
 On an accelerator it is streams that wait: the host goes on as soon as what it waits for has been launched.
 
 Every way gives the same bits: the same sums, the same norm, the same element-wise arithmetic.
+
+With gradient_delay=1 norm and update are of gradients of the step before, which travel under it (`LateGradients`).
 """
 
 from __future__ import annotations
@@ -32,6 +34,8 @@ from fold3d.data_parallel.bucket import Bucket
 from fold3d.data_parallel.bucket_schedule import BucketSchedule
 from fold3d.data_parallel.buffers import BufferSync
 from fold3d.data_parallel.gradient_states import Event, GradientStates, State
+from fold3d.data_parallel.late.late_gradients import LateGradients
+from fold3d.data_parallel.late.no_replicas import NoReplicas
 from fold3d.data_parallel.optimizer.bucketwise_optimizer import BucketwiseOptimizer
 from fold3d.data_parallel.optimizer.host_copies import check_room
 from fold3d.data_parallel.optimizer.host_steps import held
@@ -53,7 +57,7 @@ logger = logging.getLogger(__name__)
 
 class DpSync:
     """DP.sync of one rank, a GradientSync; all replicas of a stage (with tensor parallelism, of its shard) make the
-    same calls. For dp > 1.
+    same calls. For dp > 1, and for late gradients.
 
     Without an optimizer (`attach`) a step ends with the mean gradients in `.grad`; with one, with `update`. A `whole`
     step does both: `update` takes what was made of the gradients meanwhile. What may follow what: `GradientStates`.
@@ -64,7 +68,7 @@ class DpSync:
         cut: RankModel,
         topology: Topology,
         groups: Groups,
-        sync: _C.BucketSync,
+        sync: _C.BucketSync | NoReplicas,
         plan: BucketSchedule,
         progress: Progress,
         clock: _C.StreamClock,
@@ -72,8 +76,10 @@ class DpSync:
         offload_optimizer: bool = False,
         kernels: bool = False,
         wire_dtype: torch.dtype = torch.float32,
+        gradient_delay: int = 0,
     ):
         """Args:
+        gradient_delay: 1: see `late`.
         clock: that `sync` has.
         offload_optimizer: steps are taken in host memory, where the optimizer's state lies.
         read: calls `settle`, and tells of failures; for whoever reads weights through a state_dict.
@@ -84,14 +90,18 @@ class DpSync:
         self._cut, self._groups, self._tp, self._device = cut, groups, topology.tp, groups.device
         self._plan, self._on_host, self._kernels = plan, offload_optimizer, kernels
         self.buckets = [
-            Bucket(number, spec, cut.parameters, topology.dp, topology.dp_rank)
+            Bucket(number, spec, cut.parameters, topology.dp, topology.dp_rank, 1 + gradient_delay)
             for number, spec in enumerate(plan.buckets)
         ]
         self._states = GradientStates()
+        self._early: Sequence[int] = ()  # buckets whose gradients of this step are gathered as soon as they are summed
         self._whole = False  # this step's gradients shall be in `.grad` although there is an optimizer
         self._transfers = BucketTransfers(sync, self.buckets, topology.dp, progress, clock, wire_dtype)
         self._tied_parameters = gradients.tied_parameters(cut, groups, topology)
         self._tied = TiedBuckets(self.buckets, groups.ties, topology, progress)
+        self._late: LateGradients | None = None
+        if gradient_delay:
+            self._late = LateGradients(self.buckets, self._transfers, self._tied, self.settle, self._share_use)
         self._buffers = BufferSync(cut, groups.data, progress)
         uses = {name: len(cut.placement.readers_on(name, cut.stage)) for name in cut.placement.readers}
         self._readiness = ParameterReadiness(cut.model, self.buckets, self._open, read)
@@ -113,6 +123,11 @@ class DpSync:
             chunks: of this rank, in the order of their last backwards.
             whole: the gradients shall be in `.grad` between `end` and `update`, which takes them from there.
         """
+        if self._late is not None and (whole or self._optimizer is None):
+            raise ConfigError(
+                "gradient_delay=1 keeps gradients until the next step, for an optimizer that Engine.attach was given, "
+                "and never has them in .grad; attach one, and pass reads_gradients=False, or set gradient_delay=0"
+            )
         if self._states.allows(Event.DROP):
             self.abandon()
         self.check_trainable()
@@ -126,7 +141,9 @@ class DpSync:
                 bucket.attach()
         self._norm, self._coefficient, self._shown = None, 1.0, []
         self._whole = whole and self._optimizer is not None
-        self._transfers.begin(self._gathered_early)
+        # Late gradients are gathered behind what the update before them gathers, so `update` begins that.
+        self._early = () if self._optimizer is None or self._plan.serial else self._plan.gather_order
+        self._transfers.begin(self._early if self._late is None else ())
         self._reducer.begin(micro_batches, chunks, hold=self._plan.serial)
 
     def before_chunk(self, chunk: int) -> None:
@@ -146,6 +163,8 @@ class DpSync:
         if self._optimizer is not None and not self._whole:
             for bucket in self.buckets:
                 bucket.veil(taken=False)  # nobody may take half-summed gradients for the mean
+            if self._late is not None:
+                self._late.turn()  # what norm and update are of from here on
             return
         self._transfers.wait_reduced()
         if self._whole:
@@ -161,12 +180,14 @@ class DpSync:
         self._states.on(Event.LEAVE)
 
     def norm(self) -> Tensor:
-        """Returns the exact global gradient norm, the same on every rank; all ranks call (one all-reduce)."""
+        """Returns the exact global gradient norm, the same on every rank; all ranks call (one all-reduce). Of late
+        gradients that of the step before, zero where there is none."""
         if self._optimizer is None or self._states.in_grad:
             return gradients.global_norm(
                 self._cut, self._norm_dtype, self._device, self._groups.world, kernel=self._kernels
             )
-        if self._norm is None and not self._states.has_gradients:  # no step has run
+        is_none = self._late is not None and self._late.settings is None
+        if self._norm is None and (is_none or not self._states.has_gradients):  # no step has run
             return torch.zeros((), dtype=self._norm_dtype, device=self._device)
         if self._norm is None:
             self._norm = self._sum_norm()
@@ -179,10 +200,13 @@ class DpSync:
         else:
             self._coefficient = self._coefficient * coefficient
 
-    def update(self) -> None:
-        """Begins the optimizer's step, with its settings of now.
+    def update(self, *, keeps: bool = True) -> None:
+        """Begins the optimizer's step, with its settings of now; that of late gradients with those of their step.
 
         Parameters are up to date when their buckets are open (`flush` opens all).
+
+        Args:
+            keeps: whether this step has made gradients, which then are the next late ones.
         """
         optimizer = self._optimizer
         assert optimizer is not None
@@ -197,18 +221,24 @@ class DpSync:
                 bucket.check_veiled()
             self.norm()
         settings = optimizer.settings(self._coefficient)
+        taken = settings if self._late is None else self._late.taken_with(self._coefficient)
+        gathered = self._early if self._late is None else self._late.gathered
         for bucket in self.buckets:
             bucket.detach()
+            if taken is None:
+                continue
             if self._plan.modes[bucket.number] == "zero1":
-                optimizer.step_shard(bucket, settings)
+                optimizer.step_shard(bucket, taken)
                 self._transfers.gather_weights(bucket)
                 if not is_shown:
                     bucket.clear()
             else:
-                optimizer.postpone(bucket, settings)
-                if not is_shown and bucket.number not in self._gathered_early:
+                optimizer.postpone(bucket, taken)
+                if not is_shown and bucket.number not in gathered:
                     self._transfers.gather_gradients(bucket)
             self._readiness.close(bucket)
+        if self._late is not None:
+            self._late.keep(settings if keeps else None, self._early)
         self._states.on(Event.TAKE)
         self._coefficient = 1.0
         if self._plan.serial or is_shown:
@@ -226,6 +256,8 @@ class DpSync:
     def abandon(self) -> None:
         """Drops the gradients of a step that will not be taken, such as one with infinite gradients."""
         self._states.on(Event.DROP)
+        if self._late is not None:
+            self._late.turn()  # those of the step before stay
         self._transfers.wait_reduced()
         for bucket in self.buckets:
             if self._optimizer is None or not self._optimizer.is_postponed(bucket):
@@ -248,7 +280,7 @@ class DpSync:
     def finish(self) -> None:
         """Waits for what is under way: the weights become final, and no replica misses what this rank passes on."""
         try:
-            if self._states.state in (State.SUMMING, State.SHOWN):
+            if self._states.state in (State.SUMMING, State.SHOWN) and self._late is None:
                 self._transfers.wait_reduced()
             # In the middle of a step some may wait for sums that nobody will begin.
             is_whole = self._states.state is not State.ACCUMULATING
@@ -331,6 +363,11 @@ class DpSync:
         """The attached optimizer."""
         return self._optimizer
 
+    @property
+    def late(self) -> LateGradients | None:
+        """The gradients of the step before; None where the optimizer takes those of its own step."""
+        return self._late
+
     def collect_state(self) -> None:
         """Fills the optimizer's state with what the replicas hold in parts; all replicas call. See `split_state`."""
         self.settle()
@@ -365,15 +402,13 @@ class DpSync:
 
     # Inside
 
-    @property
-    def _gathered_early(self) -> Sequence[int]:
-        """Buckets whose gradients are gathered as soon as they are summed."""
-        return () if self._optimizer is None or self._plan.serial else self._plan.gather_order
-
     def _sum_norm(self) -> Tensor:
         self._states.on(Event.MEASURE)
-        self._transfers.wait_reduced()
-        self._tied.sum()
+        if self._late is None:
+            self._transfers.wait_reduced()
+            self._tied.sum()
+        else:
+            self._late.sum()
         unused = sum(not used for bucket in self.buckets for used in bucket.used)
         primary, shares = self._cut.primary(), self._cut.shares
         whole = [b for b in self.buckets if self._kernels and all(p.name in primary - shares.keys() for p in b.pieces)]
@@ -415,7 +450,7 @@ class DpSync:
 
     def _gather_gradients(self) -> None:
         for bucket in self.buckets:
-            if bucket.number not in self._gathered_early:  # else it is on its way
+            if bucket.number not in self._early:  # else it is on its way
                 self._transfers.gather_gradients(bucket)
         for bucket in self.buckets:
             self._transfers.wait_gathered(bucket)

@@ -9,6 +9,7 @@ import torch
 
 from fold3d import _C
 from fold3d.data_parallel.bucket import Bucket
+from fold3d.data_parallel.late.no_replicas import NoReplicas
 from fold3d.errors import ConfigError
 from fold3d.faults.progress import Progress
 from fold3d.observe.step_breakdown import RawRecord
@@ -24,7 +25,7 @@ class BucketTransfers:
 
     def __init__(
         self,
-        sync: _C.BucketSync,
+        sync: _C.BucketSync | NoReplicas,
         buckets: Sequence[Bucket],
         replicas: int,
         progress: Progress,
@@ -66,36 +67,36 @@ class BucketTransfers:
 
     def reduce(self, bucket: Bucket) -> None:
         """Begins the mean of the bucket's gradients over the replicas; each replica gets its shard of it."""
-        self._sync.reduce(bucket.number, bucket.gradients, self._factor, self._rounds)
+        self._sync.reduce(bucket.key, bucket.gradients, self._factor, self._rounds)
 
     def gather_gradients(self, bucket: Bucket) -> None:
-        """Begins to put together the bucket's gradients from the shards of all replicas."""
+        """Begins to put together the bucket's gradients from the shards of all replicas, once these are summed."""
         rounded = self._rounds and not bucket.spec.summed_over.is_shared
-        self._sync.gather(bucket.number, bucket.gradients, rounded)
+        self._sync.gather(bucket.key, bucket.gradients, rounded)
 
     def gather_weights(self, bucket: Bucket) -> None:
         """Begins to put together the bucket's flat weights from the shards of all replicas."""
         assert bucket.weights is not None
-        self._sync.gather(bucket.number, bucket.weights)
+        self._sync.gather(bucket.key, bucket.weights)
 
-    def wait_reduced(self) -> None:
-        """Waits until all buckets' sums of this step are here; on an accelerator until they are on their way, and the
-        current stream waits for the rest."""
+    def wait_reduced(self, step: int | None = None) -> None:
+        """Waits until all buckets' sums of this step, or of `step`, are here; on an accelerator until they are on their
+        way, and the current stream waits for the rest."""
         start = self._clock.now()
-        with self._progress.during(f"the gradient sums of step {self._step}", meets=True):
+        with self._progress.during(f"the gradient sums of step {self._step if step is None else step}", meets=True):
             for bucket in self._buckets:
-                self._sync.wait_reduced(bucket.number)
+                self._sync.wait_reduced(bucket.key, step)
         last = self._buckets[0].spec.chunk if self._buckets else 0
         self._waits.append((f"{last}REDUCE_GRAD", start, self._clock.now()))
 
     def wait_gathered(self, bucket: Bucket) -> None:
         """Waits until the bucket's last gather is done; as `wait_reduced`."""
-        if self._sync.is_gathered(bucket.number):
-            self._sync.wait_gathered(bucket.number)  # at once, for the host
+        if self._sync.is_gathered(bucket.key):
+            self._sync.wait_gathered(bucket.key)  # at once, for the host
             return
         start = self._clock.now()
         with self._progress.during(f"the gather of step {self._step}", meets=True):
-            self._sync.wait_gathered(bucket.number)
+            self._sync.wait_gathered(bucket.key)
         self._waits.append((f"{bucket.spec.chunk}GATHER", start, self._clock.now()))
 
     def drain(self) -> None:
@@ -113,7 +114,7 @@ class BucketTransfers:
                 break
             waits.append(("wait", action, start_ns, end_ns, 0))
             self._waits.popleft()
-        chunk_of = {f"bucket {b.number}": b.spec.chunk for b in self._buckets}
+        chunk_of = {f"bucket {key}": bucket.spec.chunk for bucket in self._buckets for key in bucket.keys}
         transfers = [
             (lane, f"{chunk_of[text]}{_ACTION[lane]}", start, end, size)
             for lane, text, start, end, size in self._sync.take_records()

@@ -12,14 +12,18 @@ from typing import Any
 from torch.nn import DataParallel, Module
 from torch.nn.parallel import DistributedDataParallel
 
-from fold3d.config import AUTO, ParallelConfig
+from fold3d.config import AUTO, FP16_WITH_DELAY, ParallelConfig
 from fold3d.errors import ConfigError
 from fold3d.recompute import Recompute
 from fold3d.stage.recompute import check_names
 
 
-def check_arguments(max_grad_norm: float | None, optimizer: Any, autocast: Any) -> None:
+def check_arguments(
+    config: ParallelConfig, max_grad_norm: float | None, optimizer: Any, autocast: Any, scaler: Any
+) -> None:
     """Raises ConfigError for the first argument that is not what Engine can use."""
+    if config.gradient_delay and scaler is not None and scaler.is_enabled():
+        raise ConfigError(FP16_WITH_DELAY)
     if max_grad_norm is not None and not max_grad_norm > 0:
         raise ConfigError(f"max_grad_norm={max_grad_norm}: must be positive; leave it None for no clipping")
     if optimizer is not None and not callable(optimizer):

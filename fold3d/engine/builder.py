@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
@@ -17,6 +18,7 @@ from fold3d.comms.tcp import connect_stages, uses_tcp
 from fold3d.comms.world_group import WorldGroup
 from fold3d.data_parallel.bucket_schedule import BucketSchedule
 from fold3d.data_parallel.dp_sync import DpSync
+from fold3d.data_parallel.late.no_replicas import NoReplicas
 from fold3d.data_parallel.one_replica import OneReplica
 from fold3d.engine.built import BuiltRank
 from fold3d.engine.division import COMPARED, Division
@@ -28,6 +30,7 @@ from fold3d.engine.step import Step
 from fold3d.engine.step_recorder import StepRecorder
 from fold3d.errors import Fold3dError, RankError
 from fold3d.faults.supervisor import Supervisor
+from fold3d.observe.announce import announce
 from fold3d.observe.memory import MemoryWatch
 from fold3d.plan.programs import Programs
 from fold3d.plan.space.recompute import KNOB as RECOMPUTE
@@ -45,6 +48,13 @@ from fold3d.tensor_parallel.turning_ops import TurningOps
 from fold3d.tensor_parallel.turns import Turns
 from fold3d.topology import Topology
 from fold3d.trace.wrappers import whole_shape
+
+logger = logging.getLogger(__name__)
+
+LATE = (
+    "gradient_delay=1: each update takes the gradients of the step before, so losses and weights are not those of "
+    "exact training, and some optimizers and learning rates bear it worse than others: see docs/late-gradients.md"
+)
 
 
 def connect(model: CutModel, supervisor: Supervisor, world: WorldGroup, device: torch.device) -> BuiltRank:
@@ -103,30 +113,17 @@ def _connect(
     if topology.tp > 1:
         cut.connect(sums)
     _share_weights(cut, groups)
-    sync: DpSync | OneReplica
-    kernels = config.kernels == "fold3d"
     if topology.dp > 1:
-        rings = connect_replicas(
+        rings: _C.BucketSync | NoReplicas = connect_replicas(
             *(topology, groups, arbiter, device, timeout),
             over_tcp=over_tcp,
             hosts=hosts,
             makes_room=makes_room,
             clock=clock,
         )
-
-        def read() -> None:
-            progress.life.check()
-            with supervisor.together("waiting for the weights of the last step"):
-                dp_sync.settle()
-
-        schedule = BucketSchedule.make(model.buckets, model.strategy, topology.pp_rank)
-        wire = torch.bfloat16 if config.dp_sync_dtype == "bfloat16" else torch.float32
-        sync = dp_sync = DpSync(
-            *(cut, topology, groups, rings, schedule, progress, clock, read),
-            *(config.offload_optimizer, kernels, wire),
-        )
     else:
-        sync = OneReplica(cut, topology, groups, offload_optimizer=config.offload_optimizer, kernels=kernels)
+        rings = NoReplicas()
+    sync = _gradient_sync(model, supervisor, topology, groups, rings, clock)
     sharded = None
     if topology.tp > 1:
         reads = ShardReads(cut.model, cut.parameters)
@@ -184,6 +181,43 @@ def _connect(
         memory=memory,
         undo=undo,
     )
+
+
+def _gradient_sync(
+    model: CutModel,
+    supervisor: Supervisor,
+    topology: Topology,
+    groups: Groups,
+    rings: _C.BucketSync | NoReplicas,
+    clock: _C.StreamClock,
+) -> DpSync | OneReplica:
+    """Returns what sums the gradients of one rank over its replicas, or only delays them.
+
+    Args:
+        rings: that move the buckets.
+    """
+    config, cut, progress, kernels = model.config, model.cut, supervisor.progress, model.config.kernels == "fold3d"
+    delay = config.gradient_delay
+    if topology.dp == 1 and not delay:
+        return OneReplica(cut, topology, groups, offload_optimizer=config.offload_optimizer, kernels=kernels)
+    if topology.dp > 1:
+        schedule = BucketSchedule.make(model.buckets, model.strategy, topology.pp_rank)
+    else:  # buckets of one replica, which nobody sums
+        schedule = BucketSchedule.of(model.buckets, ["serial"] * (1 + len(model.buckets)), ())
+
+    def read() -> None:
+        progress.life.check()
+        with supervisor.together("waiting for the weights of the last step"):
+            made.settle()
+
+    wire = torch.bfloat16 if config.dp_sync_dtype == "bfloat16" else torch.float32
+    made = DpSync(
+        *(cut, topology, groups, rings, schedule, progress, clock, read),
+        *(config.offload_optimizer, kernels, wire, delay),
+    )
+    if delay and topology.rank == 0:
+        announce(logger, LATE)
+    return made
 
 
 def _division(model: CutModel, pipeline: Pipeline) -> Division | None:

@@ -94,7 +94,7 @@ class Engine(state.WholeState):
         optimizer_like: Callable[[list[Parameter]], Optimizer] | None = None,
         compile_options: Mapping[str, Any] | None = None,
     ):
-        check_arguments(max_grad_norm, optimizer, autocast)
+        check_arguments(config, max_grad_norm, optimizer, autocast, scaler)
         check_compiled(config.tp, compile_options)
         check_model(model, config, weights)
         world = dist.get_world_size() if dist.is_initialized() else 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -13,6 +13,9 @@ from torch.optim import Optimizer
 from fold3d.comms.groups import Groups
 from fold3d.comms.world_group import WorldGroup
 from fold3d.config import ParallelConfig
+from fold3d.data_parallel.dp_sync import DpSync
+from fold3d.data_parallel.late.late_gradients import LateGradients
+from fold3d.data_parallel.optimizer.bucket_optimizer import Settings
 from fold3d.data_parallel.optimizer.host_memory import host_memory
 from fold3d.data_parallel.optimizer.parameter_state import assembled, like_parameter, part_of_state, shard_of_state
 from fold3d.engine.built import BuiltRank
@@ -109,6 +112,7 @@ class WholeState(ABC):
     """The saving half of `Engine`."""
 
     config: ParallelConfig
+    max_grad_norm: float | None
     optimizer: Optimizer | None
     step_index: int
     _supervisor: Supervisor
@@ -116,6 +120,11 @@ class WholeState(ABC):
     @abstractmethod
     def _built(self) -> BuiltRank:
         """Returns what this rank trains with."""
+
+    @property
+    @abstractmethod
+    def is_built(self) -> bool:
+        """Whether there is anything to train with yet."""
 
     @property
     @abstractmethod
@@ -138,11 +147,17 @@ class WholeState(ABC):
         self.meet("engine.state_dict()")
         cut, world = self._built().cut, self.groups.world
         with self._supervisor.together("gathering the state"), self.whole_optimizer_state():
-            return {
+            full = {
                 "model": gather_model(cut, world),
                 "optimizer": gather_optimizer(cut, self.optimizer, world),
                 "step_index": self.step_index,
             }
+            late, settings = self.late_gradients()
+            if settings is not None:
+                mine: dict[Any, Any] = {n: _to_cpu(gradient) for n, gradient in late.items() if n in cut.primary()}
+                full["late_gradients"] = _merge(mine, dict(cut.parts.spread(mine)), cut, world)
+                full["late_settings"] = settings
+            return full
 
     @contextlib.contextmanager
     def whole_optimizer_state(self) -> Iterator[None]:
@@ -160,14 +175,77 @@ class WholeState(ABC):
         Raises: CheckpointError when names or shapes do not match; nothing has changed then.
         """
         rank = self._built()
+        late, settings = full.get("late_gradients", {}), full.get("late_settings")
+        check_late(settings, self.config)
         self.flush()
+
+        def fill(name: str, gradient: torch.Tensor) -> bool:
+            if name in late:
+                gradient.copy_(rank.cut.parts.take(name, late[name]))
+            return name in late
+
         load(rank.cut, self.optimizer, full, on_host=self.config.offload_optimizer)
         rank.sync.split_state()
+        self.load_late_gradients(settings, fill)
         self.step_index = int(full["step_index"])
+
+    def late_gradients(self) -> tuple[Tensors, list[dict[str, Any]] | None]:
+        """Returns what gradient_delay=1 keeps for the next update: the mean gradients by name, of what this rank holds,
+        and the settings they are taken with, as JSON takes them; None where nothing is kept. All ranks call.
+
+        No bit of what follows changes. The tensors are valid until the next step.
+        """
+        late = self._late
+        if late is None or late.settings is None:
+            return {}, None
+        return late.whole(), late.settings.saved()
+
+    def load_late_gradients(
+        self,
+        settings: list[dict[str, Any]] | None = None,
+        fill: Callable[[str, torch.Tensor], bool] = lambda name, gradient: False,
+    ) -> None:
+        """Puts others in their place; all ranks call.
+
+        Args:
+            settings: what `late_gradients` returned; None: nothing is kept any more.
+            fill: of a parameter's name and this rank's part of its gradient, which it fills; returns whether the
+                parameter has one.
+        """
+        if self._late is not None:
+            optimizer = self.optimizer
+            is_some = settings is not None and optimizer is not None
+            self._late.load(Settings.of_saved(optimizer, settings) if is_some else None, fill)  # type: ignore[arg-type]
+
+    def finish_updates(self, max_grad_norm: float | None = None) -> torch.Tensor | None:
+        """Takes the gradients that gradient_delay=1 keeps for the next step, at the end of training; all ranks call.
+
+        Args:
+            max_grad_norm: to which they are clipped; None: the engine's.
+        Returns: their norm before; None where nothing is kept.
+        """
+        if not self.is_built:
+            return None
+        limit = self.max_grad_norm if max_grad_norm is None else max_grad_norm
+        return self._built().step.finish_updates(limit)
+
+    @property
+    def _late(self) -> LateGradients | None:
+        sync = self._built().sync
+        return sync.late if isinstance(sync, DpSync) else None
 
     def resume_at(self, step_index: int) -> None:
         """The next step is number `step_index`, from 0: masks of dropout go on from there."""
         self.step_index = step_index
+
+
+def check_late(settings: Any, config: ParallelConfig) -> None:
+    """Raises CheckpointError for a state with gradients that this run would never take."""
+    if settings is not None and not config.gradient_delay:
+        raise CheckpointError(
+            "the state was saved with gradient_delay=1, between a step's gradients and their update, and this run "
+            "has gradient_delay=0; set gradient_delay=1, or save after engine.finish_updates()"
+        )
 
 
 def _states(

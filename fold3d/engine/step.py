@@ -218,6 +218,23 @@ class Step:
         with self._supervisor.together(f"dropping the infinite gradients of {self._name}"):
             self._sync.abandon()
 
+    def finish_updates(self, max_grad_norm: float | None) -> Tensor | None:
+        """Takes the late gradients, clipped; returns their norm, None where there are none."""
+        sync = self._sync
+        if not isinstance(sync, DpSync) or sync.late is None or sync.late.settings is None:
+            return None
+        with self._supervisor.together("the last update"), self._memory.explains(self._changes):
+            sync.flush()  # what the last update has left to do, with the gradients before these
+            sync.begin(0, ())  # a step without micro-batches
+            sync.end()
+            norm = sync.norm()
+            if max_grad_norm is not None:
+                sync.scale(gradients.clip_coefficient(norm, max_grad_norm))
+            sync.update(keeps=False)
+            sync.updated()
+            sync.flush()
+        return norm
+
     def flush(self) -> None:
         """Brings this rank's parameters up to date; meets nobody."""
         together = self._supervisor.together(f"waiting for the weights of {self._name}")
@@ -235,7 +252,7 @@ class Step:
                 self._replanner.observe(step.records, step.step_ms, step.exposed_tp_ms)
         if not self._replanner.is_due:
             return None
-        sync = self._sync if isinstance(self._sync, DpSync) else None
+        sync = self._sync if isinstance(self._sync, DpSync) and self._topology.dp > 1 else None
         with self._supervisor.progress.during("planning from measured times", meets=True):
             better = self._replanner.look(strategy, schedule, sync)
         if better is not None:

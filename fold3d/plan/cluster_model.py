@@ -123,6 +123,8 @@ class Cluster:
     """Whether both directions together have no more."""
     gradient_share: float = 1.0
     """Of the bytes of gradients what travels; parameters, which zero1 gathers, travel whole."""
+    gradient_delay: int = 0
+    """1: gradients are taken a step later, and travel under all of it."""
     ranks_per_host: int = 1
     """Ranks replica * pp + stage are placed in order; those of one host share its card."""
     slice_bytes: int = 1 << 20
@@ -170,6 +172,7 @@ def cluster_model(
     model.hop_latency_ns = _ns(cluster.latency if cluster.hop_latency is None else cluster.hop_latency)
     model.slice_bytes = cluster.slice_bytes
     model.preempt = cluster.preempt
+    model.gradient_delay = cluster.gradient_delay
     model.action_ns = _ns(cluster.action_seconds)
     model.bucket_ns = _ns(cluster.bucket_seconds)
     model.forward_ns = [_ns(seconds) for seconds in work.forward]

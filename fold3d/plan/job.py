@@ -48,6 +48,8 @@ class Job:
     """Whether the optimizer's state lies in host memory; the profile's `update_seconds` are then of updates there."""
     gradient_share: float = 1.0
     """Of the bytes of gradients, as they are kept, what travels."""
+    gradient_delay: int = 0
+    """Steps until the optimizer takes them."""
     pool_limit: int | None = None
     """Bytes of a rank's pool; None: any."""
 
@@ -70,4 +72,5 @@ class Job:
             copy_bandwidth=self.copy_bandwidth,
             copies_share=True,
             gradient_share=self.gradient_share,
+            gradient_delay=self.gradient_delay,
         )

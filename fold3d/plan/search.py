@@ -352,6 +352,8 @@ def _usual(layouts: list[Layout]) -> Layout:
 
 
 def _limits(job: Job, layout: Layout, count: int) -> list[int]:
+    if job.gradient_delay:  # none begins before its step is over
+        return [-1]
     return early_gathers_to_try(max(len(layout.of_stage(stage, job.pp)) for stage in range(job.pp)), count)
 
 

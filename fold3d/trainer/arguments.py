@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 import transformers
 
-from fold3d.config import AUTO, BLOCKS, ParallelConfig, parse_tp_plan
+from fold3d.config import AUTO, BLOCKS, FP16_WITH_DELAY, ParallelConfig, parse_tp_plan
 from fold3d.errors import ConfigError
 from fold3d.faults.job import watch_job
 from fold3d.faults.uncaught import report_uncaught
@@ -135,6 +135,14 @@ class TrainingArguments(transformers.TrainingArguments):
             "bytes; they are kept and added in float32, but are rounded on their way."
         },
     )
+    gradient_delay: int = field(
+        default=0,
+        metadata={
+            "help": "1: each update takes the gradients of the step before, whose sums over the replicas have a "
+            "whole step to travel: faster where the network is slow, but the weights are no more those of exact "
+            "training. 0: those of its own step."
+        },
+    )
     bucket_bytes: Bytes | None = field(
         default=None,
         metadata={
@@ -237,9 +245,7 @@ class TrainingArguments(transformers.TrainingArguments):
     )
 
     def __post_init__(self) -> None:
-        if _announced_world_size() > 1:
-            rank = int(os.environ.get("RANK") or 0)
-            report_uncaught(f"rank {rank}", rank)
+        _report_uncaught()
         refuse_unsupported(self)
         self.segments, self.group_size = _number_or_auto(self.segments), _number_or_auto(self.group_size)
         if self.micro_batch_size is not None:
@@ -250,6 +256,8 @@ class TrainingArguments(transformers.TrainingArguments):
         if not isinstance(m, int) or isinstance(m, bool) or m < 1:
             raise ConfigError(f"gradient_accumulation_steps={m!r}: must be an integer of at least 1")
         config = self.parallel
+        if config.gradient_delay and self.fp16:
+            raise ConfigError(FP16_WITH_DELAY)
         for name in ("bucket_bytes", "memory_limit", "offload_pool", "recompute"):  # as they are understood
             setattr(self, name, getattr(config, name))
         if not isinstance(config.partition, str):
@@ -262,13 +270,7 @@ class TrainingArguments(transformers.TrainingArguments):
             programs_of(replace(config, micro_batches=parts), constraints, dp).compute(parts)
         is_cut = constraints.segments is None or constraints.segments * config.pp * config.tp > 1
         if "underflow_overflow" in str(self.debug):
-            if config.pp * config.tp > 1 or constraints.segments not in (1, None):
-                raise ConfigError(
-                    f"debug='underflow_overflow' is not available with pp={self.pp}, tp={self.tp} and "
-                    f"segments={self.segments}: it reads what every module returns, in a process that runs all of "
-                    "them; set all three to 1, or remove it"
-                )
-            self.segments = 1
+            self._run_all_modules(constraints.segments)
         if self.blocks != "auto" and not is_cut:
             raise ConfigError(
                 f"blocks={self.blocks!r} has no effect with pp=1 and segments=1: the model is not cut; remove it"
@@ -302,6 +304,16 @@ class TrainingArguments(transformers.TrainingArguments):
                 "per GPU with torchrun, or set CUDA_VISIBLE_DEVICES to one of them"
             )
 
+    def _run_all_modules(self, segments: int | None) -> None:
+        """debug="underflow_overflow" reads what every module returns. Raises: ConfigError where no process runs all."""
+        if self.pp * self.tp > 1 or segments not in (1, None):
+            raise ConfigError(
+                f"debug='underflow_overflow' is not available with pp={self.pp}, tp={self.tp} and "
+                f"segments={self.segments}: it reads what every module returns, in a process that runs all of them; "
+                "set all three to 1, or remove it"
+            )
+        self.segments = 1
+
     def _parts(self) -> int:
         """Returns into how many parts a micro-batch is divided."""
         size, samples = self.parallel.part_size, self.per_device_train_batch_size
@@ -330,6 +342,7 @@ class TrainingArguments(transformers.TrainingArguments):
             group_size=self.group_size,
             dp_sync=self.dp_sync,
             dp_sync_dtype=self.dp_sync_dtype,
+            gradient_delay=self.gradient_delay,
             bucket_bytes=self.bucket_bytes,
             memory_limit=self.memory_limit,
             offload=self.offload,
@@ -365,6 +378,12 @@ def _flag_or_auto(value: bool | str) -> bool | str:
     """Returns the flag that a command line gives as text; anything else as it is."""
     flags = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
     return flags.get(value.lower(), value) if isinstance(value, str) else value
+
+
+def _report_uncaught() -> None:
+    if _announced_world_size() > 1:
+        rank = int(os.environ.get("RANK") or 0)
+        report_uncaught(f"rank {rank}", rank)
 
 
 def _announced_world_size() -> int:

@@ -56,7 +56,9 @@ class FlushingHandler(CallbackHandler):
                     event,
                 )
             self._told.update(readers)
-        if readers or event == "on_train_end":  # where the weights are final
+        if event == "on_train_end":  # where the weights are final
+            self.engine.finish_updates(args.max_grad_norm or None)
+        if readers or event == "on_train_end":
             self.engine.flush()
         control = super().call_event(event, args, state, control, **named)  # type: ignore[no-untyped-call]
         self.flags.follow(event, control, state.global_step, acts_within=self._acts_within)

@@ -24,6 +24,8 @@ from transformers.utils import logging as hf_logging
 from fold3d.checkpoint import (
     CheckpointFolder,
     HostSink,
+    LateGradientsFile,
+    LateGradientsSink,
     OptimizerLayout,
     OptimizerSink,
     Stream,
@@ -40,6 +42,7 @@ from fold3d.checkpoint import optimizer as optimizer_file
 from fold3d.checkpoint.adapters import AdapterFiles
 from fold3d.checkpoint.names import converts_weights, persistent_buffers, saved_names, tied_groups
 from fold3d.engine.engine import Engine
+from fold3d.engine.state import check_late
 from fold3d.errors import CheckpointError, ConfigError, MissingWeightsError
 from fold3d.sharding.shard import Shard
 from fold3d.trainer.arguments import TrainingArguments
@@ -208,14 +211,16 @@ class CheckpointingTrainer(transformers.Trainer):
             best = folder.final.with_name(f"checkpoint-{self.state.best_global_step}")
             if best == folder.final or best.exists():
                 self.state.best_model_checkpoint = str(best)
+        late_settings = None
         if not self.args.save_only_model:
             with self._together(f"saving {folder.final}"):
                 self._save_optimizer_and_scheduler(temporary)
+                late_settings = self._save_late_gradients(folder.temporary)
             self._save_rng_state(temporary)
         with self._together(f"saving {folder.final}"):
             if self.args.should_save:
                 self._save_trainer_state(folder.temporary)
-                manifest.write(folder.temporary, step_index=self.engine.step_index)
+                manifest.write(folder.temporary, step_index=self.engine.step_index, late_settings=late_settings)
                 folder.commit()
 
     def _save_trainer_state(self, folder: Path) -> None:
@@ -243,6 +248,14 @@ class CheckpointingTrainer(transformers.Trainer):
             if (scaler := self.accelerator.scaler) is not None:
                 torch.save(scaler.state_dict(), Path(output_dir) / SCALER)
 
+    def _save_late_gradients(self, folder: Path) -> list[dict[str, Any]] | None:
+        """Saves what gradient_delay=1 keeps for the next step; returns the settings it will be taken with."""
+        gradients, settings = self.engine.late_gradients()
+        if settings is not None:
+            own = {name: gradient for name, gradient in gradients.items() if name in self.engine.primary}
+            self._stream.send(own, None, LateGradientsSink(folder), self.engine.parts.spread(own))
+        return settings
+
     def _save_rng_state(self, output_dir: str) -> None:
         # Rank 0 writes all files: other hosts may not see its folder.
         what = f"saving the random state in {output_dir}"
@@ -259,9 +272,10 @@ class CheckpointingTrainer(transformers.Trainer):
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         folder = Path(resume_from_checkpoint)
+        with self._together(f"loading {folder}"):
+            manifest.check(folder)
+            check_late(manifest.late_settings(folder), self.engine.config)
         if not self.engine.is_built:
-            with self._together(f"loading {folder}"):
-                manifest.check(folder)
             self._to_load.append(functools.partial(self._load_from_checkpoint, resume_from_checkpoint))
             self.engine.resume_at(manifest.step_index(folder))  # the first micro-batch draws before the model is cut
             return
@@ -276,6 +290,7 @@ class CheckpointingTrainer(transformers.Trainer):
         with self._together(f"loading {folder}"):
             manifest.check(folder)
             self.engine.flush()
+            self.engine.load_late_gradients()  # what was made of other weights goes with them
             targets = {name: p.data for name, p in self.engine.owned.items()} | persistent_buffers(self.model)
             if has_adapters(self.model):
                 load_adapters(self._adapter_files(), targets, folder, self.engine.parts)
@@ -312,6 +327,10 @@ class CheckpointingTrainer(transformers.Trainer):
             on_host = self.engine.config.offload_optimizer and self.engine.optimizer is not None
             self.layout.load(state, self._plain_optimizer(), self.engine.owned, self.engine.parts, on_host=on_host)
             self.lr_scheduler.load_state_dict(torch.load(schedule, map_location="cpu", weights_only=True))
+            late_settings = manifest.late_settings(Path(checkpoint))
+            if late_settings is not None:
+                file = LateGradientsFile(Path(checkpoint), self.engine.parts)
+                self.engine.load_late_gradients(late_settings, file.fill)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         if checkpoint is None:

@@ -411,8 +411,11 @@ class Trainer(SearchingTrainer):
         self.control.should_log = logs_next  # the stock loop takes any log for the one that is due
 
     def _agree_on_gradients(self) -> bool:
-        """Returns whether any process has somebody who may look at gradients; every rank calls."""
-        if self.args.world_size == 1:
+        """Returns whether any process has somebody who may look at gradients; every rank calls.
+
+        Raises: ConfigError where they are kept for the next step.
+        """
+        if self.args.world_size == 1 and not self.args.gradient_delay:
             return False
         ours = (self.engine.optimizer, self.engine.hooks)
         of_the_user = self.optimizer is not None and has_hooks(self._plain_optimizer(), besides=ours)
@@ -425,6 +428,12 @@ class Trainer(SearchingTrainer):
             )
         found = torch.tensor(bool(readers))
         self.engine.world.all_reduce(found, torch.logical_or, timeout=self.args.ddp_timeout)
+        if found and self.args.gradient_delay:
+            raise ConfigError(
+                "gradient_delay=1 keeps gradients for the next step, and they may be read or changed in .grad by "
+                f"{', '.join(readers) or 'what another process has'}; if nobody does, set the class attribute "
+                "reads_gradients = False there, else gradient_delay=0"
+            )
         return bool(found)
 
     def _loss_reads_weights(self) -> bool:

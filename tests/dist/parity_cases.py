@@ -57,6 +57,7 @@ class Case:
     preempt: bool = True
     partition: str = "blocks"
     offload_disk: bool = False
+    gradient_delay: int = 0
 
     @property
     def ranks(self) -> int:
@@ -91,6 +92,7 @@ class Case:
         words += [f"recompute-{self.recompute}"] if isinstance(self.recompute, str) else []
         words += [] if self.micro_batch_size is None else [f"size{self.micro_batch_size}"]
         words += ["kernels"] if self.kernels != "torch" else []
+        words += ["late"] if self.gradient_delay else []
         words += ["rounded"] if self.dp_sync_dtype != "float32" else []
         words += [f"bucket{self.bucket_bytes}"] if self.bucket_bytes != BUCKET_BYTES else []
         words += [] if self.preempt else ["in-turn"]
@@ -104,6 +106,7 @@ class Case:
     def alone(self) -> Case:
         """The same training in one process and one piece: everything that may not change a number at its default."""
         kept = ("family", "tied", "dtype", "clip", "labels", "layers", "dropout", "frozen")
+        kept += ("gradient_delay",)
         return Case(m=self.total, **{name: getattr(self, name) for name in kept})
 
 

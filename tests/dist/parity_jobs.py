@@ -8,7 +8,7 @@ import logging
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from torch.optim import AdamW, Optimizer
 import fold3d
 from fold3d.engine.loss import loss_of
 from fold3d.splitting.torch_modes import DoubleMode
+from tests.dist.late_adamw import LateAdamW, late_norms
 from tests.dist.parity_cases import LENGTH, ROWS, STEPS, Case
 from tests.helpers import data, models
 from tests.helpers import device as test_device
@@ -211,7 +212,7 @@ def collate(rows: Sequence[Batch]) -> Batch:
 # Optimizer
 
 
-def optimizer_of(model: nn.Module) -> Callable[[list[nn.Parameter]], Optimizer]:
+def optimizer_of(model: nn.Module, kind: type[AdamW] = AdamW) -> Callable[[list[nn.Parameter]], Optimizer]:
     """Returns a maker of AdamW with the stock Trainer's two groups: no decay for biases and norms."""
     decayed = set(transformers.Trainer.get_decay_parameter_names(None, model))
 
@@ -219,18 +220,18 @@ def optimizer_of(model: nn.Module) -> Callable[[list[nn.Parameter]], Optimizer]:
         given = {id(parameter) for parameter in parameters}
         decaying = [p for name, p in model.named_parameters() if id(p) in given and name in decayed]
         others = given - {id(p) for p in decaying}
-        return adamw(decaying, [p for p in parameters if id(p) in others])
+        return adamw(decaying, [p for p in parameters if id(p) in others], kind)
 
     return make
 
 
-def adamw(decayed: Iterable[nn.Parameter], others: Iterable[nn.Parameter]) -> Optimizer:
+def adamw(decayed: Iterable[nn.Parameter], others: Iterable[nn.Parameter], kind: type[AdamW] = AdamW) -> Optimizer:
     """Returns AdamW with a group that decays and one that does not; either may be empty."""
     groups = [
         {"params": list(decayed), "weight_decay": WEIGHT_DECAY},
         {"params": list(others), "weight_decay": 0.0},
     ]
-    return AdamW(groups, lr=LEARNING_RATE, eps=EPSILON)
+    return kind(groups, lr=LEARNING_RATE, eps=EPSILON)
 
 
 # The reference: one process
@@ -245,14 +246,25 @@ def train_alone(case: Case, **arguments: Any) -> Result:
 def _stock_trainer(case: Case, *, rows: list[Batch] | None = None, **arguments: Any) -> Result:
     with tempfile.TemporaryDirectory() as folder:
         named = trainer_arguments(case, folder) | {"gradient_accumulation_steps": case.total} | arguments
+        model = build(case)
+        optimizer = _reference_optimizer(case, model)
         trainer = transformers.Trainer(
-            model=build(case),
+            model=model,
             args=transformers.TrainingArguments(**named),
             train_dataset=dataset(case) if rows is None else rows,
             data_collator=collate,
+            optimizers=(optimizer if case.gradient_delay else None, None),
         )
         trainer.train()
-    return _result_of(trainer.state.log_history, trainer.model.state_dict())
+        if isinstance(optimizer, LateAdamW):
+            optimizer.finish()
+    result = _result_of(trainer.state.log_history, trainer.model.state_dict())
+    return replace(result, norms=late_norms(result.norms, case.gradient_delay))
+
+
+def _reference_optimizer(case: Case, model: nn.Module) -> Optimizer:
+    kind = LateAdamW if case.gradient_delay else AdamW
+    return optimizer_of(model, kind)([p for p in model.parameters() if p.requires_grad])
 
 
 def trainer_arguments(case: Case, folder: str) -> dict[str, Any]:
@@ -287,7 +299,7 @@ def _result_of(logs: list[dict[str, Any]], weights: dict[str, Tensor]) -> Result
 
 def _loop_alone(case: Case) -> Result:
     model = build(case)
-    optimizer = optimizer_of(model)([p for p in model.parameters() if p.requires_grad])
+    optimizer = _reference_optimizer(case, model)
     result = Result()
     for step in range(STEPS):
         losses = []
@@ -300,6 +312,9 @@ def _loop_alone(case: Case) -> Result:
         optimizer.zero_grad()
         result.losses.append(sum(losses))
         result.norms.append(norm.item())
+    if isinstance(optimizer, LateAdamW):
+        optimizer.finish()
+    result.norms = late_norms(result.norms, case.gradient_delay)
     result.weights = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
     return result
 
@@ -329,6 +344,7 @@ def layout_of(case: Case) -> dict[str, Any]:
     named |= {"schedule": case.schedule, "group_size": case.group_size or "auto", "partition": case.partition}
     named |= {"offload": case.offload, "offload_disk": tempfile.gettempdir() if case.offload_disk else None}
     named |= {"offload_optimizer": case.offload_optimizer, "kernels": case.kernels}
+    named |= {"gradient_delay": case.gradient_delay}
     named |= {"micro_batch_size": case.micro_batch_size, "comm_timeout": COMM_TIMEOUT_S}
     if case.micro_batch_size is not None and case.family in MEAN_LOSSES:
         named |= {"loss_reduction": "tokens"}
@@ -402,7 +418,9 @@ def train_engine(
         if looks or step == steps[-1]:
             result.digests.append(digests(engine))
     result.state = engine.state_dict()
-    result.weights = result.state["model"]
+    if steps[-1] == STEPS - 1:  # the training is over
+        engine.finish_updates()
+    result.weights = engine.state_dict()["model"]
     engine.close()
     return result
 

@@ -53,6 +53,7 @@ SETTINGS: dict[str, tuple[Any, ...]] = {
     # communication
     "dp_sync": ("auto", "early", "zero1", "serial"),
     "dp_sync_dtype": ("float32", "bfloat16"),
+    "gradient_delay": (0, 1),
     "bucket_bytes": (BUCKET_BYTES, 0, 1 << 20),  # some layers, each layer, all of a rank's
     "preempt": (True, False),
     "tp_overlap": ("auto", "sub", "fused", "none"),
@@ -175,6 +176,12 @@ def sync_of_replicas(dp: int, dp_sync: str) -> bool:
 def rounded_sync_of_replicas(dp: int, dp_sync_dtype: str) -> bool:
     """Refused: dp_sync_dtype has no effect on one replica."""
     return dp > 1 or dp_sync_dtype == "float32"
+
+
+@rule
+def late_sums_are_hidden(dp_sync: str, gradient_delay: int) -> bool:
+    """Refused: gradient_delay hides sums, and dp_sync="serial" hides nothing."""
+    return dp_sync != "serial" or gradient_delay == 0
 
 
 @rule

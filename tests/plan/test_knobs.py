@@ -144,10 +144,11 @@ def test_the_user_s_settings_are_found_by_name() -> None:
         recompute=True,
         offload_optimizer=False,
         dp_sync_dtype="float32",
+        gradient_delay=0,
     )
     assert constraints_of(ParallelConfig(pp=2)) == registry.constrained(
-        offload_optimizer=False, dp_sync_dtype="float32"
+        offload_optimizer=False, dp_sync_dtype="float32", gradient_delay=0
     )
     assert constraints_of(ParallelConfig(recompute=False)) == registry.constrained(
-        recompute="none", offload_optimizer=False, dp_sync_dtype="float32"
+        recompute="none", offload_optimizer=False, dp_sync_dtype="float32", gradient_delay=0
     )

@@ -86,6 +86,43 @@ def test_hiding_helps_and_early_most():
     )
 
 
+@pytest.mark.parametrize("name", ["aiao", "1f1b", "zb_h1"])
+def test_late_gradients_travel_under_a_whole_step(name: str):
+    """Free latency: the step is what it is without DP.sync, or what the network takes where that is more."""
+    segments = 4 if name == "aiao" else 1
+    made = schedule.generate(name, pp=2, segments=segments, micro_batches=8)
+    alone = step_ms(made, work(made), cluster(dp=1))
+    early = {"dp_sync": "early", "bucket_bytes": 10_000_000}
+    for gradient_bytes, wanted in ((200_000_000, alone), (400_000_000, 400.0)):
+        found = predict(made, work(made, gradient_bytes=gradient_bytes), cluster(gradient_delay=1), **early)
+        exact = predict(made, work(made, gradient_bytes=gradient_bytes), cluster(), **early)
+        assert found.steady
+        assert wanted <= found.step_ms < 0.95 * exact.step_ms
+        assert found.step_ms == pytest.approx(wanted, rel=0.08)  # sums go before gathers of the step before
+        assert {rank.dp_bytes for rank in found.ranks} == {gradient_bytes}
+
+
+def test_late_weights_are_gathered_after_their_update():
+    """zero1: the weights travel before the step that reads them, and sums of the step before go first."""
+    made = schedule.generate("gpipe", pp=1, micro_batches=2)
+    late = predict(made, work(made), cluster(gradient_delay=1), dp_sync="zero1", bucket_bytes=100_000_000)
+    assert late.step_ms == pytest.approx(60 + 25 + 25)
+
+
+def test_the_norm_of_late_gradients_is_met_at_the_end_of_the_next_step():
+    """Two ranks; the norm takes two hops, which nothing hides."""
+    made = schedule.generate("gpipe", pp=1, micro_batches=2)
+    late = cluster(gradient_delay=1, hop_latency=1e-3)
+    assert step_ms(made, work(made), late, dp_sync="early") == pytest.approx(60 + 2)
+
+
+def test_only_early_and_zero1_gradients_may_be_late():
+    for dp_sync in SIMULATED_DP_SYNC:
+        if dp_sync not in ("early", "zero1"):
+            with pytest.raises(ConfigError, match="gradient_delay is 1; it must be 0"):
+                step_ms(MADE, work(), cluster(gradient_delay=1), dp_sync=dp_sync)
+
+
 def test_more_segments_hide_more():
     steps = []
     for segments in (1, 2, 4, 8):

@@ -44,6 +44,7 @@ def test_new_arguments_have_help() -> None:
         "group_size",
         "dp_sync",
         "dp_sync_dtype",
+        "gradient_delay",
         "bucket_bytes",
         "memory_limit",
         "offload",
@@ -62,6 +63,12 @@ def test_new_arguments_have_help() -> None:
     for field in dataclasses.fields(TrainingArguments):
         if field.name in OURS:
             assert f"--{field.name}" in text and len(field.metadata["help"]) > 20
+
+
+def test_late_gradients_are_not_scaled() -> None:
+    assert arguments(gradient_delay=1).parallel.gradient_delay == 1
+    with pytest.raises(ConfigError, match="gradient_delay=1 is not available with fp16"):
+        arguments(gradient_delay=1, fp16=True)
 
 
 def test_json_round_trip() -> None:

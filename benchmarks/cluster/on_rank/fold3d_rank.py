@@ -35,6 +35,7 @@ class Fold3dRank:
             schedule=family.schedule,
             group_size=system.group_size(scenario),
             dp_sync=family.dp_sync,
+            gradient_delay=family.gradient_delay,
             # A layer is a bucket, as for the peers; where all is planned, so is this.
             bucket_bytes=None if family.schedule == "auto" else 1,
             preempt=family.preempt,

@@ -93,7 +93,8 @@ void BucketSync::gather(Collective collective) {
   collective.step = step_;
   check_collective(Traffic::kGather, collective, options_.size);
   ++of.gathering;
-  slots_.push_back({.bucket = collective.bucket, .step = step_, .ready = true, .collective = std::move(collective)});
+  slots_.push_back(
+      {.bucket = collective.bucket, .step = step_, .ready = !of.reducing, .collective = std::move(collective)});
   push_ready_gathers();
 }
 
@@ -140,13 +141,14 @@ void BucketSync::now_usable(Traffic traffic, int number) {
   push_ready_gathers();
 }
 
-void BucketSync::wait_reduced(int number) {
+void BucketSync::wait_reduced(int number, std::optional<std::int64_t> step) {
   failure_.check();
   {
     const std::lock_guard lock(mutex_);
-    if (!begun_ || bucket(number).reduced_step != step_) {
+    const std::int64_t of = step.value_or(step_);
+    if (!begun_ || bucket(number).reduced_step != of) {
       throw std::logic_error(options_.name + ": " + name_of(number) + " was not handed to reduce() in step " +
-                             std::to_string(step_));
+                             std::to_string(of));
     }
   }
   wait("reduce of " + name_of(number), Traffic::kReduce, [this, number] { return !bucket(number).reducing; });

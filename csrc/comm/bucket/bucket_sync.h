@@ -8,6 +8,7 @@
 #include <limits>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -57,13 +58,14 @@ class BucketSync final : private CollectiveStream::Listener {
   /// Queues the reduce-scatter of a bucket's gradients, in place (`collective.step` is filled in); behind it the
   /// gather, if the bucket is in the gather order. Once per bucket and step. Never blocks.
   void reduce(Collective collective);
-  /// Queues an all-gather in place, behind all gathers queued or planned before. Never blocks.
+  /// Queues an all-gather in place, behind all gathers queued or planned before; of a bucket whose reduce-scatter is
+  /// under way it begins once that is done. Never blocks.
   void gather(Collective collective);
 
   /// Returns when the sums of the bucket's reduce-scatter of this step may be used: on a device, by streams that wait
   /// for the mark of its buffer. Blocks for at most `timeout`. Throws std::logic_error when the bucket was not reduced
-  /// in this step.
-  void wait_reduced(int bucket);
+  /// in this step; with `step`, when its newest reduce-scatter is not that step's.
+  void wait_reduced(int bucket, std::optional<std::int64_t> step = {});
   /// Returns when the bucket's newest gather may be used, at once when there is none. Blocks for at most `timeout`.
   void wait_gathered(int bucket);
   /// Whether wait_gathered() would return at once.

@@ -92,6 +92,10 @@ void ClusterModel::check(const Shape& shape) const {
   if (latency_ns < 0) refuse("latency_ns", std::to_string(latency_ns), "0 or more");
   if (hop_latency_ns < 0) refuse("hop_latency_ns", std::to_string(hop_latency_ns), "0 or more");
   if (slice_bytes < 1) refuse("slice_bytes", std::to_string(slice_bytes), "at least 1");
+  if (gradient_delay != 0 && gradient_delay != 1) refuse("gradient_delay", std::to_string(gradient_delay), "0 or 1");
+  if (gradient_delay > 0 && dp_sync != DpSync::kZero1 && dp_sync != DpSync::kEarly) {
+    refuse("gradient_delay", "1", "0 with dp_sync '" + std::string(to_string(dp_sync)) + "'");
+  }
   if (early_gathers < -1) refuse("early_gathers", std::to_string(early_gathers), "-1 (no limit) or more");
   if (layers_per_bucket < 0) refuse("layers_per_bucket", std::to_string(layers_per_bucket), "0 (whole chunk) or more");
   if (!hosts.empty() && hosts.size() != static_cast<std::size_t>(dp * shape.pp)) {

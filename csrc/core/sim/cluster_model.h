@@ -49,6 +49,8 @@ struct ClusterModel {
   bool preempt = true;                 ///< pipeline messages first; else first come, first served, bucket by bucket
   HoldRule::Options rule;              ///< patience of the two kinds of traffic
   DpSync dp_sync = DpSync::kZero1;
+  /// 1: kZero1, kEarly: a step's gradients are taken at the end of the next step, and travel under all of it.
+  int gradient_delay = 0;
   int early_gathers = -1;  ///< kEarly, kUnvoted: gathers that a stage may begin before its last reduce-scatter is
                            ///< done; -1 = whenever the network is idle
   /// kEarly, kUnvoted: for every stage its early buckets (numbered from 0 in forward order over the stage's chunks,

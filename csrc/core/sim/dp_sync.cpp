@@ -4,6 +4,8 @@
 #include <bit>
 #include <stdexcept>
 #include <string>
+#include <tuple>
+#include <utility>
 
 namespace fold3d::core {
 
@@ -17,6 +19,7 @@ DpSyncLanes::DpSyncLanes(const Shape& shape, const ClusterModel& model, int repl
       buckets_(shape, model),
       produced_(static_cast<std::size_t>(buckets_.size()), 0),
       gathered_(static_cast<std::size_t>(buckets_.size()), 0),
+      summed_(static_cast<std::size_t>(buckets_.size()), 0),
       stages_(static_cast<std::size_t>(shape.pp)) {
   for (int bucket = 0; bucket < buckets_.size(); ++bucket) {
     stage_at(stage_of(bucket)).early_buckets += buckets_[bucket].early ? 1 : 0;
@@ -66,22 +69,29 @@ void DpSyncLanes::produced(std::int64_t now, int bucket) {
     stage.reduced = stage.early = 0;
     stage.begun = 0;
   }
-  stage.reduce.waiting.push_back(bucket);
+  stage.reduce.waiting.push_back({bucket, finished_});
   start_next(now, stage_of(bucket), false);
 }
 
 /// The gather that goes next, or the end if none may yet.
-std::vector<int>::iterator DpSyncLanes::next_gather(Stage& stage) {
+std::vector<DpSyncLanes::Waiting>::iterator DpSyncLanes::next_gather(Stage& stage) {
   auto& waiting = stage.gather.waiting;
-  if (stage.begun < stage.order.size()) {
-    return std::find(waiting.begin(), waiting.end(), stage.order[stage.begun]);
+  if (delay() == 0 && stage.begun < stage.order.size()) {
+    return std::find_if(waiting.begin(), waiting.end(),
+                        [&stage](const Waiting& gather) { return gather.bucket == stage.order[stage.begun]; });
   }
-  // The one that is needed first by the next forward: numbers are in the order of the forward.
-  return std::min_element(waiting.begin(), waiting.end(), [this](int x, int y) {
-    const bool first = buckets_[x].zero1;
-    const bool second = buckets_[y].zero1;
-    return first != second ? second : x < y;
+  return std::min_element(waiting.begin(), waiting.end(), [&](const Waiting& x, const Waiting& y) {
+    const auto key = [&](const Waiting& gather) {
+      return std::tuple(gather.step, buckets_[gather.bucket].zero1, place_of(stage, gather));
+    };
+    return key(x) < key(y);
   });
+}
+
+/// Without a plan the one goes first that is needed first by the next forward: numbers are in the order of the forward.
+int DpSyncLanes::place_of(const Stage& stage, const Waiting& gather) const {
+  const auto planned = std::find(stage.order.begin(), stage.order.end(), gather.bucket);
+  return planned == stage.order.end() ? gather.bucket : static_cast<int>(planned - stage.order.begin());
 }
 
 /// Starts the lane's next collective if the lane is free. The next one follows as soon as the last byte of its
@@ -92,8 +102,8 @@ void DpSyncLanes::start_next(std::int64_t now, int stage_number, bool gather) {
   if (lane.active >= 0 || lane.waiting.empty()) return;
   const auto next = gather ? next_gather(stage) : lane.waiting.begin();
   if (next == lane.waiting.end()) return;
-  const int bucket = *next;
-  if (gather && stage.reduced < static_cast<int>(buckets_.of_stage(stage_number).size())) {
+  const auto [bucket, step] = *next;
+  if (gather && delay() == 0 && stage.reduced < static_cast<int>(buckets_.of_stage(stage_number).size())) {
     if (buckets_[bucket].early && model_.early_gathers >= 0 && stage.early >= model_.early_gathers) return;
     ++stage.early;
     ++early_gathers_;
@@ -169,7 +179,7 @@ bool DpSyncLanes::handle(const Event& event) {
         ++stage_at(event.b).updated;
         return true;
       }
-      release_gather(event.time, event.a);
+      release_gather(event.time, event.a, voted_ - 1);
       return false;
     default:
       break;
@@ -185,12 +195,34 @@ bool DpSyncLanes::handle(const Event& event) {
 }
 
 void DpSyncLanes::reduced(std::int64_t now, int bucket) {
-  ++stage_at(stage_of(bucket)).reduced;
-  if (!buckets_[bucket].zero1) release_gather(now, bucket);
-  if (++reduced_ == buckets_.size()) {
-    reduced_ = 0;
-    events_.push(now + vote_ns_, Event::Type::kNormKnown);
+  Stage& stage = stage_at(stage_of(bucket));
+  ++stage.reduced;
+  ++stage.summed;
+  const int step = summed_[static_cast<std::size_t>(bucket)]++;
+  if (!buckets_[bucket].zero1) {
+    if (delay() > 0 && step == finished_) {
+      held_.push_back({bucket, step});
+    } else {
+      release_gather(now, bucket, step);
+    }
   }
+  ask_norm(now);
+}
+
+void DpSyncLanes::all_finished(std::int64_t now) {
+  ++finished_;
+  ask_norm(now);
+  for (const Waiting& gather : std::exchange(held_, {})) release_gather(now, gather.bucket, gather.step);
+}
+
+/// The norm of a step is asked for once all of its gradients are summed, and all ranks have come to it.
+void DpSyncLanes::ask_norm(std::int64_t now) {
+  if (buckets_.size() == 0 || (delay() > 0 && asked_ + delay() >= finished_)) return;
+  for (int stage = 0; stage < shape_.pp; ++stage) {
+    if (stage_at(stage).summed < (asked_ + 1) * static_cast<int>(buckets_.of_stage(stage).size())) return;
+  }
+  ++asked_;
+  events_.push(now + vote_ns_, Event::Type::kNormKnown);
 }
 
 /// Every rank updates its shares of the zero1 buckets, one after the other in forward order; each is gathered as soon
@@ -203,7 +235,7 @@ void DpSyncLanes::voted(std::int64_t now) {
       if (!buckets_[bucket].zero1) continue;
       time += buckets_.share_of_update(bucket);
       if (time == now) {
-        release_gather(now, bucket);
+        release_gather(now, bucket, voted_ - 1);
       } else {
         events_.push(time, Event::Type::kUpdated, bucket, stage);
       }
@@ -216,8 +248,8 @@ void DpSyncLanes::voted(std::int64_t now) {
   }
 }
 
-void DpSyncLanes::release_gather(std::int64_t now, int bucket) {
-  stage_at(stage_of(bucket)).gather.waiting.push_back(bucket);
+void DpSyncLanes::release_gather(std::int64_t now, int bucket, int step) {
+  stage_at(stage_of(bucket)).gather.waiting.push_back({bucket, step});
   start_next(now, stage_of(bucket), true);
 }
 

@@ -19,6 +19,10 @@ namespace fold3d::core {
 /// last, so that early gathers are spread over the whole model and what is left for the forward is nowhere much more
 /// than the forward hides. ClusterModel::early_gathers bounds their number. zero1 buckets come behind the early ones,
 /// in forward order, each when it has been updated after the norm.
+///
+/// With ClusterModel::gradient_delay the norm of a step comes when all ranks have finished the next one; behind it go
+/// the gathers of its zero1 buckets, and behind these the early gathers of that next step, for which a whole step is
+/// left: they are in the order of steps, and within one in that of gather_order, without the waits of that.
 class DpSyncLanes {
  public:
   /// Throws std::invalid_argument if the model's gather_order does not fit its buckets.
@@ -27,6 +31,8 @@ class DpSyncLanes {
   const SimulatedBuckets& buckets() const { return buckets_; }
   /// One rank's gradients of the bucket are complete (kSerial: and the rank has finished its last backward).
   void produced(std::int64_t now, int bucket);
+  /// All ranks have finished a step.
+  void all_finished(std::int64_t now);
   /// A flow's last byte has left; `token` is what the network was given.
   void flow_sent(std::int64_t now, int token);
   /// Handles kCollectiveStart, kCollectiveDone, kNormKnown and kUpdated. Returns true if arbiters may have opened.
@@ -60,9 +66,13 @@ class DpSyncLanes {
     int collective = 0;
     int rank = 0;
   };
+  struct Waiting {
+    int bucket = 0;
+    int step = 0;  // whose gradients it has, from 0
+  };
   struct Lane {
-    std::vector<int> waiting;  // buckets
-    int active = -1;           // collective
+    std::vector<Waiting> waiting;
+    int active = -1;  // collective
   };
   struct Stage {
     Lane reduce;
@@ -72,6 +82,7 @@ class DpSyncLanes {
     std::vector<int> log;    // early gathers since the start
     int early_buckets = 0;
     int reduced = 0;   // buckets, in this step
+    int summed = 0;    // buckets, since the start
     int early = 0;     // gathers begun, in this step, before all were reduced
     int gathered = 0;  // buckets, since the start
     int updated = 0;   // steps whose update after the norm is done
@@ -81,10 +92,13 @@ class DpSyncLanes {
   void one_sent(std::int64_t now, int collective);
   void start_next(std::int64_t now, int stage, bool gather);
   void start_flows(std::int64_t now, int collective);
-  std::vector<int>::iterator next_gather(Stage& stage);
+  std::vector<Waiting>::iterator next_gather(Stage& stage);
+  int place_of(const Stage& stage, const Waiting& gather) const;
   void reduced(std::int64_t now, int bucket);
+  void ask_norm(std::int64_t now);
   void voted(std::int64_t now);
-  void release_gather(std::int64_t now, int bucket);
+  void release_gather(std::int64_t now, int bucket, int step);
+  int delay() const { return model_.gradient_delay; }
   int stage_of(int bucket) const { return shape_.stage_of(buckets_[bucket].chunk); }
   Stage& stage_at(int stage) { return stages_[static_cast<std::size_t>(stage)]; }
   Lane& lane_of(const Collective& collective);
@@ -98,11 +112,14 @@ class DpSyncLanes {
   std::int64_t vote_ns_ = 0;
   std::vector<int> produced_;  // ranks that have the bucket, in this step
   std::vector<int> gathered_;  // steps whose gather of the bucket is done
+  std::vector<int> summed_;    // steps whose reduce-scatter of the bucket is done
+  std::vector<Waiting> held_;  // gathers that wait for the end of their step
   std::vector<Stage> stages_;
   std::vector<Collective> collectives_;
   std::vector<Flow> flows_;
-  int reduced_ = 0;  // buckets of all stages in this step
-  int voted_ = 0;    // steps
+  int asked_ = 0;     // steps whose norm is under way or known
+  int voted_ = 0;     // steps
+  int finished_ = 0;  // steps
   int early_gathers_ = 0;
 };
 

@@ -41,9 +41,10 @@ struct RankBreakdown {
 };
 
 struct TrainingStep {
-  std::int64_t step_ns = 0;          ///< time of the last simulated step, from the end of the one before
+  std::int64_t step_ns = 0;          ///< time of the last simulated step, from the end of the one before; where
+                                     ///< gradients are late the mean of the last two
   int steps = 0;                     ///< simulated
-  bool steady = false;               ///< the last two steps took the same time
+  bool steady = false;               ///< the last two steps took the same time, or the last two pairs of steps
   std::int64_t limit_ns = 0;         ///< max(compute + bubble, what the busiest card has to send or receive)
   std::vector<RankBreakdown> ranks;  ///< of the replicas simulated (ClusterModel::distinct_replicas)
   /// kEarly, kUnvoted: the order of each stage's early gathers in the last step, as in ClusterModel::gather_order. A

@@ -105,7 +105,7 @@ void TrainingRun::try_start(std::int64_t now, int rank_number) {
   if (rank.ready > now || arrivals(rank_number, list[rank.next]) < (rank.step + 1) * node.waits) return;
   if (!copies_.empty() && waits_for_copies(now, rank_number)) return;
   std::int64_t duration = duration_of(node);
-  if (node.first_forward && rank.step > 0) {
+  if (node.first_forward && awaited(rank) > 0) {
     const SimulatedBuckets& buckets = dp_sync_.buckets();
     const int chunk = node.action.chunk;
     if (!parts_.dp_sync) {
@@ -155,9 +155,9 @@ void TrainingRun::start_buckets(std::int64_t now, int rank_number) {
   const SimulatedBuckets& buckets = dp_sync_.buckets();
   const int chunk = current(rank_number).action.chunk;
   const int first = rank.bucket;
-  if (!dp_sync_.is_updated(stage_of(rank_number), rank.step)) return;
+  if (!dp_sync_.is_updated(stage_of(rank_number), awaited(rank))) return;
   std::int64_t update = 0;
-  while (rank.bucket < buckets.end(chunk) && dp_sync_.is_open(rank.bucket, rank.step)) {
+  while (rank.bucket < buckets.end(chunk) && dp_sync_.is_open(rank.bucket, awaited(rank))) {
     update += buckets[rank.bucket].zero1 ? 0 : buckets[rank.bucket].update_ns;
     ++rank.bucket;
   }
@@ -247,10 +247,10 @@ void TrainingRun::end_of_program(std::int64_t now, int rank_number) {
   }
   if (++finished_[at(step)] < static_cast<int>(ranks_.size())) return;
   ends_.push_back(now);
-  // The first step meets no DP.sync of a step before it, so it is no sample of the steady state.
-  const std::size_t samples = ends_.size() - (parts_.dp_sync ? 1 : 0);
-  const auto length = [this](std::size_t n) { return ends_[n] - (n == 0 ? 0 : ends_[n - 1]); };
-  if (samples >= 2 && length(ends_.size() - 1) == length(ends_.size() - 2)) {
+  if (parts_.dp_sync) dp_sync_.all_finished(now);
+  // The first steps meet no DP.sync of a step before them, so they are no samples of the steady state.
+  const std::size_t free = parts_.dp_sync ? 1 + static_cast<std::size_t>(model_.gradient_delay) : 0;
+  if (ends_.size() >= free + window() + 1 && length_until(ends_.size() - 1) == length_until(ends_.size() - 2)) {
     steady_ = true;
     // A rank may already be one step ahead; that step is then completed by all.
     bool ahead = false;
@@ -344,6 +344,21 @@ std::int64_t TrainingRun::update_of(int chunk) const {
     sum += buckets[bucket].zero1 ? buckets.share_of_update(bucket) : buckets[bucket].update_ns;
   }
   return sum;
+}
+
+/// Steps that are looked at together: where gradients are late, what one step leaves to send may make every second one
+/// longer.
+std::size_t TrainingRun::window() const {
+  return parts_.dp_sync ? 1 + static_cast<std::size_t>(model_.gradient_delay) : 1;
+}
+
+std::int64_t TrainingRun::length_until(std::size_t step) const {
+  return ends_[step] - (step < window() ? 0 : ends_[step - window()]);
+}
+
+std::int64_t TrainingRun::step_ns() const {
+  const auto steps = static_cast<std::int64_t>(std::min(ends_.size(), window()));
+  return length_until(ends_.size() - 1) / steps;
 }
 
 std::int64_t TrainingRun::busiest_card_bytes() const {

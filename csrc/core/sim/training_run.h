@@ -25,7 +25,7 @@ class TrainingRun {
   /// Runs to a steady state, then until the network is silent. Throws std::invalid_argument if it gets stuck.
   void run();
 
-  std::int64_t step_ns() const { return ends_[ends_.size() - 1] - start_of_last_step(); }
+  std::int64_t step_ns() const;
   int steps() const { return static_cast<int>(ends_.size()); }
   bool steady() const { return steady_; }
   /// Per step, by rank: computing, with waiting for TP.sync; that waiting; bytes through the network.
@@ -70,6 +70,10 @@ class TrainingRun {
   bool is_of_head(int bucket) const;
   void end_of_program(std::int64_t now, int rank);
   void sent(const Network::Sent& sent);
+  /// How many steps' gradients the rank's step has to wait for.
+  int awaited(const Rank& rank) const { return rank.step - (parts_.dp_sync ? model_.gradient_delay : 0); }
+  std::size_t window() const;
+  std::int64_t length_until(std::size_t step) const;
   std::int64_t start_of_last_step() const { return ends_.size() > 1 ? ends_[ends_.size() - 2] : 0; }
   std::int64_t duration_of(const SimulatedProgram::Node& node) const;
   const SimulatedProgram::Node& current(int rank) const;

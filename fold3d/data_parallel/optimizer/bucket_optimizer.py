@@ -6,9 +6,10 @@ import contextlib
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -33,6 +34,23 @@ class Settings:
         """Returns the settings as they are now; a schedule may change them before a bucket is updated."""
         kept = ({k: _copy(v) for k, v in group.items() if k != "params"} for group in optimizer.param_groups)
         return cls(tuple(kept), coefficient)
+
+    def saved(self) -> list[dict[str, Any]]:
+        """Returns what JSON can hold of the groups' settings, without losing a bit."""
+        return [
+            {key: _as_json(value) for key, value in group.items() if _is_plain(_as_json(value))}
+            for group in self.groups
+        ]
+
+    @classmethod
+    def of_saved(cls, optimizer: Optimizer, saved: Sequence[Mapping[str, Any]]) -> Settings:
+        """Returns the settings that `saved` returned, in the types that the optimizer has now; others are as now."""
+        now = cls.of(optimizer, 1.0)
+        groups = (
+            {**group, **{key: _like(value, group.get(key)) for key, value in kept.items()}}
+            for group, kept in zip(now.groups, saved, strict=True)
+        )
+        return replace(now, groups=tuple(groups))
 
 
 class BucketOptimizer:
@@ -177,6 +195,23 @@ def twin_of(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
     twin._optimizer_step_pre_hooks = OrderedDict()
     twin._optimizer_step_post_hooks = OrderedDict()
     return twin
+
+
+def _as_json(value: Any) -> Any:
+    return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, (tuple, list)):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, (bool, int, float, str))
+
+
+def _like(value: Any, now: Any) -> Any:
+    """Returns a value from JSON as one of the type of `now`."""
+    if isinstance(now, Tensor):
+        return torch.full_like(now, value)
+    return tuple(value) if isinstance(now, tuple) else value
 
 
 def _copy(value: Any) -> Any:

@@ -254,6 +254,7 @@ class Replanner:
             preempt=self._config.preempt,
             copies_share=True,
             gradient_share=gradient_share(self._config.dp_sync_dtype),
+            gradient_delay=self._config.gradient_delay,
         )
         if copy_rates := [share["copy_rate"] for share in shares if share["copy_rate"] > 0]:
             cluster = replace(cluster, copy_bandwidth=min(copy_rates))

@@ -43,6 +43,7 @@ def memory_model(job: Job, layout: Layout, modes: Modes) -> _C.MemoryModel:
         modes: per stage, the way of DP.sync of each bucket.
     """
     ways = [iter(modes[stage]) for stage in range(job.pp)]
+    in_buckets = job.dp > 1 or job.gradient_delay > 0
     chunks = []
     state_of = [0] * job.pp
     for number, activations in enumerate(layout.activations):
@@ -54,8 +55,9 @@ def memory_model(job: Job, layout: Layout, modes: Modes) -> _C.MemoryModel:
         chunks.append(
             _C.ChunkBytes(
                 weights=layout.parameter_bytes[number],
-                # In buckets, fp32 at least; with one replica autograd makes them, like the parameters.
-                gradients=max(flat, trained) if job.dp > 1 else trained,
+                # In buckets, fp32 at least, twice if they are late; else with one replica autograd makes them, like the
+                # parameters.
+                gradients=max(flat, trained) * (1 + job.gradient_delay) if in_buckets else trained,
                 optimizer=0 if job.offload_optimizer else optimizer,
                 inputs=layout.activation_bytes[number - 1] if number else 0,
                 saved=activations.saved,
@@ -76,7 +78,7 @@ def memory_model(job: Job, layout: Layout, modes: Modes) -> _C.MemoryModel:
         chunks,
         host=state_of if job.offload_optimizer else [],
         update=[] if job.offload_optimizer else [_workspace(job, layout, modes, stage) for stage in range(job.pp)],
-        gradients_stay=job.dp > 1,
+        gradients_stay=in_buckets,
         head=head,
     )
 
@@ -109,7 +111,7 @@ def even_curves(
         chunks.append(
             _C.ChunkBytes(
                 weights=gradients,
-                gradients=gradients,
+                gradients=gradients * (1 + cluster.gradient_delay),
                 optimizer=2 * gradients // (cluster.dp if dp_sync == "zero1" else 1),
                 inputs=work.activation_bytes[number - 1] if number else 0,
                 saved=kept,
@@ -120,7 +122,8 @@ def even_curves(
     step = _C.simulate_step(
         schedule, cluster_model(work, cluster, pp=schedule.pp, dp_sync=dp_sync), breakdown=False, spans=True
     )
-    return _C.memory_curves(schedule, _C.MemoryModel(chunks, gradients_stay=cluster.dp > 1), step)
+    stay = cluster.dp > 1 or cluster.gradient_delay > 0
+    return _C.memory_curves(schedule, _C.MemoryModel(chunks, gradients_stay=stay), step)
 
 
 def even_stashes(work: Work, pp: int, saved: int, recompute: Sequence[bool]) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""How gradients are summed over the replicas, and in what they travel to their sums."""
+"""How gradients are summed over the replicas, in what they travel to their sums, and how long they may."""
 
 from __future__ import annotations
 
@@ -63,4 +63,23 @@ DTYPE = Knob(
     default=WHOLE,
     costs=_costs,
     flag=lambda value, strategy: None if value == WHOLE else value,
+)
+
+
+def _check_delay(value: int, constraints: Constraints) -> None:
+    if value not in (0, 1):
+        raise ConfigError(f"gradient_delay={value!r}: must be 0 or 1")
+    if value and constraints.dp_sync == "serial":
+        raise ConfigError('gradient_delay=1 has nothing to hide with dp_sync="serial"; set another dp_sync, or 0')
+
+
+DELAY = Knob(
+    name="gradient_delay",
+    help="steps until gradients are taken: 0, or 1, which hides their sums under a whole step and changes the numbers",
+    parse=int,
+    candidates=lambda job, constraints, so_far: (0,),  # never by itself
+    check=_check_delay,
+    default=0,
+    costs=lambda job, value: replace(job, gradient_delay=value),
+    flag=lambda value, strategy: str(value) if value else None,
 )

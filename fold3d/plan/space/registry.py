@@ -31,6 +31,7 @@ KNOBS: list[Knob[Any]] = [
     offload.KNOB,
     offload.OPTIMIZER,
     dp_sync.DTYPE,
+    dp_sync.DELAY,
     tp_overlap.KNOB,
 ]
 

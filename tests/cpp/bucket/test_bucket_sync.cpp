@@ -141,6 +141,34 @@ TEST(BucketSync, GathersMayStillRunInTheNextStep) {
   });
 }
 
+TEST(BucketSync, AGatherBeginsOnceItsBucketIsReduced) {  // also where the next step has begun
+  expect_clean({.size = 3, .loopback = {.max_delay = 300us}}, [](int rank, BucketSync& sync) {
+    std::vector<TestBucket<double>> buckets;
+    for (int b = 0; b < 4; ++b) buckets.emplace_back(b, contents<double>(rank, b, 1, 300));
+    for (const int step : {1, 2}) {
+      sync.begin(step, {});
+      for (const int b : {2 * step - 1, 2 * step - 2}) sync.reduce(buckets[static_cast<std::size_t>(b)].collective());
+      for (const int b : {2 * step - 2, 2 * step - 1}) sync.gather(buckets[static_cast<std::size_t>(b)].collective());
+    }
+    sync.wait_reduced(0, 1);
+    sync.wait_reduced(2);
+    for (int b = 0; b < 4; ++b) {
+      sync.wait_gathered(b);
+      for (int owner = 0; owner < 3; ++owner) {
+        expect_equal(buckets[static_cast<std::size_t>(b)].shard(owner, 3), reduced<double>(owner, 3, b, 1, 300, 1.0),
+                     "bucket " + std::to_string(b));
+      }
+    }
+    std::vector<int> gathered;
+    for (const comm::CollectiveRecord& record : sync.take_records()) {
+      if (record.traffic == NicArbiter::Traffic::kGather) gathered.push_back(record.bucket);
+    }
+    expect_equal(gathered, {0, 1, 2, 3}, "order of the gathers");
+    EXPECT_THROW(sync.wait_reduced(0), std::logic_error);
+    EXPECT_THROW(sync.wait_reduced(0, 2), std::logic_error);
+  });
+}
+
 TEST(BucketSync, GathersAnyElement) {
   expect_clean({.size = 2}, [](int rank, BucketSync& sync) {
     std::vector<std::uint16_t> values(1000, static_cast<std::uint16_t>(rank + 1));

@@ -1,0 +1,1 @@
+"""Gradients that are taken a step later: gradient_delay=1."""
