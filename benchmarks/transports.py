@@ -44,7 +44,7 @@ Table = dict[str, dict[str, float]]
 def messages(over_tcp: bool, stack: ExitStack) -> Action:
     """Returns what passes so many bytes on to the next stage and back."""
     from fold3d.comms.groups import Groups
-    from fold3d.profile.network_probe import tcp_messages
+    from fold3d.profile.network import tcp_messages
     from fold3d.topology import Topology
 
     topology = Topology(dp=1, pp=RANKS, rank=dist.get_rank())

@@ -9,7 +9,7 @@ import re
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -54,67 +54,143 @@ REDUCTIONS = ("sum", "mean", "tokens")
 """What a loss can be of its samples' losses."""
 
 
+def setting(default: Any, help: str, **more: Any) -> Any:
+    """Returns a field with what the Trainer's command line says of it, for whom ranks are processes.
+
+    Args:
+        more: what else its parser is told.
+    """
+    return field(default=default, metadata={"help": help, **more})
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParallelConfig:
     """How a model is spread over dp * tp * pp processes and in which order its micro-batches are computed."""
 
-    dp: int | None = None
+    dp: int | None = setting(
+        None,
+        "Data-parallel replicas of the model. Default: number of processes / (tp * pp).",
+    )
     """Data-parallel replicas. None: world size / (tp * pp)."""
-    tp: int = 1
+    tp: int = setting(
+        1,
+        "Tensor-parallel processes: so many share each weight of a layer, and its computation; best on one host. How "
+        "is found out by running the layers; `fold3d trace MODEL -t TP` shows it.",
+    )
     """Tensor-parallel ranks: as many share each weight of a block, and its computation. How is found out by running the
     blocks; `fold3d trace MODEL -t TP` shows it."""
-    pp: int = 1
+    pp: int = setting(
+        1,
+        "Pipeline stages: the model's layers are spread over so many processes.",
+    )
     """Pipeline stages."""
-    segments: int | str = AUTO
+    segments: int | str = setting(
+        AUTO,
+        "Consecutive parts of the model, each cut into pp chunks, so that a process holds one chunk of each segment. "
+        "More segments shorten the pipeline's idle time and let gradients travel earlier. auto: what is fastest by "
+        "measured times of layers and network.",
+    )
     """Consecutive parts of the model, each cut into pp chunks, so a rank holds `segments` chunks. "auto": the planner
     measures layers and network when the engine is built and takes what its simulator finds fastest; 1 where nothing can
     be hidden (one process, or a schedule that does not fold)."""
     micro_batches: int = 1
     """m: micro-batches per optimizer step and replica; `Engine.step` divides dimension 0 of the batch by it."""
-    micro_batch_size: int | str | None = None
+    micro_batch_size: int | str | None = setting(
+        None,
+        "Samples that pass the model at once; it divides per_device_train_batch_size, and so many parts of a "
+        "micro-batch run after each other: less memory, with the gradients and the loss of the whole one. auto: "
+        "under memory_limit what is fastest. Default: per_device_train_batch_size.",
+    )
     """Most samples that pass the model at once: larger micro-batches are divided into parts of this size, and the
     schedule runs these. Less memory and shorter pipeline bubbles, more and smaller kernels. Gradients and loss are
     those of the undivided micro-batches, masks of dropout included; where samples depend on each other (batch norm,
     losses that compare samples) it is refused, and so is a loss of which nobody knows how it adds up
     (`loss_reduction`). None: micro-batches stay as they are given. "auto": under a `memory_limit` what is fastest of
     all that keeps to it, together with `recompute`, `offload` and `segments`; else None."""
-    loss_reduction: str | None = None
+    loss_reduction: str | None = setting(
+        None,
+        "What a micro-batch's loss is of its samples', for micro_batch_size: sum, mean (over samples) or tokens "
+        "(mean over labels that are not -100). Default: only losses that add up by construction are divided.",
+    )
     """What a micro-batch's loss is of its samples', for `micro_batch_size`: their "sum", the "mean" over samples, or
     that over labels that are not -100 ("tokens"). None: a loss that adds up by construction, as transformers' own loss
     functions do that divide by the labels of the global batch."""
-    schedule: str = AUTO
+    schedule: str = setting(
+        AUTO,
+        "Order of the micro-batches: a name that `fold3d schedules` lists, the path of a CSV file, or auto.",
+    )
     """Name of a schedule (`fold3d schedules` lists them) or path of a CSV file with compute actions. "auto": the
     planner's, and with a fixed number of segments "aiao" when there are several, else "1f1b"."""
-    group_size: int | str = AUTO
+    group_size: int | str = setting(
+        AUTO,
+        "Micro-batches that pass a segment before the next segment starts, or auto; only for schedules that use it "
+        "(fold).",
+    )
     """N: micro-batches that pass a segment before the next segment starts; only for schedules that use it. "auto": the
     planner's, or the schedule's own default."""
-    tp_plan: Mapping[str, str] | None = None
+    tp_plan: Mapping[str, str] | None = setting(
+        None,
+        "Dict, as JSON on the command line, from module names or patterns to how their weights are spread, where "
+        "that shall be otherwise than what is found out. Default: nothing is.",
+    )
     """Module names or patterns -> how their weights are spread, where that shall be otherwise than what is found out;
     see docs/tensor-parallel.md. None: nothing is."""
-    blocks: str = "auto"
+    blocks: str = setting(
+        "auto",
+        "Name of the module list whose children are the model's blocks, e.g. transformer.h; 'auto' finds it.",
+    )
     """Name of the ModuleList or Sequential whose children are the model's blocks; "auto" finds it."""
-    partition: Partition = BLOCKS
+    partition: Partition = setting(
+        BLOCKS,
+        "Between which modules the model may be cut: blocks; graph: any that few tensors leave, for models without a "
+        "list of equal blocks (ResNets, U-Nets, Swin); or the names of the modules that run one after the other, "
+        "with commas between.",
+    )
     """Between which modules the model may be cut: "blocks": the blocks; "graph": any that few tensors leave, found in a
     recording, for models without a list of blocks (ResNets, U-Nets, Swin); or the names of the modules that run one
     after the other, in a sequence or separated by commas."""
-    recompute: bool | str = AUTO
+    recompute: bool | str = setting(
+        AUTO,
+        "What is computed again in the backward pass instead of kept, for any model: none, full (whole chunks, of "
+        "which only the inputs are kept; also as a bare flag), blocks (each block by itself), blocks:2 (every second "
+        "one), or names of modules inside of a block, such as self_attn,mlp or attn.*; for each chunk another one "
+        "with / between them; auto: the least with which memory_limit is kept. Blocks that "
+        "activation_checkpointing=True makes recompute are left to themselves.",
+        nargs="?",
+        const="full",
+    )
     """What is computed again in the backward pass instead of kept: "none"; "full": whole chunks, of which only the
     inputs are kept; "blocks": each block by itself; "blocks:2": every second one; or names of modules inside of a
     block, also as patterns: "self_attn,mlp", "attn.*". For each chunk another one with "/" between them. True is
     "full", False "none"; text from then on. "auto": under a `memory_limit` the least with which it is kept, else
     nothing. The numbers are the same."""
-    tp_overlap: str = AUTO
+    tp_overlap: str = setting(
+        AUTO,
+        "How tensor-parallel communication is hidden: sub (two halves of a micro-batch take turns), fused (matrix "
+        "products send one piece while they compute the next), none, or auto (the fastest, by prediction, and by "
+        "real steps where that is close). The numbers are the same.",
+    )
     """How TP.sync is hidden: "sub": two halves of every micro-batch take turns, one computes while the other
     communicates; "fused": matrix products next to a sum send one piece while they compute the next; "none": every sum
     is waited for. "auto": "sub" and "none" are predicted from measured times, and where the predictions are close all
     three are tried for three steps each; the fastest one stays. The numbers are the same."""
-    sequence_parallel: bool | str = AUTO
+    sequence_parallel: bool | str = setting(
+        AUTO,
+        "Whether tensor-parallel processes share the sequence outside of layers that they share: norms, residual "
+        "sums and dropout take 1 / tp of their memory. auto: where the model is found to allow it. The numbers are "
+        "the same.",
+    )
     """Whether the ranks of a tensor-parallel group share the sequence where they do not share weights, too: norms,
     residual sums and dropout work on 1 / tp of it, which takes 1 / tp of their memory and sends no more. "auto": where
     the model is found to allow it. The numbers are the same."""
     seed: int = 0
     """Seed of dropout masks and, for models built on the meta device, of the initial weights."""
-    comm_timeout: float | None = None
+    comm_timeout: float | None = setting(
+        None,
+        "Seconds a process waits for another before the job fails on every process; while a checkpoint is written, "
+        "ddp_timeout counts instead. Default: ddp_timeout (1800) for one that gives signs of life, 300 for one that "
+        "is silent.",
+    )
     """Seconds a rank waits for another before the step fails on every rank. None: 300."""
     patience: float | None = None
     """Seconds a rank waits for one that gives signs of life but is busy, such as writing a file alone; for one that is
@@ -124,46 +200,89 @@ class ParallelConfig:
     """How activations and gradients travel: "tcp" (host memory, connections of fold3d's own), "c10d" (torch's process
     groups: gloo or NCCL), "auto": tcp for parameters on the CPU, else c10d."""
 
-    dp_sync: str = AUTO
+    dp_sync: str = setting(
+        AUTO,
+        "How gradients are summed over the replicas, always exactly: zero1 (each process steps its share of the "
+        "parameters: least memory), early (gradients travel whenever the network is idle: hides most), serial "
+        "(nothing is hidden), auto.",
+    )
     """How gradients are summed over the replicas; all ways give the same bits. "zero1": each replica steps its share of
     the parameters and gathers the others' under the next forward (1/dp of the optimizer's memory). "early": gradients
     are gathered whenever the network is idle, each replica steps everything (hides more). "serial": nothing is hidden;
     for comparison. "auto": the planner's choice for each bucket where it runs (segments="auto", or a memory_limit),
     else early."""
-    dp_sync_dtype: str = "float32"
+    dp_sync_dtype: str = setting(
+        "float32",
+        "How gradients travel to their sums over the replicas: float32, or bfloat16, which halves the bytes; they "
+        "are kept and added in float32, but are rounded on their way.",
+    )
     """How gradients travel to their sums over the replicas: "float32", or "bfloat16", which halves the bytes. They are
     accumulated over micro-batches in float32 and added in float32; with dp replicas a sum has been rounded dp times
     on its way. The numbers are no more those of one process."""
-    gradient_delay: int = 0
+    gradient_delay: int = setting(
+        0,
+        "1: each update takes the gradients of the step before, whose sums over the replicas have a whole step to "
+        "travel: faster where the network is slow, but the weights are no more those of exact training. 0: those of "
+        "its own step.",
+    )
     """1: the optimizer takes the gradients of the step before, so that their sums have a whole step to travel. The
     weights are no more those of exact training: see docs/late-gradients.md. 0: those of its own step."""
-    bucket_bytes: int | float | str | None = None
+    bucket_bytes: int | float | str | None = setting(
+        None,
+        "Layers' gradients are summed together until they have so many bytes, such as 4MiB. Default: the planner's "
+        "choice, 1 MiB where there is none.",
+    )
     """Layers' gradients are summed together until they have so many bytes; 0: each layer's alone. Also as text, "4MiB";
     a number from then on. None: the planner's, or 1 MiB."""
-    memory_limit: int | float | str | None = None
+    memory_limit: int | float | str | None = setting(
+        None,
+        "Bytes that a process may use for weights, gradients, optimizer state and activations, such as 8GB or "
+        "512MiB; the planner keeps its choice under it. Default: nine tenths of a GPU's memory, no limit on the CPU.",
+    )
     """Bytes that a rank may use for weights, gradients, optimizer state and activations, also as text: "8GB" (8e9),
     "512MiB" (512 * 2^20); a number from then on. With it the planner runs also where `segments` is set, for a schedule
     with fewer micro-batches in flight, for zero1 instead of early in as many buckets as it takes, and for `recompute`
     and `offload`; where nothing fits, the engine is not built. None: nine tenths of a GPU's memory where the planner
     runs (where nothing fits, what needs least), no limit on the CPU."""
-    offload: str = AUTO
+    offload: str = setting(
+        AUTO,
+        "What leaves the device between forward and backward, for a pool of host memory: none, boundaries (what "
+        "recomputed layers keep), activations (all that backward passes need), either of a share of the "
+        "micro-batches, such as activations:50%%, or auto: what is fastest under memory_limit, on a GPU or with "
+        "offload_disk. Copies run beside the computation. The numbers are the same.",
+    )
     """What leaves the device between its forward and its backward, for a pool of host memory: "none"; "boundaries":
     what recomputed chunks keep; "activations": what the graphs of all chunks saved. Copies run beside the computation;
     what is used again at once stays. "activations:50%": of half of the micro-batches, where copies of all would take
     longer than what hides them. The numbers are the same. "auto": under a `memory_limit`, on a GPU or with
     `offload_disk`, what is faster than `recompute`; else nothing."""
-    offload_pool: int | float | str = AUTO
+    offload_pool: int | float | str = setting(
+        AUTO,
+        "Bytes of the pool of each process, such as 8GB, reserved before training; auto: what is planned, and what "
+        "the first step asks for beyond.",
+    )
     """Bytes of the pool, reserved when the engine is built (pinned on GPUs), also as text: "8GB"; a number from then
     on. What does not fit is an error, before training where that can be proven. "auto": what was planned, and what the
     stashes of the first step ask for beyond."""
-    offload_disk: str | None = None
+    offload_disk: str | None = setting(
+        None,
+        "Folder for a file that is the pool, where host memory is short. Default: host memory.",
+    )
     """Folder of a file that is the pool, for hosts whose memory is short; it has no name and is gone with the process.
     None: the pool is host memory."""
-    offload_optimizer: bool = False
+    offload_optimizer: bool = setting(
+        False,
+        "Whether the optimizer's state lies in host memory and is stepped there: of this process's share with zero1, "
+        "else of all its parameters. For any optimizer that torch can step on a CPU, layer by layer.",
+    )
     """Whether the optimizer's state (moments, and master weights that the optimizer keeps) lies in host memory and is
     stepped there, by the same optimizer: of this rank's shard with zero1, else of all its parameters. Gradients and
     weights travel there, and weights back. On a CPU the numbers are the same; a GPU's differ in their last bits."""
-    kernels: str = "torch"
+    kernels: str = setting(
+        "torch",
+        "Whose kernels compute the gradient norm, step AdamW (with several replicas, or offload_optimizer) and put "
+        "small stashes together: torch, or fold3d (one pass over the memory). The numbers differ in their last bits.",
+    )
     """Whose kernels compute the gradient norm, step AdamW (with several replicas, or offload_optimizer) and put small
     stashes together: "torch", or "fold3d", which goes through the memory once where torch does several times. The
     numbers differ in their last bits. No GPU has shown a gain yet: measure with `make gpu`."""
@@ -351,6 +470,10 @@ class ParallelConfig:
             for name in (name for name, is_given in given.items() if is_given):
                 raise ConfigError(f"{name}={getattr(self, name)!r} has no effect with one replica; remove it")
         return dp
+
+
+SETTINGS = tuple(one.name for one in fields(ParallelConfig) if "help" in one.metadata)
+"""Those that are arguments of the Trainer, too."""
 
 
 def parse_bytes(name: str, value: object, least: int = 0, *, otherwise: str = "None") -> int | None:

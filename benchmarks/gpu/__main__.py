@@ -120,7 +120,7 @@ def _one_process(device: str, sizes: Sizes) -> list[Row]:
     import transformers
 
     import fold3d
-    from fold3d.trainer.logs.device_flops import flops_of
+    from fold3d.trainer.measuring import flops_of
 
     transformers.logging.set_verbosity_error()
     runs = {

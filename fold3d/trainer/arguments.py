@@ -6,14 +6,14 @@ import contextlib
 import importlib.util
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 import transformers
 
-from fold3d.config import AUTO, BLOCKS, FP16_WITH_DELAY, ParallelConfig, parse_tp_plan
+from fold3d.config import AUTO, BLOCKS, FP16_WITH_DELAY, SETTINGS, ParallelConfig, parse_tp_plan
 from fold3d.errors import ConfigError
 from fold3d.faults.job import watch_job
 from fold3d.faults.uncaught import report_uncaught
@@ -35,6 +35,12 @@ else:  # HfArgumentParser reads the types, and would read `int | str` as int
 _WORLD_SIZE_VARIABLES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
 
 
+def of_config(name: str) -> Any:
+    """Returns a field with default and help of the one of that name in ParallelConfig."""
+    found = next(one for one in fields(ParallelConfig) if one.name == name)
+    return field(default=found.default, metadata=dict(found.metadata))
+
+
 @dataclass(repr=False)
 class TrainingArguments(transformers.TrainingArguments):
     """`transformers.TrainingArguments` with data-, tensor- and pipeline-parallel layout.
@@ -46,189 +52,31 @@ class TrainingArguments(transformers.TrainingArguments):
         effect, and stock arguments that fold3d does not carry out.
     """
 
-    dp: int | None = field(
-        default=None,
-        metadata={"help": "Data-parallel replicas of the model. Default: number of processes / (tp * pp)."},
-    )
-    tp: int = field(
-        default=1,
-        metadata={
-            "help": "Tensor-parallel processes: so many share each weight of a layer, and its computation; best on one "
-            "host. How is found out by running the layers; `fold3d trace MODEL -t TP` shows it."
-        },
-    )
-    tp_plan: Plan | None = field(
-        default=None,
-        metadata={
-            "help": "Dict, as JSON on the command line, from module names or patterns to how their weights are spread, "
-            "where that shall be otherwise than what is found out. Default: nothing is."
-        },
-    )
-    tp_overlap: str = field(
-        default=AUTO,
-        metadata={
-            "help": "How tensor-parallel communication is hidden: sub (two halves of a micro-batch take turns), fused "
-            "(matrix products send one piece while they compute the next), none, or auto (the fastest, by "
-            "prediction, and by real steps where that is close). The numbers are the same."
-        },
-    )
-    sequence_parallel: FlagOrAuto = field(
-        default=AUTO,
-        metadata={
-            "help": "Whether tensor-parallel processes share the sequence outside of layers that they share: norms, "
-            "residual sums and dropout take 1 / tp of their memory. auto: where the model is found to allow it. The "
-            "numbers are the same."
-        },
-    )
-    pp: int = field(
-        default=1,
-        metadata={"help": "Pipeline stages: the model's layers are spread over so many processes."},
-    )
-    segments: NumberOrAuto = field(
-        default=AUTO,
-        metadata={
-            "help": "Consecutive parts of the model, each cut into pp chunks, so that a process holds one chunk of "
-            "each segment. More segments shorten the pipeline's idle time and let gradients travel earlier. auto: "
-            "what is fastest by measured times of layers and network."
-        },
-    )
-    schedule: str = field(
-        default=AUTO,
-        metadata={
-            "help": "Order of the micro-batches: a name that `fold3d schedules` lists, the path of a CSV file, or auto."
-        },
-    )
-    micro_batch_size: NumberOrAuto | None = field(
-        default=None,
-        metadata={
-            "help": "Samples that pass the model at once; it divides per_device_train_batch_size, and so many parts of "
-            "a micro-batch run after each other: less memory, with the gradients and the loss of the whole one. auto: "
-            "under memory_limit what is fastest. Default: per_device_train_batch_size."
-        },
-    )
-    loss_reduction: str | None = field(
-        default=None,
-        metadata={
-            "help": "What a micro-batch's loss is of its samples', for micro_batch_size: sum, mean (over samples) or "
-            "tokens (mean over labels that are not -100). Default: only losses that add up by construction are divided."
-        },
-    )
-    group_size: NumberOrAuto = field(
-        default=AUTO,
-        metadata={
-            "help": "Micro-batches that pass a segment before the next segment starts, or auto; only for schedules "
-            "that use it (fold)."
-        },
-    )
-    dp_sync: str = field(
-        default="auto",
-        metadata={
-            "help": "How gradients are summed over the replicas, always exactly: zero1 (each process steps its share "
-            "of the parameters: least memory), early (gradients travel whenever the network is idle: hides most), "
-            "serial (nothing is hidden), auto."
-        },
-    )
-    dp_sync_dtype: str = field(
-        default="float32",
-        metadata={
-            "help": "How gradients travel to their sums over the replicas: float32, or bfloat16, which halves the "
-            "bytes; they are kept and added in float32, but are rounded on their way."
-        },
-    )
-    gradient_delay: int = field(
-        default=0,
-        metadata={
-            "help": "1: each update takes the gradients of the step before, whose sums over the replicas have a "
-            "whole step to travel: faster where the network is slow, but the weights are no more those of exact "
-            "training. 0: those of its own step."
-        },
-    )
-    bucket_bytes: Bytes | None = field(
-        default=None,
-        metadata={
-            "help": "Layers' gradients are summed together until they have so many bytes, such as 4MiB. Default: the "
-            "planner's choice, 1 MiB where there is none."
-        },
-    )
-    memory_limit: Bytes | None = field(
-        default=None,
-        metadata={
-            "help": "Bytes that a process may use for weights, gradients, optimizer state and activations, such as 8GB "
-            "or 512MiB; the planner keeps its choice under it. Default: nine tenths of a GPU's memory, no limit on the "
-            "CPU."
-        },
-    )
-    offload: str = field(
-        default=AUTO,
-        metadata={
-            "help": "What leaves the device between forward and backward, for a pool of host memory: none, boundaries "
-            "(what recomputed layers keep), activations (all that backward passes need), either of a share of the "
-            "micro-batches, such as activations:50%%, or auto: what is fastest under memory_limit, on a GPU or with "
-            "offload_disk. Copies run beside the computation. The numbers are the "
-            "same."
-        },
-    )
-    offload_pool: Bytes = field(
-        default=AUTO,
-        metadata={
-            "help": "Bytes of the pool of each process, such as 8GB, reserved before training; auto: what is planned, "
-            "and what the first step asks for beyond."
-        },
-    )
-    offload_disk: str | None = field(
-        default=None,
-        metadata={"help": "Folder for a file that is the pool, where host memory is short. Default: host memory."},
-    )
-    offload_optimizer: bool = field(
-        default=False,
-        metadata={
-            "help": "Whether the optimizer's state lies in host memory and is stepped there: of this process's share "
-            "with zero1, else of all its parameters. For any optimizer that torch can step on a CPU, layer by layer."
-        },
-    )
-    kernels: str = field(
-        default="torch",
-        metadata={
-            "help": "Whose kernels compute the gradient norm, step AdamW (with several replicas, or offload_optimizer) "
-            "and put small stashes together: torch, or fold3d (one pass over the memory). The numbers differ in their "
-            "last bits."
-        },
-    )
-    blocks: str = field(
-        default="auto",
-        metadata={
-            "help": "Name of the module list whose children are the model's blocks, e.g. transformer.h; 'auto' "
-            "finds it."
-        },
-    )
-    partition: str = field(
-        default=BLOCKS,
-        metadata={
-            "help": "Between which modules the model may be cut: blocks; graph: any that few tensors leave, for models "
-            "without a list of equal blocks (ResNets, U-Nets, Swin); or the names of the modules that run one after "
-            "the other, with commas between."
-        },
-    )
-    recompute: FlagOrAuto = field(
-        default=AUTO,
-        metadata={
-            "help": "What is computed again in the backward pass instead of kept, for any model: none, full (whole "
-            "chunks, of which only the inputs are kept; also as a bare flag), blocks (each block by itself), blocks:2 "
-            "(every second one), or names of modules inside of a block, such as self_attn,mlp or attn.*; for each "
-            "chunk another one with / between them; auto: the least with which memory_limit is kept. Blocks that "
-            "activation_checkpointing=True makes recompute are left to themselves.",
-            "nargs": "?",
-            "const": "full",
-        },
-    )
-    comm_timeout: float | None = field(
-        default=None,
-        metadata={
-            "help": "Seconds a process waits for another before the job fails on every process; while a checkpoint "
-            "is written, ddp_timeout counts instead. Default: ddp_timeout (1800) for one that gives signs of life, 300 "
-            "for one that is silent."
-        },
-    )
+    dp: int | None = of_config("dp")
+    tp: int = of_config("tp")
+    tp_plan: Plan | None = of_config("tp_plan")
+    tp_overlap: str = of_config("tp_overlap")
+    sequence_parallel: FlagOrAuto = of_config("sequence_parallel")
+    pp: int = of_config("pp")
+    segments: NumberOrAuto = of_config("segments")
+    schedule: str = of_config("schedule")
+    micro_batch_size: NumberOrAuto | None = of_config("micro_batch_size")
+    loss_reduction: str | None = of_config("loss_reduction")
+    group_size: NumberOrAuto = of_config("group_size")
+    dp_sync: str = of_config("dp_sync")
+    dp_sync_dtype: str = of_config("dp_sync_dtype")
+    gradient_delay: int = of_config("gradient_delay")
+    bucket_bytes: Bytes | None = of_config("bucket_bytes")
+    memory_limit: Bytes | None = of_config("memory_limit")
+    offload: str = of_config("offload")
+    offload_pool: Bytes = of_config("offload_pool")
+    offload_disk: str | None = of_config("offload_disk")
+    offload_optimizer: bool = of_config("offload_optimizer")
+    kernels: str = of_config("kernels")
+    blocks: str = of_config("blocks")
+    partition: str = of_config("partition")
+    recompute: FlagOrAuto = of_config("recompute")
+    comm_timeout: float | None = of_config("comm_timeout")
     timeline: int | None = field(
         default=None,
         metadata={
@@ -327,34 +175,11 @@ class TrainingArguments(transformers.TrainingArguments):
     @property
     def parallel(self) -> ParallelConfig:
         """The layout, for the Engine."""
+        shared: dict[str, Any] = {name: getattr(self, name) for name in SETTINGS}
         return ParallelConfig(
-            dp=self.dp,
-            tp=self.tp,
-            tp_plan=parse_tp_plan("tp_plan", self.tp_plan),
-            tp_overlap=self.tp_overlap,
-            sequence_parallel=self.sequence_parallel,
-            pp=self.pp,
-            segments=self.segments,
+            **shared | {"tp_plan": parse_tp_plan("tp_plan", self.tp_plan)},
             micro_batches=self.gradient_accumulation_steps,
-            micro_batch_size=self.micro_batch_size,
-            loss_reduction=self.loss_reduction,
-            schedule=self.schedule,
-            group_size=self.group_size,
-            dp_sync=self.dp_sync,
-            dp_sync_dtype=self.dp_sync_dtype,
-            gradient_delay=self.gradient_delay,
-            bucket_bytes=self.bucket_bytes,
-            memory_limit=self.memory_limit,
-            offload=self.offload,
-            offload_pool=self.offload_pool,
-            offload_disk=self.offload_disk,
-            offload_optimizer=self.offload_optimizer,
-            kernels=self.kernels,
-            blocks=self.blocks,
-            partition=self.partition,
-            recompute=self.recompute,
             seed=self.seed,
-            comm_timeout=self.comm_timeout,
             patience=None if self.comm_timeout is not None else float(self.ddp_timeout),
         )
 
