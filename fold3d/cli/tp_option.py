@@ -9,7 +9,7 @@ from fold3d.config import AUTO, TP_WAYS
 from fold3d.errors import ConfigError
 
 
-class Link(TypedDict):
+class TpLink(TypedDict):
     """Of a rank within its tensor-parallel group, as NetworkCosts calls it."""
 
     tp_bandwidth: float
@@ -26,7 +26,7 @@ def add(group: Any) -> None:
     group.add_argument("--tp-latency", type=float, metavar="US", help="of a message among those, default 10")
 
 
-def link_of(options: argparse.Namespace, *, has_tp: bool) -> Link:
+def link_of(options: argparse.Namespace, *, has_tp: bool) -> TpLink:
     """Returns what was asked for. Raises: ConfigError for what makes no sense, or has no effect without --tp."""
     numbers = {"--tp-bandwidth": options.tp_bandwidth, "--tp-latency": options.tp_latency}
     for name, value in {**numbers, "--tp-overlap": options.tp_overlap}.items():
@@ -35,7 +35,7 @@ def link_of(options: argparse.Namespace, *, has_tp: bool) -> Link:
     for name, value in numbers.items():
         if value is not None and not 0 < value < 1e9:
             raise ConfigError(f"{name} is {value:g}; it must be positive, and below 1e9")
-    return Link(tp_bandwidth=(options.tp_bandwidth or 100.0) * 1e9 / 8, tp_latency=(options.tp_latency or 10.0) / 1e6)
+    return TpLink(tp_bandwidth=(options.tp_bandwidth or 100.0) * 1e9 / 8, tp_latency=(options.tp_latency or 10.0) / 1e6)
 
 
 def overlap_of(options: argparse.Namespace) -> str:

@@ -28,7 +28,7 @@ from fold3d.engine.builder import connect
 from fold3d.engine.built import BuiltRank
 from fold3d.engine.loss_scaler import LossScaler
 from fold3d.engine.meeting import meet
-from fold3d.engine.planning.cut_model import CutModel, First, Order, cut_model
+from fold3d.engine.planning.cut_model import BuildRequest, CutModel, First, cut_model
 from fold3d.engine.turns import take_turn
 from fold3d.errors import ConfigError
 from fold3d.faults.job import supervisor_of_engine
@@ -115,7 +115,7 @@ class Engine(state.WholeState):
         """Called once the model has been cut, with no arguments."""
         self._make_optimizer = optimizer
         self._scaler = LossScaler.adopt(scaler) if scaler is not None and scaler.is_enabled() else None
-        self._order = Order(
+        self._order = BuildRequest(
             model=model,
             config=config,
             constraints=constraints,

@@ -43,7 +43,7 @@ _US = 1e3  # nanoseconds in Chrome's time unit
 
 
 @dataclass(frozen=True, slots=True)
-class Event:
+class TimelineEvent:
     """One record with its action taken apart; times in nanoseconds after the first event of the step."""
 
     rank: int
@@ -144,7 +144,7 @@ def _counters(rank: int, memory: _C.StageMemory) -> list[dict[str, Any]]:
     ]
 
 
-def _tint(event: Event) -> dict[str, str]:
+def _tint(event: TimelineEvent) -> dict[str, str]:
     """Returns the colour of a wait, in Chrome's words."""
     if event.lane != "wait":
         return {}
@@ -220,7 +220,7 @@ def shares(
     return ", ".join(parts) + f"; {sizes}"
 
 
-def _accounts(events: Sequence[Event]) -> dict[int, StepBreakdown]:
+def _accounts(events: Sequence[TimelineEvent]) -> dict[int, StepBreakdown]:
     return {
         rank: make_breakdown(
             [(e.lane, e.text, e.start, e.end, e.bytes) for e in events if e.rank == rank], 0, last_ns(events)
@@ -229,7 +229,7 @@ def _accounts(events: Sequence[Event]) -> dict[int, StepBreakdown]:
     }
 
 
-def events_of(records: Records) -> list[Event]:
+def events_of(records: Records) -> list[TimelineEvent]:
     """Returns the records of all ranks, taken apart and in order of start; ValueError for an unknown lane."""
     flat = [record for rank in records for record in rank]
     origin = min((int(record["start_ns"]) for record in flat), default=0)
@@ -240,7 +240,7 @@ def events_of(records: Records) -> list[Event]:
             lanes = ", ".join(LANES)
             raise ValueError(f"lane {record['lane']!r} of {record['action']!r} is none of {lanes}")
         events.append(
-            Event(
+            TimelineEvent(
                 rank=record["rank"],
                 lane=record["lane"],
                 text=record["action"],
@@ -255,15 +255,15 @@ def events_of(records: Records) -> list[Event]:
     return sorted(events, key=lambda event: (event.start, event.rank))
 
 
-def last_ns(events: Sequence[Event]) -> int:
+def last_ns(events: Sequence[TimelineEvent]) -> int:
     """Returns the length of the step in nanoseconds."""
     return max((event.end for event in events), default=0)
 
 
-def _transfers(events: Sequence[Event], pp: int, tp: int) -> list[tuple[Event, Event]]:
+def _transfers(events: Sequence[TimelineEvent], pp: int, tp: int) -> list[tuple[TimelineEvent, TimelineEvent]]:
     """Returns every SEND with its RECV: chunk c's output is chunk c+1's input, gradients go the other way."""
 
-    def lane(event: Event) -> tuple[int, int]:
+    def lane(event: TimelineEvent) -> tuple[int, int]:
         at = coordinates(event.rank, pp, tp)
         return at.dp, at.tp
 

@@ -11,8 +11,8 @@ from fold3d.observe.step_breakdown import NS_PER_MS, TP_SYNC, waits_for_dp_sync
 from fold3d.observe.timeline import (
     CATEGORY,
     LANES,
-    Event,
     Records,
+    TimelineEvent,
     events_of,
     last_ns,
     shares,
@@ -112,7 +112,9 @@ def write_picture(
     write_atomically(path, lambda temporary: figure.savefig(temporary, format="png"))
 
 
-def _places(events: Sequence[Event], ranks: Sequence[int]) -> tuple[dict[int, dict[str, tuple[float, float]]], float]:
+def _places(
+    events: Sequence[TimelineEvent], ranks: Sequence[int]
+) -> tuple[dict[int, dict[str, tuple[float, float]]], float]:
     """Returns top and height of the rows of each rank, by lane, and where the last one ends; in inches, downwards."""
     present = {(event.rank, event.lane) for event in events}
     top = 0.0
@@ -128,7 +130,7 @@ def _places(events: Sequence[Event], ranks: Sequence[int]) -> tuple[dict[int, di
     return places, max(top, _COMPUTE_INCH)
 
 
-def _colour(event: Event, pp: int) -> tuple[float, float, float]:
+def _colour(event: TimelineEvent, pp: int) -> tuple[float, float, float]:
     """Returns a hue per segment, light forward and full backward; communication and waits have fixed colours."""
     from matplotlib import colors
 
@@ -142,7 +144,7 @@ def _colour(event: Event, pp: int) -> tuple[float, float, float]:
     return red, green, blue
 
 
-def _bars(axes: Axes, events: Sequence[Event], top: float, height: float, pp: int) -> None:
+def _bars(axes: Axes, events: Sequence[TimelineEvent], top: float, height: float, pp: int) -> None:
     if events:
         spans = [(event.start / NS_PER_MS, (event.end - event.start) / NS_PER_MS) for event in events]
         colours = [_colour(event, pp) for event in events]
@@ -151,7 +153,7 @@ def _bars(axes: Axes, events: Sequence[Event], top: float, height: float, pp: in
         axes.broken_barh(spans, (top, height), facecolors=colours, edgecolors=edges, linewidth=0.4)
 
 
-def _waits(axes: Axes, events: Sequence[Event], top: float, height: float) -> None:
+def _waits(axes: Axes, events: Sequence[TimelineEvent], top: float, height: float) -> None:
     """Draws them over the row they happen in: a layer waits for its parameters in the middle of a forward."""
     for awaited, colour in reversed(_WAITS.items()):
         spans = [
@@ -162,13 +164,13 @@ def _waits(axes: Axes, events: Sequence[Event], top: float, height: float) -> No
         axes.broken_barh(spans, (top, height), facecolors=colour, edgecolors="none", zorder=2)
 
 
-def _awaited(event: Event) -> str:
+def _awaited(event: TimelineEvent) -> str:
     if event.text == TP_SYNC:
         return "TP.sync"
     return "DP.sync" if waits_for_dp_sync(event.text) else "a stage (bubble)"
 
 
-def _numbers(axes: Axes, events: Sequence[Event], place: tuple[float, float], last: int) -> None:
+def _numbers(axes: Axes, events: Sequence[TimelineEvent], place: tuple[float, float], last: int) -> None:
     """Writes the micro-batch into each box that is wide enough to read it."""
     for event in events:
         if event.lane == "compute" and event.end - event.start > 0.008 * last:
@@ -183,7 +185,7 @@ def _tick(rank: int, lane: str, pp: int, tp: int) -> str:
     return f"rank {rank}\ndp {at.dp} stage {at.pp}{shard}" if lane == "compute" else _LABELS[lane]
 
 
-def _legend(axes: Axes, events: Sequence[Event], pp: int) -> None:
+def _legend(axes: Axes, events: Sequence[TimelineEvent], pp: int) -> None:
     from matplotlib.patches import Patch
 
     found: dict[str, tuple[float, float, float]] = {}
@@ -196,7 +198,7 @@ def _legend(axes: Axes, events: Sequence[Event], pp: int) -> None:
         axes.legend(handles=patches, loc="upper left", bbox_to_anchor=(1.005, 1.0), fontsize=8, frameon=False)
 
 
-def _meaning(event: Event, pp: int) -> str:
+def _meaning(event: TimelineEvent, pp: int) -> str:
     if event.lane == "wait":
         return f"waits for {_awaited(event)}"
     if event.lane == "compute":

@@ -34,7 +34,7 @@ class TensorShape:
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class ModuleCall:
     """One call of a module: what it was given and what it returned, with TensorShape in place of tensors."""
 
     args: tuple[Any, ...]
@@ -48,7 +48,7 @@ def record_calls(
     micro_batch: Mapping[str, Any],
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
     trace: Trace | None = None,
-) -> dict[str, Call]:
+) -> dict[str, ModuleCall]:
     """Returns the first call of each module in `names` that ran in a forward of a copy of `model` on fake tensors.
 
     Args:
@@ -63,7 +63,7 @@ def record_calls(
     for module in shadow.modules():
         if getattr(module, "gradient_checkpointing", False):
             setattr(module, "gradient_checkpointing", False)  # noqa: B010 (no Tensor and no Module)
-    calls: dict[str, Call] = {}
+    calls: dict[str, ModuleCall] = {}
     wanted = list(dict.fromkeys(names))
     twins = None if trace is None else Twins(shadow, trace, micro_batch)
     for name in wanted:
@@ -93,9 +93,9 @@ def _holders(name: str) -> Iterator[str]:
         name = name.rpartition(".")[0]
 
 
-def _keep(calls: dict[str, Call], name: str) -> Callable[..., None]:
+def _keep(calls: dict[str, ModuleCall], name: str) -> Callable[..., None]:
     def hook(module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
-        calls.setdefault(name, Call(*tree_map(_shape_of, (args, kwargs, result))))
+        calls.setdefault(name, ModuleCall(*tree_map(_shape_of, (args, kwargs, result))))
 
     return hook
 

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from fold3d.plan.memory.layer_bytes import LayerBytes
-from fold3d.profile.shadow import Shadow, has_memory
+from fold3d.profile.shadow import TrainingShadow, has_memory
 from fold3d.sharding.plan import ShardingPlan
 from fold3d.trace import Trace
 from fold3d.trace.capture import without_values
@@ -29,7 +29,7 @@ _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "matmul", "linear", "convolution")
 _LOOKUP = "embedding"
 
 
-class Parts:
+class ShardedTensors:
     """What operations make of parts of weights: a product of a whole tensor with a part is a part, and of two parts a
     sum, which TP.sync makes whole. What is computed of a part is a part.
 
@@ -117,13 +117,13 @@ def layer_bytes(
         sharding: how a tensor-parallel group has shared its weights out: what a rank of it needs; None: there is none.
     Raises: whatever the forward raises on tensors without values.
     """
-    shadow = Shadow(model, micro_batch, device)
+    shadow = TrainingShadow(model, micro_batch, device)
     for parameter in shadow.model.parameters():
         if parameter.requires_grad:
             parameter.grad = without_values(parameter, shadow.mode, parameter.device)
     prepare(shadow.model)
     twins = Twins(shadow.model, trace, micro_batch)
-    counted = _Counted(len(trace.blocks) + 2, Parts(shadow.model, sharding))
+    counted = _Counted(len(trace.blocks) + 2, ShardedTensors(shadow.model, sharding))
     with ExitStack() as stack:
         for block in trace.modules:
             module = shadow.model.get_submodule(block)
@@ -149,7 +149,7 @@ def _roots(returned: Any) -> list[Tensor]:
 class _Counted(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the bytes of storages that operations make, by the layer that is under way."""
 
-    def __init__(self, layers: int, parts: Parts) -> None:
+    def __init__(self, layers: int, parts: ShardedTensors) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._parts = parts
         self._live = 0

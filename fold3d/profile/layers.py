@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from fold3d.placement.bucket_layout import FP32_BYTES
 from fold3d.plan.costs import Inside, Profile
 from fold3d.plan.memory.layer_bytes import LayerBytes, estimated
-from fold3d.profile.calls import Call, TensorShape, record_calls
+from fold3d.profile.calls import ModuleCall, TensorShape, record_calls
 from fold3d.profile.inside import inside_of
 from fold3d.profile.layer_bytes import layer_bytes
 from fold3d.profile.optimizer import UpdateCost, update_cost
@@ -142,7 +142,7 @@ def _bytes(
     return tuple(estimated(timing.saved_bytes, size) for timing, size in zip(timings, outputs, strict=True))
 
 
-def _kind(module: nn.Module, call: Call) -> str:
+def _kind(module: nn.Module, call: ModuleCall) -> str:
     """Returns a text that is the same for modules that cost the same: whole numbers may be a layer's index."""
     tensors = [(name, tuple(t.shape), t.dtype) for name, t in (*module.named_parameters(), *module.named_buffers())]
     settings = [
@@ -158,7 +158,7 @@ def _kind(module: nn.Module, call: Call) -> str:
 def _time(
     model: nn.Module,
     name: str,
-    call: Call,
+    call: ModuleCall,
     device: torch.device,
     seconds: float,
     autocast: Callable[[], AbstractContextManager[Any]],
@@ -197,7 +197,7 @@ def _fill(layers: list[Timing | None], flops: list[int], device: torch.device) -
     ]
 
 
-def handed_on(calls: Mapping[str, Call], trace: Trace, block: int) -> int:
+def handed_on(calls: Mapping[str, ModuleCall], trace: Trace, block: int) -> int:
     """Returns the bytes of the tensors that cross the border behind the block; behind the last, of what that returns.
 
     Args:
@@ -213,7 +213,7 @@ def handed_on(calls: Mapping[str, Call], trace: Trace, block: int) -> int:
     return sum(_bytes_of(value, calls, size) for value, size in zip(values, sizes, strict=True))
 
 
-def _bytes_of(value: Value, calls: Mapping[str, Call], otherwise: int) -> int:
+def _bytes_of(value: Value, calls: Mapping[str, ModuleCall], otherwise: int) -> int:
     if value.call or value.module not in calls:
         return otherwise
     tensors = [leaf for leaf in tree_leaves(calls[value.module].result) if isinstance(leaf, TensorShape)]

@@ -1,4 +1,4 @@
-"""Shadow: a copy of a model on tensors without values, whose training step is run for what it would need."""
+"""TrainingShadow: a copy of a model on tensors without values, whose training step is run for what it would need."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fold3d.trace.capture import fake, fake_copy
 from fold3d.trace.without_values import WithoutValues
 
 
-class Shadow:
+class TrainingShadow:
     """Neither the model nor random numbers are touched; no process group is used."""
 
     def __init__(self, model: nn.Module, micro_batch: Mapping[str, Any], device: torch.device | str = "cpu") -> None:

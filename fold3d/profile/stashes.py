@@ -23,8 +23,8 @@ from torch.utils._pytree import tree_leaves
 from fold3d import _C
 from fold3d.placement.recomputed_blocks import recomputed_blocks
 from fold3d.profile.inside import compute_again, modules_of
-from fold3d.profile.layer_bytes import Parts
-from fold3d.profile.shadow import Shadow, has_memory
+from fold3d.profile.layer_bytes import ShardedTensors
+from fold3d.profile.shadow import TrainingShadow, has_memory
 from fold3d.recompute import Recompute
 from fold3d.sharding.plan import ShardingPlan
 from fold3d.trace import Trace
@@ -64,11 +64,11 @@ def stashes_of(
     Raises: whatever the forward raises on tensors without values; ConfigError when `recompute` is said of another
         number of chunks.
     """
-    shadow = Shadow(model, micro_batch, device)
+    shadow = TrainingShadow(model, micro_batch, device)
     _prepare(shadow.model, trace, ranges, pp, recompute)
     without_graph = recompute.without_graph(len(ranges))
     staying = {*_memories([*shadow.model.parameters(), *shadow.model.buffers()]), *_memories(tree_leaves(shadow.batch))}
-    followed = None if sharding is None else _Followed(Parts(shadow.model, sharding))
+    followed = None if sharding is None else _Followed(ShardedTensors(shadow.model, sharding))
     saved = _Saved(len(ranges), staying, followed)
     results = _Results(trace.crossings, 1 if sharding is None else sharding.tp)
     with ExitStack() as stack:
@@ -120,7 +120,7 @@ class _Kept:
 class _Followed(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Which storages a rank of a tensor-parallel group has a part of."""
 
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, parts: ShardedTensors) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._parts = parts
         self._sizes: dict[int, tuple[int, int]] = {}  # storage -> bytes of a rank, and of the whole

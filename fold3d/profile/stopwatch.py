@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from fold3d.device import rng_untouched, synchronize
-from fold3d.profile.calls import Call, TensorShape
+from fold3d.profile.calls import ModuleCall, TensorShape
 from fold3d.trace import drop_wrappers
 
 _MOST_RUNS = 15
@@ -34,7 +34,7 @@ class Timing:
 
 def time_call(
     module: nn.Module,
-    call: Call,
+    call: ModuleCall,
     device: torch.device,
     *,
     seconds: float,
@@ -62,7 +62,7 @@ def time_call(
 
 def _time(
     made: nn.Module,
-    call: Call,
+    call: ModuleCall,
     device: torch.device,
     generator: torch.Generator,
     *,
@@ -131,7 +131,9 @@ def real_copy(module: nn.Module, device: torch.device, generator: torch.Generato
     return made
 
 
-def _inputs(call: Call, device: torch.device, generator: torch.Generator) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _inputs(
+    call: ModuleCall, device: torch.device, generator: torch.Generator
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Returns arguments with made-up values; the first one with a fraction is what a backward goes back to."""
     first = True
 

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from fold3d.plan.costs import Profile, TpExchange
-from fold3d.profile.calls import Call, TensorShape, record_calls
+from fold3d.profile.calls import ModuleCall, TensorShape, record_calls
 from fold3d.profile.stopwatch import time_call
 from fold3d.sharding.plan import ShardingPlan
 from fold3d.sharding.split import BlockSplit, SequenceSplit
@@ -57,7 +57,7 @@ def with_tp_sync(
             *(one.module for one in _sequence(sharding, block).gathers),
         }
     ]
-    calls: dict[str, Call] = {}
+    calls: dict[str, ModuleCall] = {}
     modules = dict(model.named_modules())
     try:
         calls = record_calls(model, [name for name in wanted if name in modules], micro_batch, autocast, trace)
@@ -132,7 +132,7 @@ def halves_factor(
 class _Sizes:
     """How large tensors of a block are; where that is not known, as what the block hands on."""
 
-    def __init__(self, calls: Mapping[str, Call], block: str, handed_on: int) -> None:
+    def __init__(self, calls: Mapping[str, ModuleCall], block: str, handed_on: int) -> None:
         self._calls, self._block, self._handed_on = calls, block, handed_on
 
     def result(self, name: str) -> int:

@@ -72,11 +72,11 @@ def capture(
     padded = _padded(shadow, example)
     short, whole = _batch(padded, length), _batch(padded, None)
     try:
-        run = _Run(shadow, trace, example, short)
+        run = _CapturedRun(shadow, trace, example, short)
         calls = run(None)
     except Exception:  # a model may want sequences of the length that it was recorded with
         try:
-            run = _Run(shadow, trace, example, whole)
+            run = _CapturedRun(shadow, trace, example, whole)
             calls = run(None)
         except Exception as error:
             raise TraceError(
@@ -120,7 +120,7 @@ class _InHostMemory(TorchFunctionMode):
         return torch.device("cpu") if func == _DEVICE and found.type == "meta" else found
 
 
-class _Run:
+class _CapturedRun:
     """Runs of the model on one batch."""
 
     def __init__(self, shadow: nn.Module, trace: Trace, example: Mapping[str, Any], batch: dict[str, Any]) -> None:

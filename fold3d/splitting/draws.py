@@ -19,7 +19,7 @@ from fold3d.tensor_parallel.slices import paths_of
 _MOST_TRIES = 16
 
 
-class _Sizes(PartialDraws):
+class _DrawnSizes(PartialDraws):
     """Writes down what is drawn."""
 
     def __init__(self) -> None:
@@ -43,11 +43,11 @@ def with_draws(call: CapturedCall, split: BlockSplit, tp: int) -> BlockSplit:
         return split
     try:
         runs = BlockRuns(call, split, tp, training=True)
-        sizes = _Sizes()
+        sizes = _DrawnSizes()
         expected = dict(paths_of(runs.whole(sizes)))
         if not sizes.sizes:
             return split
-        ranks = [_Sizes() for _ in range(tp)]
+        ranks = [_DrawnSizes() for _ in range(tp)]
         runs.ranks(split, ranks)
         of_ranks = zip(*(one.sizes for one in ranks), strict=True)
         per_draw = [

@@ -121,7 +121,7 @@ class _Copy:
 
     @staticmethod
     def of_all(operations: Sequence[Any], tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        copied: Sequence[Tensor] = _Copied.apply([(o.dim, o.where) for o in operations], *tensors)  # type: ignore[no-untyped-call]
+        copied: Sequence[Tensor] = _CopiedToRegion.apply([(o.dim, o.where) for o in operations], *tensors)  # type: ignore[no-untyped-call]
         return copied
 
 
@@ -175,7 +175,7 @@ def _moved(how: Exchange, move: str, tensors: Sequence[Tensor]) -> list[Tensor]:
     return [how.part(x, size, rank) for rank, x in enumerate(tensors)]
 
 
-class _Copied(torch.autograd.Function):
+class _CopiedToRegion(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, where: Any, *tensors: Tensor) -> Any:
         ctx.copies = where

@@ -324,10 +324,10 @@ def atoms(respond: Respond, size: int) -> list[Atom]:
     of that length behind it that each reach something of their own (heads; neurons, which are runs of one) are told
     apart all at once by the bits of words: the block is run once for each bit.
     """
-    return list(_Search(respond, size).walk())
+    return list(_AtomSearch(respond, size).walk())
 
 
-class _Search:
+class _AtomSearch:
     def __init__(self, respond: Respond, size: int) -> None:
         self._respond = respond
         self._size = size

@@ -196,7 +196,7 @@ class SharedSequence:
 
 
 @dataclass(frozen=True, slots=True)
-class _Found:
+class _FoundSplit:
     dim: int
     gathers: tuple[Gathering, ...]
     summed: frozenset[str]
@@ -220,7 +220,7 @@ def plan_sequence(
     Raises: NoSequenceError when it is not possible for all blocks.
     """
     links = find_chains(calls, trace)
-    known: dict[Any, _Found] = {}
+    known: dict[Any, _FoundSplit] = {}
     blocks: dict[str, SequenceSplit] = {}
     shards: dict[str, Shard] = {}
     for name, call in calls.items():
@@ -242,7 +242,7 @@ def plan_sequence(
     return SharedSequence(blocks, shards)
 
 
-def _of_class(name: str, call: CapturedCall, split: BlockSplit, hidden: Path, result: Path, tp: int) -> _Found:
+def _of_class(name: str, call: CapturedCall, split: BlockSplit, hidden: Path, result: Path, tp: int) -> _FoundSplit:
     if not split.groups:
         raise NoSequenceError(f"{name} is whole on every rank")
     shape = call.shape_at(hidden)
@@ -262,7 +262,7 @@ def _of_class(name: str, call: CapturedCall, split: BlockSplit, hidden: Path, re
                     break
             else:
                 inner = inner_results(call, split, tp, sequence)
-                return _Found(dim, with_readers(call, split, tried), frozenset(summed), inner)
+                return _FoundSplit(dim, with_readers(call, split, tried), frozenset(summed), inner)
             reason = f"parts of it do not make up {name} ({wrong})"
     raise NoSequenceError(reason)
 

@@ -38,7 +38,7 @@ class Site:
 
 
 @dataclass(slots=True)
-class _View:
+class _ParameterView:
     """A tensor that is a parameter, seen otherwise: of each of its dimensions, which of the parameter's it is."""
 
     tensor: Tensor
@@ -60,7 +60,7 @@ class SiteMode(TorchFunctionMode):
     ) -> None:
         super().__init__()
         self._product = product
-        self._views: dict[int, _View] = {}
+        self._views: dict[int, _ParameterView] = {}
         for name, parameter in parameters:
             self._follow(parameter, name, tuple(range(parameter.dim())))
 
@@ -76,16 +76,16 @@ class SiteMode(TorchFunctionMode):
                 return self._run_view(func, views[0], args, kwargs)
         return func(*args, **kwargs)
 
-    def _view(self, value: Any) -> _View | None:
+    def _view(self, value: Any) -> _ParameterView | None:
         found = self._views.get(id(value)) if isinstance(value, Tensor) else None
         return found if found is not None and found.tensor is value else None
 
     def _follow(self, tensor: Tensor, name: str, dims: tuple[int | None, ...]) -> None:
-        self._views[id(tensor)] = _View(tensor, name, dims)
+        self._views[id(tensor)] = _ParameterView(tensor, name, dims)
 
     # -- views --
 
-    def _run_view(self, func: Any, view: _View, args: tuple[Any, ...], kwargs: Any) -> Any:
+    def _run_view(self, func: Any, view: _ParameterView, args: tuple[Any, ...], kwargs: Any) -> Any:
         index = args[1] if func is _T.__getitem__ and _chooses_rows(args[1]) else None
         if index is not None and not any(view.tensor.stride()):
             # Rows chosen by a tensor are copies, as large as the choice is long: of zeros without memory, the same do.
@@ -101,7 +101,7 @@ class SiteMode(TorchFunctionMode):
         return result
 
     def _dims_after(
-        self, func: Any, view: _View, args: tuple[Any, ...], kwargs: Any, result: Tensor
+        self, func: Any, view: _ParameterView, args: tuple[Any, ...], kwargs: Any, result: Tensor
     ) -> tuple[int | None, ...] | None:
         dims = view.dims
         if func in _SAME and result.shape == view.tensor.shape:

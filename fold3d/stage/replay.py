@@ -131,7 +131,7 @@ def same(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-class Place(NamedTuple):
+class StatePlace(NamedTuple):
     """Where a value is kept."""
 
     module: int
@@ -148,7 +148,7 @@ class _Change(NamedTuple):
     after: Any
 
 
-Before = dict[Place, Any]
+Before = dict[StatePlace, Any]
 """Of one micro-batch: what its runs changed, as it was before they did."""
 
 
@@ -173,7 +173,7 @@ class ChangedBuffers:
         self._modules = [module for _, module in named]
         self._in_front = [not f"{name}.".startswith(inside) for name, _ in named]
         self._first: int | None = None
-        self._changing: set[Place] = set()
+        self._changing: set[StatePlace] = set()
         self._compared: set[tuple[int, bool, tuple[bool, ...]]] = set()  # in which modes values have been compared
 
     @contextlib.contextmanager
@@ -211,7 +211,7 @@ class ChangedBuffers:
                     if value is not old or not written:
                         before.setdefault(place, value)
             for number, name, value, now in attributes.changed():
-                before.setdefault(Place(number, name, False), _Change(value, now))
+                before.setdefault(StatePlace(number, name, False), _Change(value, now))
 
     @contextlib.contextmanager
     def again(self, before: Before) -> Iterator[None]:
@@ -220,10 +220,10 @@ class ChangedBuffers:
             yield
 
     @contextlib.contextmanager
-    def _holding(self, values: Mapping[Place, Any]) -> Iterator[None]:
+    def _holding(self, values: Mapping[StatePlace, Any]) -> Iterator[None]:
         """Has the modules hold copies of `values` for a while, a buffer of several modules the same copy."""
         copies: dict[int, Tensor] = {}
-        held: list[tuple[Place, Any]] = []
+        held: list[tuple[StatePlace, Any]] = []
         for place, kept in values.items():
             value = kept.before if isinstance(kept, _Change) else kept
             holder = self._holder(place)
@@ -241,16 +241,16 @@ class ChangedBuffers:
                     continue  # what lies behind the first run's chunk has changed it, too
                 put(self._holder(place), place.name, own)
 
-    def _holder(self, place: Place) -> dict[str, Any]:
+    def _holder(self, place: StatePlace) -> dict[str, Any]:
         module = self._modules[place.module]
         held: dict[str, Any] = module._buffers if place.is_buffer else vars(module)
         return held
 
-    def _tensors(self, number: int, attributes: Mapping[str, Any]) -> Iterator[tuple[Place, Tensor]]:
+    def _tensors(self, number: int, attributes: Mapping[str, Any]) -> Iterator[tuple[StatePlace, Tensor]]:
         for names, is_buffer in ((self._modules[number]._buffers, True), (attributes, False)):
             for name, value in names.items():
                 if isinstance(value, Tensor):
-                    yield Place(number, name, is_buffer), value
+                    yield StatePlace(number, name, is_buffer), value
 
 
 def _alike(one: Any, other: Any) -> bool:

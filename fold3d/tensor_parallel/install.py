@@ -23,7 +23,7 @@ from fold3d.tensor_parallel.region import RegionOps
 from fold3d.tensor_parallel.sequence import BlockSequence, SequenceLength
 from fold3d.tensor_parallel.slices import gather_part, indices_of, paths_of, replace_argument, replace_leaf, take_part
 from fold3d.tensor_parallel.weight_reads import Unproved
-from fold3d.tensor_parallel.whole_results import LazyWhole, Parts, PutTogether, put_together
+from fold3d.tensor_parallel.whole_results import LazyWhole, PutTogether, ReturnedParts, put_together
 from fold3d.trace.wrappers import replace_attributes, wrap
 
 
@@ -37,7 +37,7 @@ class InnerParts:
         name: of the block in the model.
         sequence: what the block does with parts of the sequence; None: every rank has all of it.
         """
-        self.parts = Parts()
+        self.parts = ReturnedParts()
         self._block, self._name, self._rank, self._ops, self._sequence = block, name, rank, ops, sequence
 
     def watch(self, result: InnerResult) -> Callable[[], None]:
@@ -106,7 +106,7 @@ def install(model: nn.Module, plan: ShardingPlan, rank: int, ops: RegionOps) -> 
     Raises: AttributeError when the model has other modules than the plan's.
     """
     undo: list[Callable[[], None]] = []
-    parts: list[Parts] = []
+    parts: list[ReturnedParts] = []
     length = SequenceLength(ops.size, rank)
     try:
         for name, split in plan.blocks.items():

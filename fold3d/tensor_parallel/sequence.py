@@ -258,7 +258,7 @@ class BlockSequence:
         return self._length.of(rows, known=length), samples
 
 
-class _Hook:
+class _SequenceHook:
     """Of one block. That of a copy of it, deep or pickled, does nothing."""
 
     def __init__(self, sequence: BlockSequence | None) -> None:
@@ -268,13 +268,13 @@ class _Hook:
         return type(self), (None,)
 
 
-class _Begin(_Hook):
+class _Begin(_SequenceHook):
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self.sequence is not None:
             self.sequence.begin(args, kwargs)
 
 
-class _HandOn(_Hook):
+class _HandOn(_SequenceHook):
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         return output if self.sequence is None else self.sequence.hand_on(output)
 

@@ -23,7 +23,7 @@ PutTogether = Callable[[Tensor], Tensor]
 """Returns the whole, the same on each rank; all ranks of the group call it."""
 
 
-class Parts:
+class ReturnedParts:
     """Those that are still alive. What backward computes again is none: nobody returns it from the model."""
 
     def __init__(self) -> None:
@@ -128,14 +128,14 @@ def plain_parts(tree: Any) -> Any:
     return tree_map_only(LazyWhole, LazyWhole.part, tree)
 
 
-def put_together(model: nn.Module, blocks: Iterable[str], parts: Sequence[Parts]) -> Callable[[], None]:
+def put_together(model: nn.Module, blocks: Iterable[str], parts: Sequence[ReturnedParts]) -> Callable[[], None]:
     """Has the model, and what holds its blocks, return the whole of these parts; returns what ends that.
 
     Of hidden states and of what hooks collect only what is returned as it is: what code in between computes of a part
     stays one.
     """
     handles = [
-        model.get_submodule(name).register_forward_hook(_Results(parts), prepend=True) for name in ancestors(blocks)
+        model.get_submodule(name).register_forward_hook(_ResultsHook(parts), prepend=True) for name in ancestors(blocks)
     ]
 
     def undo() -> None:
@@ -145,14 +145,14 @@ def put_together(model: nn.Module, blocks: Iterable[str], parts: Sequence[Parts]
     return undo
 
 
-class _Results:
+class _ResultsHook:
     """The hook of one module. That of a copy of it, deep or pickled, does nothing."""
 
-    def __init__(self, parts: Sequence[Parts]) -> None:
+    def __init__(self, parts: Sequence[ReturnedParts]) -> None:
         self._parts = parts
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _Results, ([],)
+        return _ResultsHook, ([],)
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
         put = _PuttingTogether({id(part): (part, whole) for parts in self._parts for part, whole in parts})

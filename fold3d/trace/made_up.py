@@ -68,7 +68,7 @@ def _run(module: nn.Module, args: Any, kwargs: Any, mode: WithoutValues, seed: i
         real = _with_values(module, value)
         given = tree_map_only(Tensor, value, (args, kwargs))
         before = _attributes(real)
-        made = _Made()
+        made = _MadeMemory()
         with made:
             result = real(*given[0], **given[1])
         if any(leaf._version for leaf in tree_leaves(given) if isinstance(leaf, Tensor)):
@@ -88,7 +88,7 @@ class _Place:
     """Where a tensor is in a result."""
 
 
-class _Made(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _MadeMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes the memory of all tensors that operations make."""
 
     def __init__(self) -> None:

@@ -198,7 +198,7 @@ class EvaluatingTrainer(CheckpointingTrainer):
         @functools.wraps(users)
         def predict(model: Module, *args: Any, **named: Any) -> Any:
             with self._generating():
-                return users(WholeModel(self.engine, model), *args, **named)  # type: ignore[arg-type]
+                return users(EngineModel(self.engine, model), *args, **named)  # type: ignore[arg-type]
 
         setattr(self, "prediction_step", predict)  # noqa: B010
 
@@ -277,7 +277,7 @@ class EvaluatingTrainer(CheckpointingTrainer):
         return super()._get_num_items_in_batch(batch_samples, device)
 
 
-class WholeModel:
+class EngineModel:
     """What a `prediction_step` of the user's gets as the model: a call goes through all chunks, without gradients.
 
     Every rank of the replica calls and gets what the model's forward returns. Attributes are the model's.

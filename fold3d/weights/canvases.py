@@ -51,7 +51,7 @@ class _Use(Enum):
     OVERWRITES = "draws all of it, whatever was there"
 
 
-class RedrawError(Exception):
+class CanvasGoneError(Exception):
     """A parameter is needed whole after its canvas was given back: all is to be drawn again, and it held longer."""
 
 
@@ -164,7 +164,7 @@ class Canvases(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 "fill parameters that have no values yet without those that have, or give all of them values"
             )
         if canvas.state is _State.KEPT:
-            raise RedrawError(canvas.name)
+            raise CanvasGoneError(canvas.name)
         canvas.mark_unset()
 
     def _uses(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[tuple[_Canvas, _Use]]:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from fold3d.seeding import constant_of
 from fold3d.trace.batches import is_transformers_model
-from fold3d.weights.canvases import Canvases, RedrawError
+from fold3d.weights.canvases import Canvases, CanvasGoneError
 from fold3d.weights.parts import Parts
 from fold3d.weights.release import parameter_holders
 
@@ -56,7 +56,7 @@ def initialise(model: nn.Module, fresh: Mapping[str, Tensor], seed: int, parts: 
             with canvases:
                 _initialise(model, fresh, seed, canvases.module_done)
             return
-        except RedrawError as redraw:
+        except CanvasGoneError as redraw:
             canvases.hold_longer(str(redraw))
 
 

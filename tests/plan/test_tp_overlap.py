@@ -17,7 +17,7 @@ from fold3d.plan.layout import layout_of
 from fold3d.plan.search import DECISIVE, recheck, search
 from fold3d.plan.space import registry
 from fold3d.plan.space.tp_overlap import KNOB
-from fold3d.plan.space.tp_times import FUSED_SHARE, Region, even_regions, layers_seconds, seconds, toll, traffic
+from fold3d.plan.space.tp_times import FUSED_SHARE, TpInterval, even_regions, layers_seconds, seconds, toll, traffic
 from tests.plan.jobs import make_job
 
 times = st.floats(0.01, 10.0)
@@ -26,12 +26,12 @@ times = st.floats(0.01, 10.0)
 @given(st.integers(1, 8), times, times)
 def test_meraks_formula(layers: int, compute: float, sync: float) -> None:
     """Section 5.3: a forward of K layers takes Tm / 4 + (K - 1/4) max(Tm, Ta) + Ta / 4."""
-    found = layers_seconds(layers, [Region(compute / 2, sync / 2)] * 2, "sub")
+    found = layers_seconds(layers, [TpInterval(compute / 2, sync / 2)] * 2, "sub")
     assert found == pytest.approx(compute / 4 + (layers - 1 / 4) * max(compute, sync) + sync / 4)
 
 
-@given(st.lists(st.builds(Region, times, times), min_size=1, max_size=12))
-def test_bounds(regions: list[Region]) -> None:
+@given(st.lists(st.builds(TpInterval, times, times), min_size=1, max_size=12))
+def test_bounds(regions: list[TpInterval]) -> None:
     compute, sync = sum(region.compute for region in regions), sum(region.sync for region in regions)
     found = seconds(regions, "sub")
     assert max(compute, sync) <= found * (1 + 1e-9)
@@ -40,13 +40,13 @@ def test_bounds(regions: list[Region]) -> None:
 
 
 def test_latencies_do_not_become_shorter_with_half_a_micro_batch() -> None:
-    regions = [Region(0.0, 1.0, fixed=0.5)] * 4
+    regions = [TpInterval(0.0, 1.0, fixed=0.5)] * 4
     assert seconds(regions, "none") == 4.0
     assert seconds(regions, "sub") == 2 * 4 * 0.75
 
 
 def test_fused_products_hide_no_more_than_they_take() -> None:
-    regions = [Region(compute=8.0, sync=1.0), Region(compute=4.0, sync=3.0)]
+    regions = [TpInterval(compute=8.0, sync=1.0), TpInterval(compute=4.0, sync=3.0)]
     assert seconds(regions, "fused") == pytest.approx(8.0 + 4.0 + 3.0 - FUSED_SHARE * 4.0)
 
 
@@ -59,14 +59,14 @@ def test_nothing_to_hide() -> None:
 def test_two_parts_hide_half_of_exchanges_that_follow_each_other_and_three_all(layers: int, compute: float) -> None:
     """A region of a shared sequence is entered right behind the end of the one before it, and each of its two exchanges
     takes half of its computing."""
-    regions = [Region(0.0, compute / 2), Region(compute, compute / 2)] * layers
+    regions = [TpInterval(0.0, compute / 2), TpInterval(compute, compute / 2)] * layers
     three = seconds(regions, "sub", parts=3)
     assert three < seconds(regions, "sub", parts=2)
     assert three <= layers * compute + 2 * compute, "all but the ends"
 
 
-@given(st.lists(st.builds(Region, times, times), min_size=1, max_size=12))
-def test_bounds_of_three_parts(regions: list[Region]) -> None:
+@given(st.lists(st.builds(TpInterval, times, times), min_size=1, max_size=12))
+def test_bounds_of_three_parts(regions: list[TpInterval]) -> None:
     compute, sync = sum(region.compute for region in regions), sum(region.sync for region in regions)
     assert max(compute, sync) * (1 - 1e-9) <= seconds(regions, "sub", 3) <= (compute + sync) * (1 + 1e-9)
 
@@ -74,8 +74,8 @@ def test_bounds_of_three_parts(regions: list[Region]) -> None:
 def test_what_follows_another_exchange_has_nothing_computed_before_it() -> None:
     network = NetworkCosts(pp_latency=0.0, pp_bandwidth=1.0, dp_bandwidth=1.0, hop_latency=0.0, tp_bandwidth=1.0)
     layer = (TpExchange(2, trips=1, follows=True), TpExchange(4, trips=1))
-    assert even_regions(6.0, layer, 2, network) == [Region(0.0, 1.0), Region(6.0, 2.0)]
-    assert even_regions(6.0, layer[:1], 2, network) == [Region(6.0, 1.0)]
+    assert even_regions(6.0, layer, 2, network) == [TpInterval(0.0, 1.0), TpInterval(6.0, 2.0)]
+    assert even_regions(6.0, layer[:1], 2, network) == [TpInterval(6.0, 1.0)]
 
 
 def test_cores_that_links_take_cannot_compute() -> None:

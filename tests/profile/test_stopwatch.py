@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from fold3d import _C
-from fold3d.profile.calls import Call, TensorShape
+from fold3d.profile.calls import ModuleCall, TensorShape
 from fold3d.profile.stopwatch import Timing, time_call
 
 CLOCK = [0.0]
@@ -38,7 +38,7 @@ RUNS = [0]
 def measure(monkeypatch, *durations: float, seconds: float = 10.0) -> Timing:
     monkeypatch.setattr(time, "perf_counter", lambda: CLOCK[0])
     shape = TensorShape((2, 4), torch.float32)
-    call = Call((shape,), {}, shape)
+    call = ModuleCall((shape,), {}, shape)
     return time_call(Busy(*durations), call, torch.device("cpu"), seconds=seconds, autocast=nullcontext)
 
 
@@ -84,7 +84,7 @@ class Watched(nn.Module):
 def test_nothing_of_the_copy_stays() -> None:
     module = Watched()
     shape = TensorShape((3,), torch.float32)
-    call = Call((shape,), {}, shape)
+    call = ModuleCall((shape,), {}, shape)
     assert _C.count_cpu_bytes(True)
     try:
         before = _C.live_cpu_bytes()

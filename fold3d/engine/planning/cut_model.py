@@ -56,7 +56,7 @@ _numbers = itertools.count()  # of the engines of one process
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Order:
+class BuildRequest:
     """What the user wants built."""
 
     model: Module
@@ -125,7 +125,7 @@ class First:
 
 
 def cut_model(  # noqa: C901, PLR0915 (one long story of phases)
-    order: Order, world: WorldGroup, example: Mapping[str, Any] | None, first: First | None
+    order: BuildRequest, world: WorldGroup, example: Mapping[str, Any] | None, first: First | None
 ) -> CutModel:
     """Records the model, plans what is "auto", and cuts the model in place; all ranks of the job call.
 
@@ -198,7 +198,7 @@ def cut_model(  # noqa: C901, PLR0915 (one long story of phases)
         sharding = planner.shard_alike(model, recording, config, world, example)
     if order.plans and error is None:
         turn_to("measuring layers")
-        proposed = planner.resolve_auto(
+        proposed = planner.plan_auto(
             *(model, recording, layout, config, constraints, world, order.device, example),
             *(order.optimizer, order.autocast, number, sharding, samples),
         )
@@ -299,7 +299,7 @@ def _refuse_cut_weights(model: Module, read: set[str]) -> None:
             )
 
 
-def _arguments(order: Order, begun: LossRun) -> Mapping[str, Any] | None:
+def _arguments(order: BuildRequest, begun: LossRun) -> Mapping[str, Any] | None:
     """Returns with what the loss function calls the model; None where it did not."""
     if begun.call is None:
         if max(order.config.pp, order.config.tp, order.constraints.segments or 1) > 1:
@@ -310,7 +310,7 @@ def _arguments(order: Order, begun: LossRun) -> Mapping[str, Any] | None:
     return by_name(order.model, begun.call.module, begun.call.args, values).reading(begun.only_loss)
 
 
-def _samples(order: Order, inputs: Mapping[str, Any], arguments: Mapping[str, Any]) -> planner.Samples:
+def _samples(order: BuildRequest, inputs: Mapping[str, Any], arguments: Mapping[str, Any]) -> planner.Samples:
     """Returns what the planner is told of a micro-batch's samples."""
     number = samples_of(inputs)
     why = "" if number is not None else why_not_divided(inputs)

@@ -124,7 +124,7 @@ def _watcher(model: Module, recording: Trace) -> str:
     return "" if kept is None else f"{kept} keeps a tensor of the forward"
 
 
-def resolve_auto(
+def plan_auto(
     model: Module,
     recording: Trace | None,
     layout: Trace | None,

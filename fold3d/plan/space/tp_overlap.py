@@ -10,7 +10,7 @@ from fold3d.plan.constraints import Constraints
 from fold3d.plan.costs import Exchanges, NetworkCosts
 from fold3d.plan.job import Job
 from fold3d.plan.space.knob import Knob, SoFar
-from fold3d.plan.space.tp_times import Region, even_regions, layers_seconds, toll
+from fold3d.plan.space.tp_times import TpInterval, even_regions, layers_seconds, toll
 
 
 def _parse(text: str) -> str:
@@ -61,7 +61,7 @@ def _exposed(
 ) -> tuple[float, ...]:
     """Returns the seconds that each layer waits for its exchanges."""
     blocks, waits = len(computed) - 2, []
-    known: dict[tuple[int, tuple[Region, ...]], float] = {}  # blocks are alike, mostly
+    known: dict[tuple[int, tuple[TpInterval, ...]], float] = {}  # blocks are alike, mostly
     for number, (compute, own) in enumerate(zip(computed, exchanges, strict=False)):
         # One block of many in a row: what the first and the last one wait for is everybody's. The layers before and
         # after them have no neighbours of their kind.

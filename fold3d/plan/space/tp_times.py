@@ -19,7 +19,7 @@ to be there before the first piece goes, and after the last one has come."""
 
 
 @dataclass(frozen=True, slots=True)
-class Region:
+class TpInterval:
     """What a rank computes from one exchange to the next, and that exchange: of one micro-batch, in seconds."""
 
     compute: float
@@ -28,7 +28,7 @@ class Region:
     """Part of `sync` that a part of a micro-batch takes as well: latencies."""
 
 
-def seconds(regions: Sequence[Region], overlap: str, parts: int = 2) -> float:
+def seconds(regions: Sequence[TpInterval], overlap: str, parts: int = 2) -> float:
     """Returns how long one micro-batch takes through regions, of a forward or a backward.
 
     With "none" everything comes one after the other. With "sub" the sub-micro-batches take turns: each computes a
@@ -66,7 +66,7 @@ def fused_sync(compute: float, sync: float) -> float:
     return min(sync, FUSED_SHARE * compute)
 
 
-def layers_seconds(layers: int, regions: Sequence[Region], overlap: str, parts: int = 2) -> float:
+def layers_seconds(layers: int, regions: Sequence[TpInterval], overlap: str, parts: int = 2) -> float:
     """Returns how long equal layers of these regions take in a row; "auto" takes the fastest way.
 
     Raises: ConfigError for another way.
@@ -75,7 +75,9 @@ def layers_seconds(layers: int, regions: Sequence[Region], overlap: str, parts: 
     return min(seconds([*regions] * layers, way, parts) for way in ways)
 
 
-def even_regions(compute: float, exchanges: Sequence[TpExchange], ranks: int, network: NetworkCosts) -> list[Region]:
+def even_regions(
+    compute: float, exchanges: Sequence[TpExchange], ranks: int, network: NetworkCosts
+) -> list[TpInterval]:
     """Returns the regions of a layer whose computing is the same before each of its exchanges, but for those that
     follow another one.
 
@@ -84,7 +86,7 @@ def even_regions(compute: float, exchanges: Sequence[TpExchange], ranks: int, ne
         ranks: of the tensor-parallel group.
     """
     if not exchanges:
-        return [Region(compute, 0.0)]
+        return [TpInterval(compute, 0.0)]
     # Where all follow another one, the layer has no region of its own: what it computes comes first.
     computed = [not one.follows for one in exchanges] if not all(one.follows for one in exchanges) else None
     made = []
@@ -92,7 +94,7 @@ def even_regions(compute: float, exchanges: Sequence[TpExchange], ranks: int, ne
         size, hops = traffic(one, ranks)
         fixed = hops * network.tp_latency
         share = (number == 0) if computed is None else computed[number] / sum(computed)
-        made.append(Region(compute * share, size / network.tp_bandwidth + fixed, fixed))
+        made.append(TpInterval(compute * share, size / network.tp_bandwidth + fixed, fixed))
     return made
 
 
