@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         arguments_class,
         trainer_class,
     )
+    from fold3d.trainer.logs.rates import RatesCallback
 
 __version__ = "0.1.0"
 __all__ = [
@@ -28,6 +29,7 @@ __all__ = [
     "MissingWeightsError",
     "ParallelConfig",
     "RankError",
+    "RatesCallback",
     "Seq2SeqTrainer",
     "Seq2SeqTrainingArguments",
     "SplitError",
@@ -40,6 +42,7 @@ __all__ = [
 
 _LAZY = {
     "Engine": "fold3d.engine.engine",
+    "RatesCallback": "fold3d.trainer.logs.rates",
     "Seq2SeqTrainer": "fold3d.trainer",
     "Seq2SeqTrainingArguments": "fold3d.trainer",
     "SplitError": "fold3d.trace.errors",
