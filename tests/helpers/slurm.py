@@ -99,6 +99,7 @@ def slurm(folder: Path) -> Iterator[None]:
                 daemon.wait(10.0)
             except subprocess.TimeoutExpired:
                 daemon.kill()
+                daemon.wait(_START)
         os.environ.pop("SLURM_CONF") if before is None else os.environ.update(SLURM_CONF=before)
 
 

@@ -7,9 +7,9 @@ cut off between the two, the old jobs run on and the new ones wait; the next rou
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from fold3d.cluster.jobs import Allocation, Cluster, Job, Option, Place
+from fold3d.cluster.jobs import Allocation, Cluster, Job, Option, Place, isolated_rates
 from fold3d.cluster.policies import Policy, allocate
 from fold3d.cluster.rates import Estimate, estimate, probe
 from fold3d.cluster.rounds import Rules, Running, place
@@ -59,6 +59,11 @@ def hold(folder: Folder, policy: Policy, cluster: Cluster, rules: Rules) -> tupl
     with folder.locked():
         state, now = look(folder), time.time()
         jobs = [_job(wish, state, now) for wish in state.wishes]
+        alone = isolated_rates(jobs, cluster) if jobs else []
+        done = [wish.measured().done for wish in state.wishes]
+        jobs = [
+            replace(job, isolated=d / rate if rate else 0.0) for job, d, rate in zip(jobs, done, alone, strict=True)
+        ]
         allocation = allocate(policy, jobs, cluster)
         ledger, until = folder.ledger()
         before = {wish.name: here for wish in state.wishes if (here := state.place_of(wish)) is not None}
@@ -66,6 +71,7 @@ def hold(folder: Folder, policy: Policy, cluster: Cluster, rules: Rules) -> tupl
         ledger.enter(allocation, active, min(now - until, _LATEST * rules.seconds) if until else 0.0)
         for name in {name for here in ledger.debts for name in here.jobs} - {job.name for job in jobs}:
             ledger.forget(name)
+        ledger.renew(rules)
         folder.keep(ledger, now)
         running = {name: _running(state, name, here) for name, here in before.items()}
         placed = place(allocation, jobs, cluster, ledger, running, rules, _probes(state))

@@ -38,7 +38,7 @@ def script(wish: Wish, on: On, folder: Path) -> str:
 FIRST=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 export MASTER=$(scontrol show node "$FIRST" -o | grep -o 'NodeAddr=[^ ]*' | cut -d= -f2)
 export PORT=$((20000 + SLURM_JOB_ID % 20000))
-export FOLD3D_KIND={on.kind} FOLD3D_GPUS={on.gpus} FOLD3D_OUTPUT={output}
+export FOLD3D_KIND={on.kind} FOLD3D_GPUS={on.gpus} FOLD3D_OUTPUT={output} FOLD3D_STARTED=$(date +%s.%N)
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT={GRACE}
 mkdir -p {output}
 rm -f {output}/preempted.json

@@ -90,7 +90,10 @@ def test_what_has_ended_is_not_started_again(
     folder: Folder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     outputs = [submit(tmp_path, "done", 3), submit(tmp_path, "crashed", 3, 7)]
-    moves.hold(folder, FAIR, commands.gpus(), RULES)
+    capsys.readouterr()
+    assert main(["cluster", "round", "--policy", "fair"]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("fair: crashed on 2 x ") and said.endswith("; 2 started or moved\n")
     assert until(lambda: all(folder.ended(output.name) for output in outputs))
     assert [folder.ended(output.name) for output in outputs] == ["done", "failed: status 7"]
     assert moves.hold(folder, FAIR, commands.gpus(), RULES)[1:] == ({}, 0)
