@@ -27,9 +27,9 @@ from fold3d.plan.costs import ACTION_SECONDS, BUCKET_SECONDS, NetworkCosts, Prof
 from fold3d.plan.job import Job
 from fold3d.plan.search import decide
 from fold3d.profile.assumed import assumed_profile
-from fold3d.profile.counted.stashes import stashes_of
 from fold3d.profile.layers import profile_model
 from fold3d.profile.shard import layers_of_a_shard, of_a_shard
+from fold3d.profile.stashes import stashes_of
 from fold3d.profile.tp_sync import with_tp_sync
 from fold3d.recompute import Recompute
 from fold3d.splitting import plan_sharding

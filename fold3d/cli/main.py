@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 from fold3d import __version__
 from fold3d.cli import cluster, doctor, draw, plan, schedules, simulate, trace, validate
-from fold3d.cli.kept.answers import Answer
+from fold3d.cli.answers import Answer
 from fold3d.errors import Fold3dError
 
 _NEW_OBJECTS = 1_000_000

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from fold3d.cli import model_option, tp_option
-from fold3d.cli.tables import breakdown, memory
+from fold3d.cli.tables import breakdown_table, memory_table, rivals_of
 from fold3d.config import AUTO, ParallelConfig, text_of_bytes
 from fold3d.errors import ConfigError
 
@@ -102,14 +102,12 @@ def run(options: argparse.Namespace) -> None:
     print(f"strategy: {proposal.strategy}")
     for line in _against_rivals(options, job, proposal, whole):
         print(line)
-    print(breakdown.table("stage", proposal.prediction))
-    print(memory.table(predicted_curves(job, proposal.strategy)))
+    print(breakdown_table("stage", proposal.prediction))
+    print(memory_table(predicted_curves(job, proposal.strategy)))
 
 
 def _against_rivals(options: argparse.Namespace, job: Job, proposal: Proposal, whole: Profile) -> list[str]:
     """Returns how the plan compares with data parallelism of the whole model, a line each."""
-    from fold3d.cli.tables.break_even import rivals_of
-
     count, per_host = options.world_size, options.ranks_per_host
     if per_host is not None and 1 < count <= per_host:
         return [f"all {count} processes are on one host: where the model fits, take FSDP, whose sums stay inside"]
@@ -152,7 +150,7 @@ def _best_batch(options: argparse.Namespace, constraints: Constraints) -> tuple[
 
     Raises: ConfigError when no size divides the samples.
     """
-    from fold3d.plan.parts.sizes import search_sizes
+    from fold3d.plan.micro_batch_size import search_sizes
 
     wholes = {}
 
@@ -180,7 +178,7 @@ def _best_batch(options: argparse.Namespace, constraints: Constraints) -> tuple[
 
 def _sizes(options: argparse.Namespace) -> list[int]:
     """Returns the numbers of samples to try of a micro-batch, the largest first: they divide what a replica gets."""
-    from fold3d.plan.parts.sizes import sizes_of
+    from fold3d.plan.micro_batch_size import sizes_of
 
     replicas = 1
     if options.tp is not None and options.pp is not None:

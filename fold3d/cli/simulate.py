@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from fold3d.cli import schedule_option, tp_option
-from fold3d.cli.tables import breakdown, memory
+from fold3d.cli.tables import breakdown_table, memory_table
 from fold3d.config import DP_SYNC_DTYPES, SIMULATED_DP_SYNC
 from fold3d.errors import ConfigError
 
@@ -165,7 +165,7 @@ def run(options: argparse.Namespace) -> None:
     )
     print(_report(schedule, prediction))
     if options.saved is not None:
-        print(memory.table(even_curves(schedule, work, cluster, saved, dp_sync=options.dp_sync)))
+        print(memory_table(even_curves(schedule, work, cluster, saved, dp_sync=options.dp_sync)))
     if options.png:
         from fold3d.observe.timeline_picture import write_picture
 
@@ -203,4 +203,4 @@ def _report(schedule: Schedule, prediction: Prediction) -> str:
     )
     if not prediction.steady:
         lines.append("the steps did not settle: this is the last of them")
-    return "\n".join([*lines, breakdown.table("rank", prediction)])
+    return "\n".join([*lines, breakdown_table("rank", prediction)])

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from fold3d.cli import model_option
 from fold3d.cli.model_option import count, size
+from fold3d.cli.tables import sharding_table
 from fold3d.config import parse_tp_plan
 from fold3d.errors import ConfigError
 
@@ -86,9 +87,7 @@ def _print_blocks(traced: Trace) -> None:
 def _print_sharding(
     model: nn.Module, traced: Trace, example: Mapping[str, Any] | None, tp: int, overrides: Mapping[str, str] | None
 ) -> None:
-    from fold3d.cli.tables.sharding_table import lines
-
-    header, rows, below = lines(model, traced, example, tp, overrides)
+    header, rows, below = sharding_table(model, traced, example, tp, overrides)
     print()
     _print_rows(header, rows)
     for line in below:

@@ -1,14 +1,28 @@
-"""measure_network(), measure_shards(): latency and bandwidth of the links that PP.sync, DP.sync and TP.sync use, the
-same numbers on all ranks."""
+"""Latency and bandwidth of the links that PP.sync, DP.sync and TP.sync use, measured by what training will use; the
+same numbers on all ranks.
+"""
 
 from __future__ import annotations
 
 import math
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
+import torch
+import torch.distributed as dist
+
+from fold3d import _C
+from fold3d.comms.groups import Groups
+from fold3d.comms.rings import connect_replicas, connect_shards, find_hosts
+from fold3d.comms.tcp import connect_stages
+from fold3d.device import synchronize
 from fold3d.plan.costs import NetworkCosts
+from fold3d.topology import Topology
 
 _SMALL = 64  # bytes of a message that is all latency
 _FEW = 5  # repetitions, of which the fastest counts: whatever else happens only adds time
@@ -167,3 +181,250 @@ def _grow(
     while slowest([_time(action, size)])[0] < seconds / _FEW and size < _MOST_BURST:
         size *= 2
     return size, slowest([_fastest(action, size)])[0]
+
+
+_FLOAT = 4  # bytes
+_MATRIX = 128  # rows and columns of what is multiplied beside sums: some dozens of microseconds
+
+Action = Callable[[int], None]
+"""Moves so many bytes and returns when they are here."""
+
+
+def probe_network(
+    topology: Topology,
+    groups: Groups,
+    device: torch.device,
+    timeout: float,
+    *,
+    over_tcp: bool,
+    activation_bytes: int,
+    seconds: float = 1.0,
+) -> NetworkCosts:
+    """Returns latency and bandwidth of PP.sync and DP.sync, the slowest of all ranks; all ranks of the job call it.
+
+    All pipelines and all replicas measure at the same time, so ranks that share a network card share it here, too.
+
+    Args:
+        groups: with p2p groups and rings unless `over_tcp`.
+        device: where the tensors that travel are.
+        timeout: seconds that no message and no sum may take longer than.
+        over_tcp: as in training: connections and rings of our own, else torch's process groups.
+        activation_bytes: of a pipeline message.
+        seconds: about how long to measure, at most twice as long.
+    Raises: RuntimeError (CommError, or torch's own) when a rank is gone or does not come.
+    """
+
+    with ExitStack() as stack:
+        pass_on = sum_up = None
+        if topology.pp > 1:
+            messages = tcp_messages(topology, groups, timeout) if over_tcp else _messages(topology, groups, device)
+            pass_on = stack.enter_context(messages)
+        if topology.dp > 1:
+            sums = _ring_sums(topology, groups, device, timeout) if over_tcp else _sums(topology, groups, device)
+            sum_up = stack.enter_context(sums)
+        return measure_network(
+            pass_on=pass_on,
+            sum_up=sum_up,
+            slowest=_slowest(groups),
+            dp=topology.dp,
+            activation_bytes=activation_bytes,
+            seconds=seconds,
+        )
+
+
+def probe_shards(
+    topology: Topology,
+    groups: Groups,
+    device: torch.device,
+    timeout: float,
+    *,
+    over_tcp: bool,
+    size: int,
+    seconds: float = 0.4,
+) -> ShardLink:
+    """Returns what TP.sync travels by, of the slowest rank; all ranks of the job call it.
+
+    All tensor-parallel groups measure at the same time, so ranks that share a network card share it here, too.
+
+    Args:
+        size: bytes of a sum in training.
+        seconds: about how long to measure, at most twice as long, but for some tenths of a second in which is computed.
+    Raises: RuntimeError (CommError, or torch's own) when a rank is gone or does not come.
+    """
+    arbiter = _C.NicArbiter("", True)
+    shards = connect_shards(topology, groups, arbiter, timeout, over_tcp=over_tcp, hosts=find_hosts(groups))
+
+    def sum_up(size: int) -> None:
+        numbers = torch.zeros(-(-size // _FLOAT), device=device)
+        torch.ops.fold3d.tp_all_reduce(numbers, shards.group, "sum")
+        synchronize(device)
+
+    matrix = torch.zeros(_MATRIX, _MATRIX, device=device)
+
+    room = torch.zeros(0, device=device)
+
+    def compute(times: int, sums: int, size: int) -> None:
+        nonlocal room
+        each = -(-size // _FLOAT)
+        if room.numel() < sums * each:
+            room = torch.zeros(sums * each, device=device)
+        numbers = [room[number * each : (number + 1) * each] for number in range(sums)]
+        started = [torch.ops.fold3d.tp_all_reduce_start_(one, shards.group) for one in numbers]
+        for _ in range(times):
+            torch.mm(matrix, matrix)
+        for one in started:
+            torch.ops.fold3d.tp_finish(one)
+        synchronize(device)
+
+    try:
+        with groups.world.progress.life.ending(shards):
+            return measure_shards(
+                sum_up=sum_up, compute=compute, slowest=_slowest(groups), tp=topology.tp, size=size, seconds=seconds
+            )
+    finally:
+        shards.close()
+
+
+def _slowest(groups: Groups) -> Callable[[list[float]], list[float]]:
+    def slowest(values: list[float]) -> list[float]:
+        found = torch.tensor(values, dtype=torch.float64)
+        groups.world.all_reduce(found, torch.maximum)
+        return [float(value) for value in found]
+
+    return slowest
+
+
+class _Watch:
+    """Ends the connections when one wait takes too long. A thread of its own, which no wait wakes: they are timed."""
+
+    def __init__(self, peers: _C.TcpPeers, timeout: float) -> None:
+        self._peers, self._timeout = peers, timeout
+        self._lock = threading.Lock()
+        self._wait: tuple[float, int] | None = None  # deadline, stage
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="fold3d-probe-watch", daemon=True)
+        self._thread.start()
+
+    def waits_for(self, stage: int) -> None:
+        """This rank waits for `stage` from now on."""
+        with self._lock:
+            self._wait = (time.monotonic() + self._timeout, stage)
+
+    def rests(self) -> None:
+        """This rank waits for nobody."""
+        with self._lock:
+            self._wait = None
+
+    def end(self) -> None:
+        """Ends the thread."""
+        self._ended.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        left = self._timeout
+        while not self._ended.wait(left):
+            with self._lock:
+                wait = self._wait
+            left = self._timeout if wait is None else wait[0] - time.monotonic()
+            if wait is not None and left <= 0:
+                self._peers.abort(
+                    f"stage {wait[1]} did not answer within {self._timeout:g} s while the network was measured "
+                    "(setting comm_timeout)"
+                )
+                return
+
+
+@contextmanager
+def tcp_messages(topology: Topology, groups: Groups, timeout: float) -> Iterator[Action]:
+    """All stages at once: a message to the next stage, then one to the stage before, as in forward and backward."""
+    peers = connect_stages(topology, groups.world, timeout)
+    stage = topology.pp_rank
+    watch = _Watch(peers, timeout)
+
+    def pass_on(size: int) -> None:
+        mine, other = (torch.zeros(max(1, size), dtype=torch.uint8) for _ in range(2))
+        for forward in (True, False):
+            sends = stage < topology.pp - 1 if forward else stage > 0
+            receives = stage > 0 if forward else stage < topology.pp - 1
+            arrival = receiver.submit(peers.recv, other, forward) if receives else None
+            ahead, behind = (stage + 1, stage - 1) if forward else (stage - 1, stage + 1)
+            if sends:
+                watch.waits_for(ahead)
+                peers.send(mine, forward)
+            if arrival is not None:
+                watch.waits_for(behind)
+                arrival.result()
+            watch.rests()
+
+    with ThreadPoolExecutor(1, "fold3d-probe") as receiver:
+        try:
+            with groups.world.progress.life.ending(peers):
+                yield pass_on
+        finally:
+            watch.end()
+            peers.abort("the network has been measured")
+
+
+@contextmanager
+def _ring_sums(topology: Topology, groups: Groups, device: torch.device, timeout: float) -> Iterator[Action]:
+    arbiter = _C.NicArbiter("", True)
+    sync = connect_replicas(topology, groups, arbiter, device, timeout, over_tcp=True)
+    steps = iter(range(1, 1 << 30))
+
+    def sum_up(size: int) -> None:
+        gradients = torch.zeros(-(-size // (_FLOAT * topology.dp)) * topology.dp)
+        sync.begin(next(steps), [])
+        sync.reduce(0, gradients, 1.0)
+        sync.wait_reduced(0)
+        sync.gather(0, gradients)
+        sync.wait_gathered(0)
+
+    try:
+        with groups.world.progress.life.ending(sync):
+            yield sum_up
+    finally:
+        sync.close()
+
+
+@contextmanager
+def _messages(topology: Topology, groups: Groups, device: torch.device) -> Iterator[Action]:
+    """As tcp_messages, by torch's process groups."""
+    stages, stage = topology.pipeline(topology.dp_rank), topology.pp_rank
+
+    def pass_on(size: int) -> None:
+        for direction, step in (("forward", 1), ("backward", -1)):
+            ways = ((dist.irecv, "recv", stage - step), (dist.isend, "send", stage + step))
+            works: list[Any] = []
+            for way, what, peer in ways:
+                if 0 <= peer < topology.pp:
+                    message = torch.zeros(max(1, size), dtype=torch.uint8, device=device)
+                    works.append(way(message, stages[peer], groups.p2p[f"{what}_{direction}"]))
+            for work in works:
+                work.wait()
+        synchronize(device)
+
+    yield pass_on
+
+
+@contextmanager
+def _sums(topology: Topology, groups: Groups, device: torch.device) -> Iterator[Action]:
+    """What a ring of replicas sends, without the sums: gloo's own all-reduce is slower than fold3d's. NCCL's is not."""
+    dp, replica = topology.dp, topology.dp_rank
+
+    def ring(size: int) -> None:
+        mine = torch.zeros(max(1, size // dp), dtype=torch.uint8, device=device)
+        other = torch.empty_like(mine)
+        for _ in range(2 * (dp - 1)):
+            both = (dist.irecv, other, (replica - 1) % dp), (dist.isend, mine, (replica + 1) % dp)
+            group = groups.rings["reduce"]
+            works = dist.batch_isend_irecv(
+                [dist.P2POp(way, at, group=group, group_peer=peer) for way, at, peer in both]
+            )
+            for work in works:
+                work.wait()
+
+    def all_reduce(size: int) -> None:
+        dist.all_reduce(torch.zeros(max(1, size // _FLOAT), device=device), group=groups.data.library)
+        synchronize(device)
+
+    yield ring if device.type == "cpu" else all_reduce

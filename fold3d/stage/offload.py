@@ -23,7 +23,7 @@ from fold3d.plan.space.offload import KNOB as OFFLOAD
 from fold3d.plan.space.offload import offloaded_chunks
 from fold3d.plan.space.recompute import KNOB as RECOMPUTE
 from fold3d.plan.strategy import Strategy
-from fold3d.profile.counted.stashes import stashes_of
+from fold3d.profile.stashes import stashes_of
 from fold3d.sharding.plan import ShardingPlan
 from fold3d.stage.micro_batch import MicroBatch
 from fold3d.trace import Trace

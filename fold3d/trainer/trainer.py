@@ -33,19 +33,17 @@ from fold3d.stage.loss_run import running_loss
 from fold3d.stage.users_state import as_it_was, attributes_of
 from fold3d.topology import Topology
 from fold3d.trace.batches import synthetic_example
+from fold3d.trainer.accelerator import ReplicaAccelerator
 from fold3d.trainer.arguments import TrainingArguments
 from fold3d.trainer.flushing import FlushingHandler
-from fold3d.trainer.logs.parameter_count import counting_parameters
-from fold3d.trainer.logs.peak_memory import say_peaks
 from fold3d.trainer.loss_state import LossState
+from fold3d.trainer.measuring import counting_parameters, say_peaks
 from fold3d.trainer.overrides import flush_before, gradient_readers, is_overridden, refuse_savers, require_super
 from fold3d.trainer.preemption import together
 from fold3d.trainer.reader import building_trainer
 from fold3d.trainer.refused import refuse_callbacks, refuse_model
-from fold3d.trainer.replicas.accelerator import ReplicaAccelerator
-from fold3d.trainer.replicas.same_arguments import compare_arguments
-from fold3d.trainer.trials.batch_size import needs_smaller_batch, try_again
-from fold3d.trainer.trials.searching import SearchingTrainer
+from fold3d.trainer.same_arguments import compare_arguments
+from fold3d.trainer.searching import SearchingTrainer, needs_smaller_batch, try_again
 from fold3d.trainer.waiting import Waiting
 from fold3d.weights.missing import MissingWeight
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from fold3d.cli.kept import answers
+from fold3d.cli import answers
 from fold3d.cli.main import main
 
 SIZES = {"n_layer": 4, "n_embd": 32, "n_head": 2, "vocab_size": 64, "n_positions": 32}

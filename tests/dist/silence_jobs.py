@@ -17,7 +17,7 @@ PLACES = {
     "connecting the ranks": "fold3d.engine.engine.WorldGroup",
     "recording": "fold3d.engine.planning.cut_model.record",
     "measuring layers": "fold3d.engine.planning.planner.profile_of",
-    "measuring links": "fold3d.profile.network_probe.measure_network",
+    "measuring links": "fold3d.profile.network.measure_network",
     "planning": "fold3d.engine.planning.planner._check_memory",
     "cutting": "fold3d.engine.planning.cut_model.RankModel",
     "connecting the engine": "fold3d.engine.builder.connect_replicas",

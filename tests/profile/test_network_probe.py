@@ -10,8 +10,7 @@ import torch.distributed as dist
 
 from fold3d._C import CommError
 from fold3d.comms.groups import Groups
-from fold3d.profile.network import ShardLink
-from fold3d.profile.network_probe import probe_network, probe_shards, tcp_messages
+from fold3d.profile.network import ShardLink, probe_network, probe_shards, tcp_messages
 from fold3d.topology import Topology
 
 

@@ -16,7 +16,7 @@ from fold3d import _C
 from fold3d.engine.planning import planner
 from fold3d.plan.programs import Programs
 from fold3d.plan.space.recompute import KNOB as RECOMPUTE
-from fold3d.profile.counted.stashes import stashes_of
+from fold3d.profile.stashes import stashes_of
 from fold3d.stage import offload
 from tests.helpers.models import Squares, returned_loss
 

@@ -8,7 +8,7 @@ from accelerate import Accelerator
 from torch import nn
 
 from fold3d.topology import Topology
-from fold3d.trainer.replicas.accelerator import ReplicaAccelerator
+from fold3d.trainer.accelerator import ReplicaAccelerator
 
 
 class Nobody:

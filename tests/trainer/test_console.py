@@ -15,8 +15,8 @@ import transformers
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback, TrainerState
 
 import fold3d
-from fold3d.trainer.logs.console import step_line
-from fold3d.trainer.logs.device_flops import flops_of, peak_flops
+from fold3d.trainer.console import step_line
+from fold3d.trainer.measuring import flops_of, peak_flops
 from tests.helpers import models
 from tests.helpers.ranks import RankPool
 from tests.trainer.jobs import collate, rows

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fold3d import ConfigError, Engine, ParallelConfig
-from fold3d.trainer.evaluation.generation import generate
+from fold3d.trainer.evaluation import generate
 from tests.helpers import data, models
 from tests.helpers.ranks import RankPool
 from tests.trace import stacks

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from fold3d.trainer.logs import peak_memory
+from fold3d.trainer import measuring
 
 
 def said(monkeypatch: pytest.MonkeyPatch, peaks: list[float] | None) -> list[str]:
     """Returns what is announced where rank 0 gathers these bytes, and another one None."""
     lines: list[str] = []
-    monkeypatch.setattr(peak_memory, "announce", lambda logger, text: lines.append(text))
+    monkeypatch.setattr(measuring, "announce", lambda logger, text: lines.append(text))
     gathered = None if peaks is None else [(peak, rank) for rank, peak in enumerate(peaks)]
     engine: Any = SimpleNamespace(
         memory=SimpleNamespace(peak=1e6),
@@ -22,7 +22,7 @@ def said(monkeypatch: pytest.MonkeyPatch, peaks: list[float] | None) -> list[str
         world=SimpleNamespace(gather=lambda value: gathered),
         supervise=lambda doing, meets: contextlib.nullcontext(),
     )
-    peak_memory.say_peaks(engine)
+    measuring.say_peaks(engine)
     return lines
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 
 import fold3d
-from fold3d.trainer.replicas.same_arguments import OWN
+from fold3d.trainer.same_arguments import OWN
 from tests.helpers.ranks import RankPool
 from tests.trainer.jobs import Job, stock_arguments, trainer_arguments
 

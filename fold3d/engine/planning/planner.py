@@ -31,15 +31,13 @@ from fold3d.plan.costs import ACTION_SECONDS, BUCKET_SECONDS, NetworkCosts, Prof
 from fold3d.plan.job import Job
 from fold3d.plan.memory.changes import predicted_curves
 from fold3d.plan.memory.spared import Spared
-from fold3d.plan.parts.costs import in_parts
-from fold3d.plan.parts.sizes import remark_on, search_sizes, sizes_of
+from fold3d.plan.micro_batch_size import in_parts, remark_on, search_sizes, sizes_of
 from fold3d.plan.proposal import Proposal
 from fold3d.plan.resolve import programs_of
 from fold3d.plan.search import decide
 from fold3d.profile.copies import copy_bandwidth
 from fold3d.profile.layers import profile_model
-from fold3d.profile.network import ShardLink
-from fold3d.profile.network_probe import probe_network, probe_shards
+from fold3d.profile.network import ShardLink, probe_network, probe_shards
 from fold3d.profile.shard import layers_of_a_shard, of_a_shard
 from fold3d.profile.tp_sync import halves_factor, with_tp_sync
 from fold3d.recompute import Recompute

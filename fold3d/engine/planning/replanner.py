@@ -27,7 +27,7 @@ from fold3d.plan.proposal import Proposal
 from fold3d.plan.search import recheck
 from fold3d.plan.space.dp_sync import gradient_share
 from fold3d.plan.strategy import Strategy
-from fold3d.profile.network_probe import probe_network
+from fold3d.profile.network import probe_network
 from fold3d.schedule import Kind, Schedule, parse_action
 from fold3d.topology import Topology, of_stage, stage_of
 

@@ -14,8 +14,7 @@ from fold3d.plan.job import Job
 from fold3d.plan.layout import Layout, cut, layout_of
 from fold3d.plan.memory.model import peaks_of
 from fold3d.plan.memory.spared import Spared
-from fold3d.plan.parts.costs import in_parts
-from fold3d.plan.parts.sizes import sizes_of
+from fold3d.plan.micro_batch_size import in_parts, sizes_of
 from fold3d.plan.space import offload, registry
 from fold3d.plan.space.segments import folds
 from fold3d.plan.strategy import Modes, Strategy

@@ -13,8 +13,7 @@ from fold3d.plan.costs import TpExchange
 from fold3d.plan.job import Job
 from fold3d.plan.memory.changes import cheapest_changes
 from fold3d.plan.memory.layer_bytes import LayerBytes
-from fold3d.plan.parts.costs import in_parts
-from fold3d.plan.parts.sizes import remark_on, search_sizes, sizes_of
+from fold3d.plan.micro_batch_size import in_parts, remark_on, search_sizes, sizes_of
 from fold3d.plan.proposal import Proposal
 from fold3d.plan.search import decide, search
 from tests.plan.jobs import make_job

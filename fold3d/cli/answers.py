@@ -110,7 +110,7 @@ def _key(words: Sequence[str]) -> str | None:
         "words": list(words),
         "configs": configs,
         "packages": packages,
-        "code": _code(Path(__file__).parents[2]),
+        "code": _code(Path(__file__).parents[1]),
         "python": sys.version,
     }
     return json.dumps(parts, sort_keys=True)

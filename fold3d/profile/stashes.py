@@ -22,9 +22,9 @@ from torch.utils._pytree import tree_leaves
 
 from fold3d import _C
 from fold3d.placement.recomputed_blocks import recomputed_blocks
-from fold3d.profile.counted.shadow import Shadow, has_memory
 from fold3d.profile.inside import compute_again, modules_of
-from fold3d.profile.parts import Parts
+from fold3d.profile.layer_bytes import Parts
+from fold3d.profile.shadow import Shadow, has_memory
 from fold3d.recompute import Recompute
 from fold3d.sharding.plan import ShardingPlan
 from fold3d.trace import Trace

@@ -1,1 +1,0 @@
-"""What commands keep in files, for the next time."""

@@ -1,0 +1,287 @@
+"""MeasuringTrainer: what the Trainer logs of its steps: speed, memory, where the time went, the timeline."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers.trainer
+from torch import Tensor
+from torch.nn import Module
+
+from fold3d.engine.engine import Engine
+from fold3d.observe.announce import announce
+from fold3d.observe.memory import peak_bytes
+from fold3d.observe.step_breakdown import gather_records
+from fold3d.observe.timeline import write_trace
+from fold3d.observe.timeline_picture import write_picture
+from fold3d.trace.capture import fake_copy
+from fold3d.trace.without_values import WithoutValues
+from fold3d.trainer.console import printing_lines
+from fold3d.trainer.evaluation import EvaluatingTrainer
+from fold3d.trainer.flushing import FlushingHandler
+
+_DENSE_16_BIT = {
+    "B200": 2250e12,
+    "GH200": 989e12,
+    "H200": 989e12,
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
+    "H100": 989e12,
+    "H800": 989e12,
+    "A100": 312e12,
+    "A800": 312e12,
+    "A30": 165e12,
+    "L40S": 362e12,
+    "L4": 121e12,
+    "V100": 125e12,
+}
+"""FLOPs per second of tensor cores with 16-bit inputs, without sparsity, from NVIDIA's data sheets. The first name that
+occurs in the device's counts."""
+
+
+def peak_flops(device: torch.device, mixed_precision: str) -> float | None:
+    """Returns the device's FLOPs per second in the precision in use; None where that is not known.
+
+    Args:
+        mixed_precision: "bf16", "fp16" or "no", as accelerate says.
+    """
+    if device.type != "cuda" or mixed_precision not in ("bf16", "fp16"):
+        return None
+    return flops_of(torch.cuda.get_device_name(device))
+
+
+def flops_of(name: str) -> float | None:
+    """Returns the FLOPs per second of a device called so by its driver, None for one that is not known."""
+    words = name.replace("-", " ").split()
+    for known, flops in _DENSE_16_BIT.items():
+        parts = known.split()
+        if any(words[i : i + len(parts)] == parts for i in range(len(words))):
+            return flops
+    return None
+
+
+@contextlib.contextmanager
+def counting_parameters(trainable: Callable[[], int]) -> Iterator[None]:
+    """In its body the stock loop takes the number of trainable parameters from `trainable`."""
+    module: Any = transformers.trainer
+    stock = module.get_model_param_count
+
+    def count(model: Any, trainable_only: bool = False) -> int:
+        return trainable() if trainable_only else stock(model)
+
+    module.get_model_param_count = count
+    try:
+        yield
+    finally:
+        module.get_model_param_count = stock
+
+
+class WholeSizes:
+    """The model as code sees it that counts its parameters, where this process has parts of them."""
+
+    def __init__(self) -> None:
+        self._copy: Module | None = None
+
+    def of(self, model: Module) -> Module:
+        """Returns a copy of `model`, without values whose parameters have the whole shapes; always the same one."""
+        if self._copy is None:
+            self._copy = fake_copy(model, WithoutValues())
+        return self._copy
+
+
+logger = logging.getLogger(__name__)
+
+_SAID = 16
+"""Ranks that are named."""
+
+
+def own_peaks(engine: Engine) -> tuple[float, ...]:
+    """Returns this rank's: of the process, of what training needs, and the rank."""
+    return float(peak_bytes(engine.device)), float(engine.memory.peak), float(engine.topology.rank)
+
+
+def highest_peaks(engine: Engine, peaks: Tensor) -> dict[str, float]:
+    """Returns the log's keys; all ranks call.
+
+    Args:
+        peaks: [replicas, 3], `own_peaks` of the ranks of this stage.
+    """
+    fullest = peaks[peaks[:, 1].argmax()].tolist()
+    highest = _highest_of_replica(engine, fullest[1])
+    where = fullest[2] if fullest[1] == highest else -1.0
+    measured = {
+        "peak_memory_gb": round(_highest_of_replica(engine, peaks[:, 0].max().item()) / 1e9, 2),
+        "peak_memory_mb": round(highest / 1e6, 1),
+        "peak_memory_rank": _highest_of_replica(engine, where),
+    }
+    if engine.planned_memory is not None:
+        measured["predicted_peak_memory_mb"] = round(engine.planned_memory / 1e6, 1)
+    return measured
+
+
+def say_peaks(engine: Engine) -> None:
+    """Announces on rank 0 what each rank has needed so far, the fullest first; all ranks call.
+
+    Silent on one process, whose peak is in the logs.
+    """
+    with engine.supervise("comparing the memory of all ranks", meets=True):
+        peaks = engine.world.gather((float(engine.memory.peak), engine.topology.rank))
+    if peaks is None or len(peaks) == 1:
+        return
+    fullest = sorted(peaks, key=lambda one: (-one[0], one[1]))
+    said = [f"rank {rank} {peak / 1e6:,.1f}" for peak, rank in fullest[:_SAID]]
+    if len(fullest) > _SAID:
+        said.append(f"{len(fullest) - _SAID} more from {fullest[_SAID][0] / 1e6:,.1f} to {fullest[-1][0] / 1e6:,.1f}")
+    announce(logger, f"peak memory of this training, MB: {', '.join(said)}")
+
+
+def _highest_of_replica(engine: Engine, value: float) -> float:
+    """Returns the highest `value` that a rank of this replica gives; all ranks call."""
+    highest = torch.tensor(value, dtype=torch.float64)
+    with engine.supervise("comparing the stages", meets=True):
+        engine.world.all_reduce_replica(highest, torch.maximum)
+    return float(highest)
+
+
+class Throughput:
+    """Counts one replica's tokens and the seconds of its optimizer steps between two readings."""
+
+    def __init__(self) -> None:
+        self._tokens = 0
+        self._seconds = 0.0
+        self._started: float | None = None
+        self.step_ms = 0.0
+        """Milliseconds of the last step, from loading its batches to its end."""
+
+    def start(self) -> None:
+        """A step begins: its batches are about to be loaded."""
+        self._started = time.perf_counter()
+
+    def count(self, tokens: int) -> None:
+        """The step's batches hold `tokens` input tokens."""
+        self._tokens += tokens
+
+    def stop(self) -> None:
+        """The step has ended."""
+        if self._started is not None:
+            seconds = time.perf_counter() - self._started
+            self._seconds += seconds
+            self._started, self.step_ms = None, 1e3 * seconds
+
+    def read(self) -> tuple[int, float]:
+        """Returns tokens and seconds since the last reading."""
+        reading = (self._tokens, self._seconds)
+        self._tokens, self._seconds = 0, 0.0
+        return reading
+
+
+class MeasuringTrainer(EvaluatingTrainer):
+    """The measuring half of `fold3d.Trainer`."""
+
+    callback_handler: FlushingHandler
+    _throughput: Throughput
+    _flops_per_token: float | None
+    _whole_sizes: WholeSizes
+    _measured: dict[str, float]
+    _timeline_written: bool
+
+    def _measure_nothing_yet(self) -> None:
+        self._throughput = Throughput()
+        self._flops_per_token = None
+        self._whole_sizes = WholeSizes()
+        self._measured = {}
+        self._timeline_written = False
+
+    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> Any:
+        """Returns the micro-batches of one optimizer step and the number of labels in them, over all replicas."""
+        self._throughput.start()
+        samples, count = super().get_batch_samples(epoch_iterator, num_batches, device)
+        name = getattr(self.model, "main_input_name", "input_ids")
+        inputs = [batch[name] for batch in samples if name in batch and not batch[name].is_floating_point()]
+        self._throughput.count(sum(tokens.numel() for tokens in inputs))
+        if self._flops_per_token is None and inputs:
+            batch = next(batch for batch in samples if name in batch)
+            self._flops_per_token = self.floating_point_ops(batch) / max(1, inputs[0].numel())
+        return samples, count
+
+    def _maybe_log_save_evaluate(self, *args: Any, **named: Any) -> None:
+        self._throughput.stop()
+        if self.args.timeline == self.state.global_step and not self._timeline_written:
+            self._write_timeline()
+        if self.control.should_log and self.state.global_step > self._globalstep_last_logged:
+            self._measured = self._measure()
+        if self.control.should_log and self.args.world_size > 1:
+            # The stock method logs, evaluates and saves. What `on_log` asks for on one process, all must know before.
+            self.callback_handler.flags.put_off_all_but_logs(self.control)
+            super()._maybe_log_save_evaluate(*args, **named)
+            self.callback_handler.compare(self.state, self.control)
+        super()._maybe_log_save_evaluate(*args, **named)
+
+    def _measure(self) -> dict[str, float]:
+        """Returns what a training log says of speed, memory and this rank's last step; every rank calls."""
+        tokens, seconds = self._throughput.read()
+        mine = torch.tensor([[tokens, *own_peaks(self.engine)]], dtype=torch.float64, device=self.args.device)
+        replicas = self.accelerator.gather(mine)
+        total, measured = replicas[:, 0].sum().item(), highest_peaks(self.engine, replicas[:, 1:])
+        if total > 0 and seconds > 0:
+            measured["tokens_per_second"] = round(total / seconds, 1)
+            peak = peak_flops(self.args.device, self.accelerator.mixed_precision)
+            if peak is not None and self._flops_per_token:
+                used = self._flops_per_token * total / seconds
+                measured["mfu"] = round(used / (peak * self.args.world_size), 4)
+        topology = self.engine.topology
+        if (scaler := self.accelerator.scaler) is not None:
+            measured |= {"loss_scale": scaler.get_scale(), "skipped_steps": scaler.skipped_steps}
+        breakdown = self.engine.breakdown().lasting(self._throughput.step_ms)
+        return measured | breakdown.log(dp=topology.dp, pp=topology.pp, tp=topology.tp)
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Logs as the stock Trainer; training logs with the job's speed and memory and this rank's breakdown.
+
+        Callbacks and `state.log_history` get all of it, the console one line.
+        """
+        self._correct_speed(logs)
+        if "loss" not in logs or not self._measured:
+            super().log(logs, start_time)
+            return
+        logs.update(self._measured)
+        self._measured = {}
+        with printing_lines(self.callback_handler):
+            super().log(logs, start_time)
+
+    def _write_timeline(self) -> None:
+        self._timeline_written = True
+        step = self.state.global_step
+        breakdown = self.engine.breakdown()
+        self.engine.record_tp_sync(False)
+        records = gather_records(breakdown.records, self.engine.world)
+        if records is None:
+            return
+        path = Path(str(self.args.output_dir)) / "timeline" / f"step-{step}"
+        pp, tp, predicted_ms = self.args.pp, self.args.tp, breakdown.predicted_ms
+        memory = self.engine.memory.curves()
+        write_trace(path.with_suffix(".json"), records, pp=pp, tp=tp, predicted_ms=predicted_ms, memory=memory)
+        title = f"optimizer step {step}"
+        write_picture(path.with_suffix(".png"), records, pp=pp, tp=tp, title=title, predicted_ms=predicted_ms)
+
+    def floating_point_ops(self, inputs: dict[str, Any]) -> int:
+        """As the stock Trainer's: those of the whole model, also where ranks share its weights."""
+        model = self.model
+        if self.args.tp > 1:
+            self.model = self._whole_sizes.of(model)
+        try:
+            return int(super().floating_point_ops(inputs))
+        finally:
+            self.model = model
+
+    def store_flos(self) -> None:
+        """Adds the floating-point operations of all replicas; the stages of one compute one model together."""
+        flos = torch.tensor(float(self.current_flos), dtype=torch.float64, device=self.args.device)
+        self.state.total_flos += self.accelerator.gather(flos).sum().item()
+        self.current_flos = 0

@@ -1,1 +1,0 @@
-"""Trainings that are tried several times: with other hyperparameters, with smaller batches."""
