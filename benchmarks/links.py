@@ -5,8 +5,8 @@
 Hosts are network namespaces with links of so many MB/s and round trips of so many ms, the kernel's default windows and
 a queue of 20 ms (needs root). Each rank sums so many MiB over the hosts, in two buckets as an engine does it
 (reduce-scatter and gather by fold3d's rings over TCP), one sum after the other. The first two of each size count
-nothing, of the others the median does. The share of the link is 2 (n - 1) / n of the bytes, over time and rate; the
-headers of packets take 4 to 6 %, and the two journeys of a sum take a round trip, in which nothing may be left to send.
+nothing, of the others the median does. The share of the link is 2 (n - 1) / n of the bytes, over time and rate.
+Headers of packets take 4 to 6 %, and the two journeys of a sum a round trip in which nothing may be left to send.
 """
 
 from __future__ import annotations

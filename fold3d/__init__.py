@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         arguments_class,
         trainer_class,
     )
+    from fold3d.trainer.rates import RatesCallback
 
 __version__ = "0.1.0"
 __all__ = [
@@ -35,6 +36,7 @@ __all__ = [
     "MissingWeightsError",
     "ParallelConfig",
     "RankError",
+    "RatesCallback",
     "Seq2SeqTrainer",
     "Seq2SeqTrainingArguments",
     "SplitError",
@@ -47,6 +49,7 @@ __all__ = [
 
 _LAZY = {
     "Engine": "fold3d.engine.engine",
+    "RatesCallback": "fold3d.trainer.rates",
     "Seq2SeqTrainer": "fold3d.trainer",
     "Seq2SeqTrainingArguments": "fold3d.trainer",
     "Trainer": "fold3d.trainer",

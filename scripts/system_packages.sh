@@ -23,6 +23,13 @@ need python3-venv "$python" -c 'import ensurepip, venv'
 need libgtest-dev test -e /usr/include/gtest/gtest.h
 need libgmock-dev test -e /usr/include/gmock/gmock.h
 need iproute2 test -x /sbin/tc -o -x /usr/sbin/tc
+# Tests of rounds on Slurm are skipped without these, so nobody who may not install them is held up.
+if command -v apt-get >/dev/null && { [ "$(id -u)" = 0 ] || command -v sudo >/dev/null; }; then
+    need slurmctld test -x /usr/sbin/slurmctld
+    need slurmd test -x /usr/sbin/slurmd
+    need slurm-client test -x /usr/bin/sbatch
+    need slurm-wlm-basic-plugins test -e "/usr/lib/$(uname -m)-linux-gnu/slurm-wlm/select_cons_tres.so"
+fi
 [ -n "$missing" ] || exit 0
 
 echo "installing system packages:$missing"

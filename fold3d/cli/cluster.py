@@ -7,6 +7,8 @@ from pathlib import Path
 from statistics import mean, median, quantiles
 from typing import TYPE_CHECKING, Any
 
+from fold3d.cli import cluster_jobs
+from fold3d.cli.tables import columns
 from fold3d.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -22,6 +24,7 @@ def add(subcommands: Any) -> None:
     made = subcommands.add_parser("cluster", help="share GPUs of several kinds among jobs", description=__doc__)
     below = made.add_subparsers(metavar="COMMAND", required=True)
     _add_simulate(below)
+    cluster_jobs.add(below)
 
 
 def _add_simulate(subcommands: Any) -> None:
@@ -82,13 +85,7 @@ def run_simulate(options: argparse.Namespace) -> None:
             rows.append(_row(label, reports))
     jobs = f"{len(draws[0])} jobs" if len(draws) == 1 else f"{len(draws[0])} jobs, drawn {len(draws)} times"
     print(f"{jobs}; hours from arrival to end; rounds of {options.round:g} s")
-    widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADER))]
-    for row in rows:
-        cells = [
-            cell.ljust(width) if not place else cell.rjust(width)
-            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        print("  ".join(cells).rstrip())
+    print("\n".join(columns.lines(rows)))
     if options.png:
         picture.draw(shown, gpus, Path(options.png))
         print(options.png)

@@ -13,6 +13,9 @@ from dataclasses import dataclass, field
 
 from fold3d.cluster.jobs import Allocation, Cluster, Job, Place
 
+COUNT_ANEW = 5
+"""Rounds after which a new allocation lets priorities count anew; Gavel does after 1920 s, rounds of 360."""
+
 
 @dataclass(frozen=True, slots=True)
 class Running:
@@ -45,10 +48,11 @@ class Ledger:
             self.received[place] = self.received.get(place, 0.0) + seconds
             self.debts[place] = self.debts.get(place, 0.0) - seconds
 
-    def renew(self) -> None:
-        """Counts priorities anew, for another allocation; debts stay."""
-        self.seconds = 0.0
-        self.received = {}
+    def renew(self, rules: Rules) -> None:
+        """Counts priorities anew for another allocation, if they have counted for long enough; debts stay."""
+        if self.seconds >= COUNT_ANEW * rules.seconds:
+            self.seconds = 0.0
+            self.received = {}
 
     def forget(self, job: str) -> None:
         """Removes a job that is done."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from fold3d.cluster.jobs import Allocation, Cluster, Job, Place, average_rate, blind, most_gpus
 from fold3d.cluster.policies import Policy, allocate
 from fold3d.cluster.rates import Measurement, estimate, probe
-from fold3d.cluster.rounds import Ledger, Rules, Running, place
+from fold3d.cluster.rounds import COUNT_ANEW, Ledger, Rules, Running, place
 from fold3d.cluster.workload import Arrival
 from fold3d.errors import ConfigError
 
@@ -16,8 +16,6 @@ _HOUR = 3600.0
 _MOST_ROUNDS = 1_000_000
 _MOST_IDLE = 1000
 """Rounds in which nobody runs although jobs are there."""
-_COUNT_ANEW = 5
-"""Rounds after which a new allocation lets priorities count anew; Gavel does after 1920 s, rounds of 360."""
 _BY_TIME = ("finish_time", "makespan", "shortest", "cost")
 """Policies that ask what is left of a job: they are asked again as often as that."""
 
@@ -198,12 +196,11 @@ class _Run:
             while coming < len(self.arrivals) and self.arrivals[coming].at <= self.now:
                 self._admit(self.arrivals[coming])
                 coming, changed = coming + 1, True
-            if changed or (self.policy.name in _BY_TIME and len(self.history) % _COUNT_ANEW == 0):
+            if changed or (self.policy.name in _BY_TIME and len(self.history) % COUNT_ANEW == 0):
                 jobs = [one.seen(self.now, self.rules.seconds) for one in self.present.values()]
                 allocation = allocate(self._with_what_is_left(jobs), jobs, self.cluster)
                 jobs = blind(jobs, self.cluster) if self.policy.blind else jobs
-                if self.ledger.seconds >= _COUNT_ANEW * self.rules.seconds:
-                    self.ledger.renew()
+                self.ledger.renew(self.rules)
             changed, ran = self._round(allocation, jobs)
             idle = 0 if ran else idle + 1
             if idle > _MOST_IDLE or len(self.history) > _MOST_ROUNDS:

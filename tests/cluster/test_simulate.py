@@ -145,7 +145,7 @@ def test_a_workload_from_a_file(tmp_path: Path) -> None:
         ({"jobs": []}, "has no jobs"),
         ({"jobs": [{"model": "x"}]}, "job 0: the model 'x' is not among m"),
         ({"jobs": [{"model": "m"}]}, 'job 0: its work is 0.0; say "work"'),
-        ({"jobs": [{"model": "m", "wrok": 1.0}]}, "job 0 has wrok; known are"),
+        ({"jobs": [{"model": "m", "hours": 1.0}]}, "job 0 has hours; known are"),
         (
             {"jobs": [{"model": "m", "hours_on": ["p", 1.0]}]},
             "hours_on names p, on which it has no rate; it has v:1, k:2",

@@ -42,7 +42,7 @@ class Sync:
     def bandwidth(self) -> float:
         return self.rate
 
-    def flush(self) -> None:
+    def settle(self) -> None:
         pass
 
     def reschedule(self, gather_order: Any) -> None:

@@ -147,7 +147,7 @@ class Replanner:
         """
         if self._links is None:
             if sync is not None:
-                sync.flush()  # what is still on its way would be measured, too
+                sync.settle()  # what is still on its way would be measured, too
             self._links = self._probe()
         found = self._groups.world.decide(self._share(sync), lambda shares: self._expect(strategy, schedule, shares))
         self._times, self._exposed_tp, self._lengths, self._others, self._since = {}, [], [], [], 0

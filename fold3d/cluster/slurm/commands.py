@@ -1,0 +1,88 @@
+"""What is asked of Slurm: squeue, sinfo, sbatch, scancel."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from fold3d.cluster.jobs import Cluster, Kind
+from fold3d.errors import ConfigError
+
+_SECONDS = 60.0
+"""For which a command may take."""
+_ENDING = {"COMPLETING", "COMPLETED", "CANCELLED", "FAILED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED"}
+
+
+@dataclass(frozen=True, slots=True)
+class Queued:
+    """A job of the user's that Slurm knows and that has not ended."""
+
+    id: str
+    name: str
+    state: str
+    """PENDING, RUNNING, .."""
+    comment: str
+    seconds: int
+    """For which it has run."""
+
+
+def queue() -> list[Queued]:
+    """Returns the user's jobs, the oldest first. Raises: ConfigError where Slurm does not answer."""
+    lines = _run("squeue", "--me", "--noheader", "--sort=i", "--format=%i|%j|%T|%M|%k").splitlines()
+    found = [Queued(id, name, state, comment, _duration(time)) for id, name, state, time, comment in map(_five, lines)]
+    return [job for job in found if job.state not in _ENDING]
+
+
+def gpus() -> Cluster:
+    """Returns the GPUs with a type of all nodes that work. Raises: ConfigError where there are none."""
+    counts: dict[str, int] = {}
+    seen = set()
+    for line in _run("sinfo", "--Node", "--noheader", "--format=%N|%T|%G").splitlines():
+        node, state, generic = line.strip().split("|", 2)
+        if node in seen or re.match(r"(down|drain|fail|maint|unknown|inval)", state):
+            continue
+        seen.add(node)
+        for kind, count in re.findall(r"gpu:([\w.-]+):(\d+)", generic):
+            counts[kind] = counts.get(kind, 0) + int(count)
+    if not counts:
+        raise ConfigError("sinfo shows no GPUs with a type (gpu:a100:8); name them: --gpus a100:8,t4:16")
+    return Cluster(tuple(Kind(kind, count) for kind, count in sorted(counts.items())))
+
+
+def submit(words: Sequence[str], script: str) -> str:
+    """Returns the id of the job that Slurm made of the script."""
+    return _run("sbatch", "--parsable", *words, input=script).strip().split(";")[0]
+
+
+def cancel(ids: Sequence[str]) -> None:
+    """Ends jobs: their processes get SIGTERM, and save."""
+    if ids:
+        _run("scancel", *ids)
+
+
+def _five(line: str) -> tuple[str, str, str, str, str]:
+    id, name, state, time, comment = line.strip().split("|", 4)
+    return id, name, state, time, comment
+
+
+def _duration(text: str) -> int:
+    """Returns the seconds of `1-02:03:04`, `2:03:04` or `3:04`."""
+    days, _, rest = text.rpartition("-")
+    seconds = 0
+    for part in rest.split(":"):
+        seconds = 60 * seconds + (int(part) if part.isdigit() else 0)
+    return seconds + 86400 * int(days or 0)
+
+
+def _run(*words: str, input: str | None = None) -> str:
+    try:
+        done = subprocess.run(words, input=input, capture_output=True, text=True, timeout=_SECONDS)
+    except FileNotFoundError:
+        raise ConfigError(f"{words[0]} is not installed: these commands run where Slurm's are") from None
+    except subprocess.TimeoutExpired:
+        raise ConfigError(f"{' '.join(words[:2])} did not answer within {_SECONDS:g} s; is slurmctld up?") from None
+    if done.returncode:
+        raise ConfigError(f"{' '.join(words)}: {done.stderr.strip() or f'status {done.returncode}'}")
+    return done.stdout
