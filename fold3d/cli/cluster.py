@@ -85,7 +85,7 @@ def run_simulate(options: argparse.Namespace) -> None:
             rows.append(_row(label, reports))
     jobs = f"{len(draws[0])} jobs" if len(draws) == 1 else f"{len(draws[0])} jobs, drawn {len(draws)} times"
     print(f"{jobs}; hours from arrival to end; rounds of {options.round:g} s")
-    print("\n".join(columns.lines(rows)))
+    print("\n".join(columns(rows)))
     if options.png:
         picture.draw(shown, gpus, Path(options.png))
         print(options.png)

@@ -110,7 +110,7 @@ def run_status(options: argparse.Namespace) -> None:
         now = state.queued[wish.name][-1].state.lower() if wish.name in state.queued else "waiting"
         on = str(wish.place(here)) if here is not None else ""
         rows.append((wish.name, wish.group, f"{wish.weight:g}", ended or now, on, rate, source, f"{owed:.2f}"))
-    print("\n".join(columns.lines(rows)))
+    print("\n".join(columns(rows)))
 
 
 def run_cancel(options: argparse.Namespace) -> None:

@@ -165,3 +165,14 @@ def rivals_of(
                 )
             )
     return tuple(found)
+
+
+def columns(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    """Returns the rows, the header first, with columns of equal width: words to the left, numbers to the right."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return [
+        "  ".join(
+            cell.rjust(width) if place else cell.ljust(width) for place, (cell, width) in enumerate(pairs)
+        ).rstrip()
+        for pairs in (list(zip(row, widths, strict=True)) for row in rows)
+    ]
