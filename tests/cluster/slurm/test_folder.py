@@ -58,9 +58,9 @@ def test_the_ledger_is_kept(tmp_path: Path) -> None:
 
 
 def test_two_at_once(tmp_path: Path) -> None:
-    with Folder(tmp_path).locked():
-        with pytest.raises(ConfigError, match="another command works in"), Folder(tmp_path).locked():
-            pass
+    first, second = Folder(tmp_path).locked(), Folder(tmp_path).locked()
+    with first, pytest.raises(ConfigError, match="another command works in"):
+        second.__enter__()
     with Folder(tmp_path).locked():
         pass
 
