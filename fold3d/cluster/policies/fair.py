@@ -105,8 +105,8 @@ def _climb(program: Program, base: Vector, active: Flags, weights: Weights) -> t
     """Returns the highest possible levels, who may still rise beyond them, and the program that found that out.
 
     Where the first job that has all it can use does not end the rise, the end is sought from above: the program for
-    levels that are too high says by its dual values what the jobs can have at most, weighted by them. The highest levels
-    with that sum are tried next (cutting planes along the path: few are needed, and the last one is exact).
+    levels that are too high says by its dual values what the jobs can have at most, weighted by them. The highest
+    levels with that sum are tried next (cutting planes along the path: few are needed, and the last one is exact).
     """
     stages = _path(program.most, base, active, weights)
     _, _, slope, length = stages[0]
