@@ -39,6 +39,13 @@ class Arrival:
     start_seconds: float = 0.0
     """A move costs both, the first start only this."""
 
+    def __post_init__(self) -> None:
+        possible = {(option.kind, option.gpus) for option in self.options if option.rate > 0}
+        unknown = {(option.kind, option.gpus) for option in self.predicted if option.rate > 0} - possible
+        if unknown:
+            kind, gpus = sorted(unknown)[0]
+            raise ConfigError(f"job {self.name}: a rate is predicted on {kind} x{gpus}, but it has no true one there")
+
 
 @dataclass(frozen=True, slots=True)
 class Workload:

@@ -19,7 +19,7 @@ class StepOutput:
     """Loss of the global batch, scalar."""
     grad_norm: torch.Tensor
     """Global gradient norm before clipping, scalar, on the engine's device: reading it there waits for the step's
-    kernels."""
+    kernels. With gradient_delay=1 that of the gradients that the step has taken, those of the step before."""
     make_breakdown: Callable[[], StepBreakdown] = field(repr=False)
     """Makes `breakdown`."""
 

@@ -152,6 +152,10 @@ def test_a_workload_from_a_file(tmp_path: Path) -> None:
         ),
         ({"jobs": [{"work": 1.0}]}, "job 0: rates need kind, gpus and rate"),
         ({"jobs": [3]}, "job 0 is 3; it must be an object"),
+        (
+            {"jobs": [{"model": "m", "work": 1.0, "predicted": {"v": 2.0, "t4": 1.0}}]},
+            "job m-0: a rate is predicted on t4 x1, but it has no true one there",
+        ),
         ({"jobs": [{"model": "m", "name": "a", "work": 1.0}] * 2}, "two jobs have one name"),
         ({"groups": {"lab": {"wait": 1}}}, "a group has weight and inside"),
     ],

@@ -3,7 +3,7 @@
 The level rises for all jobs at once, each by its weight, until some cannot have more; then for the others. What the
 level asks of a job is bounded by what it gets when it runs on its best option all the time, so where GPUs are plenty
 many jobs stop at many levels. These levels need no program each: the path of what all jobs are asked for is known in
-advance, and the last point of it that is possible is found by bisection.
+advance, and a few programs find the last point of it that is possible.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ Weights = Callable[[Flags], Vector]
 _FULL = 1e-7
 """Of a level: less than that is rounding."""
 _DUAL = 1e-7
+_MOST_CUTS = 50
+"""Usually 2 to 5 are needed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,22 +102,33 @@ def water_fill(program: Program, weights: Weights) -> Solution:
 
 
 def _climb(program: Program, base: Vector, active: Flags, weights: Weights) -> tuple[Vector, Flags, Solution]:
-    """Returns the highest possible levels, who may still rise beyond them, and the program that found that out."""
+    """Returns the highest possible levels, who may still rise beyond them, and the program that found that out.
+
+    Where the first job that has all it can use does not end the rise, the end is sought from above: the program for
+    levels that are too high says by its dual values what the jobs can have at most, weighted by them. The highest
+    levels with that sum are tried next (cutting planes along the path: few are needed, and the last one is exact).
+    """
     stages = _path(program.most, base, active, weights)
-    first, found, last = 0, program.rise(base, stages[0][2]), len(stages) - 1
+    _, _, slope, length = stages[0]
+    found = program.rise(base, slope)
     if found is None:
         raise RuntimeError("levels that were reached cannot be reached again")
-    # No program rises beyond a stage: its end is where a job has all that it can use. So one that reaches it may go on.
-    while first < last and found.value >= stages[first][3] * (1.0 - _FULL) - _FULL:
-        middle = (first + last + 1) // 2
-        tried = program.rise(stages[middle][0], stages[middle][2])
-        if tried is None:
-            last = middle - 1
-        else:
-            first, found = middle, tried
-    base, active, slope, length = stages[first]
-    passed = found.value >= length * (1.0 - _FULL) - _FULL
-    level = base + slope * (length if passed else found.value)
+    if found.value < length * (1.0 - _FULL) - _FULL:
+        return base + slope * found.value, active, found
+    number, level, active = len(stages) - 1, stages[-1][0], stages[-1][1]
+    for _ in range(_MOST_CUTS):
+        found = program.rise(np.zeros(len(base)), level)
+        if found is None:
+            raise RuntimeError("nobody can have anything")
+        if found.value >= 1.0 - _FULL / 10.0:
+            break
+        worth = found.prices[found.classes.of]
+        most = found.value * float(worth @ level)
+        while number and float(worth @ stages[number][0]) > most:
+            number -= 1
+        start, active, slope, length = stages[number]
+        gain = float(worth @ slope)
+        level = start + slope * min(length, max(0.0, (most - float(worth @ start)) / gain) if gain > 0 else length)
     return level, active & (level < program.most * (1.0 - _FULL)), found
 
 
