@@ -121,6 +121,7 @@ def _climb(program: Program, base: Vector, active: Flags, weights: Weights) -> t
         if found is None:
             raise RuntimeError("nobody can have anything")
         if found.value >= 1.0 - _FULL / 10.0:
+            level = level * min(1.0, found.value)  # what is asked again must be possible
             break
         worth = found.prices[found.classes.of]
         most = found.value * float(worth @ level)
