@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -153,7 +153,8 @@ def cut_model(  # noqa: C901, PLR0915 (one long story of phases)
     if order.records and inputs is not None and error is None:
         try:
             if first is not None:
-                with Reads(model) as reads:
+                reads = Reads(model)
+                with reads if topology.pp * topology.tp > 1 else nullcontext():
                     begun = begin_loss(model, config, first.function, dict(inputs), order.device, first.key)
                 read = reads.parameters
                 example = _arguments(order, begun) if example is None else example
