@@ -90,8 +90,10 @@ def slurm(folder: Path) -> Iterator[None]:
             logs = "\n".join(path.read_text() for path in folder.glob("*.log"))
             raise RuntimeError(f"Slurm did not come up: {logs[-4000:]}")
         yield
-        subprocess.run(["scancel", "--me", "--signal=KILL"], capture_output=True, timeout=_START)
     finally:
+        for how in (["--signal=KILL", "--full"], []):  # what runs, and what waits to run again
+            subprocess.run(["scancel", "--me", *how], capture_output=True, timeout=_START)
+        until(lambda: not _said("squeue", "-h"), _START)  # else the daemons of its steps outlive it
         for daemon in reversed(daemons):
             daemon.terminate()
         for daemon in daemons:
