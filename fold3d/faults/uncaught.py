@@ -1,4 +1,4 @@
-"""What a rank writes of an error that nobody catches: what failed, once in a job, and where; no rank its own stack."""
+"""What a rank writes of an error that nobody catches: the rank that failed says what and where, others one line."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def report_uncaught(rank: str, number: int) -> None:
         number: of the rank in the job.
     """
     if isinstance(sys.excepthook, _Hook):
-        sys.excepthook.call(rank)
+        sys.excepthook.name_rank(rank)
     else:
         sys.excepthook = _Hook(rank, number)
 
@@ -99,7 +99,7 @@ class _Hook:
     def __init__(self, rank: str, number: int) -> None:
         self._rank, self._number, self._before = rank, number, sys.excepthook
 
-    def call(self, rank: str) -> None:
+    def name_rank(self, rank: str) -> None:
         self._rank = rank
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -128,19 +128,19 @@ class _Hook:
             short = f"{type(error).__name__}: {error}"
         if not is_own:
             line = short.splitlines()[0]
-            return f"{self._rank} stops: {line if is_interruption(line) else shortened(line)}"
+            return f"{self._rank} stops: {line if is_interruption(line) else _shortened(line)}"
         _tell_launcher(short)
         cause = trace if error.__cause__ is None else error.__cause__.__traceback__
-        lines = "".join(f"\n  {line}" for line in their_lines(cause))
+        lines = "".join(f"\n  {line}" for line in _their_lines(cause))
         return f"{short}{lines}\n  ({WHOLE_STACKS}=1 shows the whole stack)"
 
 
-def shortened(line: str) -> str:
+def _shortened(line: str) -> str:
     """Returns the beginning of a long line."""
     return line if len(line) <= _SHORT else f"{line[:_SHORT].rstrip()} ..."
 
 
-def their_lines(trace: TracebackType | None) -> list[str]:
+def _their_lines(trace: TracebackType | None) -> list[str]:
     """Returns which lines of the user's script and of the model were under way, the innermost last."""
     lines = [
         f"{one.filename}:{one.lineno}, in {one.name}: {one.line}"

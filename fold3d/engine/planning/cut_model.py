@@ -289,7 +289,7 @@ def cut_model(  # noqa: C901, PLR0915 (one long story of phases)
 def _refuse_cut_weights(model: Module, read: set[str]) -> None:
     """Raises: ConfigError where a loss function that has begun, with the whole model, has read of what is no longer
     whole."""
-    for name in read:
+    for name in sorted(read):  # the same one on every rank
         weight = model.get_parameter(name)
         if is_released(weight) or whole_shape(weight) != weight.shape:
             raise ConfigError(
