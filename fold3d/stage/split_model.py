@@ -213,28 +213,28 @@ class SplitModel:
         device, output = inputs[0].device if inputs else self._device, None
         with self._busy(), at_home(device):
             found, call = self._guard.enter(instead or loss.call, only_loss=loss.only_loss)
-        with self._busy(), at_home(device), loss.inside((blocks, last)):
-            run = self._begin(blocks, last, device, inputs, key, self._borders_in(found))
-            try:
-                self._foreign.begin(run, is_users=loss.is_users)
-                self._run = run
-                self._slot.begin(run, run.alike)
-                output = self._model.get_submodule(call.module).forward(*call.args, **call.kwargs)
-            except ChunkExit as leave:
-                if leave.owner is not self:
-                    raise
-            except (RuntimeError, NotImplementedError) as error:
-                if not _is_of_missing(error):
-                    raise
-                raise SplitError(
-                    f"the chunk of blocks {run.lo} to {run.hi - 1} read a parameter that belongs to another "
-                    f"chunk: {error}. The recording did not see that read: pass an `example` with all keys of "
-                    f"a training batch. The forward must run the blocks {_AS_RECORDED}"
-                ) from error
-            finally:
-                self._slot.end()  # first: blocks that are skipped without a run would be so silently
-                self._run = None
-                self._foreign.end()
+            with loss.inside((blocks, last)):
+                run = self._begin(blocks, last, device, inputs, key, self._borders_in(found))
+                try:
+                    self._foreign.begin(run, is_users=loss.is_users)
+                    self._run = run
+                    self._slot.begin(run, run.alike)
+                    output = self._model.get_submodule(call.module).forward(*call.args, **call.kwargs)
+                except ChunkExit as leave:
+                    if leave.owner is not self:
+                        raise
+                except (RuntimeError, NotImplementedError) as error:
+                    if not _is_of_missing(error):
+                        raise
+                    raise SplitError(
+                        f"the chunk of blocks {run.lo} to {run.hi - 1} read a parameter that belongs to another "
+                        f"chunk: {error}. The recording did not see that read: pass an `example` with all keys of "
+                        f"a training batch. The forward must run the blocks {_AS_RECORDED}"
+                    ) from error
+                finally:
+                    self._slot.end()  # first: blocks that are skipped without a run would be so silently
+                    self._run = None
+                    self._foreign.end()
         self._last_run = run if last else None
         if last and run.position != run.hi:
             raise SplitError(
