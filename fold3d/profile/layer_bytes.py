@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 from fold3d.plan.memory.layer_bytes import LayerBytes
 from fold3d.profile.shadow import TrainingShadow, has_memory
 from fold3d.sharding.plan import ShardingPlan
+from fold3d.torch_private import storage_key
 from fold3d.trace import Trace
 from fold3d.trace.capture import without_values
 from fold3d.trace.repeated import Twins
@@ -49,7 +50,7 @@ class ShardedTensors:
         for name, parameter in model.named_parameters(remove_duplicate=False):
             shard = None if sharding is None else sharding.shard_of(name)
             if shard is not None and all(shard.length(rank) < shard.size for rank in range(shard.ranks)):
-                self._weights[_key(parameter)] = shard.dim
+                self._weights[storage_key(parameter)] = shard.dim
 
     def bytes_of(self, name: str, operands: Sequence[Tensor], key: int, size: int, in_block: bool) -> int:
         """Returns how many bytes of a new storage a rank has.
@@ -62,7 +63,7 @@ class ShardedTensors:
         """
         if self._tp == 1:
             return size
-        keys = {_key(tensor) for tensor in operands}
+        keys = {storage_key(tensor) for tensor in operands}
         weights = keys & self._weights.keys()
         if weights and weights == keys:  # of another dtype, say
             self._weights[key] = self._weights[next(iter(weights))]
@@ -82,15 +83,10 @@ class ShardedTensors:
         """Returns the storages that ranks gather for this operation, where they share the sequence; and their bytes."""
         if not self._shares_sequence or name not in _PRODUCTS:
             return []
-        if not self._weights.keys() & {_key(tensor) for tensor in operands}:
+        if not self._weights.keys() & {storage_key(tensor) for tensor in operands}:
             return []
-        others = [tensor for tensor in operands if _key(tensor) not in self._weights]
-        return [(_key(t), t.untyped_storage().nbytes()) for t in others if _key(t) not in self._parts]
-
-
-def _key(tensor: Tensor) -> int:
-    key: int = tensor.untyped_storage()._cdata
-    return key
+        others = [tensor for tensor in operands if storage_key(tensor) not in self._weights]
+        return [(storage_key(t), t.untyped_storage().nbytes()) for t in others if storage_key(t) not in self._parts]
 
 
 def layer_bytes(
@@ -169,11 +165,11 @@ class _Counted(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._whole(key, size)
         for leaf in filter(has_memory, tree_leaves(result)):
             storage = leaf.untyped_storage()
-            key = storage._cdata
+            key = storage_key(leaf)
             if key in self._sizes:
                 continue
             if given is None:
-                given = {tensor.untyped_storage()._cdata for tensor in tensors}
+                given = set(map(storage_key, tensors))
             if key in given:  # changed in place, or a view, of what was there before
                 continue
             in_block = 0 < self._layer < len(self._start) - 1
@@ -219,7 +215,7 @@ class _Counted(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Backward comes to the layer with the gradient of what it hands on."""
         for leaf in tree_leaves(handed_on):
             if has_memory(leaf):
-                self._outputs[layer].add(leaf.untyped_storage()._cdata)
+                self._outputs[layer].add(storage_key(leaf))
                 if leaf.requires_grad:
                     leaf.register_hook(lambda _, layer=layer: self._turn_to(layer))
 

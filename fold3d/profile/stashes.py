@@ -27,6 +27,7 @@ from fold3d.profile.layer_bytes import ShardedTensors
 from fold3d.profile.shadow import TrainingShadow, has_memory
 from fold3d.recompute import Recompute
 from fold3d.sharding.plan import ShardingPlan
+from fold3d.torch_private import storage_key
 from fold3d.trace import Trace
 from fold3d.trace.module_results import Crossings, Value
 
@@ -103,7 +104,7 @@ def _prepare(model: nn.Module, trace: Trace, ranges: Sequence[tuple[int, int]], 
 
 
 def _memories(values: Sequence[Any]) -> Iterator[int]:
-    return (value.untyped_storage()._cdata for value in values if has_memory(value))
+    return (storage_key(value) for value in values if has_memory(value))
 
 
 class _Kept:
@@ -130,7 +131,7 @@ class _Followed(TorchDispatchMode):  # type: ignore[no-untyped-call]
         tensors = [value for value in tree_leaves((args, kwargs)) if has_memory(value)]
         given = set(_memories(tensors))
         for leaf in filter(has_memory, tree_leaves(result)):
-            key, size = leaf.untyped_storage()._cdata, leaf.untyped_storage().nbytes()
+            key, size = storage_key(leaf), leaf.untyped_storage().nbytes()
             if key not in given:
                 # Embeddings, too, may be shared out along the sequence: as if all were in a block.
                 mine = self._parts.bytes_of(func.overloadpacket.__name__, tensors, key, size, in_block=True)
@@ -164,7 +165,7 @@ class _Saved:
         """A pack hook."""
         kept = _Kept(tensor)
         if tensor.numel() and has_memory(tensor) and not (tensor.is_leaf and tensor.requires_grad):
-            key = tensor.untyped_storage()._cdata
+            key = storage_key(tensor)
             size = tensor.element_size()
             first = tensor.storage_offset() * size
             last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))

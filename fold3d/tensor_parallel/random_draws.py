@@ -6,11 +6,12 @@ states. It costs numbers drawn for nothing.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
@@ -22,8 +23,9 @@ from fold3d._C import reseed, seed_inside
 from fold3d.errors import Fold3dError
 from fold3d.sharding.shard import even_part
 from fold3d.sharding.split import Draw
-from fold3d.tensor_parallel.checkpoints import frame_of_checkpoint, in_reentrant_checkpoint
+from fold3d.tensor_parallel.checkpoints import CheckpointMemory, in_reentrant_checkpoint
 from fold3d.tensor_parallel.slices import indices_of
+from fold3d.torch_private import checkpoint_around, run_again_within
 
 Size = tuple[int, ...]
 
@@ -39,9 +41,10 @@ class PartialDraws(TorchFunctionMode):
         super().__init__()
         self.number = 0
         """How many draws there were; an activation checkpoint runs again from the number that it began with."""
-        self._frames: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+        self._memory = CheckpointMemory()
         self._with_grad = torch.is_grad_enabled()
-        self._around = frame_of_checkpoint()  # a checkpoint around all of this: who runs it again makes another mode
+        around = checkpoint_around()
+        self._around = None if around is None else around.frame  # who runs that one again makes another mode
 
     def whole(self, size: Size) -> Size | None:
         """Returns the size for the whole of a part that is to be drawn; None where it is drawn as it is."""
@@ -71,26 +74,25 @@ class PartialDraws(TorchFunctionMode):
     def _follow_checkpoint(self) -> None:
         """Makes backward draw alike when it runs the code of an activation checkpoint again: torch restores generators
         for it, and autocast, but no function modes."""
-        frame: Any = frame_of_checkpoint()
-        if frame is None:
+        here = checkpoint_around()
+        if here is None:
             # Not one around all of this, see above.
             if self._with_grad and not torch.is_grad_enabled() and in_reentrant_checkpoint():
                 raise RedrawError(
                     "it draws random numbers in a reentrant torch.utils.checkpoint (use_reentrant=False would do)"
                 )
-        elif frame is not self._around and frame not in self._frames and torch._C._current_graph_task_id() == -1:
-            first = self._frames[frame] = self.number
-            again = frame.recompute_fn
+        elif here.frame is not self._around and not here.again:
+            self._memory.recall(None, lambda: run_again_within(here.frame, partial(self._from, self.number)))
 
-            def under_mode(*args: Any, **named: Any) -> Any:
-                before, self.number = self.number, first
-                try:
-                    with self:
-                        return again(*args, **named)
-                finally:
-                    self.number = before
-
-            frame.recompute_fn = under_mode
+    @contextlib.contextmanager
+    def _from(self, first: int) -> Iterator[None]:
+        """Around a run of a checkpoint that begins with draw `first`."""
+        before, self.number = self.number, first
+        try:
+            with self:
+                yield
+        finally:
+            self.number = before
 
 
 def _dropout(mode: PartialDraws, func: Callable[..., Any], args: tuple[Any, ...], named: dict[str, Any]) -> Any:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fold3d.sharding.shard import Runs
 from fold3d.sharding.split import Path, TensorSlice
-from fold3d.tensor_parallel.region import RegionOps
+from fold3d.tensor_parallel.region import REDUCE, RegionOps
 
 
 def indices_of(runs: Runs, device: torch.device | str = "cpu") -> Tensor:
@@ -93,4 +93,4 @@ def spread_part(part: Tensor, sliced: TensorSlice, rank: int) -> Tensor:
 
 def gather_part(part: Tensor, one: TensorSlice, rank: int, ops: RegionOps) -> Tensor:
     """Returns the whole tensor of which each rank has its part; all call."""
-    return ops.reduce_from_region(spread_part(part, one, rank))
+    return ops.exchange(spread_part(part, one, rank), REDUCE)
