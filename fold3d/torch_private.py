@@ -116,7 +116,7 @@ def is_called_by_detach_variable(depth: int) -> bool:
 
 
 def place_in_backward(node: Any) -> int:
-    """Returns the number by which autograd orders a node of a graph: of those that are ready, the highest runs first."""
+    """Returns the number of a graph's node: of those that are ready, autograd runs the highest first."""
     return int(node._sequence_nr())
 
 

@@ -14,9 +14,23 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointFunction, checkpoint
 
 from fold3d.torch_private import (
-    Depth, checkpoint_around, follows_operations, functions_around, in_backward, is_called_by_detach_variable,
-    modules_around, place_in_backward, put_modes_on, run_again_within, saving_hook, set_place_in_backward, storage_key,
-    take_modes_off, try_latest_code_first, unwrap_call, wrap_call,
+    Depth,
+    checkpoint_around,
+    follows_operations,
+    functions_around,
+    in_backward,
+    is_called_by_detach_variable,
+    modules_around,
+    place_in_backward,
+    put_modes_on,
+    run_again_within,
+    saving_hook,
+    set_place_in_backward,
+    storage_key,
+    take_modes_off,
+    try_latest_code_first,
+    unwrap_call,
+    wrap_call,
 )  # fmt: skip
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -18,12 +18,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from fold3d.plan.memory.layer_bytes import LayerBytes
-from fold3d.profile.shadow import TrainingShadow, has_memory
 from fold3d.sharding.plan import ShardingPlan
 from fold3d.torch_private import storage_key
 from fold3d.trace import Trace
-from fold3d.trace.capture import without_values
 from fold3d.trace.repeated import Twins
+from fold3d.trace.shadow import one_sequence_a_row, shadow_of, without_values
+
+
+def has_memory(value: object) -> bool:
+    """Whether it is a tensor with memory of its own; how large a sparse one is, only its values say."""
+    return isinstance(value, Tensor) and value.layout == torch.strided
+
 
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "matmul", "linear", "convolution")
 """What sums over a dimension: of two parts it makes a sum over the ranks, which is whole."""
@@ -113,25 +118,24 @@ def layer_bytes(
         sharding: how a tensor-parallel group has shared its weights out: what a rank of it needs; None: there is none.
     Raises: whatever the forward raises on tensors without values.
     """
-    shadow = TrainingShadow(model, micro_batch, device)
-    for parameter in shadow.model.parameters():
-        if parameter.requires_grad:
-            parameter.grad = without_values(parameter, shadow.mode, parameter.device)
-    prepare(shadow.model)
-    twins = Twins(shadow.model, trace, micro_batch)
-    counted = _Counted(len(trace.blocks) + 2, ShardedTensors(shadow.model, sharding))
-    with ExitStack() as stack:
+    with shadow_of(model, device) as shadow:
+        arguments = shadow.arguments(micro_batch)
+        for parameter in shadow.model.parameters():
+            if parameter.requires_grad:
+                parameter.grad = without_values(parameter, shadow.mode, parameter.device)
+        prepare(shadow.model)
+        twins = Twins(shadow.model, trace, micro_batch)
+        counted = _Counted(len(trace.blocks) + 2, ShardedTensors(shadow.model, sharding))
         for block in trace.modules:
             module = shadow.model.get_submodule(block)
-            stack.callback(module.register_forward_pre_hook(counted.before, with_kwargs=True).remove)
-            stack.callback(module.register_forward_hook(counted.after).remove)
-        stack.enter_context(shadow.training())
-        stack.enter_context(counted)
-        with torch.enable_grad(), autocast():
-            roots = _roots(shadow.call())
-        counted.turn()
-        if roots:
-            torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
+            module.register_forward_pre_hook(counted.before, with_kwargs=True)
+            module.register_forward_hook(counted.after)
+        with one_sequence_a_row(), shadow.running(checkpoints=True), counted:
+            with torch.enable_grad(), autocast():
+                roots = _roots(shadow.call(arguments))
+            counted.turn()
+            if roots:
+                torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
     return counted.result(twins.of)
 
 

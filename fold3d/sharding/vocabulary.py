@@ -12,9 +12,10 @@ from torch.utils._pytree import arg_tree_leaves
 
 from fold3d.sharding.shard import Shard
 from fold3d.torch_private import storage_key
-from fold3d.trace.capture import Shadow, example_for, tied_groups
+from fold3d.trace.capture import example_for, run_forward, tied_groups
 from fold3d.trace.model_trace import Trace
 from fold3d.trace.repeated import Twins
+from fold3d.trace.shadow import shadow_of
 
 
 class VocabularyReads(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -92,11 +93,11 @@ def watch_reads(model: nn.Module, trace: Trace, example: Mapping[str, Any] | Non
         example: keyword arguments of the forward; None: made up.
     """
     given = example_for(model) if example is None else example
-    shadow = Shadow(model, given)
-    if not trace.direct and not _blocks_share(trace):
-        Twins(shadow.model, trace, given)
-    reads = VocabularyReads(model, shadow.model, trace.modules)
-    shadow.run(reads)
+    with shadow_of(model) as shadow:
+        if not trace.direct and not _blocks_share(trace):
+            Twins(shadow.model, trace, given)
+        reads = VocabularyReads(model, shadow.model, trace.modules)
+        run_forward(shadow, given, reads)
     return reads
 
 

@@ -126,8 +126,7 @@ def _moved(hows: Sequence[Exchange], forward: bool, tensors: Sequence[Tensor]) -
         parts = [x if at is None else x.index_select(dim, at) for (dim, at), x in zip(where, tensors, strict=True)]
         total = torch.stack(parts).sum(0)
         return [
-            total if at is None else x.index_copy(dim, at, total)
-            for (dim, at), x in zip(where, tensors, strict=True)
+            total if at is None else x.index_copy(dim, at, total) for (dim, at), x in zip(where, tensors, strict=True)
         ]
     if move == ALL_GATHER:
         whole = torch.cat(list(tensors), how.dim)

@@ -14,8 +14,8 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from fold3d import seeding
 from fold3d._C import ForwardCursor
 from fold3d.errors import SplitError
-from fold3d.torch_private import saving_hook
 from fold3d.tensor_parallel.whole_results import plain_parts
+from fold3d.torch_private import saving_hook
 from fold3d.trace.hooked_results import HookedCall
 from fold3d.trace.model_trace import Trace
 from fold3d.trace.module_results import Crossing, Crossings, TreeStructure, Value

@@ -24,8 +24,8 @@ from fold3d.stage.recompute import Checkpoints, modules_to_recompute
 from fold3d.stage.split_model import SplitModel
 from fold3d.stage.users_state import ModelState
 from fold3d.stage.whole_model import WholeModel
+from fold3d.tensor_parallel.group import TensorParallelGroup
 from fold3d.tensor_parallel.install import install
-from fold3d.tensor_parallel.region import RegionOps
 from fold3d.tensor_parallel.vocabulary.install import install_vocabulary
 from fold3d.topology import Topology
 from fold3d.torch_private import follows_operations, try_latest_code_first
@@ -153,6 +153,7 @@ class RankModel:
         ranges: blocks [first, end) of every chunk.
         parameters: canonical name -> parameter with storage on this rank, in the model's order.
         placement: which stage holds which parameter.
+        group: of the ranks that share its weights; who connects the ranks connects it.
         parts: which part of each parameter is this rank's.
         shares: of parameters whose parts overlap: one over the number of ranks that hold an element, fp64, of a shape
             that expands to the parameter's.
@@ -216,9 +217,14 @@ class RankModel:
         self._undo: list[Callable[[], None]] = []
         self._checkpoints: Checkpoints | None = None
         self._apart: SplitModel | None = None
-        self._ops: RegionOps | None = None
-        self._blocks, self._again, self._chunks = blocks, again, strategy.num_chunks
-        self._computes_loss = topology.is_last_stage
+        self.group = TensorParallelGroup.of(self.parts.plan.tp, topology.tp_rank)
+        self.resume()
+        if strategy.num_chunks == 1:
+            self.split = WholeModel(model, blocks, recompute=again)
+        else:
+            assert self.trace is not None, "what is cut was recorded"
+            is_end = topology.is_last_stage
+            self.split = SplitModel(model, self.trace, self.ranges, recompute=again, computes_loss=is_end)
         self.parameters: dict[str, Parameter] = {
             name: parameter for name, parameter in model.named_parameters() if parameter.device.type != "meta"
         }
@@ -231,33 +237,16 @@ class RankModel:
             for name, parameter in self.parameters.items()
             if (shard := self.parts.shard_of(name)) is not None and shard.overlaps
         }
-        refuse_calls(model)  # until `install`
-
-    def install(self, ops: RegionOps) -> None:
-        """Puts on the model what runs a chunk of it; before, one that holds parts of weights cannot be called.
-
-        Args:
-            ops: of the tensor-parallel group; one rank alone where there is none.
-        """
-        self._ops = ops
-        self.resume()
-        if self._chunks == 1:
-            self.split = WholeModel(self.model, self._blocks, recompute=self._again)
-        else:
-            assert self.trace is not None, "what is cut was recorded"
-            self.split = SplitModel(
-                self.model, self.trace, self.ranges, recompute=self._again, computes_loss=self._computes_loss
-            )
 
     def resume(self) -> None:
         """The model is about to run, perhaps after another engine used it: puts what shards do on it, inside of what a
         chunk does differently, which its next run puts back."""
         if not self._undo:
             plan = self.parts.plan
-            if plan.tp > 1 and self._ops is not None:
+            if plan.tp > 1:
                 allow_calls(self.model)
-                self._undo.append(install(self.model, plan, self.parts.rank, self._ops))
-                self._undo.append(install_vocabulary(self.model, plan.vocabulary, self._ops))
+                self._undo.append(install(self.model, plan, self.parts.rank, self.group))
+                self._undo.append(install_vocabulary(self.model, plan.vocabulary, self.group))
             if self._compile is not None:
                 self._undo.append(self._compile())
         if self._checkpoints is None:
@@ -277,8 +266,7 @@ class RankModel:
         """Gives the model its own forward back; one that holds parts of weights cannot be called then."""
         if self._apart is not None:
             self._apart.remove()
-        if self._ops is not None:
-            self.split.remove()
+        self.split.remove()
         if self._checkpoints is not None:
             self._checkpoints.remove()
             self._checkpoints = None

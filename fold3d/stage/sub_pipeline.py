@@ -18,8 +18,8 @@ from fold3d.stage.loss_run import ModelCall
 from fold3d.stage.micro_batch import MicroBatch
 from fold3d.stage.replay import ModelValues
 from fold3d.stage.split_model import SplitModel
-from fold3d.tensor_parallel.random_draws import PerSampleRandom, RedrawError
 from fold3d.tensor_parallel.group import TensorParallelGroup
+from fold3d.tensor_parallel.random_draws import PerSampleRandom, RedrawError
 from fold3d.trace.arguments import Form, by_name, form_of
 from fold3d.trace.batches import IGNORED, follows, part_of, samples_of
 

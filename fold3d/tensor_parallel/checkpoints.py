@@ -47,12 +47,11 @@ class CheckpointMemory:
         return run
 
     def recall(self, key: Hashable, make: Callable[[], T]) -> T:
-        """Returns what this returned for `key` when the checkpoint's code ran before; else, and outside of a
-        checkpoint, what `make` returns."""
+        """Returns what `make` returns; where backward runs a checkpoint again, what it returned for `key` before."""
         run = self.run()
         if run is None:
             return make()
-        if key not in run.values:
+        if not run.again or key not in run.values:
             run.values[key] = make()
         value: T = run.values[key]
         return value

@@ -30,26 +30,39 @@ class TensorParallelGroup:
     """
 
     def __init__(self, group: Any, fuses: Callable[[], bool] = lambda: False):
-        """Args:
-        group: the group's `_C.TensorSync` (`connect_tensor_parallel`); or a c10d process group whose ranks are
-            neighbours, or its name; None: this rank is alone.
-        fuses: whether products are fused where no functions take turns. It changes between steps only: where backward
-            runs an activation checkpoint again, that must go as it went.
-        """
+        """Args: see `connect`."""
         self.size: int = 1
         self.rank: int = 0
         self.name = ""
         """By which the operators know it."""
+        self.turns = Turns()
+        self.kept = KeptExchanges(self.turns)
+        self._newest: dict[int, int] = {}  # function that takes turns -> place in backward of its newest waiting node
+        self.connect(group, fuses)
+
+    @classmethod
+    def of(cls, size: int, rank: int) -> TensorParallelGroup:
+        """Returns one that is not connected yet: forwards can be put on a model, and cannot run."""
+        made = cls(None)
+        made.size, made.rank = size, rank
+        return made
+
+    def connect(self, group: Any, fuses: Callable[[], bool] = lambda: False) -> None:
+        """Exchanges go over `group` from now on.
+
+        Args:
+            group: the group's `_C.TensorSync` (`connect_tensor_parallel`); or a c10d process group whose ranks are
+                neighbours, or its name; None: this rank is alone.
+            fuses: whether products are fused where no functions take turns. It changes between steps only: where
+                backward runs an activation checkpoint again, that must go as it went.
+        """
         if isinstance(group, _C.TensorSync):
             self.size, self.rank, self.name = group.size, group.rank, group.group
         elif group is not None:
             if isinstance(group, str):
                 group = torch._C._distributed_c10d._resolve_process_group(dist.GroupName(group))
             self.size, self.rank, self.name = group.size(), group.rank(), str(group.group_name)
-        self.turns = Turns()
-        self.kept = KeptExchanges(self.turns)
         self._fuses, self._fused = fuses, GroupFusedOps(self.name, self.kept)
-        self._newest: dict[int, int] = {}  # function that takes turns -> place in backward of its newest waiting node
 
     @property
     def fused(self) -> GroupFusedOps | None:
@@ -75,6 +88,8 @@ class TensorParallelGroup:
         """
         if self.size == 1:
             return x
+        if not self.name:
+            raise RuntimeError("a block ran before its tensor-parallel group was connected")
         if known is not None:
             if how.forward == SUM:
                 x.detach().copy_(known)

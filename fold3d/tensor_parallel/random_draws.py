@@ -74,15 +74,16 @@ class PartialDraws(TorchFunctionMode):
     def _follow_checkpoint(self) -> None:
         """Makes backward draw alike when it runs the code of an activation checkpoint again: torch restores generators
         for it, and autocast, but no function modes."""
-        here = checkpoint_around()
-        if here is None:
+        here, run = checkpoint_around(), self._memory.run()
+        if here is None or run is None:
             # Not one around all of this, see above.
             if self._with_grad and not torch.is_grad_enabled() and in_reentrant_checkpoint():
                 raise RedrawError(
                     "it draws random numbers in a reentrant torch.utils.checkpoint (use_reentrant=False would do)"
                 )
-        elif here.frame is not self._around and not here.again:
-            self._memory.recall(None, lambda: run_again_within(here.frame, partial(self._from, self.number)))
+        elif here.frame is not self._around and not run.again and not run.values:
+            run.values["first"] = self.number
+            run_again_within(here.frame, partial(self._from, self.number))
 
     @contextlib.contextmanager
     def _from(self, first: int) -> Iterator[None]:

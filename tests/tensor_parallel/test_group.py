@@ -152,9 +152,7 @@ def test_sequence_regions(ranks: RankPool, size: int, dim: int, over_tcp: bool) 
     of_parts = torch.cat([mine(20 + rank, 2, 4, 4) for rank in range(size)], dim)
     for rank, got in enumerate(ranks.run(on_all, size, over_tcp, sequence, dim)):
         own = mine(30, *whole).chunk(size, dim)[rank]
-        for found, wanted in zip(
-            got, (everything, of_gather[rank], sums[rank], of_parts, own, of_parts), strict=True
-        ):
+        for found, wanted in zip(got, (everything, of_gather[rank], sums[rank], of_parts, own, of_parts), strict=True):
             assert torch.equal(found, wanted)
 
 
