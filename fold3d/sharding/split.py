@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
-from fold3d.sharding.shard import Runs, Shard
+from fold3d.sharding.shard import Runs, Shard, Slices
 
 Path = tuple[int | str, ...]
 """Of a tensor in a block's arguments or result: the position or name of the argument, then keys inside it."""
@@ -45,17 +45,10 @@ class Attribute:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TensorSlice:
-    """A tensor that a block takes or returns, of which a rank's region uses or makes a part.
-
-    Along `dim` the units repeat every `period` indices, as where samples and heads lie in one dimension.
-    """
+class TensorSlice(Slices):
+    """A tensor that a block takes or returns, of which a rank's region uses or makes a part."""
 
     path: Path
-    dim: int
-    period: int
-    parts: tuple[Runs, ...]
-    """Per rank, within one period."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,19 +72,6 @@ class InnerResult:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Draw:
-    """Random numbers that a block draws, of which each rank needs those of its units: a dropout's mask over heads, say.
-
-    Along `dim` there are `whole` entries, or a multiple of it, such as where samples and heads lie in one dimension.
-    """
-
-    dim: int
-    whole: int
-    parts: tuple[Runs, ...]
-    """Per rank, of `whole`."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class BlockSplit:
     """How a block is spread over a tensor-parallel group. Without groups it is whole on every rank."""
 
@@ -107,9 +87,10 @@ class BlockSplit:
     """Results of which a rank makes its part; they are put together before they leave the block."""
     together: tuple[tuple[str, ...], ...] = ()
     """Linear layers that enter regions with the same tensor, which nothing else there takes; each is called once."""
-    draws: tuple[Draw | None, ...] = ()
-    """In the order in which the block draws in training; None: drawn alike on every rank. Empty: it draws nothing, or
-    it is not known how; then each rank draws for itself inside a region."""
+    draws: tuple[Slices | None, ...] = ()
+    """Random numbers of which each rank needs those of its units, a dropout's mask over heads, say, in the order in
+    which the block draws in training; None: drawn alike on every rank. Empty: it draws nothing, or it is not known how;
+    then each rank draws for itself inside a region."""
     inner: tuple[InnerResult, ...] = ()
     """What it and modules inside return; those that return one tensor, which is whole, are left out."""
     unrun: tuple[str, ...] = ()

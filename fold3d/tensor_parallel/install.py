@@ -14,14 +14,14 @@ from torch.utils._pytree import tree_map_only
 
 from fold3d.errors import ConfigError
 from fold3d.sharding.plan import ShardingPlan
-from fold3d.sharding.shard import Shard
+from fold3d.sharding.shard import Shard, indices_of
 from fold3d.sharding.split import Attribute, BlockSplit, GroupSplit, InnerResult, Path, TensorSlice
 from fold3d.tensor_parallel.block_call import BlockCalls
 from fold3d.tensor_parallel.linear import factor, is_fusable, is_linear, matmul, widths, with_bias
 from fold3d.tensor_parallel.random_draws import ShardRandom
 from fold3d.tensor_parallel.region import REDUCE, Exchange, RegionOps
 from fold3d.tensor_parallel.sequence import BlockSequence, SequenceLength
-from fold3d.tensor_parallel.slices import gather_part, indices_of, paths_of, replace_argument, replace_leaf, take_part
+from fold3d.tensor_parallel.slices import gather_part, paths_of, replace_argument, replace_leaf, take_part
 from fold3d.tensor_parallel.weight_reads import Unproved
 from fold3d.tensor_parallel.whole_results import LazyWhole, PutTogether, ReturnedParts, put_together
 from fold3d.torch_private import in_backward

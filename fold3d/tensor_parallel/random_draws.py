@@ -21,10 +21,8 @@ from torch.overrides import TorchFunctionMode
 from fold3d import seeding
 from fold3d._C import reseed, seed_inside
 from fold3d.errors import Fold3dError
-from fold3d.sharding.shard import even_part
-from fold3d.sharding.split import Draw
+from fold3d.sharding.shard import Slices, even_part
 from fold3d.tensor_parallel.checkpoints import CheckpointMemory, in_reentrant_checkpoint
-from fold3d.tensor_parallel.slices import indices_of
 from fold3d.torch_private import checkpoint_around, run_again_within
 
 Size = tuple[int, ...]
@@ -195,14 +193,13 @@ class ShardRandom(PartialDraws):
     whose units it is for. Outside of regions all ranks compute the same, and draw it as it is.
     """
 
-    def __init__(self, draws: Sequence[Draw | None], rank: int, in_region: Callable[[], bool]) -> None:
+    def __init__(self, draws: Sequence[Slices | None], rank: int, in_region: Callable[[], bool]) -> None:
         """Args:
         in_region: whether what runs is computed by each rank for its share of units.
         """
         super().__init__()
         self._draws, self._rank, self._in_region = draws, rank, in_region
-        self._taken: Draw | None = None
-        self._times = 1
+        self._taken: Slices | None = None
 
     def whole_of(self, size: Size, number: int) -> Size | None:
         if number >= len(self._draws):
@@ -211,13 +208,12 @@ class ShardRandom(PartialDraws):
         draw = self._draws[number]
         if draw is None:
             return None
-        mine = sum(end - first for first, end in draw.parts[self._rank])
-        times, rest = divmod(size[draw.dim], mine) if draw.dim < len(size) else (0, 1)
+        times, rest = divmod(size[draw.dim], draw.length(self._rank)) if draw.dim < len(size) else (0, 1)
         if rest:
             self._refuse_inside(size, number)
             return None
-        self._taken, self._times = draw, times
-        return (*size[: draw.dim], times * draw.whole, *size[draw.dim + 1 :])
+        self._taken = draw
+        return (*size[: draw.dim], times * draw.size, *size[draw.dim + 1 :])
 
     def _refuse_inside(self, size: Size, number: int) -> None:
         if self._in_region():
@@ -229,17 +225,12 @@ class ShardRandom(PartialDraws):
             )
 
     def part(self, drawn: Tensor) -> Tensor:
-        draw, times = self._taken, self._times
-        assert draw is not None, "`whole` returned a size"
-        apart = drawn
-        dim, runs = draw.dim + (times > 1), draw.parts[self._rank]
-        if times > 1:
-            apart = drawn.reshape(*drawn.shape[: draw.dim], times, draw.whole, *drawn.shape[dim:])
-        if len(runs) == 1:
-            taken = apart.narrow(dim, runs[0][0], runs[0][1] - runs[0][0])
-        else:
-            taken = apart.index_select(dim, indices_of(runs, drawn.device))
-        return taken.flatten(dim - 1, dim) if times > 1 else taken
+        assert self._taken is not None, "`whole` returned a size"
+        return self._taken.take(drawn, self._rank)
+
+    def put(self, whole: Tensor, part: Tensor) -> None:
+        assert self._taken is not None, "`whole` returned a size"
+        self._taken.put(whole, part, self._rank)
 
 
 class RowsRandom(PartialDraws):
