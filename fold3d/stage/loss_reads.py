@@ -10,7 +10,6 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from types import FrameType
 from typing import Any
 
 import torch
@@ -23,6 +22,7 @@ from torch.utils.hooks import RemovableHandle
 from fold3d.errors import WAYS_OUT, ConfigError, SplitError
 from fold3d.stage.boundary import ChunkRun
 from fold3d.tensor_parallel.weight_reads import RefusedReads
+from fold3d.torch_private import modules_around, storage_key
 from fold3d.trace.model_trace import Trace
 from fold3d.trace.wrappers import users_hooks, whole_shape
 from fold3d.weights.missing import missing
@@ -78,7 +78,7 @@ class ForeignTensors:
         foreign = {key: keeper for key, (_, of, keeper) in self._seen.items() if run is None or of is not run.mark}
         for leaf in tree_leaves(list(given)) if foreign else ():
             if isinstance(leaf, Tensor):
-                foreign.pop(key_of(leaf), None)
+                foreign.pop(storage_key(leaf), None)
         first = 0 if run is None or not is_users else run.lo
         with self._missing_attributes(first), _Looking(foreign) if foreign else contextlib.nullcontext():
             yield
@@ -142,7 +142,7 @@ class ForeignTensors:
     def _see(self, name: str, tensor: Tensor, of: object) -> None:
         if tensor.layout == torch.strided:
             storage = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
-            self._seen[key_of(tensor)] = storage, of, f"a hook of {name}"
+            self._seen[storage_key(tensor)] = storage, of, f"a hook of {name}"
 
     def _is_right(self, name: str, module: nn.Module, tensor: Tensor) -> bool:
         """Returns whether what a module has just returned is right in this run, and stands in for nothing."""
@@ -227,23 +227,13 @@ class _Looking(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         for leaf in arg_tree_leaves(*args, **(kwargs or {})):
-            keeper = self._foreign.get(key_of(leaf)) if isinstance(leaf, Tensor) else None
+            keeper = self._foreign.get(storage_key(leaf)) if isinstance(leaf, Tensor) else None
             if keeper is not None:
                 raise SplitError(
                     f"the loss function reads what {keeper} keeps of a layer that another chunk runs: what is there "
                     f"is not of this micro-batch, or stands in for it. {WAYS_OUT}"
                 )
         return func(*args, **(kwargs or {}))
-
-
-def key_of(tensor: Tensor) -> int:
-    """Returns what tensors have in common that share memory."""
-    if tensor.layout != torch.strided:
-        return id(tensor)
-    return int(tensor.untyped_storage()._cdata)
-
-
-_CALL = nn.Module._call_impl.__code__
 
 
 class ShardReads:
@@ -264,15 +254,10 @@ class ShardReads:
     def watched(self) -> AbstractContextManager[Any]:
         """Around code of a loss function. Raises: ConfigError, in it, where something is read of which there is a
         part."""
-        return RefusedReads(self._names, lambda: not self._in_a_module(), _error) if self._names else nullcontext()
+        return RefusedReads(self._names, self._is_around_modules, _error) if self._names else nullcontext()
 
-    def _in_a_module(self) -> bool:
-        frame: FrameType | None = sys._getframe(1)
-        while frame is not None:
-            if frame.f_code is _CALL and id(frame.f_locals.get("self")) in self._modules:
-                return True
-            frame = frame.f_back
-        return False
+    def _is_around_modules(self) -> bool:
+        return self._modules.isdisjoint(modules_around())
 
 
 def _error(name: str, read: Tensor) -> ConfigError:
