@@ -118,7 +118,9 @@ def _connect(
     sync = _gradient_sync(model, supervisor, topology, groups, rings, clock)
     sharded = None
     if topology.tp > 1:
-        reads = ShardReads(cut.model, cut.parameters)
+        assert cut.trace is not None, "what has shards was recorded"
+        summed = [name for name in cut.parameters if len(cut.placement.summed_over(name, topology.tp_rank).tp) > 1]
+        reads = ShardReads(cut.model, cut.parameters, cut.trace.blocks, summed)
         sharded = partial(_sharded, model, _border_parts(model), reads, overlap)
     peaks = None if model.planned is None else model.planned[1].peaks
     offload = offload_options(config, model.strategy, 0 if peaks is None else peaks[topology.pp_rank].pool)

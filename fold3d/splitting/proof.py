@@ -194,10 +194,13 @@ class _Proof:
         self._runs = BlockRuns(call, split, tp, training=training, with_grad=True)
         self.summed: set[str] = set()
         self.used = Used()
+        self._others = False
 
     def run(self) -> str:
         runs = self._runs
         output = runs.whole(watch=self._watched)
+        if self._others:  # nobody sums their gradients
+            return "it computes with weights of modules that are not registered in it"
         draw = torch.Generator().manual_seed(7)
         weights = {
             path: torch.randn(leaf.shape, dtype=leaf.dtype, generator=draw)
@@ -225,6 +228,7 @@ class _Proof:
         for hook in hooks:
             hook.remove()
         self.used.parameters.update(reads.parameters)
+        self._others = reads.others
 
     def _wrong(self, output: Any, outputs: list[Any], weights: Mapping[Any, Tensor]) -> Iterator[str]:
         whole, blocks, expected = self._runs.block, self._runs.blocks, dict(paths_of(output))
