@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from fold3d.profile.calls import record_calls
 from fold3d.profile.layer_bytes import layer_bytes
-from fold3d.trace import trace
 from fold3d.trace import shadow as shadow_module
+from fold3d.trace import trace
 from fold3d.trace.shadow import Shadow, fake_copy, shadow_of, shared_shadows
 
 WIDTH = 8
