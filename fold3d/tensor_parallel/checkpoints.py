@@ -23,7 +23,12 @@ class CheckpointRun:
     values: dict[Hashable, Any]
     """What was kept in the checkpoint, in any run of it."""
     calls: int = 0
-    """How often `CheckpointMemory.count` was called in it."""
+    """How often `count` was called."""
+
+    def count(self) -> int:
+        """Returns how often this was called before in this run: by that calls of code are told apart."""
+        self.calls += 1
+        return self.calls - 1
 
 
 class CheckpointMemory:

@@ -244,7 +244,7 @@ class _Gradient:
             self._finish = self._group.start(sent, how, how.backward)
         else:
             some = self._group.start(sent.index_select(how.dim, how.indices).contiguous(), how, how.backward)
-            self._finish = lambda: sent.index_copy_(how.dim, how.indices, some())  # type: ignore[arg-type]
+            self._finish = lambda: sent.index_copy_(how.dim, how.indices, some())
         return gradient.new_zeros(()).expand(self._shape)  # stands for what is on its way
 
     def wait(self) -> Tensor:

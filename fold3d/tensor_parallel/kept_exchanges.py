@@ -100,9 +100,7 @@ class KeptExchanges:
         """Returns what `make` makes of what the exchange has given before, where code runs again; else, with None, what
         it gets from the other ranks, which is kept."""
         run, with_grad = self._memory.run(), torch.is_grad_enabled()
-        number = 0
-        if run is not None:
-            number, run.calls = run.calls, run.calls + 1
+        number = 0 if run is None else run.count()
         known: Tensor | None = None
         if self._repeated is not None and with_grad:
             known = self._repeated.next(self._turns.current)
