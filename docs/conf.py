@@ -48,7 +48,8 @@ def _table_of_contents(section: re.Match[str]) -> str:
     pages = [link["path"].removesuffix(".md") for link in _LINK.finditer(section["text"])]
     inside = [path for path in dict.fromkeys(pages) if not path.startswith("..")]
     entries = "\n".join(inside)
-    return f"\n```{{toctree}}\n:caption: {section['title']}\n:maxdepth: 1\n:hidden:\n\n{entries}\n```\n" if inside else ""
+    settings = f":caption: {section['title']}\n:maxdepth: 1\n:hidden:"
+    return f"\n```{{toctree}}\n{settings}\n\n{entries}\n```\n" if inside else ""
 
 
 def _name_file_outside(page: str, link: re.Match[str]) -> str:

@@ -47,8 +47,8 @@ all; and a loss that reads what the model returns unasked. Empty: not judged yet
 _TP_HEAD = """\
 # Every model class with tensor parallelism
 
-Written by `python -m zoo --tp --write docs/evidence/models_tp_table.md`, with transformers {version}. The tiny models of
-[the other table](models_table.md), each trained on its batch by two processes that share its weights (`tp=2`), once
+Written by `python -m zoo --tp --write docs/evidence/models_tp_table.md`, with transformers {version}. The tiny models
+of [the other table](models_table.md), each trained on its batch by two processes that share its weights (`tp=2`), once
 with `tp_overlap="none"` and once with `"sub"`, in float64 (float32 where torch has an operation in no other precision).
 The loss and all gradients, put together again, were compared with those of the plain model in one process.
 
